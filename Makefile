@@ -1,0 +1,43 @@
+# `make demo` and `make test` need Python 3.11 or newer with pip, and nothing else.
+PYTHON ?= python3
+WORKERS ?= 2
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PYTEST := $(BIN)/pytest -n $(WORKERS)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all lint typecheck clean
+
+help:  ## List the targets.
+	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
+
+demo: $(INSTALLED)  ## Train DiLoCo, data parallelism and one island alone, and compare them.
+	$(BIN)/fedpax compare --exp=diloco_text,data_parallel_text,single_island_text --job_log_dir=runs/demo
+
+test: lint typecheck  ## Lint, check types and run the fast tests.
+	$(PYTEST) -m "not slow"
+
+test-all: lint typecheck  ## The same with the slow tests.
+	$(PYTEST)
+
+lint: $(INSTALLED)  ## Run ruff.
+	$(BIN)/ruff check .
+
+# Users import the installed package, so that is what is checked: the wheel, unpacked. A folder on
+# PYTHONPATH counts as installed for mypy, so without py.typed it would find no types there.
+typecheck: $(INSTALLED)  ## Run mypy on the installed package.
+	@rm -rf build
+	@$(BIN)/pip install --quiet --no-deps --no-build-isolation --target build/installed .
+	cd build && PYTHONPATH=installed ../$(BIN)/mypy --config-file=../pyproject.toml --cache-dir=../.mypy_cache -p fedpax
+
+# The machine's own pip fills the environment, so that Python needs no ensurepip.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info < (3, 11) and sys.exit("fedpax needs Python 3.11 or \
+	newer, and $(PYTHON) is " + sys.version.split()[0] + ": try `make PYTHON=python3.11 ...`")'
+	$(PYTHON) -m venv --without-pip $(VENV)
+	$(PYTHON) -m pip --python $(BIN)/python install --constraint constraints.txt pip --editable ".[dev]"
+	@touch $@
+
+clean:  ## Remove the environment and all caches; keep the results in runs/.
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

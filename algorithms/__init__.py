@@ -1,0 +1,1 @@
+"""Federated and multi-island methods, one file each, named as their papers name them."""

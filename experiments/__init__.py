@@ -1,0 +1,1 @@
+"""Experiments: zero-argument functions, each returns a configuration that can be trained."""

@@ -1,0 +1,25 @@
+"""fedpax: federated and multi-island training as jitted JAX functions."""
+
+from fedpax.parallel.mesh import make_mesh
+from fedpax.primitives import (
+    federated_broadcast,
+    federated_map,
+    federated_max,
+    federated_mean,
+    federated_min,
+    federated_sum,
+    program,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "federated_broadcast",
+    "federated_map",
+    "federated_max",
+    "federated_mean",
+    "federated_min",
+    "federated_sum",
+    "make_mesh",
+    "program",
+]

@@ -1,0 +1,1 @@
+"""Meshes, model axes, and what a compiled program sends over them."""

@@ -1,0 +1,186 @@
+"""Model axes: the axes of parameters and activations by meaning, and one table that shards them.
+
+A model names the axes of its arrays for what they are, ("embed", "mlp"), and knows no mesh. The
+table RULES says which axes of the mesh shard each of them. A mesh without those axes leaves the
+array whole, so one model runs on one device, sharded, and inside federated programs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+Rules: TypeAlias = Mapping[str, str | tuple[str, ...] | None]
+
+# Parameters: fsdp cuts their embed axis, tensor their inner one. Activations: data and fsdp cut
+# the batch, sequence the tokens. None: whole on every device.
+RULES: Rules = MappingProxyType(
+    {
+        "batch": ("data", "fsdp"),
+        "sequence": "sequence",
+        "vocabulary": "tensor",
+        "embed": "fsdp",
+        "heads": "tensor",
+        "key_value_heads": "tensor",
+        "head_width": None,
+        "mlp": "tensor",
+        "layers": None,
+        "norm": None,
+    }
+)
+
+
+def partition_spec(
+    logical: Sequence[str | None],
+    mesh: Mesh | AbstractMesh | None = None,
+    rules: Rules = RULES,
+    *,
+    shape: Sequence[int] | None = None,
+) -> PartitionSpec:
+    """Looks up which axes of the mesh shard an array whose axes are named by meaning.
+
+    An axis of the mesh is left out where the mesh does not have it, where it is manual (inside
+    `jax.shard_map`, where each device holds its own part), where an earlier axis of the array
+    uses it, and, if `shape` is given, where it does not divide the array's axis.
+
+    Args:
+      logical: a name for each axis of the array, None for an axis that is never sharded.
+      mesh: the mesh, by default the one that `jax.set_mesh` set; none at all shards nothing.
+      rules: the axes of the mesh, one or several, for each name.
+      shape: the array's shape.
+
+    Returns:
+      A `PartitionSpec` with one entry for each axis of the array.
+
+    Raises:
+      ValueError: a name has no rule, or `shape` has another number of axes than `logical`.
+
+    Example:
+      >>> from jax.sharding import AbstractMesh
+      >>> mesh = AbstractMesh((2, 4), ("fsdp", "tensor"))
+      >>> tuple(partition_spec(("batch", "embed", "mlp"), mesh))
+      ('fsdp', None, 'tensor')
+      >>> tuple(partition_spec(("embed", "heads"), mesh, shape=(128, 6)))
+      ('fsdp', None)
+    """
+    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    if shape is not None and len(shape) != len(logical):
+        raise ValueError(
+            f"logical={tuple(logical)} names {len(logical)} axes, but the array has shape "
+            f"{tuple(shape)}: give one name, or None, for each axis."
+        )
+    free = _free_axes(mesh)
+    entries: list[str | tuple[str, ...] | None] = []
+    for position, name in enumerate(logical):
+        chosen: list[str] = []
+        for axis in _axes_of(name, rules):
+            size = math.prod(mesh.shape[a] for a in chosen) * free.get(axis, 0)
+            if size and (shape is None or shape[position] % size == 0):
+                chosen.append(axis)
+                del free[axis]
+        entries.append(tuple(chosen) if len(chosen) > 1 else chosen[0] if chosen else None)
+    return PartitionSpec(*entries)
+
+
+def constrain(x: jax.Array, logical: Sequence[str | None], rules: Rules = RULES) -> jax.Array:
+    """Tells the compiler how to shard a value inside a program, by the names of its axes.
+
+    On automatic axes of the mesh it is `jax.lax.with_sharding_constraint`, on explicit axes
+    `jax.sharding.reshard`. It does nothing without a mesh, and on one none of whose axes the
+    rules name. Under `vmap` the mapped axis keeps the sharding that it has, or takes
+    `spmd_axis_name`.
+
+    Args:
+      x: an array of any shape.
+      logical: a name for each of its axes, None for an axis that is not sharded.
+      rules: the axes of the mesh, one or several, for each name.
+
+    Returns:
+      `x`, the values unchanged.
+
+    Raises:
+      ValueError: a name has no rule, or `x` has another number of axes than `logical`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> constrain(jnp.arange(3.0), ("batch",))  # no mesh is set
+      Array([0., 1., 2.], dtype=float32)
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    spec = partition_spec(logical, mesh, rules, shape=x.shape)
+    ruled = {axis for name in rules for axis in _axes_of(name, rules)} & _free_axes(mesh).keys()
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if any(types[axis] is AxisType.Explicit for axis in ruled):
+        x = jax.sharding.reshard(x, _only(spec, AxisType.Explicit, types))
+    if any(types[axis] is AxisType.Auto for axis in ruled):
+        x = jax.lax.with_sharding_constraint(x, _only(spec, AxisType.Auto, types))
+    return x
+
+
+def shardings(
+    logical_tree: Any, shapes_tree: Any, mesh: Mesh, rules: Rules = RULES
+) -> Any:
+    """Says where each parameter lives: a tree of shardings, for `jax.jit(init, out_shardings=...)`.
+
+    Args:
+      logical_tree: the structure of `shapes_tree`, with a tuple of names for each array.
+      shapes_tree: arrays, or what `jax.eval_shape` returns.
+      mesh: the mesh.
+      rules: the axes of the mesh, one or several, for each name.
+
+    Returns:
+      The same structure with a `jax.sharding.NamedSharding` for each array. An axis of the mesh
+      that does not divide an array's axis does not shard it.
+
+    Raises:
+      ValueError: the trees have different structures, or see `partition_spec`.
+
+    Example:
+      >>> mesh = jax.make_mesh((1,), ("fsdp",))
+      >>> shapes = {"weight": jax.ShapeDtypeStruct((8, 4), "float32")}
+      >>> tuple(shardings({"weight": ("embed", "mlp")}, shapes, mesh)["weight"].spec)
+      ('fsdp', None)
+    """
+    # The arrays' structure comes first, so that the tuples of names below it count as leaves.
+    return jax.tree.map(
+        lambda array, names: NamedSharding(
+            mesh, partition_spec(names, mesh, rules, shape=array.shape)
+        ),
+        shapes_tree,
+        logical_tree,
+    )
+
+
+def _axes_of(name: str | None, rules: Rules) -> tuple[str, ...]:
+    if name is None:
+        return ()
+    if name not in rules:
+        raise ValueError(
+            f"logical names an axis {name!r}, which the rules do not know: use one of "
+            f"{', '.join(rules)}, or pass rules={{**RULES, {name!r}: an axis of the mesh or None}}."
+        )
+    axes = rules[name]
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())
+
+
+def _free_axes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
+    """The sizes of the axes over which arrays can be sharded."""
+    axes: Iterable[tuple[str, AxisType]] = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {name: mesh.shape[name] for name, kind in axes if kind is not AxisType.Manual}
+
+
+def _only(
+    spec: PartitionSpec, kind: AxisType, types: Mapping[str, AxisType]
+) -> PartitionSpec:
+    """The spec without the axes of other kinds."""
+
+    def keep(entry: Any) -> Any:
+        axes = (entry,) if isinstance(entry, str) else entry or ()
+        return tuple(axis for axis in axes if types[axis] is kind) or None
+
+    return PartitionSpec(*(keep(entry) for entry in spec))

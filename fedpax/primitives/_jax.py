@@ -1,0 +1,274 @@
+"""Everything of JAX that fedpax uses and JAX does not promise to keep.
+
+No other module touches `jax.extend` or `jax.interpreters`. Three things live here: how a primitive
+is defined from its rules, how a function becomes a jaxpr and back, and `with_manual_axis`, which
+runs a jaxpr that was traced on automatic or explicit mesh axes where one of them is manual.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+from jax.interpreters import partial_eval as pe
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+
+__all__ = [
+    "ClosedJaxpr",
+    "Primitive",
+    "Zero",
+    "define",
+    "depends",
+    "evaluate",
+    "is_linear",
+    "is_zero",
+    "prune",
+    "register_pruning",
+    "residual_sources",
+    "trace",
+    "with_manual_axis",
+    "zero_tangent",
+]
+
+Zero = ad.Zero
+Aval = Any
+
+
+def is_zero(tangent: Any) -> bool:
+    """Whether a tangent or cotangent is a symbolic zero."""
+    return type(tangent) is ad.Zero
+
+
+def zero_tangent(primal: Any) -> ad.Zero:
+    """The symbolic zero that is the tangent of a value."""
+    return ad.Zero(jax.typeof(primal).to_tangent_aval())
+
+
+def is_linear(argument: Any) -> bool:
+    """Whether a transpose rule is asked for the cotangent of this argument."""
+    return ad.is_undefined_primal(argument)
+
+
+def define(
+    primitive: Primitive,
+    *,
+    abstract: Callable,
+    implementation: Callable,
+    jvp: Callable,
+    batch: Callable,
+    transpose: Callable | None = None,
+) -> None:
+    """Registers all rules of a primitive.
+
+    Args:
+        primitive: the primitive.
+        abstract: `(*avals, **params) -> (avals, effects)`.
+        implementation: the primitive in terms of other JAX functions; what it lowers to.
+        jvp: `(primals, tangents, **params) -> (outputs, tangents)` with symbolic zeros.
+        batch: `(axis, args, dims, **params) -> (outputs, dims)`; `axis` has `name`, `size`,
+            `spmd_name`, and None among the dims means not batched.
+        transpose: `(cotangents, *args, **params) -> cotangents of args`, with `ad.UndefinedPrimal`
+            for the linear arguments.
+    """
+    primitive.def_effectful_abstract_eval(abstract)
+    primitive.def_impl(functools.partial(_bind_jitted, primitive))
+    mlir.register_lowering(
+        primitive, mlir.lower_fun(implementation, multiple_results=primitive.multiple_results)
+    )
+    ad.primitive_jvps[primitive] = jvp
+    if transpose is not None:
+        ad.primitive_transposes[primitive] = transpose
+
+    def batch_rule(axis, args, dims, **params):
+        if all(d is None for d in dims):
+            out = primitive.bind(*args, **params)
+            return out, [None] * len(out) if primitive.multiple_results else None
+        return batch(axis, args, dims, **params)
+
+    batching.fancy_primitive_batchers[primitive] = batch_rule
+
+
+def _bind_jitted(primitive: Primitive, *args, **params):
+    """Outside of any trace a primitive runs as its own compiled program."""
+    return _jitted(primitive, tuple(sorted(params.items())))(*args)
+
+
+@functools.lru_cache(maxsize=512)
+def _jitted(primitive: Primitive, params: tuple) -> Callable:
+    return jax.jit(functools.partial(primitive.bind, **dict(params)))
+
+
+# ---- functions and jaxprs
+
+
+def trace(fn: Callable, avals: Sequence[Aval]) -> tuple[ClosedJaxpr, list]:
+    """Traces `fn` on flat arguments and hoists the values that it closes over.
+
+    Args:
+        fn: takes flat arrays, returns a flat list of arrays.
+        avals: the types of the arguments.
+
+    Returns:
+        A jaxpr whose first inputs are the hoisted values, and these values. Only numpy constants,
+        which belong to the program's text, stay inside the jaxpr.
+    """
+    closed = jax.make_jaxpr(fn)(*avals)
+    hoisted = [i for i, c in enumerate(closed.consts) if isinstance(c, jax.Array)]
+    if not hoisted:
+        return closed, []
+    values = [closed.consts[i] for i in hoisted]
+
+    def with_arguments(*flat):
+        consts = list(closed.consts)
+        for i, value in zip(hoisted, flat, strict=False):
+            consts[i] = value
+        return jax.core.eval_jaxpr(closed.jaxpr, consts, *flat[len(hoisted) :])
+
+    return jax.make_jaxpr(with_arguments)(*map(jax.typeof, values), *avals), values
+
+
+def evaluate(jaxpr: ClosedJaxpr, *args) -> list:
+    """Runs a jaxpr on flat arguments; the equations are bound again, so it can be transformed."""
+    return jaxpr_as_fun(jaxpr)(*args)
+
+
+def depends(jaxpr: ClosedJaxpr, inputs: Sequence[bool]) -> list[bool]:
+    """Which outputs may depend on the marked inputs; a no is certain, a yes is not."""
+    marked = {v for v, mark in zip(jaxpr.jaxpr.invars, inputs, strict=True) if mark}
+    for eqn in jaxpr.jaxpr.eqns:
+        if any(v in marked for v in eqn.invars if not isinstance(v, Literal)):
+            marked.update(eqn.outvars)
+    return [not isinstance(v, Literal) and v in marked for v in jaxpr.jaxpr.outvars]
+
+
+def residual_sources(jaxpr: ClosedJaxpr, outputs: int) -> tuple[list[tuple[str, int]], list[bool]]:
+    """Finds where the residuals, the outputs after the first `outputs`, can be had from.
+
+    Returns:
+        For each residual ("argument", i) or ("output", i), the latter counted among the outputs
+        that remain; and for each whether it has to remain, because it stands nowhere else.
+    """
+    place: dict[Any, tuple[str, int]] = {}
+    for i, v in enumerate(jaxpr.jaxpr.outvars[:outputs]):
+        if not isinstance(v, Literal):
+            place.setdefault(v, ("output", i))
+    for i, v in enumerate(jaxpr.jaxpr.invars):
+        place[v] = ("argument", i)
+    sources, extra = [], []
+    for v in jaxpr.jaxpr.outvars[outputs:]:
+        known = None if isinstance(v, Literal) else place.get(v)
+        extra.append(known is None)
+        sources.append(known or ("output", outputs + sum(extra[:-1])))
+        if not isinstance(v, Literal):
+            place.setdefault(v, sources[-1])
+    return sources, extra
+
+
+def prune(jaxpr: ClosedJaxpr, used: Sequence[bool]) -> tuple[ClosedJaxpr, list[bool]]:
+    """Drops the outputs that are not used, then the equations and inputs that nothing needs."""
+    pruned, used_inputs = pe.dce_jaxpr(jaxpr.jaxpr, list(used))
+    return jax.make_jaxpr(functools.partial(jax.core.eval_jaxpr, pruned, jaxpr.consts))(
+        *[a for a, u in zip(jaxpr.in_avals, used_inputs, strict=True) if u]
+    ), list(used_inputs)
+
+
+def register_pruning(primitive: Primitive) -> None:
+    """Lets dead-code elimination look inside a primitive that holds its function as `jaxpr`."""
+
+    def rule(used_outputs, eqn):
+        if not any(used_outputs) and not eqn.effects:
+            return [False] * len(eqn.invars), None
+        jaxpr, used_inputs = prune(eqn.params["jaxpr"], used_outputs)
+        return used_inputs, eqn.replace(
+            params=eqn.params | {"jaxpr": jaxpr},
+            invars=[v for v, u in zip(eqn.invars, used_inputs, strict=True) if u],
+            outvars=[v for v, u in zip(eqn.outvars, used_outputs, strict=True) if u],
+        )
+
+    pe.dce_rules[primitive] = rule
+
+
+# ---- one axis made manual
+
+
+def with_manual_axis(jaxpr: ClosedJaxpr, axis: str) -> Callable[..., list]:
+    """The function of a jaxpr, to be called in a region that is manual over a mesh axis.
+
+    A jaxpr remembers the mesh that it was traced on: in the types of its values, in the shardings
+    among its parameters, in the context of its equations. JAX refuses to run it where the type of
+    an axis differs. This interpreter binds each equation again with the axis declared manual, and
+    traces the jaxprs that stand in the parameters (of loops, branches, calls) again likewise.
+
+    Args:
+        jaxpr: traced where `axis` was automatic or explicit; nothing in it is sharded over it.
+        axis: the name of the mesh axis.
+
+    Returns:
+        A function of the jaxpr's flat arguments that returns its flat outputs.
+    """
+    return functools.partial(_Remesh(axis).run, jaxpr)
+
+
+class _Remesh:
+    def __init__(self, axis: str):
+        self.axis = axis
+
+    def run(self, closed: ClosedJaxpr, *args) -> list:
+        jaxpr = closed.jaxpr
+        values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *args), strict=True))
+
+        def read(v):
+            return v.val if isinstance(v, Literal) else values[v]
+
+        for eqn in jaxpr.eqns:
+            inputs = [read(v) for v in eqn.invars]
+            with ExitStack() as stack:
+                stack.enter_context(eqn.ctx.manager)
+                mesh = jax.sharding.get_abstract_mesh()
+                if not mesh.empty:
+                    stack.enter_context(jax.sharding.use_abstract_mesh(self.mesh(mesh)))
+                outputs = self.bind(eqn, inputs)
+            values.update(zip(eqn.outvars, outputs, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def bind(self, eqn, inputs: list) -> list:
+        if "call_jaxpr" in eqn.params and eqn.primitive.name.startswith("custom_"):
+            # A custom derivative: all differentiation lies behind us, only the function is left.
+            return self.run(eqn.params["call_jaxpr"], *inputs)
+        params = eqn.primitive.get_bind_params(
+            {name: self.param(value) for name, value in eqn.params.items()}
+        )
+        outputs = eqn.primitive.bind(*inputs, **params)
+        return outputs if eqn.primitive.multiple_results else [outputs]
+
+    def param(self, value: Any) -> Any:
+        if isinstance(value, ClosedJaxpr):
+            return self.jaxpr(value)
+        if isinstance(value, Jaxpr):
+            return self.jaxpr(ClosedJaxpr(value, ())).jaxpr
+        if isinstance(value, NamedSharding):
+            return NamedSharding(self.mesh(value.mesh), value.spec)
+        if isinstance(value, AbstractMesh):
+            return self.mesh(value)
+        if type(value) in (tuple, list):
+            return type(value)(map(self.param, value))
+        return value
+
+    def jaxpr(self, closed: ClosedJaxpr) -> ClosedJaxpr:
+        avals = [self.aval(a) for a in closed.in_avals]
+        return jax.make_jaxpr(functools.partial(self.run, closed))(*avals)
+
+    def aval(self, aval: Aval) -> Aval:
+        sharding = getattr(aval, "sharding", None)
+        if sharding is None or sharding.mesh.empty:
+            return aval
+        return aval.update(sharding=sharding.update(mesh=self.mesh(sharding.mesh)))
+
+    def mesh(self, mesh: Mesh | AbstractMesh) -> AbstractMesh:
+        abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
+        if self.axis not in abstract.axis_names:
+            return abstract
+        return abstract.update_axis_types({self.axis: AxisType.Manual})

@@ -1,0 +1,77 @@
+"""How placed values lie on a mesh: the types of values with and without a placement's axis."""
+
+from typing import Any
+
+import jax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from fedpax.primitives.placement import Placement
+
+
+def mesh_axis(placement: Placement) -> str | None:
+    """The mesh axis that the participants are laid out over.
+
+    Returns:
+        The placement's name, or None where the mesh has no such axis, or has it but manual: then
+        the code at hand runs on one shard of it already.
+    """
+    return None if _axis_type(placement) in (None, AxisType.Manual) else placement.name
+
+
+def explicit_axis(placement: Placement) -> str | None:
+    """The placement's mesh axis if its type is explicit: only then do types name it."""
+    return placement.name if _axis_type(placement) == AxisType.Explicit else None
+
+
+def _axis_type(placement: Placement) -> AxisType | None:
+    mesh = jax.sharding.get_abstract_mesh()
+    return dict(zip(mesh.axis_names, mesh.axis_types, strict=True)).get(placement.name)
+
+
+def check_divides(placement: Placement) -> None:
+    """Raises a ValueError where the mesh axis of the placement does not divide its size."""
+    axis = mesh_axis(placement)
+    if axis is None:
+        return
+    devices = jax.sharding.get_abstract_mesh().shape[axis]
+    if placement.size % devices:
+        below, above = placement.size // devices * devices, -(-placement.size // devices) * devices
+        raise ValueError(
+            f"The mesh axis {axis!r} of size {devices} does not divide the placement {placement}. "
+            f"Use {f'{below} or ' if below else ''}{above} participants, or a mesh whose {axis!r} "
+            f"axis has a size that divides {placement.size}."
+        )
+
+
+def placed_aval(aval: Any, placement: Placement) -> Any:
+    """The type of a value of which every participant has one: the placement's axis in front."""
+    mesh = jax.sharding.get_abstract_mesh()
+    spec = P(explicit_axis(placement), *aval.sharding.spec)
+    return aval.update(
+        shape=(placement.size, *aval.shape), sharding=aval.sharding.update(mesh=mesh, spec=spec)
+    )
+
+
+def unplaced_aval(aval: Any) -> Any:
+    """The type of one participant's slice of a placed value."""
+    sharding = aval.sharding.update(spec=P(*aval.sharding.spec[1:]))
+    return aval.update(shape=aval.shape[1:], sharding=sharding)
+
+
+def lay_out(x: jax.Array, placement: Placement) -> jax.Array:
+    """Moves the leading axis to the placement's mesh axis, where the types would name it."""
+    axis = explicit_axis(placement)
+    if axis is None:
+        return x
+    spec = jax.typeof(x).sharding.spec
+    wanted = P(axis, *(_without(entry, axis) for entry in spec[1:]))
+    return x if spec == wanted else jax.sharding.reshard(x, wanted)
+
+
+def _without(entry: Any, axis: str) -> Any:
+    """A dimension's mesh axes less one, because a mesh axis shards one dimension only."""
+    if not isinstance(entry, tuple):
+        return None if entry == axis else entry
+    rest = tuple(e for e in entry if e != axis)
+    return rest if len(rest) > 1 else (rest[0] if rest else None)

@@ -1,0 +1,179 @@
+"""`federated_map`: a function, run by every participant on its own values."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from fedpax.primitives._jax import ClosedJaxpr, Primitive, evaluate, trace, with_manual_axis
+from fedpax.primitives.broadcast import broadcast
+from fedpax.primitives.call import define_call
+from fedpax.primitives.layout import (
+    check_divides,
+    lay_out,
+    mesh_axis,
+    placed_aval,
+    unplaced_aval,
+)
+from fedpax.primitives.placement import (
+    ClientsPerStep,
+    Placement,
+    check_clients_per_step,
+    check_placed,
+    enter,
+    resolve,
+)
+
+federated_map_p = Primitive("federated_map")
+federated_map_p.multiple_results = True
+
+
+def federated_map(
+    fn: Callable[..., Any],
+    *args: Any,
+    placement: str | None = None,
+    clients_per_step: ClientsPerStep = None,
+) -> Any:
+    """Runs a function on every participant: `out[i] = fn(*[a[i] for a in args])`.
+
+    Server values that `fn` closes over are broadcast to the participants. Inside `fn` the model
+    axes of a mesh are as outside; participants cannot see each other.
+
+    Args:
+        fn: takes one participant's slices, returns a pytree of arrays or numbers.
+        *args: pytrees of arrays `[n, ...]`, placed; any dtype. May be none at all.
+        placement: the placement's name; needed where the program has several.
+        clients_per_step: how many participants a device runs at once. A smaller number needs less
+            memory; 1 runs `fn` unbatched, so that its conditionals and loops stay what they are.
+            "auto" is 1 on CPU, where a core gains nothing from a batch of clients, and all of a
+            device's participants elsewhere. None takes the program's setting.
+
+    Returns:
+        What `fn` returns, with an axis of size `n` in front of every leaf.
+
+    Raises:
+        RuntimeError: outside of a program.
+        TypeError: an argument's leaf, or a result of `fn`, that is no array and no number.
+        ValueError: a leaf without the placement's axis, an unknown placement, none named where
+            there are several, a placement that the mesh does not divide, or `clients_per_step` < 1.
+
+    Example:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import fedpax
+        >>> @fedpax.program(clients=2)
+        ... def step(w, x):
+        ...     return fedpax.federated_map(lambda x: jax.grad(lambda w: (w * x) ** 2)(w), x)
+        >>> step(1.0, jnp.array([1.0, 3.0])).tolist()
+        [2.0, 18.0]
+    """
+    active = resolve("federated_map", placement)
+    target = active.placement
+    check_clients_per_step(clients_per_step)
+    check_divides(target)
+    tree: Any = jax.tree.structure(args)
+    leaves = []
+    for i, arg in enumerate(args):
+        leaves += check_placed("federated_map", arg, target, f"args[{i}]")
+    leaves = [lay_out(leaf, target) for leaf in leaves]
+    out_trees: list[Any] = []
+
+    def flat(*slices):
+        with enter(target.name):
+            out = fn(*jax.tree.unflatten(tree, slices))
+        outputs, out_tree = jax.tree.flatten_with_path(out)
+        out_trees.append(out_tree)
+        return [_check_output(leaf, path) for path, leaf in outputs]
+
+    jaxpr, closed_over = trace(flat, [unplaced_aval(jax.typeof(leaf)) for leaf in leaves])
+    outputs = federated_map_p.bind(
+        *[broadcast(c, target) for c in closed_over],
+        *leaves,
+        jaxpr=jaxpr,
+        placement=target,
+        clients_per_step=active.clients_per_step if clients_per_step is None else clients_per_step,
+    )
+    return jax.tree.unflatten(out_trees[0], outputs)
+
+
+def _check_output(leaf: Any, path: Any) -> jax.Array:
+    try:
+        return jnp.asarray(leaf) if not isinstance(leaf, jax.Array) else leaf
+    except TypeError:
+        raise TypeError(
+            f"federated_map(): fn returned {type(leaf).__name__} at out{jax.tree_util.keystr(path)}"
+            ", expected arrays or numbers. Return arrays, or None for nothing."
+        ) from None
+
+
+def _implementation(*args, jaxpr, placement, clients_per_step):
+    args = tuple(lay_out(a, placement) for a in args)
+    axis = mesh_axis(placement)
+    if axis is None:
+        return _run_chunks(jaxpr, evaluate, args, placement.size, clients_per_step)
+    run = with_manual_axis(jaxpr, axis)
+    local = placement.size // jax.sharding.get_abstract_mesh().shape[axis]
+    # All differentiation has been done on the jaxpr, so nothing needs to know which values vary.
+    return jax.shard_map(
+        lambda *args: _run_chunks(jaxpr, lambda _, *a: run(*a), args, local, clients_per_step),
+        axis_names={axis},
+        in_specs=P(axis),
+        out_specs=P(axis),
+        check_vma=False,
+    )(*args)
+
+
+def _run_chunks(
+    jaxpr: ClosedJaxpr,
+    evaluate: Callable[..., list],
+    args: Sequence[jax.Array],
+    participants: int,
+    at_once: ClientsPerStep,
+) -> list:
+    """Runs the participants of one device, `at_once` of them batched, one chunk after another."""
+
+    def one(*slices):
+        return evaluate(jaxpr, *slices)
+
+    def chunk(size: int, parts: Sequence[jax.Array]) -> list:
+        if size > 1:
+            return jax.vmap(one, axis_size=size)(*parts)
+        # Not batched: conditionals stay conditionals and convolutions stay ungrouped.
+        outputs = one(*[jax.lax.squeeze(p, [0]) for p in parts])
+        return [jnp.expand_dims(o, 0) for o in outputs]
+
+    if at_once == "auto":
+        return jax.lax.platform_dependent(
+            *args,
+            cpu=lambda *args: _run_chunks(jaxpr, evaluate, args, participants, 1),
+            default=lambda *args: _run_chunks(jaxpr, evaluate, args, participants, None),
+        )
+    size = min(at_once or participants, participants)
+    chunks, rest = divmod(participants, size)
+    if chunks == 1 and not rest:
+        return chunk(size, args)
+
+    def step(_, start):
+        return None, chunk(size, [jax.lax.dynamic_slice_in_dim(a, start, size) for a in args])
+
+    _, stacked = jax.lax.scan(step, None, jnp.arange(chunks) * size)
+    whole = [jax.lax.collapse(s, 0, 2) for s in stacked]
+    if not rest:
+        return whole
+    last = chunk(rest, [jax.lax.slice_in_dim(a, participants - rest, participants) for a in args])
+    return [jnp.concatenate(pair) for pair in zip(whole, last, strict=True)]
+
+
+def _inner(aval, *, placement: Placement, clients_per_step):
+    return unplaced_aval(aval)
+
+
+def _outer(aval, *, placement: Placement, clients_per_step):
+    return placed_aval(aval, placement)
+
+
+define_call(
+    federated_map_p, inner=_inner, outer=_outer, batch_dim=1, implementation=_implementation
+)

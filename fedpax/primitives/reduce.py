@@ -1,0 +1,336 @@
+"""`federated_sum`, `federated_mean`, `federated_max`, `federated_min`: participants to server."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from fedpax.primitives._jax import Primitive, Zero, define, is_zero, zero_tangent
+from fedpax.primitives.broadcast import broadcast
+from fedpax.primitives.layout import unplaced_aval
+from fedpax.primitives.placement import Placement, check_placed, resolve
+
+federated_sum_p = Primitive("federated_sum")
+federated_mean_p = Primitive("federated_mean")
+federated_max_p = Primitive("federated_max")
+federated_min_p = Primitive("federated_min")
+
+
+def federated_sum(x: Any, *, placement: str | None = None) -> Any:
+    """Sums over the participants: `out = sum_i x[i]`.
+
+    Args:
+        x: a pytree of arrays `[n, ...]`, placed.
+        placement: the placement's name; needed where the program has several.
+
+    Returns:
+        The same pytree with leaves `[...]`. Dtypes are those of `jnp.sum`; float16 and bfloat16 are
+        summed in float32 and rounded once.
+
+    Raises:
+        RuntimeError: outside of a program.
+        TypeError: a leaf that is no array and no number.
+        ValueError: a leaf without the placement's axis, an unknown placement, or none named where
+            there are several.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import fedpax
+        >>> fedpax.program(clients=3)(fedpax.federated_sum)(jnp.array([1.0, 2.0, 4.0])).item()
+        7.0
+    """
+    return _reduce_tree("federated_sum", federated_sum_p, x, placement)
+
+
+def federated_mean(x: Any, weights: Any = None, *, placement: str | None = None) -> Any:
+    """Averages over the participants: `out = sum_i w[i] x[i] / sum_i w[i]`.
+
+    Weights that sum to zero give 0, not NaN: a round in which nobody has an example changes
+    nothing. A NaN among the weights gives NaN, and negative weights are taken as they are.
+
+    Args:
+        x: a pytree of arrays `[n, ...]`, placed.
+        weights: an array `[n]` of any real dtype, for example numbers of examples; None weighs all
+            participants alike.
+        placement: the placement's name; needed where the program has several.
+
+    Returns:
+        The same pytree with leaves `[...]`. Dtypes are those of `jnp.mean`: a float stays what it
+        is (accumulated in float32 or wider), an integer becomes float32.
+
+    Raises:
+        RuntimeError: outside of a program.
+        TypeError: a leaf that is no array and no number; complex weights.
+        ValueError: a leaf without the placement's axis, weights of another shape than `[n]`, an
+            unknown placement, or none named where there are several.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import fedpax
+        >>> @fedpax.program(clients=3)
+        ... def average(x, num_examples):
+        ...     return fedpax.federated_mean(x, weights=num_examples)
+        >>> average(jnp.array([1.0, 2.0, 4.0]), jnp.array([1, 1, 2])).item()
+        2.75
+
+    Reference:
+        McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data,
+        arXiv:1602.05629, algorithm 1.
+    """
+    if weights is None:
+        return _reduce_tree("federated_mean", federated_mean_p, x, placement)
+    target = resolve("federated_mean", placement).placement
+    w = _check_weights(weights, target)
+    leaves = check_placed("federated_mean", x, target, "x")
+    means = [federated_mean_p.bind(leaf, w, placement=target) for leaf in leaves]
+    return jax.tree.unflatten(jax.tree.structure(x), means)
+
+
+def federated_max(x: Any, *, placement: str | None = None) -> Any:
+    """Takes the elementwise maximum over the participants: `out = max_i x[i]`.
+
+    The derivative goes to the participants that attain the maximum, in equal parts, as in
+    `jnp.max`.
+
+    Args:
+        x: a pytree of real arrays `[n, ...]`, placed.
+        placement: the placement's name; needed where the program has several.
+
+    Returns:
+        The same pytree with leaves `[...]` of the same dtype.
+
+    Raises:
+        RuntimeError: outside of a program.
+        TypeError: a leaf that is no array and no number.
+        ValueError: a leaf without the placement's axis, an unknown placement, or none named where
+            there are several.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import fedpax
+        >>> fedpax.program(clients=3)(fedpax.federated_max)(jnp.array([1.0, 4.0, 2.0])).item()
+        4.0
+    """
+    return _reduce_tree("federated_max", federated_max_p, x, placement)
+
+
+def federated_min(x: Any, *, placement: str | None = None) -> Any:
+    """Takes the elementwise minimum over the participants: `out = min_i x[i]`.
+
+    The derivative goes to the participants that attain the minimum, in equal parts, as in
+    `jnp.min`.
+
+    Args:
+        x: a pytree of real arrays `[n, ...]`, placed.
+        placement: the placement's name; needed where the program has several.
+
+    Returns:
+        The same pytree with leaves `[...]` of the same dtype.
+
+    Raises:
+        RuntimeError: outside of a program.
+        TypeError: a leaf that is no array and no number.
+        ValueError: a leaf without the placement's axis, an unknown placement, or none named where
+            there are several.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import fedpax
+        >>> fedpax.program(clients=3)(fedpax.federated_min)(jnp.array([4.0, 1.0, 2.0])).item()
+        1.0
+    """
+    return _reduce_tree("federated_min", federated_min_p, x, placement)
+
+
+def _reduce_tree(function: str, primitive: Primitive, x: Any, name: str | None) -> Any:
+    target = resolve(function, name).placement
+    leaves = check_placed(function, x, target, "x")
+    return jax.tree.unflatten(
+        jax.tree.structure(x), [primitive.bind(leaf, placement=target) for leaf in leaves]
+    )
+
+
+def _check_weights(weights: Any, placement: Placement) -> jax.Array:
+    leaves = jax.tree.leaves(weights)
+    if len(leaves) != 1 or jnp.shape(leaves[0]) != (placement.size,):
+        found = [jnp.shape(leaf) for leaf in leaves]
+        raise ValueError(
+            f"federated_mean(): weights has shape {found[0] if len(found) == 1 else found}, "
+            f"expected ({placement.size},), one number for each of the {placement.name}. For "
+            "weights that differ by parameter, multiply inside federated_map() and divide one "
+            "federated_sum() by another."
+        )
+    (w,) = check_placed("federated_mean", leaves[0], placement, "weights")
+    if jnp.issubdtype(w.dtype, jnp.complexfloating):
+        raise TypeError(
+            f"federated_mean(): weights has dtype {w.dtype}, expected real numbers, such as "
+            "numbers of examples. Pass weights.real."
+        )
+    return w
+
+
+# ---- sum
+
+
+def _accumulator(dtype: Any) -> Any:
+    """The dtype to add up in: at least float32 for floats."""
+    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.inexact) else dtype
+
+
+def _sum(x):
+    total = jnp.sum(x.astype(_accumulator(x.dtype)), axis=0)
+    return total.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else total
+
+
+def _abstract_like(reduce: Callable) -> Callable:
+    """The type is the placed one less its first axis, with the dtype that `reduce` gives."""
+
+    def abstract(x, *weights, placement):
+        out = unplaced_aval(x)
+        dtype = jax.eval_shape(reduce, jax.ShapeDtypeStruct((1,), x.dtype)).dtype
+        return out.update(dtype=dtype, weak_type=x.weak_type and dtype == x.dtype), set()
+
+    return abstract
+
+
+def _batch_in_front(primitive: Primitive) -> Callable:
+    """The batch axis moves behind the placement's axis, which is reduced away."""
+
+    def batch(axis, args, dims, *, placement):
+        x = jnp.moveaxis(args[0], dims[0], 1)
+        return primitive.bind(x, placement=placement), 0
+
+    return batch
+
+
+def _sum_jvp(primals, tangents, *, placement):
+    (x,), (t,) = primals, tangents
+    out = federated_sum_p.bind(x, placement=placement)
+    if is_zero(t):
+        return out, zero_tangent(out)
+    return out, federated_sum_p.bind(t, placement=placement)
+
+
+def _sum_transpose(cotangent, x, *, placement):
+    return [Zero(x.aval) if is_zero(cotangent) else broadcast(cotangent, placement)]
+
+
+define(
+    federated_sum_p,
+    abstract=_abstract_like(_sum),
+    implementation=lambda x, *, placement: _sum(x),
+    jvp=_sum_jvp,
+    transpose=_sum_transpose,
+    batch=_batch_in_front(federated_sum_p),
+)
+
+
+# ---- mean: `weights` may have any number of the leading axes of `x`, so that it can be batched
+
+
+def _mean_dtype(dtype: Any) -> Any:
+    return dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.float32
+
+
+def _expand(w, x):
+    """Weights, with axes appended until they broadcast against `x`."""
+    spec = jax.typeof(w).sharding.spec
+    shape = (*w.shape, *[1] * (x.ndim - w.ndim))
+    if all(s is None for s in spec):
+        return w.reshape(shape)
+    return jax.lax.reshape(w, shape, out_sharding=P(*spec, *[None] * (x.ndim - w.ndim)))
+
+
+def _divide(total, weight):
+    """`total / weight`, and 0 where the weight is 0."""
+    empty = weight == 0
+    return jnp.where(empty, 0, total / jnp.where(empty, 1, weight))
+
+
+def _mean(x, *weights):
+    dtype = _mean_dtype(x.dtype)
+    wide = x.astype(_accumulator(dtype))
+    if not weights:
+        return (jnp.sum(wide, axis=0) / x.shape[0]).astype(dtype)
+    w = weights[0].astype(jnp.finfo(wide.dtype).dtype)
+    total = jnp.sum(_expand(w, wide) * wide, axis=0)
+    return _divide(total, _expand(jnp.sum(w, axis=0), total)).astype(dtype)
+
+
+def _mean_jvp(primals, tangents, *, placement):
+    x, *weights = primals
+    t, *weight_tangents = tangents
+    out = federated_mean_p.bind(x, *weights, placement=placement)
+    terms = [] if is_zero(t) else [federated_mean_p.bind(t, *weights, placement=placement)]
+    if weight_tangents and not is_zero(weight_tangents[0]):
+        # d/dw of (sum w x) / (sum w) = (sum dw (x - mean)) / (sum w).
+        (w,), (tw,) = weights, weight_tangents
+        wide = _accumulator(out.dtype)
+        apart = x.astype(wide) - broadcast(out.astype(wide), placement)
+        change = federated_sum_p.bind(
+            _expand(tw.astype(jnp.finfo(wide).dtype), apart) * apart, placement=placement
+        )
+        weight = federated_sum_p.bind(w.astype(jnp.finfo(wide).dtype), placement=placement)
+        terms.append(_divide(change, _expand(weight, change)).astype(out.dtype))
+    return out, sum(terms[1:], terms[0]) if terms else zero_tangent(out)
+
+
+def _mean_transpose(cotangent, x, *weights, placement):
+    none = [None] * len(weights)
+    if is_zero(cotangent):
+        return [Zero(x.aval), *none]
+    wide = cotangent.astype(_accumulator(cotangent.dtype))
+    if not weights:
+        return [broadcast((wide / placement.size).astype(cotangent.dtype), placement)]
+    w = weights[0].astype(jnp.finfo(wide.dtype).dtype)
+    weight = federated_sum_p.bind(w, placement=placement)
+    share = broadcast(_divide(wide, _expand(weight, wide)), placement)
+    return [(_expand(w, share) * share).astype(cotangent.dtype), *none]
+
+
+def _mean_batch(axis, args, dims, *, placement):
+    def in_second_place(arg, dim):
+        if dim is not None:
+            return jnp.moveaxis(arg, dim, 1)
+        return jnp.repeat(jnp.expand_dims(arg, 1), axis.size, axis=1)
+
+    x, *weights = args
+    if len(weights) == 1 and dims[1] is None:
+        return federated_mean_p.bind(jnp.moveaxis(x, dims[0], 1), *weights, placement=placement), 0
+    moved = [in_second_place(a, d) for a, d in zip(args, dims, strict=True)]
+    return federated_mean_p.bind(*moved, placement=placement), 0
+
+
+define(
+    federated_mean_p,
+    abstract=_abstract_like(_mean),
+    implementation=lambda *args, placement: _mean(*args),
+    jvp=_mean_jvp,
+    transpose=_mean_transpose,
+    batch=_mean_batch,
+)
+
+
+# ---- max and min
+
+
+def _extremum_jvp(primitive, primals, tangents, *, placement):
+    (x,), (t,) = primals, tangents
+    out = primitive.bind(x, placement=placement)
+    if is_zero(t):
+        return out, zero_tangent(out)
+    attained = (x == broadcast(out, placement)).astype(t.dtype)
+    return out, federated_mean_p.bind(t, attained, placement=placement)
+
+
+for _primitive, _reduce in ((federated_max_p, jnp.max), (federated_min_p, jnp.min)):
+    define(
+        _primitive,
+        abstract=_abstract_like(_reduce),
+        implementation=lambda x, *, placement, reduce=_reduce: reduce(x, axis=0),
+        jvp=functools.partial(_extremum_jvp, _primitive),
+        batch=_batch_in_front(_primitive),
+    )

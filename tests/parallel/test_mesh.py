@@ -1,0 +1,247 @@
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fedpax.parallel.mesh import MeshConfig, make_mesh
+
+
+def test_axes_in_the_order_given():
+    mesh = make_mesh(islands=4, fsdp=2)
+    assert mesh.axis_names == ("islands", "fsdp")
+    assert dict(mesh.shape) == {"islands": 4, "fsdp": 2}
+    assert mesh.axis_types == (AxisType.Auto, AxisType.Auto)
+    assert mesh.devices.tolist() == np.reshape(jax.devices(), (4, 2)).tolist()
+    assert make_mesh(fsdp=2, islands=4).axis_names == ("fsdp", "islands")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shape"),
+    [
+        ({"islands": 4, "fsdp": -1}, (4, 2)),
+        ({"islands": -1, "fsdp": 2}, (4, 2)),
+        ({"fsdp": -1}, (8,)),
+        ({"islands": 8, "fsdp": -1}, (8, 1)),
+        ({"islands": 2, "fsdp": -1, "tensor": 2}, (2, 2, 2)),
+        ({"islands": np.int64(2), "fsdp": np.int32(4)}, (2, 4)),
+    ],
+)
+def test_minus_one_is_the_rest(sizes: dict[str, int], shape: tuple[int, ...]):
+    assert make_mesh(**sizes).devices.shape == shape
+
+
+@given(st.permutations(["islands", "clients", "data", "fsdp", "tensor"]), st.data())
+def test_every_device_once(names: list[str], data: st.DataObject):
+    sizes, left = {}, 8
+    for name in names[:-1]:
+        sizes[name] = data.draw(st.sampled_from([n for n in (1, 2, 4, 8) if left % n == 0]))
+        left //= sizes[name]
+    mesh = make_mesh(**sizes, **{names[-1]: -1})
+    assert dict(mesh.shape) == sizes | {names[-1]: left}
+    assert sorted(device.id for device in mesh.devices.flat) == sorted(
+        device.id for device in jax.devices()
+    )
+
+
+def test_devices_that_are_asked_for():
+    some = jax.devices()[2:6]
+    assert make_mesh(devices=some, islands=2, fsdp=-1).devices.tolist() == [some[:2], some[2:]]
+
+
+def test_axis_types():
+    explicit = make_mesh(axis_types=AxisType.Explicit, clients=4, fsdp=2)
+    assert explicit.axis_types == (AxisType.Explicit, AxisType.Explicit)
+    mixed = make_mesh(axis_types={"fsdp": AxisType.Explicit}, clients=4, fsdp=2)
+    assert mixed.axis_types == (AxisType.Auto, AxisType.Explicit)
+
+
+def test_programs_run_under_it():
+    mesh = make_mesh(islands=4, fsdp=-1)
+    x = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, NamedSharding(mesh, P("islands", "fsdp")))
+        total = jax.jit(jnp.sum)(placed)
+    assert placed.sharding.shard_shape(x.shape) == (2, 3)
+    np.testing.assert_allclose(total, x.sum(), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "remedy"),
+    [
+        ({}, r"at least one axis and its size, such as make_mesh\(islands=4, fsdp=-1\)"),
+        ({"islands": 0}, "islands=0 is not a size.*at least 1, or -1"),
+        ({"islands": -3, "fsdp": 2}, "islands=-3 is not a size.*at least 1, or -1"),
+        ({"islands": -1, "fsdp": -1}, "islands and fsdp are -1. Give all of them but one a size"),
+        ({"islands": 3, "fsdp": -1}, r"islands can be 1, 2, 4 or 8 \(4 gives fsdp=2\)"),
+        ({"islands": 4, "fsdp": 4}, "needs 16 devices.*islands=4, fsdp=-1 gives fsdp=2 on 8"),
+        ({"islands": 16}, r'16 devices, but there are 8.*jax_num_cpu_devices", 16'),
+        ({"islands": 3, "fsdp": 3}, "must multiply to 8"),
+        ({"islands": 2}, r"pass devices=jax\.devices\(\)\[:2\]"),
+        ({"islands": 3, "fsdp": 5, "tensor": -1}, "product of islands and fsdp can be 1, 2, 4"),
+        ({"devices": [], "islands": 1}, "Leave it out"),
+        (
+            {"axis_types": {"tensor": AxisType.Explicit}, "clients": 8},
+            "axis_types names tensor.*Its axes: clients",
+        ),
+        ({"between_slices": "data", "clients": 8}, "between_slices names data.*axes: clients"),
+    ],
+)
+def test_sizes_that_do_not_fit(sizes: dict, remedy: str):
+    with pytest.raises(ValueError, match=remedy):
+        make_mesh(**sizes)
+
+
+@pytest.mark.parametrize("size", [2.0, "2", None, True, (2, 2)])
+def test_sizes_that_are_no_integers(size: object):
+    with pytest.raises(TypeError, match=r"is not an integer.*at least 1, or -1"):
+        make_mesh(islands=size, fsdp=2)
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=3))
+def test_what_is_said_to_fit_fits(sizes: list[int]):
+    axes = dict(zip(("islands", "fsdp", "tensor"), sizes, strict=False))
+    try:
+        assert make_mesh(**axes).size == 8
+    except ValueError as error:
+        for call, name, size in re.findall(
+            r"((?:\w+=-?\d+(?:, )?)+) gives (\w+)=(\d+)", str(error)
+        ):
+            suggested = {axis: int(n) for axis, n in re.findall(r"(\w+)=(-?\d+)", call)}
+            assert make_mesh(**suggested).shape[name] == int(size)
+
+
+def test_config():
+    config = MeshConfig(islands=2, tensor=2, data=2)
+    assert config.size == 8
+    assert dict(config.make().shape) == {"islands": 2, "data": 2, "tensor": 2}
+    assert dict(MeshConfig(fsdp=-1).make().shape) == {"fsdp": 8}
+    assert MeshConfig(fsdp=-1).size == 8
+    assert dict(MeshConfig(clients=2).make(jax.devices()[:2]).shape) == {"clients": 2}
+
+
+def test_config_of_one_device():
+    mesh = MeshConfig().make()
+    assert dict(mesh.shape) == {"data": 1}
+    assert mesh.devices.tolist() == jax.devices()[:1]
+
+
+def test_config_that_does_not_fit():
+    with pytest.raises(ValueError, match="islands=2, fsdp=-1 gives fsdp=4 on 8 devices"):
+        MeshConfig(islands=2, fsdp=2).make()
+
+
+def slices_along(mesh: Mesh, axis: str) -> list[set[int]]:
+    """The slices that hold each position along an axis."""
+    rows = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), 0)
+    return [{device.slice_index for device in row.flat} for row in rows]
+
+
+def check_complete(mesh: Mesh, devices: Sequence[jax.Device]) -> None:
+    assert sorted(d.id for d in mesh.devices.flat) == sorted(d.id for d in devices)
+
+
+Devices = Callable[..., list[jax.Device]]
+
+
+@pytest.mark.parametrize("name", ["v4:2x2x2", "v5e:4x4", "v5p:2x2x4", "v6e:4x4", "tpu7x:2x2x1"])
+@pytest.mark.parametrize("sizes", [(2, -1), (-1, 2), (2, 2, -1)], ids=str)
+def test_one_tpu_slice(tpu_devices: Devices, name: str, sizes: tuple[int, ...]):
+    devices = tpu_devices(name)
+    axes = dict(zip(("islands", "fsdp", "tensor"), sizes, strict=False))
+    check_complete(make_mesh(devices=devices, **axes), devices)
+
+
+def test_neighbours_on_one_tpu_slice(tpu_devices: Devices):
+    """The ring of an axis that fills a row of a TPU takes one hop each."""
+    mesh = make_mesh(devices=tpu_devices("v5e:4x4"), islands=4, fsdp=4)
+    for row in mesh.devices:
+        assert len({device.coords[1] for device in row}) == 1
+
+
+@pytest.mark.parametrize("name", ["v5e:2x2", "v5p:2x2x1", "v6e:2x4"])
+@pytest.mark.parametrize("slices", [2, 4])
+def test_islands_are_slices(tpu_devices: Devices, name: str, slices: int):
+    devices = tpu_devices(name, slices)
+    for axes in ({"islands": slices, "fsdp": -1}, {"fsdp": -1, "tensor": 2, "islands": slices}):
+        mesh = make_mesh(devices=devices, **axes)
+        check_complete(mesh, devices)
+        assert slices_along(mesh, "islands") == [{index} for index in range(slices)]
+
+
+def test_several_islands_in_a_slice(tpu_devices: Devices):
+    mesh = make_mesh(devices=tpu_devices("v5e:2x2", 2), islands=4, fsdp=2)
+    assert slices_along(mesh, "islands") == [{0}, {0}, {1}, {1}]
+
+
+@pytest.mark.parametrize(
+    ("axes", "between"),
+    [
+        ({"clients": 4, "islands": 2}, "islands"),
+        ({"data": 2, "clients": 4}, "clients"),
+        ({"fsdp": 4, "data": 2}, "data"),
+        ({"islands": 1, "fsdp": 8, "between_slices": "fsdp"}, "fsdp"),
+        ({"islands": 2, "data": 4, "between_slices": "data"}, "data"),
+    ],
+)
+def test_which_axis_runs_between_slices(tpu_devices: Devices, axes: dict, between: str):
+    mesh = make_mesh(devices=tpu_devices("v5e:2x2", 2), **axes)
+    half = mesh.shape[between] // 2
+    assert slices_along(mesh, between) == [{0}] * half + [{1}] * half
+
+
+def test_slices_that_do_not_fit(tpu_devices: Devices):
+    devices = tpu_devices("v5e:2x2", 4)
+    with pytest.raises(ValueError, match=r"islands=2 .* What fits: islands=4, 8 or 16, or another"):
+        make_mesh(devices=devices, islands=2, fsdp=8)
+    with pytest.raises(ValueError, match=r"in 4 slices.*islands, clients or data.*islands=4, or"):
+        make_mesh(devices=devices, fsdp=8, tensor=2)
+    uneven = [d for d in devices if d.slice_index < 2][:6]
+    with pytest.raises(ValueError, match=r"hold 2 and 4 devices.*the same number of each slice"):
+        make_mesh(devices=uneven, islands=2, fsdp=3)
+
+
+PROCESS = """
+import sys, jax
+jax.config.update("jax_num_cpu_devices", 4)
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+from fedpax.parallel.mesh import make_mesh
+for mesh in (make_mesh(islands=2, fsdp=4), make_mesh(fsdp=4, islands=2), make_mesh(fsdp=-1)):
+    print(mesh.axis_names, [[d.process_index for d in row] for row in mesh.devices.reshape(-1, 2)])
+"""
+
+
+@pytest.mark.slow
+def test_two_processes():
+    """Two processes hold an island each, whichever the order of the axes."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        address = f"localhost:{probe.getsockname()[1]}"
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, address, str(index)],
+            env=environment | {"JAX_PLATFORMS": "cpu"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    for process in started:
+        printed, _ = process.communicate(timeout=120)
+        assert process.returncode == 0
+        assert printed.splitlines() == [
+            "('islands', 'fsdp') [[0, 0], [0, 0], [1, 1], [1, 1]]",
+            "('fsdp', 'islands') [[0, 1], [0, 1], [0, 1], [0, 1]]",
+            "('fsdp',) [[0, 0], [0, 0], [1, 1], [1, 1]]",
+        ]

@@ -1,0 +1,84 @@
+"""Runs every example: the doctests of all modules, and the Python blocks of the pages.
+
+A page's blocks run in their order, in one namespace: those with >>> as doctests, the others as
+they stand. A block in a language other than `python` is not run.
+"""
+
+import doctest
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+
+import fedpax
+import fedpax.algorithms
+import fedpax.experiments
+
+ROOT = Path(__file__).parent.parent
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+PACKAGES = (fedpax, fedpax.algorithms, fedpax.experiments)
+MODULES = sorted(
+    {package.__name__ for package in PACKAGES}
+    | {
+        module.name
+        for package in PACKAGES
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+    }
+)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def run_page(path: Path) -> int:
+    """Runs the Python blocks of a Markdown page and returns how many there were."""
+    text = path.read_text()
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    blocks = list(BLOCK.finditer(text))
+    for block in blocks:
+        code, line = block[1], text.count("\n", 0, block.start(1))
+        if ">>>" not in code:
+            # Empty lines in front, so that an error names the line of the page.
+            exec(compile("\n" * line + code, str(path), "exec"), namespace)
+            continue
+        test = doctest.DocTestParser().get_doctest(code, namespace, path.name, str(path), line)
+        result = doctest.DocTestRunner(optionflags=FLAGS).run(test, clear_globs=False)
+        assert result.failed == 0, (
+            f"{path.name}, line {line + 1}: the output above was not expected"
+        )
+        namespace.update(test.globs)
+    return len(blocks)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_of_module(name: str) -> None:
+    result = doctest.testmod(importlib.import_module(name), optionflags=FLAGS)
+    assert result.failed == 0, f"{result.failed} examples of {name} failed: see the output above"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_examples_of_page(path: Path) -> None:
+    run_page(path)
+
+
+@pytest.mark.parametrize("name", getattr(fedpax, "__all__", ()))
+def test_every_public_name_has_an_example(name: str) -> None:
+    assert ">>>" in (getattr(fedpax, name).__doc__ or "")
+
+
+def test_blocks_of_a_page_share_a_namespace(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```python\nx = 2\n```\n```bash\nnot python\n```\n```python\n>>> y = x + 1\n>>> y\n3\n```\n"
+        "```python\nassert y == 3\n```\n"
+    )
+    assert run_page(page) == 3
+
+
+@pytest.mark.parametrize("code", ["assert 1 == 2", ">>> 1\n2", ">>> undefined\n1"])
+def test_a_wrong_example_fails(tmp_path: Path, code: str) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"```python\n{code}\n```\n")
+    with pytest.raises(AssertionError):
+        run_page(page)

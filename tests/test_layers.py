@@ -1,0 +1,190 @@
+"""The layering of the house: a module imports from its own layer and those below, and no other.
+
+Read from the source, so that imports inside functions and under TYPE_CHECKING count too.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# Lowest first; layers of one height do not import each other. "fedpax" is the package's own
+# __init__.py, which gathers the public names of the layers below it.
+HEIGHT = {
+    "primitives": 0,
+    "transforms": 1,
+    "parallel": 2,
+    "fedpax": 3,
+    "data": 4,
+    "models": 4,
+    "training": 5,
+    "algorithms": 6,
+    "deploy": 7,
+    "experiments": 7,
+    "main": 8,
+}
+# What these layers may import besides the standard library and fedpax.
+LIBRARIES = {"primitives": {"jax", "numpy"}, "algorithms": {"jax", "optax"}}
+# What algorithms may import of fedpax: primitives, by either name, and the contract.
+ALGORITHMS_SEE = (
+    "fedpax.algorithms",
+    "fedpax.primitives",
+    "fedpax.federated_",
+    "fedpax.program",
+    "fedpax.training.contract",
+)
+# The one module that may touch what JAX does not promise to keep.
+UNSTABLE, KEEPER = ("jax.extend", "jax.interpreters", "jaxlib"), "fedpax.primitives._jax"
+
+
+def module_name(path: Path) -> str:
+    """fedpax/data/text.py -> fedpax.data.text; algorithms/__init__.py -> fedpax.algorithms."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    if parts[0] in ("algorithms", "experiments"):
+        parts = ("fedpax", *parts)
+    return ".".join(parts).removesuffix(".__init__")
+
+
+def imports(node: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yields (line, dotted name) of all that is imported, or reached as jax.a.b or fedpax.a.b."""
+    match node:
+        case ast.Import():
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        case ast.ImportFrom(level=0):
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        case ast.ImportFrom():
+            yield node.lineno, "." * node.level + (node.module or "")
+        case ast.Attribute() if ast.unparse(node).startswith(("jax.", "fedpax.")):
+            yield node.lineno, ast.unparse(node)
+        case _:
+            for child in ast.iter_child_nodes(node):
+                yield from imports(child)
+
+
+def is_within(name: str, *packages: str) -> bool:
+    """Whether a dotted name is one of the packages, or inside one."""
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+def layer_of(name: str) -> str:
+    """fedpax.data.text -> data; fedpax.federated_map -> fedpax."""
+    part = name.split(".")[1] if "." in name else "fedpax"
+    return part if part in HEIGHT else "fedpax"
+
+
+def complaint(module: str, name: str) -> str | None:
+    """Says why `module` may not import `name`, or None where it may."""
+    library = name.split(".")[0]
+    if name.startswith("."):
+        return "a relative import: write fedpax. in full"
+    if library in ("algorithms", "experiments"):
+        return f"import it as fedpax.{library}"
+    if is_within(name, "jax._src"):
+        return "private to JAX"
+    if not is_within(module, "fedpax"):
+        return None  # tests see every layer
+    if is_within(name, *UNSTABLE) and module != KEEPER:
+        return f"only {KEEPER} touches what JAX does not promise to keep"
+    layer = layer_of(module)
+    if library != "fedpax":
+        allowed = LIBRARIES.get(layer, {library}) | sys.stdlib_module_names
+        return None if library in allowed else f"{layer} may not import this library"
+    if layer == "algorithms" and name != "fedpax" and not name.startswith(ALGORITHMS_SEE):
+        return "algorithms see primitives, optax and the contract alone"
+    imported = layer_of(name)
+    if layer != imported and HEIGHT[layer] <= HEIGHT[imported]:
+        return f"{imported} does not lie below {layer}"
+    return None
+
+
+def complaints(source: str, module: str) -> list[str]:
+    """All that is wrong with the imports of a module, a line each."""
+    return [
+        f"{module}, line {line}: {name}: {text}"
+        for line, name in imports(ast.parse(source))
+        if (text := complaint(module, name))
+    ]
+
+
+def test_every_module_keeps_to_its_layer() -> None:
+    paths = [
+        p
+        for d in ("fedpax", "algorithms", "experiments", "tests")
+        for p in (ROOT / d).rglob("*.py")
+    ]
+    names = {module_name(path) for path in paths}
+    assert {"fedpax", "fedpax.primitives", "fedpax.algorithms", "fedpax.experiments"} <= names
+    assert {layer_of(name) for name in names if is_within(name, "fedpax")} <= set(HEIGHT)
+    found = [text for path in paths for text in complaints(path.read_text(), module_name(path))]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "words"),
+    [
+        ("fedpax.primitives.map", "import optax", "may not import this library"),
+        ("fedpax.primitives.map", "import fedpax", "does not lie below"),
+        (
+            "fedpax.primitives.map",
+            "from fedpax.parallel.mesh import make_mesh",
+            "does not lie below",
+        ),
+        (
+            "fedpax.primitives.map",
+            "from jax.extend.core import Primitive",
+            "only fedpax.primitives._jax",
+        ),
+        ("fedpax.primitives.map", "from jax.interpreters import ad", "only fedpax.primitives._jax"),
+        ("fedpax.primitives.map", "import jax\njax.interpreters.ad.jvp", "line 2"),
+        ("fedpax.primitives._jax", "from jax._src import core", "private to JAX"),
+        (
+            "fedpax.parallel.axes",
+            "def f():\n  from fedpax.models import small",
+            "does not lie below",
+        ),
+        ("fedpax", "from fedpax.data import text", "does not lie below"),
+        ("fedpax.data.text", "import fedpax.models", "models does not lie below data"),
+        ("fedpax.models.small", "from fedpax import data", "data does not lie below models"),
+        (
+            "fedpax.training.loop",
+            "from fedpax.algorithms.fedavg import fedavg",
+            "does not lie below",
+        ),
+        ("fedpax.training.loop", "from algorithms import fedavg", "import it as fedpax.algorithms"),
+        (
+            "fedpax.algorithms.fedavg",
+            "from fedpax.training.loop import train",
+            "the contract alone",
+        ),
+        ("fedpax.algorithms.fedavg", "import fedpax\nfedpax.models.small", "the contract alone"),
+        ("fedpax.algorithms.fedavg", "import fedpax\nfedpax.make_mesh()", "the contract alone"),
+        ("fedpax.algorithms.fedavg", "from flax import nnx", "may not import this library"),
+        ("fedpax.algorithms.fedavg", "from . import diloco", "a relative import"),
+        ("fedpax.deploy.beam", "from fedpax.experiments import x", "does not lie below"),
+        ("fedpax.experiments.x", "import fedpax.main", "does not lie below"),
+        ("tests.test_x", "import experiments.x", "import it as fedpax.experiments"),
+    ],
+)
+def test_a_breach_is_found(module: str, source: str, words: str) -> None:
+    assert words in "\n".join(complaints(source, module))
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("fedpax.primitives._jax", "from jax.extend import core\nfrom jax.interpreters import ad"),
+        ("fedpax.primitives.map", "import functools\nimport jax.numpy as jnp"),
+        ("fedpax", "from fedpax.parallel.mesh import make_mesh"),
+        ("fedpax.data.text", "import grain\nimport fedpax\nfedpax.program"),
+        ("fedpax.algorithms.fedavg", "import fedpax\nimport optax\nfedpax.federated_mean"),
+        ("fedpax.algorithms.fedavg", "from fedpax.training.contract import FederatedAlgorithm"),
+        ("fedpax.main", "from fedpax.experiments import x\nfrom fedpax.deploy import beam"),
+        ("tests.test_x", "from jax.extend import core\nimport fedpax.main"),
+    ],
+)
+def test_what_the_layers_allow_is_allowed(module: str, source: str) -> None:
+    assert complaints(source, module) == []

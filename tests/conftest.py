@@ -8,10 +8,12 @@ import jax
 import pytest
 from jax.sharding import AxisType, Mesh
 
+from fedpax.parallel.simulation import simulate_devices
+
 # Before any test can start a backend; the variable is for the processes that tests start.
 os.environ["JAX_PLATFORMS"] = "cpu"
 jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 8)
+simulate_devices(8)
 
 # JAX compiles at the first example, so a deadline would measure the compiler.
 hypothesis.settings.register_profile("fedpax", deadline=None, max_examples=20)

@@ -8,7 +8,7 @@ array whole, so one model runs on one device, sharded, and inside federated prog
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -29,6 +29,7 @@ RULES: Rules = MappingProxyType(
         "key_value_heads": "tensor",
         "head_width": None,
         "mlp": "tensor",
+        "gate_up": None,
         "layers": None,
         "norm": None,
     }
@@ -74,15 +75,15 @@ def partition_spec(
             f"logical={tuple(logical)} names {len(logical)} axes, but the array has shape "
             f"{tuple(shape)}: give one name, or None, for each axis."
         )
-    free = _free_axes(mesh)
+    free = _axes_of_type(mesh, AxisType.Explicit) | _axes_of_type(mesh, AxisType.Auto)
     entries: list[str | tuple[str, ...] | None] = []
     for position, name in enumerate(logical):
         chosen: list[str] = []
-        for axis in _axes_of(name, rules):
-            size = math.prod(mesh.shape[a] for a in chosen) * free.get(axis, 0)
-            if size and (shape is None or shape[position] % size == 0):
+        for axis in (axis for axis in _axes_of(name, rules) if axis in free):
+            parts = math.prod(mesh.shape[a] for a in (*chosen, axis))
+            if shape is None or shape[position] % parts == 0:
                 chosen.append(axis)
-                del free[axis]
+        free -= set(chosen)
         entries.append(tuple(chosen) if len(chosen) > 1 else chosen[0] if chosen else None)
     return PartitionSpec(*entries)
 
@@ -112,19 +113,53 @@ def constrain(x: jax.Array, logical: Sequence[str | None], rules: Rules = RULES)
       Array([0., 1., 2.], dtype=float32)
     """
     mesh = jax.sharding.get_abstract_mesh()
-    spec = partition_spec(logical, mesh, rules, shape=x.shape)
-    ruled = {axis for name in rules for axis in _axes_of(name, rules)} & _free_axes(mesh).keys()
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    if any(types[axis] is AxisType.Explicit for axis in ruled):
-        x = jax.sharding.reshard(x, _only(spec, AxisType.Explicit, types))
-    if any(types[axis] is AxisType.Auto for axis in ruled):
-        x = jax.lax.with_sharding_constraint(x, _only(spec, AxisType.Auto, types))
+    explicit = _axes_of_type(mesh, AxisType.Explicit)
+    free = explicit | _axes_of_type(mesh, AxisType.Auto)
+    ruled = {axis for name in rules for axis in _axes_of(name, rules)} & free
+    # Explicit axes that no rule names, such as a placement's, stay where they are.
+    kept = _only(jax.typeof(x).sharding.spec, explicit - ruled)
+    parts = [math.prod(mesh.shape[axis] for axis in axes) for axes in kept]
+    shape = [size // part for size, part in zip(x.shape, parts, strict=True)]
+    spec = partition_spec(logical, mesh, rules, shape=shape)
+    if ruled & explicit:
+        pairs = zip(kept, _only(spec, explicit), strict=True)
+        x = jax.sharding.reshard(x, PartitionSpec(*(old + new or None for old, new in pairs)))
+    if ruled - explicit:
+        entries = _only(spec, ruled - explicit)
+        x = jax.lax.with_sharding_constraint(x, PartitionSpec(*(e or None for e in entries)))
     return x
 
 
-def shardings(
-    logical_tree: Any, shapes_tree: Any, mesh: Mesh, rules: Rules = RULES
-) -> Any:
+def explicit_spec(
+    logical: Sequence[str | None], shape: Sequence[int], rules: Rules = RULES
+) -> PartitionSpec | None:
+    """Says how the explicit axes of the mesh shard a result, where JAX cannot tell by itself.
+
+    It is what `out_sharding=` of `jnp.einsum` and of `x.at[i].get` takes when they contract or
+    index a sharded axis. Automatic axes need none of it.
+
+    Args:
+      logical: a name for each axis of the result, None for an axis that is not sharded.
+      shape: the result's shape.
+      rules: the axes of the mesh, one or several, for each name.
+
+    Returns:
+      The `PartitionSpec` over explicit axes, or None on a mesh that has none.
+
+    Raises:
+      ValueError: a name has no rule, or the shape has another number of axes than `logical`.
+
+    Example:
+      >>> explicit_spec(("batch", None), (8, 16)) is None  # no mesh is set
+      True
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    explicit = _axes_of_type(mesh, AxisType.Explicit)
+    spec = partition_spec(logical, mesh, rules, shape=shape)
+    return PartitionSpec(*(e or None for e in _only(spec, explicit))) if explicit else None
+
+
+def shardings(logical_tree: Any, shapes_tree: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
     """Says where each parameter lives: a tree of shardings, for `jax.jit(init, out_shardings=...)`.
 
     Args:
@@ -168,19 +203,12 @@ def _axes_of(name: str | None, rules: Rules) -> tuple[str, ...]:
     return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
 
-def _free_axes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
-    """The sizes of the axes over which arrays can be sharded."""
-    axes: Iterable[tuple[str, AxisType]] = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return {name: mesh.shape[name] for name, kind in axes if kind is not AxisType.Manual}
+def _axes_of_type(mesh: Mesh | AbstractMesh, kind: AxisType) -> set[str]:
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {name for name, other in types if other is kind}
 
 
-def _only(
-    spec: PartitionSpec, kind: AxisType, types: Mapping[str, AxisType]
-) -> PartitionSpec:
-    """The spec without the axes of other kinds."""
-
-    def keep(entry: Any) -> Any:
-        axes = (entry,) if isinstance(entry, str) else entry or ()
-        return tuple(axis for axis in axes if types[axis] is kind) or None
-
-    return PartitionSpec(*(keep(entry) for entry in spec))
+def _only(spec: PartitionSpec, axes: set[str]) -> list[tuple[str, ...]]:
+    """For each axis of the array, which of these axes of the mesh shard it."""
+    entries = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
+    return [tuple(axis for axis in entry if axis in axes) for entry in entries]

@@ -1,0 +1,74 @@
+"""What the streams of rounds share: the checks of sizes, and of states that are to be restored."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from fedpax.data.partition import Examples
+
+Settings = Mapping[str, int | str]
+"""Everything that decides what a stream gives, so that two with the same give the same."""
+
+
+def check_sizes(bytes_each: int, **sizes: int) -> None:
+    """Refuses sizes of a round that are not positive or that this machine's memory cannot hold.
+
+    Args:
+        bytes_each: bytes for each of the product of ``sizes``.
+        **sizes: the round's sizes by name.
+
+    Raises:
+        ValueError: naming the size, or all of them and the memory that they take.
+    """
+    total = bytes_each
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} is {size}, but must be at least 1.")
+        total *= size
+    # sysconf is POSIX's; where it is missing an allocation will fail by itself.
+    pages = os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
+    memory = pages * os.sysconf("SC_PAGE_SIZE") if pages > 0 else total
+    if total > memory:
+        product = " x ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ValueError(
+            f"One round of {product} takes {total / 2**30:.1f} GiB, but this machine has "
+            f"{memory / 2**30:.1f} GiB of memory: make one of them smaller."
+        )
+
+
+def source_name(source: Examples) -> str:
+    """What a state calls its source: the name of a prepared data set, or else the type."""
+    return getattr(source, "name", type(source).__name__)
+
+
+def check_state(state: Any, settings: Settings, positions: str) -> Any:
+    """Refuses a state that another stream has saved.
+
+    Args:
+        state: what ``get_state`` of a stream returned, perhaps through JSON.
+        settings: the settings of the stream that is to be restored.
+        positions: the key under which the state says where the stream stood.
+
+    Returns:
+        What the state has under ``positions``.
+
+    Raises:
+        ValueError: saying what differs.
+    """
+    if not isinstance(state, Mapping) or not {"settings", positions} <= state.keys():
+        raise ValueError(
+            f"A stream's state is a dict with 'settings' and {positions!r}, as get_state gives it, "
+            f"not {state!r:.200}."
+        )
+    saved = state["settings"]
+    differences = [
+        f"{name} is {settings.get(name)!r} and was {saved.get(name)!r}"
+        for name in sorted(settings.keys() | saved.keys())
+        if settings.get(name) != saved.get(name)
+    ]
+    if differences:
+        raise ValueError(
+            f"The state was saved by another stream: {', '.join(differences)}. Make the stream "
+            "with the settings that it had, or begin without the state."
+        )
+    return state[positions]

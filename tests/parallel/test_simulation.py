@@ -1,0 +1,41 @@
+"""Simulated devices: as many as asked for, with workers enough for all their collectives."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from fedpax.parallel.simulation import simulate_devices
+
+PROGRAM = """
+from fedpax.parallel.simulation import simulate_devices
+simulate_devices(3)
+import jax, os
+print(jax.device_count(), os.environ.get("PJRT_NPROC"), os.environ.get("NPROC"))
+"""
+
+
+def run(**environment):
+    inherited = {k: v for k, v in os.environ.items() if k not in ("PJRT_NPROC", "NPROC")}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={**inherited, "JAX_PLATFORMS": "cpu", **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.split()
+
+
+def test_there_are_as_many_devices_and_eight_workers_for_each():
+    assert run() == ["3", "24", "None"]
+
+
+def test_a_number_of_workers_that_the_user_has_set_stays():
+    assert run(NPROC="5") == ["3", "None", "5"]
+
+
+def test_too_few_devices_are_refused():
+    with pytest.raises(ValueError, match="Pass the size of the mesh"):
+        simulate_devices(0)

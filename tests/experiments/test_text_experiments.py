@@ -1,0 +1,68 @@
+"""The experiments on text build, train, and compare as they claim to."""
+
+import dataclasses
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from fedpax.experiments import diloco_text as module
+from fedpax.experiments.text import TextConfig
+from fedpax.models.transformer import TransformerConfig
+from fedpax.training.experiment import TrainingConfig
+from fedpax.training.loop import train
+from fedpax.training.metrics import read_metrics, select
+
+EXPERIMENTS = (module.diloco_text, module.data_parallel_text, module.single_island_text)
+
+
+@pytest.fixture
+def small(tmp_path_factory):
+    """Makes an experiment small: a few seconds for all three."""
+
+    def shrink(experiment):
+        return dataclasses.replace(
+            experiment,
+            model=TransformerConfig(
+                vocabulary=256, layers=1, width=16, heads=2, key_value_heads=1, mlp_width=32
+            ),
+            data=TextConfig(local_steps=20, batch=2, length=16, heldout_tokens=1024),
+            training=TrainingConfig(rounds=2, evaluate_every=1, checkpoint_every=0),
+        )
+
+    return shrink
+
+
+def test_the_three_differ_in_nothing_but_the_method_and_the_islands():
+    diloco, parallel, single = (e() for e in EXPERIMENTS)
+    for name in ("model", "data", "optimizer", "training"):
+        assert getattr(diloco, name) == getattr(parallel, name) == getattr(single, name)
+    assert diloco.mesh == parallel.mesh and diloco.islands == parallel.islands == 4
+    assert (diloco.mesh.islands, diloco.mesh.fsdp) == (4, 2)
+    assert (single.islands, single.mesh.islands, single.mesh.fsdp) == (1, 1, 2)
+
+
+def test_the_model_has_one_to_three_million_parameters():
+    assert 1e6 <= module.diloco_text().model.parameters() <= 3e6
+
+
+def test_diloco_and_data_parallel_see_the_same_tokens():
+    small = TrainingConfig(rounds=2, evaluate_every=0, checkpoint_every=0)
+    streams = [
+        dataclasses.replace(e(), training=small).build().batches for e in EXPERIMENTS[:2]
+    ]
+    for first, second in itertools.islice(zip(*streams, strict=True), 2):
+        jax.tree.map(np.testing.assert_array_equal, first, second)
+
+
+def test_data_parallel_sends_twenty_times_the_bytes(small, tmp_path):
+    sent, losses = {}, {}
+    for make in EXPERIMENTS[:2]:
+        train(small(make()), tmp_path / make.__name__)
+        lines = read_metrics(tmp_path / make.__name__)
+        sent[make.__name__] = select(lines, "training")[-1]["bytes_between"]
+        losses[make.__name__] = [line["loss"] for line in select(lines, "evaluation")]
+    assert sent["data_parallel_text"] == 20 * sent["diloco_text"] > 0
+    for loss in losses.values():
+        assert np.log(256) > loss[0] > loss[1]  # it learns

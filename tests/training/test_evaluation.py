@@ -1,0 +1,68 @@
+"""Held-out metrics: weighted means over all batches, however they are dealt out."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from fedpax.training.evaluation import evaluator
+
+
+def make_batches(count, rng, masked):
+    batches = [{"x": rng.normal(size=(4, 3)).astype(np.float32)} for _ in range(count)]
+    if masked:
+        for batch in batches:
+            batch["mask"] = rng.integers(0, 2, size=(4,)).astype(np.float32)
+        batches[-1]["mask"][:] = 0  # a batch of padding alone
+    return batches
+
+
+def loss_fn(params, batch):
+    mask = batch.get("mask", jnp.ones(4))
+    score = jnp.tanh(batch["x"] @ params)
+    # 0 / 0 for a batch of padding alone, as in a loss that does not guard against it.
+    return jnp.sum(score * mask) / jnp.sum(mask), {"largest": jnp.max(score)}
+
+
+def reference(params, batches):
+    scores = [np.tanh(b["x"].astype(np.float64) @ params) for b in batches]
+    masks = [b.get("mask", np.ones(4)) for b in batches]
+    weights = [m.sum() for m in masks]
+    loss = sum((s * m).sum() for s, m in zip(scores, masks, strict=True)) / sum(weights)
+    largest = sum(s.max() * w for s, w in zip(scores, weights, strict=True)) / sum(weights)
+    return {"loss": loss, "largest": largest}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("count, participants", [(1, 1), (5, 1), (5, 4), (2, 4), (8, 4)])
+def test_it_is_the_weighted_mean_over_all_batches(count, participants, masked):
+    rng = np.random.default_rng(count)
+    params = rng.normal(size=3).astype(np.float32)
+    batches = make_batches(count + masked, rng, masked)
+    evaluate = evaluator(loss_fn, batches, placement="islands", participants=participants)
+    expected = reference(params, batches)
+    found = evaluate(params)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert isinstance(found[name], float)
+        np.testing.assert_allclose(found[name], value, rtol=1e-5)
+
+
+def test_a_mesh_gives_the_same():
+    rng = np.random.default_rng(0)
+    params, batches = rng.normal(size=3).astype(np.float32), make_batches(7, rng, True)
+    mesh = jax.make_mesh((4, 2), ("islands", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    sharding = NamedSharding(mesh, PartitionSpec("islands", None, "fsdp"))
+    with jax.set_mesh(mesh):
+        evaluate = evaluator(
+            loss_fn, batches, placement="islands", participants=4, sharding=sharding
+        )
+        found = evaluate(jnp.asarray(params))
+    for name, value in reference(params, batches).items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-5)
+
+
+def test_no_batches_are_refused():
+    with pytest.raises(ValueError, match="Load a held-out split"):
+        evaluator(loss_fn, [], placement="islands", participants=2)

@@ -6,14 +6,9 @@ import jax
 
 
 def simulate_devices(count: int) -> None:
-    """Makes JAX show the CPU as `count` devices. Call it before anything asks for a device.
+    """Makes JAX show the CPU as `count` devices, with workers enough for their collectives.
 
-    Collectives between simulated devices block the worker thread that runs them until the last
-    device arrives. XLA has as many workers as cores or devices, so that on few cores all of them
-    can be waiting, in different collectives, with nobody left to arrive: it then ends the process
-    after 40 seconds. This call therefore also asks for eight workers a device, unless the
-    environment variable `PJRT_NPROC` or `NPROC` says another number. On two cores that more than
-    doubles the speed, too.
+    Call it before anything asks for a device.
 
     Args:
         count: the number of devices, at least 1.
@@ -26,6 +21,20 @@ def simulate_devices(count: int) -> None:
         raise ValueError(
             f"simulate_devices({count}): expected at least 1 device. Pass the size of the mesh."
         )
+    provide_workers(count)
     jax.config.update("jax_num_cpu_devices", count)
+
+
+def provide_workers(devices: int) -> None:
+    """Asks XLA for eight worker threads a simulated device, before anything asks for a device.
+
+    A collective blocks the worker that runs it until the last device arrives. XLA has as many
+    workers as cores or devices, so that on few cores all of them can wait, in different
+    collectives, with nobody left to arrive; after 40 seconds it then ends the process. Where the
+    environment variable `PJRT_NPROC` or `NPROC` already gives a number, that stays.
+
+    Args:
+        devices: the number of simulated devices.
+    """
     if not {"PJRT_NPROC", "NPROC"} & os.environ.keys():
-        os.environ["PJRT_NPROC"] = str(8 * count)
+        os.environ["PJRT_NPROC"] = str(8 * devices)

@@ -22,6 +22,8 @@ federated_program_p.multiple_results = True
 
 
 def program(
+    undeclared: Callable[..., Any] | None = None,
+    /,
     *,
     placements: Mapping[str, int] | None = None,
     clients_per_step: ClientsPerStep = None,
@@ -34,6 +36,7 @@ def program(
     participants are laid out over these.
 
     Args:
+        undeclared: nothing; it catches `@fedpax.program` without parentheses.
         placements: sizes by name, for example `{"clients": n}`; adds to the keywords.
         clients_per_step: how many participants a device runs at once, for all maps of the program
             that do not say otherwise: an int, "auto", or None for all of them.
@@ -44,7 +47,8 @@ def program(
         each set of shapes.
 
     Raises:
-        TypeError: a size that is no int; at the call, an argument that is no array and no number.
+        TypeError: a size that is no int, or no parentheses; at the call, an argument that is no
+            array and no number.
         ValueError: no placement, a size below 1, `clients_per_step` below 1; at the call, a
             placement that a program around this one has declared too, or that the mesh does not
             divide.
@@ -59,6 +63,11 @@ def program(
         >>> jax.jit(jax.grad(loss))(1.0, jnp.array([2.0, 4.0])).item()
         -4.0
     """
+    if undeclared is not None:
+        raise TypeError(
+            f"fedpax.program got {undeclared!r} in the place of placements. Name the participants "
+            "in parentheses: @fedpax.program(clients=1000)."
+        )
     both = set(sizes) & set(placements or {})
     if both:
         raise ValueError(

@@ -1,0 +1,329 @@
+"""The command line: ``fedpax train``, ``fedpax compare`` and ``fedpax list``."""
+
+import dataclasses
+import difflib
+import importlib
+import importlib.util
+import inspect
+import math
+import os
+import pkgutil
+import sys
+import typing
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import tyro
+from absl import flags
+
+import fedpax.experiments
+from fedpax.parallel.mesh import MeshConfig
+from fedpax.parallel.simulation import provide_workers, simulate_devices
+from fedpax.training.checkpoint import latest_round
+from fedpax.training.compare import write_comparison
+from fedpax.training.configuration import ConfigurationError, claim
+from fedpax.training.experiment import Experiment
+from fedpax.training.interruption import run_process
+from fedpax.training.loop import train
+from fedpax.training.recorder import NonFiniteError
+
+USAGE = """\
+fedpax: federated and multi-island training on JAX
+
+  fedpax list
+      Shows the experiments that come with fedpax.
+  fedpax train --exp=NAME --job_log_dir=DIR [--FIELD=VALUE ...]
+      Trains an experiment in a folder, or goes on where the folder stands.
+  fedpax compare --exp=NAME,NAME,... --job_log_dir=DIR [--FIELD=VALUE ...]
+      Trains each in DIR/NAME, prints a table, and writes DIR/comparison.png and comparison.json.
+
+  --exp             a name from `fedpax list`, or my_package.my_module:function, a function
+                    without arguments that returns an Experiment
+  --job_log_dir     the folder for config.json, metrics.jsonl, tensorboard/ and checkpoints/
+  --accept_changes  go on in a folder of another configuration: another mesh, more rounds
+  --FIELD=VALUE     changes a field of the experiment, such as --model.layers=4;
+                    `fedpax train --exp=NAME --help` shows all of them
+
+Exit status: 0 finished; 1 stopped because the loss was not finite; 2 refused, the message says
+why; 130 after Ctrl-C and 143 after SIGTERM, saved: the same command goes on.
+"""
+
+
+REFUSED = 2
+
+
+class UsageError(Exception):
+    """A command that cannot be carried out; the message says what to do."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command.
+
+    Args:
+        argv: the arguments after the program's name; those of the process if not given.
+
+    Returns:
+        The exit status, as ``fedpax --help`` explains it.
+
+    Example:
+        >>> print("status", main(["--help"]))  # doctest: +ELLIPSIS
+        fedpax: federated and multi-island training on JAX
+        ...
+        status 0
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    commands = {"list": _list, "train": _train, "compare": _compare}
+    if not arguments:
+        print(USAGE, end="", file=sys.stderr)
+        return REFUSED
+    command, *rest = arguments
+    if command in ("--help", "-h", "help", "--helpfull"):
+        print(USAGE, end="")
+        return 0
+    try:
+        if command not in commands:
+            raise UsageError(
+                f"there is no command {command!r}.{_near(command, commands)} "
+                "`fedpax --help` shows all of them."
+            )
+        return commands[command](rest)
+    except (UsageError, ConfigurationError) as error:
+        print(f"fedpax: {error}", file=sys.stderr)
+        return REFUSED
+    except NonFiniteError as error:
+        print(f"fedpax: {error}", file=sys.stderr)
+        return 1
+
+
+def experiments() -> dict[str, Callable[[], Experiment]]:
+    """Finds the experiments that come with fedpax.
+
+    They are the public functions of the modules in ``fedpax.experiments`` that take no arguments
+    and whose annotation says that they return an :class:`Experiment`. A function whose name
+    another module has used is called ``module:function``.
+
+    Returns:
+        The functions by name.
+    """
+    found: dict[str, Callable[[], Experiment]] = {}
+    package = fedpax.experiments
+    for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        module = importlib.import_module(info.name)
+        for name, function in vars(module).items():
+            if (
+                inspect.isfunction(function)
+                and function.__module__ == info.name
+                and not name.startswith("_")
+                and not inspect.signature(function).parameters
+                and _returns_experiment(function)
+            ):
+                found[name if name not in found else f"{info.name}:{name}"] = function
+    return found
+
+
+def find_experiment(exp: str) -> Callable[[], Experiment]:
+    """Finds an experiment by the name that ``--exp`` takes.
+
+    Args:
+        exp: a name from :func:`experiments`, or ``my_package.my_module:function``, whose module
+            is also looked for in the current folder.
+
+    Returns:
+        The function.
+
+    Raises:
+        UsageError: if there is no such function; the message offers names that are near.
+    """
+    if ":" not in exp:
+        found = experiments()
+        if exp not in found:
+            raise UsageError(
+                f"there is no experiment {exp!r}.{_near(exp, found)} `fedpax list` shows all of "
+                "them; my_package.my_module:function names one of yours."
+            )
+        return found[exp]
+    module_name, _, name = exp.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        # A module that the experiment's own module misses is another matter.
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise UsageError(
+            f"--exp={exp}: there is no module {error.name}. It must be installed, on PYTHONPATH, "
+            f"or below the current folder, {os.getcwd()}."
+        ) from None
+    function = getattr(module, name, None)
+    if not callable(function):
+        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        raise UsageError(
+            f"--exp={exp}: {module_name} has no function {name!r}.{_near(name, functions)}"
+        )
+    return function
+
+
+def configure(exp: str, overrides: Sequence[str]) -> Experiment:
+    """Makes an experiment's configuration with some fields changed.
+
+    Args:
+        exp: the experiment, as in :func:`find_experiment`.
+        overrides: arguments such as ``"--model.layers=4"``.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        UsageError: if the experiment is not one.
+        SystemExit: with status 2 for a field that is not there or a value that does not fit, and
+            with 0 for ``--help``; either has been printed.
+    """
+    function = find_experiment(exp)
+    experiment = function()
+    if not isinstance(experiment, Experiment):
+        raise UsageError(
+            f"--exp={exp} returns a {type(experiment).__name__}: it must be a function without "
+            "arguments that returns a fedpax.training.experiment.Experiment."
+        )
+    return tyro.cli(
+        type(experiment),
+        default=experiment,
+        args=list(overrides),
+        prog=f"fedpax train --exp={exp} --job_log_dir=DIR",
+        description=inspect.getdoc(function) or "",
+        use_underscores=True,
+        config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands),
+    )
+
+
+def _list(arguments: Sequence[str]) -> int:
+    if {"--help", "-h"} & set(arguments):
+        print(USAGE, end="")
+        return 0
+    if arguments:
+        raise UsageError(f"`fedpax list` takes no arguments, but was given {arguments[0]!r}.")
+    found = experiments()
+    width = max(map(len, found), default=0)
+    for name, function in sorted(found.items()):
+        print(f"{name.ljust(width)}  {(inspect.getdoc(function) or '').partition(chr(10))[0]}")
+    return 0
+
+
+def _train(arguments: Sequence[str]) -> int:
+    options, overrides = _parse("train", arguments)
+    if options is None:
+        return 0
+    experiment = configure(options.exp, overrides)
+    _need_folder(options)
+    _provide_devices(experiment.mesh)
+    outcome = train(
+        experiment, options.job_log_dir, exp=options.exp, accept_changes=options.accept_changes
+    )
+    folder, rounds = options.job_log_dir, f"{outcome.rounds} of {experiment.training.rounds} rounds"
+    if outcome.signal is not None:
+        print(f"{outcome.signal.name}: saved {rounds} in {folder}; the same command goes on.")
+        return 128 + outcome.signal
+    if not outcome.trained:
+        print(f"Nothing to do: {folder} holds all {rounds}.")
+        return 0
+    loss = (outcome.evaluation or {}).get("loss", math.nan)
+    print(f"Finished {rounds} in {folder}: held-out loss {loss:.4f}.")
+    return 0
+
+
+def _compare(arguments: Sequence[str]) -> int:
+    options, overrides = _parse("compare", arguments)
+    if options is None:
+        return 0
+    names = [name for name in options.exp.split(",") if name]
+    configured = {name: configure(name, overrides) for name in names}
+    _need_folder(options)
+    folders = {name.rpartition(":")[2]: name for name in names}
+    if len(folders) < len(names):
+        raise UsageError(f"--exp={options.exp} names an experiment twice, or two of one name.")
+    destination = Path(options.job_log_dir)
+    for folder, name in folders.items():
+        claim(destination / folder, configured[name], name, accept_changes=options.accept_changes)
+    for folder, name in folders.items():
+        if (latest_round(destination / folder) or 0) >= configured[name].training.rounds:
+            print(f"{name} is finished already.", file=sys.stderr)
+            continue
+        # A process each: how many devices a CPU shows can be set only once in a process.
+        where = f"--job_log_dir={destination / folder}"
+        status = run_process(
+            [sys.executable, "-m", "fedpax.main", "train", f"--exp={name}", where, *overrides]
+        )
+        if status:
+            return status
+    print(write_comparison({f: destination / f for f in folders}, destination))
+    print(f"\nSee {destination / 'comparison.png'} and {destination / 'comparison.json'}.")
+    return 0
+
+
+def _parse(command: str, arguments: Sequence[str]) -> tuple[flags.FlagValues | None, list[str]]:
+    """Takes the flags of a command and leaves the experiment's fields; None after its help."""
+    options = flags.FlagValues()
+    options.set_gnu_getopt(True)  # flags may stand behind "--model.layers 4"
+    names = "Experiments, with commas between." if command == "compare" else "The experiment."
+    flags.DEFINE_string("exp", None, names, flag_values=options)
+    flags.DEFINE_string("job_log_dir", None, "The folder.", flag_values=options)
+    flags.DEFINE_bool("accept_changes", False, "Take the new settings.", flag_values=options)
+    try:
+        _, *rest = options([f"fedpax {command}", *arguments], known_only=True)
+    except flags.Error as error:
+        raise UsageError(f"{error}. `fedpax --help` shows how to write it.") from None
+    if options.exp:
+        return options, rest
+    if {"--help", "-h"} & set(rest):
+        print(USAGE, end="")
+        return None, rest
+    raise UsageError(f"give `fedpax {command}` an --exp=NAME; `fedpax list` shows the names.")
+
+
+def _need_folder(options: flags.FlagValues) -> None:
+    if not options.job_log_dir:
+        raise UsageError(
+            "give a folder for checkpoints and metrics, such as --job_log_dir="
+            f"runs/{options.exp.partition(',')[0].rpartition(':')[2]}."
+        )
+
+
+def _provide_devices(mesh: MeshConfig) -> None:
+    """Simulates the devices that a mesh needs where there is only a CPU, unless the user has."""
+    sizes = dataclasses.astuple(mesh)
+    if -1 in sizes:
+        return
+    chosen = "JAX_NUM_CPU_DEVICES" in os.environ
+    chosen |= "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    provide_workers(mesh.size)
+    if not chosen:
+        try:
+            simulate_devices(mesh.size)
+        except RuntimeError:  # devices are in use already: those must do
+            chosen = True
+    if jax.device_count() < mesh.size:
+        axes = ", ".join(f"{k}={v}" for k, v in dataclasses.asdict(mesh).items() if v != 1)
+        remedy = "Make the mesh smaller, such as --mesh.fsdp=-1 for all that there are"
+        if chosen:
+            remedy += ", or leave XLA_FLAGS and JAX_NUM_CPU_DEVICES unset to simulate more"
+        raise UsageError(
+            f"the mesh {axes} needs {mesh.size} devices, but there are {jax.device_count()} "
+            f"({jax.default_backend()}). {remedy}."
+        )
+
+
+def _returns_experiment(function: Callable[..., Any]) -> bool:
+    returned = typing.get_type_hints(function).get("return")
+    return isinstance(returned, type) and issubclass(returned, Experiment)
+
+
+def _near(name: str, names: Sequence[str] | dict[str, Any]) -> str:
+    close = difflib.get_close_matches(name, list(names), n=3)
+    return f" Did you mean {' or '.join(close)}?" if close else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Training: the contract with algorithms, the one loop, checkpoints and metrics."""

@@ -1,0 +1,175 @@
+"""Checkpoints of a run: state, position in the data, round and configuration in one step."""
+
+import base64
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from fedpax.training.contract import Params, State
+
+FOLDER = "checkpoints"
+
+
+class Checkpoints:
+    """The checkpoints in a run's folder; a context manager.
+
+    Saving is asynchronous: the arrays are copied to the host, the rest goes on beside the
+    training. A checkpoint is written under a temporary name and renamed when it is whole, so a
+    kill at any moment leaves the last whole one; what a kill left unfinished is removed here.
+
+    Args:
+        job_log_dir: the run's folder.
+        keep: how many of the newest checkpoints are kept.
+    """
+
+    def __init__(self, job_log_dir: str | Path, *, keep: int) -> None:
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
+        self._manager = ocp.CheckpointManager(
+            Path(job_log_dir).absolute() / FOLDER,
+            options=options,
+            item_names=("state", "progress"),
+        )
+
+    def latest_round(self) -> int | None:
+        """Returns the round of the newest whole checkpoint, ``None`` if there is none."""
+        return self._manager.latest_step()
+
+    def save(
+        self,
+        round_number: int,
+        state: State,
+        batches: dict[str, Any] | bytes,
+        configuration: Mapping[str, Any],
+    ) -> None:
+        """Saves one step; returns when the arrays may be donated.
+
+        Args:
+            round_number: how many rounds are done.
+            state: the algorithm's state.
+            batches: the state of the stream of batches after that round.
+            configuration: the experiment as JSON.
+        """
+        progress = {
+            "round": round_number,
+            "batches": _text_from_bytes(batches),
+            "configuration": configuration,
+        }
+        self._manager.save(
+            round_number,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardSave(state),
+                progress=ocp.args.JsonSave(progress),
+            ),
+            force=True,
+        )
+
+    def restore_batches(self) -> Any:
+        """Returns the state of the stream of batches of the newest checkpoint.
+
+        Raises:
+            FileNotFoundError: if there is no checkpoint.
+        """
+        saved = self._manager.restore(
+            None, args=ocp.args.Composite(progress=ocp.args.JsonRestore())
+        )
+        return _bytes_from_text(saved.progress["batches"])
+
+    def restore_state(self, like: State) -> State:
+        """Restores the state of the newest checkpoint.
+
+        Args:
+            like: the state's abstract values, each a ``jax.ShapeDtypeStruct`` with its sharding,
+                which can be another mesh's than the one it was saved from.
+
+        Returns:
+            The state on these shardings.
+
+        Raises:
+            FileNotFoundError: if there is no checkpoint.
+        """
+        restore = ocp.args.Composite(state=ocp.args.StandardRestore(like))
+        return self._manager.restore(None, args=restore).state
+
+    def wait(self) -> None:
+        """Waits until everything that was saved is on the disk."""
+        self._manager.wait_until_finished()
+
+    def __enter__(self) -> "Checkpoints":
+        """Returns itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Waits for what is being written, and closes."""
+        self._manager.close()
+
+
+def latest_round(job_log_dir: str | Path) -> int | None:
+    """Returns how many rounds the newest whole checkpoint in a folder has, or ``None``.
+
+    Args:
+        job_log_dir: a run's folder, which need not be there.
+
+    Example:
+        >>> import tempfile
+        >>> print(latest_round(tempfile.mkdtemp()))
+        None
+    """
+    folder = Path(job_log_dir).absolute() / FOLDER
+    if not folder.exists():
+        return None
+    steps = ocp.utils.checkpoint_steps(folder)
+    return max(steps) if steps else None
+
+
+def load_params(job_log_dir: str | Path, round_number: int | None = None) -> Params:
+    """Loads the server's model of a run as NumPy arrays, to use it after training.
+
+    Args:
+        job_log_dir: the run's folder.
+        round_number: which checkpoint; the newest if not given.
+
+    Returns:
+        The parameters, as nested dicts (and lists) of NumPy arrays.
+
+    Raises:
+        FileNotFoundError: if there is no such checkpoint.
+    """
+    if round_number is None:
+        round_number = latest_round(job_log_dir)
+    folder = Path(job_log_dir).absolute() / FOLDER
+    if round_number is None or not (folder / str(round_number)).exists():
+        raise FileNotFoundError(
+            f"{folder} has no checkpoint{f' of round {round_number}' if round_number else ''}. "
+            "Train there first: fedpax train --exp=... --job_log_dir=..."
+        )
+    handlers = {"state": ocp.PyTreeCheckpointHandler(), "progress": ocp.JsonCheckpointHandler()}
+    options = ocp.CheckpointManagerOptions(create=False)
+    with ocp.CheckpointManager(folder, options=options, item_handlers=handlers) as manager:
+        saved = manager.item_metadata(round_number)["state"]
+        params = jax.tree.map(lambda leaf: 0, saved["params"])
+        as_numpy = jax.tree.map(lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray), params)
+        restore = ocp.args.PyTreeRestore(
+            item={"params": params}, restore_args={"params": as_numpy}, partial_restore=True
+        )
+        restored = manager.restore(round_number, args=ocp.args.Composite(state=restore))
+    return restored["state"]["params"]
+
+
+def _text_from_bytes(state: Any) -> Any:
+    return {"base64": base64.b64encode(state).decode()} if isinstance(state, bytes) else state
+
+
+def _bytes_from_text(state: Any) -> Any:
+    if isinstance(state, dict) and set(state) == {"base64"}:
+        return base64.b64decode(state["base64"])
+    return state

@@ -1,0 +1,276 @@
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import fedpax.experiments
+from fedpax.main import configure, experiments, find_experiment, main
+from fedpax.training.configuration import read
+from fedpax.training.metrics import read_metrics
+
+HERE = Path(__file__).parent
+REGRESSION = "small_regression:regression"
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Run:
+    """Runs a command in this process; returns its status, output and errors."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(HERE / "training")
+    monkeypatch.setenv("XLA_FLAGS", "")  # put back what the command sets
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        try:
+            status = main(arguments)
+        except SystemExit as stop:  # tyro's way out
+            status = stop.code if isinstance(stop.code, int) else 1
+        return status, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Puts modules of a folder in the place of those that come with fedpax."""
+    monkeypatch.setattr(fedpax.experiments, "__path__", [str(tmp_path)])
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if name.startswith("fedpax.experiments."):
+            del sys.modules[name]
+
+
+MODULE = '''
+from fedpax.training.experiment import Experiment, Run, TrainingConfig
+import dataclasses
+from os import getcwd
+
+@dataclasses.dataclass(frozen=True)
+class Small(Experiment):
+    def build(self) -> Run:
+        raise NotImplementedError
+
+def {name}() -> Small:
+    """First line about {name}.
+
+    More lines.
+    """
+    return Small(training=TrainingConfig(rounds=1, evaluate_every=1, checkpoint_every=1))
+
+def {name}_variant() -> Experiment:
+    return {name}()
+
+def _hidden() -> Small:
+    return {name}()
+
+def helper() -> int:
+    return 1
+
+def with_argument(rounds: int) -> Small:
+    return {name}()
+'''
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["help"], ["train", "--help"]])
+def test_help_is_printed(run: Run, arguments: list[str]) -> None:
+    status, output, errors = run(*arguments)
+    assert (status, errors) == (0, "")
+    for words in ("fedpax train --exp=NAME", "fedpax compare", "fedpax list", "--accept_changes"):
+        assert words in output
+
+
+def test_no_arguments_show_the_help_as_an_error(run: Run) -> None:
+    status, output, errors = run()
+    assert (status, output) == (2, "") and "fedpax train --exp=NAME" in errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["trian"], "no command 'trian'. Did you mean train?"),
+        (["--exp=x"], "no command '--exp=x'"),
+        (["train"], "give `fedpax train` an --exp=NAME"),
+        (["train", "some_name"], "give `fedpax train` an --exp=NAME"),
+        (["train", "--exp"], "Missing value for flag --exp"),
+        (["train", "--exp=x", "--accept_changes=perhaps"], "accept_changes"),
+        (["compare"], "give `fedpax compare` an --exp=NAME"),
+        (["list", "all"], "takes no arguments, but was given 'all'"),
+        (["train", "--exp=small_regression:regresion"], "Did you mean regression?"),
+        (["train", "--exp=small_regresion:regression"], "no module small_regresion"),
+        (["train", "--exp=nowhere.at_all:x"], "no module nowhere. It must be installed, on"),
+        (["train", "--exp=small_regression:RandomRounds.__name__"], "has no function"),
+        (["train", "--exp=os:getcwd"], "returns a str: it must be a function without"),
+        (["train", f"--exp={REGRESSION}"], "such as --job_log_dir=runs/regression"),
+        (["compare", f"--exp={REGRESSION},{REGRESSION}", "--job_log_dir=x"], "twice"),
+    ],
+)
+def test_commands_that_are_refused(run: Run, arguments: list[str], words: str) -> None:
+    status, output, errors = run(*arguments)
+    assert (status, output) == (2, "")
+    assert errors.startswith("fedpax: ") and words in errors
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("--model.hiden=4", ["--model.hiden", "Perhaps you meant", "--model.hidden INT"]),
+        ("--learning_rat=4", ["Perhaps you meant", "--learning_rate FLOAT"]),
+        ("--model.hidden=many", ["--model.hidden", "'many'"]),
+        ("--training.rounds=0", ["training.rounds=0 is too small", "Set --training.rounds to 1"]),
+    ],
+)
+def test_fields_that_are_refused(run: Run, tmp_path: Path, override: str, words: list[str]) -> None:
+    folder = tmp_path / "run"
+    status, output, errors = run(
+        "train", f"--exp={REGRESSION}", f"--job_log_dir={folder}", override
+    )
+    text = " ".join((output + errors).replace("│", " ").split())
+    assert status == 2 and all(part in text for part in words)
+    assert not folder.exists()
+
+
+def test_help_of_an_experiment_shows_every_field(run: Run) -> None:
+    status, output, _ = run("train", f"--exp={REGRESSION}", "--help")
+    assert status == 0
+    for words in (
+        "Local SGD on 8 clients",
+        "--model.hidden INT",
+        "width of the hidden layer",
+        "--training.checkpoint_every INT",
+        "--mesh.clients INT",
+        "--learning_rate FLOAT",
+    ):
+        assert words in output
+
+
+def test_overrides_reach_nested_fields_in_either_spelling(run: Run) -> None:
+    find_experiment(REGRESSION)
+    changed = configure(
+        REGRESSION,
+        ["--model.hidden", "7", "--mesh.clients=-1", "--training.stop_on_non_finite=False"],
+    )
+    assert (changed.model.hidden, changed.mesh.clients) == (7, -1)
+    assert changed.training.stop_on_non_finite is False
+    assert changed.model.features == configure(REGRESSION, []).model.features
+
+
+def test_experiments_are_found_by_what_they_return(package: Path, run: Run) -> None:
+    for name in ("first_one", "second_one"):
+        (package / f"{name}.py").write_text(MODULE.format(name=name))
+    names = {f"{which}_one{rest}" for which in ("first", "second") for rest in ("", "_variant")}
+    assert set(experiments()) == names
+    status, output, _ = run("list")
+    assert status == 0
+    assert "first_one           First line about first_one." in output.splitlines()
+    assert find_experiment("second_one_variant")().training.rounds == 1
+    status, _, errors = run("train", "--exp=frist_one", "--job_log_dir=x")
+    assert status == 2 and "Did you mean first_one" in errors
+
+
+def test_a_name_that_two_modules_use_is_listed_twice(package: Path) -> None:
+    for module in ("first", "second"):
+        (package / f"{module}.py").write_text(MODULE.format(name="same"))
+    assert {"same", "fedpax.experiments.second:same"} <= set(experiments())
+    assert find_experiment("fedpax.experiments.second:same").__module__.endswith("second")
+
+
+def test_an_error_inside_the_experiments_module_is_not_hidden(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "needs_more.py").write_text("import a_library_that_is_not_there\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="a_library_that_is_not_there"):
+        find_experiment("needs_more:x")
+
+
+def test_the_experiments_that_come_with_fedpax_can_be_configured(run: Run) -> None:
+    status, output, _ = run("list")
+    assert status == 0 and len(output.splitlines()) == len(experiments())
+    for name, function in experiments().items():
+        assert configure(name, []) == function()
+
+
+def test_train_continue_refuse(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    command = ("train", f"--exp={REGRESSION}", f"--job_log_dir={folder}", "--model.hidden", "6")
+    status, output, errors = run(*command, "--training.rounds=4")
+    assert status == 0 and f"Finished 4 of 4 rounds in {folder}: held-out loss" in output
+    assert "round 4/4: held-out loss" in errors
+    name, configuration = read(folder)
+    assert (name, configuration.model.hidden) == (REGRESSION, 6)
+    assert configuration == configure(REGRESSION, ["--model.hidden=6", "--training.rounds=4"])
+
+    status, output, _ = run(*command, "--training.rounds=4")
+    assert (status, output) == (0, f"Nothing to do: {folder} holds all 4 of 4 rounds.\n")
+
+    status, output, errors = run(*command, "--training.rounds=5")
+    assert (status, output) == (2, "")
+    assert "training.rounds: 4 -> 5" in errors and "--accept_changes" in errors
+
+    status, output, _ = run(*command, "--training.rounds=5", "--accept_changes")
+    assert status == 0 and "Finished 5 of 5 rounds" in output
+
+
+def test_a_loss_that_is_not_finite_is_an_error(run: Run, tmp_path: Path) -> None:
+    folder = f"--job_log_dir={tmp_path}"
+    status, output, errors = run("train", f"--exp={REGRESSION}", folder, "--learning_rate=50")
+    assert (status, output) == (1, "")
+    assert "stopped: the loss of round" in errors and "smaller learning rate" in errors
+
+
+def test_compare_trains_what_is_missing_and_writes_the_files(run: Run, tmp_path: Path) -> None:
+    settings = ("--training.rounds=4", "--training.evaluate_every=2")
+    folder = f"--job_log_dir={tmp_path / 'regression'}"
+    assert run("train", f"--exp={REGRESSION}", folder, *settings)[0] == 0
+    before = (tmp_path / "regression" / "metrics.jsonl").read_bytes()
+
+    both = f"--exp={REGRESSION},small_regression:single_client"
+    status, output, errors = run("compare", both, f"--job_log_dir={tmp_path}", *settings)
+    assert status == 0
+    assert "is finished already" in errors
+    assert (tmp_path / "regression" / "metrics.jsonl").read_bytes() == before
+    assert len(read_metrics(tmp_path / "single_client")) == 1 + 4 + 2
+    rows = [line.split("|")[1].strip() for line in output.splitlines() if line.startswith("|")]
+    assert rows[0] == "experiment" and rows[2:] == ["regression", "single_client"]
+    content = json.loads((tmp_path / "comparison.json").read_text())
+    assert content[0]["bytes_between"] > 0 == content[1]["bytes_between"]
+    assert (tmp_path / "comparison.png").exists()
+
+    status, _, errors = run("compare", both, f"--job_log_dir={tmp_path}", "--training.rounds=4")
+    assert status == 2 and "training.evaluate_every: 2 -> 4" in errors
+
+
+@pytest.mark.parametrize(
+    ("variables", "mesh", "status", "words"),
+    [
+        ({}, "--mesh.clients=3", 0, "Finished"),
+        ({"JAX_NUM_CPU_DEVICES": "2"}, "--mesh.clients=3", 2, "needs 6 devices, but there are 2"),
+        (
+            {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
+            "--mesh.clients=4",
+            2,
+            "leave XLA_FLAGS and JAX_NUM_CPU_DEVICES unset",
+        ),
+    ],
+)
+def test_a_cpu_shows_the_devices_that_the_mesh_needs(
+    tmp_path: Path, variables: dict[str, str], mesh: str, status: int, words: str
+) -> None:
+    removed = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
+    environment = {k: v for k, v in os.environ.items() if k not in removed}
+    settings = [f"--job_log_dir={tmp_path}", mesh, "--clients=12", "--training.rounds=1"]
+    process = subprocess.run(
+        [sys.executable, "-m", "fedpax.main", "train", f"--exp={REGRESSION}", *settings],
+        cwd=HERE / "training",
+        env=environment | variables,
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == status, process.stderr
+    assert words in process.stdout + process.stderr

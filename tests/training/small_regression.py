@@ -1,0 +1,160 @@
+"""A small real experiment that tests train, also in processes of their own.
+
+Local SGD on a random linear regression: every client takes some steps from the server's model on
+its own data, keeps a momentum between rounds, and the server averages the models.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fedpax.parallel.mesh import MeshConfig
+from fedpax.training.contract import FederatedAlgorithm
+from fedpax.training.experiment import Experiment, Run, Shardings, TrainingConfig
+
+
+class LocalSGDState(NamedTuple):
+    params: Any
+    momentum: Any  # of every client: [clients, ...]
+    steps: jax.Array
+    key: jax.Array
+
+
+def local_sgd(
+    loss_fn: Callable[[Any, Any], jax.Array], clients: int, learning_rate: float
+) -> FederatedAlgorithm:
+    """SGD with momentum on every client; the server takes the mean of the models."""
+
+    def init(params: Any) -> LocalSGDState:
+        momentum = jax.tree.map(lambda x: jnp.zeros((clients, *x.shape), x.dtype), params)
+        return LocalSGDState(params, momentum, jnp.zeros((), jnp.int32), jax.random.key(7))
+
+    def round(state: LocalSGDState, batches: Any) -> tuple[LocalSGDState, dict[str, jax.Array]]:
+        key, noise_key = jax.random.split(state.key)
+
+        def client(momentum: Any, batches: Any) -> tuple[Any, Any, jax.Array]:
+            def step(carry: Any, batch: Any) -> tuple[Any, jax.Array]:
+                params, momentum = carry
+                loss, slope = jax.value_and_grad(loss_fn)(params, batch)
+                momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, slope)
+                params = jax.tree.map(lambda p, m: p - learning_rate * m, params, momentum)
+                return (params, momentum), loss
+
+            (params, momentum), losses = jax.lax.scan(step, (state.params, momentum), batches)
+            return params, momentum, losses.mean()
+
+        params, momentum, losses = jax.vmap(client)(state.momentum, batches)
+        # A little noise: the state's random key must come back from a checkpoint too.
+        params = jax.tree.map(lambda p: p.mean(0) + 1e-3 * jax.random.uniform(noise_key), params)
+        new = LocalSGDState(params, momentum, state.steps + batches["x"].shape[1], key)
+        return new, {"loss": losses.mean(), "largest": losses.max()}
+
+    return FederatedAlgorithm(init, round)
+
+
+class RandomRounds:
+    """An endless stream of random regression batches, a function of (seed, round) alone."""
+
+    def __init__(self, shape: tuple[int, int, int], features: int, seed: int) -> None:
+        self.shape, self.features, self.seed, self.round = shape, features, seed, 0
+        self.truth = np.random.default_rng(seed).normal(size=features).astype(np.float32)
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        random = np.random.default_rng((self.seed, self.round))
+        self.round += 1
+        x = random.normal(size=(*self.shape, self.features)).astype(np.float32)
+        noise = 0.1 * random.normal(size=self.shape).astype(np.float32)
+        return {"x": x, "y": x @ self.truth + noise}
+
+    def get_state(self) -> dict[str, Any]:
+        return {"round": self.round}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.round = state["round"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """The model.
+
+    Attributes:
+        features: inputs of the regression.
+        hidden: width of the hidden layer.
+    """
+
+    features: int = 16
+    hidden: int = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Regression(Experiment):
+    """Local SGD on a random regression.
+
+    Attributes:
+        model: the model.
+        learning_rate: of the clients.
+        clients: how many there are.
+    """
+
+    model: ModelConfig = ModelConfig()
+    learning_rate: float = 0.01
+    clients: int = 8
+
+    def build(self) -> Run:
+        features, hidden = self.model.features, self.model.hidden
+        mesh = self.mesh.make(jax.devices()[: self.mesh.size])
+
+        def init(key: jax.Array) -> Any:
+            first, second = jax.random.split(key)
+            return {
+                "hidden": 2
+                * jax.random.uniform(first, (features, hidden), minval=-1)
+                / features**0.5,
+                "out": 2 * jax.random.uniform(second, (hidden,), minval=-1) / hidden**0.5,
+            }
+
+        def loss_fn(params: Any, batch: Any) -> jax.Array:
+            predicted = jax.nn.gelu(batch["x"] @ params["hidden"]) @ params["out"]
+            return jnp.mean((predicted - batch["y"]) ** 2)
+
+        held_out = RandomRounds((1, 1, 64), features, seed=0)
+        held_out.round = 10**6
+        held_out_batch = jax.tree.map(lambda x: x[0, 0], next(held_out))
+        held_out_loss = jax.jit(loss_fn)
+
+        fsdp = "fsdp" if "fsdp" in mesh.shape else None
+        clients = "clients" if "clients" in mesh.shape else None
+        return Run(
+            algorithm=local_sgd(loss_fn, self.clients, self.learning_rate),
+            init=init,
+            batches=RandomRounds((self.clients, 2, 8), features, seed=0),
+            evaluate=lambda params: {"loss": float(held_out_loss(params, held_out_batch))},
+            mesh=mesh,
+            shardings=Shardings(
+                params={
+                    "hidden": NamedSharding(mesh, PartitionSpec(None, fsdp)),
+                    "out": NamedSharding(mesh, PartitionSpec(fsdp)),
+                },
+                batches=NamedSharding(mesh, PartitionSpec(clients)),
+            ),
+            tokens_per_round=self.clients * 2 * 8,
+            placement="clients",
+        )
+
+
+def regression() -> Regression:
+    """Local SGD on 8 clients, two devices of parameters each."""
+    return Regression(
+        training=TrainingConfig(rounds=12, evaluate_every=4, checkpoint_every=3),
+        mesh=MeshConfig(clients=4, fsdp=2),
+    )
+
+
+def single_client() -> Regression:
+    """The same model on one client alone."""
+    return dataclasses.replace(regression(), clients=1, mesh=MeshConfig(fsdp=2))

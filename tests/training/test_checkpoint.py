@@ -1,0 +1,155 @@
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fedpax.parallel.mesh import make_mesh
+from fedpax.training.checkpoint import Checkpoints, latest_round, load_params
+
+
+class State(NamedTuple):
+    params: Any
+    optimizer: Any
+    key: jax.Array
+    step: jax.Array
+
+
+def random_state(seed: int, sharding: NamedSharding) -> State:
+    """Leaves of many types and shapes, with an optimizer's empty parts among them."""
+    keys = jax.random.split(jax.random.key(seed), 3)
+    params = {
+        "w": jax.device_put(jax.random.normal(keys[0], (8, 4)), sharding),
+        "layers": [jax.random.normal(keys[1], (3,)).astype(jnp.bfloat16), jnp.float32(seed)],
+    }
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    return State(params, optimizer.init(params), keys, jnp.int32(seed))
+
+
+def like(state: Any, sharding: NamedSharding | None = None) -> Any:
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=sharding if sharding and x.shape == (8, 4) else x.sharding
+        ),
+        state,
+    )
+
+
+def assert_same_bits(one: Any, other: Any) -> None:
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+
+    def bits(x: Any) -> tuple[Any, bytes]:
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x = jax.random.key_data(x)
+        return x.dtype, np.asarray(x).tobytes()
+
+    assert jax.tree.map(bits, one) == jax.tree.map(bits, other)
+
+
+@pytest.fixture
+def sharding() -> NamedSharding:
+    return NamedSharding(make_mesh(clients=4, fsdp=2), PartitionSpec("clients", "fsdp"))
+
+
+@pytest.mark.parametrize("position", [{"round": 3, "file": "a.txt"}, b"\x00\xffbytes", {}])
+def test_everything_comes_back_bitwise(
+    tmp_path: Path, sharding: NamedSharding, position: Any
+) -> None:
+    state = random_state(1, sharding)
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        assert checkpoints.latest_round() is None
+        checkpoints.save(3, state, position, {"exp": "x"})
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        assert checkpoints.latest_round() == 3
+        assert checkpoints.restore_batches() == position
+        assert_same_bits(checkpoints.restore_state(like(state)), state)
+
+
+def test_one_step_holds_round_position_and_configuration(
+    tmp_path: Path, sharding: NamedSharding
+) -> None:
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(3, random_state(1, sharding), {"round": 3}, {"model": {"layers": 2}})
+    (saved,) = (tmp_path / "checkpoints" / "3" / "progress").glob("metadata*")
+    text = saved.read_text()
+    assert '"round": 3' in text and '"layers": 2' in text
+
+
+@pytest.mark.parametrize("mesh", [dict(clients=2, fsdp=4), dict(fsdp=8), dict(data=1)])
+def test_restored_onto_another_mesh(
+    tmp_path: Path, sharding: NamedSharding, mesh: dict[str, int]
+) -> None:
+    state = random_state(1, sharding)
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(3, state, {}, {})
+    devices = jax.devices()[: np.prod(list(mesh.values()))]
+    other = NamedSharding(make_mesh(devices=devices, **mesh), PartitionSpec(next(iter(mesh))))
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        restored = checkpoints.restore_state(like(state, other))
+    assert restored.params["w"].sharding == other
+    assert_same_bits(restored, state)
+
+
+def test_the_arrays_may_be_donated_as_soon_as_save_returns(
+    tmp_path: Path, sharding: NamedSharding
+) -> None:
+    advance = jax.jit(lambda x: 2 * x + 1, donate_argnums=0, out_shardings=sharding)
+    x = jax.device_put(np.random.default_rng(0).normal(size=(512, 2048)).astype("f"), sharding)
+    expected = np.array(x)
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(1, {"params": x}, {}, {})
+        for _ in range(5):
+            x = advance(x)
+        x.block_until_ready()
+    np.testing.assert_array_equal(load_params(tmp_path), expected)
+
+
+def test_the_newest_are_kept(tmp_path: Path, sharding: NamedSharding) -> None:
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        for number in (2, 5, 11):
+            checkpoints.save(number, random_state(number, sharding), {}, {})
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"5", "11"}
+    assert latest_round(tmp_path) == 11
+    assert float(load_params(tmp_path)["layers"][1]) == 11.0
+    assert float(load_params(tmp_path, 5)["layers"][1]) == 5.0
+
+
+def test_what_a_kill_left_unfinished_is_not_a_checkpoint(
+    tmp_path: Path, sharding: NamedSharding
+) -> None:
+    state = random_state(1, sharding)
+    with Checkpoints(tmp_path, keep=3) as checkpoints:
+        checkpoints.save(3, state, {}, {})
+    part = tmp_path / "checkpoints" / "5.orbax-checkpoint-tmp"
+    (part / "state").mkdir(parents=True)
+    (part / "state" / "manifest.ocdbt").write_bytes(b"half")
+    assert latest_round(tmp_path) == 3
+    with Checkpoints(tmp_path, keep=3) as checkpoints:
+        assert checkpoints.latest_round() == 3
+        checkpoints.save(4, state, {}, {})
+    assert {path.name for path in part.parent.iterdir()} == {"3", "4"}
+    part.mkdir()
+    with Checkpoints(tmp_path, keep=3) as checkpoints:
+        checkpoints.save(5, state, {}, {})
+    assert latest_round(tmp_path) == 5
+
+
+def test_params_are_loaded_as_numpy_without_the_state(
+    tmp_path: Path, sharding: NamedSharding
+) -> None:
+    state = random_state(1, sharding)
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(3, state, {}, {})
+    params = load_params(tmp_path)
+    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(params))
+    assert_same_bits(params, state.params)
+
+
+@pytest.mark.parametrize("round_number", [None, 4])
+def test_no_such_checkpoint(tmp_path: Path, round_number: int | None) -> None:
+    with pytest.raises(FileNotFoundError, match="Train there first"):
+        load_params(tmp_path, round_number)

@@ -1,0 +1,135 @@
+"""Kills a real process at random moments; in the end nobody can tell."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fedpax.training.checkpoint import latest_round, load_params
+from fedpax.training.configuration import read
+from fedpax.training.metrics import FILE, TIMINGS, read_metrics
+
+HERE = Path(__file__).parent
+SETTINGS = ["--training.rounds=24", "--training.checkpoint_every=2", "--training.evaluate_every=3"]
+
+
+def start(folder: Path) -> subprocess.Popen:
+    command = ["train", "--exp=small_regression:regression", f"--job_log_dir={folder}", *SETTINGS]
+    return subprocess.Popen(
+        [sys.executable, "-m", "fedpax.main", *command],
+        cwd=HERE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
+    )
+
+
+def finish(folder: Path) -> None:
+    process = start(folder)
+    output, errors = process.communicate()
+    assert process.returncode == 0, errors
+    assert "24 of 24 rounds" in output
+
+
+def size(folder: Path) -> int:
+    path = folder / FILE
+    return path.stat().st_size if path.exists() else 0
+
+
+def unfinished(folder: Path) -> set[str]:
+    checkpoints = folder / "checkpoints"
+    names = os.listdir(checkpoints) if checkpoints.exists() else []
+    return {name for name in names if not name.isdigit()}
+
+
+def when_started(rng: random.Random, folder: Path) -> Callable[[], bool]:
+    """At any moment from its first instruction to its first rounds."""
+    moment = time.monotonic() + rng.uniform(0.0, 8.0)
+    return lambda: time.monotonic() > moment
+
+
+def when_training(rng: random.Random, folder: Path) -> Callable[[], bool]:
+    """After some more bytes in the metrics, so between or within rounds."""
+    least = size(folder) + rng.randint(1, 2000)
+    return lambda: size(folder) > least
+
+
+def when_saving(rng: random.Random, folder: Path) -> Callable[[], bool]:
+    """While a checkpoint that was not there is half written."""
+    before, delay = unfinished(folder), rng.uniform(0.0, 0.02)
+
+    def now() -> bool:
+        if not unfinished(folder) - before:
+            return False
+        time.sleep(delay)
+        return True
+
+    return now
+
+
+def stop(folder: Path, moment: Callable[[], bool], number: signal.Signals) -> int:
+    """Starts the command, sends a signal at a moment, and returns the status.
+
+    The process can be done before, or not yet handle the signal; it must never fail.
+    """
+    with start(folder) as process:
+        while process.poll() is None and not moment():
+            time.sleep(0.001)
+        process.send_signal(number)
+        _, errors = process.communicate()
+    assert process.returncode in (0, -number, 128 + number), errors
+    return process.returncode
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    assert latest_round(one) == latest_round(other) == 24
+    params, expected = load_params(one), load_params(other)
+    assert {k: v.tobytes() for k, v in params.items()} == {
+        k: v.tobytes() for k, v in expected.items()
+    }
+    lines = [
+        [{k: v for k, v in line.items() if k not in TIMINGS} for line in read_metrics(folder)]
+        for folder in (one, other)
+    ]
+    assert lines[0] == lines[1]
+    assert read(one) == read(other)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("unbroken")
+    finish(folder)
+    return folder
+
+
+def test_stopped_runs_end_bitwise_as_an_unbroken_one(unbroken: Path, tmp_path: Path) -> None:
+    seed = random.randrange(2**32)
+    print("seed", seed)  # shown if the test fails
+    rng = random.Random(seed)
+    for moment in (when_started, when_saving):
+        stop(tmp_path, moment(rng, tmp_path), signal.SIGKILL)
+    # SIGTERM saves after the round and says so.
+    assert stop(tmp_path, when_training(rng, tmp_path), signal.SIGTERM) == 128 + signal.SIGTERM
+    saved = latest_round(tmp_path)
+    assert saved is not None and saved == read_metrics(tmp_path)[-1]["round"] < 24
+    finish(tmp_path)
+    assert_same_run(unbroken, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_many_kills(unbroken: Path, tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(8):
+        moment = rng.choice([when_started, when_saving, when_training])
+        number = rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM])
+        stop(tmp_path, moment(rng, tmp_path), number)
+    finish(tmp_path)
+    assert_same_run(unbroken, tmp_path)

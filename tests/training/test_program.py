@@ -1,0 +1,152 @@
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from small_regression import regression, single_client
+
+from fedpax.parallel.mesh import make_mesh
+from fedpax.training.contract import FederatedAlgorithm
+from fedpax.training.experiment import Run, Shardings
+from fedpax.training.prefetch import place
+from fedpax.training.program import compile_round, fresh_state
+
+
+def one_round(run: Run) -> tuple[Any, Any, Any]:
+    with jax.set_mesh(run.mesh):
+        batches = place(next(run.batches), run.shardings.batches)
+        program = compile_round(run, batches)
+        return program, fresh_state(run, program, seed=3), batches
+
+
+def test_a_round_donates_and_keeps_structure_dtypes_and_shardings() -> None:
+    run = regression().build()
+    program, state, batches = one_round(run)
+    assert (program.parameters, program.participants) == (16 * 32 + 32, 8)
+    new, metrics = program.round(state, batches)
+    assert state.params["hidden"].is_deleted()
+    assert new.params["hidden"].sharding == run.shardings.params["hidden"]
+    assert new.momentum["hidden"].sharding.spec == PartitionSpec("clients", None, "fsdp")
+    for leaf, like in zip(jax.tree.leaves(new), jax.tree.leaves(program.state), strict=True):
+        assert (leaf.shape, leaf.dtype, leaf.sharding) == (like.shape, like.dtype, like.sharding)
+    assert np.isfinite(float(metrics["loss"]))
+
+
+def test_the_compiled_round_equals_the_algorithm_without_a_mesh() -> None:
+    run = regression().build()
+    program, _, batches = one_round(run)
+    with jax.set_mesh(run.mesh):
+        compiled, metrics = program.round(fresh_state(run, program, seed=3), batches)
+    plain, expected = run.algorithm.round(
+        run.algorithm.init(run.init(jax.random.key(3))), jax.device_get(batches)
+    )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        (compiled.params, compiled.momentum, metrics),
+        (plain.params, plain.momentum, expected),
+    )
+
+
+def test_bytes_between_are_those_of_the_model_and_a_few_scalars() -> None:
+    program, *_ = one_round(regression().build())
+    model = 4 * program.parameters
+    assert model <= program.bytes_between <= model + 64
+    alone, *_ = one_round(single_client().build())
+    assert alone.bytes_between == 0
+
+
+class Descent(NamedTuple):
+    params: jax.Array
+
+
+def run_of(round_fn: Any, init: Any = Descent, axis_type: AxisType = AxisType.Auto) -> Run:
+    mesh = make_mesh(clients=8, axis_types=axis_type)
+    rng = np.random.default_rng(0)
+
+    class Stream:
+        def __next__(self) -> np.ndarray:
+            return rng.normal(size=(8, 2, 3)).astype(np.float32)
+
+        def get_state(self) -> dict[str, Any]:
+            return {}
+
+        def set_state(self, state: Any) -> None: ...
+
+    return Run(
+        algorithm=FederatedAlgorithm(init, round_fn),
+        init=lambda key: jax.random.normal(key, (3,)),
+        batches=Stream(),
+        evaluate=lambda params: {"loss": 0.0},
+        mesh=mesh,
+        shardings=Shardings(
+            NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("clients"))
+        ),
+        tokens_per_round=16,
+        placement="clients",
+    )
+
+
+def descend(state: Descent, batches: jax.Array) -> tuple[Descent, dict[str, jax.Array]]:
+    error = state.params - batches.mean((0, 1))
+    return Descent(state.params - 0.1 * error), {"loss": jnp.sum(error**2)}
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_meshes_with_automatic_and_explicit_axes(axis_type: AxisType) -> None:
+    program, state, batches = one_round(run_of(descend, axis_type=axis_type))
+    before = np.asarray(state.params)
+    state, _ = program.round(state, batches)
+    state, _ = program.round(state, batches)
+    goal = np.asarray(batches).mean((0, 1))
+    np.testing.assert_allclose(state.params, goal + 0.81 * (before - goal), rtol=1e-5, atol=1e-6)
+
+
+def other_shape(state: Any, batches: Any) -> Any:
+    return Descent(jnp.zeros((4,))), {"loss": 0.0}
+
+
+def other_dtype(state: Any, batches: Any) -> Any:
+    return Descent(state.params.astype(jnp.bfloat16)), {"loss": 0.0}
+
+
+def other_structure(state: Any, batches: Any) -> Any:
+    return (state.params,), {"loss": 0.0}
+
+
+def no_loss(state: Any, batches: Any) -> Any:
+    return state, {"error": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("round_fn", "init", "words"),
+    [
+        (other_shape, Descent, r"state\.params from float32\[3\] into float32\[4\]"),
+        (other_dtype, Descent, r"into bfloat16\[3\].*Cast the update"),
+        (other_structure, Descent, "of another structure"),
+        (no_loss, Descent, '"loss" as its metrics'),
+        (descend, lambda params: {"model": params}, "without a field params"),
+    ],
+)
+def test_a_round_that_breaks_the_contract_is_refused(round_fn: Any, init: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        one_round(run_of(round_fn, init))
+
+
+def test_bytes_that_depend_on_values_are_unknown_and_do_not_stop_the_training() -> None:
+    def until_close(state: Descent, batches: jax.Array) -> Any:
+        def slope(params: jax.Array) -> jax.Array:  # needs all clients at every step
+            return jnp.tanh(params - batches).mean((0, 1))
+
+        params = jax.lax.while_loop(
+            lambda params: jnp.sum(slope(params) ** 2) > 1e-4,
+            lambda params: params - slope(params),
+            state.params,
+        )
+        return Descent(params), {"loss": jnp.sum(slope(params) ** 2)}
+
+    program, state, batches = one_round(run_of(until_close))
+    _, metrics = program.round(state, batches)
+    assert float(metrics["loss"]) <= 1e-4
+    assert np.isnan(program.bytes_between)

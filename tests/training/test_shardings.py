@@ -1,0 +1,104 @@
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from fedpax.parallel.mesh import make_mesh
+from fedpax.training.shardings import state_shardings
+
+PARTICIPANTS = 4
+
+
+class State(NamedTuple):
+    params: Any
+    inner: Any  # of every island
+    outer: Any
+    key: jax.Array
+
+
+def init(params: Any) -> State:
+    def placed(x: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(x, (PARTICIPANTS, *x.shape))
+
+    inner = jax.tree.map(placed, optax.adam(1e-3).init(params))
+    outer = optax.sgd(0.7, momentum=0.9, nesterov=True).init(params)
+    return State(params, inner, outer, jax.random.key(0))
+
+
+def specs(mesh: Mesh, params: Any, params_specs: Any, participants: int = PARTICIPANTS) -> Any:
+    shardings = state_shardings(
+        jax.eval_shape(init, params),
+        params,
+        jax.tree.map(lambda spec: NamedSharding(mesh, spec), params_specs),
+        mesh,
+        placement="islands",
+        participants=participants,
+    )
+    return jax.tree.map(lambda sharding: sharding.spec, shardings)
+
+
+def like(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+PARAMS = {"w": like(6, 8), "layer": {"w": like(3, 6, 8), "scale": like()}}
+SPECS = {
+    "w": PartitionSpec("fsdp"),
+    "layer": {"w": PartitionSpec(None, None, "fsdp"), "scale": PartitionSpec()},
+}
+
+
+def test_every_kind_of_leaf() -> None:
+    result = specs(make_mesh(islands=4, fsdp=2), PARAMS, SPECS)
+    assert result.params == SPECS
+    adam = result.inner[0]
+    for moment in (adam.mu, adam.nu):
+        assert moment["w"] == PartitionSpec("islands", "fsdp")
+        assert moment["layer"]["w"] == PartitionSpec("islands", None, None, "fsdp")
+        assert moment["layer"]["scale"] == PartitionSpec("islands")
+    assert adam.count == PartitionSpec("islands")  # one count an island
+    assert result.outer[0].trace == SPECS
+    assert result.key == PartitionSpec()
+
+
+def test_a_leaf_is_not_taken_for_a_parameter_of_the_same_last_name() -> None:
+    # Both are called w and have the same shape.
+    params = {"w": like(6, 8), "layer": {"w": like(6, 8)}}
+    wanted = {"w": PartitionSpec("fsdp"), "layer": {"w": PartitionSpec(None, "fsdp")}}
+    result = specs(make_mesh(islands=4, fsdp=2), params, wanted)
+    assert result.outer[0].trace == wanted
+    assert result.inner[0].mu["layer"]["w"] == PartitionSpec("islands", None, "fsdp")
+
+
+@pytest.mark.parametrize(
+    "mesh", [dict(fsdp=8), dict(islands=8)], ids=["no such axis", "axis that does not divide"]
+)
+def test_a_placement_that_the_mesh_cannot_cut_stays_whole(mesh: dict[str, int]) -> None:
+    replicated = jax.tree.map(lambda _: PartitionSpec(), PARAMS)
+    result = specs(make_mesh(**mesh), PARAMS, replicated)
+    assert set(jax.tree.leaves(result)) == {PartitionSpec()}
+
+
+def test_a_single_array_as_parameters() -> None:
+    result = specs(make_mesh(islands=4, fsdp=2), like(8), PartitionSpec("fsdp"))
+    assert result.params == PartitionSpec("fsdp")
+    assert result.inner[0].mu == PartitionSpec("islands", "fsdp")
+    assert result.inner[0].count == PartitionSpec("islands")
+
+
+def test_the_state_can_be_made_on_them() -> None:
+    mesh = make_mesh(islands=4, fsdp=2)
+    params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), PARAMS)
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs(mesh, PARAMS, SPECS))
+    state = jax.jit(init, out_shardings=shardings)(params)
+    moment = state.inner[0].mu["layer"]["w"]
+    assert moment.addressable_shards[0].data.shape == (1, 3, 6, 4)
+
+
+def test_shardings_of_another_structure_are_refused() -> None:
+    mesh = make_mesh(islands=4, fsdp=2)
+    with pytest.raises(ValueError, match="give one NamedSharding for each parameter"):
+        specs(mesh, PARAMS, SPECS | {"extra": PartitionSpec()})

@@ -1,0 +1,85 @@
+"""Two processes with four simulated devices each train as one."""
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from small_regression import regression
+
+from fedpax.training.checkpoint import latest_round, load_params
+from fedpax.training.loop import train
+from fedpax.training.metrics import FILE, read_metrics, select
+
+HERE = Path(__file__).parent
+PROGRAM = """
+import dataclasses, sys
+import jax
+process, port, rounds, folder = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
+jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"localhost:{port}", 2, process)
+from fedpax.training.loop import train
+from small_regression import regression
+training = dataclasses.replace(regression().training, rounds=rounds)
+outcome = train(dataclasses.replace(regression(), training=training), folder)
+print(outcome.rounds, outcome.finished, outcome.signal and outcome.signal.name)
+"""
+
+pytestmark = pytest.mark.slow
+
+
+def start(folder: Path, rounds: int) -> list[subprocess.Popen]:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(process), str(port), str(rounds), str(folder)],
+            cwd=HERE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for process in range(2)
+    ]
+
+
+def outcomes(processes: list[subprocess.Popen]) -> Iterator[str]:
+    for process in processes:
+        output, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors
+        yield output.splitlines()[-1]
+
+
+def test_they_equal_one_process(tmp_path: Path) -> None:
+    train(regression(), tmp_path / "one")
+    assert list(outcomes(start(tmp_path / "two", 12))) == ["12 True None"] * 2
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+        load_params(tmp_path / "two"),
+        load_params(tmp_path / "one"),
+    )
+    losses = [
+        [line["loss"] for line in select(read_metrics(tmp_path / name), "training")]
+        for name in ("one", "two")
+    ]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
+
+
+def test_sigterm_to_one_makes_both_save_the_same_round(tmp_path: Path) -> None:
+    processes = start(tmp_path, 100_000)
+    while not (tmp_path / FILE).exists() or len(read_metrics(tmp_path)) < 5:
+        assert all(process.poll() is None for process in processes)
+        time.sleep(0.1)
+    processes[1].send_signal(signal.SIGTERM)
+    one, other = outcomes(processes)
+    saved = latest_round(tmp_path)
+    assert one == other == f"{saved} False SIGTERM"
+    assert read_metrics(tmp_path)[-1]["round"] == saved

@@ -11,6 +11,8 @@ from contextlib import ExitStack
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
@@ -212,13 +214,22 @@ def with_manual_axis(jaxpr: ClosedJaxpr, axis: str) -> Callable[..., list]:
     return functools.partial(_Remesh(axis).run, jaxpr)
 
 
+def _without_mesh(const: Any) -> Any:
+    """A constant array as one of numpy, because an array of JAX is typed by the mesh it is on."""
+    known = isinstance(const, jax.Array) and not isinstance(const, jax.core.Tracer)
+    if known and not jnp.issubdtype(const.dtype, jax.dtypes.extended):
+        return np.asarray(const)
+    return const
+
+
 class _Remesh:
     def __init__(self, axis: str):
         self.axis = axis
 
     def run(self, closed: ClosedJaxpr, *args) -> list:
         jaxpr = closed.jaxpr
-        values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *args), strict=True))
+        consts = map(_without_mesh, closed.consts)
+        values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
         def read(v):
             return v.val if isinstance(v, Literal) else values[v]

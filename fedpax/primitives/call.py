@@ -24,7 +24,6 @@ from fedpax.primitives._jax import (
     prune,
     register_pruning,
     residual_sources,
-    trace,
     zero_tangent,
 )
 
@@ -71,9 +70,8 @@ def _merge(mask: Sequence[bool], where_true: Sequence, where_false: Sequence) ->
 
 
 def _retrace(fn: Callable, avals: Sequence[Any]) -> ClosedJaxpr:
-    jaxpr, hoisted = trace(fn, avals)
-    assert not hoisted, "a jaxpr of a call closes over nothing"
-    return jaxpr
+    # A custom derivative may bring arrays of its own: they stay constants of the new jaxpr.
+    return jax.make_jaxpr(fn)(*avals)
 
 
 # ---- forward mode: one call returns outputs and residuals, a second is linear in the tangents

@@ -1,0 +1,121 @@
+"""Losses: cross-entropy, and what makes `loss_fn(params, batch) -> (loss, aux)` of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+Batch: TypeAlias = Mapping[str, jax.Array]
+LossFunction: TypeAlias = Callable[[Any, Batch], tuple[jax.Array, dict[str, jax.Array]]]
+
+
+def cross_entropy(
+    logits: jax.Array, targets: jax.Array, mask: jax.Array | None = None
+) -> jax.Array:
+    """Computes the mean of -log softmax(logits)[target], in nats.
+
+    Args:
+      logits: [..., classes], any floating dtype.
+      targets: integers [...] from 0 to classes - 1.
+      mask: [...], the weight of each target in the mean, 1 for all by default. Targets of weight
+        0 may be anything. Where all weights are 0, the loss is 0.
+
+    Returns:
+      The loss, float32 (float64 for float64 logits).
+
+    Raises:
+      ValueError: the shapes do not fit together.
+
+    Example:
+      >>> logits = jnp.array([[0.0, 0.0], [100.0, 0.0]])
+      >>> round(float(cross_entropy(logits, jnp.array([1, 0]))), 4)  # (log 2 + 0) / 2
+      0.3466
+    """
+    if logits.shape[:-1] != targets.shape:
+        raise ValueError(
+            f"targets have shape {targets.shape}, but logits {logits.shape}: expected targets of "
+            f"shape {logits.shape[:-1]}, one for each row of logits."
+        )
+    if mask is not None and mask.shape != targets.shape:
+        raise ValueError(
+            f"mask has shape {mask.shape}, but targets {targets.shape}: give one weight a target."
+        )
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    # Compared instead of indexed: an index into an axis that the mesh shards would gather it.
+    chosen = targets[..., None] == jnp.arange(logits.shape[-1])
+    target_logits = jnp.sum(jnp.where(chosen, logits, 0), axis=-1)
+    return _mean(jax.nn.logsumexp(logits, axis=-1) - target_logits, mask)
+
+
+def next_token_loss(apply: Callable[..., jax.Array]) -> LossFunction:
+    """Makes the loss of a language model: the mean cross-entropy of the next token, in nats.
+
+    Args:
+      apply: `apply(params, inputs, segments, positions)` returns logits
+        [batch, sequence, vocabulary].
+
+    Returns:
+      `loss_fn(params, batch) -> (loss, {"tokens": number of targets that count})`. The batch has
+      int32 [batch, sequence] `inputs` and `targets` and, if sequences are packed, `segments`,
+      `positions` and `mask` (float32, 0 where a target does not count).
+
+    Example:
+      >>> from fedpax.models.transformer import TransformerConfig, transformer
+      >>> model = transformer(TransformerConfig(layers=1, width=32, heads=2))
+      >>> text = jnp.frombuffer(b"to be or not to be", jnp.uint8).astype(int)[None]
+      >>> batch = {"inputs": text[:, :-1], "targets": text[:, 1:]}
+      >>> params = model.init(jax.random.key(0))
+      >>> loss, aux = next_token_loss(model.apply)(params, batch)
+      >>> bool(jnp.isclose(loss, jnp.log(256), rtol=0.1)), int(aux["tokens"])
+      (True, 17)
+    """
+
+    def loss_fn(params: Any, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+        logits = apply(params, batch["inputs"], batch.get("segments"), batch.get("positions"))
+        targets, mask = batch["targets"], batch.get("mask")
+        tokens = jnp.float32(targets.size) if mask is None else jnp.sum(mask, dtype=jnp.float32)
+        return cross_entropy(logits, targets, mask), {"tokens": tokens}
+
+    return loss_fn
+
+
+def classification_loss(apply: Callable[[Any, jax.Array], jax.Array]) -> LossFunction:
+    """Makes the loss of a classifier: the mean cross-entropy of the labels, in nats.
+
+    Args:
+      apply: `apply(params, images)` returns logits [batch, classes].
+
+    Returns:
+      `loss_fn(params, batch) -> (loss, {"accuracy": share of labels that have the largest
+      logit})`. The batch has `image` [batch, ...], `label`, integers [batch], and, if some
+      examples do not count, `mask` (float32 [batch], 0 where not).
+
+    Example:
+      >>> from fedpax.models.small import MLPConfig, mlp
+      >>> model = mlp(MLPConfig(sizes=(4, 8, 3)))
+      >>> image = jax.random.uniform(jax.random.key(0), (5, 2, 2))
+      >>> batch = {"image": image, "label": jnp.array([0, 1, 2, 1, 0])}
+      >>> loss, aux = classification_loss(model.apply)(model.init(jax.random.key(1)), batch)
+      >>> loss.shape, bool(0 <= aux["accuracy"] <= 1)
+      ((), True)
+    """
+
+    def loss_fn(params: Any, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+        logits = apply(params, batch["image"])
+        label, mask = batch["label"], batch.get("mask")
+        correct = (jnp.argmax(logits, axis=-1) == label).astype(jnp.float32)
+        return cross_entropy(logits, label, mask), {"accuracy": _mean(correct, mask)}
+
+    return loss_fn
+
+
+def _mean(values: jax.Array, mask: jax.Array | None) -> jax.Array:
+    if mask is None:
+        return jnp.mean(values)
+    # Where, and not a product alone: a value that does not count may be infinite.
+    total = jnp.sum(jnp.where(mask > 0, values * mask, 0))
+    weight = jnp.sum(mask, dtype=values.dtype)
+    return total / jnp.where(weight > 0, weight, 1)

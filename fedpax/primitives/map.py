@@ -73,6 +73,11 @@ def federated_map(
     target = active.placement
     check_clients_per_step(clients_per_step)
     check_divides(target)
+    if not callable(fn):
+        raise TypeError(
+            f"federated_map(): fn is of type {type(fn).__name__}, expected a function of one "
+            "participant's values. Pass the function first, then the placed values."
+        )
     tree: Any = jax.tree.structure(args)
     leaves = []
     for i, arg in enumerate(args):

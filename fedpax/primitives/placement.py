@@ -24,12 +24,14 @@ class Placement(NamedTuple):
 class Active(NamedTuple):
     """A placement of a program that is being traced.
 
-    `inside` says that the code at hand runs on one of its participants.
+    `inside` says that the code at hand runs on one of its participants. Where programs nest, the
+    innermost is meant by a call that names no placement; `depth` tells them apart.
     """
 
     placement: Placement
     clients_per_step: ClientsPerStep
     inside: bool = False
+    depth: int = 0  # how many placements the programs around its own declare
 
 
 # A user context is a context variable that the caches of `jax.jit` depend on too: a jitted helper
@@ -114,6 +116,7 @@ def resolve(function: str, name: str | None) -> Active:
             "Decorate the function that calls it: @fedpax.program(clients=1000)."
         )
     free = [a for a in entries if not a.inside]
+    free = [a for a in free if a.depth == free[-1].depth]
     if name is None:
         if len(free) == 1:
             return free[0]

@@ -91,7 +91,9 @@ def program(
 
             def flat(*leaves):
                 args, kwargs = jax.tree.unflatten(tree, leaves)
-                with activate((*active(), *entries)):
+                around = active()
+                own = (entry._replace(depth=len(around)) for entry in entries)
+                with activate((*around, *own)):
                     out = fn(*args, **kwargs)
                 outputs, out_tree = jax.tree.flatten_with_path(out)
                 out_trees.append(out_tree)

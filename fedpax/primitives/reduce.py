@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from fedpax.primitives._jax import Primitive, Zero, define, is_zero, zero_tangent
 from fedpax.primitives.broadcast import broadcast
 from fedpax.primitives.layout import unplaced_aval
-from fedpax.primitives.placement import Placement, check_placed, resolve
+from fedpax.primitives.placement import Placement, check_array, check_placed, resolve
 
 federated_sum_p = Primitive("federated_sum")
 federated_mean_p = Primitive("federated_mean")
@@ -85,6 +85,7 @@ def federated_mean(x: Any, weights: Any = None, *, placement: str | None = None)
     target = resolve("federated_mean", placement).placement
     w = _check_weights(weights, target)
     leaves = check_placed("federated_mean", x, target, "x")
+    _check_numbers("federated_mean", x, ordered=False)
     means = [federated_mean_p.bind(leaf, w, placement=target) for leaf in leaves]
     return jax.tree.unflatten(jax.tree.structure(x), means)
 
@@ -148,13 +149,32 @@ def federated_min(x: Any, *, placement: str | None = None) -> Any:
 def _reduce_tree(function: str, primitive: Primitive, x: Any, name: str | None) -> Any:
     target = resolve(function, name).placement
     leaves = check_placed(function, x, target, "x")
+    _check_numbers(function, x, ordered=primitive in (federated_max_p, federated_min_p))
     return jax.tree.unflatten(
         jax.tree.structure(x), [primitive.bind(leaf, placement=target) for leaf in leaves]
     )
 
 
+def _check_numbers(function: str, x: Any, *, ordered: bool) -> None:
+    for path, leaf in jax.tree.leaves_with_path(x):
+        dtype, where = jnp.result_type(leaf), "x" + jax.tree_util.keystr(path)
+        if jnp.issubdtype(dtype, jax.dtypes.extended):
+            raise TypeError(
+                f"{function}(): {where} has dtype {dtype}, expected numbers: random keys cannot be "
+                "reduced. Take them out of the tree."
+            )
+        if ordered and jnp.issubdtype(dtype, jnp.complexfloating):
+            raise TypeError(
+                f"{function}(): {where} has dtype {dtype}, but complex numbers have no order; "
+                "expected real numbers. Pass their absolute values or real parts."
+            )
+
+
 def _check_weights(weights: Any, placement: Placement) -> jax.Array:
-    leaves = jax.tree.leaves(weights)
+    leaves = [
+        check_array("federated_mean", leaf, "weights" + jax.tree_util.keystr(path))
+        for path, leaf in jax.tree.leaves_with_path(weights)
+    ]
     if len(leaves) != 1 or jnp.shape(leaves[0]) != (placement.size,):
         found = [jnp.shape(leaf) for leaf in leaves]
         raise ValueError(

@@ -1,0 +1,301 @@
+"""Every bad input is told with argument, value, expectation and remedy."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from federated_cases import assert_close, normal, positive
+
+import fedpax
+from fedpax import (
+    federated_broadcast,
+    federated_map,
+    federated_max,
+    federated_mean,
+    federated_min,
+    federated_sum,
+)
+
+N = 4
+REDUCTIONS = [federated_sum, federated_mean, federated_max, federated_min]
+CALLS = {f.__name__: f for f in [*REDUCTIONS, federated_broadcast]}
+CALLS["federated_map"] = lambda x, **k: federated_map(lambda x: x, x, **k)
+
+
+def program(fn, n=N):
+    return fedpax.program(clients=n)(fn)
+
+
+# ---- where it is called
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_outside_of_a_program(name):
+    with pytest.raises(
+        RuntimeError, match=rf"{name}\(\).*outside.*@fedpax\.program\(clients=1000\)"
+    ):
+        CALLS[name](normal(N))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_unknown_placement(name):
+    with pytest.raises(
+        ValueError, match=rf"(?s){name}\(placement='client'\).*'clients'.*declare it"
+    ):
+        program(lambda x: CALLS[name](x, placement="client"))(normal(N))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_none_named_where_there_are_several(name):
+    several = fedpax.program(islands=2, clients=N)(CALLS[name])
+    with pytest.raises(ValueError, match=r"islands=2, clients=4.*placement='islands'"):
+        several(normal(N))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_on_a_participant(name):
+    with pytest.raises(ValueError, match=r"on a participant of 'clients'.*after federated_map\(\)"):
+        program(lambda x: federated_map(CALLS[name], x))(normal(N, N))
+    with pytest.raises(ValueError, match=r"on a participant of 'clients'.*after federated_map\(\)"):
+        program(lambda x: federated_map(lambda x: CALLS[name](x, placement="clients"), x))(
+            normal(N, N)
+        )
+
+
+def test_a_program_inside_that_reuses_a_name():
+    inner = program(federated_sum)
+    for outer in (lambda x: inner(x), lambda x: federated_map(inner, x)):
+        with pytest.raises(ValueError, match=r"'clients'.*already.*Rename"):
+            program(outer)(normal(N, N))
+
+
+# ---- how a program is declared
+
+
+def test_no_placement():
+    for call in (lambda: fedpax.program(), lambda: fedpax.program(placements={})):
+        with pytest.raises(ValueError, match=r"no placement.*@fedpax\.program\(clients=1000\)"):
+            call()
+
+
+def test_a_decorator_without_parentheses():
+    with pytest.raises(TypeError, match=r"@fedpax\.program\(clients=1000\)"):
+
+        @fedpax.program
+        def fn(x):
+            return x
+
+
+@pytest.mark.parametrize("size", [0, -3])
+def test_a_size_below_one(size):
+    with pytest.raises(ValueError, match=rf"clients={size}.*at least one.*skip the round"):
+        fedpax.program(clients=size)
+
+
+@pytest.mark.parametrize("size", [2.0, "3", None, True, np.float32(3)])
+def test_a_size_that_is_no_int(size):
+    with pytest.raises(TypeError, match=r"(?s)clients=.*expected an int.*int\(\.\.\.\)"):
+        fedpax.program(clients=size)
+
+
+def test_a_traced_size():
+    with pytest.raises(TypeError, match=r"known before tracing"):
+        jax.jit(lambda n: fedpax.program(clients=n)(lambda: federated_broadcast(1.0))())(3)
+
+
+@pytest.mark.parametrize("name", ["", "two words", 3, None])
+def test_a_name_that_is_no_identifier(name):
+    with pytest.raises(ValueError, match=r"expected an identifier.*'clients'"):
+        fedpax.program(placements={name: 3})
+
+
+def test_a_name_given_twice():
+    with pytest.raises(ValueError, match=r"'clients'.*expected each once"):
+        fedpax.program(placements={"clients": 3}, clients=3)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "all", True])
+def test_a_bad_number_of_clients_per_step(value):
+    message = r"clients_per_step=.*positive int.*'auto'.*None"
+    with pytest.raises(ValueError, match=message):
+        fedpax.program(clients=N, clients_per_step=value)
+    with pytest.raises(ValueError, match=message):
+        program(lambda x: federated_map(lambda x: x, x, clients_per_step=value))(normal(N))
+
+
+@pytest.mark.parametrize("value", [3, "name", None])
+def test_decorating_what_is_no_function(value):
+    with pytest.raises(TypeError, match=rf"decorates a function, got {type(value).__name__}"):
+        fedpax.program(clients=N)(value)
+
+
+def test_a_size_that_the_mesh_does_not_divide(mesh_only):
+    too_many = program(lambda x: federated_sum(x), 6)
+    with pytest.raises(ValueError, match=r"'clients' of size 4.*clients=6.*4 or 8 participants"):
+        too_many(normal(6))
+    with pytest.raises(ValueError, match=r"clients=3.*Use 4 participants, or a mesh"):
+        jax.jit(program(lambda x: federated_sum(x), 3))(normal(3))
+
+
+# ---- values
+
+
+@pytest.mark.parametrize("name", [n for n in CALLS if n != "federated_broadcast"])
+def test_a_leaf_without_the_axis_is_named(name):
+    good = normal(N, 2)
+    where = r"args\[0\]" if name == "federated_map" else "x"
+    remedy = rf"{where}\['model'\]\[1\].* size 4.*'clients'.*federated_broadcast\(\)"
+    for bad in (normal(N + 1, 2), normal(2, N), np.float32(2.5), 3):
+        with pytest.raises(ValueError, match=rf"{name}\(\): {remedy}"):
+            program(CALLS[name])({"model": [good, bad]})
+
+
+def test_the_argument_of_a_map_is_named_by_its_position():
+    with pytest.raises(ValueError, match=r"args\[1\]\['b'\] is a scalar"):
+        program(lambda x, y: federated_map(lambda x, y: x, x, y))(normal(N), {"b": 1.0})
+
+
+@pytest.mark.parametrize("bad", ["text", object(), b"bytes", np.array(["a", "b"]), {1, 2}])
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_no_array(name, bad):
+    kind = type(bad).__name__
+    with pytest.raises(TypeError, match=rf"(?s)\['a'\] is of type {kind}.*expected arrays"):
+        program(lambda x: CALLS[name]({"a": bad, "b": x}))(normal(N))
+
+
+@pytest.mark.parametrize("bad", ["text", object()])
+def test_an_argument_or_result_of_a_program_that_is_no_array(bad):
+    kind = type(bad).__name__
+    with pytest.raises(TypeError, match=rf"args\[1\]\['a'\] is of type {kind}, expected arrays"):
+        program(lambda x, y: x)(normal(N), {"a": bad})
+    with pytest.raises(TypeError, match=rf"rate is of type {kind}, expected arrays"):
+        program(lambda x, rate: x)(normal(N), rate=bad)
+    with pytest.raises(TypeError, match=rf"result\['a'\] is of type {kind}, expected arrays"):
+        program(lambda x: {"a": bad})(normal(N))
+
+
+@pytest.mark.parametrize("bad", ["text", object(), {1}])
+def test_a_result_of_the_mapped_function_that_is_no_array(bad):
+    message = rf"fn returned {type(bad).__name__} at out\['a'\]\[0\].*Return arrays, or None"
+    with pytest.raises(TypeError, match=message):
+        program(lambda x: federated_map(lambda x: {"a": [bad]}, x))(normal(N))
+
+
+def test_a_mapped_function_that_cannot_be_called():
+    with pytest.raises(TypeError, match=r"federated_map\(\).*function"):
+        program(lambda x: federated_map(x, x))(normal(N))
+
+
+@pytest.mark.parametrize("function", REDUCTIONS)
+def test_random_keys_cannot_be_reduced(function):
+    keys = jax.random.split(jax.random.key(0), N)
+    with pytest.raises(TypeError, match=rf"{function.__name__}\(\).*(x|x\['k'\]).*key"):
+        program(lambda x: function({"k": x}))(keys)
+
+
+@pytest.mark.parametrize("function", [federated_max, federated_min])
+def test_complex_numbers_have_no_order(function):
+    with pytest.raises(TypeError, match=rf"{function.__name__}\(\).*complex.*real"):
+        program(function)(normal(N) + 1j)
+
+
+@pytest.mark.parametrize(
+    "weights", [positive(N + 1), positive(N, 1), positive(1, N), np.float32(1), positive(0)]
+)
+def test_weights_of_another_shape(weights):
+    with pytest.raises(ValueError, match=r"weights.*expected \(4,\).*multiply inside"):
+        program(lambda x: federated_mean(x, weights))(normal(N, 2))
+
+
+def test_weights_as_a_tree():
+    x = {"a": normal(N), "b": normal(N)}
+    with pytest.raises(ValueError, match=r"weights.*expected \(4,\).*multiply inside"):
+        program(lambda x: federated_mean(x, x))(x)
+
+
+@pytest.mark.parametrize("weights", ["weights", object()])
+def test_weights_that_are_no_array(weights):
+    with pytest.raises((TypeError, ValueError), match=r"weights.*expected"):
+        program(lambda x: federated_mean(x, weights))(normal(N, 2))
+
+
+def test_complex_weights():
+    with pytest.raises(TypeError, match=r"weights.*complex64.*weights\.real"):
+        program(lambda x: federated_mean(x, positive(N) + 1j))(normal(N, 2))
+
+
+def test_too_many_arguments():
+    for call in (federated_sum, federated_max, federated_min, federated_broadcast):
+        with pytest.raises(TypeError, match="positional argument"):
+            program(lambda x, call=call: call(x, x))(normal(N))
+    with pytest.raises(TypeError, match="positional argument"):
+        program(lambda x: federated_mean(x, x, x))(normal(N))
+
+
+def test_a_gradient_in_integer_parameters():
+    fit = program(lambda w, x: federated_mean(federated_map(lambda x: w * x, x)))
+    with pytest.raises(TypeError, match=r"real- or complex-valued inputs.*int32.*allow_int"):
+        jax.grad(fit)(3, normal(N))
+
+
+# ---- errors of the user's own, and what stays behind
+
+
+def test_an_error_inside_is_not_wrapped():
+    class OwnError(Exception):
+        pass
+
+    def fail(*_):
+        raise OwnError("told by the user")
+
+    for fn in (fail, lambda x: federated_map(fail, x)):
+        with pytest.raises(OwnError, match="told by the user"):
+            program(fn)(normal(N))
+        with pytest.raises(OwnError, match="told by the user"):
+            jax.jit(program(fn))(normal(N))
+        with pytest.raises(RuntimeError, match="outside"):
+            federated_sum(normal(N))
+
+
+def test_an_error_that_is_caught_inside_leaves_the_program_as_it_was():
+    def fail(x):
+        raise KeyError("x")
+
+    @program
+    def tolerant(x):
+        try:
+            federated_map(fail, x)
+        except KeyError:
+            pass
+        return federated_sum(x)  # not on a participant any more
+
+    x = normal(N)
+    assert_close(tolerant(x), x.sum())
+
+
+def test_threads_do_not_see_the_programs_of_others():
+    errors = []
+
+    def other():
+        try:
+            federated_sum(normal(N))
+        except RuntimeError as error:
+            errors.append(error)
+
+    @program
+    def waits(x):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        return federated_sum(x)
+
+    x = normal(N)
+    assert_close(waits(x), x.sum())
+    assert len(errors) == 1
+
+
+def test_no_tracer_escapes_into_the_error_of_a_shape():
+    with pytest.raises(ValueError, match=r"has shape \(3, 2\)"):
+        jax.jit(jax.grad(lambda x: jnp.sum(program(federated_sum)(x))))(normal(3, 2))

@@ -251,11 +251,12 @@ def test_compare_trains_what_is_missing_and_writes_the_files(run: Run, tmp_path:
     [
         ({}, "--mesh.clients=3", 0, "Finished"),
         ({"JAX_NUM_CPU_DEVICES": "2"}, "--mesh.clients=3", 2, "needs 6 devices, but there are 2"),
-        (
+        pytest.param(
             {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
             "--mesh.clients=4",
             2,
             "leave XLA_FLAGS and JAX_NUM_CPU_DEVICES unset",
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -50,8 +50,8 @@ def state_shardings(
         >>> state = {"momentum": {"w": like((3, 6), jnp.float32)}, "step": like((), jnp.int32)}
         >>> result = state_shardings(
         ...     state, params, sharded, mesh, placement="clients", participants=3)
-        >>> result["momentum"]["w"].spec, result["step"].spec
-        (PartitionSpec('clients', 'fsdp'), PartitionSpec())
+        >>> tuple(result["momentum"]["w"].spec), tuple(result["step"].spec)
+        (('clients', 'fsdp'), ())
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
     given: Any = jax.tree.structure(params_shardings)

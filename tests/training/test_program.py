@@ -11,7 +11,7 @@ from fedpax.parallel.mesh import make_mesh
 from fedpax.training.contract import FederatedAlgorithm
 from fedpax.training.experiment import Run, Shardings
 from fedpax.training.prefetch import place
-from fedpax.training.program import compile_round, fresh_state
+from fedpax.training.program import Program, compile_round, fresh_state
 
 
 def one_round(run: Run) -> tuple[Any, Any, Any]:
@@ -21,9 +21,20 @@ def one_round(run: Run) -> tuple[Any, Any, Any]:
         return program, fresh_state(run, program, seed=3), batches
 
 
-def test_a_round_donates_and_keeps_structure_dtypes_and_shardings() -> None:
+@pytest.fixture(scope="module")
+def compiled() -> tuple[Run, Program, Any]:
+    """Compiled once for all tests of the regression."""
     run = regression().build()
-    program, state, batches = one_round(run)
+    program, _, batches = one_round(run)
+    return run, program, batches
+
+
+def test_a_round_donates_and_keeps_structure_dtypes_and_shardings(
+    compiled: tuple[Run, Program, Any],
+) -> None:
+    run, program, batches = compiled
+    with jax.set_mesh(run.mesh):
+        state = fresh_state(run, program, seed=3)
     assert (program.parameters, program.participants) == (16 * 32 + 32, 8)
     new, metrics = program.round(state, batches)
     assert state.params["hidden"].is_deleted()
@@ -34,23 +45,26 @@ def test_a_round_donates_and_keeps_structure_dtypes_and_shardings() -> None:
     assert np.isfinite(float(metrics["loss"]))
 
 
-def test_the_compiled_round_equals_the_algorithm_without_a_mesh() -> None:
-    run = regression().build()
-    program, _, batches = one_round(run)
+def test_the_compiled_round_equals_the_algorithm_without_a_mesh(
+    compiled: tuple[Run, Program, Any],
+) -> None:
+    run, program, batches = compiled
     with jax.set_mesh(run.mesh):
-        compiled, metrics = program.round(fresh_state(run, program, seed=3), batches)
+        state, metrics = program.round(fresh_state(run, program, seed=3), batches)
     plain, expected = run.algorithm.round(
         run.algorithm.init(run.init(jax.random.key(3))), jax.device_get(batches)
     )
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
-        (compiled.params, compiled.momentum, metrics),
+        (state.params, state.momentum, metrics),
         (plain.params, plain.momentum, expected),
     )
 
 
-def test_bytes_between_are_those_of_the_model_and_a_few_scalars() -> None:
-    program, *_ = one_round(regression().build())
+def test_bytes_between_are_those_of_the_model_and_a_few_scalars(
+    compiled: tuple[Run, Program, Any],
+) -> None:
+    _, program, _ = compiled
     model = 4 * program.parameters
     assert model <= program.bytes_between <= model + 64
     alone, *_ = one_round(single_client().build())

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from fedpax.models.parameters import normal, weight
+from fedpax.models.parameters import normal, project
 from fedpax.parallel.axes import explicit_spec
 
 
@@ -52,16 +52,12 @@ class Attention(nnx.Module):
         self, x: jax.Array, rotation: tuple[jax.Array, jax.Array], mask: jax.Array
     ) -> jax.Array:
         """Attends within x [batch, sequence, width]; see `rotary` and `attention_mask`."""
-        query = jnp.einsum("btw,whd->bthd", x, weight(self.query, x.dtype))
-        key = jnp.einsum("btw,whd->bthd", x, weight(self.key, x.dtype))
-        value = jnp.einsum("btw,whd->bthd", x, weight(self.value, x.dtype))
+        query = project("btw,whd->bthd", x, self.query)
+        key = project("btw,whd->bthd", x, self.key)
+        value = project("btw,whd->bthd", x, self.value)
         attended = attend(rotate(query, rotation), rotate(key, rotation), value, mask)
-        return jnp.einsum(
-            "bthd,hdw->btw",
-            attended,
-            weight(self.output, x.dtype),
-            out_sharding=explicit_spec(("batch", "sequence", None), x.shape),
-        )
+        out = explicit_spec(("batch", "sequence", None), x.shape)
+        return project("bthd,hdw->btw", attended, self.output, out)
 
 
 def rotary(positions: jax.Array, head_width: int, base: float) -> tuple[jax.Array, jax.Array]:

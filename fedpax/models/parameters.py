@@ -49,7 +49,44 @@ def weight(parameter: nnx.Param, dtype: DTypeLike) -> jax.Array:
       >>> weight(normal(nnx.Rngs(0), (3, 2), 0.1, ("embed", "mlp")), "bfloat16").dtype
       dtype(bfloat16)
     """
-    value = jnp.asarray(parameter[...], dtype)
+    return _gathered(parameter[...], parameter.logical, dtype)
+
+
+def project(
+    subscripts: str,
+    x: jax.Array,
+    parameter: nnx.Param,
+    out_sharding: jax.sharding.PartitionSpec | None = None,
+) -> jax.Array:
+    """Contracts features with a parameter, which is gathered again in the backward pass.
+
+    Kept from one pass to the other, the gathered weights of all layers would take the memory that
+    sharding them saves.
+
+    Args:
+      subscripts: of `jnp.einsum`, for x and the parameter.
+      x: features.
+      parameter: a parameter with logical axes, or one layer of a stack of them.
+      out_sharding: the result's layout where a contracted axis is sharded explicitly.
+
+    Returns:
+      The product, in x's dtype.
+
+    Example:
+      >>> kernel = normal(nnx.Rngs(0), (3, 2), 0.1, ("embed", "mlp"))
+      >>> project("btw,wm->btm", jnp.ones((1, 4, 3)), kernel).shape
+      (1, 4, 2)
+    """
+
+    def compute(x: jax.Array, value: jax.Array) -> jax.Array:
+        gathered = _gathered(value, parameter.logical, x.dtype)
+        return jnp.einsum(subscripts, x, gathered, out_sharding=out_sharding)
+
+    # A scan over layers already keeps the two passes apart, which prevent_cse is there to ensure.
+    return jax.checkpoint(compute, prevent_cse=False)(x, parameter[...])
+
+
+def _gathered(value: jax.Array, logical: tuple[str, ...], dtype: DTypeLike) -> jax.Array:
     # Inside the scan over layers the axis "layers", which comes first, is gone.
-    names = parameter.logical[-value.ndim :]
-    return constrain(value, [None if name == "embed" else name for name in names])
+    names = logical[-value.ndim :]
+    return constrain(value.astype(dtype), [None if name == "embed" else name for name in names])

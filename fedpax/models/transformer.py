@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from flax import nnx
 
 from fedpax.models.attention import Attention, attention_mask, rotary
 from fedpax.models.functional import Functional, functional
-from fedpax.models.parameters import normal, weight
+from fedpax.models.parameters import normal, project, weight
 from fedpax.parallel.axes import constrain, explicit_spec
 
 
@@ -33,6 +33,8 @@ class TransformerConfig:
       dtype: what layers compute in. Parameters are float32 in any case, and so are norms,
         softmax and logits ("float64", for checks, needs JAX's 64-bit mode).
       remat: compute each layer again in the backward pass instead of storing what is inside it.
+      unroll: how many layers the scan over layers takes at once; all of them is fastest for a
+        shallow model, and takes longest to compile.
 
     Raises:
       ValueError: the sizes do not fit together.
@@ -52,6 +54,7 @@ class TransformerConfig:
     rope_base: float = 10_000.0
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     remat: bool = False
+    unroll: int = 1
 
     def __post_init__(self) -> None:
         """Checks that the sizes fit together."""
@@ -117,21 +120,17 @@ class FeedForward(nnx.Module):
     """
 
     def __init__(self, width: int, mlp_width: int, *, output_scale: float, rngs: nnx.Rngs):
-        # Gate and up in one array: one matrix product instead of two.
-        self.gate_up = normal(rngs, (width, 2, mlp_width), width**-0.5, ("embed", "gate_up", "mlp"))
+        self.gate = normal(rngs, (width, mlp_width), width**-0.5, ("embed", "mlp"))
+        self.up = normal(rngs, (width, mlp_width), width**-0.5, ("embed", "mlp"))
         self.down = normal(
             rngs, (mlp_width, width), output_scale * mlp_width**-0.5, ("mlp", "embed")
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps x [batch, sequence, width] to the same shape."""
-        hidden = jnp.einsum("btw,wcm->btcm", x, weight(self.gate_up, x.dtype))
-        return jnp.einsum(
-            "btm,mw->btw",
-            nnx.silu(hidden[:, :, 0]) * hidden[:, :, 1],
-            weight(self.down, x.dtype),
-            out_sharding=explicit_spec(("batch", "sequence", None), x.shape),
-        )
+        gate, up = project("btw,wm->btm", x, self.gate), project("btw,wm->btm", x, self.up)
+        out = explicit_spec(("batch", "sequence", None), x.shape)
+        return project("btm,mw->btw", nnx.silu(gate) * up, self.down, out)
 
 
 class Layer(nnx.Module):
@@ -213,9 +212,10 @@ class Transformer(nnx.Module):
         def step(x: jax.Array, layer: nnx.State) -> tuple[jax.Array, None]:
             return nnx.merge(graph, layer)(x, rotation, mask), None
 
-        # A scan already keeps the two passes apart, which prevent_cse is there to ensure.
-        policy = None if config.remat else _all_but_weights
-        x, _ = jax.lax.scan(jax.checkpoint(step, prevent_cse=False, policy=policy), x, stacked)
+        if config.remat:
+            # The scan already keeps the two passes apart, which prevent_cse is there to ensure.
+            step = jax.checkpoint(step, prevent_cse=False)
+        x, _ = jax.lax.scan(step, x, stacked, unroll=config.unroll)
         logits = jnp.einsum(
             "btw,vw->btv",
             self.final_norm(x),
@@ -236,11 +236,6 @@ def _stack(constructor: Callable[..., Layer], count: int, rngs: nnx.Rngs) -> Lay
     for _, parameter in nnx.to_flat_state(stacked):
         parameter.set_metadata(logical=("layers", *parameter.logical))
     return nnx.merge(graph, stacked)
-
-
-def _all_but_weights(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Stores for the backward pass all but weights, which are gathered again."""
-    return primitive.name not in ("convert_element_type", "reshard", "sharding_constraint")
 
 
 def transformer(config: TransformerConfig) -> Functional:

@@ -29,7 +29,6 @@ RULES: Rules = MappingProxyType(
         "key_value_heads": "tensor",
         "head_width": None,
         "mlp": "tensor",
-        "gate_up": None,
         "layers": None,
         "norm": None,
     }

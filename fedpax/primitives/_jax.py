@@ -22,6 +22,7 @@ __all__ = [
     "ClosedJaxpr",
     "Primitive",
     "Zero",
+    "asks_for",
     "define",
     "depends",
     "evaluate",
@@ -76,7 +77,7 @@ def define(
             for the linear arguments.
     """
     primitive.def_effectful_abstract_eval(abstract)
-    primitive.def_impl(functools.partial(_bind_jitted, primitive))
+    primitive.def_impl(functools.partial(_run_jitted, implementation))
     mlir.register_lowering(
         primitive, mlir.lower_fun(implementation, multiple_results=primitive.multiple_results)
     )
@@ -85,7 +86,7 @@ def define(
         ad.primitive_transposes[primitive] = transpose
 
     def batch_rule(axis, args, dims, **params):
-        if all(d is None for d in dims):
+        if all(d is None for d in dims) and not asks_for(params.get("jaxpr"), axis.name):
             out = primitive.bind(*args, **params)
             return out, [None] * len(out) if primitive.multiple_results else None
         return batch(axis, args, dims, **params)
@@ -93,14 +94,14 @@ def define(
     batching.fancy_primitive_batchers[primitive] = batch_rule
 
 
-def _bind_jitted(primitive: Primitive, *args, **params):
+def _run_jitted(implementation: Callable, *args, **params):
     """Outside of any trace a primitive runs as its own compiled program."""
-    return _jitted(primitive, tuple(sorted(params.items())))(*args)
+    return _jitted(implementation, tuple(sorted(params.items())))(*args)
 
 
 @functools.lru_cache(maxsize=512)
-def _jitted(primitive: Primitive, params: tuple) -> Callable:
-    return jax.jit(functools.partial(primitive.bind, **dict(params)))
+def _jitted(implementation: Callable, params: tuple) -> Callable:
+    return jax.jit(functools.partial(implementation, **dict(params)))
 
 
 # ---- functions and jaxprs
@@ -144,6 +145,12 @@ def depends(jaxpr: ClosedJaxpr, inputs: Sequence[bool]) -> list[bool]:
         if any(v in marked for v in eqn.invars if not isinstance(v, Literal)):
             marked.update(eqn.outvars)
     return [not isinstance(v, Literal) and v in marked for v in jaxpr.jaxpr.outvars]
+
+
+def asks_for(jaxpr: ClosedJaxpr | None, axis_name: Any) -> bool:
+    """Whether a function reads its index along the axis of a vmap, which no argument shows."""
+    effects = jaxpr.effects if jaxpr is not None else ()
+    return any(getattr(effect, "name", None) == axis_name for effect in effects)
 
 
 def residual_sources(jaxpr: ClosedJaxpr, outputs: int) -> tuple[list[tuple[str, int]], list[bool]]:
@@ -249,6 +256,17 @@ class _Remesh:
         if "call_jaxpr" in eqn.params and eqn.primitive.name.startswith("custom_"):
             # A custom derivative: all differentiation lies behind us, only the function is left.
             return self.run(eqn.params["call_jaxpr"], *inputs)
+        if eqn.primitive.name == "shard_map":
+            # Its function is traced where the axes that it makes manual have names.
+            body = ClosedJaxpr(eqn.params["jaxpr"], ())
+            outputs = jax.shard_map(
+                lambda *args: tuple(self.run(body, *args)),
+                in_specs=tuple(eqn.params["in_specs"]),
+                out_specs=tuple(eqn.params["out_specs"]),
+                axis_names=set(eqn.params["newly_manual_axes"]),
+                check_vma=False,  # as in the map around it, all differentiation lies behind us
+            )(*inputs)
+            return list(outputs)
         params = eqn.primitive.get_bind_params(
             {name: self.param(value) for name, value in eqn.params.items()}
         )
@@ -266,6 +284,8 @@ class _Remesh:
             return self.mesh(value)
         if type(value) in (tuple, list):
             return type(value)(map(self.param, value))
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*map(self.param, value))
         return value
 
     def jaxpr(self, closed: ClosedJaxpr) -> ClosedJaxpr:

@@ -16,6 +16,7 @@ from fedpax.primitives._jax import (
     ClosedJaxpr,
     Primitive,
     Zero,
+    asks_for,
     define,
     depends,
     evaluate,
@@ -166,9 +167,8 @@ def _batch(primitive, inner, batch_dim, axis, args, dims, *, jaxpr, **others):
     moved = [
         a if d is None else jnp.moveaxis(a, d, batch_dim) for a, d in zip(args, dims, strict=True)
     ]
-    # A name lets the function ask for its index along the batch, which no argument shows.
-    named = isinstance(axis.name, str)
-    batched_out = [named or moves for moves in depends(jaxpr, batched)]
+    indexed = asks_for(jaxpr, axis.name)
+    batched_out = [indexed or moves for moves in depends(jaxpr, batched)]
     mapped = jax.vmap(
         functools.partial(evaluate, jaxpr),
         in_axes=tuple(0 if b else None for b in batched),

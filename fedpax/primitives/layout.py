@@ -3,7 +3,7 @@
 from typing import Any
 
 import jax
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from fedpax.primitives.placement import Placement
@@ -29,6 +29,13 @@ def _axis_type(placement: Placement) -> AxisType | None:
     return dict(zip(mesh.axis_names, mesh.axis_types, strict=True)).get(placement.name)
 
 
+def mesh_of(avals: Any) -> AbstractMesh:
+    """The mesh in context or, where none is set, the one that explicit arguments lie on."""
+    mesh = jax.sharding.get_abstract_mesh()
+    others = (aval.sharding.mesh for aval in avals)
+    return next((m for m in (mesh, *others) if not m.empty), mesh)
+
+
 def check_divides(placement: Placement) -> None:
     """Raises a ValueError where the mesh axis of the placement does not divide its size."""
     axis = mesh_axis(placement)
@@ -47,10 +54,14 @@ def check_divides(placement: Placement) -> None:
 def placed_aval(aval: Any, placement: Placement) -> Any:
     """The type of a value of which every participant has one: the placement's axis in front."""
     mesh = jax.sharding.get_abstract_mesh()
-    spec = P(explicit_axis(placement), *aval.sharding.spec)
-    return aval.update(
-        shape=(placement.size, *aval.shape), sharding=aval.sharding.update(mesh=mesh, spec=spec)
-    )
+    sharding = aval.sharding.update(mesh=mesh, spec=placed_spec(aval, placement))
+    return aval.update(shape=(placement.size, *aval.shape), sharding=sharding)
+
+
+def placed_spec(aval: Any, placement: Placement) -> P:
+    """The layout that follows: a mesh axis shards one dimension only, so the others give it up."""
+    axis = explicit_axis(placement)
+    return P(axis, *(_without(entry, axis) for entry in aval.sharding.spec))
 
 
 def unplaced_aval(aval: Any) -> Any:
@@ -61,16 +72,14 @@ def unplaced_aval(aval: Any) -> Any:
 
 def lay_out(x: jax.Array, placement: Placement) -> jax.Array:
     """Moves the leading axis to the placement's mesh axis, where the types would name it."""
-    axis = explicit_axis(placement)
+    wanted = placed_spec(unplaced_aval(jax.typeof(x)), placement)
+    return x if jax.typeof(x).sharding.spec == wanted else jax.sharding.reshard(x, wanted)
+
+
+def _without(entry: Any, axis: str | None) -> Any:
+    """A dimension's mesh axes less one."""
     if axis is None:
-        return x
-    spec = jax.typeof(x).sharding.spec
-    wanted = P(axis, *(_without(entry, axis) for entry in spec[1:]))
-    return x if spec == wanted else jax.sharding.reshard(x, wanted)
-
-
-def _without(entry: Any, axis: str) -> Any:
-    """A dimension's mesh axes less one, because a mesh axis shards one dimension only."""
+        return entry
     if not isinstance(entry, tuple):
         return None if entry == axis else entry
     rest = tuple(e for e in entry if e != axis)

@@ -8,7 +8,7 @@ import jax
 
 from fedpax.primitives._jax import Primitive, evaluate, trace
 from fedpax.primitives.call import define_call
-from fedpax.primitives.layout import check_divides
+from fedpax.primitives.layout import check_divides, mesh_of
 from fedpax.primitives.placement import (
     ClientsPerStep,
     activate,
@@ -102,14 +102,18 @@ def program(
                     for path, leaf in outputs
                 ]
 
-            jaxpr, closed_over = trace(flat, [jax.typeof(leaf) for leaf in leaves])
-            outputs = federated_program_p.bind(
-                *closed_over,
-                *leaves,
-                jaxpr=jaxpr,
-                placements=tuple(e.placement for e in entries),
-                name=name,
-            )
+            avals = [jax.typeof(leaf) for leaf in leaves]
+            with jax.sharding.use_abstract_mesh(mesh_of(avals)):
+                for entry in entries:
+                    check_divides(entry.placement)
+                jaxpr, closed_over = trace(flat, avals)
+                outputs = federated_program_p.bind(
+                    *closed_over,
+                    *leaves,
+                    jaxpr=jaxpr,
+                    placements=tuple(e.placement for e in entries),
+                    name=name,
+                )
             return jax.tree.unflatten(out_trees[0], outputs)
 
         bind.__name__ = name
@@ -123,8 +127,6 @@ def program(
                         f"The program {name!r} declares the placement {entry.placement.name!r}, "
                         "which a program around it has declared already. Rename one of the two."
                     )
-            for entry in entries:
-                check_divides(entry.placement)
             leaves = jax.tree.leaves_with_path((args, kwargs))
             for path, leaf in leaves:
                 check_array(f"program {name}", leaf, _argument(path))

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from fedpax.primitives._jax import Primitive, Zero, define, is_zero, zero_tangent
 from fedpax.primitives.broadcast import broadcast
-from fedpax.primitives.layout import unplaced_aval
+from fedpax.primitives.layout import lay_out, unplaced_aval
 from fedpax.primitives.placement import Placement, check_array, check_placed, resolve
 
 federated_sum_p = Primitive("federated_sum")
@@ -86,7 +86,7 @@ def federated_mean(x: Any, weights: Any = None, *, placement: str | None = None)
     w = _check_weights(weights, target)
     leaves = check_placed("federated_mean", x, target, "x")
     _check_numbers("federated_mean", x, ordered=False)
-    means = [federated_mean_p.bind(leaf, w, placement=target) for leaf in leaves]
+    means = [federated_mean_p.bind(lay_out(leaf, target), w, placement=target) for leaf in leaves]
     return jax.tree.unflatten(jax.tree.structure(x), means)
 
 
@@ -150,9 +150,8 @@ def _reduce_tree(function: str, primitive: Primitive, x: Any, name: str | None) 
     target = resolve(function, name).placement
     leaves = check_placed(function, x, target, "x")
     _check_numbers(function, x, ordered=primitive in (federated_max_p, federated_min_p))
-    return jax.tree.unflatten(
-        jax.tree.structure(x), [primitive.bind(leaf, placement=target) for leaf in leaves]
-    )
+    reduced = [primitive.bind(lay_out(leaf, target), placement=target) for leaf in leaves]
+    return jax.tree.unflatten(jax.tree.structure(x), reduced)
 
 
 def _check_numbers(function: str, x: Any, *, ordered: bool) -> None:
@@ -197,7 +196,8 @@ def _check_weights(weights: Any, placement: Placement) -> jax.Array:
 
 def _accumulator(dtype: Any) -> Any:
     """The dtype to add up in: at least float32 for floats."""
-    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.inexact) else dtype
+    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+    return jnp.dtype(jnp.float32) if narrow else jnp.dtype(dtype)
 
 
 def _sum(x):
@@ -252,7 +252,7 @@ define(
 
 
 def _mean_dtype(dtype: Any) -> Any:
-    return dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.float32
+    return jax.eval_shape(jnp.mean, jax.ShapeDtypeStruct((1,), dtype)).dtype
 
 
 def _expand(w, x):
@@ -275,7 +275,7 @@ def _mean(x, *weights):
     wide = x.astype(_accumulator(dtype))
     if not weights:
         return (jnp.sum(wide, axis=0) / x.shape[0]).astype(dtype)
-    w = weights[0].astype(jnp.finfo(wide.dtype).dtype)
+    w = weights[0].astype(wide.dtype)
     total = jnp.sum(_expand(w, wide) * wide, axis=0)
     return _divide(total, _expand(jnp.sum(w, axis=0), total)).astype(dtype)
 
@@ -290,10 +290,8 @@ def _mean_jvp(primals, tangents, *, placement):
         (w,), (tw,) = weights, weight_tangents
         wide = _accumulator(out.dtype)
         apart = x.astype(wide) - broadcast(out.astype(wide), placement)
-        change = federated_sum_p.bind(
-            _expand(tw.astype(jnp.finfo(wide).dtype), apart) * apart, placement=placement
-        )
-        weight = federated_sum_p.bind(w.astype(jnp.finfo(wide).dtype), placement=placement)
+        change = federated_sum_p.bind(_expand(tw.astype(wide), apart) * apart, placement=placement)
+        weight = federated_sum_p.bind(w.astype(wide), placement=placement)
         terms.append(_divide(change, _expand(weight, change)).astype(out.dtype))
     return out, sum(terms[1:], terms[0]) if terms else zero_tangent(out)
 
@@ -305,7 +303,7 @@ def _mean_transpose(cotangent, x, *weights, placement):
     wide = cotangent.astype(_accumulator(cotangent.dtype))
     if not weights:
         return [broadcast((wide / placement.size).astype(cotangent.dtype), placement)]
-    w = weights[0].astype(jnp.finfo(wide.dtype).dtype)
+    w = weights[0].astype(wide.dtype)
     weight = federated_sum_p.bind(w, placement=placement)
     share = broadcast(_divide(wide, _expand(weight, wide)), placement)
     return [(_expand(w, share) * share).astype(cotangent.dtype), *none]
@@ -318,7 +316,7 @@ def _mean_batch(axis, args, dims, *, placement):
         return jnp.repeat(jnp.expand_dims(arg, 1), axis.size, axis=1)
 
     x, *weights = args
-    if len(weights) == 1 and dims[1] is None:
+    if weights and dims[1] is None and weights[0].ndim == 1:
         return federated_mean_p.bind(jnp.moveaxis(x, dims[0], 1), *weights, placement=placement), 0
     moved = [in_second_place(a, d) for a, d in zip(args, dims, strict=True)]
     return federated_mean_p.bind(*moved, placement=placement), 0

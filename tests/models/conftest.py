@@ -1,0 +1,34 @@
+"""Parameters that show what a fresh model hides: every number at random, and large enough."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from fedpax.models.functional import Functional
+
+
+@pytest.fixture
+def random_params() -> Callable[[Functional], Any]:
+    """Draws a model's parameters, float32, with deviation 0.4, around 1 for scales, else 0."""
+    random = np.random.default_rng(0)
+
+    def one(path: Any, leaf: Any) -> Any:
+        center = 1.0 if path[-1].key == "scale" else 0.0
+        return (center + 0.4 * random.normal(size=leaf.shape)).astype(np.float32)
+
+    def draw(model: Functional) -> Any:
+        shapes = jax.eval_shape(model.init, jax.random.key(0))
+        return jax.tree_util.tree_map_with_path(one, shapes)
+
+    return draw
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation() -> Iterator[None]:
+    """Compiles without optimizing: the tests wait for the compiler, hardly for the programs."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

@@ -1,0 +1,137 @@
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from sklearn.datasets import load_digits
+
+from fedpax.models.functional import Functional
+from fedpax.models.losses import classification_loss
+from fedpax.models.small import CNNConfig, MLPConfig, cnn, mlp
+
+MODELS = {
+    "mlp": mlp(MLPConfig(sizes=(64, 32, 10))),
+    "cnn": cnn(CNNConfig(height=8, width=8, filters=(8, 16), dense=32)),
+}
+
+
+def noisy(model: Functional) -> Any:
+    """Fresh parameters with noise of 0.1: biases other than 0."""
+    random = np.random.default_rng(0)
+    params = jax.jit(model.init)(jax.random.key(0))
+    return jax.tree.map(
+        lambda x: np.asarray(x) + 0.1 * random.normal(size=x.shape).astype(np.float32), params
+    )
+
+
+def test_mlp_equals_numpy() -> None:
+    model = mlp(MLPConfig(sizes=(12, 7, 5, 3)))
+    params = noisy(model)
+    x = np.random.default_rng(1).normal(size=(4, 2, 6)).astype(np.float32)
+    expected = x.reshape(4, 12).astype(np.float64)
+    for i in range(3):
+        layer = params["layers"][f"dense_{i}"]
+        expected = (np.maximum(expected, 0) if i else expected) @ layer["kernel"] + layer["bias"]
+    np.testing.assert_allclose(model.apply(params, x), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_cnn_equals_jax_convolutions(channels: int) -> None:
+    model = cnn(CNNConfig(height=9, width=8, channels=channels, filters=(4, 6), dense=5))
+    params = noisy(model)
+    x = np.random.default_rng(1).normal(size=(3, 9, 8, channels)).astype(np.float32)
+    expected: Any = x
+    for name in ("convolution_0", "convolution_1"):
+        expected = jax.lax.conv_general_dilated(
+            expected,
+            params[name]["kernel"],
+            (1, 1),
+            "VALID",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )
+        expected = jnp.maximum(expected + params[name]["bias"], 0)
+    # 5 x 4 pixels are left; pooling drops the fifth row.
+    expected = expected[:, :4].reshape(3, 2, 2, 2, 2, 6).max(axis=(2, 4)).reshape(3, 24)
+    expected = jnp.maximum(expected @ params["dense_0"]["kernel"] + params["dense_0"]["bias"], 0)
+    expected = expected @ params["dense_1"]["kernel"] + params["dense_1"]["bias"]
+    result = jax.jit(model.apply)(params, x)
+    np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-5)
+    if channels == 1:
+        np.testing.assert_array_equal(jax.jit(model.apply)(params, x[..., 0]), result)
+
+
+@pytest.mark.parametrize(
+    ("config", "make"),
+    [
+        (MLPConfig(), mlp),
+        (MLPConfig((64, 10)), mlp),
+        (CNNConfig(), cnn),
+        (CNNConfig(7, 9, 3, (4, 6), 5, 3), cnn),
+    ],
+)
+def test_parameters_are_counted(config: Any, make: Any) -> None:
+    shapes = jax.eval_shape(make(config).init, jax.random.key(0))
+    assert config.parameters() == sum(leaf.size for leaf in jax.tree.leaves(shapes))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_learns_digits(name: str) -> None:
+    """1,797 real images: after 150 steps of Adam, over 85% of those held out are right."""
+    digits = load_digits()
+    image, label = digits.images.astype(np.float32) / 16, digits.target.astype(np.int32)
+    train, test = (
+        {"image": image[part], "label": label[part]} for part in (slice(0, 1400), slice(1400, None))
+    )
+    model, optimizer = MODELS[name], optax.adam(1e-2)
+    loss_fn = classification_loss(model.apply)
+
+    @jax.jit
+    def fit(params: Any, choices: jax.Array) -> Any:
+        def step(carry: Any, chosen: jax.Array) -> Any:
+            params, state = carry
+            batch = jax.tree.map(lambda leaf: jnp.asarray(leaf)[chosen], train)
+            (loss, _), gradient = jax.value_and_grad(loss_fn, has_aux=True)(params, batch)
+            updates, state = optimizer.update(gradient, state)
+            return (optax.apply_updates(params, updates), state), loss
+
+        (params, _), losses = jax.lax.scan(step, (params, optimizer.init(params)), choices)
+        return params, losses
+
+    params = jax.jit(model.init)(jax.random.key(0))
+    fresh, aux = jax.jit(loss_fn)(params, test)
+    assert abs(fresh - np.log(10)) < 0.7 and aux["accuracy"] < 0.4
+    params, losses = fit(params, np.random.default_rng(0).integers(0, 1400, (150, 64)))
+    assert losses[-1] < 0.3
+    assert jax.jit(loss_fn)(params, test)[1]["accuracy"] > 0.85
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_clients_under_vmap_equal_one_by_one(name: str) -> None:
+    model = MODELS[name]
+    random = np.random.default_rng(2)
+    params = jax.jit(jax.vmap(model.init))(jax.random.split(jax.random.key(0), 3))
+    batches = {
+        "image": random.uniform(size=(3, 4, 8, 8, 1)).astype(np.float32),
+        "label": random.integers(0, 10, (3, 4)).astype(np.int32),
+    }
+    gradient = jax.grad(classification_loss(model.apply), has_aux=True)
+    together = jax.jit(jax.vmap(gradient))(params, batches)[0]
+    apart = jax.jit(lambda *args: jax.lax.map(lambda each: gradient(*each), args))(params, batches)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), together, apart[0])
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: MLPConfig(sizes=(784,)), r"sizes=\(784,\): expected at least two"),
+        (lambda: MLPConfig(sizes=(784, 0, 10)), r"\(784, 0, 10\): expected .* positive"),
+        (lambda: CNNConfig(height=5), "height=5.*at least 6 pixels.*MLPConfig"),
+        (lambda: CNNConfig(classes=0), "classes=0.*positive sizes"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(make: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make()

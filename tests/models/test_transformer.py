@@ -1,0 +1,244 @@
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy_transformer
+import pytest
+
+from fedpax.models.attention import attention_mask, rotary
+from fedpax.models.functional import Functional, functional
+from fedpax.models.losses import next_token_loss
+from fedpax.models.transformer import Layer, TransformerConfig, transformer
+
+Draw = Callable[[Functional], Any]
+SMALL = TransformerConfig(
+    vocabulary=23, layers=2, width=24, heads=6, key_value_heads=2, mlp_width=20, rope_base=50.0
+)
+
+
+def draw_tokens(*shape: int, vocabulary: int = 23) -> Any:
+    return np.random.default_rng(1).integers(0, vocabulary, shape).astype(np.int32)
+
+
+def draw_packing(batch: int, length: int) -> tuple[Any, Any]:
+    """Segments 1, 2, ... of random lengths with positions that start again, then padding (0)."""
+    random = np.random.default_rng(2)
+    segments, positions = np.zeros((2, batch, length), np.int32)
+    for b in range(batch):
+        edges = [0, *np.sort(random.choice(np.arange(1, length), 3, replace=False))]
+        for number, (start, stop) in enumerate(pairwise(edges), start=1):
+            segments[b, start:stop] = number
+            positions[b, start:stop] = np.arange(stop - start)
+    return segments, positions
+
+
+@pytest.mark.parametrize(
+    ("packed", "change"),
+    [
+        (False, {}),
+        (True, {"remat": True}),
+        (True, {"heads": 4, "key_value_heads": 4, "head_width": 10}),
+        (False, {"heads": 3, "key_value_heads": 1, "layers": 1}),
+    ],
+)
+def test_equals_numpy(random_params: Draw, packed: bool, change: dict[str, Any]) -> None:
+    config = replace(SMALL, dtype="float64", **change)
+    tokens = draw_tokens(2, 11)
+    packing = draw_packing(2, 11) if packed else ()
+    with jax.enable_x64(True):
+        model = transformer(config)
+        params = jax.tree.map(np.float64, random_params(model))
+        result = jax.jit(model.apply)(params, tokens, *packing)
+        assert result.dtype == jnp.float64
+    expected = numpy_transformer.logits(params, tokens, config, *packing)
+    np.testing.assert_allclose(result, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_float32_equals_numpy(random_params: Draw) -> None:
+    model = transformer(SMALL)
+    params, tokens = random_params(model), draw_tokens(2, 11)
+    result = jax.jit(model.apply)(params, tokens)
+    expected = numpy_transformer.logits(params, tokens, SMALL)
+    assert result.dtype == jnp.float32
+    np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_token_does_not_change_what_comes_before_it(random_params: Draw) -> None:
+    model = transformer(SMALL)
+    params, tokens = random_params(model), draw_tokens(1, 12)
+    apply = jax.jit(model.apply)
+    before = apply(params, tokens)
+    for t in (0, 5, 11):
+        changed = tokens.copy()
+        changed[0, t] = (changed[0, t] + 1) % SMALL.vocabulary
+        after = apply(params, changed)
+        np.testing.assert_array_equal(after[:, :t], before[:, :t])
+        # It changes what comes at it and behind it.
+        assert np.all(np.max(np.abs(after - before)[:, t:], axis=-1) > 1e-3)
+
+
+def test_packed_documents_equal_separate_ones(random_params: Draw) -> None:
+    model = transformer(SMALL)
+    params, apply = random_params(model), jax.jit(model.apply)
+    documents = np.split(draw_tokens(15), [5, 10])
+    segments = np.repeat([1, 2, 3], [len(d) for d in documents])[None]
+    positions = np.concatenate([np.arange(len(d)) for d in documents])[None]
+    packed = apply(params, np.concatenate(documents)[None], segments, positions)
+    separate = [apply(params, document[None]) for document in documents]
+    expected = np.concatenate(separate, axis=1)
+    np.testing.assert_allclose(packed, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_positions_count_by_their_distance_alone(random_params: Draw) -> None:
+    model = transformer(SMALL)
+    params, tokens = random_params(model), draw_tokens(2, 12)
+    apply = jax.jit(model.apply)
+    positions = np.arange(12) + np.zeros((2, 1), int)
+    here, there, apart = (
+        apply(params, tokens, None, positions * stride + shift)
+        for stride, shift in [(1, 0), (1, 37), (2, 0)]
+    )
+    np.testing.assert_allclose(there, here, rtol=1e-3, atol=1e-4)
+    assert np.max(np.abs(apart - here)) > 0.01
+
+
+def test_scan_equals_a_loop_over_layers(random_params: Draw) -> None:
+    model = transformer(SMALL)
+    layer = functional(partial(Layer, SMALL))
+    params, tokens = random_params(model), draw_tokens(2, 11)
+    rotation = rotary(jnp.arange(11)[None], SMALL.features_per_head, SMALL.rope_base)
+
+    def unrolled(params: Any, tokens: Any) -> jax.Array:
+        x = params["embedding"][tokens]
+        for i in range(SMALL.layers):
+            of_layer = jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"])
+            x = layer.apply(of_layer, x, rotation, attention_mask(11))
+        x = x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6)
+        return x * params["final_norm"]["scale"] @ params["embedding"].T
+
+    def objective(apply: Any) -> Any:
+        return jax.jit(jax.value_and_grad(lambda p: jnp.sum(jnp.sin(apply(p, tokens)))))
+
+    expected, expected_grad = objective(unrolled)(params)
+    value, grad = objective(model.apply)(params)
+    np.testing.assert_allclose(value, expected, rtol=1e-4)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-3), grad, expected_grad)
+
+
+def test_remat_changes_no_gradient(random_params: Draw) -> None:
+    tokens, gradients = draw_tokens(2, 12), []
+    params = random_params(transformer(SMALL))
+    batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+    for remat in (False, True):
+        loss_fn = next_token_loss(transformer(replace(SMALL, remat=remat)).apply)
+        gradients.append(jax.jit(jax.grad(loss_fn, has_aux=True))(params, batch)[0])
+    for one, other in zip(*map(jax.tree.leaves, gradients), strict=True):
+        assert np.linalg.norm(one - other) < 1e-5 * np.linalg.norm(one)
+
+
+def test_bfloat16_compute_keeps_float32_parameters(random_params: Draw) -> None:
+    model, exact = transformer(replace(SMALL, dtype="bfloat16")), transformer(SMALL)
+    params, tokens = random_params(model), draw_tokens(2, 12)
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    assert {leaf.dtype for leaf in jax.tree.leaves(shapes)} == {np.dtype(np.float32)}
+    gradient = jax.eval_shape(jax.grad(lambda p: jnp.sum(model.apply(p, tokens))), params)
+    assert {leaf.dtype for leaf in jax.tree.leaves(gradient)} == {np.dtype(np.float32)}
+    lowered = jax.jit(model.apply).lower(params, tokens)
+    result, expected = lowered.compile()(params, tokens), jax.jit(exact.apply)(params, tokens)
+    assert result.dtype == jnp.float32
+    # bfloat16 has 8 bits: not what float32 computes, but near it.
+    assert 1e-4 < np.linalg.norm(result - expected) / np.linalg.norm(expected) < 0.05
+    # Every matrix product takes bfloat16, or nothing would be gained.
+    products = [line for line in lowered.as_text().splitlines() if "dot_general" in line]
+    assert products and all(line.split(" : (")[1].count("bf16>") >= 2 for line in products)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SMALL,
+        TransformerConfig(),
+        replace(SMALL, layers=1, heads=4, key_value_heads=4, head_width=32),
+    ],
+)
+def test_parameters_are_counted(config: TransformerConfig) -> None:
+    shapes = jax.eval_shape(transformer(config).init, jax.random.key(0))
+    assert config.parameters() == sum(leaf.size for leaf in jax.tree.leaves(shapes))
+
+
+def test_a_large_model_takes_no_memory_before_it_is_made() -> None:
+    # 70 billion parameters, 280 GB: the shapes come without them.
+    config = TransformerConfig(128_256, 80, 8192, 64, 8, mlp_width=28_672, rope_base=5e5)
+    shapes = jax.eval_shape(transformer(config).init, jax.random.key(0))
+    assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == config.parameters() > 69e9
+
+
+def test_a_fresh_model_knows_nothing() -> None:
+    model = transformer(TransformerConfig())
+    tokens = draw_tokens(4, 65, vocabulary=256)
+    batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+    params = jax.jit(model.init)(jax.random.key(3))
+    loss, aux = jax.jit(next_token_loss(model.apply))(params, batch)
+    assert abs(loss - np.log(256)) < 0.1
+    assert aux["tokens"] == 4 * 64
+
+
+def test_layers_start_different() -> None:
+    params = jax.jit(transformer(SMALL).init)(jax.random.key(0))
+    for leaf in jax.tree.leaves(params["layers"]["attention"]):
+        assert np.min(np.abs(leaf[0] - leaf[1])) > 0
+    assert not np.array_equal(
+        params["layers"]["attention"]["key"], params["layers"]["attention"]["value"]
+    )
+
+
+def test_gradient_equals_finite_difference(random_params: Draw) -> None:
+    config = replace(SMALL, dtype="float64")
+    tokens, (segments, positions) = draw_tokens(2, 12), draw_packing(2, 11)
+    with jax.enable_x64(True):
+        model = transformer(config)
+        params = jax.tree.map(np.float64, random_params(model))
+        random = np.random.default_rng(3)
+        direction = jax.tree.map(lambda leaf: random.normal(size=leaf.shape), params)
+        batch = {
+            "inputs": tokens[:, :-1],
+            "targets": tokens[:, 1:],
+            "segments": segments,
+            "positions": positions,
+            "mask": (segments > 0).astype(np.float32),
+        }
+        loss_fn = jax.jit(next_token_loss(model.apply))
+
+        def along(step: float) -> Any:
+            moved = jax.tree.map(lambda p, d: p + step * d, params, direction)
+            return loss_fn(moved, batch)[0]
+
+        difference = (along(1e-5) - along(-1e-5)) / 2e-5
+        gradient, _ = jax.jit(jax.grad(loss_fn, has_aux=True))(params, batch)
+        slope = sum(jax.tree.leaves(jax.tree.map(np.vdot, gradient, direction)))
+        _, forward = jax.jvp(lambda p: loss_fn(p, batch)[0], (params,), (direction,))
+    assert abs(slope) > 0.1
+    np.testing.assert_allclose(slope, difference, rtol=1e-6)
+    np.testing.assert_allclose(slope, forward, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"key_value_heads": 4}, r"key_value_heads=4 .* heads=6: use one of \[1, 2, 3, 6\]"),
+        ({"width": 25}, "heads=6 does not divide width=25: .* set head_width"),
+        ({"head_width": 5}, "5 features.*set an even head_width"),
+        ({"layers": 0}, "layers=0: expected a positive number"),
+        ({"head_width": 0}, "head_width=0: expected a positive number"),
+        ({"rope_base": -1.0}, "rope_base=-1.0: expected a positive number"),
+        ({"dtype": "float8"}, "dtype='float8': use 'float32'"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        replace(SMALL, **change)

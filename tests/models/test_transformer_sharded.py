@@ -1,0 +1,150 @@
+"""The transformer on meshes: what one device computes, in parts."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from fedpax.models.losses import next_token_loss
+from fedpax.models.transformer import TransformerConfig, transformer
+from fedpax.parallel.axes import partition_spec, shardings
+from fedpax.parallel.collectives import collectives
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+CONFIG = TransformerConfig(
+    vocabulary=32, layers=2, width=24, heads=4, key_value_heads=2, mlp_width=20
+)
+
+
+def draw_batch(*shape: int) -> dict[str, Any]:
+    """Rows of two documents and a padding of three tokens."""
+    random = np.random.default_rng(1)
+    tokens = random.integers(0, CONFIG.vocabulary, shape).astype(np.int32)
+    length = shape[-1]
+    segments = np.repeat([1, 2, 0], [5, length - 8, 3]) + np.zeros_like(tokens)
+    positions = np.concatenate([np.arange(5), np.arange(length - 8), np.arange(3)])
+    return {
+        "inputs": tokens,
+        "targets": random.permuted(tokens, axis=-1),
+        "segments": segments,
+        "positions": positions + np.zeros_like(tokens),
+        "mask": (segments > 0).astype(np.float32),
+    }
+
+
+def close(actual: Any, expected: Any) -> None:
+    """Float32 sums in another order: 1e-4 relative, and 1e-5 where terms cancel."""
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), actual, expected)
+
+
+@pytest.fixture(scope="module")
+def one_device() -> tuple[Any, Any, Any]:
+    """Four models and batches, and what each gives on one device: ((loss, aux), gradient)."""
+    model, random = transformer(CONFIG), np.random.default_rng(0)
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    params = jax.tree.map(
+        lambda leaf: 0.4 * random.normal(size=(4, *leaf.shape)).astype(np.float32), shapes
+    )
+    batches = draw_batch(4, 4, 16)
+    step = jax.jit(jax.value_and_grad(next_token_loss(model.apply), has_aux=True))
+    results = [jax.device_get(step(*take((params, batches), i))) for i in range(4)]
+    return params, batches, jax.tree.map(lambda *leaves: np.stack(leaves), *results)
+
+
+def take(tree: Any, i: int) -> Any:
+    return jax.tree.map(lambda leaf: leaf[i], tree)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "types"),
+    [
+        ({"fsdp": 2, "tensor": 2}, (AUTO, AUTO)),
+        ({"fsdp": 2, "tensor": 2}, (EXPLICIT, EXPLICIT)),
+        ({"data": 2, "sequence": 2, "tensor": 2}, (AUTO, AUTO, AUTO)),
+        pytest.param(
+            {"data": 2, "fsdp": 2, "tensor": 2}, (EXPLICIT, AUTO, AUTO), marks=pytest.mark.slow
+        ),
+    ],
+    ids=str,
+)
+def test_equals_one_device(
+    one_device: tuple[Any, Any, Any], sizes: dict[str, int], types: tuple[AxisType, ...]
+) -> None:
+    model = transformer(CONFIG)
+    params, batch, expected = take(one_device, 0)
+    shape = tuple(sizes.values())
+    devices = jax.devices()[: int(np.prod(shape))]
+    mesh = jax.make_mesh(shape, tuple(sizes), axis_types=types, devices=devices)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(params, shardings(model.logical, params, mesh))
+        rows = NamedSharding(mesh, partition_spec(("batch", "sequence"), mesh, shape=(4, 16)))
+        step = jax.jit(jax.value_and_grad(next_token_loss(model.apply), has_aux=True))
+        result = step(placed, jax.device_put(batch, rows))
+    close(jax.device_get(result), expected)
+    query = placed["layers"]["attention"]["query"]
+    parts = sizes.get("fsdp", 1) * sizes.get("tensor", 1)
+    assert query.addressable_shards[0].data.size * parts == query.size
+
+
+def test_init_in_parts_equals_init_on_one_device() -> None:
+    model, key = transformer(CONFIG), jax.random.key(5)
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(AUTO, AUTO))
+    parts = shardings(model.logical, jax.eval_shape(model.init, key), mesh)
+    with jax.set_mesh(mesh):
+        params = jax.jit(model.init, out_shardings=parts)(key)
+    # The same random numbers on any mesh; 1e-6 for what compilers fuse otherwise.
+    one = jax.jit(model.init)(key)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), jax.device_get(params), one)
+    assert params["embedding"].sharding.spec == PartitionSpec("tensor", "fsdp")
+    down = params["layers"]["feed_forward"]["down"]
+    assert down.addressable_shards[0].data.shape == (2, 10, 6)
+
+
+@pytest.mark.parametrize("way", ["vmap", "shard_map"])
+def test_every_island_computes_as_if_alone(one_device: tuple[Any, Any, Any], way: str) -> None:
+    model = transformer(CONFIG)
+    params, batches, expected = one_device
+    gradient = jax.value_and_grad(next_token_loss(model.apply), has_aux=True)
+    islands = jax.make_mesh((4, 2), ("islands", "fsdp"), axis_types=(AUTO, AUTO))
+
+    def alone(*args: Any) -> Any:
+        result = gradient(*jax.tree.map(lambda leaf: leaf[0], args))
+        return jax.tree.map(lambda leaf: leaf[None], result)
+
+    split = PartitionSpec("islands")
+    step = {
+        "vmap": jax.vmap(gradient, spmd_axis_name="islands"),
+        "shard_map": jax.shard_map(
+            alone, mesh=islands, in_specs=split, out_specs=split, axis_names={"islands"}
+        ),
+    }[way]
+    inside = shardings(model.logical, take(params, 0), islands)
+    placed = jax.tree.map(
+        lambda s: NamedSharding(islands, PartitionSpec("islands", *s.spec)), inside
+    )
+    with jax.set_mesh(islands):
+        arguments = jax.device_put((params, batches), (placed, NamedSharding(islands, split)))
+        compiled = jax.jit(step).lower(*arguments).compile()
+        close(jax.device_get(compiled(*arguments)), expected)
+    found = collectives(compiled.as_text(), islands)
+    assert found and all(each.axes == ("fsdp",) for each in found)
+
+
+def test_weights_are_gathered_again_in_the_backward_pass() -> None:
+    """Kept, the gathered weights of all layers would take the memory that fsdp saves."""
+    model = transformer(CONFIG)
+    mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(AUTO,), devices=jax.devices()[:2])
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    parts = shardings(model.logical, shapes, mesh)
+    with jax.set_mesh(mesh):
+        step = jax.jit(
+            jax.grad(next_token_loss(model.apply), has_aux=True), in_shardings=(parts, None)
+        )
+        text = step.lower(shapes, draw_batch(4, 16)).compile().as_text()
+    gathers = [each for each in collectives(text, mesh) if each.kind == "all-gather"]
+    # A layer's query, key, value, output, gate, up, down: once forward, once backward.
+    assert [each.executions for each in gathers if each.in_loop] == [CONFIG.layers] * 14
+    assert sum(not each.in_loop for each in gathers) == 1  # the embedding

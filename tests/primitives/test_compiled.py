@@ -1,0 +1,158 @@
+"""The compiled text of a round: one all-reduce over the clients' axis, and none in local steps."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from federated_cases import normal, positive
+from jax.sharding import PartitionSpec as P
+
+import fedpax
+from fedpax import federated_broadcast, federated_map, federated_mean, federated_sum
+from fedpax.parallel.collectives import collectives
+
+CLIENTS, STEPS, BATCH, WIDTH = 8, 3, 2, 6
+
+
+def loss(model, x):
+    hidden = jnp.tanh(x @ model["in"] + model["bias"])
+    return jnp.mean((hidden @ model["out"] - x) ** 2)
+
+
+def local_steps(model, batches):
+    def step(model, batch):
+        value, gradient = jax.value_and_grad(loss)(model, batch)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, model, gradient), value
+
+    after, losses = jax.lax.scan(step, model, batches)
+    return jax.tree.map(jnp.subtract, after, model), {"loss": losses.mean(), "last": losses[-1]}
+
+
+@fedpax.program(clients=CLIENTS)
+def fedavg_round(model, batches, num_examples):
+    change, metrics = federated_map(local_steps, federated_broadcast(model), batches)
+    change, metrics = federated_mean((change, metrics), num_examples)
+    return jax.tree.map(jnp.add, model, change), metrics
+
+
+@fedpax.program(clients=CLIENTS)
+def closing_round(model, batches, num_examples):
+    change, metrics = federated_map(lambda batches: local_steps(model, batches), batches)
+    return federated_mean((change, metrics), num_examples)
+
+
+def gradient_of_round(model, batches, num_examples):
+    after = lambda model: fedavg_round(model, batches, num_examples)[1]["loss"]
+    return jax.grad(after)(model)
+
+
+def arguments():
+    specs = {"in": P(None, "fsdp"), "bias": P("fsdp"), "out": P("fsdp", None)}
+    shapes = {"in": (WIDTH, 4), "bias": (4,), "out": (4, WIDTH)}
+    model = {k: jax.device_put(normal(*shapes[k]), specs[k]) for k in shapes}
+    batches = jax.device_put(normal(CLIENTS, STEPS, BATCH, WIDTH), P("clients"))
+    return model, batches, jax.device_put(positive(CLIENTS), P("clients"))
+
+
+def compiled_text(fn):
+    return jax.jit(fn).lower(*arguments()).compile().as_text()
+
+
+def over_clients(text, mesh):
+    return [c for c in collectives(text, mesh) if "clients" in c.axes]
+
+
+@pytest.mark.parametrize("fn", [fedavg_round, closing_round], ids=["broadcast", "closure"])
+@pytest.mark.parametrize("kind", ["automatic", "mixed"])
+def test_a_round_reduces_over_the_clients_once(fn, kind, clients_fsdp):
+    mesh = clients_fsdp(kind)
+    with jax.set_mesh(mesh):
+        text = compiled_text(fn)
+    found = over_clients(text, mesh)
+    assert {c.kind for c in found} == {"all-reduce"}
+    assert all(c.axes == ("clients",) for c in found)
+    assert all(c.executions == 1 and not c.in_loop for c in found)
+    # One for all leaves and weights together, or one a leaf and one for the weights.
+    leaves = 3 + 2
+    assert len(found) in (1, leaves + 1)
+    # Per device: its half of the model's numbers, two metrics, the weights; float32 each. The sum
+    # of the weights may be reduced once for every leaf.
+    numbers = (WIDTH * 4 + 4 + 4 * WIDTH) // 2 + 2
+    total = sum(c.bytes for c in found)
+    assert 4 * (numbers + 1) <= total <= 4 * (numbers + leaves)
+
+
+def test_a_gradient_of_a_round_reduces_over_the_clients_outside_of_loops(clients_fsdp):
+    mesh = clients_fsdp()
+    with jax.set_mesh(mesh):
+        text = compiled_text(gradient_of_round)
+    found = over_clients(text, mesh)
+    assert {c.kind for c in found} == {"all-reduce"}
+    assert all(c.executions == 1 and not c.in_loop for c in found)
+    assert len(found) <= 2 + 3  # the loss's mean and its weights, and a gradient for each leaf
+    numbers = (WIDTH * 4 + 4 + 4 * WIDTH) // 2
+    assert 4 * numbers <= sum(c.bytes for c in found) <= 4 * (numbers + 4)
+
+
+def test_local_steps_use_the_model_axis_in_loops(clients_fsdp):
+    # The counts above would be empty truths if the reader did not see what happens in loops.
+    mesh = clients_fsdp()
+    with jax.set_mesh(mesh):
+        text = compiled_text(fedavg_round)
+    inside = [c for c in collectives(text, mesh) if c.in_loop]
+    assert inside
+    assert all(c.axes == ("fsdp",) for c in inside)
+
+
+def test_broadcasts_and_maps_alone_communicate_nothing(mesh_only):
+    w, x = normal(4), jax.device_put(normal(8, 4), P("clients"))
+    program = fedpax.program(clients=8)(
+        lambda w, x: federated_map(lambda w, x: jnp.sin(w * x), federated_broadcast(w), x)
+    )
+    text = jax.jit(program).lower(w, x).compile().as_text()
+    assert not over_clients(text, mesh_only)
+
+
+def test_a_weighted_mean_of_one_value_is_one_all_reduce(mesh_only):
+    x, n = jax.device_put(normal(8, 4), P("clients")), jax.device_put(positive(8), P("clients"))
+    program = fedpax.program(clients=8)(federated_mean)
+    text = jax.jit(program).lower(x, n).compile().as_text()
+    found = over_clients(text, mesh_only)
+    assert [c.kind for c in found] == ["all-reduce"]
+    assert found[0].bytes == 4 * (4 + 1)
+
+
+def test_the_gradient_in_a_closed_over_value_is_one_all_reduce(mesh_only):
+    w, x = normal(4), jax.device_put(normal(8, 4), P("clients"))
+    program = fedpax.program(clients=8)(
+        lambda w, x: federated_sum(federated_map(lambda x: jnp.sin(w * x), x))
+    )
+    text = jax.jit(jax.grad(lambda w, x: jnp.sum(program(w, x)))).lower(w, x).compile().as_text()
+    found = over_clients(text, mesh_only)
+    assert [c.kind for c in found] == ["all-reduce"]
+    assert found[0].bytes == 4 * 4
+
+
+@pytest.mark.parametrize("options", [{}, {"clients_per_step": 1}])
+def test_a_participant_alone_on_its_device_keeps_its_conditional(options, mesh_only):
+    n = 8 if options else 4
+    x = jax.device_put(normal(n, 4), P("clients"))
+    fn = lambda x: jax.lax.cond(x[0] > 0, lambda x: jnp.sin(x @ x), lambda x: x @ x, x)
+    program = fedpax.program(clients=n, **options)(lambda x: federated_map(fn, x))
+    text = jax.jit(program).lower(x).compile().as_text()
+    assert re.search(r"\bconditional\(", text)
+    batched = fedpax.program(clients=8)(lambda x: federated_map(fn, x))
+    text = jax.jit(batched).lower(jax.device_put(normal(8, 4), P("clients"))).compile().as_text()
+    assert not re.search(r"\bconditional\(", text)
+
+
+def test_participants_wait_for_no_other_in_their_loops(mesh_only):
+    # Each loops as long as it needs: a collective in the condition would make all run the longest.
+    fn = lambda x: jax.lax.while_loop(lambda v: jnp.sum(v) < 50, lambda v: v * 1.5 + 1, x)
+    program = fedpax.program(clients=8)(lambda x: federated_map(fn, x))
+    x = jax.device_put(np.abs(normal(8, 4)), P("clients"))
+    text = jax.jit(program).lower(x).compile().as_text()
+    assert " while(" in text
+    assert not over_clients(text, mesh_only)

@@ -1,0 +1,268 @@
+"""`federated_sum`, `mean`, `max`, `min` against NumPy, for every kind of dtype and weight."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from federated_cases import assert_close, normal, positive
+
+import fedpax
+
+N = 5
+REDUCTIONS = {
+    "sum": (fedpax.federated_sum, jnp.sum),
+    "mean": (fedpax.federated_mean, jnp.mean),
+    "max": (fedpax.federated_max, jnp.max),
+    "min": (fedpax.federated_min, jnp.min),
+}
+weighted_mean = fedpax.program(clients=N)(fedpax.federated_mean)
+
+
+def weighted_reference(x, w):
+    x, w = np.asarray(x, np.float64), np.asarray(w, np.float64)
+    return np.tensordot(w, x, 1) / w.sum()
+
+
+def draw(dtype, *shape):
+    values = normal(*shape) * 20
+    if dtype == "complex64":
+        return values + 1j * normal(*shape, seed=1)
+    return (np.abs(values) if dtype.startswith("u") else values).astype(jnp.dtype(dtype))
+
+
+def wide(x):
+    """The same numbers in a NumPy dtype that holds and adds them exactly enough."""
+    return np.asarray(x, np.complex128 if np.iscomplexobj(x) else np.float64)
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+@pytest.mark.parametrize(
+    "dtype",
+    ["float32", "bfloat16", "float16", "int8", "int32", "uint8", "uint32", "bool", "complex64"],
+)
+def test_values_are_those_of_numpy_and_dtypes_those_of_jax_numpy(name, dtype):
+    federated, plain = REDUCTIONS[name]
+    if dtype == "complex64" and name in ("max", "min"):
+        pytest.skip("complex numbers have no order")
+    tree = {"matrix": draw(dtype, N, 2, 3), "scalar": draw(dtype, N), "none": None}
+    program = fedpax.program(clients=N)(federated)
+    out = program(tree)
+    types = jax.eval_shape(lambda tree: jax.tree.map(lambda x: plain(x, axis=0), tree), tree)
+    described = jax.eval_shape(program, tree)
+    for x, found, plainly, aval in zip(
+        *map(jax.tree.leaves, (tree, out, types, described)), strict=True
+    ):
+        assert found.dtype == plainly.dtype == aval.dtype
+        assert found.shape == plainly.shape == aval.shape
+        assert found.weak_type == aval.weak_type
+        exact = jnp.issubdtype(found.dtype, jnp.integer) or found.dtype == bool
+        tolerance = 0 if exact else 2 * float(jnp.finfo(found.dtype).eps)
+        expected = getattr(np, name)(wide(x), axis=0)
+        np.testing.assert_allclose(wide(found), expected, rtol=tolerance, atol=20 * tolerance)
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+@pytest.mark.parametrize("tree", [None, (), {"a": [None, {}]}])
+def test_an_empty_tree_stays_as_it_is(name, tree):
+    assert fedpax.program(clients=N)(REDUCTIONS[name][0])(tree) == tree
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_one_participant_is_its_own_total(name):
+    x = normal(1, 3)
+    assert_close(fedpax.program(clients=1)(REDUCTIONS[name][0])(x), x[0])
+
+
+def test_integers_wrap_around_as_in_jax_numpy():
+    x = jnp.array([2**31 - 1, 5, 7, 2, 1], jnp.int32)
+    total = fedpax.program(clients=N)(fedpax.federated_sum)(x)
+    assert total.item() == jnp.sum(x).item() < 0
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision_adds_up_in_float32(dtype):
+    n = 4096
+    x = positive(n).astype(dtype)
+    exact = np.asarray(x, np.float64).sum()
+    # Added one after another in its own precision, the sum sticks: this is what must not happen.
+    running = x.dtype.type(0)
+    for value in x:
+        running = x.dtype.type(running + value)
+    assert abs(float(running) - exact) > 0.005 * exact
+    rounding = float(ml_dtypes.finfo(dtype).eps)
+    program = fedpax.program(clients=n)
+    weights = positive(n, seed=1)
+    total = program(fedpax.federated_sum)(x)
+    np.testing.assert_allclose(float(total), exact, rtol=rounding)
+    np.testing.assert_allclose(float(program(fedpax.federated_mean)(x)), exact / n, rtol=rounding)
+    np.testing.assert_allclose(
+        float(program(fedpax.federated_mean)(x, weights)),
+        weighted_reference(x, weights),
+        rtol=rounding,
+    )
+
+
+def test_a_float16_mean_does_not_overflow_on_the_way():
+    x = np.full(N, 60000, np.float16) - np.arange(N, dtype=np.float16) * 64
+    out = weighted_mean(x)
+    assert out.dtype == jnp.float16
+    np.testing.assert_allclose(float(out), x.astype(np.float64).mean(), rtol=1e-3)
+    np.testing.assert_allclose(
+        float(weighted_mean(x, np.full(N, 1000.0, np.float32))),
+        x.astype(np.float64).mean(),
+        rtol=1e-3,
+    )
+
+
+# ---- weights
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int32", "uint8", "bfloat16", "float16"])
+def test_weights_of_any_real_dtype(dtype):
+    x, w = normal(N, 2, 2), (positive(N) * 5 + 1).astype(jnp.dtype(dtype))
+    out = weighted_mean(x, w)
+    assert out.dtype == jnp.float32
+    assert_close(out, weighted_reference(x, w))
+
+
+def test_boolean_weights_choose_participants():
+    x, w = normal(N, 3), np.array([True, False, True, True, False])
+    assert_close(weighted_mean(x, w), x[w].mean(0))
+
+
+@pytest.mark.parametrize("dtype", ["int32", "bool", "bfloat16", "float16", "complex64"])
+def test_weighted_means_have_the_dtype_of_the_plain_mean(dtype):
+    x, w = draw(dtype, N, 3), positive(N)
+    out = weighted_mean(x, w)
+    assert out.dtype == jnp.mean(x, axis=0).dtype
+    expected = np.tensordot(w.astype(np.float64), np.asarray(x, np.complex128), 1) / w.sum()
+    tolerance = 4 * float(jnp.finfo(out.dtype).eps)
+    np.testing.assert_allclose(
+        np.asarray(out, np.complex128), expected, rtol=tolerance, atol=tolerance
+    )
+
+
+def test_negative_weights_are_taken_as_they_are():
+    x, w = normal(N, 2), np.array([1.0, -0.5, 2.0, -0.25, 0.75], np.float32)
+    assert_close(weighted_mean(x, w), weighted_reference(x, w))
+
+
+@pytest.mark.parametrize(
+    "w", [np.zeros(N, np.int32), np.array([1.5, -1.5, 2.0, -2.0, 0.0], np.float32)]
+)
+def test_weights_that_sum_to_zero_give_zero_and_zero_derivatives(w):
+    x = normal(N, 2)
+    np.testing.assert_array_equal(weighted_mean(x, w), np.zeros(2))
+    loss = lambda x, w: jnp.sum(weighted_mean(x, w.astype(jnp.float32)) ** 2 + weighted_mean(x, w))
+    gradients = jax.jit(jax.grad(loss, argnums=(0, 1)))(x, w.astype(np.float32))
+    assert all(np.isfinite(g).all() for g in gradients)
+    np.testing.assert_array_equal(gradients[0], np.zeros_like(x))
+
+
+def test_a_participant_of_weight_zero_does_not_count():
+    x, w = normal(N, 2), positive(N)
+    w[2] = 0
+    rest = np.arange(N) != 2
+    assert_close(weighted_mean(x, w), weighted_reference(x[rest], w[rest]))
+
+
+def test_a_weight_that_is_not_a_number_gives_not_a_number():
+    w = positive(N)
+    w[3] = np.nan
+    assert np.isnan(weighted_mean(normal(N, 2), w)).all()
+
+
+def test_one_set_of_weights_for_leaves_of_every_rank():
+    tree = {"scalar": normal(N), "cube": normal(N, 2, 1, 3), "empty": normal(N, 0)}
+    w = positive(N)
+    assert_close(weighted_mean(tree, w), jax.tree.map(lambda x: weighted_reference(x, w), tree))
+
+
+def test_infinities_and_not_a_number_pass_as_in_jax_numpy():
+    x = np.array([[1.0, np.inf], [np.nan, 2.0], [3.0, -1.0], [0.0, 4.0], [5.0, 6.0]], np.float32)
+    for federated, plain in REDUCTIONS.values():
+        np.testing.assert_array_equal(fedpax.program(clients=N)(federated)(x), plain(x, axis=0))
+
+
+# ---- derivatives
+
+
+def test_the_quotient_rule_in_the_weights():
+    x, w = normal(N, 2), positive(N)
+    plain = lambda x, w: jnp.tensordot(w, x, 1) / jnp.sum(w)
+    expected = jax.jit(jax.jacrev(plain, argnums=(0, 1)))(x, w)
+    for derivative in (jax.jacfwd, jax.jacrev):
+        assert_close(jax.jit(derivative(weighted_mean, argnums=(0, 1)))(x, w), expected)
+
+
+@pytest.mark.parametrize("name", ["max", "min"])
+@pytest.mark.parametrize("derivative", [jax.jacfwd, jax.jacrev, jax.hessian])
+def test_an_extremum_has_the_derivative_of_jax_numpy(name, derivative):
+    federated, plain = REDUCTIONS[name]
+    x = normal(N, 2)
+    x[1, 0] = x[3, 0] = 4 if name == "max" else -4  # attained twice
+    program = fedpax.program(clients=N)(lambda x: federated(x) ** 2)
+    plainly = lambda x: plain(x, axis=0) ** 2
+    assert_close(jax.jit(derivative(program))(x), jax.jit(derivative(plainly))(x))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_derivatives_keep_the_dtype_of_half_precision(dtype):
+    x, w = normal(N, 2).astype(dtype), positive(N).astype(dtype)
+    for federated, _ in REDUCTIONS.values():
+        loss = lambda x, f=federated: jnp.sum(fedpax.program(clients=N)(f)(x))
+        assert jax.eval_shape(jax.grad(loss), x).dtype == dtype
+    loss = lambda x, w: jnp.sum(weighted_mean(x, w))
+    by_value, by_weight = jax.jit(jax.grad(loss, argnums=(0, 1)))(x, w)
+    assert by_value.dtype == by_weight.dtype == dtype
+    w64 = np.asarray(w, np.float64)
+    expected = np.repeat((w64 / w64.sum())[:, None], 2, 1)
+    np.testing.assert_allclose(np.asarray(by_value, np.float64), expected, rtol=0.02)
+
+
+# ---- vmap
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_vmap_over_any_axis(name, axis):
+    federated, plain = REDUCTIONS[name]
+    shape = [N, 3]
+    shape.insert(axis, 4)
+    x = normal(*shape)
+    assert_close(
+        jax.vmap(fedpax.program(clients=N)(federated), in_axes=axis)(x),
+        jax.vmap(lambda x: plain(x, axis=0), in_axes=axis)(x),
+    )
+
+
+PLAIN_WEIGHTED = lambda x, w: jnp.tensordot(w, x, 1) / jnp.sum(w)
+
+
+@pytest.mark.parametrize("axes", [(0, 0), (1, 0), (2, 1), (None, 0), (0, None), (None, 1)])
+def test_vmap_over_values_or_weights_or_both(axes):
+    x, w = normal(N, 2), positive(N)
+    if axes[0] is not None:
+        x = normal(*np.insert(x.shape, axes[0], 3))
+    if axes[1] is not None:
+        w = positive(*np.insert(w.shape, axes[1], 3))
+    assert_close(jax.vmap(weighted_mean, axes)(x, w), jax.vmap(PLAIN_WEIGHTED, axes)(x, w))
+
+
+@pytest.mark.parametrize("outer", [(0, None), (None, 0), (0, 0)])
+@pytest.mark.parametrize("inner", [(0, 0), (None, 0), (0, None)])
+def test_vmap_of_vmap_keeps_weights_and_values_together(inner, outer):
+    # Batches of the size of each other: mixed up, they would give wrong numbers and no error.
+    x = normal(*[3] * ((inner[0] is not None) + (outer[0] is not None)), N)
+    w = positive(*[3] * ((inner[1] is not None) + (outer[1] is not None)), N)
+    twice = lambda f: jax.vmap(jax.vmap(f, inner), outer)
+    assert_close(twice(weighted_mean)(x, w), twice(PLAIN_WEIGHTED)(x, w))
+
+
+@pytest.mark.parametrize("derivative", [jax.jacfwd, jax.hessian])
+def test_derivatives_of_a_batch_with_weights_of_its_own(derivative):
+    x, w = normal(3, N), positive(3, N)
+    batched = lambda f: lambda x: jax.vmap(lambda x, w: f(x, w) ** 2)(x, w)
+    found = jax.jit(derivative(batched(weighted_mean)))(x)
+    assert_close(found, jax.jit(derivative(batched(PLAIN_WEIGHTED)))(x))

@@ -44,7 +44,8 @@ def data_parallel(
 
     Raises:
         TypeError: `islands` is no int.
-        ValueError: `islands` below 1; in a round, batches without an axis of size `islands`.
+        ValueError: `islands` below 1; in a round, batches without an axis of size `islands`, or
+            with several numbers of steps.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -80,8 +81,13 @@ def data_parallel(
             params = optax.apply_updates(state.params, updates)
             return DataParallelState(params, optimizer_state), metrics
 
-        steps = jax.tree.leaves(batches)[0].shape[1]
-        state, metrics = jax.lax.scan(step, state, jnp.arange(steps))
+        steps = {b.shape[1] for b in jax.tree.leaves(batches)}
+        if len(steps) > 1:  # an index past the end of the shorter ones would give their last batch
+            raise ValueError(
+                f"data_parallel: the leaves of batches have {sorted(steps)} steps, expected one "
+                "number. Give each the shape [islands, steps, batch, ...]."
+            )
+        state, metrics = jax.lax.scan(step, state, jnp.arange(*steps))
         return state, jax.tree.map(lambda m: jnp.mean(m.astype(jnp.float32)), metrics)
 
     return FederatedAlgorithm(init, data_parallel_round)

@@ -49,9 +49,7 @@ def test_the_model_has_one_to_three_million_parameters():
 
 def test_diloco_and_data_parallel_see_the_same_tokens():
     small = TrainingConfig(rounds=2, evaluate_every=0, checkpoint_every=0)
-    streams = [
-        dataclasses.replace(e(), training=small).build().batches for e in EXPERIMENTS[:2]
-    ]
+    streams = [dataclasses.replace(e(), training=small).build().batches for e in EXPERIMENTS[:2]]
     for first, second in itertools.islice(zip(*streams, strict=True), 2):
         jax.tree.map(np.testing.assert_array_equal, first, second)
 

@@ -1,0 +1,289 @@
+"""Every method with its settings for the tests, and the small random problem that they train.
+
+A new method joins `METHODS` and so has to pass the whole suite.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy_methods as reference
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fedpax.algorithms.data_parallel import data_parallel
+from fedpax.algorithms.diloco import diloco
+from fedpax.algorithms.fedavg import fedavg
+from fedpax.training.contract import FederatedAlgorithm
+from fedpax.training.shardings import state_shardings
+
+PARTICIPANTS, STEPS, BATCH, FEATURES, HIDDEN, CLASSES = 8, 3, 4, 6, 10, 5
+
+
+def loss_fn(params: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Cross-entropy of softmax(scale * (tanh(x W + b) V)); its aux holds a float and an int."""
+    params = jax.tree.map(gather, params)
+    hidden = jnp.tanh(batch["x"] @ params["kernel"] + params["bias"])
+    logits = params["scale"] * (hidden @ params["out"])
+    label = jax.nn.one_hot(batch["label"], CLASSES, dtype=logits.dtype)
+    loss = -jnp.mean(jnp.sum(label * jax.nn.log_softmax(logits), axis=-1))
+    return loss, {
+        "confidence": jnp.mean(jnp.max(jax.nn.softmax(logits), axis=-1)),
+        "correct": jnp.sum(jnp.argmax(logits, axis=-1) == batch["label"]),
+    }
+
+
+def gather(leaf: jax.Array) -> jax.Array:
+    """A whole parameter, where its type says that it is sharded (explicit axes)."""
+    if all(axis is None for axis in jax.typeof(leaf).sharding.spec):
+        return leaf
+    return jax.sharding.reshard(leaf, P(*[None] * leaf.ndim))
+
+
+# Hidden units and features are cut over fsdp.
+PARAMS = {"kernel": ("fsdp", None), "bias": ("fsdp",), "out": (None, None), "scale": ()}
+
+
+def random_params(seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng((seed, 0))
+    shapes = {
+        "kernel": (FEATURES, HIDDEN),
+        "bias": (HIDDEN,),
+        "out": (HIDDEN, CLASSES),
+        "scale": (),
+    }
+    params = {name: 0.5 * rng.normal(size=shape) for name, shape in shapes.items()}
+    return {name: np.float32(p) for name, p in (params | {"scale": 1 + params["scale"]}).items()}
+
+
+def random_rounds(
+    rounds: int, participants: int = PARTICIPANTS, steps: int = STEPS, seed: int = 0
+) -> list[dict[str, np.ndarray]]:
+    """Batches of several rounds, each `[participants, steps, batch, ...]`; participants differ."""
+    rng = np.random.default_rng((seed, 1))
+    shape = (rounds, participants, steps, BATCH)
+    center = rng.normal(size=(1, participants, 1, 1, FEATURES))
+    x = np.float32(rng.normal(size=(*shape, FEATURES)) + center)
+    label = np.int32(rng.integers(CLASSES, size=shape))
+    return [{"x": x[r], "label": label[r]} for r in range(rounds)]
+
+
+def random_weights(rounds: int, participants: int = PARTICIPANTS, seed: int = 0) -> np.ndarray:
+    """Numbers of examples, `[rounds, participants]`."""
+    rng = np.random.default_rng((seed, 2))
+    return rng.integers(1, 50, size=(rounds, participants)).astype(np.int32)
+
+
+class Rates(NamedTuple):
+    """The learning rates of a method: of its participants, and of its server if it has one."""
+
+    local: Any
+    server: Any
+
+
+class Method(NamedTuple):
+    """A method with settings, and the reference of the same settings."""
+
+    placement: str
+    rates: Rates
+    build: Callable[[int, Rates], FederatedAlgorithm]
+    refer: Callable[..., list[reference.Round]]  # (params, rounds, weights, rates)
+    weighted: bool = False
+
+    def algorithm(self, participants: int = PARTICIPANTS, rates: Rates | None = None):
+        return self.build(participants, rates or self.rates)
+
+    def reference(self, params: Any, rounds: Any, weights: Any, rates: Rates | None = None):
+        rates = rates or self.rates
+        params = {name: np.asarray(p, np.float64) for name, p in params.items()}
+        return self.refer(params, rounds, weights, rates)
+
+
+def _fedavg(rates: Rates, client: Callable, server: Callable | None, refer: tuple) -> Method:
+    """FedAvg with optimizers, and the reference's, that are functions of the rates."""
+    refer_client, refer_server = refer
+    return Method(
+        "clients",
+        rates,
+        lambda clients, r: fedavg(
+            loss_fn,
+            clients=clients,
+            client_optimizer=client(r.local),
+            server_optimizer=server and server(r.server),
+        ),
+        lambda x, rounds, n, r: reference.fedavg(
+            x, rounds, n, refer_client(r.local), refer_server and refer_server(r.server)
+        ),
+        weighted=True,
+    )
+
+
+METHODS = {
+    "FedAvg": _fedavg(Rates(0.2, None), optax.sgd, None, (reference.sgd, None)),
+    "FedAdam": _fedavg(
+        Rates(0.1, 0.05),
+        lambda rate: optax.sgd(rate, momentum=0.8),
+        lambda rate: optax.adam(rate, b1=0.9, b2=0.99, eps=1e-3),
+        (
+            lambda rate: reference.momentum(rate, 0.8),
+            lambda rate: reference.adam(rate, 0.9, 0.99, 1e-3),
+        ),
+    ),
+    "DiLoCo": Method(
+        "islands",
+        Rates(0.01, 0.5),
+        lambda islands, r: diloco(
+            loss_fn,
+            islands=islands,
+            inner_optimizer=optax.adamw(r.local, b1=0.9, b2=0.99, eps=1e-6, weight_decay=0.1),
+            outer_optimizer=optax.sgd(r.server, momentum=0.8, nesterov=True),
+        ),
+        lambda x, rounds, _, r: reference.diloco(
+            x, rounds, reference.adam(r.local, 0.9, 0.99, 1e-6, decay=0.1), r.server, 0.8
+        ),
+    ),
+    "data parallelism": Method(
+        "islands",
+        Rates(0.01, None),
+        lambda islands, r: data_parallel(
+            loss_fn,
+            islands=islands,
+            optimizer=optax.adamw(r.local, b1=0.9, b2=0.99, eps=1e-6, weight_decay=0.1),
+        ),
+        lambda x, rounds, _, r: reference.data_parallel(
+            x, rounds, reference.adam(r.local, 0.9, 0.99, 1e-6, decay=0.1)
+        ),
+    ),
+}
+
+
+# ---- meshes: the placement's axis over 8 devices, or over 4 and fsdp over 2; axes of each type
+
+_TYPES = {
+    "automatic": (AxisType.Auto, AxisType.Auto),
+    "explicit": (AxisType.Explicit, AxisType.Explicit),
+    "mixed": (AxisType.Explicit, AxisType.Auto),
+}
+MESHES = ("none", "8 automatic", "8 explicit", "4x2 automatic", "4x2 explicit", "4x2 mixed")
+
+
+def mesh_of(name: str, placement: str) -> Mesh | None:
+    """The mesh called `name`; "none" is no mesh, and one device."""
+    if name == "none":
+        return None
+    size, kind = name.split()
+    sizes = tuple(map(int, size.split("x")))
+    names = (placement, "fsdp")[: len(sizes)]
+    return jax.make_mesh(sizes, names, axis_types=_TYPES[kind][: len(sizes)])
+
+
+def use(mesh: Mesh | None) -> contextlib.AbstractContextManager:
+    """Sets the mesh, if there is one."""
+    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+
+
+def place(leaf: Any, mesh: Mesh | None, axes: Sequence[str | None]) -> jax.Array:
+    """Puts an array on the mesh, its dimensions cut over the axes that the mesh has."""
+    if mesh is None:
+        return jnp.asarray(leaf)
+    spec = [axis if axis in mesh.axis_names else None for axis in axes[: jnp.ndim(leaf)]]
+    return jax.device_put(leaf, NamedSharding(mesh, P(*spec)))
+
+
+def place_params(params: Any, mesh: Mesh | None) -> Any:
+    """Parameters, cut over fsdp."""
+    return {name: place(leaf, mesh, PARAMS[name]) for name, leaf in params.items()}
+
+
+def place_batches(batches: Any, mesh: Mesh | None, placement: str) -> Any:
+    """Participants over their axis, and each one's batch over fsdp."""
+    return jax.tree.map(lambda leaf: place(leaf, mesh, (placement, None, "fsdp")), batches)
+
+
+class Trainer(NamedTuple):
+    """A method on a mesh, its round compiled ahead: a state laid out otherwise is refused."""
+
+    method: Method
+    mesh: Mesh | None
+    algorithm: FederatedAlgorithm
+    round: jax.stages.Compiled  # donates the state
+
+    def start(self, params: Any) -> Any:
+        """The fresh state, laid out as its parameters are."""
+        with use(self.mesh):
+            return fresh_state(self.algorithm, self.method.placement, params, self.mesh)
+
+    def arguments(self, batches: Any, weights: Any) -> tuple:
+        """What a round takes besides the state, on the mesh."""
+        placed = place_batches((batches, np.int32(weights)), self.mesh, self.method.placement)
+        return placed if self.method.weighted else placed[:1]
+
+    def run(self, params: Any, rounds: Sequence[Any], weights: Sequence[Any]) -> list[tuple]:
+        """State and metrics after each round, as NumPy."""
+        state, history = self.start(params), []
+        with use(self.mesh):
+            for batches, n in zip(rounds, weights, strict=True):
+                state, metrics = self.round(state, *self.arguments(batches, n))
+                history.append(jax.device_get((state, metrics)))
+        return history
+
+
+def fresh_state(
+    algorithm: FederatedAlgorithm,
+    placement: str,
+    params: Any,
+    mesh: Mesh | None,
+    participants: int = PARTICIPANTS,
+) -> Any:
+    """`init`, with each parameter's sharding given to all that the state keeps for it."""
+    params = place_params(params, mesh)
+    if mesh is None:
+        return jax.jit(algorithm.init)(params)
+    shardings = state_shardings(
+        jax.eval_shape(algorithm.init, params),
+        params,
+        jax.tree.map(lambda p: p.sharding, params),
+        mesh,
+        placement=placement,
+        participants=participants,
+    )
+    return jax.jit(algorithm.init, out_shardings=shardings)(params)
+
+
+@functools.cache
+def trainer(name: str, mesh_name: str) -> Trainer:
+    """The method `name`, compiled for the mesh `mesh_name`; shared by the tests of a process."""
+    method = METHODS[name]
+    mesh = mesh_of(mesh_name, method.placement)
+    algorithm = method.algorithm()
+    with use(mesh):
+        state = fresh_state(algorithm, method.placement, random_params(), mesh)
+        placed = place_batches((random_rounds(1)[0], random_weights(1)[0]), mesh, method.placement)
+        arguments = placed if method.weighted else placed[:1]
+        compiled = jax.jit(algorithm.round, donate_argnums=0).lower(state, *arguments).compile()
+    return Trainer(method, mesh, algorithm, compiled)
+
+
+def run_eager(name: str, mesh_name: str, params: Any, rounds: Any, weights: Any) -> list[tuple]:
+    """State and metrics after each round, for one who writes no `jax.jit`."""
+    method = METHODS[name]
+    mesh = mesh_of(mesh_name, method.placement)
+    algorithm = method.algorithm()
+    history = []
+    with use(mesh):
+        state = algorithm.init(place_params(params, mesh))
+        for batches, n in zip(rounds, weights, strict=True):
+            batches, n = place_batches((batches, n), mesh, method.placement)
+            state, metrics = algorithm.round(state, batches, *([n] if method.weighted else []))
+            history.append((state, metrics))
+    return history
+
+
+def problem(rounds: int, seed: int = 0) -> tuple[Any, list, np.ndarray]:
+    """Random parameters, batches and weights of some rounds."""
+    return random_params(seed), random_rounds(rounds, seed=seed), random_weights(rounds, seed=seed)

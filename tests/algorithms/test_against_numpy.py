@@ -1,0 +1,39 @@
+"""Every method equals its NumPy reference on random data: eager and jitted, on every mesh."""
+
+import numpy as np
+import pytest
+from method_table import MESHES, METHODS, problem, run_eager, trainer
+
+# On one worker, where each method is compiled once for all of these tests.
+pytestmark = pytest.mark.xdist_group("algorithms")
+
+ROUNDS = 3
+# float32 against float64; atol is for entries that are themselves near 0.
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
+OFTEN = ("none", "4x2 automatic", "4x2 explicit")
+
+
+def check(history: list, expected: list) -> None:
+    assert len(history) == len(expected)
+    for (state, metrics), (params, expected_metrics) in zip(history, expected, strict=True):
+        assert metrics.keys() == expected_metrics.keys()
+        assert state.params.keys() == params.keys()
+        for got, want in ((state.params, params), (metrics, expected_metrics)):
+            for name in want:
+                np.testing.assert_allclose(got[name], want[name], err_msg=name, **TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "mesh", [m if m in OFTEN else pytest.param(m, marks=pytest.mark.slow) for m in MESHES]
+)
+@pytest.mark.parametrize("name", METHODS)
+def test_jitted(name: str, mesh: str):
+    check(trainer(name, mesh).run(*problem(ROUNDS)), METHODS[name].reference(*problem(ROUNDS)))
+
+
+@pytest.mark.parametrize(
+    "mesh", ["8 automatic", *[pytest.param(m, marks=pytest.mark.slow) for m in OFTEN]]
+)
+@pytest.mark.parametrize("name", METHODS)
+def test_eager(name: str, mesh: str):
+    check(run_eager(name, mesh, *problem(ROUNDS)), METHODS[name].reference(*problem(ROUNDS)))

@@ -1,0 +1,174 @@
+"""What a round sends, read from its compiled text: which collectives, where, how often."""
+
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import AxisType
+from method_table import (
+    METHODS,
+    STEPS,
+    fresh_state,
+    loss_fn,
+    mesh_of,
+    place_batches,
+    place_params,
+    problem,
+    trainer,
+    use,
+)
+
+from fedpax.algorithms.data_parallel import data_parallel
+from fedpax.algorithms.diloco import diloco
+from fedpax.parallel.collectives import Collective, collectives, placement_bytes
+from fedpax.parallel.mesh import make_mesh
+from fedpax.training.contract import FederatedAlgorithm
+
+# On one worker, where each method is compiled once for all of these tests.
+pytestmark = pytest.mark.xdist_group("algorithms")
+
+METRICS = 3
+# Of a model whose kernel and bias are cut over two devices.
+SHARDS = Counter({"f32[3,10]": 1, "f32[5]": 1, "f32[10,5]": 1})
+WHOLE = Counter({"f32[6,10]": 1, "f32[10]": 1, "f32[10,5]": 1})
+AT_THE_END = [name for name in METHODS if name != "data parallelism"]
+
+
+def between(name: str, mesh: str) -> list[Collective]:
+    """The collectives of a method's round along its placement's axis."""
+    it = trainer(name, mesh)
+    found = collectives(it.round.as_text(), it.mesh)
+    return [c for c in found if it.method.placement in c.axes]
+
+
+def check_operands(found: list[Collective], name: str, mesh: str) -> None:
+    """Every parameter once, each device its part, and a few scalars; one all-reduce or few."""
+    assert {c.kind for c in found} == {"all-reduce"}
+    assert {c.axes for c in found} == {(METHODS[name].placement,)}
+    shapes = Counter(shape for c in found for shape in c.shapes)
+    scalars = shapes.pop("f32[]")
+    model = WHOLE if mesh.startswith("8") else SHARDS
+    # On explicit axes jax 0.10 makes the operands of a partly manual shard_map whole.
+    if "explicit" in mesh and jax.__version_info__ < (0, 11):
+        assert shapes in (model, WHOLE)
+    else:
+        assert shapes == model
+    # The parameter that is a scalar, the metrics; a weighted mean may send its weight with each.
+    sent = 1 + METRICS
+    leaves = model.total() + sent
+    assert sent <= scalars <= (sent + leaves if METHODS[name].weighted else sent)
+    assert len(found) <= leaves
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "4x2 automatic",
+        "4x2 explicit",
+        *[pytest.param(f"8 {k}", marks=pytest.mark.slow) for k in ("automatic", "explicit")],
+    ],
+)
+@pytest.mark.parametrize("name", AT_THE_END)
+def test_participants_meet_once_a_round(name: str, mesh: str):
+    found = between(name, mesh)
+    assert all(c.executions == 1 and not c.in_loop for c in found)
+    check_operands(found, name, mesh)
+
+
+@pytest.mark.parametrize(
+    "mesh", ["4x2 automatic", "4x2 explicit", pytest.param("8 explicit", marks=pytest.mark.slow)]
+)
+def test_data_parallelism_meets_at_every_step(mesh: str):
+    found = between("data parallelism", mesh)
+    assert all(c.executions == STEPS and c.in_loop for c in found)
+    check_operands(found, "data parallelism", mesh)
+
+
+def test_diloco_sends_one_steps_bytes_a_round():
+    sent = {}
+    for name in ("DiLoCo", "data parallelism"):
+        it = trainer(name, "4x2 automatic")
+        sent[name] = placement_bytes(it.round.as_text(), it.mesh, "islands")
+    assert sent["data parallelism"] == STEPS * sent["DiLoCo"]
+    assert sent["DiLoCo"] == 4 * (30 + 5 + 50 + 1 + METRICS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["FedAvg", "DiLoCo"])
+def test_a_derivative_meets_outside_of_the_local_steps_too(name: str):
+    method = METHODS[name]
+    mesh = mesh_of("4x2 automatic", method.placement)
+    algorithm = method.algorithm()
+    params, (batches,), (weights,) = problem(1)
+
+    def loss(params, batches, *weights):
+        state, _ = algorithm.round(algorithm.init(params), batches, *weights)
+        _, metrics = algorithm.round(state, batches, *weights)
+        return metrics["loss"]
+
+    with use(mesh):
+        given = place_batches((batches, weights), mesh, method.placement)
+        arguments = (place_params(params, mesh), *given[: 1 + method.weighted])
+        text = jax.jit(jax.grad(loss)).lower(*arguments).compile().as_text()
+    found = [c for c in collectives(text, mesh) if method.placement in c.axes]
+    assert found
+    assert all(c.executions == 1 and not c.in_loop for c in found)
+
+
+# ---- one island: ordinary SPMD training
+
+optimizer = optax.adamw(0.01)
+
+
+def by_hand(state: tuple, batches: Any) -> tuple:
+    """A jitted scan over optax's steps, as one writes it without fedpax."""
+
+    def step(state, batch):
+        params, optimizer_state = state
+        (loss, aux), gradient = jax.value_and_grad(loss_fn, has_aux=True)(params, batch)
+        updates, optimizer_state = optimizer.update(gradient, optimizer_state, params)
+        return (optax.apply_updates(params, updates), optimizer_state), {**aux, "loss": loss}
+
+    state, metrics = jax.lax.scan(step, state, jax.tree.map(lambda b: b[0], batches))
+    return state, jax.tree.map(lambda m: jnp.mean(m.astype(jnp.float32)), metrics)
+
+
+PLAIN = FederatedAlgorithm(lambda params: (params, optimizer.init(params)), by_hand)
+ONE_ISLAND = (
+    data_parallel(loss_fn, islands=1, optimizer=optimizer),
+    diloco(loss_fn, islands=1, inner_optimizer=optimizer),
+)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kind"),
+    [
+        ({"fsdp": 2}, AxisType.Auto),
+        pytest.param({"islands": 1, "fsdp": 2}, AxisType.Auto, marks=pytest.mark.slow),
+        pytest.param({"fsdp": 2}, AxisType.Explicit, marks=pytest.mark.slow),
+        pytest.param({"islands": 1, "fsdp": 2}, AxisType.Explicit, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_one_island_compiles_to_what_one_writes_by_hand(sizes: dict[str, int], kind: AxisType):
+    mesh = make_mesh(devices=jax.devices()[:2], axis_types=kind, **sizes)
+    params, (batches,), _ = problem(1)
+    batches = jax.tree.map(lambda b: b[:1], batches)
+
+    def compiled(algorithm: FederatedAlgorithm) -> Counter:
+        with use(mesh):
+            state = fresh_state(algorithm, "islands", params, mesh, participants=1)
+            given = place_batches(batches, mesh, "islands")
+            text = (
+                jax.jit(algorithm.round, donate_argnums=0).lower(state, given).compile().as_text()
+            )
+        return Counter((c.kind, c.axes, c.shapes, c.executions) for c in collectives(text, mesh))
+
+    expected = compiled(PLAIN)
+    assert {kind for kind, *_ in expected} == {"all-gather", "all-reduce"}
+    assert {axes for _, axes, *_ in expected} == {("fsdp",)}
+    for algorithm in ONE_ISLAND:
+        assert compiled(algorithm) == expected

@@ -1,0 +1,206 @@
+"""What every algorithm has to keep to, whatever it computes: `FederatedAlgorithm`'s contract."""
+
+import jax
+import jax.numpy as jnp
+import method_table
+import numpy as np
+import optax
+import pytest
+from method_table import (
+    METHODS,
+    PARTICIPANTS,
+    loss_fn,
+    place_batches,
+    problem,
+    random_params,
+    random_rounds,
+    run_eager,
+    trainer,
+)
+
+from fedpax.algorithms.data_parallel import data_parallel
+from fedpax.algorithms.diloco import diloco
+from fedpax.algorithms.fedavg import fedavg
+from fedpax.training.contract import FederatedAlgorithm
+
+# On one worker, where each method is compiled once for all of these tests.
+pytestmark = pytest.mark.xdist_group("algorithms")
+
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
+
+every_method = pytest.mark.parametrize("name", METHODS)
+on_each_kind_of_mesh = pytest.mark.parametrize("mesh", ["none", "4x2 automatic", "4x2 explicit"])
+
+
+def assert_close(got, want) -> None:
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, **TOLERANCE), got, want)
+
+
+def assert_same(got, want) -> None:
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@on_each_kind_of_mesh
+@every_method
+def test_a_round_returns_a_state_like_the_one_it_was_given(name: str, mesh: str):
+    it = trainer(name, mesh)
+    params, (batches,), (weights,) = problem(1)
+    old = it.start(params)
+    kind = [(x.shape, x.dtype, x.weak_type, x.sharding) for x in jax.tree.leaves(old)]
+    new, _ = it.round(old, *it.arguments(batches, weights))
+    assert type(new) is type(old)
+    assert jax.tree.structure(new) == jax.tree.structure(old)
+    for leaf, (shape, dtype, weak_type, sharding) in zip(jax.tree.leaves(new), kind, strict=True):
+        assert (leaf.shape, leaf.dtype, leaf.weak_type) == (shape, dtype, weak_type)
+        assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+    assert jax.tree.structure(new.params) == jax.tree.structure(params)
+
+
+@on_each_kind_of_mesh
+@every_method
+def test_the_state_can_be_donated(name: str, mesh: str):
+    it = trainer(name, mesh)
+    params, (batches,), (weights,) = problem(1)
+    state = it.start(params)
+    held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
+    it.round(state, *it.arguments(batches, weights))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    assert it.round.memory_analysis().alias_size_in_bytes == held
+
+
+@every_method
+def test_jit_equals_eager(name: str):
+    assert_close(trainer(name, "none").run(*problem(2)), run_eager(name, "none", *problem(2)))
+
+
+@every_method
+def test_abstract_evaluation_agrees(name: str):
+    algorithm = METHODS[name].algorithm()
+    it = trainer(name, "none")
+    params, rounds, weights = problem(1)
+    state = it.start(params)
+    shapes = jax.eval_shape(algorithm.init, params)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), shapes
+    )
+    arguments = it.arguments(rounds[0], weights[0])
+    after = jax.eval_shape(algorithm.round, shapes, *arguments)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), it.round(state, *arguments)) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), after
+    )
+
+
+@on_each_kind_of_mesh
+@every_method
+def test_training_goes_on_from_a_checkpoint(name: str, mesh: str, tmp_path):
+    """Bit by bit, with everything that matters in the state's leaves."""
+    it = trainer(name, mesh)
+    params, rounds, weights = problem(3)
+    unbroken = it.run(params, rounds, weights)
+    saved, _ = unbroken[0]
+    np.savez(tmp_path / "state.npz", *jax.tree.leaves(saved))
+
+    with np.load(tmp_path / "state.npz") as file:
+        leaves = [file[key] for key in file.files]
+    fresh = it.start(random_params(seed=1))
+    state = jax.tree.unflatten(
+        jax.tree.structure(fresh),
+        [
+            jax.device_put(leaf, like.sharding)
+            for leaf, like in zip(leaves, jax.tree.leaves(fresh), strict=True)
+        ],
+    )
+    with method_table.use(it.mesh):
+        for batches, n in zip(rounds[1:], weights[1:], strict=True):
+            state, metrics = it.round(state, *it.arguments(batches, n))
+    assert_same((state, metrics), unbroken[-1])
+
+
+@every_method
+def test_metrics_are_scalars_with_the_loss_and_what_the_loss_function_reports(name: str):
+    for _, metrics in trainer(name, "4x2 automatic").run(*problem(2)):
+        assert metrics.keys() == {"loss", "confidence", "correct"}
+        assert all(m.shape == () and m.dtype == np.float32 for m in metrics.values())
+        assert 0 < metrics["loss"] < 5
+        assert 0.2 < metrics["confidence"] < 1
+        assert 0 <= metrics["correct"] <= method_table.BATCH
+
+
+@every_method
+def test_the_order_of_participants_does_not_matter(name: str):
+    """Participants that change places, with all they keep, change nothing else."""
+    it = trainer(name, "none")
+    params, rounds, weights = problem(2)
+    order = np.random.default_rng(0).permutation(PARTICIPANTS)
+    moved = [jax.tree.map(lambda b: b[order], batches) for batches in rounds]
+    kept = placed_leaves(name)
+    for (state, metrics), (other, other_metrics) in zip(
+        it.run(params, rounds, weights), it.run(params, moved, weights[:, order]), strict=True
+    ):
+        assert_close((state.params, metrics), (other.params, other_metrics))
+        assert_close(
+            [
+                leaf[order] if placed else leaf
+                for leaf, placed in zip(jax.tree.leaves(state), kept, strict=True)
+            ],
+            jax.tree.leaves(other),
+        )
+
+
+def placed_leaves(name: str) -> list[bool]:
+    """Which leaves of the state grow with the number of participants."""
+    few, many = (
+        jax.tree.leaves(jax.eval_shape(METHODS[name].algorithm(n).init, random_params()))
+        for n in (PARTICIPANTS, PARTICIPANTS + 1)
+    )
+    return [a.shape != b.shape for a, b in zip(few, many, strict=True)]
+
+
+def test_who_keeps_state():
+    assert not any(placed_leaves("FedAdam"))
+    assert not any(placed_leaves("data parallelism"))
+    # AdamW's count and its two moments of each of the four parameters.
+    assert sum(placed_leaves("DiLoCo")) == 1 + 2 * 4
+
+
+# ---- with one participant and a server that takes its result as it is
+
+
+def adamw() -> optax.GradientTransformation:
+    return optax.adamw(optax.linear_schedule(0.02, 0.002, 8), weight_decay=0.1)
+
+
+ALONE = {
+    "FedAvg": lambda: fedavg(loss_fn, clients=1, client_optimizer=adamw()),
+    "DiLoCo": lambda: diloco(
+        loss_fn, islands=1, inner_optimizer=adamw(), outer_optimizer=optax.sgd(1.0)
+    ),
+    "data parallelism": lambda: data_parallel(loss_fn, islands=1, optimizer=adamw()),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_one_participant_is_plain_local_training(name: str):
+    algorithm: FederatedAlgorithm = ALONE[name]()
+    params = jax.tree.map(jnp.asarray, random_params())
+    state, step = algorithm.init(params), jax.jit(algorithm.round)
+    optimizer = adamw()
+
+    @jax.jit
+    def plain(params, optimizer_state, batch):
+        (loss, aux), gradient = jax.value_and_grad(loss_fn, has_aux=True)(params, batch)
+        updates, optimizer_state = optimizer.update(gradient, optimizer_state, params)
+        return optax.apply_updates(params, updates), optimizer_state, {**aux, "loss": loss}
+
+    optimizer_state = optimizer.init(params)
+    for batches in random_rounds(2, participants=1):
+        state, metrics = step(state, place_batches(batches, None, ""))
+        if name == "FedAvg":  # its clients keep nothing
+            optimizer_state = optimizer.init(params)
+        reports = []
+        for t in range(method_table.STEPS):
+            batch = jax.tree.map(lambda b, t=t: b[0, t], batches)
+            params, optimizer_state, report = plain(params, optimizer_state, batch)
+            reports.append(report)
+        assert_close(state.params, params)
+        assert_close(metrics, jax.tree.map(lambda *ms: np.mean(ms), *reports))

@@ -1,0 +1,227 @@
+"""Models, batches and metrics of other kinds; input that is refused, and in which words."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import method_table
+import numpy as np
+import optax
+import pytest
+from method_table import METHODS, mesh_of, place_batches, place_params, problem, use
+
+from fedpax.algorithms.data_parallel import data_parallel
+from fedpax.algorithms.diloco import diloco
+from fedpax.algorithms.fedavg import fedavg
+from fedpax.parallel.mesh import make_mesh
+from fedpax.training.contract import FederatedAlgorithm
+
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
+ALGORITHMS = {
+    "FedAvg": lambda loss_fn, n: fedavg(loss_fn, clients=n, client_optimizer=optax.sgd(0.1)),
+    "DiLoCo": lambda loss_fn, n: diloco(loss_fn, islands=n, inner_optimizer=optax.adamw(0.1)),
+    "data parallelism": lambda loss_fn, n: data_parallel(
+        loss_fn, islands=n, optimizer=optax.adamw(0.1)
+    ),
+}
+every_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
+
+
+def assert_close(got: Any, want: Any) -> None:
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, **TOLERANCE), got, want)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh_name"),
+    [
+        ("DiLoCo", "none"),
+        *[
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("FedAdam", "none"),
+                ("data parallelism", "none"),
+                ("FedAdam", "4x2 explicit"),
+                ("DiLoCo", "4x2 automatic"),
+                ("data parallelism", "4x2 explicit"),
+            )
+        ],
+    ],
+)
+def test_bfloat16(name: str, mesh_name: str):
+    """The state keeps bfloat16, metrics are float32, and the training is the float32 one's."""
+    method = METHODS[name]
+    params, rounds, weights = problem(2)
+    mesh, algorithm = mesh_of(mesh_name, method.placement), method.algorithm()
+    step = jax.jit(algorithm.round)
+    with use(mesh):
+        small = place_params({k: p.astype(jnp.bfloat16) for k, p in params.items()}, mesh)
+        state = algorithm.init(small)
+        floats = [leaf for leaf in jax.tree.leaves(state) if leaf.dtype != jnp.int32]
+        assert {leaf.dtype for leaf in floats} == {jnp.dtype(jnp.bfloat16)}
+        for batches, n in zip(rounds, weights, strict=True):
+            batches = {**batches, "x": batches["x"].astype(jnp.bfloat16)}
+            batches, n = place_batches((batches, n), mesh, method.placement)
+            new, metrics = step(state, batches, *([n] if method.weighted else []))
+            assert jax.tree.map(jnp.dtype, jax.tree.map(lambda x: x.dtype, new)) == jax.tree.map(
+                lambda x: x.dtype, state
+            )
+            state = new
+    assert {m.dtype for m in metrics.values()} == {jnp.dtype(jnp.float32)}
+    (wanted, wanted_metrics) = method.reference(params, rounds, weights)[-1]
+    for leaf, want in wanted.items():
+        moved = np.abs(want - params[leaf]).max()
+        assert moved > 0.02
+        # bfloat16 has 8 bits: a parameter near 1 is rounded by 0.004 at each of some steps.
+        np.testing.assert_allclose(np.float32(state.params[leaf]), want, atol=0.03, rtol=0.03)
+    np.testing.assert_allclose(metrics["loss"], wanted_metrics["loss"], rtol=0.03)
+
+
+# ---- a model of one vector, quick to compile
+
+
+def tokens_loss(params: Any, batch: Any) -> tuple[jax.Array, dict[str, Any]]:
+    """Batches of integers alone; aux of an int, a bool and a Python number."""
+    vectors = params["embedding"][batch["tokens"]]
+    loss = jnp.mean((vectors.sum(-1) - params["shift"]) ** 2 * batch["mask"])
+    return loss, {
+        "tokens": jnp.sum(batch["mask"]),
+        "odd": jnp.sum(batch["tokens"]) % 2 == 1,
+        "constant": 2.5,
+    }
+
+
+@every_algorithm
+def test_integer_batches_and_metrics_of_any_type(name: str):
+    rng = np.random.default_rng(0)
+    batches = {
+        "tokens": rng.integers(0, 16, size=(4, 3, 2, 5)).astype(np.int32),
+        "mask": rng.integers(0, 2, size=(4, 3, 2, 5)).astype(np.uint8),
+    }
+    params = {"embedding": jnp.asarray(rng.normal(size=(16, 3)), jnp.float32), "shift": 0.5}
+    params["shift"] = jnp.float32(params["shift"])
+    algorithm = ALGORITHMS[name](tokens_loss, 4)
+    state, metrics = algorithm.round(algorithm.init(params), batches)
+    assert np.abs(state.params["embedding"] - params["embedding"]).max() > 1e-3
+    assert all(m.dtype == jnp.float32 and m.shape == () for m in metrics.values())
+    odd = batches["tokens"].sum((2, 3)) % 2 == 1
+    assert 0 < odd.mean() < 1
+    expected = {"tokens": batches["mask"].sum((2, 3)).mean(), "odd": odd.mean(), "constant": 2.5}
+    for key, value in expected.items():
+        np.testing.assert_allclose(metrics[key], value, rtol=1e-6)
+
+
+def noisy_loss(params: Any, batch: Any) -> tuple[jax.Array, dict[str, Any]]:
+    (w, b), nothing = params["layers"]
+    assert nothing is None
+    x, key_or_noise = batch
+    noise = key_or_noise
+    if jnp.issubdtype(noise.dtype, jax.dtypes.prng_key):
+        noise = jax.random.normal(noise, x.shape)
+    return jnp.mean((x @ w + b + noise @ w) ** 2), {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh_name", ["none", "4x2 automatic", "4x2 explicit"])
+@every_algorithm
+def test_random_keys_in_batches_and_nested_trees(name: str, mesh_name: str):
+    """A key a step, such as dropout's, gives what its noise itself gives."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(4, 3, 2, 5)), jnp.float32)
+    keys = jax.random.split(jax.random.key(3), (4, 3))
+    noise = jax.vmap(jax.vmap(lambda key: jax.random.normal(key, (2, 5))))(keys)
+    w, b = rng.normal(size=5), rng.normal()
+    params = {"layers": ((jnp.asarray(w, jnp.float32), jnp.float32(b)), None)}
+    algorithm = ALGORITHMS[name](noisy_loss, 4)
+    mesh = mesh_of(mesh_name, METHODS[name].placement)
+    with use(mesh):
+        state = algorithm.init(params)
+        found = algorithm.round(state, (x, keys))
+        expected = algorithm.round(state, (x, noise))
+    assert_close(found, expected)
+    assert jax.tree.structure(found[0].params) == jax.tree.structure(params)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
+def test_several_models_at_once(name: str):
+    """`vmap` over the models gives what each gives alone."""
+    method = METHODS[name]
+    algorithm = method.algorithm()
+    _, (batches,), (weights,) = problem(1)
+    models = [method_table.random_params(seed) for seed in (0, 1, 2)]
+    arguments = (batches, weights)[: 1 + method.weighted]
+
+    def train(params):
+        return algorithm.round(algorithm.init(params), *arguments)
+
+    together = jax.jit(jax.vmap(train))(jax.tree.map(lambda *p: np.stack(p), *models))
+    for i, params in enumerate(models):
+        (alone,) = method_table.trainer(name, "none").run(params, [batches], [weights])
+        assert_close(jax.tree.map(lambda leaf, i=i: leaf[i], together), alone)
+
+
+# ---- refused
+
+
+def line(params: Any, batch: Any) -> tuple[jax.Array, dict[str, Any]]:
+    return jnp.mean((params * batch["x"] - batch["y"]) ** 2), {}
+
+
+def small(name: str, n: int = 4) -> tuple[FederatedAlgorithm, Any]:
+    algorithm = ALGORITHMS[name](line, n)
+    return algorithm, algorithm.init(jnp.float32(1.0))
+
+
+def batch(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("batches", "words"),
+    [
+        ({"x": batch(3, 2, 5), "y": batch(3, 2, 5)}, r"\['x'\].*leading axis of size 4"),
+        ({"x": batch(4, 2, 5), "y": batch(5, 2, 5)}, r"\['y'\].*leading axis of size 4"),
+    ],
+    ids=["all leaves", "one leaf"],
+)
+@every_algorithm
+def test_batches_of_another_number_of_participants(name: str, batches: Any, words: str):
+    algorithm, state = small(name)
+    with pytest.raises(ValueError, match=words):
+        algorithm.round(state, batches)
+
+
+@every_algorithm
+def test_batches_of_different_numbers_of_steps(name: str):
+    algorithm, state = small(name)
+    with pytest.raises(ValueError, match=r"3.*\b2\b|\b2\b.*3"):
+        algorithm.round(state, {"x": batch(4, 3, 5), "y": batch(4, 2, 5)})
+
+
+@pytest.mark.parametrize("axis", ["fsdp only", "placement"])
+@every_algorithm
+def test_a_mesh_that_does_not_divide_the_participants(name: str, axis: str):
+    """It is refused only where the participants are laid out over it."""
+    algorithm, state = small(name, n=6)
+    batches = {"x": batch(6, 2, 5), "y": batch(6, 2, 5)}
+    if axis == "placement":
+        mesh = make_mesh(**{METHODS[name].placement: 4, "fsdp": 2})
+        with use(mesh), pytest.raises(ValueError, match="Use 4 or 8 participants"):
+            algorithm.round(state, batches)
+    else:
+        with use(make_mesh(fsdp=8)):
+            found = algorithm.round(state, batches)
+        assert_close(found, algorithm.round(state, batches))
+
+
+@pytest.mark.parametrize(
+    ("participants", "error", "words"),
+    [
+        (0, ValueError, "=0, expected at least one participant"),
+        (4.0, TypeError, "=4.0 of type float, expected an int"),
+    ],
+)
+@every_algorithm
+def test_a_number_of_participants_that_is_none(name, participants, error, words):
+    with pytest.raises(error, match=words):
+        ALGORITHMS[name](line, participants)

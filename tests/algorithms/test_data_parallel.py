@@ -1,0 +1,36 @@
+"""Data parallelism's own: how examples are divided over islands does not matter."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from method_table import METHODS, PARTICIPANTS, loss_fn, problem, trainer
+
+from fedpax.algorithms.data_parallel import data_parallel
+
+# On one worker, where each method is compiled once for all of these tests.
+pytestmark = pytest.mark.xdist_group("algorithms")
+
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+def test_islands_are_one_large_batch():
+    params, rounds, weights = problem(2)
+    history = trainer("data parallelism", "4x2 automatic").run(params, rounds, weights)
+    rate = METHODS["data parallelism"].rates.local
+    optimizer = optax.adamw(rate, b1=0.9, b2=0.99, eps=1e-6, weight_decay=0.1)
+    algorithm = data_parallel(loss_fn, islands=1, optimizer=optimizer)
+    state, step = algorithm.init(jax.tree.map(jnp.asarray, params)), jax.jit(algorithm.round)
+
+    def joined(leaf):
+        """[islands, steps, batch, ...] -> [1, steps, islands * batch, ...]"""
+        return np.concatenate(leaf, axis=1)[None]
+
+    for batches, (wanted, metrics) in zip(rounds, history, strict=True):
+        state, found = step(state, jax.tree.map(joined, batches))
+        jax.tree.map(
+            lambda g, w: np.testing.assert_allclose(g, w, **TOLERANCE), state.params, wanted.params
+        )
+        for name, of_all in (("loss", 1), ("confidence", 1), ("correct", PARTICIPANTS)):
+            np.testing.assert_allclose(found[name], of_all * metrics[name], **TOLERANCE)

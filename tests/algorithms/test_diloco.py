@@ -1,0 +1,86 @@
+"""DiLoCo's own: its default settings, what stays on an island, and where it meets other methods."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy_methods as reference
+import optax
+import pytest
+from method_table import PARTICIPANTS, STEPS, loss_fn, problem, random_rounds, trainer
+
+from fedpax.algorithms.data_parallel import data_parallel
+from fedpax.algorithms.diloco import diloco
+
+# On one worker, where each method is compiled once for all of these tests.
+pytestmark = pytest.mark.xdist_group("algorithms")
+
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+def assert_close(got: Any, want: Any) -> None:
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, **TOLERANCE), got, want)
+
+
+def test_default_outer_optimizer_and_the_scaling_laws_inner_one():
+    """Nesterov with 0.7 and 0.9; clipping and a cosine that goes on through all rounds."""
+    rounds, clip, peak = 3, 3.0, 0.02
+    schedule = optax.cosine_decay_schedule(peak, rounds * STEPS, alpha=0.05)
+    inner = optax.chain(
+        optax.clip_by_global_norm(clip),
+        optax.adamw(schedule, b1=0.9, b2=0.99, eps=1e-6, weight_decay=0.1),
+    )
+
+    def rate(step: int) -> float:
+        return peak * (0.05 + 0.95 * (1 + np.cos(np.pi * step / (rounds * STEPS))) / 2)
+
+    params, batches, _ = problem(rounds)
+    x = {name: np.float64(p) for name, p in params.items()}
+    plain = reference.adam(rate, 0.9, 0.99, 1e-6, decay=0.1, clip=clip)
+    expected = reference.diloco(x, batches, plain, eta=0.7, beta=0.9)
+
+    norms = [
+        np.sqrt(sum(np.sum(g**2) for g in gradient.values()))
+        for i in range(PARTICIPANTS)
+        for gradient, _ in [
+            reference.gradient_and_metrics(x, reference.participant(batches[0], i)[0])
+        ]
+    ]
+    assert min(norms) < clip < max(norms)  # some are clipped, some are not
+
+    algorithm = diloco(loss_fn, islands=PARTICIPANTS, inner_optimizer=inner)
+    state, step = algorithm.init(jax.tree.map(jnp.asarray, params)), jax.jit(algorithm.round)
+    for given, wanted in zip(batches, expected, strict=True):
+        state, metrics = step(state, given)
+        assert_close((state.params, metrics), wanted)
+
+
+def test_an_islands_optimizer_stays_where_it_is():
+    params, rounds, weights = problem(2)
+    (first, _), (second, _) = trainer("DiLoCo", "4x2 automatic").run(params, rounds, weights)
+    for n, state in enumerate((first, second), start=1):
+        adam = state.inner_optimizer[0]
+        np.testing.assert_array_equal(adam.count, [n * STEPS] * PARTICIPANTS)
+        kernel = adam.mu["kernel"]
+        apart = np.abs(kernel[:, None] - kernel[None]).max(axis=(2, 3))
+        assert np.all(apart[~np.eye(PARTICIPANTS, dtype=bool)] > 1e-4)
+
+
+def test_with_one_inner_step_of_sgd_it_is_data_parallelism():
+    rate = 0.3
+    once = diloco(
+        loss_fn,
+        islands=4,
+        inner_optimizer=optax.sgd(rate),
+        outer_optimizer=optax.sgd(1.0),
+    )
+    always = data_parallel(loss_fn, islands=4, optimizer=optax.sgd(rate))
+    params, _, _ = problem(1)
+    params = jax.tree.map(jnp.asarray, params)
+    state, other = once.init(params), always.init(params)
+    step, other_step = jax.jit(once.round), jax.jit(always.round)
+    for batches in random_rounds(3, participants=4, steps=1):
+        state, metrics = step(state, batches)
+        other, other_metrics = other_step(other, batches)
+        assert_close((state.params, metrics), (other.params, other_metrics))

@@ -1,0 +1,151 @@
+"""FedAvg's own: weights, server optimizers, how many clients run at once."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy_methods as reference
+import optax
+import pytest
+from method_table import (
+    METHODS,
+    PARTICIPANTS,
+    loss_fn,
+    mesh_of,
+    place_batches,
+    place_params,
+    problem,
+    trainer,
+    use,
+)
+
+from fedpax.algorithms.fedavg import fedavg
+
+# On one worker, where each method is compiled once for all of these tests.
+pytestmark = pytest.mark.xdist_group("algorithms")
+
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
+FEDERATED = [name for name, method in METHODS.items() if method.weighted]
+
+
+def assert_close(got: Any, want: Any) -> None:
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, **TOLERANCE), got, want)
+
+
+@pytest.mark.parametrize(
+    ("server", "expected"),
+    [
+        pytest.param(optax.sgd(0.7, momentum=0.9), reference.momentum(0.7, 0.9), id="FedAvgM"),
+        pytest.param(
+            optax.yogi(0.05, b1=0.9, b2=0.99, eps=1e-3),
+            reference.yogi(0.05, 0.9, 0.99, 1e-3),
+            id="FedYogi",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            optax.adagrad(0.1), reference.adagrad(0.1), id="FedAdagrad", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_other_server_optimizers(server: Any, expected: reference.Optimizer):
+    params, rounds, weights = problem(3)
+    algorithm = fedavg(
+        loss_fn,
+        clients=PARTICIPANTS,
+        client_optimizer=optax.sgd(0.2),
+        server_optimizer=server,
+    )
+    step, state = jax.jit(algorithm.round), algorithm.init(jax.tree.map(jnp.asarray, params))
+    x = {name: np.float64(p) for name, p in params.items()}
+    history = reference.fedavg(x, rounds, weights, reference.sgd(0.2), expected)
+    for batches, n, (wanted, metrics) in zip(rounds, weights, history, strict=True):
+        state, found = step(state, batches, n)
+        assert_close((state.params, found), (wanted, metrics))
+
+
+@pytest.mark.parametrize(
+    ("mesh_name", "clients_per_step"),
+    [
+        ("none", 3),  # two chunks of 3, and 2 clients left
+        ("4x2 automatic", 1),
+        *[
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("none", 1), ("none", "auto"), ("4x2 explicit", 1), ("8 explicit", "auto"))
+        ],
+    ],
+)
+def test_clients_per_step_changes_nothing(mesh_name: str, clients_per_step: int | str):
+    params, (batches,), (weights,) = problem(1)
+    ((state, metrics),) = trainer("FedAvg", "none").run(params, [batches], [weights])
+    algorithm = fedavg(
+        loss_fn,
+        clients=PARTICIPANTS,
+        client_optimizer=optax.sgd(METHODS["FedAvg"].rates.local),
+        clients_per_step=clients_per_step,
+    )
+    mesh = mesh_of(mesh_name, "clients")
+    with use(mesh):
+        fresh = algorithm.init(place_params(params, mesh))
+        given = place_batches((batches, weights), mesh, "clients")
+        found = algorithm.round(fresh, *given)
+    assert_close((found[0].params, found[1]), (state.params, metrics))
+
+
+def test_no_weights_weigh_all_alike():
+    params, (batches,), _ = problem(1)
+    ((state, metrics),) = trainer("FedAvg", "none").run(params, [batches], [[7] * PARTICIPANTS])
+    algorithm = METHODS["FedAvg"].algorithm()
+    found = algorithm.round(algorithm.init(jax.tree.map(jnp.asarray, params)), batches)
+    assert_close((found[0].params, found[1]), (state.params, metrics))
+
+
+def test_only_the_ratios_of_weights_matter():
+    params, rounds, weights = problem(2)
+    it = trainer("FedAvg", "none")
+    assert_close(it.run(params, rounds, weights), it.run(params, rounds, 12 * weights))
+
+
+@pytest.mark.parametrize("mesh_name", ["none", "4x2 automatic", "4x2 explicit"])
+@pytest.mark.parametrize("name", FEDERATED)
+def test_a_client_of_weight_zero_is_as_good_as_absent(name: str, mesh_name: str):
+    params, rounds, weights = problem(2)
+    weights[:, [1, 6]] = 0
+    history = trainer(name, mesh_name).run(params, rounds, weights)
+    others = [i for i in range(PARTICIPANTS) if i not in (1, 6)]
+    fewer = [jax.tree.map(lambda b: b[others], batches) for batches in rounds]
+    expected = METHODS[name].reference(params, fewer, weights[:, others])
+    for (state, metrics), wanted in zip(history, expected, strict=True):
+        assert_close((state.params, metrics), wanted)
+
+
+@pytest.mark.parametrize("mesh_name", ["none", "4x2 automatic"])
+@pytest.mark.parametrize("name", FEDERATED)
+def test_a_round_without_examples(name: str, mesh_name: str):
+    """A plain mean stays where it is, a server with momentum goes on along it."""
+    params, rounds, weights = problem(3)
+    weights[1] = 0
+    history = trainer(name, mesh_name).run(params, rounds, weights)
+    for (state, metrics), wanted in zip(
+        history, METHODS[name].reference(params, rounds, weights), strict=True
+    ):
+        assert_close((state.params, metrics), wanted)
+    (first, _), (second, nothing), _ = history
+    assert all(metric == 0 for metric in nothing.values())
+    moved = np.abs(second.params["kernel"] - first.params["kernel"]).max()
+    assert moved > 1e-3 if name == "FedAdam" else moved == 0
+
+
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        (np.ones(PARTICIPANTS - 1), rf"weights has shape \(7,\), expected \({PARTICIPANTS},\)"),
+        (np.ones((PARTICIPANTS, 1)), "one number for each of the clients"),
+        ({"weights": [1, 2]}, "one number for each of the clients"),
+    ],
+)
+def test_weights_of_another_shape_are_refused(weights: Any, words: str):
+    params, (batches,), _ = problem(1)
+    algorithm = METHODS["FedAvg"].algorithm()
+    with pytest.raises(ValueError, match=words):
+        algorithm.round(algorithm.init(params), batches, weights)

@@ -2,8 +2,8 @@
 
 import base64
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from fedpax.training.contract import Params, State
 FOLDER = "checkpoints"
 
 
-class Checkpoints:
+class Checkpoints(AbstractContextManager["Checkpoints"]):
     """The checkpoints in a run's folder; a context manager.
 
     Saving is asynchronous: the arrays are copied to the host, the rest goes on beside the
@@ -99,16 +99,7 @@ class Checkpoints:
         """Waits until everything that was saved is on the disk."""
         self._manager.wait_until_finished()
 
-    def __enter__(self) -> "Checkpoints":
-        """Returns itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Waits for what is being written, and closes."""
         self._manager.close()
 

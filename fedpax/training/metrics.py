@@ -4,8 +4,8 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from tensorboardX import SummaryWriter
@@ -60,7 +60,7 @@ def select(lines: Iterable[Mapping[str, Any]], kind: str) -> list[Mapping[str, A
     return [line for line in lines if line["kind"] == kind]
 
 
-class MetricsWriter:
+class MetricsWriter(AbstractContextManager["MetricsWriter"]):
     """Appends to ``metrics.jsonl`` and to TensorBoard's files; a context manager.
 
     Opened for a run that goes on after round ``r``, it first cuts every line of a later round, so
@@ -112,16 +112,7 @@ class MetricsWriter:
             os.fsync(self._file.fileno())
             self._tensorboard.flush()
 
-    def __enter__(self) -> "MetricsWriter":
-        """Returns itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Closes the files."""
         if self._writes:
             self._file.close()

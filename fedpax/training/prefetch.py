@@ -1,7 +1,7 @@
 """Prepares the next round's batches on a thread while the devices work on this round's."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -9,7 +9,7 @@ import jax
 from fedpax.training.experiment import BatchStream
 
 
-class Prefetch:
+class Prefetch(AbstractContextManager["Prefetch"]):
     """Draws rounds of batches one ahead, each with the stream's state just after it.
 
     The stream itself runs ahead of the training; what a checkpoint needs is where the stream
@@ -90,16 +90,7 @@ class Prefetch:
         batches = next(self._stream)
         return place(batches, self._sharding), self._stream.get_state()
 
-    def __enter__(self) -> "Prefetch":
-        """Returns itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Stops the thread, after the batches that it is preparing."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 

@@ -3,14 +3,14 @@
 import sys
 import time
 from collections.abc import Mapping
-from types import TracebackType
+from contextlib import AbstractContextManager
 
 from tqdm import tqdm
 
 SECONDS_BETWEEN_LINES = 10.0
 
 
-class Progress:
+class Progress(AbstractContextManager["Progress"]):
     """A progress bar with loss, tokens/s and time left on standard error; a context manager.
 
     Where standard error is not a terminal, it prints a line at each evaluation and otherwise at
@@ -79,16 +79,7 @@ class Progress:
         seconds = (time.perf_counter() - started) / (number - first) * (self._rounds - number)
         return f", {tqdm.format_interval(seconds)} left"
 
-    def __enter__(self) -> "Progress":
-        """Returns itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Leaves the bar as it stands."""
         if self._bar is not None:
             self._bar.close()

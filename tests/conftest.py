@@ -1,6 +1,7 @@
 """Eight simulated CPU devices, and the meshes that the tests share."""
 
 import os
+import tempfile
 from collections.abc import Callable
 
 import hypothesis
@@ -14,6 +15,11 @@ from fedpax.parallel.simulation import simulate_devices
 os.environ["JAX_PLATFORMS"] = "cpu"
 jax.config.update("jax_platforms", "cpu")
 simulate_devices(8)
+
+# Datasets are prepared anew, in one folder for all workers, and by the code under test.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _data_dir = tempfile.TemporaryDirectory(prefix="fedpax-tests-")
+    os.environ["TFDS_DATA_DIR"] = _data_dir.name
 
 # JAX compiles at the first example, so a deadline would measure the compiler.
 hypothesis.settings.register_profile("fedpax", deadline=None, max_examples=20)

@@ -28,6 +28,7 @@ class TextConfig:
         local_steps: optimizer steps of an island in a round, H.
         batch: rows in a step of an island.
         length: tokens in a row.
+        heldout_batch: rows that an island evaluates at once.
         heldout_tokens: tokens to evaluate on; None takes the whole split.
         seed: chooses the islands' documents and their order.
         data_dir: the folder of prepared data sets; None is the data sets' own default.
@@ -39,6 +40,7 @@ class TextConfig:
     local_steps: int = 20
     batch: int = 8
     length: int = 128
+    heldout_batch: int = 16
     heldout_tokens: int | None = 65_536
     seed: int = 0
     data_dir: str | None = None
@@ -113,7 +115,7 @@ class TextExperiment(Experiment):
         )
         heldout = heldout_batches(
             load(data.dataset, data.heldout_split, data_dir=data.data_dir),
-            batch=data.batch,
+            batch=data.heldout_batch,
             length=data.length,
             max_tokens=data.heldout_tokens,
             field=data.field,
@@ -124,9 +126,11 @@ class TextExperiment(Experiment):
         def loss_fn(params: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
             return with_counts(params, batch)[0], {}  # packed rows: all steps count as many tokens
 
-        rows = partition_spec(("batch",), mesh, shape=(data.batch,))
-        island_axis = "islands" if "islands" in mesh.axis_names else None
-        placed = NamedSharding(mesh, PartitionSpec(island_axis, None, *rows))
+        def placed(rows: int) -> NamedSharding:
+            island_axis = "islands" if "islands" in mesh.axis_names else None
+            over_rows = partition_spec(("batch",), mesh, shape=(rows,))
+            return NamedSharding(mesh, PartitionSpec(island_axis, None, *over_rows))
+
         steps = self.training.rounds * data.local_steps
         return Run(
             algorithm=self.method(loss_fn, self.optimizer.make(steps)),
@@ -137,14 +141,14 @@ class TextExperiment(Experiment):
                 heldout,
                 placement="islands",
                 participants=self.islands,
-                sharding=placed,
+                sharding=placed(data.heldout_batch),
             ),
             mesh=mesh,
             shardings=Shardings(
                 params=shardings(
                     model.logical, jax.eval_shape(model.init, jax.random.key(0)), mesh
                 ),
-                batches=placed,
+                batches=placed(data.batch),
             ),
             tokens_per_round=batches.tokens_per_round,
             placement="islands",

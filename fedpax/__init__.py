@@ -10,10 +10,12 @@ from fedpax.primitives import (
     federated_sum,
     program,
 )
+from fedpax.transforms import explain
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "explain",
     "federated_broadcast",
     "federated_map",
     "federated_max",

@@ -63,13 +63,12 @@ def next_token_loss(apply: Callable[..., jax.Array]) -> LossFunction:
       `positions` and `mask` (float32, 0 where a target does not count).
 
     Example:
-      >>> from fedpax.models.transformer import TransformerConfig, transformer
-      >>> model = transformer(TransformerConfig(layers=1, width=32, heads=2))
+      >>> def bigrams(params, tokens, segments, positions):
+      ...     return params[tokens]
       >>> text = jnp.frombuffer(b"to be or not to be", jnp.uint8).astype(int)[None]
       >>> batch = {"inputs": text[:, :-1], "targets": text[:, 1:]}
-      >>> params = model.init(jax.random.key(0))
-      >>> loss, aux = next_token_loss(model.apply)(params, batch)
-      >>> bool(jnp.isclose(loss, jnp.log(256), rtol=0.1)), int(aux["tokens"])
+      >>> loss, aux = next_token_loss(bigrams)(jnp.zeros((256, 256)), batch)
+      >>> bool(jnp.isclose(loss, jnp.log(256))), int(aux["tokens"])
       (True, 17)
     """
 

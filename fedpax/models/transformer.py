@@ -172,7 +172,10 @@ class Transformer(nnx.Module):
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.config = config
         self.embedding = normal(
-            rngs, (config.vocabulary, config.width), 0.02, ("vocabulary", "embed")
+            rngs,
+            (config.vocabulary, config.width),
+            config.width**-0.5,
+            ("vocabulary", "embed"),
         )
         self.layers = _stack(functools.partial(Layer, config), config.layers, rngs)
         self.final_norm = RMSNorm(config.width)
@@ -205,7 +208,8 @@ class Transformer(nnx.Module):
         x = table.at[tokens].get(
             out_sharding=explicit_spec(("batch", "sequence", None), (*tokens.shape, config.width))
         )
-        x = constrain(x, ("batch", "sequence", None))
+        # The table's scale suits the logits; features between layers are of order 1.
+        x = constrain(x, ("batch", "sequence", None)) * config.width**0.5
 
         graph, stacked = nnx.split(self.layers)
 

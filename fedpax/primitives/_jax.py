@@ -13,24 +13,42 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, jaxpr_as_fun
+from jax.extend.core import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Primitive,
+    Var,
+    jaxpr_as_fun,
+)
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 __all__ = [
     "ClosedJaxpr",
+    "Jaxpr",
+    "JaxprEqn",
+    "Literal",
     "Primitive",
+    "Var",
     "Zero",
     "asks_for",
+    "aval_of",
     "define",
     "depends",
     "evaluate",
+    "inner_jaxprs",
     "is_linear",
     "is_zero",
+    "live",
     "prune",
+    "rebind",
     "register_pruning",
     "residual_sources",
+    "set_implementation",
+    "skip_last",
     "trace",
     "with_manual_axis",
     "zero_tangent",
@@ -77,10 +95,7 @@ def define(
             for the linear arguments.
     """
     primitive.def_effectful_abstract_eval(abstract)
-    primitive.def_impl(functools.partial(_run_jitted, implementation))
-    mlir.register_lowering(
-        primitive, mlir.lower_fun(implementation, multiple_results=primitive.multiple_results)
-    )
+    set_implementation(primitive, implementation)
     ad.primitive_jvps[primitive] = jvp
     if transpose is not None:
         ad.primitive_transposes[primitive] = transpose
@@ -92,6 +107,14 @@ def define(
         return batch(axis, args, dims, **params)
 
     batching.fancy_primitive_batchers[primitive] = batch_rule
+
+
+def set_implementation(primitive: Primitive, implementation: Callable) -> None:
+    """Registers what a primitive lowers to, instead of what it lowered to before."""
+    primitive.def_impl(functools.partial(_run_jitted, implementation))
+    mlir.register_lowering(
+        primitive, mlir.lower_fun(implementation, multiple_results=primitive.multiple_results)
+    )
 
 
 def _run_jitted(implementation: Callable, *args, **params):
@@ -176,12 +199,61 @@ def residual_sources(jaxpr: ClosedJaxpr, outputs: int) -> tuple[list[tuple[str, 
     return sources, extra
 
 
+def skip_last(
+    jaxpr: ClosedJaxpr, outputs: int, primitive: Primitive
+) -> tuple[ClosedJaxpr, list[JaxprEqn | None]]:
+    """Leaves out a primitive where it is the last step to an output after the first `outputs`.
+
+    Returns:
+        The jaxpr, in which such an output is the primitive's argument, and for each of the outputs
+        after the first `outputs` the equation that makes the former output of it, or None.
+    """
+    makers = {e.outvars[0]: e for e in jaxpr.jaxpr.eqns if e.primitive is primitive}
+    changed, skipped = list(jaxpr.jaxpr.outvars), []
+    for i, v in enumerate(jaxpr.jaxpr.outvars[outputs:], outputs):
+        eqn = None if isinstance(v, Literal) else makers.get(v)
+        skipped.append(eqn)
+        changed[i] = v if eqn is None else eqn.invars[0]
+    return ClosedJaxpr(jaxpr.jaxpr.replace(outvars=changed), jaxpr.consts), skipped
+
+
 def prune(jaxpr: ClosedJaxpr, used: Sequence[bool]) -> tuple[ClosedJaxpr, list[bool]]:
     """Drops the outputs that are not used, then the equations and inputs that nothing needs."""
     pruned, used_inputs = pe.dce_jaxpr(jaxpr.jaxpr, list(used))
     return jax.make_jaxpr(functools.partial(jax.core.eval_jaxpr, pruned, jaxpr.consts))(
         *[a for a, u in zip(jaxpr.in_avals, used_inputs, strict=True) if u]
     ), list(used_inputs)
+
+
+def aval_of(v: Var | Literal) -> Aval:
+    """The type of a value in a jaxpr."""
+    return v.aval
+
+
+def live(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
+    """Drops the equations that no output needs, and keeps all inputs."""
+    alive, _ = pe.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.out_avals), instantiate=True)
+    return ClosedJaxpr(alive, jaxpr.consts)
+
+
+def rebind(eqn: JaxprEqn, inputs: Sequence[Any], params: dict[str, Any] | None = None) -> list:
+    """Binds an equation's primitive again, in the equation's context."""
+    with eqn.ctx.manager:
+        bound = eqn.primitive.get_bind_params(eqn.params if params is None else params)
+        outputs = eqn.primitive.bind(*inputs, **bound)
+    return outputs if eqn.primitive.multiple_results else [outputs]
+
+
+def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
+    """The jaxprs among an equation's parameters."""
+    found = []
+    for value in eqn.params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(item, ClosedJaxpr):
+                found.append(item.jaxpr)
+            elif isinstance(item, Jaxpr):
+                found.append(item)
+    return found
 
 
 def register_pruning(primitive: Primitive) -> None:

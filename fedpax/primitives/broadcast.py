@@ -8,7 +8,13 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from fedpax.primitives._jax import Primitive, Zero, define, is_zero, zero_tangent
-from fedpax.primitives.layout import explicit_axis, mesh_axis, placed_aval, placed_spec
+from fedpax.primitives.layout import (
+    explicit_axis,
+    lay_out_shared,
+    mesh_axis,
+    placed_aval,
+    placed_spec,
+)
 from fedpax.primitives.placement import Placement, check_array, resolve
 
 federated_broadcast_p = Primitive("federated_broadcast")
@@ -66,9 +72,7 @@ def _implementation(x, *, placement):
     mesh = jax.sharding.get_abstract_mesh()
     if AxisType.Explicit in mesh.axis_types:
         spec = placed_spec(jax.typeof(x), placement)
-        if jax.typeof(x).sharding.spec != P(*spec[1:]):
-            x = jax.sharding.reshard(x, P(*spec[1:]))
-        out = jnp.broadcast_to(x, shape, out_sharding=spec)
+        out = jnp.broadcast_to(lay_out_shared(x, placement), shape, out_sharding=spec)
     else:
         out = jnp.broadcast_to(x, shape)
     axis = mesh_axis(placement)

@@ -23,10 +23,13 @@ from fedpax.primitives._jax import (
     is_linear,
     is_zero,
     prune,
+    rebind,
     register_pruning,
     residual_sources,
+    skip_last,
     zero_tangent,
 )
+from fedpax.primitives.broadcast import federated_broadcast_p
 
 
 def define_call(
@@ -112,10 +115,18 @@ def _linearize(jaxpr: ClosedJaxpr, nonzero: Sequence[bool]) -> _Linearized:
 
     full = _retrace(primal, jaxpr.in_avals)
     tangents = [a.to_tangent_aval() for a in _select(jaxpr.in_avals, nonzero)]
-    residuals = full.out_avals[len(active) :]
+    # A broadcast is done again, from the server's value: kept, it would be a copy for everyone.
+    full, repeats = skip_last(full, len(active), federated_broadcast_p)
+
+    def from_server(*residuals_and_tangents):
+        kept = zip(repeats, residuals_and_tangents, strict=False)
+        residuals = [r if eqn is None else rebind(eqn, [r])[0] for eqn, r in kept]
+        return linear(*residuals, *residuals_and_tangents[len(repeats) :])
+
+    avals = [*full.out_avals[len(active) :], *tangents]
     sources, extra = residual_sources(full, len(active))
     pruned, used = prune(full, [*[True] * len(active), *extra])
-    return _Linearized(pruned, _retrace(linear, [*residuals, *tangents]), used, sources, active)
+    return _Linearized(pruned, _retrace(from_server, avals), used, sources, active)
 
 
 def _jvp(primitive, primals, tangents, *, jaxpr, **others):

@@ -76,6 +76,12 @@ def lay_out(x: jax.Array, placement: Placement) -> jax.Array:
     return x if jax.typeof(x).sharding.spec == wanted else jax.sharding.reshard(x, wanted)
 
 
+def lay_out_shared(x: jax.Array, placement: Placement) -> jax.Array:
+    """Gathers a server value over the placement's mesh axis, where its type names that axis."""
+    wanted = P(*placed_spec(jax.typeof(x), placement)[1:])
+    return x if jax.typeof(x).sharding.spec == wanted else jax.sharding.reshard(x, wanted)
+
+
 def _without(entry: Any, axis: str | None) -> Any:
     """A dimension's mesh axes less one."""
     if axis is None:

@@ -1,7 +1,8 @@
 """`federated_map`: a function, run by every participant on its own values."""
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ from fedpax.primitives.placement import (
     enter,
     resolve,
 )
+from fedpax.primitives.reduce import Monoid
 
 federated_map_p = Primitive("federated_map")
 federated_map_p.multiple_results = True
@@ -114,61 +116,136 @@ def _check_output(leaf: Any, path: Any) -> jax.Array:
 
 
 def _implementation(*args, jaxpr, placement, clients_per_step):
-    args = tuple(lay_out(a, placement) for a in args)
+    whole = [None] * len(jaxpr.out_avals)
+    return run_participants(jaxpr, (), args, whole, placement, clients_per_step)
+
+
+def run_participants(
+    jaxpr: ClosedJaxpr,
+    shared: Sequence[jax.Array],
+    placed: Sequence[jax.Array],
+    reductions: Sequence[Monoid | None],
+    placement: Placement,
+    clients_per_step: ClientsPerStep,
+) -> list:
+    """Runs a function on every participant, and reduces what it returns as they come.
+
+    Args:
+        jaxpr: takes the shared values, then one participant's slices of the placed ones.
+        shared: server values.
+        placed: arrays `[n, ...]`.
+        reductions: for each output how to combine it over the participants, or None to stack it.
+        placement: who runs it.
+        clients_per_step: how many of them a device runs at once.
+
+    Returns:
+        For each output an array `[n, ...]`, or its total over all participants.
+    """
+    placed = [lay_out(a, placement) for a in placed]
     axis = mesh_axis(placement)
     if axis is None:
-        return _run_chunks(jaxpr, evaluate, args, placement.size, clients_per_step)
-    run = with_manual_axis(jaxpr, axis)
+        loop = _Loop(
+            functools.partial(evaluate, jaxpr), jaxpr.out_avals, shared, reductions, placement.size
+        )
+        return loop.run(placed, clients_per_step)
+    one = with_manual_axis(jaxpr, axis)
     local = placement.size // jax.sharding.get_abstract_mesh().shape[axis]
+
+    def on_device(shared, placed):
+        loop = _Loop(one, jaxpr.out_avals, shared, reductions, local)
+        outputs = loop.run(placed, clients_per_step)
+        for collective in dict.fromkeys(r.collective for r in reductions if r):
+            chosen = [i for i, r in enumerate(reductions) if r and r.collective is collective]
+            totals = collective([outputs[i] for i in chosen], axis)
+            for i, total in zip(chosen, totals, strict=True):
+                outputs[i] = total
+        return outputs
+
     # All differentiation has been done on the jaxpr, so nothing needs to know which values vary.
     return jax.shard_map(
-        lambda *args: _run_chunks(jaxpr, lambda _, *a: run(*a), args, local, clients_per_step),
+        on_device,
         axis_names={axis},
-        in_specs=P(axis),
-        out_specs=P(axis),
+        in_specs=(P(), P(axis)),
+        out_specs=[P() if r else P(axis) for r in reductions],
         check_vma=False,
-    )(*args)
+    )(list(shared), placed)
 
 
-def _run_chunks(
-    jaxpr: ClosedJaxpr,
-    evaluate: Callable[..., list],
-    args: Sequence[jax.Array],
-    participants: int,
-    at_once: ClientsPerStep,
-) -> list:
-    """Runs the participants of one device, `at_once` of them batched, one chunk after another."""
+class _Loop(NamedTuple):
+    """The participants of one device, some of them batched, one chunk after another."""
 
-    def one(*slices):
-        return evaluate(jaxpr, *slices)
+    one: Callable[..., list]
+    out_avals: Sequence[Any]
+    shared: Sequence[jax.Array]
+    reductions: Sequence[Monoid | None]
+    participants: int
 
-    def chunk(size: int, parts: Sequence[jax.Array]) -> list:
+    def run(self, placed: Sequence[jax.Array], at_once: ClientsPerStep) -> list:
+        if at_once == "auto":
+            return jax.lax.platform_dependent(
+                *placed,
+                cpu=lambda *placed: self.run(placed, 1),
+                default=lambda *placed: self.run(placed, None),
+            )
+        size = min(at_once or self.participants, self.participants)
+        chunks, rest = divmod(self.participants, size)
+        if chunks == 1 and not rest:
+            return self.chunk(size, placed)
+
+        def step(carry, _):
+            start, totals = carry
+            parts = [jax.lax.dynamic_slice_in_dim(a, start, size) for a in placed]
+            stacked, terms = self.split(self.chunk(size, parts))
+            return (start + size, self.merge(totals, terms)), stacked
+
+        # The starts are counted and not scanned over: an array of them would grow with the clients.
+        (_, totals), stacked = jax.lax.scan(step, (0, self.start()), length=chunks)
+        stacked = [jax.lax.collapse(s, 0, 2) for s in stacked]
+        if rest:
+            parts = [jax.lax.slice_in_dim(a, chunks * size, self.participants) for a in placed]
+            last, terms = self.split(self.chunk(rest, parts))
+            stacked = [jnp.concatenate(pair) for pair in zip(stacked, last, strict=True)]
+            totals = self.merge(totals, terms)
+        in_order = iter(stacked), iter(totals)
+        return [next(in_order[r is not None]) for r in self.reductions]
+
+    def chunk(self, size: int, parts: Sequence[jax.Array]) -> list:
+        """Runs `size` participants: outputs come back stacked, or combined."""
         if size > 1:
-            return jax.vmap(one, axis_size=size)(*parts)
+            outputs = jax.vmap(lambda *slices: self.one(*self.shared, *slices), axis_size=size)(
+                *parts
+            )
+            return [
+                r.reduce(o, axis=0) if r else o
+                for r, o in zip(self.reductions, outputs, strict=True)
+            ]
         # Not batched: conditionals stay conditionals and convolutions stay ungrouped.
-        outputs = one(*[jax.lax.squeeze(p, [0]) for p in parts])
-        return [jnp.expand_dims(o, 0) for o in outputs]
+        outputs = self.one(*self.shared, *[jax.lax.squeeze(p, [0]) for p in parts])
+        return [
+            o if r else jnp.expand_dims(o, 0) for r, o in zip(self.reductions, outputs, strict=True)
+        ]
 
-    if at_once == "auto":
-        return jax.lax.platform_dependent(
-            *args,
-            cpu=lambda *args: _run_chunks(jaxpr, evaluate, args, participants, 1),
-            default=lambda *args: _run_chunks(jaxpr, evaluate, args, participants, None),
-        )
-    size = min(at_once or participants, participants)
-    chunks, rest = divmod(participants, size)
-    if chunks == 1 and not rest:
-        return chunk(size, args)
+    def split(self, outputs: Sequence[jax.Array]) -> tuple[list, list]:
+        pairs = list(zip(self.reductions, outputs, strict=True))
+        return [o for r, o in pairs if not r], [o for r, o in pairs if r]
 
-    def step(_, start):
-        return None, chunk(size, [jax.lax.dynamic_slice_in_dim(a, start, size) for a in args])
+    def start(self) -> list:
+        return [
+            _filled(r.start(aval.dtype), aval)
+            for r, aval in zip(self.reductions, self.out_avals, strict=True)
+            if r
+        ]
 
-    _, stacked = jax.lax.scan(step, None, jnp.arange(chunks) * size)
-    whole = [jax.lax.collapse(s, 0, 2) for s in stacked]
-    if not rest:
-        return whole
-    last = chunk(rest, [jax.lax.slice_in_dim(a, participants - rest, participants) for a in args])
-    return [jnp.concatenate(pair) for pair in zip(whole, last, strict=True)]
+    def merge(self, totals: Sequence[jax.Array], terms: Sequence[jax.Array]) -> list:
+        merges = [r.merge for r in self.reductions if r]
+        return [m(a, b) for m, a, b in zip(merges, totals, terms, strict=True)]
+
+
+def _filled(value: jax.Array, aval: Any) -> jax.Array:
+    spec = aval.sharding.spec
+    if all(entry is None for entry in spec):
+        return jnp.broadcast_to(value, aval.shape)
+    return jnp.broadcast_to(value, aval.shape, out_sharding=spec)
 
 
 def _inner(aval, *, placement: Placement, clients_per_step):

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -200,20 +200,85 @@ def _accumulator(dtype: Any) -> Any:
     return jnp.dtype(jnp.float32) if narrow else jnp.dtype(dtype)
 
 
-def _sum(x):
-    total = jnp.sum(x.astype(_accumulator(x.dtype)), axis=0)
-    return total.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else total
+class Monoid(NamedTuple):
+    """How values of many participants become one, a few at a time.
+
+    Attributes:
+        reduce: `(values [n, ...], axis=0) -> total`.
+        merge: `(total, total) -> total`.
+        start: `(dtype) -> ` the scalar that merging leaves as it is.
+        collective: `(totals, axis_name) -> totals` between devices.
+    """
+
+    reduce: Callable[..., jax.Array]
+    merge: Callable[[Any, Any], jax.Array]
+    start: Callable[[Any], jax.Array]
+    collective: Callable[..., Any]
 
 
-def _abstract_like(reduce: Callable) -> Callable:
-    """The type is the placed one less its first axis, with the dtype that `reduce` gives."""
+class Reduction(NamedTuple):
+    """A reduction in parts, so that participants can be reduced as they come.
+
+    Attributes:
+        monoid: what its terms are combined by.
+        terms: `(x, *weights) -> list` of what is combined, of all participants or of one.
+        finish: `(totals, participants, dtype of x) -> result`.
+    """
+
+    monoid: Monoid
+    terms: Callable[..., list[jax.Array]]
+    finish: Callable[[list[jax.Array], int, Any], jax.Array]
+
+
+REDUCTIONS: dict[Primitive, Reduction] = {}
+
+
+def _least(dtype: Any) -> jax.Array:
+    if dtype == jnp.bool_:
+        return jnp.zeros((), dtype)
+    least = jnp.iinfo(dtype).min if jnp.issubdtype(dtype, jnp.integer) else -jnp.inf
+    return jnp.asarray(least, dtype)
+
+
+def _greatest(dtype: Any) -> jax.Array:
+    if dtype == jnp.bool_:
+        return jnp.ones((), dtype)
+    greatest = jnp.iinfo(dtype).max if jnp.issubdtype(dtype, jnp.integer) else jnp.inf
+    return jnp.asarray(greatest, dtype)
+
+
+_ADDITION = Monoid(jnp.sum, jnp.add, lambda dtype: jnp.zeros((), dtype), jax.lax.psum)
+_MAXIMUM = Monoid(jnp.max, jnp.maximum, _least, jax.lax.pmax)
+_MINIMUM = Monoid(jnp.min, jnp.minimum, _greatest, jax.lax.pmin)
+
+
+def _define_reduction(primitive: Primitive, reduction: Reduction, **rules: Callable) -> None:
+    def whole(x, *weights):
+        totals = [reduction.monoid.reduce(t, axis=0) for t in reduction.terms(x, *weights)]
+        return reduction.finish(totals, x.shape[0], x.dtype)
 
     def abstract(x, *weights, placement):
+        """The type is the placed one less its first axis, with the dtype that comes out."""
+        dtype = jax.eval_shape(whole, jax.ShapeDtypeStruct((1,), x.dtype)).dtype
         out = unplaced_aval(x)
-        dtype = jax.eval_shape(reduce, jax.ShapeDtypeStruct((1,), x.dtype)).dtype
         return out.update(dtype=dtype, weak_type=x.weak_type and dtype == x.dtype), set()
 
-    return abstract
+    REDUCTIONS[primitive] = reduction
+    define(
+        primitive,
+        abstract=abstract,
+        implementation=lambda *args, placement: whole(*args),
+        **{"batch": _batch_in_front(primitive)} | rules,
+    )
+
+
+def _sum_dtype(dtype: Any) -> Any:
+    return jax.eval_shape(jnp.sum, jax.ShapeDtypeStruct((1,), _accumulator(dtype))).dtype
+
+
+def _sum_finish(totals, participants, dtype):
+    (total,) = totals
+    return total.astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else total
 
 
 def _batch_in_front(primitive: Primitive) -> Callable:
@@ -238,13 +303,11 @@ def _sum_transpose(cotangent, x, *, placement):
     return [Zero(x.aval) if is_zero(cotangent) else broadcast(cotangent, placement)]
 
 
-define(
+_define_reduction(
     federated_sum_p,
-    abstract=_abstract_like(_sum),
-    implementation=lambda x, *, placement: _sum(x),
+    Reduction(_ADDITION, lambda x: [x.astype(_sum_dtype(x.dtype))], _sum_finish),
     jvp=_sum_jvp,
     transpose=_sum_transpose,
-    batch=_batch_in_front(federated_sum_p),
 )
 
 
@@ -270,14 +333,21 @@ def _divide(total, weight):
     return jnp.where(empty, 0, total / jnp.where(empty, 1, weight))
 
 
-def _mean(x, *weights):
-    dtype = _mean_dtype(x.dtype)
-    wide = x.astype(_accumulator(dtype))
+def _mean_terms(x, *weights):
+    wide = x.astype(_accumulator(_mean_dtype(x.dtype)))
     if not weights:
-        return (jnp.sum(wide, axis=0) / x.shape[0]).astype(dtype)
+        return [wide]
     w = weights[0].astype(wide.dtype)
-    total = jnp.sum(_expand(w, wide) * wide, axis=0)
-    return _divide(total, _expand(jnp.sum(w, axis=0), total)).astype(dtype)
+    return [_expand(w, wide) * wide, w]
+
+
+def _mean_finish(totals, participants, dtype):
+    total, *weight = totals
+    if weight:
+        mean = _divide(total, _expand(weight[0], total))
+    else:
+        mean = total / participants
+    return mean.astype(_mean_dtype(dtype))
 
 
 def _mean_jvp(primals, tangents, *, placement):
@@ -322,10 +392,9 @@ def _mean_batch(axis, args, dims, *, placement):
     return federated_mean_p.bind(*moved, placement=placement), 0
 
 
-define(
+_define_reduction(
     federated_mean_p,
-    abstract=_abstract_like(_mean),
-    implementation=lambda *args, placement: _mean(*args),
+    Reduction(_ADDITION, _mean_terms, _mean_finish),
     jvp=_mean_jvp,
     transpose=_mean_transpose,
     batch=_mean_batch,
@@ -344,11 +413,13 @@ def _extremum_jvp(primitive, primals, tangents, *, placement):
     return out, federated_mean_p.bind(t, attained, placement=placement)
 
 
-for _primitive, _reduce in ((federated_max_p, jnp.max), (federated_min_p, jnp.min)):
-    define(
+def _extremum_finish(totals, participants, dtype):
+    return totals[0]
+
+
+for _primitive, _monoid in ((federated_max_p, _MAXIMUM), (federated_min_p, _MINIMUM)):
+    _define_reduction(
         _primitive,
-        abstract=_abstract_like(_reduce),
-        implementation=lambda x, *, placement, reduce=_reduce: reduce(x, axis=0),
+        Reduction(_monoid, lambda x: [x], _extremum_finish),
         jvp=functools.partial(_extremum_jvp, _primitive),
-        batch=_batch_in_front(_primitive),
     )

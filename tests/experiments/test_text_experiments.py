@@ -34,10 +34,13 @@ def small(tmp_path_factory):
     return shrink
 
 
-def test_the_three_differ_in_nothing_but_the_method_and_the_islands():
+def test_the_three_differ_in_the_method_the_islands_and_what_was_tuned():
     diloco, parallel, single = (e() for e in EXPERIMENTS)
-    for name in ("model", "data", "optimizer", "training"):
+    for name in ("model", "data", "training"):
         assert getattr(diloco, name) == getattr(parallel, name) == getattr(single, name)
+    tuned = {"learning_rate": 0.0, "b1": 0.0}
+    optimizers = [dataclasses.replace(e.optimizer, **tuned) for e in (diloco, parallel, single)]
+    assert optimizers[0] == optimizers[1] == optimizers[2]
     assert diloco.mesh == parallel.mesh and diloco.islands == parallel.islands == 4
     assert (diloco.mesh.islands, diloco.mesh.fsdp) == (4, 2)
     assert (single.islands, single.mesh.islands, single.mesh.fsdp) == (1, 1, 2)

@@ -54,7 +54,7 @@ def logits(
     positions = np.arange(tokens.shape[1]) + 0 * tokens if positions is None else positions
     result = []
     for row, segment, position in zip(tokens, segments, positions, strict=True):
-        x = params["embedding"][row]
+        x = params["embedding"][row] * params["embedding"].shape[1] ** 0.5
         for i in range(config.layers):
             layer = {
                 name: {key: leaf[i] for key, leaf in part.items()}

@@ -73,10 +73,12 @@ def diloco_text() -> DiLoCoText:
             rope_base=50.0,
             unroll=3,
         ),
-        data=TextConfig(local_steps=20, batch=2, length=32, heldout_batch=32),
+        data=TextConfig(
+            local_steps=20, batch=2, length=32, heldout_batch=32, heldout_tokens=32_768
+        ),
         optimizer=AdamWConfig(learning_rate=2e-3, b1=0.5),
         outer=OuterConfig(learning_rate=1.5, momentum=0.0),
-        training=TrainingConfig(rounds=72, evaluate_every=6, checkpoint_every=36),
+        training=TrainingConfig(rounds=44, evaluate_every=4, checkpoint_every=22),
     )
 
 

@@ -15,7 +15,11 @@ KINDS = {
 }
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(
+    params=[
+        pytest.param(k, marks=pytest.mark.slow) if k == "clients explicit" else k for k in KINDS
+    ]
+)
 def current_mesh(request: pytest.FixtureRequest) -> Iterator[Mesh | None]:
     """Runs a test without a mesh, and under the 4 x 2 mesh (clients, fsdp) of several kinds."""
     types = KINDS[request.param]

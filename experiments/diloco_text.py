@@ -90,7 +90,7 @@ def data_parallel_text() -> DataParallelText:
         mesh=base.mesh,
         model=base.model,
         data=base.data,
-        optimizer=AdamWConfig(learning_rate=1e-3),
+        optimizer=AdamWConfig(learning_rate=1.5e-3),
         training=base.training,
     )
 

@@ -112,8 +112,7 @@ def _inline(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _run_inlined(closed: ClosedJaxpr, *args: Any) -> list:
-    placed: set[int] = set()  # by identity of the traced value, which lives as long as the trace
-    keep: list[Any] = []
+    placed: dict[int, Any] = {}  # by identity; the values are held, so that none is given again
 
     def run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list:
         values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
@@ -134,8 +133,7 @@ def _run_inlined(closed: ClosedJaxpr, *args: Any) -> list:
                 outputs = rebind(eqn, inputs)
                 starts = eqn.primitive in (federated_map_p, federated_broadcast_p)
                 if starts or (touched and eqn.primitive not in REDUCTIONS):
-                    keep.extend(outputs)
-                    placed.update(map(id, outputs))
+                    placed.update((id(x), x) for x in outputs)
             values.update(zip(eqn.outvars, outputs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 

@@ -2,19 +2,9 @@
 
 from collections.abc import Iterator
 
-import jax
 import pytest
-from jax.sharding import AxisType, Mesh
-
-AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-KINDS = {
-    "no mesh": None,
-    "automatic": (AUTO, AUTO),
-    "explicit": (EXPLICIT, EXPLICIT),
-    "clients explicit": (EXPLICIT, AUTO),
-    "fsdp explicit": (AUTO, EXPLICIT),
-}
-
+from jax.sharding import Mesh
+from mesh_kinds import KINDS, under
 
 MAIN = ("automatic", "explicit")
 
@@ -22,32 +12,22 @@ MAIN = ("automatic", "explicit")
 @pytest.fixture(params=KINDS)
 def current_mesh(request: pytest.FixtureRequest) -> Iterator[Mesh | None]:
     """Runs a test without a mesh, and under the 4 x 2 mesh (clients, fsdp) of every kind."""
-    yield from _under(request.param)
+    yield from under(request.param)
 
 
 @pytest.fixture(params=[k if k in MAIN else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
 def main_mesh(request: pytest.FixtureRequest) -> Iterator[Mesh | None]:
     """As `current_mesh`, for tests that compile long: only two of the five are not slow."""
-    yield from _under(request.param)
-
-
-def _under(kind: str) -> Iterator[Mesh | None]:
-    types = KINDS[kind]
-    if types is None:
-        yield None
-        return
-    mesh = jax.make_mesh((4, 2), ("clients", "fsdp"), axis_types=types)
-    with jax.set_mesh(mesh):
-        yield mesh
+    yield from under(request.param)
 
 
 @pytest.fixture(params=[k for k, types in KINDS.items() if types])
 def mesh_only(request: pytest.FixtureRequest) -> Iterator[Mesh | None]:
     """As `current_mesh`, where nothing is to be seen without a mesh."""
-    yield from _under(request.param)
+    yield from under(request.param)
 
 
 @pytest.fixture
 def explicit_mesh() -> Iterator[Mesh | None]:
     """Runs a test under the 4 x 2 mesh (clients, fsdp) with explicit axes."""
-    yield from _under("explicit")
+    yield from under("explicit")

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import ClosedJaxpr, Jaxpr
 
 import fedpax
 from fedpax import (
@@ -19,6 +18,7 @@ from fedpax import (
     federated_sum,
 )
 from fedpax.parallel.collectives import collectives
+from fedpax.primitives._jax import inner_jaxprs
 from fedpax.transforms.streaming import stream
 
 N = 12
@@ -275,11 +275,8 @@ def shapes_inside(jaxpr):
     """The shapes of all values that equations make, at any depth."""
     for eqn in jaxpr.eqns:
         yield from (v.aval.shape for v in eqn.outvars)
-        for value in eqn.params.values():
-            for item in value if isinstance(value, tuple | list) else (value,):
-                item = item.jaxpr if isinstance(item, ClosedJaxpr) else item
-                if isinstance(item, Jaxpr):
-                    yield from shapes_inside(item)
+        for inner in inner_jaxprs(eqn):
+            yield from shapes_inside(inner)
 
 
 def streamed(fn, *args):

@@ -22,6 +22,14 @@ from fedpax.algorithms.fedavg import fedavg
 from fedpax.training.contract import FederatedAlgorithm
 from fedpax.training.shardings import state_shardings
 
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+def assert_close(got: Any, want: Any) -> None:
+    """Compares trees, each number to the tolerance."""
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, **TOLERANCE), got, want)
+
+
 PARTICIPANTS, STEPS, BATCH, FEATURES, HIDDEN, CLASSES = 8, 3, 4, 6, 10, 5
 
 

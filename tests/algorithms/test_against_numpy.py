@@ -2,14 +2,13 @@
 
 import numpy as np
 import pytest
-from method_table import MESHES, METHODS, problem, run_eager, trainer
+from method_table import MESHES, METHODS, TOLERANCE, problem, run_eager, trainer
 
 # On one worker, where each method is compiled once for all of these tests.
 pytestmark = pytest.mark.xdist_group("algorithms")
 
 ROUNDS = 3
 # float32 against float64; atol is for entries that are themselves near 0.
-TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 OFTEN = ("none", "4x2 automatic", "4x2 explicit")
 
 

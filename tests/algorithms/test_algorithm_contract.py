@@ -9,6 +9,7 @@ import pytest
 from method_table import (
     METHODS,
     PARTICIPANTS,
+    assert_close,
     loss_fn,
     place_batches,
     problem,
@@ -26,14 +27,9 @@ from fedpax.training.contract import FederatedAlgorithm
 # On one worker, where each method is compiled once for all of these tests.
 pytestmark = pytest.mark.xdist_group("algorithms")
 
-TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 
 every_method = pytest.mark.parametrize("name", METHODS)
 on_each_kind_of_mesh = pytest.mark.parametrize("mesh", ["none", "4x2 automatic", "4x2 explicit"])
-
-
-def assert_close(got, want) -> None:
-    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, **TOLERANCE), got, want)
 
 
 def assert_same(got, want) -> None:

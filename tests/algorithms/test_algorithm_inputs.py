@@ -8,7 +8,7 @@ import method_table
 import numpy as np
 import optax
 import pytest
-from method_table import METHODS, mesh_of, place_batches, place_params, problem, use
+from method_table import METHODS, assert_close, mesh_of, place_batches, place_params, problem, use
 
 from fedpax.algorithms.data_parallel import data_parallel
 from fedpax.algorithms.diloco import diloco
@@ -16,7 +16,6 @@ from fedpax.algorithms.fedavg import fedavg
 from fedpax.parallel.mesh import make_mesh
 from fedpax.training.contract import FederatedAlgorithm
 
-TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 ALGORITHMS = {
     "FedAvg": lambda loss_fn, n: fedavg(loss_fn, clients=n, client_optimizer=optax.sgd(0.1)),
     "DiLoCo": lambda loss_fn, n: diloco(loss_fn, islands=n, inner_optimizer=optax.adamw(0.1)),
@@ -25,10 +24,6 @@ ALGORITHMS = {
     ),
 }
 every_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
-
-
-def assert_close(got: Any, want: Any) -> None:
-    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, **TOLERANCE), got, want)
 
 
 @pytest.mark.parametrize(

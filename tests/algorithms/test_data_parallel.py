@@ -5,14 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from method_table import METHODS, PARTICIPANTS, loss_fn, problem, trainer
+from method_table import METHODS, PARTICIPANTS, TOLERANCE, loss_fn, problem, trainer
 
 from fedpax.algorithms.data_parallel import data_parallel
 
 # On one worker, where each method is compiled once for all of these tests.
 pytestmark = pytest.mark.xdist_group("algorithms")
-
-TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 
 
 def test_islands_are_one_large_batch():

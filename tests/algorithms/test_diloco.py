@@ -1,26 +1,18 @@
 """DiLoCo's own: its default settings, what stays on an island, and where it meets other methods."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy_methods as reference
 import optax
 import pytest
-from method_table import PARTICIPANTS, STEPS, loss_fn, problem, random_rounds, trainer
+from method_table import PARTICIPANTS, STEPS, assert_close, loss_fn, problem, random_rounds, trainer
 
 from fedpax.algorithms.data_parallel import data_parallel
 from fedpax.algorithms.diloco import diloco
 
 # On one worker, where each method is compiled once for all of these tests.
 pytestmark = pytest.mark.xdist_group("algorithms")
-
-TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
-
-
-def assert_close(got: Any, want: Any) -> None:
-    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, **TOLERANCE), got, want)
 
 
 def test_default_outer_optimizer_and_the_scaling_laws_inner_one():

@@ -11,6 +11,7 @@ import pytest
 from method_table import (
     METHODS,
     PARTICIPANTS,
+    assert_close,
     loss_fn,
     mesh_of,
     place_batches,
@@ -25,12 +26,7 @@ from fedpax.algorithms.fedavg import fedavg
 # On one worker, where each method is compiled once for all of these tests.
 pytestmark = pytest.mark.xdist_group("algorithms")
 
-TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 FEDERATED = [name for name, method in METHODS.items() if method.weighted]
-
-
-def assert_close(got: Any, want: Any) -> None:
-    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, **TOLERANCE), got, want)
 
 
 @pytest.mark.parametrize(

@@ -44,10 +44,14 @@ def fedavg(
         clients_per_step: how many clients a device runs at once; see `fedpax.program`.
 
     Returns:
-        `init(params)` and `round(state, batches, weights=None)`. `batches` is a pytree of arrays
-        `[clients, local_steps, batch, ...]`; `weights` an array `[clients]`, such as numbers of
-        examples, and None weighs all alike. Metrics, all float32 scalars: `"loss"` and what
-        `loss_fn` reports, averaged over local steps and by weight over clients.
+        `init(params)` and `round(state, batches, weights=None, steps=None)`. `batches` is a pytree
+        of arrays `[clients, local_steps, batch, ...]`; `weights` an array `[clients]`, such as
+        numbers of examples, and None weighs all alike; `steps` an integer array `[clients]`, how
+        many steps each client takes, on the first of its batches, and None has all take all. With
+        `clients_per_step=1` a client costs its own steps, else those of the longest of its chunk.
+        A client that takes no step changes nothing: give it weight 0. Metrics, all float32
+        scalars: `"loss"` and what `loss_fn` reports, averaged over a client's steps and by weight
+        over clients.
 
     Raises:
         TypeError: `clients` is no int.
@@ -76,19 +80,20 @@ def fedavg(
 
     @program(clients=clients, clients_per_step=clients_per_step)
     def fedavg_round(
-        state: FedAvgState, batches: Any, weights: Any = None
+        state: FedAvgState, batches: Any, weights: Any = None, steps: Any = None
     ) -> tuple[FedAvgState, Metrics]:
-        def local_train(batches: Any) -> tuple[Any, Metrics]:
+        def local_train(batches: Any, steps: Any) -> tuple[Any, Metrics]:
             params, _, metrics = local_steps(
                 loss_fn,
                 client_optimizer,
                 state.params,
                 client_optimizer.init(state.params),
                 batches,
+                steps,
             )
             return subtract(state.params, params), metrics
 
-        change, metrics = federated_map(local_train, batches)
+        change, metrics = federated_map(local_train, batches, steps)
         pseudo_gradient, metrics = federated_mean((change, metrics), weights)
         updates, server_state = server.update(pseudo_gradient, state.server_optimizer, state.params)
         return FedAvgState(optax.apply_updates(state.params, updates), server_state), metrics

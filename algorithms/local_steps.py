@@ -16,8 +16,13 @@ def local_steps(
     params: Any,
     optimizer_state: optax.OptState,
     batches: Any,
+    steps: jax.Array | int | None = None,
 ) -> tuple[Any, optax.OptState, dict[str, jax.Array]]:
     """Takes one optimizer step a batch: `y <- y + update(grad loss_fn(y, batch))`.
+
+    With `steps`, only that many are taken, on the first batches, and no others are computed: a
+    loop whose length is known when it runs. Such a loop has forward derivatives (`jax.jvp`), but
+    JAX cannot run it backwards; to differentiate backwards, take all steps.
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
@@ -25,10 +30,15 @@ def local_steps(
         params: a pytree of float arrays.
         optimizer_state: the optimizer's state for `params`.
         batches: a pytree of arrays `[local_steps, batch, ...]`.
+        steps: an integer scalar from 0 to `local_steps`, larger ones mean `local_steps`; None
+            takes all.
 
     Returns:
         The new parameters, the new optimizer state, and metrics: `loss_fn`'s dict and `"loss"`,
-        each averaged over the steps, in float32.
+        each averaged over the steps that were taken, in float32; 0 after no step.
+
+    Raises:
+        TypeError: `steps` is no integer scalar.
 
     Example:
         >>> import jax.numpy as jnp
@@ -49,8 +59,35 @@ def local_steps(
         updates, state = optimizer.update(gradient, state, params)
         return (optax.apply_updates(params, updates), state), {**aux, "loss": loss}
 
-    (params, optimizer_state), metrics = jax.lax.scan(step, (params, optimizer_state), batches)
-    return params, optimizer_state, jax.tree.map(_mean_over_steps, metrics)
+    start = (params, optimizer_state)
+    if steps is None:
+        (params, optimizer_state), metrics = jax.lax.scan(step, start, batches)
+        return params, optimizer_state, jax.tree.map(_mean_over_steps, metrics)
+
+    taken = _check_steps(steps, jax.tree.leaves(batches)[0].shape[0])
+
+    def batch(i: jax.Array | int) -> Any:
+        return jax.tree.map(lambda b: jax.lax.dynamic_index_in_dim(b, i, keepdims=False), batches)
+
+    def add_step(i: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        where, totals = carry
+        where, metrics = step(where, batch(i))
+        return where, jax.tree.map(lambda t, m: t + m.astype(jnp.float32), totals, metrics)
+
+    metrics = jax.eval_shape(lambda: step(start, batch(0))[1])
+    totals = jax.tree.map(lambda m: jnp.zeros(m.shape, jnp.float32), metrics)
+    (params, optimizer_state), totals = jax.lax.fori_loop(0, taken, add_step, (start, totals))
+    return params, optimizer_state, jax.tree.map(lambda t: t / jnp.maximum(taken, 1), totals)
+
+
+def _check_steps(steps: Any, available: int) -> jax.Array:
+    given = jnp.asarray(steps)
+    if given.shape or not jnp.issubdtype(given.dtype, jnp.integer):
+        raise TypeError(
+            f"local_steps(): steps is {given.dtype}{list(given.shape)}, expected one integer for a "
+            "participant. Pass an integer array with one entry for each participant to the round."
+        )
+    return jnp.clip(given, 0, available).astype(jnp.int32)
 
 
 def _mean_over_steps(values: jax.Array) -> jax.Array:

@@ -1,0 +1,188 @@
+"""Clients with steps and examples of their own number."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy_methods as reference
+import optax
+import pytest
+from method_table import (
+    BATCH,
+    PARTICIPANTS,
+    STEPS,
+    assert_close,
+    loss_fn,
+    mesh_of,
+    place_batches,
+    place_params,
+    problem,
+    use,
+)
+
+from fedpax.algorithms.fedavg import fedavg
+from fedpax.algorithms.local_steps import local_steps
+
+RATE, BETA = 0.2, 0.8
+
+
+def algorithm(clients_per_step=1, loss=loss_fn):
+    return fedavg(
+        loss,
+        clients=PARTICIPANTS,
+        client_optimizer=optax.sgd(RATE, momentum=BETA),
+        clients_per_step=clients_per_step,
+    )
+
+
+def random_steps(seed=0):
+    """From none at all to all, in no order."""
+    rng = np.random.default_rng((seed, 3))
+    return rng.permutation(np.resize(np.arange(STEPS + 1), PARTICIPANTS)).astype(np.int32)
+
+
+def client_by_client(params, batches, weights, steps):
+    """The round again: each client by itself, on its own batches alone."""
+    client = reference.momentum(RATE, BETA)
+    x = {name: np.float64(p) for name, p in params.items()}
+    ends, reports, shares = [], [], []
+    for i, n in enumerate(steps):
+        if n:
+            own = reference.participant(batches, i)[:n]
+            y, _, metrics = reference.train(x, client, client.init(x), own)
+            ends.append(y)
+            reports.append(metrics)
+            shares.append(weights[i])
+        else:
+            assert weights[i] == 0
+    return reference.weighted_mean(ends, shares), reference.weighted_mean(reports, shares)
+
+
+@pytest.mark.parametrize(
+    ("mesh_name", "clients_per_step"),
+    [
+        ("none", 1),
+        ("none", 3),  # chunks of clients of other lengths
+        ("4x2 automatic", 1),
+        ("8 explicit", None),
+        *[
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("none", None), ("4x2 explicit", 1), ("4x2 mixed", 2), ("8 explicit", 1))
+        ],
+    ],
+)
+def test_a_round_is_that_of_each_client_alone(mesh_name, clients_per_step):
+    params, (batches,), (weights,) = problem(1)
+    steps = random_steps()
+    weights = np.where(steps, weights, 0).astype(np.int32)
+    mesh = mesh_of(mesh_name, "clients")
+    method = algorithm(clients_per_step)
+    with use(mesh):
+        state = method.init(place_params(params, mesh))
+        placed = place_batches((batches, weights, steps), mesh, "clients")
+        state, metrics = jax.jit(method.round)(state, *placed)
+    assert_close((state.params, metrics), client_by_client(params, batches, weights, steps))
+
+
+def test_all_steps_are_those_of_the_round_without_steps():
+    params, (batches,), (weights,) = problem(1)
+    method = algorithm()
+    state = method.init(jax.tree.map(jnp.asarray, params))
+    step = jax.jit(method.round)
+    wanted = step(state, batches, weights)
+    for steps in (STEPS, STEPS + 5):
+        assert_close(step(state, batches, weights, np.full(PARTICIPANTS, steps)), wanted)
+
+
+@pytest.mark.parametrize("clients_per_step", [1, 3])
+def test_a_client_costs_its_own_steps(clients_per_step):
+    """Counted while it runs: a chunk takes as many steps as its longest client, and no more."""
+    seen = collections.Counter()
+
+    def counted(params, batch):
+        jax.debug.callback(lambda c: seen.update([int(c)]), batch["client"][0])
+        return loss_fn(params, {name: batch[name] for name in ("x", "label")})
+
+    params, (batches,), (weights,) = problem(1)
+    batches["client"] = np.broadcast_to(
+        np.arange(PARTICIPANTS)[:, None, None], (PARTICIPANTS, STEPS, BATCH)
+    )
+    steps = random_steps(1)
+    method = algorithm(clients_per_step, counted)
+    state = method.init(jax.tree.map(jnp.asarray, params))
+    jax.block_until_ready(jax.jit(method.round)(state, batches, weights, steps))
+    jax.effects_barrier()
+    chunks = [steps[i : i + clients_per_step] for i in range(0, PARTICIPANTS, clients_per_step)]
+    wanted = [chunk.max() for chunk in chunks for _ in chunk]
+    assert [seen[i] for i in range(PARTICIPANTS)] == wanted
+
+
+def test_masked_examples_do_not_count():
+    """A batch that is not full trains as the examples in it do, whatever stands in the rest."""
+
+    def masked_loss(params, batch):
+        logits = jnp.tanh(batch["x"] @ params["kernel"] + params["bias"]) @ params["out"]
+        log_odds = jax.nn.log_softmax(params["scale"] * logits)
+        chosen = jnp.take_along_axis(log_odds, batch["label"][:, None], axis=1)[:, 0]
+        return -jnp.sum(jnp.where(batch["mask"], chosen, 0)) / jnp.sum(batch["mask"]), {}
+
+    params, (batches,), _ = problem(1)
+    rng = np.random.default_rng(5)
+    examples = rng.integers(1, STEPS * BATCH + 1, size=PARTICIPANTS)
+    place = np.arange(STEPS * BATCH).reshape(STEPS, BATCH)
+    batches["mask"] = place < examples[:, None, None]
+    batches["x"] = np.where(batches["mask"][..., None], batches["x"], 1e4).astype(np.float32)
+    steps = -(-examples // BATCH)
+    method = algorithm(1, masked_loss)
+    state = method.init(jax.tree.map(jnp.asarray, params))
+    state, metrics = jax.jit(method.round)(state, batches, examples, steps)
+
+    client = reference.momentum(RATE, BETA)
+    x = {name: np.float64(p) for name, p in params.items()}
+    ends, losses = [], []
+    for i in range(PARTICIPANTS):
+        own = [
+            {name: b[i, t][batches["mask"][i, t]] for name, b in batches.items()}
+            for t in range(steps[i])
+        ]
+        y, _, report = reference.train(x, client, client.init(x), own)
+        ends.append(y)
+        losses.append({"loss": report["loss"]})
+    assert_close(state.params, reference.weighted_mean(ends, examples))
+    assert_close(metrics, reference.weighted_mean(losses, examples))
+
+
+def test_a_cohort_without_steps_changes_nothing():
+    params, (batches,), _ = problem(1)
+    method = algorithm()
+    state = method.init(jax.tree.map(jnp.asarray, params))
+    nobody = np.zeros(PARTICIPANTS, np.int32)
+    after, metrics = jax.jit(method.round)(state, batches, nobody, nobody)
+    jax.tree.map(np.testing.assert_array_equal, after.params, state.params)
+    assert all(float(value) == 0 for value in metrics.values())
+
+
+def test_forward_derivatives_are_those_of_all_steps():
+    params, (batches,), _ = problem(1)
+    params = jax.tree.map(jnp.asarray, params)
+    own = jax.tree.map(lambda b: b[0], batches)
+    descent = optax.sgd(RATE, momentum=BETA)
+    rng = np.random.default_rng(7)
+    direction = jax.tree.map(lambda p: rng.normal(size=p.shape).astype(np.float32), params)
+
+    def after(steps):
+        return lambda x: local_steps(loss_fn, descent, x, descent.init(x), own, steps)[0]
+
+    ragged = jax.jit(lambda n: jax.jvp(after(n), (params,), (direction,)))(STEPS)
+    assert_close(ragged, jax.jvp(after(None), (params,), (direction,)))
+
+
+@pytest.mark.parametrize("steps", [1.5, np.ones(2, int)])
+def test_steps_must_be_one_integer_a_client(steps):
+    params, (batches,), _ = problem(1)
+    params = jax.tree.map(jnp.asarray, params)
+    own = jax.tree.map(lambda b: b[0], batches)
+    descent = optax.sgd(RATE)
+    with pytest.raises(TypeError, match="expected one integer for a participant"):
+        local_steps(loss_fn, descent, params, descent.init(params), own, steps)

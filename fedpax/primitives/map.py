@@ -18,6 +18,7 @@ from fedpax.primitives.layout import (
     placed_aval,
     unplaced_aval,
 )
+from fedpax.primitives.live_bytes import live_bytes, size_of
 from fedpax.primitives.placement import (
     ClientsPerStep,
     Placement,
@@ -27,6 +28,9 @@ from fedpax.primitives.placement import (
     resolve,
 )
 from fedpax.primitives.reduce import Monoid
+
+# What "auto" lets the participants of a GPU or TPU hold between them, in bytes.
+AUTO_BYTES = 2**30
 
 federated_map_p = Primitive("federated_map")
 federated_map_p.multiple_results = True
@@ -49,8 +53,11 @@ def federated_map(
         placement: the placement's name; needed where the program has several.
         clients_per_step: how many participants a device runs at once. A smaller number needs less
             memory; 1 runs `fn` unbatched, so that its conditionals and loops stay what they are.
-            "auto" is 1 on CPU, where a core gains nothing from a batch of clients, and all of a
-            device's participants elsewhere. None takes the program's setting.
+            "auto" is 1 on CPU, where a core gains nothing from a batch of clients. On GPU and TPU
+            it is as many as hold 1 GiB between them, by what `fn` keeps alive at once according to
+            its jaxpr (a model's parameters, gradients and activations): work enough for a device,
+            and little of its memory; at least 1, and made smaller until the chunks are of about
+            one size. None takes the program's setting.
 
     Returns:
         What `fn` returns, with an axis of size `n` in front of every leaf.
@@ -143,16 +150,16 @@ def run_participants(
     """
     placed = [lay_out(a, placement) for a in placed]
     axis = mesh_axis(placement)
+    fits = max(1, AUTO_BYTES // _bytes_of_one(jaxpr, len(shared)))
     if axis is None:
-        loop = _Loop(
-            functools.partial(evaluate, jaxpr), jaxpr.out_avals, shared, reductions, placement.size
-        )
+        one = functools.partial(evaluate, jaxpr)
+        loop = _Loop(one, jaxpr.out_avals, shared, reductions, placement.size, fits)
         return loop.run(placed, clients_per_step)
     one = with_manual_axis(jaxpr, axis)
     local = placement.size // jax.sharding.get_abstract_mesh().shape[axis]
 
     def on_device(shared, placed):
-        loop = _Loop(one, jaxpr.out_avals, shared, reductions, local)
+        loop = _Loop(one, jaxpr.out_avals, shared, reductions, local, fits)
         outputs = loop.run(placed, clients_per_step)
         for collective in dict.fromkeys(r.collective for r in reductions if r):
             chosen = [i for i, r in enumerate(reductions) if r and r.collective is collective]
@@ -171,21 +178,37 @@ def run_participants(
     )(list(shared), placed)
 
 
+def _bytes_of_one(jaxpr: ClosedJaxpr, shared: int) -> int:
+    """What one participant holds, without the server values that all of them share."""
+    inner = jaxpr.jaxpr
+    return max(1, live_bytes(inner) - sum(map(size_of, inner.invars[:shared])))
+
+
 class _Loop(NamedTuple):
-    """The participants of one device, some of them batched, one chunk after another."""
+    """The participants of one device, some of them batched, one chunk after another.
+
+    Attributes:
+        one: what a participant runs: shared values and slices in, a list out.
+        out_avals: the types of what it returns.
+        shared: server values.
+        reductions: for each output how to combine it, or None to stack it.
+        participants: how many there are.
+        fits: how many of them "auto" batches on an accelerator.
+    """
 
     one: Callable[..., list]
     out_avals: Sequence[Any]
     shared: Sequence[jax.Array]
     reductions: Sequence[Monoid | None]
     participants: int
+    fits: int
 
     def run(self, placed: Sequence[jax.Array], at_once: ClientsPerStep) -> list:
         if at_once == "auto":
             return jax.lax.platform_dependent(
                 *placed,
                 cpu=lambda *placed: self.run(placed, 1),
-                default=lambda *placed: self.run(placed, None),
+                default=lambda *placed: self.run(placed, self.even_chunk()),
             )
         size = min(at_once or self.participants, self.participants)
         chunks, rest = divmod(self.participants, size)
@@ -208,6 +231,11 @@ class _Loop(NamedTuple):
             totals = self.merge(totals, terms)
         in_order = iter(stacked), iter(totals)
         return [next(in_order[r is not None]) for r in self.reductions]
+
+    def even_chunk(self) -> int:
+        """The chunk of "auto": as few chunks as fit, and all about as large."""
+        chunks = -(-self.participants // self.fits)
+        return -(-self.participants // chunks)
 
     def chunk(self, size: int, parts: Sequence[jax.Array]) -> list:
         """Runs `size` participants: outputs come back stacked, or combined."""

@@ -39,7 +39,8 @@ def program(
         undeclared: nothing; it catches `@fedpax.program` without parentheses.
         placements: sizes by name, for example `{"clients": n}`; adds to the keywords.
         clients_per_step: how many participants a device runs at once, for all maps of the program
-            that do not say otherwise: an int, "auto", or None for all of them.
+            that do not say otherwise: an int, None for all of them, or "auto", which chooses by
+            the device and by what one participant holds, as `federated_map` says.
         **sizes: sizes by name, for example `clients=1000`.
 
     Returns:

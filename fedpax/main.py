@@ -292,19 +292,22 @@ def _need_folder(options: flags.FlagValues) -> None:
 
 
 def _provide_devices(mesh: MeshConfig) -> None:
-    """Simulates the devices that a mesh needs where there is only a CPU, unless the user has."""
-    sizes = dataclasses.astuple(mesh)
-    if -1 in sizes:
-        return
+    """Simulates the devices that a mesh needs where there is only a CPU, unless the user has.
+
+    A mesh that takes all devices gets one for each core: clients that run one after another on a
+    device keep one core busy and no more.
+    """
+    all_devices = -1 in dataclasses.astuple(mesh)
+    needed = _cores() if all_devices else mesh.size
     chosen = "JAX_NUM_CPU_DEVICES" in os.environ
     chosen |= "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    provide_workers(mesh.size)
+    provide_workers(needed)
     if not chosen:
         try:
-            simulate_devices(mesh.size)
+            simulate_devices(needed)
         except RuntimeError:  # devices are in use already: those must do
             chosen = True
-    if jax.device_count() < mesh.size:
+    if not all_devices and jax.device_count() < mesh.size:
         axes = ", ".join(f"{k}={v}" for k, v in dataclasses.asdict(mesh).items() if v != 1)
         remedy = "Make the mesh smaller, such as --mesh.fsdp=-1 for all that there are"
         if chosen:
@@ -313,6 +316,13 @@ def _provide_devices(mesh: MeshConfig) -> None:
             f"the mesh {axes} needs {mesh.size} devices, but there are {jax.device_count()} "
             f"({jax.default_backend()}). {remedy}."
         )
+
+
+def _cores() -> int:
+    """How many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _returns_experiment(function: Callable[..., Any]) -> bool:

@@ -1,25 +1,48 @@
 """Data: sources by name, partitions among participants, and endless streams of rounds.
 
 A source is whatever has a length and gives a dict of an example's fields at an index; ``load``
-makes one of any TFDS name, two of which every machine can prepare from what it has. A stream
-gives the batches of one round after another and can say where it stands, so that a run that was
-stopped goes on with the very batches that it would have seen.
+makes one of any TFDS name, two of which every machine can prepare from what it has, and of the
+federated standards, which come with their clients. A stream gives the batches of one round after
+another and can say where it stands, so that a run that was stopped goes on with the very batches
+that it would have seen.
 """
 
+from fedpax.data.balance import balanced_order, wasted_steps
+from fedpax.data.cohort import Cohorts
+from fedpax.data.cohort_rounds import Cohort, CohortRounds, cohort_rounds
 from fedpax.data.example_rounds import ExampleRounds, example_rounds, read_examples
 from fedpax.data.heldout import heldout_batches
 from fedpax.data.packing import pack
-from fedpax.data.partition import partition_by_field, partition_iid
+from fedpax.data.partition import partition_by_field, partition_iid, partition_natural
+from fedpax.data.partition_statistics import (
+    PartitionStatistics,
+    partition_statistics,
+    plot_partition,
+)
+from fedpax.data.skew import (
+    partition_by_quantity,
+    partition_by_shards,
+    partition_dirichlet,
+    partition_pachinko,
+)
 from fedpax.data.source import Source, load
+from fedpax.data.synthetic_clients import DirichletClients
 from fedpax.data.token_rounds import TokenRounds, token_rounds
 from fedpax.data.tokens import SEPARATOR, VOCABULARY, decode, encode
 
 __all__ = [
     "SEPARATOR",
     "VOCABULARY",
+    "Cohort",
+    "CohortRounds",
+    "Cohorts",
+    "DirichletClients",
     "ExampleRounds",
+    "PartitionStatistics",
     "Source",
     "TokenRounds",
+    "balanced_order",
+    "cohort_rounds",
     "decode",
     "encode",
     "example_rounds",
@@ -27,7 +50,15 @@ __all__ = [
     "load",
     "pack",
     "partition_by_field",
+    "partition_by_quantity",
+    "partition_by_shards",
+    "partition_dirichlet",
     "partition_iid",
+    "partition_natural",
+    "partition_pachinko",
+    "partition_statistics",
+    "plot_partition",
     "read_examples",
     "token_rounds",
+    "wasted_steps",
 ]

@@ -32,8 +32,8 @@ def balanced_order(
 
     Example:
         >>> order = balanced_order([1, 9, 2, 3, 4, 5], devices=2)
-        >>> order.tolist()  # 9 + 2 + 1 steps, 5 + 4 + 3 steps
-        [1, 2, 0, 5, 4, 3]
+        >>> order.tolist()  # 9 + 3 + 1 steps, 5 + 4 + 2 steps
+        [1, 3, 0, 5, 4, 2]
 
     Reference:
         Graham. Bounds on Multiprocessing Timing Anomalies. SIAM Journal on Applied Mathematics
@@ -89,7 +89,7 @@ def wasted_steps(steps: ArrayLike, devices: int = 1, *, clients_per_step: int = 
         chunk = work[:, start : start + clients_per_step]
         taken += chunk.max(1) * chunk.shape[1]
     possible = devices * taken.max()
-    return float(1 - work.sum() / possible) if possible else 0.0
+    return float((possible - work.sum()) / possible) if possible else 0.0
 
 
 def _check(steps: ArrayLike, devices: int, clients_per_step: int) -> NDArray[np.float64]:

@@ -47,7 +47,35 @@ def read_examples(source: Examples, *, image: str = "image", label: str = "label
         ((3, 8, 8, 1), dtype('float32'), [0, 1, 2])
     """
     images, labels = _read(source, image, label)
-    return {"image": _scale(images), "label": labels}
+    return {"image": scale(images), "label": labels}
+
+
+def example_batches(examples: Arrays, batch: int) -> list[Arrays]:
+    """Cuts examples into batches to evaluate on; the last is filled up with what does not count.
+
+    Args:
+        examples: arrays [examples, ...], as ``read_examples`` returns them.
+        batch: examples in a batch.
+
+    Returns:
+        For each batch the fields, [batch, ...], and ``mask``, float32 [batch], 0 for filling.
+
+    Raises:
+        ValueError: if ``batch`` is below 1.
+
+    Example:
+        >>> batches = example_batches({"label": np.arange(5)}, 3)
+        >>> [b["label"].tolist() for b in batches], batches[1]["mask"].tolist()
+        ([[0, 1, 2], [3, 4, 0]], [1.0, 1.0, 0.0])
+    """
+    check_sizes(1, batch=batch)
+    count = len(next(iter(examples.values())))
+    places = np.arange(-(-count // batch) * batch).reshape(-1, batch)
+    return [
+        {name: values[place % count] for name, values in examples.items()}
+        | {"mask": (place < count).astype(np.float32)}
+        for place in places
+    ]
 
 
 class ExampleRounds:
@@ -89,7 +117,7 @@ class ExampleRounds:
         chosen = self._indices[self._begins[:, None] + shuffled(place, sizes, keys)]
         chosen = chosen.reshape(clients, steps, batch)
         self._round += 1
-        return {"image": _scale(self._images[chosen]), "label": self._labels[chosen]}
+        return {"image": scale(self._images[chosen]), "label": self._labels[chosen]}
 
     def get_state(self) -> dict[str, Any]:
         """Returns where the stream stands, after the last round that it gave, for JSON."""
@@ -191,6 +219,7 @@ def _read(source: Examples, image: str, label: str) -> tuple[NDArray[Any], NDArr
     return np.stack(images), np.stack(labels).astype(np.int32)
 
 
-def _scale(images: NDArray[Any]) -> NDArray[np.float32]:
-    scale = 255 if np.issubdtype(images.dtype, np.integer) else 1
-    return images.astype(np.float32) / np.float32(scale)
+def scale(images: NDArray[Any]) -> NDArray[np.float32]:
+    """Brings integers from 0 to 255 to 0 to 1, float32; floating numbers stay as they are."""
+    largest = 255 if np.issubdtype(images.dtype, np.integer) else 1
+    return images.astype(np.float32) / np.float32(largest)

@@ -1,15 +1,18 @@
 """Partitions: which examples of a source each participant holds.
 
-A partition is a list with one array of indices for each participant. The streams take any; here
-are the two that need nothing but the source. Each puts every example with just one participant.
+A partition is a list with one array of indices for each participant; the streams take any. Those
+here give every example to just one participant, and every participant at least one: alike
+(``partition_iid``), or as a field of the examples says (``partition_by_field``,
+``partition_natural``). ``fedpax.data.skew`` has those that make participants differ by chance.
 """
 
+import heapq
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from fedpax.data.shuffle import fold, shuffled
 
@@ -38,7 +41,7 @@ def partition_iid(examples: int, participants: int, *, seed: int = 0) -> list[ND
         >>> [len(indices) for indices in partition_iid(10, 4)]
         [3, 3, 2, 2]
     """
-    _check_count(examples, "examples", participants)
+    check_count(examples, "examples", participants)
     order = shuffled(np.arange(examples), examples, fold(seed))
     return [np.sort(order[k::participants]) for k in range(participants)]
 
@@ -73,23 +76,44 @@ def partition_by_field(
         >>> [indices.tolist() for indices in partition_by_field(source, "author", 2)]
         [[0, 2, 4], [1, 3, 5]]
     """
-    groups: dict[Any, list[int]] = {}
-    sizes: dict[Any, int] = {}
-    for index in range(len(source)):
-        example = source[index]
-        value = field_of(example, field)
-        if isinstance(value, np.generic | np.ndarray):
-            value = value.item()
-        groups.setdefault(value, []).append(index)
-        sizes[value] = sizes.get(value, 0) + size(example)
-    _check_count(len(groups), f"values of the field {field!r}", participants)
+    groups, sizes = _groups(source, field, size)
+    check_count(len(groups), f"values of the field {field!r}", participants)
     held: list[list[int]] = [[] for _ in range(participants)]
-    load = [0] * participants
+    loads = [(0, 0, k) for k in range(participants)]  # a heap of (size, examples, participant)
     for value in sorted(groups, key=lambda value: (-sizes[value], groups[value][0])):
-        least = min(range(participants), key=lambda k: (load[k], len(held[k])))
+        load, _, least = loads[0]
         held[least] += groups[value]
-        load[least] += sizes[value]
+        heapq.heapreplace(loads, (load + sizes[value], len(held[least]), least))
     return [np.sort(np.array(indices, np.int64)) for indices in held]
+
+
+def partition_natural(source: Examples, field: str) -> tuple[list[NDArray[np.int64]], list[Any]]:
+    """Makes every value of a field a participant, such as each writer, speaker or user.
+
+    The source is read through once.
+
+    Args:
+        source: the examples.
+        field: the name of the field, such as ``"client"``.
+
+    Returns:
+        For each participant sorted indices, int64; and for each its value, in ascending order.
+
+    Raises:
+        KeyError: if the examples have no such field.
+        ValueError: if there are no examples, or the field holds arrays.
+
+    Example:
+        >>> source = [{"author": name} for name in ("b", "a", "b", "c", "b", "a")]
+        >>> parts, names = partition_natural(source, "author")
+        >>> [indices.tolist() for indices in parts], names
+        ([[1, 5], [0, 2, 4], [3]], ['a', 'b', 'c'])
+    """
+    groups, _ = _groups(source, field, lambda example: 1)
+    check_count(len(groups), f"values of the field {field!r}", 1)
+    # By type first, as values of different types, such as None among strings, have no order.
+    names = sorted(groups, key=lambda name: (type(name).__name__, name))
+    return [np.array(groups[name], np.int64) for name in names], names
 
 
 def check_partition(
@@ -154,11 +178,68 @@ def field_of(example: Mapping[str, Any], field: str) -> Any:
         ) from None
 
 
-def _check_count(available: int, what: str, participants: int) -> None:
+def number_labels(
+    labels: ArrayLike, name: str = "labels"
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Numbers labels from 0 without gaps.
+
+    Args:
+        labels: integers [examples].
+        name: what they are called, for the message.
+
+    Returns:
+        The labels that occur, ascending, int64 [classes]; and for each example its label's place
+        among them, int64 [examples].
+
+    Raises:
+        ValueError: if they are not integers [examples].
+
+    Example:
+        >>> classes, numbers = number_labels([7, 3, 7])
+        >>> classes.tolist(), numbers.tolist()
+        ([3, 7], [1, 0, 1])
+    """
+    array = np.asarray(labels)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise ValueError(
+            f"{name} must be one integer for each example, but are {array.dtype} of the shape "
+            f"{array.shape}: number names by np.unique(labels, return_inverse=True)[1], and "
+            "one-hot rows by labels.argmax(-1)."
+        )
+    classes, numbers = np.unique(array, return_inverse=True)
+    return classes.astype(np.int64), numbers.astype(np.int64)
+
+
+def check_count(available: int, what: str, participants: int, least: int = 1) -> None:
+    """Refuses to share examples among more participants than they suffice for."""
     if participants < 1:
         raise ValueError(f"There must be at least one participant, not {participants}.")
-    if available < participants:
+    if least < 1:
+        raise ValueError(f"min_examples is {least}, but every participant must have at least 1.")
+    if available < participants * least:
         raise ValueError(
             f"{available} {what} cannot be shared among {participants} participants, as each must "
-            f"have at least one: use {available} participants or fewer, or a larger split."
+            f"have at least {least}: use {available // least} participants or fewer, or a larger "
+            "split."
         )
+
+
+def _groups(
+    source: Examples, field: str, size: Callable[[Mapping[str, Any]], int]
+) -> tuple[dict[Any, list[int]], dict[Any, int]]:
+    """The examples that have each value of a field, and their sizes together."""
+    groups: dict[Any, list[int]] = {}
+    sizes: dict[Any, int] = {}
+    for index in range(len(source)):
+        example = source[index]
+        value = field_of(example, field)
+        if isinstance(value, np.generic | np.ndarray):
+            if value.size != 1:
+                raise ValueError(
+                    f"The field {field!r} holds arrays, as of the shape {value.shape}, but must "
+                    "hold one value that an example shares with others: name another field."
+                )
+            value = value.item()
+        groups.setdefault(value, []).append(index)
+        sizes[value] = sizes.get(value, 0) + size(example)
+    return groups, sizes

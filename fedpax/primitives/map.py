@@ -152,7 +152,7 @@ def run_participants(
     axis = mesh_axis(placement)
     fits = max(1, AUTO_BYTES // _bytes_of_one(jaxpr, len(shared)))
     if axis is None:
-        one = functools.partial(evaluate, jaxpr)
+        one: Callable[..., list] = functools.partial(evaluate, jaxpr)
         loop = _Loop(one, jaxpr.out_avals, shared, reductions, placement.size, fits)
         return loop.run(placed, clients_per_step)
     one = with_manual_axis(jaxpr, axis)

@@ -50,7 +50,8 @@ def train(
     the end bitwise those of an unbroken run. SIGTERM and Ctrl-C save after the current round.
 
     Throughput counts from one round's end to the next, so it holds the rounds and the waiting for
-    data, but neither compilation nor evaluation nor saving.
+    data, but neither compilation nor evaluation nor saving. ``input_share`` is the share of that
+    time in which the loop waited for the round's batches, which a thread prepares meanwhile.
 
     Args:
         experiment: what to train.
@@ -112,10 +113,12 @@ def train(
 
             try:
                 while done < training.rounds and not interruption.reached(done):
+                    asked = time.perf_counter()
                     batches, position = prefetch.next()
+                    waited = time.perf_counter() - asked
                     state, values = program.round(state, batches)
                     done += 1
-                    recorder.dispatched(done, values)
+                    recorder.dispatched(done, values, waited)
                     if _due(done, training.evaluate_every, training.rounds):
                         recorder.flush()
                         evaluation = run.evaluate(state.params)

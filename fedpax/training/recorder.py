@@ -50,6 +50,7 @@ class Recorder:
         self._bytes_between = bytes_between
         self._stop_on_non_finite = stop_on_non_finite
         self._pending: tuple[int, Metrics] | None = None
+        self._waited = 0.0  # since the clock was started
         self._clock = time.perf_counter()
 
     def run(self, parameters: int, participants: int) -> None:
@@ -68,13 +69,16 @@ class Recorder:
             }
             self._metrics.write("run", 0, facts)
 
-    def dispatched(self, round_number: int, metrics: Metrics) -> None:
+    def dispatched(self, round_number: int, metrics: Metrics, waited: float) -> None:
         """Takes a round that the devices have just been given, and records the one before.
 
         Args:
             round_number: the round, from 1.
             metrics: its metrics, which need not be computed yet.
+            waited: the seconds for which this process waited for the round's batches. The devices
+                may have worked on the round before meanwhile, so they idled no longer than that.
         """
+        self._waited += waited
         self.flush()
         self._pending = (round_number, metrics)
 
@@ -89,7 +93,8 @@ class Recorder:
         (round_number, metrics), self._pending = self._pending, None
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         now = time.perf_counter()
-        seconds, self._clock = now - self._clock, now
+        seconds, waited = now - self._clock, self._waited
+        self.restart_clock(now)
         speed = self._tokens / seconds
         self._metrics.write(
             "training",
@@ -99,6 +104,7 @@ class Recorder:
                 "tokens": round_number * self._tokens,
                 "bytes_between": round_number * self._bytes_between,
                 "seconds": seconds,
+                "input_share": waited / seconds,
                 "tokens_per_second": speed,
                 "wall_seconds": now - self._started,
             },
@@ -138,9 +144,14 @@ class Recorder:
         if self._stop_on_non_finite and not _all_finite(params):
             raise NonFiniteError(f"a parameter is not finite after round {round_number}")
 
-    def restart_clock(self) -> None:
-        """Leaves the time since the last round out of the throughput."""
-        self._clock = time.perf_counter()
+    def restart_clock(self, now: float | None = None) -> None:
+        """Leaves the time since the last round out of the throughput.
+
+        Args:
+            now: the `time.perf_counter()` from which to count; by default this moment.
+        """
+        self._clock = time.perf_counter() if now is None else now
+        self._waited = 0.0
 
 
 @jax.jit

@@ -225,3 +225,36 @@ def test_throughput_leaves_out_evaluation_and_the_round_is_traced_once(tmp_path:
     training = select(read_metrics(tmp_path), "training")
     elapsed = training[-1]["wall_seconds"] - training[0]["wall_seconds"]
     assert elapsed >= 4 * 0.3 + sum(line["seconds"] for line in training[1:])
+
+
+@dataclasses.dataclass(frozen=True)
+class SlowInput(Regression):
+    """Takes its time to draw a round."""
+
+    seconds: float = 0.2
+
+    def build(self) -> Run:
+        run = super().build()
+        draw = type(run.batches).__next__
+
+        class Slow(type(run.batches)):
+            def __next__(slow) -> Any:
+                time.sleep(self.seconds)
+                return draw(slow)
+
+        run.batches.__class__ = Slow
+        return run
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.2])
+def test_the_share_of_time_in_input_is_recorded(tmp_path: Path, seconds: float) -> None:
+    base = settings(regression(), evaluate_every=0, checkpoint_every=0, rounds=6)
+    experiment = SlowInput(training=base.training, mesh=base.mesh, seconds=seconds)
+    train(experiment, tmp_path)
+    lines = select(read_metrics(tmp_path), "training")[1:-1]  # the last line has no input after it
+    waited = sum(line["input_share"] * line["seconds"] for line in lines)
+    elapsed = sum(line["seconds"] for line in lines)
+    if seconds:
+        assert 0.7 * elapsed < waited <= elapsed
+    else:
+        assert waited < 0.7 * elapsed

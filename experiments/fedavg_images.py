@@ -1,0 +1,293 @@
+"""FedAvg on images: cohorts of a population whose clients differ in what and how much they have."""
+
+import abc
+import dataclasses
+from typing import Literal
+
+import jax
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fedpax.algorithms.fedavg import fedavg
+from fedpax.data import (
+    Cohort,
+    Cohorts,
+    DirichletClients,
+    Source,
+    cohort_rounds,
+    load,
+    partition_dirichlet,
+    partition_natural,
+    read_examples,
+)
+from fedpax.data.example_rounds import example_batches
+from fedpax.data.partition import Partition
+from fedpax.models.losses import classification_loss
+from fedpax.models.small import CNNConfig, cnn
+from fedpax.parallel.axes import shardings
+from fedpax.parallel.mesh import MeshConfig
+from fedpax.training.contract import FederatedAlgorithm, Metrics, State
+from fedpax.training.evaluation import evaluator
+from fedpax.training.experiment import Experiment, Run, Shardings, TrainingConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class CohortConfig:
+    """Who trains in a round, and on how much.
+
+    Attributes:
+        size: clients in a round.
+        batch: examples in a step of a client.
+        epochs: how often a client goes through its examples in a round.
+        max_steps: the most steps of a client in a round; None cuts nobody short.
+        clients_per_step: how many clients a device runs at once. With 1 each costs its own steps.
+        seed: chooses the cohorts and the orders of the examples.
+    """
+
+    size: int
+    batch: int = 20
+    epochs: int = 1
+    max_steps: int | None = None
+    clients_per_step: int = 1
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerConfig:
+    """The server's optimizer.
+
+    Attributes:
+        optimizer: which one; with SGD at rate 1 and no momentum the method is FedAvg itself.
+        learning_rate: its learning rate.
+        b1: decay of the first moment; for SGD the momentum.
+        b2: decay of the second moment.
+        eps: what is added to its root.
+    """
+
+    optimizer: Literal["sgd", "adam", "yogi"] = "sgd"
+    learning_rate: float = 1.0
+    b1: float = 0.0
+    b2: float = 0.99
+    eps: float = 1e-3
+
+    def make(self) -> optax.GradientTransformation:
+        """Makes the optimizer."""
+        if self.optimizer == "sgd":
+            return optax.sgd(self.learning_rate, momentum=self.b1 or None)
+        make = {"adam": optax.adam, "yogi": optax.yogi}[self.optimizer]
+        return make(self.learning_rate, b1=self.b1, b2=self.b2, eps=self.eps)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FedAvgImages(Experiment):
+    """A convolutional network, trained by FedAvg on clients of unequal size.
+
+    With `mesh.clients=-1` the round runs on as many devices as there are and share the cohort
+    evenly.
+
+    Attributes:
+        dataset: a name for `fedpax.data.load`, of images with labels.
+        heldout_split: the split to evaluate on.
+        heldout_batch: examples that a device evaluates at once.
+        data_dir: the folder of prepared data sets; None is the data sets' own default.
+        in_memory: read the training split once and keep it; otherwise a cohort's examples are
+            read from the files, some 10,000 a second, while the cohort before it trains.
+        model: the network.
+        cohort: who trains in a round.
+        client_learning_rate: of the clients' SGD.
+        server: the server's optimizer.
+    """
+
+    dataset: str
+    heldout_split: str = "test"
+    heldout_batch: int = 256
+    data_dir: str | None = None
+    in_memory: bool = True
+    model: CNNConfig
+    cohort: CohortConfig
+    client_learning_rate: float
+    server: ServerConfig = ServerConfig()
+    mesh: MeshConfig = dataclasses.field(default_factory=lambda: MeshConfig(clients=-1))
+
+    @abc.abstractmethod
+    def population(self, source: Source) -> Partition:
+        """Says which examples of the training split each client has."""
+
+    def build(self) -> Run:
+        """Loads the images, and makes population, cohorts, model, algorithm and mesh."""
+        settings = self.cohort
+        sizes = sharing(self.mesh, settings.size)
+        mesh = sizes.make(jax.devices()[: sizes.size])
+        devices = mesh.shape.get("clients", 1)
+        source = load(self.dataset, "train", data_dir=self.data_dir)
+        population = self.population(source)
+        rounds = cohort_rounds(
+            read_examples(source) if self.in_memory else source,
+            population,
+            Cohorts(len(population), settings.size, settings.seed),
+            batch=settings.batch,
+            epochs=settings.epochs,
+            max_steps=settings.max_steps,
+            seed=settings.seed,
+            devices=devices,
+            clients_per_step=settings.clients_per_step,
+        )
+        heldout = read_examples(load(self.dataset, self.heldout_split, data_dir=self.data_dir))
+        model = cnn(self.model)
+        loss_fn = classification_loss(model.apply)
+        method = fedavg(
+            loss_fn,
+            clients=settings.size,
+            client_optimizer=optax.sgd(self.client_learning_rate),
+            server_optimizer=self.server.make(),
+            clients_per_step=settings.clients_per_step,
+        )
+
+        def train_cohort(state: State, cohort: Cohort) -> tuple[State, Metrics]:
+            return method.round(state, cohort.batches, cohort.weights, cohort.steps)
+
+        over_clients = NamedSharding(
+            mesh, PartitionSpec("clients" if "clients" in mesh.axis_names else None)
+        )
+        return Run(
+            algorithm=FederatedAlgorithm(method.init, train_cohort),
+            init=model.init,
+            batches=rounds,
+            evaluate=evaluator(
+                loss_fn,
+                example_batches(heldout, self.heldout_batch),
+                placement="clients",
+                participants=devices,
+                sharding=over_clients,
+            ),
+            mesh=mesh,
+            shardings=Shardings(
+                params=shardings(
+                    model.logical, jax.eval_shape(model.init, jax.random.key(0)), mesh
+                ),
+                batches=over_clients,
+            ),
+            tokens_per_round=rounds.examples_per_round,
+            placement="clients",
+        )
+
+
+def sharing(mesh: MeshConfig, clients: int) -> MeshConfig:
+    """Gives a mesh of `clients=-1` the largest `clients` axis that shares a cohort evenly."""
+    if mesh.clients != -1:
+        return mesh
+    available = jax.device_count() // dataclasses.replace(mesh, clients=1).size
+    even = max(d for d in range(1, max(available, 1) + 1) if clients % d == 0)
+    return dataclasses.replace(mesh, clients=even)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FedAvgDirichlet(FedAvgImages):
+    """Clients that share the training split, each with labels of its own.
+
+    Attributes:
+        clients: how many there are.
+        alpha: Dirichlet's; small for clients of few labels.
+    """
+
+    clients: int
+    alpha: float
+
+    def population(self, source: Source) -> Partition:
+        """Deals the examples out by label."""
+        return partition_dirichlet(
+            read_examples(source)["label"], self.clients, alpha=self.alpha, seed=self.cohort.seed
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FedAvgSynthetic(FedAvgImages):
+    """A large population over few examples: clients have labels and sizes of their own.
+
+    Attributes:
+        clients: how many there are.
+        alpha: Dirichlet's; small for clients of few labels.
+        median: the median number of a client's examples.
+        sigma: the standard deviation of the logarithm of that number.
+        most: the largest number of a client's examples.
+    """
+
+    clients: int
+    alpha: float
+    median: float
+    sigma: float
+    most: int
+
+    def population(self, source: Source) -> Partition:
+        """Makes each client when it is drawn."""
+        return DirichletClients(
+            read_examples(source)["label"],
+            self.clients,
+            alpha=self.alpha,
+            median=self.median,
+            sigma=self.sigma,
+            most=self.most,
+            seed=self.cohort.seed,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FedAvgNatural(FedAvgImages):
+    """Clients as the data has them.
+
+    Attributes:
+        field: the field that names an example's client.
+    """
+
+    field: str = "client"
+
+    def population(self, source: Source) -> Partition:
+        """Reads the source through once, to find whose the examples are."""
+        return partition_natural(source, self.field)[0]
+
+
+def fedavg_digits() -> FedAvgDirichlet:
+    """FedAvg: 30 clients share handwritten digits, few labels each; takes seconds."""
+    return FedAvgDirichlet(
+        dataset="digits",
+        clients=30,
+        alpha=0.3,
+        model=CNNConfig(height=8, width=8, filters=(8, 16), dense=32),
+        cohort=CohortConfig(size=10, batch=10, epochs=2),
+        client_learning_rate=0.1,
+        training=TrainingConfig(rounds=60, evaluate_every=10, checkpoint_every=30),
+    )
+
+
+def fedavg_population() -> FedAvgSynthetic:
+    """FedAvg: 1,000 clients a round of a population of 100,000 over handwritten digits."""
+    return FedAvgSynthetic(
+        dataset="digits",
+        clients=100_000,
+        alpha=0.3,
+        median=12.0,
+        sigma=1.0,
+        most=200,
+        model=CNNConfig(height=8, width=8, filters=(8, 16), dense=32),
+        cohort=CohortConfig(size=1_000, batch=10, max_steps=20),
+        client_learning_rate=0.1,
+        training=TrainingConfig(rounds=30, evaluate_every=5, checkpoint_every=15),
+    )
+
+
+def fedadam_emnist() -> FedAvgNatural:
+    """FedAdam on EMNIST by writer, 62 classes: 10 of 3,400 writers a round; downloads once.
+
+    Reference: Reddi et al., Adaptive Federated Optimization, arXiv:2003.00295, section 5 and
+    appendix: 10 clients a round, batches of 20, one epoch, 1,500 rounds, client rate 10^-1.5,
+    server rate 10^-2.5, b1 0.9, b2 0.99, epsilon 10^-3. The network has no dropout here.
+    """
+    return FedAvgNatural(
+        dataset="federated_emnist",
+        in_memory=False,
+        model=CNNConfig(classes=62),
+        cohort=CohortConfig(size=10, batch=20),
+        client_learning_rate=10**-1.5,
+        server=ServerConfig("adam", learning_rate=10**-2.5, b1=0.9),
+        training=TrainingConfig(rounds=1500, evaluate_every=100, checkpoint_every=100),
+    )

@@ -10,7 +10,7 @@ from fedpax.primitives import (
     federated_sum,
     program,
 )
-from fedpax.transforms import explain
+from fedpax.transforms import explain, in_pieces
 
 __version__ = "0.1.0"
 
@@ -22,6 +22,7 @@ __all__ = [
     "federated_mean",
     "federated_min",
     "federated_sum",
+    "in_pieces",
     "make_mesh",
     "program",
 ]

@@ -1,0 +1,79 @@
+"""How a program runs, in words."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from fedpax.primitives._jax import ClosedJaxpr, Jaxpr, JaxprEqn, aval_of, inner_jaxprs, live
+from fedpax.primitives.program import federated_program_p
+from fedpax.transforms.stages import at_once_of, plan_stages
+from fedpax.transforms.streaming import inline, is_federated, placements_of
+
+
+def explain(program: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """Says how the streaming pass runs a program, and what it had to store of each participant.
+
+    Args:
+        program: a function decorated with `fedpax.program`, or one that calls such functions, for
+            example its gradient.
+        *args: what it is called with: arrays, or `jax.ShapeDtypeStruct`s.
+        **kwargs: likewise.
+
+    Returns:
+        A few lines of text: for each program and stage, what one loop runs, reduces and stores,
+        and for each stored value who needs it.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import fedpax
+        >>> @fedpax.program(clients=4, clients_per_step=1)
+        ... def mean_square(w, x):
+        ...     return fedpax.federated_mean(fedpax.federated_map(lambda x: (w - x) ** 2, x))
+        >>> print(fedpax.explain(mean_square, 1.0, jnp.zeros((4, 3))))
+        program mean_square
+          clients=4, stage 0: 1 map, 1 reduction, 1 at once on a device; nothing is stored.
+    """
+    closed = jax.make_jaxpr(program)(*args, **kwargs)
+    lines = [line for eqn in _programs(closed.jaxpr) for line in _explain_program(eqn)]
+    return "\n".join(lines) or "There is no fedpax program in this function."
+
+
+def _programs(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is federated_program_p:
+            yield eqn
+        for inner in inner_jaxprs(eqn):
+            yield from _programs(inner)
+
+
+def _explain_program(eqn: JaxprEqn) -> Iterator[str]:
+    yield f"program {eqn.params['name']}"
+    yield from (f"  {line}" for line in _explain_jaxpr(eqn.params["jaxpr"]))
+
+
+def _explain_jaxpr(closed: ClosedJaxpr) -> Iterator[str]:
+    closed = live(inline(closed))
+    placements = placements_of(closed.jaxpr)
+    if not placements:
+        yield "No map runs at its top level: there is nothing to stream."
+    for placement in placements:
+        plan = plan_stages(closed.jaxpr, placement)
+        for stage, maps in sorted(plan.loops.items()):
+            at_once = at_once_of(maps)
+            stored = plan.stored[stage]
+            yield (
+                f"{placement}, stage {stage}: {_count(len(maps), 'map')}, "
+                f"{_count(len(plan.reductions.get(stage, ())), 'reduction')}, "
+                f"{'all' if at_once is None else at_once} at once on a device; "
+                + ("stored of each participant:" if stored else "nothing is stored.")
+            )
+            yield from (f"  {aval_of(v).str_short()}: {why}" for v, why in stored.items())
+            for eqn in maps:
+                if is_federated(eqn.params["jaxpr"].jaxpr):
+                    yield f"  inside, on one of the {placement.name}:"
+                    yield from (f"    {line}" for line in _explain_jaxpr(eqn.params["jaxpr"]))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

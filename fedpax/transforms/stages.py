@@ -1,0 +1,233 @@
+"""The stages of a program: what a server does, then one loop over the participants, and so on.
+
+What needs the result of a reduction belongs to a later stage than what was reduced. A plan says
+for each equation of a program's jaxpr in which stage it runs, and whether the server runs it or
+the loop over the participants, and for each stage what its loop reads, reduces and stores.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from fedpax.primitives._jax import Jaxpr, JaxprEqn, Literal, Var, aval_of
+from fedpax.primitives.broadcast import federated_broadcast_p
+from fedpax.primitives.layout import explicit_axis
+from fedpax.primitives.map import federated_map_p
+from fedpax.primitives.placement import ClientsPerStep, Placement
+from fedpax.primitives.reduce import REDUCTIONS
+from fedpax.transforms.participantwise import Params, on_one_participant
+
+Atom = Var | Literal
+
+
+class Plan:
+    """Which equations of a jaxpr run in which stage's loop, for one placement.
+
+    Attributes:
+        placement: whose participants.
+        aliases: results of maps that are arguments of them.
+        producer: for each value that a participant can compute of its own, the equation, and the
+            parameters of the same equation on slices.
+        mapped: those among these values that need a map.
+        stage: the stage of each value that is not of stage 0.
+        loops: the stages that have a loop.
+        reductions: by stage, the reductions that its loop feeds.
+        stored: by stage, what its loop stores of each participant, and for whom.
+        server: by stage, the equations of the server.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, placement: Placement):
+        self.jaxpr = jaxpr
+        self.placement = placement
+        self.aliases: dict[Var, Atom] = {}
+        self.producer: dict[Var, tuple[JaxprEqn, Params]] = {}
+        self.mapped: set[Var] = set()
+        self.stage: dict[Var, int] = {}
+        self.loops: dict[int, list[JaxprEqn]] = {}
+        self.reductions: dict[int, list[JaxprEqn]] = {}
+        self.stored: dict[int, dict[Var, str]] = {}
+        self.server: dict[int, list[JaxprEqn]] = {}
+
+    def resolve(self, v: Atom) -> Atom:
+        """The value that this one is another name of."""
+        while isinstance(v, Var) and v in self.aliases:
+            v = self.aliases[v]
+        return v
+
+    def operands(self, eqn: JaxprEqn) -> list[Atom]:
+        """What an equation reads."""
+        return [self.resolve(v) for v in eqn.invars]
+
+    def stage_of(self, v: Atom) -> int:
+        """The stage in which a value is computed."""
+        return 0 if isinstance(v, Literal) else self.stage.get(v, 0)
+
+    def is_mapped(self, v: Atom) -> bool:
+        """Whether a loop computes the value for each participant."""
+        return isinstance(v, Var) and v in self.mapped
+
+    def after(self, operands: Sequence[Atom]) -> int:
+        """The first stage whose server has all of these: behind the loops that make them."""
+        return max((self.stage_of(v) + self.is_mapped(v) for v in operands), default=0)
+
+    def earlier(self, v: Atom, stage: int) -> bool:
+        """Whether the loop of a stage reads a participant's value that another loop stored."""
+        return self.is_mapped(v) and self.stage_of(v) < stage
+
+    def store(self, v: Atom, why: str) -> None:
+        """Notes that a value is needed as a whole."""
+        if isinstance(v, Literal) or v not in self.mapped:
+            return
+        stage = self.stage_of(v)
+        if stage in self.loops:
+            self.stored[stage].setdefault(v, why)
+            return
+        for operand in self.operands(self.producer[v][0]):  # computed outside of any loop
+            self.store(operand, why)
+
+    def inputs(self, v: Atom, stage: int) -> Iterator[tuple[Var, bool]]:
+        """What the loop of a stage reads for a participant's value: (value, whether placed)."""
+        if isinstance(v, Literal):
+            return
+        if v not in self.producer or self.earlier(v, stage):
+            yield v, aval_of(v).ndim > 0
+            return
+        eqn, _ = self.producer[v]
+        for operand in self.operands(eqn):
+            if eqn.primitive is federated_broadcast_p:
+                if not isinstance(operand, Literal):
+                    yield operand, False
+            else:
+                yield from self.inputs(operand, stage)
+
+    @property
+    def last(self) -> int:
+        """The last stage."""
+        return max([0, *self.server, *self.loops])
+
+    def reads(self, stage: int) -> tuple[list[Var], list[Var]]:
+        """What the loop of a stage reads: server values, and placed ones."""
+        # A value may be both: broadcast, and handed out to the participants.
+        pairs = [pair for root in self.roots(stage) for pair in self.inputs(root, stage)]
+        shared = dict.fromkeys(v for v, is_placed in pairs if not is_placed)
+        return list(shared), list(dict.fromkeys(v for v, is_placed in pairs if is_placed))
+
+    def roots(self, stage: int) -> Iterator[Atom]:
+        """The values that the loop of a stage is there to compute."""
+        for eqn in self.reductions.get(stage, ()):
+            yield from self.operands(eqn)
+        yield from self.stored[stage]
+
+
+def plan_stages(jaxpr: Jaxpr, placement: Placement) -> Plan:
+    """Divides the equations of a jaxpr into stages.
+
+    Args:
+        jaxpr: a program's, with its plain calls written out.
+        placement: whose participants run in the loops.
+
+    Returns:
+        The plan; without loops where no map of the placement runs at the top level.
+    """
+    plan = Plan(jaxpr, placement)
+    size, axis = placement.size, explicit_axis(placement)
+    others: list[JaxprEqn] = []
+    for eqn in jaxpr.eqns:
+        operands = plan.operands(eqn)
+        stage = max(map(plan.stage_of, operands), default=0)
+        own = [isinstance(v, Var) and v in plan.producer for v in operands]
+        # A map without results runs for its effects, and belongs to no reduction.
+        if eqn.primitive is federated_map_p and _of(eqn, placement) and eqn.outvars:
+            _alias_forwarded(plan, eqn, operands)
+            plan.loops.setdefault(stage, []).append(eqn)
+            plan.stored.setdefault(stage, {})
+            params: Params | None = eqn.params
+        elif eqn.primitive is federated_broadcast_p and _of(eqn, placement):
+            params = eqn.params
+        elif any(own):
+            placed = [
+                mine or (isinstance(v, Var) and aval_of(v).shape[:1] == (size,))
+                for mine, v in zip(own, operands, strict=True)
+            ]
+            params = on_one_participant(eqn, size, axis, placed)
+        else:
+            params = None
+        if params is not None:
+            for v in eqn.outvars:
+                plan.producer[v] = eqn, params
+                plan.stage[v] = stage
+            if eqn.primitive is federated_map_p or any(map(plan.is_mapped, operands)):
+                plan.mapped.update(eqn.outvars)
+            continue
+        plan.stage.update(dict.fromkeys(eqn.outvars, plan.after(operands)))
+        others.append(eqn)
+    _pull_in(plan, others, axis)
+    for eqn in others:
+        operands = plan.operands(eqn)
+        stage = plan.after(operands)
+        # Fused where its loop can read all operands: weights may come from a later stage.
+        fits = stage - 1 in plan.loops and stage - 1 == max(map(plan.stage_of, operands))
+        if eqn.primitive in REDUCTIONS and _of(eqn, placement) and fits:
+            plan.reductions.setdefault(stage - 1, []).append(eqn)
+            continue
+        plan.server.setdefault(stage, []).append(eqn)
+        for operand in operands:
+            plan.store(operand, f"the server reads it in {eqn.primitive.name!r}")
+    for out in jaxpr.outvars:
+        plan.store(plan.resolve(out), "the program returns it")
+    for stage in sorted(plan.loops, reverse=True):
+        for root in list(plan.roots(stage)):
+            for v, _ in list(plan.inputs(root, stage)):
+                if plan.earlier(v, stage):
+                    plan.store(v, "a later stage reads it, which needs a reduction first")
+    return plan
+
+
+def _pull_in(plan: Plan, others: list[JaxprEqn], axis: str | None) -> None:
+    """Moves into the loops what is done to placed arguments before, where nobody else needs it."""
+    users: dict[Var, list[JaxprEqn | None]] = {}
+    for eqn in plan.jaxpr.eqns:
+        for v in plan.operands(eqn):
+            if isinstance(v, Var):
+                users.setdefault(v, []).append(eqn)
+    for v in map(plan.resolve, plan.jaxpr.outvars):
+        if isinstance(v, Var):
+            users.setdefault(v, []).append(None)
+    size = plan.placement.size
+
+    def in_loops(user: JaxprEqn | None) -> bool:
+        if user is None or user.primitive is federated_broadcast_p:
+            return False
+        if user.primitive in REDUCTIONS:
+            return _of(user, plan.placement) and any(v in plan.mapped for v in plan.operands(user))
+        return bool(user.outvars) and user.outvars[0] in plan.producer
+
+    for eqn in reversed(others):
+        if not all(in_loops(user) for v in eqn.outvars for user in users.get(v, ())):
+            continue
+        operands = plan.operands(eqn)
+        placed = [isinstance(v, Var) and aval_of(v).shape[:1] == (size,) for v in operands]
+        if not any(placed):
+            continue
+        params = on_one_participant(eqn, size, axis, placed)
+        if params is not None:
+            others.remove(eqn)
+            plan.producer.update((v, (eqn, params)) for v in eqn.outvars)
+
+
+def _alias_forwarded(plan: Plan, eqn: JaxprEqn, operands: Sequence[Atom]) -> None:
+    """A map's result that is its argument needs no storing: residuals are often of this kind."""
+    inner = eqn.params["jaxpr"].jaxpr
+    position = {v: i for i, v in enumerate(inner.invars)}
+    for outer, v in zip(eqn.outvars, inner.outvars, strict=True):
+        if isinstance(v, Var) and v in position:
+            plan.aliases[outer] = operands[position[v]]
+
+
+def _of(eqn: JaxprEqn, placement: Placement) -> bool:
+    return eqn.params.get("placement") == placement
+
+
+def at_once_of(maps: Sequence[JaxprEqn]) -> ClientsPerStep:
+    """The setting of maps that share a loop: the one that needs least memory."""
+    settings = [eqn.params["clients_per_step"] for eqn in maps]
+    numbers = [s for s in settings if isinstance(s, int)]
+    return min(numbers) if numbers else ("auto" if "auto" in settings else None)

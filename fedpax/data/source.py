@@ -1,7 +1,9 @@
 """Sources by name: any TFDS data set, prepared to array_record and read without TensorFlow.
 
 Two data sets are embedded, that is, prepared from what every machine has: ``stdlib_text`` and
-``digits``. All others are TFDS's own and take the same path; preparing them needs a network once.
+``digits``. The federated standards (EMNIST, Shakespeare, Stack Overflow, CIFAR-100) are prepared
+from TensorFlow Federated's archives, and all others are TFDS's own. They take the same path;
+preparing them needs a network once, or for the federated ones a copy of the archive.
 """
 
 import contextlib
@@ -20,6 +22,12 @@ from fedpax.data.network import unreachable
 
 EMBEDDED = {"stdlib_text": "fedpax.data.stdlib_text", "digits": "fedpax.data.digits"}
 """The data sets that need no network, and the modules of their TFDS builders."""
+
+FEDERATED = {
+    f"federated_{name}": "fedpax.data.federated_sources"
+    for name in ("cifar100", "emnist", "shakespeare", "stackoverflow")
+}
+"""The data sets that come with their clients, and the modules of their TFDS builders."""
 
 
 class Source(Sequence[dict[str, Any]]):
@@ -65,8 +73,10 @@ def load(name: str, split: str, *, data_dir: str | os.PathLike[str] | None = Non
     same data set, one prepares it and the others wait. TensorFlow is not imported.
 
     Args:
-        name: ``"stdlib_text"``, ``"digits"``, or any name that TFDS takes, as ``"mnist"`` or
-            ``"wikipedia/20230601.en"``.
+        name: ``"stdlib_text"``, ``"digits"``, a federated one (``"federated_cifar100"``,
+            ``"federated_emnist"`` or its digits alone, ``"federated_emnist/digits"``,
+            ``"federated_shakespeare"``, ``"federated_stackoverflow"``), or any name that TFDS
+            takes, as ``"mnist"`` or ``"wikipedia/20230601.en"``.
         split: a split's name or a part of it in TFDS's notation, as ``"train[:90%]"``.
         data_dir: the folder of prepared data sets; by default that of the environment variable
             ``TFDS_DATA_DIR``, or else ``~/tensorflow_datasets``.
@@ -98,8 +108,8 @@ def _builder(name: str, root: Path) -> Any:
     """Makes the TFDS builder of a name, or says which names are near."""
     import tensorflow_datasets as tfds
 
-    if _data_set(name) in EMBEDDED:
-        importlib.import_module(EMBEDDED[_data_set(name)])  # which registers it with TFDS
+    if module := {**EMBEDDED, **FEDERATED}.get(_data_set(name)):
+        importlib.import_module(module)  # which registers it with TFDS
     try:
         try:
             return tfds.builder(name, data_dir=root)
@@ -107,12 +117,13 @@ def _builder(name: str, root: Path) -> Any:
             _import_all_builders()
             return tfds.builder(name, data_dir=root)
     except tfds.core.DatasetNotFoundError:
-        known = [*EMBEDDED, *tfds.list_builders(with_community_datasets=False)]
+        known = {*EMBEDDED, *FEDERATED, *tfds.list_builders(with_community_datasets=False)}
         near = difflib.get_close_matches(_data_set(name), known, n=4)
         raise ValueError(
             f"There is no data set {name!r} in TFDS {tfds.__version__} nor prepared in {root}. "
             + (f"Near names: {', '.join(near)}. " if near else "")
-            + f"Embedded are {' and '.join(EMBEDDED)}; TFDS's catalog lists the others."
+            + f"Embedded are {' and '.join(EMBEDDED)}, federated {', '.join(FEDERATED)}; TFDS's "
+            "catalog lists the others."
         ) from None
     except Exception as error:  # a wrong configuration or version, or damaged metadata
         folder = root / _data_set(name)
@@ -135,12 +146,18 @@ def _import_all_builders() -> None:
 
 def _prepare(name: str, split: str, root: Path) -> None:
     """Prepares a data set in ``root``, unless another process does so meanwhile."""
-    embedded = _data_set(name) in EMBEDDED
+    embedded, federated = _data_set(name) in EMBEDDED, _data_set(name) in FEDERATED
     builder = _builder(name, root)
-    if not embedded and (hosts := unreachable(builder.url_infos or ())):
+    urls = builder.urls() if federated else [*(builder.url_infos or ())]
+    if not embedded and (hosts := unreachable(urls)):
+        by_hand = ""
+        if federated:
+            folder = builder.manual_path.parent
+            by_hand = f"Put {urls[0]} into {folder} and load again, or prepare it elsewhere. "
         raise ConnectionError(
             f"Data set {name!r} is not prepared in {root} and cannot be downloaded, as "
-            f"{' and '.join(hosts)} cannot be reached from here. {_elsewhere(builder, split, root)}"
+            f"{' and '.join(hosts)} cannot be reached from here. "
+            f"{by_hand}{_elsewhere(builder, split, root)}"
         )
     try:
         folder = builder.data_path.parent
@@ -148,7 +165,7 @@ def _prepare(name: str, split: str, root: Path) -> None:
             builder = _builder(name, root)
             if builder.data_path.exists():
                 return
-            if embedded and alone:  # so these were left by preparations that died
+            if (embedded or federated) and alone:  # so these were left by preparations that died
                 for left in folder.glob(f"incomplete.*_{builder.data_path.name}"):
                     shutil.rmtree(left, ignore_errors=True)
             with _quiet() if embedded else contextlib.nullcontext():
@@ -251,4 +268,4 @@ def _data_set(name: str) -> str:
 def _sentence(error: BaseException) -> str:
     """What an error says, on one line and not too long."""
     error = error.__cause__ or error  # TFDS puts the arguments of its calls around the message
-    return f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')[:300]}."
+    return f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')[:500]}."

@@ -74,7 +74,7 @@ def gather_clients(store: Any, clients: jax.Array, *, placement: str = "clients"
     def on_device(store: Any, clients: jax.Array) -> Any:
         def own(rows: jax.Array) -> jax.Array:
             found = _take(rows, clients, jax.lax.axis_index(axis) * len(rows))
-            return _sum_to_devices(found, axis)
+            return _to_owners(found, axis)
 
         return jax.tree.map(own, store)
 
@@ -128,19 +128,15 @@ def _put(rows: jax.Array, clients: jax.Array, new: jax.Array, start: Any) -> jax
     return rows.at[jnp.where(mine, place, len(rows))].set(new, mode="drop")
 
 
-def _sum_to_devices(found: jax.Array, axis: str) -> jax.Array:
-    """Each device's block of the sum over devices, of which one has a row and the others zeros.
+def _to_owners(found: jax.Array, axis: str) -> jax.Array:
+    """Each device's block of the cohort, of whose rows one device has each and the others zeros.
 
-    Summed as bits: every value comes through as it is, booleans too, and XLA's CPU compiler ends
-    the process at a reduce-scatter of bfloat16.
+    What a reduce-scatter does, which in JAX 0.11.2 fails beside explicit axes and ends XLA's CPU
+    compiler for bfloat16.
     """
-    if found.dtype == jnp.bool_:
-        return _sum_to_devices(found.astype(jnp.uint8), axis).astype(jnp.bool_)
-    if not jnp.issubdtype(found.dtype, jnp.floating):
-        return jax.lax.psum_scatter(found, axis, tiled=True)
-    bits = jax.lax.bitcast_convert_type(found, f"uint{8 * found.dtype.itemsize}")
-    summed = jax.lax.psum_scatter(bits, axis, tiled=True)
-    return jax.lax.bitcast_convert_type(summed, found.dtype)
+    parts = jax.lax.all_to_all(found, axis, 0, 0, tiled=True)
+    parts = parts.reshape(jax.lax.axis_size(axis), -1, *found.shape[1:])
+    return jnp.any(parts, 0) if found.dtype == jnp.bool_ else jnp.sum(parts, 0, found.dtype)
 
 
 def _place(rows: jax.Array, clients: jax.Array, start: Any) -> tuple[jax.Array, jax.Array]:

@@ -83,14 +83,17 @@ def diloco_text() -> DiLoCoText:
 
 
 def data_parallel_text() -> DataParallelText:
-    """Data parallelism: the same islands and tokens, gradients averaged at every step."""
+    """Data parallelism: the same islands and tokens, gradients averaged at every step.
+
+    Its learning rate and its first moment are tuned as DiLoCo's are.
+    """
     base = diloco_text()
     return DataParallelText(
         islands=base.islands,
         mesh=base.mesh,
         model=base.model,
         data=base.data,
-        optimizer=AdamWConfig(learning_rate=1.5e-3),
+        optimizer=AdamWConfig(learning_rate=1.5e-3, b1=0.5),
         training=base.training,
     )
 

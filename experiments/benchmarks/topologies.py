@@ -1,0 +1,128 @@
+"""The same round on TPU pods of several sizes, compiled ahead of time: what crosses, what is held.
+
+    JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1 \
+        python -m fedpax.experiments.benchmarks.topologies --clients_per_device=512
+
+needs the `tpu` extra and no TPU. With the clients of a device fixed, a round must have the same
+collectives and the same bytes on each device whatever the pod's size; the command fails otherwise.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.experimental import topologies
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import fedpax
+from fedpax.algorithms.fedavg import fedavg
+from fedpax.models.losses import classification_loss
+from fedpax.models.small import MLPConfig, mlp
+from fedpax.parallel.collectives import collectives
+
+
+class Compiled(NamedTuple):
+    """What one device does and holds in a round.
+
+    Attributes:
+        topology: the pod.
+        devices: how many it has.
+        clients: how many clients train on them.
+        collectives: kind, operand's shapes and whether in a loop, of each.
+        collective_bytes: bytes that the device hands to them in a round.
+        argument_bytes: bytes of the arguments on the device.
+        temporary_bytes: bytes of temporaries on the device.
+    """
+
+    topology: str
+    devices: int
+    clients: int
+    collectives: tuple[tuple[str, tuple[str, ...], bool], ...]
+    collective_bytes: int
+    argument_bytes: int
+    temporary_bytes: int
+
+
+def compile_for(
+    topology: str, *, clients_per_device: int, clients_per_step: Any, local_steps: int, batch: int
+) -> Compiled:
+    """Compiles a FedAvg round of an MLP 784-200-10 for a pod.
+
+    Args:
+        topology: such as `v5e:4x4`.
+        clients_per_device: clients that train on a device.
+        clients_per_step: how many of them at once, or "auto".
+        local_steps: steps of a client.
+        batch: examples in a step.
+
+    Returns:
+        What is to be read from the compiled program.
+    """
+    devices = topologies.get_topology_desc(topology, "tpu").devices
+    mesh = fedpax.make_mesh(devices=devices, clients=-1)
+    clients = len(devices) * clients_per_device
+    model = mlp(MLPConfig())
+    method = fedavg(
+        classification_loss(model.apply),
+        clients=clients,
+        client_optimizer=optax.sgd(0.1),
+        clients_per_step=clients_per_step,
+    )
+
+    def like(spec: P, dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    state = jax.eval_shape(lambda: method.init(model.init(jax.random.key(0))))
+    state = jax.tree.map(lambda x: like(P(), x.dtype, *x.shape), state)
+    rows = (clients, local_steps, batch)
+    batches = {
+        "image": like(P("clients"), jnp.float32, *rows, 784),
+        "label": like(P("clients"), jnp.int32, *rows),
+    }
+    with jax.set_mesh(mesh):
+        weights = like(P("clients"), jnp.float32, clients)
+        compiled = jax.jit(method.round, donate_argnums=0).lower(state, batches, weights).compile()
+    found = collectives(compiled.as_text() or "", mesh)
+    memory: Any = compiled.memory_analysis()
+    return Compiled(
+        topology,
+        len(devices),
+        clients,
+        tuple(sorted((c.kind, c.shapes, c.in_loop) for c in found)),
+        sum(c.bytes * (c.executions or 0) for c in found),
+        memory.argument_size_in_bytes,
+        memory.temp_size_in_bytes,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compiles for each pod and prints a table and a line of JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--topologies", default="v5e:4x4,v5e:8x8,v5e:16x16")
+    parser.add_argument("--clients_per_device", type=int, default=512)
+    parser.add_argument("--clients_per_step", default="auto", help='a number, or "auto"')
+    parser.add_argument("--local_steps", type=int, default=5)
+    parser.add_argument("--batch", type=int, default=20)
+    options = vars(parser.parse_args(argv))
+    if options["clients_per_step"] != "auto":
+        options["clients_per_step"] = int(options["clients_per_step"])
+    rows = [compile_for(t, **options) for t in options.pop("topologies").split(",")]
+    print("topology  devices    clients  collectives  bytes in them  arguments  temporaries")
+    for r in rows:
+        print(
+            f"{r.topology:8}  {r.devices:7,}  {r.clients:9,}  {len(r.collectives):11}  "
+            f"{r.collective_bytes:13,}  {r.argument_bytes:9,}  {r.temporary_bytes:11,}"
+        )
+    print(json.dumps([r._asdict() for r in rows]))
+    same = {r[3:] for r in rows}
+    print("The same on every pod." if len(same) == 1 else "These differ between pods.")
+    return 0 if len(same) == 1 else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -8,9 +8,10 @@ import optax
 import pytest
 from sklearn.datasets import load_digits
 
+from fedpax.models import small
 from fedpax.models.functional import Functional
 from fedpax.models.losses import classification_loss
-from fedpax.models.small import CNNConfig, MLPConfig, cnn, mlp
+from fedpax.models.small import CNNConfig, MLPConfig, cnn, convolve, max_pool, mlp
 
 MODELS = {
     "mlp": mlp(MLPConfig(sizes=(64, 32, 10))),
@@ -38,6 +39,86 @@ def test_mlp_equals_numpy() -> None:
     np.testing.assert_allclose(model.apply(params, x), expected, rtol=1e-4, atol=1e-5)
 
 
+def jax_convolution(x: Any, kernel: Any) -> Any:
+    return jax.lax.conv_general_dilated(
+        x, kernel, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+
+
+assert_close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 6, 3, 4), (1, 3, 3, 1, 2), (3, 7, 4, 2, 1)])
+def test_convolution_equals_jax_with_both_derivatives(shape: tuple[int, ...]) -> None:
+    batch, height, width, inputs, outputs = shape
+    random = np.random.default_rng(3)
+
+    def draw(*shape: int) -> Any:
+        return random.normal(size=shape).astype(np.float32)
+
+    x, kernel = draw(batch, height, width, inputs), draw(3, 3, inputs, outputs)
+    tangents = draw(*x.shape), draw(*kernel.shape)
+    cotangent = draw(batch, height - 2, width - 2, outputs)
+
+    def derivatives(fn: Any) -> Any:
+        out, pull = jax.vjp(fn, x, kernel)
+        second = jax.grad(lambda x, kernel: jnp.sum(pull_of(fn, x, kernel)[1] ** 2), (0, 1))
+        return out, pull(cotangent), jax.jvp(fn, (x, kernel), tangents), second(x, kernel)
+
+    def pull_of(fn: Any, x: Any, kernel: Any) -> Any:
+        return jax.vjp(fn, x, kernel)[1](cotangent)
+
+    ours = jax.jit(partial(derivatives, convolve))()
+    jax.tree.map(
+        partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4),
+        ours,
+        jax.jit(partial(derivatives, jax_convolution))(),
+    )
+    assert_close(jax.jit(convolve)(x[0], kernel), ours[0][0])
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 6, 3), (3, 5, 7, 1)])
+def test_max_pool_equals_a_reduction_over_windows(shape: tuple[int, ...]) -> None:
+    random = np.random.default_rng(4)
+    x = random.normal(size=shape).astype(np.float32)
+
+    def windows(x: Any) -> Any:
+        return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+
+    (ours, pull), (expected, expected_pull) = jax.vjp(max_pool, x), jax.vjp(windows, x)
+    np.testing.assert_array_equal(ours, expected)
+    cotangent = random.normal(size=ours.shape).astype(np.float32)
+    np.testing.assert_array_equal(pull(cotangent)[0], expected_pull(cotangent)[0])
+
+
+def test_images_one_by_one_equal_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large batch on a CPU takes another path than elsewhere, with the same results."""
+    model = MODELS["cnn"]
+    params = noisy(model)
+    random = np.random.default_rng(5)
+    batch = {
+        "image": random.uniform(size=(2, 4, 8, 8, 1)).astype(np.float32),
+        "label": random.integers(0, 10, (2, 4)).astype(np.int32),
+    }
+    gradient = jax.value_and_grad(classification_loss(model.apply), has_aux=True)
+
+    def run(params: Any, batch: Any) -> Any:
+        first = jax.tree.map(lambda leaf: leaf[0], batch)
+        along = jax.jvp(lambda p: model.apply(p, first["image"]), (params,), (params,))
+        return jax.vmap(gradient, (None, 0))(params, batch), gradient(params, first), along
+
+    results, loops = [], []
+    for cached in (10**9, 0):
+        monkeypatch.setattr(small, "CACHED", cached)
+        traced = jax.jit(lambda *args: run(*args)).trace(params, batch)
+        results.append(traced.lower().compile()(params, batch))
+        loops.append(
+            ["while" in traced.lower(lowering_platforms=(p,)).as_text() for p in ("cpu", "tpu")]
+        )
+    jax.tree.map(assert_close, *results)
+    assert loops == [[False, False], [True, False]]
+
+
 @pytest.mark.parametrize("channels", [1, 3])
 def test_cnn_equals_jax_convolutions(channels: int) -> None:
     model = cnn(CNNConfig(height=9, width=8, channels=channels, filters=(4, 6), dense=5))
@@ -45,13 +126,7 @@ def test_cnn_equals_jax_convolutions(channels: int) -> None:
     x = np.random.default_rng(1).normal(size=(3, 9, 8, channels)).astype(np.float32)
     expected: Any = x
     for name in ("convolution_0", "convolution_1"):
-        expected = jax.lax.conv_general_dilated(
-            expected,
-            params[name]["kernel"],
-            (1, 1),
-            "VALID",
-            dimension_numbers=("NHWC", "HWIO", "NHWC"),
-        )
+        expected = jax_convolution(expected, params[name]["kernel"])
         expected = jnp.maximum(expected + params[name]["bias"], 0)
     # 5 x 4 pixels are left; pooling drops the fifth row.
     expected = expected[:, :4].reshape(3, 2, 2, 2, 2, 6).max(axis=(2, 4)).reshape(3, 24)

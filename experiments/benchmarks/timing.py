@@ -1,0 +1,138 @@
+"""Fair timing: calls in turn, their ratios paired; compilation and memory apart."""
+
+import importlib.metadata
+import importlib.util
+import json
+import multiprocessing
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from fedpax.parallel.simulation import simulate_devices
+
+PACKAGES = ("fedpax", "jax", "jaxlib", "drjax", "flax", "numpy")
+
+
+class Compiled(NamedTuple):
+    """A compiled function.
+
+    Attributes:
+        call: runs it.
+        compile_seconds: what tracing and compiling took.
+        temporary_bytes: its temporaries on one device.
+    """
+
+    call: Callable[..., Any]
+    compile_seconds: float
+    temporary_bytes: int
+
+
+def compile_for(fn: Callable[..., Any], *arguments: Any) -> Compiled:
+    """Compiles a function for arguments or their types.
+
+    Args:
+        fn: a function of arrays.
+        *arguments: pytrees of arrays, or of `jax.ShapeDtypeStruct`s, which need no memory.
+
+    Returns:
+        The compiled function.
+
+    Example:
+        >>> compiled = compile_for(lambda x: 2 * x, jax.ShapeDtypeStruct((3,), "float32"))
+        >>> compiled.call(jax.numpy.ones(3)).tolist(), compiled.compile_seconds > 0
+        ([2.0, 2.0, 2.0], True)
+    """
+    start = time.perf_counter()
+    compiled = jax.jit(fn).lower(*arguments).compile()
+    seconds = time.perf_counter() - start
+    memory: Any = compiled.memory_analysis()
+    return Compiled(compiled, seconds, memory.temp_size_in_bytes)
+
+
+def interleaved(
+    calls: Mapping[str, Callable[..., Any]], arguments: Sequence[Any], repetitions: int
+) -> dict[str, list[float]]:
+    """Times functions in turn, so that what else the machine does meets all of them alike.
+
+    Args:
+        calls: compiled functions by name.
+        arguments: what all are called with.
+        repetitions: how often each is called and timed, after a call that is not.
+
+    Returns:
+        Seconds of each call, by name.
+
+    Example:
+        >>> seconds = interleaved({"a": abs, "b": abs}, (1.0,), repetitions=3)
+        >>> {name: len(values) for name, values in seconds.items()}
+        {'a': 3, 'b': 3}
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for repetition in range(repetitions + 1):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            jax.block_until_ready(call(*arguments))
+            if repetition:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def paired_ratio(seconds: Sequence[float], others: Sequence[float]) -> float:
+    """The median of the ratios of calls that were timed one after the other.
+
+    Example:
+        >>> paired_ratio([1.0, 2.0, 30.0], [2.0, 4.0, 10.0])
+        0.5
+    """
+    return statistics.median(a / b for a, b in zip(seconds, others, strict=True))
+
+
+def on_devices(devices: int, fn: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls a function in a process of its own, where a CPU shows this many devices.
+
+    How many devices a CPU shows can be set only once in a process. Other devices stay as they are.
+
+    Args:
+        devices: how many devices a CPU simulates.
+        fn: a function at the top of its module; the process imports it anew.
+        *arguments: what to call it with.
+
+    Returns:
+        What it returns.
+    """
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context, simulate_devices, (devices,)) as process:
+        return process.submit(fn, *arguments).result()
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported."""
+    return importlib.util.find_spec(package) is not None
+
+
+def write(path: str | None, rows: Sequence[NamedTuple], **settings: Any) -> None:
+    """Writes figures with what they were measured on, as JSON.
+
+    Args:
+        path: the file; None writes nothing.
+        rows: the figures.
+        **settings: what was asked for.
+    """
+    if path is None:
+        return
+    versions = {name: importlib.metadata.version(name) for name in PACKAGES if is_installed(name)}
+    machine = {"processor": platform.machine(), "cores": os.cpu_count()}
+    figures = {
+        "settings": settings,
+        "versions": versions,
+        "machine": machine,
+        "rows": [row._asdict() for row in rows],
+    }
+    Path(path).write_text(json.dumps(figures, indent=2) + "\n")

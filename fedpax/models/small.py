@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fedpax.models.functional import Functional, functional
+from fedpax.parallel.axes import partition_spec
 
 CACHED = 2**18
-"""Numbers that a CPU keeps at hand: a batch with more features than these is taken apart."""
+"""Numbers that a CPU core keeps at hand: where a CNN computes more, it takes image after image."""
 
 
 @dataclass(frozen=True)
@@ -132,11 +133,12 @@ class CNN(nnx.Module):
         """Maps images [batch, height, width] or [..., channels] to logits [batch, classes]."""
         config = self.config
         x = x.reshape(len(x), config.height, config.width, config.channels)
-        if x[..., 0].size * sum(config.filters) < CACHED:
-            x = self.features(x)
-        else:  # an image at a time, a CPU computes in its cache
+        computed = x.size // config.channels * sum(config.filters)
+        if computed > CACHED and _is_whole(x):
             one_by_one = functools.partial(jax.lax.map, self.features)
             x = jax.lax.platform_dependent(x, cpu=one_by_one, default=self.features)
+        else:
+            x = self.features(x)
         return self.dense_1(nnx.relu(self.dense_0(x.reshape(len(x), config.pooled))))
 
     def features(self, x: jax.Array) -> jax.Array:
@@ -163,8 +165,6 @@ class Convolution(nnx.Module):
         return convolve(x, self.kernel[...]) + self.bias[...]
 
 
-# What the product needs is three times the image, and quickly made again in the backward pass.
-@functools.partial(jax.checkpoint, prevent_cse=False)
 def convolve(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """Convolves images with a 3 x 3 kernel, without padding.
 
@@ -184,14 +184,21 @@ def convolve(x: jax.Array, kernel: jax.Array) -> jax.Array:
       >>> bool(jnp.allclose(convolve(x, kernel), x[:, 1:-1, 1:-1, :1]))
       True
     """
-    *_, inputs, outputs = kernel.shape
-    height, width = x.shape[-3] - 2, x.shape[-2] - 2
-    neighbours = jnp.concatenate([x[..., i : i + width, :] for i in range(3)], axis=-1)
-    # With the outputs first, the kernel's gradient is a product that XLA is quick at on a CPU.
-    matrix = kernel.transpose(0, 3, 1, 2).reshape(3 * outputs, 3 * inputs)
-    rows = jnp.split(jnp.einsum("...i,oi->...o", neighbours, matrix), 3, axis=-1)
-    first, second, third = (row[..., i : i + height, :, :] for i, row in enumerate(rows))
-    return first + second + third
+
+    def compute(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        *batch, height, width, inputs = x.shape
+        outputs, width = kernel.shape[-1], width - 2
+        neighbours = jnp.concatenate([x[..., i : i + width, :] for i in range(3)], axis=-1)
+        # One axis for all pixels: with two, the kernel's gradient would need copies of both sides.
+        pixels = neighbours.reshape(*batch, height * width, 3 * inputs)
+        matrix = kernel.transpose(1, 2, 0, 3).reshape(3 * inputs, 3 * outputs)
+        sums = (pixels @ matrix).reshape(*batch, height, width, 3 * outputs)
+        rows = jnp.split(sums, 3, axis=-1)
+        first, second, third = (row[..., i : i + height - 2, :, :] for i, row in enumerate(rows))
+        return first + second + third
+
+    # The neighbours take three times the memory of x, and no time to find again.
+    return jax.checkpoint(compute, prevent_cse=False)(x, kernel)
 
 
 def max_pool(x: jax.Array) -> jax.Array:
@@ -209,9 +216,16 @@ def max_pool(x: jax.Array) -> jax.Array:
     """
     *batch, height, width, channels = x.shape
     height, width = height // 2, width // 2
-    # Not a reduction over windows, whose gradient is slow on a CPU.
-    pairs = x[..., : 2 * height, : 2 * width, :].reshape(*batch, height, 2, width, 2, channels)
-    return jnp.max(pairs, axis=(-4, -2))
+    x = x[..., : 2 * height, : 2 * width, :]
+    # Not a reduction over windows, whose gradient is slow on a CPU. One axis is cut at a time, as
+    # JAX demands of arrays that are sharded explicitly.
+    pairs = x.reshape(*batch, height, 2, 2 * width, channels)
+    return jnp.max(pairs.reshape(*batch, height, 2, width, 2, channels), axis=(-4, -2))
+
+
+def _is_whole(x: jax.Array) -> bool:
+    """Whether a device has all images of a batch: a loop over others' would gather them."""
+    return not any((*partition_spec(("batch",)), *jax.typeof(x).sharding.spec[:1]))
 
 
 def mlp(config: MLPConfig) -> Functional:

@@ -6,8 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from sklearn.datasets import load_digits
 
+import fedpax
 from fedpax.models import small
 from fedpax.models.functional import Functional
 from fedpax.models.losses import classification_loss
@@ -117,6 +120,40 @@ def test_images_one_by_one_equal_all_at_once(monkeypatch: pytest.MonkeyPatch) ->
         )
     jax.tree.map(assert_close, *results)
     assert loops == [[False, False], [True, False]]
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("axis", ["data", "clients"])
+def test_images_stay_on_their_devices(
+    axis: str, axis_type: AxisType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop over images would gather those of other devices, but not a client's own."""
+    monkeypatch.setattr(small, "CACHED", 0)
+    model = MODELS["cnn"]
+    params = noisy(model)
+    image = np.random.default_rng(6).uniform(size=(2, 4, 8, 8, 1)).astype(np.float32)
+
+    def energy(params: Any, image: Any) -> jax.Array:
+        return jnp.mean(model.apply(params, image) ** 2)
+
+    @fedpax.program(clients=2)
+    def by_client(params: Any, image: Any) -> Any:
+        gradient = fedpax.federated_map(lambda image: jax.grad(energy)(params, image), image)
+        return fedpax.federated_mean(gradient)
+
+    def at_once(params: Any, image: Any) -> Any:
+        return jax.grad(energy)(params, image.reshape(8, 8, 8, 1))
+
+    expected = jax.jit(at_once)(params, image)
+    mesh = fedpax.make_mesh(devices=jax.devices()[:2], axis_types=axis_type, **{axis: 2})
+    with jax.set_mesh(mesh):
+        laid_out = jax.device_put(image, NamedSharding(mesh, P(axis)))
+        run = jax.jit(at_once if axis == "data" else by_client)
+        compiled = run.lower(params, laid_out).compile()
+        result = compiled(params, laid_out)
+    jax.tree.map(assert_close, result, expected)
+    assert "all-gather" not in compiled.as_text()
+    assert ("while" in compiled.as_text()) == (axis == "clients")
 
 
 @pytest.mark.parametrize("channels", [1, 3])

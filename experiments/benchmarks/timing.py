@@ -128,7 +128,11 @@ def write(path: str | None, rows: Sequence[NamedTuple], **settings: Any) -> None
     if path is None:
         return
     versions = {name: importlib.metadata.version(name) for name in PACKAGES if is_installed(name)}
-    machine = {"processor": platform.machine(), "cores": os.cpu_count()}
+    machine = {
+        "processor": platform.machine(),
+        "cores": os.cpu_count(),
+        "workers": os.environ.get("PJRT_NPROC"),  # None: eight for each simulated device
+    }
     figures = {
         "settings": settings,
         "versions": versions,

@@ -26,21 +26,26 @@ from fedpax.data.skew import (
     partition_pachinko,
 )
 from fedpax.data.source import Source, load
+from fedpax.data.stream import Deferred
 from fedpax.data.synthetic_clients import DirichletClients
-from fedpax.data.token_rounds import TokenRounds, token_rounds
+from fedpax.data.token_rounds import TokenRounds, token_round_shapes, token_rounds
+from fedpax.data.tokenizer import BYTES, Tokenizer, load_tokenizer, train_tokenizer
 from fedpax.data.tokens import SEPARATOR, VOCABULARY, decode, encode
 
 __all__ = [
+    "BYTES",
     "SEPARATOR",
     "VOCABULARY",
     "Cohort",
     "CohortRounds",
     "Cohorts",
+    "Deferred",
     "DirichletClients",
     "ExampleRounds",
     "PartitionStatistics",
     "Source",
     "TokenRounds",
+    "Tokenizer",
     "balanced_order",
     "cohort_rounds",
     "decode",
@@ -48,6 +53,7 @@ __all__ = [
     "example_rounds",
     "heldout_batches",
     "load",
+    "load_tokenizer",
     "pack",
     "partition_by_field",
     "partition_by_quantity",
@@ -59,6 +65,8 @@ __all__ = [
     "partition_statistics",
     "plot_partition",
     "read_examples",
+    "token_round_shapes",
     "token_rounds",
+    "train_tokenizer",
     "wasted_steps",
 ]

@@ -5,7 +5,7 @@ import numpy as np
 from fedpax.data.packing import Batch, cut, join, to_batch
 from fedpax.data.partition import Examples, field_of
 from fedpax.data.stream import check_sizes
-from fedpax.data.tokens import encode
+from fedpax.data.tokenizer import BYTES, Tokenizer
 
 
 def heldout_batches(
@@ -15,6 +15,7 @@ def heldout_batches(
     length: int,
     max_tokens: int | None = None,
     field: str = "text",
+    tokenizer: Tokenizer = BYTES,
 ) -> list[Batch]:
     """Packs a split into batches, in the source's order.
 
@@ -29,6 +30,7 @@ def heldout_batches(
         max_tokens: take only as many rows as hold this many tokens, evenly spaced over the
             split, so that one long document does not stand for all. By default all rows.
         field: the field of an example that holds its text, bytes of UTF-8 or a string.
+        tokenizer: what turns texts into tokens.
 
     Returns:
         Dicts of arrays [batch, length] as ``fedpax.data.pack`` describes them: ``inputs``,
@@ -54,8 +56,8 @@ def heldout_batches(
             f"max_tokens is {max_tokens}, less than one row of length={length}: give at least "
             "that, or None for the whole split."
         )
-    documents = (encode(field_of(source[index], field)) for index in range(len(source)))
-    rows, present = cut(join(documents), length)
+    documents = (tokenizer.encode(field_of(source[i], field)) for i in range(len(source)))
+    rows, present = cut(join(documents, tokenizer.separator), length)
     if max_tokens is not None and max_tokens < present.size:
         chosen = np.linspace(0, len(present) - 1, max_tokens // length).round().astype(np.int64)
         rows, present = rows.take(chosen), present[chosen]

@@ -24,13 +24,13 @@ class Pairs(NamedTuple):
     """Documents end to end: what a model reads, what it is to predict, where documents begin.
 
     Attributes:
-        inputs: uint8 [...].
-        targets: uint8 [...], the same shape.
+        inputs: integers [...], uint8 for bytes.
+        targets: the same type and shape.
         starts: bool [...], true at the first pair of each document.
     """
 
-    inputs: NDArray[np.uint8]
-    targets: NDArray[np.uint8]
+    inputs: NDArray[Any]
+    targets: NDArray[Any]
     starts: NDArray[np.bool_]
 
     def map(self, function: Callable[[NDArray[Any]], NDArray[Any]]) -> "Pairs":
@@ -42,11 +42,12 @@ class Pairs(NamedTuple):
         return self.map(lambda array: array[rows])
 
 
-def join(documents: Iterable[NDArray[np.uint8]]) -> Pairs:
+def join(documents: Iterable[NDArray[Any]], separator: int = SEPARATOR) -> Pairs:
     """Lays documents end to end.
 
     Args:
-        documents: each uint8 [tokens], without separators.
+        documents: each integers [tokens] of one type, without separators.
+        separator: the token before and after every document.
 
     Returns:
         The pairs, each array [sum of (tokens + 1)].
@@ -57,9 +58,9 @@ def join(documents: Iterable[NDArray[np.uint8]]) -> Pairs:
         ([255, 1, 2, 255, 3], [1, 2, 255, 3, 255], [1, 0, 0, 1, 0])
     """
     documents = list(documents)
-    separator = np.array([SEPARATOR], np.uint8)
+    between = np.array([separator], documents[0].dtype if documents else np.uint8)
     tokens = np.concatenate(
-        [*chain.from_iterable((separator, document) for document in documents), separator]
+        [*chain.from_iterable((between, document) for document in documents), between]
     )
     lengths = np.array([len(document) + 1 for document in documents], np.int64)
     starts = np.zeros(len(tokens) - 1, np.bool_)

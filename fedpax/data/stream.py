@@ -1,13 +1,63 @@
-"""What the streams of rounds share: the checks of sizes, and of states that are to be restored."""
+"""What the streams of rounds share: deferred opening, the checks of sizes and of saved states."""
 
+import functools
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from fedpax.data.partition import Examples
 
 Settings = Mapping[str, int | str]
 """Everything that decides what a stream gives, so that two with the same give the same."""
+
+
+class Stream(Protocol):
+    """An endless iterator over rounds that can say where it stands."""
+
+    def __next__(self) -> Any:
+        """Returns the batches of the next round."""
+        ...
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns where the stream stands."""
+        ...
+
+    def set_state(self, state: Any) -> None:
+        """Goes to where the stream stood when it returned the state."""
+        ...
+
+
+class Deferred:
+    """A stream that is opened when it is first used, and not when it is made.
+
+    Args:
+        open_stream: opens it; called once.
+
+    Example:
+        >>> from fedpax.data import token_rounds
+        >>> sizes = dict(islands=1, local_steps=1, batch=1, length=4)
+        >>> stream = Deferred(lambda: token_rounds([{"text": "to be"}], **sizes))
+        >>> next(stream)["inputs"].shape
+        (1, 1, 1, 4)
+    """
+
+    def __init__(self, open_stream: Callable[[], Stream]) -> None:
+        self._open = functools.cache(open_stream)
+
+    def __iter__(self) -> "Deferred":
+        return self
+
+    def __next__(self) -> Any:
+        """Returns the batches of the next round."""
+        return next(self._open())
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns where the stream stands."""
+        return self._open().get_state()
+
+    def set_state(self, state: Any) -> None:
+        """Goes to where the stream stood when it returned the state."""
+        self._open().set_state(state)
 
 
 def check_sizes(bytes_each: int, **sizes: int) -> None:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,7 +24,7 @@ from fedpax.data.partition import (
 )
 from fedpax.data.shuffle import fold, shuffled
 from fedpax.data.stream import check_sizes, check_state, source_name
-from fedpax.data.tokens import encode
+from fedpax.data.tokenizer import BYTES, Tokenizer
 
 _ARRAYS, _BYTES = 5, 4  # inputs, targets, segments, positions, mask; each int32 or float32
 
@@ -58,6 +59,7 @@ class _Island:
         key: NDArray[np.uint64],
         length: int,
         shuffle_tokens: int,
+        tokenizer: Tokenizer,
     ) -> None:
         self._examples = examples
         self._field = field
@@ -65,8 +67,9 @@ class _Island:
         self._key = key
         self._length = length
         self._shuffle_tokens = shuffle_tokens
+        self._tokenizer = tokenizer
         self._epoch: tuple[int, NDArray[np.int64]] = (-1, indices)
-        self._read: dict[int, NDArray[np.uint8]] = {}  # by index
+        self._read: dict[int, NDArray[Any]] = {}  # by index
         self._window: _Window | None = None
         self._position = _Position(0, 0, 0)
 
@@ -97,7 +100,7 @@ class _Island:
     def _next_window(self) -> _Window:
         """Reads documents for a window: an epoch of them at most, but at least one row."""
         document, offset, _ = self._position
-        texts: list[NDArray[np.uint8]] = []
+        texts: list[NDArray[Any]] = []
         available = -offset
         while available < self._length or (
             available < self._shuffle_tokens and len(texts) < len(self._indices)
@@ -109,18 +112,20 @@ class _Island:
             self._read = {index: texts[-1]}  # with which the next window begins
         count = max(1, min(self._shuffle_tokens, available) // self._length)
         stop = offset + count * self._length
-        rows = join(texts).map(lambda x: x[offset:stop].reshape(count, self._length))
+        rows = join(texts, self._tokenizer.separator).map(
+            lambda x: x[offset:stop].reshape(count, self._length)
+        )
         ends = np.cumsum([len(text) + 1 for text in texts])
         whole = int(np.searchsorted(ends, stop, side="right"))  # documents used up
         end = _Position(document + whole, stop - int(ends[whole - 1]) if whole else stop, 0)
         order = shuffled(np.arange(count), count, fold(self._key, 1, document, offset))
         return _Window(rows, order, end)
 
-    def _text(self, index: int) -> NDArray[np.uint8]:
+    def _text(self, index: int) -> NDArray[Any]:
         """Returns the tokens of an example; a shard that fits in a window is read only once."""
         text = self._read.get(index)
         if text is None:
-            text = encode(field_of(self._examples[index], self._field))
+            text = self._tokenizer.encode(field_of(self._examples[index], self._field))
             self._read[index] = text
         return text
 
@@ -189,6 +194,31 @@ class TokenRounds:
             island.position = _Position(*(int(number) for number in position))
 
 
+def token_round_shapes(
+    *, islands: int, local_steps: int, batch: int, length: int
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Tells the arrays of a round of ``token_rounds`` without reading any text.
+
+    Args:
+        islands: how many islands share the documents.
+        local_steps: steps of an island in a round.
+        batch: rows in a step of an island.
+        length: tokens in a row.
+
+    Returns:
+        Their shapes and dtypes by name.
+
+    Example:
+        >>> shapes = token_round_shapes(islands=2, local_steps=3, batch=1, length=8)
+        >>> shapes["inputs"].shape, str(shapes["mask"].dtype)
+        ((2, 3, 1, 8), 'float32')
+    """
+    shape = (islands, local_steps, batch, length)
+    nothing = np.zeros((0, length), np.int32)
+    empty = to_batch(Pairs(*(nothing for _ in Pairs._fields)))
+    return {name: jax.ShapeDtypeStruct(shape, array.dtype) for name, array in empty.items()}
+
+
 def token_rounds(
     source: Examples,
     *,
@@ -200,6 +230,7 @@ def token_rounds(
     partition: Partition | None = None,
     shuffle_tokens: int = 2**22,
     field: str = "text",
+    tokenizer: Tokenizer = BYTES,
 ) -> TokenRounds:
     """Makes an endless stream of language-model rounds from a source of texts.
 
@@ -220,6 +251,7 @@ def token_rounds(
         shuffle_tokens: how much of its shard an island reads, and shuffles by rows, together; at
             most an epoch. It takes about 4 bytes a token. With 1, rows follow each other.
         field: the field of an example that holds its text, bytes of UTF-8 or a string.
+        tokenizer: what turns texts into tokens.
 
     Returns:
         An iterator. Each item is a dict of arrays [islands, local_steps, batch, length]:
@@ -259,11 +291,12 @@ def token_rounds(
         "partition": checksum(partition),
         "shuffle_tokens": shuffle_tokens,
         "field": field,
+        "tokenizer": tokenizer.name,
     }
     examples = grain.MapDataset.source(source)
     return TokenRounds(
         [
-            _Island(examples, field, indices, fold(seed, k), length, shuffle_tokens)
+            _Island(examples, field, indices, fold(seed, k), length, shuffle_tokens, tokenizer)
             for k, indices in enumerate(partition)
         ],
         settings,

@@ -346,7 +346,9 @@ def _mean_finish(totals, participants, dtype):
     if weight:
         mean = _divide(total, _expand(weight[0], total))
     else:
-        mean = total / participants
+        # A division by 1 would stand in the way of sharding propagation, and so change how the
+        # compiler cuts the program around it: one island must be the program without islands.
+        mean = total / participants if participants > 1 else total
     return mean.astype(_mean_dtype(dtype))
 
 

@@ -59,6 +59,11 @@ class Run(NamedTuple):
         tokens_per_round: how many tokens (or examples) all participants together see a round.
         placement: the name of the placement, ``"clients"`` or ``"islands"``: the loop counts the
             bytes that cross this axis of the mesh.
+        batch_shapes: the shapes and dtypes of a round's batches, a tree of
+            ``jax.ShapeDtypeStruct``, so that the round compiles without the data (``fedpax plan``);
+            None where only the data tell.
+        flops_per_token: floating-point operations of the model for a training token, forward and
+            backward, without what is computed again; None if unknown.
     """
 
     algorithm: FederatedAlgorithm
@@ -69,6 +74,8 @@ class Run(NamedTuple):
     shardings: Shardings
     tokens_per_round: int
     placement: str
+    batch_shapes: Any = None
+    flops_per_token: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,4 +138,8 @@ class Experiment(abc.ABC):
 
     @abc.abstractmethod
     def build(self) -> Run:
-        """Makes the model, data, algorithm and mesh that the configuration describes."""
+        """Makes the model, data, algorithm and mesh that the configuration describes.
+
+        Data that are read when they are first asked for, and not here, let a run be planned on a
+        machine that does not have them.
+        """

@@ -17,10 +17,12 @@ from numpy.typing import NDArray
 
 from fedpax.data import (
     SEPARATOR,
+    Deferred,
     Source,
     TokenRounds,
     partition_by_field,
     partition_iid,
+    token_round_shapes,
     token_rounds,
 )
 from fedpax.data.packing import Batch
@@ -324,3 +326,32 @@ def test_gives_millions_of_tokens_a_second(text: Callable[[str], Source]) -> Non
         next(rounds)
     speed = count * rounds.tokens_per_round / (time.process_time() - start)
     assert speed > 2e6, f"{speed:.3g} tokens a second of one core"
+
+
+def test_shapes_are_told_without_reading(documents: list[dict[str, bytes]]) -> None:
+    told = token_round_shapes(**SIZES)
+    batch = next(token_rounds(documents, **SIZES))
+    assert {n: (x.shape, x.dtype) for n, x in told.items()} == {
+        n: (x.shape, x.dtype) for n, x in batch.items()
+    }
+
+
+def test_a_deferred_stream_is_opened_once_and_when_it_is_used(
+    documents: list[dict[str, bytes]],
+) -> None:
+    opened = []
+
+    def make() -> TokenRounds:
+        opened.append(True)
+        return token_rounds(documents, **SIZES)
+
+    stream, plain = Deferred(make), token_rounds(documents, **SIZES)
+    assert not opened
+    next(stream), next(plain)
+    state = stream.get_state()
+    assert state == plain.get_state()
+    following = next(stream)
+    stream.set_state(state)
+    for got in (next(stream), next(plain)):
+        np.testing.assert_array_equal(got["inputs"], following["inputs"])
+    assert opened == [True]

@@ -21,11 +21,13 @@ class Functional(NamedTuple):
       apply: `apply(params, *inputs)` is the module's `__call__`.
       logical: what names the parameters' axes: the same dicts with a tuple for each array, as
         `fedpax.parallel.axes.shardings` takes it.
+      module: `module(params)` is the module with these parameters, for its other methods.
     """
 
     init: Callable[[jax.Array], Params]
     apply: Callable[..., Any]
     logical: Params
+    module: Callable[[Params], Any]
 
 
 def functional(constructor: Callable[..., nnx.Module]) -> Functional:
@@ -71,11 +73,13 @@ def functional(constructor: Callable[..., nnx.Module]) -> Functional:
     def init(key: jax.Array) -> Params:
         return nnx.to_pure_dict(parameters(key))
 
-    def apply(params: Params, *args: Any, **kwargs: Any) -> Any:
-        module: Any = nnx.merge(graph, params)
-        return module(*args, **kwargs)
+    def module_of(params: Params) -> Any:
+        return nnx.merge(graph, params)
 
-    return Functional(init, apply, nnx.to_pure_dict(logical))
+    def apply(params: Params, *args: Any, **kwargs: Any) -> Any:
+        return module_of(params)(*args, **kwargs)
+
+    return Functional(init, apply, nnx.to_pure_dict(logical), module_of)
 
 
 def _logical(parameter: nnx.Variable) -> tuple[str | None, ...]:

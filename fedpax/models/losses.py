@@ -8,6 +8,9 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from fedpax.models.chunked_loss import CHUNK, chunked_cross_entropy
+from fedpax.models.transformer import TransformerConfig, transformer
+
 Batch: TypeAlias = Mapping[str, jax.Array]
 LossFunction: TypeAlias = Callable[[Any, Batch], tuple[jax.Array, dict[str, jax.Array]]]
 
@@ -77,6 +80,67 @@ def next_token_loss(apply: Callable[..., jax.Array]) -> LossFunction:
         targets, mask = batch["targets"], batch.get("mask")
         tokens = jnp.float32(targets.size) if mask is None else jnp.sum(mask, dtype=jnp.float32)
         return cross_entropy(logits, targets, mask), {"tokens": tokens}
+
+    return loss_fn
+
+
+def transformer_loss(
+    config: TransformerConfig,
+    *,
+    z_loss: float = 0.0,
+    load_balance: float = 0.01,
+    router_z: float = 0.0,
+    chunk: int = CHUNK,
+) -> LossFunction:
+    """Makes the loss to train a transformer: the mean cross-entropy of the next token, in nats.
+
+    Logits are computed for some tokens after the others, see
+    `fedpax.models.chunked_loss.chunked_cross_entropy`, and two terms may be added: the z-loss, and
+    for a mixture of experts the load-balancing loss.
+
+    Args:
+      config: the transformer.
+      z_loss: weight of the mean of log(sum(exp(logits)))^2; PaLM's is 1e-4.
+      load_balance: weight of the load-balancing loss of a mixture of experts, the layers' mean.
+      router_z: weight of the mixture's loss that keeps the router's logits near 0.
+      chunk: tokens of a device whose logits exist at once.
+
+    Returns:
+      `loss_fn(params, batch) -> (loss, aux)` for batches as `next_token_loss` takes them. `aux` has
+      `tokens`, the number of targets that count, `cross_entropy`, the loss without other terms, and
+      what the layers of a mixture tell, such as `load_balance`, as their mean.
+
+    Example:
+      >>> config = TransformerConfig(layers=2, width=64, heads=2)
+      >>> params = transformer(config).init(jax.random.key(0))
+      >>> text = jnp.frombuffer(b"to be or not to be", jnp.uint8).astype(int)[None]
+      >>> batch = {"inputs": text[:, :-1], "targets": text[:, 1:]}
+      >>> loss, aux = transformer_loss(config, z_loss=1e-4)(params, batch)
+      >>> bool(loss > aux["cross_entropy"] > 0), int(aux["tokens"])
+      (True, 17)
+    """
+    model = transformer(config)
+
+    def loss_fn(params: Any, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+        module = model.module(params)
+        features, auxiliary = module.hidden(
+            batch["inputs"], batch.get("segments"), batch.get("positions")
+        )
+        targets, mask = batch["targets"], batch.get("mask")
+        loss, cross_entropy = chunked_cross_entropy(
+            features,
+            module.output_table[...],
+            targets,
+            mask,
+            softcap=config.logit_softcap,
+            z_loss=z_loss,
+            chunk=chunk,
+        )
+        tokens = jnp.float32(targets.size) if mask is None else jnp.sum(mask, dtype=jnp.float32)
+        auxiliary = {name: value / config.layers for name, value in auxiliary.items()}
+        for name, factor in (("load_balance", load_balance), ("router_z", router_z)):
+            loss += factor * auxiliary.get(name, 0.0)
+        return loss, {"tokens": tokens, "cross_entropy": cross_entropy, **auxiliary}
 
     return loss_fn
 

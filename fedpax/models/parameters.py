@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from fedpax.models.quantization import Quantization, quantized_einsum
 from fedpax.parallel.axes import constrain
 
 
@@ -57,6 +58,7 @@ def project(
     x: jax.Array,
     parameter: nnx.Param,
     out_sharding: jax.sharding.PartitionSpec | None = None,
+    quantization: Quantization = "none",
 ) -> jax.Array:
     """Contracts features with a parameter, which is gathered again in the backward pass.
 
@@ -68,6 +70,7 @@ def project(
       x: features.
       parameter: a parameter with logical axes, or one layer of a stack of them.
       out_sharding: the result's layout where a contracted axis is sharded explicitly.
+      quantization: the number format of the product in the forward pass.
 
     Returns:
       The product, in x's dtype.
@@ -80,6 +83,8 @@ def project(
 
     def compute(x: jax.Array, value: jax.Array) -> jax.Array:
         gathered = _gathered(value, parameter.logical, x.dtype)
+        if quantization != "none":
+            return quantized_einsum(subscripts, x, gathered, quantization, out_sharding)
         return jnp.einsum(subscripts, x, gathered, out_sharding=out_sharding)
 
     # A scan over layers already keeps the two passes apart, which prevent_cse is there to ensure.

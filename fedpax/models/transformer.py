@@ -4,162 +4,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from fedpax.models.attention import Attention, attention_mask, rotary
+from fedpax.models.attention import Attend, rotary
+from fedpax.models.attention_kernels import causal_attention
 from fedpax.models.functional import Functional, functional
-from fedpax.models.parameters import normal, project, weight
+from fedpax.models.layers import FeedForward, Layer, RMSNorm
+from fedpax.models.parameters import normal, weight
+from fedpax.models.remat import rematerialize
+from fedpax.models.transformer_config import TransformerConfig
 from fedpax.parallel.axes import constrain, explicit_spec
+from fedpax.parallel.pipeline import run_stages
 
+__all__ = ["FeedForward", "Layer", "RMSNorm", "Transformer", "TransformerConfig", "transformer"]
 
-@dataclass(frozen=True)
-class TransformerConfig:
-    """Sizes of a decoder-only transformer with tied embeddings.
-
-    Attributes:
-      vocabulary: number of tokens that there are; 256 for bytes.
-      layers: number of layers.
-      width: features of a token between layers.
-      heads: number of query heads.
-      key_value_heads: number of key and value heads, which divides `heads`.
-      head_width: features of a head, even; width / heads by default.
-      mlp_width: features inside the feed-forward network.
-      rope_base: largest wavelength of the rotary positions over 2 pi, in tokens.
-      dtype: what layers compute in. Parameters are float32 in any case, and so are norms,
-        softmax and logits ("float64", for checks, needs JAX's 64-bit mode).
-      remat: compute each layer again in the backward pass instead of storing what is inside it.
-      unroll: how many layers the scan over layers takes at once; all of them is fastest for a
-        shallow model, and takes longest to compile.
-
-    Raises:
-      ValueError: the sizes do not fit together.
-
-    Example:
-      >>> TransformerConfig(layers=2, width=64, heads=2, key_value_heads=1).parameters()
-      237888
-    """
-
-    vocabulary: int = 256
-    layers: int = 4
-    width: int = 192
-    heads: int = 3
-    key_value_heads: int = 1
-    head_width: int | None = None
-    mlp_width: int = 512
-    rope_base: float = 10_000.0
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    remat: bool = False
-    unroll: int = 1
-
-    def __post_init__(self) -> None:
-        """Checks that the sizes fit together."""
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type in ("int", "float", "int | None") and value is not None and value <= 0:
-                raise ValueError(
-                    f"TransformerConfig.{field.name}={value}: expected a positive number."
-                )
-        if self.heads % self.key_value_heads:
-            fitting = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
-            raise ValueError(
-                f"TransformerConfig.key_value_heads={self.key_value_heads} does not divide "
-                f"heads={self.heads}: use one of {fitting}."
-            )
-        if self.head_width is None and self.width % self.heads:
-            raise ValueError(
-                f"TransformerConfig.heads={self.heads} does not divide width={self.width}: change "
-                "one of them, or set head_width."
-            )
-        if self.features_per_head % 2:
-            raise ValueError(
-                f"TransformerConfig: a head has {self.features_per_head} features, but rotary "
-                "positions turn them in pairs: set an even head_width."
-            )
-        if self.dtype not in ("float32", "bfloat16", "float64"):
-            raise ValueError(
-                f"TransformerConfig.dtype={self.dtype!r}: use 'float32', 'bfloat16' or 'float64'."
-            )
-
-    @property
-    def features_per_head(self) -> int:
-        """`head_width`, or what follows from width and heads."""
-        return self.head_width or self.width // self.heads
-
-    def parameters(self) -> int:
-        """Counts the parameters, each of the tied embeddings once."""
-        attention = self.width * self.features_per_head * 2 * (self.heads + self.key_value_heads)
-        layer = attention + 3 * self.width * self.mlp_width + 2 * self.width
-        return self.vocabulary * self.width + self.layers * layer + self.width
-
-
-class RMSNorm(nnx.Module):
-    """Divides each token's features by their root mean square, and scales them.
-
-    Reference: Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv:1910.07467).
-    """
-
-    def __init__(self, width: int):
-        self.scale = nnx.Param(jnp.ones(width), logical=("norm",))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalizes x [..., width]: in float32 inside, x's dtype outside."""
-        accurate = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        mean_square = jnp.mean(jnp.square(accurate), axis=-1, keepdims=True)
-        return (accurate * jax.lax.rsqrt(mean_square + 1e-6) * self.scale[...]).astype(x.dtype)
-
-
-class FeedForward(nnx.Module):
-    """SwiGLU: output (silu(gate x) * (up x)).
-
-    Reference: Shazeer, "GLU Variants Improve Transformer" (arXiv:2002.05202), equation 6.
-    """
-
-    def __init__(self, width: int, mlp_width: int, *, output_scale: float, rngs: nnx.Rngs):
-        self.gate = normal(rngs, (width, mlp_width), width**-0.5, ("embed", "mlp"))
-        self.up = normal(rngs, (width, mlp_width), width**-0.5, ("embed", "mlp"))
-        self.down = normal(
-            rngs, (mlp_width, width), output_scale * mlp_width**-0.5, ("mlp", "embed")
-        )
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps x [batch, sequence, width] to the same shape."""
-        gate, up = project("btw,wm->btm", x, self.gate), project("btw,wm->btm", x, self.up)
-        out = explicit_spec(("batch", "sequence", None), x.shape)
-        return project("btm,mw->btw", nnx.silu(gate) * up, self.down, out)
-
-
-class Layer(nnx.Module):
-    """Attention and a feed-forward network, each on normalized inputs and added to them."""
-
-    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        # Each of the 2 * layers branches adds to the features: their sum keeps its scale.
-        output_scale = (2 * config.layers) ** -0.5
-        self.attention_norm = RMSNorm(config.width)
-        self.attention = Attention(
-            config.width,
-            config.heads,
-            config.key_value_heads,
-            config.features_per_head,
-            output_scale=output_scale,
-            rngs=rngs,
-        )
-        self.feed_forward_norm = RMSNorm(config.width)
-        self.feed_forward = FeedForward(
-            config.width, config.mlp_width, output_scale=output_scale, rngs=rngs
-        )
-
-    def __call__(
-        self, x: jax.Array, rotation: tuple[jax.Array, jax.Array], mask: jax.Array
-    ) -> jax.Array:
-        """Maps x [batch, sequence, width] to the same shape."""
-        x = x + self.attention(self.attention_norm(x), rotation, mask)
-        x = x + self.feed_forward(self.feed_forward_norm(x))
-        return constrain(x, ("batch", "sequence", None))
+AttendLayer = Callable[[Any, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
 
 class Transformer(nnx.Module):
@@ -167,18 +30,25 @@ class Transformer(nnx.Module):
 
     The layers' parameters are stacked, and the layers run in a scan, so that a deep model
     compiles as fast as a shallow one.
+
+    Attributes:
+      embedding: [vocabulary, width], what tokens are looked up in.
+      layers: the layers, as one whose parameters are stacked: [layers, ...], or for a pipeline
+        with repeats [repeats, layers / repeats, ...], the same numbers in the same order.
+      final_norm: normalizes what the last layer gives.
+      output: [vocabulary, width], what logits are made with; absent with tied embeddings.
     """
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.config = config
-        self.embedding = normal(
-            rngs,
-            (config.vocabulary, config.width),
-            config.width**-0.5,
-            ("vocabulary", "embed"),
+        shape, names = (config.vocabulary, config.width), ("vocabulary", "embed")
+        self.embedding = normal(rngs, shape, config.width**-0.5, names)
+        self.layers = _stack(
+            functools.partial(Layer, config), config.layers, config.stage_repeats, rngs
         )
-        self.layers = _stack(functools.partial(Layer, config), config.layers, rngs)
         self.final_norm = RMSNorm(config.width)
+        if not config.tied_embeddings:
+            self.output = normal(rngs, shape, config.width**-0.5, names)
 
     def __call__(
         self,
@@ -198,38 +68,133 @@ class Transformer(nnx.Module):
         Returns:
           Logits, float32 [batch, sequence, vocabulary].
         """
-        config = self.config
-        length = tokens.shape[1]
-        if positions is None:
-            positions = jnp.arange(length)[None]
-        rotation = rotary(positions, config.features_per_head, config.rope_base)
-        mask = attention_mask(length, segments)
-        table = weight(self.embedding, config.dtype)
-        x = table.at[tokens].get(
-            out_sharding=explicit_spec(("batch", "sequence", None), (*tokens.shape, config.width))
-        )
-        # The table's scale suits the logits; features between layers are of order 1.
-        x = constrain(x, ("batch", "sequence", None)) * config.width**0.5
+        features, _ = self.hidden(tokens, segments, positions)
+        return self.logits(features)
 
+    def hidden(
+        self,
+        tokens: jax.Array,
+        segments: jax.Array | None = None,
+        positions: jax.Array | None = None,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Computes what logits are made of, without the logits, which are much larger.
+
+        Args:
+          tokens: as in `__call__`.
+          segments: as in `__call__`.
+          positions: as in `__call__`.
+
+        Returns:
+          Normalized features [batch, sequence, width] in the layers' dtype, and auxiliary losses,
+          float32 scalars by name: the layers' sum of each.
+        """
+        config = self.config
         graph, stacked = nnx.split(self.layers)
 
-        def step(x: jax.Array, layer: nnx.State) -> tuple[jax.Array, None]:
-            return nnx.merge(graph, layer)(x, rotation, mask), None
+        def step(x: jax.Array, layer: nnx.State, along: Any) -> tuple[jax.Array, Any]:
+            rotation, segments = along
 
-        if config.remat:
-            # The scan already keeps the two passes apart, which prevent_cse is there to ensure.
-            step = jax.checkpoint(step, prevent_cse=False)
-        x, _ = jax.lax.scan(step, x, stacked, unroll=config.unroll)
+            def attend(
+                query: jax.Array, key: jax.Array, value: jax.Array
+            ) -> tuple[jax.Array, None]:
+                attended = causal_attention(
+                    query,
+                    key,
+                    value,
+                    segments,
+                    window=config.window,
+                    implementation=config.attention,
+                )
+                return attended, None
+
+            x, auxiliary, _ = nnx.merge(graph, layer)(x, rotation, attend)
+            return x, auxiliary
+
+        x, auxiliary = run_stages(
+            step,
+            stacked,
+            self.embed(tokens),
+            (self.rotation(positions, tokens.shape[1]), segments),
+            microbatches=config.microbatches,
+            repeats=config.stage_repeats,
+            remat=functools.partial(rematerialize, policy=config.remat),
+            unroll=config.unroll,
+        )
+        return self.final_norm(x), auxiliary
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """Looks up tokens [batch, sequence]: features [batch, sequence, width]."""
+        config = self.config
+        # In float32, since a token's gradient is a sum of as many terms as the batch has of it.
+        table = jnp.asarray(weight(self.embedding, jnp.promote_types(config.dtype, jnp.float32)))
+        spec = explicit_spec(("batch", "sequence", None), (*tokens.shape, config.width))
+        x = table.at[tokens].get(out_sharding=spec).astype(config.dtype)
+        # The table's scale suits the logits; features between layers are of order 1.
+        return constrain(x, ("batch", "sequence", None)) * config.width**0.5
+
+    def rotation(self, positions: jax.Array | None, length: int) -> tuple[jax.Array, jax.Array]:
+        """Computes the angles of rotary positions [batch, sequence], 0, 1, ... by default."""
+        config = self.config
+        return rotary(
+            jnp.arange(length)[None] if positions is None else positions,
+            config.features_per_head,
+            config.rope_base,
+            scaling=config.rope_scaling,
+            length=config.rope_length,
+        )
+
+    def run_cached(
+        self,
+        x: jax.Array,
+        rotation: tuple[jax.Array, jax.Array],
+        attend: AttendLayer,
+        caches: Any = None,
+    ) -> tuple[jax.Array, Any]:
+        """Runs the layers one after the other, each with a cache of its own.
+
+        Args:
+          x: [batch, sequence, width].
+          rotation: what `rotation` returns.
+          attend: `attend(cache, query, key, value)` returns what attention gives, and what to keep
+            of the layer.
+          caches: a pytree with an axis of the layers in front; none for the first run.
+
+        Returns:
+          x after all layers, not normalized, and what they keep, with an axis of the layers in
+          front.
+        """
+        graph, stacked = nnx.split(self.layers)
+        if self.config.stage_repeats > 1:
+            stacked = jax.tree.map(lambda p: p.reshape(-1, *p.shape[2:]), stacked)
+
+        def step(x: jax.Array, of_layer: tuple[nnx.State, Any]) -> tuple[jax.Array, Any]:
+            parameters, cache = of_layer
+            bound: Attend = functools.partial(attend, cache)
+            x, _, kept = nnx.merge(graph, parameters)(x, rotation, bound)
+            return x, kept
+
+        return jax.lax.scan(step, x, (stacked, caches), unroll=self.config.unroll)
+
+    @property
+    def output_table(self) -> nnx.Param:
+        """What logits are made with, [vocabulary, width]: the embedding's table, if tied."""
+        return self.embedding if self.config.tied_embeddings else self.output
+
+    def logits(self, features: jax.Array) -> jax.Array:
+        """Maps features [batch, sequence, width] to logits, float32 [..., vocabulary]."""
+        cap = self.config.logit_softcap
         logits = jnp.einsum(
             "btw,vw->btv",
-            self.final_norm(x),
-            table,
-            preferred_element_type=jnp.promote_types(x.dtype, jnp.float32),
+            features,
+            weight(self.output_table, self.config.dtype),
+            preferred_element_type=jnp.promote_types(features.dtype, jnp.float32),
         )
+        if cap is not None:
+            logits = cap * jnp.tanh(logits / cap)
         return constrain(logits, ("batch", "sequence", "vocabulary"))
 
 
-def _stack(constructor: Callable[..., Layer], count: int, rngs: nnx.Rngs) -> Layer:
+def _stack(constructor: Callable[..., Layer], count: int, repeats: int, rngs: nnx.Rngs) -> Layer:
     """Makes modules of one kind as one module, whose parameters have the axis "layers" in front."""
     graph, _ = nnx.split(nnx.eval_shape(lambda: constructor(rngs=nnx.Rngs(0))))
     # A loop and not vmap: XLA takes long to compile random bits, and does so once for all layers.
@@ -237,8 +202,11 @@ def _stack(constructor: Callable[..., Layer], count: int, rngs: nnx.Rngs) -> Lay
         lambda key: nnx.state(constructor(rngs=nnx.Rngs(key))),
         jax.random.split(rngs.params(), count),
     )
+    names = ("layers",) if repeats == 1 else ("repeats", "layers")
+    if repeats > 1:
+        stacked = jax.tree.map(lambda p: p.reshape(repeats, -1, *p.shape[1:]), stacked)
     for _, parameter in nnx.to_flat_state(stacked):
-        parameter.set_metadata(logical=("layers", *parameter.logical))
+        parameter.set_metadata(logical=(*names, *parameter.logical))
     return nnx.merge(graph, stacked)
 
 

@@ -17,11 +17,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 Rules: TypeAlias = Mapping[str, str | tuple[str, ...] | None]
 
-# Parameters: fsdp cuts their embed axis, tensor their inner one. Activations: data and fsdp cut
-# the batch, sequence the tokens. None: whole on every device.
+# Parameters: fsdp cuts their embed axis, tensor their inner one, expert the experts of a mixture.
+# Activations: data, fsdp and expert cut the batch, sequence the tokens. None: whole on every device.
 RULES: Rules = MappingProxyType(
     {
-        "batch": ("data", "fsdp"),
+        "batch": ("data", "fsdp", "expert", "stage"),
         "sequence": "sequence",
         "vocabulary": "tensor",
         "embed": "fsdp",
@@ -29,7 +29,9 @@ RULES: Rules = MappingProxyType(
         "key_value_heads": "tensor",
         "head_width": None,
         "mlp": "tensor",
-        "layers": None,
+        "experts": "expert",
+        "repeats": None,
+        "layers": "stage",
         "norm": None,
     }
 )

@@ -295,7 +295,8 @@ def with_manual_axis(jaxpr: ClosedJaxpr, axis: str) -> Callable[..., list]:
 
 def _without_mesh(const: Any) -> Any:
     """A constant array as one of numpy, because an array of JAX is typed by the mesh it is on."""
-    known = isinstance(const, jax.Array) and not isinstance(const, jax.core.Tracer)
+    # A jaxpr's literals are typed so too, but are no `jax.Array`.
+    known = hasattr(const, "aval") and not isinstance(const, jax.core.Tracer)
     if known and not jnp.issubdtype(const.dtype, jax.dtypes.extended):
         return np.asarray(const)
     return const
@@ -311,7 +312,7 @@ class _Remesh:
         values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
         def read(v):
-            return v.val if isinstance(v, Literal) else values[v]
+            return _without_mesh(v.val) if isinstance(v, Literal) else values[v]
 
         for eqn in jaxpr.eqns:
             inputs = [read(v) for v in eqn.invars]
@@ -336,12 +337,17 @@ class _Remesh:
                 in_specs=tuple(eqn.params["in_specs"]),
                 out_specs=tuple(eqn.params["out_specs"]),
                 axis_names=set(eqn.params["newly_manual_axes"]),
-                check_vma=False,  # as in the map around it, all differentiation lies behind us
+                check_vma=eqn.params["check_vma"],  # its collectives are typed by what varies
             )(*inputs)
             return list(outputs)
-        params = eqn.primitive.get_bind_params(
-            {name: self.param(value) for name, value in eqn.params.items()}
-        )
+        if eqn.primitive.name == "pallas_call":
+            # Its function is a kernel, which knows of no mesh; only the results' types do.
+            types = tuple(self.aval(a) for a in eqn.params["out_avals"])
+            params = eqn.primitive.get_bind_params(eqn.params | {"out_avals": types})
+        else:
+            params = eqn.primitive.get_bind_params(
+                {name: self.param(value) for name, value in eqn.params.items()}
+            )
         outputs = eqn.primitive.bind(*inputs, **params)
         return outputs if eqn.primitive.multiple_results else [outputs]
 

@@ -1,5 +1,6 @@
 """The transformer on meshes: what one device computes, in parts."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from fedpax.models.losses import next_token_loss
+from fedpax.models.losses import next_token_loss, transformer_loss
 from fedpax.models.transformer import TransformerConfig, transformer
 from fedpax.parallel.axes import partition_spec, shardings
 from fedpax.parallel.collectives import collectives
@@ -89,6 +90,48 @@ def test_equals_one_device(
     assert query.addressable_shards[0].data.size * parts == query.size
 
 
+@pytest.mark.parametrize(
+    ("change", "sizes"),
+    [
+        ({"tied_embeddings": False, "logit_softcap": 3.0}, {"fsdp": 2, "tensor": 2}),
+        pytest.param(
+            {"experts": 4, "window": 6},
+            {"fsdp": 2, "expert": 2, "tensor": 2},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"layers": 4, "microbatches": 2, "stage_repeats": 2, "remat": "full"},
+            {"stage": 2, "fsdp": 2, "sequence": 2},
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=str,
+)
+def test_options_equal_one_device(change: dict[str, Any], sizes: dict[str, int]) -> None:
+    config, random = replace(CONFIG, **change), np.random.default_rng(0)
+    model, step = transformer(config), step_of(config)
+    params = jax.tree.map(
+        lambda leaf: 0.4 * random.normal(size=leaf.shape).astype(np.float32),
+        jax.eval_shape(model.init, jax.random.key(0)),
+    )
+    batch = draw_batch(8, 16)
+    expected = jax.jit(step)(params, batch)
+    shape = tuple(sizes.values())
+    devices = jax.devices()[: int(np.prod(shape))]
+    mesh = jax.make_mesh(shape, tuple(sizes), axis_types=(AUTO,) * len(shape), devices=devices)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(params, shardings(model.logical, params, mesh))
+        rows = NamedSharding(mesh, partition_spec(("batch", "sequence"), mesh, shape=(8, 16)))
+        result = jax.jit(step)(placed, jax.device_put(batch, rows))
+    close(jax.device_get(result), jax.device_get(expected))
+
+
+def step_of(config: TransformerConfig) -> Any:
+    """The loss of training with all its terms, and the gradient."""
+    loss_fn = transformer_loss(config, z_loss=1e-2, load_balance=0.1, router_z=0.1, chunk=12)
+    return jax.value_and_grad(loss_fn, has_aux=True)
+
+
 def test_init_in_parts_equals_init_on_one_device() -> None:
     model, key = transformer(CONFIG), jax.random.key(5)
     mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(AUTO, AUTO))
@@ -147,4 +190,4 @@ def test_weights_are_gathered_again_in_the_backward_pass() -> None:
     gathers = [each for each in collectives(text, mesh) if each.kind == "all-gather"]
     # A layer's query, key, value, output, gate, up, down: once forward, once backward.
     assert [each.executions for each in gathers if each.in_loop] == [CONFIG.layers] * 14
-    assert sum(not each.in_loop for each in gathers) == 1  # the embedding
+    assert sum(not each.in_loop for each in gathers) == 1  # the table, for logits

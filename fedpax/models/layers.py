@@ -1,0 +1,133 @@
+"""Parts of the transformer: normalization, the feed-forward network, and the layer of both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from fedpax.models.attention import Attend, Attention
+from fedpax.models.mixture import MixtureOfExperts
+from fedpax.models.parameters import normal, project
+from fedpax.models.quantization import Quantization
+from fedpax.models.transformer_config import TransformerConfig
+from fedpax.parallel.axes import constrain, explicit_spec
+
+
+class RMSNorm(nnx.Module):
+    """Divides each token's features by their root mean square, and scales them.
+
+    Reference: Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv:1910.07467).
+    """
+
+    def __init__(self, width: int):
+        self.scale = nnx.Param(jnp.ones(width), logical=("norm",))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalizes x [..., width]: in float32 inside, x's dtype outside."""
+        accurate = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        mean_square = jnp.mean(jnp.square(accurate), axis=-1, keepdims=True)
+        return (accurate * jax.lax.rsqrt(mean_square + 1e-6) * self.scale[...]).astype(x.dtype)
+
+
+class FeedForward(nnx.Module):
+    """SwiGLU, down (silu(gate x) * (up x)), or without a gate down gelu(up x).
+
+    Reference: Shazeer, "GLU Variants Improve Transformer" (arXiv:2002.05202), equation 6.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        mlp_width: int,
+        *,
+        gated: bool = True,
+        output_scale: float,
+        quantization: Quantization = "none",
+        rngs: nnx.Rngs,
+    ):
+        self.gated, self.quantization = gated, quantization
+        if gated:
+            self.gate = normal(rngs, (width, mlp_width), width**-0.5, ("embed", "mlp"))
+        self.up = normal(rngs, (width, mlp_width), width**-0.5, ("embed", "mlp"))
+        self.down = normal(
+            rngs, (mlp_width, width), output_scale * mlp_width**-0.5, ("mlp", "embed")
+        )
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps x [batch, sequence, width] to the same shape."""
+        up = project("btw,wm->btm", x, self.up, quantization=self.quantization)
+        if self.gated:
+            gate = project("btw,wm->btm", x, self.gate, quantization=self.quantization)
+            inner = nnx.silu(gate) * up
+        else:
+            inner = nnx.gelu(up)
+        out = explicit_spec(("batch", "sequence", None), x.shape)
+        return project("btm,mw->btw", inner, self.down, out, quantization=self.quantization)
+
+
+class Layer(nnx.Module):
+    """Attention and a feed-forward network, each on normalized inputs and added to them.
+
+    Attributes:
+      attention_norm: normalizes what attention gets.
+      attention: see `fedpax.models.attention.Attention`.
+      feed_forward_norm: normalizes what the feed-forward network gets.
+      feed_forward: the network, or a mixture of experts if the configuration has experts.
+    """
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        # Each of the 2 * layers branches adds to the features: their sum keeps its scale.
+        output_scale = (2 * config.layers) ** -0.5
+        self.attention_norm = RMSNorm(config.width)
+        self.attention = Attention(
+            config.width,
+            config.heads,
+            config.key_value_heads,
+            config.features_per_head,
+            output_scale=output_scale,
+            quantization=config.quantization,
+            rngs=rngs,
+        )
+        self.feed_forward_norm = RMSNorm(config.width)
+        self.feed_forward: FeedForward | MixtureOfExperts
+        if config.experts:
+            self.feed_forward = MixtureOfExperts(
+                config.width,
+                config.mlp_width,
+                config.experts,
+                config.experts_per_token,
+                output_scale=output_scale,
+                rngs=rngs,
+            )
+        else:
+            self.feed_forward = FeedForward(
+                config.width,
+                config.mlp_width,
+                gated=config.feed_forward == "swiglu",
+                output_scale=output_scale,
+                quantization=config.quantization,
+                rngs=rngs,
+            )
+
+    def __call__(
+        self, x: jax.Array, rotation: tuple[jax.Array, jax.Array], attend: Attend
+    ) -> tuple[jax.Array, dict[str, jax.Array], Any]:
+        """Computes the layer.
+
+        Args:
+          x: [batch, sequence, width].
+          rotation: what `fedpax.models.attention.rotary` returns.
+          attend: how queries meet keys and values.
+
+        Returns:
+          The shape of x; auxiliary losses, float32 scalars by name, none without a mixture of
+          experts; and what `attend` wants to keep.
+        """
+        attended, kept = self.attention(self.attention_norm(x), rotation, attend)
+        x = x + attended
+        y = self.feed_forward(self.feed_forward_norm(x))
+        y, auxiliary = y if isinstance(y, tuple) else (y, {})
+        return constrain(x + y, ("batch", "sequence", None)), auxiliary, kept

@@ -1,0 +1,287 @@
+"""A mixture of experts: every token goes through the few feed-forward networks chosen for it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from fedpax.models.grouped_product import grouped_product
+from fedpax.models.parameters import normal
+from fedpax.parallel.axes import RULES, constrain, partition_spec
+
+
+class MixtureOfExperts(nnx.Module):
+    """SwiGLU experts, of which a router chooses a few for each token; no token is dropped.
+
+    y = sum of w_e expert_e(x) over the chosen experts e, w = softmax over the chosen logits alone,
+    logits = x router, and expert_e(x) = down_e (silu(gate_e x) * (up_e x)).
+
+    Tokens are sorted by expert, so that each expert multiplies the rows it was given
+    (`jax.lax.ragged_dot`), and an expert without tokens costs nothing. On CPU, which has no such
+    product, XLA computes every row with every expert of the device and keeps one.
+
+    On a mesh each device routes and sorts its own tokens. Where the axis `expert` cuts both the
+    batch and the experts, a device gathers the tokens of its group, computes those that chose
+    its own experts, and the sums are scattered back. For an axis of E devices with n tokens each
+    it receives (E - 1) n token vectors and sends as many. An exchange of all to all would send
+    k n (E - 1) / E each way: less where E is larger than k, with the same static shapes only at
+    the price of padding, since all tokens may choose the experts of one device. The rows of a
+    device's products are E n min(k, experts on the device), the most there can be; a TPU or GPU
+    passes over those that are not there. Memory holds them all. Weights that fsdp cuts are
+    gathered before each product, once more in the backward pass, and their gradients are reduced
+    and scattered; tensor cuts the inside of each expert.
+
+    Attributes:
+      router: [width, experts], whole on every device.
+      gate: [experts, width, mlp_width], as is `up`.
+      up: see `gate`.
+      down: [experts, mlp_width, width].
+      experts_per_token: how many experts a token goes through.
+
+    Raises:
+      ValueError: there are no experts, or fewer than a token goes through.
+
+    Example:
+      >>> mixture = MixtureOfExperts(16, 32, 4, 2, output_scale=1.0, rngs=nnx.Rngs(0))
+      >>> y, auxiliary = mixture(jax.random.normal(jax.random.key(1), (2, 8, 16)))
+      >>> y.shape, sorted(auxiliary)
+      ((2, 8, 16), ['load_balance', 'router_z'])
+
+    Reference: Jiang et al., "Mixtral of Experts" (arXiv:2401.04088), section 2.1; Gale et al.,
+    "MegaBlocks" (arXiv:2211.15841), on computing without dropping tokens.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        mlp_width: int,
+        experts: int,
+        experts_per_token: int,
+        *,
+        output_scale: float,
+        rngs: nnx.Rngs,
+    ):
+        """Draws each expert as a feed-forward network of its own, down times `output_scale`."""
+        if experts < 1:
+            raise ValueError(
+                f"MixtureOfExperts: experts={experts}, expected at least 1. Without experts, use "
+                "FeedForward."
+            )
+        if not 1 <= experts_per_token <= experts:
+            raise ValueError(
+                f"MixtureOfExperts: experts_per_token={experts_per_token}, but there are "
+                f"experts={experts}: choose from 1 to {experts} for each token."
+            )
+        self.experts_per_token = experts_per_token
+        self.router = nnx.Param(
+            width**-0.5 * jax.random.normal(rngs.params(), (width, experts)), logical=(None, None)
+        )
+        wide, names = (experts, width, mlp_width), ("experts", "embed", "mlp")
+        self.gate = normal(rngs, wide, width**-0.5, names)
+        self.up = normal(rngs, wide, width**-0.5, names)
+        self.down = normal(
+            rngs,
+            (experts, mlp_width, width),
+            output_scale * mlp_width**-0.5,
+            ("experts", "mlp", "embed"),
+        )
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Sends each token through its experts.
+
+        Args:
+          x: [batch, sequence, width]; the products are computed in its dtype, the router and the
+            sum over a token's experts in float32.
+
+        Returns:
+          The same shape and dtype as x, and two losses of the routing, float32 scalars over all
+          tokens of the batch: `load_balance` and `router_z`, see `routing_losses`.
+        """
+        names = ("batch", "sequence", None)
+        tokens = partition_spec(names, shape=x.shape)
+        # What does not cut the tokens has the experts whole already when they come to the layer.
+        kept = tuple(axis for axis in ("fsdp",) if axis in _names(tokens))
+        rules = {**RULES, "embed": kept}
+        # Inside a scan over layers the parameters' first axis, "layers", is gone.
+        gate, up, down = (
+            constrain(p[...].astype(x.dtype), p.logical[-3:], rules)
+            for p in (self.gate, self.up, self.down)
+        )
+        layout = _Layout(
+            tokens,
+            partition_spec(self.gate.logical[-3:], rules=rules, shape=gate.shape),
+            partition_spec(self.down.logical[-3:], rules=rules, shape=down.shape),
+        )
+        local = functools.partial(_mixture, k=self.experts_per_token, layout=layout)
+        if layout.axes:
+            # By hand, because the compiler would gather all tokens on every device to sort them.
+            local = jax.shard_map(
+                local,
+                in_specs=(tokens, PartitionSpec(), layout.wide, layout.wide, layout.narrow),
+                out_specs=(tokens, PartitionSpec()),
+                axis_names=layout.axes,
+            )
+        return local(constrain(x, names), self.router[...], gate, up, down)
+
+
+def routing_losses(
+    logits: jax.Array, chosen: jax.Array, axes: Iterable[str] = ()
+) -> dict[str, jax.Array]:
+    """Computes the losses that keep a router even and its logits small.
+
+    load_balance = experts * sum over e of f_e P_e, where f_e is the part of all choices that fell
+    on expert e, and P_e the mean of its probability, softmax(logits). It is 1 where all experts
+    are chosen alike, and `experts` where the router is certain of the same one for every token.
+    f has no gradient.
+
+    router_z = mean over tokens of logsumexp(logits)^2.
+
+    Args:
+      logits: [tokens, experts], float32.
+      chosen: integers [tokens, k], the experts of each token.
+      axes: the manual axes of the mesh over which the tokens are spread.
+
+    Returns:
+      `load_balance` and `router_z`, scalars of the logits' dtype.
+
+    Reference: Fedus et al., "Switch Transformers" (arXiv:2101.03961), equations 4 to 6, here for
+    several experts a token; Zoph et al., "ST-MoE" (arXiv:2202.08906), equation 5.
+
+    Example:
+      >>> losses = routing_losses(jnp.zeros((4, 2)), jnp.array([[0], [1], [0], [1]]))
+      >>> float(losses["load_balance"]), round(float(losses["router_z"]), 4)  # log(2)^2
+      (1.0, 0.4805)
+    """
+    experts = logits.shape[-1]
+    picked = chosen[..., None] == jnp.arange(experts)
+    means = (
+        jnp.mean(picked, axis=(0, 1), dtype=logits.dtype),
+        jnp.mean(jax.nn.softmax(logits), axis=0),
+        jnp.mean(jnp.square(jax.nn.logsumexp(logits, axis=-1))),
+    )
+    # Over all devices before they are multiplied: the mean of products would be another loss.
+    fraction, probability, square = jax.lax.pmean(means, tuple(axes)) if axes else means
+    return {"load_balance": experts * jnp.dot(fraction, probability), "router_z": square}
+
+
+class _Layout(NamedTuple):
+    """Which axes of the mesh cut what, of those that are not manual already.
+
+    Attributes:
+      tokens: of x [batch, sequence, width].
+      wide: of the experts' gate and up [experts, width, mlp_width].
+      narrow: of the experts' down [experts, mlp_width, width].
+    """
+
+    tokens: PartitionSpec
+    wide: PartitionSpec
+    narrow: PartitionSpec
+
+    @property
+    def axes(self) -> set[str]:
+        """All of them."""
+        return _names(self.tokens) | _names(self.wide) | _names(self.narrow)
+
+    @property
+    def own(self) -> set[str]:
+        """The axis, at most one, along which each device has experts of its own."""
+        return _names(self.wide[:1])
+
+    @property
+    def partial(self) -> tuple[str, ...]:
+        """The axes along which each device has a part of the sum over experts and features."""
+        return tuple((self.own - _names(self.tokens)) | _names(self.wide[2:]))
+
+
+def _mixture(
+    x: jax.Array,
+    router: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    down: jax.Array,
+    *,
+    k: int,
+    layout: _Layout,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The mixture of one device: its tokens x, the whole router, its parts of the experts."""
+    token_axes = _names(layout.tokens)
+    gathered = layout.own & token_axes
+    accurate = jnp.promote_types(x.dtype, jnp.float32)
+    tokens = x.reshape(-1, x.shape[-1])
+    logits = jnp.dot(
+        tokens.astype(accurate), router.astype(accurate), precision=jax.lax.Precision.HIGHEST
+    )
+    chosen_logits, chosen = jax.lax.top_k(logits, k)
+    losses = routing_losses(logits, chosen, token_axes)
+
+    # Declared to vary before they are gathered: so gradients are scattered over expert first, and
+    # what is left is summed over tensor.
+    routed = _varying((tokens, chosen, jax.nn.softmax(chosen_logits)), layout.axes - token_axes)
+    for axis in gathered:
+        routed = jax.lax.all_gather(routed, axis, tiled=True)
+    tokens, chosen, shares = routed
+    experts = gate.shape[0]
+    for axis in layout.own:
+        chosen -= experts * jax.lax.axis_index(axis)
+    mine = (0 <= chosen) & (chosen < experts)
+
+    # Sorted by expert, choices of other devices' experts last. A token chooses an expert once.
+    order = jnp.argsort(jnp.where(mine, chosen, experts).ravel(), stable=True)
+    rows = len(tokens) * min(k, experts)
+    sizes = jnp.sum(chosen[..., None] == jnp.arange(experts), axis=(0, 1), dtype=jnp.int32)
+    filled = (jnp.arange(rows) < jnp.sum(sizes))[:, None]
+    # Nothing is said of the rows in no group, so they are cleared on the way in and out, and with
+    # that in the backward pass too.
+    sorted_tokens = jnp.where(filled, tokens[order[:rows] // k], 0)
+    product = functools.partial(_product, sizes=sizes, axes=layout.axes)
+    inner = jax.nn.silu(product(sorted_tokens, gate, layout.wide, embed=1))
+    inner = inner * product(sorted_tokens, up, layout.wide, embed=1)
+    outputs = jnp.where(filled, product(inner, down, layout.narrow, embed=2), 0)
+
+    place = jnp.argsort(order).reshape(chosen.shape)  # of each choice among the rows
+    outputs = outputs.at[place].get(mode="fill", fill_value=0, unique_indices=True)
+    y = jnp.einsum("nk,nkw->nw", jnp.where(mine, shares, 0), outputs.astype(accurate))
+    y = y.astype(x.dtype)
+    for axis in gathered:
+        y = jax.lax.psum_scatter(y, axis, tiled=True)
+    y = jax.lax.psum(y, layout.partial) if layout.partial else y
+    return y.reshape(x.shape), losses
+
+
+def _product(
+    rows: jax.Array,
+    kernels: jax.Array,
+    spec: PartitionSpec,
+    *,
+    embed: int,
+    sizes: jax.Array,
+    axes: set[str],
+) -> jax.Array:
+    """Multiplies each expert's rows by its kernel, whose axis `embed` is gathered for it."""
+    # Declared to vary before it is gathered: so gradients are scattered over fsdp first, and what
+    # is left is summed over data.
+    kernels = _varying(kernels, axes - _names(spec))
+
+    def compute(rows: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
+        for axis in _names(spec[embed : embed + 1]):
+            kernels = jax.lax.all_gather(kernels, axis, axis=embed, tiled=True)
+        return grouped_product(rows, kernels, sizes)
+
+    # Kept from one pass to the other, the gathered experts would take the memory that fsdp saves.
+    return jax.checkpoint(compute, prevent_cse=False)(rows, kernels, sizes)
+
+
+def _names(spec: Iterable[str | tuple[str, ...] | None]) -> set[str]:
+    """The axes of the mesh that stand in a specification."""
+    entries = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
+    return {axis for entry in entries for axis in entry}
+
+
+def _varying(values: Any, axes: set[str]) -> Any:
+    return jax.lax.pcast(values, tuple(axes), to="varying") if axes else values

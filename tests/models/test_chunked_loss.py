@@ -1,0 +1,94 @@
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedpax.models.chunked_loss import chunked_cross_entropy
+
+
+def draw(batch: int = 3, length: int = 7, vocabulary: int = 13) -> tuple[Any, ...]:
+    random = np.random.default_rng(0)
+    features = random.normal(size=(batch, length, 5))
+    table = 2 * random.normal(size=(vocabulary, 5))
+    targets = random.integers(0, vocabulary, (batch, length)).astype(np.int32)
+    return features, table, targets, random.random((batch, length)) * (targets > 2)
+
+
+def reference(
+    features: Any, table: Any, targets: Any, mask: Any, softcap: float | None, z_loss: float
+) -> Any:
+    """The loss with all logits at once."""
+    logits = features @ table.T
+    if softcap is not None:
+        logits = softcap * jnp.tanh(logits / softcap)
+    z = jnp.log(jnp.sum(jnp.exp(logits), axis=-1))
+    entropy = z - jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    return jnp.sum(mask * (entropy + z_loss * z**2)) / mask.sum(), jnp.sum(
+        mask * entropy
+    ) / mask.sum()
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 21, 1000])
+@pytest.mark.parametrize(("softcap", "z_loss"), [(None, 0.0), (2.5, 0.3)])
+def test_equals_all_logits_at_once(chunk: int, softcap: float | None, z_loss: float) -> None:
+    with jax.enable_x64(True):
+        features, table, targets, mask = draw()
+        options: Any = {"softcap": softcap, "z_loss": z_loss}
+        chunked = partial(chunked_cross_entropy, targets=targets, mask=mask, chunk=chunk, **options)
+        differentiated = jax.jit(jax.value_and_grad(chunked, (0, 1), has_aux=True))
+        (loss, entropy), gradient = differentiated(features, table)
+        plain = partial(reference, targets=targets, mask=mask, **options)
+        (expected, of_entropy), expected_gradient = jax.value_and_grad(plain, (0, 1), has_aux=True)(
+            jnp.asarray(features), jnp.asarray(table)
+        )
+        without_gradient = jax.jit(chunked)(features, table)
+    np.testing.assert_allclose([loss, entropy], [expected, of_entropy], rtol=1e-9)
+    np.testing.assert_allclose(without_gradient, [expected, of_entropy], rtol=1e-9)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-9), gradient, expected_gradient)
+
+
+def test_no_target_at_all_gives_zero() -> None:
+    features, table, targets, mask = (jnp.asarray(x, jnp.float32) for x in draw())
+    loss_fn = jax.value_and_grad(chunked_cross_entropy, (0, 1), has_aux=True)
+    (loss, _), gradient = loss_fn(features, table, targets.astype(int), 0 * mask)
+    assert loss == 0 and all(not np.any(leaf) for leaf in gradient)
+
+
+def test_bfloat16_logits_are_summed_in_float32() -> None:
+    features, table, targets, mask = draw(vocabulary=4000)
+    args = jnp.asarray(features, jnp.bfloat16), jnp.asarray(table, jnp.float32), targets, mask
+    loss_fn = jax.value_and_grad(chunked_cross_entropy, (0, 1), has_aux=True)
+    (loss, _), gradient = loss_fn(*args)
+    assert (loss.dtype, *(g.dtype for g in gradient)) == (jnp.float32, jnp.bfloat16, jnp.float32)
+    exact, _ = chunked_cross_entropy(args[0].astype(jnp.float32), *args[1:])
+    np.testing.assert_allclose(loss, exact, rtol=3e-3)
+
+
+def test_a_mean_over_clients_is_mapped() -> None:
+    features, table, targets, mask = draw(batch=4)
+    stacked = jax.vmap(lambda *args: chunked_cross_entropy(*args, chunk=3)[0], (0, None, 0, 0))
+    result = stacked(features[:, None], table, targets[:, None], mask[:, None])
+    for i in range(4):
+        one = slice(i, i + 1)
+        alone, _ = chunked_cross_entropy(features[one], table, targets[one], mask[one])
+        np.testing.assert_allclose(result[i], alone, rtol=1e-5)
+
+
+def test_logits_of_all_tokens_never_exist() -> None:
+    tokens, vocabulary, width, chunk = 4096, 32_000, 64, 512
+    shapes = (
+        jax.ShapeDtypeStruct((4, tokens // 4, width), jnp.bfloat16),
+        jax.ShapeDtypeStruct((vocabulary, width), jnp.float32),
+        jax.ShapeDtypeStruct((4, tokens // 4), jnp.int32),
+    )
+
+    def temporaries(chunk: int) -> int:
+        loss_fn = jax.grad(partial(chunked_cross_entropy, chunk=chunk), (0, 1), has_aux=True)
+        return jax.jit(loss_fn).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+
+    whole = 4 * tokens * vocabulary
+    assert temporaries(chunk) < 4 * 4 * chunk * vocabulary < whole
+    assert temporaries(tokens) > whole

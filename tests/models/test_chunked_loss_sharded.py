@@ -1,0 +1,97 @@
+"""The chunked loss on meshes: what one device computes, and no logits between devices."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from fedpax.models.chunked_loss import chunked_cross_entropy
+from fedpax.parallel.axes import partition_spec
+from fedpax.parallel.collectives import collectives
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+BATCH, LENGTH, WIDTH, VOCABULARY, CHUNK = 8, 32, 8, 48, 10
+
+
+def draw(*leading: int) -> tuple[Any, ...]:
+    random = np.random.default_rng(0)
+    features = random.normal(size=(*leading, BATCH, LENGTH, WIDTH)).astype(np.float32)
+    table = random.normal(size=(*leading, VOCABULARY, WIDTH)).astype(np.float32)
+    targets = random.integers(0, VOCABULARY, features.shape[:-1]).astype(np.int32)
+    return features, table, targets, random.random(targets.shape).astype(np.float32)
+
+
+LOSS = partial(chunked_cross_entropy, softcap=3.0, z_loss=0.1, chunk=CHUNK)
+STEP = jax.value_and_grad(LOSS, (0, 1), has_aux=True)
+
+
+def placed(mesh: Any, args: tuple[Any, ...], *leading: str) -> Any:
+    """On the mesh: tokens cut as RULES say, the table over vocabulary and width."""
+    rows = partition_spec(("batch", "sequence"), mesh)
+    specs = (rows, partition_spec(("vocabulary", "embed"), mesh), rows, rows)
+    return jax.device_put(
+        args, tuple(NamedSharding(mesh, PartitionSpec(*leading, *spec)) for spec in specs)
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kind"),
+    [
+        ({"fsdp": 2, "tensor": 4}, AUTO),
+        ({"fsdp": 2, "tensor": 2}, EXPLICIT),
+        ({"data": 2, "sequence": 2, "tensor": 2}, AUTO),
+        ({"fsdp": 8}, AUTO),
+    ],
+    ids=str,
+)
+def test_equals_one_device_and_sends_no_logits(sizes: dict[str, int], kind: AxisType) -> None:
+    args = draw()
+    expected = jax.jit(STEP)(*args)
+    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
+    mesh = jax.make_mesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes), devices=devices
+    )
+    with jax.set_mesh(mesh):
+        on_mesh = placed(mesh, args)
+        compiled = jax.jit(STEP).lower(*on_mesh).compile()
+        result = compiled(*on_mesh)
+    close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, jax.device_get(result), jax.device_get(expected))
+    found = collectives(compiled.as_text(), mesh)
+    # In the loop only what a sharded vocabulary asks for: sums of a number or a feature a token.
+    for each in found:
+        if each.in_loop:
+            assert each.axes == ("tensor",) and each.kind == "all-reduce", each
+            assert each.bytes <= 4 * CHUNK * WIDTH, each
+    # The gradient of the table is reduced once.
+    table = 4 * VOCABULARY * WIDTH // sizes.get("tensor", 1)
+    assert sum(each.bytes >= table // sizes.get("fsdp", 1) for each in found) <= 2 + len(sizes)
+
+
+@pytest.mark.parametrize("way", ["vmap", "shard_map"])
+def test_every_island_computes_as_if_alone(way: str) -> None:
+    args = draw(2)
+    expected = [jax.device_get(jax.jit(STEP)(*(x[i] for x in args))) for i in range(2)]
+    mesh = jax.make_mesh((2, 2, 2), ("islands", "fsdp", "tensor"), axis_types=(AUTO,) * 3)
+
+    def alone(*args: Any) -> Any:
+        return jax.tree.map(lambda x: x[None], STEP(*(x[0] for x in args)))
+
+    split = PartitionSpec("islands")
+    step = {
+        "vmap": jax.vmap(STEP, spmd_axis_name="islands"),
+        "shard_map": jax.shard_map(
+            alone, mesh=mesh, in_specs=split, out_specs=split, axis_names={"islands"}
+        ),
+    }[way]
+    with jax.set_mesh(mesh):
+        on_mesh = placed(mesh, args, "islands")
+        compiled = jax.jit(step).lower(*on_mesh).compile()
+        result = jax.device_get(compiled(*on_mesh))
+    for i in range(2):
+        mine = jax.tree.map(lambda x, i=i: x[i], result)
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), mine, expected[i])
+    assert not any("islands" in each.axes for each in collectives(compiled.as_text(), mesh))

@@ -1,0 +1,116 @@
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedpax.models.functional import Functional
+from fedpax.models.generation import generate, nucleus
+from fedpax.models.transformer import TransformerConfig, transformer
+
+Draw = Callable[[Functional], Any]
+SMALL = TransformerConfig(
+    vocabulary=23, layers=2, width=24, heads=6, key_value_heads=2, mlp_width=20, rope_base=50.0
+)
+
+
+def draw_prompt(batch: int = 3, length: int = 6) -> tuple[Any, Any]:
+    random = np.random.default_rng(1)
+    return random.integers(0, 23, (batch, length)).astype(np.int32), np.array([6, 1, 4])
+
+
+def one_by_one(config: TransformerConfig, params: Any, prompt: Any, tokens: int) -> list[int]:
+    """The most likely tokens, each from the whole text before it."""
+    apply = jax.jit(transformer(config).apply)
+    text = np.zeros((1, len(prompt) + tokens), np.int32)
+    text[0, : len(prompt)] = prompt
+    for t in range(len(prompt), text.shape[1]):
+        text[0, t] = np.argmax(apply(params, text)[0, t - 1])
+    return text[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"window": 3, "tied_embeddings": False},
+        {"experts": 4, "logit_softcap": 5.0, "stage_repeats": 2},
+    ],
+    ids=str,
+)
+def test_the_cache_changes_no_token(random_params: Draw, change: dict[str, Any]) -> None:
+    config = replace(SMALL, **change)
+    params = random_params(transformer(config))
+    prompt, lengths = draw_prompt()
+    result = generate(params, config, prompt, tokens=9, lengths=lengths, temperature=0.0)
+    assert result.shape == (3, 9) and result.dtype == jnp.int32
+    for row, length, generated in zip(prompt, lengths, result, strict=True):
+        assert generated.tolist() == one_by_one(config, params, row[:length], 9)
+
+
+def test_what_stands_behind_a_prompt_is_not_looked_at(random_params: Draw) -> None:
+    params = random_params(transformer(SMALL))
+    prompt, lengths = draw_prompt()
+    padded = np.where(np.arange(6) < lengths[:, None], prompt, 22)
+    one, other = (
+        generate(params, SMALL, p, tokens=5, lengths=lengths, key=jax.random.key(2))
+        for p in (prompt, padded)
+    )
+    np.testing.assert_array_equal(one, other)
+
+
+def test_tokens_are_drawn_by_their_probability(random_params: Draw) -> None:
+    params = random_params(transformer(SMALL))
+    prompt = np.tile(draw_prompt()[0][:1], (4000, 1))
+    drawn = generate(params, SMALL, prompt, tokens=1, key=jax.random.key(0), temperature=2.0)
+    logits = jax.jit(transformer(SMALL).apply)(params, prompt[:1])[0, -1]
+    expected = jax.nn.softmax(logits / 2)
+    found = np.bincount(drawn[:, 0], minlength=23) / 4000
+    # Four standard deviations of a frequency among 4000.
+    assert np.all(np.abs(found - expected) < 4 * np.sqrt(expected * (1 - expected) / 4000) + 1e-3)
+    few = generate(params, SMALL, prompt, tokens=1, key=jax.random.key(0), top_p=0.5)
+    kept = np.flatnonzero(np.isfinite(nucleus(logits, 0.5)))
+    assert set(np.unique(few)) <= set(kept.tolist()) and len(kept) < 23
+
+
+def test_nucleus_keeps_the_fewest_that_reach_the_probability() -> None:
+    logits = np.random.default_rng(0).normal(size=(50, 17)).astype(np.float32)
+    kept = np.isfinite(nucleus(logits, 0.7))
+    probabilities = np.asarray(jax.nn.softmax(logits))
+    for row, keep in zip(probabilities, kept, strict=True):
+        assert row[keep].sum() >= 0.7 > row[keep].sum() - row[keep].min()
+        assert row[keep].min() >= row[~keep].max()
+
+
+def test_a_key_decides(random_params: Draw) -> None:
+    params = random_params(transformer(SMALL))
+    prompt, _ = draw_prompt()
+    one, same, other = (
+        generate(params, SMALL, prompt, tokens=8, key=jax.random.key(seed), temperature=3.0)
+        for seed in (0, 0, 1)
+    )
+    np.testing.assert_array_equal(one, same)
+    assert not np.array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"prompt": np.zeros(3, int)}, r"shape \(3,\).*prompt\[None\]"),
+        ({"prompt": np.zeros((1, 3))}, "expected integers"),
+        ({"tokens": 0}, "tokens=0: .* at least 1"),
+        ({"temperature": -1.0}, "temperature=-1.0 .* set temperature=0"),
+        ({"top_p": 0.0}, "top_p=0.0: .* 0 < top_p <= 1"),
+        ({"key": None}, r"pass key=jax.random.key\(seed\)"),
+        ({"lengths": np.array([1, 2])}, r"lengths has shape \(2,\).*shape \(3,\)"),
+        ({"lengths": np.array([1, 0, 7])}, r"lengths=\[1 0 7\]: expected 1 to 6"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(change: dict[str, Any], words: str) -> None:
+    options: dict[str, Any] = {"prompt": draw_prompt()[0], "tokens": 2, "key": jax.random.key(0)}
+    options |= change
+    with pytest.raises(ValueError, match=words):
+        generate({}, SMALL, options.pop("prompt"), **options)

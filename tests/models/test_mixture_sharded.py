@@ -1,0 +1,222 @@
+"""The mixture of experts on meshes: what one device computes, in parts."""
+
+import functools
+import re
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import fedpax
+import fedpax.models.mixture
+from fedpax.models.functional import Functional, functional
+from fedpax.models.grouped_product import grouped_product
+from fedpax.models.mixture import MixtureOfExperts
+from fedpax.parallel.axes import partition_spec, shardings
+from fedpax.parallel.collectives import Collective, collectives
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+WIDTH, MLP_WIDTH, EXPERTS = 8, 12, 4
+
+
+def mixture(experts: int) -> Functional:
+    return functional(partial(MixtureOfExperts, WIDTH, MLP_WIDTH, experts, 2, output_scale=1.0))
+
+
+MODEL = mixture(EXPERTS)
+ROWS = ("batch", "sequence", None)
+
+
+def draw(*shape: int, seed: int = 1) -> Any:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def draw_params(model: Functional = MODEL, *front: int) -> Any:
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    leaves = enumerate(shapes.items())
+    return {name: draw(*front, *leaf.shape, seed=2 + i) for i, (name, leaf) in leaves}
+
+
+def loss(model: Functional, params: Any, x: jax.Array) -> jax.Array:
+    """A number in which every output has its part."""
+    y, losses = model.apply(params, x)
+    return jnp.mean(y * draw(*x.shape, seed=9)) + losses["load_balance"] + losses["router_z"]
+
+
+def step(model: Functional, params: Any, x: jax.Array) -> tuple[jax.Array, Any]:
+    return jax.value_and_grad(partial(loss, model), (0, 1))(params, x)
+
+
+def close(actual: Any, expected: Any) -> None:
+    """Float32 sums in another order: 1e-4 relative, and 1e-5 where terms cancel."""
+    jax.tree.map(
+        partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), jax.device_get(actual), expected
+    )
+
+
+def make_mesh(sizes: dict[str, int], kind: AxisType = AUTO) -> Mesh:
+    shape = tuple(sizes.values())
+    devices = jax.devices()[: int(np.prod(shape))]
+    return jax.make_mesh(shape, tuple(sizes), axis_types=(kind,) * len(shape), devices=devices)
+
+
+@functools.cache
+def compile_step(
+    mesh: Mesh, shape: tuple[int, int] = (8, 4), experts: int = EXPERTS
+) -> tuple[jax.stages.Compiled, Any]:
+    """The step with parameters and tokens in parts, and what it gives."""
+    model, x = mixture(experts), draw(*shape, WIDTH)
+    params = draw_params(model)
+    with jax.set_mesh(mesh):
+        rows = NamedSharding(mesh, partition_spec(ROWS, mesh, shape=x.shape))
+        placed = jax.device_put((params, x), (shardings(model.logical, params, mesh), rows))
+        compiled = jax.jit(partial(step, model)).lower(*placed).compile()
+        return compiled, jax.device_get(compiled(*placed))
+
+
+@pytest.fixture(scope="module")
+def one_device() -> tuple[jax.stages.Compiled, Any]:
+    return compile_step(make_mesh({"data": 1}))
+
+
+def most_rows(compiled: jax.stages.Compiled) -> int:
+    """The longest of all arrays [rows, width]."""
+    return max(map(int, re.findall(rf"f32\[(\d+),{WIDTH}\]", compiled.as_text())))
+
+
+def sent(found: list[Collective], kind: str, axes: tuple[str, ...]) -> list[str]:
+    return sorted(s for c in found if (c.kind, c.axes) == (kind, axes) for s in c.shapes)
+
+
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kind"),
+    [
+        ({"data": 2, "expert": 2, "fsdp": 2}, AUTO),
+        ({"expert": 2, "tensor": 2}, EXPLICIT),
+        slow({"expert": 4}, AUTO),
+        slow({"expert": 2}, AUTO),
+        slow({"expert": 2, "fsdp": 2}, AUTO),
+        slow({"expert": 2, "tensor": 2}, AUTO),
+        slow({"data": 2, "expert": 2, "fsdp": 2}, EXPLICIT),
+        slow({"fsdp": 2, "sequence": 2, "tensor": 2}, AUTO),
+        slow({"data": 2, "sequence": 2}, AUTO),
+    ],
+    ids=str,
+)
+def test_equals_one_device(
+    one_device: tuple[jax.stages.Compiled, Any], sizes: dict[str, int], kind: AxisType
+) -> None:
+    parts, result = compile_step(make_mesh(sizes, kind))
+    close(result, one_device[1])
+
+    # The experts and the tokens are cut as often as there are devices for it, the router is whole.
+    def cut(*axes: str) -> int:
+        return int(np.prod([sizes.get(axis, 1) for axis in axes]))
+
+    router, kernels = EXPERTS * WIDTH, 3 * EXPERTS * WIDTH * MLP_WIDTH
+    held = (
+        router
+        + kernels // cut("expert", "fsdp", "tensor")
+        + 8 * 4 * WIDTH // cut("data", "fsdp", "expert", "sequence")
+    )
+    assert parts.memory_analysis().argument_size_in_bytes == 4 * held
+    # No device has rows of more tokens than chose, or may have chosen, its experts.
+    tokens = 8 * 4 // cut("data", "fsdp", "sequence")
+    rows = tokens * min(2, EXPERTS // cut("expert"))
+    assert most_rows(parts) == rows and most_rows(one_device[0]) == 2 * 8 * 4
+
+
+@pytest.mark.parametrize(
+    ("shape", "experts"),
+    [
+        ((1, 1), EXPERTS),  # one token, which no axis cuts
+        slow((2, 4), EXPERTS),  # expert cuts the experts, and fsdp alone the batch
+        slow((8, 4), 3),  # three experts on every device
+    ],
+)
+def test_sizes_that_the_mesh_does_not_divide(shape: tuple[int, int], experts: int) -> None:
+    _, expected = compile_step(make_mesh({"data": 1}), shape, experts)
+    _, result = compile_step(make_mesh({"fsdp": 2, "expert": 2, "tensor": 2}), shape, experts)
+    close(result, expected)
+
+
+def test_rows_of_no_expert_may_hold_anything(
+    one_device: tuple[jax.stages.Compiled, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a product leaves there is not defined."""
+
+    def with_rubbish(rows: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
+        used = jnp.arange(len(rows)) < jnp.sum(sizes)
+        rows = jnp.where(used[:, None], rows, jnp.nan)
+        return jnp.where(used[:, None], grouped_product(rows, kernels, sizes), jnp.nan)
+
+    monkeypatch.setattr(fedpax.models.mixture, "grouped_product", with_rubbish)
+    _, result = compile_step.__wrapped__(make_mesh({"expert": 4}))
+    close(result, one_device[1])
+
+
+def test_collectives() -> None:
+    """Tokens are gathered over expert, kernels over fsdp, and their gradients go back so."""
+    mesh = make_mesh({"data": 2, "expert": 2, "fsdp": 2})
+    compiled, _ = compile_step(mesh)
+    found = collectives(compiled.as_text(), mesh)
+    # A device has 4 of the 32 tokens. It sends each, and the gradient of what comes back.
+    assert sent(found, "all-gather", ("expert",)) == [
+        "f32[4,2]",
+        "f32[4,8]",
+        "f32[4,8]",
+        "s32[4,2]",
+    ]
+    assert sent(found, "reduce-scatter", ("expert",)) == ["f32[8,2]", "f32[8,8]", "f32[8,8]"]
+    # Half of its 2 experts' kernels, of 8 x 12.
+    assert set(sent(found, "all-gather", ("fsdp",))) == {"f32[2,4,12]", "f32[2,12,4]"}
+    kernels = ["f32[2,12,8]", "f32[2,8,12]", "f32[2,8,12]"]
+    assert sent(found, "reduce-scatter", ("fsdp",)) == kernels
+    # What is left of their gradients is summed over data.
+    kernels = ["f32[2,12,4]", "f32[2,4,12]", "f32[2,4,12]"]
+    assert sent(found, "all-reduce", ("data",)) == kernels
+    everywhere = sent(found, "all-reduce", ("data", "expert", "fsdp"))
+    assert set(everywhere) == {"f32[]", "f32[4]", "f32[8,4]"}  # losses, the router
+    kinds = {(c.kind, c.axes) for c in found}
+    assert len(kinds) == 6
+
+
+def test_every_island_computes_as_if_alone() -> None:
+    """Two local steps of each island, its experts and its tokens in parts."""
+    sizes = {"islands": 2, "expert": 2, "fsdp": 2}
+    mesh, x, params = make_mesh(sizes), draw(2, 2, 8, 4, WIDTH), draw_params(MODEL, 2)
+
+    def local(params: Any, x: jax.Array) -> tuple[Any, jax.Array]:
+        def descend(params: Any, x: jax.Array) -> tuple[Any, jax.Array]:
+            value, gradient = jax.value_and_grad(partial(loss, MODEL))(params, x)
+            return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient), value
+
+        return jax.lax.scan(descend, params, x)
+
+    @fedpax.program(islands=2)
+    def program(params: Any, x: jax.Array) -> Any:
+        return fedpax.federated_map(local, params, x)
+
+    alone = jax.jit(local)
+    expected = [
+        jax.device_get(alone(*jax.tree.map(lambda leaf, i=i: leaf[i], (params, x)))) for i in (0, 1)
+    ]
+    inside = shardings(MODEL.logical, draw_params(), mesh)
+    parts = {
+        name: NamedSharding(mesh, PartitionSpec("islands", *each.spec))
+        for name, each in inside.items()
+    }
+    rows = PartitionSpec("islands", None, ("fsdp", "expert"))
+    with jax.set_mesh(mesh):
+        placed = jax.device_put((params, x), (parts, NamedSharding(mesh, rows)))
+        compiled = jax.jit(program).lower(*placed).compile()
+        close(compiled(*placed), jax.tree.map(lambda *leaves: np.stack(leaves), *expected))
+    found = collectives(compiled.as_text(), mesh)
+    assert found and not any("islands" in each.axes for each in found)

@@ -1,0 +1,71 @@
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedpax.models.losses import transformer_loss
+from fedpax.models.quantization import quantized_einsum
+from fedpax.models.transformer import TransformerConfig, transformer
+
+SMALL = TransformerConfig(vocabulary=23, layers=2, width=32, heads=4, key_value_heads=2)
+
+
+@pytest.fixture(autouse=True)
+def _installed() -> None:
+    pytest.importorskip("qwix")
+
+
+def draw() -> tuple[Any, Any]:
+    random = np.random.default_rng(0)
+    x = random.normal(size=(2, 5, 32)).astype(np.float32)
+    return x, random.normal(size=(32, 4, 6)).astype(np.float32)
+
+
+def rounded(x: Any, axis: int) -> Any:
+    """To -128, ... 127 times a scale, by which the largest number would be 127.5."""
+    scale = np.max(np.abs(x), axis=axis, keepdims=True) / 127.5
+    return np.clip(np.round(x / scale), -128, 127) * scale
+
+
+def test_int8_rounds_what_is_summed_by_one_scale() -> None:
+    x, weight = draw()
+    result = quantized_einsum("btw,whd->bthd", x, weight, "int8")
+    expected = np.einsum("btw,whd->bthd", rounded(x, -1), rounded(weight, 0))
+    np.testing.assert_allclose(result, expected, rtol=1e-3, atol=0.02)
+    exact = np.einsum("btw,whd->bthd", x, weight)
+    assert 1e-4 < np.linalg.norm(result - exact) / np.linalg.norm(exact) < 0.02
+
+
+@pytest.mark.parametrize(("quantization", "dtype"), [("int8", "i8"), ("fp8", "f8E4M3FN")])
+def test_the_product_is_in_the_format_and_the_gradient_is_not(
+    quantization: Any, dtype: str
+) -> None:
+    x, weight = draw()
+    product = partial(quantized_einsum, "btw,whd->bthd", quantization=quantization)
+    text = jax.jit(product).lower(x, weight).as_text()
+    (line,) = [line for line in text.splitlines() if "dot_general" in line]
+    assert line.split(" : (")[1].count(dtype) == 2
+    cotangent = np.random.default_rng(1).normal(size=(2, 5, 4, 6)).astype(np.float32)
+    gradient = jax.vjp(product, x, weight)[1](cotangent)
+    exact = jax.vjp(lambda x, w: jnp.einsum("btw,whd->bthd", x, w), x, weight)[1](cotangent)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), gradient, exact)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+def test_a_quantized_model_learns(quantization: Any) -> None:
+    config = TransformerConfig(
+        vocabulary=23, layers=2, width=32, heads=4, mlp_width=48, quantization=quantization
+    )
+    tokens = np.random.default_rng(0).integers(0, 23, (4, 17)).astype(np.int32)
+    batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+    step = jax.jit(jax.value_and_grad(transformer_loss(config), has_aux=True))
+    params = transformer(config).init(jax.random.key(0))
+    losses = []
+    for _ in range(30):
+        (loss, _), gradient = step(params, batch)
+        params = jax.tree.map(lambda p, g: p - 0.3 * g, params, gradient)
+        losses.append(float(loss))
+    assert losses[-1] < 0.6 * losses[0]

@@ -1,0 +1,66 @@
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, get_args, get_type_hints
+
+import jax
+import numpy as np
+import pytest
+
+from fedpax.models.functional import Functional
+from fedpax.models.losses import transformer_loss
+from fedpax.models.remat import POLICIES
+from fedpax.models.transformer import TransformerConfig, transformer
+
+CONFIG = TransformerConfig(
+    vocabulary=23, layers=4, width=64, heads=4, key_value_heads=2, mlp_width=128
+)
+
+
+def step_of(remat: Any) -> Any:
+    return jax.grad(transformer_loss(replace(CONFIG, remat=remat)), has_aux=True)
+
+
+def test_every_policy_can_be_chosen() -> None:
+    choices = get_args(get_type_hints(TransformerConfig)["remat"])
+    assert set(choices) == {"none", *POLICIES}
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "dots_with_no_batch_dims",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("full", "dots")),
+        pytest.param("save_attention", marks=pytest.mark.slow),
+    ],
+)
+def test_a_policy_changes_no_gradient(
+    random_params: Callable[[Functional], Any], policy: str
+) -> None:
+    params = random_params(transformer(CONFIG))
+    tokens = np.random.default_rng(0).integers(0, 23, (2, 17)).astype(np.int32)
+    batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+    expected, _ = jax.jit(step_of("none"))(params, batch)
+    gradient, _ = jax.jit(step_of(policy))(params, batch)
+    for one, other in zip(*map(jax.tree.leaves, (gradient, expected)), strict=True):
+        assert np.linalg.norm(one - other) < 1e-5 * np.linalg.norm(other)
+
+
+def test_policies_keep_less_and_less() -> None:
+    """What a layer keeps for the backward pass, in bytes a layer."""
+    shapes = jax.eval_shape(transformer(CONFIG).init, jax.random.key(0))
+    row = jax.ShapeDtypeStruct((4, 64), np.int32)
+
+    def kept(remat: Any) -> int:
+        jaxpr = jax.make_jaxpr(step_of(remat))(shapes, {"inputs": row, "targets": row})
+        forward = next(eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
+        stacked = forward.outvars[forward.params["num_carry"] :]
+        return sum(v.aval.size * v.aval.dtype.itemsize for v in stacked) // CONFIG.layers
+
+    features, scores = 4 * 4 * 64 * 64, 4 * 4 * 4 * 64 * 64
+    none, dots, no_batch, attention, full = map(
+        kept, ("none", "dots", "dots_with_no_batch_dims", "save_attention", "full")
+    )
+    assert full == features and attention == 2 * features
+    # The input; query, key, value; attention and its projection; gate and up, but not down.
+    assert no_batch == (1 + (1 + 0.5 + 0.5) + 2 + (2 + 2)) * features
+    assert dots == no_batch + scores < none

@@ -1,0 +1,107 @@
+from dataclasses import replace
+from typing import Any
+
+import jax
+import pytest
+
+from fedpax.models import presets
+from fedpax.models.transformer import TransformerConfig, transformer
+
+SMALL = TransformerConfig(
+    vocabulary=23, layers=2, width=24, heads=6, key_value_heads=2, mlp_width=20, rope_base=50.0
+)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"layers": 1, "heads": 4, "key_value_heads": 4, "head_width": 32},
+        {"tied_embeddings": False, "feed_forward": "gelu"},
+        {"experts": 5, "experts_per_token": 3, "stage_repeats": 2},
+    ],
+    ids=str,
+)
+def test_parameters_are_counted(change: dict[str, Any]) -> None:
+    config = replace(SMALL, **change)
+    shapes = jax.eval_shape(transformer(config).init, jax.random.key(0))
+    assert config.parameters() == sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    # Of the experts' parameters, a token meets those of 3 in 5.
+    experts = sum(
+        leaf.size for leaf in jax.tree.leaves(shapes["layers"]["feed_forward"]) if leaf.ndim > 4
+    )
+    assert config.parameters() - config.active_parameters() == experts * 2 // 5
+
+
+@pytest.mark.parametrize(
+    ("preset", "total", "active"),
+    [
+        (presets.demo, 1.10e6, 1.10e6),
+        (presets.base_100m, 102e6, 102e6),
+        (presets.pax_c4_1b, 1.10e9, 1.10e9),
+        (presets.pax_c4_16b, 16.5e9, 16.5e9),
+        (presets.llama_3_1_8b, 8.03e9, 8.03e9),
+        (presets.llama_3_1_70b, 70.6e9, 70.6e9),
+        (presets.mixtral_8x7b, 46.7e9, 12.9e9),
+    ],
+)
+def test_presets_are_as_large_as_they_were_published(
+    preset: Any, total: float, active: float
+) -> None:
+    config = preset()
+    # A preset of 280 GB takes no memory before it is made.
+    shapes = jax.eval_shape(transformer(config).init, jax.random.key(0))
+    count = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    assert count == config.parameters() == pytest.approx(total, rel=0.005)
+    assert config.active_parameters() == pytest.approx(active, rel=0.005)
+
+
+def test_flops_of_a_token_give_published_utilizations() -> None:
+    # Llama 3.1 8B on 256 TPU v6e of 918 TFLOP/s: 7,207 tokens/s a device are 45.46%.
+    flops = presets.llama_3_1_8b().flops_per_token(8192)
+    assert 7207 * flops / 918e12 == pytest.approx(0.4546, abs=5e-4)
+
+
+def test_flops_are_those_of_every_product() -> None:
+    """Counted product by product, for full attention and for what each token sees."""
+    config = replace(SMALL, tied_embeddings=False, window=5)
+    length, width, head = 12, 24, 4
+    weights = width * head * (6 + 2 + 2 + 6) + 3 * width * 20
+    for causal in (False, True):
+        scores = 0.0
+        for t in range(length):
+            seen = min(t + 0.5, 5) if causal else 5  # half of its own score counts
+            scores += 2 * 6 * head * seen / length
+        expected = 6 * (config.layers * (weights + scores) + 23 * width)
+        norms = 6 * width * (2 * config.layers + 1)
+        assert config.flops_per_token(length, causal) == pytest.approx(expected + norms)
+
+
+def test_flops_of_a_mixture_are_those_of_its_active_experts() -> None:
+    mixture = replace(SMALL, experts=7, experts_per_token=2)
+    wide = replace(SMALL, mlp_width=2 * SMALL.mlp_width)
+    router = 6 * SMALL.layers * SMALL.width * 7
+    assert mixture.flops_per_token(64) == wide.flops_per_token(64) + router
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"key_value_heads": 4}, r"key_value_heads=4 .* heads=6: use one of \[1, 2, 3, 6\]"),
+        ({"width": 25}, "heads=6 does not divide width=25: .* set head_width"),
+        ({"head_width": 5}, "5 features.*set an even head_width"),
+        ({"layers": 0}, "layers=0: expected a positive number"),
+        ({"head_width": 0}, "head_width=0: expected a positive number"),
+        ({"rope_base": -1.0}, "rope_base=-1.0: expected a positive number"),
+        ({"logit_softcap": 0.0}, "logit_softcap=0.0: expected a positive number"),
+        ({"dtype": "float8"}, "dtype='float8': use 'float32'"),
+        ({"remat": True}, "remat=True: use 'none', 'full'"),
+        ({"attention": "flash"}, "attention='flash': use 'auto', .* or 'splash'"),
+        ({"experts": 2, "experts_per_token": 3}, "experts_per_token=3, .*experts=2: send"),
+        ({"experts": 2, "feed_forward": "gelu"}, "experts have feed_forward='swiglu'"),
+        ({"stage_repeats": 3}, "stage_repeats=3 does not divide layers=2"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        replace(SMALL, **change)

@@ -1,0 +1,73 @@
+"""An experiment that tests plan: DiLoCo on a stack of square layers, its FLOPs known by hand."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fedpax.algorithms.diloco import diloco
+from fedpax.parallel.mesh import MeshConfig
+from fedpax.training.experiment import Experiment, Run, Shardings, TrainingConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stack(Experiment):
+    """Layers x -> tanh(x W), scanned over, each W cut over fsdp."""
+
+    islands: int = 4
+    layers: int = 3
+    width: int = 64
+    local_steps: int = 5
+    batch: int = 16
+    says_shapes: bool = True
+    says_flops: bool = True
+
+    def build(self) -> Run:
+        mesh = self.mesh.make()
+
+        def loss_fn(params: Any, batch: Any) -> tuple[jax.Array, dict]:
+            def layer(x, weight):
+                return jnp.tanh(x @ weight), None
+
+            return jnp.mean(jax.lax.scan(layer, batch["x"], params["w"])[0] ** 2), {}
+
+        def init(key: jax.Array) -> dict[str, jax.Array]:
+            return {"w": jax.random.normal(key, (self.layers, self.width, self.width))}
+
+        outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
+        axes = mesh.axis_names
+        islands, fsdp = (name if name in axes else None for name in ("islands", "fsdp"))
+        rows = (self.islands, self.local_steps, self.batch)
+        shapes = {"x": jax.ShapeDtypeStruct((*rows, self.width), jnp.float32)}
+        return Run(
+            algorithm=diloco(
+                loss_fn,
+                islands=self.islands,
+                inner_optimizer=optax.sgd(0.1),
+                outer_optimizer=outer,
+            ),
+            init=init,
+            batches=None,  # nothing may ask for data
+            evaluate=None,
+            mesh=mesh,
+            shardings=Shardings(
+                params={"w": NamedSharding(mesh, P(None, fsdp))},
+                batches=NamedSharding(mesh, P(islands, None, fsdp)),
+            ),
+            tokens_per_round=self.islands * self.local_steps * self.batch,
+            placement="islands",
+            batch_shapes=shapes if self.says_shapes else None,
+            flops_per_token=6.0 * self.layers * self.width**2 if self.says_flops else None,
+        )
+
+
+def stack() -> Stack:
+    """4 islands of 2 devices."""
+    return Stack(
+        mesh=MeshConfig(islands=4, fsdp=2),
+        training=TrainingConfig(rounds=1, evaluate_every=0, checkpoint_every=0),
+    )

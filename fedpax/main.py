@@ -1,10 +1,11 @@
-"""The command line: ``fedpax train``, ``fedpax compare`` and ``fedpax list``."""
+"""The command line: ``fedpax train``, ``compare``, ``plan`` and ``list``."""
 
 import dataclasses
 import difflib
 import importlib
 import importlib.util
 import inspect
+import json
 import math
 import os
 import pkgutil
@@ -20,13 +21,17 @@ from absl import flags
 
 import fedpax.experiments
 from fedpax.parallel.mesh import MeshConfig
+from fedpax.parallel.picture import draw_mesh
+from fedpax.parallel.report import to_json, to_text
 from fedpax.parallel.simulation import provide_workers, simulate_devices
+from fedpax.parallel.topology import TopologyError, find_topology
 from fedpax.training.checkpoint import latest_round
 from fedpax.training.compare import write_comparison
-from fedpax.training.configuration import ConfigurationError, claim
+from fedpax.training.configuration import ConfigurationError, claim, write_atomically
 from fedpax.training.experiment import Experiment
 from fedpax.training.interruption import run_process
 from fedpax.training.loop import train
+from fedpax.training.planning import MemoryOverflowError, PlanError, plan_experiment
 from fedpax.training.recorder import NonFiniteError
 
 USAGE = """\
@@ -38,16 +43,29 @@ fedpax: federated and multi-island training on JAX
       Trains an experiment in a folder, or goes on where the folder stands.
   fedpax compare --exp=NAME,NAME,... --job_log_dir=DIR [--FIELD=VALUE ...]
       Trains each in DIR/NAME, prints a table, and writes DIR/comparison.png and comparison.json.
+  fedpax plan --exp=NAME --topology=v5p:4x8x8 [--slices=4] [--json=FILE] [--picture=FILE.png]
+              [--program=FILE] [--FIELD=VALUE ...]
+      Compiles an experiment's round for devices that need not be there, and says what it needs
+      and how fast it can be: memory, collectives, bytes between slices, a bound on step time.
 
   --exp             a name from `fedpax list`, or my_package.my_module:function, a function
                     without arguments that returns an Experiment
   --job_log_dir     the folder for config.json, metrics.jsonl, tensorboard/ and checkpoints/
-  --accept_changes  go on in a folder of another configuration: another mesh, more rounds
+  --accept_changes  go on in a folder of another configuration: another mesh, more rounds,
+                    another number of islands (whose data then begin anew)
+  --multihost       train with all processes of a pod or a cluster, each of which is given the same
+                    command (`jax.distributed.initialize` finds them, or JAX_COORDINATOR_ADDRESS,
+                    JAX_NUM_PROCESSES and JAX_PROCESS_ID name them)
   --FIELD=VALUE     changes a field of the experiment, such as --model.layers=4;
                     `fedpax train --exp=NAME --help` shows all of them
+  --topology        v5e:16x16, v4:4x4x4 (also v5p, v6e, tpu7x) with libtpu installed; cpu:8; gpu
+  --slices          how many of them, joined by the data centre's network
+  --json, --picture, --program
+                    files for the report, the mesh, and the text of the compiled round
 
-Exit status: 0 finished; 1 stopped because the loss was not finite; 2 refused, the message says
-why; 130 after Ctrl-C and 143 after SIGTERM, saved: the same command goes on.
+Exit status: 0 finished; 1 stopped because the loss was not finite, or planned what does not fit
+the devices' memory; 2 refused, the message says why; 130 after Ctrl-C and 143 after SIGTERM,
+saved: the same command goes on.
 """
 
 
@@ -74,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status 0
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    commands = {"list": _list, "train": _train, "compare": _compare}
+    commands = {"list": _list, "train": _train, "compare": _compare, "plan": _plan}
     if not arguments:
         print(USAGE, end="", file=sys.stderr)
         return REFUSED
@@ -89,10 +107,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "`fedpax --help` shows all of them."
             )
         return commands[command](rest)
-    except (UsageError, ConfigurationError) as error:
+    except (UsageError, ConfigurationError, TopologyError, PlanError) as error:
         print(f"fedpax: {error}", file=sys.stderr)
         return REFUSED
-    except NonFiniteError as error:
+    except (NonFiniteError, MemoryOverflowError) as error:
         print(f"fedpax: {error}", file=sys.stderr)
         return 1
 
@@ -218,7 +236,10 @@ def _train(arguments: Sequence[str]) -> int:
         return 0
     experiment = configure(options.exp, overrides)
     _need_folder(options)
-    _provide_devices(experiment.mesh)
+    if options.multihost:
+        _join_processes()
+    else:
+        _provide_devices(experiment.mesh)
     outcome = train(
         experiment, options.job_log_dir, exp=options.exp, accept_changes=options.accept_changes
     )
@@ -263,14 +284,46 @@ def _compare(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _plan(arguments: Sequence[str]) -> int:
+    options, overrides = _parse("plan", arguments)
+    if options is None:
+        return 0
+    if not options.topology:
+        raise UsageError("give the devices to plan for, such as --topology=v5p:4x4x4 or cpu:8.")
+    experiment = configure(options.exp, overrides)
+    topology = find_topology(options.topology, options.slices)
+    plan, run = plan_experiment(
+        experiment,
+        topology,
+        exp=options.exp,
+        program_file=options.program,
+        progress=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    print(to_text(plan), end="")
+    if options.json:
+        write_atomically(Path(options.json), json.dumps(to_json(plan), indent=2) + "\n")
+    if options.picture:
+        draw_mesh(plan, run.mesh, options.picture)
+    return 0 if plan.memory.fits is not False else 1
+
+
 def _parse(command: str, arguments: Sequence[str]) -> tuple[flags.FlagValues | None, list[str]]:
     """Takes the flags of a command and leaves the experiment's fields; None after its help."""
     options = flags.FlagValues()
     options.set_gnu_getopt(True)  # flags may stand behind "--model.layers 4"
     names = "Experiments, with commas between." if command == "compare" else "The experiment."
     flags.DEFINE_string("exp", None, names, flag_values=options)
-    flags.DEFINE_string("job_log_dir", None, "The folder.", flag_values=options)
-    flags.DEFINE_bool("accept_changes", False, "Take the new settings.", flag_values=options)
+    if command == "plan":
+        flags.DEFINE_string("topology", None, "The devices.", flag_values=options)
+        flags.DEFINE_integer("slices", 1, "How many slices.", flag_values=options)
+        flags.DEFINE_string("json", None, "A file for the report.", flag_values=options)
+        flags.DEFINE_string("picture", None, "A PNG of the mesh.", flag_values=options)
+        flags.DEFINE_string("program", None, "A file for the text.", flag_values=options)
+    else:
+        flags.DEFINE_string("job_log_dir", None, "The folder.", flag_values=options)
+        flags.DEFINE_bool("accept_changes", False, "Take the new settings.", flag_values=options)
+    if command == "train":
+        flags.DEFINE_bool("multihost", False, "Train with other processes.", flag_values=options)
     try:
         _, *rest = options([f"fedpax {command}", *arguments], known_only=True)
     except flags.Error as error:
@@ -291,6 +344,24 @@ def _need_folder(options: flags.FlagValues) -> None:
         )
 
 
+def _join_processes() -> None:
+    """Joins the processes that train together, before anything asks for a device."""
+    known = {
+        "num_processes": os.environ.get("JAX_NUM_PROCESSES"),
+        "process_id": os.environ.get("JAX_PROCESS_ID"),
+    }
+    try:
+        # CPUs of several processes need gloo to talk; other devices bring what they need.
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(**{name: int(n) for name, n in known.items() if n})
+    except (ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"--multihost found no other processes: {error} On a TPU pod or under Slurm they are "
+            "found; elsewhere set JAX_COORDINATOR_ADDRESS=HOST:PORT, JAX_NUM_PROCESSES and "
+            "JAX_PROCESS_ID."
+        ) from None
+
+
 def _provide_devices(mesh: MeshConfig) -> None:
     """Simulates the devices that a mesh needs where there is only a CPU, unless the user has.
 
@@ -301,10 +372,13 @@ def _provide_devices(mesh: MeshConfig) -> None:
     needed = _cores() if all_devices else mesh.size
     chosen = "JAX_NUM_CPU_DEVICES" in os.environ
     chosen |= "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    provide_workers(needed)
+    # On a mesh of one axis every collective runs over all devices.
+    groups = sum(size != 1 for size in dataclasses.astuple(mesh)) > 1
+    if groups:
+        provide_workers(needed)
     if not chosen:
         try:
-            simulate_devices(needed)
+            simulate_devices(needed, groups=groups)
         except RuntimeError:  # devices are in use already: those must do
             chosen = True
     if not all_devices and jax.device_count() < mesh.size:

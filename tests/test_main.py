@@ -275,3 +275,14 @@ def test_a_cpu_shows_the_devices_that_the_mesh_needs(
     )
     assert process.returncode == status, process.stderr
     assert words in process.stdout + process.stderr
+
+
+def test_multihost_says_how_the_processes_are_named(run: Run, tmp_path: Path) -> None:
+    status, _, errors = run(
+        "train", f"--exp={REGRESSION}", f"--job_log_dir={tmp_path}", "--multihost"
+    )
+    assert status == 2 and "JAX_COORDINATOR_ADDRESS=HOST:PORT" in errors
+    status, _, errors = run(
+        "compare", f"--exp={REGRESSION}", f"--job_log_dir={tmp_path}", "--multihost"
+    )
+    assert status == 2 and "multihost" in errors

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
+
+
+_END = r'\}(, execution_thread="\w+")?$'  # the line that closes a computation
 
 
 class Instruction(NamedTuple):
@@ -68,11 +71,11 @@ def read(text: str) -> Module:
     header: re.Match[str] | None = None
     instructions: dict[str, Instruction] = {}
     root: Instruction | None = None
-    for line in text.splitlines():
+    for line in _lines(text):
         if header is None:
             header = re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line)
             instructions, root = {}, None
-        elif line.startswith("}"):
+        elif re.match(_END, line):
             name = header.group(2)
             assert root is not None, f"computation {name} has no root"
             computations[name] = Computation(name, instructions, root)
@@ -89,6 +92,19 @@ def read(text: str) -> Module:
     first_line = text[: text.find("\n")]
     sizes = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", first_line)
     return Module(computations, entry, math.prod(int(size) for size in sizes))
+
+
+def _lines(text: str) -> Iterator[str]:
+    """Lines of the text; what a kernel says of itself may break the line of its instruction."""
+    waiting = ""
+    for line in text.splitlines():
+        starts = re.match(rf"\s+(ROOT )?%?[\w.\-]+ = |\S.*\{{$|{_END}", line)
+        if starts or not waiting.startswith(" "):
+            yield waiting
+            waiting = line
+        else:
+            waiting += line
+    yield waiting
 
 
 def _instruction(line: str) -> Instruction | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 
 import jax
@@ -14,6 +16,29 @@ from jax.sharding import AxisType, Mesh
 
 # Axes that communicate least, and so run between slices: the first of them that a mesh has.
 BETWEEN_SLICES = ("islands", "clients", "data")
+
+_DEFAULT_DEVICES: ContextVar[tuple[jax.Device, ...] | None] = ContextVar(
+    "default_devices", default=None
+)
+
+
+@contextlib.contextmanager
+def default_devices(devices: Sequence[jax.Device]) -> Iterator[None]:
+    """Makes meshes of these devices where none are given, such as those of a pod to compile for.
+
+    Args:
+      devices: what `make_mesh` and `MeshConfig` take in the place of `jax.devices()`.
+
+    Example:
+      >>> with default_devices(jax.devices()[:1]):
+      ...     make_mesh(fsdp=-1).size
+      1
+    """
+    token = _DEFAULT_DEVICES.set(tuple(devices))
+    try:
+        yield
+    finally:
+        _DEFAULT_DEVICES.reset(token)
 
 
 def make_mesh(
@@ -32,7 +57,7 @@ def make_mesh(
     treated in the same way where the sizes allow it.
 
     Args:
-      devices: the devices to use, all of `jax.devices()` by default.
+      devices: the devices to use, by default those of `default_devices`, or `jax.devices()`.
       axis_types: one type for all axes, or a type by axis name; automatic where none is given.
       between_slices: name of the axis that runs between slices, by default the first that there
         is among islands, clients and data.
@@ -51,7 +76,7 @@ def make_mesh(
       >>> mesh.axis_names, mesh.size == jax.device_count()
       (('islands', 'fsdp'), True)
     """
-    devices = list(jax.devices() if devices is None else devices)
+    devices = list(_all_devices() if devices is None else devices)
     sizes = _resolve(axis_sizes, devices)
     if axis_types is None or isinstance(axis_types, AxisType):
         types = dict.fromkeys(sizes, axis_types or AxisType.Auto)
@@ -101,14 +126,14 @@ class MeshConfig:
     def size(self) -> int:
         """Number of devices of the mesh; all that there are if an axis is -1."""
         sizes = asdict(self).values()
-        return jax.device_count() if -1 in sizes else math.prod(sizes)
+        return len(_all_devices()) if -1 in sizes else math.prod(sizes)
 
     def make(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
         """Makes the mesh, of the axes whose size is not 1.
 
         Args:
-          devices: the devices to use, all of `jax.devices()` by default. If every size is 1, the
-            mesh is the first of them alone, as an axis `data`.
+          devices: the devices to use, by default those of `default_devices`, or `jax.devices()`.
+            If every size is 1, the mesh is the first of them alone, as an axis `data`.
 
         Returns:
           The mesh.
@@ -118,8 +143,13 @@ class MeshConfig:
         """
         sizes = {name: size for name, size in asdict(self).items() if size != 1}
         if not sizes:
-            devices, sizes = list(devices or jax.devices())[:1], {"data": 1}
+            devices, sizes = list(devices or _all_devices())[:1], {"data": 1}
         return make_mesh(devices=devices, **sizes)
+
+
+def _all_devices() -> Sequence[jax.Device]:
+    """Those of `default_devices`, or else all that JAX has."""
+    return _DEFAULT_DEVICES.get() or jax.devices()
 
 
 def _check_names(argument: str, names: Sequence[str] | Mapping, sizes: Mapping[str, int]) -> None:

@@ -17,6 +17,7 @@ class SliceDevice:
 
     id: int
     slice_index: int
+    coords: tuple[int, int, int]
     platform: str = "tpu"
     device_kind: str = "TPU v5 lite"
     process_index: int = 0
@@ -43,7 +44,10 @@ def two_slices() -> Callable[[int, int], Mesh]:
     """Makes the mesh of the recorded text: (islands, fsdp) over two TPU slices of 4 devices."""
 
     def make(islands: int, fsdp: int) -> Mesh:
-        devices = [SliceDevice(100000 * (i // 4 + 1) + i % 4, i // 4) for i in range(8)]
+        devices = [
+            SliceDevice(100000 * (i // 4 + 1) + i % 4, i // 4, (i % 2, i // 2 % 2, 0))
+            for i in range(8)
+        ]
         return Mesh(
             np.array(devices).reshape(islands, fsdp),
             ("islands", "fsdp"),

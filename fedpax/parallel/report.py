@@ -1,0 +1,330 @@
+"""A plan as text to read and as values for JSON."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from fedpax.parallel.networks import DCN
+from fedpax.parallel.plan import Plan, Transfer
+
+_UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
+
+
+def to_text(plan: Plan) -> str:
+    """Writes a plan as text.
+
+    Args:
+      plan: the plan.
+
+    Returns:
+      Lines, under headings.
+    """
+    parts = [_head(plan), _mesh(plan), _memory(plan), _work(plan), _collectives(plan)]
+    parts += [_between(plan), _bound(plan)]
+    return "\n\n".join(parts) + "\n"
+
+
+def to_json(plan: Plan) -> dict[str, Any]:
+    """Turns a plan into values that JSON can hold.
+
+    Args:
+      plan: the plan.
+
+    Returns:
+      Nested dicts and lists; bytes, seconds and FLOPs as plain numbers, None for what is unknown.
+    """
+    work, topology, chip = plan.workload, plan.topology, plan.topology.chip
+    bound = plan.bound
+    return {
+        "experiment": work.experiment,
+        "topology": {
+            "name": topology.name,
+            "slices": topology.slices,
+            "chips": topology.chips,
+            "devices": len(topology.devices),
+            "chip": None if chip is None else chip._asdict(),
+        },
+        "mesh": {
+            axis.name: {"size": axis.size, "networks": [str(route) for route in axis.routes]}
+            for axis in plan.axes
+        },
+        "placement": {"name": work.placement, "participants": work.participants},
+        "memory": {
+            **plan.memory._asdict(),
+            "total": plan.memory.total,
+            "fits": plan.memory.fits,
+        },
+        "work": {
+            "parameters": work.parameters,
+            "local_steps": work.steps,
+            "tokens_per_step": work.tokens / work.steps,
+            "tokens_per_round": work.tokens,
+            "flops_per_token": work.flops_per_token,
+            "flops_per_step": _times(work.flops_per_token, work.tokens / work.steps),
+            "compiled_flops_per_device_per_round": plan.products,
+            "memory_traffic_per_device_per_round": plan.traffic,
+            "kernels_not_counted": list(plan.silent),
+        },
+        "collectives": [
+            {
+                "kind": transfer.collective.kind,
+                "axes": list(transfer.collective.axes),
+                "network": transfer.network,
+                "bytes": transfer.collective.bytes,
+                "shapes": list(transfer.collective.shapes),
+                "in_loop": transfer.collective.in_loop,
+                "executions_per_round": transfer.collective.executions,
+                "seconds": transfer.seconds,
+                "name": transfer.collective.name,
+            }
+            for transfer in plan.transfers
+        ],
+        "between_slices": {
+            "bytes_per_device_per_round": plan.sent(DCN),
+            "bytes_per_device_per_step": plan.sent(DCN) / work.steps,
+            "bytes_per_device_inside_loops": plan.sent(DCN, in_loop=True),
+            "hidden_from_bytes_per_second_per_chip": plan.hidden_bandwidth,
+        },
+        "bound": None
+        if bound is None
+        else {
+            "seconds_per_step": bound.seconds / work.steps,
+            "seconds_per_step_without_overlap": bound.without_overlap / work.steps,
+            "limit": bound.limit,
+            "seconds_per_round": bound.times | {"all collectives": bound.collectives},
+            "model_flops_utilization": plan.utilization(bound.seconds),
+            "model_flops_utilization_without_overlap": plan.utilization(bound.without_overlap),
+            "assumptions": assumptions(plan),
+        },
+    }
+
+
+def assumptions(plan: Plan) -> list[str]:
+    """What the bound on time takes for granted.
+
+    Args:
+      plan: the plan, of a chip whose figures are known.
+
+    Returns:
+      Sentences.
+    """
+    chip = plan.topology.chip
+    if chip is None:
+        return []
+    lines = [
+        f"Products run at the chip's bfloat16 peak, {chip.peak_flops / 1e12:,.0f} TFLOP/s, and "
+        "those counted are the compiled program's, with what is computed again.",
+        f"A device's memory moves {chip.memory_bandwidth / chip.devices / 1e9:,.0f} GB/s.",
+    ]
+    if chip.dimensions:
+        lines.append(
+            f"A chip has {chip.links} links of {chip.link_bandwidth / 1e9:,.0f} GB/s in each "
+            "direction. A collective uses those along its own axes, both directions of a ring, and "
+            "its steps take no time but that of their bytes."
+        )
+    else:
+        lines.append(f"NVLink carries {chip.link_bandwidth / 1e9:,.0f} GB/s out of a GPU.")
+    lines.append(
+        f"Between slices a chip sends {_bits(chip.network_bandwidth)}, its share of its host's "
+        "network, and the slices form a ring."
+    )
+    if any(transfer.collective.executions is None for transfer in plan.transfers):
+        lines.append("A collective that runs an unknown number of times is counted once.")
+    if plan.silent:
+        lines.append(
+            f"{len(plan.silent)} kernels do not say how many products they compute, and take no "
+            f"time here: {', '.join(plan.silent)}."
+        )
+    return [*lines, f"Published figures of {chip.name}: {chip.source}."]
+
+
+def _head(plan: Plan) -> str:
+    topology = plan.topology
+    count = f"{topology.chips:,} chips" if topology.chip else f"{len(topology.devices):,} devices"
+    where = ""
+    if topology.slices > 1:
+        where = f" in {topology.slices} slices"
+    if topology.chip and topology.chip.devices > 1:
+        count += f" ({len(topology.devices):,} devices)"
+    return f"{plan.workload.experiment} on {topology.name}: {count}{where}"
+
+
+def _mesh(plan: Plan) -> str:
+    rows = [
+        (axis.name, f"{axis.size:,}", " + ".join(map(str, axis.routes)) or "-")
+        for axis in plan.axes
+    ]
+    work = plan.workload
+    if work.participants > 1 and work.placement not in [axis.name for axis in plan.axes]:
+        rows.append((work.placement, "-", "no axis of the mesh: one after another"))
+    return _section("Mesh", [("axis", "size", "network"), *rows], right={1})
+
+
+def _memory(plan: Plan) -> str:
+    memory = plan.memory
+    unit = next((unit for unit in _UNITS if memory.total >= _UNITS[unit]), "B")
+
+    def size(count: float) -> str:
+        return f"{count / _UNITS[unit]:,.2f}"
+
+    fits = ""
+    if memory.capacity is not None:
+        verdict = "fits" if memory.fits else "DOES NOT FIT"
+        share = memory.total / memory.capacity
+        fits = f"{share:.0%} of {memory.capacity / _UNITS['GiB']:,.1f} GiB: {verdict}"
+    rows = [
+        ("arguments", size(memory.arguments), "the state and the batches"),
+        ("outputs", size(memory.outputs), "the new state and the metrics"),
+        ("shared", f"-{size(memory.aliased)}", "outputs in the place of donated arguments"),
+        ("temporaries", size(memory.temporaries), "all between, at its peak"),
+        ("program", size(memory.code), ""),
+        ("together", size(memory.total), fits),
+    ]
+    return _section(f"Memory of a device, {unit}", rows, right={1})
+
+
+def _work(plan: Plan) -> str:
+    work = plan.workload
+    step = work.tokens / work.steps
+    rows = [
+        ("parameters", f"{work.parameters:,}", ""),
+        ("local steps", f"{work.steps:,}", "in a round"),
+        (
+            "tokens",
+            f"{step:,.0f}",
+            f"a step, {work.tokens:,} a round, of all {work.placement} together",
+        ),
+    ]
+    if work.flops_per_token is None:
+        rows.append(("FLOPs a token", "unknown", "the experiment's Run has no flops_per_token"))
+    else:
+        model = work.flops_per_token * work.tokens
+        again = plan.products * len(plan.topology.devices) / model
+        rows += [
+            ("FLOPs a token", f"{work.flops_per_token:.4g}", "6 N + 12 L H d T: full attention"),
+            ("FLOPs a step", f"{work.flops_per_token * step:.4g}", "of all devices"),
+            ("compiled", f"{again:.2f} x", "products in the program, with those computed again"),
+        ]
+    return _section("Work", rows, right={1})
+
+
+def _collectives(plan: Plan) -> str:
+    rows: list[tuple[str, ...]] = [
+        ("kind", "axes", "network", "number", "bytes each", "runs a round", "in a loop", "ms each")
+    ]
+
+    def key(transfer: Transfer) -> tuple:
+        collective = transfer.collective
+        executions = -1 if collective.executions is None else collective.executions
+        return (
+            not collective.in_loop,
+            transfer.network,
+            collective.axes,
+            collective.kind,
+            -collective.bytes,
+            executions,
+        )
+
+    for _, same in itertools.groupby(sorted(plan.transfers, key=key), key):
+        group = list(same)
+        one, seconds = group[0].collective, group[0].seconds
+        rows.append(
+            (
+                one.kind,
+                ", ".join(one.axes),
+                group[0].network,
+                f"{len(group):,}",
+                f"{one.bytes:,}",
+                "unknown" if one.executions is None else f"{one.executions:,}",
+                "yes" if one.in_loop else "no",
+                "-" if seconds is None else f"{1e3 * seconds:,.3f}",
+            )
+        )
+    if len(rows) == 1:
+        return "Collectives\n  none"
+    return _section("Collectives, of a device", rows, right={3, 4, 5, 7})
+
+
+def _between(plan: Plan) -> str:
+    work, chip = plan.workload, plan.topology.chip
+    sent = plan.sent(DCN)
+    if not sent:
+        return "Between slices\n  nothing crosses"
+    inside = plan.sent(DCN, in_loop=True)
+    devices = len(plan.topology.devices) // plan.topology.slices
+    rows = [
+        ("a round", f"{sent:,} bytes a device", f"{_bytes(sent * devices)} a slice"),
+        ("a step", f"{sent / work.steps:,.0f} bytes a device", f"of {work.steps:,} in a round"),
+        ("inside a loop", f"{inside:,} bytes a device", "every local step" if inside else ""),
+    ]
+    hidden = plan.hidden_bandwidth
+    if hidden is not None and chip is not None:
+        chips = plan.topology.chips // plan.topology.slices
+        rows.append(
+            (
+                "hidden from",
+                f"{_bits(hidden * chips)} a slice",
+                f"{_bits(hidden)} a chip, if it overlaps with the whole round; "
+                f"{chip.name} has {_bits(chip.network_bandwidth)}",
+            )
+        )
+    return _section("Between slices", rows)
+
+
+def _bound(plan: Plan) -> str:
+    bound, steps = plan.bound, plan.workload.steps
+    if bound is None:
+        return (
+            "Bound on time\n  none: the figures of this device are not known "
+            "(fedpax/parallel/chips.py has those of TPUs and some GPUs)"
+        )
+    rows = [(name, f"{1e3 * time / steps:,.3f}", "") for name, time in bound.times.items()]
+    for name, seconds in (
+        ("all overlap", bound.seconds),
+        ("no overlap", bound.without_overlap),
+    ):
+        share = plan.utilization(seconds)
+        at = "" if share is None else f"MFU {share:.1%}, full attention"
+        if name == "all overlap":
+            at = f"limited by {bound.limit}" + (f": at most {at}" if at else "")
+        rows.append((name, f"{1e3 * seconds / steps:,.3f}", at))
+    lines = [f"  - {line}" for line in assumptions(plan)]
+    table = _section("Bound on a step, ms (a round's, divided by its steps)", rows, right={1})
+    return "\n".join([table, "", "Assumptions", *lines])
+
+
+def _section(
+    title: str, rows: Sequence[Sequence[str]], right: set[int] | frozenset[int] = frozenset()
+) -> str:
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if index in right else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    return "\n".join([title, *(f"  {line}" for line in lines)])
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KB", "MB", "GB", "TB"):
+        if count < 1000 or unit == "TB":
+            break
+        count /= 1000
+    return f"{count:,.1f} {unit}"
+
+
+def _bits(bytes_per_second: float) -> str:
+    rate = 8 * bytes_per_second
+    for unit in ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"):
+        if rate < 1000 or unit == "Tbit/s":
+            break
+        rate /= 1000
+    return f"{rate:,.1f} {unit}"
+
+
+def _times(left: float | None, right: float) -> float | None:
+    return None if left is None else left * right

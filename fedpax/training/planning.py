@@ -1,0 +1,204 @@
+"""Compiles an experiment's round for devices that need not be there, and reads what it needs."""
+
+import contextlib
+import math
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, use_abstract_mesh
+
+from fedpax.parallel.mesh import default_devices
+from fedpax.parallel.plan import Plan, Workload, make_plan, memory_of
+from fedpax.parallel.topology import Topology
+from fedpax.training.configuration import write_atomically
+from fedpax.training.experiment import Experiment, Run
+from fedpax.training.program import compile_round
+from fedpax.training.shardings import state_shardings
+
+
+class PlanError(ValueError):
+    """An experiment that cannot be planned; the message says why."""
+
+
+class MemoryOverflowError(Exception):
+    """A round that does not fit the devices' memory; the message says what to change."""
+
+
+def plan_experiment(
+    experiment: Experiment,
+    topology: Topology,
+    *,
+    exp: str = "",
+    program_file: str | Path | None = None,
+    progress: Callable[[str], None] = lambda line: None,
+) -> tuple[Plan, Run]:
+    """Compiles the round of an experiment for a topology and makes its plan.
+
+    Args:
+        experiment: what would be trained.
+        topology: on what.
+        exp: the experiment's name on the command line.
+        program_file: a file that gets the text of the compiled round.
+        progress: is told what is being done.
+
+    Returns:
+        The plan, and the run that was compiled.
+
+    Raises:
+        PlanError: if the mesh does not fit the devices, or only data would tell the batches'
+            shapes.
+        MemoryOverflowError: if a device's memory is too small.
+    """
+    started = time.perf_counter()
+
+    def tell(line: str) -> None:
+        progress(f"{time.perf_counter() - started:6.1f} s  {line}")
+
+    name = exp or type(experiment).__name__
+    with default_devices(topology.devices):
+        try:
+            mesh = experiment.mesh.make()
+        except ValueError as error:
+            raise PlanError(
+                f"{name} does not fit {topology.name}: {error} Change --mesh, such as "
+                "--mesh.fsdp=-1, which takes the devices that the other axes leave."
+            ) from None
+        tell(f"making {name} for {mesh.size:,} devices")
+        run = experiment.build()
+    if run.batch_shapes is None:
+        raise PlanError(
+            f"{name} does not say the shapes of its batches without its data: its build() must "
+            "return a Run with batch_shapes."
+        )
+    batches = _placed(run.batch_shapes, run.shardings.batches)
+    tell("compiling its round; minutes, for a large model")
+    try:
+        # The mesh's devices may not be there: with the mesh itself set, JAX would run the little
+        # that it computes while tracing on them.
+        with _repeated(tell, "still compiling"), use_abstract_mesh(run.mesh.abstract_mesh):
+            program = compile_round(run, batches)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise MemoryOverflowError(_overflow(name, topology, experiment, run, str(error))) from None
+    text = program.round.as_text() or ""
+    if program_file:
+        write_atomically(Path(program_file), text)
+    tell(f"reading the compiled program, {len(text) / 1e6:.1f} MB")
+    first = jax.tree.leaves(run.batch_shapes)[0].shape
+    workload = Workload(
+        experiment=name,
+        placement=run.placement,
+        participants=program.participants,
+        steps=first[1] if len(first) > 1 else 1,
+        parameters=program.parameters,
+        tokens=run.tokens_per_round,
+        flops_per_token=run.flops_per_token,
+    )
+    plan = make_plan(text, run.mesh, topology, workload, memory_of(program.round, topology))
+    tell("done")
+    return plan, run
+
+
+@contextlib.contextmanager
+def _repeated(tell: Callable[[str], None], line: str, every: float = 30.0) -> Iterator[None]:
+    """Tells a line again and again while something goes on that tells nothing itself."""
+    done = threading.Event()
+
+    def repeat() -> None:
+        while not done.wait(every):
+            tell(line)
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _placed(shapes: Any, shardings: Any) -> Any:
+    """Gives shapes the shardings of a prefix of their tree."""
+    return jax.tree.map(
+        lambda sharding, below: jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), below
+        ),
+        shardings,
+        shapes,
+        is_leaf=lambda leaf: isinstance(leaf, NamedSharding),
+    )
+
+
+# What makes a round smaller, by the experiment's field.
+_REMEDIES = {
+    "mesh.fsdp": "cut parameters and optimizer state over more devices",
+    "mesh.tensor": "cut heads and inner widths over more devices",
+    "mesh.stage": "put the layers on more stages",
+    "model.remat": "compute activations again instead of keeping them, such as full",
+    "model.microbatches": "send a batch through the pipeline in more parts",
+    "data.batch": "a smaller batch",
+    "data.length": "shorter sequences",
+}
+
+
+def _overflow(name: str, topology: Topology, experiment: Experiment, run: Run, message: str) -> str:
+    """Says how much is missing, what is large, and which fields would make it smaller."""
+    found = re.search(r"[Uu]sed ([\d.]+\w?) of ([\d.]+\w?) hbm", message) or re.search(
+        r"temporaries \(([\d.]+\w?)\) exceeds available HBM \(([\d.]+\w?)\)", message
+    )
+    used = f"needs {found[1]} of {found[2]}" if found else message.partition("\n")[0]
+    lines = [f"{name} does not fit: a device of {topology.name} {used}. On each device:"]
+    for part, size in _argument_bytes(run).items():
+        lines.append(f"  {size / 2**30:8.2f} GiB  {part}")
+    for size, shape in re.findall(r"Size: ([\d.]+\w?)\b.*?Shape: (\w+\[[\d,]*\])", message, re.S)[
+        :3
+    ]:
+        lines.append(f"  {size:>8}      a temporary, {shape}")
+    lines.append("Change one or more of these:")
+    for field, remedy in _REMEDIES.items():
+        value: Any = experiment
+        for step in field.split("."):
+            value = getattr(value, step, None)
+        if value is not None:
+            lines.append(f"  --{field}={value} now: {remedy}")
+    lines.append("  --topology, --slices: more chips, or chips with more memory")
+    return "\n".join(lines)
+
+
+def _argument_bytes(run: Run) -> dict[str, int]:
+    """Bytes of a round's arguments on a device."""
+    params = jax.eval_shape(run.init, jax.random.key(0))
+    state = jax.eval_shape(run.algorithm.init, params)
+    participants = jax.tree.leaves(run.batch_shapes)[0].shape[0]
+    shardings = state_shardings(
+        state,
+        params,
+        run.shardings.params,
+        run.mesh,
+        placement=run.placement,
+        participants=participants,
+    )
+    whole = _device_bytes(state, shardings)
+    model = _device_bytes(params, run.shardings.params)
+    return {
+        "the model": model,
+        "the rest of the state: optimizers, what each participant keeps": whole - model,
+        "a round's batches": _device_bytes(run.batch_shapes, run.shardings.batches),
+    }
+
+
+def _device_bytes(shapes: Any, shardings: Any) -> int:
+    leaves = jax.tree.leaves(_placed(shapes, shardings))
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * _width(leaf.dtype) for leaf in leaves
+    )
+
+
+def _width(dtype: Any) -> int:
+    return 8 if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) else dtype.itemsize

@@ -7,7 +7,8 @@ import optax
 
 from fedpax.algorithms.data_parallel import data_parallel
 from fedpax.algorithms.diloco import diloco
-from fedpax.experiments.text import AdamWConfig, TextConfig, TextExperiment
+from fedpax.experiments.optimizers import OptimizerConfig
+from fedpax.experiments.text import TextConfig, TextExperiment
 from fedpax.models.transformer import TransformerConfig
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.training.contract import FederatedAlgorithm
@@ -76,7 +77,7 @@ def diloco_text() -> DiLoCoText:
         data=TextConfig(
             local_steps=20, batch=2, length=32, heldout_batch=32, heldout_tokens=32_768
         ),
-        optimizer=AdamWConfig(learning_rate=2e-3, b1=0.5),
+        optimizer=OptimizerConfig(learning_rate=2e-3, b1=0.5),
         outer=OuterConfig(learning_rate=1.5, momentum=0.0),
         training=TrainingConfig(rounds=44, evaluate_every=4, checkpoint_every=22),
     )
@@ -93,7 +94,7 @@ def data_parallel_text() -> DataParallelText:
         mesh=base.mesh,
         model=base.model,
         data=base.data,
-        optimizer=AdamWConfig(learning_rate=1.5e-3, b1=0.5),
+        optimizer=OptimizerConfig(learning_rate=1.5e-3, b1=0.5),
         training=base.training,
     )
 

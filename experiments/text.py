@@ -2,14 +2,28 @@
 
 import abc
 import dataclasses
+import functools
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fedpax.data import heldout_batches, load, token_rounds
-from fedpax.models.losses import next_token_loss
+from fedpax.data import (
+    Deferred,
+    TokenRounds,
+    heldout_batches,
+    load,
+    load_tokenizer,
+    token_round_shapes,
+    token_rounds,
+)
+from fedpax.data.packing import Batch
+from fedpax.experiments.optimizers import OptimizerConfig
+from fedpax.models.accumulation import in_microbatches
+from fedpax.models.losses import LossFunction, transformer_loss
 from fedpax.models.transformer import TransformerConfig, transformer
 from fedpax.parallel.axes import partition_spec, shardings
 from fedpax.training.contract import FederatedAlgorithm
@@ -25,6 +39,7 @@ class TextConfig:
         dataset: a name for `fedpax.data.load`, with the splits `train` and `heldout_split`.
         heldout_split: the split to evaluate on.
         field: the field of an example that holds its text.
+        tokenizer: "bytes", or the path of a `tokenizer.json`.
         local_steps: optimizer steps of an island in a round, H.
         batch: rows in a step of an island.
         length: tokens in a row.
@@ -37,6 +52,7 @@ class TextConfig:
     dataset: str = "stdlib_text"
     heldout_split: str = "heldout"
     field: str = "text"
+    tokenizer: str = "bytes"
     local_steps: int = 20
     batch: int = 8
     length: int = 128
@@ -47,38 +63,18 @@ class TextConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class AdamWConfig:
-    """AdamW behind a clip, with linear warm-up and a cosine down to a fraction.
+class LossConfig:
+    """What is added to the cross-entropy in training, and in how many parts it is computed.
 
     Attributes:
-        learning_rate: at the peak.
-        warmup_steps: steps to reach it.
-        final_fraction: of the peak, at the last step.
-        b1: decay of the first moment.
-        b2: decay of the second moment.
-        weight_decay: decoupled, multiplied by the learning rate.
-        clip: the gradient's largest global norm.
+        z_loss: weight of the squared logarithm of the softmax's normalizer.
+        load_balance: weight of the load-balancing loss of a mixture of experts.
+        accumulation: micro-batches of a step, whose gradients add up one after another.
     """
 
-    learning_rate: float = 3e-3
-    warmup_steps: int = 20
-    final_fraction: float = 0.05
-    b1: float = 0.9
-    b2: float = 0.99
-    weight_decay: float = 0.1
-    clip: float = 1.0
-
-    def make(self, steps: int) -> optax.GradientTransformation:
-        """Makes the optimizer of a run of so many steps."""
-        schedule = optax.warmup_cosine_decay_schedule(
-            0.0,
-            self.learning_rate,
-            self.warmup_steps,
-            max(steps, self.warmup_steps + 1),
-            self.final_fraction * self.learning_rate,
-        )
-        adamw = optax.adamw(schedule, b1=self.b1, b2=self.b2, weight_decay=self.weight_decay)
-        return optax.chain(optax.clip_by_global_norm(self.clip), adamw)
+    z_loss: float = 0.0
+    load_balance: float = 0.01
+    accumulation: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,60 +85,81 @@ class TextExperiment(Experiment):
         islands: how many islands; the mesh's `islands` axis divides it.
         model: the transformer.
         data: the text.
+        loss: the training loss.
         optimizer: the optimizer of every training step.
     """
 
     islands: int = 1
     model: TransformerConfig
     data: TextConfig = TextConfig()
-    optimizer: AdamWConfig = AdamWConfig()
+    loss: LossConfig = LossConfig()
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
 
     @abc.abstractmethod
     def method(self, loss_fn: Any, optimizer: optax.GradientTransformation) -> FederatedAlgorithm:
         """Makes the federated algorithm from the loss and the training steps' optimizer."""
 
     def build(self) -> Run:
-        """Loads the text, and makes model, algorithm and mesh."""
+        """Makes model, algorithm and mesh; the text is read when the first round is drawn."""
         data, mesh = self.data, self.mesh.make()
-        batches = token_rounds(
-            load(data.dataset, "train", data_dir=data.data_dir),
-            islands=self.islands,
-            local_steps=data.local_steps,
-            batch=data.batch,
-            length=data.length,
-            seed=data.seed,
-            field=data.field,
+        model, loss = transformer(self.model), self.loss
+        training_loss = in_microbatches(
+            transformer_loss(self.model, z_loss=loss.z_loss, load_balance=loss.load_balance),
+            loss.accumulation,
         )
-        heldout = heldout_batches(
-            load(data.dataset, data.heldout_split, data_dir=data.data_dir),
-            batch=data.heldout_batch,
-            length=data.length,
-            max_tokens=data.heldout_tokens,
-            field=data.field,
-        )
-        model = transformer(self.model)
-        with_counts = next_token_loss(model.apply)
-
-        def loss_fn(params: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-            return with_counts(params, batch)[0], {}  # packed rows: all steps count as many tokens
+        heldout_loss = transformer_loss(self.model, load_balance=0.0)
 
         def placed(rows: int) -> NamedSharding:
             island_axis = "islands" if "islands" in mesh.axis_names else None
-            over_rows = partition_spec(("batch",), mesh, shape=(rows,))
-            return NamedSharding(mesh, PartitionSpec(island_axis, None, *over_rows))
+            split = partition_spec(("batch", "sequence"), mesh, shape=(rows, data.length))
+            return NamedSharding(mesh, PartitionSpec(island_axis, None, *split))
 
-        steps = self.training.rounds * data.local_steps
-        return Run(
-            algorithm=self.method(loss_fn, self.optimizer.make(steps)),
-            init=model.init,
-            batches=batches,
-            evaluate=evaluator(
-                loss_fn,
+        sizes = {
+            "islands": self.islands,
+            "local_steps": data.local_steps,
+            "batch": data.batch,
+            "length": data.length,
+        }
+
+        # Both splits at once: a missing one is to be told before training, not after it.
+        @functools.cache
+        def read() -> tuple[TokenRounds, list[Batch]]:
+            tokenizer = load_tokenizer(data.tokenizer)
+            if tokenizer.vocabulary > self.model.vocabulary:
+                raise ValueError(
+                    f"data.tokenizer={data.tokenizer!r} has {tokenizer.vocabulary:,} tokens, but "
+                    f"model.vocabulary={self.model.vocabulary:,}: make the model's at least as "
+                    "large."
+                )
+            training = load(data.dataset, "train", data_dir=data.data_dir)
+            heldout = load(data.dataset, data.heldout_split, data_dir=data.data_dir)
+            how: Any = {"field": data.field, "tokenizer": tokenizer}
+            return token_rounds(training, **sizes, seed=data.seed, **how), heldout_batches(
                 heldout,
+                batch=data.heldout_batch,
+                length=data.length,
+                max_tokens=data.heldout_tokens,
+                **how,
+            )
+
+        @functools.cache
+        def heldout_evaluator() -> Callable[[Any], dict[str, float]]:
+            return evaluator(
+                without_counts(heldout_loss),
+                read()[1],
                 placement="islands",
                 participants=self.islands,
                 sharding=placed(data.heldout_batch),
+            )
+
+        steps = self.training.rounds * data.local_steps
+        return Run(
+            algorithm=self.method(
+                without_counts(training_loss), self.optimizer.make(steps, model.logical)
             ),
+            init=model.init,
+            batches=Deferred(lambda: read()[0]),
+            evaluate=lambda params: heldout_evaluator()(params),
             mesh=mesh,
             shardings=Shardings(
                 params=shardings(
@@ -150,6 +167,18 @@ class TextExperiment(Experiment):
                 ),
                 batches=placed(data.batch),
             ),
-            tokens_per_round=batches.tokens_per_round,
+            tokens_per_round=math.prod(sizes.values()),
             placement="islands",
+            batch_shapes=token_round_shapes(**sizes),
+            flops_per_token=self.model.flops_per_token(data.length),
         )
+
+
+def without_counts(loss_fn: LossFunction) -> LossFunction:
+    """A loss that does not report its number of tokens: of packed rows all steps have as many."""
+
+    def loss(params: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+        value, aux = loss_fn(params, batch)
+        return value, {name: x for name, x in aux.items() if name != "tokens"}
+
+    return loss

@@ -4,9 +4,7 @@
 
 times the same round on the same random data, after all have given the same result. They are
 called in turn, and a ratio is the median of the ratios of calls that stand next to each other.
-DrJAX comes with the `bench` extra and is left out where it is not installed. On simulated devices,
-`PJRT_NPROC=2` in the environment gives XLA two workers in place of eight for each device: with as
-many as there are cores, small operations are not cut into pieces that wait for each other.
+DrJAX comes with the `bench` extra and is left out where it is not installed.
 """
 
 import argparse

@@ -1,5 +1,6 @@
 """Fair timing: calls in turn, their ratios paired; compilation and memory apart."""
 
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -94,7 +95,7 @@ def paired_ratio(seconds: Sequence[float], others: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(seconds, others, strict=True))
 
 
-def on_devices(devices: int, fn: Callable[..., Any], *arguments: Any) -> Any:
+def on_devices(devices: int, fn: Callable[..., Any], *arguments: Any, groups: bool = False) -> Any:
     """Calls a function in a process of its own, where a CPU shows this many devices.
 
     How many devices a CPU shows can be set only once in a process. Other devices stay as they are.
@@ -103,12 +104,14 @@ def on_devices(devices: int, fn: Callable[..., Any], *arguments: Any) -> Any:
         devices: how many devices a CPU simulates.
         fn: a function at the top of its module; the process imports it anew.
         *arguments: what to call it with.
+        groups: as in `simulate_devices`.
 
     Returns:
         What it returns.
     """
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, context, simulate_devices, (devices,)) as process:
+    start = functools.partial(simulate_devices, devices, groups=groups)
+    with ProcessPoolExecutor(1, context, start) as process:
         return process.submit(fn, *arguments).result()
 
 
@@ -131,7 +134,7 @@ def write(path: str | None, rows: Sequence[NamedTuple], **settings: Any) -> None
     machine = {
         "processor": platform.machine(),
         "cores": os.cpu_count(),
-        "workers": os.environ.get("PJRT_NPROC"),  # None: eight for each simulated device
+        "workers": os.environ.get("PJRT_NPROC"),  # None: one for each simulated device, or core
     }
     figures = {
         "settings": settings,

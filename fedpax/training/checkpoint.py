@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from fedpax.training.contract import Params, State
 
@@ -79,21 +81,57 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         )
         return _bytes_from_text(saved.progress["batches"])
 
-    def restore_state(self, like: State) -> State:
+    def restore_state(self, like: State, participants: int | None = None) -> State:
         """Restores the state of the newest checkpoint.
+
+        Where it was saved with another number of participants, what each of them keeps is dealt
+        out again: participant i goes on from what participant i mod n had, of n that there were.
 
         Args:
             like: the state's abstract values, each a ``jax.ShapeDtypeStruct`` with its sharding,
                 which can be another mesh's than the one it was saved from.
+            participants: how many there are now; None if they are as many as were saved.
 
         Returns:
             The state on these shardings.
 
         Raises:
             FileNotFoundError: if there is no checkpoint.
+            ValueError: if the saved state is of another model or method.
         """
-        restore = ocp.args.Composite(state=ocp.args.StandardRestore(like))
-        return self._manager.restore(None, args=restore).state
+        wanted = ocp.tree.to_flat_dict(like)
+        saved = self._saved_shapes()
+        if wanted.keys() != saved.keys():
+            names = sorted(".".join(path) for path in wanted.keys() ^ saved.keys())
+            raise ValueError(
+                f"The checkpoint is of another state: {', '.join(names[:5])} "
+                f"{'and others ' if len(names) > 5 else ''}stand in one of the two alone. Give the "
+                "model and the method with which it was saved, or another --job_log_dir."
+            )
+        stored = {
+            path: _of_participants(leaf, saved[path], participants, path)
+            for path, leaf in wanted.items()
+        }
+        restore = ocp.args.Composite(
+            state=ocp.args.StandardRestore(ocp.tree.from_flat_dict(stored, target=like))
+        )
+        restored = self._manager.restore(None, args=restore).state
+        return jax.tree.map(_deal_out, restored, like)
+
+    def _saved_shapes(self) -> dict[tuple[str, ...], tuple[int, ...]]:
+        step = self._manager.latest_step()
+        if step is None:
+            raise FileNotFoundError(f"{self._manager.directory} has no checkpoint.")
+        handlers = {
+            "state": ocp.StandardCheckpointHandler(),
+            "progress": ocp.JsonCheckpointHandler(),
+        }
+        options = ocp.CheckpointManagerOptions(create=False)
+        with ocp.CheckpointManager(
+            self._manager.directory, options=options, item_handlers=handlers
+        ) as manager:
+            saved = manager.item_metadata(step)["state"]
+            return {path: tuple(leaf.shape) for path, leaf in ocp.tree.to_flat_dict(saved).items()}
 
     def wait(self) -> None:
         """Waits until everything that was saved is on the disk."""
@@ -102,6 +140,35 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
     def __exit__(self, *error: object) -> None:
         """Waits for what is being written, and closes."""
         self._manager.close()
+
+
+def _of_participants(
+    leaf: jax.ShapeDtypeStruct,
+    saved: tuple[int, ...],
+    participants: int | None,
+    path: tuple[str, ...],
+) -> jax.ShapeDtypeStruct:
+    """The abstract value of what was saved, of as many participants as there were then."""
+    # Random keys are saved as numbers, with an axis more.
+    if leaf.shape == saved or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        return leaf
+    placed = len(saved) > 0 and leaf.shape[:1] == (participants,) and leaf.shape[1:] == saved[1:]
+    if not placed:
+        raise ValueError(
+            f"The checkpoint's {'.'.join(path)} has shape {saved}, but the experiment's "
+            f"{leaf.shape}. Give the model with which it was saved, or another --job_log_dir."
+        )
+    sharding: Any = leaf.sharding
+    spec = PartitionSpec(None, *sharding.spec[1:])
+    return jax.ShapeDtypeStruct(saved, leaf.dtype, sharding=NamedSharding(sharding.mesh, spec))
+
+
+def _deal_out(restored: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """Gives each participant what one of those that were saved had."""
+    if restored.shape == like.shape:
+        return restored
+    turns = jnp.arange(like.shape[0]) % restored.shape[0]
+    return jax.jit(lambda x: jnp.take(x, turns, axis=0), out_shardings=like.sharding)(restored)
 
 
 def latest_round(job_log_dir: str | Path) -> int | None:

@@ -1,15 +1,16 @@
 """The one loop that trains every experiment."""
 
 import signal
+import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
 from fedpax.training.checkpoint import Checkpoints, latest_round
 from fedpax.training.configuration import claim, to_json
-from fedpax.training.experiment import Experiment
+from fedpax.training.experiment import BatchStream, Experiment
 from fedpax.training.interruption import Interruption
 from fedpax.training.metrics import MetricsWriter
 from fedpax.training.prefetch import Prefetch
@@ -57,7 +58,8 @@ def train(
         experiment: what to train.
         job_log_dir: the folder, on a file system that every process sees.
         exp: the experiment's name on the command line, recorded in ``config.json``.
-        accept_changes: go on in a folder of another configuration: another mesh, more rounds.
+        accept_changes: go on in a folder of another configuration: another mesh, more rounds, or
+            another number of participants. Where the data are dealt out otherwise, they begin anew.
 
     Returns:
         How far it came. :func:`fedpax.training.checkpoint.load_params` loads the model.
@@ -86,11 +88,11 @@ def train(
         Progress(name, first=first, rounds=training.rounds, shows=primary) as progress,
     ):
         if first:
-            run.batches.set_state(checkpoints.restore_batches())
+            _go_on(run.batches, checkpoints.restore_batches(), accept_changes)
         with Prefetch(run.batches, run.shardings.batches, training.rounds - first) as prefetch:
             program = compile_round(run, prefetch.peek())
             if first:
-                state = checkpoints.restore_state(program.state)
+                state = checkpoints.restore_state(program.state, program.participants)
             else:
                 state = fresh_state(run, program, training.seed)
             recorder = Recorder(
@@ -142,6 +144,16 @@ def train(
         signal=interruption.signal if done < training.rounds else None,
         evaluation=evaluation,
     )
+
+
+def _go_on(stream: BatchStream, position: Any, accept_changes: bool) -> None:
+    """Goes to where the stream of batches stood, unless it is another stream now."""
+    try:
+        stream.set_state(position)
+    except ValueError as error:
+        if not accept_changes:
+            raise
+        print(f"The data begin anew. {error}", file=sys.stderr)
 
 
 def _due(round_number: int, every: int, rounds: int) -> bool:

@@ -153,3 +153,33 @@ def test_params_are_loaded_as_numpy_without_the_state(
 def test_no_such_checkpoint(tmp_path: Path, round_number: int | None) -> None:
     with pytest.raises(FileNotFoundError, match="Train there first"):
         load_params(tmp_path, round_number)
+
+
+@pytest.mark.parametrize("islands", [2, 8])
+def test_restored_for_another_number_of_participants(tmp_path: Path, islands: int) -> None:
+    random = np.random.default_rng(0)
+
+    def state(count: int, fsdp: int) -> tuple[dict[str, Any], Any]:
+        mesh = make_mesh(islands=count, fsdp=fsdp)
+        spec = {"w": PartitionSpec("fsdp"), "momentum": PartitionSpec("islands", "fsdp")}
+        values = {
+            "w": random.normal(size=(8, 3)).astype("f"),
+            "momentum": random.normal(size=(count, 8, 3)).astype("f"),
+        }
+        where = {name: NamedSharding(mesh, s) for name, s in spec.items()}
+        return values, jax.device_put(values, where)
+
+    values, saved = state(4, 2)
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(3, saved, {}, {})
+    _, other = state(islands, 8 // islands)
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        restored = checkpoints.restore_state(like(other), participants=islands)
+        with pytest.raises(ValueError, match=r"momentum has shape \(4, 8, 3\), but the exper"):
+            checkpoints.restore_state(like(other))
+        with pytest.raises(ValueError, match=r"another state: momentum stand"):
+            checkpoints.restore_state(like({"w": other["w"]}))
+    np.testing.assert_array_equal(restored["w"], values["w"])
+    assert restored["momentum"].sharding == other["momentum"].sharding
+    for i in range(islands):
+        np.testing.assert_array_equal(restored["momentum"][i], values["momentum"][i % 4])

@@ -1,5 +1,6 @@
 """Two processes with four simulated devices each train as one."""
 
+import os
 import signal
 import socket
 import subprocess
@@ -35,10 +36,14 @@ print(outcome.rounds, outcome.finished, outcome.signal and outcome.signal.name)
 pytestmark = pytest.mark.slow
 
 
-def start(folder: Path, rounds: int) -> list[subprocess.Popen]:
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+        return free.getsockname()[1]
+
+
+def start(folder: Path, rounds: int) -> list[subprocess.Popen]:
+    port = free_port()
     return [
         subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(process), str(port), str(rounds), str(folder)],
@@ -83,3 +88,31 @@ def test_sigterm_to_one_makes_both_save_the_same_round(tmp_path: Path) -> None:
     saved = latest_round(tmp_path)
     assert one == other == f"{saved} False SIGTERM"
     assert read_metrics(tmp_path)[-1]["round"] == saved
+
+
+def test_the_command_line_joins_processes(tmp_path: Path) -> None:
+    train(regression(), tmp_path / "one")
+    command = [sys.executable, "-m", "fedpax.main", "train", "--exp=small_regression:regression"]
+    shared = {
+        **os.environ,
+        "JAX_NUM_CPU_DEVICES": "4",
+        "JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}",
+        "JAX_NUM_PROCESSES": "2",
+    }
+    processes = [
+        subprocess.Popen(
+            [*command, f"--job_log_dir={tmp_path / 'two'}", "--multihost"],
+            env={**shared, "JAX_PROCESS_ID": str(process)},
+            cwd=HERE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for process in range(2)
+    ]
+    assert all("Finished 12 of 12 rounds" in line for line in outcomes(processes))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+        load_params(tmp_path / "two"),
+        load_params(tmp_path / "one"),
+    )

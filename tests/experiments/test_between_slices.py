@@ -1,0 +1,57 @@
+"""What crosses between TPU slices, read from the programs compiled for two of them."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import pytest
+from jax.sharding import use_abstract_mesh
+
+from fedpax.experiments.pretrain import pretrain_text
+from fedpax.experiments.text import TextConfig
+from fedpax.models.transformer import TransformerConfig
+from fedpax.parallel.collectives import Collective, collectives
+from fedpax.parallel.mesh import MeshConfig, default_devices
+from fedpax.parallel.topology import find_topology
+from fedpax.training.program import compile_round
+
+STEPS, ROWS = 100, 16
+MODEL = TransformerConfig(
+    vocabulary=512, layers=2, width=256, heads=2, key_value_heads=2, mlp_width=512
+)
+
+
+def between_slices(islands: int, mesh: MeshConfig) -> list[Collective]:
+    experiment = dataclasses.replace(
+        pretrain_text(),
+        islands=islands,
+        mesh=mesh,
+        model=MODEL,
+        data=TextConfig(local_steps=STEPS, batch=ROWS // islands, length=256),
+    )
+    with default_devices(find_topology("v5e:2x2", slices=2).devices):
+        run = experiment.build()
+    batches = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=run.shardings.batches),
+        run.batch_shapes,
+    )
+    with use_abstract_mesh(run.mesh.abstract_mesh):
+        text = compile_round(run, batches).round.as_text()
+    return [c for c in collectives(text or "", run.mesh) if c.between_slices]
+
+
+def bytes_of(found: list[Collective]) -> int:
+    times: Any = (c.executions for c in found)
+    return sum(c.bytes * n for c, n in zip(found, times, strict=True))
+
+
+@pytest.mark.slow
+def test_diloco_crosses_once_a_round_and_outside_of_its_loops() -> None:
+    pytest.importorskip("libtpu")
+    diloco = between_slices(2, MeshConfig(islands=2, fsdp=4))
+    assert all(c.axes == ("islands",) and not c.in_loop for c in diloco)
+    shard = 4 * MODEL.parameters() / 4  # each of an island's four devices sends its part
+    assert shard <= bytes_of(diloco) <= 1.01 * shard
+    parallel = between_slices(1, MeshConfig(data=2, fsdp=4))
+    assert any(c.in_loop for c in parallel)
+    assert bytes_of(parallel) >= STEPS * bytes_of(diloco)

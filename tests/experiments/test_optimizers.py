@@ -1,0 +1,91 @@
+"""The optimizers of training steps: each is optax's, behind the clip, on the schedule."""
+
+import dataclasses
+import typing
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from fedpax.experiments.optimizers import OptimizerConfig, matrices
+from fedpax.models.transformer import TransformerConfig, transformer
+
+NAMES = typing.get_args(typing.get_type_hints(OptimizerConfig)["name"])
+MODEL = transformer(TransformerConfig(vocabulary=16, layers=2, width=16, heads=2, mlp_width=24))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_lowers_a_quadratic(name: str) -> None:
+    random = np.random.default_rng(0)
+    shapes = jax.eval_shape(MODEL.init, jax.random.key(0))
+    goal = jax.tree.map(lambda x: jnp.asarray(random.normal(size=x.shape), jnp.float32), shapes)
+    start = jax.tree.map(lambda x: jnp.asarray(random.normal(size=x.shape), jnp.float32), shapes)
+    rate = {"sgd": 0.3, "lars": 20.0, "lamb": 0.1}.get(name, 0.03)
+    config = OptimizerConfig(name=name, learning_rate=rate, weight_decay=0.0, warmup_steps=2)
+    optimizer = config.make(60, MODEL.logical)
+
+    def loss(params: Any) -> jax.Array:
+        pairs = zip(jax.tree.leaves(params), jax.tree.leaves(goal), strict=True)
+        return sum(jnp.sum((p - g) ** 2) for p, g in pairs)
+
+    def step(carry: Any, _: None) -> Any:
+        params, state = carry
+        updates, state = optimizer.update(jax.grad(loss)(params), state, params)
+        return (optax.apply_updates(params, updates), state), loss(params)
+
+    (_, _), losses = jax.jit(
+        lambda: jax.lax.scan(step, (start, optimizer.init(start)), length=60)
+    )()
+    assert np.isfinite(losses).all() and losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+def test_schedules_warm_up_and_end_where_they_say(schedule: Any) -> None:
+    config = OptimizerConfig(
+        learning_rate=0.5, schedule=schedule, warmup_steps=10, final_fraction=0.2
+    )
+    rate = config.rate(110)
+    assert rate(0) == 0 and np.isclose(rate(5), 0.25) and np.isclose(rate(10), 0.5)
+    assert np.isclose(rate(110), 0.5 if schedule == "constant" else 0.1)
+    middle = {"cosine": 0.3, "linear": 0.3, "constant": 0.5}[schedule]
+    assert np.isclose(rate(60), middle)
+    assert np.isclose(dataclasses.replace(config, warmup_steps=0).rate(100)(0), 0.5)
+
+
+def test_the_gradient_is_clipped_by_its_global_norm() -> None:
+    optimizer = OptimizerConfig(
+        name="sgd", learning_rate=1.0, warmup_steps=0, b1=0.0, weight_decay=0.0, clip=0.5
+    ).make(10)
+    params = {"a": jnp.zeros(3), "b": jnp.zeros(4)}
+    gradient = {"a": jnp.full(3, 3.0), "b": jnp.full(4, -4.0)}
+    updates, _ = optimizer.update(gradient, optimizer.init(params), params)
+    assert np.isclose(optax.tree.norm(updates), 0.5)
+
+
+def test_muon_orthogonalizes_matrices_and_nothing_else() -> None:
+    dimensions = matrices(MODEL.logical)
+    attention, mlp = dimensions["layers"]["attention"], dimensions["layers"]["feed_forward"]
+    assert (attention["query"].reduction_axis, attention["query"].output_axis) == ((1,), (2, 3))
+    assert (attention["output"].reduction_axis, attention["output"].output_axis) == ((1, 2), (3,))
+    assert (mlp["gate"].reduction_axis, mlp["down"].reduction_axis) == ((1,), (1,))
+    assert dimensions["embedding"] is None and dimensions["final_norm"]["scale"] is None
+    experts = matrices({"up": ("layers", "experts", "embed", "mlp")})["up"]
+    assert (experts.reduction_axis, experts.output_axis) == ((2,), (3,))
+    config = OptimizerConfig(name="muon", learning_rate=1.0, warmup_steps=0, weight_decay=0.0)
+    optimizer = config.make(10, MODEL.logical)
+    params = MODEL.init(jax.random.key(0))
+    gradient = jax.tree.map(lambda x: jax.random.normal(jax.random.key(1), x.shape), params)
+    updates, _ = optimizer.update(gradient, optimizer.init(params), params)
+    one = np.asarray(updates["layers"]["feed_forward"]["gate"])[0]
+    values = np.linalg.svd(one, compute_uv=False)
+    assert values.max() / values.min() < 2  # Newton-Schulz takes them to about 1
+
+
+def test_what_is_out_of_range_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"optimizer\.learning_rate=0\.0: expected a number above"):
+        OptimizerConfig(learning_rate=0.0)
+    with pytest.raises(ValueError, match=r"pass logical=model\.logical"):
+        OptimizerConfig(name="muon").make(10)

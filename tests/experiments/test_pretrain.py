@@ -1,0 +1,120 @@
+"""Pretraining experiments: one island or several, built without data, trained in small."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from fedpax.algorithms.data_parallel import DataParallelState
+from fedpax.algorithms.diloco import DiLoCoState
+from fedpax.experiments import pretrain
+from fedpax.experiments.text import LossConfig, TextConfig
+from fedpax.models.transformer import TransformerConfig
+from fedpax.parallel.mesh import MeshConfig
+from fedpax.training.experiment import TrainingConfig
+from fedpax.training.loop import train
+from fedpax.training.metrics import read_metrics, select
+from fedpax.training.program import compile_round
+
+SMALL: dict[str, Any] = {
+    "model": TransformerConfig(layers=2, width=16, heads=2, key_value_heads=1, mlp_width=32),
+    "data": TextConfig(local_steps=10, batch=8, length=16, heldout_batch=8, heldout_tokens=1024),
+    "training": TrainingConfig(rounds=2, evaluate_every=1, checkpoint_every=0),
+}
+
+
+def small(**changes: Any) -> pretrain.Pretraining:
+    return dataclasses.replace(pretrain.pretrain_text(), **SMALL, **changes)
+
+
+@pytest.mark.parametrize(
+    ("make", "islands", "tokens"),
+    [
+        (pretrain.pretrain_c4_1b, 1, 128 * 1024),
+        (pretrain.pretrain_c4_16b, 1, 512 * 1024),
+        (pretrain.diloco_c4_1b, 4, 4 * 32 * 1024),
+        (pretrain.pretrain_llama_8b, 1, 256 * 8192),
+        (pretrain.diloco_llama_8b, 4, 4 * 256 * 8192),
+    ],
+    ids=lambda x: getattr(x, "__name__", None),
+)
+def test_a_step_has_the_tokens_that_the_experiment_promises(
+    make: Any, islands: int, tokens: int
+) -> None:
+    experiment = make()
+    data = experiment.data
+    assert experiment.islands == experiment.mesh.islands == islands
+    assert islands * data.batch * data.length == tokens
+    assert experiment.model.dtype == "bfloat16" and experiment.model.remat != "none"
+
+
+def test_an_experiment_is_built_and_compiled_without_its_data() -> None:
+    data = dataclasses.replace(SMALL["data"], dataset="no_such_data_set", tokenizer="none.json")
+    run = dataclasses.replace(small(mesh=MeshConfig(fsdp=8)), data=data).build()
+    with jax.set_mesh(run.mesh):
+        batches = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=run.shardings.batches),
+            run.batch_shapes,
+        )
+        program = compile_round(run, batches)
+    assert program.parameters == SMALL["model"].parameters()
+    assert run.flops_per_token == SMALL["model"].flops_per_token(16)
+    assert run.tokens_per_round == 10 * 8 * 16
+    with pytest.raises(FileNotFoundError, match=r"tokenizer='none\.json'"):
+        next(run.batches)
+
+
+def test_shapes_told_are_those_of_the_data() -> None:
+    run = small(mesh=MeshConfig(fsdp=8)).build()
+    batch = next(run.batches)
+    assert jax.tree.map(np.shape, batch) == jax.tree.map(np.shape, run.batch_shapes)
+    assert jax.tree.map(lambda x: x.dtype, batch) == jax.tree.map(
+        lambda x: x.dtype, run.batch_shapes
+    )
+
+
+def test_a_vocabulary_that_the_model_does_not_have_is_refused() -> None:
+    model = dataclasses.replace(SMALL["model"], vocabulary=100)
+    run = dataclasses.replace(small(mesh=MeshConfig(fsdp=8)), model=model).build()
+    with pytest.raises(ValueError, match=r"has 256 tokens, but model\.vocabulary=100: make the"):
+        next(run.batches)
+
+
+@pytest.mark.parametrize(
+    ("islands", "mesh", "state"),
+    [
+        (1, MeshConfig(fsdp=4, tensor=2), DataParallelState),
+        (2, MeshConfig(islands=2, fsdp=4), DiLoCoState),
+    ],
+    ids=["one island", "two islands"],
+)
+def test_it_learns(islands: int, mesh: MeshConfig, state: type, tmp_path: Path) -> None:
+    experiment = small(islands=islands, mesh=mesh, loss=LossConfig(z_loss=1e-4, accumulation=2))
+    run = experiment.build()
+    assert isinstance(
+        jax.eval_shape(lambda: run.algorithm.init(run.init(jax.random.key(0)))), state
+    )
+    train(experiment, tmp_path)
+    losses = [line["loss"] for line in select(read_metrics(tmp_path), "evaluation")]
+    assert np.log(256) > losses[0] > losses[1]
+
+
+def test_it_goes_on_with_another_number_of_islands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = small(islands=2, mesh=MeshConfig(islands=2, fsdp=4))
+    train(few, tmp_path)
+    more = dataclasses.replace(
+        few,
+        islands=4,
+        mesh=MeshConfig(islands=4, fsdp=2),
+        training=TrainingConfig(rounds=4, evaluate_every=1, checkpoint_every=0),
+    )
+    outcome = train(more, tmp_path, accept_changes=True)
+    assert (outcome.rounds, outcome.trained) == (4, 2)
+    assert "islands is 4 and was 2" in capsys.readouterr().err
+    losses = [line["loss"] for line in select(read_metrics(tmp_path), "evaluation")]
+    assert losses[3] < losses[1]

@@ -114,7 +114,7 @@ class TextExperiment(Experiment):
             split = partition_spec(("batch", "sequence"), mesh, shape=(rows, data.length))
             return NamedSharding(mesh, PartitionSpec(island_axis, None, *split))
 
-        sizes = {
+        sizes: dict[str, Any] = {
             "islands": self.islands,
             "local_steps": data.local_steps,
             "batch": data.batch,
@@ -134,7 +134,7 @@ class TextExperiment(Experiment):
             training = load(data.dataset, "train", data_dir=data.data_dir)
             heldout = load(data.dataset, data.heldout_split, data_dir=data.data_dir)
             how: Any = {"field": data.field, "tokenizer": tokenizer}
-            return token_rounds(training, **sizes, seed=data.seed, **how), heldout_batches(
+            return token_rounds(training, seed=data.seed, **sizes, **how), heldout_batches(
                 heldout,
                 batch=data.heldout_batch,
                 length=data.length,

@@ -31,7 +31,12 @@ from fedpax.training.configuration import ConfigurationError, claim, write_atomi
 from fedpax.training.experiment import Experiment
 from fedpax.training.interruption import run_process
 from fedpax.training.loop import train
-from fedpax.training.planning import MemoryOverflowError, PlanError, plan_experiment
+from fedpax.training.planning import (
+    MemoryOverflowError,
+    PlanError,
+    overflow_report,
+    plan_experiment,
+)
 from fedpax.training.recorder import NonFiniteError
 
 USAGE = """\
@@ -290,6 +295,8 @@ def _plan(arguments: Sequence[str]) -> int:
         return 0
     if not options.topology:
         raise UsageError("give the devices to plan for, such as --topology=v5p:4x4x4 or cpu:8.")
+    if options.picture and not options.picture.endswith(".png"):
+        raise UsageError(f"--picture={options.picture}: the picture is a PNG, such as mesh.png.")
     experiment = configure(options.exp, overrides)
     topology = find_topology(options.topology, options.slices)
     plan, run = plan_experiment(
@@ -304,7 +311,11 @@ def _plan(arguments: Sequence[str]) -> int:
         write_atomically(Path(options.json), json.dumps(to_json(plan), indent=2) + "\n")
     if options.picture:
         draw_mesh(plan, run.mesh, options.picture)
-    return 0 if plan.memory.fits is not False else 1
+    if plan.memory.fits is False:
+        memory = plan.memory
+        shortage = f"needs {memory.total / 2**30:.2f}G of {(memory.capacity or 0) / 2**30:.2f}G"
+        raise MemoryOverflowError(overflow_report(options.exp, topology, experiment, run, shortage))
+    return 0
 
 
 def _parse(command: str, arguments: Sequence[str]) -> tuple[flags.FlagValues | None, list[str]]:
@@ -346,14 +357,13 @@ def _need_folder(options: flags.FlagValues) -> None:
 
 def _join_processes() -> None:
     """Joins the processes that train together, before anything asks for a device."""
-    known = {
-        "num_processes": os.environ.get("JAX_NUM_PROCESSES"),
-        "process_id": os.environ.get("JAX_PROCESS_ID"),
-    }
+    count, own = (os.environ.get(name) for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"))
     try:
         # CPUs of several processes need gloo to talk; other devices bring what they need.
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(**{name: int(n) for name, n in known.items() if n})
+        jax.distributed.initialize(
+            num_processes=int(count) if count else None, process_id=int(own) if own else None
+        )
     except (ValueError, RuntimeError) as error:
         raise UsageError(
             f"--multihost found no other processes: {error} On a TPU pod or under Slurm they are "

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -13,6 +14,7 @@ from jax.sharding import set_mesh
 
 from fedpax.main import main
 from fedpax.parallel.mesh import MeshConfig, default_devices
+from fedpax.parallel.plan import Memory
 from fedpax.parallel.topology import find_topology
 from fedpax.training import planning
 from fedpax.training.planning import MemoryOverflowError, PlanError, plan_experiment
@@ -41,7 +43,11 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Run:
 
 
 def test_a_plan_on_simulated_devices(run: Run, tmp_path: Path) -> None:
-    files = f"--json={tmp_path / 'plan.json'}", f"--picture={tmp_path / 'mesh.png'}"
+    files = (
+        f"--json={tmp_path / 'plan.json'}",
+        f"--picture={tmp_path / 'new' / 'mesh.png'}",
+        f"--program={tmp_path / 'round.hlo'}",
+    )
     status, output, errors = run("plan", EXP, "--topology=cpu:8", *files, "--layers=4")
     assert status == 0
     lines = [" ".join(line.split()) for line in output.splitlines()]
@@ -63,7 +69,8 @@ def test_a_plan_on_simulated_devices(run: Run, tmp_path: Path) -> None:
     (between,) = [c for c in collectives if "islands" in c["axes"]]
     assert between["executions_per_round"] == 1
     assert between["bytes"] == 4 * 16384 // 2 + 4
-    assert (tmp_path / "mesh.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "new" / "mesh.png").read_bytes().startswith(b"\x89PNG")
+    assert "ENTRY" in (tmp_path / "round.hlo").read_text()
 
 
 @pytest.mark.parametrize(
@@ -73,12 +80,17 @@ def test_a_plan_on_simulated_devices(run: Run, tmp_path: Path) -> None:
         (["plan", EXP], ["--topology=v5p:4x4x4 or cpu:8"]),
         (["plan", EXP, "--topology=v5z:4x4"], ["there is no 'v5z'", "Did you mean v5"]),
         (["plan", EXP, "--topology=cpu:8", "--slices=many"], ["slices"]),
+        (["plan", EXP, "--topology=cpu:8", "--picture=x.txt"], ["--picture=x.txt", "mesh.png"]),
         (["plan", EXP, "--topology=cpu:8", "--slices=2"], ["only TPUs"]),
         (["plan", EXP, "--topology=gpu"], ["0 GPUs"]),
         (["plan", EXP, "--topology=v5e:4x4x4"], ["2 dimensions"]),
         (
             ["plan", EXP, "--topology=cpu:6"],
             ["does not fit cpu:6", "needs 8 devices, but there are 6", "--mesh.fsdp=-1"],
+        ),
+        (
+            ["plan", EXP, "--topology=cpu:8", "--islands=6"],
+            ["cannot be compiled for cpu:8", "does not divide the placement islands=6"],
         ),
         (["plan", EXP, "--topology=cpu:8", "--says_shapes=False"], ["batch_shapes"]),
         (["plan", EXP, "--topology=cpu:8", "--layer=3"], ["Perhaps you meant"]),
@@ -141,7 +153,7 @@ OVERFLOWS = {
     "temporaries alone": (
         "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO "
         "temporaries (74.01G) exceeds available HBM (15.75G).",
-        ["needs 74.01G of 15.75G"],
+        ["needs 74.01G of 15.75G for temporaries alone."],
     ),
     "everything": (
         "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space "
@@ -171,6 +183,20 @@ def test_memory_overflow_is_a_report(run: Run, monkeypatch: pytest.MonkeyPatch, 
     assert f"{3 * 4 * 2**20 / 2 / 2**30:8.2f} GiB  the model" in errors
 
 
+def test_a_round_that_compiles_and_does_not_fit(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A TPU's compiler looks at temporaries alone: arguments can be too much for all that."""
+    small = planning.memory_of
+
+    def memory_of(*arguments: Any) -> Memory:
+        return small(*arguments)._replace(capacity=2.0**10)
+
+    monkeypatch.setattr(planning, "memory_of", memory_of)
+    status, output, errors = run("plan", EXP, "--topology=cpu:8")
+    assert status == 1 and "DOES NOT FIT" in output
+    for part in ("does not fit: a device of cpu:8 needs 0.00G of 0.00G", "--mesh.fsdp=2 now"):
+        assert part in errors
+
+
 def test_other_errors_of_the_compiler_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise jax.errors.JaxRuntimeError("INTERNAL: a bug")
@@ -193,12 +219,6 @@ def test_a_long_compilation_tells_that_it_goes_on() -> None:
     count = len(told)
     time.sleep(0.05)
     assert set(told) == {"still"} and len(told) == count  # and then no more
-
-
-def test_the_text_of_the_compiled_round_is_kept(run: Run, tmp_path: Path) -> None:
-    file = tmp_path / "round.hlo"
-    assert run("plan", EXP, "--topology=cpu:8", f"--program={file}")[0] == 0
-    assert "ENTRY" in file.read_text() and "all-reduce" in file.read_text()
 
 
 def test_default_devices_are_put_back_after_an_error() -> None:
@@ -235,8 +255,14 @@ def test_overflow_on_a_tpu_that_is_not_there() -> None:
     experiment = dataclasses.replace(
         stacked_layers.stack(), islands=1, mesh=MeshConfig(fsdp=4), width=65536
     )
-    with pytest.raises(MemoryOverflowError, match=r"of 15.75G. On each device:\n +12.00 GiB"):
-        plan_experiment(experiment, find_topology("v5e:2x2"))
+    topology = find_topology("v5e:2x2")
+    with pytest.raises(MemoryOverflowError, match=r"of 15.75G for.*\n +12.00 GiB  the model"):
+        plan_experiment(experiment, topology)
+    # Its temporaries fit, and it compiles, but with its arguments it does not fit.
+    plan, _ = plan_experiment(dataclasses.replace(experiment, width=28672), topology)
+    memory = plan.memory
+    assert memory.temporaries < memory.capacity < memory.temporaries + memory.arguments
+    assert memory.fits is False
 
 
 def test_the_command_simulates_its_devices() -> None:

@@ -20,7 +20,6 @@ import optax
 from jax.sharding import Mesh, NamedSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-import fedpax
 from fedpax.algorithms.data_parallel import data_parallel
 from fedpax.data import token_round_shapes
 from fedpax.experiments.benchmarks.timing import interleaved, on_devices, paired_ratio, write
@@ -29,6 +28,7 @@ from fedpax.models.losses import transformer_loss
 from fedpax.models.transformer import TransformerConfig, transformer
 from fedpax.parallel.axes import partition_spec, shardings
 from fedpax.parallel.collectives import collectives
+from fedpax.parallel.mesh import MeshConfig
 from fedpax.parallel.topology import find_topology
 from fedpax.training.shardings import state_shardings
 
@@ -214,7 +214,7 @@ def measure(
     """
     config = getattr(presets, model)()
     devices = find_topology(topology).devices if topology else jax.devices()
-    mesh = fedpax.make_mesh(devices=devices, **sizes)
+    mesh = MeshConfig(**sizes).make(devices)
     both = compile_both(config, mesh, batch=batch, length=length, steps=steps)
     island, hand = (structure(both[name], mesh) for name in ("island", "hand"))
     seconds: dict[str, list[float]] = {name: [] for name in both}

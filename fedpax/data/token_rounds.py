@@ -215,7 +215,7 @@ def token_round_shapes(
     """
     shape = (islands, local_steps, batch, length)
     nothing = np.zeros((0, length), np.int32)
-    empty = to_batch(Pairs(*(nothing for _ in Pairs._fields)))
+    empty = to_batch(Pairs(nothing, nothing, nothing.astype(np.bool_)))
     return {name: jax.ShapeDtypeStruct(shape, array.dtype) for name, array in empty.items()}
 
 

@@ -8,11 +8,9 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from fedpax.models.parameters import normal, project
 from fedpax.models.quantization import Quantization
-from fedpax.models.remat import ATTENTION
 from fedpax.parallel.axes import explicit_spec
 
 Attend: TypeAlias = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
@@ -77,7 +75,6 @@ class Attention(nnx.Module):
         key = project("btw,whd->bthd", x, self.key, quantization=self.quantization)
         value = project("btw,whd->bthd", x, self.value, quantization=self.quantization)
         attended, kept = attend(rotate(query, rotation), rotate(key, rotation), value)
-        attended = checkpoint_name(attended, ATTENTION)
         out = explicit_spec(("batch", "sequence", None), x.shape)
         y = project("bthd,hdw->btw", attended, self.output, out, quantization=self.quantization)
         return y, kept

@@ -6,9 +6,11 @@ from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 
 from fedpax.models.attention import attend, attention_mask, visible
+from fedpax.models.remat import ATTENTION
 from fedpax.models.ring_attention import ring_attention
 from fedpax.models.splash import splash_attention, splash_supports
 
@@ -64,13 +66,58 @@ def causal_attention(
       >>> bool(jnp.allclose(x, y))
       True
     """
-    length = query.shape[1]
-    if implementation == "auto" and _sequences_are_cut(length):
-        return ring_attention(query, key, value, segments, window=window)
-    if implementation == "auto":
-        implementation = _best(query)
-    if implementation == "splash":
+    chosen = _best(query) if implementation == "auto" else implementation
+    if chosen == "splash":  # which names its result itself, and what else it wants kept
         return splash_attention(query, key, value, segments, window=window)
+    attended = _attend(query, key, value, segments, window, chosen)
+    return checkpoint_name(attended, ATTENTION)
+
+
+def platform() -> str:
+    """Names the platform that the program at hand is for: "cpu", "gpu" or "tpu".
+
+    It is that of the mesh in context, which may stand on a machine that is not there, else that of
+    JAX's default device.
+
+    Example:
+      >>> platform() in ("cpu", "gpu", "tpu")
+      True
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is None:
+        return jax.default_backend()  # which calls all GPUs "gpu"; a mesh may say "cuda" or "rocm"
+    return device.platform if device.platform in ("cpu", "tpu") else "gpu"
+
+
+def _best(query: jax.Array) -> Implementation | Literal["ring"]:
+    where, head_width = platform(), query.shape[-1]
+    if _sequences_are_cut(query.shape[1]):
+        return "ring"
+    if where == "tpu" and splash_supports(query):
+        return "splash"
+    if where == "gpu" and query.dtype.itemsize == 2 and head_width % 8 == 0 and head_width <= 128:
+        return "cudnn"
+    return "einsum"
+
+
+def _sequences_are_cut(length: int) -> bool:
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    automatic = kinds.get("sequence") is AxisType.Auto
+    return automatic and mesh.shape["sequence"] > 1 and length % mesh.shape["sequence"] == 0
+
+
+def _attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segments: jax.Array | None,
+    window: int | None,
+    implementation: Implementation | Literal["ring"],
+) -> jax.Array:
+    length = query.shape[1]
+    if implementation == "ring":
+        return ring_attention(query, key, value, segments, window=window)
     if implementation == "xla":
         mask = attention_mask(length, segments, window)[:, None]
         return jax.nn.dot_product_attention(query, key, value, mask=mask, implementation="xla")
@@ -91,38 +138,6 @@ def causal_attention(
     if length > QUERIES and length % QUERIES == 0:
         return _by_queries(query, key, value, segments, window)
     return attend(query, key, value, attention_mask(length, segments, window))
-
-
-def platform() -> str:
-    """Names the platform that the program at hand is for: "cpu", "gpu" or "tpu".
-
-    It is that of the mesh in context, which may stand on a machine that is not there, else that of
-    JAX's default device.
-
-    Example:
-      >>> platform() in ("cpu", "gpu", "tpu")
-      True
-    """
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is None:
-        return jax.default_backend()  # which calls all GPUs "gpu"; a mesh may say "cuda" or "rocm"
-    return device.platform if device.platform in ("cpu", "tpu") else "gpu"
-
-
-def _best(query: jax.Array) -> Implementation:
-    where, head_width = platform(), query.shape[-1]
-    if where == "tpu" and splash_supports(query):
-        return "splash"
-    if where == "gpu" and query.dtype.itemsize == 2 and head_width % 8 == 0 and head_width <= 128:
-        return "cudnn"
-    return "einsum"
-
-
-def _sequences_are_cut(length: int) -> bool:
-    mesh = jax.sharding.get_abstract_mesh()
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    automatic = kinds.get("sequence") is AxisType.Auto
-    return automatic and mesh.shape["sequence"] > 1 and length % mesh.shape["sequence"] == 0
 
 
 def _by_queries(

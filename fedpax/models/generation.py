@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 
 from fedpax.models.attention import attend as attend_masked
 from fedpax.models.attention import visible
@@ -53,7 +54,8 @@ def generate(
       int32 [batch, tokens], what follows each prompt.
 
     Raises:
-      ValueError: a number out of range, or a prompt or lengths of another shape.
+      ValueError: a number out of range, a prompt or lengths of another shape, or a mesh with
+        explicit axes.
 
     Example:
       >>> config = TransformerConfig(layers=2, width=64, heads=2)
@@ -95,6 +97,11 @@ def generate(
         raise ValueError(
             f"lengths={np.asarray(lengths)}: expected 1 to {length}, the prompt's tokens in a row."
         )
+    if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+        raise ValueError(
+            "generate() got a mesh with explicit axes, along which a cache cannot be written to: "
+            "make it with axis_types=jax.sharding.AxisType.Auto."
+        )
     key = jax.random.key(0) if key is None else key
     return _generate(params, prompt, lengths, key, temperature, top_p, config=config, tokens=tokens)
 
@@ -110,8 +117,8 @@ def nucleus(logits: jax.Array, top_p: jax.Array | float) -> jax.Array:
       The logits, -inf for tokens that are ruled out.
 
     Example:
-      >>> nucleus(jnp.log(jnp.array([0.2, 0.5, 0.3])), 0.6).round(2).tolist()
-      [-inf, -0.69, -1.2]
+      >>> nucleus(jnp.log(jnp.array([0.2, 0.5, 0.3])), 0.6) > -jnp.inf
+      Array([False,  True,  True], dtype=bool)
     """
     probabilities = jax.nn.softmax(logits, axis=-1)
     descending = jnp.sort(probabilities, axis=-1, descending=True)
@@ -137,7 +144,7 @@ def _generate(
 
     def choose(features: jax.Array, key: jax.Array) -> jax.Array:
         """The next token after features [batch, 1, width]."""
-        logits = model.logits(model.final_norm(features))[:, 0]
+        logits = constrain(model.logits(model.final_norm(features))[:, 0], ("batch", None))
         drawn = nucleus(logits / jnp.where(temperature > 0, temperature, 1), top_p)
         random = jax.random.categorical(key, drawn)
         return jnp.where(temperature > 0, random, jnp.argmax(logits, axis=-1)).astype(jnp.int32)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 
 from fedpax.parallel.axes import explicit_spec
 
-# Rows that a loop takes at once. A block of 1,024 of bfloat16 keeps a TPU computing while the sum
-# of a kernel's gradient, float32, is read and written; fewer where groups are small, since the
-# last block of a group is computed whole.
+# The most rows that a loop takes at once: 1,024 rows of bfloat16 keep a TPU v5e computing for as
+# long as it takes to read and write the float32 sum of a kernel's gradient.
 BLOCK = 1024
 
 
@@ -20,11 +18,13 @@ BLOCK = 1024
 def grouped_product(rows: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
     """Multiplies the rows of each group by its kernel: out[r] = rows[r] @ kernels[group of r].
 
-    On TPU it is `jax.lax.ragged_dot`. Elsewhere, and for the kernels' gradient everywhere, XLA
-    would compute every row with every group and clear what does not belong: there a loop takes
-    the blocks of rows of one group after another. Rows after the last group cost nothing.
+    On TPU it is `jax.lax.ragged_dot`. On other platforms, and for the kernels' gradient on TPU
+    too, XLA computes that for every row and every group, and then clears what does not belong
+    together. In these cases a loop takes blocks of rows, of one group after another. Either way
+    rows after the last group cost nothing but their memory.
 
-    It has gradients, under `jax.vmap` too, and no forward-mode derivative.
+    It has gradients, under `jax.vmap` too. A gradient has a forward-mode derivative, the product
+    itself has none.
 
     Args:
       rows: [rows, inputs], those of group 0 first.
@@ -67,13 +67,21 @@ grouped_product.defvjp(_forward, _backward)
 def _product(
     rows: jax.Array, kernels: jax.Array, sizes: jax.Array, *, transposed: bool
 ) -> jax.Array:
-    return jax.lax.platform_dependent(
-        rows,
-        kernels,
-        sizes,
-        tpu=_batched_whole(functools.partial(_ragged_dot, transposed=transposed)),
-        default=functools.partial(_product_in_blocks, transposed=transposed),
-    )
+    """The product, or with kernels transposed the gradient of its rows."""
+
+    # What vmap batches comes one after the other: a TPU has no batches of ragged products, and in
+    # a batch of loops each would run as long as the longest.
+    @jax.custom_batching.sequential_vmap
+    def one(rows: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
+        return jax.lax.platform_dependent(
+            rows,
+            kernels,
+            sizes,
+            tpu=functools.partial(_ragged_dot, transposed=transposed),
+            default=functools.partial(_product_in_blocks, transposed=transposed),
+        )
+
+    return one(rows, kernels, sizes)
 
 
 def _ragged_dot(
@@ -86,21 +94,6 @@ def _ragged_dot(
     )
     out = explicit_spec((None, None), (len(rows), kernels.shape[1 if transposed else 2]))
     return jax.lax.ragged_dot_general(rows, kernels, sizes, dimensions, out_sharding=out)
-
-
-def _batched_whole(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Lets `jax.vmap` map all arguments if it maps one, in front: all that ragged_dot knows."""
-    whole = jax.custom_batching.custom_vmap(function)
-
-    @whole.def_vmap
-    def _(size: int, mapped: Sequence[bool], *arguments: jax.Array) -> tuple[jax.Array, bool]:
-        every = [
-            argument if one else jnp.broadcast_to(argument, (size, *argument.shape))
-            for argument, one in zip(arguments, mapped, strict=True)
-        ]
-        return _batched_whole(jax.vmap(function))(*every), True
-
-    return whole
 
 
 def _product_in_blocks(
@@ -126,6 +119,7 @@ def _product_in_blocks(
     return jax.lax.scan(of_group, start, (kernels, ends - sizes, ends))[0]
 
 
+@jax.custom_batching.sequential_vmap
 def _kernel_gradients(rows: jax.Array, cotangents: jax.Array, sizes: jax.Array) -> jax.Array:
     """For each group the sum of the outer products of its rows and their cotangents."""
     block = _block(len(rows), len(sizes))
@@ -137,12 +131,14 @@ def _kernel_gradients(rows: jax.Array, cotangents: jax.Array, sizes: jax.Array) 
         def step(i: jax.Array, total: jax.Array) -> jax.Array:
             first, inside = _bounds(start + i * block, end, block, len(rows))
             # Both, since 0 times what is not a number is none.
-            parts = [
+            inputs, outputs = (
                 jnp.where(inside, jax.lax.dynamic_slice_in_dim(values, first, block), 0)
                 for values in (rows, cotangents)
-            ]
+            )
             outer = (((0,), (0,)), ((), ()))
-            return total + jax.lax.dot_general(*parts, outer, preferred_element_type=accurate)
+            return total + jax.lax.dot_general(
+                inputs, outputs, outer, preferred_element_type=accurate
+            )
 
         shape = rows.shape[1], cotangents.shape[1]
         zero = jnp.zeros_like(rows, shape=shape, dtype=accurate)
@@ -153,7 +149,7 @@ def _kernel_gradients(rows: jax.Array, cotangents: jax.Array, sizes: jax.Array) 
 
 
 def _block(rows: int, groups: int) -> int:
-    """A quarter of an average group, from 64 to `BLOCK` rows."""
+    """A quarter of an average group, since a group's last block is computed whole."""
     return min(rows, max(64, min(BLOCK, rows // (4 * groups))))
 
 

@@ -22,20 +22,23 @@ class MixtureOfExperts(nnx.Module):
     y = sum of w_e expert_e(x) over the chosen experts e, w = softmax over the chosen logits alone,
     logits = x router, and expert_e(x) = down_e (silu(gate_e x) * (up_e x)).
 
-    Tokens are sorted by expert, so that each expert multiplies the rows it was given
-    (`jax.lax.ragged_dot`), and an expert without tokens costs nothing. On CPU, which has no such
-    product, XLA computes every row with every expert of the device and keeps one.
+    Tokens are sorted by expert, and each expert multiplies the rows that it was given, see
+    `fedpax.models.grouped_product`: an expert without tokens costs nothing, and one with all of
+    them takes them all.
 
-    On a mesh each device routes and sorts its own tokens. Where the axis `expert` cuts both the
-    batch and the experts, a device gathers the tokens of its group, computes those that chose
-    its own experts, and the sums are scattered back. For an axis of E devices with n tokens each
-    it receives (E - 1) n token vectors and sends as many. An exchange of all to all would send
-    k n (E - 1) / E each way: less where E is larger than k, with the same static shapes only at
-    the price of padding, since all tokens may choose the experts of one device. The rows of a
-    device's products are E n min(k, experts on the device), the most there can be; a TPU or GPU
-    passes over those that are not there. Memory holds them all. Weights that fsdp cuts are
-    gathered before each product, once more in the backward pass, and their gradients are reduced
-    and scattered; tensor cuts the inside of each expert.
+    On a mesh each device routes and sorts the tokens that it has. Where the axis `expert` cuts
+    the experts, a device of it gathers the tokens of the others (the batch is cut along it too),
+    computes the experts that it has, and what they add to each token is reduced and scattered.
+    With n tokens on each of E devices, a device receives (E - 1) n vectors for it and sends as
+    many; were chosen tokens alone exchanged, from all to all, it would be k (E - 1) n / E each
+    way, which is less if E is larger than k, the experts of a token. A device has room for
+    E n min(k, its experts) rows, since its experts may be chosen by all, and so it would have to
+    be with the exchange; it computes those that there are. An axis `expert` no larger than it
+    takes for the parameters to fit, beside `fsdp`, is best.
+
+    fsdp cuts the experts' parameters as those of other layers: gathered for a product, and once
+    more in the backward pass, their gradients reduced and scattered. tensor cuts the inside of
+    each expert.
 
     Attributes:
       router: [width, experts], whole on every device.
@@ -49,8 +52,9 @@ class MixtureOfExperts(nnx.Module):
 
     Example:
       >>> mixture = MixtureOfExperts(16, 32, 4, 2, output_scale=1.0, rngs=nnx.Rngs(0))
-      >>> y, auxiliary = mixture(jax.random.normal(jax.random.key(1), (2, 8, 16)))
-      >>> y.shape, sorted(auxiliary)
+      >>> x = jax.random.normal(jax.random.key(1), (2, 8, 16))
+      >>> y, losses = jax.jit(lambda x: mixture(x))(x)
+      >>> y.shape, sorted(losses)
       ((2, 8, 16), ['load_balance', 'router_z'])
 
     Reference: Jiang et al., "Mixtral of Experts" (arXiv:2401.04088), section 2.1; Gale et al.,
@@ -105,9 +109,9 @@ class MixtureOfExperts(nnx.Module):
         """
         names = ("batch", "sequence", None)
         tokens = partition_spec(names, shape=x.shape)
-        # What does not cut the tokens has the experts whole already when they come to the layer.
-        kept = tuple(axis for axis in ("fsdp",) if axis in _names(tokens))
-        rules = {**RULES, "embed": kept}
+        # Where fsdp does not cut the tokens, its devices do the same work with the same, whole,
+        # parameters, which are gathered outside; else each gathers them for its own tokens.
+        rules = RULES if "fsdp" in _names(tokens) else {**RULES, "embed": None}
         # Inside a scan over layers the parameters' first axis, "layers", is gone.
         gate, up, down = (
             constrain(p[...].astype(x.dtype), p.logical[-3:], rules)
@@ -166,7 +170,7 @@ def routing_losses(
         jnp.mean(jnp.square(jax.nn.logsumexp(logits, axis=-1))),
     )
     # Over all devices before they are multiplied: the mean of products would be another loss.
-    fraction, probability, square = jax.lax.pmean(means, tuple(axes)) if axes else means
+    fraction, probability, square = jax.lax.pmean(means, tuple(sorted(axes))) if axes else means
     return {"load_balance": experts * jnp.dot(fraction, probability), "router_z": square}
 
 
@@ -196,7 +200,7 @@ class _Layout(NamedTuple):
     @property
     def partial(self) -> tuple[str, ...]:
         """The axes along which each device has a part of the sum over experts and features."""
-        return tuple((self.own - _names(self.tokens)) | _names(self.wide[2:]))
+        return tuple(sorted((self.own - _names(self.tokens)) | _names(self.wide[2:])))
 
 
 def _mixture(
@@ -236,18 +240,21 @@ def _mixture(
     rows = len(tokens) * min(k, experts)
     sizes = jnp.sum(chosen[..., None] == jnp.arange(experts), axis=(0, 1), dtype=jnp.int32)
     filled = (jnp.arange(rows) < jnp.sum(sizes))[:, None]
-    # Nothing is said of the rows in no group, so they are cleared on the way in and out, and with
-    # that in the backward pass too.
-    sorted_tokens = jnp.where(filled, tokens[order[:rows] // k], 0)
+    # Rows of no group may come out of a product as anything. What goes in is cleared for the sake
+    # of its gradients.
+    order_of_rows = order[:rows]
+    sorted_tokens = jnp.where(filled, tokens[order_of_rows // k], 0)
+    sorted_shares = jnp.where(filled, shares.reshape(-1, 1)[order_of_rows], 0)
     product = functools.partial(_product, sizes=sizes, axes=layout.axes)
     inner = jax.nn.silu(product(sorted_tokens, gate, layout.wide, embed=1))
     inner = inner * product(sorted_tokens, up, layout.wide, embed=1)
+    # The share comes before the last product, whose results no gradient needs then.
+    inner = inner * sorted_shares.astype(x.dtype)
     outputs = jnp.where(filled, product(inner, down, layout.narrow, embed=2), 0)
 
-    place = jnp.argsort(order).reshape(chosen.shape)  # of each choice among the rows
+    place = jnp.argsort(order).reshape(chosen.shape)  # of each choice among the rows, or after them
     outputs = outputs.at[place].get(mode="fill", fill_value=0, unique_indices=True)
-    y = jnp.einsum("nk,nkw->nw", jnp.where(mine, shares, 0), outputs.astype(accurate))
-    y = y.astype(x.dtype)
+    y = jnp.sum(outputs, axis=1, dtype=accurate).astype(x.dtype)
     for axis in gathered:
         y = jax.lax.psum_scatter(y, axis, tiled=True)
     y = jax.lax.psum(y, layout.partial) if layout.partial else y
@@ -284,4 +291,5 @@ def _names(spec: Iterable[str | tuple[str, ...] | None]) -> set[str]:
 
 
 def _varying(values: Any, axes: set[str]) -> Any:
-    return jax.lax.pcast(values, tuple(axes), to="varying") if axes else values
+    # Sorted, here as elsewhere, because all processes must write the same program.
+    return jax.lax.pcast(values, tuple(sorted(axes)), to="varying") if axes else values

@@ -84,7 +84,7 @@ def project(
     def compute(x: jax.Array, value: jax.Array) -> jax.Array:
         gathered = _gathered(value, parameter.logical, x.dtype)
         if quantization != "none":
-            return quantized_einsum(subscripts, x, gathered, quantization, out_sharding)
+            return quantized_einsum(subscripts, x, gathered, quantization)
         return jnp.einsum(subscripts, x, gathered, out_sharding=out_sharding)
 
     # A scan over layers already keeps the two passes apart, which prevent_cse is there to ensure.

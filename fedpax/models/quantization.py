@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType
 
 Quantization: TypeAlias = Literal["none", "int8", "fp8"]
 FORMATS = {"int8": "int8", "fp8": "float8_e4m3fn"}
@@ -19,7 +19,6 @@ def quantized_einsum(
     x: jax.Array,
     weight: jax.Array,
     quantization: Quantization,
-    out_sharding: PartitionSpec | None = None,
 ) -> jax.Array:
     """Contracts features and weights that are rounded to 8 bits, and differentiates as if not.
 
@@ -33,13 +32,13 @@ def quantized_einsum(
       x: features, floating.
       weight: weights, floating.
       quantization: "int8", or "fp8" with 4 bits of exponent and 3 of mantissa.
-      out_sharding: the result's layout where a contracted axis is sharded explicitly.
 
     Returns:
       The product, in x's dtype.
 
     Raises:
       ImportError: the package qwix, which does the rounding, is not installed.
+      ValueError: the mesh has explicit axes, which qwix does not know.
 
     Example:
       >>> x, w = jax.random.normal(jax.random.key(0), (2, 64, 64))
@@ -54,17 +53,22 @@ def quantized_einsum(
     Integer-Arithmetic-Only Inference" (arXiv:1712.05877), section 3; Bengio et al., "Estimating or
     Propagating Gradients Through Stochastic Neurons" (arXiv:1308.3432), for the estimator.
     """
-    _qwix()  # told here, and not from inside a trace
-    return _product(x, weight, subscripts, quantization, out_sharding)
+    types = jax.sharding.get_abstract_mesh().axis_types
+    if AxisType.Explicit in types:
+        raise ValueError(
+            f"quantization={quantization!r} on a mesh with axes of types {types}: it needs "
+            "automatic axes. Make the mesh with axis_types=jax.sharding.AxisType.Auto, or set "
+            "quantization='none'."
+        )
+    return _product(x, weight, subscripts, quantization)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _product(
     x: jax.Array,
     weight: jax.Array,
     subscripts: str,
     quantization: Quantization,
-    out_sharding: PartitionSpec | None,
 ) -> jax.Array:
     qwix = _qwix()
     inputs, output = subscripts.split("->")
@@ -76,8 +80,7 @@ def _product(
         )
         for operand, letters in zip((x, weight), inputs.split(","), strict=True)
     ]
-    sharding = {} if out_sharding is None else {"out_sharding": out_sharding}
-    return qwix.einsum(subscripts, *rounded, **sharding).astype(x.dtype)
+    return qwix.einsum(subscripts, *rounded).astype(x.dtype)
 
 
 def _forward(
@@ -88,13 +91,12 @@ def _forward(
 
 def _backward(
     subscripts: str,
-    quantization: Quantization,
-    out_sharding: PartitionSpec | None,
+    _: Quantization,
     operands: tuple[jax.Array, jax.Array],
     gradient: jax.Array,
 ) -> tuple[jax.Array, ...]:
     def exact(x: jax.Array, weight: jax.Array) -> jax.Array:
-        return jnp.einsum(subscripts, x, weight, out_sharding=out_sharding)
+        return jnp.einsum(subscripts, x, weight)
 
     return jax.vjp(exact, *operands)[1](gradient)
 

@@ -27,7 +27,7 @@ def ring_attention(
     *,
     window: int | None = None,
     axis: str = "sequence",
-    block: int = 1024,
+    block: int = 512,
     balanced: bool | None = None,
 ) -> jax.Array:
     """Computes causal attention, with the sequence cut over a mesh axis.
@@ -221,10 +221,10 @@ def _local_forward(
             jax.lax.full_like(rows[..., 0], 0, accurate),
             jax.lax.full_like(rows, 0, accurate),
         )
-        return meet(state, queries, _Keys(*part, queries.places))
+        return meet(state, queries, _keys(part, queries.places))
 
     def later(state: _Softmax, part: Any, step: Any) -> _Softmax:
-        keys = _Keys(*part, ring.places(step))
+        keys = _keys(part, ring.places(step))
 
         def before() -> _Softmax:
             if not ring.balanced:
@@ -292,13 +292,13 @@ def _local_backward(ring: Ring, block: int, *parts: Any) -> tuple:
 
     def first(part: Any) -> tuple[jax.Array, list[jax.Array]]:
         nothing = jax.lax.full_like(rows.queries.query, 0, accurate)
-        return meet(nothing, rows, _Keys(*part, rows.queries.places))
+        return meet(nothing, rows, _keys(part, rows.queries.places))
 
     def later(state: tuple, part: Any, step: Any) -> tuple[jax.Array, list[jax.Array]]:
         to_query, to_keys = state
         # The gradients of these keys come from the device that had them in the step before.
         arriving = ring.send(to_keys)
-        keys = _Keys(*part, ring.places(step))
+        keys = _keys(part, ring.places(step))
         none = [jax.lax.full_like(a, 0, accurate) for a in part[:2]]
 
         def before() -> tuple[jax.Array, list[jax.Array]]:
@@ -325,6 +325,11 @@ def _local_backward(ring: Ring, block: int, *parts: Any) -> tuple:
 def _grouped(x: jax.Array, groups: int) -> jax.Array:
     """[batch, tokens, heads, ...] as [batch, tokens, groups, heads of a group, ...]."""
     return x.reshape(*x.shape[:2], groups, -1, *x.shape[3:])
+
+
+def _keys(part: Any, places: jax.Array) -> _Keys:
+    key, value, segments = part
+    return _Keys(key, value, segments, places)
 
 
 def _blocks(keys: _Keys, size: int) -> _Keys:

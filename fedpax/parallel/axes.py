@@ -17,8 +17,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 Rules: TypeAlias = Mapping[str, str | tuple[str, ...] | None]
 
-# Parameters: fsdp cuts their embed axis, tensor their inner one, expert the experts of a mixture.
-# Activations: data, fsdp and expert cut the batch, sequence the tokens. None: whole on every device.
+# Parameters: fsdp cuts their embed axis, tensor their inner one, expert the experts of a mixture,
+# stage the layers. Activations: data, fsdp, expert and stage cut the batch (outside of a pipeline's
+# stages), sequence the tokens. None: whole on every device.
 RULES: Rules = MappingProxyType(
     {
         "batch": ("data", "fsdp", "expert", "stage"),

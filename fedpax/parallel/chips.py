@@ -16,6 +16,7 @@ class Chip(NamedTuple):
       kind: a regular expression of what `jax.Device.device_kind` says.
       peak_flops: floating-point operations a second, of dense bfloat16 products.
       memory: bytes of high-bandwidth memory.
+      usable: of these, the bytes that a program can have; for TPUs, what their compiler allows.
       memory_bandwidth: bytes a second, to and from it.
       link_bandwidth: bytes a second that one link to a neighbour carries in one direction.
       links: such links of a chip; a torus has two in each dimension, a switch counts as one.
@@ -32,6 +33,7 @@ class Chip(NamedTuple):
     kind: str
     peak_flops: float
     memory: float
+    usable: float
     memory_bandwidth: float
     link_bandwidth: float
     links: int
@@ -50,6 +52,7 @@ def _tpu(name: str, kind: str, **figures: float) -> Chip:
         kind=kind,
         peak_flops=figures["peak_flops"],
         memory=figures["memory"],
+        usable=figures.get("usable", figures["memory"]),
         memory_bandwidth=figures["memory_bandwidth"],
         link_bandwidth=figures["link_bandwidth"],
         links=2 * dimensions,
@@ -69,6 +72,7 @@ def _gpu(name: str, kind: str, **figures: float) -> Chip:
         kind=kind,
         peak_flops=figures["peak_flops"],
         memory=figures["memory"],
+        usable=figures.get("usable", figures["memory"]),
         memory_bandwidth=figures["memory_bandwidth"],
         link_bandwidth=figures["link_bandwidth"],
         links=1,
@@ -83,7 +87,8 @@ def _gpu(name: str, kind: str, **figures: float) -> Chip:
 
 # TPUs: the page of each says what a chip computes and holds, its bandwidth to neighbours in both
 # directions together (half of it, divided by the links, is that of a link in one direction), and
-# to the data centre's network. What a page leaves out has a comment of its own.
+# to the data centre's network. What a page leaves out has a comment of its own. What is usable is
+# what libtpu 0.0.42 names when a program needs more.
 CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (
@@ -92,6 +97,7 @@ CHIPS: dict[str, Chip] = {
             r"TPU v4",
             peak_flops=275e12,
             memory=32 * GIB,
+            usable=30.75 * GIB,
             memory_bandwidth=1.2e12,
             link_bandwidth=50e9,  # 6 links of 50 GB/s: arXiv:2304.01433, table 4
             network_bandwidth=6.25e9,  # not published: 25 GB/s a host, as the book above has it
@@ -103,6 +109,7 @@ CHIPS: dict[str, Chip] = {
             r"TPU (v5 lite|v5e)",
             peak_flops=197e12,
             memory=16 * GIB,
+            usable=15.75 * GIB,
             memory_bandwidth=819e9,
             link_bandwidth=400e9 / 2 / 4,
             network_bandwidth=6.4e12 / 8 / 256,  # 6.4 Tbit/s for a pod of 256
@@ -114,6 +121,7 @@ CHIPS: dict[str, Chip] = {
             r"TPU (v5|v5p)",
             peak_flops=459e12,
             memory=95 * GIB,
+            usable=95.74 * GIB,
             memory_bandwidth=2.765e12,
             link_bandwidth=1200e9 / 2 / 6,
             network_bandwidth=50e9 / 8,
@@ -125,6 +133,7 @@ CHIPS: dict[str, Chip] = {
             r"TPU (v6 lite|v6e)",
             peak_flops=918e12,
             memory=32 * GIB,
+            usable=31.25 * GIB,
             memory_bandwidth=1.638e12,
             link_bandwidth=800e9 / 2 / 4,
             network_bandwidth=100e9 / 8,
@@ -136,6 +145,7 @@ CHIPS: dict[str, Chip] = {
             r"TPU ?7x",
             peak_flops=2307e12,
             memory=192 * GIB,
+            usable=2 * 94.75 * GIB,
             memory_bandwidth=7.38e12,
             link_bandwidth=1200e9 / 2 / 6,
             network_bandwidth=100e9 / 8,

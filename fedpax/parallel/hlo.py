@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-
 _END = r'\}(, execution_thread="\w+")?$'  # the line that closes a computation
 
 

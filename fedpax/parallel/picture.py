@@ -26,7 +26,7 @@ def draw_mesh(plan: Plan, mesh: jax.sharding.Mesh, path: str | Path) -> None:
     Args:
       plan: the plan.
       mesh: its mesh.
-      path: the PNG to write.
+      path: the PNG to write; its folder is made if it is not there.
     """
     grids = _grids(plan, mesh)
     rows, columns = len(plan.axes), len(grids)
@@ -82,6 +82,7 @@ def draw_mesh(plan: Plan, mesh: jax.sharding.Mesh, path: str | Path) -> None:
         x=0.01,
         ha="left",
     )
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
 

@@ -84,7 +84,8 @@ def run_stages(
     Raises:
       ValueError: the microbatches do not divide the batch, or the stages not the microbatches; or
         the stacks have different lengths, which stages * repeats do not divide; or `along` has
-        another batch; or the axis is explicit.
+        another batch; or the axis is explicit; or it is called inside of a `jax.shard_map` over
+        other axes with `check_vma`.
 
     Example:
       >>> step = lambda x, weight, along: (jnp.tanh(weight * x), {"norm": jnp.sum(x**2)})
@@ -111,6 +112,11 @@ def run_stages(
         raise ValueError(
             f"run_stages: the mesh axis {axis!r} is explicit, but a pipeline needs it automatic: "
             f"make the mesh with axis_types={{{axis!r}: jax.sharding.AxisType.Auto}}."
+        )
+    if varying := getattr(getattr(jax.typeof(x), "manual_axis_type", None), "varying", None):
+        raise ValueError(
+            f"run_stages: a jax.shard_map around it checks what varies over {', '.join(varying)}: "
+            "pass check_vma=False to it, or use fedpax.federated_map instead."
         )
     plan = Schedule(stages, microbatches, repeats)
     if layers % (stages * repeats):

@@ -62,7 +62,7 @@ class Memory(NamedTuple):
       aliased: what the outputs share with arguments that were donated.
       temporaries: everything between, at its peak.
       code: the program itself.
-      capacity: what the device has; None if not known.
+      capacity: what a program can have; None if not known.
     """
 
     arguments: int
@@ -79,7 +79,11 @@ class Memory(NamedTuple):
 
     @property
     def fits(self) -> bool | None:
-        """Whether the device has as much; None if not known."""
+        """Whether the device has as much; None if not known.
+
+        That it compiled does not say so: ahead of time the compiler of TPUs looks at temporaries
+        alone.
+        """
         return None if self.capacity is None else self.total <= self.capacity
 
 
@@ -165,12 +169,15 @@ class Plan(NamedTuple):
     transfers: tuple[Transfer, ...]
     bound: Bound | None
 
-    def sent(self, network: str, in_loop: bool | None = None) -> int:
-        """Bytes that a device hands to collectives over a network in a round.
+    def sent(
+        self, network: str | None = None, axis: str | None = None, in_loop: bool | None = None
+    ) -> int:
+        """Bytes that a device hands to collectives in a round.
 
         Args:
-          network: such as `networks.DCN`.
-          in_loop: only those inside a loop, or only those outside; all if not given.
+          network: only over this network, such as `networks.DCN`.
+          axis: only along this axis of the mesh, such as the placement's.
+          in_loop: only those inside a loop, or only those outside.
 
         Returns:
           Bytes.
@@ -178,7 +185,9 @@ class Plan(NamedTuple):
         return sum(
             transfer.collective.bytes * transfer.runs
             for transfer in self.transfers
-            if transfer.network == network and in_loop in (None, transfer.collective.in_loop)
+            if network in (None, transfer.network)
+            and (axis is None or axis in transfer.collective.axes)
+            and in_loop in (None, transfer.collective.in_loop)
         )
 
     def utilization(self, seconds: float) -> float | None:
@@ -216,7 +225,7 @@ def memory_of(compiled: jax.stages.Compiled, topology: Topology) -> Memory:
         aliased=found.alias_size_in_bytes,
         temporaries=found.temp_size_in_bytes,
         code=found.generated_code_size_in_bytes,
-        capacity=chip.memory / chip.devices if chip else None,
+        capacity=chip.usable / chip.devices if chip else None,
     )
 
 

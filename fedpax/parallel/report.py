@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,7 +51,12 @@ def to_json(plan: Plan) -> dict[str, Any]:
             axis.name: {"size": axis.size, "networks": [str(route) for route in axis.routes]}
             for axis in plan.axes
         },
-        "placement": {"name": work.placement, "participants": work.participants},
+        "placement": {
+            "name": work.placement,
+            "participants": work.participants,
+            "bytes_per_device_per_round": plan.sent(axis=work.placement),
+            "bytes_per_device_inside_loops": plan.sent(axis=work.placement, in_loop=True),
+        },
         "memory": {
             **plan.memory._asdict(),
             "total": plan.memory.total,
@@ -126,10 +132,11 @@ def assumptions(plan: Plan) -> list[str]:
         )
     else:
         lines.append(f"NVLink carries {chip.link_bandwidth / 1e9:,.0f} GB/s out of a GPU.")
-    lines.append(
-        f"Between slices a chip sends {_bits(chip.network_bandwidth)}, its share of its host's "
-        "network, and the slices form a ring."
-    )
+    if plan.sent(DCN):
+        lines.append(
+            f"Between slices a chip sends {_bits(chip.network_bandwidth)}, its share of its host's "
+            "network, and the slices form a ring."
+        )
     if any(transfer.collective.executions is None for transfer in plan.transfers):
         lines.append("A collective that runs an unknown number of times is counted once.")
     if plan.silent:
@@ -173,7 +180,7 @@ def _memory(plan: Plan) -> str:
     if memory.capacity is not None:
         verdict = "fits" if memory.fits else "DOES NOT FIT"
         share = memory.total / memory.capacity
-        fits = f"{share:.0%} of {memory.capacity / _UNITS['GiB']:,.1f} GiB: {verdict}"
+        fits = f"{share:.0%} of {memory.capacity / _UNITS['GiB']:,.2f} GiB: {verdict}"
     rows = [
         ("arguments", size(memory.arguments), "the state and the batches"),
         ("outputs", size(memory.outputs), "the new state and the metrics"),
@@ -211,66 +218,69 @@ def _work(plan: Plan) -> str:
 
 
 def _collectives(plan: Plan) -> str:
+    """Every collective, those on one line that differ in how often they run alone."""
     rows: list[tuple[str, ...]] = [
-        ("kind", "axes", "network", "number", "bytes each", "runs a round", "in a loop", "ms each")
+        ("kind", "axes", "network", "bytes", "ms", "number", "runs a round", "in a loop")
     ]
 
     def key(transfer: Transfer) -> tuple:
-        collective = transfer.collective
-        executions = -1 if collective.executions is None else collective.executions
-        return (
-            not collective.in_loop,
-            transfer.network,
-            collective.axes,
-            collective.kind,
-            -collective.bytes,
-            executions,
-        )
+        one = transfer.collective
+        known = one.executions is not None
+        return (not one.in_loop, transfer.network, one.axes, one.kind, -one.bytes, known)
 
     for _, same in itertools.groupby(sorted(plan.transfers, key=key), key):
         group = list(same)
         one, seconds = group[0].collective, group[0].seconds
+        runs = sum(transfer.runs for transfer in group)
         rows.append(
             (
                 one.kind,
                 ", ".join(one.axes),
                 group[0].network,
-                f"{len(group):,}",
                 f"{one.bytes:,}",
-                "unknown" if one.executions is None else f"{one.executions:,}",
-                "yes" if one.in_loop else "no",
                 "-" if seconds is None else f"{1e3 * seconds:,.3f}",
+                f"{len(group):,}",
+                "unknown" if one.executions is None else f"{runs:,}",
+                "yes" if one.in_loop else "no",
             )
         )
     if len(rows) == 1:
         return "Collectives\n  none"
-    return _section("Collectives, of a device", rows, right={3, 4, 5, 7})
+    title = "Collectives: bytes and least time of each, how many there are and run, of a device"
+    return _section(title, rows, right={3, 4, 5, 6})
 
 
 def _between(plan: Plan) -> str:
-    work, chip = plan.workload, plan.topology.chip
-    sent = plan.sent(DCN)
+    """What crosses between slices, and between participants, be they slices or not."""
+    work, chip, topology = plan.workload, plan.topology.chip, plan.topology
+    parts = []
+    sent, along = plan.sent(DCN), plan.sent(axis=work.placement)
+    if along and along != sent:
+        inside = plan.sent(axis=work.placement, in_loop=True)
+        parts.append(_section(f"Between {work.placement}", _crossing(plan, along, inside)))
     if not sent:
-        return "Between slices\n  nothing crosses"
-    inside = plan.sent(DCN, in_loop=True)
-    devices = len(plan.topology.devices) // plan.topology.slices
-    rows = [
-        ("a round", f"{sent:,} bytes a device", f"{_bytes(sent * devices)} a slice"),
-        ("a step", f"{sent / work.steps:,.0f} bytes a device", f"of {work.steps:,} in a round"),
-        ("inside a loop", f"{inside:,} bytes a device", "every local step" if inside else ""),
-    ]
+        return "\n\n".join([*parts, "Between slices\n  nothing crosses"])
+    rows = _crossing(plan, sent, plan.sent(DCN, in_loop=True))
+    devices = len(topology.devices) // topology.slices
+    rows.insert(1, ("", f"{_bytes(sent * devices)} a slice", ""))
     hidden = plan.hidden_bandwidth
     if hidden is not None and chip is not None:
-        chips = plan.topology.chips // plan.topology.slices
-        rows.append(
-            (
-                "hidden from",
-                f"{_bits(hidden * chips)} a slice",
-                f"{_bits(hidden)} a chip, if it overlaps with the whole round; "
-                f"{chip.name} has {_bits(chip.network_bandwidth)}",
-            )
-        )
-    return _section("Between slices", rows)
+        chips = topology.chips // topology.slices
+        rows += [
+            ("hidden from", f"{_bits(hidden)} a chip", "if it overlaps with the whole round"),
+            ("", f"{_bits(hidden * chips)} a slice", ""),
+            ("there is", f"{_bits(chip.network_bandwidth)} a chip", f"{chip.name}, as published"),
+        ]
+    return "\n\n".join([*parts, _section("Between slices", rows)])
+
+
+def _crossing(plan: Plan, sent: int, inside: int) -> list[tuple[str, str, str]]:
+    steps = plan.workload.steps
+    return [
+        ("a round", f"{sent:,} bytes a device", ""),
+        ("a step", f"{sent / steps:,.0f} bytes a device", f"of {steps:,} in a round"),
+        ("inside a loop", f"{inside:,} bytes a device", ""),
+    ]
 
 
 def _bound(plan: Plan) -> str:
@@ -282,15 +292,18 @@ def _bound(plan: Plan) -> str:
         )
     rows = [(name, f"{1e3 * time / steps:,.3f}", "") for name, time in bound.times.items()]
     for name, seconds in (
-        ("all overlap", bound.seconds),
-        ("no overlap", bound.without_overlap),
+        ("overlapping", bound.seconds),
+        ("one by one", bound.without_overlap),
     ):
         share = plan.utilization(seconds)
         at = "" if share is None else f"MFU {share:.1%}, full attention"
-        if name == "all overlap":
+        if name == "overlapping":
             at = f"limited by {bound.limit}" + (f": at most {at}" if at else "")
         rows.append((name, f"{1e3 * seconds / steps:,.3f}", at))
-    lines = [f"  - {line}" for line in assumptions(plan)]
+    lines = [
+        textwrap.fill(line, 100, initial_indent="  - ", subsequent_indent="    ")
+        for line in assumptions(plan)
+    ]
     table = _section("Bound on a step, ms (a round's, divided by its steps)", rows, right={1})
     return "\n".join([table, "", "Assumptions", *lines])
 

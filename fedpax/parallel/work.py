@@ -23,6 +23,7 @@ _FREE = {
     "async-update",
     "bitcast",
     "call",
+    "call-start",
     "conditional",
     "constant",
     "get-tuple-element",
@@ -99,16 +100,17 @@ def _parts(module: Module) -> Iterator[str]:
         for instruction in computation.instructions.values():
             if instruction.opcode == "fusion":
                 yield instruction.refers("calls")
-            elif instruction.opcode != "call":
+            elif instruction.opcode not in ("call", "call-start"):
                 yield instruction.refers("to_apply")
 
 
 # Products.
 
 
-# Kernels of splash attention: how many products of all queries with all keys each computes, and
-# how the names of its block sizes end.
-_SPLASH = {"splash_mha_fwd": (2, ""), "splash_mha_dkv": (4, "_dkv"), "splash_mha_dq": (3, "_dq")}
+# Kernels of splash attention (forward, and the gradients of keys and values and of queries): how
+# the names of the block sizes in their descriptions end, and how many products of all queries with
+# all keys each computes.
+_SPLASH = {"": 2, "_dkv": 4, "_dq": 3}
 
 
 def _products(computation: Computation, instruction: Instruction) -> float | None:
@@ -136,23 +138,25 @@ def _splash(computation: Computation, instruction: Instruction) -> float | None:
     Its first operand has an entry for each pair of blocks that the kernel visits. A kernel that
     visits all is taken for causal: half of the blocks are empty.
     """
-    known = [_SPLASH[kind] for kind in _SPLASH if instruction.name.startswith(kind)]
-    if not known:
+    blocks = {
+        ending: [
+            int(size)
+            for side in ("q", "kv")
+            for size in re.findall(rf"\bblock_{side}{ending}\b\W*(\d+)", instruction.attributes)
+        ]
+        for ending in _SPLASH
+    }
+    # The forward kernel describes the others' blocks too.
+    ending = next((ending for ending, sizes in blocks.items() if len(sizes) == 2), None)
+    if ending is None or "splash" not in instruction.name + instruction.attributes:
         return None
-    products, ending = known[0]
     operands = [_sizes(computation.instructions[name].shape) for name in instruction.operands]
     visited, *others = [shape for shape in operands if len(shape) == 3]
-    blocks = [
-        re.search(rf"\bblock_{side}{ending}\b\W*(\d+)", instruction.attributes)
-        for side in ("q", "kv")
-    ]
-    if not others or None in blocks:
-        return None
-    heads, queries, features = others[1] if others[0] == visited else others[0]
-    pairs = math.prod(visited[-2:]) * math.prod(int(block[1]) for block in blocks if block)
+    heads, queries, features = next(shape for shape in others if shape != visited)
+    pairs = math.prod(visited[-2:]) * math.prod(blocks[ending])
     if pairs >= queries * queries:
         pairs = queries * queries // 2
-    return 2.0 * products * heads * pairs * features
+    return 2.0 * _SPLASH[ending] * heads * pairs * features
 
 
 def _dot(computation: Computation, instruction: Instruction, contracting: str) -> float:
@@ -213,8 +217,12 @@ def _traffic(module: Module, computation: Computation, instruction: Instruction)
         return 2 * _bytes(shapes[-1] if opcode == "scatter" else shapes[1])
     own = _bytes(instruction.shape)
     read = sum(map(_bytes, shapes))
-    # A start returns its operands again beside the result, a recv and a send a handle.
-    return max(own, read) if opcode.endswith("-start") else read + own
+    if not opcode.endswith("-start"):
+        return read + own
+    if opcode == "slice-start":  # it returns its operand too, and then the slice
+        slice_shape = _arrays(instruction.shape)[1]
+        return _plain_bytes(slice_shape) * (read > 0) + _bytes(slice_shape)
+    return max(own, read)  # what others return holds their operands too
 
 
 def _read(module: Module, body: Computation, index: int, shape: str) -> tuple[float, bool]:

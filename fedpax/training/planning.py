@@ -50,8 +50,8 @@ def plan_experiment(
         The plan, and the run that was compiled.
 
     Raises:
-        PlanError: if the mesh does not fit the devices, or only data would tell the batches'
-            shapes.
+        PlanError: if the mesh does not fit the devices or the experiment, or only data would tell
+            the batches' shapes.
         MemoryOverflowError: if a device's memory is too small.
     """
     started = time.perf_counter()
@@ -65,8 +65,8 @@ def plan_experiment(
             mesh = experiment.mesh.make()
         except ValueError as error:
             raise PlanError(
-                f"{name} does not fit {topology.name}: {error} Change --mesh, such as "
-                "--mesh.fsdp=-1, which takes the devices that the other axes leave."
+                f"{name} does not fit {topology.name}: {error} Change the mesh, such as "
+                "--mesh.islands=2 --mesh.fsdp=-1, where -1 takes the devices that are left."
             ) from None
         tell(f"making {name} for {mesh.size:,} devices")
         run = experiment.build()
@@ -85,7 +85,12 @@ def plan_experiment(
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        raise MemoryOverflowError(_overflow(name, topology, experiment, run, str(error))) from None
+        shortage = _shortage(str(error))
+        raise MemoryOverflowError(
+            overflow_report(name, topology, experiment, run, shortage)
+        ) from None
+    except ValueError as error:
+        raise PlanError(f"{name} cannot be compiled for {topology.name}: {error}") from error
     text = program.round.as_text() or ""
     if program_file:
         write_atomically(Path(program_file), text)
@@ -147,19 +152,24 @@ _REMEDIES = {
 }
 
 
-def _overflow(name: str, topology: Topology, experiment: Experiment, run: Run, message: str) -> str:
-    """Says how much is missing, what is large, and which fields would make it smaller."""
-    found = re.search(r"[Uu]sed ([\d.]+\w?) of ([\d.]+\w?) hbm", message) or re.search(
-        r"temporaries \(([\d.]+\w?)\) exceeds available HBM \(([\d.]+\w?)\)", message
-    )
-    used = f"needs {found[1]} of {found[2]}" if found else message.partition("\n")[0]
-    lines = [f"{name} does not fit: a device of {topology.name} {used}. On each device:"]
+def overflow_report(
+    name: str, topology: Topology, experiment: Experiment, run: Run, shortage: str
+) -> str:
+    """Says that a round does not fit, what takes the memory, and which fields would change it.
+
+    Args:
+        name: the experiment's name.
+        topology: what it was compiled for.
+        experiment: the experiment.
+        run: what it built.
+        shortage: such as "needs 20.31G of 15.75G".
+
+    Returns:
+        Lines.
+    """
+    lines = [f"{name} does not fit: a device of {topology.name} {shortage}. On each device:"]
     for part, size in _argument_bytes(run).items():
         lines.append(f"  {size / 2**30:8.2f} GiB  {part}")
-    for size, shape in re.findall(r"Size: ([\d.]+\w?)\b.*?Shape: (\w+\[[\d,]*\])", message, re.S)[
-        :3
-    ]:
-        lines.append(f"  {size:>8}      a temporary, {shape}")
     lines.append("Change one or more of these:")
     for field, remedy in _REMEDIES.items():
         value: Any = experiment
@@ -169,6 +179,19 @@ def _overflow(name: str, topology: Topology, experiment: Experiment, run: Run, m
             lines.append(f"  --{field}={value} now: {remedy}")
     lines.append("  --topology, --slices: more chips, or chips with more memory")
     return "\n".join(lines)
+
+
+def _shortage(message: str) -> str:
+    """What the compiler's message says is missing."""
+    found = re.search(r"[Uu]sed ([\d.]+\w?) of ([\d.]+\w?) hbm", message) or re.search(
+        r"temporaries \(([\d.]+\w?)\) exceeds available HBM \(([\d.]+\w?)\)", message
+    )
+    if not found:
+        return message.partition("\n")[0]
+    largest = re.findall(r"Size: ([\d.]+\w?)\b.*?Shape: (\w+\[[\d,]*\])", message, re.DOTALL)
+    those = ", ".join(f"{size} {shape}" for size, shape in largest[:3])
+    what = " for temporaries alone" if "temporaries (" in message else ""
+    return f"needs {found[1]} of {found[2]}{what}" + (f" (largest: {those})" if those else "")
 
 
 def _argument_bytes(run: Run) -> dict[str, int]:

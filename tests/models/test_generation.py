@@ -1,5 +1,6 @@
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,6 +11,8 @@ import pytest
 from fedpax.models.functional import Functional
 from fedpax.models.generation import generate, nucleus
 from fedpax.models.transformer import TransformerConfig, transformer
+from fedpax.parallel.axes import shardings
+from fedpax.parallel.mesh import make_mesh
 
 Draw = Callable[[Functional], Any]
 SMALL = TransformerConfig(
@@ -49,6 +52,23 @@ def test_the_cache_changes_no_token(random_params: Draw, change: dict[str, Any])
     assert result.shape == (3, 9) and result.dtype == jnp.int32
     for row, length, generated in zip(prompt, lengths, result, strict=True):
         assert generated.tolist() == one_by_one(config, params, row[:length], 9)
+
+
+@pytest.mark.slow
+def test_a_mesh_changes_no_token(random_params: Draw) -> None:
+    model = transformer(SMALL)
+    params, (prompt, lengths) = random_params(model), draw_prompt()
+    run = partial(generate, config=SMALL, prompt=prompt, tokens=6, lengths=lengths, temperature=0.0)
+    mesh = make_mesh(devices=jax.devices()[:4], fsdp=2, tensor=2)
+    with jax.set_mesh(mesh):
+        result = run(jax.device_put(params, shardings(model.logical, params, mesh)))
+    np.testing.assert_array_equal(result, run(params))
+
+
+def test_explicit_axes_are_refused() -> None:
+    mesh = jax.make_mesh((2,), ("fsdp",), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="got a mesh with explicit axes"):
+        generate({}, SMALL, draw_prompt()[0], tokens=1, temperature=0.0)
 
 
 def test_what_stands_behind_a_prompt_is_not_looked_at(random_params: Draw) -> None:

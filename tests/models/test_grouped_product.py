@@ -98,12 +98,29 @@ def test_vmap(compiled: Callable[..., Any], axes: tuple[int | None, ...]) -> Non
             close(mine[i][:used], alone[:used])
 
 
+@pytest.mark.slow
+def test_vmap_of_vmap(compiled: Callable[..., Any]) -> None:
+    """Clients of islands: kernels by island, rows by client, sizes by both."""
+    rows, kernels = draw(3, ROWS, 5), draw(2, GROUPS, 5, 4, seed=1)
+    sizes = np.random.default_rng(3).integers(0, ROWS // GROUPS, (2, 3, GROUPS), np.int32)
+    cotangent = draw(ROWS, 4, seed=2)
+    inner = jax.vmap(compiled, (0, None, 0, None))
+    result = jax.jit(jax.vmap(inner, (None, 0, 0, None)))(rows, kernels, sizes, cotangent)
+    for island, client in np.ndindex(2, 3):
+        used = sizes[island, client].sum()
+        one = by_loop(rows[client], kernels[island], sizes[island, client], cotangent)
+        for mine, alone in zip(result, one, strict=True):
+            close(mine[island, client][:used], alone[:used])
+
+
 def test_bfloat16_is_summed_in_float32(compiled: Callable[..., Any]) -> None:
-    """1 + 1/256 is no bfloat16: summed in it, 256 terms of 1/256 after a 1 would be lost."""
-    rows = jnp.full((257, 1), 1 / 256, jnp.bfloat16).at[0].set(1)
-    ones = jnp.ones((1, 1, 1), jnp.bfloat16), jnp.array([257], jnp.int32), jnp.ones_like(rows)
-    _, _, gradient = compiled(rows, *ones)
-    assert gradient.dtype == jnp.bfloat16 and float(gradient[0, 0, 0]) == 2
+    """In bfloat16 the small terms would be lost, within a block of 64 rows and between two."""
+    small = 2.0**-14
+    rows = jnp.full((128, 1), small, jnp.bfloat16).at[0].set(1).at[64].set(-1)
+    others = jnp.ones((1, 1, 1), jnp.bfloat16), jnp.array([128], jnp.int32), jnp.ones_like(rows)
+    _, _, gradient = compiled(rows, *others)
+    assert gradient.dtype == jnp.bfloat16
+    assert float(gradient[0, 0, 0]) == float(jnp.bfloat16(126 * small))
 
 
 def test_the_gradient_has_a_forward_derivative(way: str) -> None:

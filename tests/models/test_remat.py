@@ -5,6 +5,7 @@ from typing import Any, get_args, get_type_hints
 import jax
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, AxisType
 
 from fedpax.models.functional import Functional
 from fedpax.models.losses import transformer_loss
@@ -12,7 +13,7 @@ from fedpax.models.remat import POLICIES
 from fedpax.models.transformer import TransformerConfig, transformer
 
 CONFIG = TransformerConfig(
-    vocabulary=23, layers=4, width=64, heads=4, key_value_heads=2, mlp_width=128
+    vocabulary=23, layers=3, width=64, heads=4, key_value_heads=2, mlp_width=128
 )
 
 
@@ -45,22 +46,37 @@ def test_a_policy_changes_no_gradient(
         assert np.linalg.norm(one - other) < 1e-5 * np.linalg.norm(other)
 
 
+def bytes_kept(config: TransformerConfig, batch: int, length: int) -> int:
+    """What a layer keeps for the backward pass."""
+    shapes = jax.eval_shape(transformer(config).init, jax.random.key(0))
+    row = jax.ShapeDtypeStruct((batch, length), np.int32)
+    step = jax.grad(transformer_loss(config), has_aux=True)
+    jaxpr = jax.make_jaxpr(step)(shapes, {"inputs": row, "targets": row})
+    forward = next(eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
+    kept = [v.aval for v in forward.outvars if v.aval.shape[:1] == (config.layers,)]
+    return sum(aval.size * aval.dtype.itemsize for aval in kept) // config.layers
+
+
 def test_policies_keep_less_and_less() -> None:
-    """What a layer keeps for the backward pass, in bytes a layer."""
-    shapes = jax.eval_shape(transformer(CONFIG).init, jax.random.key(0))
-    row = jax.ShapeDtypeStruct((4, 64), np.int32)
-
-    def kept(remat: Any) -> int:
-        jaxpr = jax.make_jaxpr(step_of(remat))(shapes, {"inputs": row, "targets": row})
-        forward = next(eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
-        stacked = forward.outvars[forward.params["num_carry"] :]
-        return sum(v.aval.size * v.aval.dtype.itemsize for v in stacked) // CONFIG.layers
-
-    features, scores = 4 * 4 * 64 * 64, 4 * 4 * 4 * 64 * 64
-    none, dots, no_batch, attention, full = map(
-        kept, ("none", "dots", "dots_with_no_batch_dims", "save_attention", "full")
+    none, dots, no_batch, attention, full = (
+        bytes_kept(replace(CONFIG, remat=policy), 4, 64)
+        for policy in ("none", "dots", "dots_with_no_batch_dims", "save_attention", "full")
     )
+    features, scores = 4 * 4 * 64 * 64, 4 * 4 * 4 * 64 * 64
     assert full == features and attention == 2 * features
     # The input; query, key, value; attention and its projection; gate and up, but not down.
     assert no_batch == (1 + (1 + 0.5 + 0.5) + 2 + (2 + 2)) * features
     assert dots == no_batch + scores < none
+
+
+def test_the_kernel_for_tpu_gives_what_its_gradient_wants() -> None:
+    device = jax.sharding.AbstractDevice("any", 1, "tpu")
+    mesh = AbstractMesh((2,), ("fsdp",), (AxisType.Auto,), abstract_device=device)
+    config = replace(CONFIG, heads=1, key_value_heads=1)
+    with jax.sharding.use_abstract_mesh(mesh):
+        attention, full = (
+            bytes_kept(replace(config, remat=policy), 2, 128)
+            for policy in ("save_attention", "full")
+        )
+    features, log_sums = 4 * 2 * 128 * 64, 4 * 2 * 128
+    assert attention - full == features + log_sums

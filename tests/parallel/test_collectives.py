@@ -326,6 +326,17 @@ def test_round_on_two_slices_recorded(two_slices, shape: tuple[int, int]):
     check_slices(text, two_slices(islands, fsdp))
 
 
+def test_round_on_sparse_cores_recorded():
+    """A tpu7x runs collectives on cores of their own, each in a computation that it calls."""
+    mesh = make_mesh(islands=2, fsdp=4)
+    text = (RECORDED / "tpu7x_2x4_round.hlo").read_text()
+    assert 'execution_thread="sparsecore"' in text
+    check_round(text, mesh)
+    kinds = {c.kind for c in collectives(text, mesh) if c.axes == ("fsdp",)}
+    assert kinds == {"all-gather", "reduce-scatter"}
+    assert placement_bytes(text, mesh, "islands") == shard_bytes(mesh)
+
+
 def test_ring_on_two_slices_recorded(two_slices):
     check_ring((RECORDED / "tpu_two_slices_4x2_ring.hlo").read_text(), two_slices(4, 2))
 

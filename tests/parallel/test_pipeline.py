@@ -49,14 +49,14 @@ def draw(*leading: int) -> tuple[Any, Any, Any]:
     return stacked, normal(BATCH, WIDTH), {"example": normal(BATCH), "all": normal(1, INNER)}
 
 
-def value_and_gradient(**options: Any) -> Callable:
+def value_and_gradient(layer_step: Callable = step, **options: Any) -> Callable:
     """Value, outputs, and gradients with respect to parameters, features and what goes along."""
 
     def loss(stacked: Any, x: jax.Array, along: Any) -> tuple[jax.Array, Any]:
         repeats = options.get("repeats", 1)
         if repeats > 1:
             stacked = jax.tree.map(lambda p: p.reshape(repeats, -1, *p.shape[1:]), stacked)
-        y, auxiliary = run_stages(step, stacked, x, along, **options)
+        y, auxiliary = run_stages(layer_step, stacked, x, along, **options)
         return jnp.sum(jnp.sin(y)) + auxiliary["mean_square"], (y, auxiliary)
 
     return jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
@@ -304,6 +304,53 @@ def test_explicit_stages_are_refused() -> None:
         run_stages(step, stacked, x, along, microbatches=2)
 
 
+@pytest.mark.slow
+def test_inside_of_a_shard_map_over_islands(one_device: Any) -> None:
+    arguments, expected = one_device
+
+    def alone(*arguments: Any) -> Any:
+        result = value_and_gradient(microbatches=4)(*take(arguments, 0))
+        return jax.tree.map(lambda leaf: leaf[None], result)
+
+    def islands(check_vma: bool) -> Any:
+        part = PartitionSpec("islands")
+        mapped = jax.shard_map(
+            alone, in_specs=part, out_specs=part, axis_names={"islands"}, check_vma=check_vma
+        )
+        return jax.device_get(jax.jit(mapped)(*arguments))
+
+    with jax.set_mesh(mesh_of(islands=4, stage=2)):
+        close(islands(check_vma=False), expected)
+        with pytest.raises(ValueError, match="pass check_vma=False to it"):
+            islands(check_vma=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_a_layer_may_have_manual_axes_of_its_own(one_device: Any, repeats: int) -> None:
+    """As mixtures of experts and kernels have; differentiated inside the pipeline."""
+    arguments, expected = one_device
+
+    def manual(x: jax.Array, layer: Any, along: Any) -> tuple[jax.Array, Any]:
+        rows, whole = PartitionSpec("fsdp"), PartitionSpec()
+
+        def local(x: jax.Array, layer: Any, example: jax.Array, same: jax.Array) -> Any:
+            y, auxiliary = step(x, layer, {"example": example, "all": same})
+            return y, jax.lax.pmean(auxiliary, "fsdp")
+
+        return jax.shard_map(
+            local,
+            in_specs=(rows, whole, rows, whole),
+            out_specs=(rows, whole),
+            axis_names={"fsdp"},
+        )(x, layer, along["example"], along["all"])
+
+    with jax.set_mesh(mesh_of(stage=2, fsdp=2)):
+        run = value_and_gradient(layer_step=manual, microbatches=4, repeats=repeats)
+        close(jax.device_get(jax.jit(run)(*take(arguments, 0))), take(expected, 0))
+
+
+@pytest.mark.slow
 def test_bfloat16_features_stay_bfloat16() -> None:
     stacked, x, along = jax.tree.map(lambda a: jnp.asarray(a, jnp.bfloat16), draw())
     run = functools.partial(run_stages, step, microbatches=2)

@@ -64,6 +64,11 @@ def test_axes_and_transfers_of_two_slices(recorded: tuple[Plan, Mesh]):
     sent = shard_bytes(mesh) // (1 if two else 2)
     assert (plan.sent("DCN"), plan.sent("DCN", in_loop=True)) == (sent, 0)
     assert plan.sent("DCN", in_loop=False) == sent
+    assert plan.sent() == sum(plan.sent(network) for network in ("DCN", "ICI"))
+    assert plan.sent(axis="islands", in_loop=True) == 0 < plan.sent(axis="fsdp", in_loop=True)
+    assert plan.sent(axis="islands") == sent * (
+        1 if two else 4
+    )  # and within a slice, before, after
     assert plan.sent("ICI", in_loop=True) > plan.sent("ICI", in_loop=False)
 
 
@@ -109,22 +114,31 @@ def test_text_of_two_slices(recorded: tuple[Plan, Mesh]):
     text = to_text(plan)
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert lines[0] == "two_layers on v5e:2x2: 8 chips in 2 slices"
-    for part in ("Mesh", "Memory of a device, GiB", "Work", "Collectives, of a device"):
+    for part in ("Mesh", "Memory of a device, GiB", "Work"):
         assert part in lines
-    assert "together 8.00 50% of 16.0 GiB: fits" in lines
+    assert "together 8.00 50% of 16.00 GiB: fits" in lines
     assert f"FLOPs a step {6 * PARAMETERS * mesh.shape['islands'] * ROWS:.4g}" in " ".join(lines)
-    assert f"a round {plan.sent('DCN'):,} bytes a device" in " ".join(lines)
+    slices = lines.index("Between slices")
+    assert f"a round {plan.sent('DCN'):,} bytes a device" == lines[slices + 1]
+    assert ("Between islands" in lines) == (mesh.shape["islands"] == 4)  # else it is the same
+    if "Between islands" in lines:
+        islands = lines.index("Between islands")
+        assert f"a round {plan.sent(axis='islands'):,} bytes a device" == lines[islands + 1]
     assert "inside a loop 0 bytes a device" in lines
     assert f"limited by {plan.bound.limit}" in text
     # The rows of collectives together are all of them.
-    start = lines.index("Collectives, of a device") + 2
+    start = next(i for i, line in enumerate(lines) if line.startswith("Collectives")) + 2
     rows = [re.split(r" {2,}", line.strip()) for line in text.splitlines()[start:]]
     rows = rows[: rows.index([""])]
-    assert sum(int(row[3]) for row in rows) == len(plan.transfers)
+    for column, wanted in (
+        (5, len(plan.transfers)),
+        (6, sum(transfer.runs for transfer in plan.transfers)),
+    ):
+        assert sum(int(row[column].replace(",", "")) for row in rows) == wanted
     assert {row[2] for row in rows} == {"ICI", "DCN"}
     for line in assumptions(plan):
-        assert line in text
-    assert CHIPS["v5e"].source in text
+        assert line in " ".join(lines)
+    assert CHIPS["v5e"].source in text and max(map(len, text.splitlines())) <= 120
 
 
 def test_json_of_two_slices(recorded: tuple[Plan, Mesh]):
@@ -134,6 +148,8 @@ def test_json_of_two_slices(recorded: tuple[Plan, Mesh]):
     assert {name: axis["size"] for name, axis in content["mesh"].items()} == dict(mesh.shape)
     assert len(content["collectives"]) == len(plan.transfers)
     assert content["memory"]["total"] == 8 * 2**30 + 2**20 and content["memory"]["fits"]
+    assert content["placement"]["bytes_per_device_per_round"] == plan.sent(axis="islands")
+    assert content["placement"]["bytes_per_device_inside_loops"] == 0
     between = content["between_slices"]
     assert between["bytes_per_device_per_round"] == plan.sent("DCN")
     assert between["bytes_per_device_per_step"] * STEPS == plan.sent("DCN")

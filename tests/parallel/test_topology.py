@@ -67,6 +67,7 @@ def test_figures_of_a_chip_agree_with_each_other():
     for chip in CHIPS.values():
         assert 1e14 < chip.peak_flops < 1e16
         assert 1e10 < chip.memory < 1e12 and chip.source.startswith("https://")
+        assert 0.95 * chip.memory < chip.usable < 1.01 * chip.memory
         # Memory is faster than the links, the links are faster than the network between slices.
         assert chip.memory_bandwidth > chip.links * chip.link_bandwidth > chip.network_bandwidth
     # A pod's published bisection: v5e 1.6 TB/s, v6e 3.2 TB/s, over 2 x 16 links there and back.

@@ -128,6 +128,26 @@ ENTRY %main (a: f32[64,32], w: f32[8,32,16]) -> f32[64,16] {
     assert counted.traffic == 4 * (64 * 32 + 32 * 16 + 64 * 16)
 
 
+@pytest.mark.parametrize("space", ["", "S(1)"])
+def test_copies_and_slices_that_start_early(space: str):
+    """What is brought into the vector memory ahead of its use is read once."""
+    text = f"""HloModule m, num_partitions=1
+
+ENTRY %main (a: f32[8,512]) -> f32[2,512] {{
+  %a = f32[8,512]{{1,0}} parameter(0)
+  %s = ((f32[8,512]{{1,0}}), f32[2,512]{{1,0:{space}}}, s32[]{{:S(2)}}) slice-start(%a), \
+slice={{[0:2], [0:512]}}
+  %t = f32[2,512]{{1,0:{space}}} slice-done(%s)
+  %c = (f32[8,512]{{1,0:{space}}}, f32[8,512]{{1,0}}, u32[]{{:S(2)}}) copy-start(%a)
+  %d = f32[8,512]{{1,0:{space}}} copy-done(%c)
+  ROOT %r = f32[2,512]{{1,0:S(1)}} negate(%t)
+}}
+"""
+    sliced, whole = 4 * 2 * 512, 4 * 8 * 512
+    expected = sliced + whole if space else 3 * sliced + 2 * whole
+    assert count(hlo.read(text)).traffic == expected
+
+
 def test_what_stays_in_vector_memory_is_no_traffic():
     text = """HloModule m, num_partitions=1
 
@@ -146,7 +166,8 @@ ENTRY %main (a: f32[128,128]) -> f32[128,128] {
 
 
 @pytest.mark.parametrize(
-    ("name", "devices"), [("tpu_two_slices_2x4", 4), ("tpu_two_slices_4x2", 2), ("gpu_4x2", 2)]
+    ("name", "devices"),
+    [("tpu_two_slices_2x4", 4), ("tpu_two_slices_4x2", 2), ("tpu7x_2x4", 4), ("gpu_4x2", 2)],
 )
 def test_products_of_a_recorded_round(name: str, devices: int):
     """Five products a step of 1024 rows: two forward, and all but the input's gradient backward."""
@@ -160,43 +181,52 @@ ENTRY %main (q: bf16[4,2048,128], k: bf16[2,2048,128]) -> bf16[4,2048,128] {{
   %mask = s8[1,4,{visited}]{{2,1,0}} constant({{...}})
   %q = bf16[4,2048,128]{{2,1,0}} parameter(0)
   %k = bf16[2,2048,128]{{2,1,0}} parameter(1)
-  ROOT %splash_mha_{kind}_residuals.1 = bf16[4,2048,128]{{2,1,0}} custom-call(%mask, %mask, %q, \
+  ROOT %{name}.1 = bf16[4,2048,128]{{2,1,0}} custom-call(%mask, %mask, %q, \
 %k, %k), custom_call_target="{target}", frontend_attributes={{kernel_metadata={{
-"xprof_metadata":"{{\\"block_q\\": 512, \\"block_kv\\": 512, \\"block_q_dkv\\": 512, \
-\\"block_kv_dkv\\": 512, \\"block_q_dq\\": 512, \\"block_kv_dq\\": 512}}"
+"xprof_metadata":"{{{blocks}}}"
 
 }}}}
 }}
 """
+BLOCKS = {
+    ending: f'\\"block_q{ending}\\": 512, \\"block_kv{ending}\\": 512'
+    for ending in ("", "_dkv", "_dq")
+}
+ALL_BLOCKS = ", ".join(BLOCKS.values())
 
 
-@pytest.mark.parametrize(("kind", "products"), [("fwd", 2), ("dkv", 4), ("dq", 3)])
+@pytest.mark.parametrize(
+    ("blocks", "products"), [(ALL_BLOCKS, 2), (BLOCKS["_dkv"], 4), (BLOCKS["_dq"], 3)]
+)
 @pytest.mark.parametrize(("visited", "share"), [(4, 1 / 2), (2, 2 / 4), (1, 1 / 4)])
-def test_kernels_of_splash_attention(kind: str, products: int, visited: int, share: float):
+def test_kernels_of_splash_attention(blocks: str, products: int, visited: int, share: float):
     """All blocks: a causal mask; fewer: a window, whose kernel visits only so many."""
-    text = SPLASH.format(kind=kind, visited=visited, target="tpu_custom_call")
+    text = SPLASH.format(
+        name="_splash_attention", visited=visited, target="tpu_custom_call", blocks=blocks
+    )
     counted = count(hlo.read(text))
     assert counted.products == products * 2 * 4 * 2048 * 2048 * 128 * share
     assert counted.silent == ()
 
 
 @pytest.mark.parametrize(
-    ("kind", "target", "silent"),
+    ("name", "target", "blocks", "silent"),
     [
-        ("other", "tpu_custom_call", True),
-        ("other", "__cudnn$fmhaSoftmax", True),
-        ("other", "Sharding", False),
+        ("other", "tpu_custom_call", ALL_BLOCKS, True),
+        ("splash", "tpu_custom_call", "", True),
+        ("other", "__cudnn$fmhaSoftmax", "", True),
+        ("other", "Sharding", "", False),
     ],
 )
-def test_kernels_that_do_not_tell(kind: str, target: str, silent: bool):
-    text = SPLASH.format(kind=kind, visited=4, target=target).replace("splash_mha_", "my_")
+def test_kernels_that_do_not_tell(name: str, target: str, blocks: str, silent: bool):
+    text = SPLASH.format(name=name, visited=4, target=target, blocks=blocks)
     counted = count(hlo.read(text))
     assert counted.products == 0
-    assert counted.silent == (("my_other_residuals.1",) if silent else ())
+    assert counted.silent == ((f"{name}.1",) if silent else ())
 
 
 def test_a_kernel_that_tells_its_cost():
-    text = SPLASH.format(kind="other", visited=4, target="tpu_custom_call")
+    text = SPLASH.format(name="other", visited=4, target="tpu_custom_call", blocks="")
     cost = 'backend_config={"cost_estimate":{"flops":"123"}}, custom_call_target='
     text = text.replace("custom_call_target=", cost)
     counted = count(hlo.read(text))

@@ -59,7 +59,7 @@ def generate(
 
     Example:
       >>> config = TransformerConfig(layers=2, width=64, heads=2)
-      >>> params = transformer(config).init(jax.random.key(0))
+      >>> params = jax.jit(transformer(config).init)(jax.random.key(0))
       >>> prompt = jnp.frombuffer(b"to be", jnp.uint8)[None]
       >>> generate(params, config, prompt, tokens=3, temperature=0.0).shape
       (1, 3)

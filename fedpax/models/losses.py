@@ -112,10 +112,10 @@ def transformer_loss(
 
     Example:
       >>> config = TransformerConfig(layers=2, width=64, heads=2)
-      >>> params = transformer(config).init(jax.random.key(0))
+      >>> params = jax.jit(transformer(config).init)(jax.random.key(0))
       >>> text = jnp.frombuffer(b"to be or not to be", jnp.uint8).astype(int)[None]
       >>> batch = {"inputs": text[:, :-1], "targets": text[:, 1:]}
-      >>> loss, aux = transformer_loss(config, z_loss=1e-4)(params, batch)
+      >>> loss, aux = jax.jit(transformer_loss(config, z_loss=1e-4))(params, batch)
       >>> bool(loss > aux["cross_entropy"] > 0), int(aux["tokens"])
       (True, 17)
     """
@@ -161,7 +161,8 @@ def classification_loss(apply: Callable[[Any, jax.Array], jax.Array]) -> LossFun
       >>> model = mlp(MLPConfig(sizes=(4, 8, 3)))
       >>> image = jax.random.uniform(jax.random.key(0), (5, 2, 2))
       >>> batch = {"image": image, "label": jnp.array([0, 1, 2, 1, 0])}
-      >>> loss, aux = classification_loss(model.apply)(model.init(jax.random.key(1)), batch)
+      >>> params = jax.jit(model.init)(jax.random.key(1))
+      >>> loss, aux = jax.jit(classification_loss(model.apply))(params, batch)
       >>> loss.shape, bool(0 <= aux["accuracy"] <= 1)
       ((), True)
     """

@@ -239,8 +239,8 @@ def mlp(config: MLPConfig) -> Functional:
 
     Example:
       >>> model = mlp(MLPConfig())
-      >>> params = model.init(jax.random.key(0))
-      >>> model.apply(params, jnp.zeros((5, 28, 28))).shape
+      >>> params = jax.jit(model.init)(jax.random.key(0))
+      >>> jax.jit(model.apply)(params, jnp.zeros((5, 28, 28))).shape
       (5, 10)
     """
     return functional(functools.partial(MLP, config))
@@ -258,8 +258,8 @@ def cnn(config: CNNConfig) -> Functional:
 
     Example:
       >>> model = cnn(CNNConfig(height=8, width=8))
-      >>> params = model.init(jax.random.key(0))
-      >>> model.apply(params, jnp.zeros((5, 8, 8, 1))).shape
+      >>> params = jax.jit(model.init)(jax.random.key(0))
+      >>> jax.jit(model.apply)(params, jnp.zeros((5, 8, 8, 1))).shape
       (5, 10)
     """
     return functional(functools.partial(CNN, config))

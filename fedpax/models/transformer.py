@@ -221,8 +221,8 @@ def transformer(config: TransformerConfig) -> Functional:
 
     Example:
       >>> model = transformer(TransformerConfig(layers=2, width=64, heads=2))
-      >>> params = model.init(jax.random.key(0))
-      >>> model.apply(params, jnp.zeros((1, 8), int)).shape
+      >>> params = jax.jit(model.init)(jax.random.key(0))
+      >>> jax.jit(model.apply)(params, jnp.zeros((1, 8), int)).shape
       (1, 8, 256)
     """
     return functional(functools.partial(Transformer, config))

@@ -100,6 +100,7 @@ def test_the_gradient_of_a_round_is_that_of_plain_jax():
     assert min(abs(value) for value in expected[1].values()) > 1e-3
 
 
+@pytest.mark.slow
 def test_the_gradient_is_timed_against_its_round_in_flat_memory(capsys, tmp_path):
     path = tmp_path / "figures.json"
     arguments = ["--model=tiny", "--devices=2", "--unroll=1", f"--json={path}"]

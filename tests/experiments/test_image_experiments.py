@@ -55,6 +55,7 @@ def test_clients_of_a_large_population_differ_and_cost_their_own_steps(tmp_path)
     assert 0 <= lines[0]["bytes_between"] - 4 * SMALL.parameters() < 64
 
 
+@pytest.mark.slow
 def test_natural_clients_are_the_values_of_a_field(tmp_path):
     base = module.fedadam_emnist()
     assert (base.cohort.size, base.cohort.batch, base.cohort.epochs) == (10, 20, 1)

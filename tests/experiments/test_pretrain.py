@@ -87,7 +87,7 @@ def test_a_vocabulary_that_the_model_does_not_have_is_refused() -> None:
     ("islands", "mesh", "state"),
     [
         (1, MeshConfig(fsdp=4, tensor=2), DataParallelState),
-        (2, MeshConfig(islands=2, fsdp=4), DiLoCoState),
+        pytest.param(2, MeshConfig(islands=2, fsdp=4), DiLoCoState, marks=pytest.mark.slow),
     ],
     ids=["one island", "two islands"],
 )
@@ -102,6 +102,7 @@ def test_it_learns(islands: int, mesh: MeshConfig, state: type, tmp_path: Path) 
     assert np.log(256) > losses[0] > losses[1]
 
 
+@pytest.mark.slow
 def test_it_goes_on_with_another_number_of_islands(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -38,9 +38,11 @@ def one_by_one(config: TransformerConfig, params: Any, prompt: Any, tokens: int)
 @pytest.mark.parametrize(
     "change",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         {"window": 3, "tied_embeddings": False},
-        {"experts": 4, "logit_softcap": 5.0, "stage_repeats": 2},
+        pytest.param(
+            {"experts": 4, "logit_softcap": 5.0, "stage_repeats": 2}, marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )

@@ -64,7 +64,9 @@ def take(tree: Any, i: int) -> Any:
     [
         ({"fsdp": 2, "tensor": 2}, (AUTO, AUTO)),
         ({"fsdp": 2, "tensor": 2}, (EXPLICIT, EXPLICIT)),
-        ({"data": 2, "sequence": 2, "tensor": 2}, (AUTO, AUTO, AUTO)),
+        pytest.param(
+            {"data": 2, "sequence": 2, "tensor": 2}, (AUTO, AUTO, AUTO), marks=pytest.mark.slow
+        ),
         pytest.param(
             {"data": 2, "fsdp": 2, "tensor": 2}, (EXPLICIT, AUTO, AUTO), marks=pytest.mark.slow
         ),
@@ -93,7 +95,11 @@ def test_equals_one_device(
 @pytest.mark.parametrize(
     ("change", "sizes"),
     [
-        ({"tied_embeddings": False, "logit_softcap": 3.0}, {"fsdp": 2, "tensor": 2}),
+        pytest.param(
+            {"tied_embeddings": False, "logit_softcap": 3.0},
+            {"fsdp": 2, "tensor": 2},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             {"experts": 4, "window": 6},
             {"fsdp": 2, "expert": 2, "tensor": 2},
@@ -146,7 +152,7 @@ def test_init_in_parts_equals_init_on_one_device() -> None:
     assert down.addressable_shards[0].data.shape == (2, 10, 6)
 
 
-@pytest.mark.parametrize("way", ["vmap", "shard_map"])
+@pytest.mark.parametrize("way", [pytest.param("vmap", marks=pytest.mark.slow), "shard_map"])
 def test_every_island_computes_as_if_alone(one_device: tuple[Any, Any, Any], way: str) -> None:
     model = transformer(CONFIG)
     params, batches, expected = one_device

@@ -104,7 +104,7 @@ def mesh_of(**sizes: int) -> Mesh:
             marks=pytest.mark.slow,
         ),
     ],
-    ids=str,
+    ids=lambda settings: str(settings).partition("functools")[0],
 )
 def test_equals_one_device(one_device: Any, sizes: dict[str, int], options: Any) -> None:
     arguments, expected = one_device

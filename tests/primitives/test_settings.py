@@ -41,7 +41,9 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    "setting", [pytest.param("checking_leaks", marks=pytest.mark.slow), *list(SETTINGS)[1:]]
+)
 def test_settings_that_find_mistakes_find_none(setting):
     w, x, n = jnp.asarray(normal(N, 2)), normal(N, 2), positive(N)
     expected = jax.jit(jax.value_and_grad(loss_plainly))(w[0], x, n)

@@ -34,6 +34,7 @@ def test_digits_are_learned(tmp_path):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_clients_of_a_large_population_differ_and_cost_their_own_steps(tmp_path):
     experiment = small(module.fedavg_population(), rounds=2, size=32, max_steps=4)
     run = experiment.build()

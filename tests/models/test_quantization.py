@@ -60,7 +60,8 @@ def test_explicit_axes_are_refused() -> None:
         quantized_einsum("btw,whd->bthd", *map(jnp.asarray, draw()), "int8")
 
 
-@pytest.mark.parametrize("quantization", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
 def test_a_quantized_model_learns(quantization: Any) -> None:
     config = TransformerConfig(
         vocabulary=23, layers=2, width=32, heads=4, mlp_width=48, quantization=quantization

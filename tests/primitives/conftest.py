@@ -7,9 +7,10 @@ from jax.sharding import Mesh
 from mesh_kinds import KINDS, under
 
 MAIN = ("automatic", "explicit")
+FAST = ("no mesh", *MAIN, "clients explicit")
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=[k if k in FAST else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
 def current_mesh(request: pytest.FixtureRequest) -> Iterator[Mesh | None]:
     """Runs a test without a mesh, and under the 4 x 2 mesh (clients, fsdp) of every kind."""
     yield from under(request.param)
@@ -21,7 +22,9 @@ def main_mesh(request: pytest.FixtureRequest) -> Iterator[Mesh | None]:
     yield from under(request.param)
 
 
-@pytest.fixture(params=[k for k, types in KINDS.items() if types])
+@pytest.fixture(
+    params=[k if k in FAST else pytest.param(k, marks=pytest.mark.slow) for k in KINDS if KINDS[k]]
+)
 def mesh_only(request: pytest.FixtureRequest) -> Iterator[Mesh | None]:
     """As `current_mesh`, where nothing is to be seen without a mesh."""
     yield from under(request.param)

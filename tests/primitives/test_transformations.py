@@ -149,7 +149,11 @@ ORDERS = [
 ]
 
 
-@pytest.mark.parametrize("names", ORDERS, ids=" of ".join)
+@pytest.mark.parametrize(
+    "names",
+    [pytest.param(n, marks=pytest.mark.slow) if i % 2 else n for i, n in enumerate(ORDERS)],
+    ids=" of ".join,
+)
 def test_orders_without_a_mesh(names, agrees):
     agrees(*names)
 

@@ -9,7 +9,7 @@ from mesh_kinds import under
 
 @pytest.fixture(
     params=[
-        "no mesh",
+        pytest.param("no mesh", marks=pytest.mark.slow),
         "automatic",
         "explicit",
         pytest.param("clients explicit", marks=pytest.mark.slow),

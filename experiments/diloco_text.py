@@ -9,7 +9,7 @@ from fedpax.algorithms.data_parallel import data_parallel
 from fedpax.algorithms.diloco import diloco
 from fedpax.experiments.optimizers import OptimizerConfig
 from fedpax.experiments.text import TextConfig, TextExperiment
-from fedpax.models.transformer import TransformerConfig
+from fedpax.models import presets
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.training.contract import FederatedAlgorithm
 from fedpax.training.experiment import TrainingConfig
@@ -64,16 +64,7 @@ def diloco_text() -> DiLoCoText:
     return DiLoCoText(
         islands=4,
         mesh=MeshConfig(islands=4, fsdp=2),
-        model=TransformerConfig(
-            vocabulary=256,
-            layers=3,
-            width=192,
-            heads=4,
-            key_value_heads=2,
-            mlp_width=416,
-            rope_base=50.0,
-            unroll=3,
-        ),
+        model=presets.demo(),
         data=TextConfig(
             local_steps=20, batch=2, length=32, heldout_batch=32, heldout_tokens=32_768
         ),

@@ -12,10 +12,9 @@ from typing import Any
 import optax
 
 from fedpax.algorithms.data_parallel import data_parallel
-from fedpax.algorithms.diloco import diloco
-from fedpax.experiments.diloco_text import OuterConfig
+from fedpax.experiments.diloco_text import DiLoCoText
 from fedpax.experiments.optimizers import OptimizerConfig
-from fedpax.experiments.text import LossConfig, TextConfig, TextExperiment
+from fedpax.experiments.text import LossConfig, TextConfig
 from fedpax.models import presets
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.training.contract import FederatedAlgorithm
@@ -23,23 +22,14 @@ from fedpax.training.experiment import TrainingConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Pretraining(TextExperiment):
-    """A language model trained by one island, or by several that synchronize once a round.
-
-    Attributes:
-        outer: what joins several islands.
-    """
-
-    outer: OuterConfig = dataclasses.field(default_factory=OuterConfig)
+class Pretraining(DiLoCoText):
+    """A language model trained by one island, or by several that synchronize once a round."""
 
     def method(self, loss_fn: Any, optimizer: optax.GradientTransformation) -> FederatedAlgorithm:
         """Makes the method: SPMD training, or DiLoCo."""
         if self.islands == 1:
             return data_parallel(loss_fn, islands=1, optimizer=optimizer)
-        outer = optax.sgd(self.outer.learning_rate, momentum=self.outer.momentum, nesterov=True)
-        return diloco(
-            loss_fn, islands=self.islands, inner_optimizer=optimizer, outer_optimizer=outer
-        )
+        return super().method(loss_fn, optimizer)
 
 
 def pretrain_text() -> Pretraining:

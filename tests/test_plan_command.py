@@ -18,7 +18,7 @@ from fedpax.parallel.plan import Memory
 from fedpax.parallel.topology import find_topology
 from fedpax.training import planning
 from fedpax.training.planning import MemoryOverflowError, PlanError, plan_experiment
-from fedpax.training.program import compile_round
+from fedpax.training.program import compile_round, with_shardings
 
 HERE = Path(__file__).parent
 EXP = "--exp=stacked_layers:stack"
@@ -118,7 +118,7 @@ def test_the_planned_program_is_the_trained_one() -> None:
     """What `plan` compiles, without its mesh set, is what training compiles with it."""
     experiment = stacked_layers.stack()
     run = experiment.build()
-    batches = planning._placed(run.batch_shapes, run.shardings.batches)
+    batches = with_shardings(run.batch_shapes, run.shardings.batches)
     with set_mesh(run.mesh):
         trained = compile_round(run, batches)
     plan, _ = plan_experiment(experiment, find_topology("cpu:8"))

@@ -30,6 +30,7 @@ from fedpax.parallel.axes import partition_spec, shardings
 from fedpax.parallel.collectives import collectives
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.parallel.topology import find_topology
+from fedpax.training.program import with_shardings
 from fedpax.training.shardings import state_shardings
 
 
@@ -137,9 +138,7 @@ def compile_both(
             placement="islands",
             participants=1,
         )
-        state = jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, where
-        )
+        state = with_shardings(state, where)
         rows = partition_spec(("batch", "sequence"), mesh, shape=(batch, length))
         shapes = token_round_shapes(islands=1, local_steps=steps, batch=batch, length=length)
 

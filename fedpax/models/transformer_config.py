@@ -6,8 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
-FLOPS_OF_A_WEIGHT = 6
-"""A multiplication and an addition a token, forward once and backward twice."""
+from fedpax.parallel.utilization import flops_per_token
 
 
 @dataclass(frozen=True)
@@ -171,8 +170,13 @@ class TransformerConfig:
         # Token t sees min(t, seen); the sum over t is seen * length - seen^2 / 2.
         attended = seen * (1 - seen / (2 * length)) if causal else seen
         looked_up = 0 if self.tied_embeddings else self.vocabulary * self.width
-        scores = 2 * self.layers * self.heads * self.features_per_head * attended
-        return FLOPS_OF_A_WEIGHT * (self.active_parameters() - looked_up + scores)
+        return flops_per_token(
+            self.active_parameters() - looked_up,
+            self.layers,
+            self.heads,
+            self.features_per_head,
+            attended,
+        )
 
     def _outside_experts(self) -> int:
         """Parameters of a layer's attention, norms and router."""

@@ -16,7 +16,7 @@ def flops_per_token(
     layers: int,
     heads: int,
     head_width: int,
-    length: int,
+    length: float,
     causal: bool = False,
 ) -> float:
     """Floating-point operations of a transformer for one training token.
@@ -30,7 +30,7 @@ def flops_per_token(
       layers: L.
       heads: H, query heads.
       head_width: d, features of a head.
-      length: T, tokens in a sequence.
+      length: T, tokens in a sequence, or as many as a token attends to.
       causal: count only the half of attention that a causal mask leaves, 6 L H d T.
 
     Returns:

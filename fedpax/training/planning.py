@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, use_abstract_mesh
+from jax.sharding import use_abstract_mesh
 
 from fedpax.parallel.mesh import default_devices
 from fedpax.parallel.plan import Plan, Workload, make_plan, memory_of
 from fedpax.parallel.topology import Topology
 from fedpax.training.configuration import write_atomically
 from fedpax.training.experiment import Experiment, Run
-from fedpax.training.program import compile_round
-from fedpax.training.shardings import state_shardings
+from fedpax.training.program import compile_round, shardings_of_state, with_shardings
 
 
 class PlanError(ValueError):
@@ -75,7 +74,7 @@ def plan_experiment(
             f"{name} does not say the shapes of its batches without its data: its build() must "
             "return a Run with batch_shapes."
         )
-    batches = _placed(run.batch_shapes, run.shardings.batches)
+    batches = with_shardings(run.batch_shapes, run.shardings.batches)
     tell("compiling its round; minutes, for a large model")
     try:
         # The mesh's devices may not be there: with the mesh itself set, JAX would run the little
@@ -126,18 +125,6 @@ def _repeated(tell: Callable[[str], None], line: str, every: float = 30.0) -> It
     finally:
         done.set()
         thread.join()
-
-
-def _placed(shapes: Any, shardings: Any) -> Any:
-    """Gives shapes the shardings of a prefix of their tree."""
-    return jax.tree.map(
-        lambda sharding, below: jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), below
-        ),
-        shardings,
-        shapes,
-        is_leaf=lambda leaf: isinstance(leaf, NamedSharding),
-    )
 
 
 # What makes a round smaller, by the experiment's field.
@@ -199,15 +186,7 @@ def _argument_bytes(run: Run) -> dict[str, int]:
     params = jax.eval_shape(run.init, jax.random.key(0))
     state = jax.eval_shape(run.algorithm.init, params)
     participants = jax.tree.leaves(run.batch_shapes)[0].shape[0]
-    shardings = state_shardings(
-        state,
-        params,
-        run.shardings.params,
-        run.mesh,
-        placement=run.placement,
-        participants=participants,
-    )
-    whole = _device_bytes(state, shardings)
+    whole = _device_bytes(state, shardings_of_state(run, params, state, participants))
     model = _device_bytes(params, run.shardings.params)
     return {
         "the model": model,
@@ -217,7 +196,7 @@ def _argument_bytes(run: Run) -> dict[str, int]:
 
 
 def _device_bytes(shapes: Any, shardings: Any) -> int:
-    leaves = jax.tree.leaves(_placed(shapes, shardings))
+    leaves = jax.tree.leaves(with_shardings(shapes, shardings))
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * _width(leaf.dtype) for leaf in leaves
     )

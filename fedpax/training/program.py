@@ -53,19 +53,8 @@ def compile_round(run: Run, batches: Any) -> Program:
             "NamedTuple whose field params is the server's model from init."
         )
     participants = jax.tree.leaves(batches)[0].shape[0]
-    shardings = state_shardings(
-        state,
-        params,
-        run.shardings.params,
-        run.mesh,
-        placement=run.placement,
-        participants=participants,
-    )
-    state = jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        state,
-        shardings,
-    )
+    shardings = shardings_of_state(run, params, state, participants)
+    state = with_shardings(state, shardings)
     _check_round(state, *jax.eval_shape(run.algorithm.round, state, batches))
     everywhere = NamedSharding(run.mesh, PartitionSpec())
     step = jax.jit(run.algorithm.round, donate_argnums=0, out_shardings=(shardings, everywhere))
@@ -76,6 +65,54 @@ def compile_round(run: Run, batches: Any) -> Program:
         parameters=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)),
         participants=participants,
         bytes_between=_bytes_between(compiled, run),
+    )
+
+
+def shardings_of_state(run: Run, params: Any, state: State, participants: int) -> Any:
+    """Says where a run's state lives.
+
+    Args:
+        run: what is trained.
+        params: the parameters' abstract values.
+        state: the state's abstract values.
+        participants: the placement's size.
+
+    Returns:
+        A tree of ``NamedSharding`` with the structure of the state.
+    """
+    return state_shardings(
+        state,
+        params,
+        run.shardings.params,
+        run.mesh,
+        placement=run.placement,
+        participants=participants,
+    )
+
+
+def with_shardings(shapes: Any, shardings: Any) -> Any:
+    """Gives abstract values their shardings.
+
+    Args:
+        shapes: a tree of what has a shape and a dtype.
+        shardings: a ``NamedSharding``, or a tree of them that is a prefix of ``shapes``.
+
+    Returns:
+        The same tree of ``jax.ShapeDtypeStruct``.
+
+    Example:
+        >>> where = NamedSharding(jax.make_mesh((1,), ("clients",)), PartitionSpec("clients"))
+        >>> types = with_shardings({"x": jax.ShapeDtypeStruct((2, 3), "float32")}, where)
+        >>> types["x"].shape, tuple(types["x"].sharding.spec)
+        ((2, 3), ('clients',))
+    """
+    return jax.tree.map(
+        lambda sharding, below: jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), below
+        ),
+        shardings,
+        shapes,
+        is_leaf=lambda leaf: isinstance(leaf, NamedSharding),
     )
 
 

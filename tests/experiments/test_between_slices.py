@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any
 
-import jax
 import pytest
 from jax.sharding import use_abstract_mesh
 
@@ -13,7 +12,7 @@ from fedpax.models.transformer import TransformerConfig
 from fedpax.parallel.collectives import Collective, collectives
 from fedpax.parallel.mesh import MeshConfig, default_devices
 from fedpax.parallel.topology import find_topology
-from fedpax.training.program import compile_round
+from fedpax.training.program import compile_round, with_shardings
 
 STEPS, ROWS = 100, 16
 MODEL = TransformerConfig(
@@ -31,10 +30,7 @@ def between_slices(islands: int, mesh: MeshConfig) -> list[Collective]:
     )
     with default_devices(find_topology("v5e:2x2", slices=2).devices):
         run = experiment.build()
-    batches = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=run.shardings.batches),
-        run.batch_shapes,
-    )
+    batches = with_shardings(run.batch_shapes, run.shardings.batches)
     with use_abstract_mesh(run.mesh.abstract_mesh):
         text = compile_round(run, batches).round.as_text()
     return [c for c in collectives(text or "", run.mesh) if c.between_slices]

@@ -17,7 +17,7 @@ from fedpax.parallel.mesh import MeshConfig
 from fedpax.training.experiment import TrainingConfig
 from fedpax.training.loop import train
 from fedpax.training.metrics import read_metrics, select
-from fedpax.training.program import compile_round
+from fedpax.training.program import compile_round, with_shardings
 
 SMALL: dict[str, Any] = {
     "model": TransformerConfig(layers=2, width=16, heads=2, key_value_heads=1, mlp_width=32),
@@ -55,10 +55,7 @@ def test_an_experiment_is_built_and_compiled_without_its_data() -> None:
     data = dataclasses.replace(SMALL["data"], dataset="no_such_data_set", tokenizer="none.json")
     run = dataclasses.replace(small(mesh=MeshConfig(fsdp=8)), data=data).build()
     with jax.set_mesh(run.mesh):
-        batches = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=run.shardings.batches),
-            run.batch_shapes,
-        )
+        batches = with_shardings(run.batch_shapes, run.shardings.batches)
         program = compile_round(run, batches)
     assert program.parameters == SMALL["model"].parameters()
     assert run.flops_per_token == SMALL["model"].flops_per_token(16)

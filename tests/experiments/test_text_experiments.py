@@ -13,7 +13,7 @@ from fedpax.models.transformer import TransformerConfig
 from fedpax.training.experiment import TrainingConfig
 from fedpax.training.loop import train
 from fedpax.training.metrics import read_metrics, select
-from fedpax.training.program import compile_round
+from fedpax.training.program import compile_round, with_shardings
 
 EXPERIMENTS = (module.diloco_text, module.data_parallel_text, module.single_island_text)
 
@@ -62,12 +62,7 @@ def test_data_parallel_sends_twenty_times_the_bytes(small):
     sent = {}
     for make in EXPERIMENTS[:2]:
         run = small(make()).build()
-        batches = jax.tree.map(
-            lambda x, run=run: jax.ShapeDtypeStruct(
-                x.shape, x.dtype, sharding=run.shardings.batches
-            ),
-            run.batch_shapes,
-        )
+        batches = with_shardings(run.batch_shapes, run.shardings.batches)
         with jax.set_mesh(run.mesh):
             sent[make.__name__] = compile_round(run, batches).bytes_between
     assert sent["data_parallel_text"] == 20 * sent["diloco_text"] > 0

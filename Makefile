@@ -15,8 +15,13 @@ help:  ## List the targets.
 demo: $(INSTALLED)  ## Train DiLoCo, data parallelism and one island alone, and compare them.
 	$(BIN)/fedpax compare --exp=diloco_text,data_parallel_text,single_island_text --job_log_dir=runs/demo
 
+# Most of the fast tests' time is the compiler's, so it is told to hurry: XLA's plain emitters of
+# fusions, and LLVM without its expensive passes. `make test-all` compiles as users do.
+HURRY := JAX_DISABLE_MOST_OPTIMIZATIONS=1 \
+	XLA_FLAGS="$(XLA_FLAGS) --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+
 test: lint typecheck  ## Lint, check types and run the fast tests.
-	$(PYTEST) -m "not slow"
+	$(HURRY) $(PYTEST) -m "not slow"
 
 test-all: lint typecheck  ## The same with the slow tests.
 	$(PYTEST)

@@ -2,6 +2,8 @@
 
 import abc
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -25,8 +27,8 @@ from fedpax.data.partition import Partition
 from fedpax.models.losses import classification_loss
 from fedpax.models.small import CNNConfig, cnn
 from fedpax.parallel.axes import shardings
-from fedpax.parallel.mesh import MeshConfig
-from fedpax.training.contract import FederatedAlgorithm, Metrics, State
+from fedpax.parallel.mesh import MeshConfig, available_devices
+from fedpax.training.contract import FederatedAlgorithm, Metrics, Params, State
 from fedpax.training.evaluation import evaluator
 from fedpax.training.experiment import Experiment, Run, Shardings, TrainingConfig
 
@@ -117,7 +119,7 @@ class FedAvgImages(Experiment):
         """Loads the images, and makes population, cohorts, model, algorithm and mesh."""
         settings = self.cohort
         sizes = sharing(self.mesh, settings.size)
-        mesh = sizes.make(jax.devices()[: sizes.size])
+        mesh = sizes.make(available_devices()[: sizes.size])
         devices = mesh.shape.get("clients", 1)
         source = load(self.dataset, "train", data_dir=self.data_dir)
         population = self.population(source)
@@ -132,7 +134,7 @@ class FedAvgImages(Experiment):
             devices=devices,
             clients_per_step=settings.clients_per_step,
         )
-        heldout = read_examples(load(self.dataset, self.heldout_split, data_dir=self.data_dir))
+        heldout = load(self.dataset, self.heldout_split, data_dir=self.data_dir)
         model = cnn(self.model)
         loss_fn = classification_loss(model.apply)
         method = fedavg(
@@ -149,17 +151,22 @@ class FedAvgImages(Experiment):
         over_clients = NamedSharding(
             mesh, PartitionSpec("clients" if "clients" in mesh.axis_names else None)
         )
+        # Later, since a plan's devices hold no data.
+        @functools.cache
+        def heldout_evaluator() -> Callable[[Params], dict[str, float]]:
+            return evaluator(
+                loss_fn,
+                example_batches(read_examples(heldout), self.heldout_batch),
+                placement="clients",
+                participants=devices,
+                sharding=over_clients,
+            )
+
         return Run(
             algorithm=FederatedAlgorithm(method.init, train_cohort),
             init=model.init,
             batches=rounds,
-            evaluate=evaluator(
-                loss_fn,
-                example_batches(heldout, self.heldout_batch),
-                placement="clients",
-                participants=devices,
-                sharding=over_clients,
-            ),
+            evaluate=lambda params: heldout_evaluator()(params),
             mesh=mesh,
             shardings=Shardings(
                 params=shardings(
@@ -169,6 +176,7 @@ class FedAvgImages(Experiment):
             ),
             tokens_per_round=rounds.examples_per_round,
             placement="clients",
+            batch_shapes=rounds.shapes,
         )
 
 
@@ -176,7 +184,7 @@ def sharing(mesh: MeshConfig, clients: int) -> MeshConfig:
     """Gives a mesh of `clients=-1` the largest `clients` axis that shares a cohort evenly."""
     if mesh.clients != -1:
         return mesh
-    available = jax.device_count() // dataclasses.replace(mesh, clients=1).size
+    available = len(available_devices()) // dataclasses.replace(mesh, clients=1).size
     even = max(d for d in range(1, max(available, 1) + 1) if clients % d == 0)
     return dataclasses.replace(mesh, clients=even)
 

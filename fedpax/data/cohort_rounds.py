@@ -7,6 +7,7 @@ Only the examples of the cohort are read, so a population can be larger than mem
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from numpy.typing import NDArray
 
@@ -66,6 +67,7 @@ class CohortRounds:
         max_steps: the most steps that a client takes in a round: the batches' second axis.
         examples_per_round: how many examples a cohort sees in a round, epochs times each, on
             average over at most a thousand clients.
+        shapes: the shapes and dtypes of a round, a `Cohort` of `jax.ShapeDtypeStruct`.
         settings: what decides the stream; a state is restored only into the same.
     """
 
@@ -76,6 +78,7 @@ class CohortRounds:
         cohorts: Cohorts,
         max_steps: int,
         prepare: Callable[[Arrays], dict[str, NDArray[Any]]],
+        example: Arrays,
         settings: dict[str, int | str],
     ) -> None:
         self.max_steps = max_steps
@@ -86,6 +89,14 @@ class CohortRounds:
         self._prepare = prepare
         self._round = 0
         batch, epochs = int(settings["batch"]), int(settings["epochs"])
+        each = jax.ShapeDtypeStruct((cohorts.size,), np.int32)
+        places = cohorts.size, max_steps, batch
+        fields = {
+            name: jax.ShapeDtypeStruct((*places, *values.shape[1:]), values.dtype)
+            for name, values in example.items()
+        }
+        mask = jax.ShapeDtypeStruct(places, np.bool_)
+        self.shapes = Cohort({**fields, "mask": mask}, each, each, each)
         some = np.linspace(0, len(population) - 1, min(len(population), 1000)).astype(int)
         seen = [epochs * len(population[k]) for k in some]
         # A client that is cut short sees as many as its steps hold.
@@ -250,7 +261,7 @@ def cohort_rounds(
         "clients_per_step": clients_per_step,
         "seed": seed,
     }
-    return CohortRounds(examples, population, cohorts, max_steps, prepare, settings)
+    return CohortRounds(examples, population, cohorts, max_steps, prepare, one, settings)
 
 
 def _steps(sizes: Sequence[int], batch: int, epochs: int, most: int | None) -> NDArray[np.int64]:

@@ -107,8 +107,9 @@ def transformer_loss(
 
     Returns:
       `loss_fn(params, batch) -> (loss, aux)` for batches as `next_token_loss` takes them. `aux` has
-      `tokens`, the number of targets that count, `cross_entropy`, the loss without other terms, and
-      what the layers of a mixture tell, such as `load_balance`, as their mean.
+      `tokens`, the number of targets that count, `cross_entropy`, the loss without other terms,
+      where there are any, and what the layers of a mixture tell, such as `load_balance`, as their
+      mean.
 
     Example:
       >>> config = TransformerConfig(layers=2, width=64, heads=2)
@@ -138,9 +139,11 @@ def transformer_loss(
         )
         tokens = jnp.float32(targets.size) if mask is None else jnp.sum(mask, dtype=jnp.float32)
         auxiliary = {name: value / config.layers for name, value in auxiliary.items()}
-        for name, factor in (("load_balance", load_balance), ("router_z", router_z)):
-            loss += factor * auxiliary.get(name, 0.0)
-        return loss, {"tokens": tokens, "cross_entropy": cross_entropy, **auxiliary}
+        factors = {"load_balance": load_balance, "router_z": router_z}
+        terms = [factors[name] * x for name, x in auxiliary.items() if factors.get(name)]
+        if terms or z_loss:
+            auxiliary["cross_entropy"] = cross_entropy
+        return sum(terms, loss), {"tokens": tokens, **auxiliary}
 
     return loss_fn
 

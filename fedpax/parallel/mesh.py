@@ -76,7 +76,7 @@ def make_mesh(
       >>> mesh.axis_names, mesh.size == jax.device_count()
       (('islands', 'fsdp'), True)
     """
-    devices = list(_all_devices() if devices is None else devices)
+    devices = list(available_devices() if devices is None else devices)
     sizes = _resolve(axis_sizes, devices)
     if axis_types is None or isinstance(axis_types, AxisType):
         types = dict.fromkeys(sizes, axis_types or AxisType.Auto)
@@ -126,7 +126,7 @@ class MeshConfig:
     def size(self) -> int:
         """Number of devices of the mesh; all that there are if an axis is -1."""
         sizes = asdict(self).values()
-        return len(_all_devices()) if -1 in sizes else math.prod(sizes)
+        return len(available_devices()) if -1 in sizes else math.prod(sizes)
 
     def make(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
         """Makes the mesh, of the axes whose size is not 1.
@@ -143,12 +143,18 @@ class MeshConfig:
         """
         sizes = {name: size for name, size in asdict(self).items() if size != 1}
         if not sizes:
-            devices, sizes = list(devices or _all_devices())[:1], {"data": 1}
+            devices, sizes = list(devices or available_devices())[:1], {"data": 1}
         return make_mesh(devices=devices, **sizes)
 
 
-def _all_devices() -> Sequence[jax.Device]:
-    """Those of `default_devices`, or else all that JAX has."""
+def available_devices() -> Sequence[jax.Device]:
+    """The devices that meshes are made of: those of `default_devices`, or else all that JAX has.
+
+    Example:
+      >>> with default_devices(jax.devices()[:1]):
+      ...     len(available_devices())
+      1
+    """
     return _DEFAULT_DEVICES.get() or jax.devices()
 
 
@@ -246,6 +252,8 @@ def _arrange(sizes: Mapping[str, int], devices: list[jax.Device], outer: str | N
     shape = tuple(sizes.values())
     if devices[0].platform == "tpu":
         slices = _by(devices, "slice_index")
+        if len(slices) == 1 and not _fill_a_box(devices):
+            return np.array(devices).reshape(shape)  # no arrangement of theirs follows the links
         if len(slices) == 1:
             return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
         between = tuple(len(slices) if name == outer else 1 for name in sizes)
@@ -262,6 +270,12 @@ def _arrange(sizes: Mapping[str, int], devices: list[jax.Device], outer: str | N
     ordered = np.array([device for process in sorted(processes) for device in processes[process]])
     others = shape[:position] + shape[position + 1 :]
     return np.moveaxis(ordered.reshape(shape[position], *others), 0, position)
+
+
+def _fill_a_box(devices: Sequence[jax.Device]) -> bool:
+    """Whether TPU cores are all those of a cuboid of chips."""
+    places = np.array([(*device.coords, device.core_on_chip) for device in devices])
+    return bool(np.prod(np.ptp(places, axis=0) + 1) == len(devices))
 
 
 def _by(devices: Sequence[jax.Device], attribute: str) -> dict[int, list[jax.Device]]:

@@ -162,6 +162,13 @@ def test_one_tpu_slice(tpu_devices: Devices, name: str, sizes: tuple[int, ...]):
     check_complete(make_mesh(devices=devices, **axes), devices)
 
 
+@pytest.mark.parametrize("taken", [5, 10, 12])
+def test_some_chips_of_a_slice(tpu_devices: Devices, taken: int):
+    devices = tpu_devices("v5e:4x4")[:taken]
+    mesh = make_mesh(devices=devices, clients=-1)
+    assert sorted(d.id for d in mesh.devices.flat) == sorted(d.id for d in devices)
+
+
 def test_neighbours_on_one_tpu_slice(tpu_devices: Devices):
     """The ring of an axis that fills a row of a TPU takes one hop each."""
     mesh = make_mesh(devices=tpu_devices("v5e:4x4"), islands=4, fsdp=4)

@@ -5,16 +5,25 @@ from typing import Any, NamedTuple
 import optax
 
 from fedpax.algorithms.local_steps import LossFn, local_steps, subtract
+from fedpax.algorithms.quantized_mean import check_levels, float_zeros, quantized_mean
 from fedpax.primitives import federated_broadcast, federated_map, federated_mean, program
 from fedpax.training.contract import FederatedAlgorithm, Metrics
 
 
 class DiLoCoState(NamedTuple):
-    """The shared model, the outer optimizer's state, and each island's own inner state, placed."""
+    """The shared model, the outer optimizer's state, and what each island keeps, placed.
+
+    Attributes:
+        params: the shared model.
+        outer_optimizer: the state of the outer optimizer.
+        inner_optimizer: the islands' states of the inner optimizer.
+        error: what the islands have not sent yet; None where outer gradients cross as floats.
+    """
 
     params: Any
     outer_optimizer: optax.OptState
     inner_optimizer: optax.OptState
+    error: Any = None
 
 
 def diloco(
@@ -23,6 +32,7 @@ def diloco(
     islands: int,
     inner_optimizer: optax.GradientTransformation,
     outer_optimizer: optax.GradientTransformation | None = None,
+    levels: int | None = None,
 ) -> FederatedAlgorithm:
     """Distributed low-communication training.
 
@@ -41,6 +51,8 @@ def diloco(
             steps over all rounds.
         outer_optimizer: any optax optimizer; None is the paper's SGD with Nesterov momentum,
             eta = 0.7 and beta = 0.9.
+        levels: how many values an entry of an island's outer gradient can take on the wire, 2 to
+            256, with error feedback (`fedpax.algorithms.quantized_mean`); None sends float32.
 
     Returns:
         `init(params)` and `round(state, batches)`. `batches` is a pytree of arrays `[islands, H,
@@ -48,8 +60,9 @@ def diloco(
         over inner steps and islands.
 
     Raises:
-        TypeError: `islands` is no int.
-        ValueError: `islands` below 1; in a round, batches without an axis of size `islands`.
+        TypeError: `islands` or `levels` is no int.
+        ValueError: `islands` below 1, `levels` out of range; in a round, batches without an axis of
+            size `islands`.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -67,14 +80,18 @@ def diloco(
         Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models,
         arXiv:2311.08105, algorithm 1.
     """
+    if levels is not None:
+        check_levels(levels)
     outer = (
         optax.sgd(0.7, momentum=0.9, nesterov=True) if outer_optimizer is None else outer_optimizer
     )
 
     @program(islands=islands)
     def init(params: Any) -> DiLoCoState:
-        inner_state = federated_map(inner_optimizer.init, federated_broadcast(params))
-        return DiLoCoState(params, outer.init(params), inner_state)
+        model = federated_broadcast(params)
+        inner_state = federated_map(inner_optimizer.init, model)
+        error = None if levels is None else federated_map(float_zeros, model)
+        return DiLoCoState(params, outer.init(params), inner_state, error)
 
     @program(islands=islands)
     def diloco_round(state: DiLoCoState, batches: Any) -> tuple[DiLoCoState, Metrics]:
@@ -87,9 +104,14 @@ def diloco(
             return subtract(state.params, params), inner_state, metrics
 
         change, inner_state, metrics = federated_map(inner_steps, state.inner_optimizer, batches)
-        outer_gradient, metrics = federated_mean((change, metrics))
+        error = state.error
+        if levels is None:
+            outer_gradient, metrics = federated_mean((change, metrics))
+        else:
+            metrics = federated_mean(metrics)
+            outer_gradient, error = quantized_mean(change, error, levels=levels)
         updates, outer_state = outer.update(outer_gradient, state.outer_optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
-        return DiLoCoState(params, outer_state, inner_state), metrics
+        return DiLoCoState(params, outer_state, inner_state, error), metrics
 
     return FederatedAlgorithm(init, diloco_round)

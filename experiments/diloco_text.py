@@ -17,15 +17,18 @@ from fedpax.training.experiment import TrainingConfig
 
 @dataclasses.dataclass(frozen=True)
 class OuterConfig:
-    """DiLoCo's outer optimizer, SGD with Nesterov momentum.
+    """DiLoCo's outer optimizer, SGD with Nesterov momentum, and what it gets.
 
     Attributes:
         learning_rate: eta.
         momentum: beta.
+        levels: how many values an entry of an island's outer gradient can take on the wire, with
+            error feedback; None sends float32.
     """
 
     learning_rate: float = 0.7
     momentum: float = 0.9
+    levels: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +45,11 @@ class DiLoCoText(TextExperiment):
         """Makes DiLoCo."""
         outer = optax.sgd(self.outer.learning_rate, momentum=self.outer.momentum, nesterov=True)
         return diloco(
-            loss_fn, islands=self.islands, inner_optimizer=optimizer, outer_optimizer=outer
+            loss_fn,
+            islands=self.islands,
+            inner_optimizer=optimizer,
+            outer_optimizer=outer,
+            levels=self.outer.levels,
         )
 
 

@@ -151,6 +151,7 @@ class FedAvgImages(Experiment):
         over_clients = NamedSharding(
             mesh, PartitionSpec("clients" if "clients" in mesh.axis_names else None)
         )
+
         # Later, since a plan's devices hold no data.
         @functools.cache
         def heldout_evaluator() -> Callable[[Params], dict[str, float]]:

@@ -6,7 +6,20 @@ import numpy as np
 import numpy_methods as reference
 import optax
 import pytest
-from method_table import PARTICIPANTS, STEPS, assert_close, loss_fn, problem, random_rounds, trainer
+from method_table import (
+    PARTICIPANTS,
+    STEPS,
+    TOLERANCE,
+    assert_close,
+    fresh_state,
+    loss_fn,
+    mesh_of,
+    place_batches,
+    problem,
+    random_rounds,
+    trainer,
+    use,
+)
 
 from fedpax.algorithms.data_parallel import data_parallel
 from fedpax.algorithms.diloco import diloco
@@ -76,3 +89,40 @@ def test_with_one_inner_step_of_sgd_it_is_data_parallelism():
         state, metrics = step(state, batches)
         other, other_metrics = other_step(other, batches)
         assert_close((state.params, metrics), (other.params, other_metrics))
+
+
+@pytest.mark.parametrize(
+    ("levels", "mesh"), [(16, "none"), (2, "4x2 automatic"), (2, "4x2 explicit")]
+)
+def test_what_does_not_cross_in_few_levels_is_owed(levels: int, mesh: str) -> None:
+    """With outer SGD of rate 1, the model and what is owed are the mean of the islands' ends."""
+    algorithm = diloco(
+        loss_fn,
+        islands=PARTICIPANTS,
+        inner_optimizer=optax.sgd(0.1),
+        outer_optimizer=optax.sgd(1.0),
+        levels=levels,
+    )
+    params, rounds, _ = problem(3)
+    where = mesh_of(mesh, "islands")
+    with use(where):
+        state = fresh_state(algorithm, "islands", params, where)
+        step = jax.jit(algorithm.round)
+        for batches in rounds:
+            old = jax.device_get(state)
+            state, metrics = step(state, place_batches(batches, where, "islands"))
+            new = jax.device_get(state)
+            [(ends, reports)] = reference.fedavg(
+                old.params, [batches], [[1] * PARTICIPANTS], reference.sgd(0.1)
+            )
+            assert_close(metrics, reports)
+            for name, end in ends.items():
+                # The model is x - mean(c - e), where c is what was to be sent and e what was not.
+                late = new.error[name].mean(0) - old.error[name].mean(0)
+                np.testing.assert_allclose(new.params[name] - late, end, **TOLERANCE)
+                assert np.abs(new.error[name]).max() > 1e-5
+
+
+def test_levels_are_checked_at_once() -> None:
+    with pytest.raises(ValueError, match="levels is 1, expected 2"):
+        diloco(loss_fn, islands=2, inner_optimizer=optax.sgd(0.1), levels=1)

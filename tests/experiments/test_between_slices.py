@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from jax.sharding import use_abstract_mesh
 
+from fedpax.experiments.diloco_text import OuterConfig
 from fedpax.experiments.pretrain import pretrain_text
 from fedpax.experiments.text import TextConfig
 from fedpax.models.transformer import TransformerConfig
@@ -20,12 +21,15 @@ MODEL = TransformerConfig(
 )
 
 
-def between_slices(islands: int, mesh: MeshConfig) -> list[Collective]:
+def between_slices(
+    islands: int, mesh: MeshConfig, dtype: str = "float32", levels: int | None = None
+) -> list[Collective]:
     experiment = dataclasses.replace(
         pretrain_text(),
         islands=islands,
         mesh=mesh,
-        model=MODEL,
+        model=dataclasses.replace(MODEL, dtype=dtype),
+        outer=OuterConfig(levels=levels),
         data=TextConfig(local_steps=STEPS, batch=ROWS // islands, length=256),
     )
     with default_devices(find_topology("v5e:2x2", slices=2).devices):
@@ -51,3 +55,15 @@ def test_diloco_crosses_once_a_round_and_outside_of_its_loops() -> None:
     parallel = between_slices(1, MeshConfig(data=2, fsdp=4))
     assert any(c.in_loop for c in parallel)
     assert bytes_of(parallel) >= STEPS * bytes_of(diloco)
+
+
+@pytest.mark.slow
+def test_in_bfloat16_the_outer_gradients_cross_in_fewer_bits() -> None:
+    """Data parallelism then sends bfloat16, and DiLoCo words of eight digits: 4 bits a value."""
+    pytest.importorskip("libtpu")
+    diloco = between_slices(2, MeshConfig(islands=2, fsdp=4), "bfloat16", levels=4)
+    assert all(c.axes == ("islands",) and not c.in_loop for c in diloco)
+    shard = MODEL.parameters() / 2 / 4
+    assert shard <= bytes_of(diloco) <= 1.01 * shard
+    parallel = between_slices(1, MeshConfig(data=2, fsdp=4), "bfloat16")
+    assert bytes_of(parallel) >= 4 * STEPS * bytes_of(diloco)

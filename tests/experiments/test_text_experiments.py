@@ -26,9 +26,11 @@ def small(tmp_path_factory):
         return dataclasses.replace(
             experiment,
             model=TransformerConfig(
-                vocabulary=256, layers=1, width=16, heads=2, key_value_heads=1, mlp_width=32
+                vocabulary=256, layers=1, width=24, heads=2, key_value_heads=1, mlp_width=52
             ),
-            data=TextConfig(local_steps=20, batch=2, length=16, heldout_tokens=1024),
+            data=TextConfig(
+                local_steps=experiment.data.local_steps, batch=2, length=16, heldout_tokens=1024
+            ),
             training=TrainingConfig(rounds=2, evaluate_every=1, checkpoint_every=0),
         )
 
@@ -58,14 +60,14 @@ def test_diloco_and_data_parallel_see_the_same_tokens():
         jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
-def test_data_parallel_sends_twenty_times_the_bytes(small):
+def test_data_parallel_sends_more_than_twenty_times_the_bytes(small):
     sent = {}
     for make in EXPERIMENTS[:2]:
         run = small(make()).build()
         batches = with_shardings(run.batch_shapes, run.shardings.batches)
         with jax.set_mesh(run.mesh):
             sent[make.__name__] = compile_round(run, batches).bytes_between
-    assert sent["data_parallel_text"] == 20 * sent["diloco_text"] > 0
+    assert sent["data_parallel_text"] > 20 * sent["diloco_text"] > 0
 
 
 @pytest.mark.slow

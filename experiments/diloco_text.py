@@ -65,10 +65,10 @@ class DataParallelText(TextExperiment):
 def diloco_text() -> DiLoCoText:
     """DiLoCo: 4 islands of 2 devices train a byte-level transformer on Python's own sources.
 
-    So early in training islands drift apart fast, and each step of H costs loss; what crosses can be
-    coarse instead. They meet after every second step and send signs, with error feedback. The mean
-    over islands takes the noise out of their steps, and some of the length: the outer rate gives it
-    back.
+    So early in training islands drift apart fast, and each step of H costs loss; what crosses can
+    be coarse instead. They meet after every second step and send signs, with error feedback. The
+    mean over islands takes the noise out of their steps, and some of the length: the outer rate
+    gives it back.
     """
     return DiLoCoText(
         islands=4,

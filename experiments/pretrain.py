@@ -12,7 +12,7 @@ from typing import Any
 import optax
 
 from fedpax.algorithms.data_parallel import data_parallel
-from fedpax.experiments.diloco_text import DiLoCoText
+from fedpax.experiments.diloco_text import DiLoCoText, OuterConfig
 from fedpax.experiments.optimizers import OptimizerConfig
 from fedpax.experiments.text import LossConfig, TextConfig
 from fedpax.models import presets
@@ -98,12 +98,17 @@ def pretrain_llama_8b() -> Pretraining:
 
 
 def diloco_llama_8b() -> Pretraining:
-    """DiLoCo of Llama 3.1 8B on C4: four islands of 256 chips that synchronize every 100 steps."""
+    """DiLoCo of Llama 3.1 8B on C4: four islands of 256 chips that synchronize every 100 steps.
+
+    Outer gradients cross in one of 16 levels, 4 bits of information, as in Streaming DiLoCo
+    (Douillard et al., arXiv:2501.18512), here with error feedback.
+    """
     base = pretrain_llama_8b()
     return dataclasses.replace(
         base,
         islands=4,
         mesh=MeshConfig(islands=4, fsdp=256),
+        outer=OuterConfig(levels=16),
         data=dataclasses.replace(base.data, local_steps=100),
         training=TrainingConfig(rounds=500, evaluate_every=10, checkpoint_every=10),
     )

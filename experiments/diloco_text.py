@@ -74,9 +74,7 @@ def diloco_text() -> DiLoCoText:
         islands=4,
         mesh=MeshConfig(islands=4, fsdp=2),
         model=presets.demo(),
-        data=TextConfig(
-            local_steps=2, batch=2, length=32, heldout_batch=32, heldout_tokens=32_768
-        ),
+        data=TextConfig(local_steps=2, batch=2, length=32, heldout_batch=32, heldout_tokens=32_768),
         optimizer=OptimizerConfig(learning_rate=2e-3, b1=0.5),
         outer=OuterConfig(learning_rate=2.0, momentum=0.0, levels=2),
         training=TrainingConfig(rounds=440, evaluate_every=40, checkpoint_every=220),

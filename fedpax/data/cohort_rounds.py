@@ -89,14 +89,14 @@ class CohortRounds:
         self._prepare = prepare
         self._round = 0
         batch, epochs = int(settings["batch"]), int(settings["epochs"])
-        each = jax.ShapeDtypeStruct((cohorts.size,), np.int32)
+        each: Any = jax.ShapeDtypeStruct((cohorts.size,), np.int32)
         places = cohorts.size, max_steps, batch
-        fields = {
+        fields: dict[str, Any] = {
             name: jax.ShapeDtypeStruct((*places, *values.shape[1:]), values.dtype)
             for name, values in example.items()
         }
-        mask = jax.ShapeDtypeStruct(places, np.bool_)
-        self.shapes = Cohort({**fields, "mask": mask}, each, each, each)
+        fields["mask"] = jax.ShapeDtypeStruct(places, np.bool_)
+        self.shapes = Cohort(fields, each, each, each)
         some = np.linspace(0, len(population) - 1, min(len(population), 1000)).astype(int)
         seen = [epochs * len(population[k]) for k in some]
         # A client that is cut short sees as many as its steps hold.

@@ -70,6 +70,14 @@ def test_natural_clients_are_the_values_of_a_field(tmp_path):
     assert train(experiment, tmp_path).finished
 
 
+def test_the_shapes_of_a_round_are_known_before_it_is_drawn():
+    run = small(module.fedavg_digits()).build()
+    drawn = next(run.batches)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), drawn) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), run.batch_shapes
+    )
+
+
 def test_a_round_in_memory_is_the_round_from_files():
     experiment = small(module.fedavg_digits())
     rounds = [

@@ -4,12 +4,10 @@ import dataclasses
 import functools
 import itertools
 import math
-from statistics import NormalDist
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from fedpax.primitives import federated_map, federated_mean, federated_sum
 
@@ -125,13 +123,24 @@ def check_levels(levels: int) -> None:
 @functools.cache
 def _best_step(levels: int) -> float:
     """The step of least squared error for a normal distribution whose mean of |c| is 1."""
-    count = 4096
-    normal = NormalDist(sigma=math.sqrt(math.pi / 2))
-    c = np.array([normal.inv_cdf((i + 0.5) / count) for i in range(count // 2, count)])
-    steps = np.geomspace(4 / levels**1.1, 4 / levels**0.7, 400)[:, None]
-    middle = (levels - 1) / 2
-    sent = steps * (np.clip(np.round(c / steps + middle), 0, levels - 1) - middle)
-    return float(steps[np.argmin(np.mean((c - sent) ** 2, axis=1)), 0])
+    sigma, middle = math.sqrt(math.pi / 2), (levels - 1) / 2
+    values = [sigma * i / 200 for i in range(1200)]  # up to six standard deviations
+    density = [math.exp(-((c / sigma) ** 2) / 2) for c in values]
+
+    def squared_error(step: float) -> float:
+        codes = [min(round(c / step + middle), levels - 1) for c in values]
+        left = [c - step * (k - middle) for c, k in zip(values, codes, strict=True)]
+        return sum(p * e * e for p, e in zip(density, left, strict=True))
+
+    # Golden sections: the error falls, and then rises.
+    low, high, ratio = 4 / levels**1.1, 4 / levels**0.7, (math.sqrt(5) - 1) / 2
+    while high - low > 1e-4 * high:
+        left, right = high - ratio * (high - low), low + ratio * (high - low)
+        if squared_error(left) < squared_error(right):
+            high = right
+        else:
+            low = left
+    return (low + high) / 2
 
 
 # ---- words of several digits
@@ -220,5 +229,5 @@ def _unpack(words: jax.Array, packing: Packing, shape: tuple[int, ...]) -> jax.A
 
 def _powers(packing: Packing, ndim: int) -> jax.Array:
     """The weights of a word's digits, along the axis behind the words'."""
-    powers = np.array([packing.base**i for i in range(packing.digits)], np.uint32)
-    return jnp.asarray(powers.reshape(-1, *[1] * (ndim - 2 - (packing.axis or 0))))
+    powers = jnp.array([packing.base**i for i in range(packing.digits)], jnp.uint32)
+    return powers.reshape(-1, *[1] * (ndim - 2 - (packing.axis or 0)))

@@ -77,7 +77,7 @@ def diloco_text() -> DiLoCoText:
         data=TextConfig(local_steps=2, batch=2, length=32, heldout_batch=32, heldout_tokens=32_768),
         optimizer=OptimizerConfig(learning_rate=2e-3, b1=0.5),
         outer=OuterConfig(learning_rate=2.0, momentum=0.0, levels=2),
-        training=TrainingConfig(rounds=440, evaluate_every=40, checkpoint_every=220),
+        training=TrainingConfig(rounds=440, evaluate_every=55, checkpoint_every=220),
     )
 
 

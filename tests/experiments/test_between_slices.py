@@ -64,6 +64,7 @@ def test_in_bfloat16_the_outer_gradients_cross_in_fewer_bits() -> None:
     diloco = between_slices(2, MeshConfig(islands=2, fsdp=4), "bfloat16", levels=4)
     assert all(c.axes == ("islands",) and not c.in_loop for c in diloco)
     shard = MODEL.parameters() / 2 / 4
-    assert shard <= bytes_of(diloco) <= 1.01 * shard
+    tile = 4 * 8 * 128  # what a collective sends is padded to whole tiles of the chip's memory
+    assert shard <= bytes_of(diloco) < shard + len(diloco) * tile
     parallel = between_slices(1, MeshConfig(data=2, fsdp=4), "bfloat16")
     assert bytes_of(parallel) >= 4 * STEPS * bytes_of(diloco)

@@ -1,11 +1,13 @@
 """DiLoCo: islands that train for many steps apart, joined by an outer optimizer."""
 
+import functools
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import optax
 
 from fedpax.algorithms.local_steps import LossFn, local_steps, subtract
-from fedpax.algorithms.quantized_mean import check_levels, float_zeros, quantized_mean
+from fedpax.algorithms.quantized_mean import check_levels, quantized_mean
 from fedpax.primitives import federated_broadcast, federated_map, federated_mean, program
 from fedpax.training.contract import FederatedAlgorithm, Metrics
 
@@ -90,7 +92,8 @@ def diloco(
     def init(params: Any) -> DiLoCoState:
         model = federated_broadcast(params)
         inner_state = federated_map(inner_optimizer.init, model)
-        error = None if levels is None else federated_map(float_zeros, model)
+        zeros = functools.partial(optax.tree.zeros_like, dtype=jnp.float32)
+        error = None if levels is None else federated_map(zeros, model)
         return DiLoCoState(params, outer.init(params), inner_state, error)
 
     @program(islands=islands)

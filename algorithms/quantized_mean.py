@@ -30,8 +30,7 @@ def quantized_mean(x: Any, error: Any, *, levels: int) -> tuple[Any, Any]:
     32 bits holds as many digits as fit with room for the sum, in base n (L - 1) + 1. Four
     participants with two levels share a word among 13 values, with four levels among 8. Digits
     come from one axis of a leaf, which they divide if they can, so that a leaf that is sharded
-    over the model's mesh axes stays so. Devices whose participants meet in words send no others:
-    it is the same sum on a mesh, in a simulation, and between processes.
+    over the model's mesh axes stays so. It is an ordinary `federated_sum` of words, on any mesh.
 
     The derivative is zero, as rounding's is.
 
@@ -107,17 +106,14 @@ def quantized_mean(x: Any, error: Any, *, levels: int) -> tuple[Any, Any]:
     return jax.tree.map(receive, steps, federated_sum(words), x, packings), error
 
 
-def float_zeros(x: Any) -> Any:
-    """The error before anything was sent: zeros of x's shapes, in float32."""
-    return jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), x)
-
-
 def check_levels(levels: int) -> None:
     """Refuses a number of levels that nothing can be rounded to."""
     if isinstance(levels, bool) or not isinstance(levels, int):
         raise TypeError(f"levels is {levels!r}, expected an int from 2 to 256, or None.")
     if not 2 <= levels <= 256:
-        raise ValueError(f"levels is {levels}, expected 2 (signs) to 256 (a byte).")
+        raise ValueError(
+            f"levels is {levels}, expected 2 (signs) to 256, or None for floats."
+        )
 
 
 @functools.cache

@@ -10,12 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fedpax
-from fedpax.algorithms.quantized_mean import (
-    WORD,
-    float_zeros,
-    packing_of,
-    quantized_mean,
-)
+from fedpax.algorithms.quantized_mean import WORD, packing_of, quantized_mean
 from fedpax.parallel.collectives import collectives
 
 N = 4
@@ -25,6 +20,10 @@ def exchange(levels, participants=N):
     return fedpax.program(islands=participants)(
         lambda x, error: quantized_mean(x, error, levels=levels)
     )
+
+
+def zeros(x):
+    return jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), x)
 
 
 def draw(shape, participants=N, seed=0):
@@ -67,7 +66,7 @@ def test_the_step_is_the_best_for_normal_values():
 @hypothesis.settings(max_examples=8)
 def test_what_is_not_sent_is_owed(shape, participants, levels, seed):
     x = {"a": draw(shape, participants, seed), "b": draw((), participants, seed)}
-    mean, left = exchange(levels, participants)(x, float_zeros(x))
+    mean, left = exchange(levels, participants)(x, zeros(x))
     for name in x:
         np.testing.assert_allclose(
             mean[name] + left[name].mean(0), x[name].mean(0), rtol=1e-5, atol=1e-5
@@ -101,7 +100,7 @@ def test_nothing_to_send():
 
 def test_bfloat16_is_added_up_in_float32():
     x = draw((30,)).astype(jnp.bfloat16)
-    mean, left = exchange(4)(x, float_zeros(x))
+    mean, left = exchange(4)(x, zeros(x))
     assert mean.dtype == left.dtype == jnp.float32
     np.testing.assert_allclose(mean + left.mean(0), np.float32(x).mean(0), atol=1e-6)
 
@@ -131,7 +130,7 @@ def test_on_the_wire_are_words_of_each_devices_shard(kind):
     shapes = {"up": (24, 26), "down": (26, 24), "norm": (24,), "scale": ()}
     specs = {"up": ("fsdp", None), "down": (None, "fsdp"), "norm": ("fsdp",), "scale": ()}
     x = {name: draw(shape) for name, shape in shapes.items()}
-    expected = jax.jit(exchange(2))(x, float_zeros(x))
+    expected = jax.jit(exchange(2))(x, zeros(x))
     with jax.set_mesh(mesh):
         placed = {
             name: jax.device_put(x[name], NamedSharding(mesh, P("islands", *specs[name])))

@@ -111,9 +111,7 @@ def check_levels(levels: int) -> None:
     if isinstance(levels, bool) or not isinstance(levels, int):
         raise TypeError(f"levels is {levels!r}, expected an int from 2 to 256, or None.")
     if not 2 <= levels <= 256:
-        raise ValueError(
-            f"levels is {levels}, expected 2 (signs) to 256, or None for floats."
-        )
+        raise ValueError(f"levels is {levels}, expected 2 (signs) to 256, or None for floats.")
 
 
 @functools.cache

@@ -5,6 +5,7 @@ its own data, keeps a momentum between rounds, and the server averages the model
 """
 
 import dataclasses
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -60,11 +61,15 @@ def local_sgd(
 class RandomRounds:
     """An endless stream of random regression batches, a function of (seed, round) alone."""
 
-    def __init__(self, shape: tuple[int, int, int], features: int, seed: int) -> None:
+    def __init__(
+        self, shape: tuple[int, int, int], features: int, seed: int, pause: float = 0.0
+    ) -> None:
         self.shape, self.features, self.seed, self.round = shape, features, seed, 0
+        self.pause = pause
         self.truth = np.random.default_rng(seed).normal(size=features).astype(np.float32)
 
     def __next__(self) -> dict[str, np.ndarray]:
+        time.sleep(self.pause)
         random = np.random.default_rng((self.seed, self.round))
         self.round += 1
         x = random.normal(size=(*self.shape, self.features)).astype(np.float32)
@@ -99,11 +104,13 @@ class Regression(Experiment):
         model: the model.
         learning_rate: of the clients.
         clients: how many there are.
+        pause: seconds that a round's batches are waited for, so that a signal finds it training.
     """
 
     model: ModelConfig = ModelConfig()
     learning_rate: float = 0.01
     clients: int = 8
+    pause: float = 0.0
 
     def build(self) -> Run:
         features, hidden = self.model.features, self.model.hidden
@@ -132,7 +139,7 @@ class Regression(Experiment):
         return Run(
             algorithm=local_sgd(loss_fn, self.clients, self.learning_rate),
             init=init,
-            batches=RandomRounds((self.clients, 2, 8), features, seed=0),
+            batches=RandomRounds((self.clients, 2, 8), features, seed=0, pause=self.pause),
             evaluate=lambda params: {"loss": float(held_out_loss(params, held_out_batch))},
             mesh=mesh,
             shardings=Shardings(

@@ -16,7 +16,12 @@ from fedpax.training.configuration import read
 from fedpax.training.metrics import FILE, TIMINGS, read_metrics
 
 HERE = Path(__file__).parent
-SETTINGS = ["--training.rounds=24", "--training.checkpoint_every=2", "--training.evaluate_every=3"]
+SETTINGS = [
+    "--training.rounds=24",
+    "--training.checkpoint_every=2",
+    "--training.evaluate_every=3",
+    "--pause=0.1",
+]
 
 
 def start(folder: Path) -> subprocess.Popen:
@@ -113,12 +118,12 @@ def test_stopped_runs_end_bitwise_as_an_unbroken_one(unbroken: Path, tmp_path: P
     seed = random.randrange(2**32)
     print("seed", seed)  # shown if the test fails
     rng = random.Random(seed)
-    for moment in (when_started, when_saving):
-        stop(tmp_path, moment(rng, tmp_path), signal.SIGKILL)
+    stop(tmp_path, when_saving(rng, tmp_path), signal.SIGKILL)  # so after two rounds or so
     # SIGTERM saves after the round and says so.
     assert stop(tmp_path, when_training(rng, tmp_path), signal.SIGTERM) == 128 + signal.SIGTERM
     saved = latest_round(tmp_path)
     assert saved is not None and saved == read_metrics(tmp_path)[-1]["round"] < 24
+    stop(tmp_path, when_started(rng, tmp_path), signal.SIGKILL)
     finish(tmp_path)
     assert_same_run(unbroken, tmp_path)
 

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import platform
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -62,6 +63,9 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Times functions in turn, so that what else the machine does meets all of them alike.
 
+    Every repetition has an order of its own, drawn at random: a call that leaves gigabytes to be
+    given back slows whichever comes next, and must not always slow the same one.
+
     Args:
         calls: compiled functions by name.
         arguments: what all are called with.
@@ -76,17 +80,18 @@ def interleaved(
         {'a': 3, 'b': 3}
     """
     seconds: dict[str, list[float]] = {name: [] for name in calls}
+    orders = random.Random(0)
     for repetition in range(repetitions + 1):
-        for name, call in calls.items():
+        for name in orders.sample(list(calls), len(calls)):
             start = time.perf_counter()
-            jax.block_until_ready(call(*arguments))
+            jax.block_until_ready(calls[name](*arguments))
             if repetition:
                 seconds[name].append(time.perf_counter() - start)
     return seconds
 
 
 def paired_ratio(seconds: Sequence[float], others: Sequence[float]) -> float:
-    """The median of the ratios of calls that were timed one after the other.
+    """The median of the ratios of calls that were timed in the same repetitions.
 
     Example:
         >>> paired_ratio([1.0, 2.0, 30.0], [2.0, 4.0, 10.0])

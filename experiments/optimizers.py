@@ -42,7 +42,7 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         """Checks the ranges."""
         for name, least in (("learning_rate", 0.0), ("clip", 0.0), ("warmup_steps", -1)):
-            if getattr(self, name) <= least:
+            if not getattr(self, name) > least:  # so NaN is refused too
                 raise ValueError(
                     f"optimizer.{name}={getattr(self, name)}: expected a number above {least:g}."
                 )

@@ -1,25 +1,20 @@
 """The command line: ``fedpax train``, ``compare``, ``plan`` and ``list``."""
 
 import dataclasses
-import difflib
-import importlib
-import importlib.util
 import inspect
 import json
 import math
 import os
-import pkgutil
 import sys
-import typing
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import tyro
 from absl import flags
 
-import fedpax.experiments
+from fedpax.experiments.catalog import did_you_mean, experiments, find_experiment
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.parallel.picture import draw_mesh
 from fedpax.parallel.report import to_json, to_text
@@ -108,85 +103,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if command not in commands:
             raise UsageError(
-                f"there is no command {command!r}.{_near(command, commands)} "
+                f"there is no command {command!r}.{did_you_mean(command, commands)} "
                 "`fedpax --help` shows all of them."
             )
         return commands[command](rest)
-    except (UsageError, ConfigurationError, TopologyError, PlanError) as error:
-        print(f"fedpax: {error}", file=sys.stderr)
-        return REFUSED
     except (NonFiniteError, MemoryOverflowError) as error:
         print(f"fedpax: {error}", file=sys.stderr)
         return 1
-
-
-def experiments() -> dict[str, Callable[[], Experiment]]:
-    """Finds the experiments that come with fedpax.
-
-    They are the public functions of the modules in ``fedpax.experiments`` that take no arguments
-    and whose annotation says that they return an :class:`Experiment`. A function whose name
-    another module has used is called ``module:function``.
-
-    Returns:
-        The functions by name.
-    """
-    found: dict[str, Callable[[], Experiment]] = {}
-    package = fedpax.experiments
-    for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-        module = importlib.import_module(info.name)
-        for name, function in vars(module).items():
-            if (
-                inspect.isfunction(function)
-                and function.__module__ == info.name
-                and not name.startswith("_")
-                and not inspect.signature(function).parameters
-                and _returns_experiment(function)
-            ):
-                found[name if name not in found else f"{info.name}:{name}"] = function
-    return found
-
-
-def find_experiment(exp: str) -> Callable[[], Experiment]:
-    """Finds an experiment by the name that ``--exp`` takes.
-
-    Args:
-        exp: a name from :func:`experiments`, or ``my_package.my_module:function``, whose module
-            is also looked for in the current folder.
-
-    Returns:
-        The function.
-
-    Raises:
-        UsageError: if there is no such function; the message offers names that are near.
-    """
-    if ":" not in exp:
-        found = experiments()
-        if exp not in found:
-            raise UsageError(
-                f"there is no experiment {exp!r}.{_near(exp, found)} `fedpax list` shows all of "
-                "them; my_package.my_module:function names one of yours."
-            )
-        return found[exp]
-    module_name, _, name = exp.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        # A module that the experiment's own module misses is another matter.
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+    except Exception as error:
+        if not _is_refusal(error):
             raise
-        raise UsageError(
-            f"--exp={exp}: there is no module {error.name}. It must be installed, on PYTHONPATH, "
-            f"or below the current folder, {os.getcwd()}."
-        ) from None
-    function = getattr(module, name, None)
-    if not callable(function):
-        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        raise UsageError(
-            f"--exp={exp}: {module_name} has no function {name!r}.{_near(name, functions)}"
-        )
-    return function
+        print(f"fedpax: {error}", file=sys.stderr)
+        return REFUSED
 
 
 def configure(exp: str, overrides: Sequence[str]) -> Experiment:
@@ -200,7 +128,8 @@ def configure(exp: str, overrides: Sequence[str]) -> Experiment:
         The configuration.
 
     Raises:
-        UsageError: if the experiment is not one.
+        UnknownExperimentError: if there is none of this name.
+        UsageError: if it is not an experiment.
         SystemExit: with status 2 for a field that is not there or a value that does not fit, and
             with 0 for ``--help``; either has been printed.
     """
@@ -402,21 +331,27 @@ def _provide_devices(mesh: MeshConfig) -> None:
         )
 
 
+def _is_refusal(error: Exception) -> bool:
+    """Whether an error says all there is to say, so that a traceback would only hide it.
+
+    So do those made for the command line, and what fedpax refuses, such as a cohort larger than the
+    population, unless a library's code or the user's lies on the way there.
+    """
+    if isinstance(error, UsageError | ConfigurationError | TopologyError | PlanError):
+        return True
+    if not isinstance(error, ValueError | OSError):
+        return False
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame in frames]
+    own = {"fedpax", "__main__"}
+    return packages[-1] in own and own.union(sys.stdlib_module_names).issuperset(packages)
+
+
 def _cores() -> int:
     """How many cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _returns_experiment(function: Callable[..., Any]) -> bool:
-    returned = typing.get_type_hints(function).get("return")
-    return isinstance(returned, type) and issubclass(returned, Experiment)
-
-
-def _near(name: str, names: Sequence[str] | dict[str, Any]) -> str:
-    close = difflib.get_close_matches(name, list(names), n=3)
-    return f" Did you mean {' or '.join(close)}?" if close else ""
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import fedpax.experiments
-from fedpax.main import configure, experiments, find_experiment, main
+from fedpax.experiments.catalog import experiments, find_experiment
+from fedpax.main import configure, main
 from fedpax.training.configuration import read
 from fedpax.training.metrics import read_metrics
 
@@ -114,6 +115,39 @@ def test_commands_that_are_refused(run: Run, arguments: list[str], words: str) -
     status, output, errors = run(*arguments)
     assert (status, output) == (2, "")
     assert errors.startswith("fedpax: ") and words in errors
+
+
+@pytest.mark.parametrize(
+    ("exp", "override", "words"),
+    [
+        ("diloco_text", "--outer.levels=1", "expected 2 (signs) to 256"),
+        ("diloco_text", "--data.batch=0", "batch is 0, but must be at least 1"),
+        ("diloco_text", "--data.tokenizer=nowhere.json", "no such file"),
+        ("fedavg_digits", "--cohort.size=31", "take 30 or fewer"),
+    ],
+)
+def test_settings_that_do_not_fit_end_without_a_traceback(
+    run: Run, tmp_path: Path, exp: str, override: str, words: str
+) -> None:
+    status, _, errors = run("train", f"--exp={exp}", f"--job_log_dir={tmp_path}", override)
+    assert status == 2
+    assert errors.startswith("fedpax: ") and words in errors and "Traceback" not in errors
+
+
+@pytest.mark.parametrize("statement", ["raise ValueError('mine')", "MeshConfig(fsdp=0).make()"])
+def test_errors_in_the_code_of_a_user_keep_their_traceback(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, statement: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = MODULE.format(name="mine").replace("raise NotImplementedError", statement)
+    name = f"faulty_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(
+        source.replace(
+            "import dataclasses", "import dataclasses\nfrom fedpax.parallel.mesh import MeshConfig"
+        )
+    )
+    with pytest.raises(ValueError):
+        run("train", f"--exp={name}:mine", f"--job_log_dir={tmp_path / 'run'}")
 
 
 @pytest.mark.parametrize(

@@ -90,5 +90,7 @@ def test_muon_orthogonalizes_matrices_and_nothing_else() -> None:
 def test_what_is_out_of_range_is_refused() -> None:
     with pytest.raises(ValueError, match=r"optimizer\.learning_rate=0\.0: expected a number above"):
         OptimizerConfig(learning_rate=0.0)
+    with pytest.raises(ValueError, match="learning_rate"):
+        OptimizerConfig(learning_rate=float("nan"))
     with pytest.raises(ValueError, match=r"pass logical=model\.logical"):
         OptimizerConfig(name="muon").make(10)

@@ -40,10 +40,15 @@ class Shardings(NamedTuple):
         params: a tree of ``NamedSharding`` with the structure of the parameters.
         batches: one ``NamedSharding`` for every leaf of a round's batches, such as
             ``P("clients")``, or a tree of them (a prefix of the batches' structure).
+        state: changes what is derived from them for the algorithm's state, a tree of its
+            structure, where the state holds more than what belongs to a parameter or to each
+            participant; returns the tree, or a prefix of it. With a client store in the state:
+            ``lambda derived: derived._replace(store=NamedSharding(mesh, P("clients")))``.
     """
 
     params: Any
     batches: NamedSharding | Any
+    state: Callable[[Any], Any] | None = None
 
 
 class Run(NamedTuple):

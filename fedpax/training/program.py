@@ -80,13 +80,18 @@ def shardings_of_state(run: Run, params: Any, state: State, participants: int) -
     Returns:
         A tree of ``NamedSharding`` with the structure of the state.
     """
-    return state_shardings(
+    derived = state_shardings(
         state,
         params,
         run.shardings.params,
         run.mesh,
         placement=run.placement,
         participants=participants,
+    )
+    if run.shardings.state is None:
+        return derived
+    return jax.tree.map(
+        lambda leaf: leaf.sharding, with_shardings(state, run.shardings.state(derived))
     )
 
 

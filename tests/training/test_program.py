@@ -8,6 +8,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from small_regression import regression, single_client
 
 from fedpax.parallel.mesh import make_mesh
+from fedpax.training.client_store import client_store, gather_clients, scatter_clients
 from fedpax.training.contract import FederatedAlgorithm
 from fedpax.training.experiment import Run, Shardings
 from fedpax.training.prefetch import place
@@ -164,3 +165,49 @@ def test_bytes_that_depend_on_values_are_unknown_and_do_not_stop_the_training() 
     _, metrics = program.round(state, batches)
     assert float(metrics["loss"]) <= 1e-4
     assert np.isnan(program.bytes_between)
+
+
+def test_a_client_store_in_the_state_is_spread_over_the_mesh() -> None:
+    mesh = make_mesh(devices=jax.devices()[:4], clients=4)
+    spread = NamedSharding(mesh, PartitionSpec("clients"))
+
+    class State(NamedTuple):
+        params: Any
+        taken: Any  # how often each client of the population has taken part
+
+    def init(params: Any) -> State:
+        return State(params, client_store(jnp.int32(0), population=1001))
+
+    def round(state: State, batches: Any) -> tuple[State, dict[str, Any]]:
+        own = gather_clients(state.taken, batches["clients"])
+        taken = scatter_clients(state.taken, batches["clients"], own + 1)
+        return State(state.params, taken), {"loss": own.sum().astype(jnp.float32)}
+
+    run = (
+        regression()
+        .build()
+        ._replace(
+            algorithm=FederatedAlgorithm(init, round),
+            init=lambda key: {"w": jax.random.normal(key, (3,))},
+            mesh=mesh,
+            shardings=Shardings(
+                params={"w": NamedSharding(mesh, PartitionSpec())},
+                batches=spread,
+                state=lambda derived: derived._replace(taken=spread),
+            ),
+        )
+    )
+    cohorts = [np.array([5, 1000, 7, 250]), np.array([5, 6, 7, 8])]
+    with jax.set_mesh(mesh):
+        batches = [place({"clients": cohort}, spread) for cohort in cohorts]
+        program = compile_round(run, batches[0])
+        state = fresh_state(run, program, seed=0)
+        for cohort in batches:
+            state, metrics = program.round(state, cohort)
+    assert state.taken.sharding == spread
+    assert {shard.data.shape for shard in state.taken.addressable_shards} == {(251,)}
+    assert float(metrics["loss"]) == 2.0  # 5 and 7 had taken part before
+    expected = np.zeros(1004, np.int32)
+    for cohort in cohorts:
+        expected[cohort] += 1
+    np.testing.assert_array_equal(state.taken, expected)

@@ -156,11 +156,15 @@ def run_participants(
         loop = _Loop(one, jaxpr.out_avals, shared, reductions, placement.size, fits)
         return loop.run(placed, clients_per_step)
     one = with_manual_axis(jaxpr, axis)
-    local = placement.size // jax.sharding.get_abstract_mesh().shape[axis]
+    devices = jax.sharding.get_abstract_mesh().shape[axis]
+    local = placement.size // devices
 
     def on_device(shared, placed):
         loop = _Loop(one, jaxpr.out_avals, shared, reductions, local, fits)
         outputs = loop.run(placed, clients_per_step)
+        # Alone on its axis a device has the totals, and XLA's partitioner fails at a collective.
+        if devices == 1:
+            return outputs
         for collective in dict.fromkeys(r.collective for r in reductions if r):
             chosen = [i for i, r in enumerate(reductions) if r and r.collective is collective]
             totals = collective([outputs[i] for i in chosen], axis)
@@ -169,13 +173,24 @@ def run_participants(
         return outputs
 
     # All differentiation has been done on the jaxpr, so nothing needs to know which values vary.
-    return jax.shard_map(
+    outputs = jax.shard_map(
         on_device,
         axis_names={axis},
         in_specs=(P(), P(axis)),
         out_specs=[P() if r else P(axis) for r in reductions],
         check_vma=False,
     )(list(shared), placed)
+    return [_as_typed(x) for x in outputs]
+
+
+def _as_typed(x: jax.Array) -> jax.Array:
+    """Tells the compiler the explicit axes in an array's type, which it may otherwise give up.
+
+    JAX 0.10.2 says of a shard_map's results only where the manual axis lies; returned from `jit` on
+    a mesh of mixed axes, they would be replicated over the explicit ones, and typed so.
+    """
+    spec = jax.typeof(x).sharding.spec
+    return jax.sharding.reshard(x, spec) if any(entry is not None for entry in spec) else x
 
 
 def _bytes_of_one(jaxpr: ClosedJaxpr, shared: int) -> int:

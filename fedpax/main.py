@@ -335,7 +335,7 @@ def _is_refusal(error: Exception) -> bool:
     """Whether an error says all there is to say, so that a traceback would only hide it.
 
     So do those made for the command line, and what fedpax refuses, such as a cohort larger than the
-    population, unless a library's code or the user's lies on the way there.
+    population, unless the user's code or a library's, other than what reads data, lies on the way.
     """
     if isinstance(error, UsageError | ConfigurationError | TopologyError | PlanError):
         return True
@@ -344,7 +344,7 @@ def _is_refusal(error: Exception) -> bool:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame in frames]
     own = {"fedpax", "__main__"}
-    return packages[-1] in own and own.union(sys.stdlib_module_names).issuperset(packages)
+    return packages[-1] in own and {*own, *sys.stdlib_module_names, "grain"}.issuperset(packages)
 
 
 def _cores() -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import fedpax.data
 import fedpax.experiments
 from fedpax.experiments.catalog import experiments, find_experiment
 from fedpax.main import configure, main
@@ -132,6 +133,24 @@ def test_settings_that_do_not_fit_end_without_a_traceback(
     status, _, errors = run("train", f"--exp={exp}", f"--job_log_dir={tmp_path}", override)
     assert status == 2
     assert errors.startswith("fedpax: ") and words in errors and "Traceback" not in errors
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_damaged_data_end_without_a_traceback(run: Run, tmp_path: Path, in_memory: bool) -> None:
+    assert len(fedpax.data.load("digits", "train", data_dir=str(tmp_path / "data"))) > 0
+    (path,) = (tmp_path / "data").rglob("*train.array_record*")
+    damaged = bytearray(path.read_bytes())
+    damaged[1000:-3000:1000] = bytes(255 - byte for byte in damaged[1000:-3000:1000])
+    path.write_bytes(damaged)
+    status, _, errors = run(
+        "train",
+        "--exp=fedavg_digits",
+        f"--job_log_dir={tmp_path / 'run'}",
+        f"--data_dir={tmp_path / 'data'}",
+        f"--in_memory={in_memory}",
+    )
+    assert status == 2 and "Traceback" not in errors
+    assert errors.startswith("fedpax: ") and "are damaged: delete that folder" in errors
 
 
 @pytest.mark.parametrize("statement", ["raise ValueError('mine')", "MeshConfig(fsdp=0).make()"])

@@ -252,9 +252,9 @@ def _arrange(sizes: Mapping[str, int], devices: list[jax.Device], outer: str | N
     shape = tuple(sizes.values())
     if devices[0].platform == "tpu":
         slices = _by(devices, "slice_index")
-        if len(slices) == 1 and not _fill_a_box(devices):
-            return np.array(devices).reshape(shape)  # no arrangement of theirs follows the links
         if len(slices) == 1:
+            if not _fill_a_box(devices):  # no arrangement of theirs follows the links
+                return np.array(devices).reshape(shape)
             return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
         between = tuple(len(slices) if name == outer else 1 for name in sizes)
         within = tuple(size // n for size, n in zip(shape, between, strict=True))

@@ -61,6 +61,41 @@ def executions(module: Module) -> dict[str, Executions]:
     return {name: run for name, run in found.items() if run.times != 0}
 
 
+def trip_counts(module: Module) -> dict[str, int | None]:
+    """Counts how often each loop of a program runs its body, each time that it is reached.
+
+    Args:
+      module: the program.
+
+    Returns:
+      The counts by the names of the `while` instructions; None where only running it can tell.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from fedpax.parallel import hlo
+      >>> def doubled(x):
+      ...     return jax.lax.scan(lambda x, _: (jnp.sin(x @ x), None), x, length=7)[0]
+      >>> text = jax.jit(doubled).lower(jnp.ones((4, 4))).compile().as_text()
+      >>> list(trip_counts(hlo.read(text)).values())
+      [7]
+    """
+    sites = _call_sites(module)
+    return {
+        loop.name: _trip_count(module, sites, caller, loop)
+        for caller in module.computations.values()
+        for loop in caller.instructions.values()
+        if loop.opcode == "while"
+    }
+
+
+def callees(call: Instruction) -> list[str]:
+    """The computations that an instruction runs, or has inside."""
+    single = r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)"
+    several = r"\b(?:branch|called)_computations=\{([^}]*)\}"
+    lists = " ".join(re.findall(several, call.attributes))
+    return re.findall(single, call.attributes) + re.findall(r"%([\w.\-]+)", lists)
+
+
 _Sites = dict[str, list[tuple[Computation, Instruction]]]
 
 
@@ -71,16 +106,9 @@ def _call_sites(module: Module) -> _Sites:
         for call in caller.instructions.values():
             if call.opcode.endswith(("-done", "-update")):
                 continue  # its start has called already
-            for callee in _callees(call):
+            for callee in callees(call):
                 sites.setdefault(callee, []).append((caller, call))
     return sites
-
-
-def _callees(call: Instruction) -> list[str]:
-    single = r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)"
-    several = r"\b(?:branch|called)_computations=\{([^}]*)\}"
-    lists = " ".join(re.findall(several, call.attributes))
-    return re.findall(single, call.attributes) + re.findall(r"%([\w.\-]+)", lists)
 
 
 def _times(

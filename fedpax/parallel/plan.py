@@ -155,6 +155,7 @@ class Plan(NamedTuple):
         program.
       traffic: bytes that a device reads from and writes to its memory in a round.
       silent: names of kernels whose products are not counted, as they do not tell them.
+      once: names of loops of unknown length, of which one turn is counted.
       transfers: the collectives.
       bound: the roofline; None if the chip's figures are not known.
     """
@@ -166,6 +167,7 @@ class Plan(NamedTuple):
     products: float
     traffic: float
     silent: tuple[str, ...]
+    once: tuple[str, ...]
     transfers: tuple[Transfer, ...]
     bound: Bound | None
 
@@ -265,6 +267,7 @@ def make_plan(
         products=done.products,
         traffic=done.traffic,
         silent=done.silent,
+        once=done.once,
         transfers=tuple(transfers),
         bound=None,
     )

@@ -72,6 +72,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
             "compiled_flops_per_device_per_round": plan.products,
             "memory_traffic_per_device_per_round": plan.traffic,
             "kernels_not_counted": list(plan.silent),
+            "loops_counted_once": list(plan.once),
         },
         "collectives": [
             {
@@ -139,6 +140,11 @@ def assumptions(plan: Plan) -> list[str]:
         )
     if any(transfer.collective.executions is None for transfer in plan.transfers):
         lines.append("A collective that runs an unknown number of times is counted once.")
+    if plan.once:
+        lines.append(
+            f"{len(plan.once)} loops run as often as the data say; of each, one turn is counted, "
+            "so that what takes longer is not bounded."
+        )
     if plan.silent:
         lines.append(
             f"{len(plan.silent)} kernels do not say how many products they compute, and take no "

@@ -5,9 +5,9 @@ What a compiled program says of itself (`cost_analysis`) counts the body of a lo
 
 from __future__ import annotations
 
+import functools
 import math
 import re
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -44,11 +44,13 @@ class Work(NamedTuple):
       products: floating-point operations of matrix products and convolutions.
       traffic: bytes read from and written to the device's main memory.
       silent: names of the kernels (custom calls) that do not say what they compute.
+      once: names of the loops whose length only running them can tell; they count as one turn.
     """
 
     products: float
     traffic: float
     silent: tuple[str, ...]
+    once: tuple[str, ...]
 
 
 def count(module: Module) -> Work:
@@ -56,9 +58,9 @@ def count(module: Module) -> Work:
 
     Every instruction reads its operands and writes its result, a fusion of several as one. Of an
     array that is only sliced, or updated in place, the slice counts; what a TPU keeps in its
-    vector memory does not. What runs an unknown number of times counts once. Kernels that are
-    custom calls are counted where they say what they cost, as are splash attention and the
-    products of cuBLAS.
+    vector memory does not. Of a conditional's branches the costliest counts, and a loop of unknown
+    length as one turn. Kernels that are custom calls are counted where they say what they cost, as
+    are splash attention and the products of cuBLAS.
 
     Args:
       module: the program.
@@ -75,33 +77,56 @@ def count(module: Module) -> Work:
       >>> int(count(hlo.read(text)).products)  # 7 products of 4 x 4 x 4
       896
     """
-    runs = loops.executions(module)
-    parts = set(_parts(module))
-    products = traffic = 0.0
+    trips = loops.trip_counts(module)
     silent: list[str] = []
-    for computation in module.computations.values():
-        if computation.name not in runs:
-            continue
-        times = runs[computation.name].times
+    once: list[str] = []
+
+    @functools.cache
+    def cost(name: str) -> _Cost:
+        computation, total = module.computations[name], _NOTHING
         for instruction in computation.instructions.values():
-            weight = 1 if times is None else times
             done = _products(computation, instruction)
             if done is None:
                 silent.append(instruction.name)
-            products += weight * (done or 0.0)
-            if computation.name not in parts:
-                traffic += weight * _traffic(module, computation, instruction)
-    return Work(products, traffic, tuple(silent))
+            total = total.plus(_Cost(done or 0.0, _traffic(module, computation, instruction)))
+            total = total.plus(called(instruction))
+        return total
+
+    def called(instruction: Instruction) -> _Cost:
+        """What an instruction runs besides itself."""
+        match instruction.opcode:
+            case "while":
+                turns = trips[instruction.name]
+                if turns is None:
+                    once.append(instruction.name)
+                return _NOTHING.plus(
+                    cost(instruction.refers("body")), times=1 if turns is None else turns
+                )
+            case "conditional":
+                branches = [cost(name) for name in loops.callees(instruction)]
+                return _Cost(*(max(values) for values in zip(*branches, strict=True)))
+            case "fusion":  # one instruction for the memory
+                return _Cost(cost(instruction.refers("calls")).products, 0.0)
+            case "call" | "call-start" | "async-start":
+                return functools.reduce(_Cost.plus, map(cost, loops.callees(instruction)), _NOTHING)
+        return _NOTHING  # what it applies to its elements is part of it
+
+    products, traffic = cost(module.entry)
+    return Work(products, traffic, tuple(silent), tuple(once))
 
 
-def _parts(module: Module) -> Iterator[str]:
-    """The computations that are inside one instruction: of fusions, reductions, sorts."""
-    for computation in module.computations.values():
-        for instruction in computation.instructions.values():
-            if instruction.opcode == "fusion":
-                yield instruction.refers("calls")
-            elif instruction.opcode not in ("call", "call-start"):
-                yield instruction.refers("to_apply")
+class _Cost(NamedTuple):
+    """What one execution of a computation costs."""
+
+    products: float
+    traffic: float
+
+    def plus(self, other: _Cost, times: int = 1) -> _Cost:
+        """Adds what runs some times."""
+        return _Cost(self.products + times * other.products, self.traffic + times * other.traffic)
+
+
+_NOTHING = _Cost(0.0, 0.0)
 
 
 # Products.
@@ -133,7 +158,7 @@ def _products(computation: Computation, instruction: Instruction) -> float | Non
 
 
 def _splash(computation: Computation, instruction: Instruction) -> float | None:
-    """Splash attention: [heads, queries, features] by blocks, of which a mask leaves some out.
+    """Splash attention: [..., heads, queries, features] by blocks; a mask leaves some of them out.
 
     Its first operand has an entry for each pair of blocks that the kernel visits. A kernel that
     visits all is taken for causal: half of the blocks are empty.
@@ -151,12 +176,12 @@ def _splash(computation: Computation, instruction: Instruction) -> float | None:
     if ending is None or "splash" not in instruction.name + instruction.attributes:
         return None
     operands = [_sizes(computation.instructions[name].shape) for name in instruction.operands]
-    visited, *others = [shape for shape in operands if len(shape) == 3]
-    heads, queries, features = next(shape for shape in others if shape != visited)
+    visited, *others = [shape for shape in operands if len(shape) >= 3]
+    *heads, queries, features = next(shape for shape in others if shape != visited)
     pairs = math.prod(visited[-2:]) * math.prod(blocks[ending])
     if pairs >= queries * queries:
         pairs = queries * queries // 2
-    return 2.0 * _SPLASH[ending] * heads * pairs * features
+    return 2.0 * _SPLASH[ending] * math.prod(heads) * pairs * features
 
 
 def _dot(computation: Computation, instruction: Instruction, contracting: str) -> float:

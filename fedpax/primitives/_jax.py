@@ -6,6 +6,7 @@ runs a jaxpr that was traced on automatic or explicit mesh axes where one of the
 """
 
 import functools
+import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -119,12 +120,41 @@ def set_implementation(primitive: Primitive, implementation: Callable) -> None:
 
 def _run_jitted(implementation: Callable, *args, **params):
     """Outside of any trace a primitive runs as its own compiled program."""
-    return _jitted(implementation, tuple(sorted(params.items())))(*args)
+    if "jaxpr" not in params:
+        return _jitted(implementation, tuple(sorted(params.items())))(*args)
+    run = jax.jit(functools.partial(implementation, **params))
+    if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+        return run(*args)
+    # A function is traced at every call, since what it closes over may have changed; what it mostly
+    # comes to is the same text, and that is compiled once.
+    lowered = run.trace(*args).lower(lowering_platforms=(jax.default_backend(),))
+    text = hashlib.sha256(lowered.as_text().encode()).digest()
+    types = tuple(map(jax.typeof, args))
+    return _of_text(_Text((text, types, jax.sharding.get_abstract_mesh()), run))(*args)
 
 
 @functools.lru_cache(maxsize=512)
 def _jitted(implementation: Callable, params: tuple) -> Callable:
     return jax.jit(functools.partial(implementation, **dict(params)))
+
+
+class _Text:
+    """A function by the text that it lowers to."""
+
+    def __init__(self, key: tuple, run: Callable):
+        self.key, self.run = key, run
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Text) and self.key == other.key
+
+
+@functools.lru_cache(maxsize=512)
+def _of_text(text: _Text) -> Callable:
+    """The first function that had this text: `jax.jit` keeps what it compiled for it."""
+    return text.run
 
 
 # ---- functions and jaxprs

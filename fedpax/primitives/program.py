@@ -44,8 +44,9 @@ def program(
         **sizes: sizes by name, for example `clients=1000`.
 
     Returns:
-        A decorator. Calling what it returns outside of any trace compiles the program once for
-        each set of shapes.
+        A decorator. Called outside of any trace, what it returns traces the function every time,
+        to see what it closes over by now, and compiles what has not been compiled yet; `jax.jit`
+        spares the tracing.
 
     Raises:
         TypeError: a size that is no int, or no parentheses; at the call, an argument that is no
@@ -117,9 +118,6 @@ def program(
                 )
             return jax.tree.unflatten(out_trees[0], outputs)
 
-        bind.__name__ = name
-        compiled = jax.jit(bind)
-
         @functools.wraps(fn)
         def wrapped(*args, **kwargs):
             for entry in active():
@@ -131,9 +129,7 @@ def program(
             leaves = jax.tree.leaves_with_path((args, kwargs))
             for path, leaf in leaves:
                 check_array(f"program {name}", leaf, _argument(path))
-            # Concrete arguments: `jax.jit` keeps the compiled program for the next call.
-            concrete = not any(isinstance(leaf, jax.core.Tracer) for _, leaf in leaves)
-            return (compiled if concrete else bind)(*args, **kwargs)
+            return bind(*args, **kwargs)
 
         return wrapped
 

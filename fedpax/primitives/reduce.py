@@ -83,7 +83,7 @@ def federated_mean(x: Any, weights: Any = None, *, placement: str | None = None)
     if weights is None:
         return _reduce_tree("federated_mean", federated_mean_p, x, placement)
     target = resolve("federated_mean", placement).placement
-    w = _check_weights(weights, target)
+    w = lay_out(_check_weights(weights, target), target)
     leaves = check_placed("federated_mean", x, target, "x")
     _check_numbers("federated_mean", x, ordered=False)
     means = [federated_mean_p.bind(lay_out(leaf, target), w, placement=target) for leaf in leaves]

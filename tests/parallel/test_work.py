@@ -80,6 +80,28 @@ def test_loops_multiply_products_and_traffic():
     assert long.traffic == pytest.approx(4 * short.traffic, rel=0.1)
 
 
+def test_the_costliest_branch_of_a_conditional_counts_as_often_as_it_is_reached():
+    def program(x, weights):
+        def layer(x, w):
+            return jax.lax.cond(x[0, 0] > 0, lambda: x @ w @ w, lambda: jnp.tanh(x)), None
+
+        return jax.lax.scan(layer, x, weights)[0]
+
+    done = work_of(program, (8, 64), (10, 64, 64))
+    assert done.products == 10 * 2 * 2 * 8 * 64 * 64
+    assert done.traffic > 10 * 2 * 4 * 64 * 64
+    assert done.once == ()
+
+
+def test_a_loop_of_unknown_length_counts_once_and_is_named():
+    def program(x, w):
+        return jax.lax.while_loop(lambda x: x[0, 0] < 9, lambda x: jnp.tanh(x @ w), x)
+
+    done = work_of(program, (8, 64), (64, 64))
+    assert done.products == 2 * 8 * 64 * 64
+    assert len(done.once) == 1
+
+
 def test_an_update_in_place_writes_what_changes():
     def program(x, rows):
         def step(x, i):
@@ -177,11 +199,11 @@ def test_products_of_a_recorded_round(name: str, devices: int):
 
 SPLASH = """HloModule m, num_partitions=1
 
-ENTRY %main (q: bf16[4,2048,128], k: bf16[2,2048,128]) -> bf16[4,2048,128] {{
-  %mask = s8[1,4,{visited}]{{2,1,0}} constant({{...}})
-  %q = bf16[4,2048,128]{{2,1,0}} parameter(0)
-  %k = bf16[2,2048,128]{{2,1,0}} parameter(1)
-  ROOT %{name}.1 = bf16[4,2048,128]{{2,1,0}} custom-call(%mask, %mask, %q, \
+ENTRY %main (q: bf16[{rows}4,2048,128], k: bf16[{rows}2,2048,128]) -> bf16[{rows}4,2048,128] {{
+  %mask = s8[1,4,{visited}] constant({{...}})
+  %q = bf16[{rows}4,2048,128] parameter(0)
+  %k = bf16[{rows}2,2048,128] parameter(1)
+  ROOT %{name}.1 = bf16[{rows}4,2048,128] custom-call(%mask, %mask, %q, \
 %k, %k), custom_call_target="{target}", frontend_attributes={{kernel_metadata={{
 "xprof_metadata":"{{{blocks}}}"
 
@@ -199,13 +221,20 @@ ALL_BLOCKS = ", ".join(BLOCKS.values())
     ("blocks", "products"), [(ALL_BLOCKS, 2), (BLOCKS["_dkv"], 4), (BLOCKS["_dq"], 3)]
 )
 @pytest.mark.parametrize(("visited", "share"), [(4, 1 / 2), (2, 2 / 4), (1, 1 / 4)])
-def test_kernels_of_splash_attention(blocks: str, products: int, visited: int, share: float):
+@pytest.mark.parametrize("rows", [1, 6])
+def test_kernels_of_splash_attention(
+    blocks: str, products: int, visited: int, share: float, rows: int
+):
     """All blocks: a causal mask; fewer: a window, whose kernel visits only so many."""
     text = SPLASH.format(
-        name="_splash_attention", visited=visited, target="tpu_custom_call", blocks=blocks
+        name="_splash_attention",
+        visited=visited,
+        target="tpu_custom_call",
+        blocks=blocks,
+        rows="" if rows == 1 else f"{rows},",
     )
     counted = count(hlo.read(text))
-    assert counted.products == products * 2 * 4 * 2048 * 2048 * 128 * share
+    assert counted.products == rows * products * 2 * 4 * 2048 * 2048 * 128 * share
     assert counted.silent == ()
 
 
@@ -219,14 +248,14 @@ def test_kernels_of_splash_attention(blocks: str, products: int, visited: int, s
     ],
 )
 def test_kernels_that_do_not_tell(name: str, target: str, blocks: str, silent: bool):
-    text = SPLASH.format(name=name, visited=4, target=target, blocks=blocks)
+    text = SPLASH.format(name=name, visited=4, target=target, blocks=blocks, rows="")
     counted = count(hlo.read(text))
     assert counted.products == 0
     assert counted.silent == ((f"{name}.1",) if silent else ())
 
 
 def test_a_kernel_that_tells_its_cost():
-    text = SPLASH.format(name="other", visited=4, target="tpu_custom_call", blocks="")
+    text = SPLASH.format(name="other", visited=4, target="tpu_custom_call", blocks="", rows="")
     cost = 'backend_config={"cost_estimate":{"flops":"123"}}, custom_call_target='
     text = text.replace("custom_call_target=", cost)
     counted = count(hlo.read(text))

@@ -78,18 +78,22 @@ def test_callables_other_than_functions():
     assert_close(fedpax.program(clients=N)(scaled)(x), x.sum() * 3)
 
 
-def test_it_is_traced_once_for_each_set_of_shapes():
+@pytest.mark.parametrize(
+    ("run", "traced"), [(lambda f: f, [2, 3, 2, 1, 3]), (jax.jit, [2, 3, 1])], ids=["eager", "jit"]
+)
+def test_jit_spares_tracing_again(run, traced):
     traces = []
 
+    @run
     @fedpax.program(clients=N)
     def program(x):
-        traces.append(x.shape)
+        traces.append(x.shape[1])
         return federated_sum(x)
 
-    for shape in ((N, 2), (N, 3), (N, 2), (N,), (N, 3)):
-        x = normal(*shape)
+    for size in (2, 3, 2, 1, 3):
+        x = normal(N, size)
         assert_close(program(x), x.sum(0))
-    assert traces == [(N, 2), (N, 3), (N,)]
+    assert traces == traced
 
 
 def test_programs_of_several_sizes_keep_apart():
@@ -253,3 +257,48 @@ def test_the_transpose_of_a_linear_program():
     cotangent = normal(2)
     (found,) = jax.linear_transpose(program, jax.ShapeDtypeStruct((N, 2), jnp.float32))(cotangent)
     assert_close(found, np.stack([3 * cotangent[::-1] / N] * N))
+
+
+# ---- eager calls
+
+
+def test_an_eager_call_sees_what_its_function_closes_over_now():
+    # Kept from the first call were the values, and so gradients were zero.
+    held = {"w": jnp.float32(1.0)}
+    x = np.arange(3.0, dtype=np.float32)
+
+    @fedpax.program(clients=3)
+    def scaled(x):
+        return fedpax.federated_sum(fedpax.federated_map(lambda x: x * held["w"], x))
+
+    def loss(w):
+        held["w"] = w
+        return scaled(x)
+
+    assert scaled(x) == 3.0
+    held["w"] = jnp.float32(10.0)
+    assert scaled(x) == 30.0
+    assert jax.grad(loss)(2.0) == 3.0
+    held["w"] = 4.0  # part of the program's text now
+    assert scaled(x) == 12.0
+
+
+def test_an_eager_call_of_the_same_text_is_not_compiled_again():
+    held = {"w": jnp.float32(1.0)}
+    compiled, first = [], 0
+
+    @fedpax.program(clients=3)
+    def scaled(x):
+        return fedpax.federated_mean(fedpax.federated_map(lambda x: jnp.cos(x) * held["w"], x))
+
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None
+    )
+    try:
+        for w in range(4):
+            held["w"] = jnp.float32(w)
+            jax.block_until_ready((scaled(np.ones(3)), jax.grad(scaled)(np.ones(3, np.float32))))
+            first = first or len(compiled)
+        assert len(compiled) == first > 0
+    finally:
+        jax.monitoring.clear_event_listeners()

@@ -266,3 +266,14 @@ def test_derivatives_of_a_batch_with_weights_of_its_own(derivative):
     batched = lambda f: lambda x: jax.vmap(lambda x, w: f(x, w) ** 2)(x, w)
     found = jax.jit(derivative(batched(weighted_mean)))(x)
     assert_close(found, jax.jit(derivative(batched(PLAIN_WEIGHTED)))(x))
+
+
+def test_weights_from_outside_of_the_mesh_have_gradients():
+    # They were not laid out over explicit axes as the values were, so their cotangents differed.
+    program = fedpax.program(clients=4)(lambda x, n: fedpax.federated_mean(x, n) * n.sum())
+    x, n = jnp.asarray(normal(4)), jnp.asarray(positive(4, seed=1))
+    expected = jax.grad(lambda x, n: jnp.sum(x * n), argnums=(0, 1))(x, n)
+    mesh = jax.make_mesh((4,), ("clients",), (jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        for run in (lambda f: f, jax.jit):
+            assert_close(run(jax.grad(program, argnums=(0, 1)))(x, n), expected)

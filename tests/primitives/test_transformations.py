@@ -72,9 +72,11 @@ TRANSFORMATIONS = {
             jax.vmap(f, (0, None, 1))(jnp.stack([w, w * w]), x, jnp.stack([n, n + 1], axis=1))
         )
     ),
-    "scan": lambda f: (
+    "scan": lambda f: (  # the tangent keeps high derivatives of polynomials from overflowing
         lambda w, x, n: jax.lax.scan(
-            lambda c, scale: (f(w + c, x * scale, n) / 4, None), 0.0, jnp.array([1.0, 0.7])
+            lambda c, scale: (f(w + jnp.tanh(c), x * scale, n) / 4, None),
+            0.0,
+            jnp.array([1.0, 0.7]),
         )[0]
     ),
     "cond": lambda f: (

@@ -1,17 +1,19 @@
 """Equations that do to each participant's slice what they do to the placed value.
 
 Between a map and a reduction stands elementwise work: a delta is scaled, weights get axes to
-broadcast along. Each rule here turns the parameters of such an equation into those of the same
-equation on one participant's slices.
+broadcast along, a server's value is spread over them by NumPy's rules. Each rule here turns the
+parameters of such an equation into those of the same equation on one participant's slices.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedpax.primitives._jax import JaxprEqn, aval_of
+from fedpax.primitives.broadcast import federated_broadcast_p
 
 Params = dict[str, Any]
 
@@ -37,13 +39,14 @@ def on_one_participant(
         participants: how many there are.
         axis: the mesh axis that types name for the first axis of placed values.
         placed: which of its operands are placed, with the participants along the first axis; the
-            others are scalars of the server.
+            others are the server's, and fit if they are scalars or their first axis is of size 1.
 
     Returns:
         Parameters for the same primitive.
     """
     if eqn.effects or any(
-        not p and aval_of(v).ndim for p, v in zip(placed, eqn.invars, strict=True)
+        not p and aval_of(v).shape[:1] not in ((), (1,))
+        for p, v in zip(placed, eqn.invars, strict=True)
     ):
         return None
     for v in eqn.outvars:
@@ -53,7 +56,22 @@ def on_one_participant(
     if name in ELEMENTWISE:
         return eqn.params
     rule = RULES.get(name)
-    return rule(eqn, participants) if rule is not None and placed[0] else None
+    return rule(eqn, participants) if rule is not None and aval_of(eqn.invars[0]).ndim else None
+
+
+def spreads(eqn: JaxprEqn) -> bool:
+    """Whether an equation puts a new axis in front of a value, as giving it to everyone does."""
+    if eqn.primitive.name == "broadcast_in_dim":
+        return 0 not in eqn.params["broadcast_dimensions"]
+    return eqn.primitive is federated_broadcast_p
+
+
+def spread_on_one_participant(eqn: JaxprEqn, participants: int, axis: str | None) -> Params | None:
+    """The parameters of a `broadcast_in_dim` to all participants, for one of them, or None."""
+    out = aval_of(eqn.outvars[0])
+    fits = out.shape[:1] == (participants,) and eqn.primitive.name == "broadcast_in_dim"
+    taken = axis is not None and axis in jax.tree.leaves(tuple(out.sharding.spec[1:]))
+    return _one_slice(eqn) if fits and not taken else None
 
 
 def _without_first(sharding: Any) -> Any:
@@ -63,12 +81,13 @@ def _without_first(sharding: Any) -> Any:
 
 
 def _broadcast_in_dim(eqn: JaxprEqn, participants: int) -> Params | None:
-    dims = eqn.params["broadcast_dimensions"]
-    if not dims or dims[0] != 0 or aval_of(eqn.invars[0]).shape[0] != participants:
-        return None
+    return None if spreads(eqn) else _one_slice(eqn)
+
+
+def _one_slice(eqn: JaxprEqn) -> Params:
     return eqn.params | {
         "shape": eqn.params["shape"][1:],
-        "broadcast_dimensions": tuple(d - 1 for d in dims[1:]),
+        "broadcast_dimensions": tuple(d - 1 for d in eqn.params["broadcast_dimensions"] if d),
         "sharding": _without_first(eqn.params["sharding"]),
     }
 

@@ -13,7 +13,12 @@ from fedpax.primitives.layout import explicit_axis
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.placement import ClientsPerStep, Placement
 from fedpax.primitives.reduce import REDUCTIONS
-from fedpax.transforms.participantwise import Params, on_one_participant
+from fedpax.transforms.participantwise import (
+    Params,
+    on_one_participant,
+    spread_on_one_participant,
+    spreads,
+)
 
 Atom = Var | Literal
 
@@ -88,11 +93,11 @@ class Plan:
         if isinstance(v, Literal):
             return
         if v not in self.producer or self.earlier(v, stage):
-            yield v, aval_of(v).ndim > 0
+            yield v, aval_of(v).shape[:1] == (self.placement.size,)
             return
         eqn, _ = self.producer[v]
         for operand in self.operands(eqn):
-            if eqn.primitive is federated_broadcast_p:
+            if spreads(eqn):
                 if not isinstance(operand, Literal):
                     yield operand, False
             else:
@@ -182,7 +187,10 @@ def plan_stages(jaxpr: Jaxpr, placement: Placement) -> Plan:
 
 
 def _pull_in(plan: Plan, others: list[JaxprEqn], axis: str | None) -> None:
-    """Moves into the loops what is done to placed arguments before, where nobody else needs it."""
+    """Moves into the loops what is done to placed arguments before, where nobody else needs it.
+
+    So it does with values of the server that are spread over the participants by NumPy's rules.
+    """
     users: dict[Var, list[JaxprEqn | None]] = {}
     for eqn in plan.jaxpr.eqns:
         for v in plan.operands(eqn):
@@ -194,7 +202,7 @@ def _pull_in(plan: Plan, others: list[JaxprEqn], axis: str | None) -> None:
     size = plan.placement.size
 
     def in_loops(user: JaxprEqn | None) -> bool:
-        if user is None or user.primitive is federated_broadcast_p:
+        if user is None or spreads(user):
             return False
         if user.primitive in REDUCTIONS:
             return _of(user, plan.placement) and any(v in plan.mapped for v in plan.operands(user))
@@ -204,10 +212,12 @@ def _pull_in(plan: Plan, others: list[JaxprEqn], axis: str | None) -> None:
         if not all(in_loops(user) for v in eqn.outvars for user in users.get(v, ())):
             continue
         operands = plan.operands(eqn)
-        placed = [isinstance(v, Var) and aval_of(v).shape[:1] == (size,) for v in operands]
-        if not any(placed):
-            continue
-        params = on_one_participant(eqn, size, axis, placed)
+        if spreads(eqn):
+            known = not any(isinstance(v, Var) and v in plan.producer for v in operands)
+            params = spread_on_one_participant(eqn, size, axis) if known else None
+        else:
+            placed = [isinstance(v, Var) and aval_of(v).shape[:1] == (size,) for v in operands]
+            params = on_one_participant(eqn, size, axis, placed)
         if params is not None:
             others.remove(eqn)
             plan.producer.update((v, (eqn, params)) for v in eqn.outvars)

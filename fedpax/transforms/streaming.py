@@ -38,6 +38,7 @@ from fedpax.primitives.map import federated_map_p, run_participants
 from fedpax.primitives.placement import Placement
 from fedpax.primitives.program import federated_program_p
 from fedpax.primitives.reduce import REDUCTIONS, Monoid
+from fedpax.transforms.participantwise import spreads
 from fedpax.transforms.stages import Atom, Plan, at_once_of, plan_stages
 
 # Calls that can be written out where they stand once all differentiation is done.
@@ -239,15 +240,13 @@ def run_loop(
             if v in slices:
                 return slices[v]
             if v not in plan.producer:
-                return servers[v]
+                return jax.lax.squeeze(servers[v], [0]) if aval_of(v).ndim else servers[v]
             eqn, params = plan.producer[v]
-            operands = plan.operands(eqn)
-            if eqn.primitive is federated_broadcast_p:
-                slices[v] = server(operands[0])
-                return slices[v]
-            inputs = [mine(o) for o in operands]
+            inputs = [server(o) if spreads(eqn) else mine(o) for o in plan.operands(eqn)]
             if eqn.primitive is federated_map_p:
                 outputs = evaluate(stream(params["jaxpr"]), *inputs)
+            elif eqn.primitive is federated_broadcast_p:
+                outputs = inputs
             else:
                 outputs = rebind(eqn, inputs, params)
             slices.update(zip(eqn.outvars, outputs, strict=True))

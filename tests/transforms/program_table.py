@@ -132,6 +132,14 @@ def elementwise_before(f, w, x, n):
     return f.mean(f.map(local, f.broadcast(w), scaled), jnp.sqrt(n)), f.sum(f.map(jnp.sum, x * 2))
 
 
+def server_arrays_between(f, w, x, n):
+    delta = f.map(local, f.broadcast(w), x - jnp.sum(w, 1))
+    moved = (delta + w) * w[0] - jnp.expand_dims(jnp.sin(w), 0)
+    spread = jnp.exp(2 * jnp.broadcast_to(w, delta.shape))
+    kept = jnp.where(w > 0, delta, 0)
+    return f.mean(moved, n), f.sum(delta * spread), f.mean(kept), f.max(jnp.clip(delta, -w, w))
+
+
 def under_a_condition(f, w, x, n):
     return jax.lax.cond(
         jnp.sum(w) > 0, lambda w: average(f, w, x, n), lambda w: w + f.mean(x)[:3, :2], w
@@ -188,6 +196,7 @@ PROGRAMS = {
         nothing_of_the_map,
         rounds_in_a_scan,
         elementwise_before,
+        server_arrays_between,
         under_a_condition,
         behind_calls,
         gradient_inside,

@@ -10,6 +10,7 @@ import pytest
 from program_table import (
     PROGRAMS,
     WEIGHTS,
+    Federated,
     N,
     Plain,
     W,
@@ -85,6 +86,18 @@ def test_clients_inside_islands(current_mesh):
     assert text.count("nothing is stored") == 2
 
 
+def test_a_server_array_as_long_as_there_are_participants(current_mesh):
+    x, v = normal(N, N, seed=6), normal(N, seed=7)
+
+    def program(f, v, x):
+        turned = f.map(jnp.sin, x)
+        rows, columns = turned * v[:, None], turned * jnp.broadcast_to(v, (N, N))
+        return f.mean(rows), f.sum(columns), f.max(turned + v), jnp.broadcast_to(v, (N, N)).T
+
+    found = fedpax.program(clients=N, clients_per_step=1)(functools.partial(program, Federated))
+    close(found(v, x), program(Plain, v, x))
+
+
 # ---- structure
 
 
@@ -107,6 +120,7 @@ FLAT = [
     "metrics_beside_deltas",
     "elementwise_between",
     "elementwise_before",
+    "server_arrays_between",
     "weights_from_the_map",
     "several_maps_on_shared_inputs",
     "rounds_in_a_scan",
@@ -163,9 +177,10 @@ def gradient_through_a_round(participants):
         lambda size: federated("average", 1, size),
         lambda size: federated("metrics_beside_deltas", 4, size),
         lambda size: federated("gradient_inside", 1, size),
+        lambda size: federated("server_arrays_between", 1, size),
         gradient_through_a_round,
     ],
-    ids=["average", "metrics", "gradient inside", "gradient outside"],
+    ids=["average", "metrics", "gradient inside", "server arrays", "gradient outside"],
 )
 def test_memory_is_flat_in_the_number_of_participants(make):
     few, many = (temporary_bytes(make(size), size) for size in (64, 2048))
@@ -173,7 +188,9 @@ def test_memory_is_flat_in_the_number_of_participants(make):
     assert many <= 1.05 * few
 
 
-@pytest.mark.parametrize("name", ["average", "metrics_beside_deltas", "gradient_inside"])
+@pytest.mark.parametrize(
+    "name", ["average", "metrics_beside_deltas", "gradient_inside", "server_arrays_between"]
+)
 def test_no_all_reduce_stands_in_the_loop(name):
     mesh = fedpax.make_mesh(clients=4, fsdp=2)
     with jax.set_mesh(mesh):

@@ -33,11 +33,17 @@ from fedpax.primitives._jax import (
     set_implementation,
 )
 from fedpax.primitives.broadcast import federated_broadcast_p
-from fedpax.primitives.layout import lay_out_shared, unplaced_aval
+from fedpax.primitives.layout import explicit_axis, lay_out_shared, unplaced_aval
 from fedpax.primitives.map import federated_map_p, run_participants
 from fedpax.primitives.placement import Placement
 from fedpax.primitives.program import federated_program_p
-from fedpax.primitives.reduce import REDUCTIONS, Monoid
+from fedpax.primitives.reduce import (
+    REDUCTIONS,
+    Monoid,
+    federated_max_p,
+    federated_min_p,
+    federated_sum_p,
+)
 from fedpax.transforms.participantwise import spreads
 from fedpax.transforms.stages import Atom, Plan, at_once_of, plan_stages
 
@@ -51,6 +57,12 @@ CALLS = {
     "remat2": "jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
+}
+
+NUMPY_REDUCTIONS = {
+    "reduce_sum": federated_sum_p,
+    "reduce_max": federated_max_p,
+    "reduce_min": federated_min_p,
 }
 
 
@@ -108,7 +120,8 @@ def inline(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _run_inlined(closed: ClosedJaxpr, *args: Any) -> list:
-    placed: dict[int, Any] = {}  # by identity; the values are held, so that none is given again
+    # By identity, with whose they are; the values are held, so that no identity is given again.
+    placed: dict[int, tuple[Any, Placement]] = {}
 
     def run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list:
         values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
@@ -118,22 +131,41 @@ def _run_inlined(closed: ClosedJaxpr, *args: Any) -> list:
 
         for eqn in jaxpr.eqns:
             inputs = [read(v) for v in eqn.invars]
-            touched = any(id(x) in placed for x in inputs)
+            owners = [placed[id(x)][1] for x in inputs if id(x) in placed]
             inside = [j for j in inner_jaxprs(eqn) if is_federated(j)]
             body = _body(eqn)
-            if body is not None and (inside or touched):
+            if body is not None and (inside or owners):
                 outputs = run(body.jaxpr, body.consts, inputs)
             elif inside and eqn.primitive not in (federated_map_p, federated_program_p):
                 outputs = rebind(eqn, inputs, {k: _streamed(v) for k, v in eqn.params.items()})
+            elif owners and (reduced := _reduced(eqn, inputs[0], owners[0])) is not None:
+                outputs = [reduced]
             else:
                 outputs = rebind(eqn, inputs)
-                starts = eqn.primitive in (federated_map_p, federated_broadcast_p)
-                if starts or (touched and eqn.primitive not in REDUCTIONS):
-                    placed.update((id(x), x) for x in outputs)
+                if eqn.primitive in (federated_map_p, federated_broadcast_p):
+                    owners = [eqn.params["placement"]]
+                if owners and eqn.primitive not in REDUCTIONS:
+                    placed.update((id(x), (x, owners[0])) for x in outputs)
             values.update(zip(eqn.outvars, outputs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
     return run(closed.jaxpr, closed.consts, args)
+
+
+def _reduced(eqn: JaxprEqn, x: jax.Array, placement: Placement) -> jax.Array | None:
+    """What NumPy's reduction over the participants' axis gives, by the reduction for participants.
+
+    Derivatives hold such sums too, where NumPy's rules spread a server's array over participants.
+    """
+    primitive, axes = NUMPY_REDUCTIONS.get(eqn.primitive.name), eqn.params.get("axes", ())
+    spec = jax.typeof(x).sharding.spec
+    if primitive is None or 0 not in axes or eqn.params.get("out_sharding") is not None:
+        return None
+    if x.shape[0] != placement.size or spec[0] != explicit_axis(placement):
+        return None
+    (own,) = rebind(eqn, [x], eqn.params | {"axes": tuple(a for a in axes if a)})
+    reduced = primitive.bind(own, placement=placement)
+    return reduced if reduced.dtype == aval_of(eqn.outvars[0]).dtype else None
 
 
 def _body(eqn: JaxprEqn) -> ClosedJaxpr | None:

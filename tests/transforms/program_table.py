@@ -116,7 +116,7 @@ def weights_of_a_later_stage(f, w, x, n):
 
 def wanted_of_each(f, w, x, n):
     delta, norm = f.map(lambda x: (local(w, x), jnp.sum(x)), x)
-    return f.mean(delta), norm * 2, f.broadcast(w), jnp.sum(norm)
+    return f.mean(delta), norm * 2, f.broadcast(w), jnp.argmax(norm)
 
 
 def nothing_of_the_map(f, w, x, n):
@@ -138,6 +138,12 @@ def server_arrays_between(f, w, x, n):
     spread = jnp.exp(2 * jnp.broadcast_to(w, delta.shape))
     kept = jnp.where(w > 0, delta, 0)
     return f.mean(moved, n), f.sum(delta * spread), f.mean(kept), f.max(jnp.clip(delta, -w, w))
+
+
+def reductions_of_numpy(f, w, x, n):
+    delta = f.map(local, f.broadcast(w), x)
+    count = f.map(lambda x: jnp.sum(x > 0).astype(jnp.int8), x)
+    return jnp.mean(delta, 0), jnp.max(delta), jnp.sum(delta, (0, 2)), jnp.min(count), count.sum()
 
 
 def under_a_condition(f, w, x, n):
@@ -197,6 +203,7 @@ PROGRAMS = {
         rounds_in_a_scan,
         elementwise_before,
         server_arrays_between,
+        reductions_of_numpy,
         under_a_condition,
         behind_calls,
         gradient_inside,

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from fedpax.primitives._jax import ClosedJaxpr, Jaxpr, JaxprEqn, aval_of, inner_jaxprs, live
+from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.program import federated_program_p
 from fedpax.transforms.stages import at_once_of, plan_stages
 from fedpax.transforms.streaming import inline, is_federated, placements_of
@@ -53,11 +54,10 @@ def _explain_program(eqn: JaxprEqn) -> Iterator[str]:
 
 
 def _explain_jaxpr(closed: ClosedJaxpr) -> Iterator[str]:
-    closed = live(inline(closed))
-    placements = placements_of(closed.jaxpr)
-    if not placements:
-        yield "No map runs at its top level: there is nothing to stream."
-    for placement in placements:
+    closed = live(inline(closed, inside=lambda inner: inner))
+    if not is_federated(closed.jaxpr):
+        yield "No map runs in it: there is nothing to stream."
+    for placement in placements_of(closed.jaxpr):
         plan = plan_stages(closed.jaxpr, placement)
         for stage, maps in sorted(plan.loops.items()):
             at_once = at_once_of(maps)
@@ -73,6 +73,28 @@ def _explain_jaxpr(closed: ClosedJaxpr) -> Iterator[str]:
                 if is_federated(eqn.params["jaxpr"].jaxpr):
                     yield f"  inside, on one of the {placement.name}:"
                     yield from (f"    {line}" for line in _explain_jaxpr(eqn.params["jaxpr"]))
+    for eqn in closed.jaxpr.eqns:
+        for where, inner in _control_flow(eqn):
+            if is_federated(inner.jaxpr):
+                yield f"{where}:"
+                yield from (f"  {line}" for line in _explain_jaxpr(inner))
+
+
+def _control_flow(eqn: JaxprEqn) -> Iterator[tuple[str, ClosedJaxpr]]:
+    """What a loop or a conditional runs, and when: each is streamed by itself."""
+    params = eqn.params
+    match eqn.primitive.name:
+        case "scan":
+            yield f"in a loop of {_count(params['length'], 'step')}", params["jaxpr"]
+        case "while":
+            yield "in a while loop", params["body_jaxpr"]
+            yield "in the condition of a while loop", params["cond_jaxpr"]
+        case "cond":
+            for i, branch in enumerate(params["branches"]):
+                yield f"in branch {i} of a conditional", branch
+        case name if eqn.primitive not in (federated_map_p, federated_program_p):
+            for inner in inner_jaxprs(eqn):
+                yield f"in {name!r}", ClosedJaxpr(inner, ())
 
 
 def _count(number: int, noun: str) -> str:

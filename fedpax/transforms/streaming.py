@@ -114,12 +114,24 @@ def placements_of(jaxpr: Jaxpr) -> list[Placement]:
     return list(dict.fromkeys(eqn.params["placement"] for eqn in maps))
 
 
-def inline(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Writes out the calls that run participants or touch placed values; streams inside loops."""
-    return jax.make_jaxpr(functools.partial(_run_inlined, closed))(*closed.in_avals)
+def inline(
+    closed: ClosedJaxpr, inside: Callable[[ClosedJaxpr], ClosedJaxpr] = stream
+) -> ClosedJaxpr:
+    """Writes out the calls that run participants or touch placed values; streams inside loops.
+
+    Args:
+        closed: the jaxpr of a program, or of what a participant runs.
+        inside: what becomes of the jaxprs of loops and conditionals that run participants.
+
+    Returns:
+        A jaxpr of the same function.
+    """
+    return jax.make_jaxpr(functools.partial(_run_inlined, closed, inside))(*closed.in_avals)
 
 
-def _run_inlined(closed: ClosedJaxpr, *args: Any) -> list:
+def _run_inlined(
+    closed: ClosedJaxpr, inside: Callable[[ClosedJaxpr], ClosedJaxpr], *args: Any
+) -> list:
     # By identity, with whose they are; the values are held, so that no identity is given again.
     placed: dict[int, tuple[Any, Placement]] = {}
 
@@ -132,12 +144,14 @@ def _run_inlined(closed: ClosedJaxpr, *args: Any) -> list:
         for eqn in jaxpr.eqns:
             inputs = [read(v) for v in eqn.invars]
             owners = [placed[id(x)][1] for x in inputs if id(x) in placed]
-            inside = [j for j in inner_jaxprs(eqn) if is_federated(j)]
+            runs = any(map(is_federated, inner_jaxprs(eqn)))
             body = _body(eqn)
-            if body is not None and (inside or owners):
+            if body is not None and (runs or owners):
                 outputs = run(body.jaxpr, body.consts, inputs)
-            elif inside and eqn.primitive not in (federated_map_p, federated_program_p):
-                outputs = rebind(eqn, inputs, {k: _streamed(v) for k, v in eqn.params.items()})
+            elif runs and eqn.primitive not in (federated_map_p, federated_program_p):
+                outputs = rebind(
+                    eqn, inputs, {k: _changed(inside, v) for k, v in eqn.params.items()}
+                )
             elif owners and (reduced := _reduced(eqn, inputs[0], owners[0])) is not None:
                 outputs = [reduced]
             else:
@@ -179,14 +193,14 @@ def _body(eqn: JaxprEqn) -> ClosedJaxpr | None:
     return body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, ())
 
 
-def _streamed(param: Any) -> Any:
-    """A parameter of a loop or a conditional, with the jaxprs in it streamed."""
+def _changed(change: Callable[[ClosedJaxpr], ClosedJaxpr], param: Any) -> Any:
+    """A parameter of a loop or a conditional, with the jaxprs in it changed."""
     if isinstance(param, ClosedJaxpr):
-        return stream(param)
+        return change(param)
     if isinstance(param, Jaxpr):
-        return stream(ClosedJaxpr(param, ())).jaxpr
+        return change(ClosedJaxpr(param, ())).jaxpr
     if type(param) in (tuple, list):
-        return type(param)(map(_streamed, param))
+        return type(param)(_changed(change, p) for p in param)
     return param
 
 

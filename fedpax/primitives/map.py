@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from fedpax.primitives._jax import ClosedJaxpr, Primitive, evaluate, trace, with_manual_axis
@@ -230,21 +231,23 @@ class _Loop(NamedTuple):
         if chunks == 1 and not rest:
             return self.chunk(size, placed)
 
-        def step(carry, _):
-            start, totals = carry
+        def take(size: int, carry: tuple) -> tuple:
+            start, stored, totals = carry
             parts = [jax.lax.dynamic_slice_in_dim(a, start, size) for a in placed]
-            stacked, terms = self.split(self.chunk(size, parts))
-            return (start + size, self.merge(totals, terms)), stacked
+            own, terms = self.split(self.chunk(size, parts))
+            write = jax.lax.dynamic_update_slice_in_dim
+            stored = [write(whole, o, start, 0) for whole, o in zip(stored, own, strict=True)]
+            return start + size, stored, self.merge(totals, terms)
 
         # The starts are counted and not scanned over: an array of them would grow with the clients.
-        (_, totals), stacked = jax.lax.scan(step, (0, self.start()), length=chunks)
-        stacked = [jax.lax.collapse(s, 0, 2) for s in stacked]
-        if rest:
-            parts = [jax.lax.slice_in_dim(a, chunks * size, self.participants) for a in placed]
-            last, terms = self.split(self.chunk(rest, parts))
-            stacked = [jnp.concatenate(pair) for pair in zip(stacked, last, strict=True)]
-            totals = self.merge(totals, terms)
-        in_order = iter(stacked), iter(totals)
+        # The results are carried and not stacked, so that the rest is written into the same arrays.
+        carry, _ = jax.lax.scan(
+            lambda carry, _: (take(size, carry), None),
+            (0, self.unwritten(), self.start()),
+            length=chunks,
+        )
+        _, stored, totals = take(rest, carry) if rest else carry
+        in_order = iter(stored), iter(totals)
         return [next(in_order[r is not None]) for r in self.reductions]
 
     def even_chunk(self) -> int:
@@ -272,6 +275,11 @@ class _Loop(NamedTuple):
         pairs = list(zip(self.reductions, outputs, strict=True))
         return [o for r, o in pairs if not r], [o for r, o in pairs if r]
 
+    def unwritten(self) -> list:
+        """Room for what is stacked, of all participants."""
+        stacked = [a for r, a in zip(self.reductions, self.out_avals, strict=True) if not r]
+        return [_unwritten(self.participants, aval) for aval in stacked]
+
     def start(self) -> list:
         return [
             _filled(r.start(aval.dtype), aval)
@@ -282,6 +290,13 @@ class _Loop(NamedTuple):
     def merge(self, totals: Sequence[jax.Array], terms: Sequence[jax.Array]) -> list:
         merges = [r.merge for r in self.reductions if r]
         return [m(a, b) for m, a, b in zip(merges, totals, terms, strict=True)]
+
+
+def _unwritten(participants: int, aval: Any) -> jax.Array:
+    # Explicit axes are in an array's type even where nothing is sharded over them.
+    typed = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+    spec = P(None, *aval.sharding.spec) if typed else None
+    return jax.lax.empty((participants, *aval.shape), aval.dtype, out_sharding=spec)
 
 
 def _filled(value: jax.Array, aval: Any) -> jax.Array:

@@ -224,6 +224,40 @@ def test_chunks_are_counted_on_each_device(at_once, current_mesh):
     assert_close(program(x, w), np.tanh(np.asarray(x) @ w.T).mean(0))
 
 
+@pytest.mark.parametrize("at_once", [1, 5])
+def test_results_of_participants_are_written_once(at_once):
+    def temporary_bytes(n):
+        program = fedpax.program(clients=n, clients_per_step=at_once)(
+            lambda w, x: federated_map(lambda x: jnp.tanh(w @ x), x)
+        )
+        compiled = jax.jit(program).lower(normal(8, 8), normal(n, 8, 8)).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporary_bytes(1024) <= 1.05 * temporary_bytes(64)
+
+
+def test_chunks_of_random_keys_that_leave_a_rest():
+    keys = jax.random.split(jax.random.key(0), 5)
+    program = fedpax.program(clients=5, clients_per_step=2)(
+        lambda keys: federated_map(lambda key: jax.random.split(key, 3), keys)
+    )
+    expected = jax.vmap(lambda key: jax.random.split(key, 3))(keys)
+    assert (program(keys) == expected).all()
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_chunks_keep_the_layout_of_a_model(at_once, current_mesh):
+    n = 12  # three a device
+    x, w = place(normal(n, 4), "clients"), place(normal(4, 2, seed=1), None, "fsdp")
+    program = fedpax.program(clients=n, clients_per_step=at_once)(
+        lambda w, x: federated_map(lambda x: x[:, None] * w, x)
+    )
+    found = jax.jit(program)(w, x)
+    if current_mesh:
+        assert found.sharding.spec == jax.sharding.PartitionSpec("clients", None, "fsdp")
+    assert_close(found, np.asarray(x)[:, :, None] * np.asarray(w))
+
+
 def test_a_map_overrides_the_number_of_its_program():
     @fedpax.program(clients=N, clients_per_step=2)
     def program(x):

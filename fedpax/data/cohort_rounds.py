@@ -4,6 +4,7 @@ What a round holds depends on the settings and the round's number alone, so a st
 Only the examples of the cohort are read, so a population can be larger than memory.
 """
 
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,11 +15,19 @@ from numpy.typing import NDArray
 from fedpax.data.balance import balanced_order
 from fedpax.data.cohort import Cohorts
 from fedpax.data.example_rounds import scale
-from fedpax.data.partition import Examples, Partition, checksum, field_of
+from fedpax.data.partition import Examples, Partition, check_indices, checksum, field_of
 from fedpax.data.shuffle import fold, shuffled
-from fedpax.data.stream import check_sizes, check_state, source_name
+from fedpax.data.stream import (
+    arrays_name,
+    check_sizes,
+    check_state,
+    evenly,
+    function_name,
+    source_name,
+)
 
 Arrays = Mapping[str, NDArray[Any]]
+Read = Callable[[NDArray[np.int64]], dict[str, NDArray[Any]]]
 
 
 class Cohort(NamedTuple):
@@ -68,41 +77,40 @@ class CohortRounds:
         examples_per_round: how many examples a cohort sees in a round, epochs times each, on
             average over at most a thousand clients.
         shapes: the shapes and dtypes of a round, a `Cohort` of `jax.ShapeDtypeStruct`.
-        settings: what decides the stream; a state is restored only into the same.
+        settings: what decides the stream; a state is restored only into the same. A data set and
+            functions (`prepare`, and the cohorts' `available`) stand there by name. A list of
+            clients and the cohorts' weights stand there by a checksum of all of them; arrays, and
+            a population that is made when asked, by their size and a checksum of a thousand
+            examples or clients at most, evenly spaced.
     """
 
     def __init__(
         self,
-        examples: Examples | Arrays,
+        read: Read,
         population: Partition,
         cohorts: Cohorts,
         max_steps: int,
         prepare: Callable[[Arrays], dict[str, NDArray[Any]]],
         example: Arrays,
+        examples_per_round: int,
         settings: dict[str, int | str],
     ) -> None:
         self.max_steps = max_steps
+        self.examples_per_round = examples_per_round
         self.settings = settings
-        self._take = _reader(examples)
+        self._take = read
         self._population = population
         self._cohorts = cohorts
         self._prepare = prepare
         self._round = 0
-        batch, epochs = int(settings["batch"]), int(settings["epochs"])
         each: Any = jax.ShapeDtypeStruct((cohorts.size,), np.int32)
-        places = cohorts.size, max_steps, batch
+        places = cohorts.size, max_steps, int(settings["batch"])
         fields: dict[str, Any] = {
             name: jax.ShapeDtypeStruct((*places, *values.shape[1:]), values.dtype)
             for name, values in example.items()
         }
         fields["mask"] = jax.ShapeDtypeStruct(places, np.bool_)
         self.shapes = Cohort(fields, each, each, each)
-        some = np.linspace(0, len(population) - 1, min(len(population), 1000)).astype(int)
-        seen = [epochs * len(population[k]) for k in some]
-        # A client that is cut short sees as many as its steps hold.
-        self.examples_per_round = round(
-            cohorts.size * float(np.mean(np.minimum(seen, max_steps * batch)))
-        )
 
     def __iter__(self) -> Iterator[Cohort]:
         return self
@@ -111,17 +119,19 @@ class CohortRounds:
         """Returns the next round, in arrays of its own.
 
         Raises:
-            ValueError: nobody is available, or `prepare` refuses the examples.
+            ValueError: nobody is available, a client that was made for the round names an example
+                that is none of the source's, or `prepare` refuses the examples.
             OSError: a record of the source cannot be read.
         """
-        batch, epochs, seed, devices, at_once = (
+        batch, epochs, seed, devices, at_once, examples = (
             int(self.settings[name])
-            for name in ("batch", "epochs", "seed", "devices", "clients_per_step")
+            for name in ("batch", "epochs", "seed", "devices", "clients_per_step", "examples")
         )
         drawn = self._cohorts.draw(self._round)
         missing = self._cohorts.size - len(drawn)
         clients = np.concatenate([drawn, np.full(missing, -1, np.int64)])
-        held = [self._population[k] for k in drawn] + [np.zeros(0, np.int64)] * missing
+        held = [check_indices(self._population[k], examples, f"client {k}") for k in drawn]
+        held += [np.zeros(0, np.int64)] * missing
         steps = _steps([len(own) for own in held], batch, epochs, self.max_steps)
         order = balanced_order(steps, devices, clients_per_step=at_once)
         clients, steps, held = clients[order], steps[order], [held[k] for k in order]
@@ -203,7 +213,8 @@ def cohort_rounds(
             its largest client takes.
         seed: chooses the orders.
         devices: the size of the mesh's `clients` axis, which must divide the cohort.
-        clients_per_step: how many clients a device runs at once.
+        clients_per_step: how many clients a device runs at once, a number: clients of like size
+            share a step.
         prepare: makes of the fields, arrays `[examples, ...]`, those that a batch has. A field
             whose examples differ in shape comes as an array `[examples]` of objects.
 
@@ -212,7 +223,8 @@ def cohort_rounds(
 
     Raises:
         ValueError: for sizes that are not positive, do not fit the memory or one another, no
-            examples, or a population of another number of clients than the cohorts'.
+            examples, a population of another number of clients than the cohorts', or a client of
+            a list that names an example that there is not.
 
     Example:
         >>> images = np.random.default_rng(0).random((7, 4, 4, 1), np.float32)
@@ -225,6 +237,11 @@ def cohort_rounds(
         >>> cohort.clients.tolist(), cohort.steps.tolist(), cohort.weights.tolist()
         ([2, 1], [2, 1], [3, 1])
     """
+    if not hasattr(clients_per_step, "__index__"):
+        raise ValueError(
+            f"clients_per_step is {clients_per_step!r}, but which clients of like size share a "
+            "step depends on how many do: give a whole number, here and to the algorithm."
+        )
     sizes = {"batch": batch, "epochs": epochs, "devices": devices}
     check_sizes(1, **sizes, clients_per_step=clients_per_step)
     if len(population) != cohorts.population:
@@ -238,30 +255,44 @@ def cohort_rounds(
             f"blocks: take {cohorts.size - cohorts.size % devices or devices} clients, or a mesh "
             "whose clients axis divides it."
         )
+    read, count, source = _open(examples)
+    if listed := isinstance(population, list | tuple | np.ndarray):
+        population = [check_indices(own, count, f"client {k}") for k, own in enumerate(population)]
     if max_steps is None:
         largest = max(len(own) for own in population)
         max_steps = int(_steps([largest], batch, epochs, None)[0])
         if not max_steps:
             raise ValueError("No client of the population has an example.")
-    one = prepare(_reader(examples)(np.zeros(1, np.int64)))
+    one = prepare(read(np.zeros(1, np.int64)))
     check_sizes(
         sum(values.nbytes for values in one.values()),
         cohort=cohorts.size,
         max_steps=max_steps,
         batch=batch,
     )
+    some = [population[k] for k in evenly(len(population))]
+    # A client that is cut short sees as many as its steps hold.
+    seen = np.minimum([epochs * len(own) for own in some], max_steps * batch)
+    weights, available = cohorts.weights, cohorts.available
     settings: dict[str, int | str] = {
-        "source": "arrays" if isinstance(examples, Mapping) else source_name(examples),
-        "population": (checksum(population) if isinstance(population, list) else str(population)),
+        "source": source,
+        "examples": count,
+        "population": checksum(population if listed else some),
         "clients": len(population),
         "cohort": cohorts.size,
         "cohorts_seed": cohorts.seed,
+        "cohorts_weights": (
+            "none" if weights is None else zlib.crc32(np.asarray(weights, "<f8").tobytes())
+        ),
+        "available": "everybody" if available is None else function_name(available),
         "max_steps": max_steps,
         **sizes,
         "clients_per_step": clients_per_step,
         "seed": seed,
+        "prepare": function_name(prepare),
     }
-    return CohortRounds(examples, population, cohorts, max_steps, prepare, one, settings)
+    per_round = round(cohorts.size * float(seen.mean()))
+    return CohortRounds(read, population, cohorts, max_steps, prepare, one, per_round, settings)
 
 
 def _steps(sizes: Sequence[int], batch: int, epochs: int, most: int | None) -> NDArray[np.int64]:
@@ -270,8 +301,8 @@ def _steps(sizes: Sequence[int], batch: int, epochs: int, most: int | None) -> N
     return steps if most is None else np.minimum(steps, most)
 
 
-def _reader(examples: Examples | Arrays) -> Callable[[NDArray[np.int64]], dict[str, NDArray[Any]]]:
-    """A function that stacks the examples of some indices, each read once."""
+def _open(examples: Examples | Arrays) -> tuple[Read, int, str]:
+    """What stacks the examples of some indices, each read once; their number, and their name."""
     if isinstance(examples, Mapping):
         lengths = {name: len(values) for name, values in examples.items()}
         if len(set(lengths.values())) != 1 or not min(lengths.values()):
@@ -279,7 +310,11 @@ def _reader(examples: Examples | Arrays) -> Callable[[NDArray[np.int64]], dict[s
                 f"examples has fields of {lengths} examples: give one array [examples, ...] a "
                 "field, all of one length that is not 0."
             )
-        return lambda indices: {name: values[indices] for name, values in examples.items()}
+        return (
+            lambda indices: {name: values[indices] for name, values in examples.items()},
+            min(lengths.values()),
+            arrays_name(examples),
+        )
 
     import grain  # here, as it takes longer to import than everything else
 
@@ -292,7 +327,7 @@ def _reader(examples: Examples | Arrays) -> Callable[[NDArray[np.int64]], dict[s
         found = [records[int(i)] for i in needed]
         return {name: _stack([example[name] for example in found])[place] for name in found[0]}
 
-    return read
+    return read, len(examples), source_name(examples)
 
 
 def _stack(values: Sequence[Any]) -> NDArray[Any]:

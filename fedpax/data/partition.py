@@ -134,12 +134,14 @@ def check_partition(
         ValueError: if a participant has nothing, an index is none of the source's, or two
             participants (or one, twice) have the same example.
     """
-    indices = [np.asarray(held, np.int64) for held in partition]
-    if len(indices) != participants:
+    if len(partition) != participants:
         raise ValueError(
-            f"The partition has {len(indices)} parts, but there are {participants} {placement}: "
+            f"The partition has {len(partition)} parts, but there are {participants} {placement}: "
             "make it with as many."
         )
+    indices = [
+        check_indices(held, examples, f"{placement} {k}") for k, held in enumerate(partition)
+    ]
     for k, held in enumerate(indices):
         if not held.size:
             raise ValueError(
@@ -147,17 +149,42 @@ def check_partition(
                 "or another partition."
             )
     together = np.sort(np.concatenate(indices))
-    if together[0] < 0 or together[-1] >= examples:
-        raise ValueError(
-            f"The partition names example {together[0] if together[0] < 0 else together[-1]}, but "
-            f"the source has examples 0 to {examples - 1}: make it for this source and split."
-        )
     twice = together[1:][together[1:] == together[:-1]]
     if twice.size:
         raise ValueError(
             f"The partition gives example {twice[0]} out twice: each must have one holder."
         )
     return indices
+
+
+def check_indices(held: ArrayLike, examples: int, holder: str) -> NDArray[np.int64]:
+    """Refuses indices that are none of a source's.
+
+    Args:
+        held: a participant's indices, integers [examples of the participant]; if there are none,
+            of any type.
+        examples: how many examples the source has.
+        holder: what the participant is called, for the messages.
+
+    Returns:
+        The indices, int64.
+
+    Raises:
+        ValueError: if they are not integers, or an index is none of the source's.
+    """
+    indices = np.asarray(held)
+    if indices.ndim != 1 or (indices.size and indices.dtype.kind not in "iu"):
+        raise ValueError(
+            f"The part of {holder} is {indices.dtype}{list(indices.shape)}, expected integers "
+            "[examples], the indices of what it holds."
+        )
+    outside = indices[(indices < 0) | (indices >= examples)]
+    if outside.size:
+        raise ValueError(
+            f"The part of {holder} names example {outside[0]}, but the source has examples 0 to "
+            f"{examples - 1}: make the partition for this source and split."
+        )
+    return indices.astype(np.int64, copy=False)
 
 
 def checksum(partition: Partition) -> int:

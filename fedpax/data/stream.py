@@ -2,8 +2,12 @@
 
 import functools
 import os
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from fedpax.data.partition import Examples
 
@@ -89,6 +93,41 @@ def check_sizes(bytes_each: int, **sizes: int) -> None:
 def source_name(source: Examples) -> str:
     """What a state calls its source: the name of a prepared data set, or else the type."""
     return getattr(source, "name", type(source).__name__)
+
+
+def arrays_name(arrays: Mapping[str, NDArray[Any]]) -> str:
+    """What a state calls arrays in memory: their fields, and a checksum.
+
+    Args:
+        arrays: arrays [examples, ...] by field.
+
+    Returns:
+        The same for the same fields, shapes, dtypes and contents; of the contents, those of a
+        thousand examples at most, evenly spaced, so that large arrays cost no more.
+
+    Example:
+        >>> arrays_name({"label": np.arange(3)}) == arrays_name({"label": np.arange(3)[::-1]})
+        False
+    """
+    value = 0
+    for name, values in sorted(arrays.items()):
+        value = zlib.crc32(f"{name}{values.dtype}{values.shape}".encode(), value)
+        for one in values[evenly(len(values))]:
+            value = zlib.crc32(np.asarray(one).tobytes(), value)
+    return f"arrays {', '.join(sorted(arrays))}: {value}"
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    """What a state calls a function: where it was defined; of an object, its type."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{getattr(named, '__module__', None)}.{named.__qualname__}"
+
+
+def evenly(count: int, most: int = 1000) -> NDArray[np.int64]:
+    """Numbers from 0 to ``count`` - 1, evenly spaced: all, or ``most`` where there are more."""
+    return np.linspace(0, count - 1, min(count, most)).astype(np.int64)
 
 
 def check_state(state: Any, settings: Settings, positions: str) -> Any:

@@ -95,6 +95,101 @@ def test_a_stream_goes_on_where_another_stood():
         third.set_state(one.get_state())
 
 
+class Made:
+    """A population without a name, whose clients are made when asked."""
+
+    def __init__(self, clients):
+        self.clients = clients
+
+    def __len__(self):
+        return len(self.clients)
+
+    def __getitem__(self, client):
+        return self.clients[client]
+
+
+def all_rounds(r):
+    return np.ones(3, bool)
+
+
+def even_rounds(r):
+    return np.array([True, True, r % 2 == 0])
+
+
+def plain(fields):
+    return dict(fields)
+
+
+LONG = [np.arange(2000), np.arange(2000, 4000), np.arange(4000, 6000)]
+OTHER = [np.arange(2000), np.r_[2000:3000, 3001, 3000, 3002:4000], np.arange(4000, 6000)]
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array, Made], ids=lambda kind: kind.__name__)
+def test_a_state_is_restored_into_the_same_population_alone(kind):
+    """Every time in objects of its own, as in another process."""
+    examples, _ = problem([6000])
+    made = lambda clients: cohort_rounds(
+        examples, kind([c.copy() for c in clients]), Cohorts(3, 2), batch=500
+    )
+    state = json.loads(json.dumps(made(LONG).get_state()))
+    made(LONG).set_state(state)
+    with pytest.raises(ValueError, match=r"population is .* and was"):
+        made(OTHER).set_state(state)
+
+
+@pytest.mark.parametrize(
+    ("changes", "setting"),
+    [
+        ({"weights": [1.0, 2.0, 3.0]}, "cohorts_weights"),
+        ({"available": even_rounds}, "available"),
+        ({"prepare": plain}, "prepare"),
+        ({"scale": 2.0}, "source"),
+        ({"examples": 7000}, "examples"),
+    ],
+)
+def test_a_state_is_of_its_weights_functions_and_arrays(changes, setting):
+    def made(examples=6000, scale=1.0, weights=(1.0, 2.0, 2.0), available=all_rounds, **more):
+        arrays, _ = problem([examples])
+        arrays["image"] = scale * arrays["image"]
+        cohorts = Cohorts(3, 2, weights=weights, available=available)
+        return cohort_rounds(arrays, LONG, cohorts, batch=500, **more)
+
+    state = made().get_state()
+    made().set_state(state)
+    with pytest.raises(ValueError, match=rf"{setting} is .* and was"):
+        made(**changes).set_state(state)
+
+
+@pytest.mark.parametrize("nothing", [[], np.array([])], ids=["list", "float64"])
+@pytest.mark.parametrize("kind", [list, Made], ids=lambda kind: kind.__name__)
+def test_a_client_without_examples_takes_no_step(kind, nothing):
+    examples, _ = problem([3])
+    round_ = next(cohort_rounds(examples, kind([[0, 1], nothing, [2]]), Cohorts(3, 3), batch=2))
+    place = np.flatnonzero(round_.clients == 1)[0]
+    assert (round_.steps[place], round_.weights[place]) == (0, 0)
+    assert not round_.batches["mask"][place].any()
+    assert sorted(round_.batches["label"][round_.batches["mask"]]) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        ([99], "client 1 names example 99, but the source has examples 0 to 19"),
+        ([3, -1], "client 1 names example -1"),
+        ([0.5], r"client 1 is float64\[1\], expected integers"),
+        ([True, False], r"client 1 is bool\[2\], expected integers"),
+        ([[1, 2]], r"client 1 is int64\[1, 2\], expected integers"),
+    ],
+)
+def test_indices_that_are_none_of_the_source_are_told_with_the_client(own, words):
+    examples, _ = problem([20])
+    with pytest.raises(ValueError, match=words):
+        cohort_rounds(examples, [[0], own], Cohorts(2, 2), batch=2)
+    lazy = cohort_rounds(examples, Made([[0], own]), Cohorts(2, 2), batch=2)
+    with pytest.raises(ValueError, match=words):
+        next(lazy)
+
+
 def test_a_source_is_read_for_the_cohort_alone():
     class Counting:
         def __init__(self):
@@ -162,9 +257,6 @@ def test_a_population_may_be_made_when_it_is_asked_for():
         def __getitem__(self, client):
             return np.array([client % 7, client % 5])
 
-        def __str__(self):
-            return "lazy"
-
     examples, _ = problem([7])
     rounds = cohort_rounds(examples, Lazy(), Cohorts(10**9, 5), batch=2, max_steps=1)
     round_ = next(rounds)
@@ -186,6 +278,8 @@ def test_clients_are_ordered_for_the_devices():
         ({"epochs": 0}, "epochs is 0"),
         ({"max_steps": 0}, "max_steps is 0"),
         ({"devices": 2}, "take 2 clients"),
+        ({"clients_per_step": "auto"}, "give a whole number, here and to the algorithm"),
+        ({"clients_per_step": 1.5}, "give a whole number"),
         ({"cohorts": Cohorts(5, 3)}, "make Cohorts with population=4"),
         ({"population": [np.zeros(0, int)] * 4}, "No client of the population has an example"),
         ({"examples": {"image": np.ones((2, 1)), "label": np.ones(3)}}, "all of one length"),

@@ -388,11 +388,12 @@ def test_by_field_says_which_fields_there_are() -> None:
         ([[0], [1], [5]], "names example 5, but the source has examples 0 to 4"),
         ([[0], [-1], [2]], "names example -1"),
         ([[0, 3], [1], [2, 3]], "gives example 3 out twice"),
+        ([[0], [1.5], [2]], "islands 1 is float64"),
     ],
 )
 def test_a_partition_that_does_not_fit_is_refused(partition: list[list[int]], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        check_partition([np.array(part, np.int64) for part in partition], 3, 5, "islands")
+        check_partition([np.array(part) for part in partition], 3, 5, "islands")
 
 
 @pytest.mark.parametrize("participants", [0, -2])

@@ -1,5 +1,6 @@
 """Cohorts: which clients of a population take part in a round."""
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -88,8 +89,18 @@ class Cohorts:
             be drawn, where fewer are available.
 
         Raises:
-            ValueError: nobody is available, or `available` gives no booleans [population].
+            TypeError: the round is no whole number.
+            ValueError: it is negative, nobody is available, or `available` gives no booleans
+                [population].
         """
+        try:
+            round_number = operator.index(round_number)
+        except TypeError:
+            raise TypeError(
+                f"draw() was given round {round_number!r}, expected a whole number from 0."
+            ) from None
+        if round_number < 0:
+            raise ValueError(f"draw() was given round {round_number}: rounds count from 0.")
         candidates = self._candidates(round_number)
         count = self.population if candidates is None else len(candidates)
         taken = min(self.size, count)
@@ -123,8 +134,9 @@ class Cohorts:
     ) -> NDArray[np.int64]:
         """The places of those that arrive first, where a client arrives with its weight as rate."""
         assert self._weights is not None
-        bits = fold(self.seed, _WEIGHTED, round_number, clients) >> np.uint64(11)
-        uniform = (bits.astype(np.float64) + 0.5) * 2.0**-53  # in (0, 1)
-        arrival = -np.log(uniform) / self._weights[clients]
+        bits = fold(self.seed, _WEIGHTED, round_number, clients) >> np.uint64(12)
+        uniform = (bits.astype(np.float64) + 0.5) * 2.0**-52  # in (0, 1)
+        # The logarithm of the time, since dividing by a tiny weight would overflow.
+        arrival = np.log(-np.log(uniform)) - np.log(self._weights[clients])
         near = np.argpartition(arrival, taken - 1)[:taken]
         return near[np.argsort(arrival[near], kind="stable")]

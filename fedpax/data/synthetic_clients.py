@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from fedpax.data.partition import number_labels
+
 
 class DirichletClients(Sequence[NDArray[np.int64]]):
     """Clients that differ in their labels and in how much they have, over one pool of examples.
@@ -26,7 +28,8 @@ class DirichletClients(Sequence[NDArray[np.int64]]):
         seed: chooses the population.
 
     Raises:
-        ValueError: a size below 1, an alpha or a median that is not positive, no labels.
+        ValueError: a size below 1, an alpha or a median that is not positive, a sigma that is
+            negative or infinite, no labels, or labels that are not integers.
 
     Example:
         >>> clients = DirichletClients([0, 1, 2, 0, 1, 2], clients=100_000, alpha=0.1, median=4)
@@ -49,20 +52,19 @@ class DirichletClients(Sequence[NDArray[np.int64]]):
         most: int = 2**31,
         seed: int = 0,
     ) -> None:
-        of_examples = np.asarray(labels, np.int64)
-        for name, size, least in (
-            ("labels", of_examples.size, 1),
-            ("clients", clients, 1),
-            ("most", most, 1),
-            ("sigma", sigma, 0),
-        ):
-            if size < least:
-                what = "There are 0 labels" if name == "labels" else f"{name} is {size}"
-                raise ValueError(f"{what}, expected at least {least}.")
+        of_examples = np.asarray(labels)
+        if not of_examples.size:
+            raise ValueError("There are 0 labels, expected at least 1.")
+        classes, numbers = number_labels(of_examples)
+        for name, size in (("clients", clients), ("most", most)):
+            if size < 1:
+                raise ValueError(f"{name} is {size}, expected at least 1.")
+        if not 0 <= sigma < np.inf:
+            raise ValueError(f"sigma is {sigma}, expected a finite number of at least 0.")
         for name, value in (("alpha", alpha), ("median", median)):
             if not 0 < value < np.inf:
                 raise ValueError(f"{name} is {value}, expected a positive number.")
-        _, numbers, counts = np.unique(of_examples, return_inverse=True, return_counts=True)
+        counts = np.bincount(numbers, minlength=len(classes))
         # The pool sorted by label, and where each label begins.
         self._pool = np.argsort(numbers, kind="stable")
         self._counts, self._begins = counts, np.cumsum(counts) - counts
@@ -78,8 +80,13 @@ class DirichletClients(Sequence[NDArray[np.int64]]):
         return self._clients
 
     def __getitem__(self, client):  # type: ignore[no-untyped-def]
-        """Returns the indices of a client's examples, int64 [examples]; some may stand twice."""
+        """Returns the indices of a client's examples, int64 [examples]; some may stand twice.
+
+        Of a slice, a list with those of each client.
+        """
         number = range(self._clients)[client]
+        if isinstance(number, range):
+            return [self[k] for k in number]
         # By NumPy's promise neither part of this generator ever gives other numbers, and it is
         # ten times cheaper to make than one from a seed.
         key = np.array([self._seed % 2**64, number], np.uint64)

@@ -67,6 +67,17 @@ def test_weighted_cohorts_follow_successive_draws():
         assert abs(counts[i, j] / rounds - chance) <= 4.5 * spread
 
 
+@pytest.mark.parametrize("largest", [1e-320, 1e308])
+def test_tiny_weights_draw_in_their_proportion(largest):
+    """In steps of 5e-324, and where the others are tiny beside the one that is always drawn."""
+    weights = np.array([0.0, 1e-320, 1e-320, 2e-320])
+    weights[0] = 0 if largest == 1e-320 else largest
+    size = 1 if largest == 1e-320 else 2
+    cohorts = Cohorts(4, size, seed=1, weights=weights)
+    counts = np.bincount([cohorts.draw(r)[-1] for r in range(2000)], minlength=4)
+    np.testing.assert_allclose(counts / 2000, [0, 0.25, 0.25, 0.5], atol=0.05)
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 def test_only_available_clients_are_drawn(weighted):
     rng = np.random.default_rng(0)
@@ -115,3 +126,16 @@ def test_bad_sizes_and_weights_are_told(arguments, remedy):
 def test_bad_availability_is_told(available, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         Cohorts(4, 2, available=available).draw(7)
+
+
+@pytest.mark.parametrize(
+    ("round_number", "error", "message"),
+    [
+        (-1, ValueError, "round -1: rounds count from 0"),
+        (1.5, TypeError, "round 1.5, expected a whole number"),
+        (None, TypeError, "round None, expected a whole number"),
+    ],
+)
+def test_bad_rounds_are_told(round_number, error, message):
+    with pytest.raises(error, match=message):
+        Cohorts(4, 2).draw(round_number)

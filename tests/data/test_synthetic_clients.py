@@ -78,6 +78,8 @@ def test_clients_end_where_the_population_does():
     np.testing.assert_array_equal(clients[-1], clients[2])
     with pytest.raises(IndexError):
         clients[3]
+    for one, other in zip(clients[1:], (clients[1], clients[2]), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +90,9 @@ def test_clients_end_where_the_population_does():
         ({"alpha": 0.0}, "alpha is 0.0, expected a positive number"),
         ({"alpha": np.nan}, "alpha is nan, expected a positive number"),
         ({"median": -1}, "median is -1, expected a positive number"),
-        ({"sigma": -0.1}, "sigma is -0.1, expected at least 0"),
+        ({"sigma": -0.1}, "sigma is -0.1, expected a finite number of at least 0"),
+        ({"sigma": np.nan}, "sigma is nan, expected a finite number of at least 0"),
+        ({"labels": [0.2, 1.7]}, "labels must be one integer for each example"),
         ({"most": 0}, "most is 0, expected at least 1"),
     ],
 )

@@ -43,6 +43,7 @@ class CohortConfig:
         epochs: how often a client goes through its examples in a round.
         max_steps: the most steps of a client in a round; None cuts nobody short.
         clients_per_step: how many clients a device runs at once. With 1 each costs its own steps.
+            A number, never "auto": which clients share a step depends on how many do.
         seed: chooses the cohorts and the orders of the examples.
     """
 
@@ -122,6 +123,7 @@ class FedAvgImages(Experiment):
         mesh = sizes.make(available_devices()[: sizes.size])
         devices = mesh.shape.get("clients", 1)
         source = load(self.dataset, "train", data_dir=self.data_dir)
+        _check_fields(self.dataset, source, "image", "label")
         population = self.population(source)
         rounds = cohort_rounds(
             read_examples(source) if self.in_memory else source,
@@ -178,6 +180,16 @@ class FedAvgImages(Experiment):
             tokens_per_round=rounds.examples_per_round,
             placement="clients",
             batch_shapes=rounds.shapes,
+        )
+
+
+def _check_fields(dataset: str, source: Source, *fields: str) -> None:
+    found = source[0]
+    if missing := [field for field in fields if field not in found]:
+        raise ValueError(
+            f"--dataset={dataset} has no field {' or '.join(map(repr, missing))}, but "
+            f"{', '.join(map(repr, found))}: this experiment needs "
+            f"{' and '.join(map(repr, fields))}."
         )
 
 
@@ -252,6 +264,7 @@ class FedAvgNatural(FedAvgImages):
 
     def population(self, source: Source) -> Partition:
         """Reads the source through once, to find whose the examples are."""
+        _check_fields(self.dataset, source, self.field)
         return partition_natural(source, self.field)[0]
 
 

@@ -95,6 +95,24 @@ def test_a_run_goes_on_with_the_cohorts_that_it_would_have_had(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, next(unbroken), next(resumed))
 
 
+@pytest.mark.parametrize("in_memory", [True, False])
+@pytest.mark.parametrize(
+    ("make", "dataset", "words"),
+    [
+        (
+            module.fedavg_digits,
+            "stdlib_text",
+            "stdlib_text has no field 'image' or 'label', but 'client', 'path', 'text'",
+        ),
+        (module.fedadam_emnist, "digits", "digits has no field 'client', but 'image', 'label'"),
+    ],
+)
+def test_a_data_set_without_the_fields_is_refused(make, dataset, words, in_memory):
+    experiment = dataclasses.replace(small(make()), dataset=dataset, in_memory=in_memory)
+    with pytest.raises(ValueError, match=words):
+        experiment.build()
+
+
 @pytest.mark.parametrize(
     ("mesh", "clients", "wanted"),
     [

@@ -123,6 +123,49 @@ def test_only_the_cohort_crosses_and_nothing_grows_with_the_population(current_m
     assert memory.temp_size_in_bytes < 100 * COHORT * width
 
 
+def test_no_device_holds_the_cohort(current_mesh):
+    """A round's temporaries, while the cohort is a few blocks of the size of a device's share."""
+    if current_mesh is None:
+        return
+    cohort, width = 1024, 256
+    share = cohort // 4 * width * 4
+    over_clients = NamedSharding(current_mesh, P("clients"))
+    store = jax.ShapeDtypeStruct((2**12, width), jnp.float32, sharding=over_clients)
+    new = jax.ShapeDtypeStruct((cohort, width), jnp.float32, sharding=over_clients)
+    clients = jax.ShapeDtypeStruct((cohort,), jnp.int32)
+
+    def temporaries(fn, *arguments, **options):
+        compiled = jax.jit(fn, **options).lower(*arguments).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporaries(gather_clients, store, clients) < 3 * share
+    assert temporaries(scatter_clients, store, clients, new, donate_argnums=0) < 3 * share
+
+
+def test_a_cohort_that_the_mesh_does_not_share_is_refused():
+    mesh = jax.make_mesh((4,), ("clients",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        store, clients = client_store(jnp.zeros(2), 10), np.array([0, 3, 5, 7, 8, 9])
+        for under_jit in (lambda fn: fn, jax.jit):
+            with pytest.raises(ValueError, match=r"cohort of 6 clients .* fill it up with -1 to 8"):
+                under_jit(gather_clients)(store, clients)
+            with pytest.raises(ValueError, match=r"cohort of 6 clients .* fill it up with -1 to 8"):
+                under_jit(scatter_clients)(store, clients, np.zeros((6, 2)))
+        padded = np.concatenate([clients, [-1, -1]])
+        assert gather_clients(store, padded).shape == (8, 2)
+
+
+@pytest.mark.parametrize("array", [np.array, jnp.array])
+def test_a_client_beyond_the_store_is_refused_where_its_number_is_known(array):
+    store, clients = 1.0 + jnp.arange(5), array([4, -7, 5])
+    for call in (gather_clients, lambda *a: scatter_clients(*a, jnp.zeros(3))):
+        with pytest.raises(ValueError, match=r"client 5 has no row in a store of 5 rows: .* 6\."):
+            call(store, clients)
+    assert jax.jit(gather_clients)(store, clients).tolist() == [5, 0, 0]
+    after = jax.jit(scatter_clients)(store, clients, jnp.array([7.0, 8.0, 9.0]))
+    assert after.tolist() == [1, 2, 3, 4, 7]
+
+
 @pytest.mark.parametrize(
     ("state", "population", "error", "message"),
     [

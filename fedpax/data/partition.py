@@ -8,13 +8,14 @@ here give every example to just one participant, and every participant at least 
 
 import heapq
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fedpax.data.shuffle import fold, shuffled
+from fedpax.data.source import Source
 
 Partition = Sequence[NDArray[np.int64]]
 """For each participant the indices of its examples, int64 [examples of the participant]."""
@@ -51,7 +52,7 @@ def partition_by_field(
     field: str,
     participants: int,
     *,
-    size: Callable[[Mapping[str, Any]], int] = lambda example: 1,
+    size: Callable[[Mapping[str, Any]], int] | None = None,
 ) -> list[NDArray[np.int64]]:
     """Keeps together the examples that agree in a field, so that participants differ.
 
@@ -90,7 +91,7 @@ def partition_by_field(
 def partition_natural(source: Examples, field: str) -> tuple[list[NDArray[np.int64]], list[Any]]:
     """Makes every value of a field a participant, such as each writer, speaker or user.
 
-    The source is read through once.
+    The source is read through once; of what ``load`` returned only the field is decoded.
 
     Args:
         source: the examples.
@@ -109,7 +110,7 @@ def partition_natural(source: Examples, field: str) -> tuple[list[NDArray[np.int
         >>> [indices.tolist() for indices in parts], names
         ([[1, 5], [0, 2, 4], [3]], ['a', 'b', 'c'])
     """
-    groups, _ = _groups(source, field, lambda example: 1)
+    groups, _ = _groups(source, field, None)
     check_count(len(groups), f"values of the field {field!r}", 1)
     # By type first, as values of different types, such as None among strings, have no order.
     names = sorted(groups, key=lambda name: (type(name).__name__, name))
@@ -252,14 +253,12 @@ def check_count(available: int, what: str, participants: int, least: int = 1) ->
 
 
 def _groups(
-    source: Examples, field: str, size: Callable[[Mapping[str, Any]], int]
+    source: Examples, field: str, size: Callable[[Mapping[str, Any]], int] | None
 ) -> tuple[dict[Any, list[int]], dict[Any, int]]:
     """The examples that have each value of a field, and their sizes together."""
     groups: dict[Any, list[int]] = {}
     sizes: dict[Any, int] = {}
-    for index in range(len(source)):
-        example = source[index]
-        value = field_of(example, field)
+    for index, (value, counts) in enumerate(_values(source, field, size)):
         if isinstance(value, np.generic | np.ndarray):
             if value.size != 1:
                 raise ValueError(
@@ -268,5 +267,18 @@ def _groups(
                 )
             value = value.item()
         groups.setdefault(value, []).append(index)
-        sizes[value] = sizes.get(value, 0) + size(example)
+        sizes[value] = sizes.get(value, 0) + counts
     return groups, sizes
+
+
+def _values(
+    source: Examples, field: str, size: Callable[[Mapping[str, Any]], int] | None
+) -> Iterator[tuple[Any, int]]:
+    """Each example's value of a field, and what it counts."""
+    if size is None and isinstance(source, Source):
+        field_of(source[0], field)
+        yield from ((value, 1) for value in source.column(field))
+        return
+    for index in range(len(source)):
+        example = source[index]
+        yield field_of(example, field), 1 if size is None else size(example)

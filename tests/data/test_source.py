@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedpax.data import Source, load
+from fedpax.data import Source, load, partition_by_field, partition_natural
 
 VERSION = f"{sys.implementation.name}-{sys.version.split()[0]}"
 
@@ -208,8 +208,46 @@ def test_a_damaged_file_is_told(copy: Path, damage: str, rng: np.random.Generato
     file.unlink()
     if damage != "remove":
         file.write_bytes(contents[: {"truncate": 70_000, "empty": 0}.get(damage)])
-    with pytest.raises(OSError, match=r"are damaged: delete that folder and load again"):
-        list(load("digits", "train", data_dir=copy.parent.parent))
+    for read in (list, lambda source: list(source.column("label"))):
+        with pytest.raises(OSError, match=r"are damaged: delete that folder and load again"):
+            read(load("digits", "train", data_dir=copy.parent.parent))
+
+
+def test_a_column_has_the_values_of_the_examples(
+    text: Callable[[str], Source], digits: Callable[[str], Source], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labels = [example["label"] for example in digits("test")]
+    clients, texts = zip(*((x["client"], x["text"]) for x in text("heldout")), strict=True)
+    assert list(text("heldout").column("text")) == list(texts)
+    np.testing.assert_array_equal(
+        list(digits("test").column("image")), [example["image"] for example in digits("test")]
+    )
+    with pytest.raises(KeyError, match="nobody"):
+        next(digits("test").column("nobody"))
+
+    read: list[int] = []
+    whole = Source.__getitem__
+    monkeypatch.setattr(Source, "__getitem__", lambda self, k: read.append(k) or whole(self, k))
+    for source, field, values in (
+        (digits("test"), "label", labels),
+        (text("heldout"), "client", list(clients)),
+    ):
+        read.clear()
+        assert list(source.column(field)) == values
+        assert read == [values.index(value) for value in dict.fromkeys(values)]  # each once
+
+
+def test_a_partition_by_a_column_is_that_of_the_examples(digits: Callable[[str], Source]) -> None:
+    source = digits("test")
+    parts, names = partition_natural(source, "label")
+    wanted, wanted_names = partition_natural(list(source), "label")
+    assert names == wanted_names
+    assert [part.tolist() for part in parts] == [part.tolist() for part in wanted]
+    assert [part.tolist() for part in partition_by_field(source, "label", 3)] == [
+        part.tolist() for part in partition_by_field(list(source), "label", 3)
+    ]
+    with pytest.raises(KeyError, match="no field 'nobody', but 'image', 'label'"):
+        partition_natural(source, "nobody")
 
 
 @pytest.mark.parametrize("contents", ["", "{", '{"name": "digits"}', None])

@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--clients_per_step", default="auto,1", help="of fedpax's rounds")
     parser.add_argument("--others", default=",".join(OTHERS), help="what to compare with")
     parser.add_argument("--repetitions", type=int, default=5, help="0 compiles, and runs nothing")
-    parser.add_argument("--json", help="the file for the figures")
+    parser.add_argument("--json", help="a file for the figures, else printed")
     options = parser.parse_args(argv)
     others = [name for name in options.others.split(",") if name]
     if "drjax" in others and not is_installed("drjax"):

@@ -146,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--clients_per_step", default="auto", help='a number, or "auto"')
     parser.add_argument("--unroll", type=int, default=LOCAL_STEPS, help="of a client's steps")
     parser.add_argument("--repetitions", type=int, default=5, help="0 compiles, and runs nothing")
-    parser.add_argument("--json", help="the file for the figures")
+    parser.add_argument("--json", help="a file for the figures, else printed")
     options = parser.parse_args(argv)
     chunk = options.clients_per_step
     chunk = chunk if chunk == "auto" else int(chunk)

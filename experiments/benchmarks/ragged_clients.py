@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sigma", type=float, default=1.0, help="spread of the clients' sizes")
     parser.add_argument("--batch", type=int, default=20)
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--json", help="the file for the figures")
+    parser.add_argument("--json", help="a file for the figures, else printed")
     options = parser.parse_args(argv)
     print("devices  clients  way                   steps  wasted steps   median s  to the limit")
     rows: list[Row] = []

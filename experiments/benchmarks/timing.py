@@ -129,12 +129,10 @@ def write(path: str | None, rows: Sequence[NamedTuple], **settings: Any) -> None
     """Writes figures with what they were measured on, as JSON.
 
     Args:
-        path: the file; None writes nothing.
+        path: the file; None prints them.
         rows: the figures.
         **settings: what was asked for.
     """
-    if path is None:
-        return
     versions = {name: importlib.metadata.version(name) for name in PACKAGES if is_installed(name)}
     machine = {
         "processor": platform.machine(),
@@ -147,4 +145,7 @@ def write(path: str | None, rows: Sequence[NamedTuple], **settings: Any) -> None
         "machine": machine,
         "rows": [row._asdict() for row in rows],
     }
-    Path(path).write_text(json.dumps(figures, indent=2) + "\n")
+    if path is None:
+        print(json.dumps(figures))
+    else:
+        Path(path).write_text(json.dumps(figures, indent=2) + "\n")

@@ -8,7 +8,6 @@ collectives and the same bytes on each device whatever the pod's size; the comma
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import fedpax
 from fedpax.algorithms.fedavg import fedavg
+from fedpax.experiments.benchmarks.timing import write
 from fedpax.models.losses import classification_loss
 from fedpax.models.small import MLPConfig, mlp
 from fedpax.parallel.collectives import collectives
@@ -101,24 +101,27 @@ def compile_for(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compiles for each pod and prints a table and a line of JSON."""
+    """Compiles for each pod and prints a table; fails where pods differ."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--topologies", default="v5e:4x4,v5e:8x8,v5e:16x16")
     parser.add_argument("--clients_per_device", type=int, default=512)
     parser.add_argument("--clients_per_step", default="auto", help='a number, or "auto"')
     parser.add_argument("--local_steps", type=int, default=5)
     parser.add_argument("--batch", type=int, default=20)
-    options = vars(parser.parse_args(argv))
+    parser.add_argument("--json", help="a file for the figures, else printed")
+    settings = vars(parser.parse_args(argv))
+    options = dict(settings)
+    pods, path = options.pop("topologies").split(","), options.pop("json")
     if options["clients_per_step"] != "auto":
         options["clients_per_step"] = int(options["clients_per_step"])
-    rows = [compile_for(t, **options) for t in options.pop("topologies").split(",")]
+    rows = [compile_for(pod, **options) for pod in pods]
     print("topology  devices    clients  collectives  bytes in them  arguments  temporaries")
     for r in rows:
         print(
             f"{r.topology:8}  {r.devices:7,}  {r.clients:9,}  {len(r.collectives):11}  "
             f"{r.collective_bytes:13,}  {r.argument_bytes:9,}  {r.temporary_bytes:11,}"
         )
-    print(json.dumps([r._asdict() for r in rows]))
+    write(path, rows, **settings)
     same = {r[3:] for r in rows}
     print("The same on every pod." if len(same) == 1 else "These differ between pods.")
     return 0 if len(same) == 1 else 1

@@ -257,7 +257,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--length", type=int, default=128, help="tokens in a row")
     parser.add_argument("--steps", type=int, default=1, help="of a call")
     parser.add_argument("--repetitions", type=int, default=5, help="0 compiles, and runs nothing")
-    parser.add_argument("--json", help="the file for the figures")
+    parser.add_argument("--json", help="a file for the figures, else printed")
     options = parser.parse_args(argv)
     pairs = (axis.split("=") for axis in options.mesh.split(","))
     sizes = {name: int(size) for name, size in pairs}

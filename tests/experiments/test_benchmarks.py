@@ -113,6 +113,13 @@ def test_the_gradient_is_timed_against_its_round_in_flat_memory(capsys, tmp_path
         assert row["ratio"] == timing.paired_ratio(row["gradient_seconds"], row["round_seconds"])
 
 
+def test_figures_are_printed_where_no_file_is_named(capsys):
+    assert gradient.main(["--model=tiny", "--devices=1", "--clients=2", "--repetitions=0"]) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    figures = json.loads(last)
+    assert figures["settings"]["model"] == "tiny" and figures["rows"][0]["clients"] == 2
+
+
 def test_calls_are_timed_in_turn_after_one_that_is_not():
     calls = []
     functions = {name: lambda x, name=name: calls.append((name, x)) for name in "abc"}

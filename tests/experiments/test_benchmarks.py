@@ -113,6 +113,19 @@ def test_the_gradient_is_timed_against_its_round_in_flat_memory(capsys, tmp_path
         assert row["ratio"] == timing.paired_ratio(row["gradient_seconds"], row["round_seconds"])
 
 
+def test_a_wrong_gradient_is_not_timed(monkeypatch):
+    right = gradient.make_round
+
+    def wrong(*arguments):
+        """Another server's learning rate, which changes the derivative and not the round."""
+        fn = right(*arguments)
+        return lambda rates, *data: fn(rates | {"server": 2 * rates["server"] - 1}, *data)
+
+    monkeypatch.setattr(gradient, "make_round", wrong)
+    with pytest.raises(AssertionError, match="fedpax against plain JAX"):
+        gradient.measure("tiny", 1, 4, repetitions=1)
+
+
 def test_figures_are_printed_where_no_file_is_named(capsys):
     assert gradient.main(["--model=tiny", "--devices=1", "--clients=2", "--repetitions=0"]) == 0
     *_, last = capsys.readouterr().out.splitlines()

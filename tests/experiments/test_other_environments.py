@@ -1,0 +1,120 @@
+"""Libraries of other environments take the same round, or their times are not reported.
+
+The libraries are not here, so a script that needs only NumPy stands in for them.
+"""
+
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedpax.experiments.benchmarks import fedjax_round, other_environments, pfl_round, timing
+from fedpax.experiments.benchmarks.workloads import WORKLOADS, Workload
+from fedpax.models.small import CNNConfig, MLPConfig, cnn, mlp
+
+MODELS = {
+    "mlp": (mlp(MLPConfig(sizes=(6, 5, 3))), (6,)),
+    "cnn": (cnn(CNNConfig(height=8, width=8, filters=(2, 3), dense=4)), (8, 8, 1)),
+}
+NUMPY_ROUND = """
+import sys
+import numpy as np
+
+arguments, result = sys.argv[1:]
+server = dict(np.load(arguments))
+images, labels, rate = (server.pop(name) for name in ("image", "label", "rate"))
+
+
+def train(images, labels):
+    names = [f"dense_{i}/{kind}" for i in (0, 1) for kind in ("kernel", "bias")]
+    params = [server[name] for name in names]
+    for x, y in zip(images, labels):
+        kernel_0, bias_0, kernel_1, bias_1 = params
+        before = x @ kernel_0 + bias_0
+        hidden = np.maximum(before, 0)
+        scores = np.exp(hidden @ kernel_1 + bias_1)
+        outer = (scores / scores.sum(1, keepdims=True) - np.eye(scores.shape[1])[y]) / len(y)
+        inner = outer @ kernel_1.T * (before > 0)
+        gradient = x.T @ inner, inner.sum(0), hidden.T @ outer, outer.sum(0)
+        params = [p - rate * g for p, g in zip(params, gradient)]
+    return dict(zip(names, params))
+
+
+for turn, _ in enumerate(sys.stdin):
+    trained = [train(*client) for client in zip(images, labels)]
+    print("what a library says of itself")
+    if turn == 0:
+        mean = {name: np.mean([t[name] for t in trained], axis=0) for name in server}
+        np.savez(result, versions="numpy 1", **mean)
+    print("done", flush=True)
+"""
+
+
+@pytest.fixture
+def stand_in(monkeypatch, tmp_path):
+    """Gives the function that has a script's text stand in for FedJAX's."""
+    monkeypatch.setitem(WORKLOADS, "tiny", lambda: Workload(MODELS["mlp"][0], (6,), 3))
+    monkeypatch.setattr(other_environments, "on_devices", lambda _, fn, *args: fn(*args))
+
+    def write(text):
+        (tmp_path / "script.py").write_text(text)
+        monkeypatch.setitem(other_environments.SCRIPTS, "fedjax", str(tmp_path / "script.py"))
+        return {"fedjax": sys.executable}
+
+    return write
+
+
+def test_they_take_turns_at_the_same_round(stand_in, capsys):
+    stand_in(NUMPY_ROUND)
+    sizes = ["--model=tiny", "--clients=4", "--devices=2", "--repetitions=3"]
+    assert other_environments.main([*sizes, f"--fedjax_python={sys.executable}"]) == 0
+    *table, figures = capsys.readouterr().out.splitlines()
+    assert len(table) == 1 + 2
+    ours, theirs = json.loads(figures)["rows"]
+    assert (ours["library"], theirs["library"]) == ("fedpax", "fedjax")
+    assert theirs["versions"] == "numpy 1" and (theirs["clients"], theirs["devices"]) == (4, 2)
+    assert len(theirs["seconds"]) == 3 and min(theirs["seconds"]) > 0
+    assert theirs["fedpax_ratio"] == timing.paired_ratio(ours["seconds"], theirs["seconds"])
+
+
+def test_a_library_with_another_result_is_not_timed(stand_in):
+    pythons = stand_in(NUMPY_ROUND.replace("zip(images, labels)]", "zip(images[1:], labels[1:])]"))
+    with pytest.raises(AssertionError, match="fedjax against fedpax"):
+        other_environments.measure("tiny", 1, 4, pythons, 1)
+
+
+def test_a_library_that_cannot_start_is_named(stand_in):
+    pythons = stand_in("raise SystemExit('no such library')")
+    with pytest.raises(ChildProcessError, match=r"script\.py.* ended"):
+        other_environments.measure("tiny", 1, 4, pythons, 1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_network_for_fedjax_is_ours(name):
+    model, image = MODELS[name]
+    params = jax.jit(model.init)(jax.random.key(0))
+    images = jax.random.normal(jax.random.key(1), (7, *image))
+    theirs = jax.jit(fedjax_round.classify)(other_environments.by_name(params), images)
+    ours = jax.jit(model.apply)(params, images)
+    np.testing.assert_allclose(theirs, ours, rtol=1e-5, atol=1e-6)
+
+
+def test_pytorch_sees_the_same_products():
+    init = jax.jit(MODELS["cnn"][0].init)
+    params = other_environments.by_name(init(jax.random.key(0)))
+    as_torch = {name: pfl_round.as_torch(name, value, params) for name, value in params.items()}
+    images = jax.random.normal(jax.random.key(1), (7, 2, 2, 3))  # after pooling, channels last
+    channels_first = images.transpose(0, 3, 1, 2)
+    ours = images.reshape(7, -1) @ params["dense_0/kernel"]
+    theirs = channels_first.reshape(7, -1) @ as_torch["dense_0/kernel"].T
+    np.testing.assert_allclose(theirs, ours, rtol=1e-5, atol=1e-6)
+
+    images = jax.random.normal(jax.random.key(2), (7, 8, 8, 1))
+    kernel, layouts = params["convolution_0/kernel"], ("NHWC", "HWIO", "NCHW")
+    ours = jax.lax.conv_general_dilated(images, kernel, (1, 1), "VALID", dimension_numbers=layouts)
+    channels_first = jnp.moveaxis(images, -1, 1)
+    theirs = jax.lax.conv(channels_first, as_torch["convolution_0/kernel"], (1, 1), "VALID")
+    np.testing.assert_allclose(theirs, ours, rtol=1e-5, atol=1e-6)

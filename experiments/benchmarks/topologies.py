@@ -1,7 +1,6 @@
 """The same round on TPU pods of several sizes, compiled ahead of time: what crosses, what is held.
 
-    JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1 \
-        python -m fedpax.experiments.benchmarks.topologies --clients_per_device=512
+    python -m fedpax.experiments.benchmarks.topologies --clients_per_device=512
 
 needs the `tpu` extra and no TPU. With the clients of a device fixed, a round must have the same
 collectives and the same bytes on each device whatever the pod's size; the command fails otherwise.
@@ -14,7 +13,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -24,6 +22,7 @@ from fedpax.experiments.benchmarks.timing import write
 from fedpax.models.losses import classification_loss
 from fedpax.models.small import MLPConfig, mlp
 from fedpax.parallel.collectives import collectives
+from fedpax.parallel.topology import find_topology
 
 
 class Compiled(NamedTuple):
@@ -54,7 +53,7 @@ def compile_for(
     """Compiles a FedAvg round of an MLP 784-200-10 for a pod.
 
     Args:
-        topology: such as `v5e:4x4`.
+        topology: such as `v5e:4x4`, as in `find_topology`.
         clients_per_device: clients that train on a device.
         clients_per_step: how many of them at once, or "auto".
         local_steps: steps of a client.
@@ -63,7 +62,7 @@ def compile_for(
     Returns:
         What is to be read from the compiled program.
     """
-    devices = topologies.get_topology_desc(topology, "tpu").devices
+    devices = find_topology(topology).devices
     mesh = fedpax.make_mesh(devices=devices, clients=-1)
     clients = len(devices) * clients_per_device
     model = mlp(MLPConfig())
@@ -121,9 +120,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{r.topology:8}  {r.devices:7,}  {r.clients:9,}  {len(r.collectives):11}  "
             f"{r.collective_bytes:13,}  {r.argument_bytes:9,}  {r.temporary_bytes:11,}"
         )
-    write(path, rows, **settings)
     same = {r[3:] for r in rows}
     print("The same on every pod." if len(same) == 1 else "These differ between pods.")
+    write(path, rows, **settings)
     return 0 if len(same) == 1 else 1
 
 

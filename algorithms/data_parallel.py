@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedpax.algorithms.local_steps import LossFn
+from fedpax.algorithms.local_steps import LossFn, as_metrics
 from fedpax.primitives import federated_map, federated_mean, program
 from fedpax.training.contract import FederatedAlgorithm, Metrics
 
@@ -74,7 +74,7 @@ def data_parallel(
                 (loss, aux), gradient = jax.value_and_grad(loss_fn, has_aux=True)(
                     state.params, batch
                 )
-                return gradient, {**aux, "loss": loss}
+                return gradient, as_metrics(loss, aux)
 
             gradient, metrics = federated_mean(federated_map(gradient_of, batch))
             updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.params)

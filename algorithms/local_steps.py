@@ -1,13 +1,13 @@
 """What every method has in common: a participant's optimizer steps on its own batches."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-LossFn = Callable[[Any, Any], tuple[jax.Array, dict[str, jax.Array]]]
+LossFn = Callable[[Any, Any], tuple[jax.Array, dict[str, jax.Array] | None]]
 
 
 def local_steps(
@@ -25,7 +25,7 @@ def local_steps(
     JAX cannot run it backwards; to differentiate backwards, take all steps.
 
     Args:
-        loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
+        loss_fn: `(params, batch) -> (scalar loss, dict of scalars, or None)`.
         optimizer: any optax optimizer.
         params: a pytree of float arrays.
         optimizer_state: the optimizer's state for `params`.
@@ -38,7 +38,7 @@ def local_steps(
         each averaged over the steps that were taken, in float32; 0 after no step.
 
     Raises:
-        TypeError: `steps` is no integer scalar.
+        TypeError: `steps` is no integer scalar; what `loss_fn` returns beside the loss is no dict.
 
     Example:
         >>> import jax.numpy as jnp
@@ -57,7 +57,7 @@ def local_steps(
         params, state = carry
         (loss, aux), gradient = jax.value_and_grad(loss_fn, has_aux=True)(params, batch)
         updates, state = optimizer.update(gradient, state, params)
-        return (optax.apply_updates(params, updates), state), {**aux, "loss": loss}
+        return (optax.apply_updates(params, updates), state), as_metrics(loss, aux)
 
     start = (params, optimizer_state)
     if steps is None:
@@ -97,3 +97,36 @@ def _mean_over_steps(values: jax.Array) -> jax.Array:
 def subtract(x: Any, y: Any) -> Any:
     """`x - y`, leaf by leaf."""
     return jax.tree.map(jnp.subtract, x, y)
+
+
+def as_metrics(loss: jax.Array, aux: Any) -> dict[str, jax.Array]:
+    """Puts the loss beside what the loss function returns with it.
+
+    Args:
+        loss: the loss.
+        aux: a dict of scalars, or None for no others.
+
+    Returns:
+        The dict and `"loss"`.
+
+    Raises:
+        TypeError: `aux` is neither.
+        ValueError: it has a `"loss"` of its own.
+
+    Example:
+        >>> as_metrics(0.5, {"accuracy": 0.75})
+        {'accuracy': 0.75, 'loss': 0.5}
+    """
+    if aux is None:
+        return {"loss": loss}
+    if not isinstance(aux, Mapping):
+        raise TypeError(
+            f"loss_fn returned {type(aux).__name__} beside the loss, expected a dict of metrics. "
+            "Return loss, {'accuracy': accuracy}, or loss, None."
+        )
+    if "loss" in aux:
+        raise ValueError(
+            "loss_fn returned 'loss' among the metrics beside the loss, which is reported under "
+            "that name already. Leave it out, or call it something else."
+        )
+    return {**aux, "loss": loss}

@@ -7,6 +7,7 @@ import optax
 
 from fedpax.algorithms.data_parallel import data_parallel
 from fedpax.algorithms.diloco import diloco
+from fedpax.algorithms.quantized_mean import check_levels
 from fedpax.experiments.optimizers import OptimizerConfig
 from fedpax.experiments.text import TextConfig, TextExperiment
 from fedpax.models import presets
@@ -17,11 +18,11 @@ from fedpax.training.experiment import TrainingConfig
 
 @dataclasses.dataclass(frozen=True)
 class OuterConfig:
-    """DiLoCo's outer optimizer, SGD with Nesterov momentum, and what it gets.
+    """DiLoCo's outer optimizer, and what it gets.
 
     Attributes:
         learning_rate: eta.
-        momentum: beta.
+        momentum: beta of Nesterov's momentum; 0 is plain SGD.
         levels: how many values an entry of an island's outer gradient can take on the wire, with
             error feedback; None sends float32.
     """
@@ -29,6 +30,20 @@ class OuterConfig:
     learning_rate: float = 0.7
     momentum: float = 0.9
     levels: int | None = None
+
+    def __post_init__(self) -> None:
+        """Checks the ranges.
+
+        Raises:
+            ValueError: for a number out of range.
+        """
+        if not (self.learning_rate > 0 and 0 <= self.momentum < 1):
+            raise ValueError(
+                f"outer.learning_rate={self.learning_rate}, outer.momentum={self.momentum}: "
+                "expected a positive rate, and a momentum of at least 0 and below 1."
+            )
+        if self.levels is not None:
+            check_levels(self.levels)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -74,12 +74,16 @@ def pretrain_c4_16b() -> Pretraining:
 
 
 def diloco_c4_1b() -> Pretraining:
-    """DiLoCo on C4, 1B: four islands of four chips that synchronize every 100 steps."""
+    """DiLoCo on C4, 1B: four islands of four chips that synchronize every 100 steps.
+
+    Outer gradients cross in one of 16 levels, as in `diloco_llama_8b`.
+    """
     base = pretrain_c4_1b()
     return dataclasses.replace(
         base,
         islands=4,
         mesh=MeshConfig(islands=4, fsdp=4),
+        outer=OuterConfig(levels=16),
         data=dataclasses.replace(base.data, local_steps=100, batch=32),
         training=TrainingConfig(rounds=150, evaluate_every=10, checkpoint_every=10),
     )

@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -61,6 +61,16 @@ class TextConfig:
     seed: int = 0
     data_dir: str | None = None
 
+    def __post_init__(self) -> None:
+        """Checks the sizes.
+
+        Raises:
+            ValueError: for one below 1.
+        """
+        for name in ("local_steps", "batch", "length", "heldout_batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"data.{name}={getattr(self, name)}: expected at least 1.")
+
 
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
@@ -102,6 +112,7 @@ class TextExperiment(Experiment):
     def build(self) -> Run:
         """Makes model, algorithm and mesh; the text is read when the first round is drawn."""
         data, mesh = self.data, self.mesh.make()
+        self._check_shares(mesh.shape)
         model, loss = transformer(self.model), self.loss
         training_loss = in_microbatches(
             transformer_loss(self.model, z_loss=loss.z_loss, load_balance=loss.load_balance),
@@ -172,6 +183,32 @@ class TextExperiment(Experiment):
             batch_shapes=token_round_shapes(**sizes),
             flops_per_token=self.model.flops_per_token(data.length),
         )
+
+    def _check_shares(self, mesh: Mapping[str, int]) -> None:
+        """Refuses axes of the mesh that would leave devices to do the same work as others."""
+        model, data = self.model, self.data
+        shares: list[tuple[str, int, tuple[str, ...]]] = [
+            ("islands", self.islands, ("islands",)),
+            ("data.batch", data.batch, ("data", "fsdp", "expert")),
+            ("data.length", data.length, ("sequence",)),
+            ("model.heads", model.heads, ("tensor",)),
+            ("model.mlp_width", model.mlp_width, ("tensor",)),
+        ]
+        if model.experts:
+            shares.append(("model.experts", model.experts, ("expert",)))
+        for name, size, axes in shares:
+            parts = math.prod(mesh.get(axis, 1) for axis in axes)
+            if size % parts:
+                product = " x ".join(f"{axis}={mesh[axis]}" for axis in axes if axis in mesh)
+                raise ValueError(
+                    f"The mesh's {product} does not divide --{name}={size}: make that a multiple "
+                    f"of {parts}, or the mesh smaller (--mesh.{axes[0]})."
+                )
+        if mesh.get("clients", 1) > 1:
+            raise ValueError(
+                "Islands train on text, and the mesh's clients axis would have nothing to do: "
+                "leave out --mesh.clients."
+            )
 
 
 def without_counts(loss_fn: LossFunction) -> LossFunction:

@@ -201,7 +201,13 @@ def _compare(arguments: Sequence[str]) -> int:
         raise UsageError(f"--exp={options.exp} names an experiment twice, or two of one name.")
     destination = Path(options.job_log_dir)
     for folder, name in folders.items():
-        claim(destination / folder, configured[name], name, accept_changes=options.accept_changes)
+        claim(
+            destination / folder,
+            configured[name],
+            name,
+            accept_changes=options.accept_changes,
+            writes=False,
+        )
     for folder, name in folders.items():
         if (latest_round(destination / folder) or 0) >= configured[name].training.rounds:
             print(f"{name} is finished already.", file=sys.stderr)

@@ -121,8 +121,8 @@ def test_commands_that_are_refused(run: Run, arguments: list[str], words: str) -
 @pytest.mark.parametrize(
     ("exp", "override", "words"),
     [
-        ("diloco_text", "--outer.levels=1", "expected 2 (signs) to 256"),
-        ("diloco_text", "--data.batch=0", "batch is 0, but must be at least 1"),
+        ("diloco_text", "--islands=3", "islands=4 does not divide --islands=3: make that a mul"),
+        ("diloco_text", "--data.batch=5", "fsdp=2 does not divide --data.batch=5"),
         ("diloco_text", "--data.tokenizer=nowhere.json", "no such file"),
         ("fedavg_digits", "--cohort.size=31", "take 30 or fewer"),
     ],
@@ -133,6 +133,13 @@ def test_settings_that_do_not_fit_end_without_a_traceback(
     status, _, errors = run("train", f"--exp={exp}", f"--job_log_dir={tmp_path}", override)
     assert status == 2
     assert errors.startswith("fedpax: ") and words in errors and "Traceback" not in errors
+    assert not (tmp_path / "config.json").exists()  # so the folder is free for what does fit
+
+
+def test_a_folder_that_cannot_be_is_refused(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    status, _, errors = run("train", f"--exp={REGRESSION}", f"--job_log_dir={tmp_path / 'file'}")
+    assert status == 2 and "cannot hold a run: File exists. Give another --job_log_dir" in errors
 
 
 @pytest.mark.parametrize("in_memory", [True, False])

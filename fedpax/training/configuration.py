@@ -207,12 +207,18 @@ def claim(
         exp: the name under which the command line found it.
         accept_changes: go on in a folder of another configuration and record the new one: for
             another mesh, or for more rounds.
-        writes: whether this process writes; with several processes one of them does.
+        writes: whether to record the configuration, or only to check.
 
     Raises:
         ConfigurationError: if the folder belongs to another configuration; the message lists
-            the differences.
+            the differences. If there cannot be such a folder.
     """
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(
+            f"{folder} cannot hold a run: {error.strerror}. Give another --job_log_dir."
+        ) from error
     found = read(folder)
     if found is not None and not accept_changes:
         changes = differences(found[1], configuration)

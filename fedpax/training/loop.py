@@ -73,7 +73,7 @@ def train(
     training = experiment.training
     name = exp or type(experiment).__name__
     primary = jax.process_index() == 0
-    claim(job_log_dir, experiment, exp, accept_changes=accept_changes, writes=primary)
+    claim(job_log_dir, experiment, exp, accept_changes=accept_changes, writes=False)
     first = done = latest_round(job_log_dir) or 0
     if done >= training.rounds:
         return Outcome(done, finished=True, trained=0, signal=None, evaluation=None)
@@ -103,6 +103,8 @@ def train(
                 bytes_between=program.bytes_between,
                 stop_on_non_finite=training.stop_on_non_finite,
             )
+            # Now that it can run: a run that is refused leaves the folder to another.
+            claim(job_log_dir, experiment, exp, accept_changes=accept_changes, writes=primary)
             recorder.run(program.parameters, program.participants)
 
             def save() -> None:

@@ -220,3 +220,28 @@ def test_a_mesh_that_does_not_divide_the_participants(name: str, axis: str):
 def test_a_number_of_participants_that_is_none(name, participants, error, words):
     with pytest.raises(error, match=words):
         ALGORITHMS[name](line, participants)
+
+
+# ---- what the loss function returns beside the loss
+
+
+@every_algorithm
+def test_a_loss_without_metrics(name: str):
+    algorithm = ALGORITHMS[name](lambda w, x: (jnp.mean((w - x) ** 2), None), 2)
+    _, metrics = algorithm.round(algorithm.init(jnp.ones(2)), jnp.zeros((2, 1, 3, 2)))
+    assert {key: value.item() for key, value in metrics.items() if key == "loss"} == {"loss": 1.0}
+
+
+@every_algorithm
+@pytest.mark.parametrize(
+    ("aux", "error", "words"),
+    [
+        (jnp.zeros(()), TypeError, "expected a dict of metrics"),
+        ((), TypeError, "loss_fn returned tuple beside the loss"),
+        ({"loss": 0.0}, ValueError, "Leave it out, or call it something else"),
+    ],
+)
+def test_other_metrics_are_refused(name: str, aux: Any, error: type[Exception], words: str):
+    algorithm = ALGORITHMS[name](lambda w, x: (jnp.mean((w - x) ** 2), aux), 2)
+    with pytest.raises(error, match=words):
+        algorithm.round(algorithm.init(jnp.ones(2)), jnp.zeros((2, 1, 3, 2)))

@@ -9,6 +9,7 @@ import pytest
 
 from fedpax.experiments import diloco_text as module
 from fedpax.experiments.text import TextConfig
+from fedpax.main import configure
 from fedpax.models.transformer import TransformerConfig
 from fedpax.training.experiment import TrainingConfig
 from fedpax.training.loop import train
@@ -76,3 +77,40 @@ def test_they_learn(make, small, tmp_path):
     train(small(make()), tmp_path)
     losses = [line["loss"] for line in select(read_metrics(tmp_path), "evaluation")]
     assert np.log(256) > losses[0] > losses[1]
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("--outer.levels=1", "levels is 1, expected 2 (signs) to 256"),
+        ("--outer.learning_rate=-1.0", "expected a positive rate"),
+        ("--outer.momentum=1.0", "at least 0 and below 1"),
+        ("--data.local_steps=0", "data.local_steps=0: expected at least 1"),
+        ("--data.batch=0", "data.batch=0: expected at least 1"),
+        ("--data.length=-5", "data.length=-5: expected at least 1"),
+        ("--data.heldout_batch=0", "data.heldout_batch=0: expected at least 1"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(capsys, override: str, words: str) -> None:
+    with pytest.raises(SystemExit) as stop:
+        configure("diloco_text", [override])
+    assert stop.value.code == 2 and words in " ".join(
+        capsys.readouterr().err.replace("│", "").split()
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["--mesh.islands=2", "--mesh.clients=2", "--mesh.fsdp=2"], "leave out --mesh.clients"),
+        (["--mesh.fsdp=1", "--mesh.sequence=2", "--data.length=63"], "sequence=2 does not divide"),
+        (["--mesh.fsdp=1", "--mesh.tensor=2", "--model.heads=3"], "divide --model.heads=3"),
+        (["--mesh.fsdp=1", "--mesh.expert=2", "--model.experts=3"], "divide --model.experts=3"),
+    ],
+)
+def test_meshes_that_would_leave_devices_idle_are_refused(settings: list[str], words: str) -> None:
+    experiment = configure(
+        "diloco_text", ["--model.width=96", "--model.key_value_heads=1", *settings]
+    )
+    with pytest.raises(ValueError, match=words):
+        experiment.build()

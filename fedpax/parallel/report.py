@@ -216,7 +216,11 @@ def _work(plan: Plan) -> str:
         model = work.flops_per_token * work.tokens
         again = plan.products * len(plan.topology.devices) / model
         rows += [
-            ("FLOPs a token", f"{work.flops_per_token:.4g}", "6 N + 12 L H d T: full attention"),
+            (
+                "FLOPs a token",
+                f"{work.flops_per_token:.4g}",
+                "6 N + 12 L H d T, T at most the window",
+            ),
             ("FLOPs a step", f"{work.flops_per_token * step:.4g}", "of all devices"),
             ("compiled", f"{again:.2f} x", "products in the program, with those computed again"),
         ]

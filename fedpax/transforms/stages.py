@@ -226,6 +226,8 @@ def _pull_in(plan: Plan, others: list[JaxprEqn], axis: str | None) -> None:
 def _alias_forwarded(plan: Plan, eqn: JaxprEqn, operands: Sequence[Atom]) -> None:
     """A map's result that is its argument needs no storing: residuals are often of this kind."""
     inner = eqn.params["jaxpr"].jaxpr
+    if inner.effects:
+        return  # it must run, and runs where its results are used
     position = {v: i for i, v in enumerate(inner.invars)}
     for outer, v in zip(eqn.outvars, inner.outvars, strict=True):
         if isinstance(v, Var) and v in position:

@@ -283,8 +283,9 @@ def test_one_at_a_time_keeps_a_conditional_a_conditional():
 # ---- effects
 
 
+@pytest.mark.parametrize("factor", [2, None], ids=["doubled", "handed back"])
 @pytest.mark.parametrize("at_once", [None, 1])
-def test_printing_inside_shows_every_participant_once(at_once, capfd, current_mesh):
+def test_printing_inside_shows_every_participant_once(at_once, factor, capfd, current_mesh):
     types = current_mesh and dict(
         zip(current_mesh.axis_names, current_mesh.axis_types, strict=True)
     )
@@ -295,12 +296,12 @@ def test_printing_inside_shows_every_participant_once(at_once, capfd, current_me
 
     def fn(x):
         jax.debug.print("participant {x:.6f}", x=x)
-        return x * 2
+        return x if factor is None else x * factor
 
     program = fedpax.program(clients=n, clients_per_step=at_once)(
         lambda x: federated_sum(federated_map(fn, x))
     )
-    assert_close(program(x), x.sum() * 2)
+    assert_close(program(x), x.sum() * (factor or 1))
     jax.effects_barrier()
     lines = [line for line in capfd.readouterr().out.splitlines() if "participant" in line]
     assert sorted(lines) == sorted(f"participant {value:.6f}" for value in x)

@@ -66,6 +66,10 @@ def find_experiment(exp: str) -> Callable[[], Experiment]:
             )
         return found[exp]
     module_name, _, name = exp.partition(":")
+    if not module_name or not name:
+        raise UnknownExperimentError(
+            f"--exp={exp}: write my_package.my_module:function, or a name that `fedpax list` shows."
+        )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -84,7 +88,22 @@ def find_experiment(exp: str) -> Callable[[], Experiment]:
         raise UnknownExperimentError(
             f"--exp={exp}: {module_name} has no function {name!r}.{did_you_mean(name, functions)}"
         )
+    needed = [p.name for p in _parameters(function) if p.default is p.empty]
+    if needed:
+        raise UnknownExperimentError(
+            f"--exp={exp}: {name} needs {' and '.join(needed)}, but is called without arguments. "
+            "Write a function around it that gives them."
+        )
     return function
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """A function's parameters but for *args and **kwargs; none of what does not tell them."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:
+        return []
+    return [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 def _returns_experiment(function: Callable[..., Any]) -> bool:

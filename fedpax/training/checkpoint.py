@@ -1,8 +1,8 @@
 """Checkpoints of a run: state, position in the data, round and configuration in one step."""
 
 import base64
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +75,11 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
 
         Raises:
             FileNotFoundError: if there is no checkpoint.
+            OSError: if its files are damaged.
         """
-        saved = self._manager.restore(
-            None, args=ocp.args.Composite(progress=ocp.args.JsonRestore())
-        )
-        return _bytes_from_text(saved.progress["batches"])
+        progress = ocp.args.Composite(progress=ocp.args.JsonRestore())
+        with self._reading():
+            return _bytes_from_text(self._manager.restore(None, args=progress).progress["batches"])
 
     def restore_state(self, like: State, participants: int | None = None) -> State:
         """Restores the state of the newest checkpoint.
@@ -97,10 +97,12 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
 
         Raises:
             FileNotFoundError: if there is no checkpoint.
+            OSError: if its files are damaged.
             ValueError: if the saved state is of another model or method.
         """
         wanted = ocp.tree.to_flat_dict(like)
-        saved = self._saved_shapes()
+        with self._reading():
+            saved = self._saved_shapes()
         if wanted.keys() != saved.keys():
             names = sorted(".".join(path) for path in wanted.keys() ^ saved.keys())
             raise ValueError(
@@ -115,8 +117,27 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         restore = ocp.args.Composite(
             state=ocp.args.StandardRestore(ocp.tree.from_flat_dict(stored, target=like))
         )
-        restored = self._manager.restore(None, args=restore).state
+        with self._reading():
+            restored = self._manager.restore(None, args=restore).state
         return jax.tree.map(_deal_out, restored, like)
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Says of whatever fails in reading that the newest checkpoint's files are damaged."""
+        try:
+            yield
+        except (jax.errors.JaxRuntimeError, MemoryError):
+            raise  # no fault of the files
+        except Exception as error:
+            step = self._manager.latest_step()
+            if step is None:
+                raise
+            folder = Path(self._manager.directory) / str(step)
+            raise OSError(
+                f"The checkpoint of round {step} cannot be read, so its files are damaged: delete "
+                f"{folder} to go on from the one before it. ({type(error).__name__}: "
+                f"{str(error).partition(chr(10))[0]})"
+            ) from error
 
     def _saved_shapes(self) -> dict[tuple[str, ...], tuple[int, ...]]:
         step = self._manager.latest_step()

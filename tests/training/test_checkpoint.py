@@ -1,3 +1,4 @@
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -183,3 +184,29 @@ def test_restored_for_another_number_of_participants(tmp_path: Path, islands: in
     assert restored["momentum"].sharding == other["momentum"].sharding
     for i in range(islands):
         np.testing.assert_array_equal(restored["momentum"][i], values["momentum"][i % 4])
+
+
+@pytest.mark.parametrize("damage", ["progress", "state", "array"])
+def test_damaged_files_are_told_and_the_checkpoint_before_is_used(
+    tmp_path: Path, sharding: NamedSharding, damage: str
+) -> None:
+    states = [random_state(seed, sharding) for seed in (1, 2)]
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        for number, state in enumerate(states, 1):
+            checkpoints.save(number, state, {"round": number}, {})
+    newest = tmp_path / "checkpoints" / "2"
+    if damage == "array":
+        paths = [path for path in (newest / "state").rglob("d/*") if path.is_file()]
+        assert paths
+        for path in paths:
+            path.write_bytes(path.read_bytes()[:10])
+    else:
+        shutil.rmtree(newest / damage)
+    words = "The checkpoint of round 2 cannot be read.*: delete .*2 to go on from the one before"
+    with Checkpoints(tmp_path, keep=2) as checkpoints, pytest.raises(OSError, match=words):
+        checkpoints.restore_batches()
+        checkpoints.restore_state(like(states[1]))
+    shutil.rmtree(newest)
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        assert checkpoints.restore_batches() == {"round": 1}
+        assert_same_bits(checkpoints.restore_state(like(states[0])), states[0])

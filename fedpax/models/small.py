@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from fedpax.models.functional import Functional, functional
@@ -143,16 +144,20 @@ class CNN(nnx.Module):
 
     def features(self, x: jax.Array) -> jax.Array:
         """Maps [..., height, width, channels] to what the dense layers see, still in its place."""
-        x = self.convolution_1(nnx.relu(self.convolution_0(x)))
-        return nnx.relu(max_pool(x))  # which is max_pool(nnx.relu(x)), in a quarter of the work
+        # The first convolution is cheaper to compute again than to keep.
+        x = jax.checkpoint(self._convolved, prevent_cse=False)(x)
+        # Which is max_pool(nnx.relu(x + bias)), in a quarter of the work.
+        return nnx.relu(max_pool(x) + self.convolution_1.bias[...])
+
+    def _convolved(self, x: jax.Array) -> jax.Array:
+        """Maps [..., height, width, channels] to the second convolution, without its bias."""
+        first, second = self.convolution_0, self.convolution_1
+        x = nnx.relu(convolve(x, first.kernel[...]) + first.bias[...])
+        return convolve(x, second.kernel[...])
 
 
 class Convolution(nnx.Module):
-    """A 3 x 3 convolution without padding, as a matrix product.
-
-    Kernels that differ by client, under `vmap`, would make a grouped convolution, and inside a
-    loop, such as local steps, XLA's own convolutions are many times slower on a CPU.
-    """
+    """The kernel and the bias of a 3 x 3 convolution without padding."""
 
     def __init__(self, inputs: int, outputs: int, *, rngs: nnx.Rngs):
         deviation = (9 * inputs) ** -0.5
@@ -160,16 +165,14 @@ class Convolution(nnx.Module):
         self.kernel = nnx.Param(kernel)
         self.bias = nnx.Param(jnp.zeros(outputs))
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps [..., height, width, inputs] to [..., height - 2, width - 2, outputs]."""
-        return convolve(x, self.kernel[...]) + self.bias[...]
-
 
 def convolve(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """Convolves images with a 3 x 3 kernel, without padding.
 
     One matrix product computes, for three neighbours in a row, their part in each of the three
     rows of pixels that they reach; what the three rows of the kernel give is then added up.
+    Kernels that differ by client, under `vmap`, would make a grouped convolution of XLA's own, and
+    inside a loop, such as local steps, these are many times slower on a CPU.
 
     Args:
       x: [..., height, width, inputs].
@@ -184,25 +187,23 @@ def convolve(x: jax.Array, kernel: jax.Array) -> jax.Array:
       >>> bool(jnp.allclose(convolve(x, kernel), x[:, 1:-1, 1:-1, :1]))
       True
     """
-
-    def compute(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        *batch, height, width, inputs = x.shape
-        outputs, width = kernel.shape[-1], width - 2
-        neighbours = jnp.concatenate([x[..., i : i + width, :] for i in range(3)], axis=-1)
-        # One axis for all pixels: with two, the kernel's gradient would need copies of both sides.
-        pixels = neighbours.reshape(*batch, height * width, 3 * inputs)
-        matrix = kernel.transpose(1, 2, 0, 3).reshape(3 * inputs, 3 * outputs)
-        sums = (pixels @ matrix).reshape(*batch, height, width, 3 * outputs)
-        rows = jnp.split(sums, 3, axis=-1)
-        first, second, third = (row[..., i : i + height - 2, :, :] for i, row in enumerate(rows))
-        return first + second + third
-
-    # The neighbours take three times the memory of x, and no time to find again.
-    return jax.checkpoint(compute, prevent_cse=False)(x, kernel)
+    *batch, height, width, inputs = x.shape
+    outputs, width = kernel.shape[-1], width - 2
+    neighbours = jnp.concatenate([x[..., i : i + width, :] for i in range(3)], axis=-1)
+    # One axis for all pixels: with two, the kernel's gradient would need copies of both sides.
+    pixels = neighbours.reshape(*batch, height * width, 3 * inputs)
+    matrix = kernel.transpose(1, 2, 0, 3).reshape(3 * inputs, 3 * outputs)
+    sums = (pixels @ matrix).reshape(*batch, height, width, 3 * outputs)
+    rows = jnp.split(sums, 3, axis=-1)
+    first, second, third = (row[..., i : i + height - 2, :, :] for i, row in enumerate(rows))
+    return first + second + third
 
 
+@jax.custom_jvp
 def max_pool(x: jax.Array) -> jax.Array:
     """Takes the largest of each 2 x 2 pixels; an odd last row or column is left out.
+
+    The derivative is that of the largest pixel, of equal ones the first in the order of reading.
 
     Args:
       x: [..., height, width, channels].
@@ -214,13 +215,42 @@ def max_pool(x: jax.Array) -> jax.Array:
       >>> max_pool(jnp.arange(12.0).reshape(3, 4, 1)).tolist()
       [[[5.0], [7.0]]]
     """
+    return jnp.max(_windows(x), axis=(-4, -2))
+
+
+@max_pool.defjvp
+def _max_pool_jvp(
+    primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Takes the same pixels of the tangent.
+
+    Gradients of a maximum or of a reduction over windows are slow on a CPU, and keep a number for
+    each pixel; this one keeps a byte for each window.
+    """
+    windows = _windows(*primals)
+    largest = jnp.max(windows, axis=(-4, -2))
+    pixels = [windows[..., i, :, j, :] for i in range(2) for j in range(2)]
+    place = jnp.full_like(largest, 3, dtype=jnp.int8)
+    for i in reversed(range(3)):
+        place = jnp.where(pixels[i] == largest, jnp.int8(i), place)
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)  # so that nothing but places is kept
+    def take(place: jax.Array, windows: jax.Array) -> jax.Array:
+        places = np.arange(4, dtype=np.int8).reshape(2, 1, 2, 1)
+        taken = place[..., :, None, :, None, :] == places
+        return jnp.sum(jnp.where(taken, windows, 0), axis=(-4, -2))
+
+    return largest, take(place, _windows(*tangents))
+
+
+def _windows(x: jax.Array) -> jax.Array:
+    """Cuts [..., height, width, channels] into [..., height // 2, 2, width // 2, 2, channels]."""
     *batch, height, width, channels = x.shape
     height, width = height // 2, width // 2
     x = x[..., : 2 * height, : 2 * width, :]
-    # Not a reduction over windows, whose gradient is slow on a CPU. One axis is cut at a time, as
-    # JAX demands of arrays that are sharded explicitly.
+    # One axis is cut at a time, as JAX demands of arrays that are sharded explicitly.
     pairs = x.reshape(*batch, height, 2, 2 * width, channels)
-    return jnp.max(pairs.reshape(*batch, height, 2, width, 2, channels), axis=(-4, -2))
+    return pairs.reshape(*batch, height, 2, width, 2, channels)
 
 
 def _is_whole(x: jax.Array) -> bool:

@@ -81,9 +81,17 @@ def test_convolution_equals_jax_with_both_derivatives(shape: tuple[int, ...]) ->
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 6, 3), (3, 5, 7, 1)])
-def test_max_pool_equals_a_reduction_over_windows(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda random, shape: random.normal(size=shape),
+        lambda random, shape: random.binomial(1, 0.5, shape),
+    ],
+    ids=["distinct", "equal"],
+)
+def test_max_pool_equals_a_reduction_over_windows(draw: Any, shape: tuple[int, ...]) -> None:
     random = np.random.default_rng(4)
-    x = random.normal(size=shape).astype(np.float32)
+    x = draw(random, shape).astype(np.float32)
 
     def windows(x: Any) -> Any:
         return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
@@ -92,6 +100,20 @@ def test_max_pool_equals_a_reduction_over_windows(shape: tuple[int, ...]) -> Non
     np.testing.assert_array_equal(ours, expected)
     cotangent = random.normal(size=ours.shape).astype(np.float32)
     np.testing.assert_array_equal(pull(cotangent)[0], expected_pull(cotangent)[0])
+    tangent = random.normal(size=shape).astype(np.float32)
+    moved = jax.jvp(max_pool, (x,), (tangent,))[1]
+    np.testing.assert_allclose(
+        np.vdot(moved, cotangent), np.vdot(tangent, pull(cotangent)[0]), rtol=1e-5
+    )
+    one_by_one = np.stack([max_pool(image) for image in x])
+    np.testing.assert_array_equal(jax.vmap(max_pool)(x), one_by_one)
+
+
+def test_pooling_keeps_a_byte_for_a_window() -> None:
+    x = jnp.zeros((4, 6, 3), jnp.bfloat16)
+    assert max_pool(x).dtype == jnp.bfloat16
+    kept = jax.tree.leaves(jax.vjp(max_pool, x)[1])
+    assert sum(leaf.nbytes for leaf in kept) <= 2 * 3 * 3 + 4  # and the numbers of four places
 
 
 def test_images_one_by_one_equal_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

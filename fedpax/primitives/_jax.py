@@ -42,6 +42,7 @@ __all__ = [
     "evaluate",
     "inner_jaxprs",
     "is_linear",
+    "is_rematerialized",
     "is_zero",
     "live",
     "prune",
@@ -57,6 +58,9 @@ __all__ = [
 
 Zero = ad.Zero
 Aval = Any
+
+# The names of `jax.checkpoint`'s primitive.
+CHECKPOINTS = ("checkpoint", "remat2")
 
 
 def is_zero(tangent: Any) -> bool:
@@ -272,6 +276,16 @@ def rebind(eqn: JaxprEqn, inputs: Sequence[Any], params: dict[str, Any] | None =
         bound = eqn.primitive.get_bind_params(eqn.params if params is None else params)
         outputs = eqn.primitive.bind(*inputs, **bound)
     return outputs if eqn.primitive.multiple_results else [outputs]
+
+
+def is_rematerialized(jaxpr: ClosedJaxpr) -> bool:
+    """Whether all that a function does is to call one under `jax.checkpoint` without a policy."""
+    if len(jaxpr.jaxpr.eqns) != 1 or jaxpr.effects:
+        return False
+    (eqn,) = jaxpr.jaxpr.eqns
+    if eqn.primitive.name == "jit":
+        return is_rematerialized(eqn.params["jaxpr"])
+    return eqn.primitive.name in CHECKPOINTS and eqn.params["policy"] is None
 
 
 def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:

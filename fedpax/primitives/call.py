@@ -14,13 +14,16 @@ import jax.numpy as jnp
 
 from fedpax.primitives._jax import (
     ClosedJaxpr,
+    Jaxpr,
     Primitive,
     Zero,
     asks_for,
     define,
     depends,
     evaluate,
+    inner_jaxprs,
     is_linear,
+    is_rematerialized,
     is_zero,
     prune,
     rebind,
@@ -30,6 +33,7 @@ from fedpax.primitives._jax import (
     zero_tangent,
 )
 from fedpax.primitives.broadcast import federated_broadcast_p
+from fedpax.primitives.reduce import REDUCTIONS
 
 
 def define_call(
@@ -95,12 +99,15 @@ def _linearize(jaxpr: ClosedJaxpr, nonzero: Sequence[bool]) -> _Linearized:
         for moves, aval in zip(depends(jaxpr, nonzero), jaxpr.out_avals, strict=True)
     ]
     trees: list[Any] = []
+    run: Callable[..., list] = functools.partial(evaluate, jaxpr)
+    if _repeats_maps(jaxpr.jaxpr):
+        run = jax.checkpoint(run, prevent_cse=False, policy=_is_kept)
 
     def primal(*args):
         fixed = _select(args, [not n for n in nonzero])
 
         def moving(*moved):
-            outputs = evaluate(jaxpr, *_merge(nonzero, moved, fixed))
+            outputs = run(*_merge(nonzero, moved, fixed))
             return _select(outputs, active), _select(outputs, [not a for a in active])
 
         outputs, pushforward, others = jax.linearize(moving, *_select(args, nonzero), has_aux=True)
@@ -126,7 +133,27 @@ def _linearize(jaxpr: ClosedJaxpr, nonzero: Sequence[bool]) -> _Linearized:
     avals = [*full.out_avals[len(active) :], *tangents]
     sources, extra = residual_sources(full, len(active))
     pruned, used = prune(full, [*[True] * len(active), *extra])
+    if is_rematerialized(jaxpr):  # and stays so, whatever is done to it
+        pruned = _retrace(jax.checkpoint(functools.partial(evaluate, pruned)), pruned.in_avals)
     return _Linearized(pruned, _retrace(from_server, avals), used, sources, active)
+
+
+def _repeats_maps(jaxpr: Jaxpr) -> bool:
+    """Whether a function has maps under `jax.checkpoint`: what they return is computed again."""
+    return any(
+        (eqn.primitive.name == "federated_map" and is_rematerialized(eqn.params["jaxpr"]))
+        or any(map(_repeats_maps, inner_jaxprs(eqn)))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _is_kept(primitive: Primitive, *_: Any, **params: Any) -> bool:
+    """What the derivative of such a function keeps: its totals, and what other maps return."""
+    if primitive.name == "federated_map":
+        return not is_rematerialized(params["jaxpr"])
+    if primitive.name == "federated_program":
+        return not _repeats_maps(params["jaxpr"].jaxpr)
+    return primitive in REDUCTIONS
 
 
 def _jvp(primitive, primals, tangents, *, jaxpr, **others):

@@ -49,7 +49,9 @@ def federated_map(
     axes of a mesh are as outside; participants cannot see each other.
 
     Args:
-        fn: takes one participant's slices, returns a pytree of arrays or numbers.
+        fn: takes one participant's slices, returns a pytree of arrays or numbers. Under
+            `jax.checkpoint` it is run again where its results are wanted later, in a derivative or
+            behind a reduction, instead of keeping them for every participant.
         *args: pytrees of arrays `[n, ...]`, placed; any dtype. May be none at all.
         placement: the placement's name; needed where the program has several.
         clients_per_step: how many participants a device runs at once. A smaller number needs less

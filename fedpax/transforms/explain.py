@@ -8,7 +8,7 @@ import jax
 from fedpax.primitives._jax import ClosedJaxpr, Jaxpr, JaxprEqn, aval_of, inner_jaxprs, live
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.program import federated_program_p
-from fedpax.transforms.stages import at_once_of, plan_stages
+from fedpax.transforms.stages import plan_stages
 from fedpax.transforms.streaming import inline, is_federated, placements_of
 
 
@@ -59,17 +59,20 @@ def _explain_jaxpr(closed: ClosedJaxpr) -> Iterator[str]:
         yield "No map runs in it: there is nothing to stream."
     for placement in placements_of(closed.jaxpr):
         plan = plan_stages(closed.jaxpr, placement)
-        for stage, maps in sorted(plan.loops.items()):
-            at_once = at_once_of(maps)
+        for stage in sorted(plan.loops):
+            at_once = plan.at_once(stage)
             stored = plan.stored[stage]
+            own, again = plan.maps(stage)
+            runs = [_count(len(own), "map")] if own or not again else []
+            runs += [f"{_count(len(again), 'map')} again"] if again else []
             yield (
-                f"{placement}, stage {stage}: {_count(len(maps), 'map')}, "
+                f"{placement}, stage {stage}: {', '.join(runs)}, "
                 f"{_count(len(plan.reductions.get(stage, ())), 'reduction')}, "
                 f"{'all' if at_once is None else at_once} at once on a device; "
                 + ("stored of each participant:" if stored else "nothing is stored.")
             )
             yield from (f"  {aval_of(v).str_short()}: {why}" for v, why in stored.items())
-            for eqn in maps:
+            for eqn in (*own, *again):
                 if is_federated(eqn.params["jaxpr"].jaxpr):
                     yield f"  inside, on one of the {placement.name}:"
                     yield from (f"    {line}" for line in _explain_jaxpr(eqn.params["jaxpr"]))

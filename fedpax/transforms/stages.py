@@ -7,7 +7,7 @@ the loop over the participants, and for each stage what its loop reads, reduces 
 
 from collections.abc import Iterator, Sequence
 
-from fedpax.primitives._jax import Jaxpr, JaxprEqn, Literal, Var, aval_of
+from fedpax.primitives._jax import Jaxpr, JaxprEqn, Literal, Var, aval_of, is_rematerialized
 from fedpax.primitives.broadcast import federated_broadcast_p
 from fedpax.primitives.layout import explicit_axis
 from fedpax.primitives.map import federated_map_p
@@ -32,6 +32,7 @@ class Plan:
         producer: for each value that a participant can compute of its own, the equation, and the
             parameters of the same equation on slices.
         mapped: those among these values that need a map.
+        repeatable: those among these that a later loop computes again instead of reading them.
         stage: the stage of each value that is not of stage 0.
         loops: the stages that have a loop.
         reductions: by stage, the reductions that its loop feeds.
@@ -45,6 +46,7 @@ class Plan:
         self.aliases: dict[Var, Atom] = {}
         self.producer: dict[Var, tuple[JaxprEqn, Params]] = {}
         self.mapped: set[Var] = set()
+        self.repeatable: set[Var] = set()
         self.stage: dict[Var, int] = {}
         self.loops: dict[int, list[JaxprEqn]] = {}
         self.reductions: dict[int, list[JaxprEqn]] = {}
@@ -69,13 +71,25 @@ class Plan:
         """Whether a loop computes the value for each participant."""
         return isinstance(v, Var) and v in self.mapped
 
-    def after(self, operands: Sequence[Atom]) -> int:
-        """The first stage whose server has all of these: behind the loops that make them."""
+    def follows(self, eqn: JaxprEqn) -> int:
+        """The stage of what the server computes: a loop that feeds a reduction runs before it."""
+        operands = self.operands(eqn)
+        if self.reduces(eqn) and any(map(self.is_repeatable, operands)):
+            return 1 + max(map(self.stage_of, operands))
         return max((self.stage_of(v) + self.is_mapped(v) for v in operands), default=0)
 
-    def earlier(self, v: Atom, stage: int) -> bool:
+    def reduces(self, eqn: JaxprEqn) -> bool:
+        """Whether an equation reduces over the placement's participants."""
+        return eqn.primitive in REDUCTIONS and _of(eqn, self.placement)
+
+    def is_repeatable(self, v: Atom) -> bool:
+        """Whether a later loop computes a participant's value again instead of reading it."""
+        return isinstance(v, Var) and v in self.repeatable
+
+    def is_read(self, v: Atom, stage: int) -> bool:
         """Whether the loop of a stage reads a participant's value that another loop stored."""
-        return self.is_mapped(v) and self.stage_of(v) < stage
+        earlier = self.is_mapped(v) and self.stage_of(v) < stage
+        return earlier and (not self.is_repeatable(v) or v in self.stored.get(self.stage_of(v), ()))
 
     def store(self, v: Atom, why: str) -> None:
         """Notes that a value is needed as a whole."""
@@ -88,20 +102,36 @@ class Plan:
         for operand in self.operands(self.producer[v][0]):  # computed outside of any loop
             self.store(operand, why)
 
-    def inputs(self, v: Atom, stage: int) -> Iterator[tuple[Var, bool]]:
-        """What the loop of a stage reads for a participant's value: (value, whether placed)."""
-        if isinstance(v, Literal):
-            return
-        if v not in self.producer or self.earlier(v, stage):
-            yield v, aval_of(v).shape[:1] == (self.placement.size,)
-            return
-        eqn, _ = self.producer[v]
-        for operand in self.operands(eqn):
-            if spreads(eqn):
-                if not isinstance(operand, Literal):
-                    yield operand, False
-            else:
-                yield from self.inputs(operand, stage)
+    def walk(self, stage: int) -> Iterator[tuple[Var, JaxprEqn | None]]:
+        """What the loop of a stage computes, with its equations, and what it reads, without."""
+        seen = set[Var]()
+        waiting = list(self.roots(stage))
+        while waiting:
+            v = waiting.pop()
+            if isinstance(v, Literal) or v in seen:
+                continue
+            seen.add(v)
+            if v not in self.producer or self.is_read(v, stage):
+                yield v, None
+                continue
+            eqn, _ = self.producer[v]
+            yield v, eqn
+            if not spreads(eqn):
+                waiting += self.operands(eqn)
+
+    def maps(self, stage: int) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
+        """The maps that the loop of a stage runs: its own, and those of earlier stages again."""
+        # By identity, and once, whatever number of its results is used.
+        found = {id(e): e for _, e in self.walk(stage) if e and e.primitive is federated_map_p}
+        own = [found.pop(id(eqn)) for eqn in self.loops[stage] if id(eqn) in found]
+        return own, list(found.values())
+
+    def at_once(self, stage: int) -> ClientsPerStep:
+        """How many participants the loop runs at once: the setting that needs least memory."""
+        own, again = self.maps(stage)
+        settings = [eqn.params["clients_per_step"] for eqn in (*own, *again)]
+        numbers = [s for s in settings if isinstance(s, int)]
+        return min(numbers) if numbers else ("auto" if "auto" in settings else None)
 
     @property
     def last(self) -> int:
@@ -111,9 +141,14 @@ class Plan:
     def reads(self, stage: int) -> tuple[list[Var], list[Var]]:
         """What the loop of a stage reads: server values, and placed ones."""
         # A value may be both: broadcast, and handed out to the participants.
-        pairs = [pair for root in self.roots(stage) for pair in self.inputs(root, stage)]
-        shared = dict.fromkeys(v for v, is_placed in pairs if not is_placed)
-        return list(shared), list(dict.fromkeys(v for v, is_placed in pairs if is_placed))
+        shared, placed = dict[Var, None](), dict[Var, None]()
+        for v, eqn in self.walk(stage):
+            if eqn is None:
+                kind = placed if aval_of(v).shape[:1] == (self.placement.size,) else shared
+                kind[v] = None
+            elif spreads(eqn):
+                shared.update((o, None) for o in self.operands(eqn) if isinstance(o, Var))
+        return list(shared), list(placed)
 
     def roots(self, stage: int) -> Iterator[Atom]:
         """The values that the loop of a stage is there to compute."""
@@ -159,18 +194,27 @@ def plan_stages(jaxpr: Jaxpr, placement: Placement) -> Plan:
             for v in eqn.outvars:
                 plan.producer[v] = eqn, params
                 plan.stage[v] = stage
-            if eqn.primitive is federated_map_p or any(map(plan.is_mapped, operands)):
+            mapped = list(filter(plan.is_mapped, operands))
+            is_map = eqn.primitive is federated_map_p
+            if is_map or mapped:
                 plan.mapped.update(eqn.outvars)
+                if all(map(plan.is_repeatable, mapped)) and (
+                    not is_map or is_rematerialized(eqn.params["jaxpr"])
+                ):
+                    plan.repeatable.update(eqn.outvars)
             continue
-        plan.stage.update(dict.fromkeys(eqn.outvars, plan.after(operands)))
+        plan.stage.update(dict.fromkeys(eqn.outvars, plan.follows(eqn)))
         others.append(eqn)
     _pull_in(plan, others, axis)
     for eqn in others:
         operands = plan.operands(eqn)
-        stage = plan.after(operands)
+        stage = plan.follows(eqn)
         # Fused where its loop can read all operands: weights may come from a later stage.
-        fits = stage - 1 in plan.loops and stage - 1 == max(map(plan.stage_of, operands))
-        if eqn.primitive in REDUCTIONS and _of(eqn, placement) and fits:
+        fits = stage - 1 == max(map(plan.stage_of, operands), default=0)
+        again = any(map(plan.is_repeatable, operands))
+        if plan.reduces(eqn) and fits and (again or stage - 1 in plan.loops):
+            plan.loops.setdefault(stage - 1, [])
+            plan.stored.setdefault(stage - 1, {})
             plan.reductions.setdefault(stage - 1, []).append(eqn)
             continue
         plan.server.setdefault(stage, []).append(eqn)
@@ -179,10 +223,9 @@ def plan_stages(jaxpr: Jaxpr, placement: Placement) -> Plan:
     for out in jaxpr.outvars:
         plan.store(plan.resolve(out), "the program returns it")
     for stage in sorted(plan.loops, reverse=True):
-        for root in list(plan.roots(stage)):
-            for v, _ in list(plan.inputs(root, stage)):
-                if plan.earlier(v, stage):
-                    plan.store(v, "a later stage reads it, which needs a reduction first")
+        for v, computed in list(plan.walk(stage)):
+            if computed is None:
+                plan.store(v, "a later stage reads it, which needs a reduction first")
     return plan
 
 
@@ -205,7 +248,7 @@ def _pull_in(plan: Plan, others: list[JaxprEqn], axis: str | None) -> None:
         if user is None or spreads(user):
             return False
         if user.primitive in REDUCTIONS:
-            return _of(user, plan.placement) and any(v in plan.mapped for v in plan.operands(user))
+            return plan.reduces(user) and any(map(plan.is_mapped, plan.operands(user)))
         return bool(user.outvars) and user.outvars[0] in plan.producer
 
     for eqn in reversed(others):
@@ -236,10 +279,3 @@ def _alias_forwarded(plan: Plan, eqn: JaxprEqn, operands: Sequence[Atom]) -> Non
 
 def _of(eqn: JaxprEqn, placement: Placement) -> bool:
     return eqn.params.get("placement") == placement
-
-
-def at_once_of(maps: Sequence[JaxprEqn]) -> ClientsPerStep:
-    """The setting of maps that share a loop: the one that needs least memory."""
-    settings = [eqn.params["clients_per_step"] for eqn in maps]
-    numbers = [s for s in settings if isinstance(s, int)]
-    return min(numbers) if numbers else ("auto" if "auto" in settings else None)

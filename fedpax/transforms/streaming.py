@@ -13,13 +13,14 @@ then the residuals that lie between are not stored either.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from fedpax.primitives._jax import (
+    CHECKPOINTS,
     ClosedJaxpr,
     Jaxpr,
     JaxprEqn,
@@ -45,7 +46,7 @@ from fedpax.primitives.reduce import (
     federated_sum_p,
 )
 from fedpax.transforms.participantwise import spreads
-from fedpax.transforms.stages import Atom, Plan, at_once_of, plan_stages
+from fedpax.transforms.stages import Atom, Plan, plan_stages
 
 # Calls that can be written out where they stand once all differentiation is done.
 CALLS = {
@@ -53,10 +54,9 @@ CALLS = {
     "pjit": "jaxpr",
     "closed_call": "call_jaxpr",
     "core_call": "call_jaxpr",
-    "checkpoint": "jaxpr",
-    "remat2": "jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
+    **dict.fromkeys(CHECKPOINTS, "jaxpr"),
 }
 
 NUMPY_REDUCTIONS = {
@@ -117,7 +117,7 @@ def placements_of(jaxpr: Jaxpr) -> list[Placement]:
 def inline(
     closed: ClosedJaxpr, inside: Callable[[ClosedJaxpr], ClosedJaxpr] = stream
 ) -> ClosedJaxpr:
-    """Writes out the calls that run participants or touch placed values; streams inside loops.
+    """Writes out the calls that run participants or touch what they may; streams inside loops.
 
     Args:
         closed: the jaxpr of a program, or of what a participant runs.
@@ -134,6 +134,7 @@ def _run_inlined(
 ) -> list:
     # By identity, with whose they are; the values are held, so that no identity is given again.
     placed: dict[int, tuple[Any, Placement]] = {}
+    sizes = set(_sizes(closed.jaxpr))
 
     def run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list:
         values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
@@ -145,8 +146,9 @@ def _run_inlined(
             inputs = [read(v) for v in eqn.invars]
             owners = [placed[id(x)][1] for x in inputs if id(x) in placed]
             runs = any(map(is_federated, inner_jaxprs(eqn)))
+            spread = any(aval_of(v).shape[:1] in sizes for v in eqn.outvars)
             body = _body(eqn)
-            if body is not None and (runs or owners):
+            if body is not None and (runs or owners or spread):
                 outputs = run(body.jaxpr, body.consts, inputs)
             elif runs and eqn.primitive not in (federated_map_p, federated_program_p):
                 outputs = rebind(
@@ -164,6 +166,15 @@ def _run_inlined(
         return [read(v) for v in jaxpr.outvars]
 
     return run(closed.jaxpr, closed.consts, args)
+
+
+def _sizes(jaxpr: Jaxpr) -> Iterator[tuple[int]]:
+    """The first axis of what the participants of any placement hold."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is federated_map_p:
+            yield (eqn.params["placement"].size,)
+        for inner in inner_jaxprs(eqn):
+            yield from _sizes(inner)
 
 
 def _reduced(eqn: JaxprEqn, x: jax.Array, placement: Placement) -> jax.Array | None:
@@ -314,9 +325,7 @@ def run_loop(
             *map(jax.typeof, arguments), *[unplaced_aval(jax.typeof(a)) for a in slices]
         )
     )
-    results = run_participants(
-        jaxpr, arguments, slices, kinds[-1], placement, at_once_of(plan.loops[stage])
-    )
+    results = run_participants(jaxpr, arguments, slices, kinds[-1], placement, plan.at_once(stage))
     return dict(zip(stored, results, strict=False)), results[len(stored) :]
 
 

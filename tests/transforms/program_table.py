@@ -69,6 +69,12 @@ class Federated:
     min = staticmethod(federated_min)
 
 
+class Rematerialized(Federated):
+    """The same, with maps that are computed again where their results are wanted later."""
+
+    map = staticmethod(lambda fn, *args: federated_map(jax.checkpoint(fn), *args))
+
+
 def average(f, w, x, n):
     return w + f.mean(f.map(local, f.broadcast(w), x), n)
 
@@ -84,7 +90,7 @@ def elementwise_between(f, w, x, n):
     delta = f.map(local, f.broadcast(w), x)
     clipped = jnp.where(jnp.abs(delta) > 0.1, jnp.sign(delta) * 0.1, jax.nn.relu(delta))
     scaled = clipped * n[:, None, None] + jnp.sum(delta**2, axis=(1, 2), keepdims=True)
-    turned = jnp.transpose(scaled.astype(jnp.float16), (0, 2, 1)).reshape(N, -1)
+    turned = jnp.transpose(scaled.astype(jnp.float16), (0, 2, 1)).reshape(len(x), -1)
     return f.sum(scaled), f.max(turned.astype(jnp.float32)), f.mean(jnp.argmax(turned, 1))
 
 
@@ -127,6 +133,11 @@ def rounds_in_a_scan(f, w, x, n):
     return jax.lax.scan(lambda w, _: (average(f, w, x, n), jnp.sum(w)), w, length=3)
 
 
+def rematerialized_rounds(f, w, x, n):
+    step = jax.checkpoint(lambda w, _: (average(f, w, x, n), jnp.sum(w)))
+    return jax.lax.scan(step, w, length=3)
+
+
 def elementwise_before(f, w, x, n):
     scaled = (x.astype(jnp.float16) / 2).astype(jnp.float32) - jnp.mean(w)
     return f.mean(f.map(local, f.broadcast(w), scaled), jnp.sqrt(n)), f.sum(f.map(jnp.sum, x * 2))
@@ -148,7 +159,7 @@ def reductions_of_numpy(f, w, x, n):
 
 def under_a_condition(f, w, x, n):
     return jax.lax.cond(
-        jnp.sum(w) > 0, lambda w: average(f, w, x, n), lambda w: w + f.mean(x)[:3, :2], w
+        jnp.sum(w) > 0, lambda w: average(f, w, x, n), lambda w: w + jnp.sum(f.mean(x)), w
     )
 
 
@@ -188,6 +199,23 @@ def small_and_boolean_types(f, w, x, n):
     return f.mean(half.astype(jnp.float32)), f.max(count), f.min(positive), f.sum(positive)
 
 
+def extremes(f, w, x, n):
+    delta, norm = f.map(lambda x: (local(w, x), jnp.sum(x**2)), x)
+    return f.max(jnp.sin(delta)), f.min(delta * norm[:, None, None])
+
+
+def clipped_twice(f, w, x, n):
+    delta = f.map(local, f.broadcast(w), x)
+    length = jnp.sqrt(jnp.sum(delta**2, (1, 2), keepdims=True))
+    clipped = delta * jnp.minimum(1, 0.1 / length) + jnp.sin(w)
+    return f.mean(f.map(lambda d: d * jnp.tanh(d), clipped), n)
+
+
+def variance(f, w, x, n):
+    delta = f.map(local, f.broadcast(w), x)
+    return f.mean((delta - f.mean(delta, n)) ** 2, n)
+
+
 PROGRAMS = {
     fn.__name__: fn
     for fn in (
@@ -201,6 +229,7 @@ PROGRAMS = {
         wanted_of_each,
         nothing_of_the_map,
         rounds_in_a_scan,
+        rematerialized_rounds,
         elementwise_before,
         server_arrays_between,
         reductions_of_numpy,
@@ -210,14 +239,24 @@ PROGRAMS = {
         gradient_of_a_square_inside,
         constants_among_the_results,
         small_and_boolean_types,
+        extremes,
+        clipped_twice,
+        variance,
     )
 }
 
 
-def federated(name, at_once=1, size=N):
+def federated(name, at_once=1, size=N, functions=Federated):
     return fedpax.program(clients=size, clients_per_step=at_once)(
-        functools.partial(PROGRAMS[name], Federated)
+        functools.partial(PROGRAMS[name], functions)
     )
+
+
+def gradient_of(fn, argnums=(0, 1, 2)):
+    def total(*args):
+        return sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(fn(*args)))
+
+    return jax.grad(total, argnums)
 
 
 @functools.cache

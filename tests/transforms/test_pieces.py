@@ -6,17 +6,44 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from program_table import PROGRAMS, WEIGHTS, N, W, X, close, expected, federated, local, normal
+from program_table import (
+    PROGRAMS,
+    WEIGHTS,
+    N,
+    Rematerialized,
+    W,
+    X,
+    close,
+    expected,
+    federated,
+    gradient_of,
+    local,
+    normal,
+)
 
 import fedpax
 from fedpax import federated_broadcast, federated_map, federated_mean
 
-WITHOUT_MAPS = {"nothing_of_the_map", "rounds_in_a_scan", "under_a_condition"}
+WITHOUT_MAPS = {
+    "nothing_of_the_map",
+    "rounds_in_a_scan",
+    "rematerialized_rounds",
+    "under_a_condition",
+}
 
 
 @pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - WITHOUT_MAPS))
 def test_pieces_give_what_the_whole_gives(name):
     close(fedpax.in_pieces(federated(name), 5)(W, X, WEIGHTS), expected(name))
+
+
+@pytest.mark.parametrize("name", ["two_stages", "variance", "weights_of_a_later_stage"])
+def test_pieces_of_rematerialized_programs(name):
+    """A piece's later stages run its maps again, where others would keep what they returned."""
+    program = federated(name, functions=Rematerialized)
+    close(fedpax.in_pieces(program, 5)(W, X, WEIGHTS), expected(name))
+    gradient = gradient_of(program)
+    close(fedpax.in_pieces(gradient, 5)(W, X, WEIGHTS), gradient(W, X, WEIGHTS), 1e-4)
 
 
 @pytest.mark.parametrize("name", ["average", "wanted_of_each", "two_stages"])

@@ -233,9 +233,17 @@ class _Loop(NamedTuple):
         if chunks == 1 and not rest:
             return self.chunk(size, placed)
 
+        # What is stacked takes the place of an argument of its type, row by row: a state that is
+        # donated needs no second buffer. An argument that is not is copied there.
+        owners = self.owners(placed)
+
         def take(size: int, carry: tuple) -> tuple:
             start, stored, totals = carry
-            parts = [jax.lax.dynamic_slice_in_dim(a, start, size) for a in placed]
+            current = list(placed)
+            for i, whole in zip(owners, stored, strict=True):
+                if i is not None:
+                    current[i] = whole
+            parts = [jax.lax.dynamic_slice_in_dim(a, start, size) for a in current]
             own, terms = self.split(self.chunk(size, parts))
             write = jax.lax.dynamic_update_slice_in_dim
             stored = [write(whole, o, start, 0) for whole, o in zip(stored, own, strict=True)]
@@ -243,10 +251,12 @@ class _Loop(NamedTuple):
 
         # The starts are counted and not scanned over: an array of them would grow with the clients.
         # The results are carried and not stacked, so that the rest is written into the same arrays.
+        room = [
+            _unwritten(self.participants, aval) if i is None else placed[i]
+            for i, aval in zip(owners, self.stacked(), strict=True)
+        ]
         carry, _ = jax.lax.scan(
-            lambda carry, _: (take(size, carry), None),
-            (0, self.unwritten(), self.start()),
-            length=chunks,
+            lambda carry, _: (take(size, carry), None), (0, room, self.start()), length=chunks
         )
         _, stored, totals = take(rest, carry) if rest else carry
         in_order = iter(stored), iter(totals)
@@ -277,10 +287,18 @@ class _Loop(NamedTuple):
         pairs = list(zip(self.reductions, outputs, strict=True))
         return [o for r, o in pairs if not r], [o for r, o in pairs if r]
 
-    def unwritten(self) -> list:
-        """Room for what is stacked, of all participants."""
-        stacked = [a for r, a in zip(self.reductions, self.out_avals, strict=True) if not r]
-        return [_unwritten(self.participants, aval) for aval in stacked]
+    def stacked(self) -> list:
+        """The types of what one participant returns to be stacked."""
+        return [a for r, a in zip(self.reductions, self.out_avals, strict=True) if not r]
+
+    def owners(self, placed: Sequence[jax.Array]) -> list[int | None]:
+        """For each of them the first argument of its type that no other has, if there is one."""
+        free = {i: _layout(unplaced_aval(jax.typeof(a))) for i, a in enumerate(placed)}
+        found = []
+        for aval in self.stacked():
+            found.append(next((i for i, own in free.items() if own == _layout(aval)), None))
+            free.pop(found[-1], None)
+        return found
 
     def start(self) -> list:
         return [
@@ -292,6 +310,10 @@ class _Loop(NamedTuple):
     def merge(self, totals: Sequence[jax.Array], terms: Sequence[jax.Array]) -> list:
         merges = [r.merge for r in self.reductions if r]
         return [m(a, b) for m, a, b in zip(merges, totals, terms, strict=True)]
+
+
+def _layout(aval: Any) -> tuple:
+    return aval.shape, aval.dtype, aval.sharding.spec
 
 
 def _unwritten(participants: int, aval: Any) -> jax.Array:

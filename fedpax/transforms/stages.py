@@ -148,7 +148,9 @@ class Plan:
                 kind[v] = None
             elif spreads(eqn):
                 shared.update((o, None) for o in self.operands(eqn) if isinstance(o, Var))
-        return list(shared), list(placed)
+        # In the order of the arguments, so that results take the places of those they stand for.
+        order = {v: i for i, v in enumerate(self.jaxpr.invars)}
+        return list(shared), sorted(placed, key=lambda v: order.get(v, len(order)))
 
     def roots(self, stage: int) -> Iterator[Atom]:
         """The values that the loop of a stage is there to compute."""

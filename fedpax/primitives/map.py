@@ -293,11 +293,13 @@ class _Loop(NamedTuple):
 
     def owners(self, placed: Sequence[jax.Array]) -> list[int | None]:
         """For each of them the first argument of its type that no other has, if there is one."""
-        free = {i: _layout(unplaced_aval(jax.typeof(a))) for i, a in enumerate(placed)}
-        found = []
+        free = [(i, _layout(unplaced_aval(jax.typeof(a)))) for i, a in enumerate(placed)]
+        found: list[int | None] = []
         for aval in self.stacked():
-            found.append(next((i for i, own in free.items() if own == _layout(aval)), None))
-            free.pop(found[-1], None)
+            own = next((entry for entry in free if entry[1] == _layout(aval)), None)
+            found.append(own and own[0])
+            if own:
+                free.remove(own)
         return found
 
     def start(self) -> list:

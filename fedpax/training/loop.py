@@ -52,7 +52,8 @@ def train(
 
     Throughput counts from one round's end to the next, so it holds the rounds and the waiting for
     data, but neither compilation nor evaluation nor saving. ``input_share`` is the share of that
-    time in which the loop waited for the round's batches, which a thread prepares meanwhile.
+    time in which the devices had nothing to do but wait for the round's batches, which a thread
+    prepares meanwhile; at most so, as what they still did while the loop waited is not known.
 
     Args:
         experiment: what to train.
@@ -119,10 +120,10 @@ def train(
                 while done < training.rounds and not interruption.reached(done):
                     asked = time.perf_counter()
                     batches, position = prefetch.next()
-                    waited = time.perf_counter() - asked
+                    idle = 0.0 if recorder.busy() else time.perf_counter() - asked
                     state, values = program.round(state, batches)
                     done += 1
-                    recorder.dispatched(done, values, waited)
+                    recorder.dispatched(done, values, idle)
                     if _due(done, training.evaluate_every, training.rounds):
                         recorder.flush()
                         evaluation = run.evaluate(state.params)

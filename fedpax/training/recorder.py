@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +51,7 @@ class Recorder:
         self._bytes_between = bytes_between
         self._stop_on_non_finite = stop_on_non_finite
         self._pending: tuple[int, Metrics] | None = None
-        self._waited = 0.0  # since the clock was started
+        self._idle = 0.0  # since the clock was started
         self._clock = time.perf_counter()
 
     def run(self, parameters: int, participants: int) -> None:
@@ -69,16 +70,20 @@ class Recorder:
             }
             self._metrics.write("run", 0, facts)
 
-    def dispatched(self, round_number: int, metrics: Metrics, waited: float) -> None:
+    def busy(self) -> bool:
+        """Whether the devices still work on the round that was dispatched last."""
+        pending: Mapping[str, Any] = self._pending[1] if self._pending else {}
+        return not all(value.is_ready() for value in pending.values())
+
+    def dispatched(self, round_number: int, metrics: Metrics, idle: float) -> None:
         """Takes a round that the devices have just been given, and records the one before.
 
         Args:
             round_number: the round, from 1.
             metrics: its metrics, which need not be computed yet.
-            waited: the seconds for which this process waited for the round's batches. The devices
-                may have worked on the round before meanwhile, so they idled no longer than that.
+            idle: the seconds for which the devices may have waited for the round's batches.
         """
-        self._waited += waited
+        self._idle += idle
         self.flush()
         self._pending = (round_number, metrics)
 
@@ -93,7 +98,7 @@ class Recorder:
         (round_number, metrics), self._pending = self._pending, None
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         now = time.perf_counter()
-        seconds, waited = now - self._clock, self._waited
+        seconds, idle = now - self._clock, self._idle
         self.restart_clock(now)
         speed = self._tokens / seconds
         self._metrics.write(
@@ -104,7 +109,7 @@ class Recorder:
                 "tokens": round_number * self._tokens,
                 "bytes_between": round_number * self._bytes_between,
                 "seconds": seconds,
-                "input_share": waited / seconds,
+                "input_share": idle / seconds,
                 "tokens_per_second": speed,
                 "wall_seconds": now - self._started,
             },
@@ -151,7 +156,7 @@ class Recorder:
             now: the `time.perf_counter()` from which to count; by default this moment.
         """
         self._clock = time.perf_counter() if now is None else now
-        self._waited = 0.0
+        self._idle = 0.0
 
 
 @jax.jit

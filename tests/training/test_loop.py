@@ -258,3 +258,32 @@ def test_the_share_of_time_in_input_is_recorded(tmp_path: Path, seconds: float) 
         assert 0.7 * elapsed < waited <= elapsed
     else:
         assert waited < 0.7 * elapsed
+
+
+class Evaluated(SlowInput):
+    """Rounds that take longer than it takes to draw the next one's batches."""
+
+    def build(self) -> Run:
+        run = super().build()
+
+        def round(state: Any, batches: Any) -> Any:
+            state, metrics = run.algorithm.round(state, batches)
+
+            def wait(loss: Any) -> Any:
+                time.sleep(2 * self.seconds)
+                return loss
+
+            shape = jax.ShapeDtypeStruct((), metrics["loss"].dtype)
+            return state, metrics | {"loss": jax.pure_callback(wait, shape, metrics["loss"])}
+
+        return run._replace(algorithm=run.algorithm._replace(round=round))
+
+
+def test_waiting_while_the_devices_work_is_not_counted(tmp_path: Path) -> None:
+    """After an evaluation two rounds are asked for at once, and the second is not drawn yet."""
+    base = settings(regression(), evaluate_every=2, checkpoint_every=0, rounds=6)
+    experiment = Evaluated(training=base.training, mesh=base.mesh, seconds=0.2)
+    train(experiment, tmp_path)
+    lines = select(read_metrics(tmp_path), "training")[2:]
+    idle = sum(line["input_share"] * line["seconds"] for line in lines)
+    assert idle < 0.1 * sum(line["seconds"] for line in lines)

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 import time
@@ -12,6 +13,8 @@ import pytest
 import stacked_layers
 from jax.sharding import set_mesh
 
+from fedpax.experiments.fedavg_images import fedavg_digits
+from fedpax.experiments.pretrain import pretrain_text
 from fedpax.main import main
 from fedpax.parallel.mesh import MeshConfig, default_devices
 from fedpax.parallel.plan import Memory
@@ -181,6 +184,29 @@ def test_memory_overflow_is_a_report(run: Run, monkeypatch: pytest.MonkeyPatch, 
     assert "--model.remat" not in errors  # this experiment has no such field
     # 3 layers of 1024 x 1024 in float32, over two devices.
     assert f"{3 * 4 * 2**20 / 2 / 2**30:8.2f} GiB  the model" in errors
+
+
+def test_only_what_can_help_is_proposed() -> None:
+    """No microbatches without stages, nothing that is at its smallest, no field that is missing."""
+
+    def proposed(experiment: Any) -> set[str]:
+        name, topology = "x", find_topology("cpu:8")
+        report = planning.overflow_report(name, topology, experiment, experiment.build(), "is full")
+        return set(re.findall(r"--([\w.]+)=", report))
+
+    text = pretrain_text()
+    assert proposed(text) == {
+        *("mesh.fsdp", "mesh.tensor", "mesh.stage", "model.remat"),
+        *("loss.accumulation", "optimizer.name", "data.batch", "data.length"),
+    }
+    changes = {
+        "model": dataclasses.replace(text.model, remat="full", layers=4, microbatches=2),
+        "mesh": MeshConfig(stage=2, fsdp=4),
+        "optimizer": dataclasses.replace(text.optimizer, name="adafactor"),
+    }
+    found = proposed(dataclasses.replace(text, **changes))
+    assert "model.microbatches" in found and not found & {"model.remat", "optimizer.name"}
+    assert proposed(fedavg_digits()) >= {"cohort.batch"}
 
 
 def test_a_round_that_compiles_and_does_not_fit(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,15 +127,19 @@ def _repeated(tell: Callable[[str], None], line: str, every: float = 30.0) -> It
         thread.join()
 
 
-# What makes a round smaller, by the experiment's field.
-_REMEDIES = {
-    "mesh.fsdp": "cut parameters and optimizer state over more devices",
-    "mesh.tensor": "cut heads and inner widths over more devices",
-    "mesh.stage": "put the layers on more stages",
-    "model.remat": "compute activations again instead of keeping them, such as full",
-    "model.microbatches": "send a batch through the pipeline in more parts",
-    "data.batch": "a smaller batch",
-    "data.length": "shorter sequences",
+# What makes a round smaller, by the experiment's field, and the value at which it can do no more.
+_REMEDIES: dict[str, tuple[str, Any]] = {
+    "mesh.fsdp": ("cut parameters and optimizer state over more devices", None),
+    "mesh.tensor": ("cut heads and inner widths over more devices", None),
+    "mesh.stage": ("put the layers on more stages", None),
+    "model.remat": ("compute activations again instead of keeping them, such as full", "full"),
+    "model.microbatches": ("send a batch through the pipeline in more parts", None),
+    "loss.accumulation": ("compute a step's batch in more parts, one after another", None),
+    "optimizer.name": ("an optimizer that keeps less, such as adafactor", "adafactor"),
+    "data.batch": ("a smaller batch", 1),
+    "data.length": ("shorter sequences", 1),
+    "cohort.clients_per_step": ("fewer clients at once on a device", 1),
+    "cohort.batch": ("smaller batches", 1),
 }
 
 
@@ -158,14 +162,21 @@ def overflow_report(
     for part, size in _argument_bytes(run).items():
         lines.append(f"  {size / 2**30:8.2f} GiB  {part}")
     lines.append("Change one or more of these:")
-    for field, remedy in _REMEDIES.items():
-        value: Any = experiment
-        for step in field.split("."):
-            value = getattr(value, step, None)
-        if value is not None:
+    for field, (remedy, last) in _REMEDIES.items():
+        value = _value(experiment, field)
+        in_vain = field == "model.microbatches" and _value(experiment, "mesh.stage") == 1
+        if value not in (None, last) and not in_vain:
             lines.append(f"  --{field}={value} now: {remedy}")
     lines.append("  --topology, --slices: more chips, or chips with more memory")
     return "\n".join(lines)
+
+
+def _value(experiment: Experiment, field: str) -> Any:
+    """The value of a field such as "mesh.fsdp", or None where the experiment has none."""
+    value: Any = experiment
+    for step in field.split("."):
+        value = getattr(value, step, None)
+    return value
 
 
 def _shortage(message: str) -> str:

@@ -62,6 +62,9 @@ Aval = Any
 # The names of `jax.checkpoint`'s primitive.
 CHECKPOINTS = ("checkpoint", "remat2")
 
+# Equations that compute nothing.
+LAYOUT = frozenset(["broadcast_in_dim", "reshape", "squeeze", "transpose"])
+
 
 def is_zero(tangent: Any) -> bool:
     """Whether a tangent or cotangent is a symbolic zero."""
@@ -279,10 +282,16 @@ def rebind(eqn: JaxprEqn, inputs: Sequence[Any], params: dict[str, Any] | None =
 
 
 def is_rematerialized(jaxpr: ClosedJaxpr) -> bool:
-    """Whether all that a function does is to call one under `jax.checkpoint` without a policy."""
-    if len(jaxpr.jaxpr.eqns) != 1 or jaxpr.effects:
-        return False
-    (eqn,) = jaxpr.jaxpr.eqns
+    """Whether all that a function computes is under `jax.checkpoint`, without a policy."""
+    eqns = jaxpr.jaxpr.eqns
+    under = [is_checkpoint(eqn) for eqn in eqns]
+    # A vmap brings what is not batched into shape outside.
+    rest = (eqn.primitive.name for eqn, own in zip(eqns, under, strict=True) if not own)
+    return any(under) and LAYOUT.issuperset(rest) and not jaxpr.effects
+
+
+def is_checkpoint(eqn: JaxprEqn) -> bool:
+    """Whether an equation calls a function under `jax.checkpoint`, without a policy."""
     if eqn.primitive.name == "jit":
         return is_rematerialized(eqn.params["jaxpr"])
     return eqn.primitive.name in CHECKPOINTS and eqn.params["policy"] is None

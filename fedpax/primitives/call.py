@@ -6,13 +6,14 @@ same primitive with it: the derivative of a map is two maps, that of a program t
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from fedpax.primitives._jax import (
+    CHECKPOINTS,
     ClosedJaxpr,
     Jaxpr,
     Primitive,
@@ -33,7 +34,7 @@ from fedpax.primitives._jax import (
     zero_tangent,
 )
 from fedpax.primitives.broadcast import federated_broadcast_p
-from fedpax.primitives.reduce import REDUCTIONS
+from fedpax.primitives.reduce import ATTAINED, REDUCTIONS
 
 
 def define_call(
@@ -100,7 +101,7 @@ def _linearize(jaxpr: ClosedJaxpr, nonzero: Sequence[bool]) -> _Linearized:
     ]
     trees: list[Any] = []
     run: Callable[..., list] = functools.partial(evaluate, jaxpr)
-    if _repeats_maps(jaxpr.jaxpr):
+    if _repeats_maps(jaxpr):
         run = jax.checkpoint(run, prevent_cse=False, policy=_is_kept)
 
     def primal(*args):
@@ -138,13 +139,27 @@ def _linearize(jaxpr: ClosedJaxpr, nonzero: Sequence[bool]) -> _Linearized:
     return _Linearized(pruned, _retrace(from_server, avals), used, sources, active)
 
 
-def _repeats_maps(jaxpr: Jaxpr) -> bool:
-    """Whether a function has maps under `jax.checkpoint`: what they return is computed again."""
-    return any(
-        (eqn.primitive.name == "federated_map" and is_rematerialized(eqn.params["jaxpr"]))
-        or any(map(_repeats_maps, inner_jaxprs(eqn)))
-        for eqn in jaxpr.eqns
-    )
+def _repeats_maps(closed: ClosedJaxpr) -> bool:
+    """Whether a function has maps under `jax.checkpoint`: what they return is computed again.
+
+    Not so where it has effects, which would be repeated too, and where other maps stand under a
+    `jax.checkpoint` of the program's own: what these keep is the user's choice.
+    """
+    maps = list(_maps(closed.jaxpr))
+    return any(own for own, _ in maps) and not (closed.effects or any(around for _, around in maps))
+
+
+def _maps(jaxpr: Jaxpr, around: bool = False) -> Iterator[tuple[bool, bool]]:
+    """For each map whether it is under `jax.checkpoint`, and whether there is one around it."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "federated_map" and is_rematerialized(eqn.params["jaxpr"]):
+            yield True, around
+            continue
+        if eqn.primitive.name == "federated_map":
+            yield False, around
+        own = eqn.primitive.name in CHECKPOINTS and eqn.params["policy"] is not _is_kept
+        for inner in inner_jaxprs(eqn):
+            yield from _maps(inner, around or own)
 
 
 def _is_kept(primitive: Primitive, *_: Any, **params: Any) -> bool:
@@ -152,8 +167,10 @@ def _is_kept(primitive: Primitive, *_: Any, **params: Any) -> bool:
     if primitive.name == "federated_map":
         return not is_rematerialized(params["jaxpr"])
     if primitive.name == "federated_program":
-        return not _repeats_maps(params["jaxpr"].jaxpr)
-    return primitive in REDUCTIONS
+        placed = {(placement.size,) for placement in params["placements"]}
+        returned = {aval.shape[:1] for aval in params["jaxpr"].out_avals}
+        return not (_repeats_maps(params["jaxpr"]) and placed & returned)
+    return primitive in REDUCTIONS or (primitive.name == "name" and params["name"] == ATTAINED)
 
 
 def _jvp(primitive, primals, tangents, *, jaxpr, **others):

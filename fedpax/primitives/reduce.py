@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from fedpax.primitives._jax import Primitive, Zero, define, is_zero, zero_tangent
@@ -247,6 +248,9 @@ def _greatest(dtype: Any) -> jax.Array:
     return jnp.asarray(greatest, dtype)
 
 
+ATTAINED = "federated_attained"
+"""The name of what the derivative of a maximum or minimum keeps: who attains it."""
+
 _ADDITION = Monoid(jnp.sum, jnp.add, lambda dtype: jnp.zeros((), dtype), jax.lax.psum)
 _MAXIMUM = Monoid(jnp.max, jnp.maximum, _least, jax.lax.pmax)
 _MINIMUM = Monoid(jnp.min, jnp.minimum, _greatest, jax.lax.pmin)
@@ -411,8 +415,13 @@ def _extremum_jvp(primitive, primals, tangents, *, placement):
     out = primitive.bind(x, placement=placement)
     if is_zero(t):
         return out, zero_tangent(out)
-    attained = (x == broadcast(out, placement)).astype(t.dtype)
-    return out, federated_mean_p.bind(t, attained, placement=placement)
+    # XLA may compute x twice, and round it differently where it is reduced and where it is kept:
+    # who is nearest has attained it, with infinities near themselves. Named, so that it is kept.
+    total = broadcast(out, placement)
+    distance = jnp.where(x == total, 0, jnp.abs(x - total))
+    nearest = federated_min_p.bind(distance, placement=placement)
+    attained = checkpoint_name(distance == broadcast(nearest, placement), ATTAINED)
+    return out, federated_mean_p.bind(t, attained.astype(t.dtype), placement=placement)
 
 
 def _extremum_finish(totals, participants, dtype):

@@ -12,7 +12,7 @@ from fedpax.primitives.broadcast import federated_broadcast_p
 from fedpax.primitives.layout import explicit_axis
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.placement import ClientsPerStep, Placement
-from fedpax.primitives.reduce import REDUCTIONS
+from fedpax.primitives.reduce import REDUCTIONS, federated_max_p, federated_min_p
 from fedpax.transforms.participantwise import (
     Params,
     on_one_participant,
@@ -21,6 +21,11 @@ from fedpax.transforms.participantwise import (
 )
 
 Atom = Var | Literal
+
+EXTREMA = (federated_max_p, federated_min_p)
+
+# How many maps, each of another stage, a loop runs again one after another for a value.
+MOST_REPEATS = 2
 
 
 class Plan:
@@ -32,7 +37,10 @@ class Plan:
         producer: for each value that a participant can compute of its own, the equation, and the
             parameters of the same equation on slices.
         mapped: those among these values that need a map.
-        repeatable: those among these that a later loop computes again instead of reading them.
+        repeats: for those among these that a later loop computes again instead of reading them,
+            how many maps it runs for that, one after another and each of another stage.
+        compared: what a maximum or minimum is taken of. Computed again, it may be rounded
+            otherwise, and be equal to it no more: it is stored where a later stage reads it.
         stage: the stage of each value that is not of stage 0.
         loops: the stages that have a loop.
         reductions: by stage, the reductions that its loop feeds.
@@ -46,7 +54,9 @@ class Plan:
         self.aliases: dict[Var, Atom] = {}
         self.producer: dict[Var, tuple[JaxprEqn, Params]] = {}
         self.mapped: set[Var] = set()
-        self.repeatable: set[Var] = set()
+        self.repeats: dict[Var, int] = {}
+        extrema = (eqn for eqn in jaxpr.eqns if eqn.primitive in EXTREMA)
+        self.compared = {v for eqn in extrema for v in eqn.invars}
         self.stage: dict[Var, int] = {}
         self.loops: dict[int, list[JaxprEqn]] = {}
         self.reductions: dict[int, list[JaxprEqn]] = {}
@@ -84,7 +94,7 @@ class Plan:
 
     def is_repeatable(self, v: Atom) -> bool:
         """Whether a later loop computes a participant's value again instead of reading it."""
-        return isinstance(v, Var) and v in self.repeatable
+        return isinstance(v, Var) and v in self.repeats
 
     def is_read(self, v: Atom, stage: int) -> bool:
         """Whether the loop of a stage reads a participant's value that another loop stored."""
@@ -119,12 +129,16 @@ class Plan:
             if not spreads(eqn):
                 waiting += self.operands(eqn)
 
+    def computed(self, stage: int) -> list[JaxprEqn]:
+        """The equations that the loop of a stage runs, in the order of the program."""
+        found = {id(eqn) for _, eqn in self.walk(stage) if eqn is not None}
+        return [eqn for eqn in self.jaxpr.eqns if id(eqn) in found]
+
     def maps(self, stage: int) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
         """The maps that the loop of a stage runs: its own, and those of earlier stages again."""
-        # By identity, and once, whatever number of its results is used.
-        found = {id(e): e for _, e in self.walk(stage) if e and e.primitive is federated_map_p}
-        own = [found.pop(id(eqn)) for eqn in self.loops[stage] if id(eqn) in found]
-        return own, list(found.values())
+        maps = [eqn for eqn in self.computed(stage) if eqn.primitive is federated_map_p]
+        own = {id(eqn) for eqn in self.loops[stage]}
+        return [e for e in maps if id(e) in own], [e for e in maps if id(e) not in own]
 
     def at_once(self, stage: int) -> ClientsPerStep:
         """How many participants the loop runs at once: the setting that needs least memory."""
@@ -196,14 +210,12 @@ def plan_stages(jaxpr: Jaxpr, placement: Placement) -> Plan:
             for v in eqn.outvars:
                 plan.producer[v] = eqn, params
                 plan.stage[v] = stage
-            mapped = list(filter(plan.is_mapped, operands))
             is_map = eqn.primitive is federated_map_p
-            if is_map or mapped:
+            if is_map or any(map(plan.is_mapped, operands)):
                 plan.mapped.update(eqn.outvars)
-                if all(map(plan.is_repeatable, mapped)) and (
-                    not is_map or is_rematerialized(eqn.params["jaxpr"])
-                ):
-                    plan.repeatable.update(eqn.outvars)
+                times = _repeats(plan, eqn, operands, stage)
+                if times is not None:
+                    plan.repeats.update((v, times) for v in eqn.outvars if v not in plan.compared)
             continue
         plan.stage.update(dict.fromkeys(eqn.outvars, plan.follows(eqn)))
         others.append(eqn)
@@ -229,6 +241,20 @@ def plan_stages(jaxpr: Jaxpr, placement: Placement) -> Plan:
             if computed is None:
                 plan.store(v, "a later stage reads it, which needs a reduction first")
     return plan
+
+
+def _repeats(plan: Plan, eqn: JaxprEqn, operands: Sequence[Atom], stage: int) -> int | None:
+    """How many maps of different stages computing a result again takes; None if it may not be."""
+    mapped = [v for v in operands if isinstance(v, Var) and plan.is_mapped(v)]
+    if not all(map(plan.is_repeatable, mapped)):
+        return None
+    if eqn.primitive is not federated_map_p:
+        return max(plan.repeats[v] for v in mapped)
+    if not is_rematerialized(eqn.params["jaxpr"]) and eqn.params["jaxpr"].jaxpr.eqns:
+        return None
+    times = max((plan.repeats[v] + (plan.stage_of(v) < stage) for v in mapped), default=1)
+    # No state that maps hand on from stage to stage: every stage would begin with the first.
+    return times if times <= MOST_REPEATS else None
 
 
 def _pull_in(plan: Plan, others: list[JaxprEqn], axis: str | None) -> None:

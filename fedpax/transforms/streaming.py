@@ -282,33 +282,35 @@ def run_loop(
     """
     shared, placed = plan.reads(stage)
     stored = list(plan.stored[stage])
+    computed = plan.computed(stage)
     kinds: list[list[Monoid | None]] = []
 
     def one(*flat: Any) -> list:
         servers = dict(zip(shared, flat, strict=False))
         slices = dict(zip(placed, flat[len(shared) :], strict=True))
 
-        def server(v: Atom) -> Any:
-            return v.val if isinstance(v, Literal) else servers[v]
-
         def mine(v: Atom) -> Any:
             if isinstance(v, Literal):
                 return v.val
             if v in slices:
                 return slices[v]
-            if v not in plan.producer:
-                return jax.lax.squeeze(servers[v], [0]) if aval_of(v).ndim else servers[v]
-            eqn, params = plan.producer[v]
-            inputs = [server(o) if spreads(eqn) else mine(o) for o in plan.operands(eqn)]
+            return jax.lax.squeeze(servers[v], [0]) if aval_of(v).ndim else servers[v]
+
+        for eqn in computed:
+            _, params = plan.producer[eqn.outvars[0]]
+            operands = plan.operands(eqn)
+            if spreads(eqn):
+                inputs = [v.val if isinstance(v, Literal) else servers[v] for v in operands]
+            else:
+                inputs = list(map(mine, operands))
             if eqn.primitive is federated_map_p:
                 outputs = evaluate(stream(params["jaxpr"]), *inputs)
             elif eqn.primitive is federated_broadcast_p:
                 outputs = inputs
             else:
                 outputs = rebind(eqn, inputs, params)
-            slices.update(zip(eqn.outvars, outputs, strict=True))
-            return slices[v]
-
+            for v, output in zip(eqn.outvars, outputs, strict=True):
+                slices.setdefault(v, output)  # one that is read counts, not its repetition
         outputs = [mine(v) for v in stored]
         kinds.append([None] * len(stored))
         for eqn in plan.reductions.get(stage, ()):

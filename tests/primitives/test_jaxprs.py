@@ -95,13 +95,14 @@ def test_the_mapped_function_is_a_jaxpr_of_one_participant():
 # ---- derivatives
 
 FORWARD = {name: {name} for name in ("broadcast", "sum", "mean", "map")}
-FORWARD |= {"max": {"max", "broadcast", "mean"}, "min": {"min", "broadcast", "mean"}}
+# Who attains a maximum is who is nearest to it.
+FORWARD |= {"max": {"max", "min", "broadcast", "mean"}, "min": {"min", "broadcast", "mean"}}
 REVERSE = {
     "broadcast": {"broadcast", "sum"},
     "sum": {"sum", "broadcast"},
     "mean": {"mean", "broadcast"},
     "map": {"map"},
-    "max": {"max", "broadcast", "sum"},
+    "max": {"max", "min", "broadcast", "sum"},
     "min": {"min", "broadcast", "sum"},
 }
 

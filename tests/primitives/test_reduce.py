@@ -207,6 +207,16 @@ def test_an_extremum_has_the_derivative_of_jax_numpy(name, derivative):
     assert_close(jax.jit(derivative(program))(x), jax.jit(derivative(plainly))(x))
 
 
+@pytest.mark.parametrize("name", ["max", "min"])
+def test_an_infinite_extremum_has_a_derivative(name):
+    federated, plain = REDUCTIONS[name]
+    x = normal(N, 2)
+    x[1:3, 0], x[2, 1] = (np.inf, -np.inf) if name == "max" else (-np.inf, np.inf)
+    gradient = lambda fn: jax.grad(lambda x: jnp.sum(fn(x)))(x)
+    found = gradient(fedpax.program(clients=N)(federated))
+    np.testing.assert_array_equal(found, gradient(lambda x: plain(x, axis=0)))
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_derivatives_keep_the_dtype_of_half_precision(dtype):
     x, w = normal(N, 2).astype(dtype), positive(N).astype(dtype)

@@ -86,11 +86,11 @@ def define(
     *,
     abstract: Callable,
     implementation: Callable,
-    jvp: Callable,
-    batch: Callable,
+    jvp: Callable | None = None,
+    batch: Callable | None = None,
     transpose: Callable | None = None,
 ) -> None:
-    """Registers all rules of a primitive.
+    """Registers all rules of a primitive; one without arguments has neither jvp nor batch.
 
     Args:
         primitive: the primitive.
@@ -104,9 +104,12 @@ def define(
     """
     primitive.def_effectful_abstract_eval(abstract)
     set_implementation(primitive, implementation)
-    ad.primitive_jvps[primitive] = jvp
+    if jvp is not None:
+        ad.primitive_jvps[primitive] = jvp
     if transpose is not None:
         ad.primitive_transposes[primitive] = transpose
+    if batch is None:
+        return
 
     def batch_rule(axis, args, dims, **params):
         if all(d is None for d in dims) and not asks_for(params.get("jaxpr"), axis.name):

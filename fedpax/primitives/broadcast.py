@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from fedpax.primitives._jax import Primitive, Zero, define, is_zero, zero_tangent
 from fedpax.primitives.layout import (
     explicit_axis,
+    lay_out,
     lay_out_shared,
     mesh_axis,
     placed_aval,
@@ -108,3 +109,21 @@ define(
     transpose=_transpose,
     batch=_batch,
 )
+
+
+# ---- what the server can tell each participant without a value: its number
+
+federated_index_p = Primitive("federated_index")
+"""int32 `[n]`, the number of each participant: a loop counts them, and stores none."""
+
+
+def _index_abstract(*, placement):
+    number = jax.typeof(jnp.int32(0))
+    return placed_aval(number, placement), set()
+
+
+def _index_implementation(*, placement):
+    return lay_out(jnp.arange(placement.size, dtype=jnp.int32), placement)
+
+
+define(federated_index_p, abstract=_index_abstract, implementation=_index_implementation)

@@ -34,7 +34,7 @@ from fedpax.primitives._jax import (
     zero_tangent,
 )
 from fedpax.primitives.broadcast import federated_broadcast_p
-from fedpax.primitives.reduce import ATTAINED, REDUCTIONS
+from fedpax.primitives.reduce import REDUCTIONS
 
 
 def define_call(
@@ -170,7 +170,7 @@ def _is_kept(primitive: Primitive, *_: Any, **params: Any) -> bool:
         placed = {(placement.size,) for placement in params["placements"]}
         returned = {aval.shape[:1] for aval in params["jaxpr"].out_avals}
         return not (_repeats_maps(params["jaxpr"]) and placed & returned)
-    return primitive in REDUCTIONS or (primitive.name == "name" and params["name"] == ATTAINED)
+    return primitive in REDUCTIONS
 
 
 def _jvp(primitive, primals, tangents, *, jaxpr, **others):

@@ -6,12 +6,20 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from fedpax.primitives._jax import Primitive, Zero, define, is_zero, zero_tangent
-from fedpax.primitives.broadcast import broadcast
+from fedpax.primitives.broadcast import broadcast, federated_index_p
 from fedpax.primitives.layout import lay_out, unplaced_aval
+from fedpax.primitives.monoids import (
+    ADDITION,
+    MAXIMUM,
+    MINIMUM,
+    Monoid,
+    accumulator,
+    is_same,
+    with_who,
+)
 from fedpax.primitives.placement import Placement, check_array, check_placed, resolve
 
 federated_sum_p = Primitive("federated_sum")
@@ -94,8 +102,8 @@ def federated_mean(x: Any, weights: Any = None, *, placement: str | None = None)
 def federated_max(x: Any, *, placement: str | None = None) -> Any:
     """Takes the elementwise maximum over the participants: `out = max_i x[i]`.
 
-    The derivative goes to the participants that attain the maximum, in equal parts, as in
-    `jnp.max`.
+    NaN where anyone's is. The derivative goes to the participants that attain the maximum, in equal
+    parts, as in `jnp.max`.
 
     Args:
         x: a pytree of real arrays `[n, ...]`, placed.
@@ -122,8 +130,8 @@ def federated_max(x: Any, *, placement: str | None = None) -> Any:
 def federated_min(x: Any, *, placement: str | None = None) -> Any:
     """Takes the elementwise minimum over the participants: `out = min_i x[i]`.
 
-    The derivative goes to the participants that attain the minimum, in equal parts, as in
-    `jnp.min`.
+    NaN where anyone's is. The derivative goes to the participants that attain the minimum, in equal
+    parts, as in `jnp.min`.
 
     Args:
         x: a pytree of real arrays `[n, ...]`, placed.
@@ -192,97 +200,47 @@ def _check_weights(weights: Any, placement: Placement) -> jax.Array:
     return w
 
 
-# ---- sum
-
-
-def _accumulator(dtype: Any) -> Any:
-    """The dtype to add up in: at least float32 for floats."""
-    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
-    return jnp.dtype(jnp.float32) if narrow else jnp.dtype(dtype)
-
-
-class Monoid(NamedTuple):
-    """How values of many participants become one, a few at a time.
-
-    Attributes:
-        reduce: `(values [n, ...], axis=0) -> total`.
-        merge: `(total, total) -> total`.
-        start: `(dtype) -> ` the scalar that merging leaves as it is.
-        collective: `(totals, axis_name) -> totals` between devices.
-    """
-
-    reduce: Callable[..., jax.Array]
-    merge: Callable[[Any, Any], jax.Array]
-    start: Callable[[Any], jax.Array]
-    collective: Callable[..., Any]
-
-
 class Reduction(NamedTuple):
     """A reduction in parts, so that participants can be reduced as they come.
 
     Attributes:
         monoid: what its terms are combined by.
-        terms: `(x, *weights) -> list` of what is combined, of all participants or of one.
-        finish: `(totals, participants, dtype of x) -> result`.
+        terms: `(*operands) -> ` as many terms, of all participants or of one.
+        finish: `(totals, participants, dtype of the first operand) -> results`.
     """
 
     monoid: Monoid
     terms: Callable[..., list[jax.Array]]
-    finish: Callable[[list[jax.Array], int, Any], jax.Array]
+    finish: Callable[[list[jax.Array], int, Any], list[jax.Array]]
 
 
 REDUCTIONS: dict[Primitive, Reduction] = {}
 
 
-def _least(dtype: Any) -> jax.Array:
-    if dtype == jnp.bool_:
-        return jnp.zeros((), dtype)
-    least = jnp.iinfo(dtype).min if jnp.issubdtype(dtype, jnp.integer) else -jnp.inf
-    return jnp.asarray(least, dtype)
-
-
-def _greatest(dtype: Any) -> jax.Array:
-    if dtype == jnp.bool_:
-        return jnp.ones((), dtype)
-    greatest = jnp.iinfo(dtype).max if jnp.issubdtype(dtype, jnp.integer) else jnp.inf
-    return jnp.asarray(greatest, dtype)
-
-
-ATTAINED = "federated_attained"
-"""The name of what the derivative of a maximum or minimum keeps: who attains it."""
-
-_ADDITION = Monoid(jnp.sum, jnp.add, lambda dtype: jnp.zeros((), dtype), jax.lax.psum)
-_MAXIMUM = Monoid(jnp.max, jnp.maximum, _least, jax.lax.pmax)
-_MINIMUM = Monoid(jnp.min, jnp.minimum, _greatest, jax.lax.pmin)
-
-
 def _define_reduction(primitive: Primitive, reduction: Reduction, **rules: Callable) -> None:
-    def whole(x, *weights):
-        totals = [reduction.monoid.reduce(t, axis=0) for t in reduction.terms(x, *weights)]
+    def whole(x, *others):
+        totals = reduction.monoid.reduce(reduction.terms(x, *others))
         return reduction.finish(totals, x.shape[0], x.dtype)
 
-    def abstract(x, *weights, placement):
-        """The type is the placed one less its first axis, with the dtype that comes out."""
-        dtype = jax.eval_shape(whole, jax.ShapeDtypeStruct((1,), x.dtype)).dtype
+    def unwrapped(results):
+        return results if primitive.multiple_results else results[0]
+
+    def abstract(x, *others, placement):
+        """The types are the placed one less its first axis, with the dtypes that come out."""
+        one = (jax.ShapeDtypeStruct((1,), a.dtype) for a in (x, *others))
+        dtypes = [result.dtype for result in jax.eval_shape(whole, *one)]
         out = unplaced_aval(x)
-        return out.update(dtype=dtype, weak_type=x.weak_type and dtype == x.dtype), set()
+        return unwrapped(
+            [out.update(dtype=d, weak_type=x.weak_type and d == x.dtype) for d in dtypes]
+        ), set()
 
     REDUCTIONS[primitive] = reduction
     define(
         primitive,
         abstract=abstract,
-        implementation=lambda *args, placement: whole(*args),
+        implementation=lambda *args, placement: unwrapped(whole(*args)),
         **{"batch": _batch_in_front(primitive)} | rules,
     )
-
-
-def _sum_dtype(dtype: Any) -> Any:
-    return jax.eval_shape(jnp.sum, jax.ShapeDtypeStruct((1,), _accumulator(dtype))).dtype
-
-
-def _sum_finish(totals, participants, dtype):
-    (total,) = totals
-    return total.astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else total
 
 
 def _batch_in_front(primitive: Primitive) -> Callable:
@@ -290,9 +248,22 @@ def _batch_in_front(primitive: Primitive) -> Callable:
 
     def batch(axis, args, dims, *, placement):
         x = jnp.moveaxis(args[0], dims[0], 1)
-        return primitive.bind(x, placement=placement), 0
+        out = primitive.bind(x, *args[1:], placement=placement)
+        return out, [0] * len(out) if primitive.multiple_results else 0
 
     return batch
+
+
+# ---- sum
+
+
+def _sum_dtype(dtype: Any) -> Any:
+    return jax.eval_shape(jnp.sum, jax.ShapeDtypeStruct((1,), accumulator(dtype))).dtype
+
+
+def _sum_finish(totals, participants, dtype):
+    (total,) = totals
+    return [total.astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else total]
 
 
 def _sum_jvp(primals, tangents, *, placement):
@@ -309,7 +280,7 @@ def _sum_transpose(cotangent, x, *, placement):
 
 _define_reduction(
     federated_sum_p,
-    Reduction(_ADDITION, lambda x: [x.astype(_sum_dtype(x.dtype))], _sum_finish),
+    Reduction(ADDITION, lambda x: [x.astype(_sum_dtype(x.dtype))], _sum_finish),
     jvp=_sum_jvp,
     transpose=_sum_transpose,
 )
@@ -338,7 +309,7 @@ def _divide(total, weight):
 
 
 def _mean_terms(x, *weights):
-    wide = x.astype(_accumulator(_mean_dtype(x.dtype)))
+    wide = x.astype(accumulator(_mean_dtype(x.dtype)))
     if not weights:
         return [wide]
     w = weights[0].astype(wide.dtype)
@@ -353,7 +324,7 @@ def _mean_finish(totals, participants, dtype):
         # A division by 1 would stand in the way of sharding propagation, and so change how the
         # compiler cuts the program around it: one island must be the program without islands.
         mean = total / participants if participants > 1 else total
-    return mean.astype(_mean_dtype(dtype))
+    return [mean.astype(_mean_dtype(dtype))]
 
 
 def _mean_jvp(primals, tangents, *, placement):
@@ -364,7 +335,7 @@ def _mean_jvp(primals, tangents, *, placement):
     if weight_tangents and not is_zero(weight_tangents[0]):
         # d/dw of (sum w x) / (sum w) = (sum dw (x - mean)) / (sum w).
         (w,), (tw,) = weights, weight_tangents
-        wide = _accumulator(out.dtype)
+        wide = accumulator(out.dtype)
         apart = x.astype(wide) - broadcast(out.astype(wide), placement)
         change = federated_sum_p.bind(_expand(tw.astype(wide), apart) * apart, placement=placement)
         weight = federated_sum_p.bind(w.astype(wide), placement=placement)
@@ -376,7 +347,7 @@ def _mean_transpose(cotangent, x, *weights, placement):
     none = [None] * len(weights)
     if is_zero(cotangent):
         return [Zero(x.aval), *none]
-    wide = cotangent.astype(_accumulator(cotangent.dtype))
+    wide = cotangent.astype(accumulator(cotangent.dtype))
     if not weights:
         return [broadcast((wide / placement.size).astype(cotangent.dtype), placement)]
     w = weights[0].astype(wide.dtype)
@@ -400,7 +371,7 @@ def _mean_batch(axis, args, dims, *, placement):
 
 _define_reduction(
     federated_mean_p,
-    Reduction(_ADDITION, _mean_terms, _mean_finish),
+    Reduction(ADDITION, _mean_terms, _mean_finish),
     jvp=_mean_jvp,
     transpose=_mean_transpose,
     batch=_mean_batch,
@@ -410,27 +381,41 @@ _define_reduction(
 # ---- max and min
 
 
-def _extremum_jvp(primitive, primals, tangents, *, placement):
-    (x,), (t,) = primals, tangents
-    out = primitive.bind(x, placement=placement)
+def _extremum_terms(x, *of_who):
+    return [x, *(_expand(a, x) + jnp.zeros_like(x, a.dtype) for a in of_who)]
+
+
+def _extremum_jvp(who, primals, tangents, *, placement):
+    x, t = primals[0], tangents[0]
+    ones = broadcast(jnp.int32(1), placement)
+    numbers = federated_index_p.bind(placement=placement)
+    out, first, ties = who.bind(x, numbers, ones, placement=placement)
     if is_zero(t):
+        return [out, first, ties], [zero_tangent(a) for a in (out, first, ties)]
+    # Where x is computed again it may be rounded otherwise, and nobody's be equal to the maximum:
+    # so whoever came first is known by number. Ties are of values that no rounding reaches.
+    tied = is_same(x, broadcast(out, placement)) & (broadcast(ties, placement) > 1)
+    attained = tied | (_expand(numbers, x) == broadcast(first, placement))
+    total = federated_sum_p.bind(jnp.where(attained, t, 0), placement=placement)
+    return [out, first, ties], [total / ties.astype(t.dtype), *map(zero_tangent, (first, ties))]
+
+
+def _extremum_alone_jvp(primitive, who, primals, tangents, *, placement):
+    if is_zero(tangents[0]):
+        out = primitive.bind(*primals, placement=placement)
         return out, zero_tangent(out)
-    # XLA may compute x twice, and round it differently where it is reduced and where it is kept:
-    # who is nearest has attained it, with infinities near themselves. Named, so that it is kept.
-    total = broadcast(out, placement)
-    distance = jnp.where(x == total, 0, jnp.abs(x - total))
-    nearest = federated_min_p.bind(distance, placement=placement)
-    attained = checkpoint_name(distance == broadcast(nearest, placement), ATTAINED)
-    return out, federated_mean_p.bind(t, attained.astype(t.dtype), placement=placement)
+    outs, tangents = _extremum_jvp(who, primals, tangents, placement=placement)
+    return outs[0], tangents[0]
 
 
-def _extremum_finish(totals, participants, dtype):
-    return totals[0]
-
-
-for _primitive, _monoid in ((federated_max_p, _MAXIMUM), (federated_min_p, _MINIMUM)):
+for _primitive, _monoid in ((federated_max_p, MAXIMUM), (federated_min_p, MINIMUM)):
+    _who = Primitive(f"{_primitive.name}_with_who")
+    _who.multiple_results = True
+    _jvp = functools.partial(_extremum_jvp, _who)
+    _whole = Reduction(with_who(_monoid), _extremum_terms, lambda totals, *_: totals)
+    _define_reduction(_who, _whole, jvp=_jvp)
     _define_reduction(
         _primitive,
-        Reduction(_monoid, lambda x: [x], _extremum_finish),
-        jvp=functools.partial(_extremum_jvp, _primitive),
+        Reduction(_monoid, lambda x: [x], lambda totals, *_: totals),
+        jvp=functools.partial(_extremum_alone_jvp, _primitive, _who),
     )

@@ -191,7 +191,7 @@ class _Pieces:
         for start in range(0, size, self.participants):
             stop = min(size, start + self.participants)
             slices = [self._place(a[start:stop]) for a in whole_arrays]
-            own, totals = self.loop(stage, stop - start, servers, slices)
+            own, totals = self.loop(stage, stop - start, start, servers, slices)
             merged = self.merge(stage, merged, totals) if start else totals
             # The piece before must be through before a third is copied to the devices.
             if before is not None:
@@ -207,14 +207,16 @@ class _Pieces:
             return jax.device_put(piece)
         return jax.device_put(piece, NamedSharding(jax.sharding.get_mesh(), P(self.axis)))
 
-    def _loop(self, stage: int, size: int, servers: Sequence[Any], slices: Sequence[Any]) -> Any:
+    def _loop(
+        self, stage: int, size: int, first: Any, servers: Sequence[Any], slices: Sequence[Any]
+    ) -> Any:
         shared, placed = self.plan.reads(stage)
         # Two tables: a value can be read by the server's side and by the participants'.
         of_servers = dict(zip(shared, servers, strict=True))
         of_participants = dict(zip(placed, slices, strict=True))
         placement = self.plan.placement._replace(size=size)
         stored, totals = run_loop(
-            self.plan, stage, of_servers.__getitem__, of_participants.__getitem__, placement
+            self.plan, stage, of_servers.__getitem__, of_participants.__getitem__, placement, first
         )
         return list(stored.values()), totals
 

@@ -8,11 +8,15 @@ the loop over the participants, and for each stage what its loop reads, reduces 
 from collections.abc import Iterator, Sequence
 
 from fedpax.primitives._jax import Jaxpr, JaxprEqn, Literal, Var, aval_of, is_rematerialized
-from fedpax.primitives.broadcast import federated_broadcast_p
+from fedpax.primitives.broadcast import federated_broadcast_p, federated_index_p
 from fedpax.primitives.layout import explicit_axis
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.placement import ClientsPerStep, Placement
-from fedpax.primitives.reduce import REDUCTIONS, federated_max_p, federated_min_p
+from fedpax.primitives.reduce import (
+    REDUCTIONS,
+    federated_max_p,
+    federated_min_p,
+)
 from fedpax.transforms.participantwise import (
     Params,
     on_one_participant,
@@ -55,8 +59,11 @@ class Plan:
         self.producer: dict[Var, tuple[JaxprEqn, Params]] = {}
         self.mapped: set[Var] = set()
         self.repeats: dict[Var, int] = {}
+        for eqn in jaxpr.eqns:
+            if _is_map(eqn, placement):
+                _alias_forwarded(self, eqn)
         extrema = (eqn for eqn in jaxpr.eqns if eqn.primitive in EXTREMA)
-        self.compared = {v for eqn in extrema for v in eqn.invars}
+        self.compared = {v for eqn in extrema for v in self.operands(eqn)}
         self.stage: dict[Var, int] = {}
         self.loops: dict[int, list[JaxprEqn]] = {}
         self.reductions: dict[int, list[JaxprEqn]] = {}
@@ -190,13 +197,11 @@ def plan_stages(jaxpr: Jaxpr, placement: Placement) -> Plan:
         operands = plan.operands(eqn)
         stage = max(map(plan.stage_of, operands), default=0)
         own = [isinstance(v, Var) and v in plan.producer for v in operands]
-        # A map without results runs for its effects, and belongs to no reduction.
-        if eqn.primitive is federated_map_p and _of(eqn, placement) and eqn.outvars:
-            _alias_forwarded(plan, eqn, operands)
+        if _is_map(eqn, placement):
             plan.loops.setdefault(stage, []).append(eqn)
             plan.stored.setdefault(stage, {})
             params: Params | None = eqn.params
-        elif eqn.primitive is federated_broadcast_p and _of(eqn, placement):
+        elif eqn.primitive in (federated_broadcast_p, federated_index_p) and _of(eqn, placement):
             params = eqn.params
         elif any(own):
             placed = [
@@ -294,7 +299,12 @@ def _pull_in(plan: Plan, others: list[JaxprEqn], axis: str | None) -> None:
             plan.producer.update((v, (eqn, params)) for v in eqn.outvars)
 
 
-def _alias_forwarded(plan: Plan, eqn: JaxprEqn, operands: Sequence[Atom]) -> None:
+def _is_map(eqn: JaxprEqn, placement: Placement) -> bool:
+    # A map without results runs for its effects, and belongs to no reduction.
+    return eqn.primitive is federated_map_p and _of(eqn, placement) and bool(eqn.outvars)
+
+
+def _alias_forwarded(plan: Plan, eqn: JaxprEqn) -> None:
     """A map's result that is its argument needs no storing: residuals are often of this kind."""
     inner = eqn.params["jaxpr"].jaxpr
     if inner.effects:
@@ -302,7 +312,7 @@ def _alias_forwarded(plan: Plan, eqn: JaxprEqn, operands: Sequence[Atom]) -> Non
     position = {v: i for i, v in enumerate(inner.invars)}
     for outer, v in zip(eqn.outvars, inner.outvars, strict=True):
         if isinstance(v, Var) and v in position:
-            plan.aliases[outer] = operands[position[v]]
+            plan.aliases[outer] = plan.operands(eqn)[position[v]]
 
 
 def _of(eqn: JaxprEqn, placement: Placement) -> bool:

@@ -33,14 +33,15 @@ from fedpax.primitives._jax import (
     rebind,
     set_implementation,
 )
-from fedpax.primitives.broadcast import federated_broadcast_p
-from fedpax.primitives.layout import explicit_axis, lay_out_shared, unplaced_aval
-from fedpax.primitives.map import federated_map_p, run_participants
+from fedpax.primitives.broadcast import federated_broadcast_p, federated_index_p
+from fedpax.primitives.layout import explicit_axis, lay_out_shared
+from fedpax.primitives.loop import View, run_participants, taken
+from fedpax.primitives.map import federated_map_p
+from fedpax.primitives.monoids import Monoid, combine
 from fedpax.primitives.placement import Placement
 from fedpax.primitives.program import federated_program_p
 from fedpax.primitives.reduce import (
     REDUCTIONS,
-    Monoid,
     federated_max_p,
     federated_min_p,
     federated_sum_p,
@@ -77,20 +78,35 @@ def stream(closed: ClosedJaxpr) -> ClosedJaxpr:
     """
     if not is_federated(closed.jaxpr):
         return closed
-    closed = live(inline(closed))
-    for placement in placements_of(closed.jaxpr):
-        plan = plan_stages(closed.jaxpr, placement)
-        if plan.loops:
-            run = functools.partial(_execute, plan, closed)
-            closed = jax.make_jaxpr(run)(*closed.in_avals)
-    return closed
+    return jax.make_jaxpr(functools.partial(run_streamed, closed))(*closed.in_avals)
+
+
+def run_streamed(closed: ClosedJaxpr, *args: Any) -> list:
+    """Runs a jaxpr with each placement's participants reduced as they come.
+
+    Args:
+        closed: the jaxpr of a program, or of what a participant runs.
+        *args: its flat arguments, arrays or `View`s.
+
+    Returns:
+        Its flat outputs.
+    """
+    if is_federated(closed.jaxpr):
+        closed = live(inline(closed))
+    placements = placements_of(closed.jaxpr)
+    for placement in placements[:-1]:
+        rewritten = functools.partial(_execute, plan_stages(closed.jaxpr, placement), closed)
+        closed = jax.make_jaxpr(rewritten)(*closed.in_avals)
+    if not placements:
+        return evaluate(closed, *map(taken, args))
+    return _execute(plan_stages(closed.jaxpr, placements[-1]), closed, *args)
 
 
 def _implementation(
     *args: Any, jaxpr: ClosedJaxpr, placements: tuple[Placement, ...], name: str
 ) -> list:
     with jax.named_scope(name):
-        return evaluate(stream(jaxpr), *args)
+        return run_streamed(jaxpr, *args)
 
 
 set_implementation(federated_program_p, _implementation)
@@ -158,7 +174,7 @@ def _run_inlined(
                 outputs = [reduced]
             else:
                 outputs = rebind(eqn, inputs)
-                if eqn.primitive in (federated_map_p, federated_broadcast_p):
+                if eqn.primitive in (federated_map_p, federated_broadcast_p, federated_index_p):
                     owners = [eqn.params["placement"]]
                 if owners and eqn.primitive not in REDUCTIONS:
                     placed.update((id(x), (x, owners[0])) for x in outputs)
@@ -227,7 +243,8 @@ def _execute(plan: Plan, closed: ClosedJaxpr, *args: Any) -> list:
         run_server(plan, stage, values)
         if stage in plan.loops:
             read = functools.partial(whole, plan, values)
-            stored, totals = run_loop(plan, stage, read, read, plan.placement)
+            lie = functools.partial(_where_it_lies, plan, values)
+            stored, totals = run_loop(plan, stage, read, lie, plan.placement)
             values.update(stored)
             values.update(finish(plan, stage, totals))
     return [whole(plan, values, plan.resolve(v)) for v in jaxpr.outvars]
@@ -250,7 +267,11 @@ def whole(plan: Plan, values: dict[Var, Any], v: Atom) -> Any:
         eqn, _ = plan.producer[v]
         outputs = rebind(eqn, [whole(plan, values, o) for o in plan.operands(eqn)])
         values.update(zip(eqn.outvars, outputs, strict=True))
-    return values[v]
+    return taken(values[v])
+
+
+def _where_it_lies(plan: Plan, values: dict[Var, Any], v: Var) -> Any:
+    return values[v] if isinstance(values.get(v), View) else whole(plan, values, v)
 
 
 def run_server(plan: Plan, stage: int, values: dict[Var, Any]) -> None:
@@ -266,6 +287,7 @@ def run_loop(
     read_server: Callable[[Var], Any],
     read_placed: Callable[[Var], Any],
     placement: Placement,
+    first: Any = 0,
 ) -> tuple[dict[Var, Any], list]:
     """Runs the loop of a stage over its participants, or over some of them.
 
@@ -273,8 +295,10 @@ def run_loop(
         plan: the stages of the program.
         stage: one that has a loop.
         read_server: looks up a server value that the loop reads.
-        read_placed: looks up a placed value, of those participants that are to run.
+        read_placed: looks up a placed value, of those participants that are to run; an array, or
+            a `View`.
         placement: as the program's, but of as many participants as are to run.
+        first: the number of the first of these.
 
     Returns:
         What is stored of each participant, by value, and the totals of all reductions, before
@@ -283,17 +307,17 @@ def run_loop(
     shared, placed = plan.reads(stage)
     stored = list(plan.stored[stage])
     computed = plan.computed(stage)
-    kinds: list[list[Monoid | None]] = []
+    reductions = plan.reductions.get(stage, ())
 
-    def one(*flat: Any) -> list:
-        servers = dict(zip(shared, flat, strict=False))
-        slices = dict(zip(placed, flat[len(shared) :], strict=True))
+    def one(number: jax.Array, arguments: list, slices: list) -> list:
+        servers = dict(zip(shared, arguments, strict=True))
+        own = dict(zip(placed, slices, strict=True))
 
         def mine(v: Atom) -> Any:
             if isinstance(v, Literal):
                 return v.val
-            if v in slices:
-                return slices[v]
+            if v in own:
+                return own[v]
             return jax.lax.squeeze(servers[v], [0]) if aval_of(v).ndim else servers[v]
 
         for eqn in computed:
@@ -304,48 +328,63 @@ def run_loop(
             else:
                 inputs = list(map(mine, operands))
             if eqn.primitive is federated_map_p:
-                outputs = evaluate(stream(params["jaxpr"]), *inputs)
+                outputs = run_streamed(params["jaxpr"], *inputs)
+            elif eqn.primitive is federated_index_p:
+                outputs = [number]
             elif eqn.primitive is federated_broadcast_p:
                 outputs = inputs
             else:
-                outputs = rebind(eqn, inputs, params)
+                outputs = rebind(eqn, list(map(taken, inputs)), params)
             for v, output in zip(eqn.outvars, outputs, strict=True):
-                slices.setdefault(v, output)  # one that is read counts, not its repetition
-        outputs = [mine(v) for v in stored]
-        kinds.append([None] * len(stored))
-        for eqn in plan.reductions.get(stage, ()):
-            reduction = REDUCTIONS[eqn.primitive]
-            terms = reduction.terms(*[jnp.asarray(mine(v)) for v in plan.operands(eqn)])
-            outputs += terms
-            kinds[-1] += [reduction.monoid] * len(terms)
+                own.setdefault(v, output)  # one that is read counts, not its repetition
+        outputs = [taken(mine(v)) for v in stored]
+        for eqn in reductions:
+            values = [jnp.asarray(taken(mine(v))) for v in plan.operands(eqn)]
+            outputs += REDUCTIONS[eqn.primitive].terms(*values)
         return outputs
 
     arguments = [lay_out_shared(read_server(v), placement) for v in shared]
     slices = [read_placed(v) for v in placed]
-    jaxpr = live(
-        jax.make_jaxpr(one)(
-            *map(jax.typeof, arguments), *[unplaced_aval(jax.typeof(a)) for a in slices]
-        )
+    # Loops inside of a participant read its arguments where they lie.
+    read_inside = {
+        v
+        for eqn in computed
+        if eqn.primitive is federated_map_p and is_federated(eqn.params["jaxpr"].jaxpr)
+        for v in plan.operands(eqn)
+        if isinstance(v, Var)
+    }
+    lent = [v in read_inside for v in placed]
+    results = run_participants(
+        one,
+        arguments,
+        slices,
+        _monoids(plan, stage),
+        placement,
+        plan.at_once(stage),
+        lent,
+        first,
     )
-    results = run_participants(jaxpr, arguments, slices, kinds[-1], placement, plan.at_once(stage))
     return dict(zip(stored, results, strict=False)), results[len(stored) :]
+
+
+def _monoids(plan: Plan, stage: int) -> list[Monoid]:
+    """What each total of a stage's reductions is combined by: they have one for each operand."""
+    reductions = plan.reductions.get(stage, ())
+    return [REDUCTIONS[eqn.primitive].monoid for eqn in reductions for _ in eqn.invars]
 
 
 def merge(plan: Plan, stage: int, some: Sequence[Any], others: Sequence[Any]) -> list:
     """Combines the totals that `run_loop` gives over some participants and over others."""
-    monoids = [
-        REDUCTIONS[eqn.primitive].monoid
-        for eqn in plan.reductions.get(stage, ())
-        for _ in eqn.invars
-    ]
-    return [m.merge(a, b) for m, a, b in zip(monoids, some, others, strict=True)]
+    return combine(_monoids(plan, stage), lambda m, a, b: m.merge(a, b), some, others)
 
 
 def finish(plan: Plan, stage: int, totals: Sequence[Any]) -> dict[Var, Any]:
     """The results of a stage's reductions, from the totals over all participants."""
-    found, rest = {}, iter(totals)
+    found: dict[Var, Any] = {}
+    rest = iter(totals)
     for eqn in plan.reductions.get(stage, ()):
         own = [next(rest) for _ in eqn.invars]
         dtype = aval_of(plan.operands(eqn)[0]).dtype
-        found[eqn.outvars[0]] = REDUCTIONS[eqn.primitive].finish(own, plan.placement.size, dtype)
+        results = REDUCTIONS[eqn.primitive].finish(own, plan.placement.size, dtype)
+        found.update(zip(eqn.outvars, results, strict=True))
     return found

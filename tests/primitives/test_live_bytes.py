@@ -5,7 +5,7 @@ import pytest
 
 import fedpax
 from fedpax import federated_map
-from fedpax.primitives import map as map_module
+from fedpax.primitives import loop
 from fedpax.primitives.live_bytes import live_bytes
 
 
@@ -66,7 +66,7 @@ def test_the_compiler_needs_no_more():
 def test_auto_takes_what_fits_on_accelerators_and_one_on_cpu(fits, chunk, monkeypatch):
     size = 1000
     one = of(lambda x: jnp.sin(x), jnp.ones(size))
-    monkeypatch.setattr(map_module, "AUTO_BYTES", fits * one)
+    monkeypatch.setattr(loop, "AUTO_BYTES", fits * one)
     program = fedpax.program(clients=12, clients_per_step="auto")(
         lambda x: federated_map(lambda x: jnp.sin(x), x)
     )

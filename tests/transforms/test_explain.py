@@ -1,0 +1,61 @@
+"""`explain` says what is stored, and for whom."""
+
+import re
+
+import jax
+import jax.experimental
+import jax.numpy as jnp
+from program_table import (
+    WEIGHTS,
+    N,
+    W,
+    X,
+    federated,
+    local,
+)
+
+import fedpax
+from fedpax import (
+    federated_broadcast,
+    federated_map,
+    federated_mean,
+)
+
+
+def test_explain_says_who_needs_what_is_stored():
+    text = fedpax.explain(federated("wanted_of_each"), W, X, WEIGHTS)
+    assert "float32[12]: the program returns it" in text
+    assert "float32[12]: the server reads it in 'argmax'" in text
+
+
+def test_explain_looks_into_the_gradient():
+    gradient = jax.grad(lambda w: jnp.sum(federated("average")(w, X, WEIGHTS)))
+    assert fedpax.explain(gradient, W).count("program ") >= 2
+
+
+def test_explain_looks_into_loops_and_conditionals():
+    def stepped(reduce):
+        def step(w, _):
+            return w - reduce(federated_map(local, federated_broadcast(w), X)), jnp.sum(w)
+
+        return lambda w: jax.lax.scan(step, w, length=3)[0]
+
+    def either(w):
+        again = lambda w: jax.lax.while_loop(lambda w: w[0, 0] < 3, stepped(federated_mean), w)
+        return jax.lax.cond(jnp.sum(w) > 0, again, stepped(lambda d: jnp.median(d, 0)), w)
+
+    def words(fn):
+        return fedpax.explain(fedpax.program(clients=N, clients_per_step=1)(fn), W).splitlines()[1:]
+
+    loop = "clients=12, stage 0: 1 map, 1 reduction, 1 at once on a device; nothing is stored."
+    assert words(stepped(federated_mean)) == ["  in a loop of 3 steps:", "    " + loop]
+    text = "\n".join(words(either))
+    assert text.startswith("  in branch 0 of a conditional:\n    in a loop of 3 steps:")
+    assert "0 reductions, 1 at once on a device; stored of each participant:" in text
+    assert "float32[12,3,2]: the server reads it in 'sort'" in text
+    assert re.search(r"branch 1 .*:\n +in a while loop:\n +in a loop of 3 steps:\n +clients", text)
+    assert words(lambda w: w) == ["  No map runs in it: there is nothing to stream."]
+
+
+def test_explain_of_a_function_without_programs():
+    assert fedpax.explain(jnp.sin, 1.0) == "There is no fedpax program in this function."

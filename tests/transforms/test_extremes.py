@@ -1,0 +1,131 @@
+"""Derivatives of the maximum and minimum over participants that are run again."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from program_table import Federated, N, Rematerialized, close, normal
+
+import fedpax
+from fedpax import federated_broadcast, federated_map, federated_max, federated_min
+
+EXTREMA = [federated_max, federated_min]
+
+
+def test_gradients_of_extremes_are_not_lost_by_rounding():
+    """A loop that runs clients again may round otherwise than the loop that found the maximum."""
+    fns = [
+        lambda w, y, x: jnp.sin(y) + x * jnp.tanh(w),
+        lambda w, y, x: jnp.tanh(y * w + x),
+        lambda w, y, x: jnp.tanh(y) * jnp.sum(x * w) * 0.3,
+        lambda w, y, x: y * w + x * jnp.sin(w),
+    ]
+    pairs = [(f, g) for f in fns for g in fns]
+    ws, x = normal(len(pairs), 3, seed=8), normal(N, 3, seed=9)
+
+    def body(functions, ws, x):
+        total = 0
+        for (first, second), w in zip(pairs, ws, strict=True):
+            y = federated_map(lambda w, x, f=first: f(w, x, x), federated_broadcast(w), x)
+            total += jnp.sum(federated_min(functions.map(second, federated_broadcast(w), y, x)))
+        return total
+
+    def gradient(functions):
+        program = fedpax.program(clients=N, clients_per_step=5)(functools.partial(body, functions))
+        return jax.jit(jax.vmap(jax.grad(program), (0, None)))(jnp.stack([ws, ws + 1, -ws]), x)
+
+    close(gradient(Rematerialized), gradient(Federated), 1e-3)
+
+
+def tied(participants, width):
+    """Every second value is attained by several, whichever chunks and devices they are in."""
+    x = normal(participants, width)
+    for column in range(0, width, 2):
+        who = np.random.default_rng(column).choice(participants, 2 + column % 5, replace=False)
+        x[who, column] = 4.0
+    return x
+
+
+def total_of_maxima(reduce, functions, at_once):
+    @fedpax.program(clients=N, clients_per_step=at_once)
+    def program(w, x):
+        moved = functions.map(lambda w, x: jnp.tanh(x) * w, functions.broadcast(w), x)
+        return reduce(moved), reduce(-x)
+
+    return lambda w, x: sum(jnp.sum(jnp.sin(leaf)) for leaf in program(w, x))
+
+
+@pytest.mark.parametrize("functions", [Federated, Rematerialized])
+@pytest.mark.parametrize("at_once", [1, 5, None])
+def test_those_who_attain_it_together_share_its_gradient(functions, at_once, current_mesh):
+    w, x = np.abs(normal(16)) + 0.1, tied(N, 16)
+    federated = total_of_maxima(federated_max, functions, at_once)
+    plain = lambda w, x: jnp.sum(jnp.sin(jnp.max(jnp.tanh(x) * w, 0)) + jnp.sin(jnp.max(-x, 0)))
+    close(*(jax.jit(jax.grad(fn, (0, 1)))(w, x) for fn in (federated, plain)))
+    tangent = jax.jvp(federated, (w, x), (w, np.cos(x)))[1]
+    close(tangent, jax.jvp(plain, (w, x), (w, np.cos(x)))[1], 1e-4)
+
+
+@pytest.mark.parametrize("functions", [Federated, Rematerialized])
+def test_pieces_know_who_attains_it(functions):
+    w, x = np.abs(normal(16)) + 0.1, tied(N, 16)
+    gradient = jax.grad(total_of_maxima(federated_max, functions, 2), (0, 1))
+    close(fedpax.in_pieces(gradient, 5)(w, x), jax.tree.map(np.asarray, gradient(w, x)))
+
+
+@pytest.mark.parametrize("at_once", [1, 5, None])
+def test_a_maximum_that_is_nan_is_attained_by_whoever_has_it(at_once, current_mesh):
+    x = normal(N, 3)
+    x[4, 0] = x[7, 0] = x[9, 2] = np.nan
+
+    @fedpax.program(clients=N, clients_per_step=at_once)
+    def program(x):
+        return federated_max(federated_map(lambda x: 2 * x, x))
+
+    expected = np.zeros_like(x)
+    expected[4, 0] = expected[7, 0] = 1
+    expected[np.argmax(x[:, 1]), 1] = expected[9, 2] = 2
+    close(jax.grad(lambda x: jnp.sum(program(x)))(x), expected)
+
+
+def test_islands_and_their_clients_attain_it():
+    w, x = normal(3), normal(4, N, 3)
+
+    def island(w, x):
+        return federated_max(
+            federated_map(jax.checkpoint(lambda x: jnp.sin(w * x)), x, placement="clients"),
+            placement="clients",
+        )
+
+    @fedpax.program(islands=4, clients=N, clients_per_step=1)
+    def program(w, x):
+        most = federated_map(jax.checkpoint(functools.partial(island, w)), x, placement="islands")
+        return federated_min(most, placement="islands")
+
+    found = jax.grad(lambda w, x: jnp.sum(program(w, x)), (0, 1))(w, x)
+    plain = lambda w, x: jnp.sum(jnp.min(jnp.max(jnp.sin(w * x), 1), 0))
+    close(found, jax.grad(plain, (0, 1))(w, x))
+
+
+@pytest.mark.parametrize("at_once", [1, 5, None])
+def test_an_extremum_is_nan_where_anyone_is(at_once, current_mesh):
+    """XLA's all-reduce between simulated devices loses it."""
+    x = normal(N, 40)
+    x[np.arange(N), np.arange(N)] = [np.nan, -np.nan, np.inf, -np.inf] * 3
+    x[:, 30:] *= 1e-40  # subnormal
+    program = fedpax.program(clients=N, clients_per_step=at_once)
+    moved = program(lambda x: [f(federated_map(lambda x: -x, x)) for f in EXTREMA])
+    close(jax.jit(moved)(x), [np.max(-x, 0), np.min(-x, 0)])
+    close(jax.jit(program(lambda x: [f(x) for f in EXTREMA]))(x), [np.max(x, 0), np.min(x, 0)])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_an_extremum_is_exact_for_any_bits(dtype, current_mesh):
+    bits = np.random.default_rng(0).integers(0, 2**32, (N, 500), np.uint32)
+    x = np.asarray(jax.lax.bitcast_convert_type(bits.astype(f"u{np.dtype(dtype).itemsize}"), dtype))
+    found = jax.jit(fedpax.program(clients=N)(lambda x: [f(x) for f in EXTREMA]))(x)
+    wide = np.float32(x)
+    for extremum, expected in zip(found, (np.max(wide, 0), np.min(wide, 0)), strict=True):
+        np.testing.assert_array_equal(np.float32(extremum), expected)

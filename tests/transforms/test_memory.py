@@ -1,0 +1,379 @@
+"""A streamed program holds no more than it must."""
+
+import contextlib
+import functools
+import math
+import re
+
+import jax
+import jax.experimental
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from program_table import (
+    PROGRAMS,
+    WEIGHTS,
+    Federated,
+    N,
+    Rematerialized,
+    W,
+    X,
+    close,
+    federated,
+    gradient_of,
+    local,
+    normal,
+)
+
+import fedpax
+from fedpax import (
+    federated_broadcast,
+    federated_map,
+    federated_mean,
+)
+from fedpax.primitives._jax import inner_jaxprs
+from fedpax.transforms.streaming import stream
+
+
+def shapes_inside(jaxpr):
+    """The shapes of all values that equations make, at any depth."""
+    for eqn in jaxpr.eqns:
+        yield from (v.aval.shape for v in eqn.outvars)
+        for inner in inner_jaxprs(eqn):
+            yield from shapes_inside(inner)
+
+
+def streamed(fn, *args):
+    """The streamed jaxprs of the programs that a function calls."""
+    jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
+    return [stream(e.params["jaxpr"]) for e in jaxpr.eqns if "placements" in e.params]
+
+
+FLAT = [
+    "average",
+    "metrics_beside_deltas",
+    "elementwise_between",
+    "elementwise_before",
+    "server_arrays_between",
+    "reductions_of_numpy",
+    "weights_from_the_map",
+    "several_maps_on_shared_inputs",
+    "rounds_in_a_scan",
+    "under_a_condition",
+    "behind_calls",
+    "gradient_inside",
+]
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_nothing_is_held_of_all_participants(name):
+    (closed,) = streamed(federated(name), W, X, WEIGHTS)
+    held = [s for s in shapes_inside(closed.jaxpr) if s[:1] == (N,)]
+    assert not held, held
+
+
+def test_the_same_sees_what_is_held_where_the_pass_does_not_run():
+    jaxpr = jax.make_jaxpr(federated("average"))(W, X, WEIGHTS).jaxpr
+    (closed,) = [e.params["jaxpr"] for e in jaxpr.eqns if "placements" in e.params]
+    assert (N, 3, 2) in shapes_inside(closed.jaxpr)
+
+
+def test_only_what_is_wanted_of_each_is_stored():
+    (closed,) = streamed(federated("wanted_of_each"), W, X, WEIGHTS)
+    held = {s for s in shapes_inside(closed.jaxpr) if s[:1] == (N,)}
+    assert held == {(N,), (N, 3, 2)}  # norms, and the broadcast that is returned
+    deltas = [s for s in shapes_inside(closed.jaxpr) if s == (N, 3, 2)]
+    assert len(deltas) == 1
+
+
+def test_a_later_stage_stores_what_it_reads_again():
+    text = fedpax.explain(federated("two_stages"), W, X, WEIGHTS)
+    assert re.search(r"stage 0: .* stored of each participant:\n +float32\[12,3,2\]: a later", text)
+    assert re.search(r"stage 1: .* nothing is stored", text)
+
+
+def temporary_bytes(fn, participants):
+    x, n = normal(participants, 5, 32), np.ones(participants, np.float32)
+    return jax.jit(fn).lower(normal(32, 16), x, n).compile().memory_analysis().temp_size_in_bytes
+
+
+def is_flat(make):
+    few, many = (temporary_bytes(make(size), size) for size in (64, 2048))
+    return 0 < few and many <= 1.05 * few
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda size: federated("average", 1, size),
+        lambda size: federated("metrics_beside_deltas", 4, size),
+        lambda size: federated("gradient_inside", 1, size),
+        lambda size: federated("server_arrays_between", 1, size),
+    ],
+    ids=["average", "metrics", "gradient inside", "server arrays"],
+)
+def test_memory_is_flat_in_the_number_of_participants(make):
+    assert is_flat(make)
+
+
+@pytest.mark.parametrize("name", ["two_stages", "variance", "server_arrays_between"])
+def test_memory_is_flat_where_participants_are_rematerialized(name):
+    assert is_flat(lambda size: federated(name, 1, size, Rematerialized))
+
+
+@pytest.mark.parametrize("where", ["inside", "outside"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "average",
+        "weights_from_the_map",
+        "two_stages",
+        "extremes",
+        "clipped_twice",
+        "variance",
+        "rematerialized_rounds",
+    ],
+)
+def test_memory_of_a_gradient_is_flat_where_participants_are_rematerialized(name, where):
+    def make(size):
+        if where == "outside":
+            return gradient_of(federated(name, 1, size, Rematerialized), 0)
+        inside = gradient_of(functools.partial(PROGRAMS[name], Rematerialized), 0)
+        return fedpax.program(clients=size, clients_per_step=1)(inside)
+
+    assert is_flat(make)
+
+
+def nested(levels, at_once):
+    """Means of means of what the innermost compute of a server's value and of their own."""
+
+    def inside(names, w, x):
+        if not names:
+            return w * jnp.mean(jnp.sin(x @ w))
+        name, *others = names
+        each = jax.checkpoint(functools.partial(inside, others))
+        moved = federated_map(each, federated_broadcast(w, placement=name), x, placement=name)
+        return w + federated_mean(moved, placement=name)
+
+    names = list(levels)
+    return fedpax.program(placements=levels, clients_per_step=at_once)(
+        functools.partial(inside, names)
+    )
+
+
+def nested_plainly(w, x):
+    if x.ndim == 2:
+        return w * jnp.mean(jnp.sin(x @ w))
+    return w + jnp.mean(jax.vmap(nested_plainly, (None, 0))(w, x), 0)
+
+
+def on_mesh(axes):
+    if not axes:
+        return contextlib.nullcontext()
+    devices = jax.devices()[: math.prod(axes.values())]
+    return jax.set_mesh(fedpax.make_mesh(**axes, devices=devices))
+
+
+LEVELS = [{"islands": 4, "clients": 6}, {"regions": 2, "islands": 4, "clients": 6}]
+
+
+@pytest.mark.parametrize("levels", LEVELS, ids=len)
+@pytest.mark.parametrize("at_once", [1, 3, "auto", None])
+@pytest.mark.parametrize("axes", [{}, {"islands": 2}, {"clients": 2}, {"islands": 2, "clients": 3}])
+def test_loops_in_loops(levels, at_once, axes):
+    w, x = normal(7), normal(*levels.values(), 5, 7)
+    expected = nested_plainly(w, x)
+    total = lambda fn: jax.grad(lambda w, x: jnp.sum(jnp.sin(fn(w, x))), (0, 1))
+    with on_mesh(axes):
+        found = jax.jit(nested(levels, at_once))(w, x)
+        gradient = jax.jit(total(nested(levels, at_once)))(w, x)
+    close(found, expected)
+    close(gradient, total(nested_plainly)(w, x))
+
+
+@pytest.mark.parametrize("levels", LEVELS, ids=len)
+@pytest.mark.parametrize("at_once", [1, 2, "auto"])
+@pytest.mark.parametrize("axes", [{}, {"islands": 2}])
+def test_what_loops_inside_a_loop_read_is_not_copied(levels, at_once, axes):
+    def temporaries(clients, make):
+        sizes = levels | {"clients": clients}
+        args = normal(16), np.ones((*sizes.values(), 8, 16), np.float32)
+        compiled = jax.jit(make(nested(sizes, at_once))).lower(*args).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    with on_mesh(axes):
+        for make in (lambda fn: fn, lambda fn: jax.grad(lambda *args: jnp.sum(fn(*args) ** 2))):
+            few, many = temporaries(12, make), temporaries(768, make)
+            assert many <= 1.05 * few, (few, many)
+
+
+def test_a_program_under_checkpoint_stores_nothing_for_its_gradient():
+    def make(size):
+        body = jax.checkpoint(functools.partial(PROGRAMS["clipped_twice"], Federated))
+        return gradient_of(fedpax.program(clients=size, clients_per_step=1)(body), 0)
+
+    close(make(N)(W, X, WEIGHTS), gradient_of(federated("clipped_twice"), 0)(W, X, WEIGHTS))
+    assert is_flat(make)
+
+
+def test_what_is_computed_again():
+    """Only what `jax.checkpoint` allows, and only where it is not stored anyway."""
+
+    def words(name, functions):
+        return fedpax.explain(federated(name, functions=functions), W, X, WEIGHTS)
+
+    assert "again" not in words("variance", Federated)
+    assert re.search(
+        r"stage 0: 1 map, 1 red.*nothing.*\n.*stage 1: 1 map again, 1 red.*nothing",
+        words("variance", Rematerialized),
+    )
+    assert "again" not in words("wanted_of_each", Rematerialized)
+    # Norms whose maximum is sought are kept as they were; the deltas are computed again.
+    text = words("weights_of_a_later_stage", Rematerialized)
+    assert re.findall(r"(float32\S+): ", text) == ["float32[12]"] and "1 map again" in text
+
+    @fedpax.program(clients=N, clients_per_step=1)
+    def returned(w, x):
+        delta = federated_map(jax.checkpoint(local), federated_broadcast(w), x)
+        return delta, federated_mean((delta - federated_mean(delta)) ** 2)
+
+    assert "again" not in fedpax.explain(returned, W, X)
+
+
+@pytest.mark.parametrize(
+    ("fn", "repeated"),
+    [
+        (jax.jit(jax.checkpoint(local)), True),
+        (jax.checkpoint(local, policy=jax.checkpoint_policies.everything_saveable), False),
+        (lambda w, x: 2 * jax.checkpoint(local)(w, x), False),
+    ],
+    ids=["jitted", "with a policy", "in part"],
+)
+def test_a_map_is_repeated_if_all_of_it_is_under_checkpoint(fn, repeated):
+    @fedpax.program(clients=N, clients_per_step=1)
+    def program(w, x):
+        delta = federated_map(fn, federated_broadcast(w), x)
+        return federated_mean((delta - federated_mean(delta)) ** 2)
+
+    assert ("again" in fedpax.explain(program, W, X)) == repeated
+
+
+def handed_on(w, x, rounds):
+    @fedpax.program(clients=N, clients_per_step=1)
+    def program(w, x):
+        for _ in range(rounds):
+            x = federated_map(
+                jax.checkpoint(lambda w, x: jnp.tanh(w + x)), federated_broadcast(w), x
+            )
+            w = w + federated_mean(x)
+        return w
+
+    return program(w, x)
+
+
+def test_a_state_that_is_handed_on_is_stored():
+    """Each stage would run all stages before it again: their maps would be 36, and are 11."""
+    text = fedpax.explain(functools.partial(handed_on, rounds=8), X[0], X)
+    assert re.findall(r"(\d) maps?", text) == list("1111211111"), text
+    assert text.count("stored of each") == 5
+    plain = X[0], X
+    for _ in range(8):
+        moved = jnp.tanh(plain[0] + plain[1])
+        plain = plain[0] + moved.mean(0), moved
+    close(handed_on(X[0], X, 8), plain[0])
+
+
+def test_what_the_user_keeps_and_what_has_effects_is_left_alone():
+    """A map under `jax.checkpoint` beside them changes neither."""
+
+    def beside(f, w, x, n):
+        own = jax.checkpoint(lambda w: jnp.sum(jnp.sin(f.mean(f.map(local, f.broadcast(w), x)))))
+        return own(w) + Rematerialized.mean(Rematerialized.map(jnp.sum, x))
+
+    def make(size):
+        body = functools.partial(beside, Federated)
+        return jax.grad(fedpax.program(clients=size, clients_per_step=1)(body))
+
+    assert "the program returns it" not in fedpax.explain(make(N), W, X, WEIGHTS)
+    called = []
+
+    @fedpax.program(clients=N, clients_per_step=1)
+    def watched(w, x):
+        shape = jax.ShapeDtypeStruct((), jnp.float32)
+        seen = jax.experimental.io_callback(lambda: called.append(0) or np.float32(0), shape)
+        moved = federated_map(jax.checkpoint(local), federated_broadcast(w), x)
+        return jnp.sum(jnp.sin(federated_mean(moved))) + seen
+
+    jax.block_until_ready(jax.grad(watched)(W, X))
+    assert len(called) == 1
+
+
+def test_a_nested_program_keeps_its_total():
+    """Its clients run twice, once forward and once backward, and not to find the total again."""
+
+    @fedpax.program(outer=3)
+    def around(w, x):
+        @fedpax.program(clients=N, clients_per_step=1)
+        def inner(w):
+            return federated_mean(federated_map(jax.checkpoint(local), federated_broadcast(w), x))
+
+        return jnp.sum(jnp.sin(inner(w)))
+
+    jaxpr = jax.make_jaxpr(jax.grad(around))(W, X).jaxpr
+    programs = [p for p in fedpax.explain(jax.grad(around), W, X).splitlines() if "inner" in p]
+    assert len(programs) == 2, jaxpr
+
+
+def test_a_repeated_map_keeps_its_clients_per_step():
+    @fedpax.program(clients=N)
+    def program(w, x):
+        fn = jax.checkpoint(local)
+        delta = federated_map(fn, federated_broadcast(w), x, clients_per_step=3)
+        mean = federated_mean(delta)
+        twice = federated_map(lambda d: 2 * d, delta - mean)
+        return federated_mean(twice), federated_mean((delta - mean) ** 2)
+
+    assert "stage 1: 1 map, 1 map again, 2 reductions, 3 at once" in fedpax.explain(program, W, X)
+
+
+def stateful(participants, at_once):
+    """Two states of one type, and data of the same type, which must not be taken for a state."""
+
+    def client(state, x, w):
+        first = jnp.tanh(state["first"] * w + x)
+        return {"first": first, "second": state["second"] + first * x}, jnp.sum(first)
+
+    @fedpax.program(clients=participants, clients_per_step=at_once)
+    def program(states, x, w):
+        states, sums = federated_map(client, states, x, federated_broadcast(w))
+        return states, federated_mean(sums)
+
+    def plain(states, x, w):
+        states, sums = jax.vmap(client, (0, 0, None))(states, x, w)
+        return states, jnp.mean(sums)
+
+    return program, plain
+
+
+@pytest.mark.parametrize("at_once", [1, 5, N])
+def test_donated_states_are_updated_in_place(at_once, current_mesh):
+    program, plain = stateful(N, at_once)
+    states = {"first": normal(N, 8), "second": normal(N, 8, seed=1)}
+    x, w = normal(N, 8, seed=2), normal(8)
+    close(jax.jit(program)(states, x, w), plain(states, x, w))
+    layout = jax.sharding.NamedSharding(current_mesh, jax.P("clients")) if current_mesh else None
+    donated = jax.device_put(states, layout)
+    expected = plain(states, x, w)
+    close(jax.jit(program, donate_argnums=0)(donated, x, w), expected)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(donated))
+
+
+@pytest.mark.parametrize("at_once", [1, 7])
+def test_donated_states_have_no_second_buffer(at_once):
+    def temporaries(size):
+        states = {"first": normal(size, 256), "second": normal(size, 256)}
+        step = jax.jit(stateful(size, at_once)[0], donate_argnums=0)
+        compiled = step.lower(states, normal(size, 256), normal(256)).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporaries(2048) == temporaries(64)

@@ -15,6 +15,8 @@ class Chip(NamedTuple):
       name: as in a topology's name, such as "v5p".
       kind: a regular expression of what `jax.Device.device_kind` says.
       peak_flops: floating-point operations a second, of dense bfloat16 products.
+      int8: operations a second of products of 8-bit integers, or as `peak_flops`.
+      fp8: operations a second of products of 8-bit floats, or as `peak_flops`.
       memory: bytes of high-bandwidth memory.
       usable: of these, the bytes that a program can have; for TPUs, what their compiler allows.
       memory_bandwidth: bytes a second, to and from it.
@@ -32,6 +34,8 @@ class Chip(NamedTuple):
     name: str
     kind: str
     peak_flops: float
+    int8: float
+    fp8: float
     memory: float
     usable: float
     memory_bandwidth: float
@@ -51,6 +55,8 @@ def _tpu(name: str, kind: str, **figures: float) -> Chip:
         name=name,
         kind=kind,
         peak_flops=figures["peak_flops"],
+        int8=figures.get("int8", figures["peak_flops"]),
+        fp8=figures.get("fp8", figures["peak_flops"]),
         memory=figures["memory"],
         usable=figures.get("usable", figures["memory"]),
         memory_bandwidth=figures["memory_bandwidth"],
@@ -71,6 +77,8 @@ def _gpu(name: str, kind: str, **figures: float) -> Chip:
         name=name,
         kind=kind,
         peak_flops=figures["peak_flops"],
+        int8=figures.get("int8", figures["peak_flops"]),
+        fp8=figures.get("fp8", figures["peak_flops"]),
         memory=figures["memory"],
         usable=figures.get("usable", figures["memory"]),
         memory_bandwidth=figures["memory_bandwidth"],
@@ -108,6 +116,7 @@ CHIPS: dict[str, Chip] = {
             "v5e",
             r"TPU (v5 lite|v5e)",
             peak_flops=197e12,
+            int8=393e12,
             memory=16 * GIB,
             usable=15.75 * GIB,
             memory_bandwidth=819e9,
@@ -120,6 +129,7 @@ CHIPS: dict[str, Chip] = {
             "v5p",
             r"TPU (v5|v5p)",
             peak_flops=459e12,
+            int8=918e12,  # the book above has it
             memory=95 * GIB,
             usable=95.74 * GIB,
             memory_bandwidth=2.765e12,
@@ -132,6 +142,7 @@ CHIPS: dict[str, Chip] = {
             "v6e",
             r"TPU (v6 lite|v6e)",
             peak_flops=918e12,
+            int8=1836e12,
             memory=32 * GIB,
             usable=31.25 * GIB,
             memory_bandwidth=1.638e12,
@@ -144,6 +155,7 @@ CHIPS: dict[str, Chip] = {
             "tpu7x",
             r"TPU ?7x",
             peak_flops=2307e12,
+            fp8=4614e12,
             memory=192 * GIB,
             usable=2 * 94.75 * GIB,
             memory_bandwidth=7.38e12,
@@ -161,6 +173,7 @@ CHIPS: dict[str, Chip] = {
             "A100",
             r"NVIDIA A100-SXM4-80GB",
             peak_flops=312e12,
+            int8=624e12,
             memory=80 * GIB,
             memory_bandwidth=2.039e12,
             link_bandwidth=600e9 / 2,
@@ -170,6 +183,8 @@ CHIPS: dict[str, Chip] = {
             "H100",
             r"NVIDIA H100 80GB HBM3",
             peak_flops=989.4e12,
+            int8=1978.9e12,
+            fp8=1978.9e12,
             memory=80 * GIB,
             memory_bandwidth=3.35e12,
             link_bandwidth=900e9 / 2,
@@ -179,6 +194,8 @@ CHIPS: dict[str, Chip] = {
             "H200",
             r"NVIDIA H200",
             peak_flops=989.4e12,
+            int8=1978.9e12,
+            fp8=1978.9e12,
             memory=141e9,
             memory_bandwidth=4.8e12,
             link_bandwidth=900e9 / 2,

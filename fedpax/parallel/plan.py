@@ -62,6 +62,7 @@ class Memory(NamedTuple):
       aliased: what the outputs share with arguments that were donated.
       temporaries: everything between, at its peak.
       code: the program itself.
+      host: what it has of the host's memory, beside all these.
       capacity: what a program can have; None if not known.
     """
 
@@ -70,6 +71,7 @@ class Memory(NamedTuple):
     aliased: int
     temporaries: int
     code: int
+    host: int
     capacity: float | None
 
     @property
@@ -110,7 +112,7 @@ class Bound(NamedTuple):
     """Seconds that a round takes at least of each resource.
 
     Attributes:
-      compute: products at the chip's peak.
+      compute: products at the chip's peak of their type.
       memory: what is read from and written to the device's memory, at its bandwidth.
       networks: collectives, by what shares links: "DCN", "NVLink", and "ICI fsdp" for all that
         run along that axis of the mesh, be it along others too.
@@ -151,9 +153,11 @@ class Plan(NamedTuple):
       topology: on what.
       axes: the mesh.
       memory: of a device.
-      products: floating-point operations of a device in a round, of the products in the compiled
-        program.
+      products: operations of a device in a round, of the products in the compiled program.
+      int8: of these, those of 8-bit integers.
+      fp8: of these, those of 8-bit floats.
       traffic: bytes that a device reads from and writes to its memory in a round.
+      host: bytes that it moves to and from its host's memory in a round.
       silent: names of kernels whose products are not counted, as they do not tell them.
       once: names of loops of unknown length, of which one turn is counted.
       transfers: the collectives.
@@ -165,7 +169,10 @@ class Plan(NamedTuple):
     axes: tuple[Axis, ...]
     memory: Memory
     products: float
+    int8: float
+    fp8: float
     traffic: float
+    host: float
     silent: tuple[str, ...]
     once: tuple[str, ...]
     transfers: tuple[Transfer, ...]
@@ -227,6 +234,7 @@ def memory_of(compiled: jax.stages.Compiled, topology: Topology) -> Memory:
         aliased=found.alias_size_in_bytes,
         temporaries=found.temp_size_in_bytes,
         code=found.generated_code_size_in_bytes,
+        host=found.host_temp_size_in_bytes,
         capacity=chip.usable / chip.devices if chip else None,
     )
 
@@ -265,7 +273,10 @@ def make_plan(
         axes=axes,
         memory=memory,
         products=done.products,
+        int8=done.int8,
+        fp8=done.fp8,
         traffic=done.traffic,
+        host=done.host,
         silent=done.silent,
         once=done.once,
         transfers=tuple(transfers),
@@ -285,8 +296,10 @@ def _bound(plan: Plan) -> Bound | None:
             names = [f"{ICI} {axis}" for axis in transfer.collective.axes]
         for name in names:
             times[name] = times.get(name, 0.0) + transfer.runs * (transfer.seconds or 0.0)
+    wide = plan.products - plan.int8 - plan.fp8
+    compute = wide / chip.peak_flops + plan.int8 / chip.int8 + plan.fp8 / chip.fp8
     return Bound(
-        compute=plan.products / (chip.peak_flops / chip.devices),
+        compute=compute * chip.devices,
         memory=plan.traffic / (chip.memory_bandwidth / chip.devices),
         networks=times,
         collectives=sum(t.runs * (t.seconds or 0.0) for t in plan.transfers),

@@ -70,6 +70,9 @@ def to_json(plan: Plan) -> dict[str, Any]:
             "flops_per_token": work.flops_per_token,
             "flops_per_step": _times(work.flops_per_token, work.tokens / work.steps),
             "compiled_flops_per_device_per_round": plan.products,
+            "of_these_in_int8": plan.int8,
+            "of_these_in_fp8": plan.fp8,
+            "host_transfers_per_device_per_round": plan.host,
             "memory_traffic_per_device_per_round": plan.traffic,
             "kernels_not_counted": list(plan.silent),
             "loops_counted_once": list(plan.once),
@@ -120,9 +123,13 @@ def assumptions(plan: Plan) -> list[str]:
     chip = plan.topology.chip
     if chip is None:
         return []
+    narrow = [("int8", plan.int8, chip.int8), ("fp8", plan.fp8, chip.fp8)]
+    others = "".join(
+        f", those in {name} at {peak / 1e12:,.0f}" for name, count, peak in narrow if count
+    )
     lines = [
-        f"Products run at the chip's bfloat16 peak, {chip.peak_flops / 1e12:,.0f} TFLOP/s, and "
-        "those counted are the compiled program's, with what is computed again.",
+        f"Products run at the chip's bfloat16 peak, {chip.peak_flops / 1e12:,.0f} TFLOP/s{others}, "
+        "and those counted are the compiled program's, with what is computed again.",
         f"A device's memory moves {chip.memory_bandwidth / chip.devices / 1e9:,.0f} GB/s.",
     ]
     if chip.dimensions:
@@ -137,6 +144,13 @@ def assumptions(plan: Plan) -> list[str]:
         lines.append(
             f"Between slices a chip sends {_bits(chip.network_bandwidth)}, its share of its host's "
             "network, and the slices form a ring."
+        )
+    if plan.int8 or plan.fp8:
+        lines.append("MFU is the share of the bfloat16 peak, so that it can be more than 100%.")
+    if plan.host:
+        lines.append(
+            "Transfers between a device and its host's memory take no time: what the links between "
+            "them carry is not published."
         )
     if any(transfer.collective.executions is None for transfer in plan.transfers):
         lines.append("A collective that runs an unknown number of times is counted once.")
@@ -195,6 +209,8 @@ def _memory(plan: Plan) -> str:
         ("program", size(memory.code), ""),
         ("together", size(memory.total), fits),
     ]
+    if memory.host:
+        rows.append(("on the host", size(memory.host), "activations offloaded, and the like"))
     return _section(f"Memory of a device, {unit}", rows, right={1})
 
 
@@ -224,6 +240,15 @@ def _work(plan: Plan) -> str:
             ("FLOPs a step", f"{work.flops_per_token * step:.4g}", "of all devices"),
             ("compiled", f"{again:.2f} x", "products in the program, with those computed again"),
         ]
+    narrow = {"int8": plan.int8, "fp8": plan.fp8}
+    rows += [
+        (f"in {name}", f"{of_type / plan.products:.1%}", "of these products")
+        for name, of_type in narrow.items()
+        if of_type
+    ]
+    if plan.host:
+        moved = f"{plan.host / work.steps:,.0f}"
+        rows.append(("host transfers", moved, "bytes a step, between a device and its host"))
     return _section("Work", rows, right={1})
 
 

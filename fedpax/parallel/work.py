@@ -41,14 +41,20 @@ class Work(NamedTuple):
     """What one device does in one execution of a program.
 
     Attributes:
-      products: floating-point operations of matrix products and convolutions.
+      products: operations of matrix products and convolutions, of any type.
+      int8: of these, those of 8-bit integers.
+      fp8: of these, those of 8-bit floats.
       traffic: bytes read from and written to the device's main memory.
+      host: bytes moved between it and the host's memory, in either direction.
       silent: names of the kernels (custom calls) that do not say what they compute.
       once: names of the loops whose length only running them can tell; they count as one turn.
     """
 
     products: float
+    int8: float
+    fp8: float
     traffic: float
+    host: float
     silent: tuple[str, ...]
     once: tuple[str, ...]
 
@@ -88,7 +94,11 @@ def count(module: Module) -> Work:
             done = _products(computation, instruction)
             if done is None:
                 silent.append(instruction.name)
-            total = total.plus(_Cost(done or 0.0, _traffic(module, computation, instruction)))
+            own = _Cost.of_products(done or 0.0, _type(computation, instruction))._replace(
+                traffic=_traffic(module, computation, instruction),
+                host=_host(computation, instruction),
+            )
+            total = total.plus(own)
             total = total.plus(called(instruction))
         return total
 
@@ -106,27 +116,36 @@ def count(module: Module) -> Work:
                 branches = [cost(name) for name in loops.callees(instruction)]
                 return _Cost(*(max(values) for values in zip(*branches, strict=True)))
             case "fusion":  # one instruction for the memory
-                return _Cost(cost(instruction.refers("calls")).products, 0.0)
+                return cost(instruction.refers("calls"))._replace(traffic=0.0, host=0.0)
             case "call" | "call-start" | "async-start":
                 return functools.reduce(_Cost.plus, map(cost, loops.callees(instruction)), _NOTHING)
         return _NOTHING  # what it applies to its elements is part of it
 
-    products, traffic = cost(module.entry)
-    return Work(products, traffic, tuple(silent), tuple(once))
+    return Work(*cost(module.entry), tuple(silent), tuple(once))
 
 
 class _Cost(NamedTuple):
     """What one execution of a computation costs."""
 
     products: float
+    int8: float
+    fp8: float
     traffic: float
+    host: float
+
+    @classmethod
+    def of_products(cls, products: float, dtype: str) -> _Cost:
+        """The cost of products of numbers of a type."""
+        int8 = products if dtype in ("s8", "u8") else 0.0
+        fp8 = products if dtype.startswith("f8") else 0.0
+        return cls(products, int8, fp8, 0.0, 0.0)
 
     def plus(self, other: _Cost, times: int = 1) -> _Cost:
         """Adds what runs some times."""
-        return _Cost(self.products + times * other.products, self.traffic + times * other.traffic)
+        return _Cost(*(a + times * b for a, b in zip(self, other, strict=True)))
 
 
-_NOTHING = _Cost(0.0, 0.0)
+_NOTHING = _Cost(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 # Products.
@@ -155,6 +174,14 @@ def _products(computation: Computation, instruction: Instruction) -> float | Non
         cost = re.search(r'"cost_estimate":\{"flops":"?(\d+)', attributes)
         return float(cost.group(1)) if cost else _splash(computation, instruction)
     return None if name.startswith(("__cudnn$", "__gpu$")) else 0.0
+
+
+def _type(computation: Computation, instruction: Instruction) -> str:
+    """The type of what a product multiplies, as the text names it; "" where that is not known."""
+    cublas = 'custom_call_target="__cublas$' in instruction.attributes
+    if instruction.opcode not in ("dot", "convolution") and not cublas:
+        return ""
+    return computation.instructions[instruction.operands[0]].shape.partition("[")[0]
 
 
 def _splash(computation: Computation, instruction: Instruction) -> float | None:
@@ -248,6 +275,28 @@ def _traffic(module: Module, computation: Computation, instruction: Instruction)
         slice_shape = _arrays(instruction.shape)[1]
         return _plain_bytes(slice_shape) * (read > 0) + _bytes(slice_shape)
     return max(own, read)  # what others return holds their operands too
+
+
+_HOST = "S(5)"  # how a layout names the host's memory
+
+
+def _host(computation: Computation, instruction: Instruction) -> float:
+    """Bytes that an instruction moves between the memories of device and host."""
+    opcode = instruction.opcode.removesuffix("-start")
+    if opcode not in ("copy", "slice", "dynamic-slice", "dynamic-update-slice"):
+        return 0.0
+    shapes = [computation.instructions[name].shape for name in instruction.operands]
+    if opcode == "dynamic-update-slice":
+        ends = [shapes[1], shapes[0]]
+        moved = shapes[1]
+    else:
+        *_, moved = (s for s in _arrays(instruction.shape) if not s.startswith("u32[]"))
+        # Of a copy that starts, the text shows where it goes to and where it comes from.
+        ends = _arrays(instruction.shape)[:2] if opcode == "copy" else [shapes[0], moved]
+        if len(ends) == 1:
+            ends.append(shapes[0])
+    crosses = len({_HOST in shape for shape in ends}) == 2
+    return _plain_bytes(moved) if crosses else 0.0
 
 
 def _read(module: Module, body: Computation, index: int, shape: str) -> tuple[float, bool]:

@@ -36,7 +36,7 @@ def workload(mesh: Mesh) -> Workload:
 
 
 def memory(capacity: float | None) -> Memory:
-    return Memory(3 * 2**30, 2**30, 2**30, 5 * 2**30, 2**20, capacity)
+    return Memory(3 * 2**30, 2**30, 2**30, 5 * 2**30, 2**20, 0, capacity)
 
 
 @pytest.fixture(params=[(2, 4), (4, 2)], ids=["2x4", "4x2"])
@@ -211,6 +211,30 @@ def test_a_plan_of_simulated_devices_has_no_times():
     assert {title: grid.tolist() for title, grid in _grids(plan, mesh).items()} == {
         "": [[0, 1, 2, 3], [4, 5, 6, 7]]
     }
+
+
+def test_products_of_eight_bits_have_a_peak_of_their_own(recorded: tuple[Plan, Mesh]):
+    plan, mesh = recorded
+    name = f"tpu_two_slices_{mesh.shape['islands']}x{mesh.shape['fsdp']}_round.hlo"
+    eight = re.sub(r"\b(bf16|f32)\[", "s8[", (RECORDED / name).read_text())
+    chip = plan.topology.chip
+    narrow = make_plan(eight, mesh, plan.topology, plan.workload, plan.memory)
+    assert narrow.int8 == narrow.products == plan.products
+    assert narrow.bound.compute == pytest.approx(plan.bound.compute * chip.peak_flops / chip.int8)
+    report = to_text(narrow)
+    assert "in int8" in report and "100.0%  of these products" in report
+    assert f"int8 at {chip.int8 / 1e12:,.0f}" in report and "more than 100%" in report
+    assert to_json(narrow)["work"]["of_these_in_int8"] == narrow.products
+
+
+def test_transfers_to_the_host_are_told(recorded: tuple[Plan, Mesh]):
+    plan, _ = recorded
+    offloading = plan._replace(host=1e6, memory=plan.memory._replace(host=2**30))
+    report = to_text(offloading)
+    assert f"{1e6 / plan.workload.steps:,.0f}  bytes a step, between a device" in report
+    assert "on the host" in report and "is not published" in report
+    assert to_json(offloading)["memory"]["total"] == plan.memory.total
+    assert "host transfers" not in to_text(plan)
 
 
 def test_memory_that_is_not_enough(recorded: tuple[Plan, Mesh]):

@@ -275,3 +275,70 @@ backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting
 }
 """
     assert count(hlo.read(text)).products == 2 * 3 * 8 * 16 * 32
+
+
+@pytest.mark.parametrize(("dtype", "counted_as"), [("s8", "int8"), ("f8e4m3fn", "fp8")])
+def test_products_of_eight_bits(dtype: str, counted_as: str):
+    """In loops and fusions too, and beside others."""
+    text = f"""HloModule m, num_partitions=1
+
+%fused (p: {dtype}[8,16], q: {dtype}[16,32]) -> f32[8,32] {{
+  %p = {dtype}[8,16]{{1,0}} parameter(0)
+  %q = {dtype}[16,32]{{1,0}} parameter(1)
+  ROOT %d = f32[8,32]{{1,0}} dot(%p, %q), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+}}
+
+ENTRY %main (a: {dtype}[8,16], b: {dtype}[16,32], c: bf16[8,32]) -> f32[8,8] {{
+  %a = {dtype}[8,16]{{1,0}} parameter(0)
+  %b = {dtype}[16,32]{{1,0}} parameter(1)
+  %f = f32[8,32]{{1,0}} fusion(%a, %b), kind=kOutput, calls=%fused
+  %c = bf16[8,32]{{1,0}} parameter(2)
+  ROOT %e = f32[8,8]{{1,0}} dot(%c, %c), lhs_contracting_dims={{1}}, rhs_contracting_dims={{1}}
+}}
+"""
+    counted = count(hlo.read(text))
+    own = 2 * 8 * 16 * 32
+    assert counted.products == own + 2 * 8 * 8 * 32
+    assert {"int8": counted.int8, "fp8": counted.fp8} == {"int8": 0, "fp8": 0} | {counted_as: own}
+
+
+HOST = "f32[8,64]{1,0:T(8,128)S(5)}"
+ROW = "f32[1,64]{1,0:T(1,128)}"
+
+
+@pytest.mark.parametrize(
+    ("line", "rows"),
+    [
+        (f"copy-start = ({HOST}, f32[8,64]{{1,0}}, u32[]{{:S(2)}}) copy-start(%x)", 8),
+        (f"copy-start = (f32[8,64]{{1,0}}, {HOST}, u32[]{{:S(2)}}) copy-start(%h)", 8),
+        ("copy-start = (f32[8,64]{1,0:S(1)}, f32[8,64]{1,0}, u32[]{:S(2)}) copy-start(%x)", 0),
+        (f"copy = {HOST} copy(%h)", 0),
+        (f"copy = {HOST} copy(%x)", 8),
+        (
+            f"dynamic-slice-start = (({HOST}, s32[], s32[]), {ROW}, u32[]{{:S(2)}}) "
+            "dynamic-slice-start(%h, %i, %i), dynamic_slice_sizes={1,64}",
+            1,
+        ),
+        (f"dynamic-slice = {ROW} dynamic-slice(%x, %i, %i), dynamic_slice_sizes={{1,64}}", 0),
+        (
+            f"dynamic-update-slice-start = (({HOST}, {ROW}, s32[], s32[]), {HOST}, u32[]{{:S(2)}}) "
+            "dynamic-update-slice-start(%h, %r, %i, %i)",
+            1,
+        ),
+        ("dynamic-update-slice = f32[8,64]{1,0} dynamic-update-slice(%x, %r, %i, %i)", 0),
+    ],
+)
+def test_transfers_to_and_from_the_host(line: str, rows: int):
+    """As a TPU's compiler writes what `jax.checkpoint` offloads: S(5) is the host's memory."""
+    text = f"""HloModule m, num_partitions=1
+
+ENTRY %main (x: f32[8,64], h: f32[8,64], r: f32[1,64], i: s32[]) -> s32[] {{
+  %x = f32[8,64]{{1,0}} parameter(0)
+  %h = {HOST} parameter(1)
+  %r = {ROW} parameter(2)
+  %i = s32[] parameter(3)
+  %{line}
+  ROOT %j = s32[] copy(%i)
+}}
+"""
+    assert count(hlo.read(text)).host == 4 * 64 * rows

@@ -6,6 +6,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from fedpax.parallel.axes import explicit_spec
 
@@ -40,14 +41,14 @@ def grouped_product(rows: jax.Array, kernels: jax.Array, sizes: jax.Array) -> ja
       >>> grouped_product(jnp.ones((3, 2)), kernels, jnp.array([1, 2])).tolist()
       [[1.0, 1.0], [10.0, 10.0], [10.0, 10.0]]
     """
-    return _product(rows, kernels, sizes, transposed=False)
+    return product_of_groups(rows, kernels, sizes)
 
 
 def _forward(
     rows: jax.Array, kernels: jax.Array, sizes: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     # Not by its own name: the derivative of a gradient would find no rule for it.
-    return _product(rows, kernels, sizes, transposed=False), (rows, kernels, sizes)
+    return product_of_groups(rows, kernels, sizes), (rows, kernels, sizes)
 
 
 def _backward(
@@ -55,7 +56,7 @@ def _backward(
 ) -> tuple[jax.Array, jax.Array, None]:
     rows, kernels, sizes = kept
     return (
-        _product(cotangents, kernels, sizes, transposed=True),
+        product_of_groups(cotangents, kernels, sizes, transposed=True),
         _kernel_gradients(rows, cotangents, sizes),
         None,
     )
@@ -64,10 +65,27 @@ def _backward(
 grouped_product.defvjp(_forward, _backward)
 
 
-def _product(
-    rows: jax.Array, kernels: jax.Array, sizes: jax.Array, *, transposed: bool
+def product_of_groups(
+    rows: jax.Array,
+    kernels: jax.Array,
+    sizes: jax.Array,
+    *,
+    transposed: bool = False,
+    dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """The product, or with kernels transposed the gradient of its rows."""
+    """The product without derivatives, or with kernels transposed the gradient of its rows.
+
+    Args:
+      rows: as those of `grouped_product`, of any type.
+      kernels: likewise.
+      sizes: likewise.
+      transposed: out[r] = rows[r] @ kernels[group of r].T.
+      dtype: what is returned, and summed in; None for the rows' dtype.
+
+    Returns:
+      [rows, outputs].
+    """
+    out = jnp.dtype(rows.dtype if dtype is None else dtype)
 
     # What vmap batches comes one after the other: a TPU has no batches of ragged products, and in
     # a batch of loops each would run as long as the longest.
@@ -77,15 +95,15 @@ def _product(
             rows,
             kernels,
             sizes,
-            tpu=functools.partial(_ragged_dot, transposed=transposed),
-            default=functools.partial(_product_in_blocks, transposed=transposed),
+            tpu=functools.partial(_ragged_dot, transposed=transposed, dtype=out),
+            default=functools.partial(_product_in_blocks, transposed=transposed, dtype=out),
         )
 
     return one(rows, kernels, sizes)
 
 
 def _ragged_dot(
-    rows: jax.Array, kernels: jax.Array, sizes: jax.Array, *, transposed: bool
+    rows: jax.Array, kernels: jax.Array, sizes: jax.Array, *, transposed: bool, dtype: DTypeLike
 ) -> jax.Array:
     dimensions = jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(([1], [2 if transposed else 1]), ([], [])),
@@ -93,11 +111,13 @@ def _ragged_dot(
         rhs_group_dimensions=[0],
     )
     out = explicit_spec((None, None), (len(rows), kernels.shape[1 if transposed else 2]))
-    return jax.lax.ragged_dot_general(rows, kernels, sizes, dimensions, out_sharding=out)
+    return jax.lax.ragged_dot_general(
+        rows, kernels, sizes, dimensions, preferred_element_type=dtype, out_sharding=out
+    )
 
 
 def _product_in_blocks(
-    rows: jax.Array, kernels: jax.Array, sizes: jax.Array, *, transposed: bool
+    rows: jax.Array, kernels: jax.Array, sizes: jax.Array, *, transposed: bool, dtype: DTypeLike
 ) -> jax.Array:
     block, kernel_axis = _block(len(rows), len(kernels)), 1 if transposed else 0
     outputs = kernels.shape[1 if transposed else 2]
@@ -108,14 +128,15 @@ def _product_in_blocks(
         def step(i: jax.Array, out: jax.Array) -> jax.Array:
             first, inside = _bounds(start + i * block, end, block, len(rows))
             part = jax.lax.dynamic_slice_in_dim(rows, first, block)
-            new = jax.lax.dot_general(part, kernel, (((1,), (kernel_axis,)), ((), ())))
+            inner = (((1,), (kernel_axis,)), ((), ()))
+            new = jax.lax.dot_general(part, kernel, inner, preferred_element_type=dtype)
             old = jax.lax.dynamic_slice_in_dim(out, first, block)
             return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(inside, new, old), first, 0)
 
         return jax.lax.fori_loop(0, -(-(end - start) // block), step, out), None
 
     ends = jnp.cumsum(sizes)
-    start = jnp.zeros_like(rows, shape=(len(rows), outputs))
+    start = jnp.zeros_like(rows, shape=(len(rows), outputs), dtype=dtype)
     return jax.lax.scan(of_group, start, (kernels, ends - sizes, ends))[0]
 
 

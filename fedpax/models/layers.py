@@ -100,6 +100,7 @@ class Layer(nnx.Module):
                 config.experts,
                 config.experts_per_token,
                 output_scale=output_scale,
+                quantization=config.quantization,
                 rngs=rngs,
             )
         else:

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 from fedpax.models.grouped_product import grouped_product
 from fedpax.models.parameters import normal
+from fedpax.models.quantization import Quantization, quantized_grouped_product
 from fedpax.parallel.axes import RULES, constrain, partition_spec
 
 
@@ -46,6 +47,7 @@ class MixtureOfExperts(nnx.Module):
       up: see `gate`.
       down: [experts, mlp_width, width].
       experts_per_token: how many experts a token goes through.
+      quantization: the number format of the experts' products in the forward pass.
 
     Raises:
       ValueError: there are no experts, or fewer than a token goes through.
@@ -69,6 +71,7 @@ class MixtureOfExperts(nnx.Module):
         experts_per_token: int,
         *,
         output_scale: float,
+        quantization: Quantization = "none",
         rngs: nnx.Rngs,
     ):
         """Draws each expert as a feed-forward network of its own, down times `output_scale`."""
@@ -82,7 +85,7 @@ class MixtureOfExperts(nnx.Module):
                 f"MixtureOfExperts: experts_per_token={experts_per_token}, but there are "
                 f"experts={experts}: choose from 1 to {experts} for each token."
             )
-        self.experts_per_token = experts_per_token
+        self.experts_per_token, self.quantization = experts_per_token, quantization
         self.router = nnx.Param(
             width**-0.5 * jax.random.normal(rngs.params(), (width, experts)), logical=(None, None)
         )
@@ -122,7 +125,9 @@ class MixtureOfExperts(nnx.Module):
             partition_spec(self.gate.logical[-3:], rules=rules, shape=gate.shape),
             partition_spec(self.down.logical[-3:], rules=rules, shape=down.shape),
         )
-        local = functools.partial(_mixture, k=self.experts_per_token, layout=layout)
+        local = functools.partial(
+            _mixture, k=self.experts_per_token, layout=layout, quantization=self.quantization
+        )
         if layout.axes:
             # By hand, because the compiler would gather all tokens on every device to sort them.
             local = jax.shard_map(
@@ -212,6 +217,7 @@ def _mixture(
     *,
     k: int,
     layout: _Layout,
+    quantization: Quantization,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The mixture of one device: its tokens x, the whole router, its parts of the experts."""
     token_axes = _names(layout.tokens)
@@ -245,7 +251,7 @@ def _mixture(
     order_of_rows = order[:rows]
     sorted_tokens = jnp.where(filled, tokens[order_of_rows // k], 0)
     sorted_shares = jnp.where(filled, shares.reshape(-1, 1)[order_of_rows], 0)
-    product = functools.partial(_product, sizes=sizes, axes=layout.axes)
+    product = functools.partial(_product, sizes=sizes, axes=layout.axes, quantization=quantization)
     inner = jax.nn.silu(product(sorted_tokens, gate, layout.wide, embed=1))
     inner = inner * product(sorted_tokens, up, layout.wide, embed=1)
     # The share comes before the last product, whose results no gradient needs then.
@@ -269,6 +275,7 @@ def _product(
     embed: int,
     sizes: jax.Array,
     axes: set[str],
+    quantization: Quantization,
 ) -> jax.Array:
     """Multiplies each expert's rows by its kernel, whose axis `embed` is gathered for it."""
     # Declared to vary before it is gathered: so gradients are scattered over fsdp first, and what
@@ -278,6 +285,8 @@ def _product(
     def compute(rows: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
         for axis in _names(spec[embed : embed + 1]):
             kernels = jax.lax.all_gather(kernels, axis, axis=embed, tiled=True)
+        if quantization != "none":
+            return quantized_grouped_product(rows, kernels, sizes, quantization)
         return grouped_product(rows, kernels, sizes)
 
     # Kept from one pass to the other, the gathered experts would take the memory that fsdp saves.

@@ -5,9 +5,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from fedpax.models.quantization import Quantization, quantized_einsum
+from fedpax.models.remat import PROJECTION
 from fedpax.parallel.axes import constrain
 
 
@@ -84,7 +86,8 @@ def project(
     def compute(x: jax.Array, value: jax.Array) -> jax.Array:
         gathered = _gathered(value, parameter.logical, x.dtype)
         if quantization != "none":
-            return quantized_einsum(subscripts, x, gathered, quantization)
+            product = quantized_einsum(subscripts, x, gathered, quantization)
+            return checkpoint_name(product, PROJECTION)
         return jnp.einsum(subscripts, x, gathered, out_sharding=out_sharding)
 
     # A scan over layers already keeps the two passes apart, which prevent_cse is there to ensure.

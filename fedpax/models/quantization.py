@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
+from fedpax.models.grouped_product import grouped_product, product_of_groups
+
 Quantization: TypeAlias = Literal["none", "int8", "fp8"]
 FORMATS = {"int8": "int8", "fp8": "float8_e4m3fn"}
 
@@ -53,6 +55,44 @@ def quantized_einsum(
     Integer-Arithmetic-Only Inference" (arXiv:1712.05877), section 3; Bengio et al., "Estimating or
     Propagating Gradients Through Stochastic Neurons" (arXiv:1308.3432), for the estimator.
     """
+    _check_mesh(quantization)
+    return _product(x, weight, subscripts, quantization)
+
+
+def quantized_grouped_product(
+    rows: jax.Array, kernels: jax.Array, sizes: jax.Array, quantization: Quantization
+) -> jax.Array:
+    """`grouped_product` of rows and kernels that are rounded to 8 bits, as `quantized_einsum` does.
+
+    A row has a scale of its own, and so has each output of each kernel.
+
+    Args:
+      rows: [rows, inputs], those of group 0 first.
+      kernels: [groups, inputs, outputs].
+      sizes: int32 [groups], the number of rows in each group.
+      quantization: "int8" or "fp8".
+
+    Returns:
+      [rows, outputs], of the rows' dtype. Rows after the last group may hold anything.
+
+    Raises:
+      ImportError: the package qwix, which does the rounding, is not installed.
+      ValueError: the mesh has explicit axes, which qwix does not know.
+
+    Example:
+      >>> rows, kernels = jnp.ones((3, 2)), jnp.stack([jnp.eye(2), 10 * jnp.eye(2)])
+      >>> try:
+      ...     y = quantized_grouped_product(rows, kernels, jnp.array([1, 2]), "int8")
+      ... except ImportError:  # fedpax was installed without fedpax[quantization]
+      ...     y = jnp.array([[1.0, 1.0], [9.9, 9.9], [9.9, 9.9]])
+      >>> [[f"{x:.1f}" for x in row] for row in y]
+      [['1.0', '1.0'], ['9.9', '9.9'], ['9.9', '9.9']]
+    """
+    _check_mesh(quantization)
+    return _grouped(rows, kernels, sizes, quantization)
+
+
+def _check_mesh(quantization: Quantization) -> None:
     types = jax.sharding.get_abstract_mesh().axis_types
     if AxisType.Explicit in types:
         raise ValueError(
@@ -60,7 +100,6 @@ def quantized_einsum(
             "automatic axes. Make the mesh with axis_types=jax.sharding.AxisType.Auto, or set "
             "quantization='none'."
         )
-    return _product(x, weight, subscripts, quantization)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -70,17 +109,18 @@ def _product(
     subscripts: str,
     quantization: Quantization,
 ) -> jax.Array:
-    qwix = _qwix()
     inputs, output = subscripts.split("->")
     rounded = [
-        qwix.quantize(
-            operand,
-            jnp.dtype(FORMATS[quantization]),
-            channelwise_axes=[i for i, letter in enumerate(letters) if letter in output],
-        )
+        _rounded(operand, [i for i, letter in enumerate(letters) if letter in output], quantization)
         for operand, letters in zip((x, weight), inputs.split(","), strict=True)
     ]
-    return qwix.einsum(subscripts, *rounded).astype(x.dtype)
+    return _qwix().einsum(subscripts, *rounded).astype(x.dtype)
+
+
+def _rounded(operand: jax.Array, scaled_axes: list[int], quantization: Quantization) -> Any:
+    """The operand in the format, with a scale for each index of some of its axes."""
+    dtype = jnp.dtype(FORMATS[quantization])
+    return _qwix().quantize(operand, dtype, channelwise_axes=scaled_axes)
 
 
 def _forward(
@@ -102,6 +142,36 @@ def _backward(
 
 
 _product.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _grouped(
+    rows: jax.Array, kernels: jax.Array, sizes: jax.Array, quantization: Quantization
+) -> jax.Array:
+    left, right = _rounded(rows, [0], quantization), _rounded(kernels, [0, 2], quantization)
+    total = jnp.int32 if quantization == "int8" else jnp.float32
+    products = product_of_groups(left.qvalue, right.qvalue, sizes, dtype=total)
+    # Each row's group, found by where the groups end.
+    group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(len(rows)), side="right")
+    scales = left.scale * right.scale[:, 0].at[group].get(mode="clip")
+    return (products * scales).astype(rows.dtype)
+
+
+def _grouped_forward(
+    rows: jax.Array, kernels: jax.Array, sizes: jax.Array, quantization: Quantization
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    return _grouped(rows, kernels, sizes, quantization), (rows, kernels, sizes)
+
+
+def _grouped_backward(
+    _: Quantization, kept: tuple[jax.Array, ...], gradient: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:
+    rows, kernels, sizes = kept
+    exact = functools.partial(grouped_product, sizes=sizes)
+    return *jax.vjp(lambda rows, kernels: exact(rows, kernels), rows, kernels)[1](gradient), None
+
+
+_grouped.defvjp(_grouped_forward, _grouped_backward)
 
 
 def _qwix() -> Any:

@@ -10,15 +10,38 @@ import jax
 ATTENTION = "attention"
 """What `jax.ad_checkpoint.checkpoint_name` calls the result of attention, before its projection."""
 
+PROJECTION = "projection"
+"""The same, of a projection that no policy of products sees, as it is rounded to 8 bits."""
+
+
+def _products_and_names(products: Callable[..., Any], names: Callable[..., Any]) -> Callable:
+    def policy(primitive: Any, *avals: Any, **params: Any) -> Any:
+        decide = names if primitive.name == "name" else products
+        return decide(primitive, *avals, **params)
+
+    return policy
+
+
 _policies = jax.checkpoint_policies
 POLICIES: dict[str, Callable[..., Any]] = {
     "full": _policies.nothing_saveable,
-    "dots": _policies.dots_saveable,
-    "dots_with_no_batch_dims": _policies.save_from_both_policies(
-        _policies.dots_with_no_batch_dims_saveable, _policies.save_only_these_names(ATTENTION)
+    "dots": _products_and_names(
+        _policies.dots_saveable, _policies.save_only_these_names(PROJECTION)
+    ),
+    "dots_with_no_batch_dims": _products_and_names(
+        _policies.dots_with_no_batch_dims_saveable,
+        _policies.save_only_these_names(ATTENTION, PROJECTION),
     ),
     "save_attention": _policies.save_only_these_names(ATTENTION),
-    "offload": _policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
+    "offload": _products_and_names(
+        _policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
+        _policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=[PROJECTION],
+            offload_src="device",
+            offload_dst="pinned_host",
+        ),
+    ),
 }
 """What a layer keeps besides its input, from least time to least memory.
 

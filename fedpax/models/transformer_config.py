@@ -34,8 +34,8 @@ class TransformerConfig:
       logit_softcap: logits are squeezed between -cap and cap, by cap tanh(logit / cap).
       dtype: what layers compute in. Parameters are float32 in any case, and so are norms,
         softmax and logits ("float64", for checks, needs JAX's 64-bit mode).
-      quantization: the number format of the layers' matrix products in the forward pass, experts'
-        excepted; gradients stay as they are. See `fedpax.models.quantization`.
+      quantization: the number format of the layers' matrix products in the forward pass;
+        gradients stay as they are. See `fedpax.models.quantization`.
       attention: its implementation; see `fedpax.models.attention_kernels.causal_attention`.
       remat: what a layer keeps for the backward pass; see `fedpax.models.remat`.
       unroll: how many layers the scan over layers takes at once; all of them is fastest for a

@@ -179,9 +179,12 @@ def _products(computation: Computation, instruction: Instruction) -> float | Non
 def _type(computation: Computation, instruction: Instruction) -> str:
     """The type of what a product multiplies, as the text names it; "" where that is not known."""
     cublas = 'custom_call_target="__cublas$' in instruction.attributes
-    if instruction.opcode not in ("dot", "convolution") and not cublas:
+    grouped = instruction.opcode == "custom-call" and instruction.name.startswith("ragged-dot")
+    if instruction.opcode not in ("dot", "convolution") and not cublas and not grouped:
         return ""
-    return computation.instructions[instruction.operands[0]].shape.partition("[")[0]
+    # A TPU's kernel of grouped products takes the groups first, and what it multiplies last.
+    operand = instruction.operands[-1 if grouped else 0]
+    return computation.instructions[operand].shape.partition("[")[0]
 
 
 def _splash(computation: Computation, instruction: Instruction) -> float | None:

@@ -225,3 +225,22 @@ def test_every_island_computes_as_if_alone() -> None:
         close(compiled(*placed), jax.tree.map(lambda *leaves: np.stack(leaves), *expected))
     found = collectives(compiled.as_text(), mesh)
     assert found and not any("islands" in each.axes for each in found)
+
+
+@pytest.mark.parametrize("sizes", [{"expert": 2, "fsdp": 2}, {"expert": 2, "tensor": 2}])
+def test_in_int8_the_experts_are_near_what_they_are(sizes: dict[str, int]):
+    pytest.importorskip("qwix")
+    params, x = draw_params(), draw(8, 4, WIDTH)
+    build = partial(MixtureOfExperts, WIDTH, MLP_WIDTH, EXPERTS, 2, output_scale=1.0)
+    rounded = functional(partial(build, quantization="int8"))
+    exact, _ = MODEL.apply(params, x)
+    mesh = make_mesh(sizes)
+    with jax.set_mesh(mesh):
+        rows = NamedSharding(mesh, partition_spec(ROWS, mesh, shape=x.shape))
+        placed = jax.device_put((params, x), (shardings(MODEL.logical, params, mesh), rows))
+        found, _ = jax.jit(rounded.apply)(*placed)
+        gradient = jax.jit(jax.grad(partial(loss, rounded)))(*placed)
+    assert 1e-4 < np.linalg.norm(found - exact) / np.linalg.norm(exact) < 0.03
+    of_exact = jax.grad(partial(loss, MODEL))(params, x)
+    for name, expected in of_exact.items():
+        assert np.linalg.norm(gradient[name] - expected) < 0.1 * np.linalg.norm(expected), name

@@ -5,17 +5,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from fedpax.models.grouped_product import grouped_product
 from fedpax.models.losses import transformer_loss
-from fedpax.models.quantization import quantized_einsum
+from fedpax.models.parameters import project
+from fedpax.models.quantization import FORMATS, quantized_einsum, quantized_grouped_product
+from fedpax.models.remat import rematerialize
 from fedpax.models.transformer import TransformerConfig, transformer
 
 SMALL = TransformerConfig(vocabulary=23, layers=2, width=32, heads=4, key_value_heads=2)
 
 
-@pytest.fixture(autouse=True)
-def _installed() -> None:
-    pytest.importorskip("qwix")
+qwix = pytest.importorskip("qwix")
 
 
 def draw() -> tuple[Any, Any]:
@@ -51,6 +53,47 @@ def test_the_product_is_in_the_format_and_the_gradient_is_not(
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), gradient, exact)
 
 
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+def test_a_grouped_product_is_that_of_each_group(quantization: Any) -> None:
+    random = np.random.default_rng(0)
+    rows = random.normal(size=(200, 32)).astype(np.float32)
+    rows[7] = 0
+    rows[180:] = np.nan  # after the last group
+    kernels = random.normal(size=(4, 32, 16)).astype(np.float32)
+    sizes = np.array([90, 0, 1, 89], np.int32)
+    product = partial(quantized_grouped_product, sizes=sizes, quantization=quantization)
+    found, back = jax.vjp(product, rows, kernels)
+    dtype = jnp.dtype(FORMATS[quantization])
+    left, right = (
+        np.asarray(qwix.dequantize(qwix.quantize(x, dtype, channelwise_axes=axes)), np.float64)
+        for x, axes in [(rows, [0]), (kernels, [0, 2])]
+    )
+    for row, group in enumerate(np.repeat(range(4), sizes)):
+        np.testing.assert_allclose(found[row], left[row] @ right[group], rtol=1e-5, atol=1e-5)
+    cotangent = random.normal(size=(200, 16)).astype(np.float32)
+    cotangent[180:] = 0
+    exact = jax.vjp(lambda r, k: grouped_product(r, k, sizes), rows, kernels)[1](cotangent)
+    for gradient, expected in zip(back(cotangent), exact, strict=True):
+        kept = slice(0, 180 if len(gradient) == 200 else None)
+        np.testing.assert_allclose(gradient[kept], expected[kept], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["dots", "dots_with_no_batch_dims", "offload"])
+def test_policies_of_products_keep_those_that_are_rounded(policy: str) -> None:
+    """They are rounded in the forward pass, and not in the backward pass again."""
+    weight = nnx.Param(jnp.ones((8, 8)), logical=("embed", "mlp"))
+
+    def layer(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return jnp.tanh(project("btw,wm->btm", x, weight, quantization="int8")), None
+
+    def rounded(policy: str) -> int:
+        step = rematerialize(layer, policy)
+        gradient = jax.grad(lambda x: jnp.sum(jax.lax.scan(step, x, length=3)[0]))
+        return str(jax.make_jaxpr(gradient)(jnp.ones((2, 4, 8)))).count("new_dtype=int8")
+
+    assert (rounded(policy), rounded("full")) == (2, 4)
+
+
 def test_explicit_axes_are_refused() -> None:
     mesh = jax.make_mesh((2,), ("fsdp",), devices=jax.devices()[:2])
     with (
@@ -61,10 +104,17 @@ def test_explicit_axes_are_refused() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("experts", [0, 4])
 @pytest.mark.parametrize("quantization", ["int8", "fp8"])
-def test_a_quantized_model_learns(quantization: Any) -> None:
+def test_a_quantized_model_learns(quantization: Any, experts: int) -> None:
     config = TransformerConfig(
-        vocabulary=23, layers=2, width=32, heads=4, mlp_width=48, quantization=quantization
+        vocabulary=23,
+        layers=2,
+        width=32,
+        heads=4,
+        mlp_width=48,
+        experts=experts,
+        quantization=quantization,
     )
     tokens = np.random.default_rng(0).integers(0, 23, (4, 17)).astype(np.int32)
     batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}

@@ -58,7 +58,8 @@ def causal_attention(
       The shape and dtype of query.
 
     Raises:
-      ValueError: splash attention cannot take these sizes.
+      ValueError: splash attention or cuDNN's cannot take these sizes or this type, or is asked for
+        on another platform than its own.
 
     Example:
       >>> x = jax.random.normal(jax.random.key(0), (1, 3, 2, 4))
@@ -68,6 +69,11 @@ def causal_attention(
     """
     chosen = _best(query) if implementation == "auto" else implementation
     if chosen == "splash":  # which names its result itself, and what else it wants kept
+        if splash_supports(query) and platform() != "tpu":
+            raise ValueError(
+                f"attention='splash' on {platform()}: it is a kernel for TPUs. Set "
+                "attention='auto', which takes what there is."
+            )
         return splash_attention(query, key, value, segments, window=window)
     attended = _attend(query, key, value, segments, window, chosen)
     return checkpoint_name(attended, ATTENTION)
@@ -90,14 +96,17 @@ def platform() -> str:
 
 
 def _best(query: jax.Array) -> Implementation | Literal["ring"]:
-    where, head_width = platform(), query.shape[-1]
     if _sequences_are_cut(query.shape[1]):
         return "ring"
-    if where == "tpu" and splash_supports(query):
+    if platform() == "tpu" and splash_supports(query):
         return "splash"
-    if where == "gpu" and query.dtype.itemsize == 2 and head_width % 8 == 0 and head_width <= 128:
-        return "cudnn"
-    return "einsum"
+    return "cudnn" if _cudnn_supports(query) else "einsum"
+
+
+def _cudnn_supports(query: jax.Array) -> bool:
+    head_width = query.shape[-1]
+    fits = query.dtype.itemsize == 2 and head_width % 8 == 0 and head_width <= 128
+    return platform() == "gpu" and fits
 
 
 def _sequences_are_cut(length: int) -> bool:
@@ -122,6 +131,12 @@ def _attend(
         mask = attention_mask(length, segments, window)[:, None]
         return jax.nn.dot_product_attention(query, key, value, mask=mask, implementation="xla")
     if implementation == "cudnn":
+        if not _cudnn_supports(query):
+            raise ValueError(
+                f"attention='cudnn' of {query.dtype} with heads of width {query.shape[-1]} on "
+                f"{platform()}: cuDNN's flash attention is for GPUs, bfloat16 or float16, and head "
+                "widths of 8, 16, ... 128. Set attention='auto', which takes what there is."
+            )
         same = None
         if segments is not None:
             same = (segments[:, :, None] == segments[:, None, :])[:, None]

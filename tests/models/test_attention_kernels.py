@@ -101,6 +101,13 @@ def test_splash_refuses_what_it_cannot_take() -> None:
         causal_attention(*draw(128), implementation="splash")
 
 
+@pytest.mark.parametrize("implementation", ["splash", "cudnn"])
+def test_kernels_are_refused_where_they_do_not_run(implementation: Any) -> None:
+    args = draw(128, head_width=64)
+    with pytest.raises(ValueError, match=rf"'{implementation}'.* on cpu: .*attention='auto'"):
+        jax.jit(partial(causal_attention, implementation=implementation))(*args)
+
+
 @pytest.mark.parametrize(
     ("name", "expected"), [("tpu", "tpu"), ("cuda", "gpu"), ("gpu", "gpu"), ("cpu", "cpu")]
 )

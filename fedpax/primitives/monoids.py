@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 class Monoid(NamedTuple):
@@ -55,17 +56,22 @@ def accumulator(dtype: Any) -> Any:
 
 
 def _least(dtype: Any) -> jax.Array:
-    if dtype == jnp.bool_:
-        return jnp.zeros((), dtype)
-    least = jnp.iinfo(dtype).min if jnp.issubdtype(dtype, jnp.integer) else -jnp.inf
-    return jnp.asarray(least, dtype)
+    return jnp.asarray(_bounds(dtype)[0], dtype)
 
 
 def _greatest(dtype: Any) -> jax.Array:
+    return jnp.asarray(_bounds(dtype)[1], dtype)
+
+
+def _bounds(dtype: Any) -> tuple[Any, Any]:
+    """The least and the greatest number; some floats of 8 bits have no infinities."""
     if dtype == jnp.bool_:
-        return jnp.ones((), dtype)
-    greatest = jnp.iinfo(dtype).max if jnp.issubdtype(dtype, jnp.integer) else jnp.inf
-    return jnp.asarray(greatest, dtype)
+        return False, True
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).min, jnp.iinfo(dtype).max
+    if np.isinf(np.asarray(np.inf).astype(dtype)):
+        return -np.inf, np.inf
+    return jnp.finfo(dtype).min, jnp.finfo(dtype).max
 
 
 def _elementwise(reduce: Callable, merge: Callable, start: Callable, collective: Any) -> Monoid:
@@ -138,37 +144,39 @@ def is_same(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def with_who(extremum: Monoid) -> Monoid:
-    """An extremum, the least number of those that attain it, and how many they are."""
+    """An extremum; of those that attain it the first number, the last, and how many they are."""
+    parts = (extremum, MINIMUM, MAXIMUM, ADDITION)
 
-    def settle(best, x, number, count):
-        """A total's number and count, where `best` is the extremum of all."""
+    def settle(best, x, *who):
+        """A total's numbers and count, where `best` is the extremum of all."""
         own = is_same(x, best)
-        return jnp.where(own, number, _greatest(number.dtype)), jnp.where(own, count, 0)
+        nobody = start([x.dtype, *(a.dtype for a in who)])[1:]
+        return [jnp.where(own, a, none) for a, none in zip(who, nobody, strict=True)]
 
     def reduce(total):
         (best,) = extremum.reduce(total[:1])
-        number, count = settle(best, *total)
-        return [best, jnp.min(number, axis=0), jnp.sum(count, axis=0, dtype=count.dtype)]
+        who = settle(best, *total)
+        return [best, *(m.reduce([a])[0] for m, a in zip(parts[1:], who, strict=True))]
 
     def merge(total, other):
         (best,) = extremum.merge(total[:1], other[:1])
-        (number, count), (number_, count_) = settle(best, *total), settle(best, *other)
-        return [best, jnp.minimum(number, number_), count + count_]
+        who = zip(parts[1:], settle(best, *total), settle(best, *other), strict=True)
+        return [best, *(m.merge([a], [b])[0] for m, a, b in who)]
 
     def start(dtypes):
-        return [*extremum.start(dtypes[:1]), _greatest(dtypes[1]), jnp.zeros((), dtypes[2])]
+        return [m.start([dtype])[0] for m, dtype in zip(parts, dtypes, strict=True)]
 
     def collective(total, axis):
         (best,) = extremum.collective(total[:1], axis)
-        number, count = settle(best, *total)
-        return [best, jax.lax.pmin(number, axis), jax.lax.psum(count, axis)]
+        who = settle(best, *total)
+        return [best, *(m.collective([a], axis)[0] for m, a in zip(parts[1:], who, strict=True))]
 
     def each(fn: Callable) -> Callable:
-        """The function for several totals, of three arrays each."""
+        """The function for several totals, of four arrays each."""
 
         def run(*lists):
-            starts = range(0, len(lists[0]), 3)
-            return [x for i in starts for x in fn(*(entries[i : i + 3] for entries in lists))]
+            starts = range(0, len(lists[0]), len(parts))
+            return [x for i in starts for x in fn(*(own[i : i + len(parts)] for own in lists))]
 
         return run
 

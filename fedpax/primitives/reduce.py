@@ -381,6 +381,53 @@ _define_reduction(
 # ---- max and min
 
 
+federated_choice_p = Primitive("federated_choice")
+"""`where(mask, t, 0)`, for each participant; linear in t.
+
+`jnp.where` would do, but under `jax.vmap` it puts the batch axis before that of the participants,
+where the streaming pass does not look for it.
+"""
+
+
+def choose(mask: jax.Array, t: jax.Array) -> jax.Array:
+    """What `federated_choice_p` computes, of all participants or of one."""
+    return jnp.where(mask, t, 0)
+
+
+def _choice_jvp(primals, tangents, *, placement):
+    (mask, t), (_, tangent) = primals, tangents
+    out = federated_choice_p.bind(mask, t, placement=placement)
+    if is_zero(tangent):
+        return out, zero_tangent(out)
+    return out, federated_choice_p.bind(mask, tangent, placement=placement)
+
+
+def _choice_transpose(cotangent, mask, t, *, placement):
+    if is_zero(cotangent):
+        return [None, Zero(t.aval)]
+    return [None, federated_choice_p.bind(mask, cotangent, placement=placement)]
+
+
+def _choice_batch(axis, args, dims, *, placement):
+    in_second_place = [
+        jnp.broadcast_to(jnp.expand_dims(a, 1), (a.shape[0], axis.size, *a.shape[1:]))
+        if d is None
+        else jnp.moveaxis(a, d, 1)
+        for a, d in zip(args, dims, strict=True)
+    ]
+    return federated_choice_p.bind(*in_second_place, placement=placement), 1
+
+
+define(
+    federated_choice_p,
+    abstract=lambda mask, t, *, placement: (t, set()),
+    implementation=lambda mask, t, *, placement: choose(mask, t),
+    jvp=_choice_jvp,
+    transpose=_choice_transpose,
+    batch=_choice_batch,
+)
+
+
 def _extremum_terms(x, *of_who):
     return [x, *(_expand(a, x) + jnp.zeros_like(x, a.dtype) for a in of_who)]
 
@@ -389,15 +436,20 @@ def _extremum_jvp(who, primals, tangents, *, placement):
     x, t = primals[0], tangents[0]
     ones = broadcast(jnp.int32(1), placement)
     numbers = federated_index_p.bind(placement=placement)
-    out, first, ties = who.bind(x, numbers, ones, placement=placement)
+    out, *known = who.bind(x, numbers, numbers, ones, placement=placement)
     if is_zero(t):
-        return [out, first, ties], [zero_tangent(a) for a in (out, first, ties)]
+        return [out, *known], [zero_tangent(a) for a in (out, *known)]
     # Where x is computed again it may be rounded otherwise, and nobody's be equal to the maximum:
-    # so whoever came first is known by number. Ties are of values that no rounding reaches.
-    tied = is_same(x, broadcast(out, placement)) & (broadcast(ties, placement) > 1)
-    attained = tied | (_expand(numbers, x) == broadcast(first, placement))
-    total = federated_sum_p.bind(jnp.where(attained, t, 0), placement=placement)
-    return [out, first, ties], [total / ties.astype(t.dtype), *map(zero_tangent, (first, ties))]
+    # so the first who attained it is known by number, and the last. Only those between two are
+    # found by comparing.
+    first, last, ties = (broadcast(a, placement) for a in known)
+    number = _expand(numbers, x)
+    between = is_same(x, broadcast(out, placement)) & (ties > 2)
+    chosen = federated_choice_p.bind(
+        (number == first) | (number == last) | between, t, placement=placement
+    )
+    total = federated_sum_p.bind(chosen, placement=placement)
+    return [out, *known], [total / known[-1].astype(t.dtype), *map(zero_tangent, known)]
 
 
 def _extremum_alone_jvp(primitive, who, primals, tangents, *, placement):

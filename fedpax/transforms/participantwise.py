@@ -20,8 +20,9 @@ Params = dict[str, Any]
 ELEMENTWISE = frozenset(
     """
     abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp clz complex conj
-    convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt
-    imag integer_pow is_finite le lgamma log log1p logistic lt max min mul name ne neg nextafter not
+    convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1
+    federated_choice floor ge gt imag integer_pow is_finite le lgamma log log1p logistic lt max min
+    mul name ne neg nextafter not
     or population_count pow real reduce_precision rem round rsqrt select_n shift_left
     shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh
     xor

@@ -105,8 +105,10 @@ class Plan:
 
     def is_read(self, v: Atom, stage: int) -> bool:
         """Whether the loop of a stage reads a participant's value that another loop stored."""
-        earlier = self.is_mapped(v) and self.stage_of(v) < stage
-        return earlier and (not self.is_repeatable(v) or v in self.stored.get(self.stage_of(v), ()))
+        own = self.stage_of(v)
+        if not self.is_mapped(v) or own >= stage or own not in self.loops:
+            return False
+        return not self.is_repeatable(v) or v in self.stored[own]
 
     def store(self, v: Atom, why: str) -> None:
         """Notes that a value is needed as a whole."""

@@ -42,6 +42,8 @@ from fedpax.primitives.placement import Placement
 from fedpax.primitives.program import federated_program_p
 from fedpax.primitives.reduce import (
     REDUCTIONS,
+    choose,
+    federated_choice_p,
     federated_max_p,
     federated_min_p,
     federated_sum_p,
@@ -333,6 +335,8 @@ def run_loop(
                 outputs = [number]
             elif eqn.primitive is federated_broadcast_p:
                 outputs = inputs
+            elif eqn.primitive is federated_choice_p:
+                outputs = [choose(*map(taken, inputs))]
             else:
                 outputs = rebind(eqn, list(map(taken, inputs)), params)
             for v, output in zip(eqn.outvars, outputs, strict=True):

@@ -68,6 +68,24 @@ def test_those_who_attain_it_together_share_its_gradient(functions, at_once, cur
     close(tangent, jax.jvp(plain, (w, x), (w, np.cos(x)))[1], 1e-4)
 
 
+def test_twins_share_it_though_one_is_rounded_otherwise():
+    """One of them is in a chunk and the other in the rest, which is compiled by itself."""
+    w, x = normal(4, 6, seed=1), normal(8, 6, seed=2)
+    x[0] = x[7] = 3 + 0.2 * normal(6, seed=3)
+    train = lambda w, x: jax.nn.softmax(x * w) @ jnp.ones((6, 6)) * w + x * w
+
+    @fedpax.program(clients=8, clients_per_step=3)
+    def program(w, x):
+        return federated_max(federated_map(jax.checkpoint(train), federated_broadcast(w), x))
+
+    plain = lambda w, x: jnp.max(jax.vmap(train, (None, 0))(w, x), 0)
+    gradients = (
+        jax.jit(jax.vmap(jax.grad(lambda w, x, f=fn: jnp.sum(f(w, x)), (0, 1)), (0, None)))(w, x)
+        for fn in (program, plain)
+    )
+    close(*gradients, 1e-3)
+
+
 @pytest.mark.parametrize("functions", [Federated, Rematerialized])
 def test_pieces_know_who_attains_it(functions):
     w, x = np.abs(normal(16)) + 0.1, tied(N, 16)
@@ -129,3 +147,12 @@ def test_an_extremum_is_exact_for_any_bits(dtype, current_mesh):
     wide = np.float32(x)
     for extremum, expected in zip(found, (np.max(wide, 0), np.min(wide, 0)), strict=True):
         np.testing.assert_array_equal(np.float32(extremum), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e4m3b11fnuz", "float8_e5m2"])
+def test_extrema_of_eight_bits(dtype):
+    """Some of these have no infinities to begin a loop with."""
+    x = jnp.array([[1.0, -2.0], [-1.0, -4.0]]).astype(dtype)
+    program = fedpax.program(clients=2, clients_per_step=1)
+    found = program(lambda x: [f(federated_map(lambda x: -x, x)) for f in EXTREMA])(x)
+    assert [leaf.astype(jnp.float32).tolist() for leaf in found] == [[1.0, 4.0], [-1.0, 2.0]]

@@ -144,6 +144,18 @@ def test_memory_of_a_gradient_is_flat_where_participants_are_rematerialized(name
     assert is_flat(make)
 
 
+def test_a_forward_derivative_of_an_extremum_is_streamed():
+    def make(size):
+        @fedpax.program(clients=size, clients_per_step=1)
+        def program(w, x, n):
+            moved = federated_map(jax.checkpoint(local), federated_broadcast(w), x)
+            return fedpax.federated_max(moved)
+
+        return jax.jacfwd(lambda *args: jnp.sum(program(*args)))
+
+    assert is_flat(make)
+
+
 def nested(levels, at_once):
     """Means of means of what the innermost compute of a server's value and of their own."""
 

@@ -232,3 +232,19 @@ def test_a_round_of_an_algorithm_runs_in_pieces():
     steps = np.arange(N) % 5
     found = fedpax.in_pieces(method.round, 5)(state, batches, weights, steps)
     close(found, method.round(state, batches, weights, steps))
+
+
+@pytest.mark.parametrize(
+    "work", [lambda y: jnp.where(y > 0, y, y * y), lambda y: (y - fedpax.federated_max(y)) ** 2]
+)
+def test_pieces_of_second_derivatives(work, current_mesh):
+    """Between two loops stands work of a stage that has no loop of its own."""
+    w, x = normal(6), normal(8, 6)
+
+    @fedpax.program(clients=8, clients_per_step=2)
+    def program(w, x):
+        moved = fedpax.federated_map(lambda w, x: jnp.tanh(x) * w, fedpax.federated_broadcast(w), x)
+        return fedpax.federated_mean(work(moved))
+
+    hessian = jax.jacfwd(jax.grad(lambda w, x: jnp.sum(program(w, x) ** 2)))
+    close(fedpax.in_pieces(hessian, 4)(w, x), hessian(w, x))

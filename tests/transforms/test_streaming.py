@@ -164,3 +164,23 @@ def test_a_map_that_only_prints_still_runs(capfd):
     assert program(jnp.arange(3)) == 3
     jax.effects_barrier()
     assert sorted(capfd.readouterr().out.split()) == ["0", "1", "2", "client", "client", "client"]
+
+
+def test_arrays_of_numpy_on_an_explicit_mesh():
+    """Their types know of no mesh, so that no result can take their place."""
+    x = np.ones((2, 8, 3), np.float32)
+
+    @fedpax.program(regions=2, clients=8, clients_per_step=1)
+    def program(w, x):
+        def region(x):
+            moved = federated_map(lambda x: jnp.tanh(x * w), x, placement="clients")
+            return federated_mean(moved, placement="clients")
+
+        means = federated_map(jax.checkpoint(region), x, placement="regions")
+        return jnp.sum(jnp.sin(federated_sum(means, placement="regions")))
+
+    expected = jax.grad(program, 1)(0.5, x)
+    kinds = (jax.sharding.AxisType.Explicit,) * 2
+    with jax.set_mesh(jax.make_mesh((4, 2), ("clients", "fsdp"), axis_types=kinds)):
+        found = jax.grad(program, 1)(0.5, x)
+    close(jax.device_get(found), jax.device_get(expected))

@@ -5,6 +5,7 @@ import inspect
 import json
 import math
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -110,6 +111,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (NonFiniteError, MemoryOverflowError) as error:
         print(f"fedpax: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("fedpax: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     except Exception as error:
         if not _is_refusal(error):
             raise
@@ -177,12 +181,15 @@ def _train(arguments: Sequence[str]) -> int:
     outcome = train(
         experiment, options.job_log_dir, exp=options.exp, accept_changes=options.accept_changes
     )
-    folder, rounds = options.job_log_dir, f"{outcome.rounds} of {experiment.training.rounds} rounds"
+    folder, wanted = options.job_log_dir, experiment.training.rounds
+    rounds = f"{outcome.rounds} of {wanted} rounds"
     if outcome.signal is not None:
         print(f"{outcome.signal.name}: saved {rounds} in {folder}; the same command goes on.")
         return 128 + outcome.signal
     if not outcome.trained:
-        print(f"Nothing to do: {folder} holds all {rounds}.")
+        more = outcome.rounds > wanted
+        held = f"{outcome.rounds} rounds, and {wanted} were asked for" if more else f"all {rounds}"
+        print(f"Nothing to do: {folder} holds {held}.")
         return 0
     loss = (outcome.evaluation or {}).get("loss", math.nan)
     print(f"Finished {rounds} in {folder}: held-out loss {loss:.4f}.")

@@ -259,6 +259,17 @@ def test_the_experiments_that_come_with_fedpax_can_be_configured(run: Run) -> No
         assert configure(name, []) == function()
 
 
+def test_ctrl_c_before_the_training_ends_without_a_traceback(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fedpax.main.configure", interrupted)
+    command = ("train", f"--exp={REGRESSION}", f"--job_log_dir={tmp_path}")
+    assert run(*command) == (130, "", "fedpax: interrupted\n")
+
+
 def test_train_continue_refuse(run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     command = ("train", f"--exp={REGRESSION}", f"--job_log_dir={folder}", "--model.hidden", "6")
@@ -278,6 +289,9 @@ def test_train_continue_refuse(run: Run, tmp_path: Path) -> None:
 
     status, output, _ = run(*command, "--training.rounds=5", "--accept_changes")
     assert status == 0 and "Finished 5 of 5 rounds" in output
+    status, output, _ = run(*command, "--training.rounds=3", "--accept_changes")
+    held = "holds 5 rounds, and 3 were asked for"
+    assert (status, output) == (0, f"Nothing to do: {folder} {held}.\n")
 
 
 def test_a_loss_that_is_not_finite_is_an_error(run: Run, tmp_path: Path) -> None:

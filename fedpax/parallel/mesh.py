@@ -78,6 +78,11 @@ def make_mesh(
     """
     devices = list(available_devices() if devices is None else devices)
     sizes = _resolve(axis_sizes, devices)
+    if isinstance(axis_types, str):
+        raise TypeError(
+            f"make_mesh(axis_types={axis_types!r}): expected a jax.sharding.AxisType, such as "
+            "AxisType.Explicit, or one by axis name."
+        )
     if axis_types is None or isinstance(axis_types, AxisType):
         types = dict.fromkeys(sizes, axis_types or AxisType.Auto)
     else:
@@ -106,6 +111,9 @@ class MeshConfig:
       expert: parts into which the experts of a mixture are divided.
       stage: stages of the pipeline.
 
+    Raises:
+      ValueError: a size is 0, or below -1.
+
     Example:
       >>> MeshConfig(islands=4, fsdp=2).size
       8
@@ -121,6 +129,15 @@ class MeshConfig:
     sequence: int = 1
     expert: int = 1
     stage: int = 1
+
+    def __post_init__(self) -> None:
+        """Checks the sizes."""
+        for name, size in asdict(self).items():
+            if size < 1 and size != -1:
+                raise ValueError(
+                    f"mesh.{name}={size} is not a size: make it at least 1, or -1 for the rest of "
+                    "the devices."
+                )
 
     @property
     def size(self) -> int:

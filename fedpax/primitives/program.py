@@ -70,6 +70,11 @@ def program(
             f"fedpax.program got {undeclared!r} in the place of placements. Name the participants "
             "in parentheses: @fedpax.program(clients=1000)."
         )
+    if not isinstance(placements, Mapping | None):
+        raise TypeError(
+            f"fedpax.program() got placements={placements!r}, expected sizes by name, such as "
+            "placements={'clients': 1000}."
+        )
     both = set(sizes) & set(placements or {})
     if both:
         raise ValueError(

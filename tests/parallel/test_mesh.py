@@ -59,6 +59,17 @@ def test_devices_that_are_asked_for():
     assert make_mesh(devices=some, islands=2, fsdp=-1).devices.tolist() == [some[:2], some[2:]]
 
 
+@pytest.mark.parametrize("size", [0, -2])
+def test_a_configured_size_is_checked(size: int):
+    with pytest.raises(ValueError, match=rf"mesh.fsdp={size} is not a size.* or -1 for the rest"):
+        MeshConfig(fsdp=size)
+
+
+def test_axis_types_are_no_names():
+    with pytest.raises(TypeError, match=r"axis_types='explicit'.*AxisType\.Explicit"):
+        make_mesh(clients=-1, axis_types="explicit")  # type: ignore[arg-type]
+
+
 def test_axis_types():
     explicit = make_mesh(axis_types=AxisType.Explicit, clients=4, fsdp=2)
     assert explicit.axis_types == (AxisType.Explicit, AxisType.Explicit)

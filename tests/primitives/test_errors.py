@@ -80,6 +80,11 @@ def test_no_placement():
             call()
 
 
+def test_placements_that_are_a_name():
+    with pytest.raises(TypeError, match=r"placements='clients', expected sizes by name"):
+        fedpax.program(placements="clients")
+
+
 def test_a_decorator_without_parentheses():
     with pytest.raises(TypeError, match=r"@fedpax\.program\(clients=1000\)"):
 

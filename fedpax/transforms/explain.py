@@ -43,7 +43,8 @@ def explain(program: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
 def _programs(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
     for eqn in jaxpr.eqns:
         if eqn.primitive is federated_program_p:
-            yield eqn
+            yield eqn  # which explains those inside of it
+            continue
         for inner in inner_jaxprs(eqn):
             yield from _programs(inner)
 
@@ -95,7 +96,7 @@ def _control_flow(eqn: JaxprEqn) -> Iterator[tuple[str, ClosedJaxpr]]:
         case "cond":
             for i, branch in enumerate(params["branches"]):
                 yield f"in branch {i} of a conditional", branch
-        case name if eqn.primitive not in (federated_map_p, federated_program_p):
+        case name if eqn.primitive is not federated_map_p:
             for inner in inner_jaxprs(eqn):
                 yield f"in {name!r}", ClosedJaxpr(inner, ())
 

@@ -15,9 +15,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedpax.primitives._jax import ClosedJaxpr, Literal, Var, evaluate, live, rebind
+from fedpax.primitives._jax import ClosedJaxpr, Literal, Var, live
 from fedpax.primitives.layout import mesh_axis
-from fedpax.primitives.program import federated_program_p
 from fedpax.transforms.stages import Atom, plan_stages
 from fedpax.transforms.streaming import (
     finish,
@@ -109,18 +108,7 @@ def _aval(leaf: Any) -> Any:
 
 def _written_out(closed: ClosedJaxpr) -> ClosedJaxpr:
     """The same jaxpr with its programs written out, so that their stages stand at the top."""
-
-    def run(*args: Any) -> list:
-        values = dict(zip(closed.jaxpr.invars, args, strict=True))
-        values.update(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-        for eqn in closed.jaxpr.eqns:
-            inputs = [_read(values, v) for v in eqn.invars]
-            is_program = eqn.primitive is federated_program_p
-            outputs = evaluate(eqn.params["jaxpr"], *inputs) if is_program else rebind(eqn, inputs)
-            values.update(zip(eqn.outvars, outputs, strict=True))
-        return [_read(values, v) for v in closed.jaxpr.outvars]
-
-    return live(inline(jax.make_jaxpr(run)(*closed.in_avals)))
+    return live(inline(closed))
 
 
 def _read(values: dict[Var, Any], v: Atom) -> Any:

@@ -57,6 +57,7 @@ CALLS = {
     "pjit": "jaxpr",
     "closed_call": "call_jaxpr",
     "core_call": "call_jaxpr",
+    "federated_program": "jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     **dict.fromkeys(CHECKPOINTS, "jaxpr"),
@@ -118,10 +119,9 @@ set_implementation(federated_program_p, _implementation)
 
 
 def is_federated(jaxpr: Jaxpr) -> bool:
-    """Whether an equation at any depth runs participants; a nested program sees to its own."""
+    """Whether an equation at any depth runs participants."""
     return any(
-        eqn.primitive is federated_map_p
-        or (eqn.primitive is not federated_program_p and any(map(is_federated, inner_jaxprs(eqn))))
+        eqn.primitive is federated_map_p or any(map(is_federated, inner_jaxprs(eqn)))
         for eqn in jaxpr.eqns
     )
 
@@ -135,7 +135,7 @@ def placements_of(jaxpr: Jaxpr) -> list[Placement]:
 def inline(
     closed: ClosedJaxpr, inside: Callable[[ClosedJaxpr], ClosedJaxpr] = stream
 ) -> ClosedJaxpr:
-    """Writes out the calls that run participants or touch what they may; streams inside loops.
+    """Writes out calls, and programs, that run participants or touch what they may; streams loops.
 
     Args:
         closed: the jaxpr of a program, or of what a participant runs.
@@ -168,7 +168,7 @@ def _run_inlined(
             body = _body(eqn)
             if body is not None and (runs or owners or spread):
                 outputs = run(body.jaxpr, body.consts, inputs)
-            elif runs and eqn.primitive not in (federated_map_p, federated_program_p):
+            elif runs and eqn.primitive is not federated_map_p:
                 outputs = rebind(
                     eqn, inputs, {k: _changed(inside, v) for k, v in eqn.params.items()}
                 )

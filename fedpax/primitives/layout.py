@@ -72,11 +72,8 @@ def unplaced_aval(aval: Any) -> Any:
 
 def lay_out(x: jax.Array, placement: Placement) -> jax.Array:
     """Moves the leading axis to the placement's mesh axis, where the types would name it."""
-    sharding, mesh = jax.typeof(x).sharding, jax.sharding.get_abstract_mesh()
     wanted = placed_spec(unplaced_aval(jax.typeof(x)), placement)
-    # An array of NumPy has a type that knows of no mesh.
-    typed = AxisType.Explicit not in mesh.axis_types or not sharding.mesh.empty
-    return x if typed and sharding.spec == wanted else jax.sharding.reshard(x, wanted)
+    return x if jax.typeof(x).sharding.spec == wanted else jax.sharding.reshard(x, wanted)
 
 
 def lay_out_shared(x: jax.Array, placement: Placement) -> jax.Array:

@@ -288,7 +288,9 @@ class _Loop(NamedTuple):
     def owners(self, placed: Sequence[View]) -> list[int | None]:
         """For each of them the first argument of its type that no other has, if there is one."""
         free = [
-            (i, _layout(unplaced_aval(type_of(v)))) for i, v in enumerate(placed) if not v.places
+            (i, _layout(unplaced_aval(type_of(v))))
+            for i, v in enumerate(placed)
+            if not v.places and _knows_mesh(v.whole)
         ]
         found: list[int | None] = []
         for aval in self.split(self.out_avals)[0]:
@@ -303,6 +305,12 @@ class _Loop(NamedTuple):
         _, avals = self.split(self.out_avals)
         values = combine(self.monoids, lambda m, own: m.start([a.dtype for a in own]), avals)
         return list(map(_filled, values, avals))
+
+
+def _knows_mesh(x: jax.Array) -> bool:
+    """Whether an array's type names the mesh where it must: an array of NumPy has none."""
+    explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+    return not (explicit and jax.typeof(x).sharding.mesh.empty)
 
 
 def _layout(aval: Any) -> tuple:

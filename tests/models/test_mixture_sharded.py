@@ -227,7 +227,10 @@ def test_every_island_computes_as_if_alone() -> None:
     assert found and not any("islands" in each.axes for each in found)
 
 
-@pytest.mark.parametrize("sizes", [{"expert": 2, "fsdp": 2}, {"expert": 2, "tensor": 2}])
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param({"expert": 2, "fsdp": 2}, marks=pytest.mark.slow), {"expert": 2, "tensor": 2}],
+)
 def test_in_int8_the_experts_are_near_what_they_are(sizes: dict[str, int]):
     pytest.importorskip("qwix")
     params, x = draw_params(), draw(8, 4, WIDTH)

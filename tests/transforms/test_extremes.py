@@ -14,6 +14,10 @@ from fedpax import federated_broadcast, federated_map, federated_max, federated_
 EXTREMA = [federated_max, federated_min]
 
 
+def slow(value):
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 def test_gradients_of_extremes_are_not_lost_by_rounding():
     """A loop that runs clients again may round otherwise than the loop that found the maximum."""
     fns = [
@@ -57,8 +61,8 @@ def total_of_maxima(reduce, functions, at_once):
     return lambda w, x: sum(jnp.sum(jnp.sin(leaf)) for leaf in program(w, x))
 
 
-@pytest.mark.parametrize("functions", [Federated, Rematerialized])
-@pytest.mark.parametrize("at_once", [1, 5, None])
+@pytest.mark.parametrize("functions", [slow(Federated), Rematerialized])
+@pytest.mark.parametrize("at_once", [slow(1), 5, slow(None)])
 def test_those_who_attain_it_together_share_its_gradient(functions, at_once, current_mesh):
     w, x = np.abs(normal(16)) + 0.1, tied(N, 16)
     federated = total_of_maxima(federated_max, functions, at_once)
@@ -86,14 +90,14 @@ def test_twins_share_it_though_one_is_rounded_otherwise():
     close(*gradients, 1e-3)
 
 
-@pytest.mark.parametrize("functions", [Federated, Rematerialized])
+@pytest.mark.parametrize("functions", [slow(Federated), Rematerialized])
 def test_pieces_know_who_attains_it(functions):
     w, x = np.abs(normal(16)) + 0.1, tied(N, 16)
     gradient = jax.grad(total_of_maxima(federated_max, functions, 2), (0, 1))
     close(fedpax.in_pieces(gradient, 5)(w, x), jax.tree.map(np.asarray, gradient(w, x)))
 
 
-@pytest.mark.parametrize("at_once", [1, 5, None])
+@pytest.mark.parametrize("at_once", [slow(1), 5, slow(None)])
 def test_a_maximum_that_is_nan_is_attained_by_whoever_has_it(at_once, current_mesh):
     x = normal(N, 3)
     x[4, 0] = x[7, 0] = x[9, 2] = np.nan
@@ -127,7 +131,7 @@ def test_islands_and_their_clients_attain_it():
     close(found, jax.grad(plain, (0, 1))(w, x))
 
 
-@pytest.mark.parametrize("at_once", [1, 5, None])
+@pytest.mark.parametrize("at_once", [1, 5, slow(None)])
 def test_an_extremum_is_nan_where_anyone_is(at_once, current_mesh):
     """XLA's all-reduce between simulated devices loses it."""
     x = normal(N, 40)

@@ -156,6 +156,10 @@ def test_a_forward_derivative_of_an_extremum_is_streamed():
     assert is_flat(make)
 
 
+def slow(value):
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 def nested(levels, at_once):
     """Means of means of what the innermost compute of a server's value and of their own."""
 
@@ -190,8 +194,10 @@ LEVELS = [{"islands": 4, "clients": 6}, {"regions": 2, "islands": 4, "clients": 
 
 
 @pytest.mark.parametrize("levels", LEVELS, ids=len)
-@pytest.mark.parametrize("at_once", [1, 3, "auto", None])
-@pytest.mark.parametrize("axes", [{}, {"islands": 2}, {"clients": 2}, {"islands": 2, "clients": 3}])
+@pytest.mark.parametrize("at_once", [1, slow(3), slow("auto"), slow(None)])
+@pytest.mark.parametrize(
+    "axes", [{}, slow({"islands": 2}), slow({"clients": 2}), {"islands": 2, "clients": 3}]
+)
 def test_loops_in_loops(levels, at_once, axes):
     w, x = normal(7), normal(*levels.values(), 5, 7)
     expected = nested_plainly(w, x)
@@ -204,8 +210,8 @@ def test_loops_in_loops(levels, at_once, axes):
 
 
 @pytest.mark.parametrize("levels", LEVELS, ids=len)
-@pytest.mark.parametrize("at_once", [1, 2, "auto"])
-@pytest.mark.parametrize("axes", [{}, {"islands": 2}])
+@pytest.mark.parametrize("at_once", [1, slow(2), slow("auto")])
+@pytest.mark.parametrize("axes", [{}, slow({"islands": 2})])
 def test_what_loops_inside_a_loop_read_is_not_copied(levels, at_once, axes):
     def temporaries(clients, make):
         sizes = levels | {"clients": clients}
@@ -219,7 +225,7 @@ def test_what_loops_inside_a_loop_read_is_not_copied(levels, at_once, axes):
             assert many <= 1.05 * few, (few, many)
 
 
-@pytest.mark.parametrize("at_once", [1, 2, "auto"])
+@pytest.mark.parametrize("at_once", [1, slow(2), slow("auto")])
 def test_programs_inside_a_loop_read_where_it_lies_too(at_once):
     def make(clients):
         @fedpax.program(clients=clients, clients_per_step=at_once)

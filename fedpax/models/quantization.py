@@ -167,8 +167,11 @@ def _grouped_backward(
     _: Quantization, kept: tuple[jax.Array, ...], gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array, None]:
     rows, kernels, sizes = kept
-    exact = functools.partial(grouped_product, sizes=sizes)
-    return *jax.vjp(lambda rows, kernels: exact(rows, kernels), rows, kernels)[1](gradient), None
+
+    def exact(rows: jax.Array, kernels: jax.Array) -> jax.Array:
+        return grouped_product(rows, kernels, sizes)
+
+    return *jax.vjp(exact, rows, kernels)[1](gradient), None
 
 
 _grouped.defvjp(_grouped_forward, _grouped_backward)

@@ -25,12 +25,13 @@ class View(NamedTuple):
     What loops inside of the participant read of it, they read there: nothing is copied.
 
     Attributes:
-        whole: an array whose first axes are of placements, the outermost first.
-        places: int32 scalars, where along each of these axes.
+        whole: an array whose first axes are of placements, the outermost first; in a pytree of
+            types or of mesh axes its type, or its axes.
+        places: int32 scalars, where along each of these axes; likewise.
     """
 
-    whole: jax.Array
-    places: tuple[jax.Array, ...]
+    whole: Any
+    places: tuple[Any, ...]
 
 
 def taken(value: Any) -> jax.Array:
@@ -143,7 +144,7 @@ def _laid_out(value: Any, placement: Placement) -> View:
 
 
 def _spec(view: View, axis: str) -> View:
-    return View(P(*[None] * len(view.places), axis), tuple(P() for _ in view.places))  # type: ignore
+    return View(P(*[None] * len(view.places), axis), tuple(P() for _ in view.places))
 
 
 def _on_a_device(view: View, participants: int) -> View:
@@ -153,7 +154,7 @@ def _on_a_device(view: View, participants: int) -> View:
     shape[at], spec[at] = participants, None
     whole = aval.update(shape=tuple(shape), sharding=aval.sharding.update(spec=P(*spec)))
     place = jax.ShapeDtypeStruct((), jnp.int32)
-    return View(whole, (place,) * (at + 1))  # type: ignore
+    return View(whole, (place,) * (at + 1))
 
 
 def _reads_first(jaxpr: ClosedJaxpr) -> bool:

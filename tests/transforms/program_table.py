@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import fedpax
 from fedpax import (
@@ -24,6 +25,10 @@ def normal(*shape, seed=0):
 
 
 W, X, WEIGHTS = normal(3, 2), normal(N, 5, 3, seed=1), np.abs(normal(N, seed=2)) + 0.1
+
+
+def slow(value):
+    return pytest.param(value, marks=pytest.mark.slow)
 
 
 def local(w, x):

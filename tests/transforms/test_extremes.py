@@ -6,16 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from program_table import Federated, N, Rematerialized, close, normal
+from program_table import Federated, N, Rematerialized, close, normal, slow
 
 import fedpax
 from fedpax import federated_broadcast, federated_map, federated_max, federated_min
 
 EXTREMA = [federated_max, federated_min]
-
-
-def slow(value):
-    return pytest.param(value, marks=pytest.mark.slow)
 
 
 def test_gradients_of_extremes_are_not_lost_by_rounding():

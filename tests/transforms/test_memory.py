@@ -23,6 +23,7 @@ from program_table import (
     gradient_of,
     local,
     normal,
+    slow,
 )
 
 import fedpax
@@ -154,10 +155,6 @@ def test_a_forward_derivative_of_an_extremum_is_streamed():
         return jax.jacfwd(lambda *args: jnp.sum(program(*args)))
 
     assert is_flat(make)
-
-
-def slow(value):
-    return pytest.param(value, marks=pytest.mark.slow)
 
 
 def nested(levels, at_once):

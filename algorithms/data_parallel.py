@@ -8,7 +8,7 @@ import optax
 
 from fedpax.algorithms.local_steps import LossFn, as_metrics
 from fedpax.primitives import federated_map, federated_mean, program
-from fedpax.training.contract import FederatedAlgorithm, Metrics
+from fedpax.training.algorithm import FederatedAlgorithm, Metrics
 
 
 class DataParallelState(NamedTuple):

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import optax
 
+from fedpax.aggregators.quantized_mean import check_levels, quantized_mean
 from fedpax.algorithms.local_steps import LossFn, local_steps, subtract
-from fedpax.algorithms.quantized_mean import check_levels, quantized_mean
 from fedpax.primitives import federated_broadcast, federated_map, federated_mean, program
-from fedpax.training.contract import FederatedAlgorithm, Metrics
+from fedpax.training.algorithm import FederatedAlgorithm, Metrics
 
 
 class DiLoCoState(NamedTuple):
@@ -54,7 +54,7 @@ def diloco(
         outer_optimizer: any optax optimizer; None is the paper's SGD with Nesterov momentum,
             eta = 0.7 and beta = 0.9.
         levels: how many values an entry of an island's outer gradient can take on the wire, 2 to
-            256, with error feedback (`fedpax.algorithms.quantized_mean`); None sends float32.
+            256, with error feedback (`fedpax.aggregators.quantized_mean`); None sends float32.
 
     Returns:
         `init(params)` and `round(state, batches)`. `batches` is a pytree of arrays `[islands, H,

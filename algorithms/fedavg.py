@@ -6,8 +6,8 @@ import optax
 
 from fedpax.algorithms.local_steps import LossFn, local_steps, subtract
 from fedpax.primitives import federated_map, federated_mean, program
-from fedpax.primitives.placement import ClientsPerStep
-from fedpax.training.contract import FederatedAlgorithm, Metrics
+from fedpax.primitives.placement import ChunkSize
+from fedpax.training.algorithm import FederatedAlgorithm, Metrics
 
 
 class FedAvgState(NamedTuple):
@@ -23,7 +23,7 @@ def fedavg(
     clients: int,
     client_optimizer: optax.GradientTransformation,
     server_optimizer: optax.GradientTransformation | None = None,
-    clients_per_step: ClientsPerStep = None,
+    chunk_size: ChunkSize = None,
 ) -> FederatedAlgorithm:
     """Weighted federated averaging with any optimizer on the server.
 
@@ -41,21 +41,21 @@ def fedavg(
         clients: the number of clients in a round.
         client_optimizer: any optax optimizer.
         server_optimizer: any optax optimizer; None is `optax.sgd(1.0)`.
-        clients_per_step: how many clients a device runs at once; see `fedpax.program`.
+        chunk_size: how many clients a device runs at once; see `fedpax.program`.
 
     Returns:
         `init(params)` and `round(state, batches, weights=None, steps=None)`. `batches` is a pytree
         of arrays `[clients, local_steps, batch, ...]`; `weights` an array `[clients]`, such as
         numbers of examples, and None weighs all alike; `steps` an integer array `[clients]`, how
         many steps each client takes, on the first of its batches, and None has all take all. With
-        `clients_per_step=1` a client costs its own steps, else those of the longest of its chunk.
+        `chunk_size=1` a client costs its own steps, else those of the longest of its chunk.
         A client that takes no step changes nothing: give it weight 0. Metrics, all float32
         scalars: `"loss"` and what `loss_fn` reports, averaged over a client's steps and by weight
         over clients.
 
     Raises:
         TypeError: `clients` is no int.
-        ValueError: `clients` or `clients_per_step` below 1; in a round, batches or weights without
+        ValueError: `clients` or `chunk_size` below 1; in a round, batches or weights without
             an axis of size `clients`.
 
     Example:
@@ -78,7 +78,7 @@ def fedavg(
     def init(params: Any) -> FedAvgState:
         return FedAvgState(params, server.init(params))
 
-    @program(clients=clients, clients_per_step=clients_per_step)
+    @program(clients=clients, chunk_size=chunk_size)
     def fedavg_round(
         state: FedAvgState, batches: Any, weights: Any = None, steps: Any = None
     ) -> tuple[FedAvgState, Metrics]:

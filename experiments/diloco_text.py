@@ -5,14 +5,14 @@ from typing import Any
 
 import optax
 
+from fedpax.aggregators.quantized_mean import check_levels
 from fedpax.algorithms.data_parallel import data_parallel
 from fedpax.algorithms.diloco import diloco
-from fedpax.algorithms.quantized_mean import check_levels
 from fedpax.experiments.optimizers import OptimizerConfig
 from fedpax.experiments.text import TextConfig, TextExperiment
 from fedpax.models import presets
 from fedpax.parallel.mesh import MeshConfig
-from fedpax.training.contract import FederatedAlgorithm
+from fedpax.training.algorithm import FederatedAlgorithm
 from fedpax.training.experiment import TrainingConfig
 
 

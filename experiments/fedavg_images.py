@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fedpax.algorithms.fedavg import fedavg
 from fedpax.data import (
+    ClientSampler,
     Cohort,
-    Cohorts,
     DirichletClients,
     Source,
     cohort_rounds,
@@ -22,13 +22,13 @@ from fedpax.data import (
     partition_natural,
     read_examples,
 )
-from fedpax.data.example_rounds import example_batches
-from fedpax.data.partition import Partition
+from fedpax.data.populations.partition import Partition
+from fedpax.data.rounds.example_rounds import example_batches
+from fedpax.models.classifiers import CNNConfig, cnn
 from fedpax.models.losses import classification_loss
-from fedpax.models.small import CNNConfig, cnn
 from fedpax.parallel.axes import shardings
 from fedpax.parallel.mesh import MeshConfig, available_devices
-from fedpax.training.contract import FederatedAlgorithm, Metrics, Params, State
+from fedpax.training.algorithm import FederatedAlgorithm, Metrics, Params, State
 from fedpax.training.evaluation import evaluator
 from fedpax.training.experiment import Experiment, Run, Shardings, TrainingConfig
 
@@ -42,7 +42,7 @@ class CohortConfig:
         batch: examples in a step of a client.
         epochs: how often a client goes through its examples in a round.
         max_steps: the most steps of a client in a round; None cuts nobody short.
-        clients_per_step: how many clients a device runs at once. With 1 each costs its own steps.
+        chunk_size: how many clients a device runs at once. With 1 each costs its own steps.
             A number, never "auto": which clients share a step depends on how many do.
         seed: chooses the cohorts and the orders of the examples.
     """
@@ -51,7 +51,7 @@ class CohortConfig:
     batch: int = 20
     epochs: int = 1
     max_steps: int | None = None
-    clients_per_step: int = 1
+    chunk_size: int = 1
     seed: int = 0
 
 
@@ -128,13 +128,13 @@ class FedAvgImages(Experiment):
         rounds = cohort_rounds(
             read_examples(source) if self.in_memory else source,
             population,
-            Cohorts(len(population), settings.size, settings.seed),
+            ClientSampler(len(population), settings.size, settings.seed),
             batch=settings.batch,
             epochs=settings.epochs,
             max_steps=settings.max_steps,
             seed=settings.seed,
             devices=devices,
-            clients_per_step=settings.clients_per_step,
+            chunk_size=settings.chunk_size,
         )
         heldout = load(self.dataset, self.heldout_split, data_dir=self.data_dir)
         model = cnn(self.model)
@@ -144,7 +144,7 @@ class FedAvgImages(Experiment):
             clients=settings.size,
             client_optimizer=optax.sgd(self.client_learning_rate),
             server_optimizer=self.server.make(),
-            clients_per_step=settings.clients_per_step,
+            chunk_size=settings.chunk_size,
         )
 
         def train_cohort(state: State, cohort: Cohort) -> tuple[State, Metrics]:
@@ -177,7 +177,7 @@ class FedAvgImages(Experiment):
                 ),
                 batches=over_clients,
             ),
-            tokens_per_round=rounds.examples_per_round,
+            items_per_round=rounds.examples_per_round,
             placement="clients",
             batch_shapes=rounds.shapes,
         )

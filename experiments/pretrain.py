@@ -17,7 +17,7 @@ from fedpax.experiments.optimizers import OptimizerConfig
 from fedpax.experiments.text import LossConfig, TextConfig
 from fedpax.models import presets
 from fedpax.parallel.mesh import MeshConfig
-from fedpax.training.contract import FederatedAlgorithm
+from fedpax.training.algorithm import FederatedAlgorithm
 from fedpax.training.experiment import TrainingConfig
 
 

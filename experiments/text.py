@@ -20,13 +20,13 @@ from fedpax.data import (
     token_round_shapes,
     token_rounds,
 )
-from fedpax.data.packing import Batch
+from fedpax.data.text.packing import Batch
 from fedpax.experiments.optimizers import OptimizerConfig
 from fedpax.models.accumulation import in_microbatches
 from fedpax.models.losses import LossFunction, transformer_loss
 from fedpax.models.transformer import TransformerConfig, transformer
 from fedpax.parallel.axes import partition_spec, shardings
-from fedpax.training.contract import FederatedAlgorithm
+from fedpax.training.algorithm import FederatedAlgorithm
 from fedpax.training.evaluation import evaluator
 from fedpax.training.experiment import Experiment, Run, Shardings
 
@@ -178,7 +178,7 @@ class TextExperiment(Experiment):
                 ),
                 batches=placed(data.batch),
             ),
-            tokens_per_round=math.prod(sizes.values()),
+            items_per_round=math.prod(sizes.values()),
             placement="islands",
             batch_shapes=token_round_shapes(**sizes),
             flops_per_token=self.model.flops_per_token(data.length),

@@ -10,7 +10,7 @@ from fedpax.primitives import (
     federated_sum,
     program,
 )
-from fedpax.transforms import explain, in_pieces
+from fedpax.transforms import explain, out_of_core
 
 __version__ = "0.1.0"
 
@@ -22,7 +22,7 @@ __all__ = [
     "federated_mean",
     "federated_min",
     "federated_sum",
-    "in_pieces",
     "make_mesh",
+    "out_of_core",
     "program",
 ]

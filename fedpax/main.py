@@ -17,23 +17,23 @@ from absl import flags
 
 from fedpax.experiments.catalog import did_you_mean, experiments, find_experiment
 from fedpax.parallel.mesh import MeshConfig
-from fedpax.parallel.picture import draw_mesh
-from fedpax.parallel.report import to_json, to_text
-from fedpax.parallel.simulation import provide_workers, simulate_devices
-from fedpax.parallel.topology import TopologyError, find_topology
-from fedpax.training.checkpoint import latest_round
-from fedpax.training.compare import write_comparison
-from fedpax.training.configuration import ConfigurationError, claim, write_atomically
-from fedpax.training.experiment import Experiment
-from fedpax.training.interruption import run_process
-from fedpax.training.loop import train
-from fedpax.training.planning import (
+from fedpax.parallel.simulated_devices import provide_workers, simulate_devices
+from fedpax.planning.draw_mesh import draw_mesh
+from fedpax.planning.plan_experiment import (
     MemoryOverflowError,
     PlanError,
     overflow_report,
     plan_experiment,
 )
-from fedpax.training.recorder import NonFiniteError
+from fedpax.planning.report import to_json, to_text
+from fedpax.planning.topology import TopologyError, find_topology
+from fedpax.training.checkpoint import latest_round
+from fedpax.training.compare import write_comparison
+from fedpax.training.configuration import ConfigurationError, claim, write_atomically
+from fedpax.training.experiment import Experiment
+from fedpax.training.logging import NonFiniteError
+from fedpax.training.preemption import run_process
+from fedpax.training.trainer import train
 
 USAGE = """\
 fedpax: federated and multi-island training on JAX

@@ -58,7 +58,7 @@ class Stack(Experiment):
                 params={"w": NamedSharding(mesh, P(None, fsdp))},
                 batches=NamedSharding(mesh, P(islands, None, fsdp)),
             ),
-            tokens_per_round=self.islands * self.local_steps * self.batch,
+            items_per_round=self.islands * self.local_steps * self.batch,
             placement="islands",
             batch_shapes=shapes if self.says_shapes else None,
             flops_per_token=6.0 * self.layers * self.width**2 if self.says_flops else None,

@@ -316,7 +316,7 @@ def test_compare_trains_what_is_missing_and_writes_the_files(run: Run, tmp_path:
     rows = [line.split("|")[1].strip() for line in output.splitlines() if line.startswith("|")]
     assert rows[0] == "experiment" and rows[2:] == ["regression", "single_client"]
     content = json.loads((tmp_path / "comparison.json").read_text())
-    assert content[0]["bytes_between"] > 0 == content[1]["bytes_between"]
+    assert content[0]["bytes_across_placement"] > 0 == content[1]["bytes_across_placement"]
     assert (tmp_path / "comparison.png").exists()
 
     status, _, errors = run("compare", both, f"--job_log_dir={tmp_path}", "--training.rounds=4")

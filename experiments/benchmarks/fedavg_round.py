@@ -45,7 +45,7 @@ class Row(NamedTuple):
         device: the devices' kind.
         devices: how many there are.
         clients: how many clients train.
-        round: how the round is written; fedpax's with its `clients_per_step`.
+        round: how the round is written; fedpax's with its `chunk_size`.
         compile_seconds: what tracing and compiling took.
         temporary_bytes: temporaries on one device.
         seconds: of each call; empty where only memory was asked for.
@@ -64,11 +64,11 @@ class Row(NamedTuple):
 
 
 def make_rounds(
-    workload: Workload, clients: int, clients_per_step: Sequence[Any], others: Sequence[str]
+    workload: Workload, clients: int, chunk_size: Sequence[Any], others: Sequence[str]
 ) -> dict[str, Round]:
     """Makes the rounds to compare, fedpax's first."""
     train = workload.local_train
-    own = {f"fedpax {k}": fedpax_round(train, clients, k) for k in clients_per_step}
+    own = {f"fedpax {k}": fedpax_round(train, clients, k) for k in chunk_size}
     return own | {name: OTHERS[name](train, clients) for name in others}
 
 
@@ -76,7 +76,7 @@ def measure(
     model: str,
     devices: int,
     clients: int,
-    clients_per_step: Sequence[Any] = ("auto", 1),
+    chunk_size: Sequence[Any] = ("auto", 1),
     others: Sequence[str] = tuple(OTHERS),
     repetitions: int = 5,
 ) -> list[Row]:
@@ -86,7 +86,7 @@ def measure(
         model: a name in `WORKLOADS`.
         devices: how many of `jax.devices()` to use.
         clients: how many clients train.
-        clients_per_step: fedpax's settings; ratios are of the first.
+        chunk_size: fedpax's settings; ratios are of the first.
         others: names in `OTHERS`.
         repetitions: how often each round is timed. 0 only compiles, and makes no data.
 
@@ -100,7 +100,7 @@ def measure(
     mesh = fedpax.make_mesh(devices=jax.devices()[:devices], clients=devices)
     with jax.set_mesh(mesh):
         types = workload.arguments(clients, mesh)
-        rounds = make_rounds(workload, clients, clients_per_step, others)
+        rounds = make_rounds(workload, clients, chunk_size, others)
         compiled = {name: compile_for(round, *types) for name, round in rounds.items()}
         seconds: dict[str, list[float]] = {name: [] for name in rounds}
         if repetitions:
@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", choices=WORKLOADS, default="mlp")
     parser.add_argument("--clients", default="64,1024", help="sizes of the cohort")
     parser.add_argument("--devices", default="1,2", help="how many; a CPU simulates them")
-    parser.add_argument("--clients_per_step", default="auto,1", help="of fedpax's rounds")
+    parser.add_argument("--chunk_size", default="auto,1", help="of fedpax's rounds")
     parser.add_argument("--others", default=",".join(OTHERS), help="what to compare with")
     parser.add_argument("--repetitions", type=int, default=5, help="0 compiles, and runs nothing")
     parser.add_argument("--json", help="a file for the figures, else printed")
@@ -150,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "drjax" in others and not is_installed("drjax"):
         print("drjax is not installed and is left out; `pip install 'fedpax[bench]'` brings it.")
         others.remove("drjax")
-    chunks = [k if k == "auto" else int(k) for k in options.clients_per_step.split(",")]
+    chunks = [k if k == "auto" else int(k) for k in options.chunk_size.split(",")]
     print("devices   clients  round             compile s   temporaries   median s  fedpax/this")
     rows: list[Row] = []
     for devices in map(int, options.devices.split(",")):

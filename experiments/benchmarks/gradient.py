@@ -60,14 +60,14 @@ class Row(NamedTuple):
     ratio: float | None
 
 
-def make_round(workload: Workload, clients: int, clients_per_step: Any, unroll: int) -> Any:
+def make_round(workload: Workload, clients: int, chunk_size: Any, unroll: int) -> Any:
     """Makes `round(rates, params, batches, num_examples) -> params`.
 
     `rates` has the scalars `server` and `client`; `unroll` is how many of a client's steps stand
     in one turn of their loop.
     """
 
-    @fedpax.program(clients=clients, clients_per_step=clients_per_step)
+    @fedpax.program(clients=clients, chunk_size=chunk_size)
     def fedavg_round(rates: Any, params: Any, batches: Any, num_examples: jax.Array) -> Any:
         @jax.checkpoint
         def local_train(params: Any, rate: jax.Array, batches: Any) -> Any:
@@ -108,7 +108,7 @@ def measure(
     model: str,
     devices: int,
     clients: int,
-    clients_per_step: Any = "auto",
+    chunk_size: Any = "auto",
     unroll: int = 1,
     repetitions: int = 5,
 ) -> Row:
@@ -118,7 +118,7 @@ def measure(
         model: a name in `WORKLOADS`.
         devices: how many of `jax.devices()` to use.
         clients: how many clients train.
-        clients_per_step: as in `fedpax.program`.
+        chunk_size: as in `fedpax.program`.
         unroll: as in `make_round`.
         repetitions: how often each is timed. 0 only compiles, and makes no data.
 
@@ -131,7 +131,7 @@ def measure(
     workload = WORKLOADS[model]()
     mesh = fedpax.make_mesh(devices=jax.devices()[:devices], clients=devices)
     rates = {"server": jnp.float32(1.0), "client": jnp.float32(LEARNING_RATE)}
-    fedavg_round = make_round(workload, clients, clients_per_step, unroll)
+    fedavg_round = make_round(workload, clients, chunk_size, unroll)
     gradient = jax.value_and_grad(loss_after(workload, fedavg_round))
     with jax.set_mesh(mesh):
         types = workload.arguments(clients, mesh)
@@ -144,7 +144,7 @@ def measure(
             few = 2 * devices
             ways = {
                 "plain JAX": make_plain_round(workload),
-                "fedpax": make_round(workload, few, clients_per_step, unroll),
+                "fedpax": make_round(workload, few, chunk_size, unroll),
             }
             arguments = (rates, *workload.draw(few, mesh))
             check_equal(
@@ -174,12 +174,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", choices=WORKLOADS, default="mlp")
     parser.add_argument("--clients", default="64,1024", help="sizes of the cohort")
     parser.add_argument("--devices", default="1,2", help="how many; a CPU simulates them")
-    parser.add_argument("--clients_per_step", default="auto", help='a number, or "auto"')
+    parser.add_argument("--chunk_size", default="auto", help='a number, or "auto"')
     parser.add_argument("--unroll", type=int, default=LOCAL_STEPS, help="of a client's steps")
     parser.add_argument("--repetitions", type=int, default=5, help="0 compiles, and runs nothing")
     parser.add_argument("--json", help="a file for the figures, else printed")
     options = parser.parse_args(argv)
-    chunk = options.clients_per_step
+    chunk = options.chunk_size
     chunk = chunk if chunk == "auto" else int(chunk)
     print("devices   clients  temporaries: round     gradient   median s: round   gradient   ratio")
     rows = []

@@ -30,8 +30,8 @@ from fedpax.experiments.benchmarks.timing import (
     paired_ratio,
     write,
 )
+from fedpax.models.classifiers import MLPConfig, mlp
 from fedpax.models.losses import classification_loss
-from fedpax.models.small import MLPConfig, mlp
 
 
 class Row(NamedTuple):
@@ -84,7 +84,7 @@ def measure(devices: int, clients: int, sigma: float, batch: int, repetitions: i
         classification_loss(model.apply),
         clients=clients,
         client_optimizer=optax.sgd(0.1),
-        clients_per_step=1,
+        chunk_size=1,
     )
 
     def put(rows: Any) -> Any:

@@ -18,10 +18,10 @@ LocalTrain = Callable[[Any, Any], Any]
 Round = Callable[[Any, Any, jax.Array], Any]
 
 
-def fedpax_round(local_train: LocalTrain, clients: int, clients_per_step: Any) -> Round:
-    """The round with fedpax, `clients_per_step` clients at once on a device."""
+def fedpax_round(local_train: LocalTrain, clients: int, chunk_size: Any) -> Round:
+    """The round with fedpax, `chunk_size` clients at once on a device."""
 
-    @fedpax.program(clients=clients, clients_per_step=clients_per_step)
+    @fedpax.program(clients=clients, chunk_size=chunk_size)
     def fedavg_round(params: Any, batches: Any, num_examples: jax.Array) -> Any:
         at_clients = fedpax.federated_broadcast(params)
         change = fedpax.federated_map(local_train, at_clients, batches)

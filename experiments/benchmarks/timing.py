@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from fedpax.parallel.simulation import simulate_devices
+from fedpax.parallel.simulated_devices import simulate_devices
 
 PACKAGES = ("fedpax", "jax", "jaxlib", "drjax", "flax", "numpy")
 

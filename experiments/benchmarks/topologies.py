@@ -19,10 +19,10 @@ from jax.sharding import PartitionSpec as P
 import fedpax
 from fedpax.algorithms.fedavg import fedavg
 from fedpax.experiments.benchmarks.timing import write
+from fedpax.hlo.collectives import collectives
+from fedpax.models.classifiers import MLPConfig, mlp
 from fedpax.models.losses import classification_loss
-from fedpax.models.small import MLPConfig, mlp
-from fedpax.parallel.collectives import collectives
-from fedpax.parallel.topology import find_topology
+from fedpax.planning.topology import find_topology
 
 
 class Compiled(NamedTuple):
@@ -48,14 +48,14 @@ class Compiled(NamedTuple):
 
 
 def compile_for(
-    topology: str, *, clients_per_device: int, clients_per_step: Any, local_steps: int, batch: int
+    topology: str, *, clients_per_device: int, chunk_size: Any, local_steps: int, batch: int
 ) -> Compiled:
     """Compiles a FedAvg round of an MLP 784-200-10 for a pod.
 
     Args:
         topology: such as `v5e:4x4`, as in `find_topology`.
         clients_per_device: clients that train on a device.
-        clients_per_step: how many of them at once, or "auto".
+        chunk_size: how many of them at once, or "auto".
         local_steps: steps of a client.
         batch: examples in a step.
 
@@ -70,7 +70,7 @@ def compile_for(
         classification_loss(model.apply),
         clients=clients,
         client_optimizer=optax.sgd(0.1),
-        clients_per_step=clients_per_step,
+        chunk_size=chunk_size,
     )
 
     def like(spec: P, dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
@@ -104,15 +104,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--topologies", default="v5e:4x4,v5e:8x8,v5e:16x16")
     parser.add_argument("--clients_per_device", type=int, default=512)
-    parser.add_argument("--clients_per_step", default="auto", help='a number, or "auto"')
+    parser.add_argument("--chunk_size", default="auto", help='a number, or "auto"')
     parser.add_argument("--local_steps", type=int, default=5)
     parser.add_argument("--batch", type=int, default=20)
     parser.add_argument("--json", help="a file for the figures, else printed")
     settings = vars(parser.parse_args(argv))
     options = dict(settings)
     pods, path = options.pop("topologies").split(","), options.pop("json")
-    if options["clients_per_step"] != "auto":
-        options["clients_per_step"] = int(options["clients_per_step"])
+    if options["chunk_size"] != "auto":
+        options["chunk_size"] = int(options["chunk_size"])
     rows = [compile_for(pod, **options) for pod in pods]
     print("topology  devices    clients  collectives  bytes in them  arguments  temporaries")
     for r in rows:

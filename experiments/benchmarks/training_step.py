@@ -24,14 +24,14 @@ from jax.sharding import PartitionSpec as P
 from fedpax.algorithms.data_parallel import data_parallel
 from fedpax.data import token_round_shapes
 from fedpax.experiments.benchmarks.timing import interleaved, on_devices, paired_ratio, write
+from fedpax.hlo.collectives import collectives
 from fedpax.models import presets
 from fedpax.models.losses import transformer_loss
 from fedpax.models.transformer import TransformerConfig, transformer
 from fedpax.parallel.axes import partition_spec, shardings
-from fedpax.parallel.collectives import collectives
 from fedpax.parallel.mesh import MeshConfig
-from fedpax.parallel.topology import find_topology
-from fedpax.training.program import with_shardings
+from fedpax.planning.topology import find_topology
+from fedpax.training.compiled_round import with_shardings
 from fedpax.training.shardings import state_shardings
 
 

@@ -10,9 +10,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedpax.models.functional import Functional
+from fedpax.models.classifiers import CNNConfig, MLPConfig, cnn, mlp
 from fedpax.models.losses import classification_loss
-from fedpax.models.small import CNNConfig, MLPConfig, cnn, mlp
+from fedpax.models.nnx_functional import Functional
 
 LOCAL_STEPS, BATCH, LEARNING_RATE = 5, 20, 0.1
 

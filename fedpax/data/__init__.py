@@ -7,38 +7,38 @@ another and can say where it stands, so that a run that was stopped goes on with
 that it would have seen.
 """
 
-from fedpax.data.balance import balanced_order, wasted_steps
-from fedpax.data.cohort import Cohorts
-from fedpax.data.cohort_rounds import Cohort, CohortRounds, cohort_rounds
-from fedpax.data.example_rounds import ExampleRounds, example_rounds, read_examples
-from fedpax.data.heldout import heldout_batches
-from fedpax.data.packing import pack
-from fedpax.data.partition import partition_by_field, partition_iid, partition_natural
-from fedpax.data.partition_statistics import (
-    PartitionStatistics,
-    partition_statistics,
-    plot_partition,
-)
-from fedpax.data.skew import (
+from fedpax.data.populations.client_sampler import ClientSampler
+from fedpax.data.populations.label_skew import (
     partition_by_quantity,
     partition_by_shards,
     partition_dirichlet,
     partition_pachinko,
 )
-from fedpax.data.source import Source, load
-from fedpax.data.stream import Deferred
-from fedpax.data.synthetic_clients import DirichletClients
-from fedpax.data.token_rounds import TokenRounds, token_round_shapes, token_rounds
-from fedpax.data.tokenizer import BYTES, Tokenizer, load_tokenizer, train_tokenizer
-from fedpax.data.tokens import SEPARATOR, VOCABULARY, decode, encode
+from fedpax.data.populations.partition import partition_by_field, partition_iid, partition_natural
+from fedpax.data.populations.partition_statistics import (
+    PartitionStatistics,
+    partition_statistics,
+    plot_partition,
+)
+from fedpax.data.populations.scheduling import balanced_order, wasted_steps
+from fedpax.data.populations.synthetic_clients import DirichletClients
+from fedpax.data.rounds.cohort_rounds import Cohort, CohortRounds, cohort_rounds
+from fedpax.data.rounds.example_rounds import ExampleRounds, example_rounds, read_examples
+from fedpax.data.rounds.heldout import heldout_batches
+from fedpax.data.rounds.stream import Deferred
+from fedpax.data.rounds.token_rounds import TokenRounds, token_round_shapes, token_rounds
+from fedpax.data.sources.source import Source, load
+from fedpax.data.text.packing import pack
+from fedpax.data.text.tokenizer import BYTES, Tokenizer, load_tokenizer, train_tokenizer
+from fedpax.data.text.tokens import SEPARATOR, VOCABULARY, decode, encode
 
 __all__ = [
     "BYTES",
     "SEPARATOR",
     "VOCABULARY",
+    "ClientSampler",
     "Cohort",
     "CohortRounds",
-    "Cohorts",
     "Deferred",
     "DirichletClients",
     "ExampleRounds",

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
-from fedpax.models.attention import attend as attend_masked
-from fedpax.models.attention import visible
-from fedpax.models.attention_kernels import causal_attention
-from fedpax.models.functional import Params
+from fedpax.models.attention.kernels import causal_attention
+from fedpax.models.attention.layer import attend as attend_masked
+from fedpax.models.attention.layer import visible
+from fedpax.models.nnx_functional import Params
 from fedpax.models.transformer import transformer
 from fedpax.models.transformer_config import TransformerConfig
 from fedpax.parallel.axes import constrain

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from fedpax.models.attention import Attend, Attention
+from fedpax.models.attention.layer import Attend, Attention
 from fedpax.models.mixture import MixtureOfExperts
 from fedpax.models.parameters import normal, project
 from fedpax.models.quantization import Quantization
@@ -73,7 +73,7 @@ class Layer(nnx.Module):
 
     Attributes:
       attention_norm: normalizes what attention gets.
-      attention: see `fedpax.models.attention.Attention`.
+      attention: see `fedpax.models.attention.layer.Attention`.
       feed_forward_norm: normalizes what the feed-forward network gets.
       feed_forward: the network, or a mixture of experts if the configuration has experts.
     """
@@ -120,7 +120,7 @@ class Layer(nnx.Module):
 
         Args:
           x: [batch, sequence, width].
-          rotation: what `fedpax.models.attention.rotary` returns.
+          rotation: what `fedpax.models.attention.layer.rotary` returns.
           attend: how queries meet keys and values.
 
         Returns:

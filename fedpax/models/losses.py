@@ -160,7 +160,7 @@ def classification_loss(apply: Callable[[Any, jax.Array], jax.Array]) -> LossFun
       examples do not count, `mask` (float32 [batch], 0 where not).
 
     Example:
-      >>> from fedpax.models.small import MLPConfig, mlp
+      >>> from fedpax.models.classifiers import MLPConfig, mlp
       >>> model = mlp(MLPConfig(sizes=(4, 8, 3)))
       >>> image = jax.random.uniform(jax.random.key(0), (5, 2, 2))
       >>> batch = {"image": image, "label": jnp.array([0, 1, 2, 1, 0])}

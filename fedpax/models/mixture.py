@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from fedpax.models.grouped_product import grouped_product
+from fedpax.models.grouped_matmul import grouped_product
 from fedpax.models.parameters import normal
 from fedpax.models.quantization import Quantization, quantized_grouped_product
 from fedpax.parallel.axes import RULES, constrain, partition_spec
@@ -24,7 +24,7 @@ class MixtureOfExperts(nnx.Module):
     logits = x router, and expert_e(x) = down_e (silu(gate_e x) * (up_e x)).
 
     Tokens are sorted by expert, and each expert multiplies the rows that it was given, see
-    `fedpax.models.grouped_product`: an expert without tokens costs nothing, and one with all of
+    `fedpax.models.grouped_matmul`: an expert without tokens costs nothing, and one with all of
     them takes them all.
 
     On a mesh each device routes and sorts the tokens that it has. Where the axis `expert` cuts

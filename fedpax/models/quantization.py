@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
-from fedpax.models.grouped_product import grouped_product, product_of_groups
+from fedpax.models.grouped_matmul import grouped_product, product_of_groups
 
 Quantization: TypeAlias = Literal["none", "int8", "fp8"]
 FORMATS = {"int8": "int8", "fp8": "float8_e4m3fn"}

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from fedpax.models.attention import Attend, rotary
-from fedpax.models.attention_kernels import causal_attention
-from fedpax.models.functional import Functional, functional
+from fedpax.models.attention.kernels import causal_attention
+from fedpax.models.attention.layer import Attend, rotary
 from fedpax.models.layers import FeedForward, Layer, RMSNorm
+from fedpax.models.nnx_functional import Functional, functional
 from fedpax.models.parameters import normal, weight
 from fedpax.models.remat import rematerialize
 from fedpax.models.transformer_config import TransformerConfig

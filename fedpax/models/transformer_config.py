@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
-from fedpax.parallel.utilization import flops_per_token
+from fedpax.models.utilization import flops_per_token
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class TransformerConfig:
         softmax and logits ("float64", for checks, needs JAX's 64-bit mode).
       quantization: the number format of the layers' matrix products in the forward pass;
         gradients stay as they are. See `fedpax.models.quantization`.
-      attention: its implementation; see `fedpax.models.attention_kernels.causal_attention`.
+      attention: its implementation; see `fedpax.models.attention.kernels.causal_attention`.
       remat: what a layer keeps for the backward pass; see `fedpax.models.remat`.
       unroll: how many layers the scan over layers takes at once; all of them is fastest for a
         shallow model, and takes longest to compile.

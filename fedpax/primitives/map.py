@@ -10,11 +10,11 @@ from fedpax.primitives._jax import Primitive, evaluate, trace
 from fedpax.primitives.broadcast import broadcast
 from fedpax.primitives.call import define_call
 from fedpax.primitives.layout import check_divides, lay_out, placed_aval, unplaced_aval
-from fedpax.primitives.loop import run_participants, taken
+from fedpax.primitives.participant_loop import run_participants, taken
 from fedpax.primitives.placement import (
-    ClientsPerStep,
+    ChunkSize,
     Placement,
-    check_clients_per_step,
+    check_chunk_size,
     check_placed,
     enter,
     resolve,
@@ -28,7 +28,7 @@ def federated_map(
     fn: Callable[..., Any],
     *args: Any,
     placement: str | None = None,
-    clients_per_step: ClientsPerStep = None,
+    chunk_size: ChunkSize = None,
 ) -> Any:
     """Runs a function on every participant: `out[i] = fn(*[a[i] for a in args])`.
 
@@ -41,7 +41,7 @@ def federated_map(
             behind a reduction, instead of keeping them for every participant.
         *args: pytrees of arrays `[n, ...]`, placed; any dtype. May be none at all.
         placement: the placement's name; needed where the program has several.
-        clients_per_step: how many participants a device runs at once. A smaller number needs less
+        chunk_size: how many participants a device runs at once. A smaller number needs less
             memory; 1 runs `fn` unbatched, so that its conditionals and loops stay what they are.
             "auto" is 1 on CPU, where a core gains nothing from a batch of clients. On GPU and TPU
             it is as many as hold 1 GiB between them, by what `fn` keeps alive at once according to
@@ -56,7 +56,7 @@ def federated_map(
         RuntimeError: outside of a program.
         TypeError: an argument's leaf, or a result of `fn`, that is no array and no number.
         ValueError: a leaf without the placement's axis, an unknown placement, none named where
-            there are several, a placement that the mesh does not divide, or `clients_per_step` < 1.
+            there are several, a placement that the mesh does not divide, or `chunk_size` < 1.
 
     Example:
         >>> import jax
@@ -70,7 +70,7 @@ def federated_map(
     """
     active = resolve("federated_map", placement)
     target = active.placement
-    check_clients_per_step(clients_per_step)
+    check_chunk_size(chunk_size)
     check_divides(target)
     if not callable(fn):
         raise TypeError(
@@ -97,7 +97,7 @@ def federated_map(
         *leaves,
         jaxpr=jaxpr,
         placement=target,
-        clients_per_step=active.clients_per_step if clients_per_step is None else clients_per_step,
+        chunk_size=active.chunk_size if chunk_size is None else chunk_size,
     )
     return jax.tree.unflatten(out_trees[0], outputs)
 
@@ -112,18 +112,18 @@ def _check_output(leaf: Any, path: Any) -> jax.Array:
         ) from None
 
 
-def _implementation(*args, jaxpr, placement, clients_per_step):
+def _implementation(*args, jaxpr, placement, chunk_size):
     def one(number, shared, slices):
         return evaluate(jaxpr, *map(taken, slices))
 
-    return run_participants(one, (), args, (), placement, clients_per_step)
+    return run_participants(one, (), args, (), placement, chunk_size)
 
 
-def _inner(aval, *, placement: Placement, clients_per_step):
+def _inner(aval, *, placement: Placement, chunk_size):
     return unplaced_aval(aval)
 
 
-def _outer(aval, *, placement: Placement, clients_per_step):
+def _outer(aval, *, placement: Placement, chunk_size):
     return placed_aval(aval, placement)
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-ClientsPerStep = int | Literal["auto"] | None
+ChunkSize = int | Literal["auto"] | None
 
 
 class Placement(NamedTuple):
@@ -29,7 +29,7 @@ class Active(NamedTuple):
     """
 
     placement: Placement
-    clients_per_step: ClientsPerStep
+    chunk_size: ChunkSize
     inside: bool = False
     depth: int = 0  # how many placements the programs around its own declare
 
@@ -59,7 +59,7 @@ def enter(name: str) -> Iterator[None]:
         yield
 
 
-def declare(sizes: Mapping[str, int], clients_per_step: ClientsPerStep) -> tuple[Active, ...]:
+def declare(sizes: Mapping[str, int], chunk_size: ChunkSize) -> tuple[Active, ...]:
     """Checks a program's placements and returns the entries that its body runs under."""
     if not sizes:
         raise ValueError(
@@ -82,17 +82,17 @@ def declare(sizes: Mapping[str, int], clients_per_step: ClientsPerStep) -> tuple
                 f"fedpax.program() got {name}={size}, expected at least one participant. Where a "
                 "cohort is empty, skip the round."
             )
-    check_clients_per_step(clients_per_step)
-    return tuple(Active(Placement(name, size), clients_per_step) for name, size in sizes.items())
+    check_chunk_size(chunk_size)
+    return tuple(Active(Placement(name, size), chunk_size) for name, size in sizes.items())
 
 
-def check_clients_per_step(value: Any) -> None:
+def check_chunk_size(value: Any) -> None:
     """Raises unless the value is None, "auto" or a positive int."""
     if value is None or value == "auto":
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(
-            f"clients_per_step={value!r}, expected a positive int (how many participants a device "
+            f"chunk_size={value!r}, expected a positive int (how many participants a device "
             "runs at once), 'auto', or None for all of them."
         )
 

@@ -10,7 +10,7 @@ from fedpax.primitives._jax import Primitive, evaluate, trace
 from fedpax.primitives.call import define_call
 from fedpax.primitives.layout import check_divides, mesh_of
 from fedpax.primitives.placement import (
-    ClientsPerStep,
+    ChunkSize,
     activate,
     active,
     check_array,
@@ -26,7 +26,7 @@ def program(
     /,
     *,
     placements: Mapping[str, int] | None = None,
-    clients_per_step: ClientsPerStep = None,
+    chunk_size: ChunkSize = None,
     **sizes: int,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declares the participants of a function that calls `federated_*` functions.
@@ -38,7 +38,7 @@ def program(
     Args:
         undeclared: nothing; it catches `@fedpax.program` without parentheses.
         placements: sizes by name, for example `{"clients": n}`; adds to the keywords.
-        clients_per_step: how many participants a device runs at once, for all maps of the program
+        chunk_size: how many participants a device runs at once, for all maps of the program
             that do not say otherwise: an int, None for all of them, or "auto", which chooses by
             the device and by what one participant holds, as `federated_map` says.
         **sizes: sizes by name, for example `clients=1000`.
@@ -51,7 +51,7 @@ def program(
     Raises:
         TypeError: a size that is no int, or no parentheses; at the call, an argument that is no
             array and no number.
-        ValueError: no placement, a size below 1, `clients_per_step` below 1; at the call, a
+        ValueError: no placement, a size below 1, `chunk_size` below 1; at the call, a
             placement that a program around this one has declared too, or that the mesh does not
             divide.
 
@@ -81,7 +81,7 @@ def program(
             f"fedpax.program() got {sorted(both)} both in placements= and as keywords, expected "
             "each once. Leave one out."
         )
-    entries = declare({**(placements or {}), **sizes}, clients_per_step)
+    entries = declare({**(placements or {}), **sizes}, chunk_size)
     names = [e.placement.name for e in entries]
 
     def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fedpax.training.contract import Params, State
+from fedpax.training.algorithm import Params, State
 
 FOLDER = "checkpoints"
 

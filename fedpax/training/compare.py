@@ -23,7 +23,7 @@ class Measured(NamedTuple):
     Attributes:
         name: the experiment.
         loss: held-out loss after the last round.
-        bytes_between: bytes that crossed between participants in all rounds together; NaN if
+        bytes_across_placement: bytes sent between participants in all rounds together; NaN if
             they could not be read from the compiled round.
         tokens: how many tokens it was trained on.
         tokens_per_second: over all rounds, without compilation, evaluation and saving.
@@ -33,7 +33,7 @@ class Measured(NamedTuple):
 
     name: str
     loss: float
-    bytes_between: float
+    bytes_across_placement: float
     tokens: int
     tokens_per_second: float
     parameters: int
@@ -60,7 +60,7 @@ def measure(name: str, job_log_dir: str | Path) -> Measured:
     return Measured(
         name=name,
         loss=_number(evaluations[-1]["loss"]),
-        bytes_between=_number(rounds[-1]["bytes_between"]),
+        bytes_across_placement=_number(rounds[-1]["bytes_across_placement"]),
         tokens=rounds[-1]["tokens"],
         tokens_per_second=rounds[-1]["tokens"] / sum(line["seconds"] for line in rounds),
         parameters=select(lines, "run")[0]["parameters"],
@@ -90,7 +90,7 @@ def table(measured: Sequence[Measured]) -> str:
         (
             run.name,
             f"{run.loss:.4f}",
-            _bytes(run.bytes_between),
+            _bytes(run.bytes_across_placement),
             f"{run.tokens_per_second:,.0f}",
             f"{run.parameters:,}",
             f"{run.wall_seconds:.0f} s",
@@ -128,7 +128,7 @@ def picture(folders: Mapping[str, str | Path], path: str | Path) -> None:
             "markersize": 4,
         }
         over_tokens.plot([line["tokens"] for line in lines], losses, label=name, **style)
-        crossed = [_number(line["bytes_between"]) for line in lines]
+        crossed = [_number(line["bytes_across_placement"]) for line in lines]
         if max(crossed) > 0:
             over_bytes.plot(crossed, losses, label=name, **style)
         elif max(crossed) == 0:  # a logarithmic axis has no zero

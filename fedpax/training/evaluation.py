@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from fedpax.primitives import federated_map, federated_sum, program
-from fedpax.training.contract import Params
+from fedpax.training.algorithm import Params
 
 Batch = Mapping[str, np.ndarray]
 

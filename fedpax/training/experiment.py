@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from fedpax.parallel.mesh import MeshConfig
-from fedpax.training.contract import FederatedAlgorithm, Params
+from fedpax.training.algorithm import FederatedAlgorithm, Params
 
 
 class BatchStream(Protocol):
@@ -61,7 +61,7 @@ class Run(NamedTuple):
         evaluate: ``params -> {"loss": ..., ...}``, metrics on held-out data as Python floats.
         mesh: the mesh that is set while the run is traced and run.
         shardings: where parameters and batches live on the mesh.
-        tokens_per_round: how many tokens (or examples) all participants together see a round.
+        items_per_round: how many tokens (or examples) all participants together see a round.
         placement: the name of the placement, ``"clients"`` or ``"islands"``: the loop counts the
             bytes that cross this axis of the mesh.
         batch_shapes: the shapes and dtypes of a round's batches, a tree of
@@ -77,7 +77,7 @@ class Run(NamedTuple):
     evaluate: Callable[[Params], dict[str, float]]
     mesh: Mesh
     shardings: Shardings
-    tokens_per_round: int
+    items_per_round: int
     placement: str
     batch_shapes: Any = None
     flops_per_token: float | None = None

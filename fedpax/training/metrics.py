@@ -14,7 +14,7 @@ from fedpax.training.configuration import write_atomically
 
 FILE = "metrics.jsonl"
 
-TIMINGS = frozenset({"seconds", "tokens_per_second", "input_share", "wall_seconds"})
+TIMINGS = frozenset({"seconds", "tokens_per_second", "input_wait_fraction", "wall_seconds"})
 """The keys that differ between two runs of the same configuration; every other is repeated."""
 
 

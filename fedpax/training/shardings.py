@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fedpax.training.contract import Params, State
+from fedpax.training.algorithm import Params, State
 
 
 def state_shardings(

@@ -8,7 +8,7 @@ import jax
 from fedpax.primitives._jax import ClosedJaxpr, Jaxpr, JaxprEqn, aval_of, inner_jaxprs, live
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.program import federated_program_p
-from fedpax.transforms.stages import plan_stages
+from fedpax.transforms.phases import plan_stages
 from fedpax.transforms.streaming import inline, is_federated, placements_of
 
 
@@ -28,7 +28,7 @@ def explain(program: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     Example:
         >>> import jax.numpy as jnp
         >>> import fedpax
-        >>> @fedpax.program(clients=4, clients_per_step=1)
+        >>> @fedpax.program(clients=4, chunk_size=1)
         ... def mean_square(w, x):
         ...     return fedpax.federated_mean(fedpax.federated_map(lambda x: (w - x) ** 2, x))
         >>> print(fedpax.explain(mean_square, 1.0, jnp.zeros((4, 3))))

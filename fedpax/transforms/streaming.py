@@ -35,9 +35,9 @@ from fedpax.primitives._jax import (
 )
 from fedpax.primitives.broadcast import federated_broadcast_p, federated_index_p
 from fedpax.primitives.layout import explicit_axis, lay_out_shared
-from fedpax.primitives.loop import View, run_participants, taken
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.monoids import Monoid, combine
+from fedpax.primitives.participant_loop import View, run_participants, taken
 from fedpax.primitives.placement import Placement
 from fedpax.primitives.program import federated_program_p
 from fedpax.primitives.reduce import (
@@ -48,8 +48,8 @@ from fedpax.primitives.reduce import (
     federated_min_p,
     federated_sum_p,
 )
-from fedpax.transforms.participantwise import spreads
-from fedpax.transforms.stages import Atom, Plan, plan_stages
+from fedpax.transforms.phases import Atom, Plan, plan_stages
+from fedpax.transforms.unstack_rules import spreads
 
 # Calls that can be written out where they stand once all differentiation is done.
 CALLS = {

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from fedpax.algorithms.data_parallel import data_parallel
 from fedpax.algorithms.diloco import diloco
 from fedpax.algorithms.fedavg import fedavg
-from fedpax.training.contract import FederatedAlgorithm
+from fedpax.training.algorithm import FederatedAlgorithm
 from fedpax.training.shardings import state_shardings
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}

@@ -23,9 +23,9 @@ from method_table import (
 
 from fedpax.algorithms.data_parallel import data_parallel
 from fedpax.algorithms.diloco import diloco
-from fedpax.parallel.collectives import Collective, collectives, placement_bytes
+from fedpax.hlo.collectives import Collective, collectives, placement_bytes
 from fedpax.parallel.mesh import make_mesh
-from fedpax.training.contract import FederatedAlgorithm
+from fedpax.training.algorithm import FederatedAlgorithm
 
 # On one worker, where each method is compiled once for all of these tests.
 pytestmark = pytest.mark.xdist_group("algorithms")

@@ -22,7 +22,7 @@ from method_table import (
 from fedpax.algorithms.data_parallel import data_parallel
 from fedpax.algorithms.diloco import diloco
 from fedpax.algorithms.fedavg import fedavg
-from fedpax.training.contract import FederatedAlgorithm
+from fedpax.training.algorithm import FederatedAlgorithm
 
 # On one worker, where each method is compiled once for all of these tests.
 pytestmark = pytest.mark.xdist_group("algorithms")

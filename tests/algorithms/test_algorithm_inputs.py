@@ -14,7 +14,7 @@ from fedpax.algorithms.data_parallel import data_parallel
 from fedpax.algorithms.diloco import diloco
 from fedpax.algorithms.fedavg import fedavg
 from fedpax.parallel.mesh import make_mesh
-from fedpax.training.contract import FederatedAlgorithm
+from fedpax.training.algorithm import FederatedAlgorithm
 
 ALGORITHMS = {
     "FedAvg": lambda loss_fn, n: fedavg(loss_fn, clients=n, client_optimizer=optax.sgd(0.1)),

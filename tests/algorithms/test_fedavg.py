@@ -61,7 +61,7 @@ def test_other_server_optimizers(server: Any, expected: reference.Optimizer):
 
 
 @pytest.mark.parametrize(
-    ("mesh_name", "clients_per_step"),
+    ("mesh_name", "chunk_size"),
     [
         ("none", 3),  # two chunks of 3, and 2 clients left
         ("4x2 automatic", 1),
@@ -71,14 +71,14 @@ def test_other_server_optimizers(server: Any, expected: reference.Optimizer):
         ],
     ],
 )
-def test_clients_per_step_changes_nothing(mesh_name: str, clients_per_step: int | str):
+def test_chunk_size_changes_nothing(mesh_name: str, chunk_size: int | str):
     params, (batches,), (weights,) = problem(1)
     ((state, metrics),) = trainer("FedAvg", "none").run(params, [batches], [weights])
     algorithm = fedavg(
         loss_fn,
         clients=PARTICIPANTS,
         client_optimizer=optax.sgd(METHODS["FedAvg"].rates.local),
-        clients_per_step=clients_per_step,
+        chunk_size=chunk_size,
     )
     mesh = mesh_of(mesh_name, "clients")
     with use(mesh):

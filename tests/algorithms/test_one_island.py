@@ -17,7 +17,7 @@ from fedpax.experiments.benchmarks.training_step import (
 )
 from fedpax.models.transformer import TransformerConfig
 from fedpax.parallel.mesh import make_mesh
-from fedpax.parallel.topology import find_topology
+from fedpax.planning.topology import find_topology
 
 MODEL = TransformerConfig(
     vocabulary=64, layers=2, width=32, heads=4, key_value_heads=2, mlp_width=48

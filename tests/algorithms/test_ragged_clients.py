@@ -27,12 +27,12 @@ from fedpax.algorithms.local_steps import local_steps
 RATE, BETA = 0.2, 0.8
 
 
-def algorithm(clients_per_step=1, loss=loss_fn):
+def algorithm(chunk_size=1, loss=loss_fn):
     return fedavg(
         loss,
         clients=PARTICIPANTS,
         client_optimizer=optax.sgd(RATE, momentum=BETA),
-        clients_per_step=clients_per_step,
+        chunk_size=chunk_size,
     )
 
 
@@ -60,7 +60,7 @@ def client_by_client(params, batches, weights, steps):
 
 
 @pytest.mark.parametrize(
-    ("mesh_name", "clients_per_step"),
+    ("mesh_name", "chunk_size"),
     [
         ("none", 1),
         ("none", 3),  # chunks of clients of other lengths
@@ -72,12 +72,12 @@ def client_by_client(params, batches, weights, steps):
         ],
     ],
 )
-def test_a_round_is_that_of_each_client_alone(mesh_name, clients_per_step):
+def test_a_round_is_that_of_each_client_alone(mesh_name, chunk_size):
     params, (batches,), (weights,) = problem(1)
     steps = random_steps()
     weights = np.where(steps, weights, 0).astype(np.int32)
     mesh = mesh_of(mesh_name, "clients")
-    method = algorithm(clients_per_step)
+    method = algorithm(chunk_size)
     with use(mesh):
         state = method.init(place_params(params, mesh))
         placed = place_batches((batches, weights, steps), mesh, "clients")
@@ -95,8 +95,8 @@ def test_all_steps_are_those_of_the_round_without_steps():
         assert_close(step(state, batches, weights, np.full(PARTICIPANTS, steps)), wanted)
 
 
-@pytest.mark.parametrize("clients_per_step", [1, 3])
-def test_a_client_costs_its_own_steps(clients_per_step):
+@pytest.mark.parametrize("chunk_size", [1, 3])
+def test_a_client_costs_its_own_steps(chunk_size):
     """Counted while it runs: a chunk takes as many steps as its longest client, and no more."""
     seen = collections.Counter()
 
@@ -109,11 +109,11 @@ def test_a_client_costs_its_own_steps(clients_per_step):
         np.arange(PARTICIPANTS)[:, None, None], (PARTICIPANTS, STEPS, BATCH)
     )
     steps = random_steps(1)
-    method = algorithm(clients_per_step, counted)
+    method = algorithm(chunk_size, counted)
     state = method.init(jax.tree.map(jnp.asarray, params))
     jax.block_until_ready(jax.jit(method.round)(state, batches, weights, steps))
     jax.effects_barrier()
-    chunks = [steps[i : i + clients_per_step] for i in range(0, PARTICIPANTS, clients_per_step)]
+    chunks = [steps[i : i + chunk_size] for i in range(0, PARTICIPANTS, chunk_size)]
     wanted = [chunk.max() for chunk in chunks for _ in chunk]
     assert [seen[i] for i in range(PARTICIPANTS)] == wanted
 

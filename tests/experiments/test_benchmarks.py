@@ -11,7 +11,7 @@ import fedpax
 from fedpax.experiments.benchmarks import fedavg_round, gradient, timing
 from fedpax.experiments.benchmarks.rounds import vmap_round
 from fedpax.experiments.benchmarks.workloads import WORKLOADS, Workload
-from fedpax.models.small import MLPConfig, mlp
+from fedpax.models.classifiers import MLPConfig, mlp
 
 TINY = Workload(mlp(MLPConfig(sizes=(6, 5, 3))), (6,), 3)
 
@@ -67,7 +67,7 @@ def test_without_repetitions_no_data_is_made(monkeypatch):
 def test_what_is_not_installed_is_left_out(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(fedavg_round, "is_installed", lambda _: False)
     path = tmp_path / "figures.json"
-    arguments = ["--model=tiny", "--clients=2,4", "--devices=1", "--clients_per_step=2"]
+    arguments = ["--model=tiny", "--clients=2,4", "--devices=1", "--chunk_size=2"]
     assert fedavg_round.main([*arguments, "--repetitions=1", f"--json={path}"]) == 0
     first, _, *lines = capsys.readouterr().out.splitlines()
     assert "drjax is not installed" in first and "fedpax[bench]" in first
@@ -89,7 +89,7 @@ def test_the_gradient_of_a_round_is_that_of_plain_jax():
         moved = vmap_round(train, 4)(params, batches, num_examples)
         return jax.tree.map(lambda p, m: p + rates["server"] * (m - p), params, moved)
 
-    streamed = gradient.make_round(TINY, 4, clients_per_step=1, unroll=2)
+    streamed = gradient.make_round(TINY, 4, chunk_size=1, unroll=2)
     ours, expected = (
         jax.jit(jax.value_and_grad(gradient.loss_after(TINY, fn)))(rates, *arguments)
         for fn in (streamed, plain)

@@ -9,11 +9,11 @@ from jax.sharding import use_abstract_mesh
 from fedpax.experiments.diloco_text import OuterConfig
 from fedpax.experiments.pretrain import pretrain_text
 from fedpax.experiments.text import TextConfig
+from fedpax.hlo.collectives import Collective, collectives
 from fedpax.models.transformer import TransformerConfig
-from fedpax.parallel.collectives import Collective, collectives
 from fedpax.parallel.mesh import MeshConfig, default_devices
-from fedpax.parallel.topology import find_topology
-from fedpax.training.program import compile_round, with_shardings
+from fedpax.planning.topology import find_topology
+from fedpax.training.compiled_round import compile_round, with_shardings
 
 STEPS, ROWS = 100, 16
 MODEL = TransformerConfig(

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from fedpax.experiments import fedavg_images as module
-from fedpax.models.small import CNNConfig
+from fedpax.models.classifiers import CNNConfig
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.training.experiment import TrainingConfig
-from fedpax.training.loop import train
 from fedpax.training.metrics import read_metrics, select
+from fedpax.training.trainer import train
 
 SMALL = CNNConfig(height=8, width=8, filters=(4, 4), dense=8)
 
@@ -51,9 +51,9 @@ def test_clients_of_a_large_population_differ_and_cost_their_own_steps(tmp_path)
     assert len({np.argmax(count) for count in labels}) > 3
     train(experiment, tmp_path)
     lines = select(read_metrics(tmp_path), "training")
-    assert all(0 <= line["input_share"] <= 1.01 for line in lines)
+    assert all(0 <= line["input_wait_fraction"] <= 1.01 for line in lines)
     # All that crosses is one sum: of the model, the weights and the metrics.
-    assert 0 <= lines[0]["bytes_between"] - 4 * SMALL.parameters() < 64
+    assert 0 <= lines[0]["bytes_across_placement"] - 4 * SMALL.parameters() < 64
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import pytest
 
 from fedpax.experiments.benchmarks import fedjax_round, other_environments, pfl_round, timing
 from fedpax.experiments.benchmarks.workloads import WORKLOADS, Workload
-from fedpax.models.small import CNNConfig, MLPConfig, cnn, mlp
+from fedpax.models.classifiers import CNNConfig, MLPConfig, cnn, mlp
 
 MODELS = {
     "mlp": (mlp(MLPConfig(sizes=(6, 5, 3))), (6,)),

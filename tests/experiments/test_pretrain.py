@@ -14,10 +14,10 @@ from fedpax.experiments import pretrain
 from fedpax.experiments.text import LossConfig, TextConfig
 from fedpax.models.transformer import TransformerConfig
 from fedpax.parallel.mesh import MeshConfig
+from fedpax.training.compiled_round import compile_round, with_shardings
 from fedpax.training.experiment import TrainingConfig
-from fedpax.training.loop import train
 from fedpax.training.metrics import read_metrics, select
-from fedpax.training.program import compile_round, with_shardings
+from fedpax.training.trainer import train
 
 SMALL: dict[str, Any] = {
     "model": TransformerConfig(layers=2, width=16, heads=2, key_value_heads=1, mlp_width=32),
@@ -59,7 +59,7 @@ def test_an_experiment_is_built_and_compiled_without_its_data() -> None:
         program = compile_round(run, batches)
     assert program.parameters == SMALL["model"].parameters()
     assert run.flops_per_token == SMALL["model"].flops_per_token(16)
-    assert run.tokens_per_round == 10 * 8 * 16
+    assert run.items_per_round == 10 * 8 * 16
     with pytest.raises(FileNotFoundError, match=r"tokenizer='none\.json'"):
         next(run.batches)
 

@@ -11,10 +11,10 @@ from fedpax.experiments import diloco_text as module
 from fedpax.experiments.text import TextConfig
 from fedpax.main import configure
 from fedpax.models.transformer import TransformerConfig
+from fedpax.training.compiled_round import compile_round, with_shardings
 from fedpax.training.experiment import TrainingConfig
-from fedpax.training.loop import train
 from fedpax.training.metrics import read_metrics, select
-from fedpax.training.program import compile_round, with_shardings
+from fedpax.training.trainer import train
 
 EXPERIMENTS = (module.diloco_text, module.data_parallel_text, module.single_island_text)
 
@@ -67,7 +67,7 @@ def test_data_parallel_sends_more_than_twenty_times_the_bytes(small):
         run = small(make()).build()
         batches = with_shardings(run.batch_shapes, run.shardings.batches)
         with jax.set_mesh(run.mesh):
-            sent[make.__name__] = compile_round(run, batches).bytes_between
+            sent[make.__name__] = compile_round(run, batches).bytes_across_placement
     assert sent["data_parallel_text"] > 20 * sent["diloco_text"] > 0
 
 

@@ -25,10 +25,10 @@ def check_rows(rows, devices, clients_per_device):
         assert not any(in_loop for _, _, in_loop in row["collectives"])
 
 
-@pytest.mark.parametrize("clients_per_step", ["auto", "1"])
-def test_the_round_on_simulated_devices(capsys, clients_per_step):
+@pytest.mark.parametrize("chunk_size", ["auto", "1"])
+def test_the_round_on_simulated_devices(capsys, chunk_size):
     arguments = ["--topologies=cpu:2,cpu:4,cpu:8", "--clients_per_device=4"]
-    status, verdict, rows = run(capsys, *arguments, f"--clients_per_step={clients_per_step}")
+    status, verdict, rows = run(capsys, *arguments, f"--chunk_size={chunk_size}")
     assert status == 0 and verdict == "The same on every pod."
     check_rows(rows, [2, 4, 8], 4)
     assert len({row["temporary_bytes"] for row in rows}) == 1 and rows[0]["temporary_bytes"] > 0

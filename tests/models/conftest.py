@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from fedpax.models.functional import Functional
+from fedpax.models.nnx_functional import Functional
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from fedpax.hlo.collectives import collectives
 from fedpax.models.accumulation import in_microbatches
-from fedpax.parallel.collectives import collectives
 
 RANDOM = np.random.default_rng(0)
 PARAMS = {"w": RANDOM.normal(size=(24, 200)).astype(np.float32)}

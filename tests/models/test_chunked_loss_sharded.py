@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from fedpax.hlo.collectives import collectives
 from fedpax.models.chunked_loss import chunked_cross_entropy
 from fedpax.parallel.axes import partition_spec
-from fedpax.parallel.collectives import collectives
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 BATCH, LENGTH, WIDTH, VOCABULARY, CHUNK = 8, 32, 8, 48, 10

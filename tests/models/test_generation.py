@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedpax.models.functional import Functional
 from fedpax.models.generation import generate, nucleus
+from fedpax.models.nnx_functional import Functional
 from fedpax.models.transformer import TransformerConfig, transformer
 from fedpax.parallel.axes import shardings
 from fedpax.parallel.mesh import make_mesh

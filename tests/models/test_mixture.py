@@ -11,8 +11,8 @@ import pytest
 from flax import nnx
 
 import fedpax
-from fedpax.models.functional import Functional, functional
 from fedpax.models.mixture import MixtureOfExperts, routing_losses
+from fedpax.models.nnx_functional import Functional, functional
 
 WIDTH, MLP_WIDTH = 6, 5
 
@@ -218,7 +218,7 @@ def test_inside_federated_map(at_once: int | None) -> None:
     model, x = mixture(4, 2), draw(3, 2, 5, WIDTH).astype(np.float32)
     params = jax.tree.map(np.float32, draw_params(model))
 
-    @fedpax.program(islands=3, clients_per_step=at_once)
+    @fedpax.program(islands=3, chunk_size=at_once)
     def mean_loss(params: Any, x: jax.Array) -> jax.Array:
         return fedpax.federated_mean(
             fedpax.federated_map(lambda x: total(model.apply(params, x)), x)

@@ -13,11 +13,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import fedpax
 import fedpax.models.mixture
-from fedpax.models.functional import Functional, functional
-from fedpax.models.grouped_product import grouped_product
+from fedpax.hlo.collectives import Collective, collectives
+from fedpax.models.grouped_matmul import grouped_product
 from fedpax.models.mixture import MixtureOfExperts
+from fedpax.models.nnx_functional import Functional, functional
 from fedpax.parallel.axes import partition_spec, shardings
-from fedpax.parallel.collectives import Collective, collectives
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 WIDTH, MLP_WIDTH, EXPERTS = 8, 12, 4

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from fedpax.models.grouped_product import grouped_product
+from fedpax.models.grouped_matmul import grouped_product
 from fedpax.models.losses import transformer_loss
 from fedpax.models.parameters import project
 from fedpax.models.quantization import FORMATS, quantized_einsum, quantized_grouped_product

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-from fedpax.models.functional import Functional
 from fedpax.models.losses import transformer_loss
+from fedpax.models.nnx_functional import Functional
 from fedpax.models.remat import POLICIES
 from fedpax.models.transformer import TransformerConfig, transformer
 

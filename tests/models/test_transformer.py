@@ -10,9 +10,9 @@ import numpy as np
 import numpy_transformer
 import pytest
 
-from fedpax.models.attention import attend, attention_mask, rotary
-from fedpax.models.functional import Functional, functional
+from fedpax.models.attention.layer import attend, attention_mask, rotary
 from fedpax.models.losses import next_token_loss
+from fedpax.models.nnx_functional import Functional, functional
 from fedpax.models.transformer import Layer, TransformerConfig, transformer
 
 Draw = Callable[[Functional], Any]

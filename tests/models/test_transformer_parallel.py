@@ -11,10 +11,10 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 
 import fedpax
+from fedpax.hlo.collectives import collectives
 from fedpax.models.losses import transformer_loss
 from fedpax.models.transformer import TransformerConfig, transformer
 from fedpax.parallel.axes import partition_spec, shardings
-from fedpax.parallel.collectives import collectives
 from fedpax.parallel.mesh import make_mesh
 
 DENSE = TransformerConfig(

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from fedpax.hlo.collectives import collectives
 from fedpax.models.losses import next_token_loss, transformer_loss
 from fedpax.models.transformer import TransformerConfig, transformer
 from fedpax.parallel.axes import partition_spec, shardings
-from fedpax.parallel.collectives import collectives
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 CONFIG = TransformerConfig(

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import fedpax
+from fedpax.hlo.collectives import collectives
 from fedpax.parallel.axes import partition_spec
-from fedpax.parallel.collectives import collectives
 from fedpax.parallel.mesh import make_mesh
 from fedpax.parallel.pipeline import Schedule, bubble_fraction, run_stages
 

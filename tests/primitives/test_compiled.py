@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import fedpax
 from fedpax import federated_broadcast, federated_map, federated_mean, federated_sum
-from fedpax.parallel.collectives import collectives
+from fedpax.hlo.collectives import collectives
 
 CLIENTS, STEPS, BATCH, WIDTH = 8, 3, 2, 6
 
@@ -135,7 +135,7 @@ def test_the_gradient_in_a_closed_over_value_is_one_all_reduce(mesh_only):
     assert found[0].bytes == 4 * 4
 
 
-@pytest.mark.parametrize("options", [{}, {"clients_per_step": 1}])
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 1}])
 def test_a_participant_alone_on_its_device_keeps_its_conditional(options, mesh_only):
     n = 8 if options else 4
     x = jax.device_put(normal(n, 4), P("clients"))

@@ -122,12 +122,12 @@ def test_a_name_given_twice():
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, "all", True])
-def test_a_bad_number_of_clients_per_step(value):
-    message = r"clients_per_step=.*positive int.*'auto'.*None"
+def test_a_bad_number_of_chunk_size(value):
+    message = r"chunk_size=.*positive int.*'auto'.*None"
     with pytest.raises(ValueError, match=message):
-        fedpax.program(clients=N, clients_per_step=value)
+        fedpax.program(clients=N, chunk_size=value)
     with pytest.raises(ValueError, match=message):
-        program(lambda x: federated_map(lambda x: x, x, clients_per_step=value))(normal(N))
+        program(lambda x: federated_map(lambda x: x, x, chunk_size=value))(normal(N))
 
 
 @pytest.mark.parametrize("value", [3, "name", None])

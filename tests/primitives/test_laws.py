@@ -125,7 +125,7 @@ def test_a_weight_of_two_is_a_participant_twice(seed):
 
 @functools.cache
 def in_chunks(at_once):
-    program = fedpax.program(clients=5, clients_per_step=at_once)(
+    program = fedpax.program(clients=5, chunk_size=at_once)(
         lambda w, x: federated_mean(federated_map(lambda x: jnp.sum((w * x) ** 3), x))
     )
     return jax.jit(jax.value_and_grad(program, argnums=(0, 1)))

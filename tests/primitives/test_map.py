@@ -196,7 +196,7 @@ def work_and_gradient(at_once):
     n = 8
     keys, x, w = jax.random.split(jax.random.key(2), n), normal(n, 2), normal(2, 2, seed=1)
 
-    @fedpax.program(clients=n, clients_per_step=at_once)
+    @fedpax.program(clients=n, chunk_size=at_once)
     def program(x, w):
         return federated_map(lambda key, x: work(key, x, w), keys, x)
 
@@ -217,9 +217,7 @@ def test_chunks_are_counted_on_each_device(at_once, current_mesh):
     n = 12  # three a device
     x, w = place(normal(n, 2), "clients", "fsdp"), normal(2, 2, seed=1)
     program = fedpax.program(clients=n)(
-        lambda x, w: federated_mean(
-            federated_map(lambda x: jnp.tanh(w @ x), x, clients_per_step=at_once)
-        )
+        lambda x, w: federated_mean(federated_map(lambda x: jnp.tanh(w @ x), x, chunk_size=at_once))
     )
     assert_close(program(x, w), np.tanh(np.asarray(x) @ w.T).mean(0))
 
@@ -227,7 +225,7 @@ def test_chunks_are_counted_on_each_device(at_once, current_mesh):
 @pytest.mark.parametrize("at_once", [1, 5])
 def test_results_of_participants_are_written_once(at_once):
     def temporary_bytes(n):
-        program = fedpax.program(clients=n, clients_per_step=at_once)(
+        program = fedpax.program(clients=n, chunk_size=at_once)(
             lambda w, x: federated_map(lambda x: jnp.tanh(w @ x), x)
         )
         compiled = jax.jit(program).lower(normal(8, 8), normal(n, 8, 8)).compile()
@@ -238,7 +236,7 @@ def test_results_of_participants_are_written_once(at_once):
 
 def test_chunks_of_random_keys_that_leave_a_rest():
     keys = jax.random.split(jax.random.key(0), 5)
-    program = fedpax.program(clients=5, clients_per_step=2)(
+    program = fedpax.program(clients=5, chunk_size=2)(
         lambda keys: federated_map(lambda key: jax.random.split(key, 3), keys)
     )
     expected = jax.vmap(lambda key: jax.random.split(key, 3))(keys)
@@ -249,7 +247,7 @@ def test_chunks_of_random_keys_that_leave_a_rest():
 def test_chunks_keep_the_layout_of_a_model(at_once, current_mesh):
     n = 12  # three a device
     x, w = place(normal(n, 4), "clients"), place(normal(4, 2, seed=1), None, "fsdp")
-    program = fedpax.program(clients=n, clients_per_step=at_once)(
+    program = fedpax.program(clients=n, chunk_size=at_once)(
         lambda w, x: federated_map(lambda x: x[:, None] * w, x)
     )
     found = jax.jit(program)(w, x)
@@ -259,12 +257,12 @@ def test_chunks_keep_the_layout_of_a_model(at_once, current_mesh):
 
 
 def test_a_map_overrides_the_number_of_its_program():
-    @fedpax.program(clients=N, clients_per_step=2)
+    @fedpax.program(clients=N, chunk_size=2)
     def program(x):
-        return federated_map(jnp.sin, x), federated_map(jnp.sin, x, clients_per_step=3)
+        return federated_map(jnp.sin, x), federated_map(jnp.sin, x, chunk_size=3)
 
     numbers = [
-        eqn.params["clients_per_step"]
+        eqn.params["chunk_size"]
         for eqn in jax.make_jaxpr(program)(normal(N)).eqns[0].params["jaxpr"].eqns
     ]
     assert numbers == [2, 3]
@@ -272,7 +270,7 @@ def test_a_map_overrides_the_number_of_its_program():
 
 def test_one_at_a_time_keeps_a_conditional_a_conditional():
     fn = lambda x: jax.lax.cond(x > 0, lambda x: jnp.sin(x), lambda x: x * 2, x)
-    program = lambda at_once: fedpax.program(clients=N, clients_per_step=at_once)(
+    program = lambda at_once: fedpax.program(clients=N, chunk_size=at_once)(
         lambda x: federated_map(fn, x)
     )
     text = lambda at_once: jax.jit(program(at_once)).lower(normal(N)).as_text()
@@ -298,7 +296,7 @@ def test_printing_inside_shows_every_participant_once(at_once, factor, capfd, cu
         jax.debug.print("participant {x:.6f}", x=x)
         return x if factor is None else x * factor
 
-    program = fedpax.program(clients=n, clients_per_step=at_once)(
+    program = fedpax.program(clients=n, chunk_size=at_once)(
         lambda x: federated_sum(federated_map(fn, x))
     )
     assert_close(program(x), x.sum() * (factor or 1))
@@ -328,7 +326,7 @@ def test_a_host_callback_inside():
     )
     x = normal(N, 3)
     for at_once in (None, 1):
-        assert_close(mapped(fn, x, clients_per_step=at_once), np.cumsum(x, 1))
+        assert_close(mapped(fn, x, chunk_size=at_once), np.cumsum(x, 1))
 
 
 def test_weights_made_by_participants():

@@ -58,7 +58,7 @@ def test_settings_that_find_mistakes_find_none(setting):
 
 def test_nothing_is_copied_between_host_and_device_unasked():
     w, x = jnp.asarray(normal(2)), jnp.asarray(normal(N, 2))
-    chunked = fedpax.program(clients=N, clients_per_step=3)(
+    chunked = fedpax.program(clients=N, chunk_size=3)(
         lambda w, x: federated_mean(federated_map(lambda x: w - x, x))
     )
     with jax.transfer_guard("disallow"):

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fedpax.parallel.mesh import MeshConfig
-from fedpax.training.contract import FederatedAlgorithm
+from fedpax.training.algorithm import FederatedAlgorithm
 from fedpax.training.experiment import Experiment, Run, Shardings, TrainingConfig
 
 
@@ -149,7 +149,7 @@ class Regression(Experiment):
                 },
                 batches=NamedSharding(mesh, PartitionSpec(clients)),
             ),
-            tokens_per_round=self.clients * 2 * 8,
+            items_per_round=self.clients * 2 * 8,
             placement="clients",
         )
 

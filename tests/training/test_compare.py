@@ -18,7 +18,7 @@ def record(folder: Path, losses: list[float], bytes_a_round: float, seconds: flo
             so_far = {
                 "loss": loss,
                 "tokens": 1000 * number,
-                "bytes_between": bytes_a_round * number,
+                "bytes_across_placement": bytes_a_round * number,
                 "wall_seconds": 2 * seconds * number,
             }
             rates = {"seconds": seconds, "tokens_per_second": 1000 / seconds}
@@ -44,7 +44,7 @@ def test_a_run_is_summed_up_from_its_lines(folders: dict[str, Path]) -> None:
     assert measure("x", folders["diloco"]) == Measured(
         "x", pytest.approx(last), 5e7, 10_000, pytest.approx(2000.0), 1234567, 10.0
     )
-    assert math.isnan(measure("x", folders["unknown"]).bytes_between)
+    assert math.isnan(measure("x", folders["unknown"]).bytes_across_placement)
 
 
 def test_a_run_without_evaluation_is_refused(tmp_path: Path) -> None:
@@ -68,7 +68,9 @@ def test_the_files(folders: dict[str, Path], tmp_path: Path) -> None:
     assert text == table([measure(name, folder) for name, folder in folders.items()])
     content = json.loads((tmp_path / "comparison.json").read_text())
     assert [run["name"] for run in content] == list(folders)
-    assert content[0]["bytes_between"] == 5e7 and content[3]["bytes_between"] is None
+    assert (
+        content[0]["bytes_across_placement"] == 5e7 and content[3]["bytes_across_placement"] is None
+    )
     header = (tmp_path / "comparison.png").read_bytes()[:24]
     assert header[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = struct.unpack(">II", header[16:])

@@ -15,8 +15,8 @@ import pytest
 from small_regression import regression
 
 from fedpax.training.checkpoint import latest_round, load_params
-from fedpax.training.loop import train
 from fedpax.training.metrics import FILE, read_metrics, select
+from fedpax.training.trainer import train
 
 HERE = Path(__file__).parent
 PROGRAM = """
@@ -26,7 +26,7 @@ process, port, rounds, folder = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]),
 jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"localhost:{port}", 2, process)
-from fedpax.training.loop import train
+from fedpax.training.trainer import train
 from small_regression import regression
 training = dataclasses.replace(regression().training, rounds=rounds)
 outcome = train(dataclasses.replace(regression(), training=training), folder)

@@ -252,7 +252,7 @@ PROGRAMS = {
 
 
 def federated(name, at_once=1, size=N, functions=Federated):
-    return fedpax.program(clients=size, clients_per_step=at_once)(
+    return fedpax.program(clients=size, chunk_size=at_once)(
         functools.partial(PROGRAMS[name], functions)
     )
 

@@ -45,7 +45,7 @@ def test_explain_looks_into_loops_and_conditionals():
         return jax.lax.cond(jnp.sum(w) > 0, again, stepped(lambda d: jnp.median(d, 0)), w)
 
     def words(fn):
-        return fedpax.explain(fedpax.program(clients=N, clients_per_step=1)(fn), W).splitlines()[1:]
+        return fedpax.explain(fedpax.program(clients=N, chunk_size=1)(fn), W).splitlines()[1:]
 
     loop = "clients=12, stage 0: 1 map, 1 reduction, 1 at once on a device; nothing is stored."
     assert words(stepped(federated_mean)) == ["  in a loop of 3 steps:", "    " + loop]

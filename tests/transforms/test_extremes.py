@@ -33,7 +33,7 @@ def test_gradients_of_extremes_are_not_lost_by_rounding():
         return total
 
     def gradient(functions):
-        program = fedpax.program(clients=N, clients_per_step=5)(functools.partial(body, functions))
+        program = fedpax.program(clients=N, chunk_size=5)(functools.partial(body, functions))
         return jax.jit(jax.vmap(jax.grad(program), (0, None)))(jnp.stack([ws, ws + 1, -ws]), x)
 
     close(gradient(Rematerialized), gradient(Federated), 1e-3)
@@ -49,7 +49,7 @@ def tied(participants, width):
 
 
 def total_of_maxima(reduce, functions, at_once):
-    @fedpax.program(clients=N, clients_per_step=at_once)
+    @fedpax.program(clients=N, chunk_size=at_once)
     def program(w, x):
         moved = functions.map(lambda w, x: jnp.tanh(x) * w, functions.broadcast(w), x)
         return reduce(moved), reduce(-x)
@@ -74,7 +74,7 @@ def test_twins_share_it_though_one_is_rounded_otherwise():
     x[0] = x[7] = 3 + 0.2 * normal(6, seed=3)
     train = lambda w, x: jax.nn.softmax(x * w) @ jnp.ones((6, 6)) * w + x * w
 
-    @fedpax.program(clients=8, clients_per_step=3)
+    @fedpax.program(clients=8, chunk_size=3)
     def program(w, x):
         return federated_max(federated_map(jax.checkpoint(train), federated_broadcast(w), x))
 
@@ -90,7 +90,7 @@ def test_twins_share_it_though_one_is_rounded_otherwise():
 def test_pieces_know_who_attains_it(functions):
     w, x = np.abs(normal(16)) + 0.1, tied(N, 16)
     gradient = jax.grad(total_of_maxima(federated_max, functions, 2), (0, 1))
-    close(fedpax.in_pieces(gradient, 5)(w, x), jax.tree.map(np.asarray, gradient(w, x)))
+    close(fedpax.out_of_core(gradient, 5)(w, x), jax.tree.map(np.asarray, gradient(w, x)))
 
 
 @pytest.mark.parametrize("at_once", [slow(1), 5, slow(None)])
@@ -98,7 +98,7 @@ def test_a_maximum_that_is_nan_is_attained_by_whoever_has_it(at_once, current_me
     x = normal(N, 3)
     x[4, 0] = x[7, 0] = x[9, 2] = np.nan
 
-    @fedpax.program(clients=N, clients_per_step=at_once)
+    @fedpax.program(clients=N, chunk_size=at_once)
     def program(x):
         return federated_max(federated_map(lambda x: 2 * x, x))
 
@@ -117,7 +117,7 @@ def test_islands_and_their_clients_attain_it():
             placement="clients",
         )
 
-    @fedpax.program(islands=4, clients=N, clients_per_step=1)
+    @fedpax.program(islands=4, clients=N, chunk_size=1)
     def program(w, x):
         most = federated_map(jax.checkpoint(functools.partial(island, w)), x, placement="islands")
         return federated_min(most, placement="islands")
@@ -133,7 +133,7 @@ def test_an_extremum_is_nan_where_anyone_is(at_once, current_mesh):
     x = normal(N, 40)
     x[np.arange(N), np.arange(N)] = [np.nan, -np.nan, np.inf, -np.inf] * 3
     x[:, 30:] *= 1e-40  # subnormal
-    program = fedpax.program(clients=N, clients_per_step=at_once)
+    program = fedpax.program(clients=N, chunk_size=at_once)
     moved = program(lambda x: [f(federated_map(lambda x: -x, x)) for f in EXTREMA])
     close(jax.jit(moved)(x), [np.max(-x, 0), np.min(-x, 0)])
     close(jax.jit(program(lambda x: [f(x) for f in EXTREMA]))(x), [np.max(x, 0), np.min(x, 0)])
@@ -153,6 +153,6 @@ def test_an_extremum_is_exact_for_any_bits(dtype, current_mesh):
 def test_extrema_of_eight_bits(dtype):
     """Some of these have no infinities to begin a loop with."""
     x = jnp.array([[1.0, -2.0], [-1.0, -4.0]]).astype(dtype)
-    program = fedpax.program(clients=2, clients_per_step=1)
+    program = fedpax.program(clients=2, chunk_size=1)
     found = program(lambda x: [f(federated_map(lambda x: -x, x)) for f in EXTREMA])(x)
     assert [leaf.astype(jnp.float32).tolist() for leaf in found] == [[1.0, 4.0], [-1.0, 2.0]]

@@ -140,14 +140,14 @@ def test_memory_of_a_gradient_is_flat_where_participants_are_rematerialized(name
         if where == "outside":
             return gradient_of(federated(name, 1, size, Rematerialized), 0)
         inside = gradient_of(functools.partial(PROGRAMS[name], Rematerialized), 0)
-        return fedpax.program(clients=size, clients_per_step=1)(inside)
+        return fedpax.program(clients=size, chunk_size=1)(inside)
 
     assert is_flat(make)
 
 
 def test_a_forward_derivative_of_an_extremum_is_streamed():
     def make(size):
-        @fedpax.program(clients=size, clients_per_step=1)
+        @fedpax.program(clients=size, chunk_size=1)
         def program(w, x, n):
             moved = federated_map(jax.checkpoint(local), federated_broadcast(w), x)
             return fedpax.federated_max(moved)
@@ -169,9 +169,7 @@ def nested(levels, at_once):
         return w + federated_mean(moved, placement=name)
 
     names = list(levels)
-    return fedpax.program(placements=levels, clients_per_step=at_once)(
-        functools.partial(inside, names)
-    )
+    return fedpax.program(placements=levels, chunk_size=at_once)(functools.partial(inside, names))
 
 
 def nested_plainly(w, x):
@@ -225,12 +223,12 @@ def test_what_loops_inside_a_loop_read_is_not_copied(levels, at_once, axes):
 @pytest.mark.parametrize("at_once", [1, slow(2), slow("auto")])
 def test_programs_inside_a_loop_read_where_it_lies_too(at_once):
     def make(clients):
-        @fedpax.program(clients=clients, clients_per_step=at_once)
+        @fedpax.program(clients=clients, chunk_size=at_once)
         def of_island(w, x):
             each = jax.checkpoint(lambda w, x: w * jnp.mean(jnp.sin(x @ w)))
             return w + federated_mean(federated_map(each, federated_broadcast(w), x))
 
-        @fedpax.program(islands=4, clients_per_step=at_once)
+        @fedpax.program(islands=4, chunk_size=at_once)
         def program(w, x):
             return federated_mean(
                 federated_map(jax.checkpoint(of_island), federated_broadcast(w), x)
@@ -254,7 +252,7 @@ def test_programs_inside_a_loop_read_where_it_lies_too(at_once):
 def test_a_program_under_checkpoint_stores_nothing_for_its_gradient():
     def make(size):
         body = jax.checkpoint(functools.partial(PROGRAMS["clipped_twice"], Federated))
-        return gradient_of(fedpax.program(clients=size, clients_per_step=1)(body), 0)
+        return gradient_of(fedpax.program(clients=size, chunk_size=1)(body), 0)
 
     close(make(N)(W, X, WEIGHTS), gradient_of(federated("clipped_twice"), 0)(W, X, WEIGHTS))
     assert is_flat(make)
@@ -276,7 +274,7 @@ def test_what_is_computed_again():
     text = words("weights_of_a_later_stage", Rematerialized)
     assert re.findall(r"(float32\S+): ", text) == ["float32[12]"] and "1 map again" in text
 
-    @fedpax.program(clients=N, clients_per_step=1)
+    @fedpax.program(clients=N, chunk_size=1)
     def returned(w, x):
         delta = federated_map(jax.checkpoint(local), federated_broadcast(w), x)
         return delta, federated_mean((delta - federated_mean(delta)) ** 2)
@@ -294,7 +292,7 @@ def test_what_is_computed_again():
     ids=["jitted", "with a policy", "in part"],
 )
 def test_a_map_is_repeated_if_all_of_it_is_under_checkpoint(fn, repeated):
-    @fedpax.program(clients=N, clients_per_step=1)
+    @fedpax.program(clients=N, chunk_size=1)
     def program(w, x):
         delta = federated_map(fn, federated_broadcast(w), x)
         return federated_mean((delta - federated_mean(delta)) ** 2)
@@ -303,7 +301,7 @@ def test_a_map_is_repeated_if_all_of_it_is_under_checkpoint(fn, repeated):
 
 
 def handed_on(w, x, rounds):
-    @fedpax.program(clients=N, clients_per_step=1)
+    @fedpax.program(clients=N, chunk_size=1)
     def program(w, x):
         for _ in range(rounds):
             x = federated_map(
@@ -336,12 +334,12 @@ def test_what_the_user_keeps_and_what_has_effects_is_left_alone():
 
     def make(size):
         body = functools.partial(beside, Federated)
-        return jax.grad(fedpax.program(clients=size, clients_per_step=1)(body))
+        return jax.grad(fedpax.program(clients=size, chunk_size=1)(body))
 
     assert "the program returns it" not in fedpax.explain(make(N), W, X, WEIGHTS)
     called = []
 
-    @fedpax.program(clients=N, clients_per_step=1)
+    @fedpax.program(clients=N, chunk_size=1)
     def watched(w, x):
         shape = jax.ShapeDtypeStruct((), jnp.float32)
         seen = jax.experimental.io_callback(lambda: called.append(0) or np.float32(0), shape)
@@ -357,7 +355,7 @@ def test_a_nested_program_keeps_its_total():
 
     @fedpax.program(outer=3)
     def around(w, x):
-        @fedpax.program(clients=N, clients_per_step=1)
+        @fedpax.program(clients=N, chunk_size=1)
         def inner(w):
             return federated_mean(federated_map(jax.checkpoint(local), federated_broadcast(w), x))
 
@@ -367,11 +365,11 @@ def test_a_nested_program_keeps_its_total():
     assert re.findall(r"(\d+) map.*", text) == ["1", "1"], text
 
 
-def test_a_repeated_map_keeps_its_clients_per_step():
+def test_a_repeated_map_keeps_its_chunk_size():
     @fedpax.program(clients=N)
     def program(w, x):
         fn = jax.checkpoint(local)
-        delta = federated_map(fn, federated_broadcast(w), x, clients_per_step=3)
+        delta = federated_map(fn, federated_broadcast(w), x, chunk_size=3)
         mean = federated_mean(delta)
         twice = federated_map(lambda d: 2 * d, delta - mean)
         return federated_mean(twice), federated_mean((delta - mean) ** 2)
@@ -386,7 +384,7 @@ def stateful(participants, at_once):
         first = jnp.tanh(state["first"] * w + x)
         return {"first": first, "second": state["second"] + first * x}, jnp.sum(first)
 
-    @fedpax.program(clients=participants, clients_per_step=at_once)
+    @fedpax.program(clients=participants, chunk_size=at_once)
     def program(states, x, w):
         states, sums = federated_map(client, states, x, federated_broadcast(w))
         return states, federated_mean(sums)

@@ -31,7 +31,7 @@ from fedpax import (
     federated_mean,
     federated_sum,
 )
-from fedpax.parallel.collectives import collectives
+from fedpax.hlo.collectives import collectives
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -83,7 +83,7 @@ def test_second_derivatives_of_rematerialized_programs(name):
 def test_clients_inside_islands(current_mesh):
     x = normal(4, N, 3, seed=4)
 
-    @fedpax.program(islands=4, clients=N, clients_per_step=1)
+    @fedpax.program(islands=4, clients=N, chunk_size=1)
     def program(w, x):
         def island(w, x):
             moved = federated_map(
@@ -116,12 +116,12 @@ def test_a_server_array_as_long_as_there_are_participants(current_mesh):
         rows, columns = turned * v[:, None], turned * jnp.broadcast_to(v, (N, N))
         return f.mean(rows), f.sum(columns), f.max(turned + v), jnp.broadcast_to(v, (N, N)).T
 
-    found = fedpax.program(clients=N, clients_per_step=1)(functools.partial(program, Federated))
+    found = fedpax.program(clients=N, chunk_size=1)(functools.partial(program, Federated))
     close(found(v, x), program(Plain, v, x))
 
 
 def test_a_long_chain_is_no_deep_recursion():
-    @fedpax.program(clients=N, clients_per_step=1)
+    @fedpax.program(clients=N, chunk_size=1)
     def program(x):
         value = federated_map(jnp.sum, x)
         for _ in range(2000):
@@ -134,7 +134,7 @@ def test_a_long_chain_is_no_deep_recursion():
 def test_many_uses_of_a_value_are_planned_once():
     """The plan follows each value once, not once for every way to it: there are 2 ** 64 here."""
 
-    @fedpax.program(clients=N, clients_per_step=1)
+    @fedpax.program(clients=N, chunk_size=1)
     def program(x):
         value = federated_map(jnp.sum, x)
         for _ in range(64):
@@ -156,7 +156,7 @@ def test_no_all_reduce_stands_in_the_loop(name):
 
 
 def test_a_map_that_only_prints_still_runs(capfd):
-    @fedpax.program(clients=3, clients_per_step=1)
+    @fedpax.program(clients=3, chunk_size=1)
     def program(x):
         federated_map(lambda x: jax.debug.print("client {}", x), x)
         return federated_sum(x)
@@ -170,7 +170,7 @@ def test_arrays_of_numpy_on_an_explicit_mesh():
     """Their types know of no mesh, so that no result can take their place."""
     x = np.ones((2, 8, 3), np.float32)
 
-    @fedpax.program(regions=2, clients=8, clients_per_step=1)
+    @fedpax.program(regions=2, clients=8, chunk_size=1)
     def program(w, x):
         def region(x):
             moved = federated_map(lambda x: jnp.tanh(x * w), x, placement="clients")

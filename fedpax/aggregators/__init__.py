@@ -1,0 +1,1 @@
+"""Aggregators: the path of an update from the participants to the server."""

@@ -1,0 +1,1 @@
+"""Clients: cohorts, and the state that clients keep between rounds."""

@@ -1,0 +1,1 @@
+"""Populations: partitions of a data set among clients, and sampling of cohorts."""

@@ -1,0 +1,1 @@
+"""Checkpointable streams of rounds of batches."""

@@ -1,0 +1,1 @@
+"""Readers of compiled text: computations, trip counts, replica groups, collectives, costs."""

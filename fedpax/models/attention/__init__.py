@@ -1,0 +1,1 @@
+"""Attention: the layer, its kernels, ring attention and splash attention."""

@@ -1,0 +1,1 @@
+"""Ahead-of-time plans: chips, topologies, interconnect, the compiled plan and its report."""

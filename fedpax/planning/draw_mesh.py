@@ -1,0 +1,126 @@
+"""A picture of a mesh: which chip of which slice stands where along each axis."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from fedpax.planning.compiled_plan import Plan
+
+# What does not fit a page is left out: more slices, and more layers of one, look the same.
+_SLICES = 4
+_PANELS = 8
+
+
+def draw_mesh(plan: Plan, mesh: jax.sharding.Mesh, path: str | Path) -> None:
+    """Draws the chips of the slices, once for each axis, coloured by their place along it.
+
+    A slice of three dimensions is drawn as layers side by side. Chips of one colour stand in the
+    same place along the axis; a collective over the axis joins chips of all its colours.
+
+    Args:
+      plan: the plan.
+      mesh: its mesh.
+      path: the PNG to write; its folder is made if it is not there.
+    """
+    grids = _grids(plan, mesh)
+    rows, columns = len(plan.axes), len(grids)
+    height, width = next(iter(grids.values())).shape
+    panel_width = min(3.2, max(1.3, 10 / columns))
+    panel_height = min(3.2, max(0.5, panel_width * height / width))
+    figure = Figure(
+        figsize=(max(6.0, columns * panel_width + 1.6), rows * (panel_height + 0.7) + 0.6),
+        dpi=150,
+        layout="constrained",
+    )
+    panels = figure.subplots(rows, columns, squeeze=False)
+    for row, axis in enumerate(plan.axes):
+        routes = " + ".join(map(str, axis.routes))
+        panels[row][0].set_title(
+            f"{axis.name}: {axis.size}, {routes}", loc="left", fontsize=9, wrap=False
+        )
+        for column, (title, positions) in enumerate(grids.items()):
+            panel: Axes = panels[row][column]
+            along = np.array(np.unravel_index(np.maximum(positions, 0), mesh.devices.shape))[row]
+            shown = np.ma.masked_where(positions < 0, along)
+            highest = max(axis.size - 1, 1)
+            image = panel.pcolormesh(
+                shown, cmap="viridis", vmin=0, vmax=highest, edgecolors="white", linewidth=1
+            )
+            panel.invert_yaxis()
+            panel.set_aspect("equal")
+            panel.set_xticks([])
+            panel.set_yticks([])
+            panel.set_xlabel(title, fontsize=8)
+            panel.spines[:].set_visible(False)
+            if positions.size > 64:
+                continue  # too small to read
+            for (i, j), value in np.ndenumerate(along):
+                if positions[i, j] >= 0:
+                    panel.text(
+                        j + 0.5,
+                        i + 0.5,
+                        str(value),
+                        ha="center",
+                        va="center",
+                        fontsize=7,
+                        color="white" if value < 0.6 * highest else "black",
+                    )
+        bar = figure.colorbar(image, ax=list(panels[row]), shrink=0.8, aspect=12)
+        bar.locator = MaxNLocator(nbins=5, integer=True)
+        bar.update_ticks()
+    figure.suptitle(
+        f"{plan.workload.experiment} on {plan.topology.name}: "
+        f"{len(plan.topology.devices):,} devices{_left_out(plan)}",
+        fontsize=11,
+        fontweight="bold",
+        x=0.01,
+        ha="left",
+    )
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def _shown(plan: Plan) -> tuple[int, int]:
+    """How many slices are drawn, and how many layers of each."""
+    slices = min(plan.topology.slices, _SLICES)
+    layers = plan.topology.shape[2] if len(plan.topology.shape) > 2 else 1
+    return slices, min(layers, _PANELS // slices)
+
+
+def _left_out(plan: Plan) -> str:
+    slices, layers = _shown(plan)
+    parts = []
+    if slices < plan.topology.slices:
+        parts.append(f"{slices} of {plan.topology.slices} slices")
+    if len(plan.topology.shape) > 2 and layers < plan.topology.shape[2]:
+        parts.append(f"{layers} of {plan.topology.shape[2]} layers")
+    return f" ({', '.join(parts)} shown)" if parts else ""
+
+
+def _grids(plan: Plan, mesh: jax.sharding.Mesh) -> dict[str, np.ndarray]:
+    """Positions in the mesh as the chips lie, one grid a slice or layer; -1 where there is none."""
+    shape = plan.topology.shape
+    per_chip = plan.topology.chip.devices if plan.topology.chip else 1
+    if not shape:
+        rows = next(n for n in range(int(mesh.size**0.5), 0, -1) if mesh.size % n == 0)
+        return {"": np.arange(mesh.size).reshape(rows, -1)}
+    width, height, depth = (*shape, 1)[:3]
+    slices, layers = _shown(plan)
+    grids: dict[str, np.ndarray] = {}
+    for position, device in enumerate(mesh.devices.flat):
+        number = getattr(device, "slice_index", None) or 0
+        x, y, z = (*device.coords, 0, 0)[:3]
+        if number >= slices or z >= layers:
+            continue
+        title = f"slice {number}" if plan.topology.slices > 1 else ""
+        if depth > 1:
+            title += (", " if title else "") + f"z = {z}"
+        grid = grids.setdefault(title, np.full((height, width * per_chip), -1))
+        grid[y, x * per_chip + getattr(device, "core_on_chip", 0) % per_chip] = position
+    return dict(sorted(grids.items()))

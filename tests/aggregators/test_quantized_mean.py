@@ -1,0 +1,172 @@
+"""Means that cross in few bits: against NumPy, by their laws, and on the wire."""
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import fedpax
+from fedpax.aggregators.quantized_mean import WORD, packing_of, quantized_mean
+from fedpax.hlo.collectives import collectives
+
+N = 4
+
+
+def exchange(levels, participants=N):
+    return fedpax.program(islands=participants)(
+        lambda x, error: quantized_mean(x, error, levels=levels)
+    )
+
+
+def zeros(x):
+    return jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), x)
+
+
+def draw(shape, participants=N, seed=0):
+    rng = np.random.default_rng(seed)
+    return np.float32(rng.standard_normal((participants, *shape)))
+
+
+@pytest.mark.parametrize("levels", [2, 3, 4, 16, 256])
+def test_equals_numpy(levels):
+    x, error = draw((6, 26)), 0.1 * draw((6, 26), seed=1)
+    mean, left = jax.jit(exchange(levels))(x, error)
+    owed = np.float64(x) + error
+    # What was sent, and by which step: the levels are equally far from one another, around 0.
+    sent = owed - left
+    gaps = np.diff(np.sort(sent, axis=None))
+    step = np.min(gaps[gaps > 1e-4])
+    # In standard deviations the steps are those of Max 1960, table I.
+    best = {2: 1.596, 3: 1.224, 4: 0.9957, 16: 0.3352, 256: 0.0308}[levels]
+    assert step / (np.abs(owed).mean() * np.sqrt(np.pi / 2)) == pytest.approx(best, rel=0.01)
+    codes = sent / step + (levels - 1) / 2
+    nearest = np.clip(np.round(owed / step + (levels - 1) / 2), 0, levels - 1)
+    np.testing.assert_allclose(codes, nearest, atol=5e-3)
+    np.testing.assert_allclose(mean, sent.mean(0), atol=1e-5)
+
+
+def test_the_step_is_the_best_for_normal_values():
+    """Max 1960, table I: distortion of 2, 4 and 16 equally spaced levels."""
+    for levels, distortion in ((2, 0.3634), (4, 0.1188), (16, 0.01154)):
+        x = draw((400, 400), participants=1)
+        _, left = jax.jit(exchange(levels, 1))(x, np.zeros_like(x))
+        assert np.mean(left**2) == pytest.approx(distortion, rel=0.03)
+
+
+@hypothesis.given(
+    shape=st.lists(st.integers(0, 9), max_size=3),
+    participants=st.integers(1, 5),
+    levels=st.integers(2, 256),
+    seed=st.integers(0, 99),
+)
+@hypothesis.settings(max_examples=8)
+def test_what_is_not_sent_is_owed(shape, participants, levels, seed):
+    x = {"a": draw(shape, participants, seed), "b": draw((), participants, seed)}
+    mean, left = exchange(levels, participants)(x, zeros(x))
+    for name in x:
+        np.testing.assert_allclose(
+            mean[name] + left[name].mean(0), x[name].mean(0), rtol=1e-5, atol=1e-5
+        )
+
+
+def test_over_rounds_nothing_is_lost():
+    """What was sent adds up to what there was to send, but for a debt that does not grow."""
+    rounds = [draw((13, 8), seed=n) for n in range(40)]
+    total, error, debts = 0.0, np.zeros_like(rounds[0]), []
+    step = jax.jit(exchange(2))
+    for x in rounds:
+        mean, error = step(x, error)
+        total = total + np.float64(mean)
+        debts.append(np.sqrt(np.mean(error**2)))
+    np.testing.assert_allclose(total + error.mean(0), sum(rounds).mean(0), atol=1e-4)
+    assert np.mean(debts[20:]) < 1.2 * np.mean(debts[10:20]) < 3
+
+
+@pytest.mark.parametrize("value", [0.0, np.nan])
+def test_zeros_stay_and_nan_shows(value):
+    x = np.full((N, 5), value, np.float32)
+    mean, left = exchange(3)(x, np.zeros_like(x))
+    np.testing.assert_array_equal(mean, x[0])
+    np.testing.assert_array_equal(left, x)
+
+
+def test_nothing_to_send():
+    assert exchange(2, 3)({}, {}) == ({}, {})
+
+
+def test_bfloat16_is_added_up_in_float32():
+    x = draw((30,)).astype(jnp.bfloat16)
+    mean, left = exchange(4)(x, zeros(x))
+    assert mean.dtype == left.dtype == jnp.float32
+    np.testing.assert_allclose(mean + left.mean(0), np.float32(x).mean(0), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "participants", "levels", "digits"),
+    [
+        ((3, 192, 416), 4, 2, 13),  # 5^13 < 2^32 < 5^14
+        ((3, 192, 4, 48), 4, 2, 12),
+        ((32, 4096, 14336), 4, 4, 8),
+        ((4096,), 1000, 2, 2),
+        ((7,), 4, 2, 7),
+        ((17,), 4, 2, 9),  # two words, the second one digit short
+        ((8, 8), 1, 256, 4),
+    ],
+)
+def test_digits_of_a_word(shape, participants, levels, digits):
+    packing = packing_of(shape, participants, levels)
+    assert packing.digits == digits
+    assert packing.base == participants * (levels - 1) + 1
+    assert packing.base**packing.digits <= WORD
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_on_the_wire_are_words_of_each_devices_shard(kind):
+    mesh = jax.make_mesh((4, 2), ("islands", "fsdp"), axis_types=(kind, kind))
+    shapes = {"up": (24, 26), "down": (26, 24), "norm": (24,), "scale": ()}
+    specs = {"up": ("fsdp", None), "down": (None, "fsdp"), "norm": ("fsdp",), "scale": ()}
+    x = {name: draw(shape) for name, shape in shapes.items()}
+    expected = jax.jit(exchange(2))(x, zeros(x))
+    with jax.set_mesh(mesh):
+        placed = {
+            name: jax.device_put(x[name], NamedSharding(mesh, P("islands", *specs[name])))
+            for name in x
+        }
+        error = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, device=leaf.sharding), placed)
+        compiled = jax.jit(exchange(2)).lower(placed, error).compile()
+        got = compiled(placed, error)
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-5), got, expected)
+    found = [c for c in collectives(compiled.as_text(), mesh) if "islands" in c.axes]
+    assert {c.kind for c in found} == {"all-reduce"}
+    sent = [shape for c in found for shape in c.shapes]
+    assert [s for s in sent if s.startswith("f32")] == [f"f32[{len(shapes)}]"]
+    # 26 values are 2 words of 13, 24 are 2 of 12, of which each of two devices sends its own.
+    words = sum(np.prod([int(n) for n in s[4:-1].split(",") if n]) for s in sent if s[0] == "u")
+    shard = 12 * 2 + 2 * 12 + 1 + 1
+    if kind == AxisType.Auto or jax.__version_info__ >= (0, 11):
+        assert words == shard
+
+
+@pytest.mark.parametrize(
+    ("levels", "error", "message"),
+    [
+        (1, ValueError, "levels is 1, expected 2"),
+        (257, ValueError, "levels is 257, expected .* to 256"),
+        (2.0, TypeError, "levels is 2.0, expected an int"),
+        (True, TypeError, "levels is True, expected an int"),
+    ],
+)
+def test_levels_out_of_range(levels, error, message):
+    with pytest.raises(error, match=message):
+        exchange(levels)(draw((2,)), draw((2,)))
+
+
+def test_what_cannot_be_quantized():
+    with pytest.raises(TypeError, match=r"x\['n'\] has dtype int32, expected floats"):
+        exchange(2)({"n": np.ones(N, np.int32)}, {"n": np.zeros(N, np.float32)})
+    with pytest.raises(ValueError, match="does not fit a word of 32 bits: take fewer levels"):
+        packing_of((3,), 2**25, 256)

@@ -1,0 +1,387 @@
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from communicating_programs import STEPS, compile_text, ring, shard_bytes, training_round
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fedpax.hlo.collectives import Collective, collectives, placement_bytes
+from fedpax.parallel.mesh import make_mesh
+
+RECORDED = Path(__file__).parent / "compiled"
+BYTES = 4 * 16 * 32 // 8  # of the array below, on one of 8 devices
+
+
+@pytest.fixture
+def mesh() -> Mesh:
+    return make_mesh(clients=4, fsdp=2)
+
+
+def manual_text(mesh: Mesh, local, dtype=jnp.float32) -> str:
+    """Compiled text of a function of the local part, [4, 16] on the 4 x 2 mesh, of an array."""
+    spec = P(*mesh.axis_names)
+    x = jax.ShapeDtypeStruct((16, 32), dtype, sharding=NamedSharding(mesh, spec))
+    program = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return compile_text(mesh, program, x)
+
+
+def groups_along(mesh: Mesh, axes: tuple[str, ...]) -> set[frozenset[int]]:
+    """The positions that differ in their coordinates on the axes alone."""
+    positions = np.arange(mesh.size).reshape(mesh.devices.shape)
+    last = [mesh.axis_names.index(axis) for axis in axes]
+    rest = [i for i in range(positions.ndim) if i not in last]
+    size = np.prod([mesh.shape[axis] for axis in axes], dtype=int)
+    return {frozenset(group) for group in positions.transpose(rest + last).reshape(-1, size)}
+
+
+def group_sets(collective: Collective) -> set[frozenset[int]]:
+    return {frozenset(group) for group in collective.groups}
+
+
+KINDS = {
+    "all-reduce": lambda x, axis: jax.lax.psum(x, axis),
+    "all-gather": lambda x, axis: jax.lax.all_gather(x, axis).sum(0),
+    "reduce-scatter": lambda x, axis: jnp.tile(
+        jax.lax.psum_scatter(x, axis, scatter_dimension=1, tiled=True),
+        (1, jax.lax.axis_size(axis)),
+    ),
+    "all-to-all": lambda x, axis: jax.lax.all_to_all(x, axis, 0, 0, tiled=True),
+    "collective-permute": lambda x, axis: jax.lax.ppermute(
+        x, axis, [(i, (i + 1) % jax.lax.axis_size(axis)) for i in range(jax.lax.axis_size(axis))]
+    ),
+}
+
+
+@pytest.mark.parametrize("order", ["in order", "shuffled"])
+@pytest.mark.parametrize("axis", ["clients", "fsdp"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_along_each_axis(mesh: Mesh, kind: str, axis: str, order: str):
+    if order == "shuffled":
+        devices = np.random.default_rng(0).permutation(jax.devices()).reshape(4, 2)
+        mesh = Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+    text = manual_text(mesh, lambda x: KINDS[kind](x, axis))
+    (found,) = collectives(text, mesh)
+    assert (found.kind, found.axes, found.bytes) == (kind, (axis,), BYTES)
+    assert (found.executions, found.in_loop, found.between_slices) == (1, False, False)
+    if kind == "collective-permute":
+        along = groups_along(mesh, (axis,))
+        assert len(found.groups) == 8
+        assert all(any(set(pair) <= group for group in along) for pair in found.groups)
+    else:
+        assert group_sets(found) == groups_along(mesh, (axis,))
+    other = "fsdp" if axis == "clients" else "clients"
+    assert placement_bytes(text, mesh, axis) == BYTES
+    assert placement_bytes(text, mesh, other) == 0
+
+
+def test_over_both_axes(mesh: Mesh):
+    text = manual_text(mesh, lambda x: jax.lax.psum(x, ("clients", "fsdp")))
+    (found,) = collectives(text, mesh)
+    assert found.axes == ("clients", "fsdp")
+    assert group_sets(found) == {frozenset(range(8))}
+    assert placement_bytes(text, mesh, "clients") == BYTES
+    assert placement_bytes(text, mesh, "fsdp") == BYTES
+
+
+def test_leaves_of_a_tree_add_up(mesh: Mesh):
+    def local(x):
+        sums = jax.lax.psum({"all": x, "row": 3 * x[0], "sum": x.sum()}, "clients")
+        return sums["all"] + sums["row"] * sums["sum"]
+
+    text = manual_text(mesh, local)
+    found = collectives(text, mesh)
+    assert {c.kind for c in found} == {"all-reduce"}
+    assert sum(c.bytes for c in found) == BYTES + BYTES // 4 + 4
+    assert sum(len(c.shapes) for c in found) == 3
+
+
+@pytest.mark.parametrize("dtype", [jnp.bool_, jnp.int8, jnp.int16, jnp.float32, jnp.complex64])
+def test_bytes_of_a_type(mesh: Mesh, dtype):
+    text = manual_text(mesh, lambda x: KINDS["collective-permute"](x, "clients"), dtype)
+    (found,) = collectives(text, mesh)
+    assert found.bytes == 16 * 32 // 8 * jnp.dtype(dtype).itemsize
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits"), [("bf16", 16), ("f8e4m3fn", 8), ("s4", 4), ("f64", 64), ("c128", 128)]
+)
+def test_bytes_of_a_type_that_a_cpu_does_not_send(mesh: Mesh, dtype: str, bits: int):
+    text = manual_text(mesh, lambda x: KINDS["collective-permute"](x, "clients"))
+    (found,) = collectives(text.replace("f32[4,16]", f"{dtype}[4,16]"), mesh)
+    assert found.bytes == 4 * 16 * bits // 8
+
+
+def test_loops_multiply(mesh: Mesh):
+    def local(x):
+        def inner(x, _):
+            return jnp.tanh(jax.lax.psum(x, "clients")), None
+
+        def outer(x, _):
+            return jax.lax.scan(inner, x, length=3)[0] + jax.lax.psum(2 * x, "fsdp"), None
+
+        x = jax.lax.scan(outer, x, length=7)[0]
+        return jax.lax.fori_loop(3, 13, lambda i, x: jax.lax.pmax(jnp.sin(x), "fsdp"), x)
+
+    text = manual_text(mesh, local)
+    runs = sorted((c.axes, c.executions, c.in_loop) for c in collectives(text, mesh))
+    assert runs == [(("clients",), 21, True), (("fsdp",), 7, True), (("fsdp",), 10, True)]
+    assert placement_bytes(text, mesh, "clients") == 21 * BYTES
+    assert placement_bytes(text, mesh, "fsdp") == 17 * BYTES
+
+
+@pytest.mark.parametrize("where", ["while", "cond"])
+def test_an_unknown_number_of_times(mesh: Mesh, where: str):
+    def local(x):
+        if where == "while":
+            return jax.lax.while_loop(
+                lambda x: x.sum() < 10, lambda x: jax.lax.psum(x, "clients"), x
+            )
+        return jax.lax.cond(
+            x[0, 0] > 0,
+            lambda x: jax.lax.psum(x, "clients"),
+            lambda x: jax.lax.psum(2 * x, "fsdp"),
+            x,
+        )
+
+    text = manual_text(mesh, local)
+    found = {c.axes: c for c in collectives(text, mesh)}
+    assert found["clients",].executions is None
+    assert found["clients",].in_loop == (where == "while")
+    with pytest.raises(ValueError, match=r"with\s+a fixed number of steps"):
+        placement_bytes(text, mesh, "clients")
+
+
+def test_a_function_called_twice_counts_twice(mesh: Mesh):
+    helper = jax.jit(lambda x: jnp.tanh(jax.lax.psum(x, "clients")))
+    text = manual_text(mesh, lambda x: helper(jnp.sin(helper(x))))
+    assert sum(c.executions for c in collectives(text, mesh)) == 2
+    assert placement_bytes(text, mesh, "clients") == 2 * BYTES
+
+
+def test_a_device_counts_what_it_sends_itself(mesh: Mesh):
+    def local(x):
+        return jax.lax.ppermute(x, "clients", [(0, 1)]) + jax.lax.ppermute(
+            jnp.sin(x), "clients", [(2, 3)]
+        )
+
+    text = manual_text(mesh, local)
+    assert sorted(c.groups for c in collectives(text, mesh)) == [((0, 2), (1, 3)), ((4, 6), (5, 7))]
+    assert placement_bytes(text, mesh, "clients") == BYTES
+
+
+def test_what_moves_nothing_is_left_out(mesh: Mesh):
+    wide = make_mesh(clients=8, fsdp=1)
+    assert collectives(manual_text(wide, lambda x: jax.lax.psum(x, "fsdp")), wide) == []
+    text = manual_text(
+        mesh, lambda x: jax.lax.ppermute(x, "clients", [(i, i) for i in range(4)]) + 1
+    )
+    assert collectives(text, mesh) == []
+
+
+def test_automatic_axes(mesh: Mesh):
+    x = jax.ShapeDtypeStruct(
+        (16, 32), jnp.float32, sharding=NamedSharding(mesh, P("clients", "fsdp"))
+    )
+    text = compile_text(mesh, lambda x: x.sum(1), x)
+    (found,) = collectives(text, mesh)
+    assert (found.kind, found.axes, found.bytes) == ("all-reduce", ("fsdp",), 4 * 4)
+    assert group_sets(found) == groups_along(mesh, ("fsdp",))
+
+
+@given(st.sampled_from([(8,), (2, 4), (4, 2), (2, 2, 2), (1, 8), (2, 1, 4)]), st.data())
+def test_automatic_axes_of_any_mesh(shape: tuple[int, ...], data: st.DataObject):
+    names = tuple("abc"[: len(shape)])
+    devices = np.array(data.draw(st.permutations(jax.devices()))).reshape(shape)
+    mesh = Mesh(devices, names, axis_types=(AxisType.Auto,) * len(shape))
+    cut = tuple(data.draw(st.permutations(names)))
+    summed = cut[: data.draw(st.integers(1, len(cut)))]
+    kept = cut[len(summed) :]
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(mesh, P(summed, kept)))
+    text = compile_text(
+        mesh, jax.jit(lambda x: x.sum(0), out_shardings=NamedSharding(mesh, P(kept))), x
+    )
+    real = tuple(axis for axis in names if axis in summed and mesh.shape[axis] > 1)
+    reduced = [c for c in collectives(text, mesh) if c.kind == "all-reduce"]
+    assert {c.axes for c in reduced} == ({real} if real else set())
+    for found in reduced:
+        assert group_sets(found) == groups_along(mesh, real)
+
+
+def test_part_of_an_axis():
+    mesh = make_mesh(clients=8)
+    x = jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=NamedSharding(mesh, P("clients")))
+    text = compile_text(mesh, lambda x: x.reshape(4, 2, 16).sum(1), x)
+    found = {c.kind: c for c in collectives(text, mesh)}
+    pairs = {frozenset(pair) for pair in ((0, 1), (2, 3), (4, 5), (6, 7))}
+    assert group_sets(found["all-reduce"]) == pairs
+    assert group_sets(found["all-gather"]) == {frozenset({0, 2, 4, 6}), frozenset({1, 3, 5, 7})}
+    assert found["all-reduce"].axes == found["all-gather"].axes == ("clients",)
+
+
+def test_synchronizing_seldom_sends_less(mesh: Mesh):
+    """H steps that each average a gradient send H times what one average of parameters sends."""
+    steps = 6
+
+    def gradient(x):
+        return jnp.tanh(x) * x
+
+    def every_step(x):
+        def step(x, _):
+            return x - 0.1 * jax.lax.pmean(gradient(x), "clients"), None
+
+        return jax.lax.scan(step, x, length=steps)[0]
+
+    def at_the_end(x):
+        def step(x, _):
+            return x - 0.1 * gradient(x), None
+
+        return jax.lax.pmean(jax.lax.scan(step, x, length=steps)[0], "clients")
+
+    often = placement_bytes(manual_text(mesh, every_step), mesh, "clients")
+    seldom = placement_bytes(manual_text(mesh, at_the_end), mesh, "clients")
+    assert (often, seldom) == (steps * BYTES, BYTES)
+
+
+def check_round(text: str, mesh: Mesh) -> None:
+    """A step gathers the parameters and sums the gradient over fsdp, once a leaf.
+
+    The islands' mean comes after the loop, once.
+    """
+    found = collectives(text, mesh)
+    inside = [c for c in found if c.in_loop]
+    assert all(c.executions == STEPS and c.axes == ("fsdp",) for c in inside)
+    gathers = [c for c in inside if c.kind == "all-gather"]
+    sums = [c for c in inside if c.kind in ("all-reduce", "reduce-scatter")]
+    assert len(inside) == len(gathers) + len(sums)
+    assert sum(len(c.shapes) for c in gathers) == 2
+    assert sum(len(c.shapes) for c in sums) == 2
+    # A TPU multiplies in bfloat16, and gathers the parameters in it.
+    width = 2 if all(shape.startswith("bf16") for c in gathers for shape in c.shapes) else 1
+    assert sum(c.bytes for c in gathers) == shard_bytes(mesh) // width
+    assert sum(c.bytes for c in sums) == shard_bytes(mesh) * mesh.shape["fsdp"]
+
+    between = [c for c in found if not c.in_loop]
+    assert between
+    assert all(c.executions == 1 and c.axes == ("islands",) for c in between)
+
+
+def check_ring(text: str, mesh: Mesh) -> None:
+    """Each device sends its part of the [64, 512] array once."""
+    found = collectives(text, mesh)
+    pairs = {pair for c in found for pair in c.groups}
+    islands, fsdp = mesh.devices.shape
+    assert pairs == {
+        (island * fsdp + i, (island + 1) % islands * fsdp + i)
+        for island in range(islands)
+        for i in range(fsdp)
+    }
+    assert {(c.kind, c.axes) for c in found} == {("collective-permute", ("islands",))}
+    assert placement_bytes(text, mesh, "islands") == 4 * 64 * 512 // 8
+
+
+def test_round_on_cpu():
+    mesh = make_mesh(islands=4, fsdp=2)
+    program, arguments = training_round(mesh)
+    text = compile_text(mesh, program, *arguments)
+    check_round(text, mesh)
+    (mean,) = [c for c in collectives(text, mesh) if "islands" in c.axes]
+    assert mean.kind == "all-reduce"
+    assert len(mean.shapes) == 2
+    assert mean.bytes == placement_bytes(text, mesh, "islands") == shard_bytes(mesh)
+
+
+def test_round_on_gpu():
+    mesh = make_mesh(islands=4, fsdp=2)
+    text = (RECORDED / "gpu_4x2_round.hlo").read_text()
+    check_round(text, mesh)
+    assert placement_bytes(text, mesh, "islands") == shard_bytes(mesh)
+    check_ring((RECORDED / "gpu_4x2_ring.hlo").read_text(), mesh)
+
+
+def check_slices(text: str, mesh: Mesh) -> None:
+    """Over two TPU slices: islands that are slices, or two islands in each slice."""
+    check_round(text, mesh)
+    found = [c for c in collectives(text, mesh) if "islands" in c.axes]
+    kinds = [c.kind for c in found if not c.between_slices]
+    assert {c.kind for c in found if c.between_slices} == {"all-reduce"}
+    sent = sum(c.bytes for c in found if c.between_slices)
+    if mesh.shape["islands"] == 2:
+        assert kinds == []
+        assert sent == placement_bytes(text, mesh, "islands") == shard_bytes(mesh)
+    else:  # summed within a slice, then half by each of its two islands between slices
+        assert set(kinds) == {"reduce-scatter", "all-gather"}
+        assert sent == shard_bytes(mesh) // 2
+        assert placement_bytes(text, mesh, "islands") == 2 * shard_bytes(mesh)
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (4, 2)])
+def test_round_on_two_slices_recorded(two_slices, shape: tuple[int, int]):
+    islands, fsdp = shape
+    text = (RECORDED / f"tpu_two_slices_{islands}x{fsdp}_round.hlo").read_text()
+    check_slices(text, two_slices(islands, fsdp))
+
+
+def test_round_on_sparse_cores_recorded():
+    """A tpu7x runs collectives on cores of their own, each in a computation that it calls."""
+    mesh = make_mesh(islands=2, fsdp=4)
+    text = (RECORDED / "tpu7x_2x4_round.hlo").read_text()
+    assert 'execution_thread="sparsecore"' in text
+    check_round(text, mesh)
+    kinds = {c.kind for c in collectives(text, mesh) if c.axes == ("fsdp",)}
+    assert kinds == {"all-gather", "reduce-scatter"}
+    assert placement_bytes(text, mesh, "islands") == shard_bytes(mesh)
+
+
+def test_ring_on_two_slices_recorded(two_slices):
+    check_ring((RECORDED / "tpu_two_slices_4x2_ring.hlo").read_text(), two_slices(4, 2))
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (4, 2)])
+def test_round_on_two_slices(tpu_devices, shape: tuple[int, int]):
+    islands, fsdp = shape
+    mesh = make_mesh(devices=tpu_devices("v5e:2x2", 2), islands=islands, fsdp=fsdp)
+    program, arguments = training_round(mesh)
+    check_slices(compile_text(mesh, program, *arguments), mesh)
+    program, arguments = ring(mesh)
+    check_ring(compile_text(mesh, program, *arguments), mesh)
+
+
+@pytest.mark.parametrize("name", ["v5e:2x4", "v5p:2x2x2", "v6e:2x4"])
+def test_round_on_one_slice(tpu_devices, name: str):
+    mesh = make_mesh(devices=tpu_devices(name), islands=4, fsdp=2)
+    program, arguments = training_round(mesh)
+    text = compile_text(mesh, program, *arguments)
+    check_round(text, mesh)
+    (mean,) = [c for c in collectives(text, mesh) if "islands" in c.axes]
+    assert (mean.kind, mean.bytes, mean.between_slices) == ("all-reduce", shard_bytes(mesh), False)
+
+
+def test_reads_as_a_sentence(mesh: Mesh):
+    text = manual_text(
+        mesh, lambda x: jax.lax.fori_loop(0, 5, lambda i, x: jax.lax.psum(jnp.sin(x), "fsdp"), x)
+    )
+    (found,) = collectives(text, mesh)
+    assert str(found) == "all-reduce over fsdp: 256 bytes, 5x, in a loop (f32[4,16])"
+
+
+def test_axis_that_the_mesh_does_not_have(mesh: Mesh):
+    text = manual_text(mesh, lambda x: jax.lax.psum(x, "clients"))
+    assert placement_bytes(text, mesh, "islands") == 0
+
+
+def test_text_of_another_mesh(mesh: Mesh):
+    text = manual_text(mesh, lambda x: jax.lax.psum(x, "clients"))
+    small = make_mesh(devices=jax.devices()[:4], clients=2, fsdp=2)
+    with pytest.raises(ValueError, match="Pass the mesh that the program was compiled for"):
+        collectives(text, small)
+
+
+def test_text_that_is_not_compiled(mesh: Mesh):
+    lowered = jax.jit(jnp.sin).lower(1.0).as_text()
+    with pytest.raises(ValueError, match=r"Pass jax\.jit\(f\)\.lower\(\.\.\.\)\.compile\(\)"):
+        collectives(lowered, mesh)

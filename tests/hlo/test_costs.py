@@ -1,0 +1,344 @@
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from communicating_programs import STEPS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedpax.hlo import parsing
+from fedpax.hlo.costs import Work, count
+
+RECORDED = Path(__file__).parent / "compiled"
+
+
+def work_of(function, *shapes: tuple[int, ...]) -> Work:
+    """What is counted of a function of float32 arrays."""
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    return count(parsing.read(jax.jit(function).lower(*arguments).compile().as_text()))
+
+
+SIZE = st.integers(2, 9)
+
+
+@settings(max_examples=8)
+@given(SIZE, SIZE, SIZE, SIZE)
+def test_products(batch: int, rows: int, inner: int, columns: int):
+    counted = work_of(
+        lambda x, y: jnp.einsum("bri,bic->brc", x, y), (batch, rows, inner), (batch, inner, columns)
+    )
+    assert counted.products == 2 * batch * rows * inner * columns
+
+
+@pytest.mark.parametrize(
+    ("size", "kernel", "stride", "holes", "spread", "padding", "groups"),
+    [(7, 3, 1, 1, 1, 1, 1), (8, 3, 2, 1, 2, 2, 2), (6, 4, 1, 2, 1, 3, 1), (9, 2, 3, 3, 2, 0, 2)],
+)
+def test_convolutions(size, kernel, stride, holes, spread, padding, groups):
+    """Positions in the padding and in the holes of a dilated input are no products."""
+
+    def convolve(x, y):
+        sides = ((padding, padding), (0, 0))
+        return jax.lax.conv_general_dilated(
+            x, y, (stride, 1), sides, (holes, 1), (spread, 1), feature_group_count=groups
+        )
+
+    shapes = (3, 4, size, 5), (6, 4 // groups, kernel, 2)
+    counted = work_of(convolve, *shapes)
+    # Ones everywhere: each result is the number of products that it sums.
+    assert counted.products == 2 * float(convolve(*map(jnp.ones, shapes)).sum())
+
+
+def test_a_batched_product_as_a_tpu_writes_it():
+    """16 products of 256 x 128 and 128 x 512, as one convolution whose window has holes."""
+    text = """HloModule m, num_partitions=1
+
+ENTRY %main (a: bf16[16,256,128], b: bf16[16,512,128]) -> bf16[16,256,512] {
+  %a = bf16[16,256,128]{2,1,0} parameter(0)
+  %b = bf16[16,512,128]{2,1,0} parameter(1)
+  ROOT %c = bf16[16,256,512]{2,1,0} convolution(%a, %b), window={size=16 stride=15 \
+pad=0_0 lhs_dilate=16}, dim_labels=0bf_0oi->0bf
+}
+"""
+    counted = count(parsing.read(text))
+    assert counted.products == 2 * 16 * 256 * 128 * 512
+    assert counted.traffic == 2 * 16 * (256 * 128 + 512 * 128 + 256 * 512)
+
+
+def test_loops_multiply_products_and_traffic():
+    def layers(length: int):
+        def program(x, weights):
+            return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0]
+
+        return work_of(program, (8, 64), (length, 64, 64))
+
+    short, long = layers(10), layers(40)
+    assert (short.products, long.products) == (10 * 2 * 8 * 64 * 64, 40 * 2 * 8 * 64 * 64)
+    # Every layer reads its own weights, not the stack of them.
+    assert 10 * 4 * 64 * 64 < short.traffic < 4 * 10 * 4 * 64 * 64
+    assert long.traffic == pytest.approx(4 * short.traffic, rel=0.1)
+
+
+def test_the_costliest_branch_of_a_conditional_counts_as_often_as_it_is_reached():
+    def program(x, weights):
+        def layer(x, w):
+            return jax.lax.cond(x[0, 0] > 0, lambda: x @ w @ w, lambda: jnp.tanh(x)), None
+
+        return jax.lax.scan(layer, x, weights)[0]
+
+    done = work_of(program, (8, 64), (10, 64, 64))
+    assert done.products == 10 * 2 * 2 * 8 * 64 * 64
+    assert done.traffic > 10 * 2 * 4 * 64 * 64
+    assert done.once == ()
+
+
+def test_a_loop_of_unknown_length_counts_once_and_is_named():
+    def program(x, w):
+        return jax.lax.while_loop(lambda x: x[0, 0] < 9, lambda x: jnp.tanh(x @ w), x)
+
+    done = work_of(program, (8, 64), (64, 64))
+    assert done.products == 2 * 8 * 64 * 64
+    assert len(done.once) == 1
+
+
+def test_an_update_in_place_writes_what_changes():
+    def program(x, rows):
+        def step(x, i):
+            return jax.lax.dynamic_update_slice(x, rows * i, (i, 0)), None
+
+        return jax.lax.scan(step, x, jnp.arange(50))[0]
+
+    counted = work_of(program, (64, 4096), (1, 4096))
+    whole = 4 * 64 * 4096
+    assert counted.traffic < 50 * whole / 4
+    assert counted.traffic > 50 * 2 * 4 * 4096
+
+
+def test_a_product_that_reads_through_a_fusion_of_its_own():
+    text = """HloModule m, num_partitions=1
+
+%same (i: f32[64,32]) -> f32[64,32] {
+  %i = f32[64,32]{1,0} parameter(0)
+  ROOT %b = f32[64,32]{1,0} bitcast(%i)
+}
+
+%part (j: f32[8,32,16]) -> f32[32,16] {
+  %j = f32[8,32,16]{2,1,0} parameter(0)
+  %three = s32[] constant(3)
+  %zero = s32[] constant(0)
+  %d = f32[1,32,16]{2,1,0} dynamic-slice(%j, %three, %zero, %zero), dynamic_slice_sizes={1,32,16}
+  ROOT %b.1 = f32[32,16]{1,0} bitcast(%d)
+}
+
+%fused (p: f32[64,32], q: f32[8,32,16]) -> f32[64,16] {
+  %p = f32[64,32]{1,0} parameter(0)
+  %f.1 = f32[64,32]{1,0} fusion(%p), kind=kLoop, calls=%same
+  %q = f32[8,32,16]{2,1,0} parameter(1)
+  %f.2 = f32[32,16]{1,0} fusion(%q), kind=kLoop, calls=%part
+  ROOT %c = f32[64,16]{1,0} convolution(%f.1, %f.2), dim_labels=bf_io->bf
+}
+
+ENTRY %main (a: f32[64,32], w: f32[8,32,16]) -> f32[64,16] {
+  %a = f32[64,32]{1,0} parameter(0)
+  %w = f32[8,32,16]{2,1,0} parameter(1)
+  ROOT %f = f32[64,16]{1,0} fusion(%a, %w), kind=kOutput, calls=%fused
+}
+"""
+    counted = count(parsing.read(text))
+    assert counted.products == 2 * 64 * 32 * 16
+    assert counted.traffic == 4 * (64 * 32 + 32 * 16 + 64 * 16)
+
+
+@pytest.mark.parametrize("space", ["", "S(1)"])
+def test_copies_and_slices_that_start_early(space: str):
+    """What is brought into the vector memory ahead of its use is read once."""
+    text = f"""HloModule m, num_partitions=1
+
+ENTRY %main (a: f32[8,512]) -> f32[2,512] {{
+  %a = f32[8,512]{{1,0}} parameter(0)
+  %s = ((f32[8,512]{{1,0}}), f32[2,512]{{1,0:{space}}}, s32[]{{:S(2)}}) slice-start(%a), \
+slice={{[0:2], [0:512]}}
+  %t = f32[2,512]{{1,0:{space}}} slice-done(%s)
+  %c = (f32[8,512]{{1,0:{space}}}, f32[8,512]{{1,0}}, u32[]{{:S(2)}}) copy-start(%a)
+  %d = f32[8,512]{{1,0:{space}}} copy-done(%c)
+  ROOT %r = f32[2,512]{{1,0:S(1)}} negate(%t)
+}}
+"""
+    sliced, whole = 4 * 2 * 512, 4 * 8 * 512
+    expected = sliced + whole if space else 3 * sliced + 2 * whole
+    assert count(parsing.read(text)).traffic == expected
+
+
+def test_what_stays_in_vector_memory_is_no_traffic():
+    text = """HloModule m, num_partitions=1
+
+%fused (p: f32[128,128]) -> f32[128,128] {
+  %p = f32[128,128]{1,0} parameter(0)
+  ROOT %t = f32[128,128]{1,0:S(1)} tanh(%p)
+}
+
+ENTRY %main (a: f32[128,128]) -> f32[128,128] {
+  %a = f32[128,128]{1,0} parameter(0)
+  %f = f32[128,128]{1,0:T(8,128)S(1)} fusion(%a), kind=kLoop, calls=%fused
+  ROOT %n = f32[128,128]{1,0:T(8,128)} negate(%f)
+}
+"""
+    assert count(parsing.read(text)).traffic == 2 * 4 * 128 * 128
+
+
+@pytest.mark.parametrize(
+    ("name", "devices"),
+    [("tpu_two_slices_2x4", 4), ("tpu_two_slices_4x2", 2), ("tpu7x_2x4", 4), ("gpu_4x2", 2)],
+)
+def test_products_of_a_recorded_round(name: str, devices: int):
+    """Five products a step of 1024 rows: two forward, and all but the input's gradient backward."""
+    counted = count(parsing.read((RECORDED / f"{name}_round.hlo").read_text()))
+    assert counted.products == STEPS * 5 * 2 * 1024 * 256 * 512 / devices
+
+
+SPLASH = """HloModule m, num_partitions=1
+
+ENTRY %main (q: bf16[{rows}4,2048,128], k: bf16[{rows}2,2048,128]) -> bf16[{rows}4,2048,128] {{
+  %mask = s8[1,4,{visited}] constant({{...}})
+  %q = bf16[{rows}4,2048,128] parameter(0)
+  %k = bf16[{rows}2,2048,128] parameter(1)
+  ROOT %{name}.1 = bf16[{rows}4,2048,128] custom-call(%mask, %mask, %q, \
+%k, %k), custom_call_target="{target}", frontend_attributes={{kernel_metadata={{
+"xprof_metadata":"{{{blocks}}}"
+
+}}}}
+}}
+"""
+BLOCKS = {
+    ending: f'\\"block_q{ending}\\": 512, \\"block_kv{ending}\\": 512'
+    for ending in ("", "_dkv", "_dq")
+}
+ALL_BLOCKS = ", ".join(BLOCKS.values())
+
+
+@pytest.mark.parametrize(
+    ("blocks", "products"), [(ALL_BLOCKS, 2), (BLOCKS["_dkv"], 4), (BLOCKS["_dq"], 3)]
+)
+@pytest.mark.parametrize(("visited", "share"), [(4, 1 / 2), (2, 2 / 4), (1, 1 / 4)])
+@pytest.mark.parametrize("rows", [1, 6])
+def test_kernels_of_splash_attention(
+    blocks: str, products: int, visited: int, share: float, rows: int
+):
+    """All blocks: a causal mask; fewer: a window, whose kernel visits only so many."""
+    text = SPLASH.format(
+        name="_splash_attention",
+        visited=visited,
+        target="tpu_custom_call",
+        blocks=blocks,
+        rows="" if rows == 1 else f"{rows},",
+    )
+    counted = count(parsing.read(text))
+    assert counted.products == rows * products * 2 * 4 * 2048 * 2048 * 128 * share
+    assert counted.silent == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "blocks", "silent"),
+    [
+        ("other", "tpu_custom_call", ALL_BLOCKS, True),
+        ("splash", "tpu_custom_call", "", True),
+        ("other", "__cudnn$fmhaSoftmax", "", True),
+        ("other", "Sharding", "", False),
+    ],
+)
+def test_kernels_that_do_not_tell(name: str, target: str, blocks: str, silent: bool):
+    text = SPLASH.format(name=name, visited=4, target=target, blocks=blocks, rows="")
+    counted = count(parsing.read(text))
+    assert counted.products == 0
+    assert counted.silent == ((f"{name}.1",) if silent else ())
+
+
+def test_a_kernel_that_tells_its_cost():
+    text = SPLASH.format(name="other", visited=4, target="tpu_custom_call", blocks="", rows="")
+    cost = 'backend_config={"cost_estimate":{"flops":"123"}}, custom_call_target='
+    text = text.replace("custom_call_target=", cost)
+    counted = count(parsing.read(text))
+    assert (counted.products, counted.silent) == (123, ())
+
+
+def test_products_of_cublas():
+    text = """HloModule m, num_partitions=1
+
+ENTRY %main (a: bf16[3,8,16], b: bf16[3,16,32]) -> bf16[3,8,32] {
+  %a = bf16[3,8,16]{2,1,0} parameter(0)
+  %b = bf16[3,16,32]{2,1,0} parameter(1)
+  ROOT %c = bf16[3,8,32]{2,1,0} custom-call(%a, %b), custom_call_target="__cublas$gemm", \
+backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":\
+["2"],"rhs_contracting_dimensions":["1"],"lhs_batch_dimensions":["0"],\
+"rhs_batch_dimensions":["0"]}}}
+}
+"""
+    assert count(parsing.read(text)).products == 2 * 3 * 8 * 16 * 32
+
+
+@pytest.mark.parametrize(("dtype", "counted_as"), [("s8", "int8"), ("f8e4m3fn", "fp8")])
+def test_products_of_eight_bits(dtype: str, counted_as: str):
+    """In loops and fusions too, and beside others."""
+    text = f"""HloModule m, num_partitions=1
+
+%fused (p: {dtype}[8,16], q: {dtype}[16,32]) -> f32[8,32] {{
+  %p = {dtype}[8,16]{{1,0}} parameter(0)
+  %q = {dtype}[16,32]{{1,0}} parameter(1)
+  ROOT %d = f32[8,32]{{1,0}} dot(%p, %q), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+}}
+
+ENTRY %main (a: {dtype}[8,16], b: {dtype}[16,32], c: bf16[8,32]) -> f32[8,8] {{
+  %a = {dtype}[8,16]{{1,0}} parameter(0)
+  %b = {dtype}[16,32]{{1,0}} parameter(1)
+  %f = f32[8,32]{{1,0}} fusion(%a, %b), kind=kOutput, calls=%fused
+  %c = bf16[8,32]{{1,0}} parameter(2)
+  ROOT %e = f32[8,8]{{1,0}} dot(%c, %c), lhs_contracting_dims={{1}}, rhs_contracting_dims={{1}}
+}}
+"""
+    counted = count(parsing.read(text))
+    own = 2 * 8 * 16 * 32
+    assert counted.products == own + 2 * 8 * 8 * 32
+    assert {"int8": counted.int8, "fp8": counted.fp8} == {"int8": 0, "fp8": 0} | {counted_as: own}
+
+
+HOST = "f32[8,64]{1,0:T(8,128)S(5)}"
+ROW = "f32[1,64]{1,0:T(1,128)}"
+
+
+@pytest.mark.parametrize(
+    ("line", "rows"),
+    [
+        (f"copy-start = ({HOST}, f32[8,64]{{1,0}}, u32[]{{:S(2)}}) copy-start(%x)", 8),
+        (f"copy-start = (f32[8,64]{{1,0}}, {HOST}, u32[]{{:S(2)}}) copy-start(%h)", 8),
+        ("copy-start = (f32[8,64]{1,0:S(1)}, f32[8,64]{1,0}, u32[]{:S(2)}) copy-start(%x)", 0),
+        (f"copy = {HOST} copy(%h)", 0),
+        (f"copy = {HOST} copy(%x)", 8),
+        (
+            f"dynamic-slice-start = (({HOST}, s32[], s32[]), {ROW}, u32[]{{:S(2)}}) "
+            "dynamic-slice-start(%h, %i, %i), dynamic_slice_sizes={1,64}",
+            1,
+        ),
+        (f"dynamic-slice = {ROW} dynamic-slice(%x, %i, %i), dynamic_slice_sizes={{1,64}}", 0),
+        (
+            f"dynamic-update-slice-start = (({HOST}, {ROW}, s32[], s32[]), {HOST}, u32[]{{:S(2)}}) "
+            "dynamic-update-slice-start(%h, %r, %i, %i)",
+            1,
+        ),
+        ("dynamic-update-slice = f32[8,64]{1,0} dynamic-update-slice(%x, %r, %i, %i)", 0),
+    ],
+)
+def test_transfers_to_and_from_the_host(line: str, rows: int):
+    """As a TPU's compiler writes what `jax.checkpoint` offloads: S(5) is the host's memory."""
+    text = f"""HloModule m, num_partitions=1
+
+ENTRY %main (x: f32[8,64], h: f32[8,64], r: f32[1,64], i: s32[]) -> s32[] {{
+  %x = f32[8,64]{{1,0}} parameter(0)
+  %h = {HOST} parameter(1)
+  %r = {ROW} parameter(2)
+  %i = s32[] parameter(3)
+  %{line}
+  ROOT %j = s32[] copy(%i)
+}}
+"""
+    assert count(parsing.read(text)).host == 4 * 64 * rows

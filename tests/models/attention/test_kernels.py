@@ -1,0 +1,146 @@
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from fedpax.models.attention import kernels
+from fedpax.models.attention.kernels import causal_attention, platform
+from fedpax.models.attention.layer import attend, attention_mask
+from fedpax.models.attention.splash import splash_attention
+
+
+def draw(length: int, head_width: int = 8, heads: int = 4, batch: int = 2) -> tuple[Any, ...]:
+    random = np.random.default_rng(0)
+    query = random.normal(size=(batch, length, heads, head_width)).astype(np.float32)
+    key, value = random.normal(size=(2, batch, length, 2, head_width)).astype(np.float32)
+    edges = random.random((batch, length)) < 4 / length
+    return query, key, value, edges.cumsum(axis=1).astype(np.int32)
+
+
+def with_gradient(function: Any, *args: Any) -> Any:
+    """What it gives, and the gradient of a sum of it with random weights."""
+    weights = np.random.default_rng(1).normal(size=args[0].shape).astype(np.float32)
+
+    def total(*args: Any) -> Any:
+        result = function(*args)
+        return jnp.sum(weights * result), result
+
+    gradient, result = jax.jit(jax.grad(total, (0, 1, 2), has_aux=True))(*args)
+    return result, gradient
+
+
+def close(actual: Any, expected: Any) -> None:
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), actual, expected)
+
+
+def mesh_of(platform: str) -> AbstractMesh:
+    device = jax.sharding.AbstractDevice("any", 1, platform)
+    return AbstractMesh((2,), ("fsdp",), (AxisType.Auto,), abstract_device=device)
+
+
+def plain(window: int | None, packed: bool) -> Any:
+    def function(query: Any, key: Any, value: Any, segments: Any) -> Any:
+        mask = attention_mask(query.shape[1], segments if packed else None, window)
+        return attend(query, key, value, mask)
+
+    return function
+
+
+@pytest.mark.parametrize("implementation", ["einsum", "xla", "auto"])
+@pytest.mark.parametrize(("window", "packed"), [(None, True), (5, False), (5, True), (40, True)])
+def test_implementations_agree(
+    implementation: Any, window: int | None, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "QUERIES", 8)  # so that 24 tokens are three blocks
+    args = draw(24)
+
+    def function(query: Any, key: Any, value: Any, segments: Any) -> Any:
+        return causal_attention(
+            query,
+            key,
+            value,
+            segments if packed else None,
+            window=window,
+            implementation=implementation,
+        )
+
+    close(with_gradient(function, *args), with_gradient(plain(window, packed), *args))
+
+
+@pytest.mark.parametrize(("window", "packed"), [(None, True), (100, False), (130, True)])
+def test_splash_agrees(window: int | None, packed: bool) -> None:
+    args = draw(256, head_width=64, batch=1)
+
+    def function(query: Any, key: Any, value: Any, segments: Any) -> Any:
+        rows = segments if packed else None
+        return splash_attention(query, key, value, rows, window=window, interpret=True)
+
+    close(with_gradient(function, *args), with_gradient(plain(window, packed), *args))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_splash_runs_where_rows_and_heads_are(axis_type: AxisType) -> None:
+    """On 2 x 4 devices: 4 of tensor share 2 key heads, so each head's copies go to 2 of them."""
+    args = draw(128, head_width=64)
+    function = partial(splash_attention, interpret=True)
+    mesh = jax.make_mesh((2, 4), ("fsdp", "tensor"), axis_types=(axis_type,) * 2)
+    with jax.set_mesh(mesh):
+        rows = NamedSharding(mesh, PartitionSpec("fsdp"))
+        result = with_gradient(function, *jax.device_put(args, rows))
+    close(jax.device_get(result), with_gradient(plain(None, True), *args))
+
+
+def test_splash_refuses_what_it_cannot_take() -> None:
+    with pytest.raises(ValueError, match=r"100 tokens and head_width=64.*attention='auto'"):
+        splash_attention(*draw(100, head_width=64))
+    with pytest.raises(ValueError, match=r"128 tokens and head_width=8"):
+        causal_attention(*draw(128), implementation="splash")
+
+
+@pytest.mark.parametrize("implementation", ["splash", "cudnn"])
+def test_kernels_are_refused_where_they_do_not_run(implementation: Any) -> None:
+    args = draw(128, head_width=64)
+    with pytest.raises(ValueError, match=rf"'{implementation}'.* on cpu: .*attention='auto'"):
+        jax.jit(partial(causal_attention, implementation=implementation))(*args)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("tpu", "tpu"), ("cuda", "gpu"), ("gpu", "gpu"), ("cpu", "cpu")]
+)
+def test_the_platform_is_that_of_the_mesh(name: str, expected: str) -> None:
+    assert platform() == "cpu"  # no mesh is set
+    with jax.sharding.use_abstract_mesh(mesh_of(name)):
+        assert platform() == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "head_width", "expected"),
+    [
+        ("tpu", 256, 64, True),
+        ("tpu", 256, 48, False),
+        ("tpu", 200, 64, False),
+        ("cpu", 256, 64, False),
+    ],
+)
+def test_auto_takes_splash_where_it_can(
+    name: str, length: int, head_width: int, expected: bool
+) -> None:
+    with jax.sharding.use_abstract_mesh(mesh_of(name)):
+        text = str(jax.make_jaxpr(causal_attention)(*draw(length, head_width)))
+    assert ("pallas_call" in text) == expected
+
+
+def test_scores_of_long_sequences_never_exist() -> None:
+    shapes = [jax.ShapeDtypeStruct((1, 8192, 4, 16), jnp.float32)] * 3
+    scores = 4 * 4 * 8192**2
+
+    def temporaries(window: int | None) -> int:
+        gradient = jax.grad(lambda *args: jnp.sum(causal_attention(*args, window=window)), (0, 1))
+        return jax.jit(gradient).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporaries(None) < scores / 3
+    assert temporaries(512) < temporaries(None) / 2

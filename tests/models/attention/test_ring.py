@@ -1,0 +1,266 @@
+"""Attention around a ring is attention: same values, same gradients, less memory."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import fedpax
+from fedpax.hlo.collectives import collectives
+from fedpax.models.attention.layer import attend
+from fedpax.models.attention.ring import ring_attention
+from fedpax.parallel.mesh import make_mesh
+from fedpax.parallel.ring import Ring
+
+BATCH, LENGTH, HEADS, GROUPS, HEAD_WIDTH = 2, 32, 4, 2, 8
+
+
+def draw(*leading: int, length: int = LENGTH) -> tuple[np.ndarray, ...]:
+    """Query, key, value, and what the outputs are multiplied with."""
+    random = np.random.default_rng(0)
+    heads = (HEADS, GROUPS, GROUPS, HEADS)
+    return tuple(
+        random.normal(size=(*leading, BATCH, length, n, HEAD_WIDTH)).astype(np.float32)
+        for n in heads
+    )
+
+
+def draw_segments(*leading: int, padding: int = 5) -> np.ndarray:
+    """Documents that begin and end anywhere, and padding at the end of each row."""
+    random = np.random.default_rng(1)
+    segments = 1 + np.cumsum(random.random((*leading, BATCH, LENGTH)) < 0.15, axis=-1)
+    segments[..., LENGTH - padding :] = 0
+    return segments.astype(np.int32)
+
+
+def every_pair(window: int | None, segments: Any) -> Callable:
+    """The reference: attention to all keys at once, under a mask made here."""
+    distance = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
+    near = (distance >= 0) & (distance < (window or LENGTH))
+
+    def loss(query: Any, key: Any, value: Any, scale: Any) -> Any:
+        mask = near[None]
+        if segments is not None:
+            mask = mask & (segments[:, :, None] == segments[:, None, :])
+        y = attend(query, key, value, mask)
+        return jnp.sum(scale * y), y
+
+    return jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
+
+
+def around(window: int | None, segments: Any, **options: Any) -> Callable:
+    def loss(query: Any, key: Any, value: Any, scale: Any) -> Any:
+        y = ring_attention(query, key, value, segments, window=window, **options)
+        return jnp.sum(scale * y), y
+
+    return jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
+
+
+def close(actual: Any, expected: Any) -> None:
+    """Float32 sums in another order: 1e-4 relative, and 1e-5 where terms cancel."""
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), actual, expected
+    )
+
+
+def mesh_of(**sizes: int) -> Mesh:
+    return make_mesh(devices=jax.devices()[: int(np.prod(list(sizes.values())))], **sizes)
+
+
+def case(sizes: dict[str, int], *, slow: bool = True, packed: bool = True, **options: Any) -> Any:
+    name = "-".join(f"{key}{value}" for key, value in (sizes | options).items())
+    marks = [pytest.mark.slow] * slow
+    return pytest.param(sizes, packed, {"window": None} | options, id=name, marks=marks)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "packed", "options"),
+    [
+        case({"data": 1}, window=7, block=8),
+        case({"sequence": 4}, slow=False),
+        case({"sequence": 2, "fsdp": 2, "tensor": 2}, block=4, balanced=True, slow=False),
+        case({"sequence": 8}, window=9, block=3, packed=False),
+        case({"data": 1}, block=5, packed=False),
+        case({"sequence": 2}),
+        case({"sequence": 2}, window=1),
+        case({"sequence": 4}, window=20, block=2),
+        case({"sequence": 8}),
+        case({"sequence": 8}, window=32),
+        case({"sequence": 4}, balanced=True, packed=False),
+        case({"sequence": 8}, balanced=True),
+        case({"data": 2, "sequence": 4}, window=5),
+    ],
+)
+def test_equals_attention_to_all_keys(sizes: dict[str, int], packed: bool, options: Any) -> None:
+    arguments, segments = draw(), draw_segments() if packed else None
+    expected = jax.jit(every_pair(options["window"], segments))(*arguments)
+    mesh = mesh_of(**sizes)
+    spec = [axis if axis in sizes else None for axis in ("fsdp", "sequence", "tensor")]
+    with jax.set_mesh(mesh):
+        parts = NamedSharding(mesh, PartitionSpec(*spec))
+        compiled = (
+            jax.jit(around(segments=segments, **options), in_shardings=(parts,) * 4)
+            .lower(*arguments)
+            .compile()
+        )
+        close(jax.device_get(compiled(*jax.device_put(arguments, parts))), jax.device_get(expected))
+    found = collectives(compiled.as_text(), mesh)
+    # Keys, values and their gradients go around; nothing else but the loss, a sum, crosses.
+    assert {c.axes for c in found if c.kind != "all-reduce"} <= {("sequence",)}
+    assert all(c.kind in ("collective-permute", "all-reduce") for c in found)
+    assert all(c.bytes == 4 for c in found if c.kind == "all-reduce")
+
+
+def test_keys_go_as_far_as_a_query_sees() -> None:
+    arguments, mesh = draw(), mesh_of(sequence=8)
+
+    def sent(window: int | None) -> int:
+        with jax.set_mesh(mesh):
+            parts = NamedSharding(mesh, PartitionSpec(None, "sequence"))
+            gradient = jax.jit(around(window, None), in_shardings=parts)
+            text = gradient.lower(*arguments).compile().as_text()
+        moved = [c for c in collectives(text, mesh) if c.kind == "collective-permute"]
+        return sum(c.bytes * (c.executions or 0) for c in moved)
+
+    # Forward keys and values; backward these once more, and gradients of both, which then go home.
+    # A compiler may keep those that came first from one pass to the other.
+    part = arguments[1].nbytes // 8
+    assert 2 * (7 + 6 + 7 + 1) * part <= sent(None) <= 2 * (7 + 7 + 7 + 1) * part
+    assert sent(5) <= 2 * (1 + 1 + 1 + 1) * part  # the four tokens of the device before
+
+
+@pytest.mark.parametrize(("window", "devices"), [(1, 1), (2, 2), (5, 2), (6, 3), (29, 8), (32, 8)])
+def test_a_window_ends_the_ring(window: int, devices: int) -> None:
+    """The first of a device's four tokens sees furthest."""
+    assert Ring("sequence", 8, 4, window, balanced=False).steps == devices
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"islands": 2, "sequence": 2, "fsdp": 2},
+        pytest.param({"sequence": 4}, marks=pytest.mark.slow),
+        pytest.param({"islands": 4, "sequence": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_every_island_has_a_ring(sizes: dict[str, int]) -> None:
+    """Four islands: two on each device, all on one, or one on each."""
+    arguments, segments = draw(4), draw_segments(4)
+
+    def local(segments: Any, *arguments: Any) -> Any:
+        return around(9, segments)(*arguments)
+
+    @fedpax.program(islands=4)
+    def islands(*arguments: Any) -> Any:
+        return fedpax.federated_map(local, *arguments)
+
+    mesh = mesh_of(**sizes)
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(islands).lower(segments, *arguments).compile()
+        found = jax.device_get(compiled(segments, *arguments))
+    for i in range(4):
+        expected = jax.jit(every_pair(9, segments[i]))(*(a[i] for a in arguments))
+        close(jax.tree.map(lambda leaf, i=i: leaf[i], found), jax.device_get(expected))
+    assert all("islands" not in c.axes for c in collectives(compiled.as_text(), mesh))
+
+
+@pytest.mark.slow
+def test_a_ring_inside_a_pipeline_stage() -> None:
+    """Where an axis is manual already, the ring makes its own manual besides."""
+    arguments, segments, mesh = draw(), draw_segments(), mesh_of(stage=2, sequence=4)
+    expected = jax.jit(every_pair(None, segments))(*arguments)
+
+    def rows(segments: Any, *arguments: Any) -> Any:
+        (loss, y), gradient = around(None, segments)(*arguments)
+        return (jax.lax.psum(loss, "stage"), y), gradient
+
+    cut = PartitionSpec("stage")
+    with jax.set_mesh(mesh):
+        per_stage = jax.shard_map(
+            rows,
+            in_specs=cut,
+            out_specs=((PartitionSpec(), cut), (cut, cut, cut)),
+            axis_names={"stage"},
+        )
+        close(jax.device_get(jax.jit(per_stage)(segments, *arguments)), jax.device_get(expected))
+
+
+def test_balanced_devices_have_the_same_work() -> None:
+    """Scores that are computed, by device: half of the last device's, for each."""
+    ring = Ring("sequence", devices=4, tokens=8, window=32, balanced=True)
+    with jax.set_mesh(mesh_of(sequence=4)):
+
+        def places(own: jax.Array) -> tuple[jax.Array, jax.Array]:
+            (back,) = ring.exchange_back([ring.exchange(own)])
+            return ring.exchange(own), back
+
+        given = jnp.arange(32)[None]
+        found, back = jax.jit(ring.on_devices(places, outputs=2))(given)
+        known = ring.on_devices(lambda own: (ring.places(0) + 0 * own,), outputs=1)
+        np.testing.assert_array_equal(jax.jit(known)(given)[0], found)
+    np.testing.assert_array_equal(back, given)
+    mine = np.asarray(found).reshape(4, 8)
+    pairs = [np.sum(own[:, None] >= np.arange(32)) for own in mine]
+    assert len(set(pairs)) == 1 and sum(pairs) == 32 * 33 // 2
+
+
+def test_padding_and_large_scores_give_numbers() -> None:
+    query, key, value, scale = draw()
+    segments = np.zeros((BATCH, LENGTH), np.int32)
+    segments[0, :3] = 1
+    with jax.set_mesh(mesh_of(sequence=2)):
+        found = jax.jit(around(2, segments))(1e3 * query, 1e3 * key, value, scale)
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(found))
+
+
+@pytest.mark.slow
+def test_bfloat16_sums_in_float32() -> None:
+    arguments = [jnp.asarray(a, jnp.bfloat16) for a in draw()]
+    exact = jax.jit(every_pair(None, None))(*(a.astype(jnp.float32) for a in arguments))
+    with jax.set_mesh(mesh_of(sequence=4)):
+        found = jax.jit(around(None, None))(*arguments)
+    assert {leaf.dtype for leaf in jax.tree.leaves(found[1])} == {jnp.dtype(jnp.bfloat16)}
+    # bfloat16 keeps 8 bits of each number; weights and outputs are rounded on the way.
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a.astype(np.float32), b, rtol=0.03, atol=0.05),
+        found[1],
+        exact[1],
+    )
+
+
+def test_memory_does_not_grow_with_the_square_of_the_sequence() -> None:
+    """Twice the sequence on twice the devices takes the same memory on each, gradient and all."""
+
+    def temporaries(devices: int, length: int) -> int:
+        mesh = mesh_of(sequence=devices)
+        with jax.set_mesh(mesh):
+            parts = NamedSharding(mesh, PartitionSpec(None, "sequence"))
+            shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in draw(length=length)]
+            gradient = jax.jit(around(None, None, block=32), in_shardings=parts)
+            return gradient.lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+
+    tokens = 128
+    small, large = temporaries(2, 2 * tokens), temporaries(8, 8 * tokens)
+    assert large < 1.05 * small
+    # Less than the scores of one device's tokens with each other, of which there are 8 times 8.
+    assert large < BATCH * HEADS * tokens**2 * 4 * 3
+
+
+def test_what_does_not_fit_is_told() -> None:
+    query, key, value, _ = draw()
+    with jax.set_mesh(mesh_of(sequence=2)):
+        with pytest.raises(ValueError, match="pad it to 32"):
+            ring_attention(query[:, :31], key[:, :31], value[:, :31])
+        with pytest.raises(ValueError, match="do not divide the 3 of query"):
+            ring_attention(query[:, :, :3], key, value)
+        with pytest.raises(ValueError, match="all tokens visible"):
+            ring_attention(query, key, value, window=3, balanced=True)
+    explicit = make_mesh(devices=jax.devices()[:2], axis_types=AxisType.Explicit, sequence=2)
+    with jax.set_mesh(explicit), pytest.raises(ValueError, match=r"AxisType\.Auto"):
+        ring_attention(query, key, value)

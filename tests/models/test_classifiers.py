@@ -1,0 +1,271 @@
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from sklearn.datasets import load_digits
+
+import fedpax
+from fedpax.models import classifiers
+from fedpax.models.classifiers import CNNConfig, MLPConfig, cnn, convolve, max_pool, mlp
+from fedpax.models.losses import classification_loss
+from fedpax.models.nnx_functional import Functional
+
+MODELS = {
+    "mlp": mlp(MLPConfig(sizes=(64, 32, 10))),
+    "cnn": cnn(CNNConfig(height=8, width=8, filters=(8, 16), dense=32)),
+}
+
+
+def noisy(model: Functional) -> Any:
+    """Fresh parameters with noise of 0.1: biases other than 0."""
+    random = np.random.default_rng(0)
+    params = jax.jit(model.init)(jax.random.key(0))
+    return jax.tree.map(
+        lambda x: np.asarray(x) + 0.1 * random.normal(size=x.shape).astype(np.float32), params
+    )
+
+
+def test_mlp_equals_numpy() -> None:
+    model = mlp(MLPConfig(sizes=(12, 7, 5, 3)))
+    params = noisy(model)
+    x = np.random.default_rng(1).normal(size=(4, 2, 6)).astype(np.float32)
+    expected = x.reshape(4, 12).astype(np.float64)
+    for i in range(3):
+        layer = params["layers"][f"dense_{i}"]
+        expected = (np.maximum(expected, 0) if i else expected) @ layer["kernel"] + layer["bias"]
+    np.testing.assert_allclose(model.apply(params, x), expected, rtol=1e-4, atol=1e-5)
+
+
+def jax_convolution(x: Any, kernel: Any) -> Any:
+    return jax.lax.conv_general_dilated(
+        x, kernel, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+
+
+assert_close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 6, 3, 4), (1, 3, 3, 1, 2), (3, 7, 4, 2, 1)])
+def test_convolution_equals_jax_with_both_derivatives(shape: tuple[int, ...]) -> None:
+    batch, height, width, inputs, outputs = shape
+    random = np.random.default_rng(3)
+
+    def draw(*shape: int) -> Any:
+        return random.normal(size=shape).astype(np.float32)
+
+    x, kernel = draw(batch, height, width, inputs), draw(3, 3, inputs, outputs)
+    tangents = draw(*x.shape), draw(*kernel.shape)
+    cotangent = draw(batch, height - 2, width - 2, outputs)
+
+    def derivatives(fn: Any) -> Any:
+        out, pull = jax.vjp(fn, x, kernel)
+        second = jax.grad(lambda x, kernel: jnp.sum(pull_of(fn, x, kernel)[1] ** 2), (0, 1))
+        return out, pull(cotangent), jax.jvp(fn, (x, kernel), tangents), second(x, kernel)
+
+    def pull_of(fn: Any, x: Any, kernel: Any) -> Any:
+        return jax.vjp(fn, x, kernel)[1](cotangent)
+
+    ours = jax.jit(partial(derivatives, convolve))()
+    jax.tree.map(
+        partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4),
+        ours,
+        jax.jit(partial(derivatives, jax_convolution))(),
+    )
+    assert_close(jax.jit(convolve)(x[0], kernel), ours[0][0])
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 6, 3), (3, 5, 7, 1)])
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda random, shape: random.normal(size=shape),
+        lambda random, shape: random.binomial(1, 0.5, shape),
+    ],
+    ids=["distinct", "equal"],
+)
+def test_max_pool_equals_a_reduction_over_windows(draw: Any, shape: tuple[int, ...]) -> None:
+    random = np.random.default_rng(4)
+    x = draw(random, shape).astype(np.float32)
+
+    def windows(x: Any) -> Any:
+        return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+
+    (ours, pull), (expected, expected_pull) = jax.vjp(max_pool, x), jax.vjp(windows, x)
+    np.testing.assert_array_equal(ours, expected)
+    cotangent = random.normal(size=ours.shape).astype(np.float32)
+    np.testing.assert_array_equal(pull(cotangent)[0], expected_pull(cotangent)[0])
+    tangent = random.normal(size=shape).astype(np.float32)
+    moved = jax.jvp(max_pool, (x,), (tangent,))[1]
+    np.testing.assert_allclose(
+        np.vdot(moved, cotangent), np.vdot(tangent, pull(cotangent)[0]), rtol=1e-5
+    )
+    one_by_one = np.stack([max_pool(image) for image in x])
+    np.testing.assert_array_equal(jax.vmap(max_pool)(x), one_by_one)
+
+
+def test_pooling_keeps_a_byte_for_a_window() -> None:
+    x = jnp.zeros((4, 6, 3), jnp.bfloat16)
+    assert max_pool(x).dtype == jnp.bfloat16
+    kept = jax.tree.leaves(jax.vjp(max_pool, x)[1])
+    assert sum(leaf.nbytes for leaf in kept) <= 2 * 3 * 3 + 4  # and the numbers of four places
+
+
+def test_images_one_by_one_equal_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large batch on a CPU takes another path than elsewhere, with the same results."""
+    model = MODELS["cnn"]
+    params = noisy(model)
+    random = np.random.default_rng(5)
+    batch = {
+        "image": random.uniform(size=(2, 4, 8, 8, 1)).astype(np.float32),
+        "label": random.integers(0, 10, (2, 4)).astype(np.int32),
+    }
+    gradient = jax.value_and_grad(classification_loss(model.apply), has_aux=True)
+
+    def run(params: Any, batch: Any) -> Any:
+        first = jax.tree.map(lambda leaf: leaf[0], batch)
+        along = jax.jvp(lambda p: model.apply(p, first["image"]), (params,), (params,))
+        return jax.vmap(gradient, (None, 0))(params, batch), gradient(params, first), along
+
+    results, loops = [], []
+    for cached in (10**9, 0):
+        monkeypatch.setattr(classifiers, "CACHED", cached)
+        traced = jax.jit(lambda *args: run(*args)).trace(params, batch)
+        results.append(traced.lower().compile()(params, batch))
+        loops.append(
+            ["while" in traced.lower(lowering_platforms=(p,)).as_text() for p in ("cpu", "tpu")]
+        )
+    jax.tree.map(assert_close, *results)
+    assert loops == [[False, False], [True, False]]
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("axis", ["data", "clients"])
+def test_images_stay_on_their_devices(
+    axis: str, axis_type: AxisType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop over images would gather those of other devices, but not a client's own."""
+    monkeypatch.setattr(classifiers, "CACHED", 0)
+    model = MODELS["cnn"]
+    params = noisy(model)
+    image = np.random.default_rng(6).uniform(size=(2, 4, 8, 8, 1)).astype(np.float32)
+
+    def energy(params: Any, image: Any) -> jax.Array:
+        return jnp.mean(model.apply(params, image) ** 2)
+
+    @fedpax.program(clients=2)
+    def by_client(params: Any, image: Any) -> Any:
+        gradient = fedpax.federated_map(lambda image: jax.grad(energy)(params, image), image)
+        return fedpax.federated_mean(gradient)
+
+    def at_once(params: Any, image: Any) -> Any:
+        return jax.grad(energy)(params, image.reshape(8, 8, 8, 1))
+
+    expected = jax.jit(at_once)(params, image)
+    mesh = fedpax.make_mesh(devices=jax.devices()[:2], axis_types=axis_type, **{axis: 2})
+    with jax.set_mesh(mesh):
+        laid_out = jax.device_put(image, NamedSharding(mesh, P(axis)))
+        run = jax.jit(at_once if axis == "data" else by_client)
+        compiled = run.lower(params, laid_out).compile()
+        result = compiled(params, laid_out)
+    jax.tree.map(assert_close, result, expected)
+    assert "all-gather" not in compiled.as_text()
+    assert ("while" in compiled.as_text()) == (axis == "clients")
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_cnn_equals_jax_convolutions(channels: int) -> None:
+    model = cnn(CNNConfig(height=9, width=8, channels=channels, filters=(4, 6), dense=5))
+    params = noisy(model)
+    x = np.random.default_rng(1).normal(size=(3, 9, 8, channels)).astype(np.float32)
+    expected: Any = x
+    for name in ("convolution_0", "convolution_1"):
+        expected = jax_convolution(expected, params[name]["kernel"])
+        expected = jnp.maximum(expected + params[name]["bias"], 0)
+    # 5 x 4 pixels are left; pooling drops the fifth row.
+    expected = expected[:, :4].reshape(3, 2, 2, 2, 2, 6).max(axis=(2, 4)).reshape(3, 24)
+    expected = jnp.maximum(expected @ params["dense_0"]["kernel"] + params["dense_0"]["bias"], 0)
+    expected = expected @ params["dense_1"]["kernel"] + params["dense_1"]["bias"]
+    result = jax.jit(model.apply)(params, x)
+    np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-5)
+    if channels == 1:
+        np.testing.assert_array_equal(jax.jit(model.apply)(params, x[..., 0]), result)
+
+
+@pytest.mark.parametrize(
+    ("config", "make"),
+    [
+        (MLPConfig(), mlp),
+        (MLPConfig((64, 10)), mlp),
+        (CNNConfig(), cnn),
+        (CNNConfig(7, 9, 3, (4, 6), 5, 3), cnn),
+    ],
+)
+def test_parameters_are_counted(config: Any, make: Any) -> None:
+    shapes = jax.eval_shape(make(config).init, jax.random.key(0))
+    assert config.parameters() == sum(leaf.size for leaf in jax.tree.leaves(shapes))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_learns_digits(name: str) -> None:
+    """1,797 real images: after 150 steps of Adam, over 85% of those held out are right."""
+    digits = load_digits()
+    image, label = digits.images.astype(np.float32) / 16, digits.target.astype(np.int32)
+    train, test = (
+        {"image": image[part], "label": label[part]} for part in (slice(0, 1400), slice(1400, None))
+    )
+    model, optimizer = MODELS[name], optax.adam(1e-2)
+    loss_fn = classification_loss(model.apply)
+
+    @jax.jit
+    def fit(params: Any, choices: jax.Array) -> Any:
+        def step(carry: Any, chosen: jax.Array) -> Any:
+            params, state = carry
+            batch = jax.tree.map(lambda leaf: jnp.asarray(leaf)[chosen], train)
+            (loss, _), gradient = jax.value_and_grad(loss_fn, has_aux=True)(params, batch)
+            updates, state = optimizer.update(gradient, state)
+            return (optax.apply_updates(params, updates), state), loss
+
+        (params, _), losses = jax.lax.scan(step, (params, optimizer.init(params)), choices)
+        return params, losses
+
+    params = jax.jit(model.init)(jax.random.key(0))
+    fresh, aux = jax.jit(loss_fn)(params, test)
+    assert abs(fresh - np.log(10)) < 0.7 and aux["accuracy"] < 0.4
+    params, losses = fit(params, np.random.default_rng(0).integers(0, 1400, (150, 64)))
+    assert losses[-1] < 0.3
+    assert jax.jit(loss_fn)(params, test)[1]["accuracy"] > 0.85
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_clients_under_vmap_equal_one_by_one(name: str) -> None:
+    model = MODELS[name]
+    random = np.random.default_rng(2)
+    params = jax.jit(jax.vmap(model.init))(jax.random.split(jax.random.key(0), 3))
+    batches = {
+        "image": random.uniform(size=(3, 4, 8, 8, 1)).astype(np.float32),
+        "label": random.integers(0, 10, (3, 4)).astype(np.int32),
+    }
+    gradient = jax.grad(classification_loss(model.apply), has_aux=True)
+    together = jax.jit(jax.vmap(gradient))(params, batches)[0]
+    apart = jax.jit(lambda *args: jax.lax.map(lambda each: gradient(*each), args))(params, batches)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), together, apart[0])
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: MLPConfig(sizes=(784,)), r"sizes=\(784,\): expected at least two"),
+        (lambda: MLPConfig(sizes=(784, 0, 10)), r"\(784, 0, 10\): expected .* positive"),
+        (lambda: CNNConfig(height=5), "height=5.*at least 6 pixels.*MLPConfig"),
+        (lambda: CNNConfig(classes=0), "classes=0.*positive sizes"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(make: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make()

@@ -1,0 +1,95 @@
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from fedpax.models.classifiers import CNNConfig, MLPConfig, cnn, mlp
+from fedpax.models.nnx_functional import Functional, functional
+from fedpax.models.transformer import TransformerConfig, transformer
+from fedpax.parallel.axes import RULES
+
+
+class Tower(nnx.Module):
+    """Modules inside modules, with and without names for the parameters' axes."""
+
+    def __init__(self, *, rngs: nnx.Rngs):
+        metadata = {"logical": ("embed", "mlp")}
+        self.first = nnx.Linear(3, 4, rngs=rngs, kernel_metadata=metadata)
+        self.second = nnx.Linear(4, 2, rngs=rngs)
+
+    def __call__(self, x: jax.Array, *, scale: float = 1.0) -> jax.Array:
+        return scale * self.second(nnx.relu(self.first(x)))
+
+
+def test_equals_the_module() -> None:
+    model = functional(Tower)
+    params = model.init(jax.random.key(3))
+    x = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
+    module = Tower(rngs=nnx.Rngs(jax.random.key(3)))
+    np.testing.assert_allclose(model.apply(params, x, scale=2.0), 2 * module(x), rtol=1e-6)
+
+
+def test_parameters_are_nested_dicts_of_arrays() -> None:
+    model = functional(Tower)
+    params = model.init(jax.random.key(3))
+    assert type(params) is dict and type(params["first"]) is dict
+    assert all(type(leaf) is type(jnp.ones(())) for leaf in jax.tree.leaves(params))
+    assert model.logical == {
+        "first": {"kernel": ("embed", "mlp"), "bias": (None,)},
+        "second": {"kernel": (None, None), "bias": (None,)},
+    }
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        transformer(TransformerConfig(layers=2, width=16, heads=2)),
+        mlp(MLPConfig((6, 5, 4))),
+        cnn(CNNConfig(height=8, width=8)),
+    ],
+    ids=["transformer", "mlp", "cnn"],
+)
+def test_logical_axes_fit_every_parameter(model: Functional) -> None:
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    names = jax.tree.map(lambda leaf, axes: (leaf.ndim, axes), shapes, model.logical)
+    for ndim, axes in jax.tree.leaves(names, is_leaf=lambda x: isinstance(x, tuple)):
+        assert len(axes) == ndim and set(axes) <= {None, *RULES}
+
+
+def test_init_depends_on_the_key_alone() -> None:
+    model = functional(Tower)
+    one, same, other = (model.init(jax.random.key(seed)) for seed in (3, 3, 4))
+    jax.tree.map(np.testing.assert_array_equal, one, same)
+    assert not np.array_equal(one["first"]["kernel"], other["first"]["kernel"])
+
+
+def test_apply_is_closed_under_transformations() -> None:
+    model = functional(Tower)
+    stacked = jax.vmap(model.init)(jax.random.split(jax.random.key(0), 4))
+    x = np.random.default_rng(0).normal(size=(4, 5, 3)).astype(np.float32)
+
+    def objective(params: Any, x: Any) -> jax.Array:
+        return jnp.sum(model.apply(params, x) ** 2)
+
+    gradients = jax.jit(jax.vmap(jax.grad(objective)))(stacked, x)
+    for i in range(4):
+        expected = jax.grad(objective)(jax.tree.map(lambda leaf, i=i: leaf[i], stacked), x[i])
+        jax.tree.map(
+            lambda a, b, i=i: np.testing.assert_allclose(a[i], b, rtol=1e-5, atol=1e-6),
+            gradients,
+            expected,
+        )
+
+
+def test_state_besides_parameters_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"mean, var.* use layers without one"):
+        functional(partial(nnx.BatchNorm, 3))
+
+
+def test_wrong_number_of_names_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"\(3, 2\).*logical=\('embed',\): give one name"):
+        functional(partial(nnx.Linear, 3, 2, kernel_metadata={"logical": ("embed",)}))

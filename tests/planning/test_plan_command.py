@@ -1,0 +1,304 @@
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+import stacked_layers
+from jax.sharding import set_mesh
+
+from fedpax.experiments.fedavg_images import fedavg_digits
+from fedpax.experiments.pretrain import pretrain_text
+from fedpax.main import main
+from fedpax.parallel.mesh import MeshConfig, default_devices
+from fedpax.planning import plan_experiment as planning
+from fedpax.planning.compiled_plan import Memory
+from fedpax.planning.plan_experiment import MemoryOverflowError, PlanError, plan_experiment
+from fedpax.planning.topology import find_topology
+from fedpax.training.compiled_round import compile_round, with_shardings
+
+HERE = Path(__file__).parent
+EXP = "--exp=stacked_layers:stack"
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Run:
+    """Runs a command in this process; returns its status, output and errors."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(HERE)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        try:
+            status = main(arguments)
+        except SystemExit as stop:  # tyro's way out
+            status = stop.code if isinstance(stop.code, int) else 1
+        return status, *capsys.readouterr()
+
+    return call
+
+
+def test_a_plan_on_simulated_devices(run: Run, tmp_path: Path) -> None:
+    files = (
+        f"--json={tmp_path / 'plan.json'}",
+        f"--picture={tmp_path / 'new' / 'mesh.png'}",
+        f"--program={tmp_path / 'round.hlo'}",
+    )
+    status, output, errors = run("plan", EXP, "--topology=cpu:8", *files, "--layers=4")
+    assert status == 0
+    lines = [" ".join(line.split()) for line in output.splitlines()]
+    assert lines[0] == "stacked_layers:stack on cpu:8: 8 devices"
+    assert "parameters 16,384" in lines
+    assert "islands 4 host" in lines and "fsdp 2 host" in lines
+    assert any(line.startswith("compiled 1.00 x") for line in lines)
+    for words in ("making stacked_layers:stack for 8 devices", "compiling", "done"):
+        assert words in errors
+
+    content = json.loads((tmp_path / "plan.json").read_text())
+    flops = 6 * 4 * 64**2
+    assert content["work"]["flops_per_step"] == flops * 4 * 16
+    assert content["work"]["compiled_flops_per_device_per_round"] == flops * 4 * 16 * 5 / 8
+    assert content["memory"]["aliased"] > 0 and content["memory"]["fits"] is None
+    # DiLoCo: within the local steps fsdp alone, between islands once, the parameters and a loss.
+    collectives = content["collectives"]
+    assert {tuple(c["axes"]) for c in collectives if c["in_loop"]} == {("fsdp",)}
+    (between,) = [c for c in collectives if "islands" in c["axes"]]
+    assert between["executions_per_round"] == 1
+    assert between["bytes"] == 4 * 16384 // 2 + 4
+    assert (tmp_path / "new" / "mesh.png").read_bytes().startswith(b"\x89PNG")
+    assert "ENTRY" in (tmp_path / "round.hlo").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["plan"], ["give `fedpax plan` an --exp=NAME"]),
+        (["plan", EXP], ["--topology=v5p:4x4x4 or cpu:8"]),
+        (["plan", EXP, "--topology=v5z:4x4"], ["there is no 'v5z'", "Did you mean v5"]),
+        (["plan", EXP, "--topology=cpu:8", "--slices=many"], ["slices"]),
+        (["plan", EXP, "--topology=cpu:8", "--picture=x.txt"], ["--picture=x.txt", "mesh.png"]),
+        (["plan", EXP, "--topology=cpu:8", "--slices=2"], ["only TPUs"]),
+        (["plan", EXP, "--topology=gpu"], ["0 GPUs"]),
+        (["plan", EXP, "--topology=v5e:4x4x4"], ["2 dimensions"]),
+        (
+            ["plan", EXP, "--topology=cpu:6"],
+            ["does not fit cpu:6", "needs 8 devices, but there are 6", "--mesh.fsdp=-1"],
+        ),
+        (
+            ["plan", EXP, "--topology=cpu:8", "--islands=6"],
+            ["cannot be compiled for cpu:8", "does not divide the placement islands=6"],
+        ),
+        (["plan", EXP, "--topology=cpu:8", "--says_shapes=False"], ["batch_shapes"]),
+        (["plan", EXP, "--topology=cpu:8", "--layer=3"], ["Perhaps you meant"]),
+        (["plan", EXP, "--topology=cpu:8", "--accept_changes"], ["accept_changes"]),
+    ],
+)
+def test_plans_that_are_refused(run: Run, arguments: list[str], words: list[str]) -> None:
+    status, output, errors = run(*arguments)
+    text = " ".join((output + errors).replace("│", " ").split())
+    assert status == 2 and all(part in text for part in words)
+
+
+def test_help_says_what_plan_does(run: Run) -> None:
+    status, output, _ = run("plan", "--help")
+    assert status == 0
+    assert "fedpax plan --exp=NAME --topology=v5p:4x8x8" in output and "--slices" in output
+
+
+def test_unknown_flops_are_said(run: Run) -> None:
+    status, output, _ = run("plan", EXP, "--topology=cpu:8", "--says_flops=False")
+    assert status == 0 and "no flops_per_token" in output
+
+
+def test_the_planned_program_is_the_trained_one() -> None:
+    """What `plan` compiles, without its mesh set, is what training compiles with it."""
+    experiment = stacked_layers.stack()
+    run = experiment.build()
+    batches = with_shardings(run.batch_shapes, run.shardings.batches)
+    with set_mesh(run.mesh):
+        trained = compile_round(run, batches)
+    plan, _ = plan_experiment(experiment, find_topology("cpu:8"))
+    found: dict = dict.fromkeys(("argument", "output", "alias", "temp"))
+    for name in found:
+        found[name] = getattr(trained.round.memory_analysis(), f"{name}_size_in_bytes")
+    memory = plan.memory
+    assert found == {
+        "argument": memory.arguments,
+        "output": memory.outputs,
+        "alias": memory.aliased,
+        "temp": memory.temporaries,
+    }
+    moved = sum(
+        t.collective.bytes * t.runs for t in plan.transfers if "islands" in t.collective.axes
+    )
+    assert 2 * moved == trained.bytes_across_placement  # of the two devices of an island
+
+
+def test_a_mesh_takes_the_devices_of_the_topology() -> None:
+    experiment = dataclasses.replace(
+        stacked_layers.stack(), mesh=MeshConfig(islands=-1, fsdp=2), islands=2
+    )
+    plan, run = plan_experiment(experiment, find_topology("cpu:4"))
+    assert dict(run.mesh.shape) == {"islands": 2, "fsdp": 2}
+    assert list(run.mesh.devices.flat) == jax.devices()[:4]
+    assert plan.workload.participants == 2
+    assert MeshConfig(fsdp=-1).size == 8  # put back
+
+
+OVERFLOWS = {
+    "temporaries alone": (
+        "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO "
+        "temporaries (74.01G) exceeds available HBM (15.75G).",
+        ["needs 74.01G of 15.75G for temporaries alone."],
+    ),
+    "everything": (
+        "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space "
+        "hbm. Used 20.31G of 15.75G hbm. Exceeded hbm capacity by 4.56G.\n\n"
+        "Largest program allocations in hbm:\n\n  1. Size: 8.00G\n     Operator: op_name=\"x\"\n"
+        "     Shape: f32[2048,1048576]{1,0:T(8,128)}\n     Unpadded size: 8.00G\n",
+        ["needs 20.31G of 15.75G", "8.00G", "f32[2048,1048576]"],
+    ),
+    "something else": ("RESOURCE_EXHAUSTED: no more of it", ["no more of it"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OVERFLOWS)
+def test_memory_overflow_is_a_report(run: Run, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    message, words = OVERFLOWS[kind]
+
+    def overflow(*_: object) -> None:
+        raise jax.errors.JaxRuntimeError(message)
+
+    monkeypatch.setattr(planning, "compile_round", overflow)
+    status, output, errors = run("plan", EXP, "--topology=cpu:8", "--width=1024")
+    assert (status, output) == (1, "") and "Traceback" not in errors
+    for part in (*words, "the model", "--mesh.fsdp=2 now", "more chips"):
+        assert part in errors
+    assert "--model.remat" not in errors  # this experiment has no such field
+    # 3 layers of 1024 x 1024 in float32, over two devices.
+    assert f"{3 * 4 * 2**20 / 2 / 2**30:8.2f} GiB  the model" in errors
+
+
+def test_only_what_can_help_is_proposed() -> None:
+    """No microbatches without stages, nothing that is at its smallest, no field that is missing."""
+
+    def proposed(experiment: Any) -> set[str]:
+        name, topology = "x", find_topology("cpu:8")
+        report = planning.overflow_report(name, topology, experiment, experiment.build(), "is full")
+        return set(re.findall(r"--([\w.]+)=", report))
+
+    text = pretrain_text()
+    assert proposed(text) == {
+        *("mesh.fsdp", "mesh.tensor", "mesh.stage", "model.remat"),
+        *("loss.accumulation", "optimizer.name", "data.batch", "data.length"),
+    }
+    changes = {
+        "model": dataclasses.replace(text.model, remat="full", layers=4, microbatches=2),
+        "mesh": MeshConfig(stage=2, fsdp=4),
+        "optimizer": dataclasses.replace(text.optimizer, name="adafactor"),
+    }
+    found = proposed(dataclasses.replace(text, **changes))
+    assert "model.microbatches" in found and not found & {"model.remat", "optimizer.name"}
+    assert proposed(fedavg_digits()) >= {"cohort.batch"}
+
+
+def test_a_round_that_compiles_and_does_not_fit(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A TPU's compiler looks at temporaries alone: arguments can be too much for all that."""
+    small = planning.memory_of
+
+    def memory_of(*arguments: Any) -> Memory:
+        return small(*arguments)._replace(capacity=2.0**10)
+
+    monkeypatch.setattr(planning, "memory_of", memory_of)
+    status, output, errors = run("plan", EXP, "--topology=cpu:8")
+    assert status == 1 and "DOES NOT FIT" in output
+    for part in ("does not fit: a device of cpu:8 needs 0.00G of 0.00G", "--mesh.fsdp=2 now"):
+        assert part in errors
+
+
+def test_other_errors_of_the_compiler_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise jax.errors.JaxRuntimeError("INTERNAL: a bug")
+
+    monkeypatch.setattr(planning, "compile_round", fail)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="a bug"):
+        plan_experiment(stacked_layers.stack(), find_topology("cpu:8"))
+
+
+def test_a_mesh_that_does_not_fit_is_an_error_of_the_plan() -> None:
+    with pytest.raises(PlanError, match="islands=-1, fsdp=2 gives islands=2"):
+        plan_experiment(stacked_layers.stack(), find_topology("cpu:4"))
+
+
+def test_a_long_compilation_tells_that_it_goes_on() -> None:
+    told: list[str] = []
+    with planning._repeated(told.append, "still", every=0.01):
+        while len(told) < 3:
+            time.sleep(0.01)
+    count = len(told)
+    time.sleep(0.05)
+    assert set(told) == {"still"} and len(told) == count  # and then no more
+
+
+def test_default_devices_are_put_back_after_an_error() -> None:
+    with pytest.raises(ZeroDivisionError), default_devices(jax.devices()[:2]):
+        assert MeshConfig(fsdp=-1).size == 2
+        raise ZeroDivisionError
+    assert MeshConfig(fsdp=-1).size == 8
+
+
+@pytest.mark.parametrize(
+    ("topology", "slices", "mesh"),
+    [
+        ("v5e:2x2", 2, {"islands": 4, "fsdp": 2}),
+        ("v4:2x2x1", 1, {"islands": 2, "fsdp": 2}),
+        ("tpu7x:2x2x1", 1, {"islands": 2, "fsdp": 4}),
+    ],
+)
+def test_a_plan_on_a_tpu_that_is_not_there(topology: str, slices: int, mesh: dict) -> None:
+    pytest.importorskip("libtpu")
+    experiment = dataclasses.replace(
+        stacked_layers.stack(), islands=4, mesh=MeshConfig(**mesh), width=256, batch=64
+    )
+    plan, _ = plan_experiment(experiment, find_topology(topology, slices))
+    flops = 6 * 3 * 256**2 * 4 * 64 * 5
+    assert plan.products * len(plan.topology.devices) == flops
+    assert plan.memory.fits and plan.bound.seconds > 0
+    inside = {axis for t in plan.transfers if t.collective.in_loop for axis in t.collective.axes}
+    assert inside == {"fsdp"}
+    assert (plan.sent("DCN") > 0) == (slices > 1) and plan.sent("DCN", in_loop=True) == 0
+
+
+def test_overflow_on_a_tpu_that_is_not_there() -> None:
+    pytest.importorskip("libtpu")
+    experiment = dataclasses.replace(
+        stacked_layers.stack(), islands=1, mesh=MeshConfig(fsdp=4), width=65536
+    )
+    topology = find_topology("v5e:2x2")
+    with pytest.raises(MemoryOverflowError, match=r"of 15.75G for.*\n +12.00 GiB  the model"):
+        plan_experiment(experiment, topology)
+    # Its temporaries fit, and it compiles, but with its arguments it does not fit.
+    plan, _ = plan_experiment(dataclasses.replace(experiment, width=28672), topology)
+    memory = plan.memory
+    assert memory.temporaries < memory.capacity < memory.temporaries + memory.arguments
+    assert memory.fits is False
+
+
+def test_the_command_simulates_its_devices() -> None:
+    """In a process of its own, as it is used; nothing but the report goes to its output."""
+    command = [sys.executable, "-m", "fedpax.main", "plan", EXP, "--topology=cpu:12"]
+    process = subprocess.run(
+        [*command, "--mesh.fsdp=3", "--width=48", "--batch=15"],
+        cwd=HERE,
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.startswith("stacked_layers:stack on cpu:12: 12 devices\n")

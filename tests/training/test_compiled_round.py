@@ -1,0 +1,213 @@
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from small_regression import regression, single_client
+
+from fedpax.clients.store import client_store, gather_clients, scatter_clients
+from fedpax.parallel.mesh import make_mesh
+from fedpax.training.algorithm import FederatedAlgorithm
+from fedpax.training.compiled_round import Program, compile_round, fresh_state
+from fedpax.training.experiment import Run, Shardings
+from fedpax.training.prefetch import place
+
+
+def one_round(run: Run) -> tuple[Any, Any, Any]:
+    with jax.set_mesh(run.mesh):
+        batches = place(next(run.batches), run.shardings.batches)
+        program = compile_round(run, batches)
+        return program, fresh_state(run, program, seed=3), batches
+
+
+@pytest.fixture(scope="module")
+def compiled() -> tuple[Run, Program, Any]:
+    """Compiled once for all tests of the regression."""
+    run = regression().build()
+    program, _, batches = one_round(run)
+    return run, program, batches
+
+
+def test_a_round_donates_and_keeps_structure_dtypes_and_shardings(
+    compiled: tuple[Run, Program, Any],
+) -> None:
+    run, program, batches = compiled
+    with jax.set_mesh(run.mesh):
+        state = fresh_state(run, program, seed=3)
+    assert (program.parameters, program.participants) == (16 * 32 + 32, 8)
+    new, metrics = program.round(state, batches)
+    assert state.params["hidden"].is_deleted()
+    assert new.params["hidden"].sharding == run.shardings.params["hidden"]
+    assert new.momentum["hidden"].sharding.spec == PartitionSpec("clients", None, "fsdp")
+    for leaf, like in zip(jax.tree.leaves(new), jax.tree.leaves(program.state), strict=True):
+        assert (leaf.shape, leaf.dtype, leaf.sharding) == (like.shape, like.dtype, like.sharding)
+    assert np.isfinite(float(metrics["loss"]))
+
+
+def test_the_compiled_round_equals_the_algorithm_without_a_mesh(
+    compiled: tuple[Run, Program, Any],
+) -> None:
+    run, program, batches = compiled
+    with jax.set_mesh(run.mesh):
+        state, metrics = program.round(fresh_state(run, program, seed=3), batches)
+    plain, expected = run.algorithm.round(
+        run.algorithm.init(run.init(jax.random.key(3))), jax.device_get(batches)
+    )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        (state.params, state.momentum, metrics),
+        (plain.params, plain.momentum, expected),
+    )
+
+
+def test_bytes_across_placement_are_those_of_the_model_and_a_few_scalars(
+    compiled: tuple[Run, Program, Any],
+) -> None:
+    _, program, _ = compiled
+    model = 4 * program.parameters
+    assert model <= program.bytes_across_placement <= model + 64
+    alone, *_ = one_round(single_client().build())
+    assert alone.bytes_across_placement == 0
+
+
+class Descent(NamedTuple):
+    params: jax.Array
+
+
+def run_of(round_fn: Any, init: Any = Descent, axis_type: AxisType = AxisType.Auto) -> Run:
+    mesh = make_mesh(clients=8, axis_types=axis_type)
+    rng = np.random.default_rng(0)
+
+    class Stream:
+        def __next__(self) -> np.ndarray:
+            return rng.normal(size=(8, 2, 3)).astype(np.float32)
+
+        def get_state(self) -> dict[str, Any]:
+            return {}
+
+        def set_state(self, state: Any) -> None: ...
+
+    return Run(
+        algorithm=FederatedAlgorithm(init, round_fn),
+        init=lambda key: jax.random.normal(key, (3,)),
+        batches=Stream(),
+        evaluate=lambda params: {"loss": 0.0},
+        mesh=mesh,
+        shardings=Shardings(
+            NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("clients"))
+        ),
+        items_per_round=16,
+        placement="clients",
+    )
+
+
+def descend(state: Descent, batches: jax.Array) -> tuple[Descent, dict[str, jax.Array]]:
+    error = state.params - batches.mean((0, 1))
+    return Descent(state.params - 0.1 * error), {"loss": jnp.sum(error**2)}
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_meshes_with_automatic_and_explicit_axes(axis_type: AxisType) -> None:
+    program, state, batches = one_round(run_of(descend, axis_type=axis_type))
+    before = np.asarray(state.params)
+    state, _ = program.round(state, batches)
+    state, _ = program.round(state, batches)
+    goal = np.asarray(batches).mean((0, 1))
+    np.testing.assert_allclose(state.params, goal + 0.81 * (before - goal), rtol=1e-5, atol=1e-6)
+
+
+def other_shape(state: Any, batches: Any) -> Any:
+    return Descent(jnp.zeros((4,))), {"loss": 0.0}
+
+
+def other_dtype(state: Any, batches: Any) -> Any:
+    return Descent(state.params.astype(jnp.bfloat16)), {"loss": 0.0}
+
+
+def other_structure(state: Any, batches: Any) -> Any:
+    return (state.params,), {"loss": 0.0}
+
+
+def no_loss(state: Any, batches: Any) -> Any:
+    return state, {"error": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("round_fn", "init", "words"),
+    [
+        (other_shape, Descent, r"state\.params from float32\[3\] into float32\[4\]"),
+        (other_dtype, Descent, r"into bfloat16\[3\].*Cast the update"),
+        (other_structure, Descent, "of another structure"),
+        (no_loss, Descent, '"loss" as its metrics'),
+        (descend, lambda params: {"model": params}, "without a field params"),
+    ],
+)
+def test_a_round_that_breaks_the_contract_is_refused(round_fn: Any, init: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        one_round(run_of(round_fn, init))
+
+
+def test_bytes_that_depend_on_values_are_unknown_and_do_not_stop_the_training() -> None:
+    def until_close(state: Descent, batches: jax.Array) -> Any:
+        def slope(params: jax.Array) -> jax.Array:  # needs all clients at every step
+            return jnp.tanh(params - batches).mean((0, 1))
+
+        params = jax.lax.while_loop(
+            lambda params: jnp.sum(slope(params) ** 2) > 1e-4,
+            lambda params: params - slope(params),
+            state.params,
+        )
+        return Descent(params), {"loss": jnp.sum(slope(params) ** 2)}
+
+    program, state, batches = one_round(run_of(until_close))
+    _, metrics = program.round(state, batches)
+    assert float(metrics["loss"]) <= 1e-4
+    assert np.isnan(program.bytes_across_placement)
+
+
+def test_a_client_store_in_the_state_is_spread_over_the_mesh() -> None:
+    mesh = make_mesh(devices=jax.devices()[:4], clients=4)
+    spread = NamedSharding(mesh, PartitionSpec("clients"))
+
+    class State(NamedTuple):
+        params: Any
+        taken: Any  # how often each client of the population has taken part
+
+    def init(params: Any) -> State:
+        return State(params, client_store(jnp.int32(0), population=1001))
+
+    def round(state: State, batches: Any) -> tuple[State, dict[str, Any]]:
+        own = gather_clients(state.taken, batches["clients"])
+        taken = scatter_clients(state.taken, batches["clients"], own + 1)
+        return State(state.params, taken), {"loss": own.sum().astype(jnp.float32)}
+
+    run = (
+        regression()
+        .build()
+        ._replace(
+            algorithm=FederatedAlgorithm(init, round),
+            init=lambda key: {"w": jax.random.normal(key, (3,))},
+            mesh=mesh,
+            shardings=Shardings(
+                params={"w": NamedSharding(mesh, PartitionSpec())},
+                batches=spread,
+                state=lambda derived: derived._replace(taken=spread),
+            ),
+        )
+    )
+    cohorts = [np.array([5, 1000, 7, 250]), np.array([5, 6, 7, 8])]
+    with jax.set_mesh(mesh):
+        batches = [place({"clients": cohort}, spread) for cohort in cohorts]
+        program = compile_round(run, batches[0])
+        state = fresh_state(run, program, seed=0)
+        for cohort in batches:
+            state, metrics = program.round(state, cohort)
+    assert state.taken.sharding == spread
+    assert {shard.data.shape for shard in state.taken.addressable_shards} == {(251,)}
+    assert float(metrics["loss"]) == 2.0  # 5 and 7 had taken part before
+    expected = np.zeros(1004, np.int32)
+    for cohort in cohorts:
+        expected[cohort] += 1
+    np.testing.assert_array_equal(state.taken, expected)

@@ -1,0 +1,298 @@
+import dataclasses
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+import pytest
+from small_regression import RandomRounds, Regression, regression
+
+from fedpax.parallel.mesh import MeshConfig
+from fedpax.training.checkpoint import load_params
+from fedpax.training.configuration import ConfigurationError, read
+from fedpax.training.experiment import Experiment, Run
+from fedpax.training.logging import NonFiniteError, Recorder
+from fedpax.training.metrics import TIMINGS, MetricsWriter, read_metrics, select
+from fedpax.training.progress import Progress
+from fedpax.training.trainer import train
+
+
+def settings(experiment: Regression, **changes: Any) -> Regression:
+    training = dataclasses.replace(experiment.training, **changes)
+    return dataclasses.replace(experiment, training=training)
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """The same parameters, bit by bit, and the same lines apart from timings."""
+    for a, b in zip(
+        jax.tree.leaves(load_params(one)), jax.tree.leaves(load_params(other)), strict=True
+    ):
+        assert (a.dtype, a.tobytes()) == (b.dtype, b.tobytes())
+    without_timings = [
+        [{k: v for k, v in line.items() if k not in TIMINGS} for line in read_metrics(folder)]
+        for folder in (one, other)
+    ]
+    assert without_timings[0] == without_timings[1]
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("unbroken")
+    outcome = train(regression(), folder, exp="regression")
+    assert (outcome.rounds, outcome.finished, outcome.trained, outcome.signal) == (
+        12, True, 12, None,
+    )  # fmt: skip
+    assert outcome.evaluation == {"loss": select(read_metrics(folder), "evaluation")[-1]["loss"]}
+    return folder
+
+
+def test_the_folder_holds_what_the_settings_ask_for(unbroken: Path) -> None:
+    assert read(unbroken) == ("regression", regression())
+    assert {p.name for p in (unbroken / "checkpoints").iterdir()} == {"6", "9", "12"}
+    assert len(list((unbroken / "tensorboard").iterdir())) == 1
+    lines = read_metrics(unbroken)
+    assert (lines[0]["kind"], lines[0]["parameters"]) == ("run", 16 * 32 + 32)
+    training, evaluation = select(lines, "training"), select(lines, "evaluation")
+    assert [line["round"] for line in training] == list(range(1, 13))
+    assert [line["round"] for line in evaluation] == [4, 8, 12]
+    assert [line["tokens"] for line in training] == [128 * n for n in range(1, 13)]
+    per_round = lines[0]["bytes_across_placement_per_round"]
+    assert per_round >= 4 * lines[0]["parameters"]
+    assert (
+        training[-1]["bytes_across_placement"]
+        == 12 * per_round
+        == evaluation[-1]["bytes_across_placement"]
+    )
+    assert all(line["tokens_per_second"] == 128 / line["seconds"] for line in training)
+
+
+def test_it_learns(unbroken: Path) -> None:
+    lines = read_metrics(unbroken)
+    training, evaluation = select(lines, "training"), select(lines, "evaluation")
+    assert training[-1]["loss"] < 0.5 * training[0]["loss"]
+    assert evaluation[-1]["loss"] < 0.5 * evaluation[0]["loss"]
+
+
+def test_it_does_what_a_plain_loop_does(unbroken: Path) -> None:
+    run = regression().build()
+    state = run.algorithm.init(run.init(jax.random.key(0)))
+    step = jax.jit(run.algorithm.round)
+    losses = []
+    for _ in range(12):
+        state, metrics = step(state, next(run.batches))
+        losses.append(float(metrics["loss"]))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+        load_params(unbroken),
+        jax.device_get(state.params),
+    )
+    recorded = [line["loss"] for line in select(read_metrics(unbroken), "training")]
+    np.testing.assert_allclose(recorded, losses, rtol=1e-4)
+
+
+def test_a_finished_run_has_nothing_to_do(unbroken: Path) -> None:
+    before = (unbroken / "metrics.jsonl").read_bytes()
+    assert train(regression(), unbroken) == (12, True, 0, None, None)
+    assert (unbroken / "metrics.jsonl").read_bytes() == before
+
+
+@dataclasses.dataclass(frozen=True)
+class Interrupted(Regression):
+    """Gets a signal while the batches of some round are drawn."""
+
+    signals: ClassVar[dict[int, signal.Signals]] = {}
+
+    def build(self) -> Run:
+        class Stream(RandomRounds):
+            def __next__(stream) -> dict[str, np.ndarray]:
+                if number := self.signals.pop(stream.round, None):
+                    os.kill(os.getpid(), number)
+                return super().__next__()
+
+        run = super().build()
+        stream: Any = run.batches
+        return run._replace(batches=Stream(stream.shape, stream.features, stream.seed))
+
+
+def test_a_signal_saves_after_the_round_and_the_run_goes_on(unbroken: Path, tmp_path: Path) -> None:
+    base = regression()
+    experiment = Interrupted(training=base.training, mesh=base.mesh)
+    done = 0
+    for at, number in ((5, signal.SIGTERM), (7, signal.SIGINT)):
+        handler = signal.getsignal(number)
+        Interrupted.signals[at] = number
+        outcome = train(experiment, tmp_path)
+        assert outcome.signal == number and not outcome.finished
+        # The signal came while a later round was drawn ahead, or while it was waited for.
+        assert outcome.rounds in (at - 1, at, at + 1) and outcome.trained == outcome.rounds - done
+        done = outcome.rounds
+        assert signal.getsignal(number) == handler
+        assert f"{done}" in {p.name for p in (tmp_path / "checkpoints").iterdir()}
+    assert train(experiment, tmp_path).finished
+    assert_same_run(unbroken, tmp_path)
+
+
+def test_another_configuration_is_refused_or_accepted(unbroken: Path, tmp_path: Path) -> None:
+    train(settings(regression(), rounds=7), tmp_path)
+    with pytest.raises(ConfigurationError, match=r"training\.rounds: 7 -> 12"):
+        train(regression(), tmp_path)
+    outcome = train(regression(), tmp_path, accept_changes=True)
+    assert (outcome.rounds, outcome.trained) == (12, 5)
+    params, expected = load_params(tmp_path), load_params(unbroken)
+    assert all(params[k].tobytes() == expected[k].tobytes() for k in expected)
+
+
+def test_another_mesh_goes_on_from_the_same_state(unbroken: Path, tmp_path: Path) -> None:
+    train(settings(regression(), rounds=6), tmp_path)
+    other = dataclasses.replace(regression(), mesh=MeshConfig(clients=2, fsdp=4))
+    outcome = train(other, tmp_path, accept_changes=True)
+    assert (outcome.rounds, outcome.trained) == (12, 6)
+    # Sums are taken in another order on another mesh.
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+        load_params(tmp_path),
+        load_params(unbroken),
+    )
+
+
+def test_zero_means_the_last_round_alone(tmp_path: Path) -> None:
+    train(settings(regression(), rounds=3, evaluate_every=0, checkpoint_every=0), tmp_path)
+    assert {p.name for p in (tmp_path / "checkpoints").iterdir()} == {"3"}
+    assert [x["round"] for x in select(read_metrics(tmp_path), "evaluation")] == [3]
+
+
+@pytest.mark.parametrize("stop", [True, False])
+def test_a_loss_that_is_not_finite(tmp_path: Path, stop: bool) -> None:
+    experiment = dataclasses.replace(
+        settings(regression(), checkpoint_every=1, stop_on_non_finite=stop), learning_rate=5.0
+    )
+    if not stop:
+        assert train(experiment, tmp_path).finished
+        assert select(read_metrics(tmp_path), "training")[-1]["loss"] is None
+        return
+    with pytest.raises(NonFiniteError, match="smaller learning rate") as caught:
+        train(experiment, tmp_path)
+    lines = select(read_metrics(tmp_path), "training")
+    assert len(lines) < 12
+    kept = max(int(p.name) for p in (tmp_path / "checkpoints").iterdir())
+    assert f"The checkpoint of round {kept} is kept" in str(caught.value)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(load_params(tmp_path)))
+
+
+def test_parameters_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+    def check(stop: bool, bad: float) -> None:
+        with (
+            MetricsWriter(tmp_path) as metrics,
+            Progress("x", first=0, rounds=1) as progress,
+        ):
+            recorder = Recorder(
+                metrics,
+                progress,
+                started=0.0,
+                tokens=1,
+                bytes_across_placement=0.0,
+                stop_on_non_finite=stop,
+            )
+            params = {"w": np.array([1.0, bad], np.float32), "count": np.int32(3)}
+            recorder.check_params(4, params)
+
+    check(True, 2.0)
+    check(False, np.nan)
+    for bad in (np.nan, np.inf):
+        with pytest.raises(NonFiniteError, match="a parameter is not finite after round 4"):
+            check(True, bad)
+
+
+@dataclasses.dataclass(frozen=True)
+class SlowEvaluation(Regression):
+    """Takes its time to evaluate, and counts how often its round is traced."""
+
+    traced: ClassVar[list[int]] = []
+
+    def build(self) -> Run:
+        run = super().build()
+
+        def evaluate(params: Any) -> dict[str, float]:
+            time.sleep(0.3)
+            return run.evaluate(params)
+
+        def round(state: Any, batches: Any) -> Any:
+            self.traced.append(1)
+            return run.algorithm.round(state, batches)
+
+        return run._replace(evaluate=evaluate, algorithm=run.algorithm._replace(round=round))
+
+
+def test_throughput_leaves_out_evaluation_and_the_round_is_traced_once(tmp_path: Path) -> None:
+    base = settings(regression(), evaluate_every=1, rounds=5)
+    experiment: Experiment = SlowEvaluation(training=base.training, mesh=base.mesh)
+    train(experiment, tmp_path)
+    assert len(SlowEvaluation.traced) == 1
+    training = select(read_metrics(tmp_path), "training")
+    elapsed = training[-1]["wall_seconds"] - training[0]["wall_seconds"]
+    assert elapsed >= 4 * 0.3 + sum(line["seconds"] for line in training[1:])
+
+
+@dataclasses.dataclass(frozen=True)
+class SlowInput(Regression):
+    """Takes its time to draw a round."""
+
+    seconds: float = 0.2
+
+    def build(self) -> Run:
+        run = super().build()
+        draw = type(run.batches).__next__
+
+        class Slow(type(run.batches)):
+            def __next__(slow) -> Any:
+                time.sleep(self.seconds)
+                return draw(slow)
+
+        run.batches.__class__ = Slow
+        return run
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.2])
+def test_the_share_of_time_in_input_is_recorded(tmp_path: Path, seconds: float) -> None:
+    base = settings(regression(), evaluate_every=0, checkpoint_every=0, rounds=6)
+    experiment = SlowInput(training=base.training, mesh=base.mesh, seconds=seconds)
+    train(experiment, tmp_path)
+    lines = select(read_metrics(tmp_path), "training")[1:-1]  # the last line has no input after it
+    waited = sum(line["input_wait_fraction"] * line["seconds"] for line in lines)
+    elapsed = sum(line["seconds"] for line in lines)
+    if seconds:
+        assert 0.7 * elapsed < waited <= elapsed
+    else:
+        assert waited < 0.7 * elapsed
+
+
+class Evaluated(SlowInput):
+    """Rounds that take longer than it takes to draw the next one's batches."""
+
+    def build(self) -> Run:
+        run = super().build()
+
+        def round(state: Any, batches: Any) -> Any:
+            state, metrics = run.algorithm.round(state, batches)
+
+            def wait(loss: Any) -> Any:
+                time.sleep(2 * self.seconds)
+                return loss
+
+            shape = jax.ShapeDtypeStruct((), metrics["loss"].dtype)
+            return state, metrics | {"loss": jax.pure_callback(wait, shape, metrics["loss"])}
+
+        return run._replace(algorithm=run.algorithm._replace(round=round))
+
+
+def test_waiting_while_the_devices_work_is_not_counted(tmp_path: Path) -> None:
+    """After an evaluation two rounds are asked for at once, and the second is not drawn yet."""
+    base = settings(regression(), evaluate_every=2, checkpoint_every=0, rounds=6)
+    experiment = Evaluated(training=base.training, mesh=base.mesh, seconds=0.2)
+    train(experiment, tmp_path)
+    lines = select(read_metrics(tmp_path), "training")[2:]
+    idle = sum(line["input_wait_fraction"] * line["seconds"] for line in lines)
+    assert idle < 0.1 * sum(line["seconds"] for line in lines)

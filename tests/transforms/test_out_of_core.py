@@ -1,0 +1,250 @@
+"""A program in pieces gives what it gives as a whole, with two of them on the devices at most."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from program_table import (
+    PROGRAMS,
+    WEIGHTS,
+    N,
+    Rematerialized,
+    W,
+    X,
+    close,
+    expected,
+    federated,
+    gradient_of,
+    local,
+    normal,
+)
+
+import fedpax
+from fedpax import federated_broadcast, federated_map, federated_mean
+
+WITHOUT_MAPS = {
+    "nothing_of_the_map",
+    "rounds_in_a_scan",
+    "rematerialized_rounds",
+    "under_a_condition",
+}
+
+
+@pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - WITHOUT_MAPS))
+def test_pieces_give_what_the_whole_gives(name):
+    close(fedpax.out_of_core(federated(name), 5)(W, X, WEIGHTS), expected(name))
+
+
+@pytest.mark.parametrize("name", ["two_stages", "variance", "weights_of_a_later_stage"])
+def test_pieces_of_rematerialized_programs(name):
+    """A piece's later stages run its maps again, where others would keep what they returned."""
+    program = federated(name, functions=Rematerialized)
+    close(fedpax.out_of_core(program, 5)(W, X, WEIGHTS), expected(name))
+    gradient = gradient_of(program)
+    close(fedpax.out_of_core(gradient, 5)(W, X, WEIGHTS), gradient(W, X, WEIGHTS), 1e-4)
+
+
+@pytest.mark.parametrize("name", ["average", "wanted_of_each", "two_stages"])
+def test_pieces_on_every_mesh(name, current_mesh):
+    close(fedpax.out_of_core(federated(name), 8)(W, X, WEIGHTS), expected(name))
+
+
+@pytest.mark.parametrize("participants", [1, 4, N, N + 1])
+def test_pieces_of_any_size(participants):
+    pieces = fedpax.out_of_core(federated("metrics_beside_deltas"), participants)
+    close(pieces(W, X, WEIGHTS), expected("metrics_beside_deltas"))
+
+
+def test_arguments_on_the_devices_and_files_are_taken_too(tmp_path):
+    np.save(tmp_path / "x.npy", X)
+    pieces = fedpax.out_of_core(federated("average"), 5)
+    for x in (jnp.asarray(X), np.load(tmp_path / "x.npy", mmap_mode="r")):
+        close(pieces(jnp.asarray(W), x, WEIGHTS), expected("average"))
+
+
+def test_gradients_run_out_of_core():
+    x, w = normal(N, 4, seed=3), normal(4, seed=5)
+
+    @fedpax.program(clients=N)
+    def loss(w, x):
+        return federated_mean(federated_map(lambda x: jnp.sum(jnp.sin(w * x)), x))
+
+    gradient = jax.grad(loss, argnums=(0, 1))
+    close(fedpax.out_of_core(gradient, 5)(w, x), gradient(w, x))
+
+
+def test_structure_keywords_and_random_keys():
+    @fedpax.program(clients=N)
+    def program(state, *, keys):
+        noise = federated_map(
+            lambda s, k: s["scale"] * jax.random.normal(k, (3,)), federated_broadcast(state), keys
+        )
+        return {"mean": federated_mean(noise), "all": noise, "step": state["step"] + 1}, keys
+
+    keys = jax.random.split(jax.random.key(3), N)
+    state = {"scale": np.float32(2.0), "step": 3}
+    found, same = fedpax.out_of_core(program, 7)(state, keys=keys)
+    wanted, _ = program(state, keys=keys)
+    close(found, wanted)
+    assert isinstance(found["all"], np.ndarray)
+    assert same is keys
+
+
+def test_a_function_around_programs_runs_too():
+    average = federated("average")
+
+    def round_(w, x, n):
+        return jnp.sum(average(2 * w, x, n)), average(w, x, n), w
+
+    wanted = round_(W, X, WEIGHTS)
+    close(fedpax.out_of_core(round_, 5)(W, X, WEIGHTS), wanted)
+
+
+class Watched:
+    """An array on the host that counts how much of it was asked for at once."""
+
+    def __init__(self, array):
+        self.array, self.dtype, self.shape = array, array.dtype, array.shape
+        self.asked = []
+
+    def __getitem__(self, index):
+        self.asked.append(range(*index.indices(len(self.array))))
+        return self.array[index]
+
+
+def test_only_a_piece_of_the_data_is_on_the_devices():
+    x = Watched(normal(64, 50, 100))
+
+    @fedpax.program(clients=64, chunk_size=1)
+    def program(w, x):
+        return w - federated_mean(federated_map(lambda x: w + jnp.sum(jnp.sin(x)), x))
+
+    alive = []
+    watch = Watched.__getitem__
+
+    def slices(self, index):
+        alive.append(sum(a.nbytes for a in jax.live_arrays() if a.shape[1:] == (50, 100)))
+        return watch(self, index)
+
+    Watched.__getitem__ = slices
+    try:
+        found = fedpax.out_of_core(program, 8)(1.0, x)
+    finally:
+        Watched.__getitem__ = watch
+    close(found, program(1.0, x.array))
+    assert [(r.start, r.stop) for r in x.asked] == [(i, i + 8) for i in range(0, 64, 8)]
+    assert max(alive) <= 2 * 8 * 50 * 100 * 4
+
+
+def test_a_second_call_compiles_nothing(caplog):
+    pieces = fedpax.out_of_core(federated("two_stages"), 6)
+    pieces(W, X, WEIGHTS)
+    with jax.log_compiles():
+        pieces(2 * W, X + 1, WEIGHTS)
+    assert not [r for r in caplog.records if "Compiling" in r.getMessage()]
+
+
+@pytest.mark.parametrize("name", sorted(WITHOUT_MAPS))
+def test_programs_without_maps_at_the_top_are_refused(name):
+    with pytest.raises(ValueError, match="maps of one placement at its top level"):
+        fedpax.out_of_core(federated(name), 5)(W, X, WEIGHTS)
+
+
+def test_nested_placements_run_inside_a_piece():
+    x = normal(6, 4, 3, seed=8)
+
+    @fedpax.program(islands=6, clients=4)
+    def program(w, x):
+        def island(x):
+            return federated_mean(
+                federated_map(lambda x: jnp.sin(w * x), x, placement="clients"),
+                placement="clients",
+            )
+
+        return federated_mean(federated_map(island, x, placement="islands"), placement="islands")
+
+    close(fedpax.out_of_core(program, 4)(W[:, 0], x), program(W[:, 0], x))
+
+
+two_clients = fedpax.program(clients=2)(
+    lambda w, x: federated_mean(federated_map(lambda x: local(w, x), x))
+)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: fedpax.out_of_core(federated("average"), 0), ValueError, "expected at least 1"),
+        (
+            lambda: fedpax.out_of_core(lambda w: w + 1, 2)(W),
+            ValueError,
+            "this one has none. Give the program itself",
+        ),
+        (
+            lambda: fedpax.out_of_core(
+                lambda w, x: (federated("average")(w, x, WEIGHTS), two_clients(w, x[:2])), 2
+            )(W, X),
+            ValueError,
+            "this one has clients=12 and clients=2",
+        ),
+        (
+            lambda: jax.jit(fedpax.out_of_core(federated("average"), 2))(W, X, WEIGHTS),
+            TypeError,
+            "Transform the program instead",
+        ),
+        (
+            lambda: fedpax.out_of_core(federated("average"), 2)(W, X[:5], WEIGHTS),
+            ValueError,
+            "expected a leading axis of size 12",
+        ),
+    ],
+)
+def test_bad_use_is_told(call, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        call()
+
+
+def test_a_piece_must_fit_the_mesh():
+    mesh = jax.make_mesh((4,), ("clients",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="take 4 or 8"):
+        fedpax.out_of_core(federated("average"), 6)(W, X, WEIGHTS)
+
+
+def test_a_round_of_an_algorithm_runs_out_of_core():
+    import optax
+
+    from fedpax.algorithms.fedavg import fedavg
+
+    def loss_fn(w, x):
+        return jnp.mean((x @ w) ** 2), {"scale": jnp.sum(w**2)}
+
+    method = fedavg(
+        loss_fn,
+        clients=N,
+        client_optimizer=optax.sgd(0.1),
+        server_optimizer=optax.adam(0.1),
+        chunk_size=1,
+    )
+    state = method.init(jnp.asarray(W))
+    batches, weights = normal(N, 4, 5, 3, seed=9), np.arange(N)
+    steps = np.arange(N) % 5
+    found = fedpax.out_of_core(method.round, 5)(state, batches, weights, steps)
+    close(found, method.round(state, batches, weights, steps))
+
+
+@pytest.mark.parametrize(
+    "work", [lambda y: jnp.where(y > 0, y, y * y), lambda y: (y - fedpax.federated_max(y)) ** 2]
+)
+def test_pieces_of_second_derivatives(work, current_mesh):
+    """Between two loops stands work of a stage that has no loop of its own."""
+    w, x = normal(6), normal(8, 6)
+
+    @fedpax.program(clients=8, chunk_size=2)
+    def program(w, x):
+        moved = fedpax.federated_map(lambda w, x: jnp.tanh(x) * w, fedpax.federated_broadcast(w), x)
+        return fedpax.federated_mean(work(moved))
+
+    hessian = jax.jacfwd(jax.grad(lambda w, x: jnp.sum(program(w, x) ** 2)))
+    close(fedpax.out_of_core(hessian, 4)(w, x), hessian(w, x))

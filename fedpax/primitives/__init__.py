@@ -1,19 +1,17 @@
 """Federated primitives: placements, and what moves between server and participants."""
 
 from fedpax.primitives.broadcast import federated_broadcast, federated_broadcast_p
-from fedpax.primitives.map import federated_map, federated_map_p
-from fedpax.primitives.placement import Placement
-from fedpax.primitives.program import federated_program_p, program
-from fedpax.primitives.reduce import (
+from fedpax.primitives.extremum import (
     federated_max,
     federated_max_p,
-    federated_mean,
-    federated_mean_p,
     federated_min,
     federated_min_p,
-    federated_sum,
-    federated_sum_p,
 )
+from fedpax.primitives.map import federated_map, federated_map_p
+from fedpax.primitives.mean import federated_mean, federated_mean_p
+from fedpax.primitives.placement import Placement
+from fedpax.primitives.program import federated_program_p, program
+from fedpax.primitives.sum import federated_sum, federated_sum_p
 
 __all__ = [
     "Placement",

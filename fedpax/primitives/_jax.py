@@ -35,22 +35,23 @@ __all__ = [
     "Primitive",
     "Var",
     "Zero",
-    "asks_for",
     "aval_of",
     "define",
-    "depends",
+    "depends_on",
+    "eliminate_dead_code",
     "evaluate",
     "inner_jaxprs",
     "is_linear",
     "is_rematerialized",
     "is_zero",
-    "live",
     "prune",
+    "reads_axis_index",
     "rebind",
     "register_pruning",
     "residual_sources",
     "set_implementation",
-    "skip_last",
+    "set_transpose",
+    "strip_final",
     "trace",
     "with_manual_axis",
     "zero_tangent",
@@ -60,7 +61,7 @@ Zero = ad.Zero
 Aval = Any
 
 # The names of `jax.checkpoint`'s primitive.
-CHECKPOINTS = ("checkpoint", "remat2")
+CHECKPOINT_PRIMITIVES = ("checkpoint", "remat2")
 
 # Equations that compute nothing.
 LAYOUT = frozenset(["broadcast_in_dim", "reshape", "squeeze", "transpose"])
@@ -107,17 +108,22 @@ def define(
     if jvp is not None:
         ad.primitive_jvps[primitive] = jvp
     if transpose is not None:
-        ad.primitive_transposes[primitive] = transpose
+        set_transpose(primitive, transpose)
     if batch is None:
         return
 
     def batch_rule(axis, args, dims, **params):
-        if all(d is None for d in dims) and not asks_for(params.get("jaxpr"), axis.name):
+        if all(d is None for d in dims) and not reads_axis_index(params.get("jaxpr"), axis.name):
             out = primitive.bind(*args, **params)
             return out, [None] * len(out) if primitive.multiple_results else None
         return batch(axis, args, dims, **params)
 
     batching.fancy_primitive_batchers[primitive] = batch_rule
+
+
+def set_transpose(primitive: Primitive, transpose: Callable) -> None:
+    """Register the transpose rule of a primitive, as `define` takes it."""
+    ad.primitive_transposes[primitive] = transpose
 
 
 def set_implementation(primitive: Primitive, implementation: Callable) -> None:
@@ -201,7 +207,7 @@ def evaluate(jaxpr: ClosedJaxpr, *args) -> list:
     return jaxpr_as_fun(jaxpr)(*args)
 
 
-def depends(jaxpr: ClosedJaxpr, inputs: Sequence[bool]) -> list[bool]:
+def depends_on(jaxpr: ClosedJaxpr, inputs: Sequence[bool]) -> list[bool]:
     """Which outputs may depend on the marked inputs; a no is certain, a yes is not."""
     marked = {v for v, mark in zip(jaxpr.jaxpr.invars, inputs, strict=True) if mark}
     for eqn in jaxpr.jaxpr.eqns:
@@ -210,7 +216,7 @@ def depends(jaxpr: ClosedJaxpr, inputs: Sequence[bool]) -> list[bool]:
     return [not isinstance(v, Literal) and v in marked for v in jaxpr.jaxpr.outvars]
 
 
-def asks_for(jaxpr: ClosedJaxpr | None, axis_name: Any) -> bool:
+def reads_axis_index(jaxpr: ClosedJaxpr | None, axis_name: Any) -> bool:
     """Whether a function reads its index along the axis of a vmap, which no argument shows."""
     effects = jaxpr.effects if jaxpr is not None else ()
     return any(getattr(effect, "name", None) == axis_name for effect in effects)
@@ -239,7 +245,7 @@ def residual_sources(jaxpr: ClosedJaxpr, outputs: int) -> tuple[list[tuple[str, 
     return sources, extra
 
 
-def skip_last(
+def strip_final(
     jaxpr: ClosedJaxpr, outputs: int, primitive: Primitive
 ) -> tuple[ClosedJaxpr, list[JaxprEqn | None]]:
     """Leaves out a primitive where it is the last step to an output after the first `outputs`.
@@ -270,7 +276,7 @@ def aval_of(v: Var | Literal) -> Aval:
     return v.aval
 
 
-def live(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
+def eliminate_dead_code(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
     """Drops the equations that no output needs, and keeps all inputs."""
     alive, _ = pe.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.out_avals), instantiate=True)
     return ClosedJaxpr(alive, jaxpr.consts)
@@ -297,7 +303,7 @@ def is_checkpoint(eqn: JaxprEqn) -> bool:
     """Whether an equation calls a function under `jax.checkpoint`, without a policy."""
     if eqn.primitive.name == "jit":
         return is_rematerialized(eqn.params["jaxpr"])
-    return eqn.primitive.name in CHECKPOINTS and eqn.params["policy"] is None
+    return eqn.primitive.name in CHECKPOINT_PRIMITIVES and eqn.params["policy"] is None
 
 
 def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:

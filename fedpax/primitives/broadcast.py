@@ -7,16 +7,16 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from fedpax.primitives._jax import Primitive, Zero, define, is_zero, zero_tangent
+from fedpax.primitives._jax import Primitive, define, is_zero, zero_tangent
 from fedpax.primitives.layout import (
     explicit_axis,
-    lay_out,
-    lay_out_shared,
     mesh_axis,
     placed_aval,
     placed_spec,
+    replicate_over_placement,
+    shard_over_placement,
 )
-from fedpax.primitives.placement import Placement, check_array, resolve
+from fedpax.primitives.placement import Placement, check_array, resolve_placement
 
 federated_broadcast_p = Primitive("federated_broadcast")
 
@@ -50,7 +50,7 @@ def federated_broadcast(x: Any, *, placement: str | None = None) -> Any:
     Reference:
         Rush et al., Federated Automatic Differentiation, arXiv:2301.07806, section 3.
     """
-    target = resolve("federated_broadcast", placement).placement
+    target = resolve_placement("federated_broadcast", placement).placement
     leaves, tree = jax.tree.flatten_with_path(x)
     arrays = [
         check_array("federated_broadcast", leaf, "x" + jax.tree_util.keystr(path))
@@ -73,7 +73,7 @@ def _implementation(x, *, placement):
     mesh = jax.sharding.get_abstract_mesh()
     if AxisType.Explicit in mesh.axis_types:
         spec = placed_spec(jax.typeof(x), placement)
-        out = jnp.broadcast_to(lay_out_shared(x, placement), shape, out_sharding=spec)
+        out = jnp.broadcast_to(replicate_over_placement(x, placement), shape, out_sharding=spec)
     else:
         out = jnp.broadcast_to(x, shape)
     axis = mesh_axis(placement)
@@ -88,15 +88,6 @@ def _jvp(primals, tangents, *, placement):
     return out, zero_tangent(out) if is_zero(t) else broadcast(t, placement)
 
 
-def _transpose(cotangent, x, *, placement):
-    # Imported here, because each of the two primitives is the other's transpose.
-    from fedpax.primitives.reduce import federated_sum_p
-
-    if is_zero(cotangent):
-        return [Zero(x.aval)]
-    return [federated_sum_p.bind(cotangent, placement=placement)]
-
-
 def _batch(axis, args, dims, *, placement):
     return broadcast(args[0], placement), dims[0] + 1
 
@@ -106,7 +97,6 @@ define(
     abstract=_abstract,
     implementation=_implementation,
     jvp=_jvp,
-    transpose=_transpose,
     batch=_batch,
 )
 
@@ -122,7 +112,7 @@ def _index_abstract(*, placement):
 
 
 def _index_implementation(*, placement):
-    return lay_out(jnp.arange(placement.size, dtype=jnp.int32), placement)
+    return shard_over_placement(jnp.arange(placement.size, dtype=jnp.int32), placement)
 
 
 define(federated_index_p, abstract=_index_abstract, implementation=_index_implementation)

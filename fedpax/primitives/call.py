@@ -13,28 +13,28 @@ import jax
 import jax.numpy as jnp
 
 from fedpax.primitives._jax import (
-    CHECKPOINTS,
+    CHECKPOINT_PRIMITIVES,
     ClosedJaxpr,
     Jaxpr,
     Primitive,
     Zero,
-    asks_for,
     define,
-    depends,
+    depends_on,
     evaluate,
     inner_jaxprs,
     is_linear,
     is_rematerialized,
     is_zero,
     prune,
+    reads_axis_index,
     rebind,
     register_pruning,
     residual_sources,
-    skip_last,
+    strip_final,
     zero_tangent,
 )
 from fedpax.primitives.broadcast import federated_broadcast_p
-from fedpax.primitives.reduce import REDUCTIONS
+from fedpax.primitives.reduction import REDUCTIONS
 
 
 def define_call(
@@ -97,7 +97,7 @@ class _Linearized(NamedTuple):
 def _linearize(jaxpr: ClosedJaxpr, nonzero: Sequence[bool]) -> _Linearized:
     active = [
         moves and jnp.issubdtype(aval.dtype, jnp.inexact)
-        for moves, aval in zip(depends(jaxpr, nonzero), jaxpr.out_avals, strict=True)
+        for moves, aval in zip(depends_on(jaxpr, nonzero), jaxpr.out_avals, strict=True)
     ]
     trees: list[Any] = []
     run: Callable[..., list] = functools.partial(evaluate, jaxpr)
@@ -124,7 +124,7 @@ def _linearize(jaxpr: ClosedJaxpr, nonzero: Sequence[bool]) -> _Linearized:
     full = _retrace(primal, jaxpr.in_avals)
     tangents = [a.to_tangent_aval() for a in _select(jaxpr.in_avals, nonzero)]
     # A broadcast is done again, from the server's value: kept, it would be a copy for everyone.
-    full, repeats = skip_last(full, len(active), federated_broadcast_p)
+    full, repeats = strip_final(full, len(active), federated_broadcast_p)
 
     def from_server(*residuals_and_tangents):
         kept = zip(repeats, residuals_and_tangents, strict=False)
@@ -157,7 +157,7 @@ def _maps(jaxpr: Jaxpr, around: bool = False) -> Iterator[tuple[bool, bool]]:
             continue
         if eqn.primitive.name == "federated_map":
             yield False, around
-        own = eqn.primitive.name in CHECKPOINTS and eqn.params["policy"] is not _is_kept
+        own = eqn.primitive.name in CHECKPOINT_PRIMITIVES and eqn.params["policy"] is not _is_kept
         for inner in inner_jaxprs(eqn):
             yield from _maps(inner, around or own)
 
@@ -222,8 +222,8 @@ def _batch(primitive, inner, batch_dim, axis, args, dims, *, jaxpr, **others):
     moved = [
         a if d is None else jnp.moveaxis(a, d, batch_dim) for a, d in zip(args, dims, strict=True)
     ]
-    indexed = asks_for(jaxpr, axis.name)
-    batched_out = [indexed or moves for moves in depends(jaxpr, batched)]
+    indexed = reads_axis_index(jaxpr, axis.name)
+    batched_out = [indexed or moves for moves in depends_on(jaxpr, batched)]
     mapped = jax.vmap(
         functools.partial(evaluate, jaxpr),
         in_axes=tuple(0 if b else None for b in batched),

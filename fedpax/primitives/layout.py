@@ -29,14 +29,14 @@ def _axis_type(placement: Placement) -> AxisType | None:
     return dict(zip(mesh.axis_names, mesh.axis_types, strict=True)).get(placement.name)
 
 
-def mesh_of(avals: Any) -> AbstractMesh:
+def find_mesh(avals: Any) -> AbstractMesh:
     """The mesh in context or, where none is set, the one that explicit arguments lie on."""
     mesh = jax.sharding.get_abstract_mesh()
     others = (aval.sharding.mesh for aval in avals)
     return next((m for m in (mesh, *others) if not m.empty), mesh)
 
 
-def check_divides(placement: Placement) -> None:
+def check_divisible(placement: Placement) -> None:
     """Raises a ValueError where the mesh axis of the placement does not divide its size."""
     axis = mesh_axis(placement)
     if axis is None:
@@ -70,13 +70,13 @@ def unplaced_aval(aval: Any) -> Any:
     return aval.update(shape=aval.shape[1:], sharding=sharding)
 
 
-def lay_out(x: jax.Array, placement: Placement) -> jax.Array:
+def shard_over_placement(x: jax.Array, placement: Placement) -> jax.Array:
     """Moves the leading axis to the placement's mesh axis, where the types would name it."""
     wanted = placed_spec(unplaced_aval(jax.typeof(x)), placement)
     return x if jax.typeof(x).sharding.spec == wanted else jax.sharding.reshard(x, wanted)
 
 
-def lay_out_shared(x: jax.Array, placement: Placement) -> jax.Array:
+def replicate_over_placement(x: jax.Array, placement: Placement) -> jax.Array:
     """Gathers a server value over the placement's mesh axis, where its type names that axis."""
     wanted = P(*placed_spec(jax.typeof(x), placement)[1:])
     return x if jax.typeof(x).sharding.spec == wanted else jax.sharding.reshard(x, wanted)

@@ -9,15 +9,20 @@ import jax.numpy as jnp
 from fedpax.primitives._jax import Primitive, evaluate, trace
 from fedpax.primitives.broadcast import broadcast
 from fedpax.primitives.call import define_call
-from fedpax.primitives.layout import check_divides, lay_out, placed_aval, unplaced_aval
-from fedpax.primitives.participant_loop import run_participants, taken
+from fedpax.primitives.layout import (
+    check_divisible,
+    placed_aval,
+    shard_over_placement,
+    unplaced_aval,
+)
+from fedpax.primitives.participant_loop import materialize, run_participants
 from fedpax.primitives.placement import (
     ChunkSize,
     Placement,
     check_chunk_size,
     check_placed,
     enter,
-    resolve,
+    resolve_placement,
 )
 
 federated_map_p = Primitive("federated_map")
@@ -68,10 +73,10 @@ def federated_map(
         >>> step(1.0, jnp.array([1.0, 3.0])).tolist()
         [2.0, 18.0]
     """
-    active = resolve("federated_map", placement)
+    active = resolve_placement("federated_map", placement)
     target = active.placement
     check_chunk_size(chunk_size)
-    check_divides(target)
+    check_divisible(target)
     if not callable(fn):
         raise TypeError(
             f"federated_map(): fn is of type {type(fn).__name__}, expected a function of one "
@@ -81,7 +86,7 @@ def federated_map(
     leaves = []
     for i, arg in enumerate(args):
         leaves += check_placed("federated_map", arg, target, f"args[{i}]")
-    leaves = [lay_out(leaf, target) for leaf in leaves]
+    leaves = [shard_over_placement(leaf, target) for leaf in leaves]
     out_trees: list[Any] = []
 
     def flat(*slices):
@@ -114,7 +119,7 @@ def _check_output(leaf: Any, path: Any) -> jax.Array:
 
 def _implementation(*args, jaxpr, placement, chunk_size):
     def one(number, shared, slices):
-        return evaluate(jaxpr, *map(taken, slices))
+        return evaluate(jaxpr, *map(materialize, slices))
 
     return run_participants(one, (), args, (), placement, chunk_size)
 

@@ -27,7 +27,7 @@ class Monoid(NamedTuple):
     collective: Callable[[list, str], list]
 
 
-def combine(
+def apply_by_monoid(
     monoids: Sequence[Monoid], apply: Callable[..., list], *totals: Sequence[Any]
 ) -> list[Any]:
     """Applies a function to the totals of each monoid, all of one together.
@@ -49,7 +49,7 @@ def combine(
     return found
 
 
-def accumulator(dtype: Any) -> Any:
+def accumulation_dtype(dtype: Any) -> Any:
     """The dtype to add up in: at least float32 for floats."""
     narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
     return jnp.dtype(jnp.float32) if narrow else jnp.dtype(dtype)
@@ -108,7 +108,7 @@ def _in_order(pick: Callable, nan: Callable) -> Callable:
     def key(x):
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return x
-        wide = x.astype(accumulator(x.dtype))
+        wide = x.astype(accumulation_dtype(x.dtype))
         ints = jnp.int32 if wide.dtype.itemsize == 4 else jnp.int64
         bits = jax.lax.bitcast_convert_type(wide, ints)
         return jnp.where(jnp.isnan(wide), nan(ints), turned(bits))
@@ -116,7 +116,7 @@ def _in_order(pick: Callable, nan: Callable) -> Callable:
     def value(key, dtype):
         if not jnp.issubdtype(dtype, jnp.floating):
             return key
-        wide = jax.lax.bitcast_convert_type(turned(key), accumulator(dtype))
+        wide = jax.lax.bitcast_convert_type(turned(key), accumulation_dtype(dtype))
         return jnp.where(key == nan(key.dtype), jnp.nan, wide).astype(dtype)
 
     def run(arrays, axis):
@@ -138,18 +138,18 @@ MINIMUM = _elementwise(
 )
 
 
-def is_same(x: jax.Array, y: jax.Array) -> jax.Array:
+def equal_with_nan(x: jax.Array, y: jax.Array) -> jax.Array:
     """Whether numbers are equal, NaN to itself too."""
     return (x == y) | (jnp.isnan(x) & jnp.isnan(y))
 
 
-def with_who(extremum: Monoid) -> Monoid:
+def with_ties(extremum: Monoid) -> Monoid:
     """An extremum; of those that attain it the first number, the last, and how many they are."""
     parts = (extremum, MINIMUM, MAXIMUM, ADDITION)
 
     def settle(best, x, *who):
         """A total's numbers and count, where `best` is the extremum of all."""
-        own = is_same(x, best)
+        own = equal_with_nan(x, best)
         nobody = start([x.dtype, *(a.dtype for a in who)])[1:]
         return [jnp.where(own, a, none) for a, none in zip(who, nobody, strict=True)]
 

@@ -9,17 +9,17 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from fedpax.primitives._jax import ClosedJaxpr, evaluate, live, with_manual_axis
-from fedpax.primitives.layout import explicit_axis, lay_out, mesh_axis, unplaced_aval
-from fedpax.primitives.live_bytes import live_bytes, size_of
-from fedpax.primitives.monoids import Monoid, combine
+from fedpax.primitives._jax import ClosedJaxpr, eliminate_dead_code, evaluate, with_manual_axis
+from fedpax.primitives.layout import explicit_axis, mesh_axis, shard_over_placement, unplaced_aval
+from fedpax.primitives.monoids import Monoid, apply_by_monoid
+from fedpax.primitives.peak_memory import num_bytes, peak_live_bytes
 from fedpax.primitives.placement import ChunkSize, Placement
 
 # What "auto" lets the participants of a GPU or TPU hold between them, in bytes.
-AUTO_BYTES = 2**30
+AUTO_CHUNK_BYTES = 2**30
 
 
-class View(NamedTuple):
+class LazySlice(NamedTuple):
     """A participant's value, as the place where it lies among those of all the others.
 
     What loops inside of the participant read of it, they read there: nothing is copied.
@@ -34,9 +34,9 @@ class View(NamedTuple):
     places: tuple[Any, ...]
 
 
-def taken(value: Any) -> jax.Array:
-    """A value, taken out of where it lies if it is a `View`."""
-    if not isinstance(value, View):
+def materialize(value: Any) -> jax.Array:
+    """A value, taken out of where it lies if it is a `LazySlice`."""
+    if not isinstance(value, LazySlice):
         return value
     first = len(value.places)
     starts = (*value.places, *[jnp.int32(0)] * (value.whole.ndim - first))
@@ -45,8 +45,8 @@ def taken(value: Any) -> jax.Array:
 
 
 def type_of(value: Any) -> Any:
-    """The type of an array, or of what a `View` shows."""
-    if not isinstance(value, View):
+    """The type of an array, or of what a `LazySlice` shows."""
+    if not isinstance(value, LazySlice):
         return jax.typeof(value)
     aval = jax.typeof(value.whole)
     for _ in value.places:
@@ -70,11 +70,11 @@ def run_participants(
         one: `(number, shared, slices) -> outputs` of one participant: its number among all, an
             int32 scalar, the shared values, and its slices of the placed ones.
         shared: server values.
-        placed: arrays `[n, ...]`, or `View`s of them.
+        placed: arrays `[n, ...]`, or `LazySlice`s of them.
         monoids: what each of the last outputs is combined by; those before are stacked.
         placement: who runs it.
         chunk_size: how many of them a device runs at once.
-        lent: which placed values `one` takes as `View`s where there is a loop; None for none.
+        lent: which placed values `one` takes as `LazySlice`s where there is a loop; None for none.
         first: the number of the first participant.
 
     Returns:
@@ -91,12 +91,12 @@ def run_participants(
         for v, lend in zip(views, lends, strict=True)
     ]
     types = jax.ShapeDtypeStruct((), jnp.int32), list(map(jax.typeof, shared)), slices
-    jaxpr = live(jax.make_jaxpr(one)(*types))
+    jaxpr = eliminate_dead_code(jax.make_jaxpr(one)(*types))
     numbered = _reads_first(jaxpr)
     others = [False, *[True] * len(shared)]
     for lend, slice_ in zip(lends, slices, strict=True):
         others += [lend] * len(jax.tree.leaves(slice_))
-    fits = max(1, AUTO_BYTES // _bytes_of_one(jaxpr, others))
+    fits = max(1, AUTO_CHUNK_BYTES // _bytes_of_one(jaxpr, others))
     loop = _Loop(
         functools.partial(evaluate, jaxpr),
         jaxpr.out_avals,
@@ -118,11 +118,13 @@ def run_participants(
         if devices == 1:
             return outputs
         stacked, totals = here.split(outputs)
-        return [*stacked, *combine(monoids, lambda m, own: m.collective(own, axis), totals)]
+        return [*stacked, *apply_by_monoid(monoids, lambda m, own: m.collective(own, axis), totals)]
 
     firsts = None
     if numbered:
-        firsts = lay_out(first + local * jnp.arange(devices, dtype=jnp.int32), placement)
+        firsts = shard_over_placement(
+            first + local * jnp.arange(devices, dtype=jnp.int32), placement
+        )
     # All differentiation has been done on the jaxpr, so nothing needs to know which values vary.
     outputs = jax.shard_map(
         on_device,
@@ -134,27 +136,27 @@ def run_participants(
     return [_as_typed(x) for x in outputs]
 
 
-def _laid_out(value: Any, placement: Placement) -> View:
-    """A placed value as a `View`, with the placement's mesh axis on its participants' axis."""
-    if isinstance(value, View):
+def _laid_out(value: Any, placement: Placement) -> LazySlice:
+    """A placed value as a `LazySlice`, with the placement's mesh axis on its participants' axis."""
+    if isinstance(value, LazySlice):
         if jax.typeof(value.whole).sharding.spec[len(value.places)] == explicit_axis(placement):
             return value
-        value = taken(value)
-    return View(lay_out(value, placement), ())
+        value = materialize(value)
+    return LazySlice(shard_over_placement(value, placement), ())
 
 
-def _spec(view: View, axis: str) -> View:
-    return View(P(*[None] * len(view.places), axis), tuple(P() for _ in view.places))
+def _spec(view: LazySlice, axis: str) -> LazySlice:
+    return LazySlice(P(*[None] * len(view.places), axis), tuple(P() for _ in view.places))
 
 
-def _on_a_device(view: View, participants: int) -> View:
-    """The types of a `View` of one of the participants on a device."""
+def _on_a_device(view: LazySlice, participants: int) -> LazySlice:
+    """The types of a `LazySlice` of one of the participants on a device."""
     aval, at = jax.typeof(view.whole), len(view.places)
     shape, spec = list(aval.shape), list(aval.sharding.spec)
     shape[at], spec[at] = participants, None
     whole = aval.update(shape=tuple(shape), sharding=aval.sharding.update(spec=P(*spec)))
     place = jax.ShapeDtypeStruct((), jnp.int32)
-    return View(whole, (place,) * (at + 1))
+    return LazySlice(whole, (place,) * (at + 1))
 
 
 def _reads_first(jaxpr: ClosedJaxpr) -> bool:
@@ -178,8 +180,8 @@ def _as_typed(x: jax.Array) -> jax.Array:
 def _bytes_of_one(jaxpr: ClosedJaxpr, others: Sequence[bool]) -> int:
     """What one participant holds, without the arguments that are others' too."""
     inner = jaxpr.jaxpr
-    theirs = sum(size_of(v) for v, o in zip(inner.invars, others, strict=True) if o)
-    return max(1, live_bytes(inner) - theirs)
+    theirs = sum(num_bytes(v) for v, o in zip(inner.invars, others, strict=True) if o)
+    return max(1, peak_live_bytes(inner) - theirs)
 
 
 class _Loop(NamedTuple):
@@ -190,7 +192,7 @@ class _Loop(NamedTuple):
         out_avals: the types of what it returns.
         shared: server values.
         monoids: what the last of these are combined by; those before are stacked.
-        lends: which placed values it takes as `View`s.
+        lends: which placed values it takes as `LazySlice`s.
         participants: how many there are.
         first: the number of the first.
         fits: how many of them "auto" batches on an accelerator.
@@ -205,14 +207,14 @@ class _Loop(NamedTuple):
     first: Any
     fits: int
 
-    def run(self, placed: Sequence[View], at_once: ChunkSize) -> list:
-        if at_once == "auto":
+    def run(self, placed: Sequence[LazySlice], chunk_size: ChunkSize) -> list:
+        if chunk_size == "auto":
             return jax.lax.platform_dependent(
                 *placed,
                 cpu=lambda *placed: self.run(placed, 1),
                 default=lambda *placed: self.run(placed, self.even_chunk()),
             )
-        size = min(at_once or self.participants, self.participants)
+        size = min(chunk_size or self.participants, self.participants)
         chunks, rest = divmod(self.participants, size)
         if chunks == 1 and not rest:
             return self.chunk(size, 0, placed)
@@ -226,11 +228,11 @@ class _Loop(NamedTuple):
             current = list(placed)
             for i, whole in zip(owners, stored, strict=True):
                 if i is not None:
-                    current[i] = View(whole, ())
+                    current[i] = LazySlice(whole, ())
             own, terms = self.split(self.chunk(size, start, current))
             write = jax.lax.dynamic_update_slice_in_dim
             stored = [write(whole, o, start, 0) for whole, o in zip(stored, own, strict=True)]
-            totals = combine(self.monoids, lambda m, a, b: m.merge(a, b), totals, terms)
+            totals = apply_by_monoid(self.monoids, lambda m, a, b: m.merge(a, b), totals, terms)
             return start + size, stored, totals
 
         # The starts are counted and not scanned over: an array of them would grow with the clients.
@@ -250,7 +252,7 @@ class _Loop(NamedTuple):
         chunks = -(-self.participants // self.fits)
         return -(-self.participants // chunks)
 
-    def chunk(self, size: int, start: Any, placed: Sequence[View]) -> list:
+    def chunk(self, size: int, start: Any, placed: Sequence[LazySlice]) -> list:
         """Runs `size` participants: outputs come back stacked, or combined."""
         several = size > 1
         places = start + jnp.arange(size, dtype=jnp.int32) if several else jnp.int32(start)
@@ -266,12 +268,12 @@ class _Loop(NamedTuple):
                 axes.append(0)
         if several:
             stacked, terms = self.split(jax.vmap(self.one, in_axes=axes)(*arguments))
-            return [*stacked, *combine(self.monoids, lambda m, own: m.reduce(own), terms)]
+            return [*stacked, *apply_by_monoid(self.monoids, lambda m, own: m.reduce(own), terms)]
         # Not batched: conditionals stay conditionals and convolutions stay ungrouped.
         stacked, terms = self.split(self.one(*arguments))
         return [*(jnp.expand_dims(x, 0) for x in stacked), *terms]
 
-    def rows(self, view: View, start: Any, size: int) -> jax.Array:
+    def rows(self, view: LazySlice, start: Any, size: int) -> jax.Array:
         """The slices of some participants, taken out of where they lie."""
         first = len(view.places)
         if size == self.participants and not first:
@@ -286,7 +288,7 @@ class _Loop(NamedTuple):
         stacked = len(outputs) - len(self.monoids)
         return list(outputs[:stacked]), list(outputs[stacked:])
 
-    def owners(self, placed: Sequence[View]) -> list[int | None]:
+    def owners(self, placed: Sequence[LazySlice]) -> list[int | None]:
         """For each of them the first argument of its type that no other has, if there is one."""
         free = [
             (i, _layout(unplaced_aval(type_of(v))))
@@ -304,7 +306,9 @@ class _Loop(NamedTuple):
     def start(self) -> list:
         """The totals of nobody."""
         _, avals = self.split(self.out_avals)
-        values = combine(self.monoids, lambda m, own: m.start([a.dtype for a in own]), avals)
+        values = apply_by_monoid(
+            self.monoids, lambda m, own: m.start([a.dtype for a in own]), avals
+        )
         return list(map(_filled, values, avals))
 
 

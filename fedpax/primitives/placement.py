@@ -7,6 +7,9 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+# A pytree whose leaves are arrays or numbers.
+ArrayTree = Any
+
 ChunkSize = int | Literal["auto"] | None
 
 
@@ -97,7 +100,7 @@ def check_chunk_size(value: Any) -> None:
         )
 
 
-def resolve(function: str, name: str | None) -> Active:
+def resolve_placement(function: str, name: str | None) -> Active:
     """Finds the placement that a call of a federated function is meant for.
 
     Args:

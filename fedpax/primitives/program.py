@@ -8,7 +8,7 @@ import jax
 
 from fedpax.primitives._jax import Primitive, evaluate, trace
 from fedpax.primitives.call import define_call
-from fedpax.primitives.layout import check_divides, mesh_of
+from fedpax.primitives.layout import check_divisible, find_mesh
 from fedpax.primitives.placement import (
     ChunkSize,
     activate,
@@ -110,9 +110,9 @@ def program(
                 ]
 
             avals = [jax.typeof(leaf) for leaf in leaves]
-            with jax.sharding.use_abstract_mesh(mesh_of(avals)):
+            with jax.sharding.use_abstract_mesh(find_mesh(avals)):
                 for entry in entries:
-                    check_divides(entry.placement)
+                    check_divisible(entry.placement)
                 jaxpr, closed_over = trace(flat, avals)
                 outputs = federated_program_p.bind(
                     *closed_over,

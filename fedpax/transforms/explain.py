@@ -5,10 +5,17 @@ from typing import Any
 
 import jax
 
-from fedpax.primitives._jax import ClosedJaxpr, Jaxpr, JaxprEqn, aval_of, inner_jaxprs, live
+from fedpax.primitives._jax import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    aval_of,
+    eliminate_dead_code,
+    inner_jaxprs,
+)
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.program import federated_program_p
-from fedpax.transforms.phases import plan_stages
+from fedpax.transforms.phases import plan_phases
 from fedpax.transforms.streaming import inline, is_federated, placements_of
 
 
@@ -22,7 +29,7 @@ def explain(program: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
         **kwargs: likewise.
 
     Returns:
-        A few lines of text: for each program and stage, what one loop runs, reduces and stores,
+        A few lines of text: for each program and phase, what one loop runs, reduces and stores,
         and for each stored value who needs it.
 
     Example:
@@ -33,7 +40,7 @@ def explain(program: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
         ...     return fedpax.federated_mean(fedpax.federated_map(lambda x: (w - x) ** 2, x))
         >>> print(fedpax.explain(mean_square, 1.0, jnp.zeros((4, 3))))
         program mean_square
-          clients=4, stage 0: 1 map, 1 reduction, 1 at once on a device; nothing is stored.
+          clients=4, phase 0: 1 map, 1 reduction, 1 at once on a device; nothing is stored.
     """
     closed = jax.make_jaxpr(program)(*args, **kwargs)
     lines = [line for eqn in _programs(closed.jaxpr) for line in _explain_program(eqn)]
@@ -55,21 +62,21 @@ def _explain_program(eqn: JaxprEqn) -> Iterator[str]:
 
 
 def _explain_jaxpr(closed: ClosedJaxpr) -> Iterator[str]:
-    closed = live(inline(closed, inside=lambda inner: inner))
+    closed = eliminate_dead_code(inline(closed, inside=lambda inner: inner))
     if not is_federated(closed.jaxpr):
         yield "No map runs in it: there is nothing to stream."
     for placement in placements_of(closed.jaxpr):
-        plan = plan_stages(closed.jaxpr, placement)
-        for stage in sorted(plan.loops):
-            at_once = plan.at_once(stage)
-            stored = plan.stored[stage]
-            own, again = plan.maps(stage)
+        plan = plan_phases(closed.jaxpr, placement)
+        for phase in sorted(plan.loops):
+            chunk_size = plan.chunk_size(phase)
+            stored = plan.stored[phase]
+            own, again = plan.maps(phase)
             runs = [_count(len(own), "map")] if own or not again else []
             runs += [f"{_count(len(again), 'map')} again"] if again else []
             yield (
-                f"{placement}, stage {stage}: {', '.join(runs)}, "
-                f"{_count(len(plan.reductions.get(stage, ())), 'reduction')}, "
-                f"{'all' if at_once is None else at_once} at once on a device; "
+                f"{placement}, phase {phase}: {', '.join(runs)}, "
+                f"{_count(len(plan.reductions.get(phase, ())), 'reduction')}, "
+                f"{'all' if chunk_size is None else chunk_size} at once on a device; "
                 + ("stored of each participant:" if stored else "nothing is stored.")
             )
             yield from (f"  {aval_of(v).str_short()}: {why}" for v, why in stored.items())

@@ -1,7 +1,7 @@
 """Programs whose participants do not fit the devices: they run in pieces, from the host's memory.
 
-A program's stages (`fedpax.transforms.phases`) say what the server computes and what one loop over
-the participants does. Here the server's part of a stage is compiled once and the loop once for a
+A program's phases (`fedpax.transforms.phases`) say what the server computes and what one loop over
+the participants does. Here the server's part of a phase is compiled once and the loop once for a
 piece of the participants; the totals of the pieces are combined as those of devices are.
 """
 
@@ -15,17 +15,17 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedpax.primitives._jax import ClosedJaxpr, Literal, Var, live
+from fedpax.primitives._jax import ClosedJaxpr, Literal, Var, eliminate_dead_code
 from fedpax.primitives.layout import mesh_axis
-from fedpax.transforms.phases import Atom, plan_stages
+from fedpax.transforms.phases import Atom, plan_phases
 from fedpax.transforms.streaming import (
-    finish,
+    finish_reductions,
     inline,
-    merge,
+    merge_totals,
     placements_of,
     run_loop,
     run_server,
-    whole,
+    whole_value,
 )
 
 
@@ -107,8 +107,8 @@ def _aval(leaf: Any) -> Any:
 
 
 def _written_out(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same jaxpr with its programs written out, so that their stages stand at the top."""
-    return live(inline(closed))
+    """The same jaxpr with its programs written out, so that their phases stand at the top."""
+    return eliminate_dead_code(inline(closed))
 
 
 def _read(values: dict[Var, Any], v: Atom) -> Any:
@@ -118,7 +118,7 @@ def _read(values: dict[Var, Any], v: Atom) -> Any:
 class _Pieces:
     """The parts of a program for arguments of given types, compiled when they first run.
 
-    Part s is what the server does between the loop of stage s - 1 and that of stage s; the last
+    Part s is what the server does between the loop of phase s - 1 and that of phase s; the last
     part comes behind all loops.
     """
 
@@ -131,7 +131,7 @@ class _Pieces:
                 "itself, or one round of it where it has many."
             )
         self.closed = closed
-        self.plan = plan_stages(closed.jaxpr, placements[0])
+        self.plan = plan_phases(closed.jaxpr, placements[0])
         self.participants = min(participants, placements[0].size)
         self.axis = mesh_axis(placements[0])
         if self.axis is not None:
@@ -151,7 +151,7 @@ class _Pieces:
         ]
         self.loop = jax.jit(self._loop, static_argnums=(0, 1))
         self.merge = jax.jit(
-            functools.partial(merge, self.plan), static_argnums=0, donate_argnums=1
+            functools.partial(merge_totals, self.plan), static_argnums=0, donate_argnums=1
         )
 
     def run(self, leaves: Sequence[Any]) -> list:
@@ -168,8 +168,8 @@ class _Pieces:
                 values.update(stored)
         return [_read(values, v) for v in self.outputs]
 
-    def _run_pieces(self, stage: int, values: dict[Var, Any]) -> tuple[dict[Var, Any], list]:
-        shared, placed = self.plan.reads(stage)
+    def _run_pieces(self, phase: int, values: dict[Var, Any]) -> tuple[dict[Var, Any], list]:
+        shared, placed = self.plan.reads(phase)
         servers = [values[v] for v in shared]
         whole_arrays = [_on_host(values[v]) for v in placed]
         size = self.plan.placement.size
@@ -179,8 +179,8 @@ class _Pieces:
         for start in range(0, size, self.participants):
             stop = min(size, start + self.participants)
             slices = [self._place(a[start:stop]) for a in whole_arrays]
-            own, totals = self.loop(stage, stop - start, start, servers, slices)
-            merged = self.merge(stage, merged, totals) if start else totals
+            own, totals = self.loop(phase, stop - start, start, servers, slices)
+            merged = self.merge(phase, merged, totals) if start else totals
             # The piece before must be through before a third is copied to the devices.
             if before is not None:
                 stored.append([_on_host(x) for x in before[0]])
@@ -188,7 +188,7 @@ class _Pieces:
             before = own, totals if start else [jnp.copy(t) for t in totals]
         stored.append([_on_host(x) for x in before[0]])
         columns = zip(*stored, strict=True)
-        return dict(zip(self.plan.stored[stage], map(_join, columns), strict=True)), merged
+        return dict(zip(self.plan.stored[phase], map(_join, columns), strict=True)), merged
 
     def _place(self, piece: Any) -> Any:
         if self.axis is None:
@@ -196,30 +196,30 @@ class _Pieces:
         return jax.device_put(piece, NamedSharding(jax.sharding.get_mesh(), P(self.axis)))
 
     def _loop(
-        self, stage: int, size: int, first: Any, servers: Sequence[Any], slices: Sequence[Any]
+        self, phase: int, size: int, first: Any, servers: Sequence[Any], slices: Sequence[Any]
     ) -> Any:
-        shared, placed = self.plan.reads(stage)
+        shared, placed = self.plan.reads(phase)
         # Two tables: a value can be read by the server's side and by the participants'.
         of_servers = dict(zip(shared, servers, strict=True))
         of_participants = dict(zip(placed, slices, strict=True))
         placement = self.plan.placement._replace(size=size)
         stored, totals = run_loop(
-            self.plan, stage, of_servers.__getitem__, of_participants.__getitem__, placement, first
+            self.plan, phase, of_servers.__getitem__, of_participants.__getitem__, placement, first
         )
         return list(stored.values()), totals
 
     def _part(self, part: int, inputs: Sequence[Any], totals: Sequence[Any]) -> list:
         values = dict(zip(self.reads[part], inputs, strict=True))
         if part - 1 in self.plan.loops:
-            values.update(finish(self.plan, part - 1, totals))
+            values.update(finish_reductions(self.plan, part - 1, totals))
         run_server(self.plan, part, values)
-        return [whole(self.plan, values, v) for v in self.gives[part]]
+        return [whole_value(self.plan, values, v) for v in self.gives[part]]
 
     def _sources(self, v: Atom) -> Iterator[Var]:
         """What a value as a whole is computed from: itself, unless it is made of others."""
         if isinstance(v, Literal):
             return
-        if v not in self.plan.producer or v in self.plan.stored.get(self.plan.stage_of(v), ()):
+        if v not in self.plan.producer or v in self.plan.stored.get(self.plan.phase_of(v), ()):
             yield v
             return
         for operand in self.plan.operands(self.plan.producer[v][0]):
@@ -240,8 +240,8 @@ class _Pieces:
         made = self._made(part)
         others = [p for p in range(self.plan.last + 2) if p != part]
         wanted = [v for p in others for v in self._reads(p)]
-        for stage in self.plan.loops:
-            shared, placed = self.plan.reads(stage)
+        for phase in self.plan.loops:
+            shared, placed = self.plan.reads(phase)
             wanted += [*shared, *placed]
         wanted += [v for v in self.outputs if isinstance(v, Var)]
         found = [v for v in dict.fromkeys(wanted) if v in made]

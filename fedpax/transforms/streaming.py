@@ -6,8 +6,8 @@ work behind them and the reductions that it feeds, and runs them as one loop ove
 that adds up as it goes, with one all-reduce behind it. Broadcasts enter the loop as they are, and
 only what is wanted of each participant is stored.
 
-A program's equations fall into *stages*. What needs the result of a reduction belongs to a later
-stage than what was reduced, so a stage is some work of the server, then one loop. A derivative is
+A program's equations fall into *phases*. What needs the result of a reduction belongs to a later
+phase than what was reduced, so a phase is some work of the server, then one loop. A derivative is
 nothing special: the map and its transpose share a loop where no reduction stands between them, and
 then the residuals that lie between are not stored either.
 """
@@ -20,36 +20,36 @@ import jax
 import jax.numpy as jnp
 
 from fedpax.primitives._jax import (
-    CHECKPOINTS,
+    CHECKPOINT_PRIMITIVES,
     ClosedJaxpr,
     Jaxpr,
     JaxprEqn,
     Literal,
     Var,
     aval_of,
+    eliminate_dead_code,
     evaluate,
     inner_jaxprs,
-    live,
     rebind,
     set_implementation,
 )
 from fedpax.primitives.broadcast import federated_broadcast_p, federated_index_p
-from fedpax.primitives.layout import explicit_axis, lay_out_shared
-from fedpax.primitives.map import federated_map_p
-from fedpax.primitives.monoids import Monoid, combine
-from fedpax.primitives.participant_loop import View, run_participants, taken
-from fedpax.primitives.placement import Placement
-from fedpax.primitives.program import federated_program_p
-from fedpax.primitives.reduce import (
-    REDUCTIONS,
-    choose,
-    federated_choice_p,
+from fedpax.primitives.extremum import (
+    apply_mask,
+    federated_mask_p,
     federated_max_p,
     federated_min_p,
-    federated_sum_p,
 )
-from fedpax.transforms.phases import Atom, Plan, plan_stages
-from fedpax.transforms.unstack_rules import spreads
+from fedpax.primitives.layout import explicit_axis, replicate_over_placement
+from fedpax.primitives.map import federated_map_p
+from fedpax.primitives.monoids import Monoid, apply_by_monoid
+from fedpax.primitives.participant_loop import LazySlice, materialize, run_participants
+from fedpax.primitives.placement import Placement
+from fedpax.primitives.program import federated_program_p
+from fedpax.primitives.reduction import REDUCTIONS
+from fedpax.primitives.sum import federated_sum_p
+from fedpax.transforms.phases import Atom, StreamingPlan, plan_phases
+from fedpax.transforms.unstack_rules import adds_participant_axis
 
 # Calls that can be written out where they stand once all differentiation is done.
 CALLS = {
@@ -60,7 +60,7 @@ CALLS = {
     "federated_program": "jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
-    **dict.fromkeys(CHECKPOINTS, "jaxpr"),
+    **dict.fromkeys(CHECKPOINT_PRIMITIVES, "jaxpr"),
 }
 
 NUMPY_REDUCTIONS = {
@@ -89,20 +89,20 @@ def run_streamed(closed: ClosedJaxpr, *args: Any) -> list:
 
     Args:
         closed: the jaxpr of a program, or of what a participant runs.
-        *args: its flat arguments, arrays or `View`s.
+        *args: its flat arguments, arrays or `LazySlice`s.
 
     Returns:
         Its flat outputs.
     """
     if is_federated(closed.jaxpr):
-        closed = live(inline(closed))
+        closed = eliminate_dead_code(inline(closed))
     placements = placements_of(closed.jaxpr)
     for placement in placements[:-1]:
-        rewritten = functools.partial(_execute, plan_stages(closed.jaxpr, placement), closed)
+        rewritten = functools.partial(_execute, plan_phases(closed.jaxpr, placement), closed)
         closed = jax.make_jaxpr(rewritten)(*closed.in_avals)
     if not placements:
-        return evaluate(closed, *map(taken, args))
-    return _execute(plan_stages(closed.jaxpr, placements[-1]), closed, *args)
+        return evaluate(closed, *map(materialize, args))
+    return _execute(plan_phases(closed.jaxpr, placements[-1]), closed, *args)
 
 
 def _implementation(
@@ -236,27 +236,27 @@ def _changed(change: Callable[[ClosedJaxpr], ClosedJaxpr], param: Any) -> Any:
 # ---- running it
 
 
-def _execute(plan: Plan, closed: ClosedJaxpr, *args: Any) -> list:
+def _execute(plan: StreamingPlan, closed: ClosedJaxpr, *args: Any) -> list:
     jaxpr = closed.jaxpr
     values: dict[Var, Any] = dict(
         zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *args), strict=True)
     )
-    for stage in range(plan.last + 1):
-        run_server(plan, stage, values)
-        if stage in plan.loops:
-            read = functools.partial(whole, plan, values)
-            lie = functools.partial(_where_it_lies, plan, values)
-            stored, totals = run_loop(plan, stage, read, lie, plan.placement)
+    for phase in range(plan.last + 1):
+        run_server(plan, phase, values)
+        if phase in plan.loops:
+            read = functools.partial(whole_value, plan, values)
+            lie = functools.partial(_lazy_value, plan, values)
+            stored, totals = run_loop(plan, phase, read, lie, plan.placement)
             values.update(stored)
-            values.update(finish(plan, stage, totals))
-    return [whole(plan, values, plan.resolve(v)) for v in jaxpr.outvars]
+            values.update(finish_reductions(plan, phase, totals))
+    return [whole_value(plan, values, plan.resolve(v)) for v in jaxpr.outvars]
 
 
-def whole(plan: Plan, values: dict[Var, Any], v: Atom) -> Any:
+def whole_value(plan: StreamingPlan, values: dict[Var, Any], v: Atom) -> Any:
     """The value of a server's or of all participants together.
 
     Args:
-        plan: the stages of the program.
+        plan: the phases of the program.
         values: what has been computed; what it takes to compute `v` is added.
         v: what to look up.
 
@@ -267,38 +267,38 @@ def whole(plan: Plan, values: dict[Var, Any], v: Atom) -> Any:
         return v.val
     if v not in values:  # of the participants, but no loop stored it: it needs none
         eqn, _ = plan.producer[v]
-        outputs = rebind(eqn, [whole(plan, values, o) for o in plan.operands(eqn)])
+        outputs = rebind(eqn, [whole_value(plan, values, o) for o in plan.operands(eqn)])
         values.update(zip(eqn.outvars, outputs, strict=True))
-    return taken(values[v])
+    return materialize(values[v])
 
 
-def _where_it_lies(plan: Plan, values: dict[Var, Any], v: Var) -> Any:
-    return values[v] if isinstance(values.get(v), View) else whole(plan, values, v)
+def _lazy_value(plan: StreamingPlan, values: dict[Var, Any], v: Var) -> Any:
+    return values[v] if isinstance(values.get(v), LazySlice) else whole_value(plan, values, v)
 
 
-def run_server(plan: Plan, stage: int, values: dict[Var, Any]) -> None:
-    """Runs the server's part of a stage, and adds what it computes to the values."""
-    for eqn in plan.server.get(stage, ()):
-        outputs = rebind(eqn, [whole(plan, values, v) for v in plan.operands(eqn)])
+def run_server(plan: StreamingPlan, phase: int, values: dict[Var, Any]) -> None:
+    """Runs the server's part of a phase, and adds what it computes to the values."""
+    for eqn in plan.server.get(phase, ()):
+        outputs = rebind(eqn, [whole_value(plan, values, v) for v in plan.operands(eqn)])
         values.update(zip(eqn.outvars, outputs, strict=True))
 
 
 def run_loop(
-    plan: Plan,
-    stage: int,
+    plan: StreamingPlan,
+    phase: int,
     read_server: Callable[[Var], Any],
     read_placed: Callable[[Var], Any],
     placement: Placement,
     first: Any = 0,
 ) -> tuple[dict[Var, Any], list]:
-    """Runs the loop of a stage over its participants, or over some of them.
+    """Runs the loop of a phase over its participants, or over some of them.
 
     Args:
-        plan: the stages of the program.
-        stage: one that has a loop.
+        plan: the phases of the program.
+        phase: one that has a loop.
         read_server: looks up a server value that the loop reads.
         read_placed: looks up a placed value, of those participants that are to run; an array, or
-            a `View`.
+            a `LazySlice`.
         placement: as the program's, but of as many participants as are to run.
         first: the number of the first of these.
 
@@ -306,10 +306,10 @@ def run_loop(
         What is stored of each participant, by value, and the totals of all reductions, before
         `finish`.
     """
-    shared, placed = plan.reads(stage)
-    stored = list(plan.stored[stage])
-    computed = plan.computed(stage)
-    reductions = plan.reductions.get(stage, ())
+    shared, placed = plan.reads(phase)
+    stored = list(plan.stored[phase])
+    computed = plan.computed(phase)
+    reductions = plan.reductions.get(phase, ())
 
     def one(number: jax.Array, arguments: list, slices: list) -> list:
         servers = dict(zip(shared, arguments, strict=True))
@@ -325,7 +325,7 @@ def run_loop(
         for eqn in computed:
             _, params = plan.producer[eqn.outvars[0]]
             operands = plan.operands(eqn)
-            if spreads(eqn):
+            if adds_participant_axis(eqn):
                 inputs = [v.val if isinstance(v, Literal) else servers[v] for v in operands]
             else:
                 inputs = list(map(mine, operands))
@@ -335,19 +335,19 @@ def run_loop(
                 outputs = [number]
             elif eqn.primitive is federated_broadcast_p:
                 outputs = inputs
-            elif eqn.primitive is federated_choice_p:
-                outputs = [choose(*map(taken, inputs))]
+            elif eqn.primitive is federated_mask_p:
+                outputs = [apply_mask(*map(materialize, inputs))]
             else:
-                outputs = rebind(eqn, list(map(taken, inputs)), params)
+                outputs = rebind(eqn, list(map(materialize, inputs)), params)
             for v, output in zip(eqn.outvars, outputs, strict=True):
                 own.setdefault(v, output)  # one that is read counts, not its repetition
-        outputs = [taken(mine(v)) for v in stored]
+        outputs = [materialize(mine(v)) for v in stored]
         for eqn in reductions:
-            values = [jnp.asarray(taken(mine(v))) for v in plan.operands(eqn)]
+            values = [jnp.asarray(materialize(mine(v))) for v in plan.operands(eqn)]
             outputs += REDUCTIONS[eqn.primitive].terms(*values)
         return outputs
 
-    arguments = [lay_out_shared(read_server(v), placement) for v in shared]
+    arguments = [replicate_over_placement(read_server(v), placement) for v in shared]
     slices = [read_placed(v) for v in placed]
     # Loops inside of a participant read its arguments where they lie.
     read_inside = {
@@ -362,31 +362,31 @@ def run_loop(
         one,
         arguments,
         slices,
-        _monoids(plan, stage),
+        _monoids(plan, phase),
         placement,
-        plan.at_once(stage),
+        plan.chunk_size(phase),
         lent,
         first,
     )
     return dict(zip(stored, results, strict=False)), results[len(stored) :]
 
 
-def _monoids(plan: Plan, stage: int) -> list[Monoid]:
-    """What each total of a stage's reductions is combined by: they have one for each operand."""
-    reductions = plan.reductions.get(stage, ())
+def _monoids(plan: StreamingPlan, phase: int) -> list[Monoid]:
+    """What each total of a phase's reductions is combined by: they have one for each operand."""
+    reductions = plan.reductions.get(phase, ())
     return [REDUCTIONS[eqn.primitive].monoid for eqn in reductions for _ in eqn.invars]
 
 
-def merge(plan: Plan, stage: int, some: Sequence[Any], others: Sequence[Any]) -> list:
+def merge_totals(plan: StreamingPlan, phase: int, some: Sequence[Any], others: Sequence[Any]) -> list:
     """Combines the totals that `run_loop` gives over some participants and over others."""
-    return combine(_monoids(plan, stage), lambda m, a, b: m.merge(a, b), some, others)
+    return apply_by_monoid(_monoids(plan, phase), lambda m, a, b: m.merge(a, b), some, others)
 
 
-def finish(plan: Plan, stage: int, totals: Sequence[Any]) -> dict[Var, Any]:
-    """The results of a stage's reductions, from the totals over all participants."""
+def finish_reductions(plan: StreamingPlan, phase: int, totals: Sequence[Any]) -> dict[Var, Any]:
+    """The results of a phase's reductions, from the totals over all participants."""
     found: dict[Var, Any] = {}
     rest = iter(totals)
-    for eqn in plan.reductions.get(stage, ()):
+    for eqn in plan.reductions.get(phase, ()):
         own = [next(rest) for _ in eqn.invars]
         dtype = aval_of(plan.operands(eqn)[0]).dtype
         results = REDUCTIONS[eqn.primitive].finish(own, plan.placement.size, dtype)

@@ -21,7 +21,7 @@ ELEMENTWISE = frozenset(
     """
     abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp clz complex conj
     convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1
-    federated_choice floor ge gt imag integer_pow is_finite le lgamma log log1p logistic lt max min
+    federated_mask floor ge gt imag integer_pow is_finite le lgamma log log1p logistic lt max min
     mul name ne neg nextafter not
     or population_count pow real reduce_precision rem round rsqrt select_n shift_left
     shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh
@@ -30,7 +30,7 @@ ELEMENTWISE = frozenset(
 )
 
 
-def on_one_participant(
+def unstack(
     eqn: JaxprEqn, participants: int, axis: str | None, placed: Sequence[bool]
 ) -> Params | None:
     """The parameters of an equation on slices, or None where it mixes participants.
@@ -60,14 +60,14 @@ def on_one_participant(
     return rule(eqn, participants) if rule is not None and aval_of(eqn.invars[0]).ndim else None
 
 
-def spreads(eqn: JaxprEqn) -> bool:
+def adds_participant_axis(eqn: JaxprEqn) -> bool:
     """Whether an equation puts a new axis in front of a value, as giving it to everyone does."""
     if eqn.primitive.name == "broadcast_in_dim":
         return 0 not in eqn.params["broadcast_dimensions"]
     return eqn.primitive is federated_broadcast_p
 
 
-def spread_on_one_participant(eqn: JaxprEqn, participants: int, axis: str | None) -> Params | None:
+def unstack_broadcast(eqn: JaxprEqn, participants: int, axis: str | None) -> Params | None:
     """The parameters of a `broadcast_in_dim` to all participants, for one of them, or None."""
     out = aval_of(eqn.outvars[0])
     fits = out.shape[:1] == (participants,) and eqn.primitive.name == "broadcast_in_dim"
@@ -82,7 +82,7 @@ def _without_first(sharding: Any) -> Any:
 
 
 def _broadcast_in_dim(eqn: JaxprEqn, participants: int) -> Params | None:
-    return None if spreads(eqn) else _one_slice(eqn)
+    return None if adds_participant_axis(eqn) else _one_slice(eqn)
 
 
 def _one_slice(eqn: JaxprEqn) -> Params:

@@ -50,10 +50,10 @@ def test_differentiable_functions_and_their_gradients(main_mesh):
     assert_close((value, gradient), jax.jit(jax.value_and_grad(plain))(x), 1e-4)
 
 
-@pytest.mark.parametrize("at_once", [None, pytest.param(1, marks=pytest.mark.slow)])
-def test_functions_without_derivatives(at_once, main_mesh):
+@pytest.mark.parametrize("chunk_size", [None, pytest.param(1, marks=pytest.mark.slow)])
+def test_functions_without_derivatives(chunk_size, main_mesh):
     keys, x = jax.random.split(jax.random.key(3), N), normal(N, 6)
-    program = fedpax.program(clients=N, chunk_size=at_once)(
+    program = fedpax.program(clients=N, chunk_size=chunk_size)(
         lambda keys, x: federated_map(rough, keys, x)
     )
     assert_close(program(keys, x), jax.jit(jax.vmap(rough))(keys, x))
@@ -106,7 +106,7 @@ def test_solvers_and_their_gradients(fn, main_mesh):
 
 def test_a_rule_for_batches_is_used_where_there_are_batches(current_mesh):
     x = normal(8, 3)
-    program = lambda at_once: fedpax.program(clients=8, chunk_size=at_once)(
+    program = lambda chunk_size: fedpax.program(clients=8, chunk_size=chunk_size)(
         lambda x: federated_map(with_a_batch_rule, x)
     )
     assert_close(program(None)(x), np.sin(x))

@@ -124,17 +124,17 @@ def test_a_weight_of_two_is_a_participant_twice(seed):
 
 
 @functools.cache
-def in_chunks(at_once):
-    program = fedpax.program(clients=5, chunk_size=at_once)(
+def in_chunks(chunk_size):
+    program = fedpax.program(clients=5, chunk_size=chunk_size)(
         lambda w, x: federated_mean(federated_map(lambda x: jnp.sum((w * x) ** 3), x))
     )
     return jax.jit(jax.value_and_grad(program, argnums=(0, 1)))
 
 
 @given(SEEDS, st.integers(1, 6))
-def test_chunks_of_any_size_change_nothing(seed, at_once):
+def test_chunks_of_any_size_change_nothing(seed, chunk_size):
     w, x = draw((seed, 2), 3), draw(seed, 5, 3)
-    assert_close(in_chunks(at_once)(w, x), in_chunks(None)(w, x))
+    assert_close(in_chunks(chunk_size)(w, x), in_chunks(None)(w, x))
 
 
 @fedpax.program(clients=4)

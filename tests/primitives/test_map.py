@@ -191,12 +191,12 @@ def work(key, x, w):
 
 
 @functools.cache
-def work_and_gradient(at_once):
+def work_and_gradient(chunk_size):
     """What `work` gives with so many participants at once, and the gradient of a score."""
     n = 8
     keys, x, w = jax.random.split(jax.random.key(2), n), normal(n, 2), normal(2, 2, seed=1)
 
-    @fedpax.program(clients=n, chunk_size=at_once)
+    @fedpax.program(clients=n, chunk_size=chunk_size)
     def program(x, w):
         return federated_map(lambda key, x: work(key, x, w), keys, x)
 
@@ -207,25 +207,27 @@ def work_and_gradient(at_once):
     return jax.jit(jax.grad(score, argnums=(0, 1), has_aux=True))(x, w)
 
 
-@pytest.mark.parametrize("at_once", [1, 3, 4, 8, 9, "auto"])
-def test_chunks_give_what_all_at_once_give(at_once):
-    assert_close(work_and_gradient(at_once), work_and_gradient(None))
+@pytest.mark.parametrize("chunk_size", [1, 3, 4, 8, 9, "auto"])
+def test_chunks_give_what_all_at_once_give(chunk_size):
+    assert_close(work_and_gradient(chunk_size), work_and_gradient(None))
 
 
-@pytest.mark.parametrize("at_once", [1, 2, "auto"])
-def test_chunks_are_counted_on_each_device(at_once, current_mesh):
+@pytest.mark.parametrize("chunk_size", [1, 2, "auto"])
+def test_chunks_are_counted_on_each_device(chunk_size, current_mesh):
     n = 12  # three a device
     x, w = place(normal(n, 2), "clients", "fsdp"), normal(2, 2, seed=1)
     program = fedpax.program(clients=n)(
-        lambda x, w: federated_mean(federated_map(lambda x: jnp.tanh(w @ x), x, chunk_size=at_once))
+        lambda x, w: federated_mean(
+            federated_map(lambda x: jnp.tanh(w @ x), x, chunk_size=chunk_size)
+        )
     )
     assert_close(program(x, w), np.tanh(np.asarray(x) @ w.T).mean(0))
 
 
-@pytest.mark.parametrize("at_once", [1, 5])
-def test_results_of_participants_are_written_once(at_once):
+@pytest.mark.parametrize("chunk_size", [1, 5])
+def test_results_of_participants_are_written_once(chunk_size):
     def temporary_bytes(n):
-        program = fedpax.program(clients=n, chunk_size=at_once)(
+        program = fedpax.program(clients=n, chunk_size=chunk_size)(
             lambda w, x: federated_map(lambda x: jnp.tanh(w @ x), x)
         )
         compiled = jax.jit(program).lower(normal(8, 8), normal(n, 8, 8)).compile()
@@ -243,11 +245,11 @@ def test_chunks_of_random_keys_that_leave_a_rest():
     assert (program(keys) == expected).all()
 
 
-@pytest.mark.parametrize("at_once", [1, 2])
-def test_chunks_keep_the_layout_of_a_model(at_once, current_mesh):
+@pytest.mark.parametrize("chunk_size", [1, 2])
+def test_chunks_keep_the_layout_of_a_model(chunk_size, current_mesh):
     n = 12  # three a device
     x, w = place(normal(n, 4), "clients"), place(normal(4, 2, seed=1), None, "fsdp")
-    program = fedpax.program(clients=n, chunk_size=at_once)(
+    program = fedpax.program(clients=n, chunk_size=chunk_size)(
         lambda w, x: federated_map(lambda x: x[:, None] * w, x)
     )
     found = jax.jit(program)(w, x)
@@ -270,10 +272,10 @@ def test_a_map_overrides_the_number_of_its_program():
 
 def test_one_at_a_time_keeps_a_conditional_a_conditional():
     fn = lambda x: jax.lax.cond(x > 0, lambda x: jnp.sin(x), lambda x: x * 2, x)
-    program = lambda at_once: fedpax.program(clients=N, chunk_size=at_once)(
+    program = lambda chunk_size: fedpax.program(clients=N, chunk_size=chunk_size)(
         lambda x: federated_map(fn, x)
     )
-    text = lambda at_once: jax.jit(program(at_once)).lower(normal(N)).as_text()
+    text = lambda chunk_size: jax.jit(program(chunk_size)).lower(normal(N)).as_text()
     assert "stablehlo.case" in text(1)
     assert "stablehlo.case" not in text(None)
 
@@ -282,8 +284,8 @@ def test_one_at_a_time_keeps_a_conditional_a_conditional():
 
 
 @pytest.mark.parametrize("factor", [2, None], ids=["doubled", "handed back"])
-@pytest.mark.parametrize("at_once", [None, 1])
-def test_printing_inside_shows_every_participant_once(at_once, factor, capfd, current_mesh):
+@pytest.mark.parametrize("chunk_size", [None, 1])
+def test_printing_inside_shows_every_participant_once(chunk_size, factor, capfd, current_mesh):
     types = current_mesh and dict(
         zip(current_mesh.axis_names, current_mesh.axis_types, strict=True)
     )
@@ -296,7 +298,7 @@ def test_printing_inside_shows_every_participant_once(at_once, factor, capfd, cu
         jax.debug.print("participant {x:.6f}", x=x)
         return x if factor is None else x * factor
 
-    program = fedpax.program(clients=n, chunk_size=at_once)(
+    program = fedpax.program(clients=n, chunk_size=chunk_size)(
         lambda x: federated_sum(federated_map(fn, x))
     )
     assert_close(program(x), x.sum() * (factor or 1))
@@ -325,8 +327,8 @@ def test_a_host_callback_inside():
         vmap_method="expand_dims",
     )
     x = normal(N, 3)
-    for at_once in (None, 1):
-        assert_close(mapped(fn, x, chunk_size=at_once), np.cumsum(x, 1))
+    for chunk_size in (None, 1):
+        assert_close(mapped(fn, x, chunk_size=chunk_size), np.cumsum(x, 1))
 
 
 def test_weights_made_by_participants():

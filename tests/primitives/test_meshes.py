@@ -145,11 +145,11 @@ def test_a_placed_value_that_has_the_placements_axis_elsewhere(spec):
 
 
 @either
-@pytest.mark.parametrize("at_once", [None, 2])
-def test_participants_over_an_axis_of_another_name(kind, at_once):
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_participants_over_an_axis_of_another_name(kind, chunk_size):
     # A mesh without the placement's axis, the participants laid out over one that it has.
     x = normal(8, 4)
-    program = fedpax.program(clients=8, chunk_size=at_once)(
+    program = fedpax.program(clients=8, chunk_size=chunk_size)(
         lambda x: federated_mean(federated_map(lambda x: x**2, x))
     )
     with jax.set_mesh(mesh_of(kind, data=8)):

@@ -6,11 +6,11 @@ import pytest
 import fedpax
 from fedpax import federated_map
 from fedpax.primitives import participant_loop
-from fedpax.primitives.live_bytes import live_bytes
+from fedpax.primitives.peak_memory import peak_live_bytes
 
 
 def of(fn, *args):
-    return live_bytes(jax.make_jaxpr(fn)(*args).jaxpr)
+    return peak_live_bytes(jax.make_jaxpr(fn)(*args).jaxpr)
 
 
 def test_a_value_counts_until_its_last_use():
@@ -29,7 +29,7 @@ def test_a_loop_counts_its_body_once():
         return jax.lax.scan(lambda c, _: (jnp.sum(jnp.outer(c, c), 0), None), x, length=1000)[0]
 
     once = of(lambda c: jnp.sum(jnp.outer(c, c), 0), jnp.ones(64))
-    assert once <= of(participant_loop, jnp.ones(64)) <= once + 4 * 64 * 4
+    assert once <= of(loop, jnp.ones(64)) <= once + 4 * 64 * 4
 
 
 def test_a_conditional_counts_its_largest_branch():
@@ -66,7 +66,7 @@ def test_the_compiler_needs_no_more():
 def test_auto_takes_what_fits_on_accelerators_and_one_on_cpu(fits, chunk, monkeypatch):
     size = 1000
     one = of(lambda x: jnp.sin(x), jnp.ones(size))
-    monkeypatch.setattr(participant_loop, "AUTO_BYTES", fits * one)
+    monkeypatch.setattr(participant_loop, "AUTO_CHUNK_BYTES", fits * one)
     program = fedpax.program(clients=12, chunk_size="auto")(
         lambda x: federated_map(lambda x: jnp.sin(x), x)
     )

@@ -1,0 +1,176 @@
+"""`federated_max` and `federated_min`, and their derivative.
+
+The derivative needs to know which participants attain the extremum. Comparing values again is not
+enough: a recomputed value can round differently, and then equals the extremum of no participant.
+So the forward pass of a derivative uses `federated_max_with_ties` (or `min`), which also returns
+the index of the first and of the last participant that attain the extremum, and the number of
+ties. With one or two ties the indices are exact. With three or more, the participants between the
+first and the last are found by comparing values.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from fedpax.primitives._jax import Primitive, Zero, define, is_zero, zero_tangent
+from fedpax.primitives.broadcast import broadcast, federated_index_p
+from fedpax.primitives.monoids import MAXIMUM, MINIMUM, equal_with_nan, with_ties
+from fedpax.primitives.placement import ArrayTree
+from fedpax.primitives.reduction import Reduction, append_axes, define_reduction, reduce_tree
+from fedpax.primitives.sum import federated_sum_p
+
+federated_max_p = Primitive("federated_max")
+federated_min_p = Primitive("federated_min")
+
+
+def federated_max(x: ArrayTree, *, placement: str | None = None) -> ArrayTree:
+    """Take the elementwise maximum over participants: `out = max_i x[i]`.
+
+    The result is NaN where a participant's value is NaN. The gradient is divided equally among the
+    participants that attain the maximum, as in `jnp.max`.
+
+    Args:
+        x: pytree of real arrays `[n, ...]`, placed.
+        placement: name of the placement. Default None: the only placement of the program.
+
+    Returns:
+        The same pytree with leaves `[...]` of the same dtype.
+
+    Raises:
+        RuntimeError: called outside a program.
+        TypeError: a leaf is not an array or a number, or is complex.
+        ValueError: a leaf lacks the placement's axis, the placement is unknown, or the program has
+            several placements and `placement` is None.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import fedpax
+        >>> fedpax.program(clients=3)(fedpax.federated_max)(jnp.array([1.0, 4.0, 2.0])).item()
+        4.0
+    """
+    return reduce_tree("federated_max", federated_max_p, x, placement, ordered=True)
+
+
+def federated_min(x: ArrayTree, *, placement: str | None = None) -> ArrayTree:
+    """Take the elementwise minimum over participants: `out = min_i x[i]`.
+
+    The result is NaN where a participant's value is NaN. The gradient is divided equally among the
+    participants that attain the minimum, as in `jnp.min`.
+
+    Args:
+        x: pytree of real arrays `[n, ...]`, placed.
+        placement: name of the placement. Default None: the only placement of the program.
+
+    Returns:
+        The same pytree with leaves `[...]` of the same dtype.
+
+    Raises:
+        RuntimeError: called outside a program.
+        TypeError: a leaf is not an array or a number, or is complex.
+        ValueError: a leaf lacks the placement's axis, the placement is unknown, or the program has
+            several placements and `placement` is None.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import fedpax
+        >>> fedpax.program(clients=3)(fedpax.federated_min)(jnp.array([4.0, 1.0, 2.0])).item()
+        1.0
+    """
+    return reduce_tree("federated_min", federated_min_p, x, placement, ordered=True)
+
+
+# ---- masking that keeps the participants' axis first
+
+
+federated_mask_p = Primitive("federated_mask")
+"""`where(mask, t, 0)` for each participant, linear in `t`.
+
+`jnp.where` computes the same. Under `jax.vmap` it puts the batch axis in front of the participants'
+axis, and there the streaming pass does not recognize a placed value.
+"""
+
+
+def apply_mask(mask: jax.Array, t: jax.Array) -> jax.Array:
+    """Compute `where(mask, t, 0)`, for all participants or for one."""
+    return jnp.where(mask, t, 0)
+
+
+def _mask_jvp(primals, tangents, *, placement):
+    (mask, t), (_, tangent) = primals, tangents
+    out = federated_mask_p.bind(mask, t, placement=placement)
+    if is_zero(tangent):
+        return out, zero_tangent(out)
+    return out, federated_mask_p.bind(mask, tangent, placement=placement)
+
+
+def _mask_transpose(cotangent, mask, t, *, placement):
+    if is_zero(cotangent):
+        return [None, Zero(t.aval)]
+    return [None, federated_mask_p.bind(mask, cotangent, placement=placement)]
+
+
+def _mask_batch(axis, args, dims, *, placement):
+    batch_second = [
+        jnp.broadcast_to(jnp.expand_dims(a, 1), (a.shape[0], axis.size, *a.shape[1:]))
+        if d is None
+        else jnp.moveaxis(a, d, 1)
+        for a, d in zip(args, dims, strict=True)
+    ]
+    return federated_mask_p.bind(*batch_second, placement=placement), 1
+
+
+define(
+    federated_mask_p,
+    abstract=lambda mask, t, *, placement: (t, set()),
+    implementation=lambda mask, t, *, placement: apply_mask(mask, t),
+    jvp=_mask_jvp,
+    transpose=_mask_transpose,
+    batch=_mask_batch,
+)
+
+
+# ---- rules of the extrema
+
+
+def _terms_with_ties(x, *indices_and_count):
+    return [x, *(append_axes(a, x) + jnp.zeros_like(x, a.dtype) for a in indices_and_count)]
+
+
+def _jvp_with_ties(with_ties_p, primals, tangents, *, placement):
+    x, t = primals[0], tangents[0]
+    ones = broadcast(jnp.int32(1), placement)
+    index = federated_index_p.bind(placement=placement)
+    out, *attained = with_ties_p.bind(x, index, index, ones, placement=placement)
+    if is_zero(t):
+        return [out, *attained], [zero_tangent(a) for a in (out, *attained)]
+    first, last, ties = (broadcast(a, placement) for a in attained)
+    own = append_axes(index, x)
+    between = equal_with_nan(x, broadcast(out, placement)) & (ties > 2)
+    share = federated_mask_p.bind((own == first) | (own == last) | between, t, placement=placement)
+    total = federated_sum_p.bind(share, placement=placement)
+    tangent = total / attained[-1].astype(t.dtype)
+    return [out, *attained], [tangent, *map(zero_tangent, attained)]
+
+
+def _jvp(primitive, with_ties_p, primals, tangents, *, placement):
+    if is_zero(tangents[0]):
+        out = primitive.bind(*primals, placement=placement)
+        return out, zero_tangent(out)
+    outs, tangents = _jvp_with_ties(with_ties_p, primals, tangents, placement=placement)
+    return outs[0], tangents[0]
+
+
+for _primitive, _monoid in ((federated_max_p, MAXIMUM), (federated_min_p, MINIMUM)):
+    _with_ties_p = Primitive(f"{_primitive.name}_with_ties")
+    _with_ties_p.multiple_results = True
+    define_reduction(
+        _with_ties_p,
+        Reduction(with_ties(_monoid), _terms_with_ties, lambda totals, *_: totals),
+        jvp=functools.partial(_jvp_with_ties, _with_ties_p),
+    )
+    define_reduction(
+        _primitive,
+        Reduction(_monoid, lambda x: [x], lambda totals, *_: totals),
+        jvp=functools.partial(_jvp, _primitive, _with_ties_p),
+    )

@@ -1,0 +1,185 @@
+"""`federated_mean`: the plain and the weighted mean over participants."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fedpax.primitives._jax import Primitive, Zero, is_zero, zero_tangent
+from fedpax.primitives.broadcast import broadcast
+from fedpax.primitives.layout import shard_over_placement
+from fedpax.primitives.monoids import ADDITION, accumulation_dtype
+from fedpax.primitives.placement import (
+    ArrayTree,
+    Placement,
+    check_array,
+    check_placed,
+    resolve_placement,
+)
+from fedpax.primitives.reduction import (
+    Reduction,
+    append_axes,
+    check_numbers,
+    define_reduction,
+    reduce_tree,
+)
+from fedpax.primitives.sum import federated_sum_p
+
+federated_mean_p = Primitive("federated_mean")
+
+
+def federated_mean(
+    x: ArrayTree, weights: jax.typing.ArrayLike | None = None, *, placement: str | None = None
+) -> ArrayTree:
+    """Average over participants: `out = sum_i w[i] x[i] / sum_i w[i]`.
+
+    If the weights sum to zero, the mean is 0, not NaN: a round in which no client has an example
+    changes nothing. A NaN weight gives NaN. Negative weights are used as given.
+
+    Args:
+        x: pytree of arrays `[n, ...]`, placed.
+        weights: array `[n]` of any real dtype, for example numbers of examples. Default None: equal
+            weights.
+        placement: name of the placement. Default None: the only placement of the program.
+
+    Returns:
+        The same pytree with leaves `[...]`. The dtype is that of `jnp.mean`: floats keep their
+        dtype (accumulated in float32 or wider) and integers become float32.
+
+    Raises:
+        RuntimeError: called outside a program.
+        TypeError: a leaf is not an array or a number, or the weights are complex.
+        ValueError: a leaf lacks the placement's axis, the weights do not have shape `[n]`, the
+            placement is unknown, or the program has several placements and `placement` is None.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import fedpax
+        >>> @fedpax.program(clients=3)
+        ... def average(x, num_examples):
+        ...     return fedpax.federated_mean(x, weights=num_examples)
+        >>> average(jnp.array([1.0, 2.0, 4.0]), jnp.array([1, 1, 2])).item()
+        2.75
+
+    Reference:
+        McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data,
+        arXiv:1602.05629, algorithm 1.
+    """
+    if weights is None:
+        return reduce_tree("federated_mean", federated_mean_p, x, placement, ordered=False)
+    target = resolve_placement("federated_mean", placement).placement
+    w = shard_over_placement(_check_weights(weights, target), target)
+    leaves = check_placed("federated_mean", x, target, "x")
+    check_numbers("federated_mean", x, ordered=False)
+    means = [
+        federated_mean_p.bind(shard_over_placement(leaf, target), w, placement=target)
+        for leaf in leaves
+    ]
+    return jax.tree.unflatten(jax.tree.structure(x), means)
+
+
+def _check_weights(weights: Any, placement: Placement) -> jax.Array:
+    leaves = [
+        check_array("federated_mean", leaf, "weights" + jax.tree_util.keystr(path))
+        for path, leaf in jax.tree.leaves_with_path(weights)
+    ]
+    if len(leaves) != 1 or jnp.shape(leaves[0]) != (placement.size,):
+        found = [jnp.shape(leaf) for leaf in leaves]
+        raise ValueError(
+            f"federated_mean(): weights has shape {found[0] if len(found) == 1 else found}, "
+            f"expected ({placement.size},), one number for each of the {placement.name}. If weights "
+            "differ between parameters, multiply inside federated_map() and divide one "
+            "federated_sum() by another."
+        )
+    (w,) = check_placed("federated_mean", leaves[0], placement, "weights")
+    if jnp.issubdtype(w.dtype, jnp.complexfloating):
+        raise TypeError(
+            f"federated_mean(): weights has dtype {w.dtype}, expected real numbers, for example "
+            "numbers of examples. Pass weights.real."
+        )
+    return w
+
+
+# ---- rules; `weights` has any number of the leading axes of `x`, so that weights can be batched
+
+
+def _mean_dtype(dtype: Any) -> Any:
+    return jax.eval_shape(jnp.mean, jax.ShapeDtypeStruct((1,), dtype)).dtype
+
+
+def _divide(total, weight):
+    """Return `total / weight`, and 0 where the weight is 0."""
+    empty = weight == 0
+    return jnp.where(empty, 0, total / jnp.where(empty, 1, weight))
+
+
+def _terms(x, *weights):
+    wide = x.astype(accumulation_dtype(_mean_dtype(x.dtype)))
+    if not weights:
+        return [wide]
+    w = weights[0].astype(wide.dtype)
+    return [append_axes(w, wide) * wide, w]
+
+
+def _finish(totals, participants, dtype):
+    total, *weight = totals
+    if weight:
+        mean = _divide(total, append_axes(weight[0], total))
+    else:
+        # For one participant there is no division, not even by 1: it would block XLA's sharding
+        # propagation, and the program of one island must equal the program without islands.
+        mean = total / participants if participants > 1 else total
+    return [mean.astype(_mean_dtype(dtype))]
+
+
+def _jvp(primals, tangents, *, placement):
+    x, *weights = primals
+    t, *weight_tangents = tangents
+    out = federated_mean_p.bind(x, *weights, placement=placement)
+    terms = [] if is_zero(t) else [federated_mean_p.bind(t, *weights, placement=placement)]
+    if weight_tangents and not is_zero(weight_tangents[0]):
+        # d/dw of (sum w x) / (sum w) = (sum dw (x - mean)) / (sum w).
+        (w,), (tw,) = weights, weight_tangents
+        wide = accumulation_dtype(out.dtype)
+        deviation = x.astype(wide) - broadcast(out.astype(wide), placement)
+        change = federated_sum_p.bind(
+            append_axes(tw.astype(wide), deviation) * deviation, placement=placement
+        )
+        weight = federated_sum_p.bind(w.astype(wide), placement=placement)
+        terms.append(_divide(change, append_axes(weight, change)).astype(out.dtype))
+    return out, sum(terms[1:], terms[0]) if terms else zero_tangent(out)
+
+
+def _transpose(cotangent, x, *weights, placement):
+    none = [None] * len(weights)
+    if is_zero(cotangent):
+        return [Zero(x.aval), *none]
+    wide = cotangent.astype(accumulation_dtype(cotangent.dtype))
+    if not weights:
+        return [broadcast((wide / placement.size).astype(cotangent.dtype), placement)]
+    w = weights[0].astype(wide.dtype)
+    weight = federated_sum_p.bind(w, placement=placement)
+    share = broadcast(_divide(wide, append_axes(weight, wide)), placement)
+    return [(append_axes(w, share) * share).astype(cotangent.dtype), *none]
+
+
+def _batch(axis, args, dims, *, placement):
+    def batch_second(arg, dim):
+        if dim is not None:
+            return jnp.moveaxis(arg, dim, 1)
+        return jnp.repeat(jnp.expand_dims(arg, 1), axis.size, axis=1)
+
+    x, *weights = args
+    if weights and dims[1] is None and weights[0].ndim == 1:
+        return federated_mean_p.bind(jnp.moveaxis(x, dims[0], 1), *weights, placement=placement), 0
+    moved = [batch_second(a, d) for a, d in zip(args, dims, strict=True)]
+    return federated_mean_p.bind(*moved, placement=placement), 0
+
+
+define_reduction(
+    federated_mean_p,
+    Reduction(ADDITION, _terms, _finish),
+    jvp=_jvp,
+    transpose=_transpose,
+    batch=_batch,
+)

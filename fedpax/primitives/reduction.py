@@ -1,0 +1,137 @@
+"""The form that all reductions share, and the rules that they have in common.
+
+A reduction is `finish(combine(terms(x[0]), ..., terms(x[n - 1])))`, where `combine` is associative.
+The streaming pass uses the three parts separately, so that it can reduce participants chunk by
+chunk and never hold the terms of all of them.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from fedpax.primitives._jax import Primitive, define
+from fedpax.primitives.layout import shard_over_placement, unplaced_aval
+from fedpax.primitives.monoids import Monoid
+from fedpax.primitives.placement import ArrayTree, check_placed, resolve_placement
+
+
+class Reduction(NamedTuple):
+    """A reduction in three parts.
+
+    Attributes:
+        monoid: combines the terms of participants into totals.
+        terms: `(*operands) -> list of arrays`, one term for each operand. It works on the operands
+            of all participants and on those of one participant.
+        finish: `(totals, number of participants, dtype of the first operand) -> results`.
+    """
+
+    monoid: Monoid
+    terms: Callable[..., list[jax.Array]]
+    finish: Callable[[list[jax.Array], int, Any], list[jax.Array]]
+
+
+REDUCTIONS: dict[Primitive, Reduction] = {}
+
+
+def define_reduction(primitive: Primitive, reduction: Reduction, **rules: Callable) -> None:
+    """Register a reduction and the rules of its primitive.
+
+    Args:
+        primitive: the primitive; its only parameter is `placement`.
+        reduction: its three parts.
+        **rules: `jvp`, `transpose` and `batch`, as `define` takes them. Default of `batch`: move
+            the batch axis behind the placement's axis.
+    """
+
+    def reduce_all(x, *others):
+        totals = reduction.monoid.reduce(reduction.terms(x, *others))
+        return reduction.finish(totals, x.shape[0], x.dtype)
+
+    def unwrap(results):
+        return results if primitive.multiple_results else results[0]
+
+    def abstract(x, *others, placement):
+        # The shape is the operand's without its first axis; the dtypes are the reduction's.
+        one = (jax.ShapeDtypeStruct((1,), a.dtype) for a in (x, *others))
+        dtypes = [result.dtype for result in jax.eval_shape(reduce_all, *one)]
+        out = unplaced_aval(x)
+        return unwrap(
+            [out.update(dtype=d, weak_type=x.weak_type and d == x.dtype) for d in dtypes]
+        ), set()
+
+    REDUCTIONS[primitive] = reduction
+    define(
+        primitive,
+        abstract=abstract,
+        implementation=lambda *args, placement: unwrap(reduce_all(*args)),
+        **{"batch": _batch_rule(primitive)} | rules,
+    )
+
+
+def _batch_rule(primitive: Primitive) -> Callable:
+    """Return a batching rule that moves the batch axis behind the placement's axis."""
+
+    def batch(axis, args, dims, *, placement):
+        x = jnp.moveaxis(args[0], dims[0], 1)
+        out = primitive.bind(x, *args[1:], placement=placement)
+        return out, [0] * len(out) if primitive.multiple_results else 0
+
+    return batch
+
+
+def reduce_tree(
+    function: str, primitive: Primitive, x: ArrayTree, placement: str | None, *, ordered: bool
+) -> ArrayTree:
+    """Check a placed pytree and reduce each leaf.
+
+    Args:
+        function: name of the public function, for messages.
+        primitive: a reduction with one operand.
+        x: pytree of arrays `[n, ...]`.
+        placement: name of the placement. Default None: the only placement of the program.
+        ordered: the reduction compares values, so complex leaves raise.
+
+    Returns:
+        The same pytree with leaves `[...]`.
+    """
+    target = resolve_placement(function, placement).placement
+    leaves = check_placed(function, x, target, "x")
+    check_numbers(function, x, ordered=ordered)
+    reduced = [
+        primitive.bind(shard_over_placement(leaf, target), placement=target) for leaf in leaves
+    ]
+    return jax.tree.unflatten(jax.tree.structure(x), reduced)
+
+
+def check_numbers(function: str, x: ArrayTree, *, ordered: bool) -> None:
+    """Raise a TypeError that names a leaf which cannot be reduced.
+
+    Args:
+        function: name of the public function, for messages.
+        x: pytree of arrays.
+        ordered: the reduction compares values, so complex leaves raise.
+    """
+    for path, leaf in jax.tree.leaves_with_path(x):
+        dtype, where = jnp.result_type(leaf), "x" + jax.tree_util.keystr(path)
+        if jnp.issubdtype(dtype, jax.dtypes.extended):
+            raise TypeError(
+                f"{function}(): {where} has dtype {dtype}, expected numbers: random keys cannot be "
+                "reduced. Remove them from the pytree."
+            )
+        if ordered and jnp.issubdtype(dtype, jnp.complexfloating):
+            raise TypeError(
+                f"{function}(): {where} has dtype {dtype}, expected real numbers: complex numbers "
+                "have no order. Pass their absolute values or real parts."
+            )
+
+
+def append_axes(w: jax.Array, x: jax.Array) -> jax.Array:
+    """Append axes of size 1 to `w` until it broadcasts against the leading axes of `x`."""
+    spec = jax.typeof(w).sharding.spec
+    shape = (*w.shape, *[1] * (x.ndim - w.ndim))
+    if all(s is None for s in spec):
+        return w.reshape(shape)
+    return jax.lax.reshape(w, shape, out_sharding=P(*spec, *[None] * (x.ndim - w.ndim)))

@@ -10,10 +10,9 @@ import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fedpax.algorithms.fedavg import fedavg
+from fedpax.algorithms import fedavg, server_adam, server_yogi
 from fedpax.data import (
     ClientSampler,
-    Cohort,
     DirichletClients,
     Source,
     cohort_rounds,
@@ -28,7 +27,7 @@ from fedpax.models.classifiers import CNNConfig, cnn
 from fedpax.models.losses import classification_loss
 from fedpax.parallel.axes import shardings
 from fedpax.parallel.mesh import MeshConfig, available_devices
-from fedpax.training.algorithm import FederatedAlgorithm, Metrics, Params, State
+from fedpax.training.algorithm import Params
 from fedpax.training.evaluation import evaluator
 from fedpax.training.experiment import Experiment, Run, Shardings, TrainingConfig
 
@@ -64,21 +63,21 @@ class ServerConfig:
         learning_rate: its learning rate.
         b1: decay of the first moment; for SGD the momentum.
         b2: decay of the second moment.
-        eps: what is added to its root.
+        tau: degree of adaptivity, added to the root of the second moment.
     """
 
     optimizer: Literal["sgd", "adam", "yogi"] = "sgd"
     learning_rate: float = 1.0
     b1: float = 0.0
     b2: float = 0.99
-    eps: float = 1e-3
+    tau: float = 1e-3
 
     def make(self) -> optax.GradientTransformation:
         """Makes the optimizer."""
         if self.optimizer == "sgd":
             return optax.sgd(self.learning_rate, momentum=self.b1 or None)
-        make = {"adam": optax.adam, "yogi": optax.yogi}[self.optimizer]
-        return make(self.learning_rate, b1=self.b1, b2=self.b2, eps=self.eps)
+        make = {"adam": server_adam, "yogi": server_yogi}[self.optimizer]
+        return make(self.learning_rate, b1=self.b1, b2=self.b2, tau=self.tau)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,14 +140,11 @@ class FedAvgImages(Experiment):
         loss_fn = classification_loss(model.apply)
         method = fedavg(
             loss_fn,
-            clients=settings.size,
+            cohort_size=settings.size,
             client_optimizer=optax.sgd(self.client_learning_rate),
             server_optimizer=self.server.make(),
             chunk_size=settings.chunk_size,
         )
-
-        def train_cohort(state: State, cohort: Cohort) -> tuple[State, Metrics]:
-            return method.round(state, cohort.batches, cohort.weights, cohort.steps)
 
         over_clients = NamedSharding(
             mesh, PartitionSpec("clients" if "clients" in mesh.axis_names else None)
@@ -161,25 +157,26 @@ class FedAvgImages(Experiment):
                 loss_fn,
                 example_batches(read_examples(heldout), self.heldout_batch),
                 placement="clients",
-                participants=devices,
+                num_participants=devices,
                 sharding=over_clients,
             )
 
         return Run(
-            algorithm=FederatedAlgorithm(method.init, train_cohort),
+            algorithm=method,
             init=model.init,
-            batches=rounds,
+            cohorts=rounds,
             evaluate=lambda params: heldout_evaluator()(params),
             mesh=mesh,
             shardings=Shardings(
                 params=shardings(
-                    model.logical, jax.eval_shape(model.init, jax.random.key(0)), mesh
+                    model.logical_axes, jax.eval_shape(model.init, jax.random.key(0)), mesh
                 ),
-                batches=over_clients,
+                cohort=over_clients,
             ),
             items_per_round=rounds.examples_per_round,
+            item_unit="examples",
             placement="clients",
-            batch_shapes=rounds.shapes,
+            cohort_shapes=rounds.shapes,
         )
 
 
@@ -274,7 +271,7 @@ def fedavg_digits() -> FedAvgDirichlet:
         dataset="digits",
         clients=30,
         alpha=0.3,
-        model=CNNConfig(height=8, width=8, filters=(8, 16), dense=32),
+        model=CNNConfig(image_height=8, image_width=8, filters=(8, 16), hidden_dim=32),
         cohort=CohortConfig(size=10, batch=10, epochs=2),
         client_learning_rate=0.1,
         training=TrainingConfig(rounds=60, evaluate_every=10, checkpoint_every=30),
@@ -290,7 +287,7 @@ def fedavg_population() -> FedAvgSynthetic:
         median=12.0,
         sigma=1.0,
         most=200,
-        model=CNNConfig(height=8, width=8, filters=(8, 16), dense=32),
+        model=CNNConfig(image_height=8, image_width=8, filters=(8, 16), hidden_dim=32),
         cohort=CohortConfig(size=1_000, batch=10, max_steps=20),
         client_learning_rate=0.1,
         training=TrainingConfig(rounds=30, evaluate_every=5, checkpoint_every=15),
@@ -307,7 +304,7 @@ def fedadam_emnist() -> FedAvgNatural:
     return FedAvgNatural(
         dataset="federated_emnist",
         in_memory=False,
-        model=CNNConfig(classes=62),
+        model=CNNConfig(num_classes=62),
         cohort=CohortConfig(size=10, batch=20),
         client_learning_rate=10**-1.5,
         server=ServerConfig("adam", learning_rate=10**-2.5, b1=0.9),

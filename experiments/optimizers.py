@@ -125,21 +125,21 @@ def matrices(logical: Any) -> Any:
         ValueError: no names.
 
     Example:
-        >>> dimensions = matrices({"query": ("layers", "embed", "heads", "head_width")})["query"]
+        >>> dimensions = matrices({"query": ("layers", "embed", "heads", "head_dim")})["query"]
         >>> dimensions.reduction_axis, dimensions.output_axis
         ((1,), (2, 3))
     """
     if logical is None:
         raise ValueError(
             "optimizer.name='muon' needs the names of the parameters' axes to know their matrices: "
-            "pass logical=model.logical."
+            "pass logical=model.logical_axes."
         )
 
     def of(names: tuple[str | None, ...]) -> Any:
         inner = [i for i, name in enumerate(names) if name not in STACKED]
         embed = [i for i in inner if names[i] == "embed"]
         others = [i for i in inner if names[i] != "embed"]
-        if len(embed) != 1 or not others or "vocabulary" in names:
+        if len(embed) != 1 or not others or "vocab" in names:
             return None
         sides = (embed, others) if embed[0] < others[0] else (others, embed)
         return optax.contrib.MuonDimensionNumbers(*map(tuple, sides))

@@ -11,7 +11,7 @@ from typing import Any
 
 import optax
 
-from fedpax.algorithms.data_parallel import data_parallel
+from fedpax.algorithms import data_parallel
 from fedpax.experiments.diloco_text import DiLoCoText, OuterConfig
 from fedpax.experiments.optimizers import OptimizerConfig
 from fedpax.experiments.text import LossConfig, TextConfig
@@ -55,7 +55,7 @@ def pretrain_c4_1b() -> Pretraining:
         mesh=MeshConfig(fsdp=4),
         model=presets.pax_c4_1b(),
         data=_c4(batch=128),
-        loss=LossConfig(z_loss=1e-4),
+        loss=LossConfig(z_loss_weight=1e-4),
         optimizer=_adamw(learning_rate=2.5e-4),
         training=TrainingConfig(rounds=1500, evaluate_every=100, checkpoint_every=100),
     )
@@ -67,7 +67,7 @@ def pretrain_c4_16b() -> Pretraining:
         mesh=MeshConfig(fsdp=16, tensor=2),
         model=presets.pax_c4_16b(),
         data=_c4(batch=512),
-        loss=LossConfig(z_loss=1e-4),
+        loss=LossConfig(z_loss_weight=1e-4),
         optimizer=_adamw(learning_rate=1e-4),
         training=TrainingConfig(rounds=1500, evaluate_every=100, checkpoint_every=100),
     )
@@ -83,7 +83,7 @@ def diloco_c4_1b() -> Pretraining:
         base,
         islands=4,
         mesh=MeshConfig(islands=4, fsdp=4),
-        outer=OuterConfig(levels=16),
+        outer=OuterConfig(num_levels=16),
         data=dataclasses.replace(base.data, local_steps=100, batch=32),
         training=TrainingConfig(rounds=150, evaluate_every=10, checkpoint_every=10),
     )
@@ -95,7 +95,7 @@ def pretrain_llama_8b() -> Pretraining:
         mesh=MeshConfig(fsdp=-1),
         model=presets.llama_3_1_8b(),
         data=_c4(batch=256, length=8192),
-        loss=LossConfig(z_loss=1e-4),
+        loss=LossConfig(z_loss_weight=1e-4),
         optimizer=_adamw(learning_rate=3e-4),
         training=TrainingConfig(rounds=5000, evaluate_every=100, checkpoint_every=100),
     )
@@ -112,7 +112,7 @@ def diloco_llama_8b() -> Pretraining:
         base,
         islands=4,
         mesh=MeshConfig(islands=4, fsdp=256),
-        outer=OuterConfig(levels=16),
+        outer=OuterConfig(num_levels=16),
         data=dataclasses.replace(base.data, local_steps=100),
         training=TrainingConfig(rounds=500, evaluate_every=10, checkpoint_every=10),
     )

@@ -22,8 +22,8 @@ from fedpax.data import (
 )
 from fedpax.data.text.packing import Batch
 from fedpax.experiments.optimizers import OptimizerConfig
-from fedpax.models.accumulation import in_microbatches
-from fedpax.models.losses import LossFunction, transformer_loss
+from fedpax.models.accumulation import accumulate_gradients
+from fedpax.models.losses import LossFn, transformer_loss
 from fedpax.models.transformer import TransformerConfig, transformer
 from fedpax.parallel.axes import partition_spec, shardings
 from fedpax.training.algorithm import FederatedAlgorithm
@@ -77,14 +77,14 @@ class LossConfig:
     """What is added to the cross-entropy in training, and in how many parts it is computed.
 
     Attributes:
-        z_loss: weight of the squared logarithm of the softmax's normalizer.
-        load_balance: weight of the load-balancing loss of a mixture of experts.
-        accumulation: micro-batches of a step, whose gradients add up one after another.
+        z_loss_weight: weight of the squared logarithm of the softmax's normalizer.
+        load_balance_weight: weight of the load-balancing loss of a mixture of experts.
+        grad_accum_steps: micro-batches of a step, whose gradients add up one after another.
     """
 
-    z_loss: float = 0.0
-    load_balance: float = 0.01
-    accumulation: int = 1
+    z_loss_weight: float = 0.0
+    load_balance_weight: float = 0.01
+    grad_accum_steps: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,11 +114,15 @@ class TextExperiment(Experiment):
         data, mesh = self.data, self.mesh.make()
         self._check_shares(mesh.shape)
         model, loss = transformer(self.model), self.loss
-        training_loss = in_microbatches(
-            transformer_loss(self.model, z_loss=loss.z_loss, load_balance=loss.load_balance),
-            loss.accumulation,
+        training_loss = accumulate_gradients(
+            transformer_loss(
+                self.model,
+                z_loss_weight=loss.z_loss_weight,
+                load_balance_weight=loss.load_balance_weight,
+            ),
+            loss.grad_accum_steps,
         )
-        heldout_loss = transformer_loss(self.model, load_balance=0.0)
+        heldout_loss = transformer_loss(self.model, load_balance_weight=0.0)
 
         def placed(rows: int) -> NamedSharding:
             island_axis = "islands" if "islands" in mesh.axis_names else None
@@ -136,10 +140,10 @@ class TextExperiment(Experiment):
         @functools.cache
         def read() -> tuple[TokenRounds, list[Batch]]:
             tokenizer = load_tokenizer(data.tokenizer)
-            if tokenizer.vocabulary > self.model.vocabulary:
+            if tokenizer.vocabulary > self.model.vocab_size:
                 raise ValueError(
                     f"data.tokenizer={data.tokenizer!r} has {tokenizer.vocabulary:,} tokens, but "
-                    f"model.vocabulary={self.model.vocabulary:,}: make the model's at least as "
+                    f"model.vocab_size={self.model.vocab_size:,}: make the model's at least as "
                     "large."
                 )
             training = load(data.dataset, "train", data_dir=data.data_dir)
@@ -159,28 +163,29 @@ class TextExperiment(Experiment):
                 without_counts(heldout_loss),
                 read()[1],
                 placement="islands",
-                participants=self.islands,
+                num_participants=self.islands,
                 sharding=placed(data.heldout_batch),
             )
 
         steps = self.training.rounds * data.local_steps
         return Run(
             algorithm=self.method(
-                without_counts(training_loss), self.optimizer.make(steps, model.logical)
+                without_counts(training_loss), self.optimizer.make(steps, model.logical_axes)
             ),
             init=model.init,
-            batches=Deferred(lambda: read()[0]),
+            cohorts=Deferred(lambda: read()[0]),
             evaluate=lambda params: heldout_evaluator()(params),
             mesh=mesh,
             shardings=Shardings(
                 params=shardings(
-                    model.logical, jax.eval_shape(model.init, jax.random.key(0)), mesh
+                    model.logical_axes, jax.eval_shape(model.init, jax.random.key(0)), mesh
                 ),
-                batches=placed(data.batch),
+                cohort=placed(data.batch),
             ),
             items_per_round=math.prod(sizes.values()),
+            item_unit="tokens",
             placement="islands",
-            batch_shapes=token_round_shapes(**sizes),
+            cohort_shapes=token_round_shapes(**sizes),
             flops_per_token=self.model.flops_per_token(data.length),
         )
 
@@ -191,11 +196,11 @@ class TextExperiment(Experiment):
             ("islands", self.islands, ("islands",)),
             ("data.batch", data.batch, ("data", "fsdp", "expert")),
             ("data.length", data.length, ("sequence",)),
-            ("model.heads", model.heads, ("tensor",)),
-            ("model.mlp_width", model.mlp_width, ("tensor",)),
+            ("model.num_heads", model.num_heads, ("tensor",)),
+            ("model.mlp_dim", model.mlp_dim, ("tensor",)),
         ]
-        if model.experts:
-            shares.append(("model.experts", model.experts, ("expert",)))
+        if model.num_experts:
+            shares.append(("model.num_experts", model.num_experts, ("expert",)))
         for name, size, axes in shares:
             parts = math.prod(mesh.get(axis, 1) for axis in axes)
             if size % parts:
@@ -211,7 +216,7 @@ class TextExperiment(Experiment):
             )
 
 
-def without_counts(loss_fn: LossFunction) -> LossFunction:
+def without_counts(loss_fn: LossFn) -> LossFn:
     """A loss that does not report its number of tokens: of packed rows all steps have as many."""
 
     def loss(params: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:

@@ -32,7 +32,7 @@ from fedpax.training.compare import write_comparison
 from fedpax.training.configuration import ConfigurationError, claim, write_atomically
 from fedpax.training.experiment import Experiment
 from fedpax.training.logging import NonFiniteError
-from fedpax.training.preemption import run_process
+from fedpax.training.preemption import run_subprocess
 from fedpax.training.trainer import train
 
 USAGE = """\
@@ -57,7 +57,7 @@ fedpax: federated and multi-island training on JAX
   --multihost       train with all processes of a pod or a cluster, each of which is given the same
                     command (`jax.distributed.initialize` finds them, or JAX_COORDINATOR_ADDRESS,
                     JAX_NUM_PROCESSES and JAX_PROCESS_ID name them)
-  --FIELD=VALUE     changes a field of the experiment, such as --model.layers=4;
+  --FIELD=VALUE     changes a field of the experiment, such as --model.num_layers=4;
                     `fedpax train --exp=NAME --help` shows all of them
   --topology        v5e:16x16, v4:4x4x4 (also v5p, v6e, tpu7x) with libtpu installed; cpu:8; gpu
   --slices          how many of them, joined by the data centre's network
@@ -126,7 +126,7 @@ def configure(exp: str, overrides: Sequence[str]) -> Experiment:
 
     Args:
         exp: the experiment, as in :func:`find_experiment`.
-        overrides: arguments such as ``"--model.layers=4"``.
+        overrides: arguments such as ``"--model.num_layers=4"``.
 
     Returns:
         The configuration.
@@ -186,7 +186,7 @@ def _train(arguments: Sequence[str]) -> int:
     if outcome.signal is not None:
         print(f"{outcome.signal.name}: saved {rounds} in {folder}; the same command goes on.")
         return 128 + outcome.signal
-    if not outcome.trained:
+    if not outcome.rounds_trained:
         more = outcome.rounds > wanted
         held = f"{outcome.rounds} rounds, and {wanted} were asked for" if more else f"all {rounds}"
         print(f"Nothing to do: {folder} holds {held}.")
@@ -221,7 +221,7 @@ def _compare(arguments: Sequence[str]) -> int:
             continue
         # A process each: how many devices a CPU shows can be set only once in a process.
         where = f"--job_log_dir={destination / folder}"
-        status = run_process(
+        status = run_subprocess(
             [sys.executable, "-m", "fedpax.main", "train", f"--exp={name}", where, *overrides]
         )
         if status:
@@ -263,7 +263,7 @@ def _plan(arguments: Sequence[str]) -> int:
 def _parse(command: str, arguments: Sequence[str]) -> tuple[flags.FlagValues | None, list[str]]:
     """Takes the flags of a command and leaves the experiment's fields; None after its help."""
     options = flags.FlagValues()
-    options.set_gnu_getopt(True)  # flags may stand behind "--model.layers 4"
+    options.set_gnu_getopt(True)  # flags may stand behind "--model.num_layers 4"
     names = "Experiments, with commas between." if command == "compare" else "The experiment."
     flags.DEFINE_string("exp", None, names, flag_values=options)
     if command == "plan":

@@ -9,7 +9,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedpax.algorithms.diloco import diloco
+from fedpax.algorithms import diloco
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.training.experiment import Experiment, Run, Shardings, TrainingConfig
 
@@ -19,8 +19,8 @@ class Stack(Experiment):
     """Layers x -> tanh(x W), scanned over, each W cut over fsdp."""
 
     islands: int = 4
-    layers: int = 3
-    width: int = 64
+    num_layers: int = 3
+    embed_dim: int = 64
     local_steps: int = 5
     batch: int = 16
     says_shapes: bool = True
@@ -36,13 +36,13 @@ class Stack(Experiment):
             return jnp.mean(jax.lax.scan(layer, batch["x"], params["w"])[0] ** 2), {}
 
         def init(key: jax.Array) -> dict[str, jax.Array]:
-            return {"w": jax.random.normal(key, (self.layers, self.width, self.width))}
+            return {"w": jax.random.normal(key, (self.num_layers, self.embed_dim, self.embed_dim))}
 
         outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
         axes = mesh.axis_names
         islands, fsdp = (name if name in axes else None for name in ("islands", "fsdp"))
         rows = (self.islands, self.local_steps, self.batch)
-        shapes = {"x": jax.ShapeDtypeStruct((*rows, self.width), jnp.float32)}
+        shapes = {"x": jax.ShapeDtypeStruct((*rows, self.embed_dim), jnp.float32)}
         return Run(
             algorithm=diloco(
                 loss_fn,
@@ -51,17 +51,17 @@ class Stack(Experiment):
                 outer_optimizer=outer,
             ),
             init=init,
-            batches=None,  # nothing may ask for data
+            cohorts=None,  # nothing may ask for data
             evaluate=None,
             mesh=mesh,
             shardings=Shardings(
                 params={"w": NamedSharding(mesh, P(None, fsdp))},
-                batches=NamedSharding(mesh, P(islands, None, fsdp)),
+                cohort=NamedSharding(mesh, P(islands, None, fsdp)),
             ),
             items_per_round=self.islands * self.local_steps * self.batch,
             placement="islands",
-            batch_shapes=shapes if self.says_shapes else None,
-            flops_per_token=6.0 * self.layers * self.width**2 if self.says_flops else None,
+            cohort_shapes=shapes if self.says_shapes else None,
+            flops_per_token=6.0 * self.num_layers * self.embed_dim**2 if self.says_flops else None,
         )
 
 

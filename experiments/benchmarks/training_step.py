@@ -21,7 +21,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from fedpax.algorithms.data_parallel import data_parallel
+from fedpax.algorithms import data_parallel
 from fedpax.data import token_round_shapes
 from fedpax.experiments.benchmarks.timing import interleaved, on_devices, paired_ratio, write
 from fedpax.hlo.collectives import collectives
@@ -134,10 +134,10 @@ def compile_both(
         where = state_shardings(
             state,
             params,
-            shardings(model.logical, params, mesh),
+            shardings(model.logical_axes, params, mesh),
             mesh,
             placement="islands",
-            participants=1,
+            num_participants=1,
         )
         state = with_shardings(state, where)
         rows = partition_spec(("batch", "sequence"), mesh, shape=(batch, length))

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from fedpax.models.classifiers import CNNConfig, MLPConfig, cnn, mlp
 from fedpax.models.losses import classification_loss
-from fedpax.models.nnx_functional import Functional
+from fedpax.models.nnx_functional import FunctionalModel
 
 LOCAL_STEPS, BATCH, LEARNING_RATE = 5, 20, 0.1
 
@@ -26,7 +26,7 @@ class Workload(NamedTuple):
         classes: number of classes.
     """
 
-    model: Functional
+    model: FunctionalModel
     image: tuple[int, ...]
     classes: int
 
@@ -77,6 +77,6 @@ class Workload(NamedTuple):
 
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {
-    "mlp": lambda: Workload(mlp(MLPConfig(sizes=(784, 200, 10))), (784,), 10),
-    "cnn": lambda: Workload(cnn(CNNConfig(classes=62)), (28, 28, 1), 62),
+    "mlp": lambda: Workload(mlp(MLPConfig(layer_sizes=(784, 200, 10))), (784,), 10),
+    "cnn": lambda: Workload(cnn(CNNConfig(num_classes=62)), (28, 28, 1), 62),
 }

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 
 from fedpax.parallel.axes import constrain, explicit_spec, partition_spec
 
-CHUNK = 1024
+TOKENS_PER_CHUNK = 1024
 TOKENS = ("batch", "sequence")
 
 
 class _Options(NamedTuple):
     softcap: float | None
-    z_loss: float
-    chunk: int
+    z_loss_weight: float
+    tokens_per_chunk: int
 
 
 def chunked_cross_entropy(
@@ -28,12 +28,12 @@ def chunked_cross_entropy(
     mask: jax.Array | None = None,
     *,
     softcap: float | None = None,
-    z_loss: float = 0.0,
-    chunk: int = CHUNK,
+    z_loss_weight: float = 0.0,
+    tokens_per_chunk: int = TOKENS_PER_CHUNK,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the mean of -log softmax(logits)[target] with logits = features table^T.
 
-    A device computes logits of `chunk` tokens, their loss and its gradient, then those of the
+    A device computes logits of `tokens_per_chunk` tokens, their loss and its gradient, then those of the
     next: float32 logits of all tokens never exist. The gradient is made on the way and kept until
     the backward pass asks for it, which needs no logits then. Where the mesh shards tokens, each
     device sums the table's gradient over its own, and one reduction at the end joins them; where
@@ -42,15 +42,15 @@ def chunked_cross_entropy(
     It has no forward-mode derivative; `fedpax.models.losses.cross_entropy` has.
 
     Args:
-      features: [batch, sequence, width], floating; logits are computed in their dtype, with sums
+      features: [batch, sequence, embed_dim], floating; logits are computed in their dtype, with sums
         in float32.
-      table: [vocabulary, width], float32.
-      targets: integers [batch, sequence] from 0 to vocabulary - 1.
+      table: [vocab_size, embed_dim], float32.
+      targets: integers [batch, sequence] from 0 to vocab_size - 1.
       mask: [batch, sequence], the weight of each target in the mean, 1 for all by default. Where
         all weights are 0, the loss is 0.
       softcap: squeezes logits to cap tanh(logits / cap).
-      z_loss: weight of the mean of log(sum(exp(logits)))^2, which keeps logits near 0.
-      chunk: tokens of a device at a time; fewer need less memory.
+      z_loss_weight: weight of the mean of log(sum(exp(logits)))^2, which keeps logits near 0.
+      tokens_per_chunk: tokens of a device at a time; fewer need less memory.
 
     Returns:
       The loss with the z-loss, and the cross-entropy alone, which is not differentiated: both
@@ -58,7 +58,7 @@ def chunked_cross_entropy(
 
     Example:
       >>> features, table = jnp.eye(4)[None], 5.0 * jnp.eye(4)
-      >>> loss, _ = chunked_cross_entropy(features, table, jnp.array([[0, 1, 2, 3]]), chunk=2)
+      >>> loss, _ = chunked_cross_entropy(features, table, jnp.array([[0, 1, 2, 3]]), tokens_per_chunk=2)
       >>> round(float(loss), 4)  # log(e^5 + 3) - 5
       0.02
 
@@ -67,7 +67,7 @@ def chunked_cross_entropy(
     """
     accurate = jnp.promote_types(features.dtype, jnp.float32)
     weights = jnp.ones(targets.shape, accurate) if mask is None else mask.astype(accurate)
-    options = _Options(softcap, z_loss, chunk)
+    options = _Options(softcap, z_loss_weight, tokens_per_chunk)
     total, cross_entropy = _sums(features, table, targets, weights, options)
     weight = jnp.sum(weights)
     weight = jnp.where(weight > 0, weight, 1)
@@ -116,8 +116,8 @@ def _scan(
     with_gradient: bool,
 ) -> tuple[tuple[jax.Array, jax.Array], Any]:
     """Goes through the tokens: the two sums, and the gradients of the first, if wanted."""
-    gathered = constrain(table.astype(features.dtype), ("vocabulary", None))
-    layout = _Layout.of(features.shape, options.chunk)
+    gathered = constrain(table.astype(features.dtype), ("vocab", None))
+    layout = _Layout.of(features.shape, options.tokens_per_chunk)
     chunks = tuple(layout.split(x) for x in (features, targets, weights))
 
     def compute(chunk: Any) -> tuple[Any, Any]:
@@ -129,7 +129,7 @@ def _scan(
         spec = explicit_spec((*TOKENS, None, None), own.shape)
         of_features = jnp.einsum("srcv,vd->srcd", of_logits, gathered, out_sharding=spec)
         of_table = jnp.einsum("srcv,srcd->srvd", of_logits, own, preferred_element_type=loss.dtype)
-        of_table = constrain(of_table, (*TOKENS, "vocabulary", None))
+        of_table = constrain(of_table, (*TOKENS, "vocab", None))
         return (loss, cross_entropy, of_table), constrain(of_features, (*TOKENS, None, None))
 
     def step(sums: Any, chunk: Any) -> tuple[Any, Any]:
@@ -145,7 +145,7 @@ def _scan(
     loss, cross_entropy, *of_table = (jnp.sum(x, axis=(0, 1)) for x in sums)
     if not with_gradient:
         return (loss, cross_entropy), None
-    gradient = constrain(of_table[0], ("vocabulary", "embed")).astype(table.dtype)
+    gradient = constrain(of_table[0], ("vocab", "embed")).astype(table.dtype)
     return (loss, cross_entropy), (layout.join(of_features), gradient)
 
 
@@ -158,7 +158,7 @@ def _of_chunk(
 ) -> tuple[jax.Array, ...]:
     """Sums of loss and cross-entropy by shard, and the former's gradient of the raw logits."""
     logits = jnp.einsum("srcd,vd->srcv", features, table, preferred_element_type=weights.dtype)
-    logits = constrain(logits, (*TOKENS, None, "vocabulary"))
+    logits = constrain(logits, (*TOKENS, None, "vocab"))
     slope: Any = 1.0
     if options.softcap is not None:
         squeezed = jnp.tanh(logits / options.softcap)
@@ -167,8 +167,8 @@ def _of_chunk(
     # Compared instead of indexed: an index into an axis that the mesh shards would gather it.
     chosen = targets[..., None] == jnp.arange(table.shape[0])
     cross_entropy = log_sum - jnp.sum(jnp.where(chosen, logits, 0), axis=-1)
-    loss = cross_entropy + options.z_loss * jnp.square(log_sum)
-    pull = 1 + 2 * options.z_loss * log_sum
+    loss = cross_entropy + options.z_loss_weight * jnp.square(log_sum)
+    pull = 1 + 2 * options.z_loss_weight * log_sum
     of_logits = jnp.exp(logits - log_sum[..., None]) * pull[..., None] - chosen
     of_logits = (of_logits * slope * weights[..., None]).astype(features.dtype)
     totals = (jnp.sum(weights * x, axis=-1) for x in (loss, cross_entropy))
@@ -180,33 +180,33 @@ class _Layout(NamedTuple):
 
     Attributes:
       batch: rows.
-      length: tokens in a row.
+      seq_len: tokens in a row.
       shards: parts into which the mesh cuts rows, and sequences.
       chunks: how many chunks follow each other.
       size: tokens of a part in a chunk; the last chunk is filled up with tokens of weight 0.
     """
 
     batch: int
-    length: int
+    seq_len: int
     shards: tuple[int, int]
     chunks: int
     size: int
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], chunk: int) -> _Layout:
-        batch, length = shape[:2]
+    def of(cls, shape: tuple[int, ...], tokens_per_chunk: int) -> _Layout:
+        batch, seq_len = shape[:2]
         sizes = jax.sharding.get_abstract_mesh().shape
-        entries = partition_spec(TOKENS, shape=(batch, length))
+        entries = partition_spec(TOKENS, shape=(batch, seq_len))
         names = [(entry,) if isinstance(entry, str) else entry or () for entry in entries]
         rows, parts = (math.prod(sizes[name] for name in axes) for axes in names)
-        tokens = batch // rows * (length // parts)
-        chunks = -(-tokens // chunk)
-        return cls(batch, length, (rows, parts), chunks, -(-tokens // chunks))
+        tokens = batch // rows * (seq_len // parts)
+        chunks = -(-tokens // tokens_per_chunk)
+        return cls(batch, seq_len, (rows, parts), chunks, -(-tokens // chunks))
 
     def split(self, x: jax.Array) -> jax.Array:
         """[batch, sequence, ...] to [chunks, rows' shards, sequence's shards, size, ...]."""
         (rows, parts), rest = self.shards, x.shape[2:]
-        x = x.reshape(rows, self.batch // rows, parts, self.length // parts, *rest)
+        x = x.reshape(rows, self.batch // rows, parts, self.seq_len // parts, *rest)
         x = x.swapaxes(1, 2).reshape(rows, parts, -1, *rest)
         missing = self.chunks * self.size - x.shape[2]
         x = jnp.pad(x, [(0, 0), (0, 0), (0, missing), *[(0, 0)] * len(rest)])
@@ -217,6 +217,6 @@ class _Layout(NamedTuple):
         """The inverse of `split`."""
         (rows, parts), rest = self.shards, chunks.shape[4:]
         x = jnp.moveaxis(chunks, 0, 2).reshape(rows, parts, self.chunks * self.size, *rest)
-        x = x[:, :, : self.batch // rows * (self.length // parts)]
-        x = x.reshape(rows, parts, self.batch // rows, self.length // parts, *rest)
-        return x.swapaxes(1, 2).reshape(self.batch, self.length, *rest)
+        x = x[:, :, : self.batch // rows * (self.seq_len // parts)]
+        x = x.reshape(rows, parts, self.batch // rows, self.seq_len // parts, *rest)
+        return x.swapaxes(1, 2).reshape(self.batch, self.seq_len, *rest)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from fedpax.models.nnx_functional import Functional, functional
+from fedpax.models.nnx_functional import FunctionalModel, to_functional
 from fedpax.parallel.axes import partition_spec
 
 CACHED = 2**18
@@ -23,29 +23,29 @@ class MLPConfig:
     """Sizes of a multilayer perceptron.
 
     Attributes:
-      sizes: features of the input, of each hidden layer, and number of classes.
+      layer_sizes: features of the input, of each hidden layer, and number of classes.
 
     Raises:
       ValueError: fewer than two sizes, or one that is not positive.
 
     Example:
-      >>> MLPConfig(sizes=(64, 32, 10)).parameters()
+      >>> MLPConfig(layer_sizes=(64, 32, 10)).num_params()
       2410
     """
 
-    sizes: tuple[int, ...] = (784, 200, 10)
+    layer_sizes: tuple[int, ...] = (784, 200, 10)
 
     def __post_init__(self) -> None:
         """Checks the sizes."""
-        if len(self.sizes) < 2 or min(self.sizes) < 1:
+        if len(self.layer_sizes) < 2 or min(self.layer_sizes) < 1:
             raise ValueError(
-                f"MLPConfig.sizes={self.sizes}: expected at least two positive numbers, the "
+                f"MLPConfig.layer_sizes={self.layer_sizes}: expected at least two positive numbers, the "
                 "features of the input first and the number of classes last."
             )
 
-    def parameters(self) -> int:
+    def num_params(self) -> int:
         """Counts the parameters."""
-        return sum((a + 1) * b for a, b in itertools.pairwise(self.sizes))
+        return sum((a + 1) * b for a, b in itertools.pairwise(self.layer_sizes))
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,12 @@ class CNNConfig:
     The default sizes with 62 classes are the network that is used for EMNIST, without dropout.
 
     Attributes:
-      height: pixels, at least 6.
-      width: pixels, at least 6.
-      channels: numbers in a pixel.
+      image_height: pixels, at least 6.
+      image_width: pixels, at least 6.
+      num_channels: numbers in a pixel.
       filters: channels after the first and after the second convolution.
-      dense: features of the hidden dense layer.
-      classes: number of classes.
+      hidden_dim: features of the hidden dense layer.
+      num_classes: number of classes.
 
     Raises:
       ValueError: a size is too small.
@@ -68,45 +68,49 @@ class CNNConfig:
     Reference: Reddi et al., "Adaptive Federated Optimization" (arXiv:2003.00295), table 4.
 
     Example:
-      >>> CNNConfig(classes=62).parameters()
+      >>> CNNConfig(num_classes=62).num_params()
       1206590
     """
 
-    height: int = 28
-    width: int = 28
-    channels: int = 1
+    image_height: int = 28
+    image_width: int = 28
+    num_channels: int = 1
     filters: tuple[int, int] = (32, 64)
-    dense: int = 128
-    classes: int = 10
+    hidden_dim: int = 128
+    num_classes: int = 10
 
     def __post_init__(self) -> None:
         """Checks that something is left of an image after convolutions and pooling."""
-        for name in ("height", "width"):
+        for name in ("image_height", "image_width"):
             if (size := getattr(self, name)) < 6:
                 raise ValueError(
                     f"CNNConfig.{name}={size}: two 3 x 3 convolutions and pooling need at least 6 "
                     "pixels: enlarge the images, or use MLPConfig."
                 )
-        if min(self.channels, *self.filters, self.dense, self.classes) < 1:
+        if min(self.num_channels, *self.filters, self.hidden_dim, self.num_classes) < 1:
             raise ValueError(f"{self}: expected positive sizes only.")
 
     @property
     def pooled(self) -> int:
         """Number of features after pooling."""
-        return ((self.height - 4) // 2) * ((self.width - 4) // 2) * self.filters[1]
+        return ((self.image_height - 4) // 2) * ((self.image_width - 4) // 2) * self.filters[1]
 
-    def parameters(self) -> int:
+    def num_params(self) -> int:
         """Counts the parameters."""
         first, second = self.filters
-        convolutions = (9 * self.channels + 1) * first + (9 * first + 1) * second
-        return convolutions + (self.pooled + 1) * self.dense + (self.dense + 1) * self.classes
+        convolutions = (9 * self.num_channels + 1) * first + (9 * first + 1) * second
+        return (
+            convolutions
+            + (self.pooled + 1) * self.hidden_dim
+            + (self.hidden_dim + 1) * self.num_classes
+        )
 
 
 class MLP(nnx.Module):
     """Dense layers with ReLU between them."""
 
     def __init__(self, config: MLPConfig, *, rngs: nnx.Rngs):
-        pairs = itertools.pairwise(config.sizes)
+        pairs = itertools.pairwise(config.layer_sizes)
         self.layers = nnx.Dict(
             {f"dense_{i}": nnx.Linear(a, b, rngs=rngs) for i, (a, b) in enumerate(pairs)}
         )
@@ -125,16 +129,16 @@ class CNN(nnx.Module):
     def __init__(self, config: CNNConfig, *, rngs: nnx.Rngs):
         self.config = config
         first, second = config.filters
-        self.convolution_0 = Convolution(config.channels, first, rngs=rngs)
+        self.convolution_0 = Convolution(config.num_channels, first, rngs=rngs)
         self.convolution_1 = Convolution(first, second, rngs=rngs)
-        self.dense_0 = nnx.Linear(config.pooled, config.dense, rngs=rngs)
-        self.dense_1 = nnx.Linear(config.dense, config.classes, rngs=rngs)
+        self.dense_0 = nnx.Linear(config.pooled, config.hidden_dim, rngs=rngs)
+        self.dense_1 = nnx.Linear(config.hidden_dim, config.num_classes, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps images [batch, height, width] or [..., channels] to logits [batch, classes]."""
         config = self.config
-        x = x.reshape(len(x), config.height, config.width, config.channels)
-        computed = x.size // config.channels * sum(config.filters)
+        x = x.reshape(len(x), config.image_height, config.image_width, config.num_channels)
+        computed = x.size // config.num_channels * sum(config.filters)
         if computed > CACHED and _is_whole(x):
             one_by_one = functools.partial(jax.lax.map, self.features)
             x = jax.lax.platform_dependent(x, cpu=one_by_one, default=self.features)
@@ -258,7 +262,7 @@ def _is_whole(x: jax.Array) -> bool:
     return not any((*partition_spec(("batch",)), *jax.typeof(x).sharding.spec[:1]))
 
 
-def mlp(config: MLPConfig) -> Functional:
+def mlp(config: MLPConfig) -> FunctionalModel:
     """Makes the multilayer perceptron as pure functions: `apply(params, images) -> logits`.
 
     Args:
@@ -273,10 +277,10 @@ def mlp(config: MLPConfig) -> Functional:
       >>> jax.jit(model.apply)(params, jnp.zeros((5, 28, 28))).shape
       (5, 10)
     """
-    return functional(functools.partial(MLP, config))
+    return to_functional(functools.partial(MLP, config))
 
 
-def cnn(config: CNNConfig) -> Functional:
+def cnn(config: CNNConfig) -> FunctionalModel:
     """Makes the convolutional network as pure functions: `apply(params, images) -> logits`.
 
     Args:
@@ -287,9 +291,9 @@ def cnn(config: CNNConfig) -> Functional:
       returns logits [batch, classes].
 
     Example:
-      >>> model = cnn(CNNConfig(height=8, width=8))
+      >>> model = cnn(CNNConfig(image_height=8, image_width=8))
       >>> params = jax.jit(model.init)(jax.random.key(0))
       >>> jax.jit(model.apply)(params, jnp.zeros((5, 8, 8, 1))).shape
       (5, 10)
     """
-    return functional(functools.partial(CNN, config))
+    return to_functional(functools.partial(CNN, config))

@@ -19,7 +19,7 @@ from fedpax.models.transformer_config import TransformerConfig
 from fedpax.parallel.axes import constrain
 
 KeysAndValues: TypeAlias = tuple[jax.Array, jax.Array]
-CACHE = ("batch", None, "key_value_heads", None)
+CACHE = ("batch", None, "kv_heads", None)
 
 
 def generate(
@@ -27,8 +27,8 @@ def generate(
     config: TransformerConfig,
     prompt: jax.Array,
     *,
-    tokens: int,
-    lengths: jax.Array | None = None,
+    num_tokens: int,
+    prompt_lengths: jax.Array | None = None,
     key: jax.Array | None = None,
     temperature: float = 1.0,
     top_p: float = 1.0,
@@ -42,8 +42,8 @@ def generate(
       params: the transformer's parameters.
       config: the transformer.
       prompt: integers [batch, sequence], at least one token a row.
-      tokens: how many tokens to add to each row.
-      lengths: integers [batch], how many tokens of a row are its prompt; the others, behind them,
+      num_tokens: how many tokens to add to each row.
+      prompt_lengths: integers [batch], how many tokens of a row are its prompt; the others, behind them,
         are not looked at. All by default.
       key: a random key; needed where the temperature is not 0.
       temperature: logits are divided by it; 0 takes the most likely token.
@@ -51,17 +51,17 @@ def generate(
         ("nucleus sampling"); 1 draws from all.
 
     Returns:
-      int32 [batch, tokens], what follows each prompt.
+      int32 [batch, num_tokens], what follows each prompt.
 
     Raises:
-      ValueError: a number out of range, a prompt or lengths of another shape, or a mesh with
+      ValueError: a number out of range, a prompt or prompt_lengths of another shape, or a mesh with
         explicit axes.
 
     Example:
-      >>> config = TransformerConfig(layers=2, width=64, heads=2)
+      >>> config = TransformerConfig(num_layers=2, embed_dim=64, num_heads=2)
       >>> params = jax.jit(transformer(config).init)(jax.random.key(0))
       >>> prompt = jnp.frombuffer(b"to be", jnp.uint8)[None]
-      >>> generate(params, config, prompt, tokens=3, temperature=0.0).shape
+      >>> generate(params, config, prompt, num_tokens=3, temperature=0.0).shape
       (1, 3)
 
     Reference: Holtzman et al., "The Curious Case of Neural Text Degeneration" (arXiv:1904.09751),
@@ -73,8 +73,10 @@ def generate(
             f"prompt has shape {prompt.shape} and dtype {prompt.dtype}: expected integers [batch, "
             "sequence] with at least one token. Give one prompt as prompt[None]."
         )
-    if tokens < 1:
-        raise ValueError(f"tokens={tokens}: expected how many tokens to generate, at least 1.")
+    if num_tokens < 1:
+        raise ValueError(
+            f"num_tokens={num_tokens}: expected how many tokens to generate, at least 1."
+        )
     if temperature < 0 or not 0 < top_p <= 1:
         raise ValueError(
             f"temperature={temperature} and top_p={top_p}: expected a temperature of at least 0 "
@@ -86,16 +88,18 @@ def generate(
             "temperature=0 for the most likely tokens."
         )
     batch, length = prompt.shape
-    lengths = jnp.full(batch, length) if lengths is None else jnp.asarray(lengths)
-    if lengths.shape != (batch,):
+    prompt_lengths = (
+        jnp.full(batch, length) if prompt_lengths is None else jnp.asarray(prompt_lengths)
+    )
+    if prompt_lengths.shape != (batch,):
         raise ValueError(
-            f"lengths has shape {lengths.shape}, but the prompt {prompt.shape}: expected one "
+            f"prompt_lengths has shape {prompt_lengths.shape}, but the prompt {prompt.shape}: expected one "
             f"number for each row, shape ({batch},)."
         )
-    known = not isinstance(lengths, jax.core.Tracer)
-    if known and (np.min(lengths) < 1 or np.max(lengths) > length):
+    known = not isinstance(prompt_lengths, jax.core.Tracer)
+    if known and (np.min(prompt_lengths) < 1 or np.max(prompt_lengths) > length):
         raise ValueError(
-            f"lengths={np.asarray(lengths)}: expected 1 to {length}, the prompt's tokens in a row."
+            f"prompt_lengths={np.asarray(prompt_lengths)}: expected 1 to {length}, the prompt's tokens in a row."
         )
     if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
         raise ValueError(
@@ -103,21 +107,30 @@ def generate(
             "make it with axis_types=jax.sharding.AxisType.Auto."
         )
     key = jax.random.key(0) if key is None else key
-    return _generate(params, prompt, lengths, key, temperature, top_p, config=config, tokens=tokens)
+    return _generate(
+        params,
+        prompt,
+        prompt_lengths,
+        key,
+        temperature,
+        top_p,
+        config=config,
+        num_tokens=num_tokens,
+    )
 
 
-def nucleus(logits: jax.Array, top_p: jax.Array | float) -> jax.Array:
+def nucleus_filter(logits: jax.Array, top_p: jax.Array | float) -> jax.Array:
     """Rules out all tokens but the most likely ones that together have a probability.
 
     Args:
-      logits: [..., vocabulary].
+      logits: [..., vocab_size].
       top_p: the probability, above 0. The token that reaches it is the last one that stays.
 
     Returns:
       The logits, -inf for tokens that are ruled out.
 
     Example:
-      >>> nucleus(jnp.log(jnp.array([0.2, 0.5, 0.3])), 0.6) > -jnp.inf
+      >>> nucleus_filter(jnp.log(jnp.array([0.2, 0.5, 0.3])), 0.6) > -jnp.inf
       Array([False,  True,  True], dtype=bool)
     """
     probabilities = jax.nn.softmax(logits, axis=-1)
@@ -127,25 +140,25 @@ def nucleus(logits: jax.Array, top_p: jax.Array | float) -> jax.Array:
     return jnp.where(probabilities >= smallest, logits, -jnp.inf)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "tokens"))
+@functools.partial(jax.jit, static_argnames=("config", "num_tokens"))
 def _generate(
     params: Params,
     prompt: jax.Array,
-    lengths: jax.Array,
+    prompt_lengths: jax.Array,
     key: jax.Array,
     temperature: jax.Array,
     top_p: jax.Array,
     *,
     config: TransformerConfig,
-    tokens: int,
+    num_tokens: int,
 ) -> jax.Array:
-    model = transformer(config).module(params)
+    model = transformer(config).bind(params)
     rows, length = jnp.arange(prompt.shape[0]), prompt.shape[1]
 
     def choose(features: jax.Array, key: jax.Array) -> jax.Array:
-        """The next token after features [batch, 1, width]."""
+        """The next token after features [batch, 1, embed_dim]."""
         logits = constrain(model.logits(model.final_norm(features))[:, 0], ("batch", None))
-        drawn = nucleus(logits / jnp.where(temperature > 0, temperature, 1), top_p)
+        drawn = nucleus_filter(logits / jnp.where(temperature > 0, temperature, 1), top_p)
         random = jax.random.categorical(key, drawn)
         return jnp.where(temperature > 0, random, jnp.argmax(logits, axis=-1)).astype(jnp.int32)
 
@@ -154,9 +167,9 @@ def _generate(
     ) -> tuple[jax.Array, KeysAndValues]:
         """Attends within the prompt, and keeps its keys and values with room for more."""
         attended = causal_attention(
-            query, key, value, window=config.window, implementation=config.attention
+            query, key, value, sliding_window=config.sliding_window, implementation=config.attention
         )
-        room = [(0, 0), (0, tokens), (0, 0), (0, 0)]
+        room = [(0, 0), (0, num_tokens), (0, 0), (0, 0)]
         keys, values = (constrain(jnp.pad(x, room), CACHE) for x in (key, value))
         return attended, (keys, values)
 
@@ -173,7 +186,7 @@ def _generate(
         ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
             """Attends to what lies behind, and keeps this token's key and value alone."""
             keys, values = write(own, place, new)
-            mask = visible(place[:, None], jnp.arange(keys.shape[1])[None], config.window)
+            mask = visible(place[:, None], jnp.arange(keys.shape[1])[None], config.sliding_window)
             return attend_masked(query, keys, values, mask), new
 
         x, rotation = model.embed(token[:, None]), model.rotation(place[:, None], 1)
@@ -182,9 +195,9 @@ def _generate(
         return (cache, choose(x, key), place + 1), token
 
     x, cache = model.run_cached(model.embed(prompt), model.rotation(None, length), read)
-    first, *others = jax.random.split(key, tokens)
-    last = jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1)
-    state = (cache, choose(last, first), lengths)
+    first, *others = jax.random.split(key, num_tokens)
+    last = jnp.take_along_axis(x, prompt_lengths[:, None, None] - 1, axis=1)
+    state = (cache, choose(last, first), prompt_lengths)
     if not others:
         return state[1][:, None]
     (_, token, _), before = jax.lax.scan(step, state, jnp.stack(others))

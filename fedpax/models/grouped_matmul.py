@@ -16,7 +16,7 @@ BLOCK = 1024
 
 
 @jax.custom_vjp
-def grouped_product(rows: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
+def grouped_matmul(rows: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
     """Multiplies the rows of each group by its kernel: out[r] = rows[r] @ kernels[group of r].
 
     On TPU it is `jax.lax.ragged_dot`. On other platforms, and for the kernels' gradient on TPU
@@ -38,17 +38,17 @@ def grouped_product(rows: jax.Array, kernels: jax.Array, sizes: jax.Array) -> ja
 
     Example:
       >>> kernels = jnp.stack([jnp.eye(2), 10 * jnp.eye(2)])
-      >>> grouped_product(jnp.ones((3, 2)), kernels, jnp.array([1, 2])).tolist()
+      >>> grouped_matmul(jnp.ones((3, 2)), kernels, jnp.array([1, 2])).tolist()
       [[1.0, 1.0], [10.0, 10.0], [10.0, 10.0]]
     """
-    return product_of_groups(rows, kernels, sizes)
+    return raw_grouped_matmul(rows, kernels, sizes)
 
 
 def _forward(
     rows: jax.Array, kernels: jax.Array, sizes: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     # Not by its own name: the derivative of a gradient would find no rule for it.
-    return product_of_groups(rows, kernels, sizes), (rows, kernels, sizes)
+    return raw_grouped_matmul(rows, kernels, sizes), (rows, kernels, sizes)
 
 
 def _backward(
@@ -56,16 +56,16 @@ def _backward(
 ) -> tuple[jax.Array, jax.Array, None]:
     rows, kernels, sizes = kept
     return (
-        product_of_groups(cotangents, kernels, sizes, transposed=True),
+        raw_grouped_matmul(cotangents, kernels, sizes, transposed=True),
         _kernel_gradients(rows, cotangents, sizes),
         None,
     )
 
 
-grouped_product.defvjp(_forward, _backward)
+grouped_matmul.defvjp(_forward, _backward)
 
 
-def product_of_groups(
+def raw_grouped_matmul(
     rows: jax.Array,
     kernels: jax.Array,
     sizes: jax.Array,
@@ -76,7 +76,7 @@ def product_of_groups(
     """The product without derivatives, or with kernels transposed the gradient of its rows.
 
     Args:
-      rows: as those of `grouped_product`, of any type.
+      rows: as those of `grouped_matmul`, of any type.
       kernels: likewise.
       sizes: likewise.
       transposed: out[r] = rows[r] @ kernels[group of r].T.
@@ -96,7 +96,7 @@ def product_of_groups(
             kernels,
             sizes,
             tpu=functools.partial(_ragged_dot, transposed=transposed, dtype=out),
-            default=functools.partial(_product_in_blocks, transposed=transposed, dtype=out),
+            default=functools.partial(_matmul_in_blocks, transposed=transposed, dtype=out),
         )
 
     return one(rows, kernels, sizes)
@@ -116,7 +116,7 @@ def _ragged_dot(
     )
 
 
-def _product_in_blocks(
+def _matmul_in_blocks(
     rows: jax.Array, kernels: jax.Array, sizes: jax.Array, *, transposed: bool, dtype: DTypeLike
 ) -> jax.Array:
     block, kernel_axis = _block(len(rows), len(kernels)), 1 if transposed else 0

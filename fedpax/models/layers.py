@@ -22,11 +22,11 @@ class RMSNorm(nnx.Module):
     Reference: Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv:1910.07467).
     """
 
-    def __init__(self, width: int):
-        self.scale = nnx.Param(jnp.ones(width), logical=("norm",))
+    def __init__(self, embed_dim: int):
+        self.scale = nnx.Param(jnp.ones(embed_dim), logical_axes=("norm",))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalizes x [..., width]: in float32 inside, x's dtype outside."""
+        """Normalizes x [..., embed_dim]: in float32 inside, x's dtype outside."""
         accurate = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         mean_square = jnp.mean(jnp.square(accurate), axis=-1, keepdims=True)
         return (accurate * jax.lax.rsqrt(mean_square + 1e-6) * self.scale[...]).astype(x.dtype)
@@ -40,8 +40,8 @@ class FeedForward(nnx.Module):
 
     def __init__(
         self,
-        width: int,
-        mlp_width: int,
+        embed_dim: int,
+        mlp_dim: int,
         *,
         gated: bool = True,
         output_scale: float,
@@ -50,14 +50,14 @@ class FeedForward(nnx.Module):
     ):
         self.gated, self.quantization = gated, quantization
         if gated:
-            self.gate = normal(rngs, (width, mlp_width), width**-0.5, ("embed", "mlp"))
-        self.up = normal(rngs, (width, mlp_width), width**-0.5, ("embed", "mlp"))
+            self.gate = normal(rngs, (embed_dim, mlp_dim), embed_dim**-0.5, ("embed", "mlp"))
+        self.up = normal(rngs, (embed_dim, mlp_dim), embed_dim**-0.5, ("embed", "mlp"))
         self.down = normal(
-            rngs, (mlp_width, width), output_scale * mlp_width**-0.5, ("mlp", "embed")
+            rngs, (mlp_dim, embed_dim), output_scale * mlp_dim**-0.5, ("mlp", "embed")
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps x [batch, sequence, width] to the same shape."""
+        """Maps x [batch, sequence, embed_dim] to the same shape."""
         up = project("btw,wm->btm", x, self.up, quantization=self.quantization)
         if self.gated:
             gate = project("btw,wm->btm", x, self.gate, quantization=self.quantization)
@@ -80,33 +80,33 @@ class Layer(nnx.Module):
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         # Each of the 2 * layers branches adds to the features: their sum keeps its scale.
-        output_scale = (2 * config.layers) ** -0.5
-        self.attention_norm = RMSNorm(config.width)
+        output_scale = (2 * config.num_layers) ** -0.5
+        self.attention_norm = RMSNorm(config.embed_dim)
         self.attention = Attention(
-            config.width,
-            config.heads,
-            config.key_value_heads,
-            config.features_per_head,
+            config.embed_dim,
+            config.num_heads,
+            config.num_kv_heads,
+            config.resolved_head_dim,
             output_scale=output_scale,
             quantization=config.quantization,
             rngs=rngs,
         )
-        self.feed_forward_norm = RMSNorm(config.width)
+        self.feed_forward_norm = RMSNorm(config.embed_dim)
         self.feed_forward: FeedForward | MixtureOfExperts
-        if config.experts:
+        if config.num_experts:
             self.feed_forward = MixtureOfExperts(
-                config.width,
-                config.mlp_width,
-                config.experts,
-                config.experts_per_token,
+                config.embed_dim,
+                config.mlp_dim,
+                config.num_experts,
+                config.num_experts_per_token,
                 output_scale=output_scale,
                 quantization=config.quantization,
                 rngs=rngs,
             )
         else:
             self.feed_forward = FeedForward(
-                config.width,
-                config.mlp_width,
+                config.embed_dim,
+                config.mlp_dim,
                 gated=config.feed_forward == "swiglu",
                 output_scale=output_scale,
                 quantization=config.quantization,
@@ -119,7 +119,7 @@ class Layer(nnx.Module):
         """Computes the layer.
 
         Args:
-          x: [batch, sequence, width].
+          x: [batch, sequence, embed_dim].
           rotation: what `fedpax.models.attention.layer.rotary` returns.
           attend: how queries meet keys and values.
 

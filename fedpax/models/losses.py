@@ -8,11 +8,11 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from fedpax.models.chunked_loss import CHUNK, chunked_cross_entropy
+from fedpax.models.chunked_loss import TOKENS_PER_CHUNK, chunked_cross_entropy
 from fedpax.models.transformer import TransformerConfig, transformer
 
 Batch: TypeAlias = Mapping[str, jax.Array]
-LossFunction: TypeAlias = Callable[[Any, Batch], tuple[jax.Array, dict[str, jax.Array]]]
+LossFn: TypeAlias = Callable[[Any, Batch], tuple[jax.Array, dict[str, jax.Array]]]
 
 
 def cross_entropy(
@@ -53,12 +53,12 @@ def cross_entropy(
     return _mean(jax.nn.logsumexp(logits, axis=-1) - target_logits, mask)
 
 
-def next_token_loss(apply: Callable[..., jax.Array]) -> LossFunction:
+def next_token_loss(apply: Callable[..., jax.Array]) -> LossFn:
     """Makes the loss of a language model: the mean cross-entropy of the next token, in nats.
 
     Args:
       apply: `apply(params, inputs, segments, positions)` returns logits
-        [batch, sequence, vocabulary].
+        [batch, sequence, vocab_size].
 
     Returns:
       `loss_fn(params, batch) -> (loss, {"tokens": number of targets that count})`. The batch has
@@ -87,11 +87,11 @@ def next_token_loss(apply: Callable[..., jax.Array]) -> LossFunction:
 def transformer_loss(
     config: TransformerConfig,
     *,
-    z_loss: float = 0.0,
-    load_balance: float = 0.01,
-    router_z: float = 0.0,
-    chunk: int = CHUNK,
-) -> LossFunction:
+    z_loss_weight: float = 0.0,
+    load_balance_weight: float = 0.01,
+    router_z_weight: float = 0.0,
+    tokens_per_chunk: int = TOKENS_PER_CHUNK,
+) -> LossFn:
     """Makes the loss to train a transformer: the mean cross-entropy of the next token, in nats.
 
     Logits are computed for some tokens after the others, see
@@ -100,10 +100,10 @@ def transformer_loss(
 
     Args:
       config: the transformer.
-      z_loss: weight of the mean of log(sum(exp(logits)))^2; PaLM's is 1e-4.
-      load_balance: weight of the load-balancing loss of a mixture of experts, the layers' mean.
-      router_z: weight of the mixture's loss that keeps the router's logits near 0.
-      chunk: tokens of a device whose logits exist at once.
+      z_loss_weight: weight of the mean of log(sum(exp(logits)))^2; PaLM's is 1e-4.
+      load_balance_weight: weight of the load-balancing loss of a mixture of experts, the layers' mean.
+      router_z_weight: weight of the mixture's loss that keeps the router's logits near 0.
+      tokens_per_chunk: tokens of a device whose logits exist at once.
 
     Returns:
       `loss_fn(params, batch) -> (loss, aux)` for batches as `next_token_loss` takes them. `aux` has
@@ -112,18 +112,18 @@ def transformer_loss(
       mean.
 
     Example:
-      >>> config = TransformerConfig(layers=2, width=64, heads=2)
+      >>> config = TransformerConfig(num_layers=2, embed_dim=64, num_heads=2)
       >>> params = jax.jit(transformer(config).init)(jax.random.key(0))
       >>> text = jnp.frombuffer(b"to be or not to be", jnp.uint8).astype(int)[None]
       >>> batch = {"inputs": text[:, :-1], "targets": text[:, 1:]}
-      >>> loss, aux = jax.jit(transformer_loss(config, z_loss=1e-4))(params, batch)
+      >>> loss, aux = jax.jit(transformer_loss(config, z_loss_weight=1e-4))(params, batch)
       >>> bool(loss > aux["cross_entropy"] > 0), int(aux["tokens"])
       (True, 17)
     """
     model = transformer(config)
 
     def loss_fn(params: Any, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
-        module = model.module(params)
+        module = model.bind(params)
         features, auxiliary = module.hidden(
             batch["inputs"], batch.get("segments"), batch.get("positions")
         )
@@ -134,21 +134,21 @@ def transformer_loss(
             targets,
             mask,
             softcap=config.logit_softcap,
-            z_loss=z_loss,
-            chunk=chunk,
+            z_loss_weight=z_loss_weight,
+            tokens_per_chunk=tokens_per_chunk,
         )
         tokens = jnp.float32(targets.size) if mask is None else jnp.sum(mask, dtype=jnp.float32)
-        auxiliary = {name: value / config.layers for name, value in auxiliary.items()}
-        factors = {"load_balance": load_balance, "router_z": router_z}
+        auxiliary = {name: value / config.num_layers for name, value in auxiliary.items()}
+        factors = {"load_balance": load_balance_weight, "router_z": router_z_weight}
         terms = [factors[name] * x for name, x in auxiliary.items() if factors.get(name)]
-        if terms or z_loss:
+        if terms or z_loss_weight:
             auxiliary["cross_entropy"] = cross_entropy
         return sum(terms, loss), {"tokens": tokens, **auxiliary}
 
     return loss_fn
 
 
-def classification_loss(apply: Callable[[Any, jax.Array], jax.Array]) -> LossFunction:
+def classification_loss(apply: Callable[[Any, jax.Array], jax.Array]) -> LossFn:
     """Makes the loss of a classifier: the mean cross-entropy of the labels, in nats.
 
     Args:

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from fedpax.models.grouped_matmul import grouped_product
+from fedpax.models.grouped_matmul import grouped_matmul
 from fedpax.models.parameters import normal
-from fedpax.models.quantization import Quantization, quantized_grouped_product
+from fedpax.models.quantization import Quantization, quantized_grouped_matmul
 from fedpax.parallel.axes import RULES, constrain, partition_spec
 
 
@@ -42,11 +42,11 @@ class MixtureOfExperts(nnx.Module):
     each expert.
 
     Attributes:
-      router: [width, experts], whole on every device.
-      gate: [experts, width, mlp_width], as is `up`.
+      router: [embed_dim, num_experts], whole on every device.
+      gate: [num_experts, embed_dim, mlp_dim], as is `up`.
       up: see `gate`.
-      down: [experts, mlp_width, width].
-      experts_per_token: how many experts a token goes through.
+      down: [num_experts, mlp_dim, embed_dim].
+      num_experts_per_token: how many experts a token goes through.
       quantization: the number format of the experts' products in the forward pass.
 
     Raises:
@@ -65,37 +65,38 @@ class MixtureOfExperts(nnx.Module):
 
     def __init__(
         self,
-        width: int,
-        mlp_width: int,
-        experts: int,
-        experts_per_token: int,
+        embed_dim: int,
+        mlp_dim: int,
+        num_experts: int,
+        num_experts_per_token: int,
         *,
         output_scale: float,
         quantization: Quantization = "none",
         rngs: nnx.Rngs,
     ):
         """Draws each expert as a feed-forward network of its own, down times `output_scale`."""
-        if experts < 1:
+        if num_experts < 1:
             raise ValueError(
-                f"MixtureOfExperts: experts={experts}, expected at least 1. Without experts, use "
+                f"MixtureOfExperts: num_experts={num_experts}, expected at least 1. Without experts, use "
                 "FeedForward."
             )
-        if not 1 <= experts_per_token <= experts:
+        if not 1 <= num_experts_per_token <= num_experts:
             raise ValueError(
-                f"MixtureOfExperts: experts_per_token={experts_per_token}, but there are "
-                f"experts={experts}: choose from 1 to {experts} for each token."
+                f"MixtureOfExperts: num_experts_per_token={num_experts_per_token}, but there are "
+                f"num_experts={num_experts}: choose from 1 to {num_experts} for each token."
             )
-        self.experts_per_token, self.quantization = experts_per_token, quantization
+        self.num_experts_per_token, self.quantization = num_experts_per_token, quantization
         self.router = nnx.Param(
-            width**-0.5 * jax.random.normal(rngs.params(), (width, experts)), logical=(None, None)
+            embed_dim**-0.5 * jax.random.normal(rngs.params(), (embed_dim, num_experts)),
+            logical_axes=(None, None),
         )
-        wide, names = (experts, width, mlp_width), ("experts", "embed", "mlp")
-        self.gate = normal(rngs, wide, width**-0.5, names)
-        self.up = normal(rngs, wide, width**-0.5, names)
+        wide, names = (num_experts, embed_dim, mlp_dim), ("experts", "embed", "mlp")
+        self.gate = normal(rngs, wide, embed_dim**-0.5, names)
+        self.up = normal(rngs, wide, embed_dim**-0.5, names)
         self.down = normal(
             rngs,
-            (experts, mlp_width, width),
-            output_scale * mlp_width**-0.5,
+            (num_experts, mlp_dim, embed_dim),
+            output_scale * mlp_dim**-0.5,
             ("experts", "mlp", "embed"),
         )
 
@@ -103,7 +104,7 @@ class MixtureOfExperts(nnx.Module):
         """Sends each token through its experts.
 
         Args:
-          x: [batch, sequence, width]; the products are computed in its dtype, the router and the
+          x: [batch, sequence, embed_dim]; the products are computed in its dtype, the router and the
             sum over a token's experts in float32.
 
         Returns:
@@ -117,16 +118,16 @@ class MixtureOfExperts(nnx.Module):
         rules = RULES if "fsdp" in _names(tokens) else {**RULES, "embed": None}
         # Inside a scan over layers the parameters' first axis, "layers", is gone.
         gate, up, down = (
-            constrain(p[...].astype(x.dtype), p.logical[-3:], rules)
+            constrain(p[...].astype(x.dtype), p.logical_axes[-3:], rules)
             for p in (self.gate, self.up, self.down)
         )
         layout = _Layout(
             tokens,
-            partition_spec(self.gate.logical[-3:], rules=rules, shape=gate.shape),
-            partition_spec(self.down.logical[-3:], rules=rules, shape=down.shape),
+            partition_spec(self.gate.logical_axes[-3:], rules=rules, shape=gate.shape),
+            partition_spec(self.down.logical_axes[-3:], rules=rules, shape=down.shape),
         )
         local = functools.partial(
-            _mixture, k=self.experts_per_token, layout=layout, quantization=self.quantization
+            _mixture, k=self.num_experts_per_token, layout=layout, quantization=self.quantization
         )
         if layout.axes:
             # By hand, because the compiler would gather all tokens on every device to sort them.
@@ -152,7 +153,7 @@ def routing_losses(
     router_z = mean over tokens of logsumexp(logits)^2.
 
     Args:
-      logits: [tokens, experts], float32.
+      logits: [tokens, num_experts], float32.
       chosen: integers [tokens, k], the experts of each token.
       axes: the manual axes of the mesh over which the tokens are spread.
 
@@ -183,9 +184,9 @@ class _Layout(NamedTuple):
     """Which axes of the mesh cut what, of those that are not manual already.
 
     Attributes:
-      tokens: of x [batch, sequence, width].
-      wide: of the experts' gate and up [experts, width, mlp_width].
-      narrow: of the experts' down [experts, mlp_width, width].
+      tokens: of x [batch, sequence, embed_dim].
+      wide: of the experts' gate and up [num_experts, embed_dim, mlp_dim].
+      narrow: of the experts' down [num_experts, mlp_dim, embed_dim].
     """
 
     tokens: PartitionSpec
@@ -286,8 +287,8 @@ def _product(
         for axis in _names(spec[embed : embed + 1]):
             kernels = jax.lax.all_gather(kernels, axis, axis=embed, tiled=True)
         if quantization != "none":
-            return quantized_grouped_product(rows, kernels, sizes, quantization)
-        return grouped_product(rows, kernels, sizes)
+            return quantized_grouped_matmul(rows, kernels, sizes, quantization)
+        return grouped_matmul(rows, kernels, sizes)
 
     # Kept from one pass to the other, the gathered experts would take the memory that fsdp saves.
     return jax.checkpoint(compute, prevent_cse=False)(rows, kernels, sizes)

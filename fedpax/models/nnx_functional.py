@@ -11,7 +11,7 @@ from flax import nnx
 Params: TypeAlias = dict[str, Any]
 
 
-class Functional(NamedTuple):
+class FunctionalModel(NamedTuple):
     """A model as functions of its parameters, which optimizers and federated primitives handle.
 
     Attributes:
@@ -19,21 +19,21 @@ class Functional(NamedTuple):
         runs under `jax.eval_shape`, and under `jax.jit` with `out_shardings`, so a model that no
         single device could hold is made in its parts.
       apply: `apply(params, *inputs)` is the module's `__call__`.
-      logical: what names the parameters' axes: the same dicts with a tuple for each array, as
+      logical_axes: what names the parameters' axes: the same dicts with a tuple for each array, as
         `fedpax.parallel.axes.shardings` takes it.
-      module: `module(params)` is the module with these parameters, for its other methods.
+      bind: `bind(params)` is the module with these parameters, for its other methods.
     """
 
     init: Callable[[jax.Array], Params]
     apply: Callable[..., Any]
-    logical: Params
-    module: Callable[[Params], Any]
+    logical_axes: Params
+    bind: Callable[[Params], Any]
 
 
-def functional(constructor: Callable[..., nnx.Module]) -> Functional:
+def to_functional(constructor: Callable[..., nnx.Module]) -> FunctionalModel:
     """Turns a flax.nnx module into pure functions.
 
-    A parameter names its axes by metadata, `nnx.Param(value, logical=("embed", "mlp"))`; one
+    A parameter names its axes by metadata, `nnx.Param(value, logical_axes=("embed", "mlp"))`; one
     without them is whole on every device.
 
     Args:
@@ -41,7 +41,7 @@ def functional(constructor: Callable[..., nnx.Module]) -> Functional:
         of one with its other arguments.
 
     Returns:
-      The module's functions; see `Functional`.
+      The module's functions; see `FunctionalModel`.
 
     Raises:
       ValueError: the module keeps a state besides its parameters, such as batch statistics, or
@@ -49,9 +49,9 @@ def functional(constructor: Callable[..., nnx.Module]) -> Functional:
 
     Example:
       >>> import functools
-      >>> model = functional(functools.partial(nnx.Linear, 3, 2))
+      >>> model = to_functional(functools.partial(nnx.Linear, 3, 2))
       >>> params = model.init(jax.random.key(0))
-      >>> params["kernel"].shape, model.logical["kernel"]
+      >>> params["kernel"].shape, model.logical_axes["kernel"]
       ((3, 2), (None, None))
       >>> model.apply(params, jax.numpy.ones((5, 3))).shape
       (5, 2)
@@ -68,26 +68,28 @@ def functional(constructor: Callable[..., nnx.Module]) -> Functional:
             "which apply(params, ...) could not update: use layers without one, such as "
             "normalization over features in place of batches."
         )
-    logical = jax.tree.map(_logical, abstract, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    logical_axes = jax.tree.map(
+        _logical_axes, abstract, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
+    )
 
     def init(key: jax.Array) -> Params:
         return nnx.to_pure_dict(parameters(key))
 
-    def module_of(params: Params) -> Any:
+    def bind(params: Params) -> Any:
         return nnx.merge(graph, params)
 
     def apply(params: Params, *args: Any, **kwargs: Any) -> Any:
-        return module_of(params)(*args, **kwargs)
+        return bind(params)(*args, **kwargs)
 
-    return Functional(init, apply, nnx.to_pure_dict(logical), module_of)
+    return FunctionalModel(init, apply, nnx.to_pure_dict(logical_axes), bind)
 
 
-def _logical(parameter: nnx.Variable) -> tuple[str | None, ...]:
+def _logical_axes(parameter: nnx.Variable) -> tuple[str | None, ...]:
     shape = parameter.get_value().shape
-    names = parameter.get_metadata().get("logical", (None,) * len(shape))
+    names = parameter.get_metadata().get("logical_axes", (None,) * len(shape))
     if len(names) != len(shape):
         raise ValueError(
-            f"A parameter of shape {shape} has logical={names}: give one name, or None, for each "
+            f"A parameter of shape {shape} has logical_axes={names}: give one name, or None, for each "
             "axis."
         )
     return tuple(names)

@@ -14,25 +14,25 @@ from fedpax.parallel.axes import constrain
 
 
 def normal(
-    rngs: nnx.Rngs, shape: tuple[int, ...], deviation: float, logical: tuple[str, ...]
+    rngs: nnx.Rngs, shape: tuple[int, ...], stddev: float, logical_axes: tuple[str, ...]
 ) -> nnx.Param:
     """Draws a parameter from a normal distribution around 0.
 
     Args:
       rngs: the module's random keys.
       shape: its shape.
-      deviation: the standard deviation.
-      logical: the names of its axes, as in `fedpax.parallel.axes.RULES`.
+      stddev: the standard deviation.
+      logical_axes: the names of its axes, as in `fedpax.parallel.axes.RULES`.
 
     Returns:
       The parameter, float32.
 
     Example:
       >>> kernel = normal(nnx.Rngs(0), (3, 2), 0.1, ("embed", "mlp"))
-      >>> kernel.shape, kernel.logical
+      >>> kernel.shape, kernel.logical_axes
       ((3, 2), ('embed', 'mlp'))
     """
-    return nnx.Param(deviation * jax.random.normal(rngs.params(), shape), logical=logical)
+    return nnx.Param(stddev * jax.random.normal(rngs.params(), shape), logical_axes=logical_axes)
 
 
 def weight(parameter: nnx.Param, dtype: DTypeLike) -> jax.Array:
@@ -52,7 +52,7 @@ def weight(parameter: nnx.Param, dtype: DTypeLike) -> jax.Array:
       >>> weight(normal(nnx.Rngs(0), (3, 2), 0.1, ("embed", "mlp")), "bfloat16").dtype
       dtype(bfloat16)
     """
-    return _gathered(parameter[...], parameter.logical, dtype)
+    return _gathered(parameter[...], parameter.logical_axes, dtype)
 
 
 def project(
@@ -84,7 +84,7 @@ def project(
     """
 
     def compute(x: jax.Array, value: jax.Array) -> jax.Array:
-        gathered = _gathered(value, parameter.logical, x.dtype)
+        gathered = _gathered(value, parameter.logical_axes, x.dtype)
         if quantization != "none":
             product = quantized_einsum(subscripts, x, gathered, quantization)
             return checkpoint_name(product, PROJECTION)
@@ -94,7 +94,7 @@ def project(
     return jax.checkpoint(compute, prevent_cse=False)(x, parameter[...])
 
 
-def _gathered(value: jax.Array, logical: tuple[str, ...], dtype: DTypeLike) -> jax.Array:
+def _gathered(value: jax.Array, logical_axes: tuple[str, ...], dtype: DTypeLike) -> jax.Array:
     # Inside the scan over layers the axis "layers", which comes first, is gone.
-    names = logical[-value.ndim :]
+    names = logical_axes[-value.ndim :]
     return constrain(value.astype(dtype), [None if name == "embed" else name for name in names])

@@ -11,12 +11,12 @@ from fedpax.models.transformer_config import TransformerConfig
 def demo() -> TransformerConfig:
     """The byte-level transformer of the experiment `diloco_text`, about a million parameters."""
     return TransformerConfig(
-        vocabulary=256,
-        layers=3,
-        width=192,
-        heads=4,
-        key_value_heads=2,
-        mlp_width=416,
+        vocab_size=256,
+        num_layers=3,
+        embed_dim=192,
+        num_heads=4,
+        num_kv_heads=2,
+        mlp_dim=416,
         rope_base=50.0,
         unroll=3,
     )
@@ -25,12 +25,12 @@ def demo() -> TransformerConfig:
 def base_100m() -> TransformerConfig:
     """100 million parameters: what a CPU trains in days and a GPU in minutes to hours."""
     return TransformerConfig(
-        vocabulary=32_000,
-        layers=12,
-        width=768,
-        heads=12,
-        key_value_heads=12,
-        mlp_width=1792,
+        vocab_size=32_000,
+        num_layers=12,
+        embed_dim=768,
+        num_heads=12,
+        num_kv_heads=12,
+        mlp_dim=1792,
         dtype="bfloat16",
     )
 
@@ -41,7 +41,7 @@ def pax_c4_1b() -> TransformerConfig:
     As there, embeddings are tied, logits capped at 30, and layers computed again in the backward
     pass. Positions are rotary here and sinusoids there; Pax also caps attention's scores at 50.
     """
-    return _pax(layers=13, width=2560, heads=20)
+    return _pax(num_layers=13, embed_dim=2560, num_heads=20)
 
 
 def pax_c4_16b() -> TransformerConfig:
@@ -49,18 +49,18 @@ def pax_c4_16b() -> TransformerConfig:
 
     What `pax_c4_1b` tells of likeness and difference holds here too.
     """
-    return _pax(layers=36, width=6144, heads=48)
+    return _pax(num_layers=36, embed_dim=6144, num_heads=48)
 
 
-def _pax(layers: int, width: int, heads: int) -> TransformerConfig:
+def _pax(num_layers: int, embed_dim: int, num_heads: int) -> TransformerConfig:
     return TransformerConfig(
-        vocabulary=32_000,
-        layers=layers,
-        width=width,
-        heads=heads,
-        key_value_heads=heads,
-        head_width=128,
-        mlp_width=4 * width,
+        vocab_size=32_000,
+        num_layers=num_layers,
+        embed_dim=embed_dim,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=128,
+        mlp_dim=4 * embed_dim,
         feed_forward="gelu",
         logit_softcap=30.0,
         dtype="bfloat16",
@@ -73,7 +73,7 @@ def llama_3_1_8b() -> TransformerConfig:
 
     Reference: Grattafiori et al., "The Llama 3 Herd of Models" (arXiv:2407.21783), table 3.
     """
-    return _llama(layers=32, width=4096, heads=32, mlp_width=14_336)
+    return _llama(num_layers=32, embed_dim=4096, num_heads=32, mlp_dim=14_336)
 
 
 def llama_3_1_70b() -> TransformerConfig:
@@ -81,19 +81,19 @@ def llama_3_1_70b() -> TransformerConfig:
 
     Reference: Grattafiori et al., "The Llama 3 Herd of Models" (arXiv:2407.21783), table 3.
     """
-    return _llama(layers=80, width=8192, heads=64, mlp_width=28_672)
+    return _llama(num_layers=80, embed_dim=8192, num_heads=64, mlp_dim=28_672)
 
 
-def _llama(layers: int, width: int, heads: int, mlp_width: int) -> TransformerConfig:
+def _llama(num_layers: int, embed_dim: int, num_heads: int, mlp_dim: int) -> TransformerConfig:
     return TransformerConfig(
-        vocabulary=128_256,
-        layers=layers,
-        width=width,
-        heads=heads,
-        key_value_heads=8,
-        mlp_width=mlp_width,
+        vocab_size=128_256,
+        num_layers=num_layers,
+        embed_dim=embed_dim,
+        num_heads=num_heads,
+        num_kv_heads=8,
+        mlp_dim=mlp_dim,
         rope_base=500_000.0,
-        rope_scaling=8.0,
+        rope_scaling_factor=8.0,
         tied_embeddings=False,
         dtype="bfloat16",
         remat="full",
@@ -106,14 +106,14 @@ def mixtral_8x7b() -> TransformerConfig:
     Reference: Jiang et al., "Mixtral of Experts" (arXiv:2401.04088), table 1.
     """
     return TransformerConfig(
-        vocabulary=32_000,
-        layers=32,
-        width=4096,
-        heads=32,
-        key_value_heads=8,
-        mlp_width=14_336,
-        experts=8,
-        experts_per_token=2,
+        vocab_size=32_000,
+        num_layers=32,
+        embed_dim=4096,
+        num_heads=32,
+        num_kv_heads=8,
+        mlp_dim=14_336,
+        num_experts=8,
+        num_experts_per_token=2,
         rope_base=1_000_000.0,
         tied_embeddings=False,
         dtype="bfloat16",

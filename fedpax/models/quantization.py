@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
-from fedpax.models.grouped_matmul import grouped_product, product_of_groups
+from fedpax.models.grouped_matmul import grouped_matmul, raw_grouped_matmul
 
 Quantization: TypeAlias = Literal["none", "int8", "fp8"]
 FORMATS = {"int8": "int8", "fp8": "float8_e4m3fn"}
@@ -59,10 +59,10 @@ def quantized_einsum(
     return _product(x, weight, subscripts, quantization)
 
 
-def quantized_grouped_product(
+def quantized_grouped_matmul(
     rows: jax.Array, kernels: jax.Array, sizes: jax.Array, quantization: Quantization
 ) -> jax.Array:
-    """`grouped_product` of rows and kernels that are rounded to 8 bits, as `quantized_einsum` does.
+    """`grouped_matmul` of rows and kernels that are rounded to 8 bits, as `quantized_einsum` does.
 
     A row has a scale of its own, and so has each output of each kernel.
 
@@ -82,7 +82,7 @@ def quantized_grouped_product(
     Example:
       >>> rows, kernels = jnp.ones((3, 2)), jnp.stack([jnp.eye(2), 10 * jnp.eye(2)])
       >>> try:
-      ...     y = quantized_grouped_product(rows, kernels, jnp.array([1, 2]), "int8")
+      ...     y = quantized_grouped_matmul(rows, kernels, jnp.array([1, 2]), "int8")
       ... except ImportError:  # fedpax was installed without fedpax[quantization]
       ...     y = jnp.array([[1.0, 1.0], [9.9, 9.9], [9.9, 9.9]])
       >>> [[f"{x:.1f}" for x in row] for row in y]
@@ -150,7 +150,7 @@ def _grouped(
 ) -> jax.Array:
     left, right = _rounded(rows, [0], quantization), _rounded(kernels, [0, 2], quantization)
     total = jnp.int32 if quantization == "int8" else jnp.float32
-    products = product_of_groups(left.qvalue, right.qvalue, sizes, dtype=total)
+    products = raw_grouped_matmul(left.qvalue, right.qvalue, sizes, dtype=total)
     # Each row's group, found by where the groups end.
     group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(len(rows)), side="right")
     scales = left.scale * right.scale[:, 0].at[group].get(mode="clip")
@@ -169,7 +169,7 @@ def _grouped_backward(
     rows, kernels, sizes = kept
 
     def exact(rows: jax.Array, kernels: jax.Array) -> jax.Array:
-        return grouped_product(rows, kernels, sizes)
+        return grouped_matmul(rows, kernels, sizes)
 
     return *jax.vjp(exact, rows, kernels)[1](gradient), None
 

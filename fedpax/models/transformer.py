@@ -13,7 +13,7 @@ from flax import nnx
 from fedpax.models.attention.kernels import causal_attention
 from fedpax.models.attention.layer import Attend, rotary
 from fedpax.models.layers import FeedForward, Layer, RMSNorm
-from fedpax.models.nnx_functional import Functional, functional
+from fedpax.models.nnx_functional import FunctionalModel, to_functional
 from fedpax.models.parameters import normal, weight
 from fedpax.models.remat import rematerialize
 from fedpax.models.transformer_config import TransformerConfig
@@ -32,23 +32,23 @@ class Transformer(nnx.Module):
     compiles as fast as a shallow one.
 
     Attributes:
-      embedding: [vocabulary, width], what tokens are looked up in.
+      embedding: [vocab_size, embed_dim], what tokens are looked up in.
       layers: the layers, as one whose parameters are stacked: [layers, ...], or for a pipeline
         with repeats [repeats, layers / repeats, ...], the same numbers in the same order.
       final_norm: normalizes what the last layer gives.
-      output: [vocabulary, width], what logits are made with; absent with tied embeddings.
+      output: [vocab_size, embed_dim], what logits are made with; absent with tied embeddings.
     """
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.config = config
-        shape, names = (config.vocabulary, config.width), ("vocabulary", "embed")
-        self.embedding = normal(rngs, shape, config.width**-0.5, names)
+        shape, names = (config.vocab_size, config.embed_dim), ("vocab", "embed")
+        self.embedding = normal(rngs, shape, config.embed_dim**-0.5, names)
         self.layers = _stack(
-            functools.partial(Layer, config), config.layers, config.stage_repeats, rngs
+            functools.partial(Layer, config), config.num_layers, config.num_pipeline_repeats, rngs
         )
-        self.final_norm = RMSNorm(config.width)
+        self.final_norm = RMSNorm(config.embed_dim)
         if not config.tied_embeddings:
-            self.output = normal(rngs, shape, config.width**-0.5, names)
+            self.output = normal(rngs, shape, config.embed_dim**-0.5, names)
 
     def __call__(
         self,
@@ -66,7 +66,7 @@ class Transformer(nnx.Module):
             sequence by default.
 
         Returns:
-          Logits, float32 [batch, sequence, vocabulary].
+          Logits, float32 [batch, sequence, vocab_size].
         """
         features, _ = self.hidden(tokens, segments, positions)
         return self.logits(features)
@@ -85,7 +85,7 @@ class Transformer(nnx.Module):
           positions: as in `__call__`.
 
         Returns:
-          Normalized features [batch, sequence, width] in the layers' dtype, and auxiliary losses,
+          Normalized features [batch, sequence, embed_dim] in the layers' dtype, and auxiliary losses,
           float32 scalars by name: the layers' sum of each.
         """
         config = self.config
@@ -102,7 +102,7 @@ class Transformer(nnx.Module):
                     key,
                     value,
                     segments,
-                    window=config.window,
+                    sliding_window=config.sliding_window,
                     implementation=config.attention,
                 )
                 return attended, None
@@ -115,32 +115,32 @@ class Transformer(nnx.Module):
             stacked,
             self.embed(tokens),
             (self.rotation(positions, tokens.shape[1]), segments),
-            microbatches=config.microbatches,
-            repeats=config.stage_repeats,
+            microbatches=config.num_microbatches,
+            repeats=config.num_pipeline_repeats,
             remat=functools.partial(rematerialize, policy=config.remat),
             unroll=config.unroll,
         )
         return self.final_norm(x), auxiliary
 
     def embed(self, tokens: jax.Array) -> jax.Array:
-        """Looks up tokens [batch, sequence]: features [batch, sequence, width]."""
+        """Looks up tokens [batch, sequence]: features [batch, sequence, embed_dim]."""
         config = self.config
         # In float32, since a token's gradient is a sum of as many terms as the batch has of it.
         table = jnp.asarray(weight(self.embedding, jnp.promote_types(config.dtype, jnp.float32)))
-        spec = explicit_spec(("batch", "sequence", None), (*tokens.shape, config.width))
+        spec = explicit_spec(("batch", "sequence", None), (*tokens.shape, config.embed_dim))
         x = table.at[tokens].get(out_sharding=spec).astype(config.dtype)
         # The table's scale suits the logits; features between layers are of order 1.
-        return constrain(x, ("batch", "sequence", None)) * config.width**0.5
+        return constrain(x, ("batch", "sequence", None)) * config.embed_dim**0.5
 
-    def rotation(self, positions: jax.Array | None, length: int) -> tuple[jax.Array, jax.Array]:
+    def rotation(self, positions: jax.Array | None, seq_len: int) -> tuple[jax.Array, jax.Array]:
         """Computes the angles of rotary positions [batch, sequence], 0, 1, ... by default."""
         config = self.config
         return rotary(
-            jnp.arange(length)[None] if positions is None else positions,
-            config.features_per_head,
+            jnp.arange(seq_len)[None] if positions is None else positions,
+            config.resolved_head_dim,
             config.rope_base,
-            scaling=config.rope_scaling,
-            length=config.rope_length,
+            scaling_factor=config.rope_scaling_factor,
+            original_seq_len=config.rope_original_seq_len,
         )
 
     def run_cached(
@@ -153,7 +153,7 @@ class Transformer(nnx.Module):
         """Runs the layers one after the other, each with a cache of its own.
 
         Args:
-          x: [batch, sequence, width].
+          x: [batch, sequence, embed_dim].
           rotation: what `rotation` returns.
           attend: `attend(cache, query, key, value)` returns what attention gives, and what to keep
             of the layer.
@@ -164,7 +164,7 @@ class Transformer(nnx.Module):
           front.
         """
         graph, stacked = nnx.split(self.layers)
-        if self.config.stage_repeats > 1:
+        if self.config.num_pipeline_repeats > 1:
             stacked = jax.tree.map(lambda p: p.reshape(-1, *p.shape[2:]), stacked)
 
         def step(x: jax.Array, of_layer: tuple[nnx.State, Any]) -> tuple[jax.Array, Any]:
@@ -177,11 +177,11 @@ class Transformer(nnx.Module):
 
     @property
     def output_table(self) -> nnx.Param:
-        """What logits are made with, [vocabulary, width]: the embedding's table, if tied."""
+        """What logits are made with, [vocab_size, embed_dim]: the embedding's table, if tied."""
         return self.embedding if self.config.tied_embeddings else self.output
 
     def logits(self, features: jax.Array) -> jax.Array:
-        """Maps features [batch, sequence, width] to logits, float32 [..., vocabulary]."""
+        """Maps features [batch, sequence, embed_dim] to logits, float32 [..., vocab_size]."""
         cap = self.config.logit_softcap
         logits = jnp.einsum(
             "btw,vw->btv",
@@ -191,7 +191,7 @@ class Transformer(nnx.Module):
         )
         if cap is not None:
             logits = cap * jnp.tanh(logits / cap)
-        return constrain(logits, ("batch", "sequence", "vocabulary"))
+        return constrain(logits, ("batch", "sequence", "vocab"))
 
 
 def _stack(constructor: Callable[..., Layer], count: int, repeats: int, rngs: nnx.Rngs) -> Layer:
@@ -206,11 +206,11 @@ def _stack(constructor: Callable[..., Layer], count: int, repeats: int, rngs: nn
     if repeats > 1:
         stacked = jax.tree.map(lambda p: p.reshape(repeats, -1, *p.shape[1:]), stacked)
     for _, parameter in nnx.to_flat_state(stacked):
-        parameter.set_metadata(logical=(*names, *parameter.logical))
+        parameter.set_metadata(logical_axes=(*names, *parameter.logical_axes))
     return nnx.merge(graph, stacked)
 
 
-def transformer(config: TransformerConfig) -> Functional:
+def transformer(config: TransformerConfig) -> FunctionalModel:
     """Makes the transformer as pure functions: `init(key)`, `apply(params, tokens, ...)`.
 
     Args:
@@ -220,9 +220,9 @@ def transformer(config: TransformerConfig) -> Functional:
       The model; `apply` takes what `Transformer.__call__` takes.
 
     Example:
-      >>> model = transformer(TransformerConfig(layers=2, width=64, heads=2))
+      >>> model = transformer(TransformerConfig(num_layers=2, embed_dim=64, num_heads=2))
       >>> params = jax.jit(model.init)(jax.random.key(0))
       >>> jax.jit(model.apply)(params, jnp.zeros((1, 8), int)).shape
       (1, 8, 256)
     """
-    return functional(functools.partial(Transformer, config))
+    return to_functional(functools.partial(Transformer, config))

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 
 def flops_per_token(
-    parameters: float,
-    layers: int,
-    heads: int,
-    head_width: int,
-    length: float,
+    num_params: float,
+    num_layers: int,
+    num_heads: int,
+    head_dim: int,
+    seq_len: float,
     causal: bool = False,
 ) -> float:
     """Floating-point operations of a transformer for one training token.
@@ -25,12 +25,12 @@ def flops_per_token(
     for the scores of attention and their product with the values.
 
     Args:
-      parameters: N, those that are multiplied with: without an embedding that is only looked up;
+      num_params: N, those that are multiplied with: without an embedding that is only looked up;
         of a mixture of experts those that a token uses.
-      layers: L.
-      heads: H, query heads.
-      head_width: d, features of a head.
-      length: T, tokens in a sequence, or as many as a token attends to.
+      num_layers: L.
+      num_heads: H, query heads.
+      head_dim: d, features of a head.
+      seq_len: T, tokens in a sequence, or as many as a token attends to.
       causal: count only the half of attention that a causal mask leaves, 6 L H d T.
 
     Returns:
@@ -40,20 +40,20 @@ def flops_per_token(
       >>> f"{flops_per_token(540.35e9, 118, 48, 256, 2048):.4g}"  # PaLM 540B
       '3.278e+12'
     """
-    attention = (6 if causal else 12) * layers * heads * head_width * length
-    return 6 * parameters + attention
+    attention = (6 if causal else 12) * num_layers * num_heads * head_dim * seq_len
+    return 6 * num_params + attention
 
 
 def model_flops_utilization(
-    tokens_per_second: float, flops_per_token: float, chips: int, peak_flops: float
+    tokens_per_second: float, flops_per_token: float, num_chips: int, peak_flops_per_chip: float
 ) -> float:
     """The share of the chips' peak that a model's training uses.
 
     Args:
       tokens_per_second: of all chips together.
       flops_per_token: see the function of that name.
-      chips: how many chips.
-      peak_flops: floating-point operations a second of one, in the type that is multiplied in.
+      num_chips: how many chips.
+      peak_flops_per_chip: floating-point operations a second of one, in the type that is multiplied in.
 
     Returns:
       The share, between 0 and 1.
@@ -63,4 +63,4 @@ def model_flops_utilization(
       >>> f"{model_flops_utilization(238.3e3, tokens, 6144, 275e12):.1%}"  # PaLM's own figure
       '46.2%'
     """
-    return tokens_per_second * flops_per_token / (chips * peak_flops)
+    return tokens_per_second * flops_per_token / (num_chips * peak_flops_per_chip)

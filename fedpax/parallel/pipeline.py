@@ -123,7 +123,7 @@ def run_stages(
         raise ValueError(
             f"run_stages: {layers} layers cannot be cut into {stages} stages of {repeats} runs: "
             f"use a number of layers that {stages * repeats} divides, another size of the mesh "
-            f"axis {axis!r} (stage), or other repeats (stage_repeats)."
+            f"axis {axis!r} (stage), or other repeats (num_pipeline_repeats)."
         )
     if x.shape[0] % microbatches:
         raise ValueError(

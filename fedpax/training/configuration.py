@@ -96,11 +96,11 @@ def from_json(value: Any) -> Any:
 
 
 def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the leaves of :func:`to_json`'s result as ``("model.layers", 4)``.
+    """Yields the leaves of :func:`to_json`'s result as ``("model.num_layers", 4)``.
 
     Example:
         >>> dict(flatten({"class": "m:C", "model": {"class": "m:D", "layers": 4}}))
-        {'class': 'm:C', 'model.class': 'm:D', 'model.layers': 4}
+        {'class': 'm:C', 'model.class': 'm:D', 'model.num_layers': 4}
     """
     if not isinstance(value, dict):
         yield path, value
@@ -117,7 +117,7 @@ def differences(old: Any, new: Any) -> list[str]:
         new: another.
 
     Returns:
-        Lines such as ``"model.layers: 4 -> 6"``; none if they are equal.
+        Lines such as ``"model.num_layers: 4 -> 6"``; none if they are equal.
 
     Example:
         >>> from fedpax.training.experiment import TrainingConfig

@@ -20,15 +20,15 @@ from fedpax.parallel.mesh import make_mesh
 from fedpax.planning.topology import find_topology
 
 MODEL = TransformerConfig(
-    vocabulary=64, layers=2, width=32, heads=4, key_value_heads=2, mlp_width=48
+    vocab_size=64, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=48
 )
 LARGER = TransformerConfig(
-    vocabulary=8192,
-    layers=4,
-    width=1024,
-    heads=8,
-    key_value_heads=8,
-    mlp_width=4096,
+    vocab_size=8192,
+    num_layers=4,
+    embed_dim=1024,
+    num_heads=8,
+    num_kv_heads=8,
+    mlp_dim=4096,
     dtype="bfloat16",
     remat="full",
 )

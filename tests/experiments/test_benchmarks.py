@@ -13,7 +13,7 @@ from fedpax.experiments.benchmarks.rounds import vmap_round
 from fedpax.experiments.benchmarks.workloads import WORKLOADS, Workload
 from fedpax.models.classifiers import MLPConfig, mlp
 
-TINY = Workload(mlp(MLPConfig(sizes=(6, 5, 3))), (6,), 3)
+TINY = Workload(mlp(MLPConfig(layer_sizes=(6, 5, 3))), (6,), 3)
 
 
 @pytest.fixture(autouse=True)

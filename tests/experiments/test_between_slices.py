@@ -17,7 +17,7 @@ from fedpax.training.compiled_round import compile_round, with_shardings
 
 STEPS, ROWS = 100, 16
 MODEL = TransformerConfig(
-    vocabulary=512, layers=2, width=256, heads=2, key_value_heads=2, mlp_width=512
+    vocab_size=512, num_layers=2, embed_dim=256, num_heads=2, num_kv_heads=2, mlp_dim=512
 )
 
 
@@ -29,12 +29,12 @@ def between_slices(
         islands=islands,
         mesh=mesh,
         model=dataclasses.replace(MODEL, dtype=dtype),
-        outer=OuterConfig(levels=levels),
+        outer=OuterConfig(num_levels=levels),
         data=TextConfig(local_steps=STEPS, batch=ROWS // islands, length=256),
     )
     with default_devices(find_topology("v5e:2x2", slices=2).devices):
         run = experiment.build()
-    batches = with_shardings(run.batch_shapes, run.shardings.batches)
+    batches = with_shardings(run.cohort_shapes, run.shardings.cohort)
     with use_abstract_mesh(run.mesh.abstract_mesh):
         text = compile_round(run, batches).round.as_text()
     return [c for c in collectives(text or "", run.mesh) if c.between_slices]
@@ -50,7 +50,7 @@ def test_diloco_crosses_once_a_round_and_outside_of_its_loops() -> None:
     pytest.importorskip("libtpu")
     diloco = between_slices(2, MeshConfig(islands=2, fsdp=4))
     assert all(c.axes == ("islands",) and not c.in_loop for c in diloco)
-    shard = 4 * MODEL.parameters() / 4  # each of an island's four devices sends its part
+    shard = 4 * MODEL.num_params() / 4  # each of an island's four devices sends its part
     assert shard <= bytes_of(diloco) <= 1.01 * shard
     parallel = between_slices(1, MeshConfig(data=2, fsdp=4))
     assert any(c.in_loop for c in parallel)
@@ -63,7 +63,7 @@ def test_in_bfloat16_the_outer_gradients_cross_in_fewer_bits() -> None:
     pytest.importorskip("libtpu")
     diloco = between_slices(2, MeshConfig(islands=2, fsdp=4), "bfloat16", levels=4)
     assert all(c.axes == ("islands",) and not c.in_loop for c in diloco)
-    shard = MODEL.parameters() / 2 / 4
+    shard = MODEL.num_params() / 2 / 4
     tile = 4 * 8 * 128  # what a collective sends is padded to whole tiles of the chip's memory
     assert shard <= bytes_of(diloco) < shard + len(diloco) * tile
     parallel = between_slices(1, MeshConfig(data=2, fsdp=4), "bfloat16")

@@ -15,7 +15,7 @@ from fedpax.training.experiment import TrainingConfig
 from fedpax.training.metrics import read_metrics, select
 from fedpax.training.trainer import train
 
-SMALL = CNNConfig(height=8, width=8, filters=(4, 4), dense=8)
+SMALL = CNNConfig(image_height=8, image_width=8, filters=(4, 4), hidden_dim=8)
 
 
 def small(experiment, rounds=3, **cohort):
@@ -39,7 +39,7 @@ def test_clients_of_a_large_population_differ_and_cost_their_own_steps(tmp_path)
     experiment = small(module.fedavg_population(), rounds=2, size=32, max_steps=4)
     run = experiment.build()
     assert run.mesh.shape == {"clients": 8}
-    first, second = itertools.islice(run.batches, 2)
+    first, second = itertools.islice(run.cohorts, 2)
     assert set(first.clients) != set(second.clients)
     assert set(first.steps) == {1, 2, 3, 4}
     np.testing.assert_array_equal(first.batches["mask"].sum((1, 2)), first.weights)
@@ -53,18 +53,18 @@ def test_clients_of_a_large_population_differ_and_cost_their_own_steps(tmp_path)
     lines = select(read_metrics(tmp_path), "training")
     assert all(0 <= line["input_wait_fraction"] <= 1.01 for line in lines)
     # All that crosses is one sum: of the model, the weights and the metrics.
-    assert 0 <= lines[0]["bytes_across_placement"] - 4 * SMALL.parameters() < 64
+    assert 0 <= lines[0]["bytes_across_placement"] - 4 * SMALL.num_params() < 64
 
 
 @pytest.mark.slow
 def test_natural_clients_are_the_values_of_a_field(tmp_path):
     base = module.fedadam_emnist()
     assert (base.cohort.size, base.cohort.batch, base.cohort.epochs) == (10, 20, 1)
-    assert base.model.parameters() == 1_206_590
+    assert base.model.num_params() == 1_206_590
     experiment = dataclasses.replace(small(base, rounds=1), dataset="digits", field="label")
     run = experiment.build()
     assert run.mesh.shape == {"clients": 5}  # of 8 devices; 10 clients share 5 evenly
-    cohort = next(run.batches)
+    cohort = next(run.cohorts)
     for label, mask in zip(cohort.batches["label"], cohort.batches["mask"], strict=True):
         assert len(set(label[mask])) == 1
     assert train(experiment, tmp_path).finished
@@ -72,9 +72,9 @@ def test_natural_clients_are_the_values_of_a_field(tmp_path):
 
 def test_the_shapes_of_a_round_are_known_before_it_is_drawn():
     run = small(module.fedavg_digits()).build()
-    drawn = next(run.batches)
+    drawn = next(run.cohorts)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), drawn) == jax.tree.map(
-        lambda x: (x.shape, x.dtype), run.batch_shapes
+        lambda x: (x.shape, x.dtype), run.cohort_shapes
     )
 
 

@@ -14,10 +14,12 @@ from fedpax.experiments.optimizers import OptimizerConfig, matrices
 from fedpax.models.transformer import TransformerConfig, transformer
 
 NAMES = typing.get_args(typing.get_type_hints(OptimizerConfig)["name"])
-MODEL = transformer(TransformerConfig(vocabulary=16, layers=2, width=16, heads=2, mlp_width=24))
+MODEL = transformer(
+    TransformerConfig(vocab_size=16, num_layers=2, embed_dim=16, num_heads=2, mlp_dim=24)
+)
 
 SHAPES = (("up", (2, 8, 12)), ("table", (6, 8)), ("scale", (8,)))
-LOGICAL = {"up": ("layers", "embed", "mlp"), "table": ("vocabulary", "embed"), "scale": ("norm",)}
+LOGICAL = {"up": ("layers", "embed", "mlp"), "table": ("vocab", "embed"), "scale": ("norm",)}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -70,7 +72,7 @@ def test_the_gradient_is_clipped_by_its_global_norm() -> None:
 
 
 def test_muon_orthogonalizes_matrices_and_nothing_else() -> None:
-    dimensions = matrices(MODEL.logical)
+    dimensions = matrices(MODEL.logical_axes)
     attention, mlp = dimensions["layers"]["attention"], dimensions["layers"]["feed_forward"]
     assert (attention["query"].reduction_axis, attention["query"].output_axis) == ((1,), (2, 3))
     assert (attention["output"].reduction_axis, attention["output"].output_axis) == ((1, 2), (3,))
@@ -92,5 +94,5 @@ def test_what_is_out_of_range_is_refused() -> None:
         OptimizerConfig(learning_rate=0.0)
     with pytest.raises(ValueError, match="learning_rate"):
         OptimizerConfig(learning_rate=float("nan"))
-    with pytest.raises(ValueError, match=r"pass logical=model\.logical"):
+    with pytest.raises(ValueError, match=r"pass logical=model\.logical_axes"):
         OptimizerConfig(name="muon").make(10)

@@ -16,8 +16,8 @@ from fedpax.experiments.benchmarks.workloads import WORKLOADS, Workload
 from fedpax.models.classifiers import CNNConfig, MLPConfig, cnn, mlp
 
 MODELS = {
-    "mlp": (mlp(MLPConfig(sizes=(6, 5, 3))), (6,)),
-    "cnn": (cnn(CNNConfig(height=8, width=8, filters=(2, 3), dense=4)), (8, 8, 1)),
+    "mlp": (mlp(MLPConfig(layer_sizes=(6, 5, 3))), (6,)),
+    "cnn": (cnn(CNNConfig(image_height=8, image_width=8, filters=(2, 3), hidden_dim=4)), (8, 8, 1)),
 }
 NUMPY_ROUND = """
 import sys

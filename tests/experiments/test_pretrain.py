@@ -20,7 +20,7 @@ from fedpax.training.metrics import read_metrics, select
 from fedpax.training.trainer import train
 
 SMALL: dict[str, Any] = {
-    "model": TransformerConfig(layers=2, width=16, heads=2, key_value_heads=1, mlp_width=32),
+    "model": TransformerConfig(num_layers=2, embed_dim=16, num_heads=2, num_kv_heads=1, mlp_dim=32),
     "data": TextConfig(local_steps=10, batch=8, length=16, heldout_batch=8, heldout_tokens=1024),
     "training": TrainingConfig(rounds=2, evaluate_every=1, checkpoint_every=0),
 }
@@ -55,29 +55,29 @@ def test_an_experiment_is_built_and_compiled_without_its_data() -> None:
     data = dataclasses.replace(SMALL["data"], dataset="no_such_data_set", tokenizer="none.json")
     run = dataclasses.replace(small(mesh=MeshConfig(fsdp=8)), data=data).build()
     with jax.set_mesh(run.mesh):
-        batches = with_shardings(run.batch_shapes, run.shardings.batches)
-        program = compile_round(run, batches)
-    assert program.parameters == SMALL["model"].parameters()
+        batches = with_shardings(run.cohort_shapes, run.shardings.cohort)
+        compiled = compile_round(run, batches)
+    assert compiled.num_parameters == SMALL["model"].num_params()
     assert run.flops_per_token == SMALL["model"].flops_per_token(16)
     assert run.items_per_round == 10 * 8 * 16
     with pytest.raises(FileNotFoundError, match=r"tokenizer='none\.json'"):
-        next(run.batches)
+        next(run.cohorts)
 
 
 def test_shapes_told_are_those_of_the_data() -> None:
     run = small(mesh=MeshConfig(fsdp=8)).build()
-    batch = next(run.batches)
-    assert jax.tree.map(np.shape, batch) == jax.tree.map(np.shape, run.batch_shapes)
+    batch = next(run.cohorts)
+    assert jax.tree.map(np.shape, batch) == jax.tree.map(np.shape, run.cohort_shapes)
     assert jax.tree.map(lambda x: x.dtype, batch) == jax.tree.map(
-        lambda x: x.dtype, run.batch_shapes
+        lambda x: x.dtype, run.cohort_shapes
     )
 
 
 def test_a_vocabulary_that_the_model_does_not_have_is_refused() -> None:
-    model = dataclasses.replace(SMALL["model"], vocabulary=100)
+    model = dataclasses.replace(SMALL["model"], vocab_size=100)
     run = dataclasses.replace(small(mesh=MeshConfig(fsdp=8)), model=model).build()
-    with pytest.raises(ValueError, match=r"has 256 tokens, but model\.vocabulary=100: make the"):
-        next(run.batches)
+    with pytest.raises(ValueError, match=r"has 256 tokens, but model\.vocab_size=100: make the"):
+        next(run.cohorts)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,9 @@ def test_a_vocabulary_that_the_model_does_not_have_is_refused() -> None:
     ids=["one island", "two islands"],
 )
 def test_it_learns(islands: int, mesh: MeshConfig, state: type, tmp_path: Path) -> None:
-    experiment = small(islands=islands, mesh=mesh, loss=LossConfig(z_loss=1e-4, accumulation=2))
+    experiment = small(
+        islands=islands, mesh=mesh, loss=LossConfig(z_loss_weight=1e-4, grad_accum_steps=2)
+    )
     run = experiment.build()
     assert isinstance(
         jax.eval_shape(lambda: run.algorithm.init(run.init(jax.random.key(0)))), state
@@ -112,7 +114,7 @@ def test_it_goes_on_with_another_number_of_islands(
         training=TrainingConfig(rounds=4, evaluate_every=1, checkpoint_every=0),
     )
     outcome = train(more, tmp_path, accept_changes=True)
-    assert (outcome.rounds, outcome.trained) == (4, 2)
+    assert (outcome.rounds, outcome.rounds_trained) == (4, 2)
     assert "islands is 4 and was 2" in capsys.readouterr().err
     losses = [line["loss"] for line in select(read_metrics(tmp_path), "evaluation")]
     assert losses[3] < losses[1]

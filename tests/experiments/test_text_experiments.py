@@ -27,7 +27,7 @@ def small(tmp_path_factory):
         return dataclasses.replace(
             experiment,
             model=TransformerConfig(
-                vocabulary=256, layers=1, width=24, heads=2, key_value_heads=1, mlp_width=52
+                vocab_size=256, num_layers=1, embed_dim=24, num_heads=2, num_kv_heads=1, mlp_dim=52
             ),
             data=TextConfig(
                 local_steps=experiment.data.local_steps, batch=2, length=16, heldout_tokens=1024
@@ -51,7 +51,7 @@ def test_the_three_differ_in_the_method_the_islands_and_what_was_tuned():
 
 
 def test_the_model_has_one_to_three_million_parameters():
-    assert 1e6 <= module.diloco_text().model.parameters() <= 3e6
+    assert 1e6 <= module.diloco_text().model.num_params() <= 3e6
 
 
 def test_diloco_and_data_parallel_see_the_same_tokens():
@@ -65,7 +65,7 @@ def test_data_parallel_sends_more_than_twenty_times_the_bytes(small):
     sent = {}
     for make in EXPERIMENTS[:2]:
         run = small(make()).build()
-        batches = with_shardings(run.batch_shapes, run.shardings.batches)
+        batches = with_shardings(run.cohort_shapes, run.shardings.cohort)
         with jax.set_mesh(run.mesh):
             sent[make.__name__] = compile_round(run, batches).bytes_across_placement
     assert sent["data_parallel_text"] > 20 * sent["diloco_text"] > 0
@@ -82,7 +82,7 @@ def test_they_learn(make, small, tmp_path):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("--outer.levels=1", "levels is 1, expected 2 (signs) to 256"),
+        ("--outer.num_levels=1", "num_levels is 1, expected 2 (signs) to 256"),
         ("--outer.learning_rate=-1.0", "expected a positive rate"),
         ("--outer.momentum=1.0", "at least 0 and below 1"),
         ("--data.local_steps=0", "data.local_steps=0: expected at least 1"),
@@ -104,13 +104,16 @@ def test_numbers_out_of_range_are_refused(capsys, override: str, words: str) -> 
     [
         (["--mesh.islands=2", "--mesh.clients=2", "--mesh.fsdp=2"], "leave out --mesh.clients"),
         (["--mesh.fsdp=1", "--mesh.sequence=2", "--data.length=63"], "sequence=2 does not divide"),
-        (["--mesh.fsdp=1", "--mesh.tensor=2", "--model.heads=3"], "divide --model.heads=3"),
-        (["--mesh.fsdp=1", "--mesh.expert=2", "--model.experts=3"], "divide --model.experts=3"),
+        (["--mesh.fsdp=1", "--mesh.tensor=2", "--model.num_heads=3"], "divide --model.num_heads=3"),
+        (
+            ["--mesh.fsdp=1", "--mesh.expert=2", "--model.num_experts=3"],
+            "divide --model.num_experts=3",
+        ),
     ],
 )
 def test_meshes_that_would_leave_devices_idle_are_refused(settings: list[str], words: str) -> None:
     experiment = configure(
-        "diloco_text", ["--model.width=96", "--model.key_value_heads=1", *settings]
+        "diloco_text", ["--model.embed_dim=96", "--model.num_kv_heads=1", *settings]
     )
     with pytest.raises(ValueError, match=words):
         experiment.build()

@@ -7,11 +7,11 @@ import jax
 import numpy as np
 import pytest
 
-from fedpax.models.nnx_functional import Functional
+from fedpax.models.nnx_functional import FunctionalModel
 
 
 @pytest.fixture
-def random_params() -> Callable[[Functional], Any]:
+def random_params() -> Callable[[FunctionalModel], Any]:
     """Draws a model's parameters, float32, with deviation 0.4, around 1 for scales, else 0."""
     random = np.random.default_rng(0)
 
@@ -19,7 +19,7 @@ def random_params() -> Callable[[Functional], Any]:
         center = 1.0 if path[-1].key == "scale" else 0.0
         return (center + 0.4 * random.normal(size=leaf.shape)).astype(np.float32)
 
-    def draw(model: Functional) -> Any:
+    def draw(model: FunctionalModel) -> Any:
         shapes = jax.eval_shape(model.init, jax.random.key(0))
         return jax.tree_util.tree_map_with_path(one, shapes)
 

@@ -17,18 +17,20 @@ def normalize(x: Array, scale: Array) -> Array:
 def frequencies(half: int, config: TransformerConfig) -> Array:
     """The angle of each pair of features at position 1."""
     plain = config.rope_base ** (-np.arange(half) / half)
-    if config.rope_scaling is None:
+    if config.rope_scaling_factor is None:
         return plain
     result = []
     for frequency in plain:
         wavelength = 2 * np.pi / frequency
-        if wavelength < config.rope_length / 4:
+        if wavelength < config.rope_original_seq_len / 4:
             result.append(frequency)
-        elif wavelength > config.rope_length:
-            result.append(frequency / config.rope_scaling)
+        elif wavelength > config.rope_original_seq_len:
+            result.append(frequency / config.rope_scaling_factor)
         else:
-            smooth = (config.rope_length / wavelength - 1) / (4 - 1)
-            result.append((1 - smooth) * frequency / config.rope_scaling + smooth * frequency)
+            smooth = (config.rope_original_seq_len / wavelength - 1) / (4 - 1)
+            result.append(
+                (1 - smooth) * frequency / config.rope_scaling_factor + smooth * frequency
+            )
     return np.array(result)
 
 
@@ -41,11 +43,11 @@ def turn(x: Array, position: int, config: TransformerConfig) -> Array:
 
 
 def attention(x: Array, w: Any, config: TransformerConfig, segments: Any, positions: Any) -> Array:
-    """One sequence x [tokens, width]."""
+    """One sequence x [tokens, embed_dim]."""
     result = np.zeros_like(x)
-    window = config.window or len(x)
-    for head in range(config.heads):
-        group = head * config.key_value_heads // config.heads
+    window = config.sliding_window or len(x)
+    for head in range(config.num_heads):
+        group = head * config.num_kv_heads // config.num_heads
         query, key, value = (
             x @ w["query"][:, head],
             x @ w["key"][:, group],
@@ -65,7 +67,7 @@ def gelu(x: Array) -> Array:
 
 
 def feed_forward(x: Array, w: Any, config: TransformerConfig) -> Array:
-    if config.experts:
+    if config.num_experts:
         return np.stack([mixture(token, w, config) for token in x])
     up = x @ w["up"]
     if config.feed_forward == "gelu":
@@ -75,9 +77,9 @@ def feed_forward(x: Array, w: Any, config: TransformerConfig) -> Array:
 
 
 def mixture(x: Array, w: Any, config: TransformerConfig) -> Array:
-    """One token x [width] through the experts with the largest logits."""
+    """One token x [embed_dim] through the experts with the largest logits."""
     scores = x @ w["router"]
-    chosen = np.argsort(-scores)[: config.experts_per_token]
+    chosen = np.argsort(-scores)[: config.num_experts_per_token]
     shares = np.exp(scores[chosen]) / np.exp(scores[chosen]).sum()
     total = np.zeros_like(x)
     for share, e in zip(shares, chosen, strict=True):
@@ -89,14 +91,14 @@ def mixture(x: Array, w: Any, config: TransformerConfig) -> Array:
 def logits(
     params: Any, tokens: Any, config: TransformerConfig, segments: Any = None, positions: Any = None
 ) -> Array:
-    """Logits [batch, sequence, vocabulary] of tokens [batch, sequence]."""
+    """Logits [batch, sequence, vocab_size] of tokens [batch, sequence]."""
     segments = np.ones_like(tokens) if segments is None else segments
     positions = np.arange(tokens.shape[1]) + 0 * tokens if positions is None else positions
     table = params["embedding"] if config.tied_embeddings else params["output"]
     result = []
     for row, segment, position in zip(tokens, segments, positions, strict=True):
         x = params["embedding"][row] * params["embedding"].shape[1] ** 0.5
-        for i in range(config.layers):
+        for i in range(config.num_layers):
             layer = {
                 name: {key: leaf[i] for key, leaf in part.items()}
                 for name, part in params["layers"].items()

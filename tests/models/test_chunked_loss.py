@@ -9,16 +9,16 @@ import pytest
 from fedpax.models.chunked_loss import chunked_cross_entropy
 
 
-def draw(batch: int = 3, length: int = 7, vocabulary: int = 13) -> tuple[Any, ...]:
+def draw(batch: int = 3, seq_len: int = 7, vocab_size: int = 13) -> tuple[Any, ...]:
     random = np.random.default_rng(0)
-    features = random.normal(size=(batch, length, 5))
-    table = 2 * random.normal(size=(vocabulary, 5))
-    targets = random.integers(0, vocabulary, (batch, length)).astype(np.int32)
-    return features, table, targets, random.random((batch, length)) * (targets > 2)
+    features = random.normal(size=(batch, seq_len, 5))
+    table = 2 * random.normal(size=(vocab_size, 5))
+    targets = random.integers(0, vocab_size, (batch, seq_len)).astype(np.int32)
+    return features, table, targets, random.random((batch, seq_len)) * (targets > 2)
 
 
 def reference(
-    features: Any, table: Any, targets: Any, mask: Any, softcap: float | None, z_loss: float
+    features: Any, table: Any, targets: Any, mask: Any, softcap: float | None, z_loss_weight: float
 ) -> Any:
     """The loss with all logits at once."""
     logits = features @ table.T
@@ -26,7 +26,7 @@ def reference(
         logits = softcap * jnp.tanh(logits / softcap)
     z = jnp.log(jnp.sum(jnp.exp(logits), axis=-1))
     entropy = z - jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    return jnp.sum(mask * (entropy + z_loss * z**2)) / mask.sum(), jnp.sum(
+    return jnp.sum(mask * (entropy + z_loss_weight * z**2)) / mask.sum(), jnp.sum(
         mask * entropy
     ) / mask.sum()
 
@@ -36,8 +36,10 @@ def reference(
 def test_equals_all_logits_at_once(chunk: int, softcap: float | None, z_loss: float) -> None:
     with jax.enable_x64(True):
         features, table, targets, mask = draw()
-        options: Any = {"softcap": softcap, "z_loss": z_loss}
-        chunked = partial(chunked_cross_entropy, targets=targets, mask=mask, chunk=chunk, **options)
+        options: Any = {"softcap": softcap, "z_loss_weight": z_loss}
+        chunked = partial(
+            chunked_cross_entropy, targets=targets, mask=mask, tokens_per_chunk=chunk, **options
+        )
         differentiated = jax.jit(jax.value_and_grad(chunked, (0, 1), has_aux=True))
         (loss, entropy), gradient = differentiated(features, table)
         plain = partial(reference, targets=targets, mask=mask, **options)
@@ -58,7 +60,7 @@ def test_no_target_at_all_gives_zero() -> None:
 
 
 def test_bfloat16_logits_are_summed_in_float32() -> None:
-    features, table, targets, mask = draw(vocabulary=4000)
+    features, table, targets, mask = draw(vocab_size=4000)
     args = jnp.asarray(features, jnp.bfloat16), jnp.asarray(table, jnp.float32), targets, mask
     loss_fn = jax.value_and_grad(chunked_cross_entropy, (0, 1), has_aux=True)
     (loss, _), gradient = loss_fn(*args)
@@ -69,7 +71,9 @@ def test_bfloat16_logits_are_summed_in_float32() -> None:
 
 def test_a_mean_over_clients_is_mapped() -> None:
     features, table, targets, mask = draw(batch=4)
-    stacked = jax.vmap(lambda *args: chunked_cross_entropy(*args, chunk=3)[0], (0, None, 0, 0))
+    stacked = jax.vmap(
+        lambda *args: chunked_cross_entropy(*args, tokens_per_chunk=3)[0], (0, None, 0, 0)
+    )
     result = jax.jit(stacked)(features[:, None], table, targets[:, None], mask[:, None])
     for i in range(4):
         one = slice(i, i + 1)
@@ -78,17 +82,19 @@ def test_a_mean_over_clients_is_mapped() -> None:
 
 
 def test_logits_of_all_tokens_never_exist() -> None:
-    tokens, vocabulary, width, chunk = 4096, 32_000, 64, 512
+    tokens, vocab_size, embed_dim, chunk = 4096, 32_000, 64, 512
     shapes = (
-        jax.ShapeDtypeStruct((4, tokens // 4, width), jnp.bfloat16),
-        jax.ShapeDtypeStruct((vocabulary, width), jnp.float32),
+        jax.ShapeDtypeStruct((4, tokens // 4, embed_dim), jnp.bfloat16),
+        jax.ShapeDtypeStruct((vocab_size, embed_dim), jnp.float32),
         jax.ShapeDtypeStruct((4, tokens // 4), jnp.int32),
     )
 
     def temporaries(chunk: int) -> int:
-        loss_fn = jax.grad(partial(chunked_cross_entropy, chunk=chunk), (0, 1), has_aux=True)
+        loss_fn = jax.grad(
+            partial(chunked_cross_entropy, tokens_per_chunk=chunk), (0, 1), has_aux=True
+        )
         return jax.jit(loss_fn).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
 
-    whole = 4 * tokens * vocabulary
-    assert temporaries(chunk) < 4 * 4 * chunk * vocabulary < whole
+    whole = 4 * tokens * vocab_size
+    assert temporaries(chunk) < 4 * 4 * chunk * vocab_size < whole
     assert temporaries(tokens) > whole

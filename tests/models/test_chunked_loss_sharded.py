@@ -13,25 +13,25 @@ from fedpax.models.chunked_loss import chunked_cross_entropy
 from fedpax.parallel.axes import partition_spec
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-BATCH, LENGTH, WIDTH, VOCABULARY, CHUNK = 8, 32, 8, 48, 10
+BATCH, SEQ_LEN, EMBED_DIM, VOCAB_SIZE, CHUNK = 8, 32, 8, 48, 10
 
 
 def draw(*leading: int) -> tuple[Any, ...]:
     random = np.random.default_rng(0)
-    features = random.normal(size=(*leading, BATCH, LENGTH, WIDTH)).astype(np.float32)
-    table = random.normal(size=(*leading, VOCABULARY, WIDTH)).astype(np.float32)
-    targets = random.integers(0, VOCABULARY, features.shape[:-1]).astype(np.int32)
+    features = random.normal(size=(*leading, BATCH, SEQ_LEN, EMBED_DIM)).astype(np.float32)
+    table = random.normal(size=(*leading, VOCAB_SIZE, EMBED_DIM)).astype(np.float32)
+    targets = random.integers(0, VOCAB_SIZE, features.shape[:-1]).astype(np.int32)
     return features, table, targets, random.random(targets.shape).astype(np.float32)
 
 
-LOSS = partial(chunked_cross_entropy, softcap=3.0, z_loss=0.1, chunk=CHUNK)
+LOSS = partial(chunked_cross_entropy, softcap=3.0, z_loss_weight=0.1, tokens_per_chunk=CHUNK)
 STEP = jax.value_and_grad(LOSS, (0, 1), has_aux=True)
 
 
 def placed(mesh: Any, args: tuple[Any, ...], *leading: str) -> Any:
-    """On the mesh: tokens cut as RULES say, the table over vocabulary and width."""
+    """On the mesh: tokens cut as RULES say, the table over vocabulary and embedding."""
     rows = partition_spec(("batch", "sequence"), mesh)
-    specs = (rows, partition_spec(("vocabulary", "embed"), mesh), rows, rows)
+    specs = (rows, partition_spec(("vocab", "embed"), mesh), rows, rows)
     return jax.device_put(
         args, tuple(NamedSharding(mesh, PartitionSpec(*leading, *spec)) for spec in specs)
     )
@@ -65,9 +65,9 @@ def test_equals_one_device_and_sends_no_logits(sizes: dict[str, int], kind: Axis
     for each in found:
         if each.in_loop:
             assert each.axes == ("tensor",) and each.kind == "all-reduce", each
-            assert each.bytes <= 4 * CHUNK * WIDTH, each
+            assert each.bytes <= 4 * CHUNK * EMBED_DIM, each
     # The gradient of the table is reduced once.
-    table = 4 * VOCABULARY * WIDTH // sizes.get("tensor", 1)
+    table = 4 * VOCAB_SIZE * EMBED_DIM // sizes.get("tensor", 1)
     assert sum(each.bytes >= table // sizes.get("fsdp", 1) for each in found) <= 2 + len(sizes)
 
 
@@ -105,11 +105,11 @@ def test_a_device_never_holds_the_logits_of_its_tokens() -> None:
         jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
         for shape, dtype, spec in (
             ((8, 1024, 32), "bfloat16", rows),
-            ((32_000, 32), "float32", partition_spec(("vocabulary", "embed"), mesh)),
+            ((32_000, 32), "float32", partition_spec(("vocab", "embed"), mesh)),
             ((8, 1024), "int32", rows),
         )
     ]
-    step = jax.grad(partial(chunked_cross_entropy, chunk=256), (0, 1), has_aux=True)
+    step = jax.grad(partial(chunked_cross_entropy, tokens_per_chunk=256), (0, 1), has_aux=True)
     with jax.set_mesh(mesh):
         memory = jax.jit(step).lower(*shapes).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 4 * 4096 * 8000 / 3

@@ -14,15 +14,15 @@ import fedpax
 from fedpax.models import classifiers
 from fedpax.models.classifiers import CNNConfig, MLPConfig, cnn, convolve, max_pool, mlp
 from fedpax.models.losses import classification_loss
-from fedpax.models.nnx_functional import Functional
+from fedpax.models.nnx_functional import FunctionalModel
 
 MODELS = {
-    "mlp": mlp(MLPConfig(sizes=(64, 32, 10))),
-    "cnn": cnn(CNNConfig(height=8, width=8, filters=(8, 16), dense=32)),
+    "mlp": mlp(MLPConfig(layer_sizes=(64, 32, 10))),
+    "cnn": cnn(CNNConfig(image_height=8, image_width=8, filters=(8, 16), hidden_dim=32)),
 }
 
 
-def noisy(model: Functional) -> Any:
+def noisy(model: FunctionalModel) -> Any:
     """Fresh parameters with noise of 0.1: biases other than 0."""
     random = np.random.default_rng(0)
     params = jax.jit(model.init)(jax.random.key(0))
@@ -32,7 +32,7 @@ def noisy(model: Functional) -> Any:
 
 
 def test_mlp_equals_numpy() -> None:
-    model = mlp(MLPConfig(sizes=(12, 7, 5, 3)))
+    model = mlp(MLPConfig(layer_sizes=(12, 7, 5, 3)))
     params = noisy(model)
     x = np.random.default_rng(1).normal(size=(4, 2, 6)).astype(np.float32)
     expected = x.reshape(4, 12).astype(np.float64)
@@ -180,7 +180,11 @@ def test_images_stay_on_their_devices(
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_cnn_equals_jax_convolutions(channels: int) -> None:
-    model = cnn(CNNConfig(height=9, width=8, channels=channels, filters=(4, 6), dense=5))
+    model = cnn(
+        CNNConfig(
+            image_height=9, image_width=8, num_channels=channels, filters=(4, 6), hidden_dim=5
+        )
+    )
     params = noisy(model)
     x = np.random.default_rng(1).normal(size=(3, 9, 8, channels)).astype(np.float32)
     expected: Any = x
@@ -208,7 +212,7 @@ def test_cnn_equals_jax_convolutions(channels: int) -> None:
 )
 def test_parameters_are_counted(config: Any, make: Any) -> None:
     shapes = jax.eval_shape(make(config).init, jax.random.key(0))
-    assert config.parameters() == sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    assert config.num_params() == sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -260,10 +264,10 @@ def test_clients_under_vmap_equal_one_by_one(name: str) -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: MLPConfig(sizes=(784,)), r"sizes=\(784,\): expected at least two"),
-        (lambda: MLPConfig(sizes=(784, 0, 10)), r"\(784, 0, 10\): expected .* positive"),
-        (lambda: CNNConfig(height=5), "height=5.*at least 6 pixels.*MLPConfig"),
-        (lambda: CNNConfig(classes=0), "classes=0.*positive sizes"),
+        (lambda: MLPConfig(layer_sizes=(784,)), r"layer_sizes=\(784,\): expected at least two"),
+        (lambda: MLPConfig(layer_sizes=(784, 0, 10)), r"\(784, 0, 10\): expected .* positive"),
+        (lambda: CNNConfig(image_height=5), "image_height=5.*at least 6 pixels.*MLPConfig"),
+        (lambda: CNNConfig(num_classes=0), "num_classes=0.*positive sizes"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(make: Any, words: str) -> None:

@@ -8,15 +8,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedpax.models.generation import generate, nucleus
-from fedpax.models.nnx_functional import Functional
+from fedpax.models.generation import generate, nucleus_filter
+from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.models.transformer import TransformerConfig, transformer
 from fedpax.parallel.axes import shardings
 from fedpax.parallel.mesh import make_mesh
 
-Draw = Callable[[Functional], Any]
+Draw = Callable[[FunctionalModel], Any]
 SMALL = TransformerConfig(
-    vocabulary=23, layers=2, width=24, heads=6, key_value_heads=2, mlp_width=20, rope_base=50.0
+    vocab_size=23,
+    num_layers=2,
+    embed_dim=24,
+    num_heads=6,
+    num_kv_heads=2,
+    mlp_dim=20,
+    rope_base=50.0,
 )
 
 
@@ -39,9 +45,10 @@ def one_by_one(config: TransformerConfig, params: Any, prompt: Any, tokens: int)
     "change",
     [
         pytest.param({}, marks=pytest.mark.slow),
-        {"window": 3, "tied_embeddings": False},
+        {"sliding_window": 3, "tied_embeddings": False},
         pytest.param(
-            {"experts": 4, "logit_softcap": 5.0, "stage_repeats": 2}, marks=pytest.mark.slow
+            {"num_experts": 4, "logit_softcap": 5.0, "num_pipeline_repeats": 2},
+            marks=pytest.mark.slow,
         ),
     ],
     ids=str,
@@ -50,7 +57,7 @@ def test_the_cache_changes_no_token(random_params: Draw, change: dict[str, Any])
     config = replace(SMALL, **change)
     params = random_params(transformer(config))
     prompt, lengths = draw_prompt()
-    result = generate(params, config, prompt, tokens=9, lengths=lengths, temperature=0.0)
+    result = generate(params, config, prompt, num_tokens=9, prompt_lengths=lengths, temperature=0.0)
     assert result.shape == (3, 9) and result.dtype == jnp.int32
     for row, length, generated in zip(prompt, lengths, result, strict=True):
         assert generated.tolist() == one_by_one(config, params, row[:length], 9)
@@ -60,17 +67,19 @@ def test_the_cache_changes_no_token(random_params: Draw, change: dict[str, Any])
 def test_a_mesh_changes_no_token(random_params: Draw) -> None:
     model = transformer(SMALL)
     params, (prompt, lengths) = random_params(model), draw_prompt()
-    run = partial(generate, config=SMALL, prompt=prompt, tokens=6, lengths=lengths, temperature=0.0)
+    run = partial(
+        generate, config=SMALL, prompt=prompt, num_tokens=6, prompt_lengths=lengths, temperature=0.0
+    )
     mesh = make_mesh(devices=jax.devices()[:4], fsdp=2, tensor=2)
     with jax.set_mesh(mesh):
-        result = run(jax.device_put(params, shardings(model.logical, params, mesh)))
+        result = run(jax.device_put(params, shardings(model.logical_axes, params, mesh)))
     np.testing.assert_array_equal(result, run(params))
 
 
 def test_explicit_axes_are_refused() -> None:
     mesh = jax.make_mesh((2,), ("fsdp",), devices=jax.devices()[:2])
     with jax.set_mesh(mesh), pytest.raises(ValueError, match="got a mesh with explicit axes"):
-        generate({}, SMALL, draw_prompt()[0], tokens=1, temperature=0.0)
+        generate({}, SMALL, draw_prompt()[0], num_tokens=1, temperature=0.0)
 
 
 def test_what_stands_behind_a_prompt_is_not_looked_at(random_params: Draw) -> None:
@@ -78,7 +87,7 @@ def test_what_stands_behind_a_prompt_is_not_looked_at(random_params: Draw) -> No
     prompt, lengths = draw_prompt()
     padded = np.where(np.arange(6) < lengths[:, None], prompt, 22)
     one, other = (
-        generate(params, SMALL, p, tokens=5, lengths=lengths, key=jax.random.key(2))
+        generate(params, SMALL, p, num_tokens=5, prompt_lengths=lengths, key=jax.random.key(2))
         for p in (prompt, padded)
     )
     np.testing.assert_array_equal(one, other)
@@ -87,20 +96,20 @@ def test_what_stands_behind_a_prompt_is_not_looked_at(random_params: Draw) -> No
 def test_tokens_are_drawn_by_their_probability(random_params: Draw) -> None:
     params = random_params(transformer(SMALL))
     prompt = np.tile(draw_prompt()[0][:1], (4000, 1))
-    drawn = generate(params, SMALL, prompt, tokens=1, key=jax.random.key(0), temperature=2.0)
+    drawn = generate(params, SMALL, prompt, num_tokens=1, key=jax.random.key(0), temperature=2.0)
     logits = jax.jit(transformer(SMALL).apply)(params, prompt[:1])[0, -1]
     expected = jax.nn.softmax(logits / 2)
     found = np.bincount(drawn[:, 0], minlength=23) / 4000
     # Four standard deviations of a frequency among 4000.
     assert np.all(np.abs(found - expected) < 4 * np.sqrt(expected * (1 - expected) / 4000) + 1e-3)
-    few = generate(params, SMALL, prompt, tokens=1, key=jax.random.key(0), top_p=0.5)
-    kept = np.flatnonzero(np.isfinite(nucleus(logits, 0.5)))
+    few = generate(params, SMALL, prompt, num_tokens=1, key=jax.random.key(0), top_p=0.5)
+    kept = np.flatnonzero(np.isfinite(nucleus_filter(logits, 0.5)))
     assert set(np.unique(few)) <= set(kept.tolist()) and len(kept) < 23
 
 
 def test_nucleus_keeps_the_fewest_that_reach_the_probability() -> None:
     logits = np.random.default_rng(0).normal(size=(50, 17)).astype(np.float32)
-    kept = np.isfinite(nucleus(logits, 0.7))
+    kept = np.isfinite(nucleus_filter(logits, 0.7))
     probabilities = np.asarray(jax.nn.softmax(logits))
     for row, keep in zip(probabilities, kept, strict=True):
         assert row[keep].sum() >= 0.7 > row[keep].sum() - row[keep].min()
@@ -111,7 +120,7 @@ def test_a_key_decides(random_params: Draw) -> None:
     params = random_params(transformer(SMALL))
     prompt, _ = draw_prompt()
     one, same, other = (
-        generate(params, SMALL, prompt, tokens=8, key=jax.random.key(seed), temperature=3.0)
+        generate(params, SMALL, prompt, num_tokens=8, key=jax.random.key(seed), temperature=3.0)
         for seed in (0, 0, 1)
     )
     np.testing.assert_array_equal(one, same)
@@ -123,16 +132,20 @@ def test_a_key_decides(random_params: Draw) -> None:
     [
         ({"prompt": np.zeros(3, int)}, r"shape \(3,\).*prompt\[None\]"),
         ({"prompt": np.zeros((1, 3))}, "expected integers"),
-        ({"tokens": 0}, "tokens=0: .* at least 1"),
+        ({"tokens": 0}, "num_tokens=0: .* at least 1"),
         ({"temperature": -1.0}, "temperature=-1.0 .* set temperature=0"),
         ({"top_p": 0.0}, "top_p=0.0: .* 0 < top_p <= 1"),
         ({"key": None}, r"pass key=jax.random.key\(seed\)"),
-        ({"lengths": np.array([1, 2])}, r"lengths has shape \(2,\).*shape \(3,\)"),
-        ({"lengths": np.array([1, 0, 7])}, r"lengths=\[1 0 7\]: expected 1 to 6"),
+        ({"prompt_lengths": np.array([1, 2])}, r"prompt_lengths has shape \(2,\).*shape \(3,\)"),
+        ({"prompt_lengths": np.array([1, 0, 7])}, r"prompt_lengths=\[1 0 7\]: expected 1 to 6"),
     ],
 )
 def test_what_makes_no_sense_is_refused(change: dict[str, Any], words: str) -> None:
-    options: dict[str, Any] = {"prompt": draw_prompt()[0], "tokens": 2, "key": jax.random.key(0)}
+    options: dict[str, Any] = {
+        "prompt": draw_prompt()[0],
+        "num_tokens": 2,
+        "key": jax.random.key(0),
+    }
     options |= change
     with pytest.raises(ValueError, match=words):
         generate({}, SMALL, options.pop("prompt"), **options)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedpax.models.grouped_matmul import grouped_product
+from fedpax.models.grouped_matmul import grouped_matmul
 
 ROWS, GROUPS = 200, 3  # blocks of 64 rows
 
@@ -35,7 +35,7 @@ def compiled(way: str) -> Callable[..., Any]:
     """The product and, for a cotangent, the gradients of rows and kernels."""
 
     def both(rows: Any, kernels: Any, sizes: Any, cotangent: Any) -> Any:
-        out, back = jax.vjp(lambda *args: grouped_product(*args, sizes), rows, kernels)
+        out, back = jax.vjp(lambda *args: grouped_matmul(*args, sizes), rows, kernels)
         return out, *back(cotangent)
 
     return jax.jit(both)
@@ -130,7 +130,7 @@ def test_the_gradient_has_a_forward_derivative(way: str) -> None:
     used = np.arange(20) < 17
 
     def loss(kernels: Any) -> Any:
-        out = grouped_product(jnp.asarray(rows, kernels.dtype), kernels, jnp.asarray(sizes))
+        out = grouped_matmul(jnp.asarray(rows, kernels.dtype), kernels, jnp.asarray(sizes))
         return jnp.sum(jnp.where(used[:, None], jnp.sin(out), 0))
 
     with jax.enable_x64(True):

@@ -12,20 +12,22 @@ from flax import nnx
 
 import fedpax
 from fedpax.models.mixture import MixtureOfExperts, routing_losses
-from fedpax.models.nnx_functional import Functional, functional
+from fedpax.models.nnx_functional import FunctionalModel, to_functional
 
-WIDTH, MLP_WIDTH = 6, 5
+EMBED_DIM, MLP_DIM = 6, 5
 
 
-def mixture(experts: int, k: int) -> Functional:
-    return functional(partial(MixtureOfExperts, WIDTH, MLP_WIDTH, experts, k, output_scale=1.0))
+def mixture(experts: int, k: int) -> FunctionalModel:
+    return to_functional(
+        partial(MixtureOfExperts, EMBED_DIM, MLP_DIM, experts, k, output_scale=1.0)
+    )
 
 
 def draw(*shape: int, seed: int = 1) -> Any:
     return np.random.default_rng(seed).normal(size=shape)
 
 
-def draw_params(model: Functional, *front: int) -> Any:
+def draw_params(model: FunctionalModel, *front: int) -> Any:
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     flat, tree = jax.tree.flatten(shapes)
     return jax.tree.unflatten(
@@ -43,7 +45,7 @@ def softmax(x: Any) -> Any:
 
 def loops(params: Any, x: Any, k: int) -> tuple[Any, dict[str, float]]:
     """Token by token, expert by expert."""
-    tokens = x.reshape(-1, WIDTH)
+    tokens = x.reshape(-1, EMBED_DIM)
     logits = tokens @ params["router"]
     y, experts = np.zeros_like(tokens), logits.shape[1]
     counts = np.zeros(experts)
@@ -125,12 +127,12 @@ def check(params: Any, x: Any, experts: int, k: int) -> Any:
     ],
 )
 def test_equals_loops(experts: int, k: int, shape: tuple[int, int]) -> None:
-    check(draw_params(mixture(experts, k)), draw(*shape, WIDTH), experts, k)
+    check(draw_params(mixture(experts, k)), draw(*shape, EMBED_DIM), experts, k)
 
 
 def test_all_tokens_to_the_same_experts() -> None:
     """No token is dropped, and experts without tokens learn nothing."""
-    params, x = draw_params(mixture(4, 2)), draw(2, 7, WIDTH)
+    params, x = draw_params(mixture(4, 2)), draw(2, 7, EMBED_DIM)
     x[..., 0] = 1
     params["router"][0] = [0, 90, 0, 100]
     gradient, _ = check(params, x, 4, 2)
@@ -140,7 +142,7 @@ def test_all_tokens_to_the_same_experts() -> None:
 
 
 def test_bfloat16_over_float32_parameters() -> None:
-    x = jnp.asarray(draw(2, 7, WIDTH), jnp.bfloat16)
+    x = jnp.asarray(draw(2, 7, EMBED_DIM), jnp.bfloat16)
     params = jax.tree.map(np.float32, draw_params(mixture(4, 2)))
     step, dense_step = compiled(4, 2)
     (gradient, _), (y, losses) = step(params, x)
@@ -160,7 +162,7 @@ def test_bfloat16_over_float32_parameters() -> None:
 def test_the_router_is_exact_in_bfloat16() -> None:
     """Logits that differ by less than bfloat16 can tell still choose the larger."""
     params = jax.tree.map(np.float32, draw_params(mixture(4, 2)))
-    x = np.zeros((2, 7, WIDTH), np.float32)
+    x = np.zeros((2, 7, EMBED_DIM), np.float32)
     x[..., 0] = 1
     step, other = compiled(4, 2)[0], []
     for larger in (1, 2):
@@ -174,7 +176,7 @@ def test_the_router_is_exact_in_bfloat16() -> None:
 
 @pytest.mark.slow
 def test_scan_over_layers() -> None:
-    model, x = mixture(4, 2), jnp.asarray(draw(2, 5, WIDTH), jnp.float32)
+    model, x = mixture(4, 2), jnp.asarray(draw(2, 5, EMBED_DIM), jnp.float32)
     stacked = jax.tree.map(np.float32, draw_params(model, 3))
 
     @partial(jax.checkpoint, prevent_cse=False)
@@ -203,7 +205,7 @@ def test_scan_over_layers() -> None:
 @pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_vmap(shared: bool) -> None:
     """Islands of a device with parameters of their own, or the server's."""
-    model, x = mixture(4, 2), draw(3, 2, 5, WIDTH).astype(np.float32)
+    model, x = mixture(4, 2), draw(3, 2, 5, EMBED_DIM).astype(np.float32)
     params = jax.tree.map(np.float32, draw_params(model, *([] if shared else [3])))
     step = jax.value_and_grad(lambda p, x: total(model.apply(p, x)), (0, 1))
     result = jax.jit(jax.vmap(step, (None if shared else 0, 0)))(params, x)
@@ -215,7 +217,7 @@ def test_vmap(shared: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("at_once", [None, 1])
 def test_inside_federated_map(at_once: int | None) -> None:
-    model, x = mixture(4, 2), draw(3, 2, 5, WIDTH).astype(np.float32)
+    model, x = mixture(4, 2), draw(3, 2, 5, EMBED_DIM).astype(np.float32)
     params = jax.tree.map(np.float32, draw_params(model))
 
     @fedpax.program(islands=3, chunk_size=at_once)
@@ -246,7 +248,7 @@ def test_the_load_balance_loss_evens_the_router_out() -> None:
     """Gradient descent on it alone lowers the largest expert's part."""
     model = mixture(4, 1)
     params = jax.tree.map(np.float32, draw_params(model))
-    x = draw(4, 32, WIDTH).astype(np.float32)
+    x = draw(4, 32, EMBED_DIM).astype(np.float32)
     x[..., 0] = 1
     params["router"][0] = [2, 0, 0, 0]
     step = jax.jit(jax.value_and_grad(lambda p: model.apply(p, jnp.asarray(x))[1]["load_balance"]))
@@ -258,9 +260,9 @@ def test_the_load_balance_loss_evens_the_router_out() -> None:
 
 
 def test_parameters_and_their_axes() -> None:
-    model = functional(partial(MixtureOfExperts, 64, 96, 8, 2, output_scale=0.5))
+    model = to_functional(partial(MixtureOfExperts, 64, 96, 8, 2, output_scale=0.5))
     params = jax.jit(model.init)(jax.random.key(0))
-    assert {name: (leaf.shape, model.logical[name]) for name, leaf in params.items()} == {
+    assert {name: (leaf.shape, model.logical_axes[name]) for name, leaf in params.items()} == {
         "router": ((64, 8), (None, None)),
         "gate": ((8, 64, 96), ("experts", "embed", "mlp")),
         "up": ((8, 64, 96), ("experts", "embed", "mlp")),
@@ -276,11 +278,11 @@ def test_parameters_and_their_axes() -> None:
 @pytest.mark.parametrize(
     ("experts", "k", "message"),
     [
-        (4, 5, r"experts_per_token=5, but there are experts=4: choose from 1 to 4"),
-        (4, 0, r"experts_per_token=0.*choose from 1 to 4"),
-        (0, 1, r"experts=0, expected at least 1.*use FeedForward"),
+        (4, 5, r"num_experts_per_token=5, but there are num_experts=4: choose from 1 to 4"),
+        (4, 0, r"num_experts_per_token=0.*choose from 1 to 4"),
+        (0, 1, r"num_experts=0, expected at least 1.*use FeedForward"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(experts: int, k: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        MixtureOfExperts(WIDTH, MLP_WIDTH, experts, k, output_scale=1.0, rngs=nnx.Rngs(0))
+        MixtureOfExperts(EMBED_DIM, MLP_DIM, experts, k, output_scale=1.0, rngs=nnx.Rngs(0))

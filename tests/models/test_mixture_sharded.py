@@ -14,17 +14,19 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import fedpax
 import fedpax.models.mixture
 from fedpax.hlo.collectives import Collective, collectives
-from fedpax.models.grouped_matmul import grouped_product
+from fedpax.models.grouped_matmul import grouped_matmul
 from fedpax.models.mixture import MixtureOfExperts
-from fedpax.models.nnx_functional import Functional, functional
+from fedpax.models.nnx_functional import FunctionalModel, to_functional
 from fedpax.parallel.axes import partition_spec, shardings
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-WIDTH, MLP_WIDTH, EXPERTS = 8, 12, 4
+EMBED_DIM, MLP_DIM, EXPERTS = 8, 12, 4
 
 
-def mixture(experts: int) -> Functional:
-    return functional(partial(MixtureOfExperts, WIDTH, MLP_WIDTH, experts, 2, output_scale=1.0))
+def mixture(experts: int) -> FunctionalModel:
+    return to_functional(
+        partial(MixtureOfExperts, EMBED_DIM, MLP_DIM, experts, 2, output_scale=1.0)
+    )
 
 
 MODEL = mixture(EXPERTS)
@@ -35,19 +37,19 @@ def draw(*shape: int, seed: int = 1) -> Any:
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-def draw_params(model: Functional = MODEL, *front: int) -> Any:
+def draw_params(model: FunctionalModel = MODEL, *front: int) -> Any:
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     leaves = enumerate(shapes.items())
     return {name: draw(*front, *leaf.shape, seed=2 + i) for i, (name, leaf) in leaves}
 
 
-def loss(model: Functional, params: Any, x: jax.Array) -> jax.Array:
+def loss(model: FunctionalModel, params: Any, x: jax.Array) -> jax.Array:
     """A number in which every output has its part."""
     y, losses = model.apply(params, x)
     return jnp.mean(y * draw(*x.shape, seed=9)) + losses["load_balance"] + losses["router_z"]
 
 
-def step(model: Functional, params: Any, x: jax.Array) -> tuple[jax.Array, Any]:
+def step(model: FunctionalModel, params: Any, x: jax.Array) -> tuple[jax.Array, Any]:
     return jax.value_and_grad(partial(loss, model), (0, 1))(params, x)
 
 
@@ -69,11 +71,11 @@ def compile_step(
     mesh: Mesh, shape: tuple[int, int] = (8, 4), experts: int = EXPERTS
 ) -> tuple[jax.stages.Compiled, Any]:
     """The step with parameters and tokens in parts, and what it gives."""
-    model, x = mixture(experts), draw(*shape, WIDTH)
+    model, x = mixture(experts), draw(*shape, EMBED_DIM)
     params = draw_params(model)
     with jax.set_mesh(mesh):
         rows = NamedSharding(mesh, partition_spec(ROWS, mesh, shape=x.shape))
-        placed = jax.device_put((params, x), (shardings(model.logical, params, mesh), rows))
+        placed = jax.device_put((params, x), (shardings(model.logical_axes, params, mesh), rows))
         compiled = jax.jit(partial(step, model)).lower(*placed).compile()
         return compiled, jax.device_get(compiled(*placed))
 
@@ -84,8 +86,8 @@ def one_device() -> tuple[jax.stages.Compiled, Any]:
 
 
 def most_rows(compiled: jax.stages.Compiled) -> int:
-    """The longest of all arrays [rows, width]."""
-    return max(map(int, re.findall(rf"f32\[(\d+),{WIDTH}\]", compiled.as_text())))
+    """The longest of all arrays [rows, embed_dim]."""
+    return max(map(int, re.findall(rf"f32\[(\d+),{EMBED_DIM}\]", compiled.as_text())))
 
 
 def sent(found: list[Collective], kind: str, axes: tuple[str, ...]) -> list[str]:
@@ -120,11 +122,11 @@ def test_equals_one_device(
     def cut(*axes: str) -> int:
         return int(np.prod([sizes.get(axis, 1) for axis in axes]))
 
-    router, kernels = EXPERTS * WIDTH, 3 * EXPERTS * WIDTH * MLP_WIDTH
+    router, kernels = EXPERTS * EMBED_DIM, 3 * EXPERTS * EMBED_DIM * MLP_DIM
     held = (
         router
         + kernels // cut("expert", "fsdp", "tensor")
-        + 8 * 4 * WIDTH // cut("data", "fsdp", "expert", "sequence")
+        + 8 * 4 * EMBED_DIM // cut("data", "fsdp", "expert", "sequence")
     )
     assert parts.memory_analysis().argument_size_in_bytes == 4 * held
     # No device has rows of more tokens than chose, or may have chosen, its experts.
@@ -158,11 +160,11 @@ def test_rows_of_no_expert_may_hold_anything(
 
     def with_rubbish(rows: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
         used = (jnp.arange(len(rows)) < jnp.sum(sizes))[:, None]
-        return spoil(grouped_product(spoil(rows, used), kernels, sizes), used)
+        return spoil(grouped_matmul(spoil(rows, used), kernels, sizes), used)
 
     # In the backward pass too.
     spoil.defvjp(lambda rows, used: (spoil(rows, used), used), lambda u, ct: (spoil(ct, u), None))
-    monkeypatch.setattr(fedpax.models.mixture, "grouped_product", with_rubbish)
+    monkeypatch.setattr(fedpax.models.mixture, "grouped_matmul", with_rubbish)
     _, result = compile_step.__wrapped__(make_mesh({"expert": 4}))
     close(result, one_device[1])
 
@@ -196,7 +198,7 @@ def test_collectives() -> None:
 def test_every_island_computes_as_if_alone() -> None:
     """Two local steps of each island, its experts and its tokens in parts."""
     sizes = {"islands": 2, "expert": 2, "fsdp": 2}
-    mesh, x, params = make_mesh(sizes), draw(2, 2, 8, 4, WIDTH), draw_params(MODEL, 2)
+    mesh, x, params = make_mesh(sizes), draw(2, 2, 8, 4, EMBED_DIM), draw_params(MODEL, 2)
 
     def local(params: Any, x: jax.Array) -> tuple[Any, jax.Array]:
         def descend(params: Any, x: jax.Array) -> tuple[Any, jax.Array]:
@@ -213,7 +215,7 @@ def test_every_island_computes_as_if_alone() -> None:
     expected = [
         jax.device_get(alone(*jax.tree.map(lambda leaf, i=i: leaf[i], (params, x)))) for i in (0, 1)
     ]
-    inside = shardings(MODEL.logical, draw_params(), mesh)
+    inside = shardings(MODEL.logical_axes, draw_params(), mesh)
     parts = {
         name: NamedSharding(mesh, PartitionSpec("islands", *each.spec))
         for name, each in inside.items()
@@ -233,14 +235,14 @@ def test_every_island_computes_as_if_alone() -> None:
 )
 def test_in_int8_the_experts_are_near_what_they_are(sizes: dict[str, int]):
     pytest.importorskip("qwix")
-    params, x = draw_params(), draw(8, 4, WIDTH)
-    build = partial(MixtureOfExperts, WIDTH, MLP_WIDTH, EXPERTS, 2, output_scale=1.0)
-    rounded = functional(partial(build, quantization="int8"))
+    params, x = draw_params(), draw(8, 4, EMBED_DIM)
+    build = partial(MixtureOfExperts, EMBED_DIM, MLP_DIM, EXPERTS, 2, output_scale=1.0)
+    rounded = to_functional(partial(build, quantization="int8"))
     exact, _ = MODEL.apply(params, x)
     mesh = make_mesh(sizes)
     with jax.set_mesh(mesh):
         rows = NamedSharding(mesh, partition_spec(ROWS, mesh, shape=x.shape))
-        placed = jax.device_put((params, x), (shardings(MODEL.logical, params, mesh), rows))
+        placed = jax.device_put((params, x), (shardings(MODEL.logical_axes, params, mesh), rows))
         found, _ = jax.jit(rounded.apply)(*placed)
         gradient = jax.jit(jax.grad(partial(loss, rounded)))(*placed)
     assert 1e-4 < np.linalg.norm(found - exact) / np.linalg.norm(exact) < 0.03

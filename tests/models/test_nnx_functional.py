@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from fedpax.models.classifiers import CNNConfig, MLPConfig, cnn, mlp
-from fedpax.models.nnx_functional import Functional, functional
+from fedpax.models.nnx_functional import FunctionalModel, to_functional
 from fedpax.models.transformer import TransformerConfig, transformer
 from fedpax.parallel.axes import RULES
 
@@ -17,7 +17,7 @@ class Tower(nnx.Module):
     """Modules inside modules, with and without names for the parameters' axes."""
 
     def __init__(self, *, rngs: nnx.Rngs):
-        metadata = {"logical": ("embed", "mlp")}
+        metadata = {"logical_axes": ("embed", "mlp")}
         self.first = nnx.Linear(3, 4, rngs=rngs, kernel_metadata=metadata)
         self.second = nnx.Linear(4, 2, rngs=rngs)
 
@@ -26,7 +26,7 @@ class Tower(nnx.Module):
 
 
 def test_equals_the_module() -> None:
-    model = functional(Tower)
+    model = to_functional(Tower)
     params = model.init(jax.random.key(3))
     x = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
     module = Tower(rngs=nnx.Rngs(jax.random.key(3)))
@@ -34,11 +34,11 @@ def test_equals_the_module() -> None:
 
 
 def test_parameters_are_nested_dicts_of_arrays() -> None:
-    model = functional(Tower)
+    model = to_functional(Tower)
     params = model.init(jax.random.key(3))
     assert type(params) is dict and type(params["first"]) is dict
     assert all(type(leaf) is type(jnp.ones(())) for leaf in jax.tree.leaves(params))
-    assert model.logical == {
+    assert model.logical_axes == {
         "first": {"kernel": ("embed", "mlp"), "bias": (None,)},
         "second": {"kernel": (None, None), "bias": (None,)},
     }
@@ -47,28 +47,28 @@ def test_parameters_are_nested_dicts_of_arrays() -> None:
 @pytest.mark.parametrize(
     "model",
     [
-        transformer(TransformerConfig(layers=2, width=16, heads=2)),
+        transformer(TransformerConfig(num_layers=2, embed_dim=16, num_heads=2)),
         mlp(MLPConfig((6, 5, 4))),
-        cnn(CNNConfig(height=8, width=8)),
+        cnn(CNNConfig(image_height=8, image_width=8)),
     ],
     ids=["transformer", "mlp", "cnn"],
 )
-def test_logical_axes_fit_every_parameter(model: Functional) -> None:
+def test_logical_axes_fit_every_parameter(model: FunctionalModel) -> None:
     shapes = jax.eval_shape(model.init, jax.random.key(0))
-    names = jax.tree.map(lambda leaf, axes: (leaf.ndim, axes), shapes, model.logical)
+    names = jax.tree.map(lambda leaf, axes: (leaf.ndim, axes), shapes, model.logical_axes)
     for ndim, axes in jax.tree.leaves(names, is_leaf=lambda x: isinstance(x, tuple)):
         assert len(axes) == ndim and set(axes) <= {None, *RULES}
 
 
 def test_init_depends_on_the_key_alone() -> None:
-    model = functional(Tower)
+    model = to_functional(Tower)
     one, same, other = (model.init(jax.random.key(seed)) for seed in (3, 3, 4))
     jax.tree.map(np.testing.assert_array_equal, one, same)
     assert not np.array_equal(one["first"]["kernel"], other["first"]["kernel"])
 
 
 def test_apply_is_closed_under_transformations() -> None:
-    model = functional(Tower)
+    model = to_functional(Tower)
     stacked = jax.vmap(model.init)(jax.random.split(jax.random.key(0), 4))
     x = np.random.default_rng(0).normal(size=(4, 5, 3)).astype(np.float32)
 
@@ -87,9 +87,9 @@ def test_apply_is_closed_under_transformations() -> None:
 
 def test_state_besides_parameters_is_refused() -> None:
     with pytest.raises(ValueError, match=r"mean, var.* use layers without one"):
-        functional(partial(nnx.BatchNorm, 3))
+        to_functional(partial(nnx.BatchNorm, 3))
 
 
 def test_wrong_number_of_names_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"\(3, 2\).*logical=\('embed',\): give one name"):
-        functional(partial(nnx.Linear, 3, 2, kernel_metadata={"logical": ("embed",)}))
+    with pytest.raises(ValueError, match=r"\(3, 2\).*logical_axes=\('embed',\): give one name"):
+        to_functional(partial(nnx.Linear, 3, 2, kernel_metadata={"logical_axes": ("embed",)}))

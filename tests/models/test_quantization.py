@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from fedpax.models.grouped_matmul import grouped_product
+from fedpax.models.grouped_matmul import grouped_matmul
 from fedpax.models.losses import transformer_loss
 from fedpax.models.parameters import project
-from fedpax.models.quantization import FORMATS, quantized_einsum, quantized_grouped_product
+from fedpax.models.quantization import FORMATS, quantized_einsum, quantized_grouped_matmul
 from fedpax.models.remat import rematerialize
 from fedpax.models.transformer import TransformerConfig, transformer
 
-SMALL = TransformerConfig(vocabulary=23, layers=2, width=32, heads=4, key_value_heads=2)
+SMALL = TransformerConfig(vocab_size=23, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2)
 
 
 qwix = pytest.importorskip("qwix")
@@ -61,7 +61,7 @@ def test_a_grouped_product_is_that_of_each_group(quantization: Any) -> None:
     rows[180:] = np.nan  # after the last group
     kernels = random.normal(size=(4, 32, 16)).astype(np.float32)
     sizes = np.array([90, 0, 1, 89], np.int32)
-    product = partial(quantized_grouped_product, sizes=sizes, quantization=quantization)
+    product = partial(quantized_grouped_matmul, sizes=sizes, quantization=quantization)
     found, back = jax.vjp(product, rows, kernels)
     dtype = jnp.dtype(FORMATS[quantization])
     left, right = (
@@ -72,7 +72,7 @@ def test_a_grouped_product_is_that_of_each_group(quantization: Any) -> None:
         np.testing.assert_allclose(found[row], left[row] @ right[group], rtol=1e-5, atol=1e-5)
     cotangent = random.normal(size=(200, 16)).astype(np.float32)
     cotangent[180:] = 0
-    exact = jax.vjp(lambda r, k: grouped_product(r, k, sizes), rows, kernels)[1](cotangent)
+    exact = jax.vjp(lambda r, k: grouped_matmul(r, k, sizes), rows, kernels)[1](cotangent)
     for gradient, expected in zip(back(cotangent), exact, strict=True):
         kept = slice(0, 180 if len(gradient) == 200 else None)
         np.testing.assert_allclose(gradient[kept], expected[kept], rtol=1e-5, atol=1e-5)
@@ -81,7 +81,7 @@ def test_a_grouped_product_is_that_of_each_group(quantization: Any) -> None:
 @pytest.mark.parametrize("policy", ["dots", "dots_with_no_batch_dims", "offload"])
 def test_policies_of_products_keep_those_that_are_rounded(policy: str) -> None:
     """They are rounded in the forward pass, and not in the backward pass again."""
-    weight = nnx.Param(jnp.ones((8, 8)), logical=("embed", "mlp"))
+    weight = nnx.Param(jnp.ones((8, 8)), logical_axes=("embed", "mlp"))
 
     def layer(x: jax.Array, _: None) -> tuple[jax.Array, None]:
         return jnp.tanh(project("btw,wm->btm", x, weight, quantization="int8")), None
@@ -108,12 +108,12 @@ def test_explicit_axes_are_refused() -> None:
 @pytest.mark.parametrize("quantization", ["int8", "fp8"])
 def test_a_quantized_model_learns(quantization: Any, experts: int) -> None:
     config = TransformerConfig(
-        vocabulary=23,
-        layers=2,
-        width=32,
-        heads=4,
-        mlp_width=48,
-        experts=experts,
+        vocab_size=23,
+        num_layers=2,
+        embed_dim=32,
+        num_heads=4,
+        mlp_dim=48,
+        num_experts=experts,
         quantization=quantization,
     )
     tokens = np.random.default_rng(0).integers(0, 23, (4, 17)).astype(np.int32)

@@ -8,12 +8,12 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 from fedpax.models.losses import transformer_loss
-from fedpax.models.nnx_functional import Functional
+from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.models.remat import POLICIES
 from fedpax.models.transformer import TransformerConfig, transformer
 
 CONFIG = TransformerConfig(
-    vocabulary=23, layers=3, width=64, heads=4, key_value_heads=2, mlp_width=128
+    vocab_size=23, num_layers=3, embed_dim=64, num_heads=4, num_kv_heads=2, mlp_dim=128
 )
 
 
@@ -35,7 +35,7 @@ def test_every_policy_can_be_chosen() -> None:
     ],
 )
 def test_a_policy_changes_no_gradient(
-    random_params: Callable[[Functional], Any], policy: str
+    random_params: Callable[[FunctionalModel], Any], policy: str
 ) -> None:
     params = random_params(transformer(CONFIG))
     tokens = np.random.default_rng(0).integers(0, 23, (2, 17)).astype(np.int32)
@@ -53,8 +53,8 @@ def bytes_kept(config: TransformerConfig, batch: int, length: int) -> int:
     step = jax.grad(transformer_loss(config), has_aux=True)
     jaxpr = jax.make_jaxpr(step)(shapes, {"inputs": row, "targets": row})
     forward = next(eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
-    kept = [v.aval for v in forward.outvars if v.aval.shape[:1] == (config.layers,)]
-    return sum(aval.size * aval.dtype.itemsize for aval in kept) // config.layers
+    kept = [v.aval for v in forward.outvars if v.aval.shape[:1] == (config.num_layers,)]
+    return sum(aval.size * aval.dtype.itemsize for aval in kept) // config.num_layers
 
 
 def test_policies_keep_less_and_less() -> None:
@@ -72,7 +72,7 @@ def test_policies_keep_less_and_less() -> None:
 def test_the_kernel_for_tpu_gives_what_its_gradient_wants() -> None:
     device = jax.sharding.AbstractDevice("any", 1, "tpu")
     mesh = AbstractMesh((2,), ("fsdp",), (AxisType.Auto,), abstract_device=device)
-    config = replace(CONFIG, heads=1, key_value_heads=1)
+    config = replace(CONFIG, num_heads=1, num_kv_heads=1)
     with jax.sharding.use_abstract_mesh(mesh):
         attention, full = (
             bytes_kept(replace(config, remat=policy), 2, 128)

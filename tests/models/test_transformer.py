@@ -12,17 +12,23 @@ import pytest
 
 from fedpax.models.attention.layer import attend, attention_mask, rotary
 from fedpax.models.losses import next_token_loss
-from fedpax.models.nnx_functional import Functional, functional
+from fedpax.models.nnx_functional import FunctionalModel, to_functional
 from fedpax.models.transformer import Layer, TransformerConfig, transformer
 
-Draw = Callable[[Functional], Any]
+Draw = Callable[[FunctionalModel], Any]
 SMALL = TransformerConfig(
-    vocabulary=23, layers=2, width=24, heads=6, key_value_heads=2, mlp_width=20, rope_base=50.0
+    vocab_size=23,
+    num_layers=2,
+    embed_dim=24,
+    num_heads=6,
+    num_kv_heads=2,
+    mlp_dim=20,
+    rope_base=50.0,
 )
 
 
-def draw_tokens(*shape: int, vocabulary: int = 23) -> Any:
-    return np.random.default_rng(1).integers(0, vocabulary, shape).astype(np.int32)
+def draw_tokens(*shape: int, vocab_size: int = 23) -> Any:
+    return np.random.default_rng(1).integers(0, vocab_size, shape).astype(np.int32)
 
 
 def draw_packing(batch: int, length: int) -> tuple[Any, Any]:
@@ -41,12 +47,12 @@ def draw_packing(batch: int, length: int) -> tuple[Any, Any]:
     ("packed", "change"),
     [
         (False, {}),
-        (True, {"remat": "full", "window": 3}),
+        (True, {"remat": "full", "sliding_window": 3}),
         (True, {"tied_embeddings": False, "logit_softcap": 2.0}),
-        (False, {"feed_forward": "gelu", "window": 4}),
-        (False, {"rope_scaling": 4.0, "rope_length": 60, "experts": 3}),
-        (True, {"heads": 4, "key_value_heads": 4, "head_width": 10}),
-        (False, {"heads": 3, "key_value_heads": 1, "layers": 1}),
+        (False, {"feed_forward": "gelu", "sliding_window": 4}),
+        (False, {"rope_scaling_factor": 4.0, "rope_original_seq_len": 60, "num_experts": 3}),
+        (True, {"num_heads": 4, "num_kv_heads": 4, "head_dim": 10}),
+        (False, {"num_heads": 3, "num_kv_heads": 1, "num_layers": 1}),
     ],
 )
 def test_equals_numpy(random_params: Draw, packed: bool, change: dict[str, Any]) -> None:
@@ -78,7 +84,7 @@ def test_a_token_does_not_change_what_comes_before_it(random_params: Draw) -> No
     before = apply(params, tokens)
     for t in (0, 5, 11):
         changed = tokens.copy()
-        changed[0, t] = (changed[0, t] + 1) % SMALL.vocabulary
+        changed[0, t] = (changed[0, t] + 1) % SMALL.vocab_size
         after = apply(params, changed)
         np.testing.assert_array_equal(after[:, :t], before[:, :t])
         # It changes what comes at it and behind it.
@@ -112,16 +118,16 @@ def test_positions_count_by_their_distance_alone(random_params: Draw) -> None:
 
 def test_scan_equals_a_loop_over_layers(random_params: Draw) -> None:
     model = transformer(SMALL)
-    layer = functional(partial(Layer, SMALL))
+    layer = to_functional(partial(Layer, SMALL))
     params, tokens = random_params(model), draw_tokens(2, 11)
-    rotation = rotary(jnp.arange(11)[None], SMALL.features_per_head, SMALL.rope_base)
+    rotation = rotary(jnp.arange(11)[None], SMALL.resolved_head_dim, SMALL.rope_base)
 
     def attend_to_all(*query_key_value: Any) -> tuple[jax.Array, None]:
         return attend(*query_key_value, attention_mask(11)), None
 
     def unrolled(params: Any, tokens: Any) -> jax.Array:
-        x = params["embedding"][tokens] * SMALL.width**0.5
-        for i in range(SMALL.layers):
+        x = params["embedding"][tokens] * SMALL.embed_dim**0.5
+        for i in range(SMALL.num_layers):
             of_layer = jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"])
             x, *_ = layer.apply(of_layer, x, rotation, attend_to_all)
         x = x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6)
@@ -164,15 +170,15 @@ def test_a_frequent_token_learns_as_much_in_bfloat16(random_params: Draw) -> Non
     params, tokens = random_params(model), np.zeros((4, 500), np.int32)
 
     def total(params: Any) -> jax.Array:
-        return jnp.sum(model.module(params).embed(tokens).astype(jnp.float32))
+        return jnp.sum(model.bind(params).embed(tokens).astype(jnp.float32))
 
     gradient = jax.jit(jax.grad(total))(params)["embedding"][0]
-    np.testing.assert_allclose(gradient, 2000 * SMALL.width**0.5, rtol=0.01)
+    np.testing.assert_allclose(gradient, 2000 * SMALL.embed_dim**0.5, rtol=0.01)
 
 
 def test_a_fresh_model_prefers_no_token_but_the_one_it_sees() -> None:
     # Embeddings are tied, and what a token adds to the features is what its logit reads.
-    tokens = draw_tokens(4, 64, vocabulary=256)
+    tokens = draw_tokens(4, 64, vocab_size=256)
     model = transformer(TransformerConfig())
     logits = jax.jit(model.apply)(jax.jit(model.init)(jax.random.key(3)), tokens)
     others = np.where(tokens[:, :, None] == np.arange(256), np.nan, logits)

@@ -8,7 +8,13 @@ from fedpax.models import presets
 from fedpax.models.transformer import TransformerConfig, transformer
 
 SMALL = TransformerConfig(
-    vocabulary=23, layers=2, width=24, heads=6, key_value_heads=2, mlp_width=20, rope_base=50.0
+    vocab_size=23,
+    num_layers=2,
+    embed_dim=24,
+    num_heads=6,
+    num_kv_heads=2,
+    mlp_dim=20,
+    rope_base=50.0,
 )
 
 
@@ -16,21 +22,21 @@ SMALL = TransformerConfig(
     "change",
     [
         {},
-        {"layers": 1, "heads": 4, "key_value_heads": 4, "head_width": 32},
+        {"num_layers": 1, "num_heads": 4, "num_kv_heads": 4, "head_dim": 32},
         {"tied_embeddings": False, "feed_forward": "gelu"},
-        {"experts": 5, "experts_per_token": 3, "stage_repeats": 2},
+        {"num_experts": 5, "num_experts_per_token": 3, "num_pipeline_repeats": 2},
     ],
     ids=str,
 )
 def test_parameters_are_counted(change: dict[str, Any]) -> None:
     config = replace(SMALL, **change)
     shapes = jax.eval_shape(transformer(config).init, jax.random.key(0))
-    assert config.parameters() == sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    assert config.num_params() == sum(leaf.size for leaf in jax.tree.leaves(shapes))
     # Of the experts' parameters, a token meets those of 3 in 5.
     experts = sum(
         leaf.size for leaf in jax.tree.leaves(shapes["layers"]["feed_forward"]) if leaf.ndim > 4
     )
-    assert config.parameters() - config.active_parameters() == experts * 2 // 5
+    assert config.num_params() - config.num_active_params() == experts * 2 // 5
 
 
 @pytest.mark.parametrize(
@@ -52,8 +58,8 @@ def test_presets_are_as_large_as_they_were_published(
     # A preset of 280 GB takes no memory before it is made.
     shapes = jax.eval_shape(transformer(config).init, jax.random.key(0))
     count = sum(leaf.size for leaf in jax.tree.leaves(shapes))
-    assert count == config.parameters() == pytest.approx(total, rel=0.005)
-    assert config.active_parameters() == pytest.approx(active, rel=0.005)
+    assert count == config.num_params() == pytest.approx(total, rel=0.005)
+    assert config.num_active_params() == pytest.approx(active, rel=0.005)
 
 
 def test_flops_of_a_token_give_published_utilizations() -> None:
@@ -64,42 +70,45 @@ def test_flops_of_a_token_give_published_utilizations() -> None:
 
 def test_flops_are_those_of_every_product() -> None:
     """Counted product by product, for full attention and for what each token sees."""
-    config = replace(SMALL, tied_embeddings=False, window=5)
-    length, width, head = 12, 24, 4
-    weights = width * head * (6 + 2 + 2 + 6) + 3 * width * 20
+    config = replace(SMALL, tied_embeddings=False, sliding_window=5)
+    seq_len, embed_dim, head = 12, 24, 4
+    weights = embed_dim * head * (6 + 2 + 2 + 6) + 3 * embed_dim * 20
     for causal in (False, True):
         scores = 0.0
-        for t in range(length):
+        for t in range(seq_len):
             seen = min(t + 0.5, 5) if causal else 5  # half of its own score counts
-            scores += 2 * 6 * head * seen / length
-        expected = 6 * (config.layers * (weights + scores) + 23 * width)
-        norms = 6 * width * (2 * config.layers + 1)
-        assert config.flops_per_token(length, causal) == pytest.approx(expected + norms)
+            scores += 2 * 6 * head * seen / seq_len
+        expected = 6 * (config.num_layers * (weights + scores) + 23 * embed_dim)
+        norms = 6 * embed_dim * (2 * config.num_layers + 1)
+        assert config.flops_per_token(seq_len, causal) == pytest.approx(expected + norms)
 
 
 def test_flops_of_a_mixture_are_those_of_its_active_experts() -> None:
-    mixture = replace(SMALL, experts=7, experts_per_token=2)
-    wide = replace(SMALL, mlp_width=2 * SMALL.mlp_width)
-    router = 6 * SMALL.layers * SMALL.width * 7
+    mixture = replace(SMALL, num_experts=7, num_experts_per_token=2)
+    wide = replace(SMALL, mlp_dim=2 * SMALL.mlp_dim)
+    router = 6 * SMALL.num_layers * SMALL.embed_dim * 7
     assert mixture.flops_per_token(64) == wide.flops_per_token(64) + router
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"key_value_heads": 4}, r"key_value_heads=4 .* heads=6: use one of \[1, 2, 3, 6\]"),
-        ({"width": 25}, "heads=6 does not divide width=25: .* set head_width"),
-        ({"head_width": 5}, "5 features.*set an even head_width"),
-        ({"layers": 0}, "layers=0: expected a positive number"),
-        ({"head_width": 0}, "head_width=0: expected a positive number"),
+        ({"num_kv_heads": 4}, r"num_kv_heads=4 .* num_heads=6: use one of \[1, 2, 3, 6\]"),
+        ({"embed_dim": 25}, "num_heads=6 does not divide embed_dim=25: .* set head_dim"),
+        ({"head_dim": 5}, "5 features.*set an even head_dim"),
+        ({"num_layers": 0}, "num_layers=0: expected a positive number"),
+        ({"head_dim": 0}, "head_dim=0: expected a positive number"),
         ({"rope_base": -1.0}, "rope_base=-1.0: expected a positive number"),
         ({"logit_softcap": 0.0}, "logit_softcap=0.0: expected a positive number"),
         ({"dtype": "float8"}, "dtype='float8': use 'float32'"),
         ({"remat": True}, "remat=True: use 'none', 'full'"),
         ({"attention": "flash"}, "attention='flash': use 'auto', .* or 'splash'"),
-        ({"experts": 2, "experts_per_token": 3}, "experts_per_token=3, .*experts=2: send"),
-        ({"experts": 2, "feed_forward": "gelu"}, "experts have feed_forward='swiglu'"),
-        ({"stage_repeats": 3}, "stage_repeats=3 does not divide layers=2"),
+        (
+            {"num_experts": 2, "num_experts_per_token": 3},
+            "num_experts_per_token=3, .*num_experts=2: send",
+        ),
+        ({"num_experts": 2, "feed_forward": "gelu"}, "experts have feed_forward='swiglu'"),
+        ({"num_pipeline_repeats": 3}, "num_pipeline_repeats=3 does not divide num_layers=2"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(change: dict[str, Any], words: str) -> None:

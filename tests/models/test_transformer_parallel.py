@@ -18,16 +18,16 @@ from fedpax.parallel.axes import partition_spec, shardings
 from fedpax.parallel.mesh import make_mesh
 
 DENSE = TransformerConfig(
-    vocabulary=32, layers=4, width=16, heads=4, key_value_heads=2, mlp_width=24, remat="full"
+    vocab_size=32, num_layers=4, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=24, remat="full"
 )
-MIXTURE = dataclasses.replace(DENSE, experts=4, experts_per_token=2)
+MIXTURE = dataclasses.replace(DENSE, num_experts=4, num_experts_per_token=2)
 BATCH, LENGTH = 8, 16
 
 
 def draw_batch(*leading: int) -> dict[str, Any]:
     """Rows of two documents and a padding of three tokens."""
     random = np.random.default_rng(1)
-    tokens = random.integers(0, DENSE.vocabulary, (*leading, BATCH, LENGTH)).astype(np.int32)
+    tokens = random.integers(0, DENSE.vocab_size, (*leading, BATCH, LENGTH)).astype(np.int32)
     segments = np.repeat([1, 2, 0], [5, LENGTH - 8, 3]) + np.zeros_like(tokens)
     positions = np.concatenate([np.arange(5), np.arange(LENGTH - 8), np.arange(3)])
     return {
@@ -53,7 +53,9 @@ def draw_params(config: TransformerConfig, *leading: int) -> Any:
 
 def value_and_gradient(config: TransformerConfig, load_balance: float = 0.01) -> Any:
     """All terms of the loss; the mixture's in a pipeline are means over microbatches."""
-    loss = transformer_loss(config, z_loss=1e-3, load_balance=load_balance, router_z=0.01)
+    loss = transformer_loss(
+        config, z_loss_weight=1e-3, load_balance_weight=load_balance, router_z_weight=0.01
+    )
     return jax.value_and_grad(loss, has_aux=True)
 
 
@@ -82,8 +84,8 @@ def mesh_of(**sizes: int) -> Mesh:
 
 
 def in_runs(config: TransformerConfig, params: Any, *, leading: int = 0) -> Any:
-    """Parameters of one stack as a pipeline with `stage_repeats` has them: in the same order."""
-    repeats = config.stage_repeats
+    """Parameters of one stack as an interleaved pipeline has them, in the same order."""
+    repeats = config.num_pipeline_repeats
     if repeats == 1:
         return params
     layers = jax.tree.map(
@@ -94,7 +96,7 @@ def in_runs(config: TransformerConfig, params: Any, *, leading: int = 0) -> Any:
 
 
 def in_one_stack(config: TransformerConfig, params: Any, *, leading: int = 0) -> Any:
-    if config.stage_repeats == 1:
+    if config.num_pipeline_repeats == 1:
         return params
     layers = jax.tree.map(
         lambda p: p.reshape(*p.shape[:leading], -1, *p.shape[leading + 2 :]), params["layers"]
@@ -105,7 +107,7 @@ def in_one_stack(config: TransformerConfig, params: Any, *, leading: int = 0) ->
 def case(config: TransformerConfig, sizes: dict[str, int], *, slow: bool = True) -> Any:
     options = {
         name: getattr(config, name)
-        for name in ("experts", "microbatches", "stage_repeats", "window")
+        for name in ("num_experts", "num_microbatches", "num_pipeline_repeats", "sliding_window")
         if getattr(config, name) != getattr(DENSE, name)
     }
     name = "-".join(f"{key}{value}" for key, value in (sizes | options).items())
@@ -113,11 +115,11 @@ def case(config: TransformerConfig, sizes: dict[str, int], *, slow: bool = True)
 
 
 def gpipe(config: TransformerConfig, microbatches: int = 4) -> TransformerConfig:
-    return dataclasses.replace(config, microbatches=microbatches)
+    return dataclasses.replace(config, num_microbatches=microbatches)
 
 
 def interleaved(config: TransformerConfig, microbatches: int = 4) -> TransformerConfig:
-    return dataclasses.replace(config, microbatches=microbatches, stage_repeats=2)
+    return dataclasses.replace(config, num_microbatches=microbatches, num_pipeline_repeats=2)
 
 
 CASES = [
@@ -128,7 +130,7 @@ CASES = [
     case(MIXTURE, {"expert": 4}),
     case(gpipe(DENSE), {"stage": 4}),
     case(interleaved(DENSE), {"stage": 2}),
-    case(dataclasses.replace(DENSE, window=5), {"sequence": 4}),
+    case(dataclasses.replace(DENSE, sliding_window=5), {"sequence": 4}),
     case(DENSE, {"fsdp": 2, "tensor": 2, "sequence": 2}, slow=False),
     case(gpipe(DENSE), {"stage": 2, "fsdp": 2, "tensor": 2}),
     case(interleaved(DENSE, 2), {"stage": 2, "fsdp": 2, "tensor": 2}, slow=False),
@@ -142,16 +144,16 @@ CASES = [
 
 @pytest.mark.parametrize(("config", "sizes"), CASES)
 def test_equals_one_device(config: TransformerConfig, sizes: dict[str, int]) -> None:
-    whole = dataclasses.replace(config, microbatches=1, stage_repeats=1)
+    whole = dataclasses.replace(config, num_microbatches=1, num_pipeline_repeats=1)
     # The balance of the whole batch is not the mean of its microbatches' balances, which is the
     # one term that tells them apart.
-    load_balance = 0.0 if config.experts and config.microbatches > 1 else 0.01
+    load_balance = 0.0 if config.num_experts and config.num_microbatches > 1 else 0.01
     arguments, expected = on_one_device(whole, load_balance)
     (params, batch), expected = take(arguments, 0), take(expected, 0)
     params = in_runs(config, params)
     mesh, model = mesh_of(**sizes), transformer(config)
     with jax.set_mesh(mesh):
-        parts = shardings(model.logical, params, mesh)
+        parts = shardings(model.logical_axes, params, mesh)
         rows = NamedSharding(mesh, partition_spec(("batch", "sequence"), mesh, shape=(8, 16)))
         step = jax.jit(
             value_and_gradient(config, load_balance),
@@ -166,7 +168,7 @@ def test_equals_one_device(config: TransformerConfig, sizes: dict[str, int]) -> 
     if not load_balance:
         balance = aux.pop("load_balance")
         expected[0][1].pop("load_balance")
-        assert 0 < balance <= config.experts
+        assert 0 < balance <= config.num_experts
     close(((loss, aux), gradient), expected)
     check_memory(compiled, (params, batch), (parts, rows))
     check_traffic(compiled.as_text(), mesh, params)
@@ -213,7 +215,7 @@ def check_traffic(text: str, mesh: Mesh, params: Any) -> None:
     ],
 )
 def test_every_island_equals_one_device(config: TransformerConfig, sizes: dict[str, int]) -> None:
-    whole = dataclasses.replace(config, microbatches=1, stage_repeats=1)
+    whole = dataclasses.replace(config, num_microbatches=1, num_pipeline_repeats=1)
     (params, batches), expected = on_one_device(whole)
     params = in_runs(config, params, leading=1)
 

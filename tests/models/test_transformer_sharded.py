@@ -16,14 +16,14 @@ from fedpax.parallel.axes import partition_spec, shardings
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 CONFIG = TransformerConfig(
-    vocabulary=32, layers=2, width=24, heads=4, key_value_heads=2, mlp_width=20
+    vocab_size=32, num_layers=2, embed_dim=24, num_heads=4, num_kv_heads=2, mlp_dim=20
 )
 
 
 def draw_batch(*shape: int) -> dict[str, Any]:
     """Rows of two documents and a padding of three tokens."""
     random = np.random.default_rng(1)
-    tokens = random.integers(0, CONFIG.vocabulary, shape).astype(np.int32)
+    tokens = random.integers(0, CONFIG.vocab_size, shape).astype(np.int32)
     length = shape[-1]
     segments = np.repeat([1, 2, 0], [5, length - 8, 3]) + np.zeros_like(tokens)
     positions = np.concatenate([np.arange(5), np.arange(length - 8), np.arange(3)])
@@ -82,7 +82,7 @@ def test_equals_one_device(
     devices = jax.devices()[: int(np.prod(shape))]
     mesh = jax.make_mesh(shape, tuple(sizes), axis_types=types, devices=devices)
     with jax.set_mesh(mesh):
-        placed = jax.device_put(params, shardings(model.logical, params, mesh))
+        placed = jax.device_put(params, shardings(model.logical_axes, params, mesh))
         rows = NamedSharding(mesh, partition_spec(("batch", "sequence"), mesh, shape=(4, 16)))
         step = jax.jit(jax.value_and_grad(next_token_loss(model.apply), has_aux=True))
         result = step(placed, jax.device_put(batch, rows))
@@ -101,12 +101,12 @@ def test_equals_one_device(
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            {"experts": 4, "window": 6},
+            {"num_experts": 4, "sliding_window": 6},
             {"fsdp": 2, "expert": 2, "tensor": 2},
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            {"layers": 4, "microbatches": 2, "stage_repeats": 2, "remat": "full"},
+            {"num_layers": 4, "num_microbatches": 2, "num_pipeline_repeats": 2, "remat": "full"},
             {"stage": 2, "fsdp": 2, "sequence": 2},
             marks=pytest.mark.slow,
         ),
@@ -126,7 +126,7 @@ def test_options_equal_one_device(change: dict[str, Any], sizes: dict[str, int])
     devices = jax.devices()[: int(np.prod(shape))]
     mesh = jax.make_mesh(shape, tuple(sizes), axis_types=(AUTO,) * len(shape), devices=devices)
     with jax.set_mesh(mesh):
-        placed = jax.device_put(params, shardings(model.logical, params, mesh))
+        placed = jax.device_put(params, shardings(model.logical_axes, params, mesh))
         rows = NamedSharding(mesh, partition_spec(("batch", "sequence"), mesh, shape=(8, 16)))
         result = jax.jit(step)(placed, jax.device_put(batch, rows))
     close(jax.device_get(result), jax.device_get(expected))
@@ -134,14 +134,20 @@ def test_options_equal_one_device(change: dict[str, Any], sizes: dict[str, int])
 
 def step_of(config: TransformerConfig) -> Any:
     """The loss of training with all its terms, and the gradient."""
-    loss_fn = transformer_loss(config, z_loss=1e-2, load_balance=0.1, router_z=0.1, chunk=12)
+    loss_fn = transformer_loss(
+        config,
+        z_loss_weight=1e-2,
+        load_balance_weight=0.1,
+        router_z_weight=0.1,
+        tokens_per_chunk=12,
+    )
     return jax.value_and_grad(loss_fn, has_aux=True)
 
 
 def test_init_in_parts_equals_init_on_one_device() -> None:
     model, key = transformer(CONFIG), jax.random.key(5)
     mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(AUTO, AUTO))
-    parts = shardings(model.logical, jax.eval_shape(model.init, key), mesh)
+    parts = shardings(model.logical_axes, jax.eval_shape(model.init, key), mesh)
     with jax.set_mesh(mesh):
         params = jax.jit(model.init, out_shardings=parts)(key)
     # The same random numbers on any mesh; 1e-6 for what compilers fuse otherwise.
@@ -170,7 +176,7 @@ def test_every_island_computes_as_if_alone(one_device: tuple[Any, Any, Any], way
             alone, mesh=islands, in_specs=split, out_specs=split, axis_names={"islands"}
         ),
     }[way]
-    inside = shardings(model.logical, take(params, 0), islands)
+    inside = shardings(model.logical_axes, take(params, 0), islands)
     placed = jax.tree.map(
         lambda s: NamedSharding(islands, PartitionSpec("islands", *s.spec)), inside
     )
@@ -187,7 +193,7 @@ def test_weights_are_gathered_again_in_the_backward_pass() -> None:
     model = transformer(CONFIG)
     mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(AUTO,), devices=jax.devices()[:2])
     shapes = jax.eval_shape(model.init, jax.random.key(0))
-    parts = shardings(model.logical, shapes, mesh)
+    parts = shardings(model.logical_axes, shapes, mesh)
     with jax.set_mesh(mesh):
         step = jax.jit(
             jax.grad(next_token_loss(model.apply), has_aux=True), in_shardings=(parts, None)
@@ -195,5 +201,5 @@ def test_weights_are_gathered_again_in_the_backward_pass() -> None:
         text = step.lower(shapes, draw_batch(4, 16)).compile().as_text()
     gathers = [each for each in collectives(text, mesh) if each.kind == "all-gather"]
     # A layer's query, key, value, output, gate, up, down: once forward, once backward.
-    assert [each.executions for each in gathers if each.in_loop] == [CONFIG.layers] * 14
+    assert [each.executions for each in gathers if each.in_loop] == [CONFIG.num_layers] * 14
     assert sum(not each.in_loop for each in gathers) == 1  # the table, for logits

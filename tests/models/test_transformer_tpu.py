@@ -12,13 +12,13 @@ from fedpax.models.transformer import TransformerConfig, transformer
 from fedpax.parallel.axes import partition_spec, shardings
 
 OPTIONS: dict[str, Any] = {
-    "vocabulary": 32,
-    "layers": 2,
-    "width": 64,
-    "heads": 2,
-    "head_width": 64,
-    "key_value_heads": 1,
-    "mlp_width": 32,
+    "vocab_size": 32,
+    "num_layers": 2,
+    "embed_dim": 64,
+    "num_heads": 2,
+    "head_dim": 64,
+    "num_kv_heads": 1,
+    "mlp_dim": 32,
     "dtype": "bfloat16",
 }
 
@@ -43,7 +43,7 @@ def lowered(config: TransformerConfig, sizes: dict[str, int]) -> str:
 
     model = transformer(config)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
-    parts: Any = shardings(model.logical, shapes, mesh)
+    parts: Any = shardings(model.logical_axes, shapes, mesh)
     params = jax.tree.map(lambda leaf, part: placed(leaf, part.spec), shapes, parts)
     row = placed(jax.ShapeDtypeStruct((8, 128), "int32"), partition_spec(("batch", None), mesh))
     batch = dict.fromkeys(("inputs", "targets", "segments", "positions"), row)
@@ -56,11 +56,11 @@ def lowered(config: TransformerConfig, sizes: dict[str, int]) -> str:
     ("change", "sizes"),
     [
         ({}, {"islands": 2, "fsdp": 4}),
-        ({"window": 64}, {"islands": 2, "fsdp": 2, "tensor": 2}),
+        ({"sliding_window": 64}, {"islands": 2, "fsdp": 2, "tensor": 2}),
         pytest.param(
-            {"experts": 2}, {"islands": 2, "expert": 2, "tensor": 2}, marks=pytest.mark.slow
+            {"num_experts": 2}, {"islands": 2, "expert": 2, "tensor": 2}, marks=pytest.mark.slow
         ),
-        ({"microbatches": 2}, {"islands": 2, "stage": 2, "fsdp": 2}),
+        ({"num_microbatches": 2}, {"islands": 2, "stage": 2, "fsdp": 2}),
     ],
     ids=str,
 )

@@ -6,12 +6,12 @@ from fedpax.planning.chips import CHIPS
 
 
 def llama_8b(causal: bool = False) -> float:
-    """Llama-3.1-8B at length 8192; its input embedding is only looked up."""
-    width, layers, heads, key_value_heads, head_width, mlp = 4096, 32, 32, 8, 128, 14336
-    attention = width * head_width * 2 * (heads + key_value_heads)
-    layer = attention + 3 * width * mlp + 2 * width
-    parameters = 128256 * width + layers * layer + width
-    return flops_per_token(parameters, layers, heads, head_width, 8192, causal)
+    """Llama-3.1-8B at seq_len 8192; its input embedding is only looked up."""
+    embed_dim, num_layers, num_heads, num_kv_heads, head_dim, mlp = 4096, 32, 32, 8, 128, 14336
+    attention = embed_dim * head_dim * 2 * (num_heads + num_kv_heads)
+    layer = attention + 3 * embed_dim * mlp + 2 * embed_dim
+    num_params = 128256 * embed_dim + num_layers * layer + embed_dim
+    return flops_per_token(num_params, num_layers, num_heads, head_dim, 8192, causal)
 
 
 def test_the_published_row_of_llama_on_v6e():
@@ -34,14 +34,14 @@ def test_it_counts_the_products_of_a_layer():
     """Against the products written out: two FLOPs for each, once forward, twice backward."""
     random = np.random.default_rng(0)
     for _ in range(10):
-        width, heads, head_width, mlp, length, layers = random.integers(1, 64, 6)
-        weights = [(width, heads * head_width)] * 3 + [(heads * head_width, width)]
-        weights += [(width, mlp), (mlp, width)]
-        forward = sum(2 * length * rows * columns for rows, columns in weights)
-        forward += heads * 2 * (2 * length * head_width * length)  # scores, and with the values
-        parameters = layers * sum(rows * columns for rows, columns in weights)
-        counted = flops_per_token(parameters, layers, heads, head_width, length)
-        assert counted * length == 3 * forward * layers
-        halved = flops_per_token(parameters, layers, heads, head_width, length, causal=True)
-        attention = 3 * layers * heads * 4 * length * length * head_width
-        assert (counted - halved) * length == attention / 2
+        embed_dim, num_heads, head_dim, mlp, seq_len, num_layers = random.integers(1, 64, 6)
+        weights = [(embed_dim, num_heads * head_dim)] * 3 + [(num_heads * head_dim, embed_dim)]
+        weights += [(embed_dim, mlp), (mlp, embed_dim)]
+        forward = sum(2 * seq_len * rows * columns for rows, columns in weights)
+        forward += num_heads * 2 * (2 * seq_len * head_dim * seq_len)  # scores, and with the values
+        num_params = num_layers * sum(rows * columns for rows, columns in weights)
+        counted = flops_per_token(num_params, num_layers, num_heads, head_dim, seq_len)
+        assert counted * seq_len == 3 * forward * num_layers
+        halved = flops_per_token(num_params, num_layers, num_heads, head_dim, seq_len, causal=True)
+        attention = 3 * num_layers * num_heads * 4 * seq_len * seq_len * head_dim
+        assert (counted - halved) * seq_len == attention / 2

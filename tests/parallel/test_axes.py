@@ -24,7 +24,7 @@ def draw(*shape: int) -> Any:
     ("logical", "expected"),
     [
         (("embed", "mlp"), ("fsdp", "tensor")),
-        (("layers", "embed", "heads", "head_width"), (None, "fsdp", "tensor", None)),
+        (("layers", "embed", "heads", "head_dim"), (None, "fsdp", "tensor", None)),
         (("batch", "sequence", None), (("data", "fsdp"), None, None)),
         (("batch", "embed"), (("data", "fsdp"), None)),  # fsdp is taken
         (("embed", "batch"), ("fsdp", "data")),

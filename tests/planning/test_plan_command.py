@@ -18,7 +18,7 @@ from fedpax.experiments.pretrain import pretrain_text
 from fedpax.main import main
 from fedpax.parallel.mesh import MeshConfig, default_devices
 from fedpax.planning import plan_experiment as planning
-from fedpax.planning.compiled_plan import Memory
+from fedpax.planning.compiled_plan import DeviceMemory
 from fedpax.planning.plan_experiment import MemoryOverflowError, PlanError, plan_experiment
 from fedpax.planning.topology import find_topology
 from fedpax.training.compiled_round import compile_round, with_shardings
@@ -51,7 +51,7 @@ def test_a_plan_on_simulated_devices(run: Run, tmp_path: Path) -> None:
         f"--picture={tmp_path / 'new' / 'mesh.png'}",
         f"--program={tmp_path / 'round.hlo'}",
     )
-    status, output, errors = run("plan", EXP, "--topology=cpu:8", *files, "--layers=4")
+    status, output, errors = run("plan", EXP, "--topology=cpu:8", *files, "--num_layers=4")
     assert status == 0
     lines = [" ".join(line.split()) for line in output.splitlines()]
     assert lines[0] == "stacked_layers:stack on cpu:8: 8 devices"
@@ -95,7 +95,7 @@ def test_a_plan_on_simulated_devices(run: Run, tmp_path: Path) -> None:
             ["plan", EXP, "--topology=cpu:8", "--islands=6"],
             ["cannot be compiled for cpu:8", "does not divide the placement islands=6"],
         ),
-        (["plan", EXP, "--topology=cpu:8", "--says_shapes=False"], ["batch_shapes"]),
+        (["plan", EXP, "--topology=cpu:8", "--says_shapes=False"], ["cohort_shapes"]),
         (["plan", EXP, "--topology=cpu:8", "--layer=3"], ["Perhaps you meant"]),
         (["plan", EXP, "--topology=cpu:8", "--accept_changes"], ["accept_changes"]),
     ],
@@ -121,7 +121,7 @@ def test_the_planned_program_is_the_trained_one() -> None:
     """What `plan` compiles, without its mesh set, is what training compiles with it."""
     experiment = stacked_layers.stack()
     run = experiment.build()
-    batches = with_shardings(run.batch_shapes, run.shardings.batches)
+    batches = with_shardings(run.cohort_shapes, run.shardings.cohort)
     with set_mesh(run.mesh):
         trained = compile_round(run, batches)
     plan, _ = plan_experiment(experiment, find_topology("cpu:8"))
@@ -136,7 +136,7 @@ def test_the_planned_program_is_the_trained_one() -> None:
         "temp": memory.temporaries,
     }
     moved = sum(
-        t.collective.bytes * t.runs for t in plan.transfers if "islands" in t.collective.axes
+        t.collective.bytes * t.executions for t in plan.collectives if "islands" in t.collective.axes
     )
     assert 2 * moved == trained.bytes_across_placement  # of the two devices of an island
 
@@ -177,7 +177,7 @@ def test_memory_overflow_is_a_report(run: Run, monkeypatch: pytest.MonkeyPatch, 
         raise jax.errors.JaxRuntimeError(message)
 
     monkeypatch.setattr(planning, "compile_round", overflow)
-    status, output, errors = run("plan", EXP, "--topology=cpu:8", "--width=1024")
+    status, output, errors = run("plan", EXP, "--topology=cpu:8", "--embed_dim=1024")
     assert (status, output) == (1, "") and "Traceback" not in errors
     for part in (*words, "the model", "--mesh.fsdp=2 now", "more chips"):
         assert part in errors
@@ -197,15 +197,15 @@ def test_only_what_can_help_is_proposed() -> None:
     text = pretrain_text()
     assert proposed(text) == {
         *("mesh.fsdp", "mesh.tensor", "mesh.stage", "model.remat"),
-        *("loss.accumulation", "optimizer.name", "data.batch", "data.length"),
+        *("loss.grad_accum_steps", "optimizer.name", "data.batch", "data.length"),
     }
     changes = {
-        "model": dataclasses.replace(text.model, remat="full", layers=4, microbatches=2),
+        "model": dataclasses.replace(text.model, remat="full", num_layers=4, num_microbatches=2),
         "mesh": MeshConfig(stage=2, fsdp=4),
         "optimizer": dataclasses.replace(text.optimizer, name="adafactor"),
     }
     found = proposed(dataclasses.replace(text, **changes))
-    assert "model.microbatches" in found and not found & {"model.remat", "optimizer.name"}
+    assert "model.num_microbatches" in found and not found & {"model.remat", "optimizer.name"}
     assert proposed(fedavg_digits()) >= {"cohort.batch"}
 
 
@@ -213,7 +213,7 @@ def test_a_round_that_compiles_and_does_not_fit(run: Run, monkeypatch: pytest.Mo
     """A TPU's compiler looks at temporaries alone: arguments can be too much for all that."""
     small = planning.memory_of
 
-    def memory_of(*arguments: Any) -> Memory:
+    def memory_of(*arguments: Any) -> DeviceMemory:
         return small(*arguments)._replace(capacity=2.0**10)
 
     monkeypatch.setattr(planning, "memory_of", memory_of)
@@ -265,27 +265,27 @@ def test_default_devices_are_put_back_after_an_error() -> None:
 def test_a_plan_on_a_tpu_that_is_not_there(topology: str, slices: int, mesh: dict) -> None:
     pytest.importorskip("libtpu")
     experiment = dataclasses.replace(
-        stacked_layers.stack(), islands=4, mesh=MeshConfig(**mesh), width=256, batch=64
+        stacked_layers.stack(), islands=4, mesh=MeshConfig(**mesh), embed_dim=256, batch=64
     )
     plan, _ = plan_experiment(experiment, find_topology(topology, slices))
     flops = 6 * 3 * 256**2 * 4 * 64 * 5
-    assert plan.products * len(plan.topology.devices) == flops
-    assert plan.memory.fits and plan.bound.seconds > 0
-    inside = {axis for t in plan.transfers if t.collective.in_loop for axis in t.collective.axes}
+    assert plan.matmul_flops * len(plan.topology.devices) == flops
+    assert plan.memory.fits and plan.roofline.seconds > 0
+    inside = {axis for t in plan.collectives if t.collective.in_loop for axis in t.collective.axes}
     assert inside == {"fsdp"}
-    assert (plan.sent("DCN") > 0) == (slices > 1) and plan.sent("DCN", in_loop=True) == 0
+    assert (plan.bytes_sent("DCN") > 0) == (slices > 1) and plan.bytes_sent("DCN", in_loop=True) == 0
 
 
 def test_overflow_on_a_tpu_that_is_not_there() -> None:
     pytest.importorskip("libtpu")
     experiment = dataclasses.replace(
-        stacked_layers.stack(), islands=1, mesh=MeshConfig(fsdp=4), width=65536
+        stacked_layers.stack(), islands=1, mesh=MeshConfig(fsdp=4), embed_dim=65536
     )
     topology = find_topology("v5e:2x2")
     with pytest.raises(MemoryOverflowError, match=r"of 15.75G for.*\n +12.00 GiB  the model"):
         plan_experiment(experiment, topology)
     # Its temporaries fit, and it compiles, but with its arguments it does not fit.
-    plan, _ = plan_experiment(dataclasses.replace(experiment, width=28672), topology)
+    plan, _ = plan_experiment(dataclasses.replace(experiment, embed_dim=28672), topology)
     memory = plan.memory
     assert memory.temporaries < memory.capacity < memory.temporaries + memory.arguments
     assert memory.fits is False
@@ -295,7 +295,7 @@ def test_the_command_simulates_its_devices() -> None:
     """In a process of its own, as it is used; nothing but the report goes to its output."""
     command = [sys.executable, "-m", "fedpax.main", "plan", EXP, "--topology=cpu:12"]
     process = subprocess.run(
-        [*command, "--mesh.fsdp=3", "--width=48", "--batch=15"],
+        [*command, "--mesh.fsdp=3", "--embed_dim=48", "--batch=15"],
         cwd=HERE,
         capture_output=True,
         text=True,

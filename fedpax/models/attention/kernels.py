@@ -26,10 +26,10 @@ def causal_attention(
     value: jax.Array,
     segments: jax.Array | None = None,
     *,
-    window: int | None = None,
+    sliding_window: int | None = None,
     implementation: Implementation = "auto",
 ) -> jax.Array:
-    """Computes softmax(query key^T / sqrt(head_width)) value, each token over those that it sees.
+    """Computes softmax(query key^T / sqrt(head_dim)) value, each token over those that it sees.
 
     The implementations:
 
@@ -46,12 +46,12 @@ def causal_attention(
       compiled for, or without a mesh JAX's default.
 
     Args:
-      query: [batch, sequence, heads, head_width].
-      key: [batch, sequence, key_value_heads, head_width]; head h of the queries uses head
-        h // (heads / key_value_heads).
+      query: [batch, sequence, num_heads, head_dim].
+      key: [batch, sequence, num_kv_heads, head_dim]; head h of the queries uses head
+        h // (num_heads / num_kv_heads).
       value: as key.
       segments: int32 [batch, sequence], which document of a packed sequence a token belongs to.
-      window: how many tokens a token sees, itself and those just before it; None for all.
+      sliding_window: how many tokens a token sees, itself and those just before it; None for all.
       implementation: one of the above.
 
     Returns:
@@ -63,7 +63,7 @@ def causal_attention(
 
     Example:
       >>> x = jax.random.normal(jax.random.key(0), (1, 3, 2, 4))
-      >>> y = causal_attention(x, x, x, window=1)  # each token sees itself alone
+      >>> y = causal_attention(x, x, x, sliding_window=1)  # each token sees itself alone
       >>> bool(jnp.allclose(x, y))
       True
     """
@@ -74,8 +74,8 @@ def causal_attention(
                 f"attention='splash' on {platform()}: it is a kernel for TPUs. Set "
                 "attention='auto', which takes what there is."
             )
-        return splash_attention(query, key, value, segments, window=window)
-    attended = _attend(query, key, value, segments, window, chosen)
+        return splash_attention(query, key, value, segments, sliding_window=sliding_window)
+    attended = _attend(query, key, value, segments, sliding_window, chosen)
     return checkpoint_name(attended, ATTENTION)
 
 
@@ -104,16 +104,16 @@ def _best(query: jax.Array) -> Implementation | Literal["ring"]:
 
 
 def _cudnn_supports(query: jax.Array) -> bool:
-    head_width = query.shape[-1]
-    fits = query.dtype.itemsize == 2 and head_width % 8 == 0 and head_width <= 128
+    head_dim = query.shape[-1]
+    fits = query.dtype.itemsize == 2 and head_dim % 8 == 0 and head_dim <= 128
     return platform() == "gpu" and fits
 
 
-def _sequences_are_cut(length: int) -> bool:
+def _sequences_are_cut(seq_len: int) -> bool:
     mesh = jax.sharding.get_abstract_mesh()
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     automatic = kinds.get("sequence") is AxisType.Auto
-    return automatic and mesh.shape["sequence"] > 1 and length % mesh.shape["sequence"] == 0
+    return automatic and mesh.shape["sequence"] > 1 and seq_len % mesh.shape["sequence"] == 0
 
 
 def _attend(
@@ -121,14 +121,14 @@ def _attend(
     key: jax.Array,
     value: jax.Array,
     segments: jax.Array | None,
-    window: int | None,
+    sliding_window: int | None,
     implementation: Implementation | Literal["ring"],
 ) -> jax.Array:
-    length = query.shape[1]
+    seq_len = query.shape[1]
     if implementation == "ring":
-        return ring_attention(query, key, value, segments, window=window)
+        return ring_attention(query, key, value, segments, sliding_window=sliding_window)
     if implementation == "xla":
-        mask = attention_mask(length, segments, window)[:, None]
+        mask = attention_mask(seq_len, segments, sliding_window)[:, None]
         return jax.nn.dot_product_attention(query, key, value, mask=mask, implementation="xla")
     if implementation == "cudnn":
         if not _cudnn_supports(query):
@@ -140,7 +140,7 @@ def _attend(
         same = None
         if segments is not None:
             same = (segments[:, :, None] == segments[:, None, :])[:, None]
-        before = None if window is None else (window - 1, 0)
+        before = None if sliding_window is None else (sliding_window - 1, 0)
         return jax.nn.dot_product_attention(
             query,
             key,
@@ -150,9 +150,9 @@ def _attend(
             local_window_size=before,
             implementation="cudnn",
         )
-    if length > QUERIES and length % QUERIES == 0:
-        return _by_queries(query, key, value, segments, window)
-    return attend(query, key, value, attention_mask(length, segments, window))
+    if seq_len > QUERIES and seq_len % QUERIES == 0:
+        return _by_queries(query, key, value, segments, sliding_window)
+    return attend(query, key, value, attention_mask(seq_len, segments, sliding_window))
 
 
 def _by_queries(
@@ -160,14 +160,14 @@ def _by_queries(
     key: jax.Array,
     value: jax.Array,
     segments: jax.Array | None,
-    window: int | None,
+    sliding_window: int | None,
 ) -> jax.Array:
     """Attends with some queries after the others, and finds their scores again backward."""
-    batch, length, heads, head_width = query.shape
-    blocks = length // QUERIES
+    batch, seq_len, num_heads, head_dim = query.shape
+    blocks = seq_len // QUERIES
     # With a window, a block of queries sees no more than the keys of the window before it.
-    before = length if window is None else -(-(window - 1) // QUERIES) * QUERIES
-    seen = min(length, before + QUERIES)
+    before = seq_len if sliding_window is None else -(-(sliding_window - 1) // QUERIES) * QUERIES
+    seen = min(seq_len, before + QUERIES)
 
     def step(_: None, block: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
         index, queries = block
@@ -175,15 +175,15 @@ def _by_queries(
         first = jnp.maximum(0, start + QUERIES - seen)
 
         def take(x: jax.Array) -> jax.Array:
-            return x if seen == length else jax.lax.dynamic_slice_in_dim(x, first, seen, 1)
+            return x if seen == seq_len else jax.lax.dynamic_slice_in_dim(x, first, seen, 1)
 
-        mask = visible(start + jnp.arange(QUERIES), first + jnp.arange(seen), window)[None]
+        mask = visible(start + jnp.arange(QUERIES), first + jnp.arange(seen), sliding_window)[None]
         if segments is not None:
             own = jax.lax.dynamic_slice_in_dim(segments, start, QUERIES, 1)
             mask &= own[:, :, None] == take(segments)[:, None, :]
         return None, attend(queries, take(key), take(value), mask)
 
-    split = query.reshape(batch, blocks, QUERIES, heads, head_width).swapaxes(0, 1)
+    split = query.reshape(batch, blocks, QUERIES, num_heads, head_dim).swapaxes(0, 1)
     body = jax.checkpoint(step, prevent_cse=False)
     _, attended = jax.lax.scan(body, None, (jnp.arange(blocks), split))
     return attended.swapaxes(0, 1).reshape(query.shape)

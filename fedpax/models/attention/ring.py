@@ -14,7 +14,7 @@ from fedpax.models.remat import ATTENTION
 from fedpax.parallel.ring import Ring
 
 # Tokens on other devices from which on a device saves more time by having half of them to see
-# than it takes to exchange queries, keys, values and outputs: 2 (1 + key_value_heads / heads) times
+# than it takes to exchange queries, keys, values and outputs: 2 (1 + num_kv_heads / num_heads) times
 # the operations a chip computes for each byte that it sends, 4,000 to 5,000 on TPUs.
 WORTH_BALANCING = 16_384
 
@@ -25,7 +25,7 @@ def ring_attention(
     value: jax.Array,
     segments: jax.Array | None = None,
     *,
-    window: int | None = None,
+    sliding_window: int | None = None,
     axis: str = "sequence",
     block: int = 512,
     balanced: bool | None = None,
@@ -49,13 +49,13 @@ def ring_attention(
     forward-mode derivatives.
 
     Args:
-      query: [batch, sequence, heads, head_width], already rotated.
-      key: [batch, sequence, key_value_heads, head_width], already rotated; head h of the queries
-        uses head h // (heads / key_value_heads).
+      query: [batch, sequence, num_heads, head_dim], already rotated.
+      key: [batch, sequence, num_kv_heads, head_dim], already rotated; head h of the queries
+        uses head h // (num_heads / num_kv_heads).
       value: as key.
       segments: int32 [batch, sequence] or [1, sequence], which document of a packed sequence a
         token belongs to; a token sees its own document alone. One document by default.
-      window: how many tokens a token sees, itself and those just before it; None for all.
+      sliding_window: how many tokens a token sees, itself and those just before it; None for all.
       axis: the mesh axis that cuts the sequence.
       block: keys that are scored at once, at most; the largest divisor of a device's tokens that
         is not larger is taken.
@@ -81,7 +81,7 @@ def ring_attention(
     Near-Infinite Context" (arXiv:2310.01889), section 3; Brandon et al., "Striped Attention"
     (arXiv:2311.09431), section 3, for the imbalance.
     """
-    length, heads, groups = query.shape[1], query.shape[2], key.shape[2]
+    seq_len, heads, groups = query.shape[1], query.shape[2], key.shape[2]
     if heads % groups:
         raise ValueError(
             f"ring_attention: key has {groups} heads, which do not divide the {heads} of query: "
@@ -96,20 +96,20 @@ def ring_attention(
             f"automatic: make the mesh with axis_types={{{axis!r}: jax.sharding.AxisType.Auto}}, "
             "and call it outside of a shard_map over this axis."
         )
-    if length % devices:
+    if seq_len % devices:
         raise ValueError(
             f"ring_attention: the {devices} devices of the mesh axis {axis!r} do not divide a "
-            f"sequence of {length} tokens: pad it to {-(-length // devices) * devices}."
+            f"sequence of {seq_len} tokens: pad it to {-(-seq_len // devices) * devices}."
         )
-    tokens, window = length // devices, min(window or length, length)
-    can = devices > 1 and window == length and tokens % 2 == 0
+    tokens, window = seq_len // devices, min(sliding_window or seq_len, seq_len)
+    can = devices > 1 and window == seq_len and tokens % 2 == 0
     if balanced and devices > 1 and not can:
         raise ValueError(
-            f"ring_attention: balanced=True with window={window} and {tokens} tokens on a device: "
+            f"ring_attention: balanced=True with sliding_window={window} and {tokens} tokens on a device: "
             "it needs all tokens visible and an even number on each device. Leave it out."
         )
     if balanced is None:
-        balanced = length - tokens >= WORTH_BALANCING
+        balanced = seq_len - tokens >= WORTH_BALANCING
     ring = Ring(axis if devices > 1 else None, devices, tokens, window, balanced and can)
     return _attention(ring, block, query, key, value, segments)
 
@@ -146,7 +146,7 @@ class _Queries(NamedTuple):
     """What stays.
 
     Attributes:
-      query: [batch, tokens, groups, heads of a group, head_width].
+      query: [batch, tokens, groups, heads of a group, head_dim].
       segments: [batch, tokens], or None.
       places: where in the sequence they are, [1, tokens].
     """
@@ -160,7 +160,7 @@ class _Keys(NamedTuple):
     """What goes around; places are found where they arrive.
 
     Attributes:
-      key: [batch, tokens, groups, head_width], as is `value`.
+      key: [batch, tokens, groups, head_dim], as is `value`.
       value: see `key`.
       segments: [batch, tokens], or None.
       places: where in the sequence they are, [1, tokens].
@@ -178,7 +178,7 @@ class _Softmax(NamedTuple):
     Attributes:
       largest: the largest score of each query, [batch, groups, heads of a group, tokens].
       total: of the exponentials of scores relative to it, likewise.
-      out: of these times values, likewise, with head_width behind.
+      out: of these times values, likewise, with head_dim behind.
     """
 
     largest: jax.Array

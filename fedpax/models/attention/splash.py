@@ -23,7 +23,7 @@ def splash_supports(query: jax.Array) -> bool:
     """Whether the kernel takes these sizes: 128 n tokens, and heads of 64 or 128 n features.
 
     Args:
-      query: [batch, sequence, heads, head_width].
+      query: [batch, sequence, num_heads, head_dim].
 
     Returns:
       Whether it does.
@@ -32,8 +32,8 @@ def splash_supports(query: jax.Array) -> bool:
       >>> splash_supports(jax.ShapeDtypeStruct((1, 1024, 8, 128), "bfloat16"))
       True
     """
-    length, head_width = query.shape[1], query.shape[3]
-    return length % LANES == 0 and (head_width == 64 or head_width % LANES == 0)
+    seq_len, head_dim = query.shape[1], query.shape[3]
+    return seq_len % LANES == 0 and (head_dim == 64 or head_dim % LANES == 0)
 
 
 def splash_attention(
@@ -42,7 +42,7 @@ def splash_attention(
     value: jax.Array,
     segments: jax.Array | None = None,
     *,
-    window: int | None = None,
+    sliding_window: int | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Computes causal attention by the kernel; see `fedpax.models.attention.kernels`.
@@ -52,11 +52,11 @@ def splash_attention(
     a sequence is whole on every device.
 
     Args:
-      query: [batch, sequence, heads, head_width].
-      key: [batch, sequence, key_value_heads, head_width].
+      query: [batch, sequence, num_heads, head_dim].
+      key: [batch, sequence, num_kv_heads, head_dim].
       value: as key.
       segments: int32 [batch, sequence], which document of a packed sequence a token belongs to.
-      window: how many tokens a token sees, itself and those just before it; None for all.
+      sliding_window: how many tokens a token sees, itself and those just before it; None for all.
       interpret: run the kernel's operations one by one, on any platform: slow, for tests.
 
     Returns:
@@ -67,13 +67,13 @@ def splash_attention(
     """
     if not splash_supports(query):
         raise ValueError(
-            f"attention='splash' got {query.shape[1]} tokens and head_width={query.shape[3]}: it "
+            f"attention='splash' got {query.shape[1]} tokens and head_dim={query.shape[3]}: it "
             "needs a multiple of 128 tokens, and 64 or a multiple of 128 features. Use "
             "attention='auto', which takes another implementation for such sizes."
         )
     rows = jnp.zeros(query.shape[:2], jnp.int32) if segments is None else segments
     on_device = functools.partial(
-        _on_device, window=window, packed=segments is not None, interpret=interpret
+        _on_device, sliding_window=sliding_window, packed=segments is not None, interpret=interpret
     )
     manual = _model_axes()
     if not manual:
@@ -98,15 +98,15 @@ def _on_device(
     value: jax.Array,
     segments: jax.Array,
     *,
-    window: int | None,
+    sliding_window: int | None,
     packed: bool,
     interpret: bool,
 ) -> jax.Array:
-    _, length, heads, head_width = query.shape
-    mask: Any = masks.CausalMask((length, length))
-    if window is not None and window < length:
-        mask = masks.LocalMask((length, length), (window - 1, 0), 0)
-    block = next(size for size in (BLOCK, BLOCK // 2, LANES) if length % size == 0)
+    _, seq_len, num_heads, head_dim = query.shape
+    mask: Any = masks.CausalMask((seq_len, seq_len))
+    if sliding_window is not None and sliding_window < seq_len:
+        mask = masks.LocalMask((seq_len, seq_len), (sliding_window - 1, 0), 0)
+    block = next(size for size in (BLOCK, BLOCK // 2, LANES) if seq_len % size == 0)
     sizes = kernels.BlockSizes(
         block_q=block,
         block_kv=block,
@@ -116,7 +116,7 @@ def _on_device(
         block_kv_dq=block,
     )
     kernel = kernels.make_splash_mha(
-        masks.MultiHeadMask([mask] * heads),
+        masks.MultiHeadMask([mask] * num_heads),
         block_sizes=sizes,
         head_shards=1,
         q_seq_shards=1,
@@ -127,7 +127,7 @@ def _on_device(
     def one_row(q: jax.Array, k: jax.Array, v: jax.Array, row: jax.Array) -> jax.Array:
         return kernel(q, k, v, kernels.SegmentIds(row, row) if packed else None)
 
-    scaled = query * jnp.asarray(head_width**-0.5, query.dtype)
+    scaled = query * jnp.asarray(head_dim**-0.5, query.dtype)
     q, k, v = (x.swapaxes(1, 2) for x in (scaled, key, value))
     return jax.vmap(one_row)(q, k, v, segments).swapaxes(1, 2).astype(query.dtype)
 
@@ -140,13 +140,13 @@ def _model_axes() -> set[str]:
     return {name for name, kind in types if name in ruled and kind is not AxisType.Manual}
 
 
-def _repeated(x: jax.Array, heads: int, axes: Any) -> jax.Array:
+def _repeated(x: jax.Array, num_heads: int, axes: Any) -> jax.Array:
     """Repeats the heads of keys or values until the mesh, which shards heads, divides them."""
     sizes = jax.sharding.get_abstract_mesh().shape
     parts = math.prod(sizes[name] for name in _names(axes))
     times = parts // math.gcd(parts, x.shape[2])
-    if heads % (x.shape[2] * times):
-        times = heads // x.shape[2]
+    if num_heads % (x.shape[2] * times):
+        times = num_heads // x.shape[2]
     # The queries of a head are neighbours, and so are its copies.
     return x if times == 1 else jnp.repeat(x, times, axis=2)
 

@@ -13,11 +13,11 @@ from fedpax.models.attention.layer import attend, attention_mask
 from fedpax.models.attention.splash import splash_attention
 
 
-def draw(length: int, head_width: int = 8, heads: int = 4, batch: int = 2) -> tuple[Any, ...]:
+def draw(seq_len: int, head_dim: int = 8, heads: int = 4, batch: int = 2) -> tuple[Any, ...]:
     random = np.random.default_rng(0)
-    query = random.normal(size=(batch, length, heads, head_width)).astype(np.float32)
-    key, value = random.normal(size=(2, batch, length, 2, head_width)).astype(np.float32)
-    edges = random.random((batch, length)) < 4 / length
+    query = random.normal(size=(batch, seq_len, heads, head_dim)).astype(np.float32)
+    key, value = random.normal(size=(2, batch, seq_len, 2, head_dim)).astype(np.float32)
+    edges = random.random((batch, seq_len)) < 4 / seq_len
     return query, key, value, edges.cumsum(axis=1).astype(np.int32)
 
 
@@ -42,18 +42,20 @@ def mesh_of(platform: str) -> AbstractMesh:
     return AbstractMesh((2,), ("fsdp",), (AxisType.Auto,), abstract_device=device)
 
 
-def plain(window: int | None, packed: bool) -> Any:
+def plain(sliding_window: int | None, packed: bool) -> Any:
     def function(query: Any, key: Any, value: Any, segments: Any) -> Any:
-        mask = attention_mask(query.shape[1], segments if packed else None, window)
+        mask = attention_mask(query.shape[1], segments if packed else None, sliding_window)
         return attend(query, key, value, mask)
 
     return function
 
 
 @pytest.mark.parametrize("implementation", ["einsum", "xla", "auto"])
-@pytest.mark.parametrize(("window", "packed"), [(None, True), (5, False), (5, True), (40, True)])
+@pytest.mark.parametrize(
+    ("sliding_window", "packed"), [(None, True), (5, False), (5, True), (40, True)]
+)
 def test_implementations_agree(
-    implementation: Any, window: int | None, packed: bool, monkeypatch: pytest.MonkeyPatch
+    implementation: Any, sliding_window: int | None, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "QUERIES", 8)  # so that 24 tokens are three blocks
     args = draw(24)
@@ -64,28 +66,30 @@ def test_implementations_agree(
             key,
             value,
             segments if packed else None,
-            window=window,
+            sliding_window=sliding_window,
             implementation=implementation,
         )
 
-    close(with_gradient(function, *args), with_gradient(plain(window, packed), *args))
+    close(with_gradient(function, *args), with_gradient(plain(sliding_window, packed), *args))
 
 
-@pytest.mark.parametrize(("window", "packed"), [(None, True), (100, False), (130, True)])
-def test_splash_agrees(window: int | None, packed: bool) -> None:
-    args = draw(256, head_width=64, batch=1)
+@pytest.mark.parametrize(("sliding_window", "packed"), [(None, True), (100, False), (130, True)])
+def test_splash_agrees(sliding_window: int | None, packed: bool) -> None:
+    args = draw(256, head_dim=64, batch=1)
 
     def function(query: Any, key: Any, value: Any, segments: Any) -> Any:
         rows = segments if packed else None
-        return splash_attention(query, key, value, rows, window=window, interpret=True)
+        return splash_attention(
+            query, key, value, rows, sliding_window=sliding_window, interpret=True
+        )
 
-    close(with_gradient(function, *args), with_gradient(plain(window, packed), *args))
+    close(with_gradient(function, *args), with_gradient(plain(sliding_window, packed), *args))
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_splash_runs_where_rows_and_heads_are(axis_type: AxisType) -> None:
     """On 2 x 4 devices: 4 of tensor share 2 key heads, so each head's copies go to 2 of them."""
-    args = draw(128, head_width=64)
+    args = draw(128, head_dim=64)
     function = partial(splash_attention, interpret=True)
     mesh = jax.make_mesh((2, 4), ("fsdp", "tensor"), axis_types=(axis_type,) * 2)
     with jax.set_mesh(mesh):
@@ -95,15 +99,15 @@ def test_splash_runs_where_rows_and_heads_are(axis_type: AxisType) -> None:
 
 
 def test_splash_refuses_what_it_cannot_take() -> None:
-    with pytest.raises(ValueError, match=r"100 tokens and head_width=64.*attention='auto'"):
-        splash_attention(*draw(100, head_width=64))
-    with pytest.raises(ValueError, match=r"128 tokens and head_width=8"):
+    with pytest.raises(ValueError, match=r"100 tokens and head_dim=64.*attention='auto'"):
+        splash_attention(*draw(100, head_dim=64))
+    with pytest.raises(ValueError, match=r"128 tokens and head_dim=8"):
         causal_attention(*draw(128), implementation="splash")
 
 
 @pytest.mark.parametrize("implementation", ["splash", "cudnn"])
 def test_kernels_are_refused_where_they_do_not_run(implementation: Any) -> None:
-    args = draw(128, head_width=64)
+    args = draw(128, head_dim=64)
     with pytest.raises(ValueError, match=rf"'{implementation}'.* on cpu: .*attention='auto'"):
         jax.jit(partial(causal_attention, implementation=implementation))(*args)
 
@@ -118,7 +122,7 @@ def test_the_platform_is_that_of_the_mesh(name: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "length", "head_width", "expected"),
+    ("name", "seq_len", "head_dim", "expected"),
     [
         ("tpu", 256, 64, True),
         ("tpu", 256, 48, False),
@@ -127,10 +131,10 @@ def test_the_platform_is_that_of_the_mesh(name: str, expected: str) -> None:
     ],
 )
 def test_auto_takes_splash_where_it_can(
-    name: str, length: int, head_width: int, expected: bool
+    name: str, seq_len: int, head_dim: int, expected: bool
 ) -> None:
     with jax.sharding.use_abstract_mesh(mesh_of(name)):
-        text = str(jax.make_jaxpr(causal_attention)(*draw(length, head_width)))
+        text = str(jax.make_jaxpr(causal_attention)(*draw(seq_len, head_dim)))
     assert ("pallas_call" in text) == expected
 
 
@@ -138,8 +142,10 @@ def test_scores_of_long_sequences_never_exist() -> None:
     shapes = [jax.ShapeDtypeStruct((1, 8192, 4, 16), jnp.float32)] * 3
     scores = 4 * 4 * 8192**2
 
-    def temporaries(window: int | None) -> int:
-        gradient = jax.grad(lambda *args: jnp.sum(causal_attention(*args, window=window)), (0, 1))
+    def temporaries(sliding_window: int | None) -> int:
+        gradient = jax.grad(
+            lambda *args: jnp.sum(causal_attention(*args, sliding_window=sliding_window)), (0, 1)
+        )
         return jax.jit(gradient).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
 
     assert temporaries(None) < scores / 3

@@ -17,7 +17,7 @@ from fedpax.models.attention.ring import ring_attention
 from fedpax.parallel.mesh import make_mesh
 from fedpax.parallel.ring import Ring
 
-BATCH, LENGTH, HEADS, GROUPS, HEAD_WIDTH = 2, 32, 4, 2, 8
+BATCH, LENGTH, HEADS, GROUPS, HEAD_DIM = 2, 32, 4, 2, 8
 
 
 def draw(*leading: int, length: int = LENGTH) -> tuple[np.ndarray, ...]:
@@ -25,8 +25,7 @@ def draw(*leading: int, length: int = LENGTH) -> tuple[np.ndarray, ...]:
     random = np.random.default_rng(0)
     heads = (HEADS, GROUPS, GROUPS, HEADS)
     return tuple(
-        random.normal(size=(*leading, BATCH, length, n, HEAD_WIDTH)).astype(np.float32)
-        for n in heads
+        random.normal(size=(*leading, BATCH, length, n, HEAD_DIM)).astype(np.float32) for n in heads
     )
 
 
@@ -38,10 +37,10 @@ def draw_segments(*leading: int, padding: int = 5) -> np.ndarray:
     return segments.astype(np.int32)
 
 
-def every_pair(window: int | None, segments: Any) -> Callable:
+def every_pair(sliding_window: int | None, segments: Any) -> Callable:
     """The reference: attention to all keys at once, under a mask made here."""
     distance = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
-    near = (distance >= 0) & (distance < (window or LENGTH))
+    near = (distance >= 0) & (distance < (sliding_window or LENGTH))
 
     def loss(query: Any, key: Any, value: Any, scale: Any) -> Any:
         mask = near[None]
@@ -53,9 +52,9 @@ def every_pair(window: int | None, segments: Any) -> Callable:
     return jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
 
 
-def around(window: int | None, segments: Any, **options: Any) -> Callable:
+def around(sliding_window: int | None, segments: Any, **options: Any) -> Callable:
     def loss(query: Any, key: Any, value: Any, scale: Any) -> Any:
-        y = ring_attention(query, key, value, segments, window=window, **options)
+        y = ring_attention(query, key, value, segments, sliding_window=sliding_window, **options)
         return jnp.sum(scale * y), y
 
     return jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
@@ -75,30 +74,30 @@ def mesh_of(**sizes: int) -> Mesh:
 def case(sizes: dict[str, int], *, slow: bool = True, packed: bool = True, **options: Any) -> Any:
     name = "-".join(f"{key}{value}" for key, value in (sizes | options).items())
     marks = [pytest.mark.slow] * slow
-    return pytest.param(sizes, packed, {"window": None} | options, id=name, marks=marks)
+    return pytest.param(sizes, packed, {"sliding_window": None} | options, id=name, marks=marks)
 
 
 @pytest.mark.parametrize(
     ("sizes", "packed", "options"),
     [
-        case({"data": 1}, window=7, block=8),
+        case({"data": 1}, sliding_window=7, block=8),
         case({"sequence": 4}, slow=False),
         case({"sequence": 2, "fsdp": 2, "tensor": 2}, block=4, balanced=True, slow=False),
-        case({"sequence": 8}, window=9, block=3, packed=False),
+        case({"sequence": 8}, sliding_window=9, block=3, packed=False),
         case({"data": 1}, block=5, packed=False),
         case({"sequence": 2}),
-        case({"sequence": 2}, window=1),
-        case({"sequence": 4}, window=20, block=2),
+        case({"sequence": 2}, sliding_window=1),
+        case({"sequence": 4}, sliding_window=20, block=2),
         case({"sequence": 8}),
-        case({"sequence": 8}, window=32),
+        case({"sequence": 8}, sliding_window=32),
         case({"sequence": 4}, balanced=True, packed=False),
         case({"sequence": 8}, balanced=True),
-        case({"data": 2, "sequence": 4}, window=5),
+        case({"data": 2, "sequence": 4}, sliding_window=5),
     ],
 )
 def test_equals_attention_to_all_keys(sizes: dict[str, int], packed: bool, options: Any) -> None:
     arguments, segments = draw(), draw_segments() if packed else None
-    expected = jax.jit(every_pair(options["window"], segments))(*arguments)
+    expected = jax.jit(every_pair(options["sliding_window"], segments))(*arguments)
     mesh = mesh_of(**sizes)
     spec = [axis if axis in sizes else None for axis in ("fsdp", "sequence", "tensor")]
     with jax.set_mesh(mesh):
@@ -119,10 +118,10 @@ def test_equals_attention_to_all_keys(sizes: dict[str, int], packed: bool, optio
 def test_keys_go_as_far_as_a_query_sees() -> None:
     arguments, mesh = draw(), mesh_of(sequence=8)
 
-    def sent(window: int | None) -> int:
+    def sent(sliding_window: int | None) -> int:
         with jax.set_mesh(mesh):
             parts = NamedSharding(mesh, PartitionSpec(None, "sequence"))
-            gradient = jax.jit(around(window, None), in_shardings=parts)
+            gradient = jax.jit(around(sliding_window, None), in_shardings=parts)
             text = gradient.lower(*arguments).compile().as_text()
         moved = [c for c in collectives(text, mesh) if c.kind == "collective-permute"]
         return sum(c.bytes * (c.executions or 0) for c in moved)
@@ -260,7 +259,7 @@ def test_what_does_not_fit_is_told() -> None:
         with pytest.raises(ValueError, match="do not divide the 3 of query"):
             ring_attention(query[:, :, :3], key, value)
         with pytest.raises(ValueError, match="all tokens visible"):
-            ring_attention(query, key, value, window=3, balanced=True)
+            ring_attention(query, key, value, sliding_window=3, balanced=True)
     explicit = make_mesh(devices=jax.devices()[:2], axis_types=AxisType.Explicit, sequence=2)
     with jax.set_mesh(explicit), pytest.raises(ValueError, match=r"AxisType\.Auto"):
         ring_attention(query, key, value)

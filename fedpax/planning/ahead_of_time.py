@@ -1,0 +1,124 @@
+"""Ahead-of-time compilation of an experiment's round, for devices that this machine may lack."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+from jax.sharding import use_abstract_mesh
+
+from fedpax.parallel.mesh import default_devices
+from fedpax.planning.compiled_plan import CompiledPlan, Workload, make_plan, memory_of
+from fedpax.planning.memory_overflow import MemoryOverflowError, overflow_report, shortage_of
+from fedpax.planning.topology import Topology
+from fedpax.training.compiled_round import compile_round, with_shardings
+from fedpax.training.configuration import write_atomically
+from fedpax.training.experiment import Experiment, Run
+
+
+class PlanError(ValueError):
+    """An experiment that cannot be planned; the message gives the reason."""
+
+
+def plan_experiment(
+    experiment: Experiment,
+    topology: Topology,
+    *,
+    exp: str = "",
+    program_file: str | Path | None = None,
+    progress: Callable[[str], None] = lambda line: None,
+) -> tuple[CompiledPlan, Run]:
+    """Compile the round of an experiment for a topology and make its plan.
+
+    Args:
+      experiment: the experiment.
+      topology: the devices to compile for.
+      exp: name of the experiment in the report. Default "": the name of its class.
+      program_file: path to write the compiled text to. Default None: do not write it.
+      progress: called with a line of text at each stage of the work. Default: ignore the lines.
+
+    Returns:
+      The plan, and the run that was compiled.
+
+    Raises:
+      PlanError: if the mesh does not fit the devices or the experiment, or the run does not state
+        the shapes of its cohorts.
+      MemoryOverflowError: if the compiler runs out of device memory.
+    """
+    started = time.perf_counter()
+
+    def report(line: str) -> None:
+        progress(f"{time.perf_counter() - started:6.1f} s  {line}")
+
+    name = exp or type(experiment).__name__
+    with default_devices(topology.devices):
+        try:
+            mesh = experiment.mesh.make()
+        except ValueError as error:
+            raise PlanError(
+                f"{name} does not fit {topology.name}: {error} Change the mesh, such as "
+                "--mesh.islands=2 --mesh.fsdp=-1, where -1 means all remaining devices."
+            ) from None
+        report(f"building {name} for {mesh.size:,} devices")
+        run = experiment.build()
+    if run.cohort_shapes is None:
+        raise PlanError(
+            f"{name} does not state the shapes of its cohorts without its data: its build() must "
+            "return a Run with cohort_shapes."
+        )
+    cohort = with_shardings(run.cohort_shapes, run.shardings.cohort)
+    report("compiling its round; a large model takes minutes")
+    try:
+        # The mesh's devices may not exist: with the concrete mesh set, JAX would run on them the
+        # small computations of tracing.
+        with _repeated(report, "still compiling"), use_abstract_mesh(run.mesh.abstract_mesh):
+            compiled = compile_round(run, cohort)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        shortage = shortage_of(str(error))
+        raise MemoryOverflowError(
+            overflow_report(name, topology, experiment, run, shortage)
+        ) from None
+    except ValueError as error:
+        raise PlanError(f"{name} cannot be compiled for {topology.name}: {error}") from error
+    text = compiled.round.as_text() or ""
+    if program_file:
+        write_atomically(Path(program_file), text)
+    report(f"reading the compiled program, {len(text) / 1e6:.1f} MB")
+    first = jax.tree.leaves(run.cohort_shapes)[0].shape
+    workload = Workload(
+        experiment=name,
+        placement=run.placement,
+        num_participants=compiled.num_participants,
+        local_steps=first[1] if len(first) > 1 else 1,
+        num_parameters=compiled.num_parameters,
+        items_per_round=run.items_per_round,
+        item_unit=run.item_unit,
+        flops_per_token=run.flops_per_token,
+    )
+    plan = make_plan(text, run.mesh, topology, workload, memory_of(compiled.round, topology))
+    report("done")
+    return plan, run
+
+
+@contextlib.contextmanager
+def _repeated(report: Callable[[str], None], line: str, every: float = 30.0) -> Iterator[None]:
+    """Report a line every `every` seconds while the body runs."""
+    done = threading.Event()
+
+    def repeat() -> None:
+        while not done.wait(every):
+            report(line)
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

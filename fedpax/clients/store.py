@@ -1,191 +1,282 @@
-"""What clients keep between rounds: a row for everyone in the population, spread over the mesh.
+"""Client store: one state per client of the population, sharded over the mesh.
 
-A round reads the rows of its cohort and writes them back. On a mesh with an axis of the placement's
-name each device holds an equal block of the rows, and takes an equal block of the cohort; what
-crosses between devices is the cohort's rows, once each way, however large the population is. The
-blocks of the cohort go around the ring of devices, a hop for each device, so that no device ever
-holds more of the cohort than two blocks of the size of its own beside it.
+Methods with client state (SCAFFOLD's control variates, personal layers, error feedback) gather the
+states of a round's cohort, update them, and scatter them back. Both functions run in Python, under
+`jax.jit` and inside a `fedpax.program`.
+
+On a mesh that has an axis named as the placement, each device holds an equal block of the store's
+rows and an equal block of the cohort. A gather or a scatter sends the cohort's rows once around the
+ring of devices, one hop per device, so communication does not depend on the size of the population.
+Peak extra memory per device is three blocks of cohort/devices rows.
 """
 
+import dataclasses
 import functools
-from typing import Any
+import math
+from typing import Any, Generic, TypeVar
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Int
+
+State = TypeVar("State", bound=chex.ArrayTree)
+ClientIds = Int[jax.Array | np.ndarray, "cohort"]
+
+ROW_MULTIPLE = 8
+"""The number of rows is a multiple of this, so that 1, 2, 4 and 8 devices have the same shapes."""
 
 
-def client_store(state: Any, population: int, *, placement: str = "clients") -> Any:
-    """Gives every client of a population the same state to begin with.
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["rows"], meta_fields=["num_clients"]
+)
+@dataclasses.dataclass(frozen=True)
+class ClientStore(Generic[State]):
+    """The states of all clients of a population, as one pytree.
+
+    Make one with `client_store`, read it with `gather_clients` and update it with
+    `scatter_clients`. It can be part of a federated algorithm's state. Its only leaves are those of
+    `rows`; the size of the population is static, so `store.num_clients` is a Python integer under
+    `jax.jit` too.
+
+    Attributes:
+        rows: a pytree of arrays `[rows, ...]`, row k for client k. `rows` is `num_clients` rounded
+            up to a multiple of 8 and of the number of devices on the placement's mesh axis, so a
+            checkpoint can be restored on 1, 2, 4 or 8 devices. Rows from `num_clients` on are
+            padding: no client reads or writes them.
+        num_clients: the size of the population.
+    """
+
+    rows: State
+    num_clients: int
+
+    def to_host(self) -> State:
+        """Return the states of all clients as NumPy arrays `[num_clients, ...]`.
+
+        Copies the whole store to the host, for inspection and tests. Not for use under `jax.jit`.
+        """
+        return jax.tree.map(lambda rows: np.asarray(rows)[: self.num_clients], self.rows)
+
+
+def client_store(
+    state: State, num_clients: int, *, placement: str = "clients"
+) -> ClientStore[State]:
+    """Make a store in which every client of a population has the same initial state.
 
     Args:
-        state: a pytree of arrays: what a client keeps, before it has ever taken part.
-        population: how many clients there are.
-        placement: the name of the mesh axis that the rows are spread over.
+        state: a pytree of arrays, the state of a client that has not taken part yet.
+        num_clients: the size of the population.
+        placement: the name of the mesh axis to shard the rows over. Without a mesh, or where the
+            mesh has no such axis, one device holds all rows.
 
     Returns:
-        The pytree with leaves `[rows, ...]`. The mesh axis divides `rows`, which is `population`
-        or a few more, that nobody uses.
+        The store.
 
     Raises:
-        ValueError: `population` is below 1.
-        TypeError: a leaf that is no array of numbers (random keys: keep a number and fold it in).
+        ValueError: `num_clients` is below 1.
+        TypeError: a leaf is not an array of numbers or booleans. Typed random keys are not: store
+            an integer and fold it in.
 
     Example:
-        >>> store = client_store({"corrections": jnp.zeros(3)}, population=5)
-        >>> store["corrections"].shape
-        (5, 3)
+        >>> store = client_store({"control": jnp.zeros(3)}, num_clients=5)
+        >>> store.num_clients, store.to_host()["control"].shape
+        (5, (5, 3))
     """
-    if population < 1:
-        raise ValueError(f"client_store(): population is {population}, expected at least 1.")
-    axis, devices = _axis(placement)
-    rows = -(-population // devices) * devices
+    if num_clients < 1:
+        raise ValueError(f"client_store(): num_clients is {num_clients}, expected at least 1.")
+    axis, num_devices = _axis(placement)
+    multiple = math.lcm(ROW_MULTIPLE, num_devices)
+    num_rows = -(-num_clients // multiple) * multiple
 
     leaves, tree = jax.tree.flatten_with_path(state)
-    arrays = [_check(leaf, path) for path, leaf in leaves]
+    arrays = [_check_leaf(leaf, path) for path, leaf in leaves]
 
     def fill(arrays: list[jax.Array]) -> list[jax.Array]:
-        return [jnp.broadcast_to(a, (rows // devices, *a.shape)) for a in arrays]
+        return [jnp.broadcast_to(a, (num_rows // num_devices, *a.shape)) for a in arrays]
 
     make = fill if axis is None else _on_devices(fill, axis, (P(),))
-    return jax.tree.unflatten(tree, jax.jit(make)(arrays))
+    return ClientStore(jax.tree.unflatten(tree, jax.jit(make)(arrays)), num_clients)
 
 
-def gather_clients(store: Any, clients: jax.Array, *, placement: str = "clients") -> Any:
-    """Reads the rows of a cohort.
+def gather_clients(
+    store: ClientStore[State], client_ids: ClientIds, *, placement: str = "clients"
+) -> State:
+    """Read the states of a cohort.
+
+    Works inside a `fedpax.program`: the result is a placed value, one slice per participant.
+    An absent client (-1) reads zeros and needs no mask.
 
     Args:
-        store: a pytree of arrays `[rows, ...]`, as `client_store` makes it.
-        clients: integers `[n]`, who takes part; -1, or any negative number, for a place where
-            nobody does. The mesh axis divides n.
+        store: as `client_store` makes it.
+        client_ids: integers `[cohort]`, each client's index in the population, as in
+            `Cohort.client_ids`; -1, or any negative number, where a client is absent. The mesh axis
+            must divide `cohort`.
         placement: the name of the mesh axis.
 
     Returns:
-        The pytree with leaves `[n, ...]`, placed values; zeros where nobody takes part. Under
-        `jax.jit` a number beyond the store's rows reads zeros too, since it cannot be checked.
+        The pytree with leaves `[cohort, ...]`; zeros for absent clients. Under `jax.jit`, where an
+        index cannot be checked, one that is not below `num_clients` reads zeros too.
 
     Raises:
-        ValueError: the mesh axis does not divide n; outside of `jax.jit`, a number beyond the rows.
+        TypeError: `store` is not a `ClientStore`.
+        ValueError: the mesh axis does not divide the cohort; or, outside of `jax.jit`, an index is
+            not below `num_clients`.
 
     Example:
-        >>> gather_clients(10 * jnp.arange(5), jnp.array([3, -1, 0])).tolist()
-        [30, 0, 0]
+        >>> store = scatter_clients(client_store(jnp.zeros(2), 5), jnp.array([3]), jnp.ones((1, 2)))
+        >>> gather_clients(store, jnp.array([3, -1, 0])).tolist()
+        [[1.0, 1.0], [0.0, 0.0], [0.0, 0.0]]
     """
-    _check_cohort("gather_clients", store, clients, placement)
-    return _gather(store, clients, placement)
+    _check_call("gather_clients", store, client_ids, placement)
+    return _gather(store, client_ids, placement)
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _gather(store: Any, clients: jax.Array, placement: str) -> Any:
-    axis, devices = _axis(placement)
+def _gather(store: ClientStore[State], client_ids: jax.Array, placement: str) -> State:
+    axis, num_devices = _axis(placement)
+    client_ids = _absent_beyond(client_ids, store.num_clients)
     if axis is None:
-        return jax.tree.map(lambda rows: _take(rows, clients, 0, 0), store)
+        return jax.tree.map(lambda rows: _take(rows, client_ids, 0, 0), store.rows)
 
-    def on_device(store: Any, clients: jax.Array) -> Any:
-        here = jax.lax.axis_index(axis)
+    def on_device(store: State, client_ids: jax.Array) -> State:
+        device = jax.lax.axis_index(axis)
 
         def fill(hop: Any, found: Any) -> Any:
-            """Adds what is here of the block that is here now and hops on to the next device."""
-            block = _block(clients, (here - 1 - hop) % devices, devices)
+            """Add this device's rows to the block of the cohort that is here at this hop."""
+            block = _block(client_ids, (device - 1 - hop) % num_devices, num_devices)
             return jax.tree.map(
-                lambda rows, others: _take(rows, block, here * len(rows), others), store, found
+                lambda rows, others: _take(rows, block, device * len(rows), others), store, found
             )
 
         found = fill(0, jax.tree.map(lambda rows: 0, store))
         return jax.lax.fori_loop(
-            1, devices, lambda hop, found: fill(hop, _hop(found, axis, devices)), found
+            1, num_devices, lambda hop, found: fill(hop, _hop(found, axis, num_devices)), found
         )
 
-    return _on_devices(on_device, axis, (P(axis), P()))(store, _everywhere(clients))
+    return _on_devices(on_device, axis, (P(axis), P()))(store.rows, _replicated(client_ids))
 
 
 def scatter_clients(
-    store: Any, clients: jax.Array, states: Any, *, placement: str = "clients"
-) -> Any:
-    """Writes the rows of a cohort.
+    store: ClientStore[State],
+    client_ids: ClientIds,
+    states: State,
+    *,
+    placement: str = "clients",
+) -> ClientStore[State]:
+    """Write the states of a cohort.
+
+    Works inside a `fedpax.program`. States of absent clients (-1) are ignored and need no mask.
 
     Args:
-        store: a pytree of arrays `[rows, ...]`.
-        clients: integers `[n]`, different from one another; what stands at -1, or any negative
-            number, is dropped. The mesh axis divides n.
-        states: the pytree with leaves `[n, ...]`, what each of them keeps now.
+        store: as `client_store` makes it.
+        client_ids: integers `[cohort]`, each client's index in the population, different from one
+            another; -1, or any negative number, where a client is absent. The mesh axis must
+            divide `cohort`.
+        states: a pytree with leaves `[cohort, ...]`, the new state of each client.
         placement: the name of the mesh axis.
 
     Returns:
-        The store with these rows. Donate the old one to a `jax.jit` around this, and it is written
-        in place. Under `jax.jit` what stands at a number beyond the store's rows is dropped too.
+        The store with these clients' states replaced. To update it in place, donate the old store
+        to the surrounding `jax.jit`. Under `jax.jit`, where an index cannot be checked, the state
+        at one that is not below `num_clients` is ignored too.
 
     Raises:
-        ValueError: the mesh axis does not divide n; outside of `jax.jit`, a number beyond the rows.
+        TypeError: `store` is not a `ClientStore`.
+        ValueError: the mesh axis does not divide the cohort; or, outside of `jax.jit`, an index is
+            not below `num_clients`.
 
     Example:
-        >>> clients, states = jnp.array([3, -1, 0]), jnp.array([7.0, 8.0, 9.0])
-        >>> scatter_clients(jnp.zeros(5), clients, states).tolist()
+        >>> client_ids, states = jnp.array([3, -1, 0]), jnp.array([7.0, 8.0, 9.0])
+        >>> store = scatter_clients(client_store(0.0, num_clients=5), client_ids, states)
+        >>> store.to_host().tolist()
         [9.0, 0.0, 0.0, 7.0, 0.0]
     """
-    _check_cohort("scatter_clients", store, clients, placement)
-    return _scatter(store, clients, states, placement)
+    _check_call("scatter_clients", store, client_ids, placement)
+    return _scatter(store, client_ids, states, placement)
 
 
 @functools.partial(jax.jit, static_argnums=3)
-def _scatter(store: Any, clients: jax.Array, states: Any, placement: str) -> Any:
-    axis, devices = _axis(placement)
+def _scatter(
+    store: ClientStore[State], client_ids: jax.Array, states: State, placement: str
+) -> ClientStore[State]:
+    axis, num_devices = _axis(placement)
+    client_ids = _absent_beyond(client_ids, store.num_clients)
     if axis is None:
-        return jax.tree.map(lambda rows, new: _put(rows, clients, new, 0), store, states)
+        rows = jax.tree.map(lambda rows, new: _put(rows, client_ids, new, 0), store.rows, states)
+        return ClientStore(rows, store.num_clients)
 
-    def on_device(store: Any, clients: jax.Array, states: Any) -> Any:
-        here = jax.lax.axis_index(axis)
+    def on_device(store: State, client_ids: jax.Array, states: State) -> State:
+        device = jax.lax.axis_index(axis)
 
         def write(hop: Any, store: Any, states: Any) -> Any:
-            """Writes what belongs here of the block that is here now."""
-            block = _block(clients, (here - hop) % devices, devices)
+            """Write this device's rows from the block of the cohort that is here at this hop."""
+            block = _block(client_ids, (device - hop) % num_devices, num_devices)
             return jax.tree.map(
-                lambda rows, new: _put(rows, block, new, here * len(rows)), store, states
+                lambda rows, new: _put(rows, block, new, device * len(rows)), store, states
             )
 
         def body(hop: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-            states = _hop(carry[1], axis, devices)
+            states = _hop(carry[1], axis, num_devices)
             return write(hop, carry[0], states), states
 
-        return jax.lax.fori_loop(1, devices, body, (write(0, store, states), states))[0]
+        return jax.lax.fori_loop(1, num_devices, body, (write(0, store, states), states))[0]
 
     in_specs = (P(axis), P(), P(axis))
-    return _on_devices(on_device, axis, in_specs)(store, _everywhere(clients), states)
+    rows = _on_devices(on_device, axis, in_specs)(store.rows, _replicated(client_ids), states)
+    return ClientStore(rows, store.num_clients)
 
 
-def _take(rows: jax.Array, clients: jax.Array, start: Any, others: Any) -> jax.Array:
-    """The rows of those clients whose rows these are, which begin at `start`; else `others`."""
-    place, mine = _place(rows, clients, start)
-    found = rows[jnp.where(mine, place, 0)]
+def _take(rows: jax.Array, client_ids: jax.Array, start: Any, others: Any) -> jax.Array:
+    """Read the clients whose rows are here, the first being client `start`; `others` elsewhere."""
+    index, is_here = _row_index(rows, client_ids, start)
+    found = rows[jnp.where(is_here, index, 0)]
     others = jnp.asarray(others, rows.dtype)
-    return jnp.where(mine.reshape(-1, *[1] * (rows.ndim - 1)), found, others)
+    return jnp.where(is_here.reshape(-1, *[1] * (rows.ndim - 1)), found, others)
 
 
-def _put(rows: jax.Array, clients: jax.Array, new: jax.Array, start: Any) -> jax.Array:
-    place, mine = _place(rows, clients, start)
-    return rows.at[jnp.where(mine, place, len(rows))].set(new, mode="drop")
+def _put(rows: jax.Array, client_ids: jax.Array, new: jax.Array, start: Any) -> jax.Array:
+    """Write the clients whose rows are here, the first being client `start`; drop the others."""
+    index, is_here = _row_index(rows, client_ids, start)
+    return rows.at[jnp.where(is_here, index, len(rows))].set(new, mode="drop")
 
 
-def _block(clients: jax.Array, number: Any, devices: int) -> jax.Array:
-    size = len(clients) // devices
-    return jax.lax.dynamic_slice_in_dim(clients, number * size, size)
+def _row_index(rows: jax.Array, client_ids: jax.Array, start: Any) -> tuple[jax.Array, jax.Array]:
+    """Return each client's index among the rows from client `start` on, and whether it is there."""
+    index = client_ids - start
+    return index, (client_ids >= 0) & (index >= 0) & (index < len(rows))
 
 
-def _hop(states: Any, axis: str, devices: int) -> Any:
-    """What the device before this one has."""
-    ring = [(d, (d + 1) % devices) for d in range(devices)]
+def _block(client_ids: jax.Array, block: Any, num_devices: int) -> jax.Array:
+    """Return one of the equal blocks of a cohort."""
+    size = len(client_ids) // num_devices
+    return jax.lax.dynamic_slice_in_dim(client_ids, block * size, size)
+
+
+def _hop(states: Any, axis: str, num_devices: int) -> Any:
+    """Send each device's states to the next device of the ring."""
+    ring = [(d, (d + 1) % num_devices) for d in range(num_devices)]
     return jax.tree.map(lambda state: jax.lax.ppermute(state, axis, ring), states)
 
 
-def _place(rows: jax.Array, clients: jax.Array, start: Any) -> tuple[jax.Array, jax.Array]:
-    place = clients - start
-    return place, (clients >= 0) & (place >= 0) & (place < len(rows))
+def _absent_beyond(client_ids: ClientIds, num_clients: int) -> jax.Array:
+    """Replace indices that are not below the size of the population by -1."""
+    client_ids = jnp.asarray(client_ids)
+    return jnp.where(client_ids < num_clients, client_ids, -1)
+
+
+def _replicated(client_ids: jax.Array) -> jax.Array:
+    """Put the cohort's indices on every device."""
+    spec = jax.typeof(client_ids).sharding.spec
+    if all(entry is None for entry in spec):
+        return client_ids
+    return jax.sharding.reshard(client_ids, P())
 
 
 def _axis(placement: str) -> tuple[str | None, int]:
-    """The mesh axis that rows are spread over, if there is one, and its size."""
+    """Return the mesh axis that shards the rows, None if there is none, and its size."""
     mesh = jax.sharding.get_abstract_mesh()
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if types.get(placement, AxisType.Manual) == AxisType.Manual:
@@ -193,43 +284,46 @@ def _axis(placement: str) -> tuple[str | None, int]:
     return placement, mesh.shape[placement]
 
 
-def _check_cohort(name: str, store: Any, clients: jax.Array, placement: str) -> None:
-    _, devices = _axis(placement)
-    size = np.shape(clients)[0]
-    if size % devices:
-        raise ValueError(
-            f"{name}(): a cohort of {size} clients cannot be shared by the {devices} devices of "
-            f"the mesh axis {placement!r} in equal blocks: fill it up with -1 to "
-            f"{size + -size % devices}, or take a mesh axis that divides it."
-        )
-    known = not isinstance(clients, jax.core.Tracer)
-    if known and size and getattr(clients, "is_fully_addressable", True):
-        largest = np.max(np.asarray(clients))
-        if (rows := min(map(len, jax.tree.leaves(store)), default=largest + 1)) <= largest:
-            raise ValueError(
-                f"{name}(): client {largest} has no row in a store of {rows} rows: make it by "
-                f"client_store with a population of at least {largest + 1}."
-            )
-
-
-def _everywhere(clients: jax.Array) -> jax.Array:
-    """The cohort's numbers, whole on every device."""
-    spec = jax.typeof(clients).sharding.spec
-    return clients if all(entry is None for entry in spec) else jax.sharding.reshard(clients, P())
-
-
 def _on_devices(fn: Any, axis: str, in_specs: Any) -> Any:
+    """Map `fn` over the devices of the mesh axis."""
     return jax.shard_map(
         fn, axis_names={axis}, in_specs=in_specs, out_specs=P(axis), check_vma=False
     )
 
 
-def _check(leaf: Any, path: Any) -> jax.Array:
+def _check_call(name: str, store: Any, client_ids: ClientIds, placement: str) -> None:
+    """Check the arguments that `gather_clients` and `scatter_clients` share."""
+    if not isinstance(store, ClientStore):
+        raise TypeError(
+            f"{name}(): store is a {type(store).__name__}, expected a ClientStore. Make it with "
+            "client_store(state, num_clients)."
+        )
+    _, num_devices = _axis(placement)
+    size = np.shape(client_ids)[0]
+    if size % num_devices:
+        raise ValueError(
+            f"{name}(): client_ids has {size} entries, which the {num_devices} devices of the mesh "
+            f"axis {placement!r} do not divide. Pad it with -1 to {size + -size % num_devices}, or "
+            "use a mesh axis that divides it."
+        )
+    is_concrete = not isinstance(client_ids, jax.core.Tracer)
+    if is_concrete and size and getattr(client_ids, "is_fully_addressable", True):
+        largest = np.max(np.asarray(client_ids))
+        if largest >= store.num_clients:
+            raise ValueError(
+                f"{name}(): client_ids contains {largest}, but the store has {store.num_clients} "
+                f"clients (0 to {store.num_clients - 1}). Make it with client_store(state, "
+                f"num_clients={largest + 1}) or more."
+            )
+
+
+def _check_leaf(leaf: Any, path: Any) -> jax.Array:
+    """Check that a leaf of a client's state is an array of numbers, and return it as an array."""
     dtype = getattr(leaf, "dtype", None) or np.asarray(leaf).dtype
     if not (jnp.issubdtype(dtype, np.number) or dtype == np.bool_):
         raise TypeError(
             f"client_store(): state{jax.tree_util.keystr(path)} is of type {type(leaf).__name__} "
-            f"and dtype {dtype}, expected an array of numbers. Of random keys, keep a number and "
-            "fold it in."
+            f"and dtype {dtype}, expected an array of numbers. For random keys, store an integer "
+            "and fold it in."
         )
     return jnp.asarray(leaf)

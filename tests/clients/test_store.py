@@ -1,5 +1,6 @@
-"""The store of what clients keep: gathered and scattered as NumPy would, and never in one place."""
+"""The client store equals NumPy indexing, and no device holds the whole store or cohort."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,10 +11,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from mesh_kinds import KINDS, under
 
-from fedpax.clients.store import client_store, gather_clients, scatter_clients
+import fedpax
+from fedpax.clients import ClientStore, client_store, gather_clients, scatter_clients
 from fedpax.hlo.collectives import collectives
 
-POPULATION, COHORT = 21, 8
+NUM_CLIENTS, COHORT = 21, 8
 
 
 @pytest.fixture(params=KINDS)
@@ -21,161 +23,232 @@ def current_mesh(request):
     yield from under(request.param)
 
 
-def random_rounds(rounds, seed=0):
+def random_cohorts(rounds, seed=0):
     rng = np.random.default_rng(seed)
     for _ in range(rounds):
-        clients = rng.permutation(POPULATION)[:COHORT].astype(np.int32)
-        clients[rng.random(COHORT) < 0.2] = -1
-        yield clients
+        client_ids = rng.permutation(NUM_CLIENTS)[:COHORT].astype(np.int32)
+        client_ids[rng.random(COHORT) < 0.2] = -1
+        yield client_ids
 
 
 def place(x, mesh):
     return jnp.asarray(x) if mesh is None else jax.device_put(x, NamedSharding(mesh, P("clients")))
 
 
-def test_rounds_keep_what_each_client_has_seen(current_mesh):
-    """Against a dict on the host, over rounds, with several dtypes."""
-    begin = {
+def store_of(table, mesh=None):
+    """A store with the rows of a table, one for each client."""
+    store = client_store(np.zeros(table.shape[1:], table.dtype), len(table))
+    return scatter_clients(store, place(np.arange(len(table)), mesh), place(table, mesh))
+
+
+def test_each_client_keeps_its_state_over_rounds(current_mesh):
+    """Compared with a dict on the host, with several dtypes."""
+    initial = {
         "sum": np.float32([1.0, 2.0]),
         "half": np.ones((2, 3), jnp.bfloat16),
         "count": np.int32(0),
         "seen": np.bool_(False),
     }
-    store = client_store(begin, POPULATION)
-    kept = {k: jax.tree.map(np.copy, begin) for k in range(POPULATION)}
+    store = client_store(initial, NUM_CLIENTS)
+    expected = {k: jax.tree.map(np.copy, initial) for k in range(NUM_CLIENTS)}
 
-    def one_round(store, clients):
-        own = gather_clients(store, clients)
+    def one_round(store, client_ids):
+        own = gather_clients(store, client_ids)
         own = {
-            "sum": own["sum"] + jnp.where(clients < 0, 0, clients)[:, None],
+            "sum": own["sum"] + jnp.where(client_ids < 0, 0, client_ids)[:, None],
             "half": own["half"] * 2,
             "count": own["count"] + 1,
             "seen": ~own["seen"],
         }
-        return scatter_clients(store, clients, own)
+        return scatter_clients(store, client_ids, own)
 
     step = jax.jit(one_round, donate_argnums=0)
-    for clients in random_rounds(5):
-        store = step(store, place(clients, current_mesh))
-        for k in clients[clients >= 0]:
-            kept[k]["sum"] = kept[k]["sum"] + np.float32(k)
-            kept[k]["half"] = kept[k]["half"] * jnp.bfloat16(2)
-            kept[k]["count"] = kept[k]["count"] + 1
-            kept[k]["seen"] = ~kept[k]["seen"]
-    for name in begin:
-        rows = np.asarray(store[name])
-        assert rows.dtype == begin[name].dtype
-        np.testing.assert_array_equal(
-            rows[:POPULATION], np.stack([kept[k][name] for k in range(POPULATION)])
-        )
+    for client_ids in random_cohorts(5):
+        store = step(store, place(client_ids, current_mesh))
+        for k in client_ids[client_ids >= 0]:
+            expected[k]["sum"] = expected[k]["sum"] + np.float32(k)
+            expected[k]["half"] = expected[k]["half"] * jnp.bfloat16(2)
+            expected[k]["count"] = expected[k]["count"] + 1
+            expected[k]["seen"] = ~expected[k]["seen"]
+    stacked = {name: np.stack([expected[k][name] for k in range(NUM_CLIENTS)]) for name in initial}
+    chex.assert_trees_all_equal(store.to_host(), stacked)
+    chex.assert_trees_all_equal_shapes_and_dtypes(store.to_host(), stacked)
 
 
-def test_gathered_rows_are_zero_where_nobody_is(current_mesh):
+def test_absent_clients_read_zeros(current_mesh):
     table = np.random.default_rng(0).normal(size=(24, 3)).astype(np.float32)
-    clients = np.array([5, -1, 23, 0, -1, 7, 8, 1], np.int32)
-    found = gather_clients(place(table, current_mesh), place(clients, current_mesh))
-    np.testing.assert_array_equal(found, np.where(clients[:, None] < 0, 0, table[clients]))
+    client_ids = np.array([5, -1, 23, 0, -7, 7, 8, 1], np.int32)
+    found = gather_clients(store_of(table, current_mesh), place(client_ids, current_mesh))
+    np.testing.assert_array_equal(found, np.where(client_ids[:, None] < 0, 0, table[client_ids]))
     if current_mesh is not None:
         assert found.sharding.spec[0] == "clients"
 
 
+def test_states_of_absent_clients_are_ignored(current_mesh):
+    table = np.random.default_rng(0).normal(size=(24, 3)).astype(np.float32)
+    client_ids = np.array([-1, 4, -7, -1, -1, 2, -1, -1], np.int32)
+    new = np.full((8, 3), np.nan, np.float32)
+    new[[1, 5]] = np.random.default_rng(1).normal(size=(2, 3))
+    store = scatter_clients(
+        store_of(table, current_mesh), place(client_ids, current_mesh), place(new, current_mesh)
+    )
+    table[[4, 2]] = new[[1, 5]]
+    np.testing.assert_array_equal(store.to_host(), table)
+
+
+def test_gather_and_scatter_work_inside_a_program(current_mesh):
+    """A method with client state in its own words: absent clients need no mask."""
+
+    @fedpax.program(clients=COHORT)
+    def add_to_each(store, client_ids, x):
+        own = gather_clients(store, client_ids)
+        own = fedpax.federated_map(lambda own, x: own + 2 * x, own, x)
+        total = fedpax.federated_sum(own) / store.num_clients
+        return scatter_clients(store, client_ids, own), total
+
+    table = np.random.default_rng(2).normal(size=(NUM_CLIENTS, 3)).astype(np.float32)
+    padding = np.zeros((24 - NUM_CLIENTS, 3), np.float32)
+    with_padding = np.concatenate([table, padding])
+    store = client_store(jnp.zeros(3), NUM_CLIENTS)
+    ids = np.concatenate([np.arange(NUM_CLIENTS), np.full(24 - NUM_CLIENTS, -1)])
+    store = scatter_clients(store, place(ids, current_mesh), place(with_padding, current_mesh))
+    x = np.random.default_rng(3).normal(size=(COHORT, 3)).astype(np.float32)
+    step = jax.jit(add_to_each)
+    for client_ids in random_cohorts(3):
+        store, total = step(store, place(client_ids, current_mesh), place(x, current_mesh))
+        present = client_ids >= 0
+        own = np.where(present[:, None], table[client_ids], 0) + 2 * x
+        table[client_ids[present]] = own[present]
+        np.testing.assert_allclose(total, own.sum(0) / NUM_CLIENTS, rtol=1e-5)
+        np.testing.assert_allclose(store.to_host(), table, rtol=1e-6)
+
+
 @given(st.lists(st.integers(0, 23), min_size=8, max_size=8, unique=True), st.integers(0, 99))
-def test_what_is_scattered_is_gathered(clients, seed):
+def test_gather_returns_what_scatter_wrote(client_ids, seed):
     rng = np.random.default_rng(seed)
     table, new = rng.normal(size=(24, 2)), rng.normal(size=(8, 2))
+    table, new, client_ids = np.float32(table), np.float32(new), np.array(client_ids)
     mesh = jax.make_mesh((4,), ("clients",), axis_types=(jax.sharding.AxisType.Auto,))
     with jax.set_mesh(mesh):
-        store = scatter_clients(
-            place(table, mesh), place(np.array(clients), mesh), place(new, mesh)
-        )
-        np.testing.assert_array_equal(
-            gather_clients(store, place(np.array(clients), mesh)), np.float32(new)
-        )
-    others = np.setdiff1d(np.arange(24), clients)
-    np.testing.assert_array_equal(np.asarray(store)[others], np.float32(table)[others])
+        store = scatter_clients(store_of(table, mesh), place(client_ids, mesh), place(new, mesh))
+        np.testing.assert_array_equal(gather_clients(store, place(client_ids, mesh)), new)
+    others = np.setdiff1d(np.arange(24), client_ids)
+    np.testing.assert_array_equal(store.to_host()[others], table[others])
 
 
-def test_rows_are_spread_over_the_mesh(current_mesh):
-    store = client_store(jnp.zeros(5), POPULATION)
-    assert store.shape == ((POPULATION, 5) if current_mesh is None else (24, 5))
+def test_rows_are_sharded_over_the_mesh(current_mesh):
+    store = client_store(jnp.zeros(5), NUM_CLIENTS)
+    assert store.rows.shape == (24, 5)
     if current_mesh is not None:
-        assert {shard.data.shape for shard in store.addressable_shards} == {(6, 5)}
+        assert {shard.data.shape for shard in store.rows.addressable_shards} == {(6, 5)}
 
 
-def test_only_the_cohort_crosses_and_nothing_grows_with_the_population(current_mesh):
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+@pytest.mark.parametrize("num_clients", [1, 5, 8, 51])
+def test_shapes_do_not_depend_on_the_number_of_devices(devices, num_clients):
+    with jax.set_mesh(fedpax.make_mesh(devices=jax.devices()[:devices], clients=devices)):
+        store = client_store({"control": jnp.zeros((2, 3))}, num_clients)
+    alone = client_store({"control": jnp.zeros((2, 3))}, num_clients)
+    chex.assert_trees_all_equal_shapes_and_dtypes(store, alone)
+    assert store.num_clients == num_clients
+    assert store.to_host()["control"].shape == (num_clients, 2, 3)
+
+
+def test_the_number_of_clients_is_an_integer_under_jit():
+    store = client_store(jnp.zeros(3), num_clients=51)
+    mean = jax.jit(lambda store: jnp.sum(store.rows, 0) / jnp.ones(store.num_clients).sum())
+    np.testing.assert_array_equal(mean(store), np.zeros(3))
+    assert jax.eval_shape(lambda s: s, store).num_clients == 51
+
+
+def test_only_the_cohort_is_communicated_and_nothing_grows_with_the_population(current_mesh):
     """Read from the compiled text, for a population of a million."""
     if current_mesh is None:
         return
-    rows, width = 2**20, 64
+    num_clients, width = 2**20, 64
     over_clients = NamedSharding(current_mesh, P("clients"))
-    store = jax.ShapeDtypeStruct((rows, width), jnp.float32, sharding=over_clients)
+    rows = jax.ShapeDtypeStruct((num_clients, width), jnp.float32, sharding=over_clients)
+    store = ClientStore(rows, num_clients)
 
-    def round_(store, clients):
-        return scatter_clients(store, clients, gather_clients(store, clients) + 1)
+    def round_(store, client_ids):
+        return scatter_clients(store, client_ids, gather_clients(store, client_ids) + 1)
 
-    clients = jax.ShapeDtypeStruct((COHORT,), jnp.int32)
-    compiled = jax.jit(round_, donate_argnums=0).lower(store, clients).compile()
+    client_ids = jax.ShapeDtypeStruct((COHORT,), jnp.int32)
+    compiled = jax.jit(round_, donate_argnums=0).lower(store, client_ids).compile()
     found = collectives(compiled.as_text(), current_mesh)
     assert {c.axes for c in found} == {("clients",)}
     assert max(c.bytes for c in found) <= COHORT * width * 4
     memory = compiled.memory_analysis()
-    assert memory.alias_size_in_bytes == rows * width  # a quarter of four bytes each, in place
+    assert memory.alias_size_in_bytes == num_clients * width  # a quarter of 4 bytes each, in place
     assert memory.temp_size_in_bytes < 100 * COHORT * width
 
 
-def test_no_device_holds_the_cohort(current_mesh):
-    """A round's temporaries, while the cohort is a few blocks of the size of a device's share."""
+def test_no_device_holds_the_whole_cohort(current_mesh):
+    """A round's temporaries stay below three blocks of cohort/devices rows."""
     if current_mesh is None:
         return
     cohort, width = 1024, 256
     share = cohort // 4 * width * 4
     over_clients = NamedSharding(current_mesh, P("clients"))
-    store = jax.ShapeDtypeStruct((2**12, width), jnp.float32, sharding=over_clients)
+    rows = jax.ShapeDtypeStruct((2**12, width), jnp.float32, sharding=over_clients)
+    store = ClientStore(rows, 2**12)
     new = jax.ShapeDtypeStruct((cohort, width), jnp.float32, sharding=over_clients)
-    clients = jax.ShapeDtypeStruct((cohort,), jnp.int32)
+    client_ids = jax.ShapeDtypeStruct((cohort,), jnp.int32)
 
     def temporaries(fn, *arguments, **options):
         compiled = jax.jit(fn, **options).lower(*arguments).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    assert temporaries(gather_clients, store, clients) < 3 * share
-    assert temporaries(scatter_clients, store, clients, new, donate_argnums=0) < 3 * share
+    assert temporaries(gather_clients, store, client_ids) < 3 * share
+    assert temporaries(scatter_clients, store, client_ids, new, donate_argnums=0) < 3 * share
 
 
-def test_a_cohort_that_the_mesh_does_not_share_is_refused():
+def test_a_cohort_that_the_mesh_axis_does_not_divide_raises():
     mesh = jax.make_mesh((4,), ("clients",), axis_types=(jax.sharding.AxisType.Auto,))
+    message = r"client_ids has 6 entries, .* 4 devices .* do not divide\. Pad it with -1 to 8"
     with jax.set_mesh(mesh):
-        store, clients = client_store(jnp.zeros(2), 10), np.array([0, 3, 5, 7, 8, 9])
-        for under_jit in (lambda fn: fn, jax.jit):
-            with pytest.raises(ValueError, match=r"cohort of 6 clients .* fill it up with -1 to 8"):
-                under_jit(gather_clients)(store, clients)
-            with pytest.raises(ValueError, match=r"cohort of 6 clients .* fill it up with -1 to 8"):
-                under_jit(scatter_clients)(store, clients, np.zeros((6, 2)))
-        padded = np.concatenate([clients, [-1, -1]])
+        store, client_ids = client_store(jnp.zeros(2), 10), np.array([0, 3, 5, 7, 8, 9])
+        for transform in (lambda fn: fn, jax.jit):
+            with pytest.raises(ValueError, match=message):
+                transform(gather_clients)(store, client_ids)
+            with pytest.raises(ValueError, match=message):
+                transform(scatter_clients)(store, client_ids, np.zeros((6, 2)))
+        padded = np.concatenate([client_ids, [-1, -1]])
         assert gather_clients(store, padded).shape == (8, 2)
 
 
 @pytest.mark.parametrize("array", [np.array, jnp.array])
-def test_a_client_beyond_the_store_is_refused_where_its_number_is_known(array):
-    store, clients = 1.0 + jnp.arange(5), array([4, -7, 5])
+@pytest.mark.parametrize("beyond", [5, 6, 8, 10**6])  # 5 and 6 are padding rows
+def test_an_index_beyond_the_population_raises_or_is_ignored_under_jit(array, beyond):
+    store, client_ids = store_of(1.0 + np.arange(5, dtype=np.float32)), array([4, -7, beyond])
+    message = rf"contains {beyond}, but the store has 5 clients .* num_clients={beyond + 1}\)"
     for call in (gather_clients, lambda *a: scatter_clients(*a, jnp.zeros(3))):
-        with pytest.raises(ValueError, match=r"client 5 has no row in a store of 5 rows: .* 6\."):
-            call(store, clients)
-    assert jax.jit(gather_clients)(store, clients).tolist() == [5, 0, 0]
-    after = jax.jit(scatter_clients)(store, clients, jnp.array([7.0, 8.0, 9.0]))
-    assert after.tolist() == [1, 2, 3, 4, 7]
+        with pytest.raises(ValueError, match=message):
+            call(store, client_ids)
+    assert jax.jit(gather_clients)(store, client_ids).tolist() == [5, 0, 0]
+    after = jax.jit(scatter_clients)(store, client_ids, jnp.array([7.0, 8.0, 9.0]))
+    assert after.to_host().tolist() == [1, 2, 3, 4, 7]
+    assert not np.asarray(after.rows)[5:].any()
+
+
+def test_a_plain_array_is_no_store():
+    with pytest.raises(TypeError, match=r"gather_clients\(\): store is a .*Make it with client_st"):
+        gather_clients(jnp.zeros((4, 2)), np.array([1]))
 
 
 @pytest.mark.parametrize(
-    ("state", "population", "error", "message"),
+    ("state", "num_clients", "error", "message"),
     [
-        (jnp.zeros(2), 0, ValueError, "population is 0, expected at least 1"),
-        ({"key": jax.eval_shape(jax.random.key, 0)}, 3, TypeError, "keep a number and fold it in"),
-        ("name", 3, TypeError, "expected an array of numbers"),
+        (lambda: jnp.zeros(2), 0, ValueError, "num_clients is 0, expected at least 1"),
+        (
+            lambda: {"key": jax.random.key(0)},
+            3,
+            TypeError,
+            r"state\['key'\] is of type .*store an integer and fold it in",
+        ),
+        (lambda: "name", 3, TypeError, "expected an array of numbers"),
     ],
 )
-def test_bad_states_are_told(state, population, error, message):
-    if isinstance(state, dict):
-        state = {"key": jax.random.key(0)}
+def test_bad_initial_states_raise(state, num_clients, error, message):
     with pytest.raises(error, match=message):
-        client_store(state, population)
+        client_store(state(), num_clients)

@@ -1,4 +1,4 @@
-"""Whether hosts can be reached, asked quickly: a download without a network hangs for long."""
+"""A quick check whether hosts can be reached: a download without a network blocks for minutes."""
 
 import http.client
 import threading
@@ -8,39 +8,39 @@ import urllib.request
 from collections.abc import Iterable
 
 
-def unreachable(urls: Iterable[str], *, seconds: float = 8.0) -> list[str]:
-    """Returns the hosts of some URLs if none of them answers; asks at most three, at once.
+def unreachable_hosts(urls: Iterable[str], *, timeout: float = 8.0) -> list[str]:
+    """Return the hosts of some URLs if none of them answers.
 
-    Proxies of the environment are used, as a download would. A host that answers with an error
-    is there.
+    Sends HEAD requests to at most three hosts at the same time, through the proxies that the
+    environment names, as a download would. An answer with an HTTP error counts as an answer.
 
     Args:
-        urls: addresses; those that are neither http nor https are not asked.
-        seconds: how long to wait for all of them together.
+        urls: addresses; those with a scheme other than http and https are not checked.
+        timeout: seconds to wait for all hosts together.
 
     Returns:
-        Host names; empty if a host answered, or there was none to ask.
+        The hosts' names; empty if any host answered, or if there was none to check.
     """
     parts = (urllib.parse.urlsplit(url) for url in urls)
     addresses = sorted({f"{p.scheme}://{p.netloc}/" for p in parts if p.scheme.startswith("http")})
     answered: list[str] = []
 
-    def ask(address: str) -> None:
+    def send_request(address: str) -> None:
         request = urllib.request.Request(address, method="HEAD")
         try:
-            # Not urlopen, which keeps the proxies that it found when first called.
-            urllib.request.build_opener().open(request, timeout=seconds).close()
+            # urlopen would use the proxies that were set when it was first called.
+            urllib.request.build_opener().open(request, timeout=timeout).close()
         except (urllib.error.HTTPError, http.client.HTTPException):
             pass
         except OSError:
             return
         answered.append(address)
 
-    # Threads, as looking a name up takes as long as it likes and cannot be given a limit.
-    asked = addresses[:3]
-    threads = [threading.Thread(target=ask, args=(a,), daemon=True) for a in asked]
+    # Threads, because the time that a name lookup takes cannot be limited.
+    checked = addresses[:3]
+    threads = [threading.Thread(target=send_request, args=(a,), daemon=True) for a in checked]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(seconds / len(threads))
-    return [] if answered else [urllib.parse.urlsplit(a).hostname or a for a in asked]
+        thread.join(timeout / len(threads))
+    return [] if answered else [urllib.parse.urlsplit(a).hostname or a for a in checked]

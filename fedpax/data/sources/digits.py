@@ -1,9 +1,9 @@
 """scikit-learn's handwritten digits as a TFDS data set: images that need no download.
 
-1,797 images of 8 x 8 pixels from 13 writers. scikit-learn has the pixels from 0 to 16; here they
-are 0 to 255 (16 becomes 255, rounded between), with one channel, as images in TFDS are. About one
-image in five is in the split ``test``, the others in ``train``; the SHA-256 of its number in
-scikit-learn's order decides, so that both have every writer.
+1,797 images of 8 x 8 pixels from 13 writers. scikit-learn's pixel values 0 to 16 are scaled to 0 to
+255 and rounded, with one channel, as is usual in TFDS. The split `test` has about one image in five
+and `train` the rest. The SHA-256 of an image's index in scikit-learn's order decides, so both
+splits have images of every writer.
 
 Reference:
     Alpaydin, Kaynak. Optical Recognition of Handwritten Digits. UCI Machine Learning
@@ -18,13 +18,13 @@ import numpy as np
 import tensorflow_datasets as tfds
 
 
-def is_test(number: int) -> bool:
-    """Whether an image, by its number in scikit-learn's order, is in the split ``test``."""
-    return int.from_bytes(hashlib.sha256(b"%d" % number).digest()[:8], "big") % 5 == 0
+def is_test(index: int) -> bool:
+    """Return whether an image, by its index in scikit-learn's order, is in the split `test`."""
+    return int.from_bytes(hashlib.sha256(b"%d" % index).digest()[:8], "big") % 5 == 0
 
 
 class Digits(tfds.core.GeneratorBasedBuilder):
-    """scikit-learn's handwritten digits: images of 8 x 8 pixels and their labels."""
+    """Builder of scikit-learn's handwritten digits: `image` uint8 [8, 8, 1] and `label`."""
 
     VERSION = tfds.core.Version("1.0.0")
 
@@ -51,6 +51,6 @@ class Digits(tfds.core.GeneratorBasedBuilder):
 
         digits = datasets.load_digits()
         images = np.rint(digits.images * (255 / 16)).astype(np.uint8)[..., None]
-        for number, (image, label) in enumerate(zip(images, digits.target, strict=True)):
-            if is_test(number) == test:
-                yield number, {"image": image, "label": int(label)}
+        for index, (image, label) in enumerate(zip(images, digits.target, strict=True)):
+            if is_test(index) == test:
+                yield index, {"image": image, "label": int(label)}

@@ -1,9 +1,9 @@
 """The archives of TensorFlow Federated's simulation data, read without TensorFlow.
 
-An archive is an SQLite file compressed by lzma. Its table ``examples`` has a row an example, with
-the columns ``split_name``, ``client_id`` and ``serialized_example_proto``, a ``tf.train.Example``;
-an index over the first two makes reading client by client cheap. The sizes are in rows and
-clients, not in what fits in memory: the largest archive has 169 million examples.
+An archive is an SQLite file compressed with lzma. Its table `examples` has one row per example,
+with the columns `split_name`, `client_id` and `serialized_example_proto`, a `tf.train.Example`. An
+index over the first two columns makes reading client by client cheap. Archives do not fit in memory
+(the largest has 169 million examples), so examples are read one at a time.
 
 Reference:
     TensorFlow Federated, tensorflow_federated/python/simulation/datasets/sql_client_data.py for
@@ -22,23 +22,23 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 _COLUMNS = {"split_name", "client_id", "serialized_example_proto"}
-_BLOCK = 1 << 20  # bytes to decompress at once
+_BLOCK_BYTES = 1 << 20  # decompressed at once
 
 
 class ArchiveError(OSError):
-    """An archive that is not what it should be; says what, without the file's name."""
+    """A damaged or unexpected archive; the message completes a sentence about the file."""
 
 
 class Archive(NamedTuple):
-    """Where an archive comes from, and how to tell it.
+    """Address, size and checksum of an archive.
 
     Attributes:
         url: where to download it.
-        size: in bytes, or None where nobody has published it.
-        sha256: in hexadecimal digits, or None.
+        size: in bytes; None if no size is published.
+        sha256: in hexadecimal digits; None if no checksum is published.
 
     Example:
-        >>> Archive("https://host/folder/shakespeare.sqlite.lzma").file
+        >>> Archive("https://host/folder/shakespeare.sqlite.lzma").filename
         'shakespeare.sqlite.lzma'
     """
 
@@ -47,17 +47,17 @@ class Archive(NamedTuple):
     sha256: str | None = None
 
     @property
-    def file(self) -> str:
-        """The name of the file."""
+    def filename(self) -> str:
+        """The last part of the URL."""
         return self.url.rpartition("/")[2]
 
 
 class Feature(NamedTuple):
-    """What a feature of an example must be.
+    """The expected type of an example's feature.
 
     Attributes:
-        kind: as ``tf.train.Feature`` calls it.
-        size: how many values it has.
+        kind: the name of the list in `tf.train.Feature`.
+        size: the number of values.
     """
 
     kind: Literal["bytes_list", "float_list", "int64_list"]
@@ -65,11 +65,11 @@ class Feature(NamedTuple):
 
 
 def check(path: Path, archive: Archive) -> None:
-    """Refuses a file that is another than the archive, as far as one can know.
+    """Check a file's size and SHA-256 against those published.
 
     Args:
         path: the file.
-        archive: what it must be.
+        archive: the expected archive; a size or checksum of None is not checked.
 
     Raises:
         ArchiveError: the size or the SHA-256 differs.
@@ -85,26 +85,26 @@ def check(path: Path, archive: Archive) -> None:
 
 
 def decompress(path: Path, database: Path) -> None:
-    """Writes an archive's database, a block at a time.
+    """Decompress an archive's database, one block at a time.
 
     Args:
         path: the archive, in either of lzma's formats.
         database: the file to write.
 
     Raises:
-        ArchiveError: the archive is damaged, or ends too early.
-        OSError: there is no room for the database.
+        ArchiveError: the archive is damaged or truncated.
+        OSError: the disk is full.
     """
     with lzma.open(path) as source, database.open("wb") as target:
         try:
-            shutil.copyfileobj(source, target, _BLOCK)
+            shutil.copyfileobj(source, target, _BLOCK_BYTES)
         except (lzma.LZMAError, EOFError) as error:
             raise ArchiveError(f"is damaged or incomplete ({error})") from None
 
 
 @contextlib.contextmanager
 def open_database(database: Path) -> Iterator[sqlite3.Connection]:
-    """Opens a database for reading, after a look at its table ``examples``.
+    """Open a database for reading, and check the columns of its table `examples`.
 
     Args:
         database: the file.
@@ -113,7 +113,7 @@ def open_database(database: Path) -> Iterator[sqlite3.Connection]:
         The connection.
 
     Raises:
-        ArchiveError: the file is no SQLite database, or has no such table.
+        ArchiveError: the file is not an SQLite database, or has no such table.
     """
     with contextlib.closing(
         sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True)
@@ -123,23 +123,23 @@ def open_database(database: Path) -> Iterator[sqlite3.Connection]:
         if not found >= _COLUMNS:
             raise ArchiveError(
                 f"has no table 'examples' with the columns {', '.join(sorted(_COLUMNS))}, but "
-                + (f"one with {', '.join(sorted(found))}" if found else "none of that name")
+                + (f"one with {', '.join(sorted(found))}" if found else "no table of that name")
             )
         yield connection
 
 
 def count_examples(connection: sqlite3.Connection, split: str) -> int:
-    """Returns how many examples a split has.
+    """Return the number of examples in a split.
 
     Args:
         connection: to the database.
-        split: as the archive calls it, such as ``"digits_only_train"``.
+        split: the archive's own name of it, such as `"digits_only_train"`.
 
     Returns:
         The number, at least 1.
 
     Raises:
-        ArchiveError: there is no such split; says which there are.
+        ArchiveError: there is no such split; the message lists the existing ones.
     """
     with _sqlite_errors():
         query = "SELECT COUNT(*) FROM examples WHERE split_name = ?"
@@ -154,20 +154,20 @@ def count_examples(connection: sqlite3.Connection, split: str) -> int:
 def read_examples(
     connection: sqlite3.Connection, split: str, features: Mapping[str, Feature]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Reads a split client by client, an example at a time.
+    """Read a split client by client, one example at a time.
 
     Args:
         connection: to the database.
-        split: as the archive calls it.
-        features: the features to read of each example, by name.
+        split: the archive's own name of it.
+        features: the features to read from each example, by name.
 
     Yields:
-        A client's name, and by feature an example's values: bytes for a ``bytes_list``, which must
-        hold one; float32 or int64 [size] for the others. Clients come in the order of their
-        names' code points, a client's examples in the order in which the archive has them.
+        A client's name and one example, a dict by feature: bytes for a `bytes_list`, which must
+        hold one value; float32 or int64 [size] for the other kinds. Clients are sorted by the code
+        points of their names; a client's examples keep the archive's order.
 
     Raises:
-        ArchiveError: the database is damaged, or an example is not as ``features`` says.
+        ArchiveError: the database is damaged, or an example does not match `features`.
     """
     from tensorflow_datasets.proto import tf_example_pb2
 
@@ -177,20 +177,20 @@ def read_examples(
             "ORDER BY client_id, rowid",
             [split],
         )
-        for number, (client, serialized) in enumerate(rows):
+        for index, (client, serialized) in enumerate(rows):
             try:
                 found = tf_example_pb2.Example.FromString(serialized).features.feature
                 values = {name: _value(found, name, feature) for name, feature in features.items()}
-            except Exception as error:  # protobuf has its own
+            except Exception as error:  # including protobuf's own types
                 raise ArchiveError(
-                    f"has a bad example, number {number} of split {split!r}, client {client!r}: "
+                    f"has a bad example, index {index} of split {split!r}, client {client!r}: "
                     f"{error}"
                 ) from None
             yield client, values
 
 
 def _value(found: Mapping[str, Any], name: str, feature: Feature) -> Any:
-    """Takes a feature out of an example."""
+    """Return the values of one feature of an example, after checking their kind and number."""
     if name not in found:
         raise ArchiveError(
             f"no feature {name!r}, but {', '.join(map(repr, sorted(found))) or 'none'}"
@@ -208,8 +208,8 @@ def _value(found: Mapping[str, Any], name: str, feature: Feature) -> Any:
 
 @contextlib.contextmanager
 def _sqlite_errors() -> Iterator[None]:
-    """Says of SQLite's errors that the archive is damaged."""
+    """Turn SQLite's errors into an `ArchiveError`."""
     try:
         yield
     except sqlite3.Error as error:
-        raise ArchiveError(f"holds no sound SQLite database ({error})") from None
+        raise ArchiveError(f"does not hold a valid SQLite database ({error})") from None

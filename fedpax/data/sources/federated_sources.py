@@ -1,13 +1,13 @@
-"""The federated standards as TFDS data sets: EMNIST, Shakespeare, Stack Overflow, CIFAR-100.
+"""The standard federated data sets in TFDS: EMNIST, Shakespeare, Stack Overflow, CIFAR-100.
 
 Each is prepared from the archive that TensorFlow Federated publishes, so clients, splits and
-examples are those of the papers that used it. A client's examples stand together, clients in the
-order of their names, and the field ``client`` names the client:
-``partition_by_field(source, "client", n)`` gives participants whole clients. A machine without a
-network prepares an archive that lies in ``<data_dir>/downloads/manual``, under its own name.
+examples are those of the papers that used it. Examples are sorted by client, and their field
+`client` names the client: `partition_natural(source, "client")` makes every client a participant,
+and `partition_by_field(source, "client", n)` gives n participants whole clients. On a machine
+without a network, put the archive into `<data_dir>/downloads/manual` under its own file name.
 
-Preparing decompresses the archive to a temporary file within the data set's folder, 4.7 GB for
-EMNIST, and holds the examples of one output file in memory.
+Preparing decompresses the archive to a temporary file in the data set's folder (4.7 GB for EMNIST)
+and holds the examples of one output file in memory.
 
 Reference:
     TensorFlow Federated, tensorflow_federated/python/simulation/datasets/ (emnist.py,
@@ -46,42 +46,43 @@ _FOLDER = "https://storage.googleapis.com/tff-datasets-public"
 
 
 class FederatedSource(tfds.core.ShardBasedBuilder):
-    """A data set that is prepared from an archive of TensorFlow Federated, client by client.
+    """A data set prepared from an archive of TensorFlow Federated, client by client.
 
-    TFDS's builder by shards is the one that writes examples as they come: its builder by examples
-    sorts them all, in memory where their order is to be kept.
+    The base class is TFDS's builder by shards because it writes examples as they are generated.
+    TFDS's builder by examples would sort all of them, in memory if their order must be kept.
     """
 
     VERSION = tfds.core.Version("1.0.0")
     ARCHIVE: ClassVar[Archive]
     FEATURES: ClassVar[Mapping[str, Feature]]
-    """The features that are read of the archive's examples."""
+    """The features to read from the archive's examples."""
     EXAMPLES_PER_SHARD: ClassVar[int] = 1 << 14
-    """At most so many stand in a file, and in memory while it is written. array_record takes the
-    longer to read an example the more its file has: 0.06 ms of 2**14, 1.1 ms of 2**18."""
+    """The largest number of examples in an output file, and in memory while it is written.
+    array_record reads an example from a file of 2**14 in 0.06 ms, and from one of 2**18 in 1.1 ms.
+    """
     _connection: sqlite3.Connection
 
     @property
     def manual_path(self) -> Path:
-        """Where the archive is looked for before it is downloaded."""
-        return Path(self.data_dir_root) / "downloads" / "manual" / self.ARCHIVE.file
+        """The file that is used, if it exists, in place of a download."""
+        return Path(self.data_dir_root) / "downloads" / "manual" / self.ARCHIVE.filename
 
     def urls(self) -> list[str]:
-        """Returns what preparing downloads: nothing if the archive was put in place by hand."""
+        """Return the URLs that preparing downloads: none if the file `manual_path` exists."""
         return [] if self.manual_path.exists() else [self.ARCHIVE.url]
 
     def _splits(self) -> dict[str, str]:
-        """Returns what the archive calls each split."""
+        """Return the archive's name of each split."""
         return {"train": "train", "test": "test"}
 
     @abc.abstractmethod
     def _example(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Makes an example, but for its client, of the features of the archive's."""
+        """Make an example, without its client, from the features of the archive's example."""
 
     def _describe(
         self, description: str, fields: Mapping[str, Any], homepage: str
     ) -> tfds.core.DatasetInfo:
-        """Describes the data set; the field ``client`` is added."""
+        """Describe the data set, with the field `client` added."""
         return tfds.core.DatasetInfo(
             builder=self,
             description=description,
@@ -95,9 +96,9 @@ class FederatedSource(tfds.core.ShardBasedBuilder):
         dl_manager: tfds.download.DownloadManager,
         download_config: tfds.download.DownloadConfig | None = None,
     ) -> None:
-        by_hand = self.manual_path.exists()
-        path = self.manual_path if by_hand else Path(dl_manager.download(self.ARCHIVE.url))
-        # In the folder that TFDS fills and deletes if anything fails.
+        is_manual = self.manual_path.exists()
+        path = self.manual_path if is_manual else Path(dl_manager.download(self.ARCHIVE.url))
+        # In the folder that TFDS deletes if preparing fails.
         database = Path(self.data_dir) / "archive.sqlite"
         try:
             check(path, self.ARCHIVE)
@@ -105,9 +106,9 @@ class FederatedSource(tfds.core.ShardBasedBuilder):
             with open_database(database) as self._connection:
                 super()._download_and_prepare(dl_manager, download_config)
         except ArchiveError as error:
-            if by_hand:
+            if is_manual:
                 remedy = f"replace it with a new copy of {self.ARCHIVE.url}"
-            else:  # with what TFDS noted of it, so that it is downloaded anew
+            else:  # delete TFDS's record of the download too, so that it is downloaded again
                 path.unlink(missing_ok=True)
                 path.with_name(f"{path.name}.INFO").unlink(missing_ok=True)
                 remedy = "it was deleted; load again to download it again"
@@ -118,11 +119,11 @@ class FederatedSource(tfds.core.ShardBasedBuilder):
     def _shard_iterators_per_split(
         self, dl_manager: tfds.download.DownloadManager
     ) -> dict[str, Sequence[Callable[[], Iterator[tuple[int, dict[str, Any]]]]]]:
-        del dl_manager  # all is there
+        del dl_manager  # the archive has been downloaded already
         return {split: self._shards(name) for split, name in self._splits().items()}
 
     def _shards(self, name: str) -> list[Callable[[], Iterator[tuple[int, dict[str, Any]]]]]:
-        """Cuts a split into files of about as many examples; they are written one by one."""
+        """Divide a split among output files of nearly equal size, written one after another."""
         count = count_examples(self._connection, name)
         shards = math.ceil(count / self.EXAMPLES_PER_SHARD)
         ends = [count * k // shards for k in range(shards + 1)]
@@ -130,7 +131,7 @@ class FederatedSource(tfds.core.ShardBasedBuilder):
         return [partial(itertools.islice, rest, b - a) for a, b in itertools.pairwise(ends)]
 
     def _examples(self, name: str, count: int) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yields a split's examples, numbered, and shows how far it is."""
+        """Yield a split's examples with their indices, and show a progress bar."""
         rows = tqdm(
             read_examples(self._connection, name, self.FEATURES),
             desc=f"Writing {name}",
@@ -139,21 +140,24 @@ class FederatedSource(tfds.core.ShardBasedBuilder):
             mininterval=1.0,
             leave=False,
         )
-        for number, (client, values) in enumerate(rows):
-            yield number, {**self._example(values), "client": client}
+        for index, (client, values) in enumerate(rows):
+            yield index, {**self._example(values), "client": client}
 
 
 class FederatedEmnist(FederatedSource):
-    """Handwritten characters by writer: the configurations ``all`` and ``digits``.
+    """Handwritten characters by writer: the configurations `all` and `digits`.
 
-    Fields: ``image`` uint8 [28, 28, 1], upright; ``label``; ``client``, the writer. The ground is
-    255 and ink is 0, as in the archive, where they are 1.0 and 0.0: MNIST's images, and TFDS's
-    ``emnist``, have it the other way, so take ``255 - image`` to compare. The archive's floats are
-    bytes divided by 255 (LEAF's data_to_json.py), so nothing is lost.
+    Fields: `image` uint8 [28, 28, 1], upright; `label`; `client`, the writer. The background is 255
+    and ink is 0 (1.0 and 0.0 in the archive). MNIST and TFDS's `emnist` have the opposite: compare
+    with `255 - image`. The archive's floats are bytes divided by 255 (LEAF's data_to_json.py), so
+    the conversion to uint8 is exact.
 
-    ``all`` has 62 classes (digits, capitals, small letters) of 3,400 writers, 671,585 examples to
-    train and 77,483 to test; ``digits`` has 10 of 3,383, 341,873 and 40,832. Every writer is in
-    both splits.
+    | configuration | classes                           | writers | train   | test   |
+    |---------------|-----------------------------------|---------|---------|--------|
+    | `all`         | 62 (digits, upper and lower case) | 3,400   | 671,585 | 77,483 |
+    | `digits`      | 10                                | 3,383   | 341,873 | 40,832 |
+
+    Every writer is in both splits.
 
     Reference:
         Cohen et al. EMNIST: an extension of MNIST to handwritten letters. arXiv:1702.05373.
@@ -177,7 +181,7 @@ class FederatedEmnist(FederatedSource):
     def _info(self) -> tfds.core.DatasetInfo:
         letters = "" if self._only_digits else string.ascii_uppercase + string.ascii_lowercase
         return self._describe(
-            "EMNIST by writer, from TensorFlow Federated; the ground is 255, ink is 0.",
+            "EMNIST by writer, from TensorFlow Federated; the background is 255, ink is 0.",
             {
                 "image": tfds.features.Tensor(shape=(28, 28, 1), dtype=np.uint8),
                 "label": tfds.features.ClassLabel(names=[*string.digits, *letters]),
@@ -195,7 +199,7 @@ class FederatedEmnist(FederatedSource):
 
     def _example(self, values: dict[str, Any]) -> dict[str, Any]:
         pixels = values["pixels"]
-        if not (pixels.min() >= 0 and pixels.max() <= 1):  # NaN is neither
+        if not (pixels.min() >= 0 and pixels.max() <= 1):  # also true for NaN
             raise ArchiveError(
                 f"has pixels from {pixels.min():g} to {pixels.max():g}, not from 0 to 1"
             )
@@ -204,10 +208,10 @@ class FederatedEmnist(FederatedSource):
 
 
 class FederatedShakespeare(FederatedSource):
-    """Shakespeare's plays by role: 715 roles, 16,068 snippets to train and 2,356 to test.
+    """Shakespeare's plays by role: 715 roles, 16,068 snippets in `train` and 2,356 in `test`.
 
-    Fields: ``text``, lines that a role speaks in a row; ``client``, the play and the role, such as
-    ``THE_TRAGEDY_OF_KING_LEAR_MACBETH``. Every role is in both splits.
+    Fields: `text`, consecutive lines of a role; `client`, the play and the role, such as
+    `THE_TRAGEDY_OF_KING_LEAR_MACBETH`. Every role is in both splits.
 
     Reference:
         McMahan et al. Communication-Efficient Learning of Deep Networks from Decentralized Data.
@@ -224,7 +228,7 @@ class FederatedShakespeare(FederatedSource):
     def _info(self) -> tfds.core.DatasetInfo:
         return self._describe(
             "Shakespeare's plays by role, from TensorFlow Federated.",
-            {"text": tfds.features.Text(doc="lines that a role speaks in a row")},
+            {"text": tfds.features.Text(doc="consecutive lines of a role")},
             "https://leaf.cmu.edu",
         )
 
@@ -233,16 +237,19 @@ class FederatedShakespeare(FederatedSource):
 
 
 class FederatedStackoverflow(FederatedSource):
-    """Questions and answers of Stack Overflow by user, a sentence an example.
+    """Questions and answers of Stack Overflow by user, one sentence per example.
 
-    Fields: ``text``, the sentence's tokens, in lower case and with spaces between; ``title`` and
-    ``tags`` (with ``|`` between) of the question; ``score``; ``creation_date``, such as
-    ``2018-02-28 19:06:18.34 UTC``; ``type``, ``question`` or ``answer``; ``client``, the user.
+    Fields: `text`, the sentence's tokens, in lower case and separated by spaces; `title` and `tags`
+    (separated by `|`) of the question; `score`; `creation_date`, such as
+    `2018-02-28 19:06:18.34 UTC`; `type`, `question` or `answer`; `client`, the user.
 
-    Of ``train`` there are 342,477 users with 135,818,730 examples, all from before 2018;
-    ``heldout`` has 38,758 other users with 16,491,230; ``test`` has what the users outside
-    ``heldout`` wrote from 2018 on: 204,088 users, 16,586,035 examples. Take a part, such as
-    ``"train[:1%]"``, where clients are gathered by reading.
+    | split     | users   | examples    | contents                                      |
+    |-----------|---------|-------------|-----------------------------------------------|
+    | `train`   | 342,477 | 135,818,730 | from before 2018                              |
+    | `heldout` | 38,758  | 16,491,230  | users who are in neither of the others        |
+    | `test`    | 204,088 | 16,586,035  | from 2018 on, by users who are not in heldout |
+
+    Partitioning by client reads the whole split, so take a part of it, such as `"train[:1%]"`.
 
     Reference:
         Reddi et al. Adaptive Federated Optimization. arXiv:2003.00295. The texts are Stack
@@ -250,7 +257,7 @@ class FederatedStackoverflow(FederatedSource):
     """
 
     ARCHIVE = Archive(f"{_FOLDER}/stackoverflow.sqlite.lzma")
-    EXAMPLES_PER_SHARD = 1 << 18  # 519 files to train, as many systems let 1,024 be open
+    EXAMPLES_PER_SHARD = 1 << 18  # 519 files in train; many systems limit open files to 1,024
     FEATURES: ClassVar = {
         "creation_date": Feature("bytes_list"),
         "score": Feature("int64_list"),
@@ -283,11 +290,11 @@ class FederatedStackoverflow(FederatedSource):
 
 
 class FederatedCifar100(FederatedSource):
-    """CIFAR-100 shared among clients by Pachinko allocation over its two levels of classes.
+    """CIFAR-100 partitioned among clients by Pachinko allocation over its two levels of classes.
 
-    Fields: ``image`` uint8 [32, 32, 3]; ``label``, of 100 classes; ``coarse_label``, of 20;
-    ``client``, a number as text. 500 clients of 100 examples each to train, 100 of 100 to test;
-    the clients of one split have nothing to do with those of the other that bear the same numbers.
+    Fields: `image` uint8 [32, 32, 3]; `label`, of 100 classes; `coarse_label`, of 20; `client`, a
+    number as text. `train` has 500 clients of 100 examples each, `test` has 100 of 100. Clients of
+    different splits are unrelated, even where they have the same number.
 
     Reference:
         Krizhevsky. Learning Multiple Layers of Features from Tiny Images. 2009. Reddi et al.

@@ -1,9 +1,10 @@
-"""Sources by name: any TFDS data set, prepared to array_record and read without TensorFlow.
+"""`load`: open a TFDS data set by name, prepared to array_record and read without TensorFlow.
 
-Two data sets are embedded, that is, prepared from what every machine has: ``stdlib_text`` and
-``digits``. The federated standards (EMNIST, Shakespeare, Stack Overflow, CIFAR-100) are prepared
-from TensorFlow Federated's archives, and all others are TFDS's own. They take the same path;
-preparing them needs a network once, or for the federated ones a copy of the archive.
+- The embedded data sets, `stdlib_text` and `digits`, are prepared from files that every machine
+  has.
+- The federated ones (EMNIST, Shakespeare, Stack Overflow, CIFAR-100) are prepared from TensorFlow
+  Federated's archives, by download or from a local copy.
+- All others are TFDS's own. Preparing them needs a network once.
 """
 
 import contextlib
@@ -18,28 +19,28 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedpax.data.sources._reachability import unreachable
+from fedpax.data.sources._reachability import unreachable_hosts
 
 EMBEDDED = {
     "stdlib_text": "fedpax.data.sources.stdlib_text",
     "digits": "fedpax.data.sources.digits",
 }
-"""The data sets that need no network, and the modules of their TFDS builders."""
+"""The data sets that need no network, with the modules of their TFDS builders."""
 
 FEDERATED = {
     f"federated_{name}": "fedpax.data.sources.federated_sources"
     for name in ("cifar100", "emnist", "shakespeare", "stackoverflow")
 }
-"""The data sets that come with their clients, and the modules of their TFDS builders."""
+"""The data sets with a field `client`, with the modules of their TFDS builders."""
 
 
 class Source(Sequence[dict[str, Any]]):
-    """The examples of a split, read one by one from a prepared data set.
+    """The examples of a split: a sequence of dicts, each read from disk when it is indexed.
 
     Attributes:
         name: data set, configuration, version and split, such as
-            ``"stdlib_text/cpython-3.11.7/1.0.0:train"``.
-        folder: where the data set was prepared.
+            `"stdlib_text/cpython-3.11.7/1.0.0:train"`.
+        folder: the folder of the prepared data set.
     """
 
     def __init__(self, name: str, folder: Path, records: Any) -> None:
@@ -51,27 +52,30 @@ class Source(Sequence[dict[str, Any]]):
         return len(self._records)
 
     def __getitem__(self, index: Any) -> Any:
-        """Returns an example: NumPy values by field, texts as bytes."""
-        number = operator.index(index)
-        if not -len(self) <= number < len(self):
-            raise IndexError(f"{self.name} has {len(self)} examples, and none at {number}.")
-        return self._read(self._records.__getitem__, number % len(self))
+        """Return an example: a dict of NumPy values by field, with texts as bytes."""
+        position = operator.index(index)
+        if not -len(self) <= position < len(self):
+            raise IndexError(
+                f"Index {position} is out of range: {self.name} has {len(self)} examples."
+            )
+        return self._read(self._records.__getitem__, position % len(self))
 
     def column(self, field: str) -> Iterator[Any]:
-        """Yields a field of every example, in order, such as whose it is.
+        """Yield one field of every example, in order.
 
-        Much cheaper than the examples where few values are shared by many: nothing else of an
-        example is decoded, and each value once.
+        For a field with few distinct values, such as a label or a client's name, this is much
+        cheaper than reading the examples: no other field is decoded, and each distinct value is
+        decoded once.
 
         Args:
             field: the name of the field.
 
         Yields:
-            The field's values, as the examples have them; equal ones may be one object.
+            The field's value in each example; equal values may be the same object.
 
         Raises:
-            KeyError: if the examples have no such field.
-            OSError: if the prepared files cannot be read.
+            KeyError: the examples have no such field.
+            OSError: the prepared files cannot be read.
 
         Example:
             >>> source = load("stdlib_text", "heldout")
@@ -80,28 +84,28 @@ class Source(Sequence[dict[str, Any]]):
         """
         from tensorflow_datasets.proto import tf_example_pb2
 
-        def stored(number: int) -> Any:
-            record = self._records.data_source[number]
+        def read_record(index: int) -> Any:
+            record = self._records.data_source[index]
             return tf_example_pb2.Example.FromString(record).features.feature
 
         decoded: dict[bytes, Any] = {}
-        for number in range(len(self)):
-            features = self._read(stored, number)
-            if field not in features:  # a field of several features, or none at all
-                yield self[number][field]
+        for index in range(len(self)):
+            features = self._read(read_record, index)
+            if field not in features:  # stored as several features, or missing
+                yield self[index][field]
                 continue
             value = features[field].SerializeToString()
             if value not in decoded:
-                decoded[value] = self[number][field]
+                decoded[value] = self[index][field]
             yield decoded[value]
 
-    def _read(self, read: Callable[[int], Any], number: int) -> Any:
+    def _read(self, read: Callable[[int], Any], index: int) -> Any:
         try:
-            return read(number)
-        except Exception as error:  # array_record and protobuf each have their own
+            return read(index)
+        except Exception as error:  # including the own types of array_record and protobuf
             raise OSError(
-                f"Example {number} of {self.name} cannot be read, so the files in {self.folder} "
-                f"are damaged: delete that folder and load again. ({_sentence(error)})"
+                f"Example {index} of {self.name} cannot be read, so the files in {self.folder} "
+                f"are damaged: delete that folder and load again. ({_one_line(error)})"
             ) from error
 
     def __repr__(self) -> str:
@@ -109,29 +113,32 @@ class Source(Sequence[dict[str, Any]]):
 
 
 def load(name: str, split: str, *, data_dir: str | os.PathLike[str] | None = None) -> Source:
-    """Opens a split of a data set, after preparing the data set where that was not done yet.
+    """Open a split of a data set, and prepare the data set first if necessary.
 
-    Preparing happens in a folder of its own that is renamed when it is whole, so that an
-    interrupted preparation leaves nothing that would be read; of several processes that need the
-    same data set, one prepares it and the others wait. TensorFlow is not imported.
+    A data set is prepared in a temporary folder that is renamed at the end, so the remains of an
+    interrupted preparation are never read. If several processes need the same data set, one
+    prepares it and the others wait. TensorFlow is not imported.
 
     Args:
-        name: ``"stdlib_text"``, ``"digits"``, a federated one (``"federated_cifar100"``,
-            ``"federated_emnist"`` or its digits alone, ``"federated_emnist/digits"``,
-            ``"federated_shakespeare"``, ``"federated_stackoverflow"``), or any name that TFDS
-            takes, as ``"mnist"`` or ``"wikipedia/20230601.en"``.
-        split: a split's name or a part of it in TFDS's notation, as ``"train[:90%]"``.
-        data_dir: the folder of prepared data sets; by default that of the environment variable
-            ``TFDS_DATA_DIR``, or else ``~/tensorflow_datasets``.
+        name: one of
+
+            - an embedded data set: `"stdlib_text"` or `"digits"`;
+            - a federated one: `"federated_cifar100"`, `"federated_emnist"`,
+              `"federated_emnist/digits"`, `"federated_shakespeare"` or
+              `"federated_stackoverflow"`;
+            - any name in TFDS's catalog, such as `"mnist"` or `"wikipedia/20230601.en"`.
+        split: a split's name, or a part of a split in TFDS's notation, such as `"train[:90%]"`.
+        data_dir: the folder of prepared data sets. Default None: the environment variable
+            `TFDS_DATA_DIR`, or `~/tensorflow_datasets` if it is not set.
 
     Returns:
         The split's examples.
 
     Raises:
-        ValueError: for a name or split that does not exist, or a split without examples.
-        ConnectionError: if the data set must be downloaded and there is no network.
-        RuntimeError: if preparing fails otherwise.
-        OSError: if the prepared files cannot be read.
+        ValueError: the data set or split does not exist, or the split has no examples.
+        ConnectionError: the data set must be downloaded and there is no network.
+        RuntimeError: preparing fails for another reason.
+        OSError: the prepared files cannot be read.
 
     Example:
         >>> source = load("stdlib_text", "heldout")
@@ -143,16 +150,16 @@ def load(name: str, split: str, *, data_dir: str | os.PathLike[str] | None = Non
     builder = _builder(name, root)
     if not builder.data_path.exists():
         _prepare(name, split, root)
-        builder = _builder(name, root)  # a new one, which reads what was written
+        builder = _builder(name, root)  # a new builder reads the new files
     return _open(builder, split)
 
 
 def _builder(name: str, root: Path) -> Any:
-    """Makes the TFDS builder of a name, or says which names are near."""
+    """Make the TFDS builder of a data set, or raise an error that suggests similar names."""
     import tensorflow_datasets as tfds
 
-    if module := {**EMBEDDED, **FEDERATED}.get(_data_set(name)):
-        importlib.import_module(module)  # which registers it with TFDS
+    if module := {**EMBEDDED, **FEDERATED}.get(_base_name(name)):
+        importlib.import_module(module)  # this registers the builder with TFDS
     try:
         try:
             return tfds.builder(name, data_dir=root)
@@ -161,26 +168,26 @@ def _builder(name: str, root: Path) -> Any:
             return tfds.builder(name, data_dir=root)
     except tfds.core.DatasetNotFoundError:
         known = {*EMBEDDED, *FEDERATED, *tfds.list_builders(with_community_datasets=False)}
-        near = difflib.get_close_matches(_data_set(name), known, n=4)
+        similar = difflib.get_close_matches(_base_name(name), known, n=4)
         raise ValueError(
-            f"There is no data set {name!r} in TFDS {tfds.__version__} nor prepared in {root}. "
-            + (f"Near names: {', '.join(near)}. " if near else "")
-            + f"Embedded are {' and '.join(EMBEDDED)}, federated {', '.join(FEDERATED)}; TFDS's "
-            "catalog lists the others."
+            f"There is no data set {name!r} in TFDS {tfds.__version__} or prepared in {root}. "
+            + (f"Similar names: {', '.join(similar)}. " if similar else "")
+            + f"Embedded data sets: {', '.join(EMBEDDED)}. Federated data sets: "
+            f"{', '.join(FEDERATED)}. TFDS's catalog lists the others."
         ) from None
-    except Exception as error:  # a wrong configuration or version, or damaged metadata
-        folder = root / _data_set(name)
+    except Exception as error:  # an unknown configuration or version, or damaged metadata
+        folder = root / _base_name(name)
         raise ValueError(
-            f"TFDS cannot open data set {name!r} in {root}: {_sentence(error)}"
+            f"TFDS cannot open data set {name!r} in {root}: {_one_line(error)}"
             + (f" If {folder} is damaged, delete it and load again." if folder.exists() else "")
         ) from error
 
 
 def _import_all_builders() -> None:
-    """Imports TFDS's groups of builders one by one: it gives up itself at the first that fails.
+    """Import TFDS's groups of builders one by one.
 
-    Some groups need a library (h5py) that TFDS does not require, and those after them (text
-    among them, so C4 and Wikipedia) would be missing.
+    TFDS itself stops at the first group that fails. Some groups need a library (h5py) that TFDS
+    does not require, so later groups, such as text with C4 and Wikipedia, would be missing.
     """
     for group in ("question_answering", "summarization", "text", "translate", "video"):
         with contextlib.suppress(ImportError):
@@ -188,46 +195,46 @@ def _import_all_builders() -> None:
 
 
 def _prepare(name: str, split: str, root: Path) -> None:
-    """Prepares a data set in ``root``, unless another process does so meanwhile."""
-    embedded, federated = _data_set(name) in EMBEDDED, _data_set(name) in FEDERATED
+    """Prepare a data set in `root`, unless another process does so at the same time."""
+    is_embedded, is_federated = _base_name(name) in EMBEDDED, _base_name(name) in FEDERATED
     builder = _builder(name, root)
-    urls = builder.urls() if federated else [*(builder.url_infos or ())]
-    if not embedded and (hosts := unreachable(urls)):
-        by_hand = ""
-        if federated:
+    urls = builder.urls() if is_federated else [*(builder.url_infos or ())]
+    if not is_embedded and (hosts := unreachable_hosts(urls)):
+        manual = ""
+        if is_federated:
             folder = builder.manual_path.parent
-            by_hand = f"Put {urls[0]} into {folder} and load again, or prepare it elsewhere. "
+            manual = f"Put {urls[0]} into {folder} and load again, or prepare it elsewhere. "
         raise ConnectionError(
-            f"Data set {name!r} is not prepared in {root} and cannot be downloaded, as "
-            f"{' and '.join(hosts)} cannot be reached from here. "
-            f"{by_hand}{_elsewhere(builder, split, root)}"
+            f"Data set {name!r} is not prepared in {root} and cannot be downloaded, because "
+            f"{' and '.join(hosts)} cannot be reached. "
+            f"{manual}{_how_to_copy(builder, split, root)}"
         )
     try:
         folder = builder.data_path.parent
-        with _lock(folder.joinpath(f".{builder.data_path.name}.lock"), name) as alone:
+        with _lock(folder.joinpath(f".{builder.data_path.name}.lock"), name) as locked:
             builder = _builder(name, root)
             if builder.data_path.exists():
                 return
-            if (embedded or federated) and alone:  # so these were left by preparations that died
-                for left in folder.glob(f"incomplete.*_{builder.data_path.name}"):
-                    shutil.rmtree(left, ignore_errors=True)
-            with _quiet() if embedded else contextlib.nullcontext():
+            if (is_embedded or is_federated) and locked:  # remains of killed preparations
+                for remains in folder.glob(f"incomplete.*_{builder.data_path.name}"):
+                    shutil.rmtree(remains, ignore_errors=True)
+            with _quiet() if is_embedded else contextlib.nullcontext():
                 builder.download_and_prepare(file_format="array_record")
     except Exception as error:
         if builder.data_path.exists():
-            return  # another machine was faster, where locks do not reach across machines
+            return  # another machine prepared it, on a file system without locks across machines
         raise RuntimeError(
-            f"Data set {name!r} could not be prepared in {root}: {_sentence(error)} "
+            f"Data set {name!r} could not be prepared in {root}: {_one_line(error)} "
             + (
                 "Make that folder writable or give another data_dir."
-                if embedded or isinstance(error, PermissionError)
-                else f"Otherwise prepare it elsewhere. {_elsewhere(builder, split, root)}"
+                if is_embedded or isinstance(error, PermissionError)
+                else f"Otherwise prepare it elsewhere. {_how_to_copy(builder, split, root)}"
             )
         ) from error
 
 
 def _open(builder: Any, split: str) -> Source:
-    """Opens a split of a prepared data set."""
+    """Open a split of a prepared data set."""
     folder = Path(builder.data_path)
     name = builder.info.full_name
     try:
@@ -236,28 +243,28 @@ def _open(builder: Any, split: str) -> Source:
     except NotImplementedError as error:
         raise OSError(
             f"{folder} was prepared as {builder.info.file_format.value}, which only TensorFlow "
-            "reads: give another data_dir, or delete that folder and load again."
+            "can read: give another data_dir, or delete that folder and load again."
         ) from error
     except Exception as error:
         raise ValueError(
-            f"Split {split!r} of {name} cannot be opened: {_sentence(error)} Its splits are "
-            f"{', '.join(builder.info.splits) or 'none: delete ' + str(folder)}; a part of one is "
-            "written as 'train[:10%]'."
+            f"Split {split!r} of {name} cannot be opened: {_one_line(error)} Its splits are "
+            f"{', '.join(builder.info.splits) or 'none: delete ' + str(folder)}. A part of a split "
+            "is written as 'train[:10%]'."
         ) from error
     if not examples:
         raise ValueError(
-            f"Split {split!r} of {name} has no examples: take another split, or a larger part of "
-            "one."
+            f"Split {split!r} of {name} has no examples: load another split, or a larger part of "
+            "it."
         )
     return Source(f"{name}:{split}", folder, records)
 
 
 @contextlib.contextmanager
 def _lock(path: Path, name: str) -> Iterator[bool]:
-    """Holds a lock between processes, which ends with the process at the latest.
+    """Hold a lock between processes, which the system releases if the process is killed.
 
-    Yields whether there is a lock: where there are none, TFDS's renaming alone keeps data sets
-    whole.
+    Yields True if the lock is held, and False if the system or file system has no locks. Then only
+    TFDS's renaming of finished folders protects data sets.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -279,7 +286,7 @@ def _lock(path: Path, name: str) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps TFDS from printing and from drawing progress bars, for what takes a second."""
+    """Silence TFDS's output and progress bars, for preparations that take about a second."""
     import tensorflow_datasets as tfds
     from tensorflow_datasets.core.utils import tqdm_utils
 
@@ -292,23 +299,23 @@ def _quiet() -> Iterator[None]:
         tfds.display_progress_bar(shown)
 
 
-def _elsewhere(builder: Any, split: str, root: Path) -> str:
-    """Says how to prepare a data set where there is a network."""
+def _how_to_copy(builder: Any, split: str, root: Path) -> str:
+    """Return instructions to prepare a data set on another machine and copy it to this one."""
     name = "/".join(builder.info.full_name.split("/")[:-1])
     command = f"import fedpax.data; fedpax.data.load('{name}', '{split}', data_dir='prepared')"
     return (
         f'On a machine with a network run\n    python -c "{command}"\n'
-        f"and copy its folder prepared/{builder.name} to {root / builder.name} here, or give the "
-        "folder that holds it as data_dir."
+        f"and copy its folder prepared/{builder.name} to {root / builder.name} on this machine, "
+        "or pass the parent folder of the copy as data_dir."
     )
 
 
-def _data_set(name: str) -> str:
-    """The data set's own part of a name: "mnist" of "mnist:3.0.1", "c4" of "c4/en"."""
+def _base_name(name: str) -> str:
+    """Strip configuration and version: "mnist:3.0.1" gives "mnist", "c4/en" gives "c4"."""
     return name.partition("/")[0].partition(":")[0]
 
 
-def _sentence(error: BaseException) -> str:
-    """What an error says, on one line and not too long."""
-    error = error.__cause__ or error  # TFDS puts the arguments of its calls around the message
+def _one_line(error: BaseException) -> str:
+    """Return an error's type and message on one line, at most 500 characters of it."""
+    error = error.__cause__ or error  # TFDS wraps errors to add the arguments of its calls
     return f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')[:500]}."

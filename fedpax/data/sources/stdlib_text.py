@@ -1,21 +1,21 @@
-"""The Python standard library's own sources as a TFDS data set: text that every machine has.
+"""The Python standard library's source files as a TFDS data set: text that every machine has.
 
-Each example is one source file: its ``text``, its ``path`` within the library, and its
-``client``, the top-level module or package that it belongs to. Left out are
+Each example is one source file: its `text`, its `path` in the library, and its `client`, the
+top-level module or package. These files are excluded:
 
-- what was installed beside the library (site-packages, dist-packages, sitecustomize.py);
-- the library's tests (folders test, tests and idle_test): there is more of them than of the
-  library, and many distributions of Python do not install them, so machines would differ more;
-- what the build wrote about the machine (_sysconfigdata_*.py, the folder config-*);
-- files that are empty, or no UTF-8.
+- installed packages (site-packages, dist-packages, sitecustomize.py);
+- the library's tests (folders test, tests and idle_test): they are larger than the library itself,
+  and many distributions of Python do not install them;
+- files that describe the build machine (_sysconfigdata_*.py, the folder config-*);
+- empty files, and files that are not UTF-8.
 
-About one file in ten is in the split ``heldout``, the others in ``train``. The SHA-256 of a
-file's path decides, so a file is on the same side on every machine and in every version of
-Python, and held-out text comes from clients that were trained on as well as from unseen ones.
+The split `heldout` has about one file in ten and `train` the rest. The SHA-256 of a file's path
+decides, so a file is in the same split on every machine and in every version of Python. Held-out
+text comes both from clients in `train` and from unseen clients.
 
-The configuration is named after the running Python, as its sources are the data:
-``stdlib_text/cpython-3.11.7/1.0.0``. Distributions that split packages off (tkinter, idlelib)
-give less for the same name, so figures of two machines compare only if their data do.
+The configuration is the version of the running Python: `stdlib_text/cpython-3.11.7/1.0.0`. Some
+distributions package parts of the library separately (tkinter, idlelib) and have less text for the
+same version, so compare results of two machines only if their data are equal.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from pathlib import Path
 
 import tensorflow_datasets as tfds
 
-_LEFT_OUT_FOLDERS = (
+_EXCLUDED_FOLDERS = (
     "__pycache__",
     "dist-packages",
     "idle_test",
@@ -37,19 +37,19 @@ _LEFT_OUT_FOLDERS = (
     "test",
     "tests",
 )
-_LEFT_OUT_FILES = ("_sysconfigdata_", "sitecustomize.py", "usercustomize.py")
+_EXCLUDED_FILES = ("_sysconfigdata_", "sitecustomize.py", "usercustomize.py")
 
 
 def source_files(root: Path) -> Iterator[tuple[str, bytes]]:
-    """Yields (path relative to ``root``, contents) of the library's files."""
+    """Yield the library's files as pairs of a path relative to `root` and the contents."""
     for folder, folders, files in os.walk(root):
-        folders[:] = [  # os.walk enters those that stay in its list, in the list's order
+        folders[:] = [  # os.walk enters the folders that stay in this list, in its order
             name
             for name in sorted(folders)
-            if name not in _LEFT_OUT_FOLDERS and not name.startswith("config-")
+            if name not in _EXCLUDED_FOLDERS and not name.startswith("config-")
         ]
         for name in sorted(files):
-            if not name.endswith(".py") or name.startswith(_LEFT_OUT_FILES):
+            if not name.endswith(".py") or name.startswith(_EXCLUDED_FILES):
                 continue
             path = Path(folder, name)
             text = path.read_bytes()
@@ -66,12 +66,12 @@ def _is_utf8(text: bytes) -> bool:
 
 
 def is_heldout(path: str) -> bool:
-    """Whether a file, by its path within the library, is in the split ``heldout``."""
+    """Return whether a file, by its path in the library, is in the split `heldout`."""
     return int.from_bytes(hashlib.sha256(path.encode()).digest()[:8], "big") % 10 == 0
 
 
 class StdlibText(tfds.core.GeneratorBasedBuilder):
-    """The Python standard library's own sources, a file an example."""
+    """Builder of the Python standard library's sources: one file per example."""
 
     VERSION = tfds.core.Version("1.0.0")
     BUILDER_CONFIGS = [  # noqa: RUF012, the name and type are TFDS's
@@ -81,7 +81,7 @@ class StdlibText(tfds.core.GeneratorBasedBuilder):
     def _info(self) -> tfds.core.DatasetInfo:
         return tfds.core.DatasetInfo(
             builder=self,
-            description="The Python standard library's own sources, without its tests.",
+            description="The source files of the Python standard library, without its tests.",
             features=tfds.features.FeaturesDict(
                 {
                     "client": tfds.features.Text(doc="top-level module or package"),
@@ -102,8 +102,8 @@ class StdlibText(tfds.core.GeneratorBasedBuilder):
         files = [file for file in source_files(root) if is_heldout(file[0]) == heldout]
         if not files:
             raise FileNotFoundError(
-                f"{root} holds no Python sources of the standard library, as when Python was "
-                "installed in one archive or without sources: use another Python, or another "
+                f"{root} has no Python sources of the standard library, perhaps because Python was "
+                "installed as an archive or without sources: use another Python, or another "
                 "data set."
             )
         for path, text in files:

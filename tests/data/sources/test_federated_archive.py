@@ -67,7 +67,7 @@ TEXTS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]
         max_size=20,
     )
 )
-def test_what_was_written_is_read_client_by_client(
+def test_reads_the_rows_sorted_by_client(
     tmp_path_factory: pytest.TempPathFactory, rows: list
 ) -> None:
     database = tmp_path_factory.mktemp("database") / "database.sqlite"
@@ -86,19 +86,17 @@ def test_what_was_written_is_read_client_by_client(
             assert values["label"].tolist() == [label]
 
 
-def test_examples_come_one_by_one(tmp_path: Path) -> None:
+def test_reads_one_example_at_a_time(tmp_path: Path) -> None:
     good = serialize(b"good", [1, 2, 3], 4)
     write(tmp_path / "database", [("train", "a", good), ("train", "b", b"\xff\xff no proto")])
     with open_database(tmp_path / "database") as connection:
         examples = read_examples(connection, "train", FEATURES)
-        assert next(examples)[1]["text"] == b"good"  # before the bad one is looked at
-        with pytest.raises(
-            ArchiveError, match=r"bad example, number 1 of split 'train', client 'b"
-        ):
+        assert next(examples)[1]["text"] == b"good"  # the bad example is not read yet
+        with pytest.raises(ArchiveError, match=r"bad example, index 1 of split 'train', client 'b"):
             next(examples)
 
 
-def test_an_example_without_a_feature_says_which(tmp_path: Path) -> None:
+def test_a_missing_feature_is_named(tmp_path: Path) -> None:
     example = tf_example_pb2.Example.FromString(serialize(b"", [1, 2, 3], 4))
     del example.features.feature["label"]
     write(tmp_path / "database", [("train", "a", example.SerializeToString())])
@@ -109,7 +107,7 @@ def test_an_example_without_a_feature_says_which(tmp_path: Path) -> None:
         read(tmp_path / "empty")
 
 
-def test_a_feature_of_another_kind_or_size_is_told(tmp_path: Path) -> None:
+def test_a_feature_of_another_kind_or_size_raises(tmp_path: Path) -> None:
     write(tmp_path / "size", [("train", "a", serialize(b"", [1, 2], 4))])
     with pytest.raises(ArchiveError, match=r"feature 'pixels' has 2 values, not 3"):
         read(tmp_path / "size")
@@ -120,7 +118,7 @@ def test_a_feature_of_another_kind_or_size_is_told(tmp_path: Path) -> None:
         read(tmp_path / "kind")
 
 
-def test_an_unknown_split_lists_the_others(tmp_path: Path) -> None:
+def test_an_unknown_split_raises_and_lists_the_existing_ones(tmp_path: Path) -> None:
     row = serialize(b"", [1, 2, 3], 4)
     write(tmp_path / "database", [("train", "a", row), ("heldout", "a", row)])
     with (
@@ -130,10 +128,10 @@ def test_an_unknown_split_lists_the_others(tmp_path: Path) -> None:
         count_examples(connection, "test")
 
 
-def test_what_is_no_database_is_told(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_a_file_that_is_no_database_raises(tmp_path: Path, rng: np.random.Generator) -> None:
     (tmp_path / "noise").write_bytes(rng.bytes(5000))
     with (
-        pytest.raises(ArchiveError, match=r"no sound SQLite database"),
+        pytest.raises(ArchiveError, match=r"not hold a valid SQLite database"),
         open_database(tmp_path / "noise"),
     ):
         pass
@@ -146,23 +144,25 @@ def test_what_is_no_database_is_told(tmp_path: Path, rng: np.random.Generator) -
         pass
     (tmp_path / "empty").touch()
     with (
-        pytest.raises(ArchiveError, match=r"but none of that name"),
+        pytest.raises(ArchiveError, match=r"but no table of that name"),
         open_database(tmp_path / "empty"),
     ):
         pass
 
 
-def test_a_torn_page_is_told(tmp_path: Path) -> None:
+def test_a_truncated_database_raises(tmp_path: Path) -> None:
     row = serialize(b"x" * 500, [1, 2, 3], 4)
     write(tmp_path / "database", [("train", f"{k}", row) for k in range(200)])
     contents = (tmp_path / "database").read_bytes()
     (tmp_path / "database").write_bytes(contents[: len(contents) // 2 // 4096 * 4096])
-    with pytest.raises(ArchiveError, match=r"no sound SQLite database"):
+    with pytest.raises(ArchiveError, match=r"not hold a valid SQLite database"):
         read(tmp_path / "database")
 
 
 @pytest.mark.parametrize("kind", [lzma.FORMAT_XZ, lzma.FORMAT_ALONE])
-def test_decompressing(tmp_path: Path, rng: np.random.Generator, kind: int) -> None:
+def test_decompresses_both_formats_and_detects_damage(
+    tmp_path: Path, rng: np.random.Generator, kind: int
+) -> None:
     contents = rng.integers(0, 4, 2_100_000, np.uint8).tobytes()  # several blocks
     compressed = lzma.compress(contents, kind, preset=0)
     (tmp_path / "archive").write_bytes(compressed)
@@ -176,7 +176,7 @@ def test_decompressing(tmp_path: Path, rng: np.random.Generator, kind: int) -> N
         decompress(tmp_path / "archive", tmp_path / "database")
 
 
-def test_checking(tmp_path: Path) -> None:
+def test_checks_size_and_sha256(tmp_path: Path) -> None:
     path = tmp_path / "archive"
     path.write_bytes(b"abc")
     digest = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-4
@@ -187,4 +187,4 @@ def test_checking(tmp_path: Path) -> None:
     path.write_bytes(b"abd")
     with pytest.raises(ArchiveError, match=r"has SHA-256 \w{16}..., not ba7816bf8f01cfea..."):
         check(path, Archive("https://host/folder/archive", 3, digest))
-    assert Archive("https://host/folder/archive.sqlite.lzma").file == "archive.sqlite.lzma"
+    assert Archive("https://host/folder/archive.sqlite.lzma").filename == "archive.sqlite.lzma"

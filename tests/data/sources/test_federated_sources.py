@@ -21,7 +21,7 @@ from fedpax.data.sources.source import FEDERATED
 
 Fields = dict[str, Any]
 
-# The builder, the splits (ours, the archive's) and the numbers of examples of three clients each.
+# By data set: each split's name in TFDS and in the archive.
 SPLITS = {
     "federated_emnist/all": {"train": "all_train", "test": "all_test"},
     "federated_emnist/digits": {"train": "digits_only_train", "test": "digits_only_test"},
@@ -29,7 +29,7 @@ SPLITS = {
     "federated_stackoverflow": {"train": "train", "heldout": "heldout", "test": "test"},
     "federated_cifar100": {"train": "train", "test": "test"},
 }
-# No order of these but by code points leaves them as they are: not by length, case or locale.
+# Sorted by code points; every other order (by length, case or locale) changes them.
 CLIENTS = {"0": 5, "10": 1, "2": 9, "THE_PLAY_ROLE": 3, "f0000_14": 2, "é f": 4}
 
 
@@ -39,13 +39,13 @@ def builder_of(name: str) -> Any:
 
 
 def random_example(name: str, rng: np.random.Generator) -> tuple[Fields, Fields]:
-    """An example as the archive has it, and as it must be read."""
+    """Return an example as the archive stores it, and as the source must return it."""
     text = lambda: rng.bytes(int(rng.integers(0, 40)))
     match name.partition("/")[0]:
         case "federated_emnist":
             image = rng.integers(0, 256, (28, 28, 1), np.uint8)
             label = int(rng.integers(0, 10 if "digits" in name else 62))
-            noise = rng.uniform(-0.4, 0.4, 28 * 28)  # so that only the nearest byte is right
+            noise = rng.uniform(-0.4, 0.4, 28 * 28)  # so that only rounding gives the right byte
             pixels = np.clip((image.ravel() + noise) / 255, 0, 1).astype(np.float32)
             return {"pixels": pixels, "label": label}, {"image": image, "label": label}
         case "federated_shakespeare":
@@ -78,7 +78,7 @@ def serialize(fields: Fields) -> bytes:
 
 
 def write_archive(path: Path, rows: list[tuple[str, str, bytes]]) -> Path:
-    """Writes an archive with the tables and indices of the original ones."""
+    """Write an archive with the same tables and indices as the original ones."""
     path.parent.mkdir(parents=True, exist_ok=True)
     database = path.with_suffix(".building")
     with sqlite3.connect(database) as connection:
@@ -107,15 +107,15 @@ def write_archive(path: Path, rows: list[tuple[str, str, bytes]]) -> Path:
 def random_rows(
     name: str, rng: np.random.Generator
 ) -> tuple[list[tuple[str, str, bytes]], dict[str, list[Fields]]]:
-    """Rows in random order, and what must be read of each split, in the order of clients."""
+    """Return rows in random order, and each split's expected examples, sorted by client."""
     rows, expected = [], {}
-    for split, theirs in SPLITS[name].items():
+    for split, archive_split in SPLITS[name].items():
         holders = [client for client, count in CLIENTS.items() for _ in range(count)]
         rng.shuffle(holders)
         examples = []
         for client in holders:
             written, read = random_example(name, rng)
-            rows.append((theirs, client, serialize(written)))
+            rows.append((archive_split, client, serialize(written)))
             examples.append({**read, "client": client.encode()})
         expected[split] = sorted(examples, key=lambda example: example["client"])
     return rows, expected
@@ -133,7 +133,7 @@ def assert_same(found: Fields, expected: Fields) -> None:
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Serves the folder tmp_path / "served"."""
+    """Serve the folder tmp_path / "served" over HTTP."""
     monkeypatch.setenv("no_proxy", "*")
     (tmp_path / "served").mkdir()
     handler = functools.partial(
@@ -148,11 +148,11 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 @pytest.fixture
 def published(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Publishes an archive with the rows at the data set's address; nobody knows its SHA-256."""
+    """Serve an archive with given rows at the data set's URL, without a known SHA-256."""
 
     def publish(name: str, rows: list[tuple[str, str, bytes]]) -> Path:
         builder = builder_of(name)
-        path = write_archive(tmp_path / "served" / builder.ARCHIVE.file, rows)
+        path = write_archive(tmp_path / "served" / builder.ARCHIVE.filename, rows)
         monkeypatch.setattr(builder, "ARCHIVE", Archive(f"{server}/{path.name}"))
         return path
 
@@ -162,13 +162,13 @@ def published(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
 @pytest.fixture
 def without_network(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
-        monkeypatch.setenv(variable, "http://127.0.0.1:9")  # where nobody listens
+        monkeypatch.setenv(variable, "http://127.0.0.1:9")  # a port without a listener
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
 
 
 def prepared(data_dir: Path) -> list[str]:
-    """What stands in the folders of data sets, but for locks and what TFDS keeps there."""
+    """List the files in a data set's folder, without locks and TFDS's own files."""
     return [
         str(path.relative_to(data_dir))
         for path in data_dir.rglob("*")
@@ -181,7 +181,7 @@ def prepared(data_dir: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", SPLITS)
-def test_every_example_is_as_written_in_the_order_of_clients(
+def test_examples_equal_the_archive_sorted_by_client(
     tmp_path: Path,
     published: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
@@ -203,12 +203,12 @@ def test_every_example_is_as_written_in_the_order_of_clients(
         assert held == CLIENTS
         assert all((np.diff(part) == 1).all() for part in parts)
         assert len(list(source.folder.glob(f"*-{split}.array_record*"))) == 4
-    # The database is gone, and nothing but the data set and the download stays.
+    # The temporary database has been deleted.
     assert not list(data_dir.rglob("*.sqlite"))
     assert not list(data_dir.rglob("incomplete.*"))
 
 
-def test_classes_have_their_names(
+def test_labels_have_class_names(
     tmp_path: Path, published: Callable[..., Path], rng: np.random.Generator
 ) -> None:
     import tensorflow_datasets as tfds
@@ -219,7 +219,7 @@ def test_classes_have_their_names(
         "federated_emnist/all/"
     )
     names = tfds.builder("federated_emnist", data_dir=tmp_path).info.features["label"].names
-    # Of the description: 11 is "B", 37 is "b".
+    # As EMNIST's description says: 11 is "B", 37 is "b".
     assert names == [*string.digits, *string.ascii_uppercase, *string.ascii_lowercase]
     assert (names[9], names[11], names[37]) == ("9", "B", "b")
     digits = tfds.builder("federated_emnist/digits", data_dir=tmp_path)
@@ -244,10 +244,10 @@ def test_text_packs_into_rounds(
         length=8,
         partition=partition_by_field(source, "client", 2),
     )
-    assert next(iter(rounds))["inputs"].shape == (2, 1, 2, 8)
+    assert next(iter(rounds)).batches["inputs"].shape == (2, 1, 2, 8)
 
 
-def test_a_machine_without_a_network_prepares_a_copied_archive(
+def test_without_a_network_a_copied_archive_is_prepared(
     tmp_path: Path,
     without_network: None,
     monkeypatch: pytest.MonkeyPatch,
@@ -256,7 +256,7 @@ def test_a_machine_without_a_network_prepares_a_copied_archive(
     rows, expected = random_rows("federated_stackoverflow", rng)
     with pytest.raises(ConnectionError) as raised:
         load("federated_stackoverflow", "heldout", data_dir=tmp_path)
-    # The message says what to put where, so do just that.
+    # Follow the message's instructions.
     _, _, rest = str(raised.value).partition(" Put ")
     url, _, rest = rest.partition(" into ")
     folder, _, _ = rest.partition(" and load again")
@@ -271,25 +271,25 @@ def test_a_machine_without_a_network_prepares_a_copied_archive(
 
 
 @pytest.mark.parametrize("name", FEDERATED)
-def test_without_a_network_one_message_says_what_to_do(
+def test_without_a_network_the_error_says_what_to_do(
     tmp_path: Path, without_network: None, name: str
 ) -> None:
     with pytest.raises(ConnectionError) as raised:
         load(name, "train", data_dir=tmp_path)
     message = str(raised.value)
     assert f"Data set '{name}' is not prepared in {tmp_path} and cannot be downloaded" in message
-    assert "as storage.googleapis.com cannot be reached" in message
+    assert "because storage.googleapis.com cannot be reached" in message
     assert "Put https://storage.googleapis.com/tff-datasets-public/" in message
     assert f"into {tmp_path}/downloads/manual and load again" in message
     assert f"load('{name}" in message
     assert "'train', data_dir='prepared')\"" in message
-    assert f"copy its folder prepared/{name} to {tmp_path / name} here" in message
+    assert f"copy its folder prepared/{name} to {tmp_path / name} on this machine" in message
     assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("place", ["served", "manual"])
 @pytest.mark.parametrize("damage", ["truncate", "flip", "html"])
-def test_a_damaged_archive_is_told_and_leaves_nothing(
+def test_a_damaged_archive_raises_and_leaves_no_files(
     tmp_path: Path,
     published: Callable[..., Path],
     rng: np.random.Generator,
@@ -304,28 +304,28 @@ def test_a_damaged_archive_is_told_and_leaves_nothing(
         path = tmp_path / "downloads" / "manual" / path.name
         path.parent.mkdir(parents=True)
     contents = bytearray(whole)
-    if damage == "flip":  # the end is what lzma's older format has no checksum for
+    if damage == "flip":  # lzma's older format has no checksum of the end
         contents[20] ^= 0xFF
     path.write_bytes({"truncate": whole[:-200], "html": b"<html></html>"}.get(damage, contents))
     with pytest.raises(RuntimeError, match=r"could not be prepared") as raised:
         load(name, "train", data_dir=tmp_path)
     message = str(raised.value)
-    assert "damaged or incomplete" in message or "no sound SQLite database" in message
+    assert "damaged or incomplete" in message or "not hold a valid SQLite database" in message
     assert prepared(tmp_path / name) == []
     if place == "manual":
         assert f"{path}" in message
         assert "replace it with a new copy of http" in message
-        assert path.exists()  # it is not ours to delete
+        assert path.exists()  # a file of the user's is not deleted
         path.write_bytes(whole)
     else:
         assert "it was deleted; load again" in message
         path.write_bytes(whole)
-    source = load(name, "train", data_dir=tmp_path)  # as told
+    source = load(name, "train", data_dir=tmp_path)  # as the message says
     for found, example in zip(source, expected["train"], strict=True):
         assert_same(found, example)
 
 
-def test_another_archive_than_the_known_one_is_refused(
+def test_an_archive_of_another_size_raises(
     tmp_path: Path,
     published: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
@@ -368,7 +368,7 @@ def test_a_missing_feature_and_a_missing_split_are_named(
         ("federated_cifar100", "coarse_label", 20, "label 20 greater than"),
     ],
 )
-def test_values_out_of_range_are_told(
+def test_values_out_of_range_raise(
     tmp_path: Path,
     published: Callable[..., Path],
     rng: np.random.Generator,
@@ -390,7 +390,7 @@ def test_values_out_of_range_are_told(
 
 
 @pytest.mark.parametrize(
-    ("name", "near"),
+    ("name", "similar"),
     [
         ("federated_emist", "federated_emnist"),
         ("federated_stack_overflow", "federated_stackoverflow"),
@@ -398,18 +398,20 @@ def test_values_out_of_range_are_told(
         ("federated_shakespear", "federated_shakespeare"),
     ],
 )
-def test_a_misspelt_name_gets_a_suggestion(tmp_path: Path, name: str, near: str) -> None:
-    with pytest.raises(ValueError, match=rf"no data set '{name}'.*Near names: [^.]*\b{near}\b"):
+def test_a_misspelt_name_raises_with_a_suggestion(tmp_path: Path, name: str, similar: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"no data set '{name}'.*Similar names: [^.]*\b{similar}\b"
+    ):
         load(name, "train", data_dir=tmp_path)
 
 
-def test_an_unknown_configuration_is_told(tmp_path: Path) -> None:
+def test_an_unknown_configuration_raises(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cannot open data set 'federated_emnist/letters'"):
         load("federated_emnist/letters", "train", data_dir=tmp_path)
 
 
 def test_tensorflow_is_not_imported(tmp_path: Path, rng: np.random.Generator) -> None:
-    # Stack Overflow's archive has no known SHA-256, so any will do.
+    # Stack Overflow's archive has no published SHA-256, so any archive passes.
     rows, _ = random_rows("federated_stackoverflow", rng)
     write_archive(tmp_path / "downloads" / "manual" / "stackoverflow.sqlite.lzma", rows)
     script = """
@@ -433,9 +435,9 @@ print(sum(len(example["text"]) for example in source), "tensorflow" in sys.modul
     assert result.stdout.splitlines()[-1] == f"{total} False"
 
 
-def test_the_addresses_and_checksums_are_those_published() -> None:
+def test_urls_and_checksums_are_those_published() -> None:
     archives = {name: builder_of(name).ARCHIVE for name in FEDERATED}
-    assert {archive.file for archive in archives.values()} == {
+    assert {archive.filename for archive in archives.values()} == {
         "cifar100.sqlite.lzma",
         "emnist_all.sqlite.lzma",
         "shakespeare.sqlite.lzma",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fedpax.data.sources._reachability import unreachable
+from fedpax.data.sources._reachability import unreachable_hosts
 
 
 @pytest.fixture
@@ -22,37 +22,37 @@ def server() -> Iterator[str]:
 
 @pytest.fixture
 def silent() -> Iterator[str]:
-    """A host that takes connections and never says a word."""
+    """A host that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         yield f"http://127.0.0.1:{listening.getsockname()[1]}/data.zip"
 
 
 @pytest.fixture
 def closed() -> str:
-    """A port where nobody listens."""
+    """A port without a listener."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         return f"http://127.0.0.1:{listening.getsockname()[1]}/data.zip"
 
 
-def test_a_host_that_answers_with_an_error_is_there(server: str) -> None:
-    assert unreachable([server]) == []
+def test_an_http_error_counts_as_an_answer(server: str) -> None:
+    assert unreachable_hosts([server]) == []
 
 
-def test_one_host_that_answers_is_enough(server: str, closed: str) -> None:
-    assert unreachable([closed, server]) == []
+def test_one_answer_is_enough(server: str, closed: str) -> None:
+    assert unreachable_hosts([closed, server]) == []
 
 
-def test_a_closed_port_is_found_at_once(closed: str) -> None:
+def test_a_closed_port_is_detected_immediately(closed: str) -> None:
     start = time.monotonic()
-    assert unreachable([closed, closed + ".2"]) == ["127.0.0.1"]
+    assert unreachable_hosts([closed, closed + ".2"]) == ["127.0.0.1"]
     assert time.monotonic() - start < 4
 
 
-def test_a_silent_host_is_waited_for_no_longer_than_told(silent: str) -> None:
+def test_the_timeout_limits_the_wait_for_a_silent_host(silent: str) -> None:
     start = time.monotonic()
-    assert unreachable([silent], seconds=0.3) == ["127.0.0.1"]
+    assert unreachable_hosts([silent], timeout=0.3) == ["127.0.0.1"]
     assert 0.25 < time.monotonic() - start < 4
 
 
-def test_without_hosts_there_is_nothing_to_ask() -> None:
-    assert unreachable([]) == unreachable(["gs://bucket/file", "/a/path"]) == []
+def test_other_schemes_are_not_checked() -> None:
+    assert unreachable_hosts([]) == unreachable_hosts(["gs://bucket/file", "/a/path"]) == []

@@ -18,15 +18,17 @@ from absl import flags
 from fedpax.experiments.catalog import did_you_mean, experiments, find_experiment
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.parallel.simulated_devices import provide_workers, simulate_devices
-from fedpax.planning.draw_mesh import draw_mesh
-from fedpax.planning.plan_experiment import (
+from fedpax.planning import (
     MemoryOverflowError,
     PlanError,
-    overflow_report,
+    TopologyError,
+    find_topology,
     plan_experiment,
+    to_json,
+    to_text,
 )
-from fedpax.planning.report import to_json, to_text
-from fedpax.planning.topology import TopologyError, find_topology
+from fedpax.planning.draw_mesh import draw_mesh
+from fedpax.planning.memory_overflow import overflow_report
 from fedpax.training.checkpoint import latest_round
 from fedpax.training.compare import write_comparison
 from fedpax.training.configuration import ConfigurationError, claim, write_atomically

@@ -17,12 +17,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fedpax
-from fedpax.algorithms.fedavg import fedavg
+from fedpax.algorithms import fedavg
 from fedpax.experiments.benchmarks.timing import write
 from fedpax.hlo.collectives import collectives
 from fedpax.models.classifiers import MLPConfig, mlp
 from fedpax.models.losses import classification_loss
-from fedpax.planning.topology import find_topology
+from fedpax.planning import find_topology
 
 
 class Compiled(NamedTuple):

@@ -30,7 +30,7 @@ from fedpax.models.losses import transformer_loss
 from fedpax.models.transformer import TransformerConfig, transformer
 from fedpax.parallel.axes import partition_spec, shardings
 from fedpax.parallel.mesh import MeshConfig
-from fedpax.planning.topology import find_topology
+from fedpax.planning import find_topology
 from fedpax.training.compiled_round import with_shardings
 from fedpax.training.shardings import state_shardings
 

@@ -1,1 +1,1 @@
-"""Readers of compiled text: computations, trip counts, replica groups, collectives, costs."""
+"""Readers of compiled text (HLO): parsing, trip counts, replica groups, collectives, costs."""

@@ -1,8 +1,8 @@
-"""The collectives of a compiled program: which there are, over which mesh axes, how many bytes.
+"""The collectives of a compiled program: their kinds, mesh axes, bytes and executions.
 
-A count that holds for the program as it really runs is read from the compiled text, not from the
-jaxpr: the compiler adds collectives (automatic axes), merges them (all leaves of a tree in one
-all-reduce), splits them (over several slices) and moves them out of loops.
+They are read from the compiled text, not from the jaxpr, because the compiler adds collectives
+(for automatic axes), merges them (all leaves of a tree in one all-reduce), splits them (over
+several slices) and moves them out of loops.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from fedpax.hlo import parsing, replica_groups, trip_counts
+from fedpax.hlo.shapes import shape_bytes
 
 _KINDS = (
     "all-gather",
@@ -26,7 +27,7 @@ _KINDS = (
     "ragged-all-to-all",
     "reduce-scatter",
 )
-# What TPU slices send to each other goes by these names in the text.
+# Names of transfers between TPU slices in the text -> kinds of collectives.
 _TRANSFERS = {"ONE_TO_ONE": "collective-permute"} | {
     kind.replace("-", "_").upper(): kind for kind in _KINDS
 }
@@ -36,17 +37,17 @@ class Collective(NamedTuple):
     """One collective of a compiled program.
 
     Attributes:
-      kind: what it does: "all-reduce", "all-gather", "reduce-scatter", "collective-permute" ...
-      axes: the mesh axes that it runs over: along which the devices of a group differ.
-      shapes: its operands on one device, as HLO writes them, such as "f32[64,512]".
+      kind: "all-reduce", "all-gather", "reduce-scatter", "collective-permute", ...
+      axes: the mesh axes along which the devices of a group differ.
+      shapes: the operands on one device, as HLO writes them, such as "f32[64,512]".
       bytes: size of these operands.
-      executions: how often it runs in one execution of the program; None if that is known only
+      executions: number of executions in one execution of the program; None if it is known only
         at run time (a while loop that waits for a value, a branch of a conditional).
-      in_loop: whether it stands inside a loop.
-      between_slices: whether it goes over the network between TPU slices.
-      groups: the devices that take part together, as positions in `mesh.devices.flat`; of a
+      in_loop: whether the collective is inside a loop.
+      between_slices: whether it uses the network between TPU slices.
+      groups: the groups of devices, as positions in `mesh.devices.flat`; for a
         collective-permute, the pairs (source, target).
-      name: the instruction's name in the text.
+      name: name of the instruction in the text.
     """
 
     kind: str
@@ -70,20 +71,22 @@ class Collective(NamedTuple):
 
 
 def collectives(text: str, mesh: jax.sharding.Mesh) -> list[Collective]:
-    """Lists the collectives of a compiled program.
+    """List the collectives of a compiled program.
 
-    An asynchronous collective (a start and a done, or TPU's chain of fusions) counts once.
-    Those that move nothing are left out: groups of one device, permutations in place.
+    An asynchronous collective (a start and a done, or a TPU's chain of fusions) is listed once.
+    Collectives that move nothing are not listed: groups of one device, and permutations that send
+    every shard to its own device.
 
     Args:
-      text: the compiled text, `jax.jit(f).lower(...).compile().as_text()`, of CPU, GPU or TPU.
+      text: the compiled text, `jax.jit(f).lower(...).compile().as_text()`, for CPU, GPU or TPU.
       mesh: the mesh that the program was compiled for.
 
     Returns:
       The collectives, in the order of the text.
 
     Raises:
-      ValueError: the text is not a compiled program, or of another number of devices.
+      ValueError: if the text is not a compiled program, or was compiled for another number of
+        devices.
 
     Example:
       >>> from jax.sharding import NamedSharding, PartitionSpec
@@ -94,14 +97,14 @@ def collectives(text: str, mesh: jax.sharding.Mesh) -> list[Collective]:
       >>> all(collective.axes == ("fsdp",) for collective in collectives(text, mesh))
       True
     """
-    module = parsing.read(text)
-    copies = replica_groups.positions(module, mesh)
-    runs = trip_counts.executions(module)
+    module = parsing.parse(text)
+    copies = replica_groups.program_positions(module, mesh)
+    executions = trip_counts.executions(module)
     found = []
     for computation in module.computations.values():
         for instruction in computation.instructions.values():
             kind = _kind(computation, instruction)
-            if kind is None or computation.name not in runs:
+            if kind is None or computation.name not in executions:
                 continue
             groups = replica_groups.groups(instruction, mesh, copies)
             if not groups:
@@ -110,11 +113,11 @@ def collectives(text: str, mesh: jax.sharding.Mesh) -> list[Collective]:
             found.append(
                 Collective(
                     kind=kind,
-                    axes=tuple(axis for axis in mesh.axis_names if _along(groups, axis, mesh)),
+                    axes=tuple(axis for axis in mesh.axis_names if _spans(groups, axis, mesh)),
                     shapes=shapes,
-                    bytes=sum(map(_bytes, shapes)),
-                    executions=runs[computation.name].times,
-                    in_loop=runs[computation.name].in_loop,
+                    bytes=sum(math.ceil(shape_bytes(shape)) for shape in shapes),
+                    executions=executions[computation.name].times,
+                    in_loop=executions[computation.name].in_loop,
                     between_slices="_xla_megascale_target" in instruction.attributes,
                     groups=groups,
                     name=instruction.name,
@@ -124,25 +127,27 @@ def collectives(text: str, mesh: jax.sharding.Mesh) -> list[Collective]:
 
 
 def placement_bytes(text: str, mesh: jax.sharding.Mesh, axis: str) -> int:
-    """Bytes that one device hands over to collectives along a mesh axis, in one execution.
+    """Sum the operand bytes that one device passes to collectives along a mesh axis.
 
-    The sum, over the collectives whose groups spread along `axis`, of the size of their operands
-    on one device times how often they run; of the device with the most. What the network carries
-    for it depends on the algorithm and is not counted: a ring all-reduce over n devices sends
-    2 (n - 1) / n times the operand, an all-gather n - 1 times. A collective over `axis` and
-    another axis counts in full. Types are those of the compiled program: a CPU sends bfloat16 as
-    float32, and a TPU pads small operands that it sends between slices.
+    For one execution of the program: the operand bytes of each collective whose groups span
+    `axis`, times its executions, on the device with the largest sum.
+
+    - The bytes on the network depend on the algorithm and are not counted: a ring all-reduce over
+      n devices sends 2 (n - 1) / n times the operand, an all-gather n - 1 times.
+    - A collective over `axis` and another axis counts in full.
+    - Dtypes are those of the compiled program: a CPU sends bfloat16 as float32, and a TPU pads
+      small operands that it sends between slices.
 
     Args:
-      text: the compiled text, `jax.jit(f).lower(...).compile().as_text()`, of CPU, GPU or TPU.
+      text: the compiled text, `jax.jit(f).lower(...).compile().as_text()`, for CPU, GPU or TPU.
       mesh: the mesh that the program was compiled for.
-      axis: name of the mesh axis, such as a placement's.
+      axis: name of a mesh axis, such as a placement's.
 
     Returns:
-      Bytes; 0 if nothing is sent along the axis, or if the mesh does not have it.
+      Bytes; 0 if no collective runs along the axis, or if the mesh does not have it.
 
     Raises:
-      ValueError: a collective along the axis runs an unknown number of times.
+      ValueError: if the number of executions of a collective along the axis is unknown.
 
     Example:
       >>> from jax.sharding import NamedSharding, PartitionSpec
@@ -159,11 +164,11 @@ def placement_bytes(text: str, mesh: jax.sharding.Mesh, axis: str) -> int:
             raise ValueError(
                 f"cannot count the bytes over {axis}: {collective.name} is inside a while loop of "
                 "unknown length or a branch of a conditional. Use lax.scan or lax.fori_loop with "
-                "a fixed number of steps, or add up collectives(text, mesh) yourself."
+                "a fixed number of steps, or sum over collectives(text, mesh) yourself."
             )
         senders: set[int] = set()
         for group in collective.groups:
-            if _along([group], axis, mesh):
+            if _spans([group], axis, mesh):
                 permute = collective.kind == "collective-permute"
                 senders.update(group[:1] if permute else group)
         sent[list(senders)] += collective.bytes * collective.executions
@@ -171,6 +176,7 @@ def placement_bytes(text: str, mesh: jax.sharding.Mesh, axis: str) -> int:
 
 
 def _kind(computation: parsing.Computation, instruction: parsing.Instruction) -> str | None:
+    """Return the kind of a collective; None for any other instruction."""
     kind = instruction.opcode.removesuffix("-start")
     if instruction.opcode == "send":
         transfer = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.attributes)
@@ -179,20 +185,20 @@ def _kind(computation: parsing.Computation, instruction: parsing.Instruction) ->
         return "collective-permute" if "source_target_pairs=" in instruction.attributes else None
     if kind not in _KINDS:
         return None
-    # A TPU splits an asynchronous collective over several fusions: count the one that starts it.
+    # A TPU splits an asynchronous collective over several fusions; the first one counts.
     chain = re.search(
         r'"async_collective_fusion_config":\{"flag_start":"(-?\d+)"', instruction.attributes
     )
     if chain and chain.group(1) != "-1":
         return None
-    # A TPU's reduce-scatter is a fusion of that name: an all-reduce and the slice of its result.
+    # A TPU's reduce-scatter is a fusion of this name: an all-reduce and a slice of its result.
     if kind == "all-reduce" and computation.name.startswith("all-reduce-scatter"):
         return "reduce-scatter"
     return kind
 
 
-def _along(groups: Sequence[Sequence[int]], axis: str, mesh: jax.sharding.Mesh) -> bool:
-    """Whether the devices of any group differ in their coordinate on the axis."""
+def _spans(groups: Sequence[Sequence[int]], axis: str, mesh: jax.sharding.Mesh) -> bool:
+    """Return whether the devices of any group differ in their coordinate along the axis."""
     shape, index = mesh.devices.shape, mesh.axis_names.index(axis)
     stride = math.prod(shape[index + 1 :])
     return any(len({p // stride % shape[index] for p in group}) > 1 for group in groups)
@@ -201,13 +207,7 @@ def _along(groups: Sequence[Sequence[int]], axis: str, mesh: jax.sharding.Mesh) 
 def _operand_shapes(
     computation: parsing.Computation, instruction: parsing.Instruction
 ) -> tuple[str, ...]:
+    """Return the operands as HLO writes them, without layouts and tokens."""
     shapes = [computation.instructions[name].shape for name in instruction.operands]
     arrays = [array for shape in shapes for array in re.findall(r"\w+\[[\d,<=]*\]", shape)]
     return tuple(array for array in arrays if not array.startswith("token"))
-
-
-def _bytes(shape: str) -> int:
-    dtype, sizes = shape[:-1].split("[")
-    width = re.search(r"\d+", dtype)  # bf16, f8e4m3fn, s4; the one without is pred
-    bits = int(width.group()) if width else 8
-    return math.ceil(math.prod(map(int, re.findall(r"\d+", sizes))) * bits / 8)

@@ -1,4 +1,4 @@
-"""Reads XLA's compiled text (HLO): the computations of a program and their instructions."""
+"""A parser of XLA's compiled text (HLO): a program's computations and their instructions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-_END = r'\}(, execution_thread="\w+")?$'  # the line that closes a computation
+_END = r'\}(, execution_thread="\w+")?$'  # the last line of a computation
 
 
 class Instruction(NamedTuple):
@@ -21,17 +21,17 @@ class Instruction(NamedTuple):
 
     @property
     def operands(self) -> list[str]:
-        """Names of the instructions whose results it takes."""
+        """Names of the instructions whose results are the operands."""
         return re.findall(r"%([\w.\-]+)", self.arguments)
 
-    def refers(self, name: str) -> str:
-        """The computation that the attribute `name` refers to, as in `body=%region_0`, or ""."""
+    def reference(self, name: str) -> str:
+        """Return the computation in the attribute `name`, as in `body=%region_0`; "" if absent."""
         found = re.search(rf"\b{name}=%?([\w.\-]+)", self.attributes)
         return found.group(1) if found else ""
 
 
 class Computation(NamedTuple):
-    """A function of the program: the body of a loop, a fusion, the entry."""
+    """A function of the program, such as the body of a loop, a fusion, or the entry."""
 
     name: str
     instructions: Mapping[str, Instruction]
@@ -43,25 +43,25 @@ class Module(NamedTuple):
 
     computations: Mapping[str, Computation]
     entry: str
-    partitions: int  # devices that the text is written for
+    num_devices: int  # number of devices that the text is a program for
 
 
-def read(text: str) -> Module:
-    """Reads the text of a compiled program.
+def parse(text: str) -> Module:
+    """Parse the text of a compiled program.
 
     Args:
-      text: what `jax.jit(f).lower(...).compile().as_text()` returns, of a CPU, GPU or TPU.
+      text: the result of `jax.jit(f).lower(...).compile().as_text()`, for CPU, GPU or TPU.
 
     Returns:
-      The program's computations, by name.
+      The program.
 
     Raises:
-      ValueError: the text is not that of a compiled program.
+      ValueError: if the text is not a compiled program.
 
     Example:
       >>> import jax, jax.numpy as jnp
       >>> compiled = jax.jit(lambda x: x + 1).lower(jnp.float32(0)).compile()
-      >>> module = read(compiled.as_text())
+      >>> module = parse(compiled.as_text())
       >>> module.computations[module.entry].root.shape
       'f32[]'
     """
@@ -85,7 +85,7 @@ def read(text: str) -> Module:
             root = instruction if line.lstrip().startswith("ROOT ") else root
     if not entry:
         raise ValueError(
-            f"text is not a compiled program, it has no ENTRY computation: {text[:60]!r}... "
+            f"text is not a compiled program: it has no ENTRY computation: {text[:60]!r}... "
             "Pass jax.jit(f).lower(...).compile().as_text()."
         )
     first_line = text[: text.find("\n")]
@@ -94,24 +94,25 @@ def read(text: str) -> Module:
 
 
 def _lines(text: str) -> Iterator[str]:
-    """Lines of the text; what a kernel says of itself may break the line of its instruction."""
-    waiting = ""
+    """Yield the lines of the text; joins instructions whose kernel metadata has line breaks."""
+    pending = ""
     for line in text.splitlines():
         starts = re.match(rf"\s+(ROOT )?%?[\w.\-]+ = |\S.*\{{$|{_END}", line)
-        if starts or not waiting.startswith(" "):
-            yield waiting
-            waiting = line
+        if starts or not pending.startswith(" "):
+            yield pending
+            pending = line
         else:
-            waiting += line
-    yield waiting
+            pending += line
+    yield pending
 
 
 def _instruction(line: str) -> Instruction | None:
+    """Parse the line of an instruction; None for any other line."""
     found = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)", re.sub(r"/\*.*?\*/", "", line))
     if not found:
         return None
     name, rest = found.groups()
-    if rest.startswith("("):  # a tuple; its layouts have parentheses too
+    if rest.startswith("("):  # a tuple, whose layouts can have parentheses
         end = _closing(rest, 0) + 1
     else:
         end = rest.index(" ")
@@ -124,7 +125,7 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def _closing(text: str, start: int) -> int:
-    """Position of the parenthesis that closes the one at `start`."""
+    """Return the position of the parenthesis that closes the one at `start`."""
     depth = 0
     for position in range(start, len(text)):
         depth += {"(": 1, ")": -1}.get(text[position], 0)

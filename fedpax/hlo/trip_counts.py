@@ -1,4 +1,4 @@
-"""How often each computation of a compiled program runs, loops inside loops multiplied."""
+"""Trip counts of the loops of a compiled program, and executions of its computations."""
 
 from __future__ import annotations
 
@@ -12,23 +12,28 @@ from fedpax.hlo.parsing import Computation, Instruction, Module
 
 
 class Executions(NamedTuple):
-    """How often a computation runs in one execution of the program."""
+    """The executions of a computation in one execution of the program.
 
-    times: int | None  # None: only running it can tell
+    Attributes:
+      times: number of executions; None if it is known only at run time.
+      in_loop: whether the computation is inside a loop.
+    """
+
+    times: int | None
     in_loop: bool
 
 
 def executions(module: Module) -> dict[str, Executions]:
-    """Counts how often each computation of a program runs.
+    """Count the executions of each computation of a program.
 
-    A loop of fixed length runs its body that often; loops inside loops multiply, and calls from
-    several places add up. Unknown are loops that wait for a value and branches of conditionals.
+    The trip counts of nested loops multiply, and calls from several places add up. The number is
+    unknown for the body of a loop that waits for a value, and for branches of conditionals.
 
     Args:
       module: the program.
 
     Returns:
-      The executions by the computation's name; those that never run are left out.
+      The executions by the name of the computation, without computations that never run.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -36,7 +41,7 @@ def executions(module: Module) -> dict[str, Executions]:
       >>> def doubled(x):
       ...     return jax.lax.scan(lambda x, _: (jnp.sin(x @ x), None), x, length=7)[0]
       >>> text = jax.jit(doubled).lower(jnp.ones((4, 4))).compile().as_text()
-      >>> max(runs.times for runs in executions(parsing.read(text)).values() if runs.times)
+      >>> max(runs.times for runs in executions(parsing.parse(text)).values() if runs.times)
       7
     """
     sites = _call_sites(module)
@@ -62,13 +67,13 @@ def executions(module: Module) -> dict[str, Executions]:
 
 
 def trip_counts(module: Module) -> dict[str, int | None]:
-    """Counts how often each loop of a program runs its body, each time that it is reached.
+    """Find the trip count of each loop of a program: executions of its body each time it runs.
 
     Args:
       module: the program.
 
     Returns:
-      The counts by the names of the `while` instructions; None where only running it can tell.
+      Trip counts by the name of the `while` instruction; None if known only at run time.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -76,7 +81,7 @@ def trip_counts(module: Module) -> dict[str, int | None]:
       >>> def doubled(x):
       ...     return jax.lax.scan(lambda x, _: (jnp.sin(x @ x), None), x, length=7)[0]
       >>> text = jax.jit(doubled).lower(jnp.ones((4, 4))).compile().as_text()
-      >>> list(trip_counts(parsing.read(text)).values())
+      >>> list(trip_counts(parsing.parse(text)).values())
       [7]
     """
     sites = _call_sites(module)
@@ -89,80 +94,83 @@ def trip_counts(module: Module) -> dict[str, int | None]:
 
 
 def callees(call: Instruction) -> list[str]:
-    """The computations that an instruction runs, or has inside."""
+    """Return the names of the computations that an instruction calls or contains."""
     single = r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)"
     several = r"\b(?:branch|called)_computations=\{([^}]*)\}"
     lists = " ".join(re.findall(several, call.attributes))
     return re.findall(single, call.attributes) + re.findall(r"%([\w.\-]+)", lists)
 
 
-_Sites = dict[str, list[tuple[Computation, Instruction]]]
+_CallSites = dict[str, list[tuple[Computation, Instruction]]]
 
 
-def _call_sites(module: Module) -> _Sites:
-    """Where each computation is called: in which computation, by which instruction."""
-    sites: _Sites = {}
+def _call_sites(module: Module) -> _CallSites:
+    """Map each computation to its callers: pairs (calling computation, instruction)."""
+    sites: _CallSites = {}
     for caller in module.computations.values():
         for call in caller.instructions.values():
             if call.opcode.endswith(("-done", "-update")):
-                continue  # its start has called already
+                continue  # its start is the call
             for callee in callees(call):
                 sites.setdefault(callee, []).append((caller, call))
     return sites
 
 
 def _times(
-    module: Module, sites: _Sites, caller: Computation, call: Instruction, callee: str
+    module: Module, sites: _CallSites, caller: Computation, call: Instruction, callee: str
 ) -> int | None:
-    """How often one execution of a call runs what it calls."""
+    """Return the executions of a callee per execution of the call; None if unknown."""
     if call.opcode == "while":
-        return _trip_count(module, sites, caller, call) if callee == call.refers("body") else None
+        return (
+            _trip_count(module, sites, caller, call) if callee == call.reference("body") else None
+        )
     return None if call.opcode == "conditional" else 1
 
 
 class _UnknownError(Exception):
-    """A value that the text alone does not tell."""
+    """A value that is known only at run time."""
 
 
-class _Place(NamedTuple):
-    """An instruction, and where its computation's parameters come from."""
+class _Value(NamedTuple):
+    """The result of an instruction, and a function that finds its computation's parameters."""
 
     computation: Computation
     instruction: Instruction
-    parameter: Callable[[int], _Place]
+    parameter: Callable[[int], _Value]
 
-    def operand(self, index: int) -> _Place:
+    def operand(self, index: int) -> _Value:
+        """Return an operand of the instruction."""
         name = self.instruction.operands[index]
         return self._replace(instruction=self.computation.instructions[name])
 
-    def inside(self, module: Module) -> _Place:
-        """The result of the computation that a fusion or call runs."""
-        refers = self.instruction.refers
-        callee = module.computations[refers("calls") or refers("to_apply")]
-        return _Place(callee, callee.root, self.operand)
+    def inside(self, module: Module) -> _Value:
+        """Return the result inside the computation that a fusion or call runs."""
+        reference = self.instruction.reference
+        callee = module.computations[reference("calls") or reference("to_apply")]
+        return _Value(callee, callee.root, self.operand)
 
 
 def _trip_count(
-    module: Module, sites: _Sites, caller: Computation, loop: Instruction
+    module: Module, sites: _CallSites, caller: Computation, loop: Instruction
 ) -> int | None:
-    """How often a while loop runs its body; None if only running it can tell.
+    """Return the trip count of a while loop; None if it is known only at run time.
 
-    CPU and GPU write the number down. TPU does not: there the loop's counter is evaluated at the
-    first, second and third test of the condition, and the line through them solved.
+    CPU and GPU programs state it in the text. TPU programs do not: for them the loop's counter is
+    evaluated at the first, second and third test of the condition, and extrapolated linearly.
     """
     known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
     if known:
         return int(known.group(1))
-    condition = module.computations[loop.refers("condition")]
-    body = module.computations[loop.refers("body")]
-    state = _Place(caller, loop, _outside(sites, caller)).operand(0)
+    condition = module.computations[loop.reference("condition")]
+    body = module.computations[loop.reference("body")]
+    state = _Value(caller, loop, _parameters_of(sites, caller)).operand(0)
     margins: list[int] = []
     try:
         for _ in range(3):
-            bound = functools.partial(_always, state)
-            direction, margin = _comparison(module, _Place(condition, condition.root, bound))
+            parameter = functools.partial(_loop_state, state)
+            direction, margin = _comparison(module, _Value(condition, condition.root, parameter))
             margins.append(margin)
-            state = _Place(body, body.root, bound)
+            state = _Value(body, body.root, parameter)
     except _UnknownError:
         return None
     if direction in ("GT", "GE"):
@@ -175,54 +183,56 @@ def _trip_count(
     return max(0, -margins[0] // step + 1) if direction in ("LE", "GE") else None
 
 
-def _always(place: _Place, index: int) -> _Place:
-    """The one parameter of a loop's body and condition: its state."""
-    return place
+def _loop_state(state: _Value, index: int) -> _Value:
+    """Return the loop's state, the only parameter of its body and its condition."""
+    return state
 
 
-def _outside(sites: _Sites, computation: Computation) -> Callable[[int], _Place]:
-    """Where the parameters of a computation come from, if it is called in one place, once."""
+def _parameters_of(sites: _CallSites, computation: Computation) -> Callable[[int], _Value]:
+    """Return a function that finds the arguments of a computation with a single call."""
 
-    def parameter(index: int) -> _Place:
+    def parameter(index: int) -> _Value:
         callers = sites.get(computation.name, [])
         if len(callers) != 1 or callers[0][1].opcode not in ("call", "fusion"):
             raise _UnknownError
         caller, call = callers[0]
-        return _Place(caller, call, _outside(sites, caller)).operand(index)
+        return _Value(caller, call, _parameters_of(sites, caller)).operand(index)
 
     return parameter
 
 
-def _comparison(module: Module, test: _Place) -> tuple[str, int]:
-    """Direction of a comparison, and its left side less its right."""
+def _comparison(module: Module, test: _Value) -> tuple[str, int]:
+    """Return the direction of a comparison, and its left side minus its right."""
     if test.instruction.opcode in ("fusion", "call"):
         return _comparison(module, test.inside(module))
     direction = re.search(r"direction=(\w+)", test.instruction.attributes)
     if test.instruction.opcode != "compare" or not direction:
         raise _UnknownError
-    return direction.group(1), _value(module, test.operand(0)) - _value(module, test.operand(1))
+    return direction.group(1), _evaluate(module, test.operand(0)) - _evaluate(
+        module, test.operand(1)
+    )
 
 
-def _value(module: Module, place: _Place, element: int | None = None) -> int:
-    """Value of a scalar integer, or of an element of a tuple."""
-    instruction = place.instruction
+def _evaluate(module: Module, value: _Value, element: int | None = None) -> int:
+    """Return a scalar integer, or the integer at an index of a tuple."""
+    instruction = value.instruction
     match instruction.opcode:
         case "parameter":
-            return _value(module, place.parameter(int(instruction.arguments)), element)
+            return _evaluate(module, value.parameter(int(instruction.arguments)), element)
         case "tuple" if element is not None:
-            return _value(module, place.operand(element))
+            return _evaluate(module, value.operand(element))
         case "get-tuple-element" if element is None:
             index = re.search(r"index=(\d+)", instruction.attributes)
-            assert index is not None, f"{instruction.name} does not say which element it takes"
-            return _value(module, place.operand(0), int(index.group(1)))
+            assert index is not None, f"{instruction.name} has no index"
+            return _evaluate(module, value.operand(0), int(index.group(1)))
         case "bitcast" | "convert" | "copy" | "copy-done" | "copy-start":
-            return _value(module, place.operand(0), element)
+            return _evaluate(module, value.operand(0), element)
         case "fusion" | "call":
-            return _value(module, place.inside(module), element)
+            return _evaluate(module, value.inside(module), element)
         case "constant" if re.fullmatch(r"-?\d+", instruction.arguments):
             return int(instruction.arguments)
         case "add":
-            return _value(module, place.operand(0)) + _value(module, place.operand(1))
+            return _evaluate(module, value.operand(0)) + _evaluate(module, value.operand(1))
         case "subtract":
-            return _value(module, place.operand(0)) - _value(module, place.operand(1))
+            return _evaluate(module, value.operand(0)) - _evaluate(module, value.operand(1))
     raise _UnknownError

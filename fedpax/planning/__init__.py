@@ -1,1 +1,24 @@
-"""Ahead-of-time plans: chips, topologies, interconnect, the compiled plan and its report."""
+"""Ahead-of-time plans: chips, topologies, interconnect, the compiled plan and its reports."""
+
+from fedpax.planning.ahead_of_time import PlanError, plan_experiment
+from fedpax.planning.chips import CHIPS, Chip, chip_of
+from fedpax.planning.compiled_plan import CompiledPlan
+from fedpax.planning.json_report import to_json
+from fedpax.planning.memory_overflow import MemoryOverflowError
+from fedpax.planning.report import to_text
+from fedpax.planning.topology import Topology, TopologyError, find_topology
+
+__all__ = [
+    "CHIPS",
+    "Chip",
+    "CompiledPlan",
+    "MemoryOverflowError",
+    "PlanError",
+    "Topology",
+    "TopologyError",
+    "chip_of",
+    "find_topology",
+    "plan_experiment",
+    "to_json",
+    "to_text",
+]

@@ -1,4 +1,4 @@
-"""What accelerator chips can do at best, from what their makers publish."""
+"""Peak figures of accelerator chips, as their makers publish them."""
 
 from __future__ import annotations
 
@@ -12,91 +12,95 @@ class Chip(NamedTuple):
     """The published figures of a chip.
 
     Attributes:
-      name: as in a topology's name, such as "v5p".
-      kind: a regular expression of what `jax.Device.device_kind` says.
-      peak_flops: floating-point operations a second, of dense bfloat16 products.
-      int8: operations a second of products of 8-bit integers, or as `peak_flops`.
-      fp8: operations a second of products of 8-bit floats, or as `peak_flops`.
-      memory: bytes of high-bandwidth memory.
-      usable: of these, the bytes that a program can have; for TPUs, what their compiler allows.
-      memory_bandwidth: bytes a second, to and from it.
-      link_bandwidth: bytes a second that one link to a neighbour carries in one direction.
-      links: such links of a chip; a torus has two in each dimension, a switch counts as one.
-      network_bandwidth: bytes a second of the network between slices (or hosts), one direction,
-        a chip's share of its host's.
-      dimensions: of the torus that a slice is; 0 where a switch joins the chips.
-      ring: a dimension of a slice closes to a ring if its size is a multiple of this.
-      largest: chips in the largest slice.
-      devices: how many devices JAX shows of a chip.
-      source: where the figures are published.
+      name: name in a topology, such as "v5p".
+      device_kind: regular expression that matches `jax.Device.device_kind`.
+      peak_flops: dense bfloat16 matmul FLOPs per second.
+      peak_int8_ops: matmul operations per second with 8-bit integers; `peak_flops` if the chip
+        has no faster int8 units.
+      peak_fp8_flops: matmul FLOPs per second with 8-bit floats; `peak_flops` if the chip has no
+        faster fp8 units.
+      hbm_bytes: bytes of high-bandwidth memory.
+      usable_hbm_bytes: the part of them that a program can use; for TPUs, the limit of their
+        compiler.
+      hbm_bandwidth: bytes per second between the chip and its memory.
+      link_bandwidth: bytes per second of one link to a neighbor, in one direction.
+      links: number of links; a torus has two per dimension, a switch counts as one.
+      dcn_bandwidth: bytes per second of the network between slices (or hosts), in one direction,
+        the chip's share of its host's.
+      torus_dimensions: dimensions of the torus of a slice; 0 if a switch joins the chips.
+      ring_multiple: a dimension of a slice closes to a ring if its size is a multiple of this.
+      max_chips_per_slice: chips of the largest slice.
+      devices_per_chip: JAX devices of a chip.
+      source: address of the page with the figures.
     """
 
     name: str
-    kind: str
+    device_kind: str
     peak_flops: float
-    int8: float
-    fp8: float
-    memory: float
-    usable: float
-    memory_bandwidth: float
+    peak_int8_ops: float
+    peak_fp8_flops: float
+    hbm_bytes: float
+    usable_hbm_bytes: float
+    hbm_bandwidth: float
     link_bandwidth: float
     links: int
-    network_bandwidth: float
-    dimensions: int
-    ring: int
-    largest: int
-    devices: int
+    dcn_bandwidth: float
+    torus_dimensions: int
+    ring_multiple: int
+    max_chips_per_slice: int
+    devices_per_chip: int
     source: str
 
 
-def _tpu(name: str, kind: str, **figures: float) -> Chip:
-    dimensions = int(figures["dimensions"])
+def _tpu(name: str, device_kind: str, **figures: float) -> Chip:
+    dimensions = int(figures["torus_dimensions"])
     return Chip(
         name=name,
-        kind=kind,
+        device_kind=device_kind,
         peak_flops=figures["peak_flops"],
-        int8=figures.get("int8", figures["peak_flops"]),
-        fp8=figures.get("fp8", figures["peak_flops"]),
-        memory=figures["memory"],
-        usable=figures.get("usable", figures["memory"]),
-        memory_bandwidth=figures["memory_bandwidth"],
+        peak_int8_ops=figures.get("peak_int8_ops", figures["peak_flops"]),
+        peak_fp8_flops=figures.get("peak_fp8_flops", figures["peak_flops"]),
+        hbm_bytes=figures["hbm_bytes"],
+        usable_hbm_bytes=figures["usable_hbm_bytes"],
+        hbm_bandwidth=figures["hbm_bandwidth"],
         link_bandwidth=figures["link_bandwidth"],
         links=2 * dimensions,
-        network_bandwidth=figures["network_bandwidth"],
-        dimensions=dimensions,
+        dcn_bandwidth=figures["dcn_bandwidth"],
+        torus_dimensions=dimensions,
         # Figures of rings: "How to Scale Your Model", part 2, jax-ml.github.io/scaling-book/tpus.
-        ring=16 if dimensions == 2 else 4,
-        largest=int(figures["largest"]),
-        devices=int(figures.get("devices", 1)),
+        ring_multiple=16 if dimensions == 2 else 4,
+        max_chips_per_slice=int(figures["max_chips_per_slice"]),
+        devices_per_chip=int(figures.get("devices_per_chip", 1)),
         source=f"https://docs.cloud.google.com/tpu/docs/{name}",
     )
 
 
-def _gpu(name: str, kind: str, **figures: float) -> Chip:
+def _gpu(name: str, device_kind: str, **figures: float) -> Chip:
     return Chip(
         name=name,
-        kind=kind,
+        device_kind=device_kind,
         peak_flops=figures["peak_flops"],
-        int8=figures.get("int8", figures["peak_flops"]),
-        fp8=figures.get("fp8", figures["peak_flops"]),
-        memory=figures["memory"],
-        usable=figures.get("usable", figures["memory"]),
-        memory_bandwidth=figures["memory_bandwidth"],
+        peak_int8_ops=figures.get("peak_int8_ops", figures["peak_flops"]),
+        peak_fp8_flops=figures.get("peak_fp8_flops", figures["peak_flops"]),
+        hbm_bytes=figures["hbm_bytes"],
+        usable_hbm_bytes=figures["hbm_bytes"],
+        hbm_bandwidth=figures["hbm_bandwidth"],
         link_bandwidth=figures["link_bandwidth"],
         links=1,
-        network_bandwidth=figures["network_bandwidth"],
-        dimensions=0,
-        ring=1,
-        largest=8,  # of a host; NVLink switches that join several hosts are not modelled
-        devices=1,
+        dcn_bandwidth=figures["dcn_bandwidth"],
+        torus_dimensions=0,
+        ring_multiple=1,
+        # GPUs of a host; NVLink switches that join several hosts are not modelled.
+        max_chips_per_slice=8,
+        devices_per_chip=1,
         source=f"https://www.nvidia.com/en-us/data-center/{name.lower().partition('-')[0]}/",
     )
 
 
-# TPUs: the page of each says what a chip computes and holds, its bandwidth to neighbours in both
-# directions together (half of it, divided by the links, is that of a link in one direction), and
-# to the data centre's network. What a page leaves out has a comment of its own. What is usable is
-# what libtpu 0.0.42 names when a program needs more.
+# TPUs: the page of a chip gives its peaks, its memory, its bandwidth to neighbors in both
+# directions together (a link in one direction has half of it divided by the number of links), and
+# the bandwidth to the data center's network. Figures that a page leaves out have a comment. The
+# usable memory is the limit that libtpu 0.0.42 names when a program needs more.
 CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (
@@ -104,118 +108,119 @@ CHIPS: dict[str, Chip] = {
             "v4",
             r"TPU v4",
             peak_flops=275e12,
-            memory=32 * GIB,
-            usable=30.75 * GIB,
-            memory_bandwidth=1.2e12,
+            hbm_bytes=32 * GIB,
+            usable_hbm_bytes=30.75 * GIB,
+            hbm_bandwidth=1.2e12,
             link_bandwidth=50e9,  # 6 links of 50 GB/s: arXiv:2304.01433, table 4
-            network_bandwidth=6.25e9,  # not published: 25 GB/s a host, as the book above has it
-            dimensions=3,
-            largest=4096,
+            dcn_bandwidth=6.25e9,  # not published; 25 GB/s per host in the book above
+            torus_dimensions=3,
+            max_chips_per_slice=4096,
         ),
         _tpu(
             "v5e",
             r"TPU (v5 lite|v5e)",
             peak_flops=197e12,
-            int8=393e12,
-            memory=16 * GIB,
-            usable=15.75 * GIB,
-            memory_bandwidth=819e9,
+            peak_int8_ops=393e12,
+            hbm_bytes=16 * GIB,
+            usable_hbm_bytes=15.75 * GIB,
+            hbm_bandwidth=819e9,
             link_bandwidth=400e9 / 2 / 4,
-            network_bandwidth=6.4e12 / 8 / 256,  # 6.4 Tbit/s for a pod of 256
-            dimensions=2,
-            largest=256,
+            dcn_bandwidth=6.4e12 / 8 / 256,  # 6.4 Tbit/s for a pod of 256
+            torus_dimensions=2,
+            max_chips_per_slice=256,
         ),
         _tpu(
             "v5p",
             r"TPU (v5|v5p)",
             peak_flops=459e12,
-            int8=918e12,  # the book above has it
-            memory=95 * GIB,
-            usable=95.74 * GIB,
-            memory_bandwidth=2.765e12,
+            peak_int8_ops=918e12,  # from the book above
+            hbm_bytes=95 * GIB,
+            usable_hbm_bytes=95.74 * GIB,
+            hbm_bandwidth=2.765e12,
             link_bandwidth=1200e9 / 2 / 6,
-            network_bandwidth=50e9 / 8,
-            dimensions=3,
-            largest=8960,
+            dcn_bandwidth=50e9 / 8,
+            torus_dimensions=3,
+            max_chips_per_slice=8960,
         ),
         _tpu(
             "v6e",
             r"TPU (v6 lite|v6e)",
             peak_flops=918e12,
-            int8=1836e12,
-            memory=32 * GIB,
-            usable=31.25 * GIB,
-            memory_bandwidth=1.638e12,
+            peak_int8_ops=1836e12,
+            hbm_bytes=32 * GIB,
+            usable_hbm_bytes=31.25 * GIB,
+            hbm_bandwidth=1.638e12,
             link_bandwidth=800e9 / 2 / 4,
-            network_bandwidth=100e9 / 8,
-            dimensions=2,
-            largest=256,
+            dcn_bandwidth=100e9 / 8,
+            torus_dimensions=2,
+            max_chips_per_slice=256,
         ),
         _tpu(
             "tpu7x",
             r"TPU ?7x",
             peak_flops=2307e12,
-            fp8=4614e12,
-            memory=192 * GIB,
-            usable=2 * 94.75 * GIB,
-            memory_bandwidth=7.38e12,
+            peak_fp8_flops=4614e12,
+            hbm_bytes=192 * GIB,
+            usable_hbm_bytes=2 * 94.75 * GIB,
+            hbm_bandwidth=7.38e12,
             link_bandwidth=1200e9 / 2 / 6,
-            network_bandwidth=100e9 / 8,
-            dimensions=3,
-            largest=9216,
-            devices=2,  # its two chiplets, each with half of the figures
+            dcn_bandwidth=100e9 / 8,
+            torus_dimensions=3,
+            max_chips_per_slice=9216,
+            devices_per_chip=2,  # its two chiplets, each with half of the figures
         ),
-        # GPUs: the data sheet of each has dense bfloat16 (half of what it gives with sparsity),
-        # memory, and NVLink in both directions together. The network of a host is what is bought
-        # with it; one adapter of 400 Gbit/s (A100: 200) for each GPU is what its maker's own
-        # systems have.
+        # GPUs: the data sheet of a chip gives dense bfloat16 (half of its figure with sparsity),
+        # memory, and NVLink in both directions together. The network of a host depends on its
+        # configuration; the figure is one adapter of 400 Gbit/s (A100: 200) per GPU, as in the
+        # maker's own systems.
         _gpu(
             "A100",
             r"NVIDIA A100-SXM4-80GB",
             peak_flops=312e12,
-            int8=624e12,
-            memory=80 * GIB,
-            memory_bandwidth=2.039e12,
+            peak_int8_ops=624e12,
+            hbm_bytes=80 * GIB,
+            hbm_bandwidth=2.039e12,
             link_bandwidth=600e9 / 2,
-            network_bandwidth=200e9 / 8,
+            dcn_bandwidth=200e9 / 8,
         ),
         _gpu(
             "H100",
             r"NVIDIA H100 80GB HBM3",
             peak_flops=989.4e12,
-            int8=1978.9e12,
-            fp8=1978.9e12,
-            memory=80 * GIB,
-            memory_bandwidth=3.35e12,
+            peak_int8_ops=1978.9e12,
+            peak_fp8_flops=1978.9e12,
+            hbm_bytes=80 * GIB,
+            hbm_bandwidth=3.35e12,
             link_bandwidth=900e9 / 2,
-            network_bandwidth=400e9 / 8,
+            dcn_bandwidth=400e9 / 8,
         ),
         _gpu(
             "H200",
             r"NVIDIA H200",
             peak_flops=989.4e12,
-            int8=1978.9e12,
-            fp8=1978.9e12,
-            memory=141e9,
-            memory_bandwidth=4.8e12,
+            peak_int8_ops=1978.9e12,
+            peak_fp8_flops=1978.9e12,
+            hbm_bytes=141e9,
+            hbm_bandwidth=4.8e12,
             link_bandwidth=900e9 / 2,
-            network_bandwidth=400e9 / 8,
+            dcn_bandwidth=400e9 / 8,
         ),
     )
 }
 
 
 def chip_of(device_kind: str) -> Chip | None:
-    """Finds the chip of a device.
+    """Find the chip of a device.
 
     Args:
-      device_kind: what `jax.Device.device_kind` says.
+      device_kind: the device's `jax.Device.device_kind`.
 
     Returns:
-      The chip, or None for one that is not in the table, such as a CPU.
+      The chip, or None if the table `CHIPS` does not have it, such as a CPU.
 
     Example:
       >>> chip_of("TPU v5 lite").name, chip_of("TPU v5").name, chip_of("cpu")
       ('v5e', 'v5p', None)
     """
-    return next((chip for chip in CHIPS.values() if re.fullmatch(chip.kind, device_kind)), None)
+    matching = (chip for chip in CHIPS.values() if re.fullmatch(chip.device_kind, device_kind))
+    return next(matching, None)

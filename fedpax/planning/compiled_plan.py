@@ -1,7 +1,8 @@
-"""What a compiled round needs of the machine it was compiled for, and how fast it can be at best.
+"""The plan of a compiled round: its memory, matmuls, collectives, and a roofline on its time.
 
-Memory, collectives, products and their sizes are read from the compiled program. Times are bounds
-from the chip's published figures: what the work takes if one resource alone limits it.
+Memory, collectives, matmuls and their sizes are read from the compiled program. Times are lower
+bounds from the chip's published figures: the time that one resource needs if it is the only
+bottleneck.
 """
 
 from __future__ import annotations
@@ -19,34 +20,37 @@ from fedpax.planning.topology import Topology
 
 
 class Workload(NamedTuple):
-    """What a round computes, apart from where.
+    """What a round computes, independent of the devices.
 
     Attributes:
-      experiment: its name.
-      placement: the placement's name, also that of its mesh axis.
-      participants: its size.
-      steps: local steps of a participant in a round.
-      parameters: how many numbers the model has.
-      tokens: tokens (or examples) of a round, of all participants together.
-      flops_per_token: floating-point operations of the model for a token; None if not known.
+      experiment: name of the experiment.
+      placement: name of the placement and of its mesh axis.
+      num_participants: size of the placement.
+      local_steps: local steps of a participant in a round.
+      num_parameters: number of parameters of the model.
+      items_per_round: items (tokens or examples) in a round, summed over all participants.
+      item_unit: plural name of the items, "tokens" or "examples".
+      flops_per_token: model FLOPs per item; None if unknown.
     """
 
     experiment: str
     placement: str
-    participants: int
-    steps: int
-    parameters: int
-    tokens: int
+    num_participants: int
+    local_steps: int
+    num_parameters: int
+    items_per_round: int
+    item_unit: str
     flops_per_token: float | None
 
 
-class Axis(NamedTuple):
-    """An axis of the mesh.
+class MeshAxis(NamedTuple):
+    """An axis of the mesh and the networks that its collectives use.
 
     Attributes:
-      name: its name.
-      size: its size.
-      routes: what it runs over, such as ICI within a slice and DCN between slices.
+      name: name of the axis.
+      size: number of devices along the axis.
+      routes: the networks that join these devices, such as ICI within a slice and DCN between
+        slices.
     """
 
     name: str
@@ -54,17 +58,17 @@ class Axis(NamedTuple):
     routes: tuple[interconnect.Route, ...]
 
 
-class Memory(NamedTuple):
-    """Bytes of a device's memory, by kind.
+class DeviceMemory(NamedTuple):
+    """The memory that a round needs on one device, in bytes.
 
     Attributes:
-      arguments: the state and the batches.
+      arguments: the state and the cohort.
       outputs: the new state and the metrics.
-      aliased: what the outputs share with arguments that were donated.
-      temporaries: everything between, at its peak.
-      code: the program itself.
-      host: what it has of the host's memory, beside all these.
-      capacity: what a program can have; None if not known.
+      aliased: the part of the outputs that reuses the memory of donated arguments.
+      temporaries: peak of all intermediate values.
+      code: the compiled program.
+      host: memory of the host that the device uses; not part of `total`.
+      capacity: memory that a program can use on the device; None if unknown.
     """
 
     arguments: int
@@ -77,26 +81,26 @@ class Memory(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All of them together, what is shared once."""
+        """Bytes needed on the device; aliased memory counts once."""
         return self.arguments + self.outputs - self.aliased + self.temporaries + self.code
 
     @property
     def fits(self) -> bool | None:
-        """Whether the device has as much; None if not known.
+        """Whether `total` is at most `capacity`; None if the capacity is unknown.
 
-        That it compiled does not say so: ahead of time the compiler of TPUs looks at temporaries
-        alone.
+        A successful compilation does not imply it: ahead of time, the compiler of TPUs checks
+        the temporaries alone.
         """
         return None if self.capacity is None else self.total <= self.capacity
 
 
-class Transfer(NamedTuple):
-    """A collective on its network.
+class TimedCollective(NamedTuple):
+    """A collective, its network, and a lower bound on its time.
 
     Attributes:
-      collective: what is sent, along which axes, how often.
-      network: ICI, DCN, NVLink or host.
-      seconds: of one execution, at least; None if the bandwidth is not known.
+      collective: the collective of the compiled program.
+      network: "ICI", "DCN", "NVLink" or "host".
+      seconds: lower bound on the time of one execution; None if the bandwidth is unknown.
     """
 
     collective: Collective
@@ -104,20 +108,20 @@ class Transfer(NamedTuple):
     seconds: float | None
 
     @property
-    def runs(self) -> int:
-        """How often it runs in a round; where only running it can tell, once."""
+    def executions(self) -> int:
+        """Number of executions per round; 1 if the number is known only at run time."""
         return 1 if self.collective.executions is None else self.collective.executions
 
 
-class Bound(NamedTuple):
-    """Seconds that a round takes at least of each resource.
+class Roofline(NamedTuple):
+    """Lower bounds on the seconds of a round, one for each resource.
 
     Attributes:
-      compute: products at the chip's peak of their type.
-      memory: what is read from and written to the device's memory, at its bandwidth.
-      networks: collectives, by what shares links: "DCN", "NVLink", and "ICI fsdp" for all that
-        run along that axis of the mesh, be it along others too.
-      collectives: all of them, one after another.
+      compute: all matmuls, at the chip's peak for their dtype.
+      memory: all reads and writes of device memory, at its bandwidth.
+      networks: collectives by the links that they share: "DCN", "NVLink", and "ICI fsdp" for all
+        collectives along that mesh axis. A collective along several axes counts for each.
+      collectives: all collectives, one after another.
     """
 
     compute: float
@@ -127,181 +131,201 @@ class Bound(NamedTuple):
 
     @property
     def times(self) -> dict[str, float]:
-        """All of them by name."""
+        """Seconds by the name of the resource."""
         return {"compute": self.compute, "memory": self.memory, **self.networks}
 
     @property
-    def limit(self) -> str:
-        """The resource that takes longest."""
+    def bottleneck(self) -> str:
+        """Name of the resource with the largest bound."""
         return max(self.times, key=lambda name: self.times[name])
 
     @property
     def seconds(self) -> float:
-        """A round in which everything overlaps."""
-        return self.times[self.limit]
+        """Seconds of a round in which all resources overlap."""
+        return self.times[self.bottleneck]
 
     @property
     def without_overlap(self) -> float:
-        """A round in which products wait for memory, and both for every collective."""
+        """Seconds of a round in which matmuls, memory and collectives follow one another."""
         return self.compute + self.memory + self.collectives
 
 
-class Plan(NamedTuple):
-    """What `fedpax plan` reports.
+class CompiledPlan(NamedTuple):
+    """The content of the report of `fedpax plan`.
 
     Attributes:
-      workload: what is computed.
-      topology: on what.
-      axes: the mesh.
-      memory: of a device.
-      products: operations of a device in a round, of the products in the compiled program.
-      int8: of these, those of 8-bit integers.
-      fp8: of these, those of 8-bit floats.
-      traffic: bytes that a device reads from and writes to its memory in a round.
-      host: bytes that it moves to and from its host's memory in a round.
-      silent: names of kernels whose products are not counted, as they do not tell them.
-      once: names of loops of unknown length, of which one turn is counted.
-      transfers: the collectives.
-      bound: the roofline; None if the chip's figures are not known.
+      workload: what the round computes.
+      topology: the devices that it was compiled for.
+      axes: the mesh axes of more than one device; the first axis on a mesh of one device.
+      memory: memory needed on a device.
+      matmul_flops: matmul FLOPs (convolutions included) of a device in a round, counted in the
+        compiled program, recomputation included.
+      int8_flops: the part of `matmul_flops` with 8-bit integer operands.
+      fp8_flops: the part of `matmul_flops` with 8-bit float operands.
+      memory_traffic: bytes that a device reads from and writes to its memory in a round.
+      host_transfers: bytes that a device exchanges with the host's memory in a round.
+      uncounted_kernels: names of kernels that do not state their FLOPs; they count as 0.
+      unknown_trip_counts: names of loops whose trip count is known only at run time; their bodies
+        count once.
+      collectives: the collectives of the compiled program.
+      roofline: lower bounds on the time of a round; None if the chip's figures are unknown.
     """
 
     workload: Workload
     topology: Topology
-    axes: tuple[Axis, ...]
-    memory: Memory
-    products: float
-    int8: float
-    fp8: float
-    traffic: float
-    host: float
-    silent: tuple[str, ...]
-    once: tuple[str, ...]
-    transfers: tuple[Transfer, ...]
-    bound: Bound | None
+    axes: tuple[MeshAxis, ...]
+    memory: DeviceMemory
+    matmul_flops: float
+    int8_flops: float
+    fp8_flops: float
+    memory_traffic: float
+    host_transfers: float
+    uncounted_kernels: tuple[str, ...]
+    unknown_trip_counts: tuple[str, ...]
+    collectives: tuple[TimedCollective, ...]
+    roofline: Roofline | None
 
-    def sent(
+    def bytes_sent(
         self, network: str | None = None, axis: str | None = None, in_loop: bool | None = None
     ) -> int:
-        """Bytes that a device hands to collectives in a round.
+        """Sum the operand bytes that a device passes to collectives in a round.
 
         Args:
-          network: only over this network, such as `interconnect.DCN`.
-          axis: only along this axis of the mesh, such as the placement's.
-          in_loop: only those inside a loop, or only those outside.
+          network: count collectives over this network alone, such as `interconnect.DCN`. Default
+            None: count every network.
+          axis: count collectives along this mesh axis alone, such as the placement's. Default
+            None: count every axis.
+          in_loop: True counts collectives inside loops alone, False those outside loops. Default
+            None: count both.
 
         Returns:
-          Bytes.
+          Bytes per device and round.
         """
         return sum(
-            transfer.collective.bytes * transfer.runs
-            for transfer in self.transfers
-            if network in (None, transfer.network)
-            and (axis is None or axis in transfer.collective.axes)
-            and in_loop in (None, transfer.collective.in_loop)
+            timed.collective.bytes * timed.executions
+            for timed in self.collectives
+            if network in (None, timed.network)
+            and (axis is None or axis in timed.collective.axes)
+            and in_loop in (None, timed.collective.in_loop)
         )
 
-    def utilization(self, seconds: float) -> float | None:
-        """Model FLOPs utilization of a round that takes so long; None if something is not known."""
+    def model_flops_utilization(self, seconds: float) -> float | None:
+        """Return the model FLOPs utilization of a round that takes `seconds`.
+
+        None if the model FLOPs or the chip's peak are unknown.
+        """
         flops, chip = self.workload.flops_per_token, self.topology.chip
         if flops is None or chip is None:
             return None
         peak = self.topology.chips * chip.peak_flops
-        return flops * self.workload.tokens / (peak * seconds)
+        return flops * self.workload.items_per_round / (peak * seconds)
 
     @property
-    def hidden_bandwidth(self) -> float | None:
-        """Bytes a second out of a chip at which DCN takes as long as the rest of the round.
+    def bandwidth_for_overlap(self) -> float | None:
+        """DCN bandwidth per chip, in bytes per second, that DCN collectives need to be hidden.
 
-        From there on, what crosses between slices can hide behind the local steps. None if
-        nothing crosses, or if the chip is not known.
+        At this bandwidth they take as long as the largest other bound of the round, so with more
+        they can overlap fully. None if no collective uses DCN, or if the chip is unknown.
         """
         chip = self.topology.chip
-        if self.bound is None or chip is None:
+        if self.roofline is None or chip is None or DCN not in self.roofline.networks:
             return None
-        within = {name: time for name, time in self.bound.networks.items() if name != DCN}
-        if DCN not in self.bound.networks:
-            return None
-        rest = self.bound._replace(networks=within).seconds
-        return self.bound.networks[DCN] * chip.network_bandwidth / rest
+        others = {name: time for name, time in self.roofline.networks.items() if name != DCN}
+        rest = self.roofline._replace(networks=others).seconds
+        return self.roofline.networks[DCN] * chip.dcn_bandwidth / rest
 
 
-def memory_of(compiled: jax.stages.Compiled, topology: Topology) -> Memory:
-    """Reads from a compiled program what memory a device needs for it."""
+def memory_of(compiled: jax.stages.Compiled, topology: Topology) -> DeviceMemory:
+    """Read the memory that a compiled program needs on a device.
+
+    Args:
+      compiled: the compiled program.
+      topology: the devices that it was compiled for.
+
+    Returns:
+      The memory, in bytes.
+    """
     found: Any = compiled.memory_analysis()
     chip = topology.chip
-    return Memory(
+    return DeviceMemory(
         arguments=found.argument_size_in_bytes,
         outputs=found.output_size_in_bytes,
         aliased=found.alias_size_in_bytes,
         temporaries=found.temp_size_in_bytes,
         code=found.generated_code_size_in_bytes,
         host=found.host_temp_size_in_bytes,
-        capacity=chip.usable / chip.devices if chip else None,
+        capacity=chip.usable_hbm_bytes / chip.devices_per_chip if chip else None,
     )
 
 
 def make_plan(
-    text: str, mesh: jax.sharding.Mesh, topology: Topology, workload: Workload, memory: Memory
-) -> Plan:
-    """Reads a plan from the text of a compiled round.
+    text: str, mesh: jax.sharding.Mesh, topology: Topology, workload: Workload, memory: DeviceMemory
+) -> CompiledPlan:
+    """Make the plan of a round from its compiled text.
 
     Args:
-      text: the round's compiled text.
+      text: the compiled text of the round.
       mesh: the mesh that it was compiled for.
-      topology: what the mesh's devices are.
+      topology: the devices of the mesh.
       workload: what the round computes.
-      memory: what it needs on a device, from `memory_of`.
+      memory: the memory that it needs on a device, from `memory_of`.
 
     Returns:
       The plan.
 
     Raises:
-      ValueError: the text is not a compiled program, or of another number of devices.
+      ValueError: if the text is not a compiled program, or was compiled for another number of
+        devices.
     """
-    transfers = []
+    timed = []
     for collective in collectives(text, mesh):
-        path = interconnect.route(collective.groups, mesh, topology)
-        seconds = interconnect.seconds(collective, path, mesh, topology)
-        transfers.append(Transfer(collective, path.network, seconds))
-    done = costs.count(parsing.read(text))
-    axes = tuple(
-        Axis(name, size, tuple(interconnect.axis_routes(mesh, name, topology)))
-        for name, size in mesh.shape.items()
-    )
-    plan = Plan(
+        route = interconnect.find_route(collective.groups, mesh, topology)
+        seconds = interconnect.min_seconds(collective, route, mesh, topology)
+        timed.append(TimedCollective(collective, route.network, seconds))
+    counted = costs.count_costs(parsing.parse(text))
+    # An axis of one device has no collectives.
+    axes = [item for item in mesh.shape.items() if item[1] > 1] or list(mesh.shape.items())[:1]
+    plan = CompiledPlan(
         workload=workload,
         topology=topology,
-        axes=axes,
+        axes=tuple(
+            MeshAxis(name, size, tuple(interconnect.axis_routes(mesh, name, topology)))
+            for name, size in axes
+        ),
         memory=memory,
-        products=done.products,
-        int8=done.int8,
-        fp8=done.fp8,
-        traffic=done.traffic,
-        host=done.host,
-        silent=done.silent,
-        once=done.once,
-        transfers=tuple(transfers),
-        bound=None,
+        matmul_flops=counted.matmul_flops,
+        int8_flops=counted.int8_flops,
+        fp8_flops=counted.fp8_flops,
+        memory_traffic=counted.memory_traffic,
+        host_transfers=counted.host_transfers,
+        uncounted_kernels=counted.uncounted_kernels,
+        unknown_trip_counts=counted.unknown_trip_counts,
+        collectives=tuple(timed),
+        roofline=None,
     )
-    return plan._replace(bound=_bound(plan))
+    return plan._replace(roofline=_roofline(plan))
 
 
-def _bound(plan: Plan) -> Bound | None:
+def _roofline(plan: CompiledPlan) -> Roofline | None:
     chip = plan.topology.chip
     if chip is None:
         return None
-    times: dict[str, float] = {}
-    for transfer in plan.transfers:
-        names = [transfer.network]
-        if transfer.network == ICI:
-            names = [f"{ICI} {axis}" for axis in transfer.collective.axes]
+    networks: dict[str, float] = {}
+    for timed in plan.collectives:
+        names = [timed.network]
+        if timed.network == ICI:
+            names = [f"{ICI} {axis}" for axis in timed.collective.axes]
         for name in names:
-            times[name] = times.get(name, 0.0) + transfer.runs * (transfer.seconds or 0.0)
-    wide = plan.products - plan.int8 - plan.fp8
-    compute = wide / chip.peak_flops + plan.int8 / chip.int8 + plan.fp8 / chip.fp8
-    return Bound(
-        compute=compute * chip.devices,
-        memory=plan.traffic / (chip.memory_bandwidth / chip.devices),
-        networks=times,
-        collectives=sum(t.runs * (t.seconds or 0.0) for t in plan.transfers),
+            networks[name] = networks.get(name, 0.0) + timed.executions * (timed.seconds or 0.0)
+    wide = plan.matmul_flops - plan.int8_flops - plan.fp8_flops
+    compute = (
+        wide / chip.peak_flops
+        + plan.int8_flops / chip.peak_int8_ops
+        + plan.fp8_flops / chip.peak_fp8_flops
+    )
+    return Roofline(
+        compute=compute * chip.devices_per_chip,
+        memory=plan.memory_traffic / (chip.hbm_bandwidth / chip.devices_per_chip),
+        networks=networks,
+        collectives=sum(t.executions * (t.seconds or 0.0) for t in plan.collectives),
     )

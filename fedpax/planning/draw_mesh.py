@@ -1,4 +1,4 @@
-"""A picture of a mesh: which chip of which slice stands where along each axis."""
+"""A picture of a mesh: the position of each chip along each mesh axis."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from fedpax.planning.compiled_plan import Plan
+from fedpax.planning.compiled_plan import CompiledPlan
 
-# What does not fit a page is left out: more slices, and more layers of one, look the same.
-_SLICES = 4
-_PANELS = 8
+# A page shows at most this many slices and panels; further slices and layers look the same.
+_MAX_SLICES = 4
+_MAX_PANELS = 8
 
 
-def draw_mesh(plan: Plan, mesh: jax.sharding.Mesh, path: str | Path) -> None:
-    """Draws the chips of the slices, once for each axis, coloured by their place along it.
+def draw_mesh(plan: CompiledPlan, mesh: jax.sharding.Mesh, path: str | Path) -> None:
+    """Draw the chips of the slices, once per mesh axis, colored by their position along it.
 
-    A slice of three dimensions is drawn as layers side by side. Chips of one colour stand in the
-    same place along the axis; a collective over the axis joins chips of all its colours.
+    A slice of three dimensions is drawn as layers side by side. Chips of one color have the same
+    position along the axis; a collective over the axis joins chips of all colors.
 
     Args:
       plan: the plan.
-      mesh: its mesh.
-      path: the PNG to write; its folder is made if it is not there.
+      mesh: the mesh of the plan.
+      path: path of the PNG to write; missing folders are created.
     """
     grids = _grids(plan, mesh)
     rows, columns = len(plan.axes), len(grids)
@@ -46,7 +46,8 @@ def draw_mesh(plan: Plan, mesh: jax.sharding.Mesh, path: str | Path) -> None:
         )
         for column, (title, positions) in enumerate(grids.items()):
             panel: Axes = panels[row][column]
-            along = np.array(np.unravel_index(np.maximum(positions, 0), mesh.devices.shape))[row]
+            coordinates = np.unravel_index(np.maximum(positions, 0), mesh.devices.shape)
+            along = coordinates[mesh.axis_names.index(axis.name)]
             shown = np.ma.masked_where(positions < 0, along)
             highest = max(axis.size - 1, 1)
             image = panel.pcolormesh(
@@ -59,7 +60,7 @@ def draw_mesh(plan: Plan, mesh: jax.sharding.Mesh, path: str | Path) -> None:
             panel.set_xlabel(title, fontsize=8)
             panel.spines[:].set_visible(False)
             if positions.size > 64:
-                continue  # too small to read
+                continue  # numbers would be too small to read
             for (i, j), value in np.ndenumerate(along):
                 if positions[i, j] >= 0:
                     panel.text(
@@ -76,7 +77,7 @@ def draw_mesh(plan: Plan, mesh: jax.sharding.Mesh, path: str | Path) -> None:
         bar.update_ticks()
     figure.suptitle(
         f"{plan.workload.experiment} on {plan.topology.name}: "
-        f"{len(plan.topology.devices):,} devices{_left_out(plan)}",
+        f"{len(plan.topology.devices):,} devices{_shown_part(plan)}",
         fontsize=11,
         fontweight="bold",
         x=0.01,
@@ -86,14 +87,14 @@ def draw_mesh(plan: Plan, mesh: jax.sharding.Mesh, path: str | Path) -> None:
     figure.savefig(path)
 
 
-def _shown(plan: Plan) -> tuple[int, int]:
-    """How many slices are drawn, and how many layers of each."""
-    slices = min(plan.topology.slices, _SLICES)
+def _shown(plan: CompiledPlan) -> tuple[int, int]:
+    """Return the number of slices to draw, and of layers of each."""
+    slices = min(plan.topology.slices, _MAX_SLICES)
     layers = plan.topology.shape[2] if len(plan.topology.shape) > 2 else 1
-    return slices, min(layers, _PANELS // slices)
+    return slices, min(layers, _MAX_PANELS // slices)
 
 
-def _left_out(plan: Plan) -> str:
+def _shown_part(plan: CompiledPlan) -> str:
     slices, layers = _shown(plan)
     parts = []
     if slices < plan.topology.slices:
@@ -103,10 +104,10 @@ def _left_out(plan: Plan) -> str:
     return f" ({', '.join(parts)} shown)" if parts else ""
 
 
-def _grids(plan: Plan, mesh: jax.sharding.Mesh) -> dict[str, np.ndarray]:
-    """Positions in the mesh as the chips lie, one grid a slice or layer; -1 where there is none."""
+def _grids(plan: CompiledPlan, mesh: jax.sharding.Mesh) -> dict[str, np.ndarray]:
+    """Return a grid of chips per slice or layer, of their positions in the mesh; -1 if empty."""
     shape = plan.topology.shape
-    per_chip = plan.topology.chip.devices if plan.topology.chip else 1
+    per_chip = plan.topology.chip.devices_per_chip if plan.topology.chip else 1
     if not shape:
         rows = next(n for n in range(int(mesh.size**0.5), 0, -1) if mesh.size % n == 0)
         return {"": np.arange(mesh.size).reshape(rows, -1)}

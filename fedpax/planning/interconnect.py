@@ -1,4 +1,4 @@
-"""Over which network a collective goes, and how long it takes there at least."""
+"""The networks that collectives use, and lower bounds on the time of a collective."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from fedpax.hlo.collectives import Collective
 from fedpax.planning.topology import Topology
 
 ICI = "ICI"  # the links between the chips of a slice
-DCN = "DCN"  # the data centre's network between slices, or hosts
+DCN = "DCN"  # the data center's network between slices, or between hosts
 NVLINK = "NVLink"
 HOST = "host"  # devices that one CPU simulates
 
 
 class Route(NamedTuple):
-    """How a group of devices is joined.
+    """The network that joins a group of devices, and the part of the torus that they span.
 
     Attributes:
       network: ICI within a slice, DCN between slices, NVLink between the GPUs of a host, "host"
         between simulated devices.
-      chips: how many chips the group has, or slices if it goes between them.
+      chips: number of chips in the group; number of slices if the network is DCN.
       extents: chips along each dimension of the torus that the group spans; () without a torus.
-      rings: of these dimensions, which close to a ring.
+      rings: for each dimension, whether the group closes to a ring.
     """
 
     network: str
@@ -50,15 +50,15 @@ class Route(NamedTuple):
 
 
 def axis_routes(mesh: jax.sharding.Mesh, axis: str, topology: Topology) -> list[Route]:
-    """The networks that an axis of a mesh runs over: one, or ICI within slices and DCN between.
+    """Find the networks along a mesh axis: one, or ICI within slices and DCN between them.
 
     Args:
       mesh: the mesh.
-      axis: name of one of its axes.
-      topology: what its devices are.
+      axis: name of a mesh axis.
+      topology: the devices of the mesh.
 
     Returns:
-      The routes, DCN last.
+      The routes, DCN last; none for an axis of one device.
     """
     index = mesh.axis_names.index(axis)
     positions = np.moveaxis(np.arange(mesh.size).reshape(mesh.devices.shape), index, -1)
@@ -69,114 +69,125 @@ def axis_routes(mesh: jax.sharding.Mesh, axis: str, topology: Topology) -> list[
     for line in lines:
         members: dict[int, list[int]] = {}
         for position in line:
-            members.setdefault(_network_part(devices[position]), []).append(position)
+            members.setdefault(_slice_or_host(devices[position]), []).append(position)
         within += [part for part in members.values() if len(part) > 1]
         between = max(between, len(members))
-    found = [route(within, mesh, topology)] if within else []
-    return found + ([Route(DCN, between)] if between > 1 else [])
+    routes = [find_route(within, mesh, topology)] if within else []
+    return routes + ([Route(DCN, between)] if between > 1 else [])
 
 
-def route(groups: Sequence[Sequence[int]], mesh: jax.sharding.Mesh, topology: Topology) -> Route:
-    """How the devices of a collective's groups are joined.
+def find_route(
+    groups: Sequence[Sequence[int]], mesh: jax.sharding.Mesh, topology: Topology
+) -> Route:
+    """Find the network that joins the devices of a collective.
 
     Args:
-      groups: positions in `mesh.devices.flat`, as `Collective.groups` has them.
+      groups: the groups of the collective as positions in `mesh.devices.flat`, such as
+        `Collective.groups`.
       mesh: the mesh.
-      topology: what its devices are.
+      topology: the devices of the mesh.
 
     Returns:
-      The route of the widest of the groups.
+      The route of the widest group.
     """
     devices = mesh.devices.flat
-    parts = max(len({_network_part(devices[p]) for p in group}) for group in groups)
+    parts = max(len({_slice_or_host(devices[p]) for p in group}) for group in groups)
     if parts > 1:
         return Route(DCN, parts)
     chips = max(len({_chip(devices[p]) for p in group}) for group in groups)
     if topology.chip is None:
         return Route(HOST, chips)
-    shape, ring = topology.shape, topology.chip.ring
+    shape, multiple = topology.shape, topology.chip.ring_multiple
     if not shape:
         return Route(NVLINK, chips)
     extents = np.ones(len(shape), int)
     for group in groups:
-        places = np.array([devices[p].coords[: len(shape)] for p in group])
-        extents = np.maximum(extents, [len(set(places[:, i])) for i in range(len(shape))])
-    rings = [bool(e == n and n % ring == 0) for e, n in zip(extents, shape, strict=True)]
+        coords = np.array([devices[p].coords[: len(shape)] for p in group])
+        extents = np.maximum(extents, [len(set(coords[:, i])) for i in range(len(shape))])
+    rings = [bool(e == n and n % multiple == 0) for e, n in zip(extents, shape, strict=True)]
     return Route(ICI, chips, tuple(extents.tolist()), tuple(rings))
 
 
-def seconds(
-    collective: Collective, path: Route, mesh: jax.sharding.Mesh, topology: Topology
+def min_seconds(
+    collective: Collective, route: Route, mesh: jax.sharding.Mesh, topology: Topology
 ) -> float | None:
-    """How long one execution of a collective takes at least: its bytes over the links it can use.
+    """Return a lower bound on the time of one execution of a collective.
 
-    With n chips that hand over b bytes each, and w bytes a second leaving a chip over all the
-    links along the group's dimensions: an all-gather takes (n - 1) b / w, a reduce-scatter
-    (n - 1) / n b / w, an all-reduce both, 2 (n - 1) / n b / w, a permutation b / w. An all-to-all
-    is bound by the links in the middle of the longest dimension: n b / 8 over one direction of a
-    link on a ring, n b / 4 on a line. On a ring both directions carry; on a line all that the last
-    chip receives comes in one. Between slices n counts the slices, and the chips of a slice that
-    take part each carry a part. Latency is not counted.
+    The bound is its bytes divided by the bandwidth of the links that it can use. With n chips,
+    operands of b bytes on each, and w bytes per second out of a chip over all links along the
+    group's dimensions:
+
+    - an all-gather takes (n - 1) b / w;
+    - a reduce-scatter takes (n - 1) / n b / w;
+    - an all-reduce takes both, 2 (n - 1) / n b / w;
+    - a collective-permute takes b / w;
+    - an all-to-all is limited by the links in the middle of the longest dimension: n b / 8 over
+      one direction of a link on a ring, n b / 4 on a line.
+
+    A ring uses both directions of its links. On a line, everything that the last chip receives
+    arrives in one direction. Between slices, n is the number of slices, and the participating
+    chips of a slice each send a part. Latency is not counted.
 
     Args:
       collective: the collective.
-      path: its `route`.
+      route: its route, from `find_route`.
       mesh: the mesh.
-      topology: what its devices are.
+      topology: the devices of the mesh.
 
     Returns:
-      Seconds, or None where the network's bandwidth is not known.
+      Seconds; None if the bandwidth of the network is unknown.
     """
     chip = topology.chip
-    if chip is None or path.network == HOST:
+    if chip is None or route.network == HOST:
         return None
     group = max((set(group) for group in collective.groups), key=len)
     devices = [mesh.devices.flat[position] for position in group]
     chips = len({_chip(device) for device in devices})
     if chips == 1:
         return 0.0
-    # Devices of one chip take part together, or else share its links.
-    together = len(devices) // chips
-    share = together / chip.devices
+    # Devices of a chip are in the same group, or in different groups that share the chip's links.
+    devices_per_chip = len(devices) // chips
+    share = devices_per_chip / chip.devices_per_chip
     size = float(collective.bytes)
-    if path.network == DCN:
-        outer = len({_network_part(device) for device in devices})
-        bandwidth = chip.network_bandwidth * share
+    if route.network == DCN:
+        slices = len({_slice_or_host(device) for device in devices})
+        bandwidth = chip.dcn_bandwidth * share
         if collective.kind in ("all-reduce", "reduce-scatter"):
-            size *= outer / len(devices)
-        chips = outer
-    elif path.network == NVLINK:
+            size *= slices / len(devices)
+        chips = slices
+    elif route.network == NVLINK:
         bandwidth = chip.link_bandwidth * share
     else:
-        both = collective.kind == "collective-permute"  # another can run the other way
-        spans = [ring for size, ring in zip(path.extents, path.rings, strict=True) if size > 1]
+        # A second collective-permute can use the other direction of a line.
+        both = collective.kind == "collective-permute"
+        spans = [ring for size, ring in zip(route.extents, route.rings, strict=True) if size > 1]
         bandwidth = chip.link_bandwidth * share * sum(2 if ring or both else 1 for ring in spans)
     match collective.kind:
         case "all-gather":
-            return (chips - 1) * together * size / bandwidth
+            return (chips - 1) * devices_per_chip * size / bandwidth
         case "reduce-scatter":
             return (chips - 1) / chips * size / bandwidth
         case "all-reduce":
             return 2 * (chips - 1) / chips * size / bandwidth
-        case "all-to-all" | "ragged-all-to-all" if path.network == ICI:
-            crossing = [
+        case "all-to-all" | "ragged-all-to-all" if route.network == ICI:
+            loads = [
                 extent / (8 if ring else 4)
-                for extent, ring in zip(path.extents, path.rings, strict=True)
+                for extent, ring in zip(route.extents, route.rings, strict=True)
             ]
-            return max(crossing) * together * size / (chip.link_bandwidth * share)
+            return max(loads) * devices_per_chip * size / (chip.link_bandwidth * share)
         case "all-to-all" | "ragged-all-to-all":
-            return (chips - 1) / chips * together * size / bandwidth
+            return (chips - 1) / chips * devices_per_chip * size / bandwidth
         case _:
             return size / bandwidth
 
 
-def _network_part(device: jax.Device) -> int:
-    """The slice of a TPU, the host of a GPU: what the slower network joins."""
+def _slice_or_host(device: jax.Device) -> int:
+    """Return the index of a TPU's slice or a GPU's host; DCN joins devices that differ in it."""
     if device.platform == "gpu":
         return device.process_index
     return getattr(device, "slice_index", None) or 0
 
 
 def _chip(device: jax.Device) -> tuple[int, ...]:
-    """What tells the chips apart; a TPU can show two devices of one."""
-    return (_network_part(device), *getattr(device, "coords", (device.id,)))
+    """Return the identity of a device's chip; a TPU chip can have two devices."""
+    return (_slice_or_host(device), *getattr(device, "coords", (device.id,)))

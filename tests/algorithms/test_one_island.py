@@ -17,7 +17,7 @@ from fedpax.experiments.benchmarks.training_step import (
 )
 from fedpax.models.transformer import TransformerConfig
 from fedpax.parallel.mesh import make_mesh
-from fedpax.planning.topology import find_topology
+from fedpax.planning import find_topology
 
 MODEL = TransformerConfig(
     vocab_size=64, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=48

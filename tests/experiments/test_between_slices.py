@@ -12,7 +12,7 @@ from fedpax.experiments.text import TextConfig
 from fedpax.hlo.collectives import Collective, collectives
 from fedpax.models.transformer import TransformerConfig
 from fedpax.parallel.mesh import MeshConfig, default_devices
-from fedpax.planning.topology import find_topology
+from fedpax.planning import find_topology
 from fedpax.training.compiled_round import compile_round, with_shardings
 
 STEPS, ROWS = 100, 16

@@ -8,15 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedpax.hlo import parsing
-from fedpax.hlo.costs import Work, count
+from fedpax.hlo.costs import ProgramCosts, count_costs
 
 RECORDED = Path(__file__).parent / "compiled"
 
 
-def work_of(function, *shapes: tuple[int, ...]) -> Work:
+def costs_of(function, *shapes: tuple[int, ...]) -> ProgramCosts:
     """What is counted of a function of float32 arrays."""
     arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    return count(parsing.read(jax.jit(function).lower(*arguments).compile().as_text()))
+    return count_costs(parsing.parse(jax.jit(function).lower(*arguments).compile().as_text()))
 
 
 SIZE = st.integers(2, 9)
@@ -25,10 +25,10 @@ SIZE = st.integers(2, 9)
 @settings(max_examples=8)
 @given(SIZE, SIZE, SIZE, SIZE)
 def test_products(batch: int, rows: int, inner: int, columns: int):
-    counted = work_of(
+    counted = costs_of(
         lambda x, y: jnp.einsum("bri,bic->brc", x, y), (batch, rows, inner), (batch, inner, columns)
     )
-    assert counted.products == 2 * batch * rows * inner * columns
+    assert counted.matmul_flops == 2 * batch * rows * inner * columns
 
 
 @pytest.mark.parametrize(
@@ -45,9 +45,9 @@ def test_convolutions(size, kernel, stride, holes, spread, padding, groups):
         )
 
     shapes = (3, 4, size, 5), (6, 4 // groups, kernel, 2)
-    counted = work_of(convolve, *shapes)
+    counted = costs_of(convolve, *shapes)
     # Ones everywhere: each result is the number of products that it sums.
-    assert counted.products == 2 * float(convolve(*map(jnp.ones, shapes)).sum())
+    assert counted.matmul_flops == 2 * float(convolve(*map(jnp.ones, shapes)).sum())
 
 
 def test_a_batched_product_as_a_tpu_writes_it():
@@ -61,9 +61,9 @@ ENTRY %main (a: bf16[16,256,128], b: bf16[16,512,128]) -> bf16[16,256,512] {
 pad=0_0 lhs_dilate=16}, dim_labels=0bf_0oi->0bf
 }
 """
-    counted = count(parsing.read(text))
-    assert counted.products == 2 * 16 * 256 * 128 * 512
-    assert counted.traffic == 2 * 16 * (256 * 128 + 512 * 128 + 256 * 512)
+    counted = count_costs(parsing.parse(text))
+    assert counted.matmul_flops == 2 * 16 * 256 * 128 * 512
+    assert counted.memory_traffic == 2 * 16 * (256 * 128 + 512 * 128 + 256 * 512)
 
 
 def test_loops_multiply_products_and_traffic():
@@ -71,13 +71,13 @@ def test_loops_multiply_products_and_traffic():
         def program(x, weights):
             return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0]
 
-        return work_of(program, (8, 64), (length, 64, 64))
+        return costs_of(program, (8, 64), (length, 64, 64))
 
     short, long = layers(10), layers(40)
-    assert (short.products, long.products) == (10 * 2 * 8 * 64 * 64, 40 * 2 * 8 * 64 * 64)
+    assert (short.matmul_flops, long.matmul_flops) == (10 * 2 * 8 * 64 * 64, 40 * 2 * 8 * 64 * 64)
     # Every layer reads its own weights, not the stack of them.
-    assert 10 * 4 * 64 * 64 < short.traffic < 4 * 10 * 4 * 64 * 64
-    assert long.traffic == pytest.approx(4 * short.traffic, rel=0.1)
+    assert 10 * 4 * 64 * 64 < short.memory_traffic < 4 * 10 * 4 * 64 * 64
+    assert long.memory_traffic == pytest.approx(4 * short.memory_traffic, rel=0.1)
 
 
 def test_the_costliest_branch_of_a_conditional_counts_as_often_as_it_is_reached():
@@ -87,19 +87,19 @@ def test_the_costliest_branch_of_a_conditional_counts_as_often_as_it_is_reached(
 
         return jax.lax.scan(layer, x, weights)[0]
 
-    done = work_of(program, (8, 64), (10, 64, 64))
-    assert done.products == 10 * 2 * 2 * 8 * 64 * 64
-    assert done.traffic > 10 * 2 * 4 * 64 * 64
-    assert done.once == ()
+    done = costs_of(program, (8, 64), (10, 64, 64))
+    assert done.matmul_flops == 10 * 2 * 2 * 8 * 64 * 64
+    assert done.memory_traffic > 10 * 2 * 4 * 64 * 64
+    assert done.unknown_trip_counts == ()
 
 
 def test_a_loop_of_unknown_length_counts_once_and_is_named():
     def program(x, w):
         return jax.lax.while_loop(lambda x: x[0, 0] < 9, lambda x: jnp.tanh(x @ w), x)
 
-    done = work_of(program, (8, 64), (64, 64))
-    assert done.products == 2 * 8 * 64 * 64
-    assert len(done.once) == 1
+    done = costs_of(program, (8, 64), (64, 64))
+    assert done.matmul_flops == 2 * 8 * 64 * 64
+    assert len(done.unknown_trip_counts) == 1
 
 
 def test_an_update_in_place_writes_what_changes():
@@ -109,10 +109,10 @@ def test_an_update_in_place_writes_what_changes():
 
         return jax.lax.scan(step, x, jnp.arange(50))[0]
 
-    counted = work_of(program, (64, 4096), (1, 4096))
+    counted = costs_of(program, (64, 4096), (1, 4096))
     whole = 4 * 64 * 4096
-    assert counted.traffic < 50 * whole / 4
-    assert counted.traffic > 50 * 2 * 4 * 4096
+    assert counted.memory_traffic < 50 * whole / 4
+    assert counted.memory_traffic > 50 * 2 * 4 * 4096
 
 
 def test_a_product_that_reads_through_a_fusion_of_its_own():
@@ -145,9 +145,9 @@ ENTRY %main (a: f32[64,32], w: f32[8,32,16]) -> f32[64,16] {
   ROOT %f = f32[64,16]{1,0} fusion(%a, %w), kind=kOutput, calls=%fused
 }
 """
-    counted = count(parsing.read(text))
-    assert counted.products == 2 * 64 * 32 * 16
-    assert counted.traffic == 4 * (64 * 32 + 32 * 16 + 64 * 16)
+    counted = count_costs(parsing.parse(text))
+    assert counted.matmul_flops == 2 * 64 * 32 * 16
+    assert counted.memory_traffic == 4 * (64 * 32 + 32 * 16 + 64 * 16)
 
 
 @pytest.mark.parametrize("space", ["", "S(1)"])
@@ -167,7 +167,7 @@ slice={{[0:2], [0:512]}}
 """
     sliced, whole = 4 * 2 * 512, 4 * 8 * 512
     expected = sliced + whole if space else 3 * sliced + 2 * whole
-    assert count(parsing.read(text)).traffic == expected
+    assert count_costs(parsing.parse(text)).memory_traffic == expected
 
 
 def test_what_stays_in_vector_memory_is_no_traffic():
@@ -184,7 +184,7 @@ ENTRY %main (a: f32[128,128]) -> f32[128,128] {
   ROOT %n = f32[128,128]{1,0:T(8,128)} negate(%f)
 }
 """
-    assert count(parsing.read(text)).traffic == 2 * 4 * 128 * 128
+    assert count_costs(parsing.parse(text)).memory_traffic == 2 * 4 * 128 * 128
 
 
 @pytest.mark.parametrize(
@@ -193,8 +193,8 @@ ENTRY %main (a: f32[128,128]) -> f32[128,128] {
 )
 def test_products_of_a_recorded_round(name: str, devices: int):
     """Five products a step of 1024 rows: two forward, and all but the input's gradient backward."""
-    counted = count(parsing.read((RECORDED / f"{name}_round.hlo").read_text()))
-    assert counted.products == STEPS * 5 * 2 * 1024 * 256 * 512 / devices
+    counted = count_costs(parsing.parse((RECORDED / f"{name}_round.hlo").read_text()))
+    assert counted.matmul_flops == STEPS * 5 * 2 * 1024 * 256 * 512 / devices
 
 
 SPLASH = """HloModule m, num_partitions=1
@@ -233,9 +233,9 @@ def test_kernels_of_splash_attention(
         blocks=blocks,
         rows="" if rows == 1 else f"{rows},",
     )
-    counted = count(parsing.read(text))
-    assert counted.products == rows * products * 2 * 4 * 2048 * 2048 * 128 * share
-    assert counted.silent == ()
+    counted = count_costs(parsing.parse(text))
+    assert counted.matmul_flops == rows * products * 2 * 4 * 2048 * 2048 * 128 * share
+    assert counted.uncounted_kernels == ()
 
 
 @pytest.mark.parametrize(
@@ -249,17 +249,17 @@ def test_kernels_of_splash_attention(
 )
 def test_kernels_that_do_not_tell(name: str, target: str, blocks: str, silent: bool):
     text = SPLASH.format(name=name, visited=4, target=target, blocks=blocks, rows="")
-    counted = count(parsing.read(text))
-    assert counted.products == 0
-    assert counted.silent == ((f"{name}.1",) if silent else ())
+    counted = count_costs(parsing.parse(text))
+    assert counted.matmul_flops == 0
+    assert counted.uncounted_kernels == ((f"{name}.1",) if silent else ())
 
 
 def test_a_kernel_that_tells_its_cost():
     text = SPLASH.format(name="other", visited=4, target="tpu_custom_call", blocks="", rows="")
     cost = 'backend_config={"cost_estimate":{"flops":"123"}}, custom_call_target='
     text = text.replace("custom_call_target=", cost)
-    counted = count(parsing.read(text))
-    assert (counted.products, counted.silent) == (123, ())
+    counted = count_costs(parsing.parse(text))
+    assert (counted.matmul_flops, counted.uncounted_kernels) == (123, ())
 
 
 def test_products_of_cublas():
@@ -274,7 +274,7 @@ backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting
 "rhs_batch_dimensions":["0"]}}}
 }
 """
-    assert count(parsing.read(text)).products == 2 * 3 * 8 * 16 * 32
+    assert count_costs(parsing.parse(text)).matmul_flops == 2 * 3 * 8 * 16 * 32
 
 
 @pytest.mark.parametrize(("dtype", "counted_as"), [("s8", "int8"), ("f8e4m3fn", "fp8")])
@@ -296,10 +296,12 @@ ENTRY %main (a: {dtype}[8,16], b: {dtype}[16,32], c: bf16[8,32]) -> f32[8,8] {{
   ROOT %e = f32[8,8]{{1,0}} dot(%c, %c), lhs_contracting_dims={{1}}, rhs_contracting_dims={{1}}
 }}
 """
-    counted = count(parsing.read(text))
+    counted = count_costs(parsing.parse(text))
     own = 2 * 8 * 16 * 32
-    assert counted.products == own + 2 * 8 * 8 * 32
-    assert {"int8": counted.int8, "fp8": counted.fp8} == {"int8": 0, "fp8": 0} | {counted_as: own}
+    assert counted.matmul_flops == own + 2 * 8 * 8 * 32
+    assert {"int8": counted.int8_flops, "fp8": counted.fp8_flops} == {"int8": 0, "fp8": 0} | {
+        counted_as: own
+    }
 
 
 HOST = "f32[8,64]{1,0:T(8,128)S(5)}"
@@ -341,4 +343,4 @@ ENTRY %main (x: f32[8,64], h: f32[8,64], r: f32[1,64], i: s32[]) -> s32[] {{
   ROOT %j = s32[] copy(%i)
 }}
 """
-    assert count(parsing.read(text)).host == 4 * 64 * rows
+    assert count_costs(parsing.parse(text)).host_transfers == 4 * 64 * rows

@@ -10,12 +10,12 @@ def test_reads_results_of_several_shapes():
     def f(x):
         return {"a": x + 1, "b": (x.sum(), x.astype(jnp.bfloat16))}
 
-    module = parsing.read(jax.jit(f).lower(jnp.ones((3, 5))).compile().as_text())
+    module = parsing.parse(jax.jit(f).lower(jnp.ones((3, 5))).compile().as_text())
     root = module.computations[module.entry].root
     assert root.opcode == "tuple"
     assert re.findall(r"\w+\[[\d,]*\]", root.shape) == ["f32[3,5]", "f32[]", "bf16[3,5]"]
     assert len(root.operands) == 3
-    assert module.partitions == 1
+    assert module.num_devices == 1
 
 
 def test_reads_an_instruction_over_several_lines():
@@ -40,11 +40,11 @@ ENTRY %main (a: f32[8]) -> f32[8] {
   ROOT %c = f32[8]{0} call(%a), to_apply=%body
 }
 """
-    module = parsing.read(text)
+    module = parsing.parse(text)
     body = module.computations["body"]
     assert list(body.instructions) == ["p", "k", "r"] and body.root.name == "r"
     kernel = body.instructions["k"]
     assert kernel.operands == ["p"]
     assert '\\"block_q\\": 512' in kernel.attributes
     assert '"flops":"7"' in kernel.attributes
-    assert module.entry == "main" and module.partitions == 2
+    assert module.entry == "main" and module.num_devices == 2

@@ -13,10 +13,10 @@ def loop_runs(f, *, counted: bool) -> list[int | None]:
     if not counted:
         text, removed = re.subn(r'"known_trip_count":\{"n":"\d+"\},?', "", text)
         assert removed, "the compiler wrote no count, so there is nothing to compare"
-    module = parsing.read(text)
+    module = parsing.parse(text)
     runs = trip_counts.executions(module)
     bodies = [
-        instruction.refers("body")
+        instruction.reference("body")
         for computation in module.computations.values()
         for instruction in computation.instructions.values()
         if instruction.opcode == "while"
@@ -90,7 +90,7 @@ def test_a_loop_whose_length_changes_is_unknown():
         )
 
     text = jax.jit(triangle).lower(jnp.ones((4, 4))).compile().as_text()
-    module = parsing.read(text)
+    module = parsing.parse(text)
     assert {runs.times for runs in trip_counts.executions(module).values() if runs.in_loop} >= {
         6,
         None,

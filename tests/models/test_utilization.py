@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from fedpax.models.utilization import flops_per_token, model_flops_utilization
-from fedpax.planning.chips import CHIPS
+from fedpax.planning import CHIPS
 
 
 def llama_8b(causal: bool = False) -> float:

@@ -8,7 +8,7 @@ from jax.sharding import AxisType, Mesh
 
 from fedpax.hlo.collectives import Collective
 from fedpax.planning.chips import CHIPS
-from fedpax.planning.interconnect import Route, axis_routes, route, seconds
+from fedpax.planning.interconnect import Route, axis_routes, find_route, min_seconds
 from fedpax.planning.topology import Topology
 
 BYTES = 3_000_000
@@ -26,7 +26,7 @@ class TorusDevice:
 
 def torus(chip: str, *shape: int, slices: int = 1) -> Topology:
     """A topology whose devices lie in the order of their coordinates, the last one fastest."""
-    per_chip = CHIPS[chip].devices
+    per_chip = CHIPS[chip].devices_per_chip
     devices = [
         TorusDevice(1000 * number + i, tuple(map(int, place)), number, i % per_chip)
         for number in range(slices)
@@ -57,7 +57,7 @@ def collective(kind: str, mesh: Mesh, *axes: str) -> Collective:
 
 def timed(kind: str, topology: Topology, mesh: Mesh, *axes: str) -> float | None:
     found = collective(kind, mesh, *axes)
-    return seconds(found, route(found.groups, mesh, topology), mesh, topology)
+    return min_seconds(found, find_route(found.groups, mesh, topology), mesh, topology)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_between_slices_the_chips_of_a_slice_share_the_work():
     mesh = mesh_of(topology, islands=2, fsdp=16)
     chip = topology.chip
     alone = timed("all-reduce", topology, mesh, "islands")
-    assert alone == pytest.approx(BYTES / chip.network_bandwidth)  # 2 (2 - 1) / 2
+    assert alone == pytest.approx(BYTES / chip.dcn_bandwidth)  # 2 (2 - 1) / 2
     together = timed("all-reduce", topology, mesh, "islands", "fsdp")
     assert together == pytest.approx(alone / 16)
     assert timed("all-gather", topology, mesh, "islands") == pytest.approx(alone)

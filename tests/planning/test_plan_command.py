@@ -17,13 +17,18 @@ from fedpax.experiments.fedavg_images import fedavg_digits
 from fedpax.experiments.pretrain import pretrain_text
 from fedpax.main import main
 from fedpax.parallel.mesh import MeshConfig, default_devices
-from fedpax.planning import plan_experiment as planning
+from fedpax.planning import (
+    MemoryOverflowError,
+    PlanError,
+    ahead_of_time,
+    find_topology,
+    plan_experiment,
+)
 from fedpax.planning.compiled_plan import DeviceMemory
-from fedpax.planning.plan_experiment import MemoryOverflowError, PlanError, plan_experiment
-from fedpax.planning.topology import find_topology
+from fedpax.planning.memory_overflow import overflow_report
 from fedpax.training.compiled_round import compile_round, with_shardings
 
-HERE = Path(__file__).parent
+TESTS = Path(__file__).parent.parent
 EXP = "--exp=stacked_layers:stack"
 
 Run = Callable[..., tuple[int, str, str]]
@@ -33,7 +38,7 @@ Run = Callable[..., tuple[int, str, str]]
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Run:
     """Runs a command in this process; returns its status, output and errors."""
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.chdir(HERE)
+    monkeypatch.chdir(TESTS)
 
     def call(*arguments: str) -> tuple[int, str, str]:
         try:
@@ -58,20 +63,23 @@ def test_a_plan_on_simulated_devices(run: Run, tmp_path: Path) -> None:
     assert "parameters 16,384" in lines
     assert "islands 4 host" in lines and "fsdp 2 host" in lines
     assert any(line.startswith("compiled 1.00 x") for line in lines)
-    for words in ("making stacked_layers:stack for 8 devices", "compiling", "done"):
+    for words in ("building stacked_layers:stack for 8 devices", "compiling", "done"):
         assert words in errors
 
     content = json.loads((tmp_path / "plan.json").read_text())
     flops = 6 * 4 * 64**2
-    assert content["work"]["flops_per_step"] == flops * 4 * 16
-    assert content["work"]["compiled_flops_per_device_per_round"] == flops * 4 * 16 * 5 / 8
+    assert content["computation"]["model_flops_per_step"] == flops * 4 * 16
+    assert (
+        content["computation"]["compiled_matmul_flops_per_device_per_round"]
+        == flops * 4 * 16 * 5 / 8
+    )
     assert content["memory"]["aliased"] > 0 and content["memory"]["fits"] is None
     # DiLoCo: within the local steps fsdp alone, between islands once, the parameters and a loss.
     collectives = content["collectives"]
     assert {tuple(c["axes"]) for c in collectives if c["in_loop"]} == {("fsdp",)}
     (between,) = [c for c in collectives if "islands" in c["axes"]]
     assert between["executions_per_round"] == 1
-    assert between["bytes"] == 4 * 16384 // 2 + 4
+    assert between["bytes_per_device_per_execution"] == 4 * 16384 // 2 + 4
     assert (tmp_path / "new" / "mesh.png").read_bytes().startswith(b"\x89PNG")
     assert "ENTRY" in (tmp_path / "round.hlo").read_text()
 
@@ -81,7 +89,7 @@ def test_a_plan_on_simulated_devices(run: Run, tmp_path: Path) -> None:
     [
         (["plan"], ["give `fedpax plan` an --exp=NAME"]),
         (["plan", EXP], ["--topology=v5p:4x4x4 or cpu:8"]),
-        (["plan", EXP, "--topology=v5z:4x4"], ["there is no 'v5z'", "Did you mean v5"]),
+        (["plan", EXP, "--topology=v5z:4x4"], ["unknown device 'v5z'", "Did you mean v5"]),
         (["plan", EXP, "--topology=cpu:8", "--slices=many"], ["slices"]),
         (["plan", EXP, "--topology=cpu:8", "--picture=x.txt"], ["--picture=x.txt", "mesh.png"]),
         (["plan", EXP, "--topology=cpu:8", "--slices=2"], ["only TPUs"]),
@@ -136,7 +144,9 @@ def test_the_planned_program_is_the_trained_one() -> None:
         "temp": memory.temporaries,
     }
     moved = sum(
-        t.collective.bytes * t.executions for t in plan.collectives if "islands" in t.collective.axes
+        t.collective.bytes * t.executions
+        for t in plan.collectives
+        if "islands" in t.collective.axes
     )
     assert 2 * moved == trained.bytes_across_placement  # of the two devices of an island
 
@@ -148,7 +158,7 @@ def test_a_mesh_takes_the_devices_of_the_topology() -> None:
     plan, run = plan_experiment(experiment, find_topology("cpu:4"))
     assert dict(run.mesh.shape) == {"islands": 2, "fsdp": 2}
     assert list(run.mesh.devices.flat) == jax.devices()[:4]
-    assert plan.workload.participants == 2
+    assert plan.workload.num_participants == 2
     assert MeshConfig(fsdp=-1).size == 8  # put back
 
 
@@ -176,7 +186,7 @@ def test_memory_overflow_is_a_report(run: Run, monkeypatch: pytest.MonkeyPatch, 
     def overflow(*_: object) -> None:
         raise jax.errors.JaxRuntimeError(message)
 
-    monkeypatch.setattr(planning, "compile_round", overflow)
+    monkeypatch.setattr(ahead_of_time, "compile_round", overflow)
     status, output, errors = run("plan", EXP, "--topology=cpu:8", "--embed_dim=1024")
     assert (status, output) == (1, "") and "Traceback" not in errors
     for part in (*words, "the model", "--mesh.fsdp=2 now", "more chips"):
@@ -191,7 +201,7 @@ def test_only_what_can_help_is_proposed() -> None:
 
     def proposed(experiment: Any) -> set[str]:
         name, topology = "x", find_topology("cpu:8")
-        report = planning.overflow_report(name, topology, experiment, experiment.build(), "is full")
+        report = overflow_report(name, topology, experiment, experiment.build(), "is full")
         return set(re.findall(r"--([\w.]+)=", report))
 
     text = pretrain_text()
@@ -211,12 +221,12 @@ def test_only_what_can_help_is_proposed() -> None:
 
 def test_a_round_that_compiles_and_does_not_fit(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A TPU's compiler looks at temporaries alone: arguments can be too much for all that."""
-    small = planning.memory_of
+    small = ahead_of_time.memory_of
 
     def memory_of(*arguments: Any) -> DeviceMemory:
         return small(*arguments)._replace(capacity=2.0**10)
 
-    monkeypatch.setattr(planning, "memory_of", memory_of)
+    monkeypatch.setattr(ahead_of_time, "memory_of", memory_of)
     status, output, errors = run("plan", EXP, "--topology=cpu:8")
     assert status == 1 and "DOES NOT FIT" in output
     for part in ("does not fit: a device of cpu:8 needs 0.00G of 0.00G", "--mesh.fsdp=2 now"):
@@ -227,7 +237,7 @@ def test_other_errors_of_the_compiler_are_not_hidden(monkeypatch: pytest.MonkeyP
     def fail(*_: object) -> None:
         raise jax.errors.JaxRuntimeError("INTERNAL: a bug")
 
-    monkeypatch.setattr(planning, "compile_round", fail)
+    monkeypatch.setattr(ahead_of_time, "compile_round", fail)
     with pytest.raises(jax.errors.JaxRuntimeError, match="a bug"):
         plan_experiment(stacked_layers.stack(), find_topology("cpu:8"))
 
@@ -239,7 +249,7 @@ def test_a_mesh_that_does_not_fit_is_an_error_of_the_plan() -> None:
 
 def test_a_long_compilation_tells_that_it_goes_on() -> None:
     told: list[str] = []
-    with planning._repeated(told.append, "still", every=0.01):
+    with ahead_of_time._repeated(told.append, "still", every=0.01):
         while len(told) < 3:
             time.sleep(0.01)
     count = len(told)
@@ -273,7 +283,9 @@ def test_a_plan_on_a_tpu_that_is_not_there(topology: str, slices: int, mesh: dic
     assert plan.memory.fits and plan.roofline.seconds > 0
     inside = {axis for t in plan.collectives if t.collective.in_loop for axis in t.collective.axes}
     assert inside == {"fsdp"}
-    assert (plan.bytes_sent("DCN") > 0) == (slices > 1) and plan.bytes_sent("DCN", in_loop=True) == 0
+    assert (plan.bytes_sent("DCN") > 0) == (slices > 1) and plan.bytes_sent(
+        "DCN", in_loop=True
+    ) == 0
 
 
 def test_overflow_on_a_tpu_that_is_not_there() -> None:
@@ -296,7 +308,7 @@ def test_the_command_simulates_its_devices() -> None:
     command = [sys.executable, "-m", "fedpax.main", "plan", EXP, "--topology=cpu:12"]
     process = subprocess.run(
         [*command, "--mesh.fsdp=3", "--embed_dim=48", "--batch=15"],
-        cwd=HERE,
+        cwd=TESTS,
         capture_output=True,
         text=True,
     )

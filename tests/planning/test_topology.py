@@ -16,8 +16,8 @@ def test_simulated_devices():
 @pytest.mark.parametrize(
     ("name", "slices", "words"),
     [
-        ("v5q:4x4", 1, ["there is no 'v5q'", "Did you mean v5"]),
-        ("v9:4x4", 1, ["there is no 'v9'", "v5e and v6e", "v5p", "tpu7x", "cpu:8", "gpu"]),
+        ("v5q:4x4", 1, ["unknown device 'v5q'", "Did you mean v5"]),
+        ("v9:4x4", 1, ["unknown device 'v9'", "v5e and v6e", "v5p", "tpu7x", "cpu:8", "gpu"]),
         ("v5e", 1, ["has 2 dimensions, such as v5e:4x4"]),
         ("v5e:4x4x4", 1, ["has 2 dimensions"]),
         ("v5p:4x4", 1, ["has 3 dimensions, such as v5p:4x4x4"]),
@@ -29,8 +29,8 @@ def test_simulated_devices():
         ("cpu:8", 2, ["has no slices"]),
         ("cpu", 1, ["one number of devices"]),
         ("cpu:4x2", 1, ["one number of devices"]),
-        ("cpu:9", 1, ["this process shows 8 CPU devices"]),
-        ("gpu", 1, ["this machine shows 0 GPUs", "fedpax[cuda]"]),
+        ("cpu:9", 1, ["this process has 8 CPU devices"]),
+        ("gpu", 1, ["this machine has 0 GPUs", "fedpax[cuda]"]),
     ],
 )
 def test_topologies_that_there_are_not(name: str, slices: int, words: list[str]):
@@ -66,10 +66,10 @@ def test_tpus(tpu_devices, name: str, slices: int, chips: int, devices: int):
 def test_figures_of_a_chip_agree_with_each_other():
     for chip in CHIPS.values():
         assert 1e14 < chip.peak_flops < 1e16
-        assert 1e10 < chip.memory < 1e12 and chip.source.startswith("https://")
-        assert 0.95 * chip.memory < chip.usable < 1.01 * chip.memory
+        assert 1e10 < chip.hbm_bytes < 1e12 and chip.source.startswith("https://")
+        assert 0.95 * chip.hbm_bytes < chip.usable_hbm_bytes < 1.01 * chip.hbm_bytes
         # Memory is faster than the links, the links are faster than the network between slices.
-        assert chip.memory_bandwidth > chip.links * chip.link_bandwidth > chip.network_bandwidth
+        assert chip.hbm_bandwidth > chip.links * chip.link_bandwidth > chip.dcn_bandwidth
     # A pod's published bisection: v5e 1.6 TB/s, v6e 3.2 TB/s, over 2 x 16 links there and back.
     assert 2 * 16 * CHIPS["v5e"].link_bandwidth == 1.6e12
     assert 2 * 16 * CHIPS["v6e"].link_bandwidth == 3.2e12

@@ -1,0 +1,115 @@
+"""A plan as values for JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fedpax.planning.compiled_plan import CompiledPlan
+from fedpax.planning.interconnect import DCN
+from fedpax.planning.report import assumptions
+
+
+def to_json(plan: CompiledPlan) -> dict[str, Any]:
+    """Convert a plan to values that JSON can represent.
+
+    Args:
+      plan: the plan.
+
+    Returns:
+      Nested dicts and lists. Bytes, seconds and FLOPs are plain numbers; unknown values are None.
+    """
+    topology, chip = plan.topology, plan.topology.chip
+    return {
+        "experiment": plan.workload.experiment,
+        "topology": {
+            "name": topology.name,
+            "slices": topology.slices,
+            "chips": topology.chips,
+            "devices": len(topology.devices),
+            "chip": None if chip is None else chip._asdict(),
+        },
+        "mesh": {
+            axis.name: {"size": axis.size, "networks": [str(route) for route in axis.routes]}
+            for axis in plan.axes
+        },
+        "placement": {
+            "name": plan.workload.placement,
+            "num_participants": plan.workload.num_participants,
+            **_bytes_sent(plan, axis=plan.workload.placement),
+        },
+        "memory": {
+            **plan.memory._asdict(),
+            "total": plan.memory.total,
+            "fits": plan.memory.fits,
+        },
+        "computation": _computation(plan),
+        "collectives": [
+            {
+                "name": timed.collective.name,
+                "kind": timed.collective.kind,
+                "axes": list(timed.collective.axes),
+                "network": timed.network,
+                "operands": list(timed.collective.shapes),
+                "bytes_per_device_per_execution": timed.collective.bytes,
+                "min_seconds_per_execution": timed.seconds,
+                "executions_per_round": timed.collective.executions,
+                "in_loop": timed.collective.in_loop,
+            }
+            for timed in plan.collectives
+        ],
+        "between_slices": {
+            **_bytes_sent(plan, network=DCN),
+            "bytes_per_second_per_chip_for_overlap": plan.bandwidth_for_overlap,
+        },
+        "roofline": _roofline(plan),
+    }
+
+
+def _bytes_sent(
+    plan: CompiledPlan, network: str | None = None, axis: str | None = None
+) -> dict[str, float]:
+    sent = plan.bytes_sent(network, axis)
+    return {
+        "bytes_per_device_per_round": sent,
+        "bytes_per_device_per_step": sent / plan.workload.local_steps,
+        "bytes_per_device_per_round_inside_loops": plan.bytes_sent(network, axis, in_loop=True),
+    }
+
+
+def _computation(plan: CompiledPlan) -> dict[str, Any]:
+    workload = plan.workload
+    items_per_step = workload.items_per_round / workload.local_steps
+    per_token = workload.flops_per_token
+    return {
+        "num_parameters": workload.num_parameters,
+        "local_steps": workload.local_steps,
+        "item_unit": workload.item_unit,
+        "items_per_step": items_per_step,
+        "items_per_round": workload.items_per_round,
+        "model_flops_per_item": per_token,
+        "model_flops_per_step": None if per_token is None else per_token * items_per_step,
+        "compiled_matmul_flops_per_device_per_round": plan.matmul_flops,
+        "compiled_int8_flops_per_device_per_round": plan.int8_flops,
+        "compiled_fp8_flops_per_device_per_round": plan.fp8_flops,
+        "memory_traffic_bytes_per_device_per_round": plan.memory_traffic,
+        "host_transfer_bytes_per_device_per_round": plan.host_transfers,
+        "uncounted_kernels": list(plan.uncounted_kernels),
+        "loops_of_unknown_trip_count": list(plan.unknown_trip_counts),
+    }
+
+
+def _roofline(plan: CompiledPlan) -> dict[str, Any] | None:
+    roofline, steps = plan.roofline, plan.workload.local_steps
+    if roofline is None:
+        return None
+    return {
+        "bottleneck": roofline.bottleneck,
+        "min_seconds_per_step": roofline.seconds / steps,
+        "min_seconds_per_step_without_overlap": roofline.without_overlap / steps,
+        "min_seconds_per_round": roofline.times | {"all collectives": roofline.collectives},
+        "max_model_flops_utilization": plan.model_flops_utilization(roofline.seconds),
+        "max_model_flops_utilization_without_overlap": plan.model_flops_utilization(
+            roofline.without_overlap
+        ),
+        "assumptions": assumptions(plan),
+    }

@@ -1,0 +1,111 @@
+"""The report on a round that does not fit the memory of a device."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import chex
+import jax
+from jax.sharding import NamedSharding
+
+from fedpax.planning.topology import Topology
+from fedpax.training.compiled_round import run_state_shardings, with_shardings
+from fedpax.training.experiment import Experiment, Run
+
+
+class MemoryOverflowError(Exception):
+    """A round that does not fit the memory of a device; the message lists the remedies."""
+
+
+# Fields of experiments that reduce a round's memory: what a change of the field does, and the
+# value beyond which it does no more.
+_REMEDIES: dict[str, tuple[str, Any]] = {
+    "mesh.fsdp": ("shard parameters and optimizer state over more devices", None),
+    "mesh.tensor": ("shard heads and MLP dimensions over more devices", None),
+    "mesh.stage": ("divide the layers among more pipeline stages", None),
+    "model.remat": ("recompute activations instead of storing them, such as full", "full"),
+    "model.num_microbatches": ("divide a batch into more pipeline microbatches", None),
+    "loss.grad_accum_steps": ("accumulate the gradient over more microbatches", None),
+    "optimizer.name": ("use an optimizer with a smaller state, such as adafactor", "adafactor"),
+    "data.batch": ("use smaller batches", 1),
+    "data.length": ("use shorter sequences", 1),
+    "cohort.chunk_size": ("run fewer clients at once on a device", 1),
+    "cohort.batch": ("use smaller batches", 1),
+}
+
+
+def overflow_report(
+    name: str, topology: Topology, experiment: Experiment, run: Run, shortage: str
+) -> str:
+    """Describe a round that does not fit: the memory of its arguments, and fields to change.
+
+    Args:
+      name: name of the experiment.
+      topology: the devices that it was compiled for.
+      experiment: the experiment.
+      run: the run that the experiment built.
+      shortage: the memory needed and available, such as "needs 20.31G of 15.75G".
+
+    Returns:
+      Lines of text.
+    """
+    lines = [f"{name} does not fit: a device of {topology.name} {shortage}. On each device:"]
+    for part, size in _argument_bytes(run).items():
+        lines.append(f"  {size / 2**30:8.2f} GiB  {part}")
+    lines.append("Change one or more of these:")
+    for field, (remedy, last) in _REMEDIES.items():
+        value = _value(experiment, field)
+        no_effect = field == "model.num_microbatches" and _value(experiment, "mesh.stage") == 1
+        if value not in (None, last) and not no_effect:
+            lines.append(f"  --{field}={value} now: {remedy}")
+    lines.append("  --topology, --slices: more chips, or chips with more memory")
+    return "\n".join(lines)
+
+
+def shortage_of(message: str) -> str:
+    """Summarize the compiler's error message: the memory needed, available, and largest arrays."""
+    found = re.search(r"[Uu]sed ([\d.]+\w?) of ([\d.]+\w?) hbm", message) or re.search(
+        r"temporaries \(([\d.]+\w?)\) exceeds available HBM \(([\d.]+\w?)\)", message
+    )
+    if not found:
+        return message.partition("\n")[0]
+    largest = re.findall(r"Size: ([\d.]+\w?)\b.*?Shape: (\w+\[[\d,]*\])", message, re.DOTALL)
+    arrays = ", ".join(f"{size} {shape}" for size, shape in largest[:3])
+    purpose = " for temporaries alone" if "temporaries (" in message else ""
+    return f"needs {found[1]} of {found[2]}{purpose}" + (f" (largest: {arrays})" if arrays else "")
+
+
+def _value(experiment: Experiment, field: str) -> Any:
+    """Return the value of a field such as "mesh.fsdp"; None if the experiment lacks it."""
+    value: Any = experiment
+    for name in field.split("."):
+        value = getattr(value, name, None)
+    return value
+
+
+def _argument_bytes(run: Run) -> dict[str, int]:
+    """Return the bytes of a round's arguments on a device, by part."""
+    params = jax.eval_shape(run.init, jax.random.key(0))
+    state = jax.eval_shape(run.algorithm.init, params)
+    participants = jax.tree.leaves(run.cohort_shapes)[0].shape[0]
+    whole = _device_bytes(state, run_state_shardings(run, params, state, participants))
+    model = _device_bytes(params, run.shardings.params)
+    return {
+        "the model": model,
+        "the rest of the state: optimizers, state of participants": whole - model,
+        "a round's cohort": _device_bytes(run.cohort_shapes, run.shardings.cohort),
+    }
+
+
+def _device_bytes(shapes: chex.ArrayTree, shardings: NamedSharding | chex.ArrayTree) -> int:
+    leaves = jax.tree.leaves(with_shardings(shapes, shardings))
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * _item_bytes(leaf.dtype)
+        for leaf in leaves
+    )
+
+
+def _item_bytes(dtype: Any) -> int:
+    return 8 if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) else dtype.itemsize

@@ -17,7 +17,7 @@ from absl import flags
 
 from fedpax.experiments.catalog import did_you_mean, experiments, find_experiment
 from fedpax.parallel.mesh import MeshConfig
-from fedpax.parallel.simulated_devices import provide_workers, simulate_devices
+from fedpax.parallel.simulated_devices import provide_worker_threads, simulate_devices
 from fedpax.planning import (
     MemoryOverflowError,
     PlanError,
@@ -329,10 +329,10 @@ def _provide_devices(mesh: MeshConfig) -> None:
     # On a mesh of one axis every collective runs over all devices.
     groups = sum(size != 1 for size in dataclasses.astuple(mesh)) > 1
     if groups:
-        provide_workers(needed)
+        provide_worker_threads(needed)
     if not chosen:
         try:
-            simulate_devices(needed, groups=groups)
+            simulate_devices(needed, subgroups=groups)
         except RuntimeError:  # devices are in use already: those must do
             chosen = True
     if not all_devices and jax.device_count() < mesh.size:

@@ -109,13 +109,13 @@ def on_devices(devices: int, fn: Callable[..., Any], *arguments: Any, groups: bo
         devices: how many devices a CPU simulates.
         fn: a function at the top of its module; the process imports it anew.
         *arguments: what to call it with.
-        groups: as in `simulate_devices`.
+        groups: `subgroups` of `simulate_devices`.
 
     Returns:
         What it returns.
     """
     context = multiprocessing.get_context("spawn")
-    start = functools.partial(simulate_devices, devices, groups=groups)
+    start = functools.partial(simulate_devices, devices, subgroups=groups)
     with ProcessPoolExecutor(1, context, start) as process:
         return process.submit(fn, *arguments).result()
 

@@ -18,7 +18,7 @@ from fedpax.models.parameters import normal, weight
 from fedpax.models.remat import rematerialize
 from fedpax.models.transformer_config import TransformerConfig
 from fedpax.parallel.axes import constrain, explicit_spec
-from fedpax.parallel.pipeline import run_stages
+from fedpax.parallel.pipeline import run_pipeline
 
 __all__ = ["FeedForward", "Layer", "RMSNorm", "Transformer", "TransformerConfig", "transformer"]
 
@@ -110,13 +110,13 @@ class Transformer(nnx.Module):
             x, auxiliary, _ = nnx.merge(graph, layer)(x, rotation, attend)
             return x, auxiliary
 
-        x, auxiliary = run_stages(
+        x, auxiliary = run_pipeline(
             step,
             stacked,
             self.embed(tokens),
             (self.rotation(positions, tokens.shape[1]), segments),
-            microbatches=config.num_microbatches,
-            repeats=config.num_pipeline_repeats,
+            num_microbatches=config.num_microbatches,
+            num_repeats=config.num_pipeline_repeats,
             remat=functools.partial(rematerialize, policy=config.remat),
             unroll=config.unroll,
         )

@@ -1,1 +1,20 @@
-"""Meshes, model axes, and what a compiled program sends over them."""
+"""What a program runs with: meshes, logical axes, pipelines, rings, simulated devices."""
+
+from fedpax.parallel.axes import RULES, constrain, explicit_spec, partition_spec, shardings
+from fedpax.parallel.mesh import MeshConfig, available_devices, default_devices, make_mesh
+from fedpax.parallel.pipeline import run_pipeline
+from fedpax.parallel.simulated_devices import simulate_devices
+
+__all__ = [
+    "RULES",
+    "MeshConfig",
+    "available_devices",
+    "constrain",
+    "default_devices",
+    "explicit_spec",
+    "make_mesh",
+    "partition_spec",
+    "run_pipeline",
+    "shardings",
+    "simulate_devices",
+]

@@ -1,14 +1,14 @@
-"""Pipeline parallelism: a stack of layers cut over the mesh axis `stage`, a batch in microbatches.
+"""Pipeline parallelism: layers sharded over the mesh axis `stage`, a batch in microbatches.
 
-Each device of `stage` holds some of the layers. Microbatches go from one to the next, so that all
-of them compute at once, on different microbatches. A tick is what every stage does at once: it
-receives a microbatch's features, runs one run of its layers on them, and sends them on.
+Each device along `stage` holds some of the layers. Microbatches pass from stage to stage, so that
+all stages compute at the same time, on different microbatches. In a tick, every stage receives the
+features of a microbatch, applies one run of its layers to them, and sends them on.
 
-With one run of layers a stage (`repeats=1`) this is GPipe. With several, stage s has runs s,
-s + stages, s + 2 stages ..., and a microbatch goes around that often: ticks are shorter, and so
-is the time in which the last stage waits for the first microbatch (`bubble_fraction`).
+With one run of layers per stage (`num_repeats=1`) this is GPipe. With several, stage s has runs s,
+s + num_stages, s + 2 num_stages, ..., and a microbatch passes all stages `num_repeats` times:
+ticks are shorter, and so is the time that a stage is idle (`bubble_fraction`).
 
-A function and its gradient run through the same pipeline, the gradient backwards: JAX derives it.
+A function and its gradient use the same pipeline, the gradient in reverse: JAX derives it.
 """
 
 from __future__ import annotations
@@ -16,373 +16,315 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
+from jaxtyping import Array, Float, PyTree
 
 from fedpax.parallel.axes import partition_spec
+from fedpax.parallel.pipeline_schedule import Schedule, Task
 
-Step = Callable[[jax.Array, Any, Any], tuple[jax.Array, Any]]
+LayerFn: TypeAlias = Callable[
+    [jax.Array, PyTree[jax.Array], PyTree[jax.Array]], tuple[jax.Array, PyTree[jax.Array]]
+]
+Remat: TypeAlias = Callable[[Callable], Callable]
 
 
-def run_stages(
-    step: Step,
-    stacked: Any,
-    x: jax.Array,
-    along: Any = (),
+def run_pipeline(
+    layer_fn: LayerFn,
+    stacked_params: PyTree[jax.Array],
+    x: Float[Array, "batch ..."],
+    side_inputs: PyTree[jax.Array] = (),
     *,
-    microbatches: int = 1,
-    repeats: int = 1,
+    num_microbatches: int = 1,
+    num_repeats: int = 1,
     axis: str = "stage",
-    remat: Callable[[Callable], Callable] | None = None,
+    remat: Remat | None = None,
     unroll: int = 1,
-) -> tuple[jax.Array, Any]:
-    """Applies a stack of layers to a batch, in a pipeline where the mesh has one.
+) -> tuple[Float[Array, "batch ..."], PyTree[jax.Array]]:
+    """Apply a stack of layers to a batch, in a pipeline if the mesh has one.
 
-    On a mesh without the axis, or with one device along it, or inside a `jax.shard_map` over it,
-    this is a `jax.lax.scan` over the layers and nothing else: the whole batch goes through each.
+    Without a pipeline, this is a `jax.lax.scan` over the layers and nothing else: the whole batch
+    passes each layer. That is so on a mesh without the axis, on a mesh with one device along it,
+    and inside a `jax.shard_map` over it.
 
-    On a mesh with the axis, which must be automatic, only the axis becomes manual: other axes go
-    on sharding the batch and the layers within a stage. Features come in and go out with their
-    batch axis cut over `axis` as well (rule "batch"), so that what stands before and after the
-    layers, embeddings and logits, is divided among the stages instead of repeated on each. The
-    first stage takes microbatches from the ring of stages and gives finished ones back to it, and
-    no device ever holds more than its part of the batch and two microbatches.
+    With a pipeline, the axis must be automatic, and it alone becomes manual: other axes still
+    shard the batch, and the layers within a stage. The batch axis of the features is sharded over
+    `axis` as well (rule "batch"), on the way in and on the way out, so that the embeddings before
+    the layers and the logits after them are divided among the stages instead of repeated on each.
+    Microbatches move around the ring of stages: the first stage takes new ones from it and returns
+    finished ones to it. A device never holds more than its shard of the batch and two microbatches.
 
-    Parameters never move between stages. With repeats > 1 their order on the stages is not that
-    of the layers, so they are stored with the axis of the runs in front, [repeats,
-    layers / repeats, ...], of logical axes ("repeats", "layers", ...), whose second axis is cut
-    over `stage`: the same numbers in the same order as [layers, ...].
+    Parameters never move between stages. With num_repeats > 1 their order on the stages is not
+    that of the layers, so they are stored as [num_repeats, layers / num_repeats, ...] with logical
+    axes ("repeats", "layers", ...), the second one sharded over `stage`: the same numbers in the
+    same order as [layers, ...].
 
     Args:
-      step: one layer, `step(x, layer, along) -> (x, auxiliary)`, where x keeps shape and dtype,
-        and auxiliary is a pytree of scalars, such as a load-balancing loss; () for none. Arrays
-        that it needs come as arguments, none by closure.
-      stacked: a pytree of the layers' parameters, [layers, ...], or [repeats, layers / repeats,
-        ...] if repeats > 1.
+      layer_fn: one layer, `layer_fn(x, params, side_inputs) -> (x, auxiliary)`. x keeps its shape
+        and dtype. `auxiliary` is a pytree of scalars, such as a load-balancing loss; () for none.
+        All arrays that it needs must be arguments; it must not close over arrays.
+      stacked_params: the layers' parameters, a pytree of [layers, ...], or of
+        [num_repeats, layers / num_repeats, ...] if num_repeats > 1.
       x: features [batch, ...].
-      along: a pytree of what else layers want to know of each example, such as its segments:
-        arrays [batch, ...], which `step` gets by microbatch, or [1, ...], which it gets as they
-        are.
-      microbatches: parts of the batch, a multiple of the number of stages. More of them make
-        the bubble smaller, and each product smaller.
-      repeats: runs of layers on each stage.
-      axis: the mesh axis.
-      remat: makes `step` keep less for the backward pass, as `functools.partial(jax.checkpoint,
-        prevent_cse=False)` does. In a pipeline with repeats > 1 a layer is always rematerialized,
-        by `jax.checkpoint` if there is no other wish, since JAX would otherwise keep a copy of a
-        run's parameters for each tick.
-      unroll: of the scan over layers.
+      side_inputs: further inputs of the layers, such as segments, a pytree of arrays. [batch, ...]
+        are divided into microbatches as x is; [1, ...] are passed unchanged. Default (): none.
+      num_microbatches: microbatches of the batch, a multiple of the number of stages. A larger
+        number makes the bubble smaller, and each matmul smaller. Default 1.
+      num_repeats: runs of layers on each stage. Default 1: GPipe.
+      axis: name of the pipeline's mesh axis. Default "stage".
+      remat: transforms `layer_fn` so that it stores fewer residuals, such as
+        `functools.partial(jax.checkpoint, prevent_cse=False)`. Default None: store all residuals,
+        except in a pipeline with num_repeats > 1, which uses `jax.checkpoint`: otherwise JAX would
+        store a copy of a run's parameters for each tick.
+      unroll: unroll factor of the scan over layers. Default 1.
 
     Returns:
-      The features [batch, ...], and the auxiliary scalars: summed over layers, averaged over
-      microbatches. (A scalar that is no mean over examples differs between microbatches and the
-      whole batch.)
+      The features [batch, ...], and the auxiliary scalars, summed over layers and averaged over
+      microbatches. (A scalar that is not a mean over examples has another value on microbatches
+      than on the whole batch.)
 
     Raises:
-      ValueError: the microbatches do not divide the batch, or the stages not the microbatches; or
-        the stacks have different lengths, which stages * repeats do not divide; or `along` has
-        another batch; or the axis is explicit; or it is called inside of a `jax.shard_map` over
-        other axes with `check_vma`.
+      ValueError: if num_microbatches does not divide the batch, or the number of stages does not
+        divide num_microbatches; if the stacks have different lengths, or num_stages * num_repeats
+        does not divide their length; if `side_inputs` have another batch size; if the axis is
+        explicit; if it is called inside a `jax.shard_map` over other axes with `check_vma`.
 
     Example:
-      >>> step = lambda x, weight, along: (jnp.tanh(weight * x), {"norm": jnp.sum(x**2)})
+      >>> layer_fn = lambda x, weight, _: (jnp.tanh(weight * x), {"norm": jnp.sum(x**2)})
       >>> weights, x = jnp.array([0.5, 2.0]), jnp.ones((4, 3))
-      >>> y, auxiliary = run_stages(step, weights, x, microbatches=2)  # no mesh is set
+      >>> y, auxiliary = run_pipeline(layer_fn, weights, x, num_microbatches=2)  # no mesh is set
       >>> bool(jnp.allclose(y, jnp.tanh(2 * jnp.tanh(x / 2)))), sorted(auxiliary)
       (True, ['norm'])
 
-    Reference: Huang et al., "GPipe" (arXiv:1811.06965), section 2; Narayanan et al., "Efficient
-    Large-Scale Language Model Training on GPU Clusters" (arXiv:2104.04473), section 2.2.
+    Reference:
+      Huang et al., "GPipe" (arXiv:1811.06965), section 2; Narayanan et al., "Efficient
+      Large-Scale Language Model Training on GPU Clusters" (arXiv:2104.04473), section 2.2.
     """
-    layers = _check_stacked(stacked, repeats)
-    _check_along(along, x.shape[0])
+    num_layers = _check_stacked(stacked_params, num_repeats)
+    _check_side_inputs(side_inputs, x.shape[0])
     mesh = jax.sharding.get_abstract_mesh()
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    stages = mesh.shape[axis] if kinds.get(axis, AxisType.Manual) is not AxisType.Manual else 1
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    stages = mesh.shape[axis] if types.get(axis, AxisType.Manual) is not AxisType.Manual else 1
     if stages == 1:
-        one = (remat or _same)(lambda x, layer: step(x, layer, along))
-        if repeats > 1:
-            stacked = jax.tree.map(lambda p: p.reshape(layers, *p.shape[2:]), stacked)
-        y, each = jax.lax.scan(one, x, stacked, unroll=unroll)
-        return y, jax.tree.map(lambda scalars: scalars.sum(0), each)
-    if kinds[axis] is AxisType.Explicit:
+        one = (remat or _unchanged)(lambda x, params: layer_fn(x, params, side_inputs))
+        if num_repeats > 1:
+            stacked_params = jax.tree.map(
+                lambda p: p.reshape(num_layers, *p.shape[2:]), stacked_params
+            )
+        y, auxiliary = jax.lax.scan(one, x, stacked_params, unroll=unroll)
+        return y, jax.tree.map(lambda scalars: scalars.sum(0), auxiliary)
+    if types[axis] is AxisType.Explicit:
         raise ValueError(
-            f"run_stages: the mesh axis {axis!r} is explicit, but a pipeline needs it automatic: "
-            f"make the mesh with axis_types={{{axis!r}: jax.sharding.AxisType.Auto}}."
+            f"run_pipeline: the mesh axis {axis!r} is explicit, but a pipeline needs an automatic "
+            f"axis: make the mesh with axis_types={{{axis!r}: jax.sharding.AxisType.Auto}}."
         )
     if varying := getattr(getattr(jax.typeof(x), "manual_axis_type", None), "varying", None):
         raise ValueError(
-            f"run_stages: a jax.shard_map around it checks what varies over {', '.join(varying)}: "
-            "pass check_vma=False to it, or use fedpax.federated_map instead."
+            f"run_pipeline: the enclosing jax.shard_map checks varying axes "
+            f"({', '.join(varying)}): pass check_vma=False to it, or use fedpax.federated_map."
         )
-    plan = Schedule(stages, microbatches, repeats)
-    if layers % (stages * repeats):
+    schedule = Schedule(stages, num_microbatches, num_repeats)
+    if num_layers % (stages * num_repeats):
         raise ValueError(
-            f"run_stages: {layers} layers cannot be cut into {stages} stages of {repeats} runs: "
-            f"use a number of layers that {stages * repeats} divides, another size of the mesh "
-            f"axis {axis!r} (stage), or other repeats (num_pipeline_repeats)."
+            f"run_pipeline: {num_layers} layers cannot be divided into {stages} stages of "
+            f"{num_repeats} runs: use a multiple of {stages * num_repeats} layers, another size "
+            f"of the mesh axis {axis!r} (stage), or another num_repeats (num_pipeline_repeats)."
         )
-    if x.shape[0] % microbatches:
+    if x.shape[0] % num_microbatches:
         raise ValueError(
-            f"run_stages: microbatches={microbatches} does not divide the batch of {x.shape[0]}: "
-            "change one of them."
+            f"run_pipeline: num_microbatches={num_microbatches} does not divide the batch of "
+            f"{x.shape[0]}: change one of them."
         )
-    pipeline = functools.partial(_pipeline, step, plan, axis, remat, unroll)
-    cut = functools.partial(_cut, plan=plan, axis=axis)
-    parameters = PartitionSpec(axis) if repeats == 1 else PartitionSpec(None, axis)
+    on_device = functools.partial(_pipeline_on_device, layer_fn, schedule, axis, remat, unroll)
+    split = functools.partial(_split_microbatches, schedule=schedule, axis=axis)
+    params_spec = PartitionSpec(axis) if num_repeats == 1 else PartitionSpec(None, axis)
     y, auxiliary = jax.shard_map(
-        pipeline,
-        in_specs=(parameters, PartitionSpec(axis), PartitionSpec()),
+        on_device,
+        in_specs=(params_spec, PartitionSpec(axis), PartitionSpec()),
         out_specs=(PartitionSpec(axis), PartitionSpec()),
         axis_names={axis},
-        # With it, JAX could not differentiate a layer that has a `shard_map` of its own.
+        # With the check, JAX could not differentiate a layer that contains a `shard_map`.
         check_vma=False,
-    )(stacked, cut(x), jax.tree.map(lambda a: a if a.shape[0] == 1 else cut(a), along))
-    return _join(y, plan, axis), auxiliary
+    )(
+        stacked_params,
+        split(x),
+        jax.tree.map(lambda a: a if a.shape[0] == 1 else split(a), side_inputs),
+    )
+    return _merge_microbatches(y, schedule, axis), auxiliary
 
 
-def bubble_fraction(stages: int, microbatches: int, repeats: int = 1) -> float:
-    """Says which part of its time a stage has nothing to do, while the pipeline fills and drains.
+def _unchanged(layer_fn: Callable) -> Callable:
+    return layer_fn
 
-    (stages - 1) / (repeats microbatches + stages - 1): a tick is one run of layers of one
-    microbatch, and each stage has repeats * microbatches of them to do.
+
+def _pipeline_on_device(
+    layer_fn: LayerFn,
+    schedule: Schedule,
+    axis: str,
+    remat: Remat | None,
+    unroll: int,
+    own_params: PyTree[jax.Array],
+    buffer: jax.Array,
+    side_inputs: PyTree[jax.Array],
+) -> tuple[jax.Array, PyTree[jax.Array]]:
+    """Run the pipeline on one device.
 
     Args:
-      stages: devices along the pipeline's mesh axis.
-      microbatches: parts of the batch, a multiple of `stages`.
-      repeats: runs of layers on each stage.
+      layer_fn: one layer.
+      schedule: the schedule.
+      axis: the pipeline's mesh axis.
+      remat: as in `run_pipeline`.
+      unroll: as in `run_pipeline`.
+      own_params: parameters of the device's layers.
+      buffer: the device's microbatches [microbatches_per_stage, microbatch, ...].
+      side_inputs: the side inputs of all microbatches.
 
     Returns:
-      The fraction, of the forward pass, and likewise of the backward pass.
-
-    Raises:
-      ValueError: a number is below 1, or the stages do not divide the microbatches.
-
-    Example:
-      >>> bubble_fraction(4, 12), bubble_fraction(4, 12, repeats=4)
-      (0.2, 0.058823529411764705)
+      The buffer with the features after the layers, and the auxiliary scalars.
     """
-    return (stages - 1) / Schedule(stages, microbatches, repeats).ticks
-
-
-class Work(NamedTuple):
-    """What a stage does in a tick.
-
-    Attributes:
-      useful: whether it is anything; else the stage waits, and what it computes is not used.
-      repeat: which of its runs of layers it applies.
-      microbatch: to which microbatch.
-    """
-
-    useful: Any
-    repeat: Any
-    microbatch: Any
-
-
-class Schedule:
-    """Which stage does what in which tick.
-
-    Microbatches go around in groups of as many as there are stages: when the last stage has
-    applied its first run to a microbatch, the first stage has just done its group, and goes on
-    with this microbatch's next run. So nothing waits on the way.
-
-    Attributes:
-      stages: devices along the pipeline's mesh axis.
-      microbatches: parts of the batch.
-      repeats: runs of layers on each stage.
-
-    Raises:
-      ValueError: a number is below 1, or the stages do not divide the microbatches.
-
-    Example:
-      >>> plan = Schedule(stages=2, microbatches=2, repeats=2)
-      >>> [plan.work(tick, stage=1) for tick in range(2)]
-      [Work(useful=False, repeat=1, microbatch=1), Work(useful=True, repeat=0, microbatch=0)]
-    """
-
-    def __init__(self, stages: int, microbatches: int, repeats: int):
-        for name, value in (("microbatches", microbatches), ("repeats", repeats)):
-            if value < 1:
-                raise ValueError(f"A pipeline has {name}={value}, expected at least 1.")
-        if microbatches % stages:
-            raise ValueError(
-                f"A pipeline has microbatches={microbatches}, which its {stages} stages do not "
-                f"divide: use a multiple of {stages}, at best several times as many."
-            )
-        self.stages, self.microbatches, self.repeats = stages, microbatches, repeats
-
-    @property
-    def ticks(self) -> int:
-        """How many ticks there are."""
-        return self.repeats * self.microbatches + self.stages - 1
-
-    @property
-    def waiting(self) -> int:
-        """How many microbatches each stage keeps that wait for the pipeline or have left it."""
-        return self.microbatches // self.stages
-
-    def work(self, tick: Any, stage: Any) -> Work:
-        """What a stage does in a tick, integers or arrays of them."""
-        started = tick - stage
-        around, place = started // self.stages, started % self.stages
-        group, repeat = around // self.repeats, around % self.repeats
-        useful = (started >= 0) & (started < self.repeats * self.microbatches)
-        return Work(useful, repeat, (group * self.stages + place) % self.microbatches)
-
-
-def _same(step: Callable) -> Callable:
-    return step
-
-
-def _pipeline(
-    step: Step,
-    plan: Schedule,
-    axis: str,
-    remat: Callable[[Callable], Callable] | None,
-    unroll: int,
-    stacked: Any,
-    waiting: jax.Array,
-    along: Any,
-) -> tuple[jax.Array, Any]:
-    """What one device does: its layers, the microbatches that wait here, everyone's `along`."""
     stage = jax.lax.axis_index(axis)
-    layers = _own_layers(step, plan, remat, unroll, stacked, along)
-    onward = [(s, (s + 1) % plan.stages) for s in range(plan.stages)]
-    back = [(target, source) for source, target in onward]
+    run_layers = _own_layers(layer_fn, schedule, remat, unroll, own_params, side_inputs)
+    forward = [(s, (s + 1) % schedule.num_stages) for s in range(schedule.num_stages)]
+    backward = [(target, source) for source, target in forward]
 
-    def exchange(arriving: jax.Array, waiting: jax.Array, tick: Any) -> tuple[jax.Array, jax.Array]:
-        """Stage 0 takes a new microbatch and leaves a finished one; all turn the ring of them."""
-        # In tick m, or the m-th in which stage 0 begins with a microbatch, the ring has brought
-        # microbatch m to stage 0, and microbatch m - stages comes there finished. Each place goes
-        # on to the stage before, so that every microbatch ends where it came from.
-        _, repeat, microbatch = plan.work(tick, 0)
-        place = microbatch % plan.waiting
-        here = jax.lax.dynamic_index_in_dim(waiting, place, keepdims=False)
+    def exchange(arriving: jax.Array, buffer: jax.Array, tick: Any) -> tuple[jax.Array, jax.Array]:
+        """Let stage 0 take a new microbatch and return a finished one; rotate the buffers."""
+        # The buffers rotate whenever stage 0 begins with a microbatch. The m-th time, rotations
+        # have brought microbatch m to stage 0, where microbatch m - num_stages arrives finished
+        # and takes its place. Places move to the previous stage, so that every microbatch ends on
+        # the device where it started.
+        _, repeat, microbatch = schedule.task(tick, 0)
+        place = microbatch % schedule.microbatches_per_stage
+        stored = jax.lax.dynamic_index_in_dim(buffer, place, keepdims=False)
         begins = repeat == 0
-        entering = jnp.where((stage == 0) & begins, here, arriving)
-        leaving = jnp.where((stage == 0) & begins, arriving, here)
-        turned = jax.lax.ppermute(leaving, axis, back)
-        if plan.repeats > 1:
-            turned = jnp.where(begins, turned, leaving)
-        return entering, jax.lax.dynamic_update_index_in_dim(waiting, turned, place, 0)
+        entering = jnp.where((stage == 0) & begins, stored, arriving)
+        leaving = jnp.where((stage == 0) & begins, arriving, stored)
+        rotated = jax.lax.ppermute(leaving, axis, backward)
+        if schedule.num_repeats > 1:
+            rotated = jnp.where(begins, rotated, leaving)
+        return entering, jax.lax.dynamic_update_index_in_dim(buffer, rotated, place, 0)
 
-    def do_tick(
+    def run_tick(
         carry: tuple[jax.Array, jax.Array], tick: jax.Array
     ) -> tuple[tuple[jax.Array, jax.Array], Any]:
-        entering, waiting = exchange(*carry, tick)
-        done, auxiliary = layers(entering, plan.work(tick, stage))
-        return (jax.lax.ppermute(done, axis, onward), waiting), auxiliary
+        entering, buffer = exchange(*carry, tick)
+        y, auxiliary = run_layers(entering, schedule.task(tick, stage))
+        return (jax.lax.ppermute(y, axis, forward), buffer), auxiliary
 
-    ticks = jnp.arange(plan.ticks)
-    # While the pipeline fills, stages compute with an example of the batch and not with zeros,
-    # whose derivatives may be no numbers.
-    (arriving, waiting), each = jax.lax.scan(do_tick, (waiting[0], waiting), ticks)
-    _, waiting = exchange(arriving, waiting, plan.repeats * plan.microbatches + plan.stages - 1)
-    waiting = jnp.roll(waiting, -(plan.stages % plan.waiting), axis=0)
-    useful = plan.work(ticks, stage).useful
+    ticks = jnp.arange(schedule.num_ticks)
+    # While the pipeline fills, stages compute on an example of the batch and not on zeros, whose
+    # derivatives can be NaN.
+    (arriving, buffer), per_tick = jax.lax.scan(run_tick, (buffer[0], buffer), ticks)
+    last = schedule.num_repeats * schedule.num_microbatches + schedule.num_stages - 1
+    _, buffer = exchange(arriving, buffer, last)
+    buffer = jnp.roll(buffer, -(schedule.num_stages % schedule.microbatches_per_stage), axis=0)
+    useful = schedule.task(ticks, stage).useful
     auxiliary = jax.tree.map(
-        lambda a: jax.lax.psum(jnp.where(useful, a, 0).sum(0), axis) / plan.microbatches, each
+        lambda a: jax.lax.psum(jnp.where(useful, a, 0).sum(0), axis) / schedule.num_microbatches,
+        per_tick,
     )
-    return waiting, auxiliary
+    return buffer, auxiliary
 
 
 def _own_layers(
-    step: Step,
-    plan: Schedule,
-    remat: Callable[[Callable], Callable] | None,
+    layer_fn: LayerFn,
+    schedule: Schedule,
+    remat: Remat | None,
     unroll: int,
-    stacked: Any,
-    along: Any,
-) -> Callable[[jax.Array, Work], tuple[jax.Array, Any]]:
-    """What a stage applies to a microbatch in a tick."""
+    own_params: PyTree[jax.Array],
+    side_inputs: PyTree[jax.Array],
+) -> Callable[[jax.Array, Task], tuple[jax.Array, PyTree[jax.Array]]]:
+    """Return the function that applies a run of the device's layers to a microbatch."""
 
-    # What depends on the tick is looked up in here, where `remat` keeps none of it.
-    def one(x: jax.Array, layer: Any, repeat: Any, microbatch: Any, along: Any) -> Any:
-        if plan.repeats > 1:
-            layer = jax.tree.map(functools.partial(_pick, repeat), layer)
-        whole = functools.partial(_pick, microbatch)
-        return step(x, layer, jax.tree.map(lambda a: a if a.shape[0] == 1 else whole(a), along))
+    # Slices that depend on the tick are taken in here, so that `remat` does not store them.
+    def one(x: jax.Array, params: Any, repeat: Any, microbatch: Any, side_inputs: Any) -> Any:
+        if schedule.num_repeats > 1:
+            params = jax.tree.map(functools.partial(_slice, repeat), params)
+        own = functools.partial(_slice, microbatch)
+        inputs = jax.tree.map(lambda a: a if a.shape[0] == 1 else own(a), side_inputs)
+        return layer_fn(x, params, inputs)
 
-    if plan.repeats > 1:
+    if schedule.num_repeats > 1:
         one = (remat or functools.partial(jax.checkpoint, prevent_cse=False))(one)
-        # The layers of a run in front, to scan over; each comes in all its repeats.
-        stacked = jax.tree.map(lambda p: jnp.moveaxis(p, 0, 1), stacked)
+        # [layers of a run, num_repeats, ...], to scan over the layers of a run.
+        own_params = jax.tree.map(lambda p: jnp.moveaxis(p, 0, 1), own_params)
     elif remat is not None:
         one = remat(one)
 
-    def run(x: jax.Array, work: Work) -> tuple[jax.Array, Any]:
-        x, each = jax.lax.scan(
-            lambda x, layer: one(x, layer, work.repeat, work.microbatch, along),
+    def run_layers(x: jax.Array, task: Task) -> tuple[jax.Array, PyTree[jax.Array]]:
+        x, per_layer = jax.lax.scan(
+            lambda x, params: one(x, params, task.repeat, task.microbatch, side_inputs),
             x,
-            stacked,
+            own_params,
             unroll=unroll,
         )
-        return x, jax.tree.map(lambda scalars: scalars.sum(0), each)
+        return x, jax.tree.map(lambda scalars: scalars.sum(0), per_layer)
 
-    return run
+    return run_layers
 
 
-def _pick(index: Any, stack: jax.Array) -> jax.Array:
+def _slice(index: int | jax.Array, stack: jax.Array) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)
 
 
-def _cut(x: jax.Array, plan: Schedule, axis: str) -> jax.Array:
-    """[batch, ...] as [microbatches, batch / microbatches, ...], without moving anything.
+def _split_microbatches(x: jax.Array, schedule: Schedule, axis: str) -> jax.Array:
+    """Reshape [batch, ...] to [num_microbatches, batch / num_microbatches, ...] without transfers.
 
-    Which examples make a microbatch does not matter. Here each device of the axes that cut the
-    batch gives the next of its own to each microbatch: the batch axis is cut first over the
-    other axes, then over the stages.
+    The assignment of examples to microbatches is free. Here each device along the axes that shard
+    the batch contributes the next of its own examples to each microbatch: the batch axis is
+    sharded first over the other axes, then over the stages.
     """
-    parts = _parts(x.shape[0] // plan.microbatches, axis)
-    x = x.reshape(parts, plan.microbatches, -1, *x.shape[1:])
-    return jnp.moveaxis(x, 1, 0).reshape(plan.microbatches, -1, *x.shape[3:])
+    shards = _batch_shards(x.shape[0] // schedule.num_microbatches, axis)
+    x = x.reshape(shards, schedule.num_microbatches, -1, *x.shape[1:])
+    return jnp.moveaxis(x, 1, 0).reshape(schedule.num_microbatches, -1, *x.shape[3:])
 
 
-def _join(x: jax.Array, plan: Schedule, axis: str) -> jax.Array:
-    """The inverse of `_cut`."""
-    parts = _parts(x.shape[1], axis)
-    x = jnp.moveaxis(x.reshape(plan.microbatches, parts, -1, *x.shape[2:]), 0, 1)
+def _merge_microbatches(x: jax.Array, schedule: Schedule, axis: str) -> jax.Array:
+    """Invert `_split_microbatches`."""
+    shards = _batch_shards(x.shape[1], axis)
+    x = jnp.moveaxis(x.reshape(schedule.num_microbatches, shards, -1, *x.shape[2:]), 0, 1)
     return x.reshape(-1, *x.shape[3:])
 
 
-def _parts(examples: int, axis: str) -> int:
-    """Into how many parts the axes besides `axis` cut a microbatch."""
+def _batch_shards(examples: int, axis: str) -> int:
+    """Return the number of shards of a microbatch over the axes other than `axis`."""
     entry = partition_spec(("batch",), shape=(examples,))[0]
     axes = (entry,) if isinstance(entry, str) else entry or ()
     mesh = jax.sharding.get_abstract_mesh()
     return math.prod(mesh.shape[other] for other in axes if other != axis)
 
 
-def _check_stacked(stacked: Any, repeats: int) -> int:
-    """The number of layers."""
-    leading = 1 if repeats == 1 else 2
+def _check_stacked(stacked_params: PyTree[jax.Array], num_repeats: int) -> int:
+    """Check the shapes of the stacked parameters and return the number of layers."""
+    leading = 1 if num_repeats == 1 else 2
     found = {}
-    for path, leaf in jax.tree.leaves_with_path(stacked):
-        name = f"stacked{jax.tree_util.keystr(path)}"
-        if leaf.ndim < leading or (repeats > 1 and leaf.shape[0] != repeats):
+    for path, leaf in jax.tree.leaves_with_path(stacked_params):
+        name = f"stacked_params{jax.tree_util.keystr(path)}"
+        if leaf.ndim < leading or (num_repeats > 1 and leaf.shape[0] != num_repeats):
             raise ValueError(
-                f"run_stages: {name} has shape {leaf.shape}, expected [{repeats}, layers / "
-                f"{repeats}, ...] for repeats={repeats}: reshape the stack of all layers, which "
-                "keeps their order."
-                if repeats > 1
-                else f"run_stages: {name} has shape {leaf.shape}, expected [layers, ...]."
+                f"run_pipeline: {name} has shape {leaf.shape}, expected [{num_repeats}, layers / "
+                f"{num_repeats}, ...] for num_repeats={num_repeats}: reshape the stack of all "
+                "layers, which keeps their order."
+                if num_repeats > 1
+                else f"run_pipeline: {name} has shape {leaf.shape}, expected [layers, ...]."
             )
         found[math.prod(leaf.shape[:leading])] = name
     if len(found) != 1:
         raise ValueError(
-            f"run_stages: stacked has {found or 'no arrays'}: expected arrays of one number of "
-            "layers."
+            f"run_pipeline: stacked_params has {found or 'no arrays'}: expected arrays with the "
+            "same number of layers."
         )
     return next(iter(found))
 
 
-def _check_along(along: Any, batch: int) -> None:
-    for path, leaf in jax.tree.leaves_with_path(along):
+def _check_side_inputs(side_inputs: PyTree[jax.Array], batch: int) -> None:
+    for path, leaf in jax.tree.leaves_with_path(side_inputs):
         if leaf.ndim < 1 or leaf.shape[0] not in (1, batch):
             raise ValueError(
-                f"run_stages: along{jax.tree_util.keystr(path)} has shape {leaf.shape}, expected "
-                f"[{batch}, ...], as many examples as x, or [1, ...] for the same in all."
+                f"run_pipeline: side_inputs{jax.tree_util.keystr(path)} has shape {leaf.shape}, "
+                f"expected [{batch}, ...], the batch size of x, or [1, ...] for the same value in "
+                "all microbatches."
             )

@@ -1,134 +1,153 @@
-"""A ring of devices, each with a part of a sequence, whose parts go around from one to the next."""
+"""A ring of devices that hold shards of a sequence and pass them from device to device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from jaxtyping import Array, Int, PyTree
+
+State = TypeVar("State", bound=PyTree)
+Tree = TypeVar("Tree", bound=PyTree)
 
 
 class Ring(NamedTuple):
-    """The devices along a mesh axis that cuts a sequence, for work where tokens see earlier ones.
+    """The devices along a mesh axis that shards a sequence, for causal computations over tokens.
 
-    The methods besides `on_devices` and `parts` run inside it. Arrays are [batch, tokens, ...]
-    with a device's own tokens.
+    All methods except `run_on_devices` and the properties of sizes are called inside the function
+    that `run_on_devices` runs. Arrays are shards [batch, tokens_per_device, ...].
 
     Attributes:
-      axis: the mesh axis; None for one device.
-      devices: how many there are along it.
-      tokens: how many each of them has.
-      window: how many tokens a token sees, itself and those just before it.
-      balanced: whether each device works on an early and a late part of the sequence in place of
-        its own, so that all have as much to see.
+      axis: name of the mesh axis; None for one device.
+      num_devices: devices along the axis.
+      tokens_per_device: tokens of a device's shard.
+      window: number of tokens that a token attends to: itself and the tokens just before it.
+      balanced: whether each device computes on an early and a late part of the sequence instead
+        of its own shard, so that all devices have the same number of visible keys.
     """
 
     axis: str | None
-    devices: int
-    tokens: int
+    num_devices: int
+    tokens_per_device: int
     window: int
     balanced: bool
 
-    def on_devices(self, local: Callable, outputs: int) -> Callable:
-        """Runs a function of a device's parts on every device; it returns a tuple of parts."""
+    def run_on_devices(self, local_fn: Callable, num_outputs: int) -> Callable:
+        """Map a function of shards over the devices; it returns a tuple of `num_outputs` shards."""
         if self.axis is None:
-            return local
-        cut = PartitionSpec(None, self.axis)
+            return local_fn
+        spec = PartitionSpec(None, self.axis)
         return jax.shard_map(
-            local, in_specs=cut, out_specs=(cut,) * outputs, axis_names={self.axis}
+            local_fn, in_specs=spec, out_specs=(spec,) * num_outputs, axis_names={self.axis}
         )
 
     @property
-    def steps(self) -> int:
-        """How many devices' parts each device has to see, its own among them."""
-        return min(self.devices, 1 - (1 - self.window) // self.tokens)
+    def num_steps(self) -> int:
+        """Number of shards that each device needs, its own included."""
+        return min(self.num_devices, 1 - (1 - self.window) // self.tokens_per_device)
 
     @property
-    def here(self) -> Any:
-        """The device's index."""
+    def device_index(self) -> int | jax.Array:
+        """Index of the device along the axis."""
         return 0 if self.axis is None else jax.lax.axis_index(self.axis)
 
-    def places(self, step: Any) -> jax.Array:
-        """Where in the sequence the tokens are that come in a step [1, tokens]; own in step 0."""
-        device = (self.here - step) % self.devices
+    def positions(self, step: int | jax.Array) -> Int[Array, "1 tokens"]:
+        """Return the sequence positions of the tokens that arrive in a step; own ones in step 0."""
+        device = (self.device_index - step) % self.num_devices
         if not self.balanced:
-            return (device * self.tokens + jnp.arange(self.tokens))[None]
-        half = self.tokens // 2
-        first = jnp.stack([device, 2 * self.devices - 1 - device]) * half
+            return (device * self.tokens_per_device + jnp.arange(self.tokens_per_device))[None]
+        half = self.tokens_per_device // 2
+        first = jnp.stack([device, 2 * self.num_devices - 1 - device]) * half
         return (first[:, None] + jnp.arange(half)).reshape(1, -1)
 
-    def send(self, tree: Any, distance: int = 1) -> Any:
-        """Passes arrays to the next device, or to one further on."""
+    def send(self, tree: Tree, distance: int = 1) -> Tree:
+        """Send arrays to the device `distance` further along the ring. Default 1: the next one."""
         if self.axis is None:
             return tree
-        return self._exchange(tree, [(i + distance) % self.devices for i in range(self.devices)])
+        targets = [(i + distance) % self.num_devices for i in range(self.num_devices)]
+        return self._permute(tree, targets)
 
-    def around(self, part: Any, first: Callable, later: Callable) -> Any:
-        """Passes a part around and sees the others'.
+    def fold(
+        self,
+        shard: PyTree[jax.Array],
+        first: Callable[[PyTree[jax.Array]], State],
+        later: Callable[[State, PyTree[jax.Array], int | jax.Array], State],
+    ) -> State:
+        """Pass shards around the ring and fold a function over those that arrive.
 
         Args:
-          part: arrays of the device.
-          first: `first(part) -> state`, of its own part.
-          later: `later(state, part, step) -> state`, of the part from `step` devices before.
+          shard: arrays of the device.
+          first: `first(shard) -> state`, for the device's own shard.
+          later: `later(state, shard, step) -> state`, for the shard of the device `step` positions
+            before this one.
 
         Returns:
-          The last state.
+          The final state.
         """
-        if self.steps == 1:
-            return first(part)
+        if self.num_steps == 1:
+            return first(shard)
 
-        def see(carry: tuple[Any, Any], step: Any) -> tuple[tuple[Any, Any], None]:
-            state, part = carry
-            following = self.send(part)  # first, so that it goes on while this device computes
-            return (later(state, part, step), following), None
+        def step_fn(
+            carry: tuple[State, PyTree[jax.Array]], step: jax.Array
+        ) -> tuple[tuple[State, PyTree[jax.Array]], None]:
+            state, shard = carry
+            following = self.send(shard)  # sent first, to overlap with the computation
+            return (later(state, shard, step), following), None
 
-        following = self.send(part)
-        carry = first(part), following
-        if self.steps > 2:
-            carry, _ = jax.lax.scan(see, carry, jnp.arange(1, self.steps - 1))
-        return later(*carry, self.steps - 1)
+        following = self.send(shard)
+        carry = first(shard), following
+        if self.num_steps > 2:
+            carry, _ = jax.lax.scan(step_fn, carry, jnp.arange(1, self.num_steps - 1))
+        return later(*carry, self.num_steps - 1)
 
-    def exchange(self, tree: Any) -> Any:
-        """Gives each device the parts that it works on, if `balanced`: one early, one late.
+    def balance(self, tree: PyTree[jax.Array]) -> PyTree[jax.Array]:
+        """Replace each device's shard by an early and a late part of the sequence, if `balanced`.
 
-        The sequence is 2 n parts on n devices. Device d has 2 d and 2 d + 1, works on d and
-        2 n - 1 - d.
+        The sequence is 2 n parts on n devices. Device d holds parts 2 d and 2 d + 1, and computes
+        on parts d and 2 n - 1 - d.
         """
         if not self.balanced:
             return tree
-        even = self._exchange(jax.tree.map(lambda a: jnp.split(a, 2, 1)[0], tree), self._worker(0))
-        odd = self._exchange(jax.tree.map(lambda a: jnp.split(a, 2, 1)[1], tree), self._worker(1))
-        return self._in_turn(even, odd)
-
-    def exchange_back(self, tree: Any) -> Any:
-        """The inverse of `exchange`."""
-        if not self.balanced:
-            return tree
-        early, late = (jax.tree.map(lambda a, i=i: jnp.split(a, 2, 1)[i], tree) for i in (0, 1))
-        of_even = self.here % 2 == 0
-        back = []
-        for parity in (0, 1):
-            worker = self._worker(parity)
-            mine = of_even == (parity == 0)
-            parts = jax.tree.map(lambda a, b, mine=mine: jnp.where(mine, a, b), early, late)
-            back.append(self._exchange(parts, [worker.index(i) for i in range(self.devices)]))
-        return jax.tree.map(lambda a, b: jnp.concatenate([a, b], 1), *back)
-
-    def _worker(self, parity: int) -> list[int]:
-        """Who works on part 2 d + parity, for each device d."""
-        parts = [2 * device + parity for device in range(self.devices)]
-        return [part if part < self.devices else 2 * self.devices - 1 - part for part in parts]
-
-    def _exchange(self, tree: Any, targets: list[int]) -> Any:
-        return jax.lax.ppermute(tree, self.axis, list(enumerate(targets)))
-
-    def _in_turn(self, even: Any, odd: Any) -> Any:
-        """Early part before late part: early is d, even on every other device."""
-        first = self.here % 2 == 0
+        even, odd = (
+            self._permute(
+                jax.tree.map(lambda a, parity=parity: jnp.split(a, 2, 1)[parity], tree),
+                self._targets(parity),
+            )
+            for parity in (0, 1)
+        )
+        # The early part is d, which is an even part on every other device.
+        first = self.device_index % 2 == 0
         return jax.tree.map(
             lambda a, b: jnp.concatenate([jnp.where(first, a, b), jnp.where(first, b, a)], 1),
             even,
             odd,
         )
+
+    def unbalance(self, tree: PyTree[jax.Array]) -> PyTree[jax.Array]:
+        """Invert `balance`."""
+        if not self.balanced:
+            return tree
+        early, late = (jax.tree.map(lambda a, i=i: jnp.split(a, 2, 1)[i], tree) for i in (0, 1))
+        even_is_early = self.device_index % 2 == 0
+        shards = []
+        for parity in (0, 1):
+            targets = self._targets(parity)
+            is_early = even_is_early == (parity == 0)
+            parts = jax.tree.map(
+                lambda a, b, is_early=is_early: jnp.where(is_early, a, b), early, late
+            )
+            shards.append(self._permute(parts, [targets.index(i) for i in range(self.num_devices)]))
+        return jax.tree.map(lambda a, b: jnp.concatenate([a, b], 1), *shards)
+
+    def _targets(self, parity: int) -> list[int]:
+        """Return the device that computes on part 2 d + parity, for each device d."""
+        parts = [2 * device + parity for device in range(self.num_devices)]
+        return [
+            part if part < self.num_devices else 2 * self.num_devices - 1 - part for part in parts
+        ]
+
+    def _permute(self, tree: Tree, targets: list[int]) -> Tree:
+        return jax.lax.ppermute(tree, self.axis, list(enumerate(targets)))

@@ -16,7 +16,8 @@ import fedpax
 from fedpax.hlo.collectives import collectives
 from fedpax.parallel.axes import partition_spec
 from fedpax.parallel.mesh import make_mesh
-from fedpax.parallel.pipeline import Schedule, bubble_fraction, run_stages
+from fedpax.parallel.pipeline import run_pipeline
+from fedpax.parallel.pipeline_schedule import Schedule, bubble_fraction
 
 LAYERS, WIDTH, INNER, BATCH = 8, 6, 10, 16
 REMAT = functools.partial(jax.checkpoint, prevent_cse=False)
@@ -53,10 +54,10 @@ def value_and_gradient(layer_step: Callable = step, **options: Any) -> Callable:
     """Value, outputs, and gradients with respect to parameters, features and what goes along."""
 
     def loss(stacked: Any, x: jax.Array, along: Any) -> tuple[jax.Array, Any]:
-        repeats = options.get("repeats", 1)
+        repeats = options.get("num_repeats", 1)
         if repeats > 1:
             stacked = jax.tree.map(lambda p: p.reshape(repeats, -1, *p.shape[1:]), stacked)
-        y, auxiliary = run_stages(layer_step, stacked, x, along, **options)
+        y, auxiliary = run_pipeline(layer_step, stacked, x, along, **options)
         return jnp.sum(jnp.sin(y)) + auxiliary["mean_square"], (y, auxiliary)
 
     return jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
@@ -89,18 +90,22 @@ def mesh_of(**sizes: int) -> Mesh:
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [
-        ({"stage": 4}, {"microbatches": 8}),
-        ({"stage": 2, "fsdp": 2}, {"microbatches": 4, "repeats": 2, "remat": REMAT}),
-        pytest.param({"stage": 8}, {"microbatches": 8}, marks=pytest.mark.slow),
+        ({"stage": 4}, {"num_microbatches": 8}),
+        ({"stage": 2, "fsdp": 2}, {"num_microbatches": 4, "num_repeats": 2, "remat": REMAT}),
+        pytest.param({"stage": 8}, {"num_microbatches": 8}, marks=pytest.mark.slow),
         pytest.param(
-            {"stage": 2}, {"microbatches": 2, "repeats": 4, "unroll": 2}, marks=pytest.mark.slow
+            {"stage": 2},
+            {"num_microbatches": 2, "num_repeats": 4, "unroll": 2},
+            marks=pytest.mark.slow,
         ),
         pytest.param(
-            {"stage": 2}, {"microbatches": 16, "repeats": 2, "remat": REMAT}, marks=pytest.mark.slow
+            {"stage": 2},
+            {"num_microbatches": 16, "num_repeats": 2, "remat": REMAT},
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             {"data": 2, "stage": 2, "tensor": 2},
-            {"microbatches": 4, "remat": REMAT},
+            {"num_microbatches": 4, "remat": REMAT},
             marks=pytest.mark.slow,
         ),
     ],
@@ -117,9 +122,9 @@ def test_equals_one_device(one_device: Any, sizes: dict[str, int], options: Any)
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [
-        ({"islands": 2, "stage": 2, "fsdp": 2}, {"microbatches": 4, "repeats": 2}),
-        pytest.param({"stage": 4}, {"microbatches": 4}, marks=pytest.mark.slow),
-        pytest.param({"islands": 4, "stage": 2}, {"microbatches": 2}, marks=pytest.mark.slow),
+        ({"islands": 2, "stage": 2, "fsdp": 2}, {"num_microbatches": 4, "num_repeats": 2}),
+        pytest.param({"stage": 4}, {"num_microbatches": 4}, marks=pytest.mark.slow),
+        pytest.param({"islands": 4, "stage": 2}, {"num_microbatches": 2}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -145,7 +150,7 @@ def test_gradient_of_a_program_goes_back_through_the_pipelines(one_device: Any) 
     @fedpax.program(islands=4)
     def total(*arguments: Any) -> Any:
         def loss(stacked: Any, x: Any, along: Any) -> Any:
-            y, auxiliary = run_stages(step, stacked, x, along, microbatches=2)
+            y, auxiliary = run_pipeline(step, stacked, x, along, num_microbatches=2)
             return jnp.sum(jnp.sin(y)) + auxiliary["mean_square"]
 
         return fedpax.federated_sum(fedpax.federated_map(loss, *arguments))
@@ -168,8 +173,14 @@ def test_only_features_move_between_stages(repeats: int) -> None:
         assert tuple(batch.spec) == (("fsdp", "stage"),)
 
         def loss(stacked: Any, x: jax.Array, along: Any) -> jax.Array:
-            y, _ = run_stages(
-                step, stacked, x, along, microbatches=microbatches, repeats=repeats, remat=REMAT
+            y, _ = run_pipeline(
+                step,
+                stacked,
+                x,
+                along,
+                num_microbatches=microbatches,
+                num_repeats=repeats,
+                remat=REMAT,
             )
             return jnp.sum(jnp.sin(jax.lax.with_sharding_constraint(y, batch)))
 
@@ -181,7 +192,7 @@ def test_only_features_move_between_stages(repeats: int) -> None:
         compiled = gradient.lower(stacked, x, along).compile()
     found = [c for c in collectives(compiled.as_text(), mesh) if "stage" in c.axes]
     moved = [c for c in found if c.kind == "collective-permute"]
-    ticks = Schedule(2, microbatches, repeats).ticks
+    ticks = Schedule(2, microbatches, repeats).num_ticks
     # A tick passes a microbatch on and turns the ring of those that wait, there and back again.
     assert sorted(c.executions or 0 for c in moved) == [1, 1, ticks, ticks, ticks, ticks]
     microbatch = BATCH // microbatches * WIDTH * 4
@@ -198,10 +209,10 @@ def test_no_copy_of_the_parameters_is_kept_for_a_tick(repeats: int) -> None:
     """What JAX keeps for the backward pass of a loop is stacked over its steps."""
     stacked, x, along = draw()
     with jax.set_mesh(mesh_of(stage=2)):
-        jaxpr = jax.make_jaxpr(value_and_gradient(microbatches=8, repeats=repeats))(
+        jaxpr = jax.make_jaxpr(value_and_gradient(num_microbatches=8, num_repeats=repeats))(
             stacked, x, along
         )
-    ticks = Schedule(2, 8, repeats).ticks
+    ticks = Schedule(2, 8, repeats).num_ticks
     shapes = [v.aval.shape for eqn in every_equation(jaxpr.jaxpr) for v in eqn.outvars]
     stacks = {shape for shape in shapes if shape[:1] == (ticks,)}
     assert any(shape[-2:] == (BATCH // 8, WIDTH) for shape in stacks)
@@ -225,24 +236,24 @@ def test_without_stages_it_is_the_scan_over_layers() -> None:
         y, each = jax.lax.scan(lambda x, layer: step(x, layer, along), x, stacked, unroll=2)
         return y, jax.tree.map(lambda scalars: scalars.sum(0), each)
 
-    run = functools.partial(run_stages, step, microbatches=4, unroll=2)
+    run = functools.partial(run_pipeline, step, num_microbatches=4, unroll=2)
     expected = str(jax.make_jaxpr(by_hand)(stacked, x, along))
     assert str(jax.make_jaxpr(run)(stacked, x, along)) == expected
     with jax.set_mesh(mesh_of(stage=1, fsdp=2)):
         assert "shard_map" not in str(jax.make_jaxpr(run)(stacked, x, along))
     in_runs = jax.tree.map(lambda p: p.reshape(4, 2, *p.shape[1:]), stacked)
-    close(run(in_runs, x, along, repeats=4), by_hand(stacked, x, along))
+    close(run(in_runs, x, along, num_repeats=4), by_hand(stacked, x, along))
 
 
 @given(st.integers(2, 5), st.integers(1, 4), st.integers(1, 4))
 def test_schedule(stages: int, groups: int, repeats: int) -> None:
     """Each microbatch meets each run of layers once, in order, a tick after the run before."""
-    plan = Schedule(stages, groups * stages, repeats)
-    when: dict[int, list[tuple[int, int]]] = {m: [] for m in range(plan.microbatches)}
+    schedule = Schedule(stages, groups * stages, repeats)
+    when: dict[int, list[tuple[int, int]]] = {m: [] for m in range(schedule.num_microbatches)}
     waits = 0
-    for tick in range(plan.ticks):
+    for tick in range(schedule.num_ticks):
         for stage in range(stages):
-            useful, repeat, microbatch = plan.work(tick, stage)
+            useful, repeat, microbatch = schedule.task(tick, stage)
             if useful:
                 when[microbatch].append((tick, repeat * stages + stage))
             waits += not useful
@@ -250,15 +261,15 @@ def test_schedule(stages: int, groups: int, repeats: int) -> None:
         ticks, runs = zip(*done, strict=True)
         assert runs == tuple(range(stages * repeats))
         assert ticks == tuple(range(ticks[0], ticks[0] + len(runs)))
-    fraction = bubble_fraction(stages, plan.microbatches, repeats)
-    assert waits / (plan.ticks * stages) == pytest.approx(fraction)
+    fraction = bubble_fraction(stages, schedule.num_microbatches, repeats)
+    assert waits / (schedule.num_ticks * stages) == pytest.approx(fraction)
 
 
 @pytest.mark.parametrize("repeats", [1, 2])
 def test_the_loop_has_as_many_ticks_as_the_bubble_says(repeats: int) -> None:
     stacked, x, along = draw()
     with jax.set_mesh(mesh_of(stage=4)):
-        jaxpr = jax.make_jaxpr(value_and_gradient(microbatches=8, repeats=repeats))(
+        jaxpr = jax.make_jaxpr(value_and_gradient(num_microbatches=8, num_repeats=repeats))(
             stacked, x, along
         )
     loops = {e.params["length"] for e in every_equation(jaxpr.jaxpr) if e.primitive.name == "scan"}
@@ -270,38 +281,40 @@ def test_the_loop_has_as_many_ticks_as_the_bubble_says(repeats: int) -> None:
 @pytest.mark.parametrize(
     ("options", "layers", "words"),
     [
-        ({"microbatches": 3}, 8, "use a multiple of 2"),
+        ({"num_microbatches": 3}, 8, "use a multiple of 2"),
         ({}, 8, "use a multiple of 2"),
-        ({"microbatches": 0}, 8, "expected at least 1"),
-        ({"microbatches": 6}, 8, "does not divide the batch of 16"),
-        ({"microbatches": 2, "repeats": 2}, 6, "cannot be cut into 2 stages of 2 runs"),
-        ({"microbatches": 2}, 7, "a number of layers that 2 divides"),
+        ({"num_microbatches": 0}, 8, "expected at least 1"),
+        ({"num_microbatches": 6}, 8, "does not divide the batch of 16"),
+        ({"num_microbatches": 2, "num_repeats": 2}, 6, "cannot be divided into 2 stages of 2 runs"),
+        ({"num_microbatches": 2}, 7, "use a multiple of 2 layers"),
     ],
 )
 def test_numbers_that_do_not_fit(options: Any, layers: int, words: str) -> None:
     stacked, x, along = draw()
     stacked = jax.tree.map(lambda p: p[:layers], stacked)
-    if options.get("repeats", 1) > 1:
+    if options.get("num_repeats", 1) > 1:
         stacked = jax.tree.map(lambda p: p.reshape(2, -1, *p.shape[1:]), stacked)
     with jax.set_mesh(mesh_of(stage=2)), pytest.raises(ValueError, match=words):
-        run_stages(step, stacked, x, along, **options)
+        run_pipeline(step, stacked, x, along, **options)
 
 
 def test_arrays_of_a_wrong_shape_are_named() -> None:
     stacked, x, along = draw()
-    with pytest.raises(ValueError, match=r"stacked\['down'\] has shape .* expected \[2, layers"):
-        run_stages(step, stacked, x, along, repeats=2)
-    with pytest.raises(ValueError, match="arrays of one number of layers"):
-        run_stages(step, stacked | {"up": stacked["up"][:3]}, x, along)
-    with pytest.raises(ValueError, match=r"along\['example'\] has shape \(3,\)"):
-        run_stages(step, stacked, x, along | {"example": along["example"][:3]})
+    with pytest.raises(
+        ValueError, match=r"stacked_params\['down'\] has shape .* expected \[2, layers"
+    ):
+        run_pipeline(step, stacked, x, along, num_repeats=2)
+    with pytest.raises(ValueError, match="arrays with the same number of layers"):
+        run_pipeline(step, stacked | {"up": stacked["up"][:3]}, x, along)
+    with pytest.raises(ValueError, match=r"side_inputs\['example'\] has shape \(3,\)"):
+        run_pipeline(step, stacked, x, along | {"example": along["example"][:3]})
 
 
 def test_explicit_stages_are_refused() -> None:
     stacked, x, along = draw()
     mesh = make_mesh(devices=jax.devices()[:2], axis_types=AxisType.Explicit, stage=2)
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"AxisType\.Auto"):
-        run_stages(step, stacked, x, along, microbatches=2)
+        run_pipeline(step, stacked, x, along, num_microbatches=2)
 
 
 @pytest.mark.slow
@@ -309,7 +322,7 @@ def test_inside_of_a_shard_map_over_islands(one_device: Any) -> None:
     arguments, expected = one_device
 
     def alone(*arguments: Any) -> Any:
-        result = value_and_gradient(microbatches=4)(*take(arguments, 0))
+        result = value_and_gradient(num_microbatches=4)(*take(arguments, 0))
         return jax.tree.map(lambda leaf: leaf[None], result)
 
     def islands(check_vma: bool) -> Any:
@@ -346,15 +359,15 @@ def test_a_layer_may_have_manual_axes_of_its_own(one_device: Any, repeats: int) 
         )(x, layer, along["example"], along["all"])
 
     with jax.set_mesh(mesh_of(stage=2, fsdp=2)):
-        run = value_and_gradient(layer_step=manual, microbatches=4, repeats=repeats)
+        run = value_and_gradient(layer_step=manual, num_microbatches=4, num_repeats=repeats)
         close(jax.device_get(jax.jit(run)(*take(arguments, 0))), take(expected, 0))
 
 
 @pytest.mark.slow
 def test_bfloat16_features_stay_bfloat16() -> None:
     stacked, x, along = jax.tree.map(lambda a: jnp.asarray(a, jnp.bfloat16), draw())
-    run = functools.partial(run_stages, step, microbatches=2)
-    expected, _ = jax.jit(functools.partial(run_stages, step))(stacked, x, along)
+    run = functools.partial(run_pipeline, step, num_microbatches=2)
+    expected, _ = jax.jit(functools.partial(run_pipeline, step))(stacked, x, along)
     with jax.set_mesh(mesh_of(stage=2)):
         y, _ = jax.jit(run)(stacked, x, along)
         slope = jax.jit(jax.grad(lambda *a: run(*a)[0].astype(jnp.float32).sum()))(

@@ -124,7 +124,7 @@ def _attention(
 def _forward(
     ring: Ring, block: int, query: Any, key: Any, value: Any, segments: Any
 ) -> tuple[jax.Array, tuple]:
-    local = ring.on_devices(functools.partial(_local_forward, ring, block), outputs=2)
+    local = ring.run_on_devices(functools.partial(_local_forward, ring, block), num_outputs=2)
     # A policy of rematerialization that keeps attention keeps all that its derivative needs.
     out, logarithm = checkpoint_name(local(query, key, value, segments), ATTENTION)
     return out, (query, key, value, segments, out, logarithm)
@@ -135,7 +135,7 @@ def _backward(ring: Ring, block: int, kept: tuple, gradient: jax.Array) -> tuple
     accurate = logarithm.dtype
     # What the derivative of softmax subtracts: sum over keys of weight times its derivative.
     mean = jnp.sum(gradient.astype(accurate) * out.astype(accurate), -1)
-    local = ring.on_devices(functools.partial(_local_backward, ring, block), outputs=3)
+    local = ring.run_on_devices(functools.partial(_local_backward, ring, block), num_outputs=3)
     return (*local(query, key, value, segments, gradient, logarithm, mean), None)
 
 
@@ -192,8 +192,8 @@ def _local_forward(
     """A device's output, and the logarithm of the softmax's denominator [batch, tokens, heads]."""
     accurate = jnp.promote_types(query.dtype, jnp.float32)
     low = jnp.finfo(accurate).min
-    query, key, value, segments = ring.exchange((query, key, value, segments))
-    queries = _Queries(_grouped(query, key.shape[2]), segments, ring.places(0))
+    query, key, value, segments = ring.balance((query, key, value, segments))
+    queries = _Queries(_grouped(query, key.shape[2]), segments, ring.positions(0))
 
     def meet(state: _Softmax, queries: _Queries, keys: _Keys) -> _Softmax:
         def one(state: _Softmax, keys: _Keys) -> tuple[_Softmax, None]:
@@ -224,7 +224,7 @@ def _local_forward(
         return meet(state, queries, _keys(part, queries.places))
 
     def later(state: _Softmax, part: Any, step: Any) -> _Softmax:
-        keys = _keys(part, ring.places(step))
+        keys = _keys(part, ring.positions(step))
 
         def before() -> _Softmax:
             if not ring.balanced:
@@ -237,13 +237,13 @@ def _local_forward(
             late = meet(_half(state, 1, axis=3), _half(queries, 1), keys)
             return _join(_half(state, 0, axis=3), late, axis=3)
 
-        return jax.lax.cond(ring.here >= step, before, after)
+        return jax.lax.cond(ring.device_index >= step, before, after)
 
-    state = ring.around((key, value, segments), first, later)
+    state = ring.fold((key, value, segments), first, later)
     out = jnp.moveaxis(state.out / state.total[..., None], 3, 1).reshape(query.shape)
     logarithm = jnp.moveaxis(state.largest + jnp.log(state.total), 3, 1)
     logarithm = logarithm.reshape(query.shape[:-1])
-    return ring.exchange_back((out.astype(query.dtype), logarithm))
+    return ring.unbalance((out.astype(query.dtype), logarithm))
 
 
 class _Rows(NamedTuple):
@@ -264,11 +264,11 @@ class _Rows(NamedTuple):
 
 def _local_backward(ring: Ring, block: int, *parts: Any) -> tuple:
     """A device's gradients with respect to query, key and value."""
-    query, key, value, segments, gradient, logarithm, mean = ring.exchange(parts)
+    query, key, value, segments, gradient, logarithm, mean = ring.balance(parts)
     dtype, groups = query.dtype, key.shape[2]
     accurate = jnp.promote_types(dtype, jnp.float32)
     rows = _Rows(
-        _Queries(_grouped(query, groups), segments, ring.places(0)),
+        _Queries(_grouped(query, groups), segments, ring.positions(0)),
         *(_grouped(a, groups) for a in (gradient, logarithm, mean)),
     )
     multiply = functools.partial(jnp.einsum, preferred_element_type=accurate)
@@ -298,7 +298,7 @@ def _local_backward(ring: Ring, block: int, *parts: Any) -> tuple:
         to_query, to_keys = state
         # The gradients of these keys come from the device that had them in the step before.
         arriving = ring.send(to_keys)
-        keys = _keys(part, ring.places(step))
+        keys = _keys(part, ring.positions(step))
         none = [jax.lax.full_like(a, 0, accurate) for a in part[:2]]
 
         def before() -> tuple[jax.Array, list[jax.Array]]:
@@ -313,13 +313,13 @@ def _local_backward(ring: Ring, block: int, *parts: Any) -> tuple:
             late, more = meet(_half(to_query, 1), _half(rows, 1), keys)
             return _join(_half(to_query, 0), late), more
 
-        to_query, more = jax.lax.cond(ring.here >= step, before, after)
+        to_query, more = jax.lax.cond(ring.device_index >= step, before, after)
         return to_query, [a + b for a, b in zip(arriving, more, strict=True)]
 
-    to_query, to_keys = ring.around((key, value, segments), first, later)
-    to_keys = ring.send(to_keys, 1 - ring.steps) if ring.steps > 1 else to_keys  # home
+    to_query, to_keys = ring.fold((key, value, segments), first, later)
+    to_keys = ring.send(to_keys, 1 - ring.num_steps) if ring.num_steps > 1 else to_keys  # home
     gradients = [a.astype(dtype) for a in (to_query.reshape(query.shape), *to_keys)]
-    return tuple(ring.exchange_back(gradients))
+    return tuple(ring.unbalance(gradients))
 
 
 def _grouped(x: jax.Array, groups: int) -> jax.Array:

@@ -136,7 +136,7 @@ def test_keys_go_as_far_as_a_query_sees() -> None:
 @pytest.mark.parametrize(("window", "devices"), [(1, 1), (2, 2), (5, 2), (6, 3), (29, 8), (32, 8)])
 def test_a_window_ends_the_ring(window: int, devices: int) -> None:
     """The first of a device's four tokens sees furthest."""
-    assert Ring("sequence", 8, 4, window, balanced=False).steps == devices
+    assert Ring("sequence", 8, 4, window, balanced=False).num_steps == devices
 
 
 @pytest.mark.parametrize(
@@ -192,16 +192,16 @@ def test_a_ring_inside_a_pipeline_stage() -> None:
 
 def test_balanced_devices_have_the_same_work() -> None:
     """Scores that are computed, by device: half of the last device's, for each."""
-    ring = Ring("sequence", devices=4, tokens=8, window=32, balanced=True)
+    ring = Ring("sequence", num_devices=4, tokens_per_device=8, window=32, balanced=True)
     with jax.set_mesh(mesh_of(sequence=4)):
 
         def places(own: jax.Array) -> tuple[jax.Array, jax.Array]:
-            (back,) = ring.exchange_back([ring.exchange(own)])
-            return ring.exchange(own), back
+            (back,) = ring.unbalance([ring.balance(own)])
+            return ring.balance(own), back
 
         given = jnp.arange(32)[None]
-        found, back = jax.jit(ring.on_devices(places, outputs=2))(given)
-        known = ring.on_devices(lambda own: (ring.places(0) + 0 * own,), outputs=1)
+        found, back = jax.jit(ring.run_on_devices(places, num_outputs=2))(given)
+        known = ring.run_on_devices(lambda own: (ring.positions(0) + 0 * own,), num_outputs=1)
         np.testing.assert_array_equal(jax.jit(known)(given)[0], found)
     np.testing.assert_array_equal(back, given)
     mine = np.asarray(found).reshape(4, 8)

@@ -1,19 +1,15 @@
-"""Everything of JAX that fedpax uses and JAX does not promise to keep.
+"""All JAX interfaces that fedpax uses and JAX does not promise to keep.
 
-No other module touches `jax.extend` or `jax.interpreters`. Three things live here: how a primitive
-is defined from its rules, how a function becomes a jaxpr and back, and `with_manual_axis`, which
-runs a jaxpr that was traced on automatic or explicit mesh axes where one of them is manual.
+No other module imports `jax.extend` or `jax.interpreters`. This module defines primitives from
+their rules, converts functions to jaxprs and back, and analyses and rewrites jaxprs.
 """
 
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import (
     ClosedJaxpr,
     Jaxpr,
@@ -25,7 +21,6 @@ from jax.extend.core import (
 )
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 __all__ = [
     "ClosedJaxpr",
@@ -53,32 +48,34 @@ __all__ = [
     "set_transpose",
     "strip_final",
     "trace",
-    "with_manual_axis",
     "zero_tangent",
 ]
 
 Zero = ad.Zero
 Aval = Any
 
-# The names of `jax.checkpoint`'s primitive.
+# The names of the primitive of `jax.checkpoint`.
 CHECKPOINT_PRIMITIVES = ("checkpoint", "remat2")
 
-# Equations that compute nothing.
-LAYOUT = frozenset(["broadcast_in_dim", "reshape", "squeeze", "transpose"])
+# Equations that change the shape or layout of a value and compute nothing.
+SHAPE_PRIMITIVES = frozenset(["broadcast_in_dim", "reshape", "squeeze", "transpose"])
+
+
+# ---- primitives
 
 
 def is_zero(tangent: Any) -> bool:
-    """Whether a tangent or cotangent is a symbolic zero."""
+    """Return whether a tangent or cotangent is a symbolic zero."""
     return type(tangent) is ad.Zero
 
 
 def zero_tangent(primal: Any) -> ad.Zero:
-    """The symbolic zero that is the tangent of a value."""
+    """Return a symbolic zero tangent for a value."""
     return ad.Zero(jax.typeof(primal).to_tangent_aval())
 
 
 def is_linear(argument: Any) -> bool:
-    """Whether a transpose rule is asked for the cotangent of this argument."""
+    """Return whether a transpose rule must return the cotangent of an argument."""
     return ad.is_undefined_primal(argument)
 
 
@@ -91,17 +88,17 @@ def define(
     batch: Callable | None = None,
     transpose: Callable | None = None,
 ) -> None:
-    """Registers all rules of a primitive; one without arguments has neither jvp nor batch.
+    """Register the rules of a primitive. A primitive without arguments has no `jvp` or `batch`.
 
     Args:
         primitive: the primitive.
         abstract: `(*avals, **params) -> (avals, effects)`.
-        implementation: the primitive in terms of other JAX functions; what it lowers to.
+        implementation: the primitive in terms of other JAX functions, which it lowers to.
         jvp: `(primals, tangents, **params) -> (outputs, tangents)` with symbolic zeros.
-        batch: `(axis, args, dims, **params) -> (outputs, dims)`; `axis` has `name`, `size`,
-            `spmd_name`, and None among the dims means not batched.
-        transpose: `(cotangents, *args, **params) -> cotangents of args`, with `ad.UndefinedPrimal`
-            for the linear arguments.
+        batch: `(axis, args, dims, **params) -> (outputs, dims)`. `axis` has `name`, `size` and
+            `spmd_name`. A dim of None means that the argument is not batched.
+        transpose: `(cotangents, *args, **params) -> cotangents of args`, where linear arguments are
+            instances of `ad.UndefinedPrimal`.
     """
     primitive.def_effectful_abstract_eval(abstract)
     set_implementation(primitive, implementation)
@@ -122,12 +119,12 @@ def define(
 
 
 def set_transpose(primitive: Primitive, transpose: Callable) -> None:
-    """Register the transpose rule of a primitive, as `define` takes it."""
+    """Register the transpose rule of a primitive, in the form that `define` takes."""
     ad.primitive_transposes[primitive] = transpose
 
 
 def set_implementation(primitive: Primitive, implementation: Callable) -> None:
-    """Registers what a primitive lowers to, instead of what it lowered to before."""
+    """Register the function that a primitive lowers to; it replaces an earlier one."""
     primitive.def_impl(functools.partial(_run_jitted, implementation))
     mlir.register_lowering(
         primitive, mlir.lower_fun(implementation, multiple_results=primitive.multiple_results)
@@ -135,18 +132,19 @@ def set_implementation(primitive: Primitive, implementation: Callable) -> None:
 
 
 def _run_jitted(implementation: Callable, *args, **params):
-    """Outside of any trace a primitive runs as its own compiled program."""
+    """Run a primitive outside of any trace as a compiled program of its own."""
     if "jaxpr" not in params:
         return _jitted(implementation, tuple(sorted(params.items())))(*args)
     run = jax.jit(functools.partial(implementation, **params))
     if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
         return run(*args)
-    # A function is traced at every call, since what it closes over may have changed; what it mostly
-    # comes to is the same text, and that is compiled once.
+    # The function is traced at every call, because the values that it closes over can change. The
+    # lowered text is mostly the same, and each text is compiled once.
     lowered = run.trace(*args).lower(lowering_platforms=(jax.default_backend(),))
     text = hashlib.sha256(lowered.as_text().encode()).digest()
     types = tuple(map(jax.typeof, args))
-    return _of_text(_Text((text, types, jax.sharding.get_abstract_mesh()), run))(*args)
+    key = text, types, jax.sharding.get_abstract_mesh()
+    return _first_of_text(_LoweredFunction(key, run))(*args)
 
 
 @functools.lru_cache(maxsize=512)
@@ -154,8 +152,8 @@ def _jitted(implementation: Callable, params: tuple) -> Callable:
     return jax.jit(functools.partial(implementation, **dict(params)))
 
 
-class _Text:
-    """A function by the text that it lowers to."""
+class _LoweredFunction:
+    """A jitted function; two are equal if they lower to the same text."""
 
     def __init__(self, key: tuple, run: Callable):
         self.key, self.run = key, run
@@ -164,30 +162,34 @@ class _Text:
         return hash(self.key)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Text) and self.key == other.key
+        return isinstance(other, _LoweredFunction) and self.key == other.key
 
 
 @functools.lru_cache(maxsize=512)
-def _of_text(text: _Text) -> Callable:
-    """The first function that had this text: `jax.jit` keeps what it compiled for it."""
-    return text.run
+def _first_of_text(function: _LoweredFunction) -> Callable:
+    """Return the first function with this text; `jax.jit` caches its compiled program."""
+    return function.run
 
 
 # ---- functions and jaxprs
 
 
-def trace(fn: Callable, avals: Sequence[Aval]) -> tuple[ClosedJaxpr, list]:
-    """Traces `fn` on flat arguments and hoists the values that it closes over.
+def trace(
+    fn: Callable[..., list], *args: Any, **kwargs: Any
+) -> tuple[ClosedJaxpr, list[jax.Array]]:
+    """Trace a function and hoist the arrays that it closes over.
 
     Args:
-        fn: takes flat arrays, returns a flat list of arrays.
-        avals: the types of the arguments.
+        fn: takes pytrees of arrays and returns a flat list of arrays. JAX's messages about tracers
+            contain its name and the names of its arguments.
+        *args: pytrees of types, for its positional arguments.
+        **kwargs: pytrees of types, for its keyword arguments.
 
     Returns:
-        A jaxpr whose first inputs are the hoisted values, and these values. Only numpy constants,
-        which belong to the program's text, stay inside the jaxpr.
+        A jaxpr of flat arguments whose first inputs are the hoisted arrays, and these arrays. Only
+        NumPy constants stay inside the jaxpr.
     """
-    closed = jax.make_jaxpr(fn)(*avals)
+    closed = jax.make_jaxpr(fn)(*args, **kwargs)
     hoisted = [i for i, c in enumerate(closed.consts) if isinstance(c, jax.Array)]
     if not hoisted:
         return closed, []
@@ -199,16 +201,49 @@ def trace(fn: Callable, avals: Sequence[Aval]) -> tuple[ClosedJaxpr, list]:
             consts[i] = value
         return jax.core.eval_jaxpr(closed.jaxpr, consts, *flat[len(hoisted) :])
 
-    return jax.make_jaxpr(with_arguments)(*map(jax.typeof, values), *avals), values
+    return jax.make_jaxpr(with_arguments)(*map(jax.typeof, values), *closed.in_avals), values
 
 
-def evaluate(jaxpr: ClosedJaxpr, *args) -> list:
-    """Runs a jaxpr on flat arguments; the equations are bound again, so it can be transformed."""
+def evaluate(jaxpr: ClosedJaxpr, *args: Any) -> list:
+    """Run a jaxpr on flat arguments. Equations are bound again, so it can be transformed."""
     return jaxpr_as_fun(jaxpr)(*args)
 
 
+def rebind(eqn: JaxprEqn, inputs: Sequence[Any], params: dict[str, Any] | None = None) -> list:
+    """Bind an equation's primitive again, in the equation's context.
+
+    Args:
+        eqn: the equation.
+        inputs: values of its arguments.
+        params: its parameters. Default None: the equation's own.
+
+    Returns:
+        Its outputs.
+    """
+    with eqn.ctx.manager:
+        bound = eqn.primitive.get_bind_params(eqn.params if params is None else params)
+        outputs = eqn.primitive.bind(*inputs, **bound)
+    return outputs if eqn.primitive.multiple_results else [outputs]
+
+
+def aval_of(v: Var | Literal) -> Aval:
+    """Return the type of a value in a jaxpr."""
+    return v.aval
+
+
+# ---- analyses
+
+
 def depends_on(jaxpr: ClosedJaxpr, inputs: Sequence[bool]) -> list[bool]:
-    """Which outputs may depend on the marked inputs; a no is certain, a yes is not."""
+    """Compute which outputs can depend on the marked inputs.
+
+    Args:
+        jaxpr: the jaxpr.
+        inputs: for each input whether it is marked.
+
+    Returns:
+        For each output: False if it certainly does not depend on a marked input, True if it may.
+    """
     marked = {v for v, mark in zip(jaxpr.jaxpr.invars, inputs, strict=True) if mark}
     for eqn in jaxpr.jaxpr.eqns:
         if any(v in marked for v in eqn.invars if not isinstance(v, Literal)):
@@ -217,17 +252,22 @@ def depends_on(jaxpr: ClosedJaxpr, inputs: Sequence[bool]) -> list[bool]:
 
 
 def reads_axis_index(jaxpr: ClosedJaxpr | None, axis_name: Any) -> bool:
-    """Whether a function reads its index along the axis of a vmap, which no argument shows."""
+    """Return whether a function reads its index along an axis of `jax.vmap`."""
     effects = jaxpr.effects if jaxpr is not None else ()
     return any(getattr(effect, "name", None) == axis_name for effect in effects)
 
 
 def residual_sources(jaxpr: ClosedJaxpr, outputs: int) -> tuple[list[tuple[str, int]], list[bool]]:
-    """Finds where the residuals, the outputs after the first `outputs`, can be had from.
+    """Map each residual to an input or output that already holds it.
+
+    Args:
+        jaxpr: its outputs are first `outputs` results, then the residuals.
+        outputs: number of results.
 
     Returns:
-        For each residual ("argument", i) or ("output", i), the latter counted among the outputs
-        that remain; and for each whether it has to remain, because it stands nowhere else.
+        For each residual, `("argument", i)` or `("output", i)`, where outputs are counted after
+        the redundant residuals are removed; and for each residual whether it must be returned as an
+        extra output, because no input and no other output holds it.
     """
     place: dict[Any, tuple[str, int]] = {}
     for i, v in enumerate(jaxpr.jaxpr.outvars[:outputs]):
@@ -245,69 +285,8 @@ def residual_sources(jaxpr: ClosedJaxpr, outputs: int) -> tuple[list[tuple[str, 
     return sources, extra
 
 
-def strip_final(
-    jaxpr: ClosedJaxpr, outputs: int, primitive: Primitive
-) -> tuple[ClosedJaxpr, list[JaxprEqn | None]]:
-    """Leaves out a primitive where it is the last step to an output after the first `outputs`.
-
-    Returns:
-        The jaxpr, in which such an output is the primitive's argument, and for each of the outputs
-        after the first `outputs` the equation that makes the former output of it, or None.
-    """
-    makers = {e.outvars[0]: e for e in jaxpr.jaxpr.eqns if e.primitive is primitive}
-    changed, skipped = list(jaxpr.jaxpr.outvars), []
-    for i, v in enumerate(jaxpr.jaxpr.outvars[outputs:], outputs):
-        eqn = None if isinstance(v, Literal) else makers.get(v)
-        skipped.append(eqn)
-        changed[i] = v if eqn is None else eqn.invars[0]
-    return ClosedJaxpr(jaxpr.jaxpr.replace(outvars=changed), jaxpr.consts), skipped
-
-
-def prune(jaxpr: ClosedJaxpr, used: Sequence[bool]) -> tuple[ClosedJaxpr, list[bool]]:
-    """Drops the outputs that are not used, then the equations and inputs that nothing needs."""
-    pruned, used_inputs = pe.dce_jaxpr(jaxpr.jaxpr, list(used))
-    return jax.make_jaxpr(functools.partial(jax.core.eval_jaxpr, pruned, jaxpr.consts))(
-        *[a for a, u in zip(jaxpr.in_avals, used_inputs, strict=True) if u]
-    ), list(used_inputs)
-
-
-def aval_of(v: Var | Literal) -> Aval:
-    """The type of a value in a jaxpr."""
-    return v.aval
-
-
-def eliminate_dead_code(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
-    """Drops the equations that no output needs, and keeps all inputs."""
-    alive, _ = pe.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.out_avals), instantiate=True)
-    return ClosedJaxpr(alive, jaxpr.consts)
-
-
-def rebind(eqn: JaxprEqn, inputs: Sequence[Any], params: dict[str, Any] | None = None) -> list:
-    """Binds an equation's primitive again, in the equation's context."""
-    with eqn.ctx.manager:
-        bound = eqn.primitive.get_bind_params(eqn.params if params is None else params)
-        outputs = eqn.primitive.bind(*inputs, **bound)
-    return outputs if eqn.primitive.multiple_results else [outputs]
-
-
-def is_rematerialized(jaxpr: ClosedJaxpr) -> bool:
-    """Whether all that a function computes is under `jax.checkpoint`, without a policy."""
-    eqns = jaxpr.jaxpr.eqns
-    under = [is_checkpoint(eqn) for eqn in eqns]
-    # A vmap brings what is not batched into shape outside.
-    rest = (eqn.primitive.name for eqn, own in zip(eqns, under, strict=True) if not own)
-    return any(under) and LAYOUT.issuperset(rest) and not jaxpr.effects
-
-
-def is_checkpoint(eqn: JaxprEqn) -> bool:
-    """Whether an equation calls a function under `jax.checkpoint`, without a policy."""
-    if eqn.primitive.name == "jit":
-        return is_rematerialized(eqn.params["jaxpr"])
-    return eqn.primitive.name in CHECKPOINT_PRIMITIVES and eqn.params["policy"] is None
-
-
 def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
-    """The jaxprs among an equation's parameters."""
+    """Return the jaxprs among an equation's parameters."""
     found = []
     for value in eqn.params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
@@ -318,8 +297,72 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
     return found
 
 
+def is_rematerialized(jaxpr: ClosedJaxpr) -> bool:
+    """Return whether a whole function is under `jax.checkpoint` without a policy."""
+    eqns = jaxpr.jaxpr.eqns
+    under = [_is_checkpoint(eqn) for eqn in eqns]
+    # Under `jax.vmap`, values that are not batched are reshaped outside the checkpoint.
+    rest = (eqn.primitive.name for eqn, own in zip(eqns, under, strict=True) if not own)
+    return any(under) and SHAPE_PRIMITIVES.issuperset(rest) and not jaxpr.effects
+
+
+def _is_checkpoint(eqn: JaxprEqn) -> bool:
+    """Return whether an equation calls a function under `jax.checkpoint` without a policy."""
+    if eqn.primitive.name == "jit":
+        return is_rematerialized(eqn.params["jaxpr"])
+    return eqn.primitive.name in CHECKPOINT_PRIMITIVES and eqn.params["policy"] is None
+
+
+# ---- rewrites
+
+
+def strip_final(
+    jaxpr: ClosedJaxpr, outputs: int, primitive: Primitive
+) -> tuple[ClosedJaxpr, list[JaxprEqn | None]]:
+    """Remove a primitive if it computes an output after the first `outputs` directly.
+
+    Args:
+        jaxpr: the jaxpr.
+        outputs: number of outputs that stay as they are.
+        primitive: a primitive with one argument and one result.
+
+    Returns:
+        The jaxpr, which returns the primitive's argument in place of its result; and for each
+        output after the first `outputs` the removed equation, or None.
+    """
+    makers = {e.outvars[0]: e for e in jaxpr.jaxpr.eqns if e.primitive is primitive}
+    changed, removed = list(jaxpr.jaxpr.outvars), []
+    for i, v in enumerate(jaxpr.jaxpr.outvars[outputs:], outputs):
+        eqn = None if isinstance(v, Literal) else makers.get(v)
+        removed.append(eqn)
+        changed[i] = v if eqn is None else eqn.invars[0]
+    return ClosedJaxpr(jaxpr.jaxpr.replace(outvars=changed), jaxpr.consts), removed
+
+
+def prune(jaxpr: ClosedJaxpr, used: Sequence[bool]) -> tuple[ClosedJaxpr, list[bool]]:
+    """Remove unused outputs, then the equations and inputs that no remaining output needs.
+
+    Args:
+        jaxpr: the jaxpr.
+        used: for each output whether it is used.
+
+    Returns:
+        The pruned jaxpr, and for each input whether it remains.
+    """
+    pruned, used_inputs = pe.dce_jaxpr(jaxpr.jaxpr, list(used))
+    return jax.make_jaxpr(functools.partial(jax.core.eval_jaxpr, pruned, jaxpr.consts))(
+        *[a for a, u in zip(jaxpr.in_avals, used_inputs, strict=True) if u]
+    ), list(used_inputs)
+
+
+def eliminate_dead_code(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
+    """Remove the equations that no output needs, and keep all inputs."""
+    alive, _ = pe.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.out_avals), instantiate=True)
+    return ClosedJaxpr(alive, jaxpr.consts)
+
+
 def register_pruning(primitive: Primitive) -> None:
-    """Lets dead-code elimination look inside a primitive that holds its function as `jaxpr`."""
+    """Register dead-code elimination for a primitive whose parameter `jaxpr` is its function."""
 
     def rule(used_outputs, eqn):
         if not any(used_outputs) and not eqn.effects:
@@ -332,114 +375,3 @@ def register_pruning(primitive: Primitive) -> None:
         )
 
     pe.dce_rules[primitive] = rule
-
-
-# ---- one axis made manual
-
-
-def with_manual_axis(jaxpr: ClosedJaxpr, axis: str) -> Callable[..., list]:
-    """The function of a jaxpr, to be called in a region that is manual over a mesh axis.
-
-    A jaxpr remembers the mesh that it was traced on: in the types of its values, in the shardings
-    among its parameters, in the context of its equations. JAX refuses to run it where the type of
-    an axis differs. This interpreter binds each equation again with the axis declared manual, and
-    traces the jaxprs that stand in the parameters (of loops, branches, calls) again likewise.
-
-    Args:
-        jaxpr: traced where `axis` was automatic or explicit; nothing in it is sharded over it.
-        axis: the name of the mesh axis.
-
-    Returns:
-        A function of the jaxpr's flat arguments that returns its flat outputs.
-    """
-    return functools.partial(_Remesh(axis).run, jaxpr)
-
-
-def _without_mesh(const: Any) -> Any:
-    """A constant array as one of numpy, because an array of JAX is typed by the mesh it is on."""
-    # A jaxpr's literals are typed so too, but are no `jax.Array`.
-    known = hasattr(const, "aval") and not isinstance(const, jax.core.Tracer)
-    if known and not jnp.issubdtype(const.dtype, jax.dtypes.extended):
-        return np.asarray(const)
-    return const
-
-
-class _Remesh:
-    def __init__(self, axis: str):
-        self.axis = axis
-
-    def run(self, closed: ClosedJaxpr, *args) -> list:
-        jaxpr = closed.jaxpr
-        consts = map(_without_mesh, closed.consts)
-        values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-
-        def read(v):
-            return _without_mesh(v.val) if isinstance(v, Literal) else values[v]
-
-        for eqn in jaxpr.eqns:
-            inputs = [read(v) for v in eqn.invars]
-            with ExitStack() as stack:
-                stack.enter_context(eqn.ctx.manager)
-                mesh = jax.sharding.get_abstract_mesh()
-                if not mesh.empty:
-                    stack.enter_context(jax.sharding.use_abstract_mesh(self.mesh(mesh)))
-                outputs = self.bind(eqn, inputs)
-            values.update(zip(eqn.outvars, outputs, strict=True))
-        return [read(v) for v in jaxpr.outvars]
-
-    def bind(self, eqn, inputs: list) -> list:
-        if "call_jaxpr" in eqn.params and eqn.primitive.name.startswith("custom_"):
-            # A custom derivative: all differentiation lies behind us, only the function is left.
-            return self.run(eqn.params["call_jaxpr"], *inputs)
-        if eqn.primitive.name == "shard_map":
-            # Its function is traced where the axes that it makes manual have names.
-            body = ClosedJaxpr(eqn.params["jaxpr"], ())
-            outputs = jax.shard_map(
-                lambda *args: tuple(self.run(body, *args)),
-                in_specs=tuple(eqn.params["in_specs"]),
-                out_specs=tuple(eqn.params["out_specs"]),
-                axis_names=set(eqn.params["newly_manual_axes"]),
-                check_vma=eqn.params["check_vma"],  # its collectives are typed by what varies
-            )(*inputs)
-            return list(outputs)
-        if eqn.primitive.name == "pallas_call":
-            # Its function is a kernel, which knows of no mesh; only the results' types do.
-            types = tuple(self.aval(a) for a in eqn.params["out_avals"])
-            params = eqn.primitive.get_bind_params(eqn.params | {"out_avals": types})
-        else:
-            params = eqn.primitive.get_bind_params(
-                {name: self.param(value) for name, value in eqn.params.items()}
-            )
-        outputs = eqn.primitive.bind(*inputs, **params)
-        return outputs if eqn.primitive.multiple_results else [outputs]
-
-    def param(self, value: Any) -> Any:
-        if isinstance(value, ClosedJaxpr):
-            return self.jaxpr(value)
-        if isinstance(value, Jaxpr):
-            return self.jaxpr(ClosedJaxpr(value, ())).jaxpr
-        if isinstance(value, NamedSharding):
-            return NamedSharding(self.mesh(value.mesh), value.spec)
-        if isinstance(value, AbstractMesh):
-            return self.mesh(value)
-        if type(value) in (tuple, list):
-            return type(value)(map(self.param, value))
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*map(self.param, value))
-        return value
-
-    def jaxpr(self, closed: ClosedJaxpr) -> ClosedJaxpr:
-        avals = [self.aval(a) for a in closed.in_avals]
-        return jax.make_jaxpr(functools.partial(self.run, closed))(*avals)
-
-    def aval(self, aval: Aval) -> Aval:
-        sharding = getattr(aval, "sharding", None)
-        if sharding is None or sharding.mesh.empty:
-            return aval
-        return aval.update(sharding=sharding.update(mesh=self.mesh(sharding.mesh)))
-
-    def mesh(self, mesh: Mesh | AbstractMesh) -> AbstractMesh:
-        abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
-        if self.axis not in abstract.axis_names:
-            return abstract
-        return abstract.update_axis_types({self.axis: AxisType.Manual})

@@ -1,6 +1,7 @@
-"""`federated_broadcast`: the server's value, given to every participant."""
+"""`federated_broadcast`, and the index of each participant.
 
-from typing import Any
+The transpose of the broadcast is a sum, so sum.py registers it.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -16,35 +17,36 @@ from fedpax.primitives.layout import (
     replicate_over_placement,
     shard_over_placement,
 )
-from fedpax.primitives.placement import Placement, check_array, resolve_placement
+from fedpax.primitives.placement import ArrayTree, Placement, check_array, resolve_placement
 
 federated_broadcast_p = Primitive("federated_broadcast")
 
 
-def federated_broadcast(x: Any, *, placement: str | None = None) -> Any:
-    """Gives every participant the server's value: `out[i] = x` for each participant `i`.
+def federated_broadcast(x: ArrayTree, *, placement: str | None = None) -> ArrayTree:
+    """Broadcast a server value to all participants: `out[i] = x` for each participant `i`.
 
     Args:
-        x: a pytree of arrays or numbers, of any shape and dtype.
-        placement: the placement's name; needed where the program has several.
+        x: pytree of arrays or numbers of any shape and dtype.
+        placement: name of the placement. Default None: the only placement of the program.
 
     Returns:
-        The same pytree; a leaf of shape `[...]` becomes `[n, ...]`, of the same dtype. On a mesh
-        with an axis of the placement's name the leading axis is laid out over it, and the other
-        axes stay as they are.
+        The same pytree; a leaf of shape `[...]` becomes `[n, ...]` of the same dtype. If the mesh
+        has an axis with the placement's name, that axis shards the leading dimension. The sharding
+        of the other dimensions does not change.
 
     Raises:
-        RuntimeError: outside of a program.
-        TypeError: a leaf that is no array and no number.
-        ValueError: an unknown placement, or none named where there are several.
+        RuntimeError: called outside a program.
+        TypeError: a leaf is not an array or a number.
+        ValueError: the placement is unknown, or the program has several placements and `placement`
+            is None.
 
     Example:
         >>> import jax.numpy as jnp
         >>> import fedpax
         >>> @fedpax.program(clients=3)
-        ... def tell(x):
+        ... def copies(x):
         ...     return fedpax.federated_broadcast(x)
-        >>> tell(jnp.array([1.0, 2.0])).tolist()
+        >>> copies(jnp.array([1.0, 2.0])).tolist()
         [[1.0, 2.0], [1.0, 2.0], [1.0, 2.0]]
 
     Reference:
@@ -53,14 +55,14 @@ def federated_broadcast(x: Any, *, placement: str | None = None) -> Any:
     target = resolve_placement("federated_broadcast", placement).placement
     leaves, tree = jax.tree.flatten_with_path(x)
     arrays = [
-        check_array("federated_broadcast", leaf, "x" + jax.tree_util.keystr(path))
+        check_array("federated_broadcast()", leaf, "x" + jax.tree_util.keystr(path))
         for path, leaf in leaves
     ]
     return jax.tree.unflatten(tree, [broadcast(a, target) for a in arrays])
 
 
 def broadcast(x: jax.Array, placement: Placement) -> jax.Array:
-    """Binds the primitive for one array."""
+    """Bind the primitive for one array."""
     return federated_broadcast_p.bind(x, placement=placement)
 
 
@@ -101,10 +103,10 @@ define(
 )
 
 
-# ---- what the server can tell each participant without a value: its number
+# ---- the index of each participant
 
 federated_index_p = Primitive("federated_index")
-"""int32 `[n]`, the number of each participant: a loop counts them, and stores none."""
+"""int32 `[n]`: the index of each participant. In a loop it is the counter and is never stored."""
 
 
 def _index_abstract(*, placement):

@@ -1,8 +1,8 @@
-"""Primitives that hold a function as a jaxpr: derivatives, batching and pruning of such a call.
+"""Rules of primitives that call a function given as a jaxpr: derivatives, batching and pruning.
 
-`federated_map` and `federated_program` differ in one thing: the first runs its function once for
-each participant, on slices. So each rule makes a new jaxpr out of the one at hand, and binds the
-same primitive with it: the derivative of a map is two maps, that of a program two programs.
+`federated_map` and `federated_program` share these rules. The only difference is that a map runs
+its function once per participant, on slices. Each rule derives a new jaxpr and binds the same
+primitive with it: the derivative of a map is two maps, the derivative of a program two programs.
 """
 
 import functools
@@ -40,31 +40,32 @@ from fedpax.primitives.reduction import REDUCTIONS
 def define_call(
     primitive: Primitive,
     *,
-    inner: Callable[..., Any],
-    outer: Callable[..., Any],
+    inner_aval: Callable[..., Any],
+    outer_aval: Callable[..., Any],
     batch_dim: int,
     implementation: Callable[..., list],
 ) -> None:
-    """Registers the rules of a primitive whose parameter `jaxpr` is the function that it calls.
+    """Register the rules of a primitive whose parameter `jaxpr` is the function that it calls.
 
     Args:
-        primitive: gives several results; its parameters are `jaxpr` and others, passed on.
-        inner: `(aval of an argument, **others) -> aval` that the function sees.
-        outer: `(aval that the function returns, **others) -> aval` of the result.
-        batch_dim: where the batch axis stands in arguments and results.
+        primitive: a primitive with several results. Its parameters are `jaxpr` and others, which
+            the rules pass on.
+        inner_aval: `(type of an argument, **others) -> type` that the function sees.
+        outer_aval: `(type that the function returns, **others) -> type` of the result.
+        batch_dim: position of the batch axis in arguments and results.
         implementation: `(*args, jaxpr, **others) -> results`.
     """
 
     def abstract(*avals, jaxpr, **others):
-        return [outer(a, **others) for a in jaxpr.out_avals], jaxpr.effects
+        return [outer_aval(a, **others) for a in jaxpr.out_avals], jaxpr.effects
 
     define(
         primitive,
         abstract=abstract,
         implementation=implementation,
         jvp=functools.partial(_jvp, primitive),
-        transpose=functools.partial(_transpose, primitive, inner),
-        batch=functools.partial(_batch, primitive, inner, batch_dim),
+        transpose=functools.partial(_transpose, primitive, inner_aval),
+        batch=functools.partial(_batch, primitive, inner_aval, batch_dim),
     )
     register_pruning(primitive)
 
@@ -78,31 +79,41 @@ def _merge(mask: Sequence[bool], where_true: Sequence, where_false: Sequence) ->
     return [next(yes) if m else next(no) for m in mask]
 
 
-def _retrace(fn: Callable, avals: Sequence[Any]) -> ClosedJaxpr:
-    # A custom derivative may bring arrays of its own: they stay constants of the new jaxpr.
+def _trace(fn: Callable, avals: Sequence[Any]) -> ClosedJaxpr:
+    # A custom derivative can close over arrays. They stay constants of the new jaxpr.
     return jax.make_jaxpr(fn)(*avals)
 
 
-# ---- forward mode: one call returns outputs and residuals, a second is linear in the tangents
+# ---- forward mode: one call returns outputs and residuals, a second call is linear in tangents
 
 
 class _Linearized(NamedTuple):
-    primal: ClosedJaxpr  # arguments -> outputs, and the residuals that are neither of both
-    linear: ClosedJaxpr  # residuals and tangents -> tangents of the outputs that have any
-    used: list[bool]  # which arguments `primal` takes
-    sources: list[tuple[str, int]]  # where each residual comes from: an argument or an output
-    active: list[bool]  # which outputs have a tangent
+    """The derivative of a function, in two parts.
+
+    Attributes:
+        primal: arguments -> outputs, then the residuals that are neither argument nor output.
+        linear: residuals, then tangents -> tangents of the active outputs.
+        used: for each argument whether `primal` takes it.
+        sources: for each residual the argument or output that holds it.
+        active: for each output whether it has a tangent.
+    """
+
+    primal: ClosedJaxpr
+    linear: ClosedJaxpr
+    used: list[bool]
+    sources: list[tuple[str, int]]
+    active: list[bool]
 
 
 def _linearize(jaxpr: ClosedJaxpr, nonzero: Sequence[bool]) -> _Linearized:
     active = [
-        moves and jnp.issubdtype(aval.dtype, jnp.inexact)
-        for moves, aval in zip(depends_on(jaxpr, nonzero), jaxpr.out_avals, strict=True)
+        varies and jnp.issubdtype(aval.dtype, jnp.inexact)
+        for varies, aval in zip(depends_on(jaxpr, nonzero), jaxpr.out_avals, strict=True)
     ]
     trees: list[Any] = []
     run: Callable[..., list] = functools.partial(evaluate, jaxpr)
-    if _repeats_maps(jaxpr):
-        run = jax.checkpoint(run, prevent_cse=False, policy=_is_kept)
+    if _rematerializes_maps(jaxpr):
+        run = jax.checkpoint(run, prevent_cse=False, policy=_is_saveable)
 
     def primal(*args):
         fixed = _select(args, [not n for n in nonzero])
@@ -121,55 +132,63 @@ def _linearize(jaxpr: ClosedJaxpr, nonzero: Sequence[bool]) -> _Linearized:
         pushforward = tree.unflatten(residuals_and_tangents[: tree.num_leaves])
         return pushforward(*residuals_and_tangents[tree.num_leaves :])
 
-    full = _retrace(primal, jaxpr.in_avals)
+    full = _trace(primal, jaxpr.in_avals)
     tangents = [a.to_tangent_aval() for a in _select(jaxpr.in_avals, nonzero)]
-    # A broadcast is done again, from the server's value: kept, it would be a copy for everyone.
-    full, repeats = strip_final(full, len(active), federated_broadcast_p)
+    # A residual that is a broadcast is recomputed from the server value. Saved, it would take one
+    # copy per participant.
+    full, broadcasts = strip_final(full, len(active), federated_broadcast_p)
 
-    def from_server(*residuals_and_tangents):
-        kept = zip(repeats, residuals_and_tangents, strict=False)
-        residuals = [r if eqn is None else rebind(eqn, [r])[0] for eqn, r in kept]
-        return linear(*residuals, *residuals_and_tangents[len(repeats) :])
+    def linear_from_server(*residuals_and_tangents):
+        saved = zip(broadcasts, residuals_and_tangents, strict=False)
+        residuals = [r if eqn is None else rebind(eqn, [r])[0] for eqn, r in saved]
+        return linear(*residuals, *residuals_and_tangents[len(broadcasts) :])
 
     avals = [*full.out_avals[len(active) :], *tangents]
     sources, extra = residual_sources(full, len(active))
     pruned, used = prune(full, [*[True] * len(active), *extra])
-    if is_rematerialized(jaxpr):  # and stays so, whatever is done to it
-        pruned = _retrace(jax.checkpoint(functools.partial(evaluate, pruned)), pruned.in_avals)
-    return _Linearized(pruned, _retrace(from_server, avals), used, sources, active)
+    if is_rematerialized(jaxpr):  # its derivative is rematerialized too
+        pruned = _trace(jax.checkpoint(functools.partial(evaluate, pruned)), pruned.in_avals)
+    return _Linearized(pruned, _trace(linear_from_server, avals), used, sources, active)
 
 
-def _repeats_maps(closed: ClosedJaxpr) -> bool:
-    """Whether a function has maps under `jax.checkpoint`: what they return is computed again.
+def _rematerializes_maps(closed: ClosedJaxpr) -> bool:
+    """Return whether the backward pass recomputes maps that the user put under `jax.checkpoint`.
 
-    Not so where it has effects, which would be repeated too, and where other maps stand under a
-    `jax.checkpoint` of the program's own: what these keep is the user's choice.
+    It does not if the function has effects, which would run twice, or if other maps are inside a
+    `jax.checkpoint` around part of the program: then the user chooses what is saved.
     """
     maps = list(_maps(closed.jaxpr))
     return any(own for own, _ in maps) and not (closed.effects or any(around for _, around in maps))
 
 
 def _maps(jaxpr: Jaxpr, around: bool = False) -> Iterator[tuple[bool, bool]]:
-    """For each map whether it is under `jax.checkpoint`, and whether there is one around it."""
+    """Yield for each map whether its function is a `jax.checkpoint`, and whether it is in one.
+
+    Args:
+        jaxpr: the jaxpr to search, at every depth.
+        around: whether `jaxpr` itself is inside a `jax.checkpoint`.
+    """
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "federated_map" and is_rematerialized(eqn.params["jaxpr"]):
             yield True, around
             continue
         if eqn.primitive.name == "federated_map":
             yield False, around
-        own = eqn.primitive.name in CHECKPOINT_PRIMITIVES and eqn.params["policy"] is not _is_kept
+        own = eqn.primitive.name in CHECKPOINT_PRIMITIVES and (
+            eqn.params["policy"] is not _is_saveable
+        )
         for inner in inner_jaxprs(eqn):
             yield from _maps(inner, around or own)
 
 
-def _is_kept(primitive: Primitive, *_: Any, **params: Any) -> bool:
-    """What the derivative of such a function keeps: its totals, and what other maps return."""
+def _is_saveable(primitive: Primitive, *_: Any, **params: Any) -> bool:
+    """Decide what is saved if maps are rematerialized: totals, and the results of other maps."""
     if primitive.name == "federated_map":
         return not is_rematerialized(params["jaxpr"])
     if primitive.name == "federated_program":
         placed = {(placement.size,) for placement in params["placements"]}
         returned = {aval.shape[:1] for aval in params["jaxpr"].out_avals}
-        return not (_repeats_maps(params["jaxpr"]) and placed & returned)
+        return not (_rematerializes_maps(params["jaxpr"]) and placed & returned)
     return primitive in REDUCTIONS
 
 
@@ -182,19 +201,19 @@ def _jvp(primitive, primals, tangents, *, jaxpr, **others):
     results = primitive.bind(*_select(primals, used), jaxpr=primal, **others)
     origin = {"argument": primals, "output": results}
     residuals = [origin[kind][i] for kind, i in sources]
-    moved = primitive.bind(*residuals, *_select(tangents, nonzero), jaxpr=linear, **others)
+    nonzero_out = primitive.bind(*residuals, *_select(tangents, nonzero), jaxpr=linear, **others)
     outputs = results[: len(active)]
-    still = [zero_tangent(o) for o in _select(outputs, [not a for a in active])]
-    return outputs, _merge(active, moved, still)
+    zero_out = [zero_tangent(o) for o in _select(outputs, [not a for a in active])]
+    return outputs, _merge(active, nonzero_out, zero_out)
 
 
 # ---- reverse mode
 
 
-def _transpose(primitive, inner, cotangents, *args, jaxpr, **others):
+def _transpose(primitive, inner_aval, cotangents, *args, jaxpr, **others):
     linear = [is_linear(a) for a in args]
     present = [not is_zero(c) for c in cotangents]
-    targets = [inner(a.aval, **others) for a in _select(args, linear)]
+    targets = [inner_aval(a.aval, **others) for a in _select(args, linear)]
     known = _select(args, [not m for m in linear])
     given = _select(cotangents, present)
 
@@ -209,21 +228,21 @@ def _transpose(primitive, inner, cotangents, *args, jaxpr, **others):
     if not given:
         results: list = [Zero(a.aval) for a in _select(args, linear)]
     else:
-        avals = [inner(jax.typeof(a), **others) for a in (*known, *given)]
-        results = primitive.bind(*known, *given, jaxpr=_retrace(transposed, avals), **others)
+        avals = [inner_aval(jax.typeof(a), **others) for a in (*known, *given)]
+        results = primitive.bind(*known, *given, jaxpr=_trace(transposed, avals), **others)
     return _merge(linear, results, [None] * len(known))
 
 
 # ---- vmap
 
 
-def _batch(primitive, inner, batch_dim, axis, args, dims, *, jaxpr, **others):
+def _batch(primitive, inner_aval, batch_dim, axis, args, dims, *, jaxpr, **others):
     batched = [d is not None for d in dims]
     moved = [
         a if d is None else jnp.moveaxis(a, d, batch_dim) for a, d in zip(args, dims, strict=True)
     ]
     indexed = reads_axis_index(jaxpr, axis.name)
-    batched_out = [indexed or moves for moves in depends_on(jaxpr, batched)]
+    batched_out = [indexed or varies for varies in depends_on(jaxpr, batched)]
     mapped = jax.vmap(
         functools.partial(evaluate, jaxpr),
         in_axes=tuple(0 if b else None for b in batched),
@@ -232,6 +251,6 @@ def _batch(primitive, inner, batch_dim, axis, args, dims, *, jaxpr, **others):
         axis_name=axis.name,
         spmd_axis_name=axis.spmd_name,
     )
-    avals = [inner(jax.typeof(a), **others) for a in moved]
-    outputs = primitive.bind(*moved, jaxpr=_retrace(mapped, avals), **others)
+    avals = [inner_aval(jax.typeof(a), **others) for a in moved]
+    outputs = primitive.bind(*moved, jaxpr=_trace(mapped, avals), **others)
     return outputs, [batch_dim if b else None for b in batched_out]

@@ -1,5 +1,6 @@
-"""How placed values lie on a mesh: the types of values with and without a placement's axis."""
+"""Layouts of placed values on a mesh: types with and without the placement's axis."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -10,17 +11,20 @@ from fedpax.primitives.placement import Placement
 
 
 def mesh_axis(placement: Placement) -> str | None:
-    """The mesh axis that the participants are laid out over.
+    """Return the mesh axis that shards a placement's participants.
+
+    Args:
+        placement: the placement.
 
     Returns:
-        The placement's name, or None where the mesh has no such axis, or has it but manual: then
-        the code at hand runs on one shard of it already.
+        The placement's name. None if the mesh has no such axis, or if that axis is manual: the code
+        then runs on one shard already.
     """
     return None if _axis_type(placement) in (None, AxisType.Manual) else placement.name
 
 
 def explicit_axis(placement: Placement) -> str | None:
-    """The placement's mesh axis if its type is explicit: only then do types name it."""
+    """Return the placement's mesh axis if it is explicit; only then do array types contain it."""
     return placement.name if _axis_type(placement) == AxisType.Explicit else None
 
 
@@ -29,15 +33,15 @@ def _axis_type(placement: Placement) -> AxisType | None:
     return dict(zip(mesh.axis_names, mesh.axis_types, strict=True)).get(placement.name)
 
 
-def find_mesh(avals: Any) -> AbstractMesh:
-    """The mesh in context or, where none is set, the one that explicit arguments lie on."""
+def find_mesh(avals: Iterable[Any]) -> AbstractMesh:
+    """Return the mesh in context or, if none is set, the mesh of the first explicit argument."""
     mesh = jax.sharding.get_abstract_mesh()
     others = (aval.sharding.mesh for aval in avals)
     return next((m for m in (mesh, *others) if not m.empty), mesh)
 
 
 def check_divisible(placement: Placement) -> None:
-    """Raises a ValueError where the mesh axis of the placement does not divide its size."""
+    """Raise a ValueError if the placement's mesh axis does not divide its size."""
     axis = mesh_axis(placement)
     if axis is None:
         return
@@ -52,38 +56,42 @@ def check_divisible(placement: Placement) -> None:
 
 
 def placed_aval(aval: Any, placement: Placement) -> Any:
-    """The type of a value of which every participant has one: the placement's axis in front."""
+    """Return the type of a placed value, given the type of one participant's value."""
     mesh = jax.sharding.get_abstract_mesh()
     sharding = aval.sharding.update(mesh=mesh, spec=placed_spec(aval, placement))
     return aval.update(shape=(placement.size, *aval.shape), sharding=sharding)
 
 
 def placed_spec(aval: Any, placement: Placement) -> P:
-    """The layout that follows: a mesh axis shards one dimension only, so the others give it up."""
+    """Return the partition spec of a placed value, given the type of one participant's value.
+
+    A mesh axis can shard only one dimension, so the placement's axis is removed from the other
+    dimensions.
+    """
     axis = explicit_axis(placement)
-    return P(axis, *(_without(entry, axis) for entry in aval.sharding.spec))
+    return P(axis, *(_without_axis(entry, axis) for entry in aval.sharding.spec))
 
 
 def unplaced_aval(aval: Any) -> Any:
-    """The type of one participant's slice of a placed value."""
+    """Return the type of one participant's slice of a placed value."""
     sharding = aval.sharding.update(spec=P(*aval.sharding.spec[1:]))
     return aval.update(shape=aval.shape[1:], sharding=sharding)
 
 
 def shard_over_placement(x: jax.Array, placement: Placement) -> jax.Array:
-    """Moves the leading axis to the placement's mesh axis, where the types would name it."""
+    """Shard the leading axis over the placement's mesh axis, if that axis is explicit."""
     wanted = placed_spec(unplaced_aval(jax.typeof(x)), placement)
     return x if jax.typeof(x).sharding.spec == wanted else jax.sharding.reshard(x, wanted)
 
 
 def replicate_over_placement(x: jax.Array, placement: Placement) -> jax.Array:
-    """Gathers a server value over the placement's mesh axis, where its type names that axis."""
+    """Gather a server value over the placement's mesh axis, if that axis is explicit."""
     wanted = P(*placed_spec(jax.typeof(x), placement)[1:])
     return x if jax.typeof(x).sharding.spec == wanted else jax.sharding.reshard(x, wanted)
 
 
-def _without(entry: Any, axis: str | None) -> Any:
-    """A dimension's mesh axes less one."""
+def _without_axis(entry: Any, axis: str | None) -> Any:
+    """Remove a mesh axis from one entry of a partition spec."""
     if axis is None:
         return entry
     if not isinstance(entry, tuple):

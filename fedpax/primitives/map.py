@@ -1,12 +1,12 @@
-"""`federated_map`: a function, run by every participant on its own values."""
+"""`federated_map`: run a function on every participant."""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from fedpax.primitives._jax import Primitive, evaluate, trace
+from fedpax.primitives.arguments import function_name, named_like
 from fedpax.primitives.broadcast import broadcast
 from fedpax.primitives.call import define_call
 from fedpax.primitives.layout import (
@@ -17,11 +17,13 @@ from fedpax.primitives.layout import (
 )
 from fedpax.primitives.participant_loop import materialize, run_participants
 from fedpax.primitives.placement import (
+    ArrayTree,
     ChunkSize,
     Placement,
+    check_array,
     check_chunk_size,
     check_placed,
-    enter,
+    enter_participant,
     resolve_placement,
 )
 
@@ -30,38 +32,38 @@ federated_map_p.multiple_results = True
 
 
 def federated_map(
-    fn: Callable[..., Any],
-    *args: Any,
+    fn: Callable[..., ArrayTree],
+    *args: ArrayTree,
     placement: str | None = None,
     chunk_size: ChunkSize = None,
-) -> Any:
-    """Runs a function on every participant: `out[i] = fn(*[a[i] for a in args])`.
+) -> ArrayTree:
+    """Run a function on every participant: `out[i] = fn(*[a[i] for a in args])`.
 
-    Server values that `fn` closes over are broadcast to the participants. Inside `fn` the model
-    axes of a mesh are as outside; participants cannot see each other.
+    Server values that `fn` closes over are broadcast to the participants. The model axes of a mesh
+    are the same inside `fn` as outside. A participant cannot read the values of another.
 
     Args:
-        fn: takes one participant's slices, returns a pytree of arrays or numbers. Under
-            `jax.checkpoint` it is run again where its results are wanted later, in a derivative or
-            behind a reduction, instead of keeping them for every participant.
-        *args: pytrees of arrays `[n, ...]`, placed; any dtype. May be none at all.
-        placement: the placement's name; needed where the program has several.
-        chunk_size: how many participants a device runs at once. A smaller number needs less
-            memory; 1 runs `fn` unbatched, so that its conditionals and loops stay what they are.
-            "auto" is 1 on CPU, where a core gains nothing from a batch of clients. On GPU and TPU
-            it is as many as hold 1 GiB between them, by what `fn` keeps alive at once according to
-            its jaxpr (a model's parameters, gradients and activations): work enough for a device,
-            and little of its memory; at least 1, and made smaller until the chunks are of about
-            one size. None takes the program's setting.
+        fn: takes one participant's slices and returns a pytree of arrays or numbers. If `fn` is
+            under `jax.checkpoint`, its results are recomputed where a derivative or a later phase
+            needs them, and not stored for every participant.
+        *args: placed pytrees of arrays `[n, ...]` of any dtype; may be empty.
+        placement: name of the placement. Default None: the only placement of the program.
+        chunk_size: number of participants that a device runs at once. A smaller number needs less
+            memory; 1 runs `fn` unbatched, so that its conditionals and loops stay as they are.
+            "auto" is 1 on CPU, where a core gains nothing from a batch of clients. On GPU and TPU,
+            "auto" is the number of participants whose live values fit in 1 GiB, estimated from the
+            jaxpr of `fn` (for a model: parameters, gradients and activations), at least 1, and
+            reduced until all chunks have about the same size. Default None: the program's setting.
 
     Returns:
-        What `fn` returns, with an axis of size `n` in front of every leaf.
+        The result of `fn`, with an axis of size `n` in front of every leaf.
 
     Raises:
-        RuntimeError: outside of a program.
-        TypeError: an argument's leaf, or a result of `fn`, that is no array and no number.
-        ValueError: a leaf without the placement's axis, an unknown placement, none named where
-            there are several, a placement that the mesh does not divide, or `chunk_size` < 1.
+        RuntimeError: called outside a program.
+        TypeError: a leaf of an argument or of a result is not an array or a number.
+        ValueError: a leaf lacks the placement's axis, the placement is unknown, the program has
+            several placements and `placement` is None, the mesh axis does not divide the
+            placement, or `chunk_size` is below 1.
 
     Example:
         >>> import jax
@@ -82,21 +84,30 @@ def federated_map(
             f"federated_map(): fn is of type {type(fn).__name__}, expected a function of one "
             "participant's values. Pass the function first, then the placed values."
         )
-    tree: Any = jax.tree.structure(args)
-    leaves = []
+    leaves: list[jax.Array] = []
     for i, arg in enumerate(args):
         leaves += check_placed("federated_map", arg, target, f"args[{i}]")
     leaves = [shard_over_placement(leaf, target) for leaf in leaves]
+    slices = [unplaced_aval(jax.typeof(leaf)) for leaf in leaves]
     out_trees: list[Any] = []
 
-    def flat(*slices):
-        with enter(target.name):
-            out = fn(*jax.tree.unflatten(tree, slices))
+    def on_participant(*args: ArrayTree) -> list[jax.Array]:
+        with enter_participant(target.name):
+            out = fn(*args)
         outputs, out_tree = jax.tree.flatten_with_path(out)
         out_trees.append(out_tree)
-        return [_check_output(leaf, path) for path, leaf in outputs]
+        return [
+            check_array(
+                "federated_map()",
+                leaf,
+                f"out{jax.tree_util.keystr(path)}, returned by {function_name(fn)}(),",
+                "Return arrays, or None for nothing.",
+            )
+            for path, leaf in outputs
+        ]
 
-    jaxpr, closed_over = trace(flat, [unplaced_aval(jax.typeof(leaf)) for leaf in leaves])
+    types = jax.tree.unflatten(jax.tree.structure(args), slices)
+    jaxpr, closed_over = trace(named_like(fn, on_participant), *types)
     outputs = federated_map_p.bind(
         *[broadcast(c, target) for c in closed_over],
         *leaves,
@@ -107,31 +118,25 @@ def federated_map(
     return jax.tree.unflatten(out_trees[0], outputs)
 
 
-def _check_output(leaf: Any, path: Any) -> jax.Array:
-    try:
-        return jnp.asarray(leaf) if not isinstance(leaf, jax.Array) else leaf
-    except TypeError:
-        raise TypeError(
-            f"federated_map(): fn returned {type(leaf).__name__} at out{jax.tree_util.keystr(path)}"
-            ", expected arrays or numbers. Return arrays, or None for nothing."
-        ) from None
-
-
 def _implementation(*args, jaxpr, placement, chunk_size):
-    def one(number, shared, slices):
+    def participant_fn(index, server_values, slices):
         return evaluate(jaxpr, *map(materialize, slices))
 
-    return run_participants(one, (), args, (), placement, chunk_size)
+    return run_participants(participant_fn, (), args, (), placement, chunk_size)
 
 
-def _inner(aval, *, placement: Placement, chunk_size):
+def _inner_aval(aval, *, placement: Placement, chunk_size):
     return unplaced_aval(aval)
 
 
-def _outer(aval, *, placement: Placement, chunk_size):
+def _outer_aval(aval, *, placement: Placement, chunk_size):
     return placed_aval(aval, placement)
 
 
 define_call(
-    federated_map_p, inner=_inner, outer=_outer, batch_dim=1, implementation=_implementation
+    federated_map_p,
+    inner_aval=_inner_aval,
+    outer_aval=_outer_aval,
+    batch_dim=1,
+    implementation=_implementation,
 )

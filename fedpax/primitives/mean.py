@@ -80,15 +80,15 @@ def federated_mean(
 
 def _check_weights(weights: Any, placement: Placement) -> jax.Array:
     leaves = [
-        check_array("federated_mean", leaf, "weights" + jax.tree_util.keystr(path))
+        check_array("federated_mean()", leaf, "weights" + jax.tree_util.keystr(path))
         for path, leaf in jax.tree.leaves_with_path(weights)
     ]
     if len(leaves) != 1 or jnp.shape(leaves[0]) != (placement.size,):
         found = [jnp.shape(leaf) for leaf in leaves]
         raise ValueError(
             f"federated_mean(): weights has shape {found[0] if len(found) == 1 else found}, "
-            f"expected ({placement.size},), one number for each of the {placement.name}. If weights "
-            "differ between parameters, multiply inside federated_map() and divide one "
+            f"expected ({placement.size},), one number for each of the {placement.name}. If "
+            "weights differ between parameters, multiply inside federated_map() and divide one "
             "federated_sum() by another."
         )
     (w,) = check_placed("federated_mean", leaves[0], placement, "weights")

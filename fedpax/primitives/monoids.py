@@ -1,4 +1,4 @@
-"""How values of many participants become one, a few at a time and then between devices."""
+"""Monoids: associative operations that combine the values of participants into totals."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -10,35 +10,35 @@ import numpy as np
 
 
 class Monoid(NamedTuple):
-    """How values of many participants become totals, a few at a time.
+    """An associative operation with an identity.
 
-    Its functions take lists: of some totals several arrays belong together.
+    All functions take and return lists of arrays, because one total can consist of several arrays.
 
     Attributes:
-        reduce: `(arrays [n, ...]) -> totals`.
-        merge: `(totals, totals) -> totals`.
-        start: `(dtypes) -> ` the scalars that merging leaves as they are.
-        collective: `(totals, axis_name) -> totals` between devices.
+        reduce: `(arrays [n, ...]) -> totals` over participants.
+        merge: `(totals, totals) -> totals` of two groups of participants.
+        identity: `(dtypes) -> scalars`; merging with them changes nothing.
+        all_reduce: `(totals, mesh axis) -> totals` over devices.
     """
 
     reduce: Callable[[list], list]
     merge: Callable[[list, list], list]
-    start: Callable[[list], list]
-    collective: Callable[[list, str], list]
+    identity: Callable[[list], list]
+    all_reduce: Callable[[list, str], list]
 
 
 def apply_by_monoid(
     monoids: Sequence[Monoid], apply: Callable[..., list], *totals: Sequence[Any]
 ) -> list[Any]:
-    """Applies a function to the totals of each monoid, all of one together.
+    """Call a function once for each different monoid, with all totals of that monoid.
 
     Args:
-        monoids: what each total is combined by.
-        apply: `(monoid, *its totals) -> list` as long.
-        *totals: lists as long as `monoids`.
+        monoids: the monoid of each total.
+        apply: `(monoid, *lists of its totals) -> list` of the same length.
+        *totals: lists of the same length as `monoids`.
 
     Returns:
-        What it gives, in the order of the totals.
+        The results, in the order of the totals.
     """
     found: list[Any] = [None] * len(monoids)
     for monoid in dict.fromkeys(monoids):
@@ -50,21 +50,21 @@ def apply_by_monoid(
 
 
 def accumulation_dtype(dtype: Any) -> Any:
-    """The dtype to add up in: at least float32 for floats."""
+    """Return the dtype to accumulate in: float32 for narrower floats, else the dtype itself."""
     narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
     return jnp.dtype(jnp.float32) if narrow else jnp.dtype(dtype)
 
 
-def _least(dtype: Any) -> jax.Array:
+def _lowest(dtype: Any) -> jax.Array:
     return jnp.asarray(_bounds(dtype)[0], dtype)
 
 
-def _greatest(dtype: Any) -> jax.Array:
+def _highest(dtype: Any) -> jax.Array:
     return jnp.asarray(_bounds(dtype)[1], dtype)
 
 
 def _bounds(dtype: Any) -> tuple[Any, Any]:
-    """The least and the greatest number; some floats of 8 bits have no infinities."""
+    """Return the smallest and the largest value; some 8-bit floats have no infinities."""
     if dtype == jnp.bool_:
         return False, True
     if jnp.issubdtype(dtype, jnp.integer):
@@ -74,35 +74,35 @@ def _bounds(dtype: Any) -> tuple[Any, Any]:
     return jnp.finfo(dtype).min, jnp.finfo(dtype).max
 
 
-def _elementwise(reduce: Callable, merge: Callable, start: Callable, collective: Any) -> Monoid:
+def _elementwise(reduce: Callable, merge: Callable, identity: Callable, all_reduce: Any) -> Monoid:
     return Monoid(
         lambda arrays: reduce(arrays, axis=0),
         lambda some, others: list(map(merge, some, others)),
-        lambda dtypes: list(map(start, dtypes)),
-        collective,
+        lambda dtypes: list(map(identity, dtypes)),
+        all_reduce,
     )
 
 
-def _listed(reduce: Callable) -> Callable:
+def _for_each(reduce: Callable) -> Callable:
     return lambda arrays, axis: [reduce(a, axis=axis) for a in arrays]
 
 
-def _in_order(pick: Callable, nan: Callable) -> Callable:
-    """A maximum or minimum that is NaN where any value is, between devices too.
+def _propagating_nan(extremum: Callable, nan_key: Callable) -> Callable:
+    """Return an extremum that is NaN if any value is NaN, also between devices.
 
-    XLA's all-reduce on CPU compares as C++ does, and loses a NaN. Integers in the order of the
-    floats, and one beyond them all for NaN, have no such case.
+    XLA's all-reduce on CPU compares floats as C++ does and can drop a NaN. So floats are mapped to
+    integers of the same order, with one integer beyond all others for NaN.
 
     Args:
-        pick: `(arrays, axis) -> arrays`, the maximum or minimum.
-        nan: `(integer dtype) -> ` what stands for NaN.
+        extremum: `(arrays, axis) -> arrays`, a maximum or minimum.
+        nan_key: `(integer dtype) -> integer` that represents NaN.
 
     Returns:
-        A function like `pick`.
+        A function with the signature of `extremum`.
     """
 
-    def turned(bits):
-        # Where the sign is set, larger bits are smaller numbers. Turned twice they are as before.
+    def flip_negative(bits):
+        # If the sign bit is set, larger bits are smaller numbers. Applied twice: the identity.
         return bits ^ (bits >> (8 * bits.dtype.itemsize - 1) & jnp.iinfo(bits.dtype).max)
 
     def key(x):
@@ -111,68 +111,86 @@ def _in_order(pick: Callable, nan: Callable) -> Callable:
         wide = x.astype(accumulation_dtype(x.dtype))
         ints = jnp.int32 if wide.dtype.itemsize == 4 else jnp.int64
         bits = jax.lax.bitcast_convert_type(wide, ints)
-        return jnp.where(jnp.isnan(wide), nan(ints), turned(bits))
+        return jnp.where(jnp.isnan(wide), nan_key(ints), flip_negative(bits))
 
     def value(key, dtype):
         if not jnp.issubdtype(dtype, jnp.floating):
             return key
-        wide = jax.lax.bitcast_convert_type(turned(key), accumulation_dtype(dtype))
-        return jnp.where(key == nan(key.dtype), jnp.nan, wide).astype(dtype)
+        wide = jax.lax.bitcast_convert_type(flip_negative(key), accumulation_dtype(dtype))
+        return jnp.where(key == nan_key(key.dtype), jnp.nan, wide).astype(dtype)
 
     def run(arrays, axis):
-        best = pick(list(map(key, arrays)), axis)
+        best = extremum(list(map(key, arrays)), axis)
         return [value(b, a.dtype) for b, a in zip(best, arrays, strict=True)]
 
     return run
 
 
-ADDITION = _elementwise(_listed(jnp.sum), jnp.add, lambda dtype: jnp.zeros((), dtype), jax.lax.psum)
+ADDITION = _elementwise(
+    # The terms have the dtype of the result already. By default NumPy widens integers again.
+    lambda arrays, axis: [jnp.sum(a, axis=axis, dtype=a.dtype) for a in arrays],
+    jnp.add,
+    lambda dtype: jnp.zeros((), dtype),
+    jax.lax.psum,
+)
 MAXIMUM = _elementwise(
-    _in_order(_listed(jnp.max), _greatest),
+    _propagating_nan(_for_each(jnp.max), _highest),
     jnp.maximum,
-    _least,
-    _in_order(jax.lax.pmax, _greatest),
+    _lowest,
+    _propagating_nan(jax.lax.pmax, _highest),
 )
 MINIMUM = _elementwise(
-    _in_order(_listed(jnp.min), _least), jnp.minimum, _greatest, _in_order(jax.lax.pmin, _least)
+    _propagating_nan(_for_each(jnp.min), _lowest),
+    jnp.minimum,
+    _highest,
+    _propagating_nan(jax.lax.pmin, _lowest),
 )
 
 
 def equal_with_nan(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Whether numbers are equal, NaN to itself too."""
+    """Compare elementwise for equality; NaN equals NaN."""
     return (x == y) | (jnp.isnan(x) & jnp.isnan(y))
 
 
 def with_ties(extremum: Monoid) -> Monoid:
-    """An extremum; of those that attain it the first number, the last, and how many they are."""
+    """Extend an extremum by the participants that attain it.
+
+    Args:
+        extremum: `MAXIMUM` or `MINIMUM`.
+
+    Returns:
+        A monoid whose totals are four arrays each: the extremum, the first and the last index of a
+        participant that attains it, and the number of ties.
+    """
     parts = (extremum, MINIMUM, MAXIMUM, ADDITION)
 
-    def settle(best, x, *who):
-        """A total's numbers and count, where `best` is the extremum of all."""
-        own = equal_with_nan(x, best)
-        nobody = start([x.dtype, *(a.dtype for a in who)])[1:]
-        return [jnp.where(own, a, none) for a, none in zip(who, nobody, strict=True)]
+    def of_ties(best, x, *indices_and_count):
+        """Replace indices and count by identities where `x` is not the overall extremum."""
+        attained = equal_with_nan(x, best)
+        identities = identity([x.dtype, *(a.dtype for a in indices_and_count)])[1:]
+        pairs = zip(indices_and_count, identities, strict=True)
+        return [jnp.where(attained, a, none) for a, none in pairs]
 
     def reduce(total):
         (best,) = extremum.reduce(total[:1])
-        who = settle(best, *total)
-        return [best, *(m.reduce([a])[0] for m, a in zip(parts[1:], who, strict=True))]
+        ties = of_ties(best, *total)
+        return [best, *(m.reduce([a])[0] for m, a in zip(parts[1:], ties, strict=True))]
 
     def merge(total, other):
         (best,) = extremum.merge(total[:1], other[:1])
-        who = zip(parts[1:], settle(best, *total), settle(best, *other), strict=True)
-        return [best, *(m.merge([a], [b])[0] for m, a, b in who)]
+        ties = zip(parts[1:], of_ties(best, *total), of_ties(best, *other), strict=True)
+        return [best, *(m.merge([a], [b])[0] for m, a, b in ties)]
 
-    def start(dtypes):
-        return [m.start([dtype])[0] for m, dtype in zip(parts, dtypes, strict=True)]
+    def identity(dtypes):
+        return [m.identity([dtype])[0] for m, dtype in zip(parts, dtypes, strict=True)]
 
-    def collective(total, axis):
-        (best,) = extremum.collective(total[:1], axis)
-        who = settle(best, *total)
-        return [best, *(m.collective([a], axis)[0] for m, a in zip(parts[1:], who, strict=True))]
+    def all_reduce(total, axis):
+        (best,) = extremum.all_reduce(total[:1], axis)
+        ties = of_ties(best, *total)
+        return [best, *(m.all_reduce([a], axis)[0] for m, a in zip(parts[1:], ties, strict=True))]
 
-    def each(fn: Callable) -> Callable:
-        """The function for several totals, of four arrays each."""
+    def for_each_total(fn: Callable) -> Callable:
+        """Apply a function of one total, which is four arrays, to a list of totals."""
 
         def run(*lists):
             starts = range(0, len(lists[0]), len(parts))
@@ -181,8 +199,8 @@ def with_ties(extremum: Monoid) -> Monoid:
         return run
 
     return Monoid(
-        each(reduce),
-        each(merge),
-        each(start),
-        lambda totals, axis: each(functools.partial(collective, axis=axis))(totals),
+        for_each_total(reduce),
+        for_each_total(merge),
+        for_each_total(identity),
+        lambda totals, axis: for_each_total(functools.partial(all_reduce, axis=axis))(totals),
     )

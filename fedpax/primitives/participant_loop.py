@@ -1,4 +1,4 @@
-"""The loop over participants: on each device some of them at a time, reduced as they come."""
+"""The loop over participants: each device runs a chunk of them at a time and reduces as it goes."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -9,327 +9,353 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from fedpax.primitives._jax import ClosedJaxpr, eliminate_dead_code, evaluate, with_manual_axis
-from fedpax.primitives.layout import explicit_axis, mesh_axis, shard_over_placement, unplaced_aval
+from fedpax.primitives._jax import ClosedJaxpr, eliminate_dead_code, evaluate
+from fedpax.primitives.layout import (
+    explicit_axis,
+    mesh_axis,
+    shard_over_placement,
+    unplaced_aval,
+)
+from fedpax.primitives.manual_axis import with_manual_axis
 from fedpax.primitives.monoids import Monoid, apply_by_monoid
 from fedpax.primitives.peak_memory import num_bytes, peak_live_bytes
 from fedpax.primitives.placement import ChunkSize, Placement
 
-# What "auto" lets the participants of a GPU or TPU hold between them, in bytes.
+# chunk_size="auto" runs as many participants at once on a GPU or TPU as fit in this many bytes.
 AUTO_CHUNK_BYTES = 2**30
 
 
 class LazySlice(NamedTuple):
-    """A participant's value, as the place where it lies among those of all the others.
+    """A lazy slice: the full stacked array plus the index of one participant.
 
-    What loops inside of the participant read of it, they read there: nothing is copied.
+    A nested loop reads such a value directly from the full array, without a copy.
 
     Attributes:
-        whole: an array whose first axes are of placements, the outermost first; in a pytree of
-            types or of mesh axes its type, or its axes.
-        places: int32 scalars, where along each of these axes; likewise.
+        array: array whose first axes belong to placements, the outermost first. In a pytree of
+            types or of partition specs: its type or its spec.
+        indices: int32 scalars, the index along each of these axes. In a pytree of types or of
+            partition specs: their types or specs.
     """
 
-    whole: Any
-    places: tuple[Any, ...]
+    array: Any
+    indices: tuple[Any, ...]
 
 
 def materialize(value: Any) -> jax.Array:
-    """A value, taken out of where it lies if it is a `LazySlice`."""
+    """Return a value as an array; slice it out of the full array if it is a `LazySlice`."""
     if not isinstance(value, LazySlice):
         return value
-    first = len(value.places)
-    starts = (*value.places, *[jnp.int32(0)] * (value.whole.ndim - first))
-    sizes = (*[1] * first, *value.whole.shape[first:])
-    return jax.lax.squeeze(jax.lax.dynamic_slice(value.whole, starts, sizes), range(first))
+    depth = len(value.indices)
+    starts = (*value.indices, *[jnp.int32(0)] * (value.array.ndim - depth))
+    sizes = (*[1] * depth, *value.array.shape[depth:])
+    return jax.lax.squeeze(jax.lax.dynamic_slice(value.array, starts, sizes), range(depth))
 
 
-def type_of(value: Any) -> Any:
-    """The type of an array, or of what a `LazySlice` shows."""
+def aval_of_value(value: Any) -> Any:
+    """Return the type of an array, or of the array that a `LazySlice` materializes to."""
     if not isinstance(value, LazySlice):
         return jax.typeof(value)
-    aval = jax.typeof(value.whole)
-    for _ in value.places:
+    aval = jax.typeof(value.array)
+    for _ in value.indices:
         aval = unplaced_aval(aval)
     return aval
 
 
 def run_participants(
-    one: Callable[[jax.Array, list, list], list],
-    shared: Sequence[jax.Array],
-    placed: Sequence[Any],
+    participant_fn: Callable[[jax.Array, list, list], list],
+    server_values: Sequence[jax.Array],
+    placed_values: Sequence[jax.Array | LazySlice],
     monoids: Sequence[Monoid],
     placement: Placement,
     chunk_size: ChunkSize,
-    lent: Sequence[bool] | None = None,
-    first: Any = 0,
-) -> list:
-    """Runs a function on every participant, and reduces what it returns as they come.
+    lazy: Sequence[bool] | None = None,
+    first_index: int | jax.Array = 0,
+) -> list[jax.Array]:
+    """Run a function on every participant; stack its first outputs and reduce its last outputs.
 
     Args:
-        one: `(number, shared, slices) -> outputs` of one participant: its number among all, an
-            int32 scalar, the shared values, and its slices of the placed ones.
-        shared: server values.
-        placed: arrays `[n, ...]`, or `LazySlice`s of them.
-        monoids: what each of the last outputs is combined by; those before are stacked.
-        placement: who runs it.
-        chunk_size: how many of them a device runs at once.
-        lent: which placed values `one` takes as `LazySlice`s where there is a loop; None for none.
-        first: the number of the first participant.
+        participant_fn: `(index, server values, slices) -> outputs` of one participant. The index is
+            an int32 scalar; the slices are the participant's slices of the placed values.
+        server_values: arrays that all participants share.
+        placed_values: arrays `[n, ...]`, or lazy slices that materialize to such arrays.
+        monoids: the monoid of each of the last outputs. The outputs before them are stacked.
+        placement: the placement of `n` participants.
+        chunk_size: number of participants that a device runs at once, as in `federated_map`.
+        lazy: for each placed value, whether `participant_fn` takes its slice as a `LazySlice` when
+            the participants run in a loop. Default None: all slices are arrays.
+        first_index: index of the first participant.
 
     Returns:
-        Arrays `[n, ...]`, then the totals over all participants.
+        The stacked outputs `[n, ...]`, then the totals over all participants.
     """
-    views = [_laid_out(v, placement) for v in placed]
+    slices_of = [_shard(v, placement) for v in placed_values]
     axis = mesh_axis(placement)
     devices = 1 if axis is None else jax.sharding.get_abstract_mesh().shape[axis]
     local = placement.size // devices
     loops = chunk_size == "auto" or (chunk_size or local) < local
-    lends = [loops and wanted for wanted in lent or [False] * len(views)]
-    slices = [
-        _on_a_device(v, local) if lend else unplaced_aval(type_of(v))
-        for v, lend in zip(views, lends, strict=True)
+    lazy = [loops and wanted for wanted in lazy or [False] * len(slices_of)]
+    slice_types = [
+        _local_slice_type(v, local) if is_lazy else unplaced_aval(aval_of_value(v))
+        for v, is_lazy in zip(slices_of, lazy, strict=True)
     ]
-    types = jax.ShapeDtypeStruct((), jnp.int32), list(map(jax.typeof, shared)), slices
-    jaxpr = eliminate_dead_code(jax.make_jaxpr(one)(*types))
-    numbered = _reads_first(jaxpr)
-    others = [False, *[True] * len(shared)]
-    for lend, slice_ in zip(lends, slices, strict=True):
-        others += [lend] * len(jax.tree.leaves(slice_))
-    fits = max(1, AUTO_CHUNK_BYTES // _bytes_of_one(jaxpr, others))
-    loop = _Loop(
+    index_type = jax.ShapeDtypeStruct((), jnp.int32)
+    types = index_type, list(map(jax.typeof, server_values)), slice_types
+    jaxpr = eliminate_dead_code(jax.make_jaxpr(participant_fn)(*types))
+    uses_index = _uses_index(jaxpr)
+    shared = [False, *[True] * len(server_values)]
+    for is_lazy, slice_type in zip(lazy, slice_types, strict=True):
+        shared += [is_lazy] * len(jax.tree.leaves(slice_type))
+    loop = _DeviceLoop(
         functools.partial(evaluate, jaxpr),
         jaxpr.out_avals,
-        shared,
+        server_values,
         monoids,
-        lends,
+        lazy,
         local,
-        first if numbered else 0,
-        fits,
+        first_index if uses_index else 0,
+        max(1, AUTO_CHUNK_BYTES // _bytes_per_participant(jaxpr, shared)),
     )
     if axis is None:
-        return loop.run(views, chunk_size)
-    loop = loop._replace(one=with_manual_axis(jaxpr, axis))
+        return loop.run(slices_of, chunk_size)
+    loop = loop._replace(participant_fn=with_manual_axis(jaxpr, axis))
 
-    def on_device(shared, first, views):
-        here = loop._replace(shared=shared, first=0 if first is None else first[0])
-        outputs = here.run(views, chunk_size)
-        # Alone on its axis a device has the totals, and XLA's partitioner fails at a collective.
+    def on_device(server_values, first, placed):
+        device_loop = loop._replace(
+            server_values=server_values, first_index=0 if first is None else first[0]
+        )
+        outputs = device_loop.run(placed, chunk_size)
+        # With one device on the axis the totals are complete, and XLA's partitioner fails at a
+        # collective over an axis of size 1.
         if devices == 1:
             return outputs
-        stacked, totals = here.split(outputs)
-        return [*stacked, *apply_by_monoid(monoids, lambda m, own: m.collective(own, axis), totals)]
+        stacked, totals = device_loop.split(outputs)
+        return [*stacked, *apply_by_monoid(monoids, lambda m, own: m.all_reduce(own, axis), totals)]
 
-    firsts = None
-    if numbered:
-        firsts = shard_over_placement(
-            first + local * jnp.arange(devices, dtype=jnp.int32), placement
-        )
-    # All differentiation has been done on the jaxpr, so nothing needs to know which values vary.
+    first_indices = None
+    if uses_index:
+        starts = local * jnp.arange(devices, dtype=jnp.int32)
+        first_indices = shard_over_placement(first_index + starts, placement)
+    num_stacked = len(jaxpr.out_avals) - len(monoids)
     outputs = jax.shard_map(
         on_device,
         axis_names={axis},
-        in_specs=(P(), P(axis), [_spec(v, axis) for v in views]),
-        out_specs=[*[P(axis)] * (len(jaxpr.out_avals) - len(monoids)), *[P()] * len(monoids)],
+        in_specs=(P(), P(axis), [_in_spec(v, axis) for v in slices_of]),
+        out_specs=[*[P(axis)] * num_stacked, *[P()] * len(monoids)],
+        # The jaxpr is differentiated already, so it need not know which values vary over the axis.
         check_vma=False,
-    )(list(shared), firsts, views)
-    return [_as_typed(x) for x in outputs]
+    )(list(server_values), first_indices, slices_of)
+    return [_reshard_to_type(x) for x in outputs]
 
 
-def _laid_out(value: Any, placement: Placement) -> LazySlice:
-    """A placed value as a `LazySlice`, with the placement's mesh axis on its participants' axis."""
+def _shard(value: jax.Array | LazySlice, placement: Placement) -> LazySlice:
+    """Return a placed value as a `LazySlice` whose participants' axis is sharded by the mesh."""
     if isinstance(value, LazySlice):
-        if jax.typeof(value.whole).sharding.spec[len(value.places)] == explicit_axis(placement):
+        spec = jax.typeof(value.array).sharding.spec
+        if spec[len(value.indices)] == explicit_axis(placement):
             return value
         value = materialize(value)
     return LazySlice(shard_over_placement(value, placement), ())
 
 
-def _spec(view: LazySlice, axis: str) -> LazySlice:
-    return LazySlice(P(*[None] * len(view.places), axis), tuple(P() for _ in view.places))
+def _in_spec(value: LazySlice, axis: str) -> LazySlice:
+    return LazySlice(P(*[None] * len(value.indices), axis), tuple(P() for _ in value.indices))
 
 
-def _on_a_device(view: LazySlice, participants: int) -> LazySlice:
-    """The types of a `LazySlice` of one of the participants on a device."""
-    aval, at = jax.typeof(view.whole), len(view.places)
+def _local_slice_type(value: LazySlice, participants: int) -> LazySlice:
+    """Return the type of one participant's `LazySlice` of the participants on a device."""
+    aval, depth = jax.typeof(value.array), len(value.indices)
     shape, spec = list(aval.shape), list(aval.sharding.spec)
-    shape[at], spec[at] = participants, None
-    whole = aval.update(shape=tuple(shape), sharding=aval.sharding.update(spec=P(*spec)))
-    place = jax.ShapeDtypeStruct((), jnp.int32)
-    return LazySlice(whole, (place,) * (at + 1))
+    shape[depth], spec[depth] = participants, None
+    array = aval.update(shape=tuple(shape), sharding=aval.sharding.update(spec=P(*spec)))
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+    return LazySlice(array, (index,) * (depth + 1))
 
 
-def _reads_first(jaxpr: ClosedJaxpr) -> bool:
-    """Whether anything in a function needs its first argument."""
-    number = jaxpr.jaxpr.invars[0]
-    return any(v is number for eqn in jaxpr.jaxpr.eqns for v in eqn.invars) or any(
-        v is number for v in jaxpr.jaxpr.outvars
+def _uses_index(jaxpr: ClosedJaxpr) -> bool:
+    """Return whether an equation or output reads the first argument."""
+    index = jaxpr.jaxpr.invars[0]
+    return any(v is index for eqn in jaxpr.jaxpr.eqns for v in eqn.invars) or any(
+        v is index for v in jaxpr.jaxpr.outvars
     )
 
 
-def _as_typed(x: jax.Array) -> jax.Array:
-    """Tells the compiler the explicit axes in an array's type, which it may otherwise give up.
+def _reshard_to_type(x: jax.Array) -> jax.Array:
+    """Constrain an array to the explicit axes in its type.
 
-    JAX 0.10.2 says of a shard_map's results only where the manual axis lies; returned from `jit` on
-    a mesh of mixed axes, they would be replicated over the explicit ones, and typed so.
+    JAX 0.10.2 lowers the result of a `shard_map` with a sharding over the manual axis alone. A
+    program that returns such a result on a mesh of mixed axes would return it replicated over the
+    explicit axes.
     """
     spec = jax.typeof(x).sharding.spec
     return jax.sharding.reshard(x, spec) if any(entry is not None for entry in spec) else x
 
 
-def _bytes_of_one(jaxpr: ClosedJaxpr, others: Sequence[bool]) -> int:
-    """What one participant holds, without the arguments that are others' too."""
+def _bytes_per_participant(jaxpr: ClosedJaxpr, shared: Sequence[bool]) -> int:
+    """Return the peak bytes of one participant, without the arguments that participants share."""
     inner = jaxpr.jaxpr
-    theirs = sum(num_bytes(v) for v, o in zip(inner.invars, others, strict=True) if o)
-    return max(1, peak_live_bytes(inner) - theirs)
+    shared_bytes = sum(num_bytes(v) for v, s in zip(inner.invars, shared, strict=True) if s)
+    return max(1, peak_live_bytes(inner) - shared_bytes)
 
 
-class _Loop(NamedTuple):
-    """The participants of one device, some of them batched, one chunk after another.
+class _DeviceLoop(NamedTuple):
+    """The participants of one device, run in chunks.
 
     Attributes:
-        one: what a participant runs: its number, shared values and slices in, a list out.
-        out_avals: the types of what it returns.
-        shared: server values.
-        monoids: what the last of these are combined by; those before are stacked.
-        lends: which placed values it takes as `LazySlice`s.
-        participants: how many there are.
-        first: the number of the first.
-        fits: how many of them "auto" batches on an accelerator.
+        participant_fn: `(index, *server values, *slices) -> list of outputs` of one participant.
+        out_avals: types of the outputs.
+        server_values: arrays that all participants share.
+        monoids: the monoid of each of the last outputs. The outputs before them are stacked.
+        lazy: for each placed value, whether `participant_fn` takes a `LazySlice`.
+        participants: number of participants on the device.
+        first_index: index of the first participant.
+        max_auto_chunk: largest chunk that "auto" may choose on an accelerator.
     """
 
-    one: Callable[..., list]
+    participant_fn: Callable[..., list]
     out_avals: Sequence[Any]
-    shared: Sequence[jax.Array]
+    server_values: Sequence[jax.Array]
     monoids: Sequence[Monoid]
-    lends: Sequence[bool]
+    lazy: Sequence[bool]
     participants: int
-    first: Any
-    fits: int
+    first_index: int | jax.Array
+    max_auto_chunk: int
 
-    def run(self, placed: Sequence[LazySlice], chunk_size: ChunkSize) -> list:
+    def run(self, placed: Sequence[LazySlice], chunk_size: ChunkSize) -> list[jax.Array]:
+        """Run all participants and return the stacked outputs, then the totals."""
         if chunk_size == "auto":
             return jax.lax.platform_dependent(
                 *placed,
                 cpu=lambda *placed: self.run(placed, 1),
-                default=lambda *placed: self.run(placed, self.even_chunk()),
+                default=lambda *placed: self.run(placed, self.auto_chunk_size()),
             )
         size = min(chunk_size or self.participants, self.participants)
         chunks, rest = divmod(self.participants, size)
         if chunks == 1 and not rest:
-            return self.chunk(size, 0, placed)
+            return self.run_chunk(size, 0, placed)
 
-        # What is stacked takes the place of an argument of its type, row by row: a state that is
-        # donated needs no second buffer. An argument that is not is copied there.
-        owners = self.owners(placed)
+        # A stacked output is written row by row into the buffer of an input of the same type, so a
+        # donated state needs no second buffer. XLA copies an input that is not donated.
+        aliases = self.aliased_inputs(placed)
 
-        def take(size: int, carry: tuple) -> tuple:
-            start, stored, totals = carry
+        def step(size: int, carry: tuple) -> tuple:
+            start, stacked, totals = carry
             current = list(placed)
-            for i, whole in zip(owners, stored, strict=True):
+            for i, buffer in zip(aliases, stacked, strict=True):
                 if i is not None:
-                    current[i] = LazySlice(whole, ())
-            own, terms = self.split(self.chunk(size, start, current))
+                    current[i] = LazySlice(buffer, ())
+            rows, terms = self.split(self.run_chunk(size, start, current))
             write = jax.lax.dynamic_update_slice_in_dim
-            stored = [write(whole, o, start, 0) for whole, o in zip(stored, own, strict=True)]
+            stacked = [write(all_, own, start, 0) for all_, own in zip(stacked, rows, strict=True)]
             totals = apply_by_monoid(self.monoids, lambda m, a, b: m.merge(a, b), totals, terms)
-            return start + size, stored, totals
+            return start + size, stacked, totals
 
-        # The starts are counted and not scanned over: an array of them would grow with the clients.
-        # The results are carried and not stacked, so that the rest is written into the same arrays.
-        room = [
-            _unwritten(self.participants, aval) if i is None else placed[i].whole
-            for i, aval in zip(owners, self.split(self.out_avals)[0], strict=True)
+        # Two arrays are avoided here. The start is counted in the carry: scanned over, an array of
+        # starts would grow with the clients. The outputs are carried: stacked by the scan, they
+        # would be copied when the last, smaller chunk is appended.
+        buffers = [
+            _empty_rows(self.participants, aval) if i is None else placed[i].array
+            for i, aval in zip(aliases, self.split(self.out_avals)[0], strict=True)
         ]
         carry, _ = jax.lax.scan(
-            lambda carry, _: (take(size, carry), None), (0, room, self.start()), length=chunks
+            lambda carry, _: (step(size, carry), None),
+            (0, buffers, self.identities()),
+            length=chunks,
         )
-        _, stored, totals = take(rest, carry) if rest else carry
-        return [*stored, *totals]
+        _, stacked, totals = step(rest, carry) if rest else carry
+        return [*stacked, *totals]
 
-    def even_chunk(self) -> int:
-        """The chunk of "auto": as few chunks as fit, and all about as large."""
-        chunks = -(-self.participants // self.fits)
+    def auto_chunk_size(self) -> int:
+        """Return the chunk size of "auto": the fewest chunks that fit, of about equal size."""
+        chunks = -(-self.participants // self.max_auto_chunk)
         return -(-self.participants // chunks)
 
-    def chunk(self, size: int, start: Any, placed: Sequence[LazySlice]) -> list:
-        """Runs `size` participants: outputs come back stacked, or combined."""
+    def run_chunk(self, size: int, start: Any, placed: Sequence[LazySlice]) -> list[jax.Array]:
+        """Run `size` participants and return their stacked outputs, then their totals."""
         several = size > 1
-        places = start + jnp.arange(size, dtype=jnp.int32) if several else jnp.int32(start)
-        arguments = [places + self.first, *self.shared]
-        axes: list[int | None] = [0, *[None] * len(self.shared)]
-        for view, lend in zip(placed, self.lends, strict=True):
-            if lend:
-                arguments += [view.whole, *view.places, places]
-                axes += [None, *[None] * len(view.places), 0]
+        local_index = start + jnp.arange(size, dtype=jnp.int32) if several else jnp.int32(start)
+        arguments = [local_index + self.first_index, *self.server_values]
+        axes: list[int | None] = [0, *[None] * len(self.server_values)]
+        for value, is_lazy in zip(placed, self.lazy, strict=True):
+            if is_lazy:
+                arguments += [value.array, *value.indices, local_index]
+                axes += [None, *[None] * len(value.indices), 0]
             else:
-                rows = self.rows(view, start, size)
+                rows = self.rows_of(value, start, size)
                 arguments.append(rows if several else jax.lax.squeeze(rows, [0]))
                 axes.append(0)
         if several:
-            stacked, terms = self.split(jax.vmap(self.one, in_axes=axes)(*arguments))
+            outputs = jax.vmap(self.participant_fn, in_axes=axes)(*arguments)
+            stacked, terms = self.split(outputs)
             return [*stacked, *apply_by_monoid(self.monoids, lambda m, own: m.reduce(own), terms)]
-        # Not batched: conditionals stay conditionals and convolutions stay ungrouped.
-        stacked, terms = self.split(self.one(*arguments))
+        # Without vmap a conditional stays a conditional and a convolution stays ungrouped.
+        stacked, terms = self.split(self.participant_fn(*arguments))
         return [*(jnp.expand_dims(x, 0) for x in stacked), *terms]
 
-    def rows(self, view: LazySlice, start: Any, size: int) -> jax.Array:
-        """The slices of some participants, taken out of where they lie."""
-        first = len(view.places)
-        if size == self.participants and not first:
-            return view.whole
-        starts = (*view.places, start, *[0] * (view.whole.ndim - first - 1))
-        sizes = (*[1] * first, size, *view.whole.shape[first + 1 :])
-        rows = jax.lax.dynamic_slice(view.whole, [jnp.int32(i) for i in starts], sizes)
-        return jax.lax.squeeze(rows, range(first))
+    def rows_of(self, value: LazySlice, start: Any, size: int) -> jax.Array:
+        """Slice the rows of `size` participants out of a placed value."""
+        depth = len(value.indices)
+        if size == self.participants and not depth:
+            return value.array
+        starts = (*value.indices, start, *[0] * (value.array.ndim - depth - 1))
+        sizes = (*[1] * depth, size, *value.array.shape[depth + 1 :])
+        rows = jax.lax.dynamic_slice(value.array, [jnp.int32(i) for i in starts], sizes)
+        return jax.lax.squeeze(rows, range(depth))
 
     def split(self, outputs: Sequence[Any]) -> tuple[list, list]:
-        """What is stacked, and what is combined."""
+        """Split outputs into those that are stacked and those that are reduced."""
         stacked = len(outputs) - len(self.monoids)
         return list(outputs[:stacked]), list(outputs[stacked:])
 
-    def owners(self, placed: Sequence[LazySlice]) -> list[int | None]:
-        """For each of them the first argument of its type that no other has, if there is one."""
+    def aliased_inputs(self, placed: Sequence[LazySlice]) -> list[int | None]:
+        """Assign input buffers to the stacked outputs.
+
+        Args:
+            placed: the placed values.
+
+        Returns:
+            For each stacked output, the index of an input buffer with the same shape, dtype and
+            sharding that it can alias, or None. No input is assigned twice.
+        """
         free = [
-            (i, _layout(unplaced_aval(type_of(v))))
+            (i, _shape_and_layout(unplaced_aval(aval_of_value(v))))
             for i, v in enumerate(placed)
-            if not v.places and _knows_mesh(v.whole)
+            if not v.indices and _has_typed_mesh(v.array)
         ]
         found: list[int | None] = []
         for aval in self.split(self.out_avals)[0]:
-            own = next((entry for entry in free if entry[1] == _layout(aval)), None)
+            own = next((entry for entry in free if entry[1] == _shape_and_layout(aval)), None)
             found.append(own and own[0])
             if own:
                 free.remove(own)
         return found
 
-    def start(self) -> list:
-        """The totals of nobody."""
+    def identities(self) -> list[jax.Array]:
+        """Return the initial totals: the identities of the monoids."""
         _, avals = self.split(self.out_avals)
         values = apply_by_monoid(
-            self.monoids, lambda m, own: m.start([a.dtype for a in own]), avals
+            self.monoids, lambda m, own: m.identity([a.dtype for a in own]), avals
         )
-        return list(map(_filled, values, avals))
+        return list(map(_broadcast_to_aval, values, avals))
 
 
-def _knows_mesh(x: jax.Array) -> bool:
-    """Whether an array's type names the mesh where it must: an array of NumPy has none."""
+def _has_typed_mesh(x: jax.Array) -> bool:
+    """Return whether an array's type has the mesh that explicit axes need; NumPy's has none."""
     explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
     return not (explicit and jax.typeof(x).sharding.mesh.empty)
 
 
-def _layout(aval: Any) -> tuple:
+def _shape_and_layout(aval: Any) -> tuple:
     return aval.shape, aval.dtype, aval.sharding.spec
 
 
-def _unwritten(participants: int, aval: Any) -> jax.Array:
-    # Explicit axes are in an array's type even where nothing is sharded over them.
+def _empty_rows(participants: int, aval: Any) -> jax.Array:
+    # With explicit axes an array's type has a spec even if nothing is sharded.
     typed = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
     spec = P(None, *aval.sharding.spec) if typed else None
     return jax.lax.empty((participants, *aval.shape), aval.dtype, out_sharding=spec)
 
 
-def _filled(value: jax.Array, aval: Any) -> jax.Array:
+def _broadcast_to_aval(value: jax.Array, aval: Any) -> jax.Array:
     spec = aval.sharding.spec
     if all(entry is None for entry in spec):
         return jnp.broadcast_to(value, aval.shape)

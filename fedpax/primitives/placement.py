@@ -1,4 +1,4 @@
-"""Placements: named groups of participants, and which are active where a function is traced."""
+"""Placements: named groups of participants, and which of them are active during tracing."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -6,10 +6,12 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 # A pytree whose leaves are arrays or numbers.
 ArrayTree = Any
 
+# Number of participants that a device runs at once; None runs all of them.
 ChunkSize = int | Literal["auto"] | None
 
 
@@ -20,60 +22,81 @@ class Placement(NamedTuple):
     size: int
 
     def __str__(self) -> str:
-        """Returns `name=size`, as a program declares it."""
+        """Return `name=size`, as a program declares it."""
         return f"{self.name}={self.size}"
 
 
-class Active(NamedTuple):
+class ActivePlacement(NamedTuple):
     """A placement of a program that is being traced.
 
-    `inside` says that the code at hand runs on one of its participants. Where programs nest, the
-    innermost is meant by a call that names no placement; `depth` tells them apart.
+    Attributes:
+        placement: the placement.
+        chunk_size: the program's setting.
+        inside: the code being traced runs on one participant of the placement.
+        depth: number of placements that the enclosing programs declare. A call that names no
+            placement means the innermost program's, and `depth` tells nested programs apart.
     """
 
     placement: Placement
     chunk_size: ChunkSize
     inside: bool = False
-    depth: int = 0  # how many placements the programs around its own declare
+    depth: int = 0
 
 
-# A user context is a context variable that the caches of `jax.jit` depend on too: a jitted helper
-# that is called in programs of different sizes is traced once for each.
+# The cache of `jax.jit` depends on a user context: a jitted helper that is called in programs of
+# different sizes is traced once for each of them.
 _active = jax.make_user_context(())
 
 
-def active() -> tuple[Active, ...]:
-    """The placements of all programs around the caller, the outermost first."""
+def active_placements() -> tuple[ActivePlacement, ...]:
+    """Return the placements of all enclosing programs, the outermost first."""
     return _active.value
 
 
 @contextmanager
-def activate(entries: tuple[Active, ...]) -> Iterator[None]:
-    """Makes these the active placements of this thread while the context lasts."""
+def activate(entries: tuple[ActivePlacement, ...]) -> Iterator[None]:
+    """Set the active placements of this thread within the context."""
     with _active(entries):
         yield
 
 
 @contextmanager
-def enter(name: str) -> Iterator[None]:
-    """Marks that the code inside runs on one participant of the placement called `name`."""
-    entries = tuple(a._replace(inside=True) if a.placement.name == name else a for a in active())
+def enter_participant(name: str) -> Iterator[None]:
+    """Mark the code within the context as running on one participant of the placement `name`."""
+    entries = tuple(
+        a._replace(inside=True) if a.placement.name == name else a for a in active_placements()
+    )
     with activate(entries):
         yield
 
 
-def declare(sizes: Mapping[str, int], chunk_size: ChunkSize) -> tuple[Active, ...]:
-    """Checks a program's placements and returns the entries that its body runs under."""
+def declare_placements(
+    sizes: Mapping[str, int], chunk_size: ChunkSize
+) -> tuple[ActivePlacement, ...]:
+    """Check a program's placements and return the entries that its body is traced under.
+
+    Args:
+        sizes: number of participants by placement name.
+        chunk_size: the program's setting.
+
+    Returns:
+        One entry per placement, in the order of `sizes`.
+
+    Raises:
+        TypeError: a size is not an int.
+        ValueError: there is no placement, a name is not an identifier, a size is below 1, or
+            `chunk_size` is invalid.
+    """
     if not sizes:
         raise ValueError(
             "fedpax.program() got no placement, expected at least one. Name the participants and "
-            "how many there are: @fedpax.program(clients=1000)."
+            "their number: @fedpax.program(clients=1000)."
         )
     for name, size in sizes.items():
         if not isinstance(name, str) or not name.isidentifier():
             raise ValueError(
                 f"fedpax.program() got the placement name {name!r}, expected an identifier, "
-                "because a mesh axis bears the same name. Use one such as 'clients'."
+                "because the mesh axis has the same name. Use for example 'clients'."
             )
         if isinstance(size, bool) or not isinstance(size, int):
             raise TypeError(
@@ -82,40 +105,43 @@ def declare(sizes: Mapping[str, int], chunk_size: ChunkSize) -> tuple[Active, ..
             )
         if size < 1:
             raise ValueError(
-                f"fedpax.program() got {name}={size}, expected at least one participant. Where a "
+                f"fedpax.program() got {name}={size}, expected at least one participant. If a "
                 "cohort is empty, skip the round."
             )
     check_chunk_size(chunk_size)
-    return tuple(Active(Placement(name, size), chunk_size) for name, size in sizes.items())
+    return tuple(ActivePlacement(Placement(name, size), chunk_size) for name, size in sizes.items())
 
 
 def check_chunk_size(value: Any) -> None:
-    """Raises unless the value is None, "auto" or a positive int."""
-    if value is None or value == "auto":
+    """Raise a ValueError unless the value is None, "auto" or a positive int."""
+    if value is None or (isinstance(value, str) and value == "auto"):
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(
-            f"chunk_size={value!r}, expected a positive int (how many participants a device "
-            "runs at once), 'auto', or None for all of them."
+            f"chunk_size={value!r}, expected a positive int (the number of participants that a "
+            "device runs at once), 'auto', or None to run all of them at once."
         )
 
 
-def resolve_placement(function: str, name: str | None) -> Active:
-    """Finds the placement that a call of a federated function is meant for.
+def resolve_placement(function: str, name: str | None) -> ActivePlacement:
+    """Find the placement that a call of a federated function refers to.
 
     Args:
-        function: the public function's name, for messages.
-        name: what the user gave as `placement`, or None.
+        function: name of the public function, for messages.
+        name: the user's `placement` argument, or None.
+
+    Returns:
+        The active placement.
 
     Raises:
-        RuntimeError: outside of a program.
-        ValueError: an unknown placement, none named where there are several, or one on whose
-            participant the call was made.
+        RuntimeError: called outside a program.
+        ValueError: the placement is unknown, several placements are active and `name` is None, or
+            the call is made on a participant of the placement.
     """
-    entries = active()
+    entries = active_placements()
     if not entries:
         raise RuntimeError(
-            f"{function}() was called outside of a fedpax program, where no placement is declared. "
+            f"{function}() was called outside a fedpax program, where no placement is declared. "
             "Decorate the function that calls it: @fedpax.program(clients=1000)."
         )
     free = [a for a in entries if not a.inside]
@@ -125,61 +151,95 @@ def resolve_placement(function: str, name: str | None) -> Active:
             return free[0]
         if free:
             raise ValueError(
-                f"{function}() got no placement, but there are several here: "
+                f"{function}() got no placement, but several are active: "
                 f"{', '.join(str(a.placement) for a in free)}. Name one, for example "
                 f"placement={free[0].placement.name!r}."
             )
         raise ValueError(
             f"{function}() was called on a participant of "
-            f"{', '.join(repr(a.placement.name) for a in entries)}, where no other placement is "
-            "declared. Call it after federated_map(), or declare a placement to nest: "
+            f"{', '.join(repr(a.placement.name) for a in entries)}, and no other placement is "
+            "declared. Call it after federated_map(), or declare a nested placement: "
             "@fedpax.program(islands=4, clients=8)."
         )
     for entry in entries:
         if entry.placement.name == name and entry.inside:
             raise ValueError(
                 f"{function}(placement={name!r}) was called on a participant of {name!r}, which "
-                "sees its own values alone. Call it after federated_map()."
+                "sees only its own values. Call it after federated_map()."
             )
         if entry.placement.name == name:
             return entry
     known = ", ".join(repr(a.placement.name) for a in entries)
     raise ValueError(
-        f"{function}(placement={name!r}): there is no such placement here, only {known}. Pass one "
+        f"{function}(placement={name!r}): no such placement is active, only {known}. Pass one "
         f"of these, or declare it: @fedpax.program({name}=...)."
     )
 
 
-def check_placed(function: str, tree: Any, placement: Placement, argument: str) -> list[jax.Array]:
-    """Checks that every leaf has the placement's axis in front, and returns the leaves as arrays.
+def check_placed(
+    function: str, tree: ArrayTree, placement: Placement, argument: str
+) -> list[jax.Array]:
+    """Check that every leaf has the placement's axis first, and return the leaves as arrays.
+
+    Args:
+        function: name of the public function, for messages.
+        tree: pytree of arrays `[n, ...]`.
+        placement: the placement of `n` participants.
+        argument: name of the argument, for messages.
+
+    Returns:
+        The leaves, in the order of the pytree.
 
     Raises:
-        TypeError: a leaf that is no array and no number.
-        ValueError: a leaf without a leading axis of the placement's size; the message names its
-            path.
+        TypeError: a leaf is not an array or a number.
+        ValueError: a leaf lacks a leading axis of the placement's size. The message has its path.
     """
     leaves = []
     for path, leaf in jax.tree.leaves_with_path(tree):
         where = argument + jax.tree_util.keystr(path)
-        array = check_array(function, leaf, where)
+        array = check_array(f"{function}()", leaf, where)
         if array.ndim == 0 or array.shape[0] != placement.size:
             found = f"has shape {array.shape}" if array.ndim else "is a scalar"
             raise ValueError(
                 f"{function}(): {where} {found}, expected a leading axis of size {placement.size}, "
-                f"as of every value placed at {placement.name!r}. Pass a server value through "
-                "federated_broadcast() first, or let the mapped function close over it."
+                f"one entry per participant of {placement.name!r}. Pass a server value through "
+                "federated_broadcast() first, or use it in the mapped function as a closure."
             )
         leaves.append(array)
     return leaves
 
 
-def check_array(function: str, leaf: Any, where: str) -> jax.Array:
-    """Returns a leaf as an array, or raises a TypeError that names it."""
+def check_array(
+    function: str,
+    leaf: Any,
+    where: str,
+    remedy: str = "Remove it from the pytree, or use it in the function as a closure.",
+) -> jax.Array:
+    """Return a leaf as an array.
+
+    Args:
+        function: the called function, for messages.
+        leaf: the leaf.
+        where: argument and path of the leaf, for messages.
+        remedy: what the user can do, for messages.
+
+    Returns:
+        The leaf as an array.
+
+    Raises:
+        TypeError: the leaf is not an array or a number.
+    """
     try:
         jax.typeof(leaf)
     except TypeError:
         raise TypeError(
-            f"{function}(): {where} is of type {type(leaf).__name__}, expected arrays or numbers. "
-            "Take it out of the tree; a function may close over it."
+            f"{function}: {where} {describe_type(leaf)}, expected arrays or numbers. {remedy}"
         ) from None
     return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+
+
+def describe_type(value: Any) -> str:
+    """Describe the type of a value that is not an array of numbers, for messages."""
+    if isinstance(value, np.ndarray | np.generic):
+        return f"is of type {type(value).__name__} with dtype {value.dtype}"
+    return f"is of type {type(value).__name__}"

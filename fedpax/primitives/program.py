@@ -1,151 +1,296 @@
-"""`program`: a function whose participants are declared, as one differentiable primitive."""
+"""`program`: a function with declared placements, as one differentiable primitive."""
 
-import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+import difflib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import jax
 
 from fedpax.primitives._jax import Primitive, evaluate, trace
+from fedpax.primitives.arguments import (
+    StaticArguments,
+    argument_names,
+    function_name,
+    named_like,
+    resolve_static,
+    split_static,
+)
 from fedpax.primitives.call import define_call
 from fedpax.primitives.layout import check_divisible, find_mesh
 from fedpax.primitives.placement import (
+    ActivePlacement,
+    ArrayTree,
     ChunkSize,
     activate,
-    active,
+    active_placements,
     check_array,
-    declare,
+    declare_placements,
 )
 
 federated_program_p = Primitive("federated_program")
 federated_program_p.multiple_results = True
 
+OPTIONS = ("placements", "chunk_size", "static_argnums", "static_argnames")
+
+# A keyword that contains one of these words names a setting and not a group of participants.
+SETTING_WORDS = frozenset("argnames argnums batch chunk num number per size sizes static".split())
+
+
+class Program(Protocol):
+    """A function with declared placements, as `fedpax.program` returns it."""
+
+    __name__: str
+    __wrapped__: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> ArrayTree:
+        """Run the program."""
+
+    def with_options(self, **options: Any) -> "Program":
+        """Return the same program with other settings.
+
+        Args:
+            **options: keywords of `fedpax.program`. Those that are not given keep their values. A
+                placement's name changes its size, or adds a placement.
+
+        Returns:
+            A new program; this one does not change.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> import fedpax
+            >>> @fedpax.program(clients=2)
+            ... def total(x):
+            ...     return fedpax.federated_sum(fedpax.federated_map(jnp.square, x))
+            >>> total.with_options(clients=3, chunk_size=1)(jnp.array([1.0, 2.0, 3.0])).item()
+            14.0
+        """
+
 
 def program(
-    undeclared: Callable[..., Any] | None = None,
+    unparenthesized: Callable[..., Any] | None = None,
     /,
     *,
     placements: Mapping[str, int] | None = None,
     chunk_size: ChunkSize = None,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
     **sizes: int,
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Declares the participants of a function that calls `federated_*` functions.
+) -> Callable[[Callable[..., Any]], Program]:
+    """Declare the participants of a function that calls `federated_*` functions.
 
     The decorated function takes and returns pytrees of arrays. It can be jitted, differentiated,
-    batched and used inside other programs; on a mesh with axes that bear the placements' names, its
-    participants are laid out over these.
+    batched, and called in other programs. If a mesh axis has the name of a placement, that axis
+    shards the participants.
 
     Args:
-        undeclared: nothing; it catches `@fedpax.program` without parentheses.
-        placements: sizes by name, for example `{"clients": n}`; adds to the keywords.
-        chunk_size: how many participants a device runs at once, for all maps of the program
-            that do not say otherwise: an int, None for all of them, or "auto", which chooses by
-            the device and by what one participant holds, as `federated_map` says.
-        **sizes: sizes by name, for example `clients=1000`.
+        unparenthesized: not an option; it detects `@fedpax.program` without parentheses.
+        placements: number of participants by placement name, for example `{"clients": n}`, in
+            addition to the keywords. Default None: only the keywords.
+        chunk_size: number of participants that a device runs at once, for all maps of the program
+            that do not set their own: a positive int, "auto" (chosen from the device and the memory
+            of one participant, see `federated_map`), or None. Default None: all of them.
+        static_argnums: positions of arguments that are Python values and not arrays, as in
+            `jax.jit`. Default None: inferred from `static_argnames`.
+        static_argnames: names of such arguments, as in `jax.jit`. Default None: inferred from
+            `static_argnums`.
+        **sizes: number of participants by placement name, for example `clients=1000`.
 
     Returns:
-        A decorator. Called outside of any trace, what it returns traces the function every time,
-        to see what it closes over by now, and compiles what has not been compiled yet; `jax.jit`
-        spares the tracing.
+        A decorator that returns a `Program`. Its method `with_options` returns the same program
+        with other settings. Called outside of a trace, a program traces its function at every call,
+        because values that the function closes over can change, and compiles only what was not
+        compiled before. `jax.jit` avoids the tracing.
 
     Raises:
-        TypeError: a size that is no int, or no parentheses; at the call, an argument that is no
-            array and no number.
-        ValueError: no placement, a size below 1, `chunk_size` below 1; at the call, a
-            placement that a program around this one has declared too, or that the mesh does not
-            divide.
+        TypeError: a size is not an int, a keyword looks like a misspelt option, or the parentheses
+            are missing. At the call: an argument is neither static nor an array or a number.
+        ValueError: there is no placement, or a size or `chunk_size` is below 1, or the function has
+            no argument that is declared static. At the call: an enclosing program declares the same
+            placement, the mesh axis does not divide a placement, or a static argument is not
+            hashable.
 
     Example:
         >>> import jax
         >>> import jax.numpy as jnp
         >>> import fedpax
-        >>> @fedpax.program(clients=2)
-        ... def loss(w, x):
-        ...     return fedpax.federated_mean(fedpax.federated_map(lambda x: (w - x) ** 2, x))
+        >>> @fedpax.program(clients=2, static_argnames="power")
+        ... def loss(w, x, power=2):
+        ...     return fedpax.federated_mean(fedpax.federated_map(lambda x: (w - x) ** power, x))
         >>> jax.jit(jax.grad(loss))(1.0, jnp.array([2.0, 4.0])).item()
         -4.0
+        >>> loss(1.0, jnp.array([2.0, 4.0]), power=3).item()
+        -14.0
     """
-    if undeclared is not None:
+    if unparenthesized is not None:
         raise TypeError(
-            f"fedpax.program got {undeclared!r} in the place of placements. Name the participants "
+            f"fedpax.program got {unparenthesized!r} in place of placements. Name the participants "
             "in parentheses: @fedpax.program(clients=1000)."
         )
     if not isinstance(placements, Mapping | None):
         raise TypeError(
-            f"fedpax.program() got placements={placements!r}, expected sizes by name, such as "
-            "placements={'clients': 1000}."
+            f"fedpax.program() got placements={placements!r}, expected sizes by name. Pass for "
+            "example placements={'clients': 1000}."
         )
     both = set(sizes) & set(placements or {})
     if both:
         raise ValueError(
             f"fedpax.program() got {sorted(both)} both in placements= and as keywords, expected "
-            "each once. Leave one out."
+            "each once. Remove one of them."
         )
-    entries = declare({**(placements or {}), **sizes}, chunk_size)
-    names = [e.placement.name for e in entries]
+    for name, size in sizes.items():
+        _check_is_no_option(name, size)
+    declared = {**(placements or {}), **sizes}
+    entries = declare_placements(declared, chunk_size)
 
-    def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(fn: Callable[..., Any]) -> Program:
         if not callable(fn):
             raise TypeError(
                 f"fedpax.program(...) decorates a function, got {type(fn).__name__}. "
                 "Write @fedpax.program(clients=1000) above a def."
             )
-        name = getattr(fn, "__name__", type(fn).__name__)
+        static = resolve_static(fn, static_argnums, static_argnames)
 
-        def bind(*args, **kwargs):
-            leaves, tree = jax.tree.flatten((args, kwargs))
-            out_trees: list[Any] = []
+        def run(*args: Any, **kwargs: Any) -> ArrayTree:
+            return _call(fn, entries, static, args, kwargs)
 
-            def flat(*leaves):
-                args, kwargs = jax.tree.unflatten(tree, leaves)
-                around = active()
-                own = (entry._replace(depth=len(around)) for entry in entries)
-                with activate((*around, *own)):
-                    out = fn(*args, **kwargs)
-                outputs, out_tree = jax.tree.flatten_with_path(out)
-                out_trees.append(out_tree)
-                return [
-                    check_array(f"program {name}", leaf, "the result" + jax.tree_util.keystr(path))
-                    for path, leaf in outputs
-                ]
+        def with_options(**options: Any) -> Program:
+            others = {k: v for k, v in options.items() if k not in OPTIONS}
+            renewed: dict[str, Any] = {
+                "chunk_size": chunk_size,
+                "static_argnums": static_argnums,
+                "static_argnames": static_argnames,
+            }
+            renewed |= {k: v for k, v in options.items() if k in OPTIONS}
+            given = renewed.get("placements") or {}
+            kept = {k: v for k, v in declared.items() if k not in others and k not in given}
+            return program(**renewed | {"placements": {**kept, **given}}, **others)(fn)
 
-            avals = [jax.typeof(leaf) for leaf in leaves]
-            with jax.sharding.use_abstract_mesh(find_mesh(avals)):
-                for entry in entries:
-                    check_divisible(entry.placement)
-                jaxpr, closed_over = trace(flat, avals)
-                outputs = federated_program_p.bind(
-                    *closed_over,
-                    *leaves,
-                    jaxpr=jaxpr,
-                    placements=tuple(e.placement for e in entries),
-                    name=name,
-                )
-            return jax.tree.unflatten(out_trees[0], outputs)
-
-        @functools.wraps(fn)
-        def wrapped(*args, **kwargs):
-            for entry in active():
-                if entry.placement.name in names:
-                    raise ValueError(
-                        f"The program {name!r} declares the placement {entry.placement.name!r}, "
-                        "which a program around it has declared already. Rename one of the two."
-                    )
-            leaves = jax.tree.leaves_with_path((args, kwargs))
-            for path, leaf in leaves:
-                check_array(f"program {name}", leaf, _argument(path))
-            return bind(*args, **kwargs)
-
-        return wrapped
+        decorated: Any = named_like(fn, run)
+        decorated.__wrapped__ = fn
+        decorated.with_options = with_options
+        return decorated
 
     return decorate
 
 
-def _argument(path: tuple) -> str:
-    """Names an argument as its caller knows it: `args[0]['w']` or `lr`."""
+def _check_is_no_option(name: str, value: Any) -> None:
+    """Raise a TypeError if a keyword that would declare a placement looks like an option.
+
+    Any name is accepted in `placements`.
+    """
+    if not isinstance(name, str):
+        return
+    is_size = isinstance(value, int) and not isinstance(value, bool)
+    close = difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0.75 if is_size else 0.6)
+    words = SETTING_WORDS.intersection(name.lower().split("_"))
+    if not close and not words:
+        return
+    guess = f"Did you mean {close[0]}={value!r}? " if close else ""
+    raise TypeError(
+        f"fedpax.program() got the unknown option {name}={value!r}, expected one of "
+        f"{', '.join(OPTIONS)}. {guess}chunk_size is the number of participants that a device runs "
+        f"at once. To declare a placement of this name, pass placements={{{name!r}: ...}}."
+    )
+
+
+def _call(
+    fn: Callable[..., Any],
+    entries: tuple[ActivePlacement, ...],
+    static: StaticArguments,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> ArrayTree:
+    """Trace a program's function on the types of its arguments, and bind the primitive."""
+    name = function_name(fn)
+    around = active_placements()
+    for entry in around:
+        if entry.placement.name in (own.placement.name for own in entries):
+            raise ValueError(
+                f"The program {name!r} declares the placement {entry.placement.name!r}, which an "
+                "enclosing program declares too. Rename one of the two."
+            )
+    names = argument_names(fn, len(args))
+    _check_hashable(name, names, static, args, kwargs)
+    traced, traced_by_name, merge = split_static(static, args, kwargs)
+    names = [n for i, n in enumerate(names) if i not in static.argnums]
+    leaves = [
+        _check_argument(name, leaf, path, names)
+        for path, leaf in jax.tree.leaves_with_path((traced, traced_by_name))
+    ]
+    structure = jax.tree.structure((traced, traced_by_name))
+    out_trees: list[Any] = []
+
+    def run(*traced: ArrayTree, **traced_by_name: ArrayTree) -> list[jax.Array]:
+        args, kwargs = merge(*traced, **traced_by_name)
+        own = (entry._replace(depth=len(around)) for entry in entries)
+        with activate((*around, *own)):
+            out = fn(*args, **kwargs)
+        outputs, out_tree = jax.tree.flatten_with_path(out)
+        out_trees.append(out_tree)
+        return [
+            check_array(
+                f"program {name}",
+                leaf,
+                "the result" + jax.tree_util.keystr(path),
+                "Return arrays, or None for nothing.",
+            )
+            for path, leaf in outputs
+        ]
+
+    avals = list(map(jax.typeof, leaves))
+    types, types_by_name = jax.tree.unflatten(structure, avals)
+    with jax.sharding.use_abstract_mesh(find_mesh(avals)):
+        for entry in entries:
+            check_divisible(entry.placement)
+        jaxpr, closed_over = trace(named_like(fn, run, static), *types, **types_by_name)
+        outputs = federated_program_p.bind(
+            *closed_over,
+            *leaves,
+            jaxpr=jaxpr,
+            placements=tuple(e.placement for e in entries),
+            name=name,
+        )
+    return jax.tree.unflatten(out_trees[0], outputs)
+
+
+def _check_hashable(
+    function: str,
+    names: Sequence[str],
+    static: StaticArguments,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> None:
+    by_position = [(names[i], args[i]) for i in static.argnums if i < len(args)]
+    by_name = [(k, v) for k, v in kwargs.items() if k in static.argnames]
+    for name, value in (*by_position, *by_name):
+        try:
+            hash(value)
+        except TypeError:
+            raise ValueError(
+                f"program {function}: the static argument {name} is of type "
+                f"{type(value).__name__}, expected a hashable value. Pass for example a tuple in "
+                "place of a list, and pass arrays as arguments that are not static."
+            ) from None
+
+
+def _check_argument(function: str, leaf: Any, path: tuple, names: Sequence[str]) -> jax.Array:
+    """Return a leaf of a program's arguments as an array, or raise an error that names it."""
     kind, key, *rest = path
-    inside = jax.tree_util.keystr(tuple(rest))
-    return (f"args[{key.idx}]" if kind.idx == 0 else str(key.key)) + inside
+    name = names[key.idx] if kind.idx == 0 else str(key.key)
+    declared = name.partition("[")[0]
+    try:
+        jax.typeof(leaf)
+    except TypeError:
+        pass
+    else:
+        return leaf  # a number stays as it is: converted, it would lose its weak type
+    remedy = (
+        f"Declare it static: @fedpax.program(..., static_argnames={declared!r})."
+        if not rest and name == declared
+        else "Remove it from the pytree, or use it in the function as a closure."
+    )
+    where = f"argument {name}{jax.tree_util.keystr(tuple(rest))}"
+    return check_array(f"program {function}", leaf, where, remedy)
 
 
 def _implementation(*args, jaxpr, placements, name):
@@ -158,5 +303,9 @@ def _same(aval, *, placements, name):
 
 
 define_call(
-    federated_program_p, inner=_same, outer=_same, batch_dim=0, implementation=_implementation
+    federated_program_p,
+    inner_aval=_same,
+    outer_aval=_same,
+    batch_dim=0,
+    implementation=_implementation,
 )

@@ -1,4 +1,4 @@
-"""Every bad input is told with argument, value, expectation and remedy."""
+"""Every error message has the argument, its value, the expectation and the remedy."""
 
 import threading
 
@@ -67,7 +67,7 @@ def test_on_a_participant(name):
 def test_a_program_inside_that_reuses_a_name():
     inner = program(federated_sum)
     for outer in (lambda x: inner(x), lambda x: federated_map(inner, x)):
-        with pytest.raises(ValueError, match=r"'clients'.*already.*Rename"):
+        with pytest.raises(ValueError, match=r"'clients'.*enclosing program.*Rename"):
             program(outer)(normal(N, N))
 
 
@@ -173,9 +173,11 @@ def test_what_is_no_array(name, bad):
 @pytest.mark.parametrize("bad", ["text", object()])
 def test_an_argument_or_result_of_a_program_that_is_no_array(bad):
     kind = type(bad).__name__
-    with pytest.raises(TypeError, match=rf"args\[1\]\['a'\] is of type {kind}, expected arrays"):
+    with pytest.raises(TypeError, match=rf"argument y\['a'\] is of type {kind}, expected arrays"):
         program(lambda x, y: x)(normal(N), {"a": bad})
-    with pytest.raises(TypeError, match=rf"rate is of type {kind}, expected arrays"):
+    with pytest.raises(
+        TypeError, match=rf"argument rate is of type {kind}.*static_argnames='rate'"
+    ):
         program(lambda x, rate: x)(normal(N), rate=bad)
     with pytest.raises(TypeError, match=rf"result\['a'\] is of type {kind}, expected arrays"):
         program(lambda x: {"a": bad})(normal(N))
@@ -183,7 +185,9 @@ def test_an_argument_or_result_of_a_program_that_is_no_array(bad):
 
 @pytest.mark.parametrize("bad", ["text", object(), {1}])
 def test_a_result_of_the_mapped_function_that_is_no_array(bad):
-    message = rf"fn returned {type(bad).__name__} at out\['a'\]\[0\].*Return arrays, or None"
+    message = (
+        rf"out\['a'\]\[0\], returned by .* is of type {type(bad).__name__}.*Return arrays, or None"
+    )
     with pytest.raises(TypeError, match=message):
         program(lambda x: federated_map(lambda x: {"a": [bad]}, x))(normal(N))
 
@@ -304,3 +308,61 @@ def test_threads_do_not_see_the_programs_of_others():
 def test_no_tracer_escapes_into_the_error_of_a_shape():
     with pytest.raises(ValueError, match=r"has shape \(3, 2\)"):
         jax.jit(jax.grad(lambda x: jnp.sum(program(federated_sum)(x))))(normal(3, 2))
+
+
+# ---- options of fedpax.program
+
+
+@pytest.mark.parametrize(
+    ("keywords", "suggestion"),
+    [
+        ({"chunksize": 2}, "chunk_size=2"),
+        ({"chunk_sizes": "auto"}, "chunk_size='auto'"),
+        ({"chunk": 2}, None),
+        ({"placement": {"clients": 2}}, "placements={'clients': 2}"),
+        ({"static_argname": "mode"}, "static_argnames='mode'"),
+        ({"clients_per_step": 1}, None),
+        ({"num_clients": 8}, None),
+        ({"cohort_size": 8}, None),
+    ],
+)
+def test_a_misspelt_option_is_not_a_placement(keywords, suggestion):
+    (name,) = keywords
+    message = rf"unknown option {name}=.*chunk_size, static_argnums.*placements={{'{name}': "
+    for others in ({}, {"clients": N}):
+        with pytest.raises(TypeError, match=message) as error:
+            fedpax.program(**others, **keywords)
+        assert ("Did you mean" in str(error.value)) == (suggestion is not None)
+        assert (suggestion or "") in str(error.value)
+
+
+def test_any_name_can_be_declared_in_placements():
+    total = fedpax.program(placements={"num_clients": N})(federated_sum)
+    assert_close(total(np.ones(N, np.float32)), np.float32(N))
+
+
+def test_a_keyword_that_is_no_option_and_no_size():
+    with pytest.raises(TypeError, match=r"mode='fast' of type str, expected an int"):
+        fedpax.program(clients=N, mode="fast")
+
+
+# ---- dtypes that JAX has not
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("bad", [np.array(["a"] * N), np.array([1, "b", None, 2], object)])
+def test_a_string_or_object_array_is_named_with_its_dtype(name, bad):
+    where = r"args\[0\]" if name == "federated_map" else "x"
+    message = rf"{name}\(\): {where}\['a'\] is of type ndarray with dtype {bad.dtype}, expected"
+    with pytest.raises(TypeError, match=message):
+        program(lambda x: CALLS[name]({"a": bad}))(normal(N))
+
+
+def test_a_string_or_object_array_as_argument_weights_or_result():
+    text, objects = np.array(["a"] * N), np.array([None] * N)
+    with pytest.raises(TypeError, match=r"argument x is of type ndarray with dtype <U1.*static"):
+        program(lambda x: x)(text)
+    with pytest.raises(TypeError, match=r"weights is of type ndarray with dtype object"):
+        program(lambda x: federated_mean(x, objects))(normal(N))
+    with pytest.raises(TypeError, match=r"out, returned by .*with dtype object"):
+        program(lambda x: federated_map(lambda x: objects, x))(normal(N))

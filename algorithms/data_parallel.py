@@ -1,20 +1,28 @@
 """Synchronous data parallelism: the baseline, and with one island ordinary SPMD training."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import Array, Bool, Int
 
-from fedpax.algorithms.local_steps import LossFn, as_metrics
-from fedpax.primitives import federated_map, federated_mean, program
-from fedpax.training.algorithm import FederatedAlgorithm, Metrics
+from fedpax.algorithms.local_steps import gradient_and_metrics, placed_valid_steps
+from fedpax.clients.cohort import Cohort, check_cohort
+from fedpax.primitives import federated_map, federated_max, federated_mean, program
+from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 
 
 class DataParallelState(NamedTuple):
-    """The model and the state of its optimizer."""
+    """The state of data parallelism.
 
-    params: Any
+    Attributes:
+        params: the model.
+        optimizer: the state of its optimizer.
+    """
+
+    params: Params
     optimizer: optax.OptState
 
 
@@ -24,70 +32,91 @@ def data_parallel(
     islands: int,
     optimizer: optax.GradientTransformation,
 ) -> FederatedAlgorithm:
-    """Synchronous training: the islands average their gradients at every step.
+    """Average the islands' gradients at every step.
 
         x <- x + update(mean_i grad loss_fn(x, batch_i))
 
-    A round is as many steps as it has batches. On the batches of another method's round it sees
-    the same examples, so that losses compare token for token. With one island nothing is averaged,
-    and a round is plain SPMD training over the model axes of the mesh.
+    A round takes one step per batch. On the batches of another method's round it sees the same
+    examples, so losses compare token for token. With one island nothing is averaged, and a round
+    is plain SPMD training over the model axes of the mesh.
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
-        islands: the number of islands.
+        islands: number of islands.
         optimizer: any optax optimizer.
 
     Returns:
-        `init(params)` and `round(state, batches)`. `batches` is a pytree of arrays `[islands,
-        steps, batch, ...]`. Metrics, all float32 scalars: `"loss"` and what `loss_fn` reports,
-        averaged over steps and islands.
+        `init(params)` and `round(state, cohort)`. The leaves of `cohort.batches` are
+        `[islands, steps, batch, ...]`. At each step, an island whose batch is padding is left out
+        of the mean, and the others are weighed by `cohort.num_examples` where it is given. Metrics,
+        all float32 scalars: `"loss"` and what `loss_fn` reports, averaged over steps and islands.
 
     Raises:
-        TypeError: `islands` is no int.
+        TypeError: `islands` is no int; a round is given no `fedpax.Cohort`.
         ValueError: `islands` below 1; in a round, batches without an axis of size `islands`, or
-            with several numbers of steps.
+            with different numbers of steps.
 
     Example:
-        >>> import jax, jax.numpy as jnp, optax
+        >>> import fedpax, jax, jax.numpy as jnp, optax
         >>> loss_fn = lambda w, x: (jnp.mean((w - x) ** 2), {})
         >>> algorithm = data_parallel(loss_fn, islands=2, optimizer=optax.sgd(0.5))
         >>> state = algorithm.init(jnp.float32(0.0))
         >>> batches = jnp.array([[[1.0], [2.0]], [[5.0], [6.0]]])  # two islands, two steps
-        >>> state, metrics = jax.jit(algorithm.round)(state, batches)
+        >>> state, metrics = jax.jit(algorithm.round)(state, fedpax.Cohort(batches))
         >>> state.params.item(), metrics["loss"].item()
         (4.0, 9.0)
     """
 
-    def init(params: Any) -> DataParallelState:
+    def init(params: Params) -> DataParallelState:
         return DataParallelState(params, optimizer.init(params))
 
     @program(islands=islands)
     def data_parallel_round(
-        state: DataParallelState, batches: Any
+        state: DataParallelState, cohort: Cohort
     ) -> tuple[DataParallelState, Metrics]:
-        def step(state: DataParallelState, i: jax.Array) -> tuple[DataParallelState, Metrics]:
-            batch = jax.tree.map(
-                lambda b: jax.lax.dynamic_index_in_dim(b, i, axis=1, keepdims=False), batches
+        check_cohort("data_parallel", cohort, islands)
+        batches = cohort.batches
+        valid = placed_valid_steps(cohort)
+        # [steps]: whether any island takes the step; computed once, so that a step communicates
+        # nothing more.
+        taken = None if valid is None else federated_max(valid.astype(jnp.int32)) > 0
+
+        def step(state: DataParallelState, i: Int[Array, ""]) -> tuple[DataParallelState, Metrics]:
+            batch, valid_now = jax.tree.map(
+                lambda b: jax.lax.dynamic_index_in_dim(b, i, axis=1, keepdims=False),
+                (batches, valid),
             )
 
-            def gradient_of(batch: Any) -> tuple[Any, Metrics]:
-                (loss, aux), gradient = jax.value_and_grad(loss_fn, has_aux=True)(
-                    state.params, batch
-                )
-                return gradient, as_metrics(loss, aux)
+            def gradient_of(
+                batch: chex.ArrayTree, is_valid: Bool[Array, ""] | None
+            ) -> tuple[Params, Metrics]:
+                found = gradient_and_metrics(loss_fn, state.params, batch)
+                if is_valid is None:
+                    return found
+                # A weight of 0 does not remove the NaN of a padded batch; a select does.
+                return jax.tree.map(lambda x: jnp.where(is_valid, x, jnp.zeros_like(x)), found)
 
-            gradient, metrics = federated_mean(federated_map(gradient_of, batch))
+            weights = cohort.num_examples
+            if valid_now is not None:
+                weights = jnp.where(valid_now, 1.0 if weights is None else weights, 0)
+            gradient, metrics = federated_mean(
+                federated_map(gradient_of, batch, valid_now), weights
+            )
             updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.params)
-            params = optax.apply_updates(state.params, updates)
-            return DataParallelState(params, optimizer_state), metrics
+            after = DataParallelState(optax.apply_updates(state.params, updates), optimizer_state)
+            if taken is not None:
+                after = jax.tree.map(lambda new, old: jnp.where(taken[i], new, old), after, state)
+            return after, metrics
 
-        steps = {b.shape[1] for b in jax.tree.leaves(batches)}
-        if len(steps) > 1:  # an index past the end of the shorter ones would give their last batch
-            raise ValueError(
-                f"data_parallel: the leaves of batches have {sorted(steps)} steps, expected one "
-                "number. Give each the shape [islands, steps, batch, ...]."
-            )
-        state, metrics = jax.lax.scan(step, state, jnp.arange(*steps))
-        return state, jax.tree.map(lambda m: jnp.mean(m.astype(jnp.float32)), metrics)
+        steps = jax.tree.leaves(batches)[0].shape[1]
+        state, metrics = jax.lax.scan(step, state, jnp.arange(steps))
+
+        def average(values: jax.Array) -> jax.Array:
+            values = values.astype(jnp.float32)
+            if taken is None:
+                return jnp.mean(values)
+            return jnp.sum(jnp.where(taken, values, 0)) / jnp.maximum(jnp.sum(taken), 1)
+
+        return state, jax.tree.map(average, metrics)
 
     return FederatedAlgorithm(init, data_parallel_round)

@@ -1,70 +1,83 @@
-"""FedAvg, and FedOpt, which is FedAvg with another server optimizer."""
+"""FedAvg, and FedOpt: FedAvg with any optimizer on the server."""
 
 from typing import Any, NamedTuple
 
+import chex
 import optax
+from jaxtyping import Array, Int
 
-from fedpax.algorithms.local_steps import LossFn, local_steps, subtract
+from fedpax.aggregators import Aggregator, mean
+from fedpax.algorithms.local_steps import local_steps, participant_weights, subtract
+from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_map, federated_mean, program
 from fedpax.primitives.placement import ChunkSize
-from fedpax.training.algorithm import FederatedAlgorithm, Metrics
+from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 
 
 class FedAvgState(NamedTuple):
-    """The server's model and the state of its optimizer."""
+    """The state of FedAvg.
 
-    params: Any
+    Attributes:
+        params: the server's model.
+        server_optimizer: the state of the server optimizer.
+        aggregator: the state of the aggregator.
+    """
+
+    params: Params
     server_optimizer: optax.OptState
+    aggregator: chex.ArrayTree
 
 
 def fedavg(
     loss_fn: LossFn,
     *,
-    clients: int,
+    cohort_size: int,
     client_optimizer: optax.GradientTransformation,
     server_optimizer: optax.GradientTransformation | None = None,
+    aggregator: Aggregator | None = None,
     chunk_size: ChunkSize = None,
 ) -> FederatedAlgorithm:
-    """Weighted federated averaging with any optimizer on the server.
+    """Average clients' updates by weight, and step along the average on the server.
 
-    A client i starts from the server's model x and takes a step on each of its batches, which ends
-    at y_i. With weights n_i the server's pseudo-gradient is
+    Each client i starts from the server's model x and takes one optimizer step per batch, ending at
+    y_i. With n_i examples per client, the server's pseudo-gradient is
 
-        g = sum_i n_i (x - y_i) / sum_i n_i,
+        g = sum_i n_i (x - y_i) / sum_i n_i.
 
-    and its optimizer steps along it. The default, SGD with learning rate 1, sets x to the weighted
-    mean of the y_i: FedAvg. Momentum, Adagrad, Adam and Yogi give FedAvgM, FedAdagrad, FedAdam and
-    FedYogi. Clients keep no state; a client's optimizer begins anew each round.
+    The server optimizer steps along g. SGD with learning rate 1, the default, sets x to the
+    weighted mean of the y_i: FedAvg. SGD with momentum gives FedAvgM. FedAdagrad, FedAdam and
+    FedYogi as Reddi et al. define them take `server_adagrad`, `server_adam` and `server_yogi` of
+    `fedpax.algorithms`: optax's optimizers of those names correct for bias, which the paper's do
+    not. Clients keep no state: the client optimizer starts anew each round.
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
-        clients: the number of clients in a round.
+        cohort_size: number of clients in a round.
         client_optimizer: any optax optimizer.
-        server_optimizer: any optax optimizer; None is `optax.sgd(1.0)`.
-        chunk_size: how many clients a device runs at once; see `fedpax.program`.
+        server_optimizer: any optax optimizer. Default None: `optax.sgd(1.0)`.
+        aggregator: combines the clients' updates x - y_i into g. Default None: their weighted mean.
+        chunk_size: number of clients that a device runs at once; see `fedpax.program`. With 1,
+            each client costs its own steps; with more, the steps of the longest in its chunk.
 
     Returns:
-        `init(params)` and `round(state, batches, weights=None, steps=None)`. `batches` is a pytree
-        of arrays `[clients, local_steps, batch, ...]`; `weights` an array `[clients]`, such as
-        numbers of examples, and None weighs all alike; `steps` an integer array `[clients]`, how
-        many steps each client takes, on the first of its batches, and None has all take all. With
-        `chunk_size=1` a client costs its own steps, else those of the longest of its chunk.
-        A client that takes no step changes nothing: give it weight 0. Metrics, all float32
+        `init(params)` and `round(state, cohort)`. The leaves of `cohort.batches` are
+        `[cohort_size, steps, batch, ...]`; `cohort.num_examples` are the n_i. Metrics, all float32
         scalars: `"loss"` and what `loss_fn` reports, averaged over a client's steps and by weight
-        over clients.
+        over clients, and the aggregator's.
 
     Raises:
-        TypeError: `clients` is no int.
-        ValueError: `clients` or `chunk_size` below 1; in a round, batches or weights without
-            an axis of size `clients`.
+        TypeError: `cohort_size` is no int; a round is given no `fedpax.Cohort`.
+        ValueError: `cohort_size` or `chunk_size` below 1; in a round, arrays without an axis of
+            size `cohort_size`.
 
     Example:
-        >>> import jax, jax.numpy as jnp, optax
+        >>> import fedpax, jax, jax.numpy as jnp, optax
         >>> loss_fn = lambda w, x: (jnp.mean((w - x) ** 2), {})
-        >>> algorithm = fedavg(loss_fn, clients=2, client_optimizer=optax.sgd(0.5))
+        >>> algorithm = fedavg(loss_fn, cohort_size=2, client_optimizer=optax.sgd(0.5))
         >>> state = algorithm.init(jnp.float32(0.0))
         >>> batches = jnp.array([[[1.0]], [[5.0]]])  # two clients, one step, one example
-        >>> state, metrics = jax.jit(algorithm.round)(state, batches, jnp.array([3, 1]))
+        >>> cohort = fedpax.Cohort(batches, num_examples=jnp.array([3, 1]))
+        >>> state, metrics = jax.jit(algorithm.round)(state, cohort)
         >>> state.params.item(), metrics["loss"].item()
         (2.0, 7.0)
 
@@ -74,28 +87,37 @@ def fedavg(
         arXiv:2003.00295, algorithm 1.
     """
     server = optax.sgd(1.0) if server_optimizer is None else server_optimizer
+    aggregate = mean() if aggregator is None else aggregator
 
-    def init(params: Any) -> FedAvgState:
-        return FedAvgState(params, server.init(params))
+    @program(clients=cohort_size)
+    def init(params: Params) -> FedAvgState:
+        return FedAvgState(params, server.init(params), aggregate.init(params))
 
-    @program(clients=clients, chunk_size=chunk_size)
-    def fedavg_round(
-        state: FedAvgState, batches: Any, weights: Any = None, steps: Any = None
-    ) -> tuple[FedAvgState, Metrics]:
-        def local_train(batches: Any, steps: Any) -> tuple[Any, Metrics]:
+    @program(clients=cohort_size, chunk_size=chunk_size)
+    def fedavg_round(state: FedAvgState, cohort: Cohort) -> tuple[FedAvgState, Metrics]:
+        check_cohort("fedavg", cohort, cohort_size)
+
+        def local_train(
+            batches: chex.ArrayTree, num_steps: Int[Array, ""] | None
+        ) -> tuple[Any, Metrics]:
             params, _, metrics = local_steps(
                 loss_fn,
                 client_optimizer,
                 state.params,
                 client_optimizer.init(state.params),
                 batches,
-                steps,
+                num_steps,
             )
             return subtract(state.params, params), metrics
 
-        change, metrics = federated_map(local_train, batches, steps)
-        pseudo_gradient, metrics = federated_mean((change, metrics), weights)
+        update, metrics = federated_map(local_train, cohort.batches, cohort.num_steps)
+        weights = participant_weights(cohort)
+        pseudo_gradient, aggregator_state, reported = aggregate.aggregate(
+            state.aggregator, update, weights
+        )
+        metrics = federated_mean(metrics, weights) | reported
         updates, server_state = server.update(pseudo_gradient, state.server_optimizer, state.params)
-        return FedAvgState(optax.apply_updates(state.params, updates), server_state), metrics
+        params = optax.apply_updates(state.params, updates)
+        return FedAvgState(params, server_state, aggregator_state), metrics
 
     return FederatedAlgorithm(init, fedavg_round)

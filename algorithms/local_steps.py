@@ -1,44 +1,53 @@
-"""What every method has in common: a participant's optimizer steps on its own batches."""
+"""Local steps: a participant's optimizer steps on its own batches."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import Array, Bool, Int, Num
 
-LossFn = Callable[[Any, Any], tuple[jax.Array, dict[str, jax.Array] | None]]
+from fedpax.clients.cohort import MASK, Cohort
+from fedpax.primitives import federated_map
+from fedpax.training.algorithm import LossFn, Metrics, Params
 
 
 def local_steps(
     loss_fn: LossFn,
     optimizer: optax.GradientTransformation,
-    params: Any,
+    params: Params,
     optimizer_state: optax.OptState,
-    batches: Any,
-    steps: jax.Array | int | None = None,
-) -> tuple[Any, optax.OptState, dict[str, jax.Array]]:
-    """Takes one optimizer step a batch: `y <- y + update(grad loss_fn(y, batch))`.
+    batches: chex.ArrayTree,
+    num_steps: Int[Array, ""] | int | None = None,
+) -> tuple[Params, optax.OptState, Metrics]:
+    """Take one optimizer step per batch: `y <- y + update(grad loss_fn(y, batch))`.
 
-    With `steps`, only that many are taken, on the first batches, and no others are computed: a
-    loop whose length is known when it runs. Such a loop has forward derivatives (`jax.jvp`), but
-    JAX cannot run it backwards; to differentiate backwards, take all steps.
+    A batch is padding if its index is `num_steps` or more, or if `batches` is a dict with a field
+    `"mask"` that is zero for the whole batch. A step on padding changes nothing, and the values of
+    a padded batch are never read.
+
+    With `num_steps`, the steps run in a loop of variable length that computes no padded step. JAX
+    can differentiate it in forward mode (`jax.jvp`) but not in reverse mode: `jax.grad` raises.
+    Without `num_steps`, every step is computed, padded steps are discarded, and `jax.grad` works.
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars, or None)`.
         optimizer: any optax optimizer.
         params: a pytree of float arrays.
         optimizer_state: the optimizer's state for `params`.
-        batches: a pytree of arrays `[local_steps, batch, ...]`.
-        steps: an integer scalar from 0 to `local_steps`, larger ones mean `local_steps`; None
-            takes all.
+        batches: a pytree of arrays `[steps, batch, ...]`.
+        num_steps: integer scalar, how many of the first batches to train on; values above `steps`
+            mean `steps`. Default None: train on every batch that is not padding by its mask.
 
     Returns:
-        The new parameters, the new optimizer state, and metrics: `loss_fn`'s dict and `"loss"`,
-        each averaged over the steps that were taken, in float32; 0 after no step.
+        The new parameters, the new optimizer state, and metrics: `"loss"` and the metrics of
+        `loss_fn`, each averaged in float32 over the steps that were taken; 0 if there were none.
 
     Raises:
-        TypeError: `steps` is no integer scalar; what `loss_fn` returns beside the loss is no dict.
+        TypeError: `num_steps` is no integer scalar; `loss_fn` returns no pair of a scalar and a
+            dict (or None).
 
     Example:
         >>> import jax.numpy as jnp
@@ -50,68 +59,191 @@ def local_steps(
         >>> w.item(), metrics["loss"].item()
         (0.75, 0.625)
     """
+    Carry = tuple[Params, optax.OptState]
 
-    def step(
-        carry: tuple[Any, optax.OptState], batch: Any
-    ) -> tuple[tuple[Any, optax.OptState], dict[str, jax.Array]]:
+    def step(carry: Carry, batch: chex.ArrayTree) -> tuple[Carry, Metrics]:
         params, state = carry
-        (loss, aux), gradient = jax.value_and_grad(loss_fn, has_aux=True)(params, batch)
+        gradient, metrics = gradient_and_metrics(loss_fn, params, batch)
         updates, state = optimizer.update(gradient, state, params)
-        return (optax.apply_updates(params, updates), state), as_metrics(loss, aux)
+        return (optax.apply_updates(params, updates), state), metrics
 
-    start = (params, optimizer_state)
-    if steps is None:
+    start = params, optimizer_state
+    valid = valid_steps(batches, num_steps)
+    if valid is None:
         (params, optimizer_state), metrics = jax.lax.scan(step, start, batches)
-        return params, optimizer_state, jax.tree.map(_mean_over_steps, metrics)
+        return params, optimizer_state, jax.tree.map(_float_mean, metrics)
 
-    taken = _check_steps(steps, jax.tree.leaves(batches)[0].shape[0])
+    # Valid steps first, in their order. Later places repeat a valid batch, so that the values of
+    # padding, which may be NaN or give an infinite loss, reach no gradient.
+    taken = jnp.sum(valid, dtype=jnp.int32)
+    places = jnp.argsort(~valid, stable=True)
 
-    def batch(i: jax.Array | int) -> Any:
-        return jax.tree.map(lambda b: jax.lax.dynamic_index_in_dim(b, i, keepdims=False), batches)
+    def batch_at(i: Int[Array, ""]) -> chex.ArrayTree:
+        place = places[jnp.where(i < taken, i, 0)]
+        return jax.tree.map(
+            lambda b: jax.lax.dynamic_index_in_dim(b, place, keepdims=False), batches
+        )
 
-    def add_step(i: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-        where, totals = carry
-        where, metrics = step(where, batch(i))
-        return where, jax.tree.map(lambda t, m: t + m.astype(jnp.float32), totals, metrics)
+    def add_step(i: Int[Array, ""], carry: tuple[Carry, Metrics]) -> tuple[Carry, Metrics]:
+        at, totals = carry
+        at, metrics = step(at, batch_at(i))
+        return at, jax.tree.map(lambda t, m: t + jnp.asarray(m, jnp.float32), totals, metrics)
 
-    metrics = jax.eval_shape(lambda: step(start, batch(0))[1])
+    def add_step_if_valid(carry: tuple[Carry, Metrics], i: Int[Array, ""]) -> tuple[Any, None]:
+        after = add_step(i, carry)
+        return jax.tree.map(lambda new, old: jnp.where(i < taken, new, old), after, carry), None
+
+    metrics = jax.eval_shape(lambda: step(start, batch_at(jnp.int32(0)))[1])
     totals = jax.tree.map(lambda m: jnp.zeros(m.shape, jnp.float32), metrics)
-    (params, optimizer_state), totals = jax.lax.fori_loop(0, taken, add_step, (start, totals))
-    return params, optimizer_state, jax.tree.map(lambda t: t / jnp.maximum(taken, 1), totals)
+    if num_steps is None:
+        indices = jnp.arange(valid.shape[0], dtype=jnp.int32)
+        (end, totals), _ = jax.lax.scan(add_step_if_valid, (start, totals), indices)
+    else:
+        end, totals = jax.lax.fori_loop(0, taken, add_step, (start, totals))
+    return *end, jax.tree.map(lambda t: t / jnp.maximum(taken, 1), totals)
 
 
-def _check_steps(steps: Any, available: int) -> jax.Array:
-    given = jnp.asarray(steps)
+def valid_steps(
+    batches: chex.ArrayTree, num_steps: Int[Array, ""] | int | None = None
+) -> Bool[Array, " steps"] | None:
+    """Tell a participant's steps from its padding.
+
+    Args:
+        batches: a pytree of arrays `[steps, batch, ...]`; a field `"mask"` of a dict is nonzero
+            where there is an example.
+        num_steps: integer scalar, how many of the first steps are valid. Default None: all.
+
+    Returns:
+        bool `[steps]`, or None where nothing marks padding: no `num_steps` and no mask.
+
+    Raises:
+        TypeError: `num_steps` is no integer scalar.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> mask = jnp.array([[1, 1], [0, 0], [1, 0]])
+        >>> valid_steps({"mask": mask}).tolist(), valid_steps({"mask": mask}, 2).tolist()
+        ([True, False, True], [True, False, False])
+    """
+    valid = None
+    if isinstance(batches, Mapping) and MASK in batches:
+        mask = batches[MASK]
+        valid = jnp.any(mask != 0, axis=tuple(range(1, mask.ndim)))
+    if num_steps is None:
+        return valid
+    given = jnp.asarray(num_steps)
     if given.shape or not jnp.issubdtype(given.dtype, jnp.integer):
         raise TypeError(
-            f"local_steps(): steps is {given.dtype}{list(given.shape)}, expected one integer for a "
-            "participant. Pass an integer array with one entry for each participant to the round."
+            f"num_steps is {given.dtype}{list(given.shape)}, expected one integer per participant. "
+            "Give the round a cohort whose num_steps is an integer array [participants]."
         )
-    return jnp.clip(given, 0, available).astype(jnp.int32)
+    before = jnp.arange(jax.tree.leaves(batches)[0].shape[0]) < given
+    return before if valid is None else before & valid
 
 
-def _mean_over_steps(values: jax.Array) -> jax.Array:
-    return jnp.mean(values.astype(jnp.float32))
+def placed_valid_steps(cohort: Cohort) -> Bool[Array, "participants steps"] | None:
+    """Tell the steps of every participant from their padding. Inside a program.
+
+    Args:
+        cohort: the cohort of the round.
+
+    Returns:
+        bool `[participants, steps]`; None where nothing marks padding: no `num_steps` and no mask.
+    """
+    batches = cohort.batches
+    if isinstance(batches, Mapping) and MASK in batches:
+        return federated_map(valid_steps, {MASK: batches[MASK]}, cohort.num_steps)
+    if cohort.num_steps is None:
+        return None
+    return federated_map(valid_steps, jax.tree.leaves(batches)[0], cohort.num_steps)
 
 
-def subtract(x: Any, y: Any) -> Any:
-    """`x - y`, leaf by leaf."""
-    return jax.tree.map(jnp.subtract, x, y)
+def participant_weights(cohort: Cohort) -> Num[Array, " participants"] | None:
+    """Weigh participants by their examples, and those without a step by 0. Inside a program.
+
+    Args:
+        cohort: the cohort of the round.
+
+    Returns:
+        `cohort.num_examples`, or 1 for each participant where it is None, set to 0 for
+        participants without a valid step; None where every participant weighs the same.
+
+    Example:
+        >>> import fedpax
+        >>> import jax.numpy as jnp
+        >>> mask = jnp.array([[[1, 1]], [[0, 0]], [[1, 0]]])  # participants, steps, batch
+        >>> fedpax.program(clients=3)(participant_weights)(Cohort({"mask": mask})).tolist()
+        [1.0, 0.0, 1.0]
+    """
+    valid, weights = placed_valid_steps(cohort), cohort.num_examples
+    if valid is None:
+        return weights
+
+    def weight(valid: Bool[Array, " steps"], examples: Num[Array, ""] | None) -> Num[Array, ""]:
+        examples = jnp.float32(1) if examples is None else examples
+        return jnp.where(jnp.any(valid), examples, jnp.zeros_like(examples))
+
+    return federated_map(weight, valid, weights)
 
 
-def as_metrics(loss: jax.Array, aux: Any) -> dict[str, jax.Array]:
-    """Puts the loss beside what the loss function returns with it.
+def gradient_and_metrics(
+    loss_fn: LossFn, params: Params, batch: chex.ArrayTree
+) -> tuple[Params, Metrics]:
+    """Differentiate a loss function by the parameters, and collect what it reports.
+
+    Args:
+        loss_fn: `(params, batch) -> (scalar loss, dict of scalars, or None)`.
+        params: a pytree of float arrays.
+        batch: the second argument of `loss_fn`.
+
+    Returns:
+        The gradient, of the structure of `params`, and a dict of the metrics with `"loss"`.
+
+    Raises:
+        TypeError: `loss_fn` returns no pair, its loss is no scalar, its metrics are no dict, or a
+            metric is no scalar.
+        ValueError: a metric is called `"loss"`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> loss_fn = lambda w, x: (w * x, {"input": x})
+        >>> gradient, metrics = gradient_and_metrics(loss_fn, jnp.float32(2.0), jnp.float32(3.0))
+        >>> gradient.item(), metrics["loss"].item(), metrics["input"].item()
+        (3.0, 6.0, 3.0)
+    """
+
+    def checked(params: Params) -> tuple[jax.Array, Metrics]:
+        returned = loss_fn(params, batch)
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            raise TypeError(
+                f"loss_fn returned {_describe(returned)}, expected a pair (loss, metrics). Return "
+                "loss, {'accuracy': accuracy}, or loss, None."
+            )
+        loss, aux = returned
+        if not _is_scalar(loss):
+            raise TypeError(
+                f"loss_fn returned a loss of {_describe(loss)}, expected a scalar. Average it over "
+                "the batch, for example with jnp.mean."
+            )
+        return loss, as_metrics(loss, aux)
+
+    gradient, metrics = jax.grad(checked, has_aux=True)(params)
+    return gradient, metrics
+
+
+def as_metrics(loss: jax.Array, aux: Mapping[str, jax.Array] | None) -> Metrics:
+    """Add the loss to the metrics that a loss function returns beside it.
 
     Args:
         loss: the loss.
-        aux: a dict of scalars, or None for no others.
+        aux: a dict of scalars, or None for no further metrics.
 
     Returns:
-        The dict and `"loss"`.
+        The dict with `"loss"`.
 
     Raises:
-        TypeError: `aux` is neither.
-        ValueError: it has a `"loss"` of its own.
+        TypeError: `aux` is no dict, or a metric is no scalar.
+        ValueError: `aux` has a `"loss"` of its own.
 
     Example:
         >>> as_metrics(0.5, {"accuracy": 0.75})
@@ -121,12 +253,40 @@ def as_metrics(loss: jax.Array, aux: Any) -> dict[str, jax.Array]:
         return {"loss": loss}
     if not isinstance(aux, Mapping):
         raise TypeError(
-            f"loss_fn returned {type(aux).__name__} beside the loss, expected a dict of metrics. "
+            f"loss_fn returned {_describe(aux)} beside the loss, expected a dict of metrics. "
             "Return loss, {'accuracy': accuracy}, or loss, None."
         )
     if "loss" in aux:
         raise ValueError(
-            "loss_fn returned 'loss' among the metrics beside the loss, which is reported under "
-            "that name already. Leave it out, or call it something else."
+            "loss_fn returned a metric called 'loss', the name under which its loss is reported. "
+            "Leave it out, or rename it."
         )
+    for name, value in aux.items():
+        if not _is_scalar(value):
+            raise TypeError(
+                f"loss_fn returned a metric {name!r} of {_describe(value)}, expected a scalar. "
+                "Average it over the batch, for example with jnp.mean."
+            )
     return {**aux, "loss": loss}
+
+
+def subtract(x: chex.ArrayTree, y: chex.ArrayTree) -> chex.ArrayTree:
+    """Subtract two pytrees leaf by leaf: `x - y`."""
+    return jax.tree.map(jnp.subtract, x, y)
+
+
+def _float_mean(values: jax.Array) -> jax.Array:
+    return jnp.mean(values.astype(jnp.float32))
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, int | float) or (hasattr(value, "dtype") and value.ndim == 0)
+
+
+def _describe(value: Any) -> str:
+    """Name a value's type, with its shape if it is an array."""
+    if hasattr(value, "dtype"):
+        return f"an array {value.dtype}{list(value.shape)}"
+    if isinstance(value, tuple):
+        return f"a tuple of {len(value)}"
+    return f"a {type(value).__name__}"

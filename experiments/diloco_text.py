@@ -5,9 +5,8 @@ from typing import Any
 
 import optax
 
-from fedpax.aggregators.quantized_mean import check_levels
-from fedpax.algorithms.data_parallel import data_parallel
-from fedpax.algorithms.diloco import diloco
+from fedpax.aggregators.quantized_mean import check_num_levels, quantized_mean
+from fedpax.algorithms import data_parallel, diloco
 from fedpax.experiments.optimizers import OptimizerConfig
 from fedpax.experiments.text import TextConfig, TextExperiment
 from fedpax.models import presets
@@ -23,13 +22,13 @@ class OuterConfig:
     Attributes:
         learning_rate: eta.
         momentum: beta of Nesterov's momentum; 0 is plain SGD.
-        levels: how many values an entry of an island's outer gradient can take on the wire, with
-            error feedback; None sends float32.
+        num_levels: number of values that an entry of an island's outer gradient can take on the
+            wire, 2 to 256, with error feedback. Default None: send float32.
     """
 
     learning_rate: float = 0.7
     momentum: float = 0.9
-    levels: int | None = None
+    num_levels: int | None = None
 
     def __post_init__(self) -> None:
         """Checks the ranges.
@@ -42,8 +41,8 @@ class OuterConfig:
                 f"outer.learning_rate={self.learning_rate}, outer.momentum={self.momentum}: "
                 "expected a positive rate, and a momentum of at least 0 and below 1."
             )
-        if self.levels is not None:
-            check_levels(self.levels)
+        if self.num_levels is not None:
+            check_num_levels(self.num_levels)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,13 +57,14 @@ class DiLoCoText(TextExperiment):
 
     def method(self, loss_fn: Any, optimizer: optax.GradientTransformation) -> FederatedAlgorithm:
         """Makes DiLoCo."""
+        levels = self.outer.num_levels
         outer = optax.sgd(self.outer.learning_rate, momentum=self.outer.momentum, nesterov=True)
         return diloco(
             loss_fn,
             islands=self.islands,
             inner_optimizer=optimizer,
             outer_optimizer=outer,
-            levels=self.outer.levels,
+            aggregator=None if levels is None else quantized_mean(levels),
         )
 
 
@@ -91,7 +91,7 @@ def diloco_text() -> DiLoCoText:
         model=presets.demo(),
         data=TextConfig(local_steps=2, batch=2, length=32, heldout_batch=32, heldout_tokens=32_768),
         optimizer=OptimizerConfig(learning_rate=2e-3, b1=0.5),
-        outer=OuterConfig(learning_rate=2.0, momentum=0.0, levels=2),
+        outer=OuterConfig(learning_rate=2.0, momentum=0.0, num_levels=2),
         training=TrainingConfig(rounds=440, evaluate_every=55, checkpoint_every=220),
     )
 

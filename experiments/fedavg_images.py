@@ -225,16 +225,16 @@ class FedAvgSynthetic(FedAvgImages):
     Attributes:
         clients: how many there are.
         alpha: Dirichlet's; small for clients of few labels.
-        median: the median number of a client's examples.
+        median_examples: the median number of a client's examples.
         sigma: the standard deviation of the logarithm of that number.
-        most: the largest number of a client's examples.
+        max_examples: the largest number of a client's examples.
     """
 
     clients: int
     alpha: float
-    median: float
+    median_examples: float
     sigma: float
-    most: int
+    max_examples: int
 
     def population(self, source: Source) -> Partition:
         """Makes each client when it is drawn."""
@@ -242,9 +242,9 @@ class FedAvgSynthetic(FedAvgImages):
             read_examples(source)["label"],
             self.clients,
             alpha=self.alpha,
-            median=self.median,
+            median_examples=self.median_examples,
             sigma=self.sigma,
-            most=self.most,
+            max_examples=self.max_examples,
             seed=self.cohort.seed,
         )
 
@@ -284,9 +284,9 @@ def fedavg_population() -> FedAvgSynthetic:
         dataset="digits",
         clients=100_000,
         alpha=0.3,
-        median=12.0,
+        median_examples=12.0,
         sigma=1.0,
-        most=200,
+        max_examples=200,
         model=CNNConfig(image_height=8, image_width=8, filters=(8, 16), hidden_dim=32),
         cohort=CohortConfig(size=1_000, batch=10, max_steps=20),
         client_learning_rate=0.1,

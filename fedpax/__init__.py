@@ -1,5 +1,6 @@
 """fedpax: federated and multi-island training as jitted JAX functions."""
 
+from fedpax.clients.cohort import Cohort
 from fedpax.parallel.mesh import make_mesh
 from fedpax.primitives import (
     federated_broadcast,
@@ -15,6 +16,7 @@ from fedpax.transforms import explain, out_of_core
 __version__ = "0.1.0"
 
 __all__ = [
+    "Cohort",
     "explain",
     "federated_broadcast",
     "federated_map",

@@ -158,7 +158,7 @@ def compile_both(
 
         return {
             "island": compiled(island.round, state, where, placed(2)),
-            "hand": compiled(by_hand(loss_fn, optimizer), tuple(state), tuple(where), placed(1)),
+            "hand": compiled(by_hand(loss_fn, optimizer), tuple(state), tuple(where), placed(1).batches),
         }
 
 

@@ -1,1 +1,6 @@
-"""Aggregators: the path of an update from the participants to the server."""
+"""Aggregators: the path of updates from the participants to the server."""
+
+from fedpax.aggregators.aggregator import Aggregator, mean
+from fedpax.aggregators.quantized_mean import quantized_mean
+
+__all__ = ["Aggregator", "mean", "quantized_mean"]

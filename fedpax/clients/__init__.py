@@ -1,1 +1,6 @@
-"""Clients: cohorts, and the state that clients keep between rounds."""
+"""Clients: the cohort of a round, and the state that clients keep between rounds."""
+
+from fedpax.clients.cohort import Cohort
+from fedpax.clients.store import ClientStore, client_store, gather_clients, scatter_clients
+
+__all__ = ["ClientStore", "Cohort", "client_store", "gather_clients", "scatter_clients"]

@@ -1,33 +1,40 @@
-"""What an algorithm is to whoever runs it: a pair of pure functions, as in optax."""
+"""The contract of a federated method: a pair of pure functions, as in optax."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
+import chex
 import jax
 
-Params: TypeAlias = Any
-"""A pytree of arrays: the server's model."""
+from fedpax.clients.cohort import Cohort
 
-State: TypeAlias = Any
-"""A NamedTuple of arrays with a field ``params``, the server's model."""
+Params: TypeAlias = chex.ArrayTree
+"""The server's model: a pytree of arrays."""
+
+State: TypeAlias = chex.ArrayTree
+"""The state of a method: a NamedTuple of arrays with a field `params`, the server's model."""
 
 Metrics: TypeAlias = dict[str, jax.Array]
-"""Scalars of one round; ``"loss"`` is the mean training loss over the round."""
+"""Scalars of one round by name; `"loss"` is the mean training loss over the round."""
+
+LossFn: TypeAlias = Callable[[Params, chex.ArrayTree], tuple[jax.Array, Metrics | None]]
+"""A loss: `(params, batch) -> (scalar loss, dict of scalar metrics, or None)`."""
 
 
 class FederatedAlgorithm(NamedTuple):
-    """A federated method: how its state begins and how one round advances it.
+    """A federated method: the initial state, and the round that advances it.
 
-    Both functions are pure and can be jitted. The state is an immutable ``NamedTuple`` whose
-    field ``params`` is the server's model; what participants keep between rounds are placed
-    values inside it (a leading axis of the placement's size). ``round`` returns a state of the
-    same structure, shapes, dtypes and shardings, so the loop can donate the old one.
+    Both functions are pure and can be jitted. The state is an immutable `NamedTuple` whose field
+    `params` is the server's model. State that participants keep between rounds is a placed value
+    inside it: a leading axis of the placement's size. `round` returns a state of the same
+    structure, shapes, dtypes and shardings, so that the caller can donate the old one.
 
     Attributes:
-        init: ``params -> state``.
-        round: ``(state, batches, ...) -> (state, metrics)``. Every leaf of ``batches`` is
-            ``[participants, local_steps, batch, ...]``; ``metrics`` is a dict of scalars that
-            holds at least ``"loss"``, the mean training loss over the round.
+        init: `params -> state`.
+        round: `(state, cohort) -> (state, metrics)`. `cohort` is a `fedpax.Cohort`; every leaf of
+            `cohort.batches` is `[participants, steps, batch, ...]`. `metrics` is a dict of scalars
+            that holds at least `"loss"`, the mean training loss over the round. A step whose
+            batch is padding alone changes neither state nor metrics.
 
     Example:
         Gradient descent on a quadratic is a method with one participant and one local step:
@@ -36,15 +43,16 @@ class FederatedAlgorithm(NamedTuple):
         >>> import jax, jax.numpy as jnp
         >>> class DescentState(NamedTuple):
         ...     params: jax.Array
-        >>> def descend(state, batches):
-        ...     loss, slope = jax.value_and_grad(lambda w: jnp.mean((w - batches) ** 2))(
+        >>> def descend(state, cohort):
+        ...     loss, slope = jax.value_and_grad(lambda w: jnp.mean((w - cohort.batches) ** 2))(
         ...         state.params)
         ...     return DescentState(state.params - 0.5 * slope), {"loss": loss}
         >>> descent = FederatedAlgorithm(init=DescentState, round=jax.jit(descend))
-        >>> state, metrics = descent.round(descent.init(jnp.float32(0.0)), jnp.full((1, 1, 2), 3.0))
+        >>> cohort = Cohort(jnp.full((1, 1, 2), 3.0))  # participants, steps, batch
+        >>> state, metrics = descent.round(descent.init(jnp.float32(0.0)), cohort)
         >>> float(state.params), float(metrics["loss"])
         (3.0, 9.0)
     """
 
     init: Callable[[Params], State]
-    round: Callable[..., tuple[State, Metrics]]
+    round: Callable[[State, Cohort], tuple[State, Metrics]]

@@ -1,5 +1,6 @@
-"""Means that cross in few bits: against NumPy, by their laws, and on the wire."""
+"""The quantized mean: against NumPy, by its laws, and on the wire."""
 
+import chex
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -10,16 +11,26 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fedpax
-from fedpax.aggregators.quantized_mean import WORD, packing_of, quantized_mean
+from fedpax.aggregators import quantized_mean
+from fedpax.aggregators.integer_packing import WORD, packing_of
+from fedpax.aggregators.quantized_mean import QuantizedMeanState
 from fedpax.hlo.collectives import collectives
 
 N = 4
 
 
-def exchange(levels, participants=N):
-    return fedpax.program(islands=participants)(
-        lambda x, error: quantized_mean(x, error, levels=levels)
-    )
+def exchange(num_levels, participants=N):
+    """Make `(updates, residual, weights=None) -> (mean, residual)`, a program."""
+    aggregator = quantized_mean(num_levels)
+
+    @fedpax.program(islands=participants)
+    def exchange(updates, residual, weights=None):
+        state = QuantizedMeanState(residual)
+        mean, state, metrics = aggregator.aggregate(state, updates, weights)
+        assert metrics == {}
+        return mean, state.residual
+
+    return exchange
 
 
 def zeros(x):
@@ -31,70 +42,70 @@ def draw(shape, participants=N, seed=0):
     return np.float32(rng.standard_normal((participants, *shape)))
 
 
-@pytest.mark.parametrize("levels", [2, 3, 4, 16, 256])
-def test_equals_numpy(levels):
+@pytest.mark.parametrize("num_levels", [2, 3, 4, 16, 256])
+def test_equals_numpy(num_levels):
     x, error = draw((6, 26)), 0.1 * draw((6, 26), seed=1)
-    mean, left = jax.jit(exchange(levels))(x, error)
-    owed = np.float64(x) + error
+    mean, left = jax.jit(exchange(num_levels))(x, error)
+    unsent = np.float64(x) + error
     # What was sent, and by which step: the levels are equally far from one another, around 0.
-    sent = owed - left
+    sent = unsent - left
     gaps = np.diff(np.sort(sent, axis=None))
     step = np.min(gaps[gaps > 1e-4])
     # In standard deviations the steps are those of Max 1960, table I.
-    best = {2: 1.596, 3: 1.224, 4: 0.9957, 16: 0.3352, 256: 0.0308}[levels]
-    assert step / (np.abs(owed).mean() * np.sqrt(np.pi / 2)) == pytest.approx(best, rel=0.01)
-    codes = sent / step + (levels - 1) / 2
-    nearest = np.clip(np.round(owed / step + (levels - 1) / 2), 0, levels - 1)
+    best = {2: 1.596, 3: 1.224, 4: 0.9957, 16: 0.3352, 256: 0.0308}[num_levels]
+    assert step / (np.abs(unsent).mean() * np.sqrt(np.pi / 2)) == pytest.approx(best, rel=0.01)
+    codes = sent / step + (num_levels - 1) / 2
+    nearest = np.clip(np.round(unsent / step + (num_levels - 1) / 2), 0, num_levels - 1)
     np.testing.assert_allclose(codes, nearest, atol=5e-3)
     np.testing.assert_allclose(mean, sent.mean(0), atol=1e-5)
 
 
 def test_the_step_is_the_best_for_normal_values():
     """Max 1960, table I: distortion of 2, 4 and 16 equally spaced levels."""
-    for levels, distortion in ((2, 0.3634), (4, 0.1188), (16, 0.01154)):
+    for num_levels, distortion in ((2, 0.3634), (4, 0.1188), (16, 0.01154)):
         x = draw((400, 400), participants=1)
-        _, left = jax.jit(exchange(levels, 1))(x, np.zeros_like(x))
+        _, left = jax.jit(exchange(num_levels, 1))(x, np.zeros_like(x))
         assert np.mean(left**2) == pytest.approx(distortion, rel=0.03)
 
 
 @hypothesis.given(
     shape=st.lists(st.integers(0, 9), max_size=3),
     participants=st.integers(1, 5),
-    levels=st.integers(2, 256),
+    num_levels=st.integers(2, 256),
     seed=st.integers(0, 99),
 )
 @hypothesis.settings(max_examples=8)
-def test_what_is_not_sent_is_owed(shape, participants, levels, seed):
+def test_the_residual_is_what_was_not_sent(shape, participants, num_levels, seed):
     x = {"a": draw(shape, participants, seed), "b": draw((), participants, seed)}
-    mean, left = exchange(levels, participants)(x, zeros(x))
+    mean, left = exchange(num_levels, participants)(x, zeros(x))
     for name in x:
         np.testing.assert_allclose(
             mean[name] + left[name].mean(0), x[name].mean(0), rtol=1e-5, atol=1e-5
         )
 
 
-def test_over_rounds_nothing_is_lost():
-    """What was sent adds up to what there was to send, but for a debt that does not grow."""
+def test_the_quantization_error_telescopes_over_rounds():
+    """The means sum up to the exact ones but for the residual, which does not grow."""
     rounds = [draw((13, 8), seed=n) for n in range(40)]
-    total, error, debts = 0.0, np.zeros_like(rounds[0]), []
+    total, error, sizes = 0.0, np.zeros_like(rounds[0]), []
     step = jax.jit(exchange(2))
     for x in rounds:
         mean, error = step(x, error)
         total = total + np.float64(mean)
-        debts.append(np.sqrt(np.mean(error**2)))
+        sizes.append(np.sqrt(np.mean(error**2)))
     np.testing.assert_allclose(total + error.mean(0), sum(rounds).mean(0), atol=1e-4)
-    assert np.mean(debts[20:]) < 1.2 * np.mean(debts[10:20]) < 3
+    assert np.mean(sizes[20:]) < 1.2 * np.mean(sizes[10:20]) < 3
 
 
 @pytest.mark.parametrize("value", [0.0, np.nan])
-def test_zeros_stay_and_nan_shows(value):
+def test_zeros_and_nans_are_kept(value):
     x = np.full((N, 5), value, np.float32)
     mean, left = exchange(3)(x, np.zeros_like(x))
     np.testing.assert_array_equal(mean, x[0])
     np.testing.assert_array_equal(left, x)
 
 
-def test_nothing_to_send():
+def test_an_empty_tree():
     assert exchange(2, 3)({}, {}) == ({}, {})
 
 
@@ -106,7 +117,7 @@ def test_bfloat16_is_added_up_in_float32():
 
 
 @pytest.mark.parametrize(
-    ("shape", "participants", "levels", "digits"),
+    ("shape", "participants", "num_levels", "digits"),
     [
         ((3, 192, 416), 4, 2, 13),  # 5^13 < 2^32 < 5^14
         ((3, 192, 4, 48), 4, 2, 12),
@@ -117,15 +128,15 @@ def test_bfloat16_is_added_up_in_float32():
         ((8, 8), 1, 256, 4),
     ],
 )
-def test_digits_of_a_word(shape, participants, levels, digits):
-    packing = packing_of(shape, participants, levels)
+def test_number_of_digits_in_a_word(shape, participants, num_levels, digits):
+    packing = packing_of(shape, participants, num_levels)
     assert packing.digits == digits
-    assert packing.base == participants * (levels - 1) + 1
+    assert packing.base == participants * (num_levels - 1) + 1
     assert packing.base**packing.digits <= WORD
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_on_the_wire_are_words_of_each_devices_shard(kind):
+def test_each_device_sends_the_words_of_its_shard(kind):
     mesh = jax.make_mesh((4, 2), ("islands", "fsdp"), axis_types=(kind, kind))
     shapes = {"up": (24, 26), "down": (26, 24), "norm": (24,), "scale": ()}
     specs = {"up": ("fsdp", None), "down": (None, "fsdp"), "norm": ("fsdp",), "scale": ()}
@@ -152,21 +163,41 @@ def test_on_the_wire_are_words_of_each_devices_shard(kind):
 
 
 @pytest.mark.parametrize(
-    ("levels", "error", "message"),
+    ("num_levels", "error", "message"),
     [
-        (1, ValueError, "levels is 1, expected 2"),
-        (257, ValueError, "levels is 257, expected .* to 256"),
-        (2.0, TypeError, "levels is 2.0, expected an int"),
-        (True, TypeError, "levels is True, expected an int"),
+        (1, ValueError, "num_levels is 1, expected 2"),
+        (257, ValueError, "num_levels is 257, expected .* to 256"),
+        (2.0, TypeError, "num_levels is 2.0, expected an int"),
+        (True, TypeError, "num_levels is True, expected an int"),
     ],
 )
-def test_levels_out_of_range(levels, error, message):
+def test_num_levels_out_of_range(num_levels, error, message):
     with pytest.raises(error, match=message):
-        exchange(levels)(draw((2,)), draw((2,)))
+        quantized_mean(num_levels)
 
 
-def test_what_cannot_be_quantized():
-    with pytest.raises(TypeError, match=r"x\['n'\] has dtype int32, expected floats"):
+def test_other_dtypes_and_too_many_levels_are_refused():
+    with pytest.raises(TypeError, match=r"updates\['n'\] has dtype int32, expected floats"):
         exchange(2)({"n": np.ones(N, np.int32)}, {"n": np.zeros(N, np.float32)})
-    with pytest.raises(ValueError, match="does not fit a word of 32 bits: take fewer levels"):
+    with pytest.raises(ValueError, match=r"does not fit a 32-bit word\. Use fewer levels"):
         packing_of((3,), 2**25, 256)
+
+
+def test_weights_weigh_the_updates():
+    x, weights = draw((6, 26)), np.array([1, 5, 0, 2], np.int32)
+    mean, residual = jax.jit(exchange(256))(x, zeros(x), weights)
+    exact = np.average(np.float64(x), axis=0, weights=weights)
+    # Residuals are of the scaled updates n w_i x_i / sum(w).
+    np.testing.assert_allclose(mean + residual.mean(0), exact, rtol=1e-5, atol=1e-5)
+    for none in (np.zeros(N), np.zeros(N, np.int32)):
+        mean, residual = jax.jit(exchange(4))(x, zeros(x), none)
+        assert not np.any(mean) and not np.any(residual)
+
+
+def test_init_makes_a_float32_residual_for_each_participant():
+    params = {"w": jnp.ones((3, 2), jnp.bfloat16), "b": jnp.float32(1)}
+    state = fedpax.program(islands=N)(quantized_mean(2).init)(params)
+    chex.assert_trees_all_equal(
+        state, QuantizedMeanState({"w": jnp.zeros((N, 3, 2)), "b": jnp.zeros(N)})
+    )
+    chex.assert_tree_shape_prefix(state, (N,))

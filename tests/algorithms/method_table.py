@@ -16,9 +16,8 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedpax.algorithms.data_parallel import data_parallel
-from fedpax.algorithms.diloco import diloco
-from fedpax.algorithms.fedavg import fedavg
+from fedpax import Cohort
+from fedpax.algorithms import data_parallel, diloco, fedavg, server_adam
 from fedpax.training.algorithm import FederatedAlgorithm
 from fedpax.training.shardings import state_shardings
 
@@ -106,6 +105,10 @@ class Method(NamedTuple):
     def algorithm(self, participants: int = PARTICIPANTS, rates: Rates | None = None):
         return self.build(participants, rates or self.rates)
 
+    def cohort(self, batches: Any, weights: Any) -> Cohort:
+        """Make the cohort of a round; weights count where the method's test weighs participants."""
+        return Cohort(batches, np.int32(weights) if self.weighted else None)
+
     def reference(self, params: Any, rounds: Any, weights: Any, rates: Rates | None = None):
         rates = rates or self.rates
         params = {name: np.asarray(p, np.float64) for name, p in params.items()}
@@ -120,7 +123,7 @@ def _fedavg(rates: Rates, client: Callable, server: Callable | None, refer: tupl
         rates,
         lambda clients, r: fedavg(
             loss_fn,
-            clients=clients,
+            cohort_size=clients,
             client_optimizer=client(r.local),
             server_optimizer=server and server(r.server),
         ),
@@ -136,10 +139,10 @@ METHODS = {
     "FedAdam": _fedavg(
         Rates(0.1, 0.05),
         lambda rate: optax.sgd(rate, momentum=0.8),
-        lambda rate: optax.adam(rate, b1=0.9, b2=0.99, eps=1e-3),
+        lambda rate: server_adam(rate, b1=0.9, b2=0.99, tau=1e-3),
         (
             lambda rate: reference.momentum(rate, 0.8),
-            lambda rate: reference.adam(rate, 0.9, 0.99, 1e-3),
+            lambda rate: reference.server_optimizer("adam", rate, 0.9, 0.99, 1e-3),
         ),
     ),
     "DiLoCo": Method(
@@ -226,17 +229,16 @@ class Trainer(NamedTuple):
         with use(self.mesh):
             return fresh_state(self.algorithm, self.method.placement, params, self.mesh)
 
-    def arguments(self, batches: Any, weights: Any) -> tuple:
-        """What a round takes besides the state, on the mesh."""
-        placed = place_batches((batches, np.int32(weights)), self.mesh, self.method.placement)
-        return placed if self.method.weighted else placed[:1]
+    def cohort(self, batches: Any, weights: Any) -> Cohort:
+        """Make the cohort of a round, on the mesh."""
+        return place_batches(self.method.cohort(batches, weights), self.mesh, self.method.placement)
 
     def run(self, params: Any, rounds: Sequence[Any], weights: Sequence[Any]) -> list[tuple]:
         """State and metrics after each round, as NumPy."""
         state, history = self.start(params), []
         with use(self.mesh):
             for batches, n in zip(rounds, weights, strict=True):
-                state, metrics = self.round(state, *self.arguments(batches, n))
+                state, metrics = self.round(state, self.cohort(batches, n))
                 history.append(jax.device_get((state, metrics)))
         return history
 
@@ -258,7 +260,7 @@ def fresh_state(
         jax.tree.map(lambda p: p.sharding, params),
         mesh,
         placement=placement,
-        participants=participants,
+        num_participants=participants,
     )
     return jax.jit(algorithm.init, out_shardings=shardings)(params)
 
@@ -271,9 +273,9 @@ def trainer(name: str, mesh_name: str) -> Trainer:
     algorithm = method.algorithm()
     with use(mesh):
         state = fresh_state(algorithm, method.placement, random_params(), mesh)
-        placed = place_batches((random_rounds(1)[0], random_weights(1)[0]), mesh, method.placement)
-        arguments = placed if method.weighted else placed[:1]
-        compiled = jax.jit(algorithm.round, donate_argnums=0).lower(state, *arguments).compile()
+        cohort = method.cohort(random_rounds(1)[0], random_weights(1)[0])
+        cohort = place_batches(cohort, mesh, method.placement)
+        compiled = jax.jit(algorithm.round, donate_argnums=0).lower(state, cohort).compile()
     return Trainer(method, mesh, algorithm, compiled)
 
 
@@ -286,8 +288,8 @@ def run_eager(name: str, mesh_name: str, params: Any, rounds: Any, weights: Any)
     with use(mesh):
         state = algorithm.init(place_params(params, mesh))
         for batches, n in zip(rounds, weights, strict=True):
-            batches, n = place_batches((batches, n), mesh, method.placement)
-            state, metrics = algorithm.round(state, batches, *([n] if method.weighted else []))
+            cohort = place_batches(method.cohort(batches, n), mesh, method.placement)
+            state, metrics = algorithm.round(state, cohort)
             history.append((state, metrics))
     return history
 

@@ -141,6 +141,24 @@ def yogi(rate: float, beta1: float, beta2: float, epsilon: float, start: float =
     return Optimizer(lambda x: Moments(0, full(x), full(x)), step)
 
 
+def server_optimizer(rule: str, rate: float, beta1: float, beta2: float, tau: float) -> Optimizer:
+    """FedOpt's server optimizers, arXiv:2003.00295, algorithm 2: no bias is corrected."""
+    second_moment = {
+        "adagrad": lambda v, g: v + g**2,
+        "yogi": lambda v, g: v - (1 - beta2) * g**2 * np.sign(v - g**2),
+        "adam": lambda v, g: beta2 * v + (1 - beta2) * g**2,
+    }[rule]
+
+    def step(x, g, state):
+        m = each(lambda m, g: beta1 * m + (1 - beta1) * g, state[0], g)
+        v = each(second_moment, state[1], g)
+        return each(lambda x, m, v: x - rate * m / (np.sqrt(v) + tau), x, m, v), (m, v)
+
+    return Optimizer(
+        lambda x: (each(np.zeros_like, x), each(lambda x: np.full_like(x, tau**2), x)), step
+    )
+
+
 def adagrad(rate: float, start: float = 0.1, epsilon: float = 1e-7) -> Optimizer:
     def step(x, g, v):
         v = each(lambda v, g: v + g**2, v, g)

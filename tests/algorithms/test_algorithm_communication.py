@@ -1,7 +1,6 @@
 """What a round sends, read from its compiled text: which collectives, where, how often."""
 
 from collections import Counter
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +20,8 @@ from method_table import (
     use,
 )
 
-from fedpax.algorithms.data_parallel import data_parallel
-from fedpax.algorithms.diloco import diloco
+from fedpax import Cohort
+from fedpax.algorithms import data_parallel, diloco
 from fedpax.hlo.collectives import Collective, collectives, placement_bytes
 from fedpax.parallel.mesh import make_mesh
 from fedpax.training.algorithm import FederatedAlgorithm
@@ -104,15 +103,15 @@ def test_a_derivative_meets_outside_of_the_local_steps_too(name: str):
     algorithm = method.algorithm()
     params, (batches,), (weights,) = problem(1)
 
-    def loss(params, batches, *weights):
-        state, _ = algorithm.round(algorithm.init(params), batches, *weights)
-        _, metrics = algorithm.round(state, batches, *weights)
+    def loss(params, cohort):
+        state, _ = algorithm.round(algorithm.init(params), cohort)
+        _, metrics = algorithm.round(state, cohort)
         return metrics["loss"]
 
     with use(mesh):
-        given = place_batches((batches, weights), mesh, method.placement)
-        arguments = (place_params(params, mesh), *given[: 1 + method.weighted])
-        text = jax.jit(jax.grad(loss)).lower(*arguments).compile().as_text()
+        cohort = place_batches(method.cohort(batches, weights), mesh, method.placement)
+        gradient = jax.jit(jax.grad(loss))
+        text = gradient.lower(place_params(params, mesh), cohort).compile().as_text()
     found = [c for c in collectives(text, mesh) if method.placement in c.axes]
     assert found
     assert all(c.executions == 1 and not c.in_loop for c in found)
@@ -123,7 +122,7 @@ def test_a_derivative_meets_outside_of_the_local_steps_too(name: str):
 optimizer = optax.adamw(0.01)
 
 
-def by_hand(state: tuple, batches: Any) -> tuple:
+def by_hand(state: tuple, cohort: Cohort) -> tuple:
     """A jitted scan over optax's steps, as one writes it without fedpax."""
 
     def step(state, batch):
@@ -132,7 +131,7 @@ def by_hand(state: tuple, batches: Any) -> tuple:
         updates, optimizer_state = optimizer.update(gradient, optimizer_state, params)
         return (optax.apply_updates(params, updates), optimizer_state), {**aux, "loss": loss}
 
-    state, metrics = jax.lax.scan(step, state, jax.tree.map(lambda b: b[0], batches))
+    state, metrics = jax.lax.scan(step, state, jax.tree.map(lambda b: b[0], cohort.batches))
     return state, jax.tree.map(lambda m: jnp.mean(m.astype(jnp.float32)), metrics)
 
 
@@ -161,7 +160,7 @@ def test_one_island_compiles_to_what_one_writes_by_hand(sizes: dict[str, int], k
     def compiled(algorithm: FederatedAlgorithm) -> Counter:
         with use(mesh):
             state = fresh_state(algorithm, "islands", params, mesh, participants=1)
-            given = place_batches(batches, mesh, "islands")
+            given = place_batches(Cohort(batches), mesh, "islands")
             text = (
                 jax.jit(algorithm.round, donate_argnums=0).lower(state, given).compile().as_text()
             )

@@ -19,9 +19,8 @@ from method_table import (
     trainer,
 )
 
-from fedpax.algorithms.data_parallel import data_parallel
-from fedpax.algorithms.diloco import diloco
-from fedpax.algorithms.fedavg import fedavg
+from fedpax import Cohort
+from fedpax.algorithms import data_parallel, diloco, fedavg
 from fedpax.training.algorithm import FederatedAlgorithm
 
 # On one worker, where each method is compiled once for all of these tests.
@@ -43,7 +42,7 @@ def test_a_round_returns_a_state_like_the_one_it_was_given(name: str, mesh: str)
     params, (batches,), (weights,) = problem(1)
     old = it.start(params)
     kind = [(x.shape, x.dtype, x.weak_type, x.sharding) for x in jax.tree.leaves(old)]
-    new, _ = it.round(old, *it.arguments(batches, weights))
+    new, _ = it.round(old, it.cohort(batches, weights))
     assert type(new) is type(old)
     assert jax.tree.structure(new) == jax.tree.structure(old)
     for leaf, (shape, dtype, weak_type, sharding) in zip(jax.tree.leaves(new), kind, strict=True):
@@ -59,7 +58,7 @@ def test_the_state_can_be_donated(name: str, mesh: str):
     params, (batches,), (weights,) = problem(1)
     state = it.start(params)
     held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
-    it.round(state, *it.arguments(batches, weights))
+    it.round(state, it.cohort(batches, weights))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
     assert it.round.memory_analysis().alias_size_in_bytes == held
 
@@ -79,9 +78,9 @@ def test_abstract_evaluation_agrees(name: str):
     assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(
         lambda x: (x.shape, x.dtype), shapes
     )
-    arguments = it.arguments(rounds[0], weights[0])
-    after = jax.eval_shape(algorithm.round, shapes, *arguments)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), it.round(state, *arguments)) == jax.tree.map(
+    cohort = it.cohort(rounds[0], weights[0])
+    after = jax.eval_shape(algorithm.round, shapes, cohort)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), it.round(state, cohort)) == jax.tree.map(
         lambda x: (x.shape, x.dtype), after
     )
 
@@ -108,7 +107,7 @@ def test_training_goes_on_from_a_checkpoint(name: str, mesh: str, tmp_path):
     )
     with method_table.use(it.mesh):
         for batches, n in zip(rounds[1:], weights[1:], strict=True):
-            state, metrics = it.round(state, *it.arguments(batches, n))
+            state, metrics = it.round(state, it.cohort(batches, n))
     assert_same((state, metrics), unbroken[-1])
 
 
@@ -167,7 +166,7 @@ def adamw() -> optax.GradientTransformation:
 
 
 ALONE = {
-    "FedAvg": lambda: fedavg(loss_fn, clients=1, client_optimizer=adamw()),
+    "FedAvg": lambda: fedavg(loss_fn, cohort_size=1, client_optimizer=adamw()),
     "DiLoCo": lambda: diloco(
         loss_fn, islands=1, inner_optimizer=adamw(), outer_optimizer=optax.sgd(1.0)
     ),
@@ -190,7 +189,7 @@ def test_one_participant_is_plain_local_training(name: str):
 
     optimizer_state = optimizer.init(params)
     for batches in random_rounds(2, participants=1):
-        state, metrics = step(state, place_batches(batches, None, ""))
+        state, metrics = step(state, Cohort(place_batches(batches, None, "")))
         if name == "FedAvg":  # its clients keep nothing
             optimizer_state = optimizer.init(params)
         reports = []

@@ -25,6 +25,8 @@ from method_table import (
     use,
 )
 
+from fedpax import Cohort
+
 CLIENTS, ROUNDS, STEPS = 4, 2, 2
 STEP = 1e-5  # of the differences, whose error is about its square
 # Metrics are float32 in any case, so derivatives through them are good to about 1e-7.
@@ -65,7 +67,7 @@ def differentiable(method: Method, mesh: Any) -> Callable[[dict[str, Any]], jax.
 
         def step(state, given):
             batches, weights = given
-            return algorithm.round(state, batches, *([weights] if method.weighted else []))
+            return algorithm.round(state, Cohort(batches, weights if method.weighted else None))
 
         given = (rounds, point.get("weights", jnp.zeros(ROUNDS)))
         state, metrics = jax.lax.scan(step, algorithm.init(params), given)

@@ -10,14 +10,13 @@ import optax
 import pytest
 from method_table import METHODS, assert_close, mesh_of, place_batches, place_params, problem, use
 
-from fedpax.algorithms.data_parallel import data_parallel
-from fedpax.algorithms.diloco import diloco
-from fedpax.algorithms.fedavg import fedavg
+from fedpax import Cohort
+from fedpax.algorithms import data_parallel, diloco, fedavg
 from fedpax.parallel.mesh import make_mesh
 from fedpax.training.algorithm import FederatedAlgorithm
 
 ALGORITHMS = {
-    "FedAvg": lambda loss_fn, n: fedavg(loss_fn, clients=n, client_optimizer=optax.sgd(0.1)),
+    "FedAvg": lambda loss_fn, n: fedavg(loss_fn, cohort_size=n, client_optimizer=optax.sgd(0.1)),
     "DiLoCo": lambda loss_fn, n: diloco(loss_fn, islands=n, inner_optimizer=optax.adamw(0.1)),
     "data parallelism": lambda loss_fn, n: data_parallel(
         loss_fn, islands=n, optimizer=optax.adamw(0.1)
@@ -55,8 +54,8 @@ def test_bfloat16(name: str, mesh_name: str):
         assert {leaf.dtype for leaf in floats} == {jnp.dtype(jnp.bfloat16)}
         for batches, n in zip(rounds, weights, strict=True):
             batches = {**batches, "x": batches["x"].astype(jnp.bfloat16)}
-            batches, n = place_batches((batches, n), mesh, method.placement)
-            new, metrics = step(state, batches, *([n] if method.weighted else []))
+            cohort = place_batches(method.cohort(batches, n), mesh, method.placement)
+            new, metrics = step(state, cohort)
             assert jax.tree.map(jnp.dtype, jax.tree.map(lambda x: x.dtype, new)) == jax.tree.map(
                 lambda x: x.dtype, state
             )
@@ -95,7 +94,7 @@ def test_integer_batches_and_metrics_of_any_type(name: str):
     params = {"embedding": jnp.asarray(rng.normal(size=(16, 3)), jnp.float32), "shift": 0.5}
     params["shift"] = jnp.float32(params["shift"])
     algorithm = ALGORITHMS[name](tokens_loss, 4)
-    state, metrics = algorithm.round(algorithm.init(params), batches)
+    state, metrics = algorithm.round(algorithm.init(params), Cohort(batches))
     assert np.abs(state.params["embedding"] - params["embedding"]).max() > 1e-3
     assert all(m.dtype == jnp.float32 and m.shape == () for m in metrics.values())
     odd = batches["tokens"].sum((2, 3)) % 2 == 1
@@ -130,8 +129,8 @@ def test_random_keys_in_batches_and_nested_trees(name: str, mesh_name: str):
     mesh = mesh_of(mesh_name, METHODS[name].placement)
     with use(mesh):
         state = algorithm.init(params)
-        found = algorithm.round(state, (x, keys))
-        expected = algorithm.round(state, (x, noise))
+        found = algorithm.round(state, Cohort((x, keys)))
+        expected = algorithm.round(state, Cohort((x, noise)))
     assert_close(found, expected)
     assert jax.tree.structure(found[0].params) == jax.tree.structure(params)
 
@@ -144,10 +143,9 @@ def test_several_models_at_once(name: str):
     algorithm = method.algorithm()
     _, (batches,), (weights,) = problem(1)
     models = [method_table.random_params(seed) for seed in (0, 1, 2)]
-    arguments = (batches, weights)[: 1 + method.weighted]
 
     def train(params):
-        return algorithm.round(algorithm.init(params), *arguments)
+        return algorithm.round(algorithm.init(params), method.cohort(batches, weights))
 
     together = jax.jit(jax.vmap(train))(jax.tree.map(lambda *p: np.stack(p), *models))
     for i, params in enumerate(models):
@@ -174,8 +172,14 @@ def batch(*shape: int) -> np.ndarray:
 @pytest.mark.parametrize(
     ("batches", "words"),
     [
-        ({"x": batch(3, 2, 5), "y": batch(3, 2, 5)}, r"\['x'\].*leading axis of size 4"),
-        ({"x": batch(4, 2, 5), "y": batch(5, 2, 5)}, r"\['y'\].*leading axis of size 4"),
+        (
+            {"x": batch(3, 2, 5), "y": batch(3, 2, 5)},
+            r"batches\['x'\] has shape \[3, 2, 5\], expected \[4",
+        ),
+        (
+            {"x": batch(4, 2, 5), "y": batch(5, 2, 5)},
+            r"batches\['y'\] has shape \[5, 2, 5\], expected \[4",
+        ),
     ],
     ids=["all leaves", "one leaf"],
 )
@@ -183,14 +187,14 @@ def batch(*shape: int) -> np.ndarray:
 def test_batches_of_another_number_of_participants(name: str, batches: Any, words: str):
     algorithm, state = small(name)
     with pytest.raises(ValueError, match=words):
-        algorithm.round(state, batches)
+        algorithm.round(state, Cohort(batches))
 
 
 @every_algorithm
 def test_batches_of_different_numbers_of_steps(name: str):
     algorithm, state = small(name)
-    with pytest.raises(ValueError, match=r"3.*\b2\b|\b2\b.*3"):
-        algorithm.round(state, {"x": batch(4, 3, 5), "y": batch(4, 2, 5)})
+    with pytest.raises(ValueError, match=r"batches\['y'\] has 2 and .* has 3. Pad the"):
+        algorithm.round(state, Cohort({"x": batch(4, 3, 5), "y": batch(4, 2, 5)}))
 
 
 @pytest.mark.parametrize("axis", ["fsdp only", "placement"])
@@ -202,11 +206,11 @@ def test_a_mesh_that_does_not_divide_the_participants(name: str, axis: str):
     if axis == "placement":
         mesh = make_mesh(**{METHODS[name].placement: 4, "fsdp": 2})
         with use(mesh), pytest.raises(ValueError, match="Use 4 or 8 participants"):
-            algorithm.round(state, batches)
+            algorithm.round(state, Cohort(batches))
     else:
         with use(make_mesh(fsdp=8)):
-            found = algorithm.round(state, batches)
-        assert_close(found, algorithm.round(state, batches))
+            found = algorithm.round(state, Cohort(batches))
+        assert_close(found, algorithm.round(state, Cohort(batches)))
 
 
 @pytest.mark.parametrize(
@@ -228,7 +232,7 @@ def test_a_number_of_participants_that_is_none(name, participants, error, words)
 @every_algorithm
 def test_a_loss_without_metrics(name: str):
     algorithm = ALGORITHMS[name](lambda w, x: (jnp.mean((w - x) ** 2), None), 2)
-    _, metrics = algorithm.round(algorithm.init(jnp.ones(2)), jnp.zeros((2, 1, 3, 2)))
+    _, metrics = algorithm.round(algorithm.init(jnp.ones(2)), Cohort(jnp.zeros((2, 1, 3, 2))))
     assert {key: value.item() for key, value in metrics.items() if key == "loss"} == {"loss": 1.0}
 
 
@@ -236,12 +240,12 @@ def test_a_loss_without_metrics(name: str):
 @pytest.mark.parametrize(
     ("aux", "error", "words"),
     [
-        (jnp.zeros(()), TypeError, "expected a dict of metrics"),
-        ((), TypeError, "loss_fn returned tuple beside the loss"),
-        ({"loss": 0.0}, ValueError, "Leave it out, or call it something else"),
+        (jnp.zeros(()), TypeError, "array float32.*beside the loss, expected a dict of metrics"),
+        ((), TypeError, "loss_fn returned a tuple of 0 beside the loss"),
+        ({"loss": 0.0}, ValueError, "Leave it out, or rename it"),
     ],
 )
 def test_other_metrics_are_refused(name: str, aux: Any, error: type[Exception], words: str):
     algorithm = ALGORITHMS[name](lambda w, x: (jnp.mean((w - x) ** 2), aux), 2)
     with pytest.raises(error, match=words):
-        algorithm.round(algorithm.init(jnp.ones(2)), jnp.zeros((2, 1, 3, 2)))
+        algorithm.round(algorithm.init(jnp.ones(2)), Cohort(jnp.zeros((2, 1, 3, 2))))

@@ -7,7 +7,8 @@ import optax
 import pytest
 from method_table import METHODS, PARTICIPANTS, TOLERANCE, loss_fn, problem, trainer
 
-from fedpax.algorithms.data_parallel import data_parallel
+from fedpax import Cohort
+from fedpax.algorithms import data_parallel
 
 # On one worker, where each method is compiled once for all of these tests.
 pytestmark = pytest.mark.xdist_group("algorithms")
@@ -26,7 +27,7 @@ def test_islands_are_one_large_batch():
         return np.concatenate(leaf, axis=1)[None]
 
     for batches, (wanted, metrics) in zip(rounds, history, strict=True):
-        state, found = step(state, jax.tree.map(joined, batches))
+        state, found = step(state, Cohort(jax.tree.map(joined, batches)))
         jax.tree.map(
             lambda g, w: np.testing.assert_allclose(g, w, **TOLERANCE), state.params, wanted.params
         )

@@ -21,7 +21,8 @@ from method_table import (
     use,
 )
 
-from fedpax.algorithms.fedavg import fedavg
+from fedpax import Cohort
+from fedpax.algorithms import fedavg, server_adagrad, server_adam, server_yogi
 
 # On one worker, where each method is compiled once for all of these tests.
 pytestmark = pytest.mark.xdist_group("algorithms")
@@ -34,13 +35,28 @@ FEDERATED = [name for name, method in METHODS.items() if method.weighted]
     [
         pytest.param(optax.sgd(0.7, momentum=0.9), reference.momentum(0.7, 0.9), id="FedAvgM"),
         pytest.param(
+            server_adagrad(0.1, b1=0.5, tau=1e-2),
+            reference.server_optimizer("adagrad", 0.1, 0.5, 0.0, 1e-2),
+            id="FedAdagrad",
+        ),
+        pytest.param(
+            server_adam(0.1, b1=0.8, b2=0.9),
+            reference.server_optimizer("adam", 0.1, 0.8, 0.9, 1e-3),
+            id="FedAdam",
+        ),
+        pytest.param(
+            server_yogi(0.1, b1=0.8, b2=0.9),
+            reference.server_optimizer("yogi", 0.1, 0.8, 0.9, 1e-3),
+            id="FedYogi",
+        ),
+        pytest.param(
             optax.yogi(0.05, b1=0.9, b2=0.99, eps=1e-3),
             reference.yogi(0.05, 0.9, 0.99, 1e-3),
-            id="FedYogi",
+            id="optax.yogi",
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            optax.adagrad(0.1), reference.adagrad(0.1), id="FedAdagrad", marks=pytest.mark.slow
+            optax.adagrad(0.1), reference.adagrad(0.1), id="optax.adagrad", marks=pytest.mark.slow
         ),
     ],
 )
@@ -48,7 +64,7 @@ def test_other_server_optimizers(server: Any, expected: reference.Optimizer):
     params, rounds, weights = problem(3)
     algorithm = fedavg(
         loss_fn,
-        clients=PARTICIPANTS,
+        cohort_size=PARTICIPANTS,
         client_optimizer=optax.sgd(0.2),
         server_optimizer=server,
     )
@@ -56,7 +72,7 @@ def test_other_server_optimizers(server: Any, expected: reference.Optimizer):
     x = {name: np.float64(p) for name, p in params.items()}
     history = reference.fedavg(x, rounds, weights, reference.sgd(0.2), expected)
     for batches, n, (wanted, metrics) in zip(rounds, weights, history, strict=True):
-        state, found = step(state, batches, n)
+        state, found = step(state, Cohort(batches, n))
         assert_close((state.params, found), (wanted, metrics))
 
 
@@ -76,15 +92,15 @@ def test_chunk_size_changes_nothing(mesh_name: str, chunk_size: int | str):
     ((state, metrics),) = trainer("FedAvg", "none").run(params, [batches], [weights])
     algorithm = fedavg(
         loss_fn,
-        clients=PARTICIPANTS,
+        cohort_size=PARTICIPANTS,
         client_optimizer=optax.sgd(METHODS["FedAvg"].rates.local),
         chunk_size=chunk_size,
     )
     mesh = mesh_of(mesh_name, "clients")
     with use(mesh):
         fresh = algorithm.init(place_params(params, mesh))
-        given = place_batches((batches, weights), mesh, "clients")
-        found = algorithm.round(fresh, *given)
+        cohort = place_batches(Cohort(batches, weights), mesh, "clients")
+        found = algorithm.round(fresh, cohort)
     assert_close((found[0].params, found[1]), (state.params, metrics))
 
 
@@ -92,7 +108,7 @@ def test_no_weights_weigh_all_alike():
     params, (batches,), _ = problem(1)
     ((state, metrics),) = trainer("FedAvg", "none").run(params, [batches], [[7] * PARTICIPANTS])
     algorithm = METHODS["FedAvg"].algorithm()
-    found = algorithm.round(algorithm.init(jax.tree.map(jnp.asarray, params)), batches)
+    found = algorithm.round(algorithm.init(jax.tree.map(jnp.asarray, params)), Cohort(batches))
     assert_close((found[0].params, found[1]), (state.params, metrics))
 
 
@@ -135,13 +151,28 @@ def test_a_round_without_examples(name: str, mesh_name: str):
 @pytest.mark.parametrize(
     ("weights", "words"),
     [
-        (np.ones(PARTICIPANTS - 1), rf"weights has shape \(7,\), expected \({PARTICIPANTS},\)"),
-        (np.ones((PARTICIPANTS, 1)), "one number for each of the clients"),
-        ({"weights": [1, 2]}, "one number for each of the clients"),
+        (np.ones(PARTICIPANTS - 1), rf"num_examples has shape \[7\], expected \[{PARTICIPANTS}\]"),
+        (np.ones((PARTICIPANTS, 1)), "one entry for each participant"),
+        ([1, 2], "num_examples is a list, expected an array"),
     ],
 )
 def test_weights_of_another_shape_are_refused(weights: Any, words: str):
     params, (batches,), _ = problem(1)
     algorithm = METHODS["FedAvg"].algorithm()
+    with pytest.raises((ValueError, TypeError), match=words):
+        algorithm.round(algorithm.init(params), Cohort(batches, weights))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: server_adam(0.0), "learning_rate is 0.0, expected a positive number"),
+        (lambda: server_yogi(float("nan")), "learning_rate is nan, expected a positive number"),
+        (lambda: server_adagrad(0.1, tau=-1.0), "tau is -1.0, expected a positive number"),
+        (lambda: server_adam(0.1, b2=1.0), "b2 is 1.0, expected at least 0 and below 1"),
+        (lambda: server_yogi(0.1, b1=-0.1), "b1 is -0.1, expected at least 0 and below 1"),
+    ],
+)
+def test_settings_of_server_optimizers_out_of_range_are_refused(make, words):
     with pytest.raises(ValueError, match=words):
-        algorithm.round(algorithm.init(params), batches, weights)
+        make()

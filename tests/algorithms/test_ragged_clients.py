@@ -21,8 +21,8 @@ from method_table import (
     use,
 )
 
-from fedpax.algorithms.fedavg import fedavg
-from fedpax.algorithms.local_steps import local_steps
+from fedpax import Cohort
+from fedpax.algorithms import fedavg, local_steps
 
 RATE, BETA = 0.2, 0.8
 
@@ -30,7 +30,7 @@ RATE, BETA = 0.2, 0.8
 def algorithm(chunk_size=1, loss=loss_fn):
     return fedavg(
         loss,
-        clients=PARTICIPANTS,
+        cohort_size=PARTICIPANTS,
         client_optimizer=optax.sgd(RATE, momentum=BETA),
         chunk_size=chunk_size,
     )
@@ -80,8 +80,8 @@ def test_a_round_is_that_of_each_client_alone(mesh_name, chunk_size):
     method = algorithm(chunk_size)
     with use(mesh):
         state = method.init(place_params(params, mesh))
-        placed = place_batches((batches, weights, steps), mesh, "clients")
-        state, metrics = jax.jit(method.round)(state, *placed)
+        cohort = place_batches(Cohort(batches, weights, steps), mesh, "clients")
+        state, metrics = jax.jit(method.round)(state, cohort)
     assert_close((state.params, metrics), client_by_client(params, batches, weights, steps))
 
 
@@ -90,9 +90,9 @@ def test_all_steps_are_those_of_the_round_without_steps():
     method = algorithm()
     state = method.init(jax.tree.map(jnp.asarray, params))
     step = jax.jit(method.round)
-    wanted = step(state, batches, weights)
+    wanted = step(state, Cohort(batches, weights))
     for steps in (STEPS, STEPS + 5):
-        assert_close(step(state, batches, weights, np.full(PARTICIPANTS, steps)), wanted)
+        assert_close(step(state, Cohort(batches, weights, np.full(PARTICIPANTS, steps))), wanted)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 3])
@@ -111,7 +111,7 @@ def test_a_client_costs_its_own_steps(chunk_size):
     steps = random_steps(1)
     method = algorithm(chunk_size, counted)
     state = method.init(jax.tree.map(jnp.asarray, params))
-    jax.block_until_ready(jax.jit(method.round)(state, batches, weights, steps))
+    jax.block_until_ready(jax.jit(method.round)(state, Cohort(batches, weights, steps)))
     jax.effects_barrier()
     chunks = [steps[i : i + chunk_size] for i in range(0, PARTICIPANTS, chunk_size)]
     wanted = [chunk.max() for chunk in chunks for _ in chunk]
@@ -136,7 +136,7 @@ def test_masked_examples_do_not_count():
     steps = -(-examples // BATCH)
     method = algorithm(1, masked_loss)
     state = method.init(jax.tree.map(jnp.asarray, params))
-    state, metrics = jax.jit(method.round)(state, batches, examples, steps)
+    state, metrics = jax.jit(method.round)(state, Cohort(batches, examples, steps))
 
     client = reference.momentum(RATE, BETA)
     x = {name: np.float64(p) for name, p in params.items()}
@@ -158,7 +158,7 @@ def test_a_cohort_without_steps_changes_nothing():
     method = algorithm()
     state = method.init(jax.tree.map(jnp.asarray, params))
     nobody = np.zeros(PARTICIPANTS, np.int32)
-    after, metrics = jax.jit(method.round)(state, batches, nobody, nobody)
+    after, metrics = jax.jit(method.round)(state, Cohort(batches, nobody, nobody))
     jax.tree.map(np.testing.assert_array_equal, after.params, state.params)
     assert all(float(value) == 0 for value in metrics.values())
 
@@ -184,5 +184,5 @@ def test_steps_must_be_one_integer_a_client(steps):
     params = jax.tree.map(jnp.asarray, params)
     own = jax.tree.map(lambda b: b[0], batches)
     descent = optax.sgd(RATE)
-    with pytest.raises(TypeError, match="expected one integer for a participant"):
+    with pytest.raises(TypeError, match="expected one integer per participant"):
         local_steps(loss_fn, descent, params, descent.init(params), own, steps)

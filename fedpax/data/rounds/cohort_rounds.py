@@ -6,14 +6,21 @@ Only the examples of the cohort are read, so a population can be larger than mem
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from fedpax.clients.cohort import Cohort
 from fedpax.data.populations.client_sampler import ClientSampler
-from fedpax.data.populations.partition import Examples, Partition, check_indices, checksum, field_of
+from fedpax.data.populations.partition import (
+    Examples,
+    Partition,
+    check_indices,
+    partition_checksum,
+    get_field,
+)
 from fedpax.data.populations.scheduling import balanced_order
 from fedpax.data.rounds.example_rounds import scale
 from fedpax.data.rounds.stream import (
@@ -24,27 +31,10 @@ from fedpax.data.rounds.stream import (
     function_name,
     source_name,
 )
-from fedpax.data.shuffle import fold, shuffled
+from fedpax.data.shuffle import hash_key, shuffled_index
 
 Arrays = Mapping[str, NDArray[Any]]
 Read = Callable[[NDArray[np.int64]], dict[str, NDArray[Any]]]
-
-
-class Cohort(NamedTuple):
-    """One round's clients and what they train on, the clients along the first axis of all.
-
-    Attributes:
-        batches: the fields, each `[clients, steps, batch, ...]`, and `mask`, bool
-            `[clients, steps, batch]`, False where a batch has no example.
-        steps: int32 `[clients]`, how many batches of a client have examples; they come first.
-        weights: int32 `[clients]`, how many examples a client trains on.
-        clients: int32 `[clients]`, which clients they are; -1 where fewer were available.
-    """
-
-    batches: dict[str, NDArray[Any]]
-    steps: NDArray[np.int32]
-    weights: NDArray[np.int32]
-    clients: NDArray[np.int32]
 
 
 def images_and_labels(fields: Arrays) -> dict[str, NDArray[Any]]:
@@ -60,7 +50,7 @@ def images_and_labels(fields: Arrays) -> dict[str, NDArray[Any]]:
         KeyError: a field is missing.
         ValueError: the images differ in shape.
     """
-    image, label = field_of(fields, "image"), field_of(fields, "label")
+    image, label = get_field(fields, "image"), get_field(fields, "label")
     if image.dtype == object:
         raise ValueError(
             f"The images have several shapes, such as {image[0].shape}, and cannot be stacked: "
@@ -103,8 +93,8 @@ class CohortRounds:
         self._cohorts = cohorts
         self._prepare = prepare
         self._round = 0
-        each: Any = jax.ShapeDtypeStruct((cohorts.size,), np.int32)
-        places = cohorts.size, max_steps, int(settings["batch"])
+        each: Any = jax.ShapeDtypeStruct((cohorts.cohort_size,), np.int32)
+        places = cohorts.cohort_size, max_steps, int(settings["batch"])
         fields: dict[str, Any] = {
             name: jax.ShapeDtypeStruct((*places, *values.shape[1:]), values.dtype)
             for name, values in example.items()
@@ -127,8 +117,8 @@ class CohortRounds:
             int(self.settings[name])
             for name in ("batch", "epochs", "seed", "devices", "chunk_size", "examples")
         )
-        drawn = self._cohorts.draw(self._round)
-        missing = self._cohorts.size - len(drawn)
+        drawn = self._cohorts.sample(self._round)
+        missing = self._cohorts.cohort_size - len(drawn)
         clients = np.concatenate([drawn, np.full(missing, -1, np.int64)])
         held = [check_indices(self._population[k], examples, f"client {k}") for k in drawn]
         held += [np.zeros(0, np.int64)] * missing
@@ -143,8 +133,8 @@ class CohortRounds:
         slot = np.arange(len(row)) - (np.cumsum(steps * batch) - steps * batch)[row]
         filled = slot % epoch[row] < sizes[row]
         row, slot = row[filled], slot[filled]
-        keys = fold(seed, self._round, clients[row], slot // epoch[row])
-        own = shuffled(slot % epoch[row], sizes[row], keys)
+        keys = hash_key(seed, self._round, clients[row], slot // epoch[row])
+        own = shuffled_index(slot % epoch[row], sizes[row], keys)
         chosen = np.concatenate(held)[(np.cumsum(sizes) - sizes)[row] + own]
 
         mask = np.zeros((len(clients), self.max_steps * batch), np.bool_)
@@ -160,9 +150,9 @@ class CohortRounds:
         self._round += 1
         return Cohort(
             {**batches, "mask": mask.reshape(shape)},
-            steps.astype(np.int32),
-            np.minimum(sizes, steps * batch).astype(np.int32),
-            clients.astype(np.int32),
+            num_examples=np.minimum(sizes, steps * batch).astype(np.int32),
+            num_steps=steps.astype(np.int32),
+            client_ids=clients.astype(np.int32),
         )
 
     def get_state(self) -> dict[str, Any]:
@@ -234,7 +224,7 @@ def cohort_rounds(
         >>> cohort = next(rounds)
         >>> cohort.batches["image"].shape
         (2, 2, 2, 4, 4, 1)
-        >>> cohort.clients.tolist(), cohort.steps.tolist(), cohort.weights.tolist()
+        >>> cohort.client_ids.tolist(), cohort.num_steps.tolist(), cohort.num_examples.tolist()
         ([2, 1], [2, 1], [3, 1])
     """
     if not hasattr(chunk_size, "__index__"):
@@ -244,15 +234,15 @@ def cohort_rounds(
         )
     sizes = {"batch": batch, "epochs": epochs, "devices": devices}
     check_sizes(1, **sizes, chunk_size=chunk_size)
-    if len(population) != cohorts.population:
+    if len(population) != cohorts.num_clients:
         raise ValueError(
             f"There are examples of {len(population)} clients, but the cohorts are drawn from "
-            f"{cohorts.population}: make ClientSampler with population={len(population)}."
+            f"{cohorts.num_clients}: make ClientSampler with num_clients={len(population)}."
         )
-    if cohorts.size % devices:
+    if cohorts.cohort_size % devices:
         raise ValueError(
-            f"A cohort of {cohorts.size} clients cannot be shared by {devices} devices in equal "
-            f"blocks: take {cohorts.size - cohorts.size % devices or devices} clients, or a mesh "
+            f"A cohort of {cohorts.cohort_size} clients cannot be shared by {devices} devices in equal "
+            f"blocks: take {cohorts.cohort_size - cohorts.cohort_size % devices or devices} clients, or a mesh "
             "whose clients axis divides it."
         )
     read, count, source = _open(examples)
@@ -266,7 +256,7 @@ def cohort_rounds(
     one = prepare(read(np.zeros(1, np.int64)))
     check_sizes(
         sum(values.nbytes for values in one.values()),
-        cohort=cohorts.size,
+        cohort=cohorts.cohort_size,
         max_steps=max_steps,
         batch=batch,
     )
@@ -277,9 +267,9 @@ def cohort_rounds(
     settings: dict[str, int | str] = {
         "source": source,
         "examples": count,
-        "population": checksum(population if listed else some),
+        "population": partition_checksum(population if listed else some),
         "clients": len(population),
-        "cohort": cohorts.size,
+        "cohort": cohorts.cohort_size,
         "cohorts_seed": cohorts.seed,
         "cohorts_weights": (
             "none" if weights is None else zlib.crc32(np.asarray(weights, "<f8").tobytes())
@@ -291,7 +281,7 @@ def cohort_rounds(
         "seed": seed,
         "prepare": function_name(prepare),
     }
-    per_round = round(cohorts.size * float(seen.mean()))
+    per_round = round(cohorts.cohort_size * float(seen.mean()))
     return CohortRounds(read, population, cohorts, max_steps, prepare, one, per_round, settings)
 
 

@@ -10,16 +10,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedpax.clients.cohort import Cohort
 from fedpax.data.populations.partition import (
     Examples,
     Partition,
     check_partition,
-    checksum,
-    field_of,
+    partition_checksum,
+    get_field,
     partition_iid,
 )
 from fedpax.data.rounds.stream import check_sizes, check_state, source_name
-from fedpax.data.shuffle import fold, shuffled
+from fedpax.data.shuffle import hash_key, shuffled_index
 
 Arrays = dict[str, NDArray[Any]]
 """``image``: float32 [..., height, width, channels]; ``label``: int32 [...]."""
@@ -101,10 +102,10 @@ class ExampleRounds:
         self.settings = settings
         self._round = 0
 
-    def __iter__(self) -> Iterator[Arrays]:
+    def __iter__(self) -> Iterator[Cohort]:
         return self
 
-    def __next__(self) -> Arrays:
+    def __next__(self) -> Cohort:
         """Returns the next round, in arrays of its own."""
         clients, steps, batch = (
             int(self.settings[name]) for name in ("clients", "local_steps", "batch")
@@ -113,11 +114,12 @@ class ExampleRounds:
         place = np.arange(self._round * steps * batch, (self._round + 1) * steps * batch)
         sizes = self.examples_per_client[:, None]
         epoch, place = place // sizes, place % sizes  # [clients, steps * batch]
-        keys = fold(int(self.settings["seed"]), np.arange(clients)[:, None], epoch)
-        chosen = self._indices[self._begins[:, None] + shuffled(place, sizes, keys)]
+        keys = hash_key(int(self.settings["seed"]), np.arange(clients)[:, None], epoch)
+        chosen = self._indices[self._begins[:, None] + shuffled_index(place, sizes, keys)]
         chosen = chosen.reshape(clients, steps, batch)
         self._round += 1
-        return {"image": scale(self._images[chosen]), "label": self._labels[chosen]}
+        batches = {"image": scale(self._images[chosen]), "label": self._labels[chosen]}
+        return Cohort(batches, num_examples=self.examples_per_client.astype(np.int32))
 
     def get_state(self) -> dict[str, Any]:
         """Returns where the stream stands, after the last round that it gave, for JSON."""
@@ -164,8 +166,9 @@ def example_rounds(
         label: the field that holds the label.
 
     Returns:
-        An iterator. Each item has ``image``, float32 [clients, local_steps, batch, ...] (integers
-        from 0 to 255 become 0 to 1), and ``label``, int32 [clients, local_steps, batch].
+        An iterator. Each item is a `fedpax.Cohort`. Its batches have ``image``, float32 [clients,
+        local_steps, batch, ...] (integers from 0 to 255 become 0 to 1), and ``label``, int32
+        [clients, local_steps, batch]; its ``num_examples`` are the clients' numbers of examples.
 
     Raises:
         ValueError: for sizes that are not positive or do not fit the memory, fewer examples than
@@ -175,10 +178,10 @@ def example_rounds(
         >>> images = np.random.default_rng(0).integers(0, 256, (10, 8, 8, 1), np.uint8)
         >>> source = [{"image": x, "label": k} for k, x in enumerate(images)]
         >>> rounds = example_rounds(source, clients=3, local_steps=2, batch=4)
-        >>> batches = next(rounds)
-        >>> batches["image"].shape, batches["label"].shape
+        >>> cohort = next(rounds)
+        >>> cohort.batches["image"].shape, cohort.batches["label"].shape
         ((3, 2, 4, 8, 8, 1), (3, 2, 4))
-        >>> rounds.examples_per_client.tolist()
+        >>> cohort.num_examples.tolist()
         [4, 3, 3]
     """
     images, labels = _read(source, image, label)
@@ -192,7 +195,7 @@ def example_rounds(
         "examples": len(source),
         **sizes,
         "seed": seed,
-        "partition": checksum(partition),
+        "partition": partition_checksum(partition),
         "image": image,
         "label": label,
     }
@@ -208,8 +211,8 @@ def _read(source: Examples, image: str, label: str) -> tuple[NDArray[Any], NDArr
     examples = grain.MapDataset.source(source)
     for index in range(len(examples)):  # iterating would start 16 threads, and be slower
         example = examples[index]
-        images.append(np.asarray(field_of(example, image)))
-        labels.append(np.asarray(field_of(example, label)))
+        images.append(np.asarray(get_field(example, image)))
+        labels.append(np.asarray(get_field(example, label)))
     if len(shapes := {x.shape for x in images}) > 1:
         raise ValueError(
             f"The images of {source_name(source)} have {len(shapes)} shapes, such as "

@@ -4,31 +4,17 @@ import functools
 import os
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fedpax.clients.cohort import Cohort
+from fedpax.clients.cohort_stream import CohortStream
 from fedpax.data.populations.partition import Examples
 
 Settings = Mapping[str, int | str]
 """Everything that decides what a stream gives, so that two with the same give the same."""
-
-
-class Stream(Protocol):
-    """An endless iterator over rounds that can say where it stands."""
-
-    def __next__(self) -> Any:
-        """Returns the batches of the next round."""
-        ...
-
-    def get_state(self) -> dict[str, Any]:
-        """Returns where the stream stands."""
-        ...
-
-    def set_state(self, state: Any) -> None:
-        """Goes to where the stream stood when it returned the state."""
-        ...
 
 
 class Deferred:
@@ -41,11 +27,11 @@ class Deferred:
         >>> from fedpax.data import token_rounds
         >>> sizes = dict(islands=1, local_steps=1, batch=1, length=4)
         >>> stream = Deferred(lambda: token_rounds([{"text": "to be"}], **sizes))
-        >>> next(stream)["inputs"].shape
+        >>> next(stream).batches["inputs"].shape
         (1, 1, 1, 4)
     """
 
-    def __init__(self, open_stream: Callable[[], Stream]) -> None:
+    def __init__(self, open_stream: Callable[[], CohortStream]) -> None:
         self._open = functools.cache(open_stream)
 
     def __iter__(self) -> "Deferred":

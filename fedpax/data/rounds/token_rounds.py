@@ -13,20 +13,21 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from fedpax.clients.cohort import MASK, Cohort
 from fedpax.data.populations.partition import (
     Examples,
     Partition,
     check_partition,
-    checksum,
-    field_of,
+    partition_checksum,
+    get_field,
     partition_iid,
 )
 from fedpax.data.rounds.stream import check_sizes, check_state, source_name
-from fedpax.data.shuffle import fold, shuffled
-from fedpax.data.text.packing import Batch, Pairs, join, to_batch
-from fedpax.data.text.tokenizer import BYTES, Tokenizer
+from fedpax.data.shuffle import hash_key, shuffled_index
+from fedpax.data.text.packing import Batch, TokenPairs, concatenate, to_batch
+from fedpax.data.text.tokenizer import BYTE_TOKENIZER, Tokenizer
 
-_ARRAYS, _BYTES = 5, 4  # inputs, targets, segments, positions, mask; each int32 or float32
+_ARRAYS, _BYTES = 4, 4  # inputs, targets, segments, positions; each int32
 
 
 class _Position(NamedTuple):
@@ -43,7 +44,7 @@ class _Position(NamedTuple):
 class _Window(NamedTuple):
     """Rows in the order in which they are given out, and where the next window begins."""
 
-    rows: Pairs
+    rows: TokenPairs
     order: NDArray[np.int64]
     end: _Position
 
@@ -82,7 +83,7 @@ class _Island:
         self._position = position
         self._window = None
 
-    def take(self, count: int) -> list[Pairs]:
+    def take(self, count: int) -> list[TokenPairs]:
         """Returns the next ``count`` rows, in pieces."""
         pieces = []
         while count:
@@ -112,20 +113,20 @@ class _Island:
             self._read = {index: texts[-1]}  # with which the next window begins
         count = max(1, min(self._shuffle_tokens, available) // self._length)
         stop = offset + count * self._length
-        rows = join(texts, self._tokenizer.separator).map(
+        rows = concatenate(texts, self._tokenizer.separator).map(
             lambda x: x[offset:stop].reshape(count, self._length)
         )
         ends = np.cumsum([len(text) + 1 for text in texts])
         whole = int(np.searchsorted(ends, stop, side="right"))  # documents used up
         end = _Position(document + whole, stop - int(ends[whole - 1]) if whole else stop, 0)
-        order = shuffled(np.arange(count), count, fold(self._key, 1, document, offset))
+        order = shuffled_index(np.arange(count), count, hash_key(self._key, 1, document, offset))
         return _Window(rows, order, end)
 
     def _text(self, index: int) -> NDArray[Any]:
         """Returns the tokens of an example; a shard that fits in a window is read only once."""
         text = self._read.get(index)
         if text is None:
-            text = self._tokenizer.encode(field_of(self._examples[index], self._field))
+            text = self._tokenizer.encode(get_field(self._examples[index], self._field))
             self._read[index] = text
         return text
 
@@ -134,7 +135,7 @@ class _Island:
         epoch, place = divmod(document, len(self._indices))
         if self._epoch[0] != epoch:
             size = len(self._indices)
-            order = shuffled(np.arange(size), size, fold(self._key, 0, epoch))
+            order = shuffled_index(np.arange(size), size, hash_key(self._key, 0, epoch))
             self._epoch = (epoch, self._indices[order])
         return int(self._epoch[1][place])
 
@@ -159,7 +160,7 @@ class TokenRounds:
     def __iter__(self) -> "TokenRounds":
         return self
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> Cohort:
         """Returns the next round, in arrays of its own."""
         _, steps, batch, _ = self.shape
         before = [island.position for island in self._islands]
@@ -169,8 +170,13 @@ class TokenRounds:
             for island, position in zip(self._islands, before, strict=True):
                 island.position = position
             raise
-        pairs = Pairs(*(np.concatenate(arrays) for arrays in zip(*pieces, strict=True)))
-        return {name: rows.reshape(self.shape) for name, rows in to_batch(pairs).items()}
+        pairs = TokenPairs(*(np.concatenate(arrays) for arrays in zip(*pieces, strict=True)))
+        return Cohort(
+            {
+                name: rows.reshape(self.shape)
+                for name, rows in _without_mask(to_batch(pairs)).items()
+            }
+        )
 
     def get_state(self) -> dict[str, Any]:
         """Returns where the stream stands, after the last round that it gave, for JSON."""
@@ -194,9 +200,7 @@ class TokenRounds:
             island.position = _Position(*(int(number) for number in position))
 
 
-def token_round_shapes(
-    *, islands: int, local_steps: int, batch: int, length: int
-) -> dict[str, jax.ShapeDtypeStruct]:
+def token_round_shapes(*, islands: int, local_steps: int, batch: int, length: int) -> Cohort:
     """Tells the arrays of a round of ``token_rounds`` without reading any text.
 
     Args:
@@ -206,17 +210,27 @@ def token_round_shapes(
         length: tokens in a row.
 
     Returns:
-        Their shapes and dtypes by name.
+        A `Cohort` of `jax.ShapeDtypeStruct`.
 
     Example:
         >>> shapes = token_round_shapes(islands=2, local_steps=3, batch=1, length=8)
-        >>> shapes["inputs"].shape, str(shapes["mask"].dtype)
-        ((2, 3, 1, 8), 'float32')
+        >>> shapes.batches["inputs"].shape, str(shapes.batches["inputs"].dtype)
+        ((2, 3, 1, 8), 'int32')
     """
     shape = (islands, local_steps, batch, length)
     nothing = np.zeros((0, length), np.int32)
-    empty = to_batch(Pairs(nothing, nothing, nothing.astype(np.bool_)))
-    return {name: jax.ShapeDtypeStruct(shape, array.dtype) for name, array in empty.items()}
+    empty = to_batch(TokenPairs(nothing, nothing, nothing.astype(np.bool_)))
+    return Cohort(
+        {
+            name: jax.ShapeDtypeStruct(shape, array.dtype)
+            for name, array in _without_mask(empty).items()
+        }
+    )
+
+
+def _without_mask(batch: Batch) -> Batch:
+    """Drop the mask: every row is full, and a mask would mark padding that there never is."""
+    return {name: rows for name, rows in batch.items() if name != MASK}
 
 
 def token_rounds(
@@ -230,7 +244,7 @@ def token_rounds(
     partition: Partition | None = None,
     shuffle_tokens: int = 2**22,
     field: str = "text",
-    tokenizer: Tokenizer = BYTES,
+    tokenizer: Tokenizer = BYTE_TOKENIZER,
 ) -> TokenRounds:
     """Makes an endless stream of language-model rounds from a source of texts.
 
@@ -254,9 +268,9 @@ def token_rounds(
         tokenizer: what turns texts into tokens.
 
     Returns:
-        An iterator. Each item is a dict of arrays [islands, local_steps, batch, length]:
-        ``inputs``, ``targets``, ``segments``, ``positions`` (int32) and ``mask`` (float32, all 1),
-        as ``fedpax.data.pack`` describes them.
+        An iterator. Each item is a `fedpax.Cohort` whose batches are a dict of int32 arrays
+        [islands, local_steps, batch, length]: ``inputs``, ``targets``, ``segments`` and
+        ``positions``, as ``fedpax.data.pack`` describes them. Rows are full: there is no mask.
 
     Raises:
         ValueError: for sizes that are not positive or do not fit the memory, fewer documents
@@ -266,13 +280,13 @@ def token_rounds(
         >>> from fedpax.data import decode
         >>> source = [{"text": "to be"}, {"text": "or not to be"}]
         >>> rounds = token_rounds(source, islands=2, local_steps=3, batch=1, length=8)
-        >>> batches = next(rounds)
-        >>> batches["inputs"].shape
+        >>> cohort = next(rounds)
+        >>> cohort.batches["inputs"].shape
         (2, 3, 1, 8)
         >>> state = rounds.get_state()
         >>> following = next(rounds)
         >>> rounds.set_state(state)
-        >>> bool((next(rounds)["inputs"] == following["inputs"]).all())
+        >>> bool((next(rounds).batches["inputs"] == following.batches["inputs"]).all())
         True
     """
     import grain  # here, as it takes longer to import than everything else
@@ -288,7 +302,7 @@ def token_rounds(
         "documents": len(source),
         **sizes,
         "seed": seed,
-        "partition": checksum(partition),
+        "partition": partition_checksum(partition),
         "shuffle_tokens": shuffle_tokens,
         "field": field,
         "tokenizer": tokenizer.name,
@@ -296,7 +310,7 @@ def token_rounds(
     examples = grain.MapDataset.source(source)
     return TokenRounds(
         [
-            _Island(examples, field, indices, fold(seed, k), length, shuffle_tokens, tokenizer)
+            _Island(examples, field, indices, hash_key(seed, k), length, shuffle_tokens, tokenizer)
             for k, indices in enumerate(partition)
         ],
         settings,

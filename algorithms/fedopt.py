@@ -1,0 +1,156 @@
+"""The server optimizers of FedOpt: FedAdagrad, FedAdam and FedYogi, as their paper defines them.
+
+optax's optimizers of those names differ from the paper: `optax.adam` and `optax.yogi` correct both
+moments for bias, and `optax.adagrad` and `optax.yogi` start from other accumulators.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+class ServerOptimizerState(NamedTuple):
+    """The state of a FedOpt server optimizer.
+
+    Attributes:
+        first_moment: m, of the structure, shapes and dtypes of the parameters.
+        second_moment: v, likewise.
+    """
+
+    first_moment: optax.Updates
+    second_moment: optax.Updates
+
+
+def server_adagrad(
+    learning_rate: float, *, b1: float = 0.0, tau: float = 1e-3
+) -> optax.GradientTransformation:
+    """Make the server optimizer of FedAdagrad: `v <- v + g^2`.
+
+    With pseudo-gradient g: `m <- b1 m + (1 - b1) g`, then v, then `x <- x - eta m / (sqrt(v) +
+    tau)`. m starts at 0, v at tau^2. Nothing is corrected for bias.
+
+    Args:
+        learning_rate: eta.
+        b1: decay of the first moment, 0 to below 1. Default 0, as in the paper's experiments.
+        tau: degree of adaptivity, positive.
+
+    Returns:
+        An optax optimizer for `fedavg(server_optimizer=...)`.
+
+    Raises:
+        ValueError: a setting out of range.
+
+    Example:
+        >>> server = server_adagrad(0.1, tau=1.0)
+        >>> update, state = server.update(jnp.float32(3.0), server.init(jnp.float32(0.0)))
+        >>> round(float(update), 4)  # -0.1 * 3 / (sqrt(1 + 9) + 1)
+        -0.0721
+
+    Reference:
+        Reddi et al., Adaptive Federated Optimization, arXiv:2003.00295, algorithm 2.
+    """
+    return _server_optimizer(learning_rate, b1, tau, lambda v, g: v + g**2)
+
+
+def server_adam(
+    learning_rate: float, *, b1: float = 0.9, b2: float = 0.99, tau: float = 1e-3
+) -> optax.GradientTransformation:
+    """Make the server optimizer of FedAdam: `v <- b2 v + (1 - b2) g^2`.
+
+    As `server_adagrad` but for v. `optax.adam` differs: it corrects both moments for bias, and its
+    v starts at 0.
+
+    Args:
+        learning_rate: eta.
+        b1: decay of the first moment, 0 to below 1.
+        b2: decay of the second moment, 0 to below 1.
+        tau: degree of adaptivity, positive.
+
+    Returns:
+        An optax optimizer for `fedavg(server_optimizer=...)`.
+
+    Raises:
+        ValueError: a setting out of range.
+
+    Example:
+        >>> server = server_adam(0.1)
+        >>> update, state = server.update(jnp.float32(2.0), server.init(jnp.float32(0.0)))
+        >>> round(float(state.second_moment), 4)  # 0.99 * 1e-6 + 0.01 * 4
+        0.04
+
+    Reference:
+        Reddi et al., Adaptive Federated Optimization, arXiv:2003.00295, algorithm 2.
+    """
+    _check_decay("b2", b2)
+    return _server_optimizer(learning_rate, b1, tau, lambda v, g: b2 * v + (1 - b2) * g**2)
+
+
+def server_yogi(
+    learning_rate: float, *, b1: float = 0.9, b2: float = 0.99, tau: float = 1e-3
+) -> optax.GradientTransformation:
+    """Make the server optimizer of FedYogi: `v <- v - (1 - b2) g^2 sign(v - g^2)`.
+
+    As `server_adagrad` but for v. `optax.yogi` differs: it corrects both moments for bias, and both
+    start at its `initial_accumulator_value`.
+
+    Args:
+        learning_rate: eta.
+        b1: decay of the first moment, 0 to below 1.
+        b2: decay of the second moment, 0 to below 1.
+        tau: degree of adaptivity, positive.
+
+    Returns:
+        An optax optimizer for `fedavg(server_optimizer=...)`.
+
+    Raises:
+        ValueError: a setting out of range.
+
+    Example:
+        >>> server = server_yogi(0.1)
+        >>> update, state = server.update(jnp.float32(2.0), server.init(jnp.float32(0.0)))
+        >>> round(float(state.second_moment), 4)  # 1e-6 + 0.01 * 4
+        0.04
+
+    Reference:
+        Reddi et al., Adaptive Federated Optimization, arXiv:2003.00295, algorithm 2.
+    """
+    _check_decay("b2", b2)
+    return _server_optimizer(
+        learning_rate, b1, tau, lambda v, g: v - (1 - b2) * g**2 * jnp.sign(v - g**2)
+    )
+
+
+def _server_optimizer(
+    learning_rate: float,
+    b1: float,
+    tau: float,
+    next_second_moment: Callable[[jax.Array, jax.Array], jax.Array],
+) -> optax.GradientTransformation:
+    _check_decay("b1", b1)
+    for name, value in {"learning_rate": learning_rate, "tau": tau}.items():
+        if not value > 0:
+            raise ValueError(f"{name} is {value}, expected a positive number.")
+
+    def init(params: optax.Params) -> ServerOptimizerState:
+        return ServerOptimizerState(
+            jax.tree.map(jnp.zeros_like, params),
+            jax.tree.map(lambda p: jnp.full_like(p, tau**2), params),
+        )
+
+    def update(
+        gradient: optax.Updates, state: ServerOptimizerState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, ServerOptimizerState]:
+        first = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.first_moment, gradient)
+        second = jax.tree.map(next_second_moment, state.second_moment, gradient)
+        updates = jax.tree.map(lambda m, v: -learning_rate * m / (jnp.sqrt(v) + tau), first, second)
+        return updates, ServerOptimizerState(first, second)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _check_decay(name: str, value: float) -> None:
+    if not 0 <= value < 1:
+        raise ValueError(f"{name} is {value}, expected at least 0 and below 1.")

@@ -1,0 +1,70 @@
+"""The contract of an aggregator, and the plain mean."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import chex
+import jax
+from jaxtyping import Array, Num
+
+from fedpax.primitives import federated_mean
+
+
+class Aggregator(NamedTuple):
+    """The path of updates from the participants to the server, as a pair of pure functions.
+
+    Both run inside a fedpax program. A method calls `init` once and `aggregate` once a round:
+    `fedavg(..., aggregator=...)`, `diloco(..., aggregator=...)`.
+
+    Attributes:
+        init: `params -> state`, a NamedTuple of server values and placed values (such as
+            error-feedback residuals, a leading axis of the placement's size).
+        aggregate: `(state, updates, weights) -> (aggregate, state, metrics)`. `updates` is a placed
+            pytree `[participants, ...]` of the structure of `params`; `weights` are numbers
+            `[participants]`, or None to weigh all alike; `aggregate` is a server value of the
+            structure of `params`; `metrics` is a dict of scalars.
+
+    Example:
+        >>> import fedpax
+        >>> import jax.numpy as jnp
+        >>> aggregator = mean()
+        >>> @fedpax.program(clients=2)
+        ... def average(updates, weights):
+        ...     aggregate, state, metrics = aggregator.aggregate(
+        ...         aggregator.init(None), updates, weights)
+        ...     return aggregate
+        >>> average(jnp.array([1.0, 5.0]), jnp.array([3, 1])).item()
+        2.0
+    """
+
+    init: Callable[[chex.ArrayTree], chex.ArrayTree]
+    aggregate: Callable[
+        [chex.ArrayTree, chex.ArrayTree, Num[Array, " participants"] | None],
+        tuple[chex.ArrayTree, chex.ArrayTree, dict[str, jax.Array]],
+    ]
+
+
+class EmptyState(NamedTuple):
+    """The state of an aggregator that keeps none."""
+
+
+def mean() -> Aggregator:
+    """Average the updates by weight: `sum_i w_i u_i / sum_i w_i`, in their own dtype.
+
+    Returns:
+        An aggregator without state and metrics. Weights that sum to zero give 0.
+
+    Example:
+        >>> mean().init(None)
+        EmptyState()
+    """
+
+    def init(params: chex.ArrayTree) -> EmptyState:
+        return EmptyState()
+
+    def aggregate(
+        state: EmptyState, updates: chex.ArrayTree, weights: Num[Array, " participants"] | None
+    ) -> tuple[chex.ArrayTree, EmptyState, dict[str, jax.Array]]:
+        return federated_mean(updates, weights), state, {}
+
+    return Aggregator(init, aggregate)

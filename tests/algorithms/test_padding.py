@@ -1,0 +1,242 @@
+"""Padding never trains, whatever marks it: a mask, `num_steps`, or both."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import method_table
+import numpy as np
+import optax
+import pytest
+from method_table import (
+    BATCH,
+    METHODS,
+    PARTICIPANTS,
+    STEPS,
+    TOLERANCE,
+    assert_close,
+    loss_fn,
+    problem,
+    random_params,
+    trainer,
+)
+
+from fedpax import Cohort
+from fedpax.algorithms import diloco, fedavg, local_steps
+from fedpax.data import ClientSampler, cohort_rounds
+
+# On one worker, where each method is compiled once for all of these tests.
+pytestmark = pytest.mark.xdist_group("algorithms")
+
+
+def on_device(tree):
+    return jax.tree.map(jnp.asarray, tree)
+
+
+def pad(batches, places):
+    """Insert steps of NaN before the given places, and mark them in a mask."""
+    mask = np.ones((PARTICIPANTS, STEPS, BATCH), np.bool_)
+    return {
+        "x": np.insert(batches["x"], places, np.nan, axis=1),
+        "label": np.insert(batches["label"], places, 0, axis=1),
+        "mask": np.insert(mask, places, False, axis=1),
+    }
+
+
+def cohorts(batches, weights, places):
+    """Yield the padded cohort, marked in each way that can mark padding at these places."""
+    padded = pad(batches, places)
+    yield "mask", Cohort(padded, weights)
+    if places == [STEPS, STEPS]:
+        num_steps = np.full(PARTICIPANTS, STEPS, np.int32)
+        yield "both", Cohort(padded, weights, num_steps)
+        yield "num_steps", Cohort({k: padded[k] for k in ("x", "label")}, weights, num_steps)
+
+
+@pytest.mark.parametrize("places", [[STEPS, STEPS], [0, 2]], ids=["at the end", "in between"])
+@pytest.mark.parametrize("name", METHODS)
+def test_padded_steps_change_nothing(name, places):
+    """Parameters, moments, step counts and metrics are those of the cohort without padding."""
+    params, rounds, weights = problem(2)
+    expected = trainer(name, "none").run(params, rounds, weights)
+    method = METHODS[name]
+    algorithm = method.algorithm()
+    step = jax.jit(algorithm.round)
+    ways = [list(cohorts(b, n, places)) for b, n in zip(rounds, weights, strict=True)]
+    for way in zip(*ways, strict=True):
+        state = algorithm.init(on_device(params))
+        for (mark, cohort), wanted in zip(way, expected, strict=True):
+            if not method.weighted:
+                cohort = cohort._replace(num_examples=None)
+            state, metrics = step(state, cohort)
+            jax.tree.map(
+                lambda g, w, mark=mark: np.testing.assert_allclose(g, w, **TOLERANCE, err_msg=mark),
+                (state, metrics),
+                wanted,
+            )
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_round_of_padding_alone_changes_nothing(name):
+    params, rounds, weights = problem(2)
+    algorithm = METHODS[name].algorithm()
+    step = jax.jit(algorithm.round)
+    state, _ = step(algorithm.init(on_device(params)), Cohort(rounds[0], weights[0]))
+    padding = pad(rounds[1], [])
+    padding["mask"][:] = False
+    after, metrics = step(state, Cohort(padding, weights[1]))
+    assert all(value == 0 for value in metrics.values())
+    if name not in ("FedAdam", "DiLoCo"):  # server and outer momentum go on along their moments
+        chex.assert_trees_all_equal(after, state)
+    else:
+        kept = "inner_optimizer" if name == "DiLoCo" else "aggregator"
+        chex.assert_trees_all_equal(getattr(after, kept), getattr(state, kept))
+
+
+@pytest.mark.parametrize("optimizer", [optax.sgd(0.2, momentum=0.8), optax.adam(0.05)])
+@pytest.mark.parametrize("marked_by", ["mask", "num_steps"])
+def test_clients_of_unequal_size_train_on_their_own_steps(optimizer, marked_by):
+    """Against each client alone, on its own batches; a client without any has weight 0."""
+    params, (batches,), (weights,) = problem(1)
+    num_steps = np.resize(np.arange(STEPS + 1), PARTICIPANTS)
+    mask = np.arange(STEPS)[:, None] < num_steps[:, None, None]
+    mask = np.broadcast_to(mask, (PARTICIPANTS, STEPS, BATCH))
+    algorithm = fedavg(loss_fn, cohort_size=PARTICIPANTS, client_optimizer=optimizer)
+    garbage = np.where(mask[..., None], batches["x"], np.nan)
+    if marked_by == "mask":
+        cohort = Cohort({**batches, "x": garbage, "mask": mask}, weights)
+    else:
+        cohort = Cohort({**batches, "x": garbage}, weights, num_steps)
+    state, metrics = jax.jit(algorithm.round)(algorithm.init(on_device(params)), cohort)
+
+    ends, reports, shares = [], [], []
+    for i, n in enumerate(num_steps):
+        own = jax.tree.map(lambda b, i=i, n=n: b[i, :n], batches)
+        if n:
+            start = on_device(params)
+            end, _, report = local_steps(loss_fn, optimizer, start, optimizer.init(start), own)
+            ends.append(end)
+            reports.append(report)
+            shares.append(weights[i])
+
+    def mean(*leaves):
+        return np.average(np.stack(leaves), axis=0, weights=shares)
+
+    assert_close(state.params, jax.tree.map(mean, *ends))
+    assert_close(metrics, jax.tree.map(mean, *reports))
+
+
+@pytest.mark.parametrize("name", ["FedAvg", "DiLoCo"])
+def test_an_absent_participant_does_not_dilute_the_mean(name):
+    """Without `num_examples`, those without a step have weight 0 all the same."""
+    method = METHODS[name]
+    params, (batches,), _ = problem(1)
+    present = [0, 2, 3, 5]
+    padded = pad(batches, [])
+    absent = [i for i in range(PARTICIPANTS) if i not in present]
+    padded["mask"][absent] = False
+    padded["x"][absent] = np.nan
+    whole, some = method.algorithm(), method.algorithm(len(present))
+    state, metrics = whole.round(whole.init(on_device(params)), Cohort(padded))
+    own = jax.tree.map(lambda b: b[present], batches)
+    wanted, expected = some.round(some.init(on_device(params)), Cohort(own))
+    assert_close((state.params, metrics), (wanted.params, expected))
+
+
+def test_an_islands_weight_is_its_number_of_examples():
+    params, (batches,), (weights,) = problem(1)
+    algorithm = diloco(
+        loss_fn,
+        islands=PARTICIPANTS,
+        inner_optimizer=optax.sgd(0.1),
+        outer_optimizer=optax.sgd(1.0),
+    )
+    state, metrics = algorithm.round(algorithm.init(on_device(params)), Cohort(batches, weights))
+    average = fedavg(loss_fn, cohort_size=PARTICIPANTS, client_optimizer=optax.sgd(0.1))
+    wanted, expected = average.round(average.init(on_device(params)), Cohort(batches, weights))
+    assert_close((state.params, metrics), (wanted.params, expected))
+
+
+@pytest.mark.parametrize("optimizer", [optax.sgd(0.1, momentum=0.9), optax.adam(0.01)])
+def test_a_cohort_of_the_data_trains_alike_however_much_of_it_is_used(optimizer):
+    """The mask alone marks the padding of a population of clients of unequal size."""
+    rng = np.random.default_rng(0)
+    sizes = [1, 3, 9, 14, 25]
+    examples = {
+        "x": rng.normal(size=(sum(sizes), method_table.FEATURES)).astype(np.float32),
+        "label": rng.integers(method_table.CLASSES, size=sum(sizes)).astype(np.int32),
+    }
+    population = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
+    sampler = ClientSampler(len(sizes), len(sizes))
+    cohort = next(cohort_rounds(examples, population, sampler, batch=4, prepare=dict))
+    assert cohort.batches["mask"].shape[1] == 7 and set(cohort.num_steps) == {1, 3, 4, 7}
+
+    def masked_loss(params, batch):
+        hidden = jnp.tanh(batch["x"] @ params["kernel"] + params["bias"])
+        log_odds = jax.nn.log_softmax(params["scale"] * (hidden @ params["out"]))
+        chosen = jnp.take_along_axis(log_odds, batch["label"][:, None], axis=1)[:, 0]
+        return -jnp.sum(jnp.where(batch["mask"], chosen, 0)) / jnp.sum(batch["mask"]), {}
+
+    algorithm = fedavg(masked_loss, cohort_size=len(sizes), client_optimizer=optimizer)
+    step = jax.jit(algorithm.round)
+    state = algorithm.init(on_device(random_params()))
+    expected = step(state, cohort)
+    moved = jax.tree.map(lambda new, old: np.abs(new - old).max(), expected[0].params, state.params)
+    assert all(distance > 1e-3 for distance in jax.tree.leaves(moved))
+    assert_close(step(state, cohort._replace(num_steps=None)), expected)
+    plain = Cohort(cohort.batches, cohort.num_examples)
+    assert_close(step(state, plain), expected)
+
+
+def test_a_round_with_a_mask_has_a_gradient_that_padding_does_not_reach():
+    params, (batches,), (weights,) = problem(1)
+    algorithm = fedavg(
+        loss_fn, cohort_size=PARTICIPANTS, client_optimizer=optax.sgd(0.2, momentum=0.8)
+    )
+
+    def loss_after(params, cohort):
+        state, _ = algorithm.round(algorithm.init(params), cohort)
+        return algorithm.round(state, cohort)[1]["loss"]
+
+    gradient = jax.jit(jax.grad(loss_after))
+    wanted = gradient(on_device(params), Cohort(batches, weights))
+    chex.assert_tree_all_finite(wanted)
+    found = gradient(on_device(params), Cohort(pad(batches, [1, STEPS]), weights))
+    assert_close(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("cohort", "error", "words"),
+    [
+        ({"x": 1}, TypeError, r"round is a dict, expected a fedpax\.Cohort"),
+        (Cohort({}), ValueError, "cohort.batches has no arrays"),
+        (Cohort(np.ones(4)), ValueError, r"has shape \[4\], expected \[4, steps"),
+        (Cohort(np.ones((4, 1)), np.ones(3)), ValueError, r"num_examples has shape \[3\]"),
+        (Cohort(np.ones((4, 1)), None, np.ones(4)), TypeError, "num_steps has dtype float"),
+        (Cohort(np.ones((4, 1)), None, 2), ValueError, r"num_steps has shape \[\]"),
+        (Cohort(np.ones((4, 1)), client_ids=np.ones(4)), TypeError, "client_ids has dtype"),
+    ],
+)
+@pytest.mark.parametrize("name", METHODS)
+def test_a_malformed_cohort_is_refused(name, cohort, error, words):
+    algorithm = METHODS[name].algorithm(4)
+    state = algorithm.init(on_device(random_params()))
+    with pytest.raises(error, match=words):
+        algorithm.round(state, cohort)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_loss_without_a_pair_is_refused_in_words(name):
+    def build(loss):
+        if METHODS[name].placement == "clients":
+            return fedavg(loss, cohort_size=2, client_optimizer=optax.sgd(0.1))
+        return diloco(loss, islands=2, inner_optimizer=optax.sgd(0.1))
+
+    cases = [
+        (lambda w, x: jnp.mean(w * x), r"an array float32\[\], expected a pair \(loss, metrics\)"),
+        (lambda w, x: (w * x, {}), r"a loss of an array float32\[3\], expected a scalar"),
+        (lambda w, x: (jnp.mean(w * x), {"all": x}), r"metric 'all' of an array float32\[3\]"),
+    ]
+    for loss, words in cases:
+        algorithm = build(loss)
+        with pytest.raises(TypeError, match=words):
+            algorithm.round(algorithm.init(jnp.float32(1)), Cohort(jnp.ones((2, 1, 3))))

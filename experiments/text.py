@@ -140,9 +140,9 @@ class TextExperiment(Experiment):
         @functools.cache
         def read() -> tuple[TokenRounds, list[Batch]]:
             tokenizer = load_tokenizer(data.tokenizer)
-            if tokenizer.vocabulary > self.model.vocab_size:
+            if tokenizer.vocab_size > self.model.vocab_size:
                 raise ValueError(
-                    f"data.tokenizer={data.tokenizer!r} has {tokenizer.vocabulary:,} tokens, but "
+                    f"data.tokenizer={data.tokenizer!r} has {tokenizer.vocab_size:,} tokens, but "
                     f"model.vocab_size={self.model.vocab_size:,}: make the model's at least as "
                     "large."
                 )

@@ -20,8 +20,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fedpax
-from fedpax.algorithms.fedavg import fedavg
-from fedpax.data import balanced_order, wasted_steps
+from fedpax.algorithms import fedavg
+from fedpax.data import balanced_order, idle_fraction
 from fedpax.experiments.benchmarks.fedavg_round import check_equal
 from fedpax.experiments.benchmarks.timing import (
     compile_for,
@@ -116,7 +116,7 @@ def measure(devices: int, clients: int, sigma: float, batch: int, repetitions: i
     limit = [s / needed["equal clients"] for s in seconds["equal clients"]]
     rows = []
     for way, (_, taken) in ways.items():
-        idle = wasted_steps(taken, devices)
+        idle = idle_fraction(taken, devices)
         wasted = 1 - (1 - idle) * needed[way] / int(taken.sum())
         per_step = [s / needed[way] for s in seconds[way]]
         ratio = paired_ratio(per_step, limit)

@@ -9,35 +9,36 @@ that it would have seen.
 
 from fedpax.data.populations.client_sampler import ClientSampler
 from fedpax.data.populations.label_skew import (
-    partition_by_quantity,
     partition_by_shards,
     partition_dirichlet,
     partition_pachinko,
 )
 from fedpax.data.populations.partition import partition_by_field, partition_iid, partition_natural
-from fedpax.data.populations.partition_statistics import (
-    PartitionStatistics,
-    partition_statistics,
-    plot_partition,
-)
-from fedpax.data.populations.scheduling import balanced_order, wasted_steps
+from fedpax.data.populations.partition_plot import plot_partition
+from fedpax.data.populations.partition_statistics import PartitionStatistics, partition_statistics
+from fedpax.data.populations.quantity_skew import partition_by_quantity
+from fedpax.data.populations.scheduling import balanced_order, idle_fraction
 from fedpax.data.populations.synthetic_clients import DirichletClients
-from fedpax.data.rounds.cohort_rounds import Cohort, CohortRounds, cohort_rounds
+from fedpax.data.rounds.cohort_rounds import CohortRounds, cohort_rounds
 from fedpax.data.rounds.example_rounds import ExampleRounds, example_rounds, read_examples
 from fedpax.data.rounds.heldout import heldout_batches
 from fedpax.data.rounds.stream import Deferred
 from fedpax.data.rounds.token_rounds import TokenRounds, token_round_shapes, token_rounds
 from fedpax.data.sources.source import Source, load
+from fedpax.data.text.byte_tokenizer import SEPARATOR, VOCAB_SIZE, decode, encode
 from fedpax.data.text.packing import pack
-from fedpax.data.text.tokenizer import BYTES, Tokenizer, load_tokenizer, train_tokenizer
-from fedpax.data.text.tokens import SEPARATOR, VOCABULARY, decode, encode
+from fedpax.data.text.tokenizer import (
+    BYTE_TOKENIZER,
+    Tokenizer,
+    load_tokenizer,
+    train_tokenizer,
+)
 
 __all__ = [
-    "BYTES",
+    "BYTE_TOKENIZER",
     "SEPARATOR",
-    "VOCABULARY",
+    "VOCAB_SIZE",
     "ClientSampler",
-    "Cohort",
     "CohortRounds",
     "Deferred",
     "DirichletClients",
@@ -52,6 +53,7 @@ __all__ = [
     "encode",
     "example_rounds",
     "heldout_batches",
+    "idle_fraction",
     "load",
     "load_tokenizer",
     "pack",
@@ -68,5 +70,4 @@ __all__ = [
     "token_round_shapes",
     "token_rounds",
     "train_tokenizer",
-    "wasted_steps",
 ]

@@ -1,4 +1,4 @@
-"""ClientSampler: which clients of a population take part in a round."""
+"""ClientSampler: draw the cohort of a round from a population."""
 
 import operator
 from collections.abc import Callable
@@ -7,39 +7,42 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fedpax.data.shuffle import fold, shuffled
+from fedpax.data.shuffle import hash_key, shuffled_index
 
-_UNIFORM, _WEIGHTED = 1, 2  # so that the two draw different clients from one seed
+_UNIFORM, _WEIGHTED = 1, 2  # part of the key, so that the two methods are independent of each other
 
 
 @dataclass(frozen=True, eq=False)
 class ClientSampler:
-    """Draws clients without replacement; a cohort depends on the seed and the round alone.
+    """Samples clients without replacement.
 
-    Whoever goes on from round r after a stop draws what an unbroken run would have drawn, on any
-    machine. A uniform cohort costs as much as its own size, however large the population is.
+    A cohort depends on the seed and the round number alone. A run that resumes at round r therefore
+    sees the cohorts of an uninterrupted run, on any machine. Uniform sampling takes time in
+    proportion to the cohort, however large the population is.
 
-    With weights w, the clients are drawn one after another, each with a probability in proportion
-    to its weight among those that are left.
+    With weights w, clients are drawn one after another, each with a probability in proportion to
+    its weight among the clients that have not been drawn.
 
     Attributes:
-        population: how many clients there are; they are numbered from 0.
-        size: how many of them a cohort has at most.
-        seed: chooses the cohorts.
-        weights: floats [population], at least 0; None draws uniformly. Clients of weight 0 are
-            never drawn.
-        available: `round -> booleans [population]`, who can be reached in that round, a function
-            of the round alone; None is everybody.
+        num_clients: the size of the population; clients are numbered from 0.
+        cohort_size: the largest number of clients in a cohort.
+        seed: the random seed.
+        weights: floats `[num_clients]`, at least 0. Clients of weight 0 are never drawn. Default
+            None: sample uniformly.
+        available: a function `round -> booleans [num_clients]`, True for clients that can take part
+            in that round; it must depend on the round number alone. Default None: every client is
+            available in every round.
 
     Raises:
-        ValueError: a size below 1 or above the population, or weights that do not fit.
+        ValueError: `cohort_size` is below 1 or above `num_clients`; or `weights` has another shape,
+            a negative or non-finite entry, or fewer than `cohort_size` entries above 0.
 
     Example:
-        >>> cohorts = ClientSampler(population=1_000_000, size=4, seed=1)
-        >>> cohorts.draw(7).tolist() == cohorts.draw(7).tolist() != cohorts.draw(8).tolist()
+        >>> sampler = ClientSampler(num_clients=1_000_000, cohort_size=4, seed=1)
+        >>> sampler.sample(7).tolist() == sampler.sample(7).tolist() != sampler.sample(8).tolist()
         True
         >>> daytime = ClientSampler(6, 2, available=lambda r: np.arange(6) % 2 == r % 2)
-        >>> (daytime.draw(0) % 2).tolist(), (daytime.draw(1) % 2).tolist()
+        >>> (daytime.sample(0) % 2).tolist(), (daytime.sample(1) % 2).tolist()
         ([0, 0], [1, 1])
 
     Reference:
@@ -47,96 +50,98 @@ class ClientSampler:
         Letters 97(5), 2006, for weights.
     """
 
-    population: int
-    size: int
+    num_clients: int
+    cohort_size: int
     seed: int = 0
     weights: ArrayLike | None = None
     available: Callable[[int], ArrayLike] | None = None
     _weights: NDArray[np.float64] | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
-        """Checks the sizes and the weights."""
-        if self.size < 1:
-            raise ValueError(f"A cohort of {self.size} clients is empty: take at least 1.")
-        if self.size > self.population:
+        """Check the sizes and the weights."""
+        if self.cohort_size < 1:
+            raise ValueError(f"cohort_size is {self.cohort_size}, expected at least 1.")
+        if self.cohort_size > self.num_clients:
             raise ValueError(
-                f"A cohort of {self.size} clients cannot be drawn without replacement from a "
-                f"population of {self.population}: take {self.population} or fewer."
+                f"cohort_size is {self.cohort_size}, but the population has {self.num_clients} "
+                f"clients and sampling is without replacement: take {self.num_clients} or fewer."
             )
         if self.weights is None:
             return
         weights = np.asarray(self.weights, np.float64)
-        if weights.shape != (self.population,) or not np.all(np.isfinite(weights) & (weights >= 0)):
+        if weights.shape != (self.num_clients,) or not np.all(
+            np.isfinite(weights) & (weights >= 0)
+        ):
             raise ValueError(
                 f"weights has shape {list(weights.shape)}, expected one finite number of at least "
-                f"0 for each of the {self.population} clients."
+                f"0 for each of the {self.num_clients} clients."
             )
-        if (able := np.count_nonzero(weights)) < self.size:
+        if (positive := np.count_nonzero(weights)) < self.cohort_size:
             raise ValueError(
-                f"Only {able} clients have a weight above 0, fewer than a cohort of {self.size}: "
-                "take a smaller cohort, or give more clients a weight."
+                f"Only {positive} clients have a weight above 0, fewer than cohort_size="
+                f"{self.cohort_size}: reduce cohort_size, or give more clients a positive weight."
             )
         object.__setattr__(self, "_weights", weights)
 
-    def draw(self, round_number: int) -> NDArray[np.int64]:
-        """Draws the cohort of a round.
+    def sample(self, round_number: int) -> NDArray[np.int64]:
+        """Sample the cohort of a round.
 
         Args:
-            round_number: from 0.
+            round_number: the round, counted from 0.
 
         Returns:
-            int64 [clients]: `size` different clients in random order; fewer, and then all that can
-            be drawn, where fewer are available.
+            int64 `[cohort]`: different clients in random order. There are `cohort_size` of them,
+            or all available clients if these are fewer.
 
         Raises:
-            TypeError: the round is no whole number.
-            ValueError: it is negative, nobody is available, or `available` gives no booleans
-                [population].
+            TypeError: `round_number` is not an integer.
+            ValueError: `round_number` is negative, no client is available, or `available` does not
+                return booleans `[num_clients]`.
         """
         try:
             round_number = operator.index(round_number)
         except TypeError:
             raise TypeError(
-                f"draw() was given round {round_number!r}, expected a whole number from 0."
+                f"sample(): round_number is {round_number!r}, expected an integer from 0."
             ) from None
         if round_number < 0:
-            raise ValueError(f"draw() was given round {round_number}: rounds count from 0.")
+            raise ValueError(f"sample(): round_number is {round_number}: rounds count from 0.")
         candidates = self._candidates(round_number)
-        count = self.population if candidates is None else len(candidates)
-        taken = min(self.size, count)
+        count = self.num_clients if candidates is None else len(candidates)
+        size = min(self.cohort_size, count)
         if self._weights is None:
-            key = fold(self.seed, _UNIFORM, round_number)
-            chosen = shuffled(np.arange(taken), count, key)
-            return chosen if candidates is None else candidates[chosen]
-        clients = np.arange(self.population) if candidates is None else candidates
-        return clients[self._first(clients, taken, round_number)]
+            key = hash_key(self.seed, _UNIFORM, round_number)
+            sampled = shuffled_index(np.arange(size), count, key)
+            return sampled if candidates is None else candidates[sampled]
+        client_ids = np.arange(self.num_clients) if candidates is None else candidates
+        return client_ids[self._first_arrivals(client_ids, size, round_number)]
 
     def _candidates(self, round_number: int) -> NDArray[np.int64] | None:
-        """Who can be drawn; None for everybody."""
+        """Return the clients that can be drawn in a round, or None for the whole population."""
         if self.available is None:
             return None if self._weights is None else np.flatnonzero(self._weights)
-        reachable = np.asarray(self.available(round_number))
-        if reachable.shape != (self.population,) or reachable.dtype != np.bool_:
+        available = np.asarray(self.available(round_number))
+        if available.shape != (self.num_clients,) or available.dtype != np.bool_:
             raise ValueError(
-                f"available({round_number}) gives {reachable.dtype}{list(reachable.shape)}, "
-                f"expected one boolean for each of the {self.population} clients."
+                f"available({round_number}) returned {available.dtype}{list(available.shape)}, "
+                f"expected one boolean for each of the {self.num_clients} clients."
             )
         if self._weights is not None:
-            reachable = reachable & (self._weights > 0)
-        if not reachable.any():
+            available = available & (self._weights > 0)
+        if not available.any():
             raise ValueError(
                 f"No client is available in round {round_number}: a round needs at least one."
             )
-        return np.flatnonzero(reachable)
+        return np.flatnonzero(available)
 
-    def _first(
-        self, clients: NDArray[np.int64], taken: int, round_number: int
+    def _first_arrivals(
+        self, client_ids: NDArray[np.int64], size: int, round_number: int
     ) -> NDArray[np.int64]:
-        """The places of those that arrive first, where a client arrives with its weight as rate."""
+        """Return the positions of the first arrivals of Poisson processes with rates w."""
         assert self._weights is not None
-        bits = fold(self.seed, _WEIGHTED, round_number, clients) >> np.uint64(12)
+        bits = hash_key(self.seed, _WEIGHTED, round_number, client_ids) >> np.uint64(12)
         uniform = (bits.astype(np.float64) + 0.5) * 2.0**-52  # in (0, 1)
         # The logarithm of the time, since dividing by a tiny weight would overflow.
-        arrival = np.log(-np.log(uniform)) - np.log(self._weights[clients])
-        near = np.argpartition(arrival, taken - 1)[:taken]
-        return near[np.argsort(arrival[near], kind="stable")]
+        log_times = np.log(-np.log(uniform)) - np.log(self._weights[client_ids])
+        first = np.argpartition(log_times, size - 1)[:size]
+        return first[np.argsort(log_times[first], kind="stable")]

@@ -1,10 +1,9 @@
-"""Partitions: which examples of a source each participant holds.
+"""Partitions at random and by a field, and the checks that all partitions share.
 
-A partition is a list with one array of indices for each participant; the streams take any. Those
-here give every example to just one participant, and every participant at least one: alike
-(``partition_iid``), or as a field of the examples says (``partition_by_field``,
-``partition_natural``). ``fedpax.data.populations.label_skew`` has those that make participants
-differ by chance.
+A partition is a list with one array of example indices for each participant. The functions here
+assign every example to exactly one participant and give every participant at least one example: at
+random (`partition_iid`), or by the values of a field (`partition_by_field`, `partition_natural`).
+See `label_skew` and `quantity_skew` for random partitions whose participants differ.
 """
 
 import heapq
@@ -15,63 +14,67 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fedpax.data.shuffle import fold, shuffled
+from fedpax.data.shuffle import hash_key, shuffled_index
 from fedpax.data.sources.source import Source
 
 Partition = Sequence[NDArray[np.int64]]
-"""For each participant the indices of its examples, int64 [examples of the participant]."""
+"""For each participant the indices of its examples, int64 `[examples of the participant]`."""
 
 Examples = Sequence[Mapping[str, Any]]
-"""A source: a length, and a dict of an example's fields at each index."""
+"""A source of examples: a sequence of dicts, each with an example's fields."""
 
 
-def partition_iid(examples: int, participants: int, *, seed: int = 0) -> list[NDArray[np.int64]]:
-    """Deals shuffled examples out like cards: every participant's are a sample of the whole.
+def partition_iid(
+    num_examples: int, num_participants: int, *, seed: int = 0
+) -> list[NDArray[np.int64]]:
+    """Partition shuffled examples evenly: each participant has a random sample of them.
 
     Args:
-        examples: how many examples there are.
-        participants: how many participants share them.
-        seed: chooses the shuffle.
+        num_examples: the number of examples.
+        num_participants: the number of participants.
+        seed: the random seed.
 
     Returns:
-        For each participant sorted indices, int64; their numbers differ by at most one.
+        For each participant the sorted indices of its examples, int64. Their numbers differ by at
+        most one.
 
     Raises:
-        ValueError: if there are fewer examples than participants.
+        ValueError: there are fewer examples than participants.
 
     Example:
         >>> [len(indices) for indices in partition_iid(10, 4)]
         [3, 3, 2, 2]
     """
-    check_count(examples, "examples", participants)
-    order = shuffled(np.arange(examples), examples, fold(seed))
-    return [np.sort(order[k::participants]) for k in range(participants)]
+    check_count(num_examples, "examples", num_participants)
+    order = shuffled_index(np.arange(num_examples), num_examples, hash_key(seed))
+    return [np.sort(order[k::num_participants]) for k in range(num_participants)]
 
 
 def partition_by_field(
     source: Examples,
     field: str,
-    participants: int,
+    num_participants: int,
     *,
     size: Callable[[Mapping[str, Any]], int] | None = None,
 ) -> list[NDArray[np.int64]]:
-    """Keeps together the examples that agree in a field, so that participants differ.
+    """Partition examples so that all examples with the same value of a field stay together.
 
-    The groups are given out from the largest to the smallest, each to the participant that has
-    least so far, so that participants get about as much each. The source is read through once.
+    Groups of equal values are assigned from the largest to the smallest, each to the participant
+    that has least so far, so participants have nearly equal amounts. The source is read once.
 
     Args:
         source: the examples.
-        field: the name of the field, such as ``"client"`` or ``"label"``.
-        participants: how many participants share the groups.
-        size: what an example counts; by default 1. For text, its bytes.
+        field: the name of the field, such as `"client"` or `"label"`.
+        num_participants: the number of participants.
+        size: a function that returns an example's size, such as its number of bytes. Default None:
+            every example has size 1.
 
     Returns:
-        For each participant sorted indices, int64.
+        For each participant the sorted indices of its examples, int64.
 
     Raises:
-        KeyError: if the examples have no such field.
-        ValueError: if there are fewer groups than participants.
+        KeyError: the examples have no such field.
+        ValueError: there are fewer groups than participants, or the field holds arrays.
 
     Example:
         >>> source = [{"author": name} for name in ("b", "a", "b", "c", "b", "a")]
@@ -79,31 +82,32 @@ def partition_by_field(
         [[0, 2, 4], [1, 3, 5]]
     """
     groups, sizes = _groups(source, field, size)
-    check_count(len(groups), f"values of the field {field!r}", participants)
-    held: list[list[int]] = [[] for _ in range(participants)]
-    loads = [(0, 0, k) for k in range(participants)]  # a heap of (size, examples, participant)
+    check_count(len(groups), f"values of the field {field!r}", num_participants)
+    parts: list[list[int]] = [[] for _ in range(num_participants)]
+    loads = [(0, 0, k) for k in range(num_participants)]  # a heap of (size, examples, participant)
     for value in sorted(groups, key=lambda value: (-sizes[value], groups[value][0])):
         load, _, least = loads[0]
-        held[least] += groups[value]
-        heapq.heapreplace(loads, (load + sizes[value], len(held[least]), least))
-    return [np.sort(np.array(indices, np.int64)) for indices in held]
+        parts[least] += groups[value]
+        heapq.heapreplace(loads, (load + sizes[value], len(parts[least]), least))
+    return [np.sort(np.array(indices, np.int64)) for indices in parts]
 
 
 def partition_natural(source: Examples, field: str) -> tuple[list[NDArray[np.int64]], list[Any]]:
-    """Makes every value of a field a participant, such as each writer, speaker or user.
+    """Partition examples by the values of a field: one participant for each writer, user, ...
 
-    The source is read through once; of what ``load`` returned only the field is decoded.
+    The source is read once. From a source that `load` returned, only this field is decoded.
 
     Args:
         source: the examples.
-        field: the name of the field, such as ``"client"``.
+        field: the name of the field, such as `"client"`.
 
     Returns:
-        For each participant sorted indices, int64; and for each its value, in ascending order.
+        A pair: for each participant the sorted indices of its examples, int64; and for each
+        participant its value of the field. Participants are sorted by value.
 
     Raises:
-        KeyError: if the examples have no such field.
-        ValueError: if there are no examples, or the field holds arrays.
+        KeyError: the examples have no such field.
+        ValueError: there are no examples, or the field holds arrays.
 
     Example:
         >>> source = [{"author": name} for name in ("b", "a", "b", "c", "b", "a")]
@@ -113,142 +117,144 @@ def partition_natural(source: Examples, field: str) -> tuple[list[NDArray[np.int
     """
     groups, _ = _groups(source, field, None)
     check_count(len(groups), f"values of the field {field!r}", 1)
-    # By type first, as values of different types, such as None among strings, have no order.
+    # By type first: values of different types, such as None and strings, cannot be compared.
     names = sorted(groups, key=lambda name: (type(name).__name__, name))
     return [np.array(groups[name], np.int64) for name in names], names
 
 
 def check_partition(
-    partition: Partition, participants: int, examples: int, placement: str
+    partition: Partition, num_participants: int, num_examples: int, placement: str
 ) -> list[NDArray[np.int64]]:
-    """Refuses a partition that a stream cannot draw from.
+    """Check that a partition fits a source and a number of participants.
 
     Args:
-        partition: what to check.
-        participants: how many participants it must have.
-        examples: how many examples the source has.
-        placement: what the participants are called, for the messages.
+        partition: the partition.
+        num_participants: the expected number of participants.
+        num_examples: the number of examples in the source.
+        placement: the placement's name, for the messages.
 
     Returns:
         The partition, as int64 arrays.
 
     Raises:
-        ValueError: if a participant has nothing, an index is none of the source's, or two
-            participants (or one, twice) have the same example.
+        ValueError: the number of participants is wrong, a participant has no examples, an index is
+            out of range, or an example is assigned twice.
     """
-    if len(partition) != participants:
+    if len(partition) != num_participants:
         raise ValueError(
-            f"The partition has {len(partition)} parts, but there are {participants} {placement}: "
-            "make it with as many."
+            f"The partition has {len(partition)} parts, expected {num_participants}, one for each "
+            f"of the {placement}: make the partition for {num_participants} participants."
         )
-    indices = [
-        check_indices(held, examples, f"{placement} {k}") for k, held in enumerate(partition)
+    parts = [
+        check_indices(indices, num_examples, f"{placement} {k}")
+        for k, indices in enumerate(partition)
     ]
-    for k, held in enumerate(indices):
-        if not held.size:
+    for k, indices in enumerate(parts):
+        if not indices.size:
             raise ValueError(
                 f"The partition leaves {placement} {k} without examples: use fewer {placement} "
                 "or another partition."
             )
-    together = np.sort(np.concatenate(indices))
-    twice = together[1:][together[1:] == together[:-1]]
-    if twice.size:
+    together = np.sort(np.concatenate(parts))
+    repeated = together[1:][together[1:] == together[:-1]]
+    if repeated.size:
         raise ValueError(
-            f"The partition gives example {twice[0]} out twice: each must have one holder."
+            f"The partition assigns example {repeated[0]} twice, expected one participant for each "
+            "example: remove the duplicate."
         )
-    return indices
+    return parts
 
 
-def check_indices(held: ArrayLike, examples: int, holder: str) -> NDArray[np.int64]:
-    """Refuses indices that are none of a source's.
+def check_indices(indices: ArrayLike, num_examples: int, participant: str) -> NDArray[np.int64]:
+    """Check that a participant's indices are integers within the source.
 
     Args:
-        held: a participant's indices, integers [examples of the participant]; if there are none,
-            of any type.
-        examples: how many examples the source has.
-        holder: what the participant is called, for the messages.
+        indices: integers `[examples of the participant]`; an empty array may have any dtype.
+        num_examples: the number of examples in the source.
+        participant: the participant's name, for the messages.
 
     Returns:
         The indices, int64.
 
     Raises:
-        ValueError: if they are not integers, or an index is none of the source's.
+        ValueError: `indices` is not integers of one axis, or an index is out of range.
     """
-    indices = np.asarray(held)
-    if indices.ndim != 1 or (indices.size and indices.dtype.kind not in "iu"):
+    array = np.asarray(indices)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(
-            f"The part of {holder} is {indices.dtype}{list(indices.shape)}, expected integers "
-            "[examples], the indices of what it holds."
+            f"The part of {participant} is {array.dtype}{list(array.shape)}, expected the indices "
+            "of its examples, integers [examples]."
         )
-    outside = indices[(indices < 0) | (indices >= examples)]
+    outside = array[(array < 0) | (array >= num_examples)]
     if outside.size:
         raise ValueError(
-            f"The part of {holder} names example {outside[0]}, but the source has examples 0 to "
-            f"{examples - 1}: make the partition for this source and split."
+            f"The part of {participant} has index {outside[0]}, but the source has examples 0 to "
+            f"{num_examples - 1}: make the partition for this source and split."
         )
-    return indices.astype(np.int64, copy=False)
+    return array.astype(np.int64, copy=False)
 
 
-def checksum(partition: Partition) -> int:
-    """Returns a number that tells partitions apart, so that a stream's state can name its own."""
+def partition_checksum(partition: Partition) -> int:
+    """Return a checksum of a partition, by which a stream's state identifies it."""
     value = 0
-    for held in partition:
-        value = zlib.crc32(np.asarray(held, "<i8").tobytes() + b"|", value)
+    for indices in partition:
+        value = zlib.crc32(np.asarray(indices, "<i8").tobytes() + b"|", value)
     return value
 
 
-def field_of(example: Mapping[str, Any], field: str) -> Any:
-    """Returns a field of an example, or says which fields there are."""
+def get_field(example: Mapping[str, Any], field: str) -> Any:
+    """Return a field of an example, or raise an error that lists the existing fields."""
     try:
         return example[field]
     except KeyError:
         raise KeyError(
-            f"The examples have no field {field!r}, but {', '.join(map(repr, example))}: name one."
+            f"The examples have no field {field!r}, but {', '.join(map(repr, example))}: name one "
+            "of these."
         ) from None
 
 
-def number_labels(
+def index_labels(
     labels: ArrayLike, name: str = "labels"
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Numbers labels from 0 without gaps.
+    """Map labels to consecutive indices from 0.
 
     Args:
-        labels: integers [examples].
-        name: what they are called, for the message.
+        labels: integers `[examples]`.
+        name: the argument's name, for the message.
 
     Returns:
-        The labels that occur, ascending, int64 [classes]; and for each example its label's place
-        among them, int64 [examples].
+        A pair: the distinct labels, ascending, int64 `[classes]`; and for each example the index of
+        its label among them, int64 `[examples]`.
 
     Raises:
-        ValueError: if they are not integers [examples].
+        ValueError: `labels` is not integers `[examples]`.
 
     Example:
-        >>> classes, numbers = number_labels([7, 3, 7])
-        >>> classes.tolist(), numbers.tolist()
+        >>> classes, class_index = index_labels([7, 3, 7])
+        >>> classes.tolist(), class_index.tolist()
         ([3, 7], [1, 0, 1])
     """
     array = np.asarray(labels)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise ValueError(
-            f"{name} must be one integer for each example, but are {array.dtype} of the shape "
-            f"{array.shape}: number names by np.unique(labels, return_inverse=True)[1], and "
-            "one-hot rows by labels.argmax(-1)."
+            f"{name} has dtype {array.dtype} and shape {list(array.shape)}, expected one integer "
+            "for each example. Convert strings with np.unique(labels, return_inverse=True)[1], "
+            "one-hot rows with labels.argmax(-1)."
         )
-    classes, numbers = np.unique(array, return_inverse=True)
-    return classes.astype(np.int64), numbers.astype(np.int64)
+    classes, class_index = np.unique(array, return_inverse=True)
+    return classes.astype(np.int64), class_index.astype(np.int64)
 
 
-def check_count(available: int, what: str, participants: int, least: int = 1) -> None:
-    """Refuses to share examples among more participants than they suffice for."""
-    if participants < 1:
-        raise ValueError(f"There must be at least one participant, not {participants}.")
-    if least < 1:
-        raise ValueError(f"min_examples is {least}, but every participant must have at least 1.")
-    if available < participants * least:
+def check_count(count: int, noun: str, num_participants: int, min_examples: int = 1) -> None:
+    """Check that there are enough examples for all participants."""
+    if num_participants < 1:
+        raise ValueError(f"num_participants is {num_participants}, expected at least 1.")
+    if min_examples < 1:
+        raise ValueError(f"min_examples is {min_examples}, expected at least 1.")
+    if count < num_participants * min_examples:
         raise ValueError(
-            f"{available} {what} cannot be shared among {participants} participants, as each must "
-            f"have at least {least}: use {available // least} participants or fewer, or a larger "
+            f"{count} {noun} are too few for {num_participants} participants with at least "
+            f"{min_examples} each: use {count // min_examples} participants or fewer, or a larger "
             "split."
         )
 
@@ -256,30 +262,30 @@ def check_count(available: int, what: str, participants: int, least: int = 1) ->
 def _groups(
     source: Examples, field: str, size: Callable[[Mapping[str, Any]], int] | None
 ) -> tuple[dict[Any, list[int]], dict[Any, int]]:
-    """The examples that have each value of a field, and their sizes together."""
+    """Return, for each value of a field, the indices of its examples and their total size."""
     groups: dict[Any, list[int]] = {}
     sizes: dict[Any, int] = {}
-    for index, (value, counts) in enumerate(_values(source, field, size)):
+    for index, (value, example_size) in enumerate(_values(source, field, size)):
         if isinstance(value, np.generic | np.ndarray):
             if value.size != 1:
                 raise ValueError(
-                    f"The field {field!r} holds arrays, as of the shape {value.shape}, but must "
-                    "hold one value that an example shares with others: name another field."
+                    f"The field {field!r} holds arrays of shape {list(value.shape)}, expected one "
+                    "value that examples share, such as a client's name: name another field."
                 )
             value = value.item()
         groups.setdefault(value, []).append(index)
-        sizes[value] = sizes.get(value, 0) + counts
+        sizes[value] = sizes.get(value, 0) + example_size
     return groups, sizes
 
 
 def _values(
     source: Examples, field: str, size: Callable[[Mapping[str, Any]], int] | None
 ) -> Iterator[tuple[Any, int]]:
-    """Each example's value of a field, and what it counts."""
+    """Yield each example's value of a field, and its size."""
     if size is None and isinstance(source, Source):
-        field_of(source[0], field)
+        get_field(source[0], field)
         yield from ((value, 1) for value in source.column(field))
         return
     for index in range(len(source)):
         example = source[index]
-        yield field_of(example, field), 1 if size is None else size(example)
+        yield get_field(example, field), 1 if size is None else size(example)

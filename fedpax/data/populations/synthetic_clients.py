@@ -1,4 +1,4 @@
-"""A population of any size over real examples: each client's share is made when it is asked for."""
+"""DirichletClients: a synthetic population of any size over a pool of real examples."""
 
 import zlib
 from collections.abc import Sequence
@@ -6,33 +6,39 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fedpax.data.populations.partition import number_labels
+from fedpax.data.populations.partition import index_labels
 
 
 class DirichletClients(Sequence[NDArray[np.int64]]):
-    """Clients that differ in their labels and in how much they have, over one pool of examples.
+    """A lazily generated population whose clients differ in their labels and sizes.
 
-    A client has a log-normal number of examples, rounded and cut to 1, ..., `most`. Its labels are
-    distributed by a draw of its own from Dirichlet(alpha * p), p the labels' shares in the pool
-    times their number; its examples are drawn with replacement from the pool. All this depends on
-    the arguments and the client's number alone, and nothing is stored for a client, so a
-    population may be far larger than the pool.
+    Client k is generated when `clients[k]` is called and depends on the arguments and k alone.
+    Nothing is stored per client, so a population can be far larger than the pool. A client is
+    generated as follows:
+
+    1. Its number of examples is log-normal, rounded and clipped to 1, ..., `max_examples`.
+    2. Its label distribution is drawn from Dirichlet(alpha * C * p), where C is the number of
+       labels and p is the distribution of labels in the pool.
+    3. Its examples are drawn from the pool with replacement.
 
     Args:
-        labels: integers [examples], the labels of the pool.
-        clients: how many clients there are.
-        alpha: small for clients of few labels, large for clients that are alike.
-        median: the median number of a client's examples.
-        sigma: the standard deviation of the logarithm of that number; 0 gives all as many.
-        most: the largest number of a client's examples.
-        seed: chooses the population.
+        labels: integers `[examples]`, the labels of the pool.
+        num_clients: the size of the population.
+        alpha: the concentration, above 0. With a small alpha each client has few labels; with a
+            large one all clients are alike.
+        median_examples: the median number of examples per client.
+        sigma: the standard deviation of the logarithm of that number. Default 0: every client has
+            the same number.
+        max_examples: the largest number of examples per client.
+        seed: the random seed.
 
     Raises:
-        ValueError: a size below 1, an alpha or a median that is not positive, a sigma that is
-            negative or infinite, no labels, or labels that are not integers.
+        ValueError: a size is below 1, `alpha` or `median_examples` is not positive and finite,
+            `sigma` is negative or infinite, or `labels` is empty or not integers.
 
     Example:
-        >>> clients = DirichletClients([0, 1, 2, 0, 1, 2], clients=100_000, alpha=0.1, median=4)
+        >>> labels = [0, 1, 2, 0, 1, 2]
+        >>> clients = DirichletClients(labels, 100_000, alpha=0.1, median_examples=4)
         >>> len(clients), clients[99_999].tolist() == clients[99_999].tolist()
         (100000, True)
 
@@ -44,65 +50,66 @@ class DirichletClients(Sequence[NDArray[np.int64]]):
     def __init__(
         self,
         labels: ArrayLike,
-        clients: int,
+        num_clients: int,
         *,
         alpha: float,
-        median: float,
+        median_examples: float,
         sigma: float = 0.0,
-        most: int = 2**31,
+        max_examples: int = 2**31,
         seed: int = 0,
     ) -> None:
-        of_examples = np.asarray(labels)
-        if not of_examples.size:
-            raise ValueError("There are 0 labels, expected at least 1.")
-        classes, numbers = number_labels(of_examples)
-        for name, size in (("clients", clients), ("most", most)):
+        labels = np.asarray(labels)
+        if not labels.size:
+            raise ValueError("labels is empty, expected at least 1.")
+        classes, class_index = index_labels(labels)
+        for name, size in (("num_clients", num_clients), ("max_examples", max_examples)):
             if size < 1:
                 raise ValueError(f"{name} is {size}, expected at least 1.")
         if not 0 <= sigma < np.inf:
             raise ValueError(f"sigma is {sigma}, expected a finite number of at least 0.")
-        for name, value in (("alpha", alpha), ("median", median)):
+        for name, value in (("alpha", alpha), ("median_examples", median_examples)):
             if not 0 < value < np.inf:
                 raise ValueError(f"{name} is {value}, expected a positive number.")
-        counts = np.bincount(numbers, minlength=len(classes))
-        # The pool sorted by label, and where each label begins.
-        self._pool = np.argsort(numbers, kind="stable")
-        self._counts, self._begins = counts, np.cumsum(counts) - counts
+        counts = np.bincount(class_index, minlength=len(classes))
+        # The pool sorted by label, and the position of each label's first example.
+        self._pool = np.argsort(class_index, kind="stable")
+        self._counts, self._starts = counts, np.cumsum(counts) - counts
         self._concentration = alpha * counts / counts.mean()
-        self._clients, self._seed = clients, seed
-        self._median, self._sigma, self._most = median, sigma, most
+        self._num_clients, self._seed = num_clients, seed
+        self._median, self._sigma, self._max_examples = median_examples, sigma, max_examples
         self._name = (
-            f"DirichletClients(clients={clients}, alpha={alpha}, median={median}, sigma={sigma}, "
-            f"most={most}, seed={seed}, labels={zlib.crc32(of_examples.astype('<i8').tobytes())})"
+            f"DirichletClients(num_clients={num_clients}, alpha={alpha}, "
+            f"median_examples={median_examples}, sigma={sigma}, max_examples={max_examples}, "
+            f"seed={seed}, labels={zlib.crc32(labels.astype('<i8').tobytes())})"
         )
 
     def __len__(self) -> int:
-        return self._clients
+        return self._num_clients
 
     def __getitem__(self, client):  # type: ignore[no-untyped-def]
-        """Returns the indices of a client's examples, int64 [examples]; some may stand twice.
+        """Return the indices of a client's examples, int64 `[examples]`, which may repeat.
 
-        Of a slice, a list with those of each client.
+        For a slice, return a list with the indices of each of its clients.
         """
-        number = range(self._clients)[client]
-        if isinstance(number, range):
-            return [self[k] for k in number]
-        # By NumPy's promise neither part of this generator ever gives other numbers, and it is
-        # ten times cheaper to make than one from a seed.
-        key = np.array([self._seed % 2**64, number], np.uint64)
+        position = range(self._num_clients)[client]
+        if isinstance(position, range):
+            return [self[k] for k in position]
+        # NumPy promises that neither part of this generator ever changes, and making one takes a
+        # tenth of the time of a generator from a seed.
+        key = np.array([self._seed % 2**64, position], np.uint64)
         random = np.random.RandomState(np.random.Philox(key=key))
         size = np.exp(np.log(self._median) + self._sigma * random.standard_normal())
-        size = max(1, round(min(size, self._most)))
+        size = max(1, round(min(size, self._max_examples)))
         shares = random.standard_gamma(self._concentration)
-        if not shares.sum() > 0:  # all of them underflow where alpha is tiny: one label is all
+        if not shares.sum() > 0:  # all underflow if alpha is tiny: the client has a single label
             shares = np.zeros(len(shares))
             shares[
                 np.searchsorted(np.cumsum(self._counts), random.randint(len(self._pool)), "right")
             ] = 1
-        of_label = random.multinomial(size, shares / shares.sum())
-        label = np.repeat(np.arange(len(shares)), of_label)
-        own = np.floor(random.random_sample(size) * self._counts[label]).astype(np.int64)
-        return self._pool[self._begins[label] + own]
+        label_counts = random.multinomial(size, shares / shares.sum())
+        label = np.repeat(np.arange(len(shares)), label_counts)
+        offset = np.floor(random.random_sample(size) * self._counts[label]).astype(np.int64)
+        return self._pool[self._starts[label] + offset]
 
     def __repr__(self) -> str:
         return self._name

@@ -18,8 +18,8 @@ from fedpax.data.populations.partition import (
     Examples,
     Partition,
     check_indices,
-    partition_checksum,
     get_field,
+    partition_checksum,
 )
 from fedpax.data.populations.scheduling import balanced_order
 from fedpax.data.rounds.example_rounds import scale

@@ -15,8 +15,8 @@ from fedpax.data.populations.partition import (
     Examples,
     Partition,
     check_partition,
-    partition_checksum,
     get_field,
+    partition_checksum,
     partition_iid,
 )
 from fedpax.data.rounds.stream import check_sizes, check_state, source_name

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from fedpax.data.populations.partition import Examples, field_of
+from fedpax.data.populations.partition import Examples, get_field
 from fedpax.data.rounds.stream import check_sizes
-from fedpax.data.text.packing import Batch, cut, join, to_batch
-from fedpax.data.text.tokenizer import BYTES, Tokenizer
+from fedpax.data.text.packing import Batch, concatenate, split_rows, to_batch
+from fedpax.data.text.tokenizer import BYTE_TOKENIZER, Tokenizer
 
 
 def heldout_batches(
@@ -15,7 +15,7 @@ def heldout_batches(
     length: int,
     max_tokens: int | None = None,
     field: str = "text",
-    tokenizer: Tokenizer = BYTES,
+    tokenizer: Tokenizer = BYTE_TOKENIZER,
 ) -> list[Batch]:
     """Packs a split into batches, in the source's order.
 
@@ -56,8 +56,8 @@ def heldout_batches(
             f"max_tokens is {max_tokens}, less than one row of length={length}: give at least "
             "that, or None for the whole split."
         )
-    documents = (tokenizer.encode(field_of(source[i], field)) for i in range(len(source)))
-    rows, present = cut(join(documents, tokenizer.separator), length)
+    documents = (tokenizer.encode(get_field(source[i], field)) for i in range(len(source)))
+    rows, present = split_rows(concatenate(documents, tokenizer.separator), length)
     if max_tokens is not None and max_tokens < present.size:
         chosen = np.linspace(0, len(present) - 1, max_tokens // length).round().astype(np.int64)
         rows, present = rows.take(chosen), present[chosen]

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpax.clients.cohort import Cohort
 from fedpax.clients.cohort_stream import CohortStream
 from fedpax.data.populations.partition import Examples
 

@@ -1,1 +1,1 @@
-"""Text: tokenizers and packing."""
+"""Text: tokenizers (bytes, or a `tokenizer.json`) and packing of documents into rows."""

@@ -1,10 +1,10 @@
-"""Packing: documents of any length laid end to end and cut into rows of one length.
+"""Packing: concatenate documents of any length and split them into rows of equal length.
 
-A document of n tokens gives n + 1 pairs (input, target): the separator predicts its first token,
-each token the next, and the last one the separator. Laid end to end, the targets are then the
-inputs one step on, so nothing is lost where rows are cut, and every token is a target just once.
-Rows are full but for the last; grain's packing, which does the same in Python for each row, is
-much slower than the few operations on whole arrays here.
+A document of n tokens gives n + 1 pairs (input, target): the separator predicts the first token,
+each token the next one, and the last token the separator. In the concatenated pairs the targets are
+the inputs shifted by one, so splitting into rows loses no pair, and every token is a target exactly
+once. All rows but the last are full. grain's packing does the same with a Python loop over rows and
+is much slower than the array operations here.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,46 +14,46 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpax.data.text.tokens import SEPARATOR
+from fedpax.data.text.byte_tokenizer import SEPARATOR
 
 Batch = dict[str, NDArray[Any]]
-"""Arrays of one shape but for the last axes: inputs, targets, segments, positions and mask."""
+"""Arrays of equal shape: `inputs`, `targets`, `segments`, `positions` and `mask`."""
 
 
-class Pairs(NamedTuple):
-    """Documents end to end: what a model reads, what it is to predict, where documents begin.
+class TokenPairs(NamedTuple):
+    """Pairs of input and target tokens of concatenated documents.
 
     Attributes:
-        inputs: integers [...], uint8 for bytes.
-        targets: the same type and shape.
-        starts: bool [...], true at the first pair of each document.
+        inputs: integers `[...]`, uint8 for bytes.
+        targets: of the same dtype and shape.
+        starts: bool `[...]`, True at the first pair of each document.
     """
 
     inputs: NDArray[Any]
     targets: NDArray[Any]
     starts: NDArray[np.bool_]
 
-    def map(self, function: Callable[[NDArray[Any]], NDArray[Any]]) -> "Pairs":
-        """Applies a function that keeps the type to each of the arrays."""
-        return Pairs(function(self.inputs), function(self.targets), function(self.starts))
+    def map(self, function: Callable[[NDArray[Any]], NDArray[Any]]) -> "TokenPairs":
+        """Apply a function that keeps the dtype to each of the arrays."""
+        return TokenPairs(function(self.inputs), function(self.targets), function(self.starts))
 
-    def take(self, rows: NDArray[np.int64]) -> "Pairs":
-        """Picks rows of the first axis."""
+    def take(self, rows: NDArray[np.int64]) -> "TokenPairs":
+        """Select rows of the first axis."""
         return self.map(lambda array: array[rows])
 
 
-def join(documents: Iterable[NDArray[Any]], separator: int = SEPARATOR) -> Pairs:
-    """Lays documents end to end.
+def concatenate(documents: Iterable[NDArray[Any]], separator: int = SEPARATOR) -> TokenPairs:
+    """Concatenate documents.
 
     Args:
-        documents: each integers [tokens] of one type, without separators.
+        documents: integer arrays `[tokens]` of one dtype, without separators.
         separator: the token before and after every document.
 
     Returns:
-        The pairs, each array [sum of (tokens + 1)].
+        The pairs; each array has shape `[sum of (tokens + 1)]`.
 
     Example:
-        >>> pairs = join([np.array([1, 2], np.uint8), np.array([3], np.uint8)])
+        >>> pairs = concatenate([np.array([1, 2], np.uint8), np.array([3], np.uint8)])
         >>> pairs.inputs.tolist(), pairs.targets.tolist(), pairs.starts.astype(int).tolist()
         ([255, 1, 2, 255, 3], [1, 2, 255, 3, 255], [1, 0, 0, 1, 0])
     """
@@ -65,24 +65,26 @@ def join(documents: Iterable[NDArray[Any]], separator: int = SEPARATOR) -> Pairs
     lengths = np.array([len(document) + 1 for document in documents], np.int64)
     starts = np.zeros(len(tokens) - 1, np.bool_)
     starts[np.cumsum(lengths) - lengths] = True
-    return Pairs(tokens[:-1], tokens[1:], starts)
+    return TokenPairs(tokens[:-1], tokens[1:], starts)
 
 
-def to_batch(pairs: Pairs, present: NDArray[np.bool_] | None = None) -> Batch:
-    """Turns rows of pairs into what a language model trains on.
+def to_batch(pairs: TokenPairs, valid: NDArray[np.bool_] | None = None) -> Batch:
+    """Make a language model's batch from rows of pairs.
 
     Args:
-        pairs: arrays [..., length].
-        present: bool [..., length], false at padding; everything is present by default.
+        pairs: arrays `[..., seq_len]`.
+        valid: bool `[..., seq_len]`, False for padding. Default None: there is no padding.
 
     Returns:
-        Arrays [..., length]. ``inputs``, ``targets``: int32 tokens. ``segments``: int32, 1 for
-        the first document in a row, 2 for the next, 0 for padding. ``positions``: int32, how far
-        a token is from where its document begins in this row. ``mask``: float32, 1 where the
-        target counts in the loss and 0 at padding. At padding all five are 0.
+        A dict of arrays `[..., seq_len]`, all 0 at padding:
+
+        - `inputs`, `targets`: int32, tokens;
+        - `segments`: int32, 1 for the row's first document, 2 for the next, and so on;
+        - `positions`: int32, a token's offset from its document's first token in this row;
+        - `mask`: float32, 1 if the target counts in the loss, 0 at padding.
     """
     column = np.arange(pairs.inputs.shape[-1], dtype=np.int32)
-    begins = pairs.starts & (column > 0)  # a row's first document is 1, begun here or earlier
+    begins = pairs.starts & (column > 0)  # the document that reaches into the row is segment 1
     batch: Batch = {
         "inputs": pairs.inputs.astype(np.int32),
         "targets": pairs.targets.astype(np.int32),
@@ -90,29 +92,29 @@ def to_batch(pairs: Pairs, present: NDArray[np.bool_] | None = None) -> Batch:
         "positions": column - np.maximum.accumulate(np.where(begins, column, 0), axis=-1),
         "mask": np.ones(pairs.inputs.shape, np.float32),
     }
-    if present is None:
+    if valid is None:
         return batch
-    return {name: array * present.astype(array.dtype) for name, array in batch.items()}
+    return {name: array * valid.astype(array.dtype) for name, array in batch.items()}
 
 
-def pack(documents: Iterable[NDArray[np.uint8]], length: int) -> Batch:
-    """Packs a finite number of documents into rows, padding the last one.
+def pack(documents: Iterable[NDArray[np.uint8]], seq_len: int) -> Batch:
+    """Pack documents into rows, with padding at the end of the last row.
 
     Args:
-        documents: each uint8 [tokens], without separators, as ``encode`` gives them.
-        length: tokens in a row.
+        documents: uint8 arrays `[tokens]` without separators, as `encode` returns them.
+        seq_len: tokens per row.
 
     Returns:
-        Arrays [rows, length]: ``inputs``, ``targets``, ``segments``, ``positions`` (int32) and
-        ``mask`` (float32). Attention must stay within a segment of a row: segment ids begin
-        again at 1 in each row, so a document that was cut is a segment in each of its rows.
+        A dict of arrays `[rows, seq_len]`: `inputs`, `targets`, `segments` and `positions` (int32),
+        and `mask` (float32), 0 at padding. Segments are numbered from 1 in each row, and a document
+        that is split is a separate segment in each of its rows. Attention must not cross segments.
 
     Raises:
-        ValueError: if ``length`` is not positive.
+        ValueError: `seq_len` is below 1.
 
     Example:
         >>> from fedpax.data import encode
-        >>> rows = pack([encode("abc"), encode("d")], length=4)
+        >>> rows = pack([encode("abc"), encode("d")], seq_len=4)
         >>> rows["inputs"].tolist()
         [[255, 97, 98, 99], [255, 100, 0, 0]]
         >>> rows["targets"].tolist()
@@ -120,26 +122,26 @@ def pack(documents: Iterable[NDArray[np.uint8]], length: int) -> Batch:
         >>> rows["segments"].tolist(), rows["positions"].tolist()
         ([[1, 1, 1, 1], [1, 1, 0, 0]], [[0, 1, 2, 3], [0, 1, 0, 0]])
     """
-    return to_batch(*cut(join(documents), length))
+    return to_batch(*split_rows(concatenate(documents), seq_len))
 
 
-def cut(pairs: Pairs, length: int) -> tuple[Pairs, NDArray[np.bool_]]:
-    """Cuts pairs into rows, padding the last one.
+def split_rows(pairs: TokenPairs, seq_len: int) -> tuple[TokenPairs, NDArray[np.bool_]]:
+    """Split pairs into rows, with padding at the end of the last row.
 
     Args:
-        pairs: arrays [tokens].
-        length: tokens in a row.
+        pairs: arrays `[tokens]`.
+        seq_len: tokens per row.
 
     Returns:
-        The pairs, arrays [rows, length], and which of them are present, bool [rows, length].
+        The pairs as arrays `[rows, seq_len]`, and bool `[rows, seq_len]`, False for padding.
 
     Raises:
-        ValueError: if ``length`` is not positive.
+        ValueError: `seq_len` is below 1.
     """
-    if length < 1:
-        raise ValueError(f"length is {length}, but a row must have at least one token.")
+    if seq_len < 1:
+        raise ValueError(f"seq_len is {seq_len}, expected at least 1.")
 
     def to_rows(array: NDArray[Any]) -> NDArray[Any]:
-        return np.pad(array, (0, -len(array) % length)).reshape(-1, length)
+        return np.pad(array, (0, -len(array) % seq_len)).reshape(-1, seq_len)
 
     return pairs.map(to_rows), to_rows(np.ones(len(pairs.inputs), np.bool_))

@@ -11,55 +11,55 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fedpax.data.text.tokens import SEPARATOR, VOCABULARY, decode, encode
+from fedpax.data.text.byte_tokenizer import SEPARATOR, VOCAB_SIZE, decode, encode
 
-# What published vocabularies call the token that ends a document, the first that there is.
+# The names that published vocabularies give the end-of-document token, in order of preference.
 END_OF_DOCUMENT = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eot_id|>")
 
 
 class Tokenizer(NamedTuple):
-    """What turns texts into tokens and back.
+    """A pair of functions between texts and tokens, with their vocabulary.
 
     Attributes:
-        name: what decides the tokens: "bytes", or a file's name and checksum.
-        vocabulary: how many tokens there are.
+        name: identifies the tokenizer: `"bytes"`, or a file's name and checksum.
+        vocab_size: the number of tokens.
         separator: the token before and after every document.
-        encode: takes a string, or bytes that are UTF-8, and returns integers [tokens].
-        decode: takes integers of any shape and returns the text, without separators.
+        encode: takes a string or UTF-8 bytes, and returns integers `[tokens]`.
+        decode: takes integers of any shape, and returns the text without separators.
     """
 
     name: str
-    vocabulary: int
+    vocab_size: int
     separator: int
     encode: Callable[[str | bytes], NDArray[Any]]
     decode: Callable[[ArrayLike], str]
 
 
-BYTES = Tokenizer("bytes", VOCABULARY, SEPARATOR, encode, decode)
-"""A token for each byte of UTF-8."""
+BYTE_TOKENIZER = Tokenizer("bytes", VOCAB_SIZE, SEPARATOR, encode, decode)
+"""The tokenizer with one token for each UTF-8 byte."""
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """Loads a tokenizer.
+    """Load a tokenizer.
 
     Args:
-        name: "bytes", or the path of a `tokenizer.json`, as published beside many models and as
-            `train_tokenizer` writes it. A file needs the extra `tokenizers`.
+        name: `"bytes"`, or the path of a `tokenizer.json`, as published with many models and as
+            written by `train_tokenizer`. Reading a file needs the extra `tokenizers`.
 
     Returns:
         The tokenizer.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ImportError: the library that reads it is not installed.
-        ValueError: the file is not a tokenizer, or has no token that ends a document.
+        FileNotFoundError: the file does not exist.
+        ImportError: the extra `tokenizers` is not installed.
+        ValueError: the file is not a tokenizer, or has no end-of-document token.
 
     Example:
         >>> load_tokenizer("bytes").encode("né").tolist()
         [110, 195, 169]
     """
-    if name == BYTES.name:
-        return BYTES
+    if name == BYTE_TOKENIZER.name:
+        return BYTE_TOKENIZER
     path = Path(name).expanduser()
     if not path.is_file():
         raise FileNotFoundError(
@@ -73,65 +73,66 @@ def load_tokenizer(name: str) -> Tokenizer:
         raise
     except Exception as error:
         raise ValueError(
-            f"tokenizer={name!r} is not a tokenizer.json ({error}). Give one, or 'bytes'."
+            f"tokenizer={name!r} is not a tokenizer.json ({error}). Give the path of one, or "
+            "'bytes'."
         ) from error
     separator = next(
         (i for token in END_OF_DOCUMENT if (i := library.token_to_id(token)) is not None), None
     )
     if separator is None:
         raise ValueError(
-            f"tokenizer={name!r} has no token that ends a document, none of "
-            f"{', '.join(END_OF_DOCUMENT)}: add one of them to its special tokens."
+            f"tokenizer={name!r} has no end-of-document token, expected one of "
+            f"{', '.join(END_OF_DOCUMENT)}: add one to its special tokens."
         )
-    vocabulary = library.get_vocab_size()
-    narrow = np.uint16 if vocabulary <= 2**16 else np.int32
+    vocab_size = library.get_vocab_size()
+    dtype = np.uint16 if vocab_size <= 2**16 else np.int32
 
     def encode_text(text: str | bytes) -> NDArray[Any]:
         text = text.decode(errors="replace") if isinstance(text, bytes) else text
-        return np.asarray(library.encode(text, add_special_tokens=False).ids, narrow)
+        return np.asarray(library.encode(text, add_special_tokens=False).ids, dtype)
 
     def decode_tokens(tokens: ArrayLike) -> str:
         flat = np.asarray(tokens).ravel()
         return library.decode(flat[flat != separator].tolist(), skip_special_tokens=False)
 
     checksum = hashlib.sha256(content).hexdigest()[:16]
-    return Tokenizer(f"{path.name}:{checksum}", vocabulary, separator, encode_text, decode_tokens)
+    return Tokenizer(f"{path.name}:{checksum}", vocab_size, separator, encode_text, decode_tokens)
 
 
 def train_tokenizer(
-    texts: Iterable[str | bytes], *, vocabulary: int, path: str | os.PathLike[str]
+    texts: Iterable[str | bytes], *, vocab_size: int, path: str | os.PathLike[str]
 ) -> Tokenizer:
-    """Learns a byte-level subword vocabulary from texts and writes it as a `tokenizer.json`.
+    """Train a byte-level byte-pair encoding (BPE) and write it as a `tokenizer.json`.
 
-    Every text can be encoded, since all 256 bytes are tokens.
+    It can encode every text, because all 256 bytes are tokens.
 
     Args:
-        texts: strings, or bytes that are UTF-8.
-        vocabulary: how many tokens there are to be at most, at least 257.
+        texts: strings or UTF-8 bytes.
+        vocab_size: the largest number of tokens, at least 257.
         path: the file to write.
 
     Returns:
-        The tokenizer, as `load_tokenizer(path)` loads it.
+        The tokenizer, equal to `load_tokenizer(path)`.
 
     Raises:
         ImportError: the extra `tokenizers` is not installed.
-        ValueError: a vocabulary below 257.
+        ValueError: `vocab_size` is below 257.
 
     Reference:
         Sennrich et al., "Neural Machine Translation of Rare Words with Subword Units",
         arXiv:1508.07909, section 3.2.
     """
-    if vocabulary <= VOCABULARY:
+    if vocab_size <= VOCAB_SIZE:
         raise ValueError(
-            f"vocabulary={vocabulary} is too small: the {VOCABULARY} bytes and a separator take "
-            f"{VOCABULARY + 1}. Use load_tokenizer('bytes') for no more than bytes."
+            f"vocab_size is {vocab_size}, expected at least {VOCAB_SIZE + 1} for the {VOCAB_SIZE} "
+            "bytes and a separator. For bytes alone use load_tokenizer('bytes')."
         )
     library = _library()
     tokenizer = library.Tokenizer(library.models.BPE())
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = library.decoders.ByteLevel()
     trainer = library.trainers.BpeTrainer(
-        vocab_size=vocabulary,
+        vocab_size=vocab_size,
         special_tokens=[END_OF_DOCUMENT[0]],
         initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -143,11 +144,12 @@ def train_tokenizer(
 
 
 def _library() -> Any:
+    """Import the library that reads a `tokenizer.json`."""
     try:
         import tokenizers
     except ImportError as error:
         raise ImportError(
-            'A tokenizer.json needs the library that reads it: pip install "fedpax[tokenizers]", '
-            "or use tokenizer='bytes'."
+            'Reading a tokenizer.json needs an extra: pip install "fedpax[tokenizers]", or use '
+            "tokenizer='bytes'."
         ) from error
     return tokenizers

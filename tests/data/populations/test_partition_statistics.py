@@ -15,7 +15,8 @@ from fedpax.data import (
     partition_statistics,
     plot_partition,
 )
-from fedpax.data.populations.partition_statistics import COLOURS, PartitionStatistics, _overview
+from fedpax.data.populations.partition_plot import COLOURS, _overview
+from fedpax.data.populations.partition_statistics import PartitionStatistics
 
 
 @given(
@@ -25,21 +26,21 @@ def test_agrees_with_loops_over_participants(
     labels: list[int], participants: int, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
-    holder = rng.integers(0, participants, len(labels))  # some may have nothing
-    partition = [np.flatnonzero(holder == k) for k in range(participants)]
+    owner = rng.integers(0, participants, len(labels))  # some may have no examples
+    partition = [np.flatnonzero(owner == k) for k in range(participants)]
     found = partition_statistics(partition, labels)
 
-    sizes = [len(held) for held in partition]
-    assert found.examples == len(labels)
+    sizes = [len(indices) for indices in partition]
+    assert found.num_examples == len(labels)
     assert found.sizes.tolist() == sizes
     assert (found.smallest, found.largest) == (min(sizes), max(sizes))
     assert found.median == np.median(sizes) and found.mean == np.mean(sizes)
-    assert found.variation == pytest.approx(np.std(sizes) / np.mean(sizes))
+    assert found.coefficient_of_variation == pytest.approx(np.std(sizes) / np.mean(sizes))
     difference = np.mean([abs(a - b) for a in sizes for b in sizes])
     assert found.gini == pytest.approx(difference / (2 * np.mean(sizes)), abs=1e-12)
 
     classes = sorted(set(labels))
-    counts = [[sum(labels[i] == c for i in held) for c in classes] for held in partition]
+    counts = [[sum(labels[i] == c for i in indices) for c in classes] for indices in partition]
     assert found.classes is not None and found.classes.tolist() == classes
     assert found.label_counts is not None and found.label_counts.tolist() == counts
 
@@ -50,15 +51,17 @@ def test_agrees_with_loops_over_participants(
     own = [np.array(row) / sum(row) for row in counts if sum(row)]
     assert found.overall_entropy == pytest.approx(entropy(overall), abs=1e-12)
     assert found.label_entropy == pytest.approx(np.mean([entropy(p) for p in own]), abs=1e-12)
-    assert found.labels_held == pytest.approx(np.mean([np.count_nonzero(p) for p in own]))
+    assert found.labels_per_participant == pytest.approx(
+        np.mean([np.count_nonzero(p) for p in own])
+    )
     distances = [np.abs(p - overall).sum() / 2 for p in own]
     assert found.total_variation == pytest.approx(np.mean(distances), abs=1e-12)
 
 
-def test_the_extremes_are_what_they_should_be() -> None:
+def test_extreme_partitions_have_known_measures() -> None:
     labels = np.arange(1000) % 10
     alike = partition_statistics([np.arange(0, 1000, 10)], labels)
-    assert alike.gini == 0 and alike.labels_held == 1 and alike.total_variation == 0
+    assert alike.gini == 0 and alike.labels_per_participant == 1 and alike.total_variation == 0
     apart = partition_statistics([np.flatnonzero(labels == k) for k in range(10)], labels)
     assert apart.gini == 0 and apart.label_entropy == 0
     assert apart.overall_entropy == pytest.approx(np.log(10))
@@ -67,28 +70,28 @@ def test_the_extremes_are_what_they_should_be() -> None:
     assert unequal.gini == pytest.approx(0.9 * (991 - 1) / 1000)
 
 
-def test_skew_grows_as_alpha_falls(rng: np.random.Generator) -> None:
+def test_a_smaller_alpha_gives_more_skew(rng: np.random.Generator) -> None:
     labels = rng.integers(0, 10, 5000)
     found = [
         partition_statistics(partition_dirichlet(labels, 20, alpha=alpha), labels)
         for alpha in (0.05, 0.5, 5, 500)
     ]
-    for name in ("total_variation", "variation", "gini"):
+    for name in ("total_variation", "coefficient_of_variation", "gini"):
         values = [getattr(statistics, name) for statistics in found]
         assert values == sorted(values, reverse=True)
-    for name in ("label_entropy", "labels_held"):
+    for name in ("label_entropy", "labels_per_participant"):
         values = [getattr(statistics, name) for statistics in found]
         assert values == sorted(values)
 
 
-def test_labels_that_nobody_holds_do_not_count() -> None:
+def test_labels_without_examples_are_excluded() -> None:
     found = partition_statistics([np.array([0]), np.array([2])], [5, 6, 7])
     assert found.classes is not None and found.classes.tolist() == [5, 7]
     assert found.label_counts is not None and found.label_counts.tolist() == [[1, 0], [0, 1]]
     assert found.total_variation == 0.5
 
 
-def test_the_table_is_aligned_and_says_no_more_than_it_knows(rng: np.random.Generator) -> None:
+def test_the_table_is_aligned_and_omits_labels_if_there_are_none(rng: np.random.Generator) -> None:
     labels = rng.integers(0, 4, 12_345)
     parts = partition_dirichlet(labels, 9, alpha=0.3)
     full, short = str(partition_statistics(parts, labels)), str(partition_statistics(parts))
@@ -99,45 +102,47 @@ def test_the_table_is_aligned_and_says_no_more_than_it_knows(rng: np.random.Gene
     assert "nats" not in short and "label" not in short
 
 
-def test_statistics_cannot_be_changed() -> None:
+def test_statistics_are_immutable() -> None:
     found = partition_statistics(partition_iid(30, 3))
     assert isinstance(found, PartitionStatistics) and found.classes is None
     with pytest.raises(AttributeError):
         found.gini = 1.0  # type: ignore[misc]
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_bad_partitions_and_labels_raise(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no examples: give at least one participant some"):
         partition_statistics([np.array([], np.int64)])
-    for parts, stray in ([[0], [3]], 3), ([[0], [-1]], -1):
-        partition = [np.array(held) for held in parts]
-        with pytest.raises(ValueError, match=f"names example {stray}, but there are 3 labels"):
+    for parts, outside in ([[0], [3]], 3), ([[0], [-1]], -1):
+        partition = [np.array(indices) for indices in parts]
+        with pytest.raises(ValueError, match=f"has index {outside}, but there are 3 labels"):
             partition_statistics(partition, [0, 1, 2])
-    with pytest.raises(ValueError, match="one-hot rows by"):
+    with pytest.raises(ValueError, match="one-hot rows with"):
         partition_statistics([np.array([0])], np.eye(2, dtype=int))
-    with pytest.raises(ValueError, match=r"labels are 0 to 2, but class_names names 0 to 1: give"):
+    with pytest.raises(
+        ValueError, match=r"labels are 0 to 2, but class_names has names for 0 to 1: give"
+    ):
         plot_partition([np.arange(3)], [0, 1, 2], tmp_path / "x.png", class_names=["a", "b"])
     assert not list(tmp_path.iterdir())
 
 
 def pixels(path: Path, colour: str) -> int:
-    """How many pixels of a picture have a colour."""
+    """Count the pixels of a colour."""
     picture = imread(path)[..., :3]
     return int((np.abs(picture - np.array(to_rgb(colour))).max(axis=-1) < 0.01).sum())
 
 
-def test_bars_are_as_long_as_participants_have_examples(tmp_path: Path) -> None:
+def test_bars_have_lengths_in_proportion_to_label_counts(tmp_path: Path) -> None:
     counts = [[700, 100, 0], [0, 300, 500], [200, 0, 200]]
     labels = np.concatenate([np.repeat(np.arange(3), row) for row in counts])
     partition = np.split(np.arange(2000), [800, 1600])
     plot_partition(partition, labels, tmp_path / "x.png", class_names=["cat", "dog", "frog"])
     seen = np.array([pixels(tmp_path / "x.png", colour) for colour in COLOURS[:3]])
     expected = np.sum(counts, axis=0)
-    # Lines between stretches, and the squares of the legend, make up less than 5 %.
+    # Lines between bars and the squares of the legend are less than 5 %.
     assert np.abs(seen / seen.sum() / (expected / expected.sum()) - 1).max() < 0.05
 
 
-def test_a_map_shows_the_frequency_of_each_label(tmp_path: Path) -> None:
+def test_the_map_shows_the_frequency_of_each_label(tmp_path: Path) -> None:
     labels = np.arange(2000) % 4
     pure = [np.arange(k, 2000, 200) for k in range(200)]  # each has one label
     plot_partition(pure, labels, tmp_path / "pure.png", max_participants=10)
@@ -148,7 +153,7 @@ def test_a_map_shows_the_frequency_of_each_label(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("participants", "labels"), [(30, 7), (1300, 7), (30, 270), (1300, 270)])
-def test_every_column_of_a_map_is_a_distribution(
+def test_every_column_of_the_map_is_a_distribution(
     participants: int, labels: int, rng: np.random.Generator
 ) -> None:
     shown = rng.integers(0, labels, 9000)
@@ -160,13 +165,13 @@ def test_every_column_of_a_map_is_a_distribution(
 
 
 @pytest.mark.parametrize("sigma", [0.001, 0.1, 0.4, 3.0])
-def test_a_histogram_counts_every_participant(sigma: float) -> None:
+def test_the_histogram_counts_every_participant(sigma: float) -> None:
     parts = partition_by_quantity(20_000, 300, sigma=sigma)
     axes = _overview(partition_statistics(parts), None).axes[0]
     bars = [(bar.get_x(), bar.get_width(), bar.get_height()) for bar in axes.patches]
-    for held in parts:  # every size lies in one bar, and within the axis
-        assert sum(x < len(held) < x + width for x, width, _ in bars) == 1
-        assert axes.get_xlim()[0] < len(held) < axes.get_xlim()[1]
+    for indices in parts:  # every size is in exactly one bar, and within the axis
+        assert sum(x < len(indices) < x + width for x, width, _ in bars) == 1
+        assert axes.get_xlim()[0] < len(indices) < axes.get_xlim()[1]
     assert sum(height for _, _, height in bars) == 300
     assert axes.get_xscale() == ("log" if sigma > 1 else "linear")
 
@@ -175,7 +180,7 @@ def test_a_histogram_counts_every_participant(sigma: float) -> None:
     ("participants", "classes", "examples"),
     [(1, 1, 1), (3, 100, 400), (60, 150, 3000), (7, 0, 90), (70, 0, 9000)],
 )
-def test_pictures_of_all_kinds_are_written(
+def test_every_kind_of_picture_is_written(
     participants: int, classes: int, examples: int, tmp_path: Path, rng: np.random.Generator
 ) -> None:
     labels = rng.integers(0, classes, examples) if classes else None

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedpax.data.populations.scheduling import balanced_order, wasted_steps
+from fedpax.data.populations.scheduling import balanced_order, idle_fraction
 
 
 @st.composite
@@ -17,7 +17,7 @@ def rounds(draw):
 
 
 def loads(steps, devices, chunk_size):
-    """What each device takes, by loops."""
+    """Compute each device's steps in a Python loop."""
     each = len(steps) // devices
     totals = []
     for d in range(devices):
@@ -31,7 +31,7 @@ def loads(steps, devices, chunk_size):
 
 
 @given(rounds())
-def test_order_holds_every_client_once(case):
+def test_the_order_has_every_client_once(case):
     steps, devices, chunk_size = case
     order = balanced_order(steps, devices, chunk_size=chunk_size)
     assert order.dtype == np.int64
@@ -39,12 +39,12 @@ def test_order_holds_every_client_once(case):
 
 
 @given(rounds())
-def test_wasted_steps_are_those_of_a_loop_over_the_devices(case):
+def test_idle_fraction_equals_a_loop_over_the_devices(case):
     steps, devices, chunk_size = case
     taken = loads(steps, devices, chunk_size)
     possible = devices * max(taken)
     wanted = 1 - sum(steps) / possible if possible else 0
-    found = wasted_steps(steps, devices, chunk_size=chunk_size)
+    found = idle_fraction(steps, devices, chunk_size=chunk_size)
     assert found == pytest.approx(wanted, abs=1e-12)
 
 
@@ -65,26 +65,26 @@ def test_chunks_of_a_device_come_largest_first(case):
 
 
 @pytest.mark.parametrize(("devices", "chunk_size"), [(1, 1), (2, 1), (8, 1), (8, 4)])
-def test_log_normal_clients_waste_under_a_twentieth(devices, chunk_size):
+def test_log_normal_clients_leave_devices_idle_less_than_a_twentieth(devices, chunk_size):
     steps = np.ceil(np.random.default_rng(0).lognormal(1.5, 1.0, size=4096))
-    arrangement = {"devices": devices, "chunk_size": chunk_size}
+    arrangement = {"num_devices": devices, "chunk_size": chunk_size}
     order = balanced_order(steps, **arrangement)
-    assert wasted_steps(steps[order], **arrangement) < 0.05
-    if devices * chunk_size > 8:  # as they come, most of the time is lost
-        assert wasted_steps(steps, **arrangement) > 0.4
+    assert idle_fraction(steps[order], **arrangement) < 0.05
+    if devices * chunk_size > 8:  # in random order, devices are mostly idle
+        assert idle_fraction(steps, **arrangement) > 0.4
 
 
 @pytest.mark.parametrize(
     ("steps", "sizes", "remedy"),
     [
-        ([1, 2, 3], {"devices": 2}, "take 2 or 4 clients, or fewer devices"),
+        ([1, 2, 3], {"num_devices": 2}, "take 2 or 4 clients, or fewer devices"),
         ([1, -2], {}, "expected one number of at least 0 for each client"),
-        ([[1, 2]], {}, "steps has shape [1, 2]"),
-        ([1, 2], {"devices": 0}, "devices is 0, but must be at least 1"),
-        ([1, 2], {"chunk_size": 0}, "chunk_size is 0, but must be at least 1"),
+        ([[1, 2]], {}, "num_steps has shape [1, 2]"),
+        ([1, 2], {"num_devices": 0}, "num_devices is 0, expected at least 1"),
+        ([1, 2], {"chunk_size": 0}, "chunk_size is 0, expected at least 1"),
     ],
 )
-@pytest.mark.parametrize("function", [balanced_order, wasted_steps])
-def test_bad_input_is_told(function, steps, sizes, remedy):
+@pytest.mark.parametrize("function", [balanced_order, idle_fraction])
+def test_bad_arguments_raise(function, steps, sizes, remedy):
     with pytest.raises(ValueError, match=re.escape(remedy)):
         function(steps, **sizes)

@@ -1,0 +1,27 @@
+"""The protocol of training data: an endless stream of cohorts that can be saved and restored."""
+
+from typing import Any, Protocol
+
+from fedpax.clients.cohort import Cohort
+
+
+class CohortStream(Protocol):
+    """An endless iterator over cohorts whose position can be saved and restored.
+
+    Every round's cohort has the same structure, shapes and dtypes. Its leaves are NumPy arrays that
+    later rounds do not overwrite: the training loop still reads a cohort while the next one is
+    made. With several processes, every process draws the same whole cohort and keeps the rows of
+    its own devices.
+    """
+
+    def __next__(self) -> Cohort:
+        """Return the cohort of the next round."""
+        ...
+
+    def get_state(self) -> dict[str, Any] | bytes:
+        """Return the position, as values that JSON can hold or as bytes."""
+        ...
+
+    def set_state(self, state: Any) -> None:
+        """Move to the position for which `get_state` returned `state`."""
+        ...

@@ -1,0 +1,103 @@
+"""Shared steps of the random partitions: frozen random numbers, shares, minimum sizes.
+
+Random numbers come from `numpy.random.RandomState`, which NumPy has frozen, over the bits of
+Philox, which NumPy promises to keep. (The streams of `numpy.random.Generator` may change between
+versions of NumPy.)
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedpax.data.shuffle import hash_key
+
+
+def check_positive(name: str, value: float, meaning: str) -> None:
+    """Check that a parameter of a distribution is positive and finite."""
+    # Beyond these bounds the logarithms of random numbers overflow.
+    if not 1e-290 < value < 1e290:
+        raise ValueError(
+            f"{name} is {value}, expected a positive, finite number (1e-290 to 1e290): {meaning}."
+        )
+
+
+def frozen_random(seed: int) -> np.random.RandomState:
+    """Make a random number generator whose numbers NumPy promises never to change."""
+    return np.random.RandomState(np.random.Philox(key=int(hash_key(seed))))
+
+
+def even_sizes(total: int, parts: int) -> NDArray[np.int64]:
+    """Return the sizes of parts that differ by at most one."""
+    return total // parts + (np.arange(parts) < total % parts)
+
+
+def log_gamma(random: np.random.RandomState, shape: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Draw the logarithms of gamma variates; normalized variates are Dirichlet distributed.
+
+    With a small shape nearly all variates underflow, but a Gamma(a) variate equals a Gamma(a + 1)
+    variate times the power 1 / a of a uniform one, and the logarithms of these do not.
+    """
+    powers = random.standard_exponential(shape.shape) / shape
+    return np.log(random.standard_gamma(shape + 1)) - powers
+
+
+def assign_by_shares(
+    random: np.random.RandomState, num_examples: int, log_shares: NDArray[np.float64]
+) -> NDArray[np.int64]:
+    """Assign examples to participants in given shares, rounded up or down.
+
+    Uses systematic sampling: evenly spaced points with a random offset. Shares below one example
+    are therefore met in expectation, and by different participants for each label.
+
+    Args:
+        random: the generator.
+        num_examples: the number of examples to assign.
+        log_shares: float64 `[participants]`, logarithms of unnormalized shares.
+
+    Returns:
+        int64 `[num_examples]`, the participant of each example.
+    """
+    ends = np.cumsum(np.exp(log_shares - log_shares.max()))
+    points = (np.arange(num_examples) + random.random_sample()) / num_examples
+    return np.searchsorted(ends / ends[-1], points)
+
+
+def top_up(owner: NDArray[np.int64], num_participants: int, min_examples: int) -> None:
+    """Move examples, in place, to participants with fewer than `min_examples`.
+
+    Equivalent to moving one example at a time from the participant that has most at that moment.
+
+    Args:
+        owner: int64 `[examples]`, the participant of each example; modified.
+        num_participants: the number of participants.
+        min_examples: the smallest number of examples per participant.
+    """
+    sizes = np.bincount(owner, minlength=num_participants)
+    missing = np.maximum(min_examples - sizes, 0)
+    if not missing.any():
+        return
+    # Number each participant's examples: those with the highest numbers are the ones that moving
+    # one at a time would take.
+    number = np.empty_like(owner)
+    starts = np.cumsum(sizes) - sizes
+    number[np.argsort(owner, kind="stable")] = np.arange(len(owner)) - np.repeat(starts, sizes)
+    moved = np.argsort(-number, kind="stable")[: missing.sum()]
+    owner[moved] = np.repeat(np.arange(num_participants), missing)
+
+
+def to_partition(
+    order: NDArray[np.int64], owner: NDArray[np.int64], num_participants: int
+) -> list[NDArray[np.int64]]:
+    """Make a partition from the participant of each example of a shuffled order.
+
+    Args:
+        order: int64 `[examples]`, a permutation of the examples.
+        owner: int64 `[examples]`, the participant of example `order[i]`.
+        num_participants: the number of participants.
+
+    Returns:
+        For each participant the sorted indices of its examples, int64.
+    """
+    owner_of_example = np.empty_like(owner)
+    owner_of_example[order] = owner
+    ends = np.cumsum(np.bincount(owner, minlength=num_participants))
+    return np.split(np.argsort(owner_of_example, kind="stable"), ends[:-1])

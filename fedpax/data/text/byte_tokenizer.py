@@ -1,0 +1,74 @@
+"""Byte tokens: the UTF-8 bytes of a text, with one more byte value as separator of documents.
+
+The vocabulary size is 256, so that an embedding table divides evenly among devices. The separator
+is 0xFF: UTF-8 never uses it (RFC 3629, section 1), so no text contains it. (Byte 0 is a valid
+character that real text sometimes contains.)
+"""
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+VOCAB_SIZE = 256
+"""The number of tokens: one for each byte value."""
+
+SEPARATOR = 0xFF
+"""The token before and after every document."""
+
+
+def encode(text: str | bytes) -> NDArray[np.uint8]:
+    """Encode a text as byte tokens.
+
+    Args:
+        text: a string, or UTF-8 bytes.
+
+    Returns:
+        uint8 `[bytes]`, read-only and without separators.
+
+    Raises:
+        TypeError: `text` is neither a string nor bytes.
+        ValueError: the bytes contain the separator 0xFF and are therefore not UTF-8.
+
+    Example:
+        >>> encode("né").tolist()
+        [110, 195, 169]
+    """
+    if isinstance(text, str):
+        text = text.encode()
+    if not isinstance(text, bytes):
+        raise TypeError(
+            f"A text is of type {type(text).__name__} ({text!r:.60}), expected str or bytes: name "
+            "the field of the examples that holds the text."
+        )
+    if (where := text.find(SEPARATOR)) >= 0:
+        raise ValueError(
+            f"Byte {where} of a text is 0xFF, so it is not UTF-8: decode it from its own encoding "
+            "first."
+        )
+    return np.frombuffer(text, np.uint8)
+
+
+def decode(tokens: ArrayLike) -> str:
+    """Decode byte tokens to text.
+
+    Args:
+        tokens: integers from 0 to 255, of any shape; separators are skipped.
+
+    Returns:
+        The text. Bytes that are not valid UTF-8, such as the rest of a character at the start of a
+        row, become U+FFFD.
+
+    Raises:
+        ValueError: a token is not a byte value.
+
+    Example:
+        >>> decode([SEPARATOR, 110, 195, 169, SEPARATOR])
+        'né'
+    """
+    array = np.asarray(tokens)
+    if array.size and (array.min() < 0 or array.max() >= VOCAB_SIZE):
+        raise ValueError(
+            f"tokens has values from {array.min()} to {array.max()}, expected bytes from 0 to "
+            f"{VOCAB_SIZE - 1}: use a model with vocab_size={VOCAB_SIZE}."
+        )
+    flat = array.astype(np.uint8).ravel()
+    return flat[flat != SEPARATOR].tobytes().decode(errors="replace")

@@ -1,4 +1,4 @@
-"""How a program runs, in words."""
+"""A text report on how the streaming pass runs a program."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,22 +15,25 @@ from fedpax.primitives._jax import (
 )
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.program import federated_program_p
+from fedpax.transforms.inlining import inline, is_federated, placements_of
 from fedpax.transforms.phases import plan_phases
-from fedpax.transforms.streaming import inline, is_federated, placements_of
 
 
 def explain(program: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """Says how the streaming pass runs a program, and what it had to store of each participant.
+    """Describe the loops of a program, and list the values stored for all participants.
+
+    A value that is not listed exists for one chunk of participants at a time.
 
     Args:
-        program: a function decorated with `fedpax.program`, or one that calls such functions, for
-            example its gradient.
-        *args: what it is called with: arrays, or `jax.ShapeDtypeStruct`s.
-        **kwargs: likewise.
+        program: a function decorated with `fedpax.program`, or a function that calls decorated
+            functions, for example a gradient.
+        *args: the arguments of `program`: arrays, or `jax.ShapeDtypeStruct`s.
+        **kwargs: the keyword arguments of `program`; likewise.
 
     Returns:
-        A few lines of text: for each program and phase, what one loop runs, reduces and stores,
-        and for each stored value who needs it.
+        One line per program, then one line per placement and phase: the number of maps and
+        reductions in the loop, and its chunk size. Each stored value follows on its own line, with
+        its type and the reason.
 
     Example:
         >>> import jax.numpy as jnp
@@ -40,17 +43,18 @@ def explain(program: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
         ...     return fedpax.federated_mean(fedpax.federated_map(lambda x: (w - x) ** 2, x))
         >>> print(fedpax.explain(mean_square, 1.0, jnp.zeros((4, 3))))
         program mean_square
-          clients=4, phase 0: 1 map, 1 reduction, 1 at once on a device; nothing is stored.
+          clients=4, phase 0: 1 map, 1 reduction, chunk_size=1; nothing is stored.
     """
     closed = jax.make_jaxpr(program)(*args, **kwargs)
     lines = [line for eqn in _programs(closed.jaxpr) for line in _explain_program(eqn)]
-    return "\n".join(lines) or "There is no fedpax program in this function."
+    return "\n".join(lines) or "This function calls no fedpax program."
 
 
 def _programs(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """Yield the outermost programs in a jaxpr."""
     for eqn in jaxpr.eqns:
         if eqn.primitive is federated_program_p:
-            yield eqn  # which explains those inside of it
+            yield eqn
             continue
         for inner in inner_jaxprs(eqn):
             yield from _programs(inner)
@@ -64,25 +68,25 @@ def _explain_program(eqn: JaxprEqn) -> Iterator[str]:
 def _explain_jaxpr(closed: ClosedJaxpr) -> Iterator[str]:
     closed = eliminate_dead_code(inline(closed, inside=lambda inner: inner))
     if not is_federated(closed.jaxpr):
-        yield "No map runs in it: there is nothing to stream."
+        yield "It has no federated_map, so there is no loop over participants."
     for placement in placements_of(closed.jaxpr):
         plan = plan_phases(closed.jaxpr, placement)
         for phase in sorted(plan.loops):
-            chunk_size = plan.chunk_size(phase)
             stored = plan.stored[phase]
-            own, again = plan.maps(phase)
-            runs = [_count(len(own), "map")] if own or not again else []
-            runs += [f"{_count(len(again), 'map')} again"] if again else []
+            own, rematerialized = plan.maps(phase)
+            parts = [_count(len(own), "map")] if own or not rematerialized else []
+            if rematerialized:
+                parts.append(_count(len(rematerialized), "rematerialized map"))
+            parts.append(_count(len(plan.reductions.get(phase, ())), "reduction"))
+            parts.append(f"chunk_size={plan.chunk_size(phase)!r}")
             yield (
-                f"{placement}, phase {phase}: {', '.join(runs)}, "
-                f"{_count(len(plan.reductions.get(phase, ())), 'reduction')}, "
-                f"{'all' if chunk_size is None else chunk_size} at once on a device; "
-                + ("stored of each participant:" if stored else "nothing is stored.")
+                f"{placement}, phase {phase}: {', '.join(parts)}; "
+                + ("stored for all participants:" if stored else "nothing is stored.")
             )
             yield from (f"  {aval_of(v).str_short()}: {why}" for v, why in stored.items())
-            for eqn in (*own, *again):
+            for eqn in (*own, *rematerialized):
                 if is_federated(eqn.params["jaxpr"].jaxpr):
-                    yield f"  inside, on one of the {placement.name}:"
+                    yield f"  in each of the {placement.name}:"
                     yield from (f"    {line}" for line in _explain_jaxpr(eqn.params["jaxpr"]))
     for eqn in closed.jaxpr.eqns:
         for where, inner in _control_flow(eqn):
@@ -92,7 +96,7 @@ def _explain_jaxpr(closed: ClosedJaxpr) -> Iterator[str]:
 
 
 def _control_flow(eqn: JaxprEqn) -> Iterator[tuple[str, ClosedJaxpr]]:
-    """What a loop or a conditional runs, and when: each is streamed by itself."""
+    """Yield the bodies of a loop or conditional, which are streamed separately, with a heading."""
     params = eqn.params
     match eqn.primitive.name:
         case "scan":

@@ -1,8 +1,8 @@
-"""The phases of a program: what a server does, then one loop over the participants, and so on.
+"""The plan of the streaming pass: which equations run in which loop over the participants.
 
-What needs the result of a reduction belongs to a later phase than what was reduced. A plan says
-for each equation of a program's jaxpr in which phase it runs, and whether the server runs it or
-the loop over the participants, and for each phase what its loop reads, reduces and stores.
+The equations of a program are divided into phases. A phase is some work of the server, followed by
+one loop over the participants. An operation that depends on the result of a reduction runs in a
+later phase than the operands of that reduction.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,242 +13,297 @@ from fedpax.primitives.extremum import federated_max_p, federated_min_p
 from fedpax.primitives.layout import explicit_axis
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.placement import ChunkSize, Placement
-from fedpax.primitives.reduction import REDUCTIONS
-from fedpax.transforms.unstack_rules import (
-    Params,
-    unstack,
-    unstack_broadcast,
-    adds_participant_axis,
-)
+from fedpax.transforms.loop_reductions import LoopReduction, loop_reduction
+from fedpax.transforms.unstack_rules import AxisMap, Unstacked, unstack
 
 Atom = Var | Literal
 
 EXTREMA = (federated_max_p, federated_min_p)
 
-# How many maps, each of another phase, a loop runs again one after another for a value.
+# The longest chain of maps of different phases that a loop runs to rematerialize a value.
 MAX_REMAT_DEPTH = 2
 
 
 class StreamingPlan:
-    """Which equations of a jaxpr run in which phase's loop, for one placement.
+    """The loops over the participants of one placement in a jaxpr, and the server's work.
+
+    A value is *mapped* if its computation contains a map. Values that a participant can compute
+    without a map, such as broadcasts and scaled arguments, are computed wherever they are needed.
 
     Attributes:
-        placement: whose participants.
-        aliases: results of maps that are arguments of them.
-        producer: for each value that a participant can compute of its own, the equation, and the
-            parameters of the same equation on slices.
-        mapped: those among these values that need a map.
-        repeats: for those among these that a later loop computes again instead of reading them,
-            how many maps it runs for that, one after another and each of another phase.
-        compared: what a maximum or minimum is taken of. Computed again, it may be rounded
-            otherwise, and be equal to it no more: it is stored where a later phase reads it.
-        phase: the phase of each value that is not of phase 0.
-        loops: the phases that have a loop.
-        reductions: by phase, the reductions that its loop feeds.
-        stored: by phase, what its loop stores of each participant, and for whom.
-        server: by phase, the equations of the server.
+        jaxpr: the jaxpr.
+        placement: the placement.
+        aliases: results of a map that are equal to one of its arguments.
+        producer: value -> its equation, on the slices of one participant. It holds all values that
+            a loop can compute.
+        axis: value in `producer` -> its axis that lists the participants.
+        mapped: the values in `producer` that need a map.
+        remat_depth: value -> length of the chain of maps that a later phase runs to rematerialize
+            it. Mapped values that are not listed are stored.
+        extremum_operands: the operands of `federated_max` and `federated_min`. A later phase reads
+            them from memory, because a recomputed value can round differently, and is then not
+            equal to the extremum.
+        phase: value -> its phase, if it is not phase 0.
+        candidates: id of an equation -> the reduction that a loop can accumulate for it.
+        loops: phase -> the maps of its loop. A phase that is not listed has no loop.
+        reductions: phase -> the reductions that its loop accumulates.
+        stored: phase -> the values that its loop stores for all participants, and the reasons.
+            They are stored with the participants' axis first.
+        server: phase -> the equations that the server runs before the loop.
     """
 
     def __init__(self, jaxpr: Jaxpr, placement: Placement):
         self.jaxpr = jaxpr
         self.placement = placement
         self.aliases: dict[Var, Atom] = {}
-        self.producer: dict[Var, tuple[JaxprEqn, Params]] = {}
+        self.producer: dict[Var, Unstacked] = {}
+        self.axis: dict[Var, int] = {}
         self.mapped: set[Var] = set()
         self.remat_depth: dict[Var, int] = {}
         for eqn in jaxpr.eqns:
             if _is_map(eqn, placement):
-                _alias_forwarded(self, eqn)
+                _alias_forwarded_arguments(self, eqn)
         extrema = (eqn for eqn in jaxpr.eqns if eqn.primitive in EXTREMA)
         self.extremum_operands = {v for eqn in extrema for v in self.operands(eqn)}
         self.phase: dict[Var, int] = {}
+        self.candidates: dict[int, LoopReduction] = {}
         self.loops: dict[int, list[JaxprEqn]] = {}
-        self.reductions: dict[int, list[JaxprEqn]] = {}
+        self.reductions: dict[int, list[LoopReduction]] = {}
         self.stored: dict[int, dict[Var, str]] = {}
         self.server: dict[int, list[JaxprEqn]] = {}
 
     def resolve(self, v: Atom) -> Atom:
-        """The value that this one is another name of."""
+        """Resolve an alias."""
         while isinstance(v, Var) and v in self.aliases:
             v = self.aliases[v]
         return v
 
     def operands(self, eqn: JaxprEqn) -> list[Atom]:
-        """What an equation reads."""
+        """Return the operands of an equation, with aliases resolved."""
         return [self.resolve(v) for v in eqn.invars]
 
+    def known_axes(self, eqn: JaxprEqn) -> list[int | None]:
+        """Return, for each operand that a loop can compute, the participants' axis."""
+        return [self.axis.get(v) if isinstance(v, Var) else None for v in self.operands(eqn)]
+
     def phase_of(self, v: Atom) -> int:
-        """The phase in which a value is computed."""
+        """Return the phase in which a value is computed."""
         return 0 if isinstance(v, Literal) else self.phase.get(v, 0)
 
     def is_mapped(self, v: Atom) -> bool:
-        """Whether a loop computes the value for each participant."""
+        """Return whether computing a value needs a map."""
         return isinstance(v, Var) and v in self.mapped
 
-    def follows(self, eqn: JaxprEqn) -> int:
-        """The phase of what the server computes: a loop that feeds a reduction runs before it."""
-        operands = self.operands(eqn)
-        if self.reduces(eqn) and any(map(self.is_rematerializable, operands)):
-            return 1 + max(map(self.phase_of, operands))
-        return max((self.phase_of(v) + self.is_mapped(v) for v in operands), default=0)
-
-    def reduces(self, eqn: JaxprEqn) -> bool:
-        """Whether an equation reduces over the placement's participants."""
-        return eqn.primitive in REDUCTIONS and _of(eqn, self.placement)
-
     def is_rematerializable(self, v: Atom) -> bool:
-        """Whether a later loop computes a participant's value again instead of reading it."""
+        """Return whether a later loop can recompute a mapped value instead of reading it."""
         return isinstance(v, Var) and v in self.remat_depth
 
-    def is_read(self, v: Atom, phase: int) -> bool:
-        """Whether the loop of a phase reads a participant's value that another loop stored."""
+    def is_stored(self, v: Atom) -> bool:
+        """Return whether a loop stores a value for all participants."""
+        return isinstance(v, Var) and v in self.stored.get(self.phase_of(v), ())
+
+    def is_read_from_memory(self, v: Atom, phase: int) -> bool:
+        """Return whether the loop of a phase reads a mapped value that an earlier loop stored."""
         own = self.phase_of(v)
         if not self.is_mapped(v) or own >= phase or own not in self.loops:
             return False
-        return not self.is_rematerializable(v) or v in self.stored[own]
+        return not self.is_rematerializable(v) or self.is_stored(v)
 
-    def store(self, v: Atom, why: str) -> None:
-        """Notes that a value is needed as a whole."""
+    def server_phase(self, eqn: JaxprEqn) -> int:
+        """Return the phase of an equation of the server: after the loops that it depends on."""
+        operands = self.operands(eqn)
+        if id(eqn) in self.candidates and any(map(self.is_rematerializable, operands)):
+            return 1 + max(map(self.phase_of, operands))
+        return max((self.phase_of(v) + self.is_mapped(v) for v in operands), default=0)
+
+    def store(self, v: Atom, reason: str) -> None:
+        """Record that a value is needed for all participants at once."""
         if isinstance(v, Literal) or v not in self.mapped:
             return
         phase = self.phase_of(v)
         if phase in self.loops:
-            self.stored[phase].setdefault(v, why)
+            self.stored[phase].setdefault(v, reason)
             return
-        for operand in self.operands(self.producer[v][0]):  # computed outside of any loop
-            self.store(operand, why)
+        for operand in self.operands(self.producer[v].eqn):  # the server computes v from these
+            self.store(operand, reason)
 
-    def walk(self, phase: int) -> Iterator[tuple[Var, JaxprEqn | None]]:
-        """What the loop of a phase computes, with its equations, and what it reads, without."""
-        seen = set[Var]()
-        waiting = list(self.roots(phase))
+    def walk(self, phase: int) -> Iterator[tuple[Var, int | None, Unstacked | None]]:
+        """Yield the values that the loop of a phase computes or reads.
+
+        Returns:
+            For each value its participants' axis (None: the whole value is read), and the equation
+            that computes it (None: the loop reads it).
+        """
+        seen = set[tuple[Var, int | None]]()
+        waiting = list(self._roots(phase))
         while waiting:
-            v = waiting.pop()
-            if isinstance(v, Literal) or v in seen:
+            v, axis = waiting.pop()
+            if isinstance(v, Literal) or (v, axis) in seen:
                 continue
-            seen.add(v)
-            if v not in self.producer or self.is_read(v, phase):
-                yield v, None
+            seen.add((v, axis))
+            if axis is None or v not in self.producer or self.is_read_from_memory(v, phase):
+                yield v, axis, None
                 continue
-            eqn, _ = self.producer[v]
-            yield v, eqn
-            if not adds_participant_axis(eqn):
-                waiting += self.operands(eqn)
+            one = self.producer[v]
+            yield v, axis, one
+            waiting += zip(self.operands(one.eqn), one.axes.operands, strict=True)
 
-    def computed(self, phase: int) -> list[JaxprEqn]:
-        """The equations that the loop of a phase runs, in the order of the program."""
-        found = {id(eqn) for _, eqn in self.walk(phase) if eqn is not None}
-        return [eqn for eqn in self.jaxpr.eqns if id(eqn) in found]
+    def _roots(self, phase: int) -> Iterator[tuple[Atom, int | None]]:
+        """Yield the operands of the reductions of a loop, and the values that it stores."""
+        for reduction in self.reductions.get(phase, ()):
+            yield from zip(self.operands(reduction.eqn), reduction.axes, strict=True)
+        for v in self.stored[phase]:
+            yield v, self.axis[v]
+
+    def computed(self, phase: int) -> list[Unstacked]:
+        """Return the equations that the loop of a phase runs, in the order of the jaxpr."""
+        found = {id(one.eqn): one for _, _, one in self.walk(phase) if one is not None}
+        return [found[id(eqn)] for eqn in self.jaxpr.eqns if id(eqn) in found]
 
     def maps(self, phase: int) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
-        """The maps that the loop of a phase runs: its own, and those of earlier phases again."""
-        maps = [eqn for eqn in self.computed(phase) if eqn.primitive is federated_map_p]
+        """Return the maps of a loop: its own, and the rematerialized maps of earlier phases."""
+        maps = [o.eqn for o in self.computed(phase) if o.eqn.primitive is federated_map_p]
         own = {id(eqn) for eqn in self.loops[phase]}
         return [e for e in maps if id(e) in own], [e for e in maps if id(e) not in own]
 
     def chunk_size(self, phase: int) -> ChunkSize:
-        """How many participants the loop runs at once: the setting that needs least memory."""
-        own, again = self.maps(phase)
-        settings = [eqn.params["chunk_size"] for eqn in (*own, *again)]
+        """Return the chunk size of a loop: the smallest among its maps."""
+        own, rematerialized = self.maps(phase)
+        settings = [eqn.params["chunk_size"] for eqn in (*own, *rematerialized)]
         numbers = [s for s in settings if isinstance(s, int)]
         return min(numbers) if numbers else ("auto" if "auto" in settings else None)
 
     @property
-    def last(self) -> int:
+    def last_phase(self) -> int:
         """The last phase."""
         return max([0, *self.server, *self.loops])
 
-    def reads(self, phase: int) -> tuple[list[Var], list[Var]]:
-        """What the loop of a phase reads: server values, and placed ones."""
-        # A value may be both: broadcast, and handed out to the participants.
+    def is_placed_input(self, v: Atom, axis: int | None) -> bool:
+        """Return whether a loop that does not compute a value reads one slice per participant."""
+        if isinstance(v, Literal) or axis is None:
+            return False
+        return v in self.producer or (axis == 0 and aval_of(v).shape[0] == self.placement.size)
+
+    def loop_inputs(self, phase: int) -> tuple[list[Var], list[Var]]:
+        """Return the values that the loop of a phase reads: server values, and placed values.
+
+        A value can be in both lists.
+        """
         shared, placed = dict[Var, None](), dict[Var, None]()
-        for v, eqn in self.walk(phase):
-            if eqn is None:
-                kind = placed if aval_of(v).shape[:1] == (self.placement.size,) else shared
-                kind[v] = None
-            elif adds_participant_axis(eqn):
-                shared.update((o, None) for o in self.operands(eqn) if isinstance(o, Var))
-        # In the order of the arguments, so that results take the places of those they stand for.
+        for v, axis, one in self.walk(phase):
+            if one is None:
+                (placed if self.is_placed_input(v, axis) else shared)[v] = None
+        # In the order of the arguments, so that results are written into the right ones.
         order = {v: i for i, v in enumerate(self.jaxpr.invars)}
         return list(shared), sorted(placed, key=lambda v: order.get(v, len(order)))
 
-    def roots(self, phase: int) -> Iterator[Atom]:
-        """The values that the loop of a phase is there to compute."""
-        for eqn in self.reductions.get(phase, ()):
-            yield from self.operands(eqn)
-        yield from self.stored[phase]
 
-
-def plan_phases(jaxpr: Jaxpr, placement: Placement) -> StreamingPlan:
-    """Divides the equations of a jaxpr into phases.
+def plan_phases(
+    jaxpr: Jaxpr, placement: Placement, computed_by_server: frozenset[Var] = frozenset()
+) -> StreamingPlan:
+    """Divide the equations of a jaxpr into phases.
 
     Args:
-        jaxpr: a program's, with its plain calls written out.
-        placement: whose participants run in the loops.
+        jaxpr: the jaxpr of a program, with its calls inlined.
+        placement: the placement whose participants run in the loops.
+        computed_by_server: values that no loop computes.
 
     Returns:
-        The plan; without loops where no map of the placement runs at the top level.
+        The plan. It has no loops if the jaxpr has no map of the placement at its top level.
     """
     plan = StreamingPlan(jaxpr, placement)
-    size, axis = placement.size, explicit_axis(placement)
+    size, mesh_axis = placement.size, explicit_axis(placement)
     others: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:
-        operands = plan.operands(eqn)
-        phase = max(map(plan.phase_of, operands), default=0)
-        own = [isinstance(v, Var) and v in plan.producer for v in operands]
+        operands, known = plan.operands(eqn), plan.known_axes(eqn)
+        federated = eqn.params.get("placement") == placement
+        # Federated equations work along axis 0. It can be another axis than the one that lists the
+        # participants where the two are of one size: then the value is needed as a whole.
+        swapped = [v for v, axis in zip(operands, known, strict=True) if axis] if federated else []
+        if swapped:
+            return plan_phases(jaxpr, placement, computed_by_server | {*swapped})  # type: ignore
+        one: Unstacked | None = None
         if _is_map(eqn, placement):
-            plan.loops.setdefault(phase, []).append(eqn)
-            plan.stored.setdefault(phase, {})
-            params: Params | None = eqn.params
-        elif eqn.primitive in (federated_broadcast_p, federated_index_p) and _of(eqn, placement):
-            params = eqn.params
-        elif any(own):
-            placed = [
-                mine or (isinstance(v, Var) and aval_of(v).shape[:1] == (size,))
-                for mine, v in zip(own, operands, strict=True)
-            ]
-            params = unstack(eqn, size, axis, placed)
-        else:
-            params = None
-        if params is not None:
-            for v in eqn.outvars:
-                plan.producer[v] = eqn, params
-                plan.phase[v] = phase
-            is_map = eqn.primitive is federated_map_p
-            if is_map or any(map(plan.is_mapped, operands)):
+            one = _federated(eqn, 0)
+        elif federated and eqn.primitive in (federated_broadcast_p, federated_index_p):
+            one = _federated(eqn, None)
+        elif not computed_by_server.intersection(eqn.outvars) and known != [None] * len(known):
+            one = unstack(eqn, size, mesh_axis, known)
+        if one is not None:
+            phase = _loop_phase(plan, one)
+            if _is_map(eqn, placement):
+                plan.loops.setdefault(phase, []).append(eqn)
+                plan.stored.setdefault(phase, {})
+            _add_producer(plan, one)
+            plan.phase.update(dict.fromkeys(eqn.outvars, phase))
+            if eqn.primitive is federated_map_p or any(map(plan.is_mapped, operands)):
                 plan.mapped.update(eqn.outvars)
-                times = _remat_depth(plan, eqn, operands, phase)
-                if times is not None:
-                    plan.remat_depth.update((v, times) for v in eqn.outvars if v not in plan.extremum_operands)
+                depth = _remat_depth(plan, eqn, operands, phase)
+                if depth is not None:
+                    own = (v for v in eqn.outvars if v not in plan.extremum_operands)
+                    plan.remat_depth.update((v, depth) for v in own)
             continue
-        plan.phase.update(dict.fromkeys(eqn.outvars, plan.follows(eqn)))
+        reduction = loop_reduction(eqn, placement, mesh_axis, known)
+        if reduction is not None:
+            plan.candidates[id(eqn)] = reduction
+        plan.phase.update(dict.fromkeys(eqn.outvars, plan.server_phase(eqn)))
         others.append(eqn)
-    _pull_in(plan, others, axis)
+    _move_into_loops(plan, others, mesh_axis)
     for eqn in others:
-        operands = plan.operands(eqn)
-        phase = plan.follows(eqn)
-        # Fused where its loop can read all operands: weights may come from a later phase.
-        fits = phase - 1 == max(map(plan.phase_of, operands), default=0)
-        again = any(map(plan.is_rematerializable, operands))
-        if plan.reduces(eqn) and fits and (again or phase - 1 in plan.loops):
-            plan.loops.setdefault(phase - 1, [])
-            plan.stored.setdefault(phase - 1, {})
-            plan.reductions.setdefault(phase - 1, []).append(eqn)
-            continue
-        plan.server.setdefault(phase, []).append(eqn)
-        for operand in operands:
-            plan.store(operand, f"the server reads it in {eqn.primitive.name!r}")
+        _assign(plan, eqn)
     for out in jaxpr.outvars:
         plan.store(plan.resolve(out), "the program returns it")
     for phase in sorted(plan.loops, reverse=True):
-        for v, computed in list(plan.walk(phase)):
-            if computed is None:
-                plan.store(v, "a later phase reads it, which needs a reduction first")
+        for v, _, one in list(plan.walk(phase)):
+            if one is None:
+                plan.store(v, "a later phase reads it, after a reduction")
     return plan
 
 
-def _remat_depth(plan: StreamingPlan, eqn: JaxprEqn, operands: Sequence[Atom], phase: int) -> int | None:
-    """How many maps of different phases computing a result again takes; None if it may not be."""
+def _assign(plan: StreamingPlan, eqn: JaxprEqn) -> None:
+    """Assign an equation that no loop computes: to a loop that accumulates it, or to the server."""
+    operands = plan.operands(eqn)
+    phase = plan.server_phase(eqn)
+    # The loop of the preceding phase can accumulate it if it has all operands. Weights can be the
+    # result of a later phase.
+    available = phase - 1 == max(map(plan.phase_of, operands), default=0)
+    rematerializable = any(map(plan.is_rematerializable, operands))
+    has_loop = rematerializable or phase - 1 in plan.loops
+    if id(eqn) in plan.candidates and available and has_loop:
+        plan.loops.setdefault(phase - 1, [])
+        plan.stored.setdefault(phase - 1, {})
+        plan.reductions.setdefault(phase - 1, []).append(plan.candidates[id(eqn)])
+        return
+    plan.server.setdefault(phase, []).append(eqn)
+    for operand in operands:
+        plan.store(operand, f"the server reads it in {eqn.primitive.name!r}")
+
+
+def _loop_phase(plan: StreamingPlan, one: Unstacked) -> int:
+    """Return the first phase whose loop can run an equation."""
+    operands = zip(plan.operands(one.eqn), one.axes.operands, strict=True)
+    # A mapped value that is broadcast as a whole comes from the loop of an earlier phase.
+    return max(
+        (plan.phase_of(v) + (a is None and plan.is_mapped(v)) for v, a in operands), default=0
+    )
+
+
+def _add_producer(plan: StreamingPlan, one: Unstacked) -> None:
+    for v, axis in zip(one.eqn.outvars, one.axes.results, strict=True):
+        assert axis is not None  # `unstack` returns no equation that combines participants
+        plan.producer[v] = one
+        plan.axis[v] = axis
+
+
+def _federated(eqn: JaxprEqn, operand_axis: int | None) -> Unstacked:
+    axes = AxisMap((operand_axis,) * len(eqn.invars), (0,) * len(eqn.outvars))
+    return Unstacked(eqn, eqn.params, axes)
+
+
+def _remat_depth(
+    plan: StreamingPlan, eqn: JaxprEqn, operands: Sequence[Atom], phase: int
+) -> int | None:
+    """Return the length of the chain of maps to rematerialize a result; None: it is stored."""
     mapped = [v for v in operands if isinstance(v, Var) and plan.is_mapped(v)]
     if not all(map(plan.is_rematerializable, mapped)):
         return None
@@ -256,15 +311,16 @@ def _remat_depth(plan: StreamingPlan, eqn: JaxprEqn, operands: Sequence[Atom], p
         return max(plan.remat_depth[v] for v in mapped)
     if not is_rematerialized(eqn.params["jaxpr"]) and eqn.params["jaxpr"].jaxpr.eqns:
         return None
-    times = max((plan.remat_depth[v] + (plan.phase_of(v) < phase) for v in mapped), default=1)
-    # No state that maps hand on from phase to phase: every phase would begin with the first.
-    return times if times <= MAX_REMAT_DEPTH else None
+    depth = max((plan.remat_depth[v] + (plan.phase_of(v) < phase) for v in mapped), default=1)
+    # A longer chain, such as a state that each phase updates, would start over in every phase.
+    return depth if depth <= MAX_REMAT_DEPTH else None
 
 
-def _pull_in(plan: StreamingPlan, others: list[JaxprEqn], axis: str | None) -> None:
-    """Moves into the loops what is done to placed arguments before, where nobody else needs it.
+def _move_into_loops(plan: StreamingPlan, others: list[JaxprEqn], mesh_axis: str | None) -> None:
+    """Move equations of the server into the loops where only loops need their results.
 
-    So it does with values of the server that are spread over the participants by NumPy's rules.
+    These are equations on placed arguments in front of a map, and server values that are broadcast
+    along the participants' axis.
     """
     users: dict[Var, list[JaxprEqn | None]] = {}
     for eqn in plan.jaxpr.eqns:
@@ -274,45 +330,42 @@ def _pull_in(plan: StreamingPlan, others: list[JaxprEqn], axis: str | None) -> N
     for v in map(plan.resolve, plan.jaxpr.outvars):
         if isinstance(v, Var):
             users.setdefault(v, []).append(None)
-    size = plan.placement.size
 
-    def in_loops(user: JaxprEqn | None) -> bool:
-        if user is None or adds_participant_axis(user):
-            return False
-        if user.primitive in REDUCTIONS:
-            return plan.reduces(user) and any(map(plan.is_mapped, plan.operands(user)))
-        return bool(user.outvars) and user.outvars[0] in plan.producer
+    def axes_read(user: JaxprEqn | None, v: Var) -> set[int | None]:
+        """Return the axes along which a user reads slices of a value; None: as a whole."""
+        axes: Sequence[int | None]
+        if user is not None and user.outvars and user.outvars[0] in plan.producer:
+            axes = plan.producer[user.outvars[0]].axes.operands
+        elif id(user) in plan.candidates and any(map(plan.is_mapped, plan.operands(user))):
+            axes = plan.candidates[id(user)].axes
+        else:
+            return {None}
+        pairs = zip(plan.operands(user), axes, strict=True)
+        return {axis for operand, axis in pairs if operand == v}
 
     for eqn in reversed(others):
-        if not all(in_loops(user) for v in eqn.outvars for user in users.get(v, ())):
+        axes = {a for v in eqn.outvars for user in users.get(v, ()) for a in axes_read(user, v)}
+        if len(axes) != 1 or None in axes or any(a is not None for a in plan.known_axes(eqn)):
             continue
-        operands = plan.operands(eqn)
-        if adds_participant_axis(eqn):
-            known = not any(isinstance(v, Var) and v in plan.producer for v in operands)
-            params = unstack_broadcast(eqn, size, axis) if known else None
-        else:
-            placed = [isinstance(v, Var) and aval_of(v).shape[:1] == (size,) for v in operands]
-            params = unstack(eqn, size, axis, placed)
-        if params is not None:
+        unknown = [None] * len(eqn.invars)
+        one = unstack(eqn, plan.placement.size, mesh_axis, unknown, result_axis=axes.pop())
+        if one is not None:
             others.remove(eqn)
-            plan.producer.update((v, (eqn, params)) for v in eqn.outvars)
+            _add_producer(plan, one)
 
 
 def _is_map(eqn: JaxprEqn, placement: Placement) -> bool:
     # A map without results runs for its effects, and belongs to no reduction.
-    return eqn.primitive is federated_map_p and _of(eqn, placement) and bool(eqn.outvars)
+    same = eqn.params.get("placement") == placement
+    return eqn.primitive is federated_map_p and same and bool(eqn.outvars)
 
 
-def _alias_forwarded(plan: StreamingPlan, eqn: JaxprEqn) -> None:
-    """A map's result that is its argument needs no storing: residuals are often of this kind."""
+def _alias_forwarded_arguments(plan: StreamingPlan, eqn: JaxprEqn) -> None:
+    """Record the results of a map that are its arguments: residuals are often of this kind."""
     inner = eqn.params["jaxpr"].jaxpr
     if inner.effects:
-        return  # it must run, and runs where its results are used
+        return  # the map must run, even if only these results are used
     position = {v: i for i, v in enumerate(inner.invars)}
     for outer, v in zip(eqn.outvars, inner.outvars, strict=True):
         if isinstance(v, Var) and v in position:
             plan.aliases[outer] = plan.operands(eqn)[position[v]]
-
-
-def _of(eqn: JaxprEqn, placement: Placement) -> bool:
-    return eqn.params.get("placement") == placement

@@ -1,142 +1,436 @@
-"""Equations that do to each participant's slice what they do to the placed value.
+"""The axes along which an equation can be split into slices that do not depend on each other.
 
-Between a map and a reduction stands elementwise work: a delta is scaled, weights get axes to
-broadcast along, a server's value is spread over them by NumPy's rules. Each rule here turns the
-parameters of such an equation into those of the same equation on one participant's slices.
+Between a map and a reduction stands array code on placed values `[n, ...]`. The streaming pass runs
+it in the loop over participants, on arrays that hold one participant: the participants' axis stays,
+with size 1. This is possible for an equation if every slice of the result, along that axis, needs
+one slice of each operand, or the whole operand. The rules here list these axes for each primitive.
+
+An equation that combines slices by adding them, such as a `reduce_sum` or a matmul that contracts
+the participants' axis, is listed with None for the axis of its result.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
-import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedpax.primitives._jax import JaxprEqn, aval_of
-from fedpax.primitives.broadcast import federated_broadcast_p
 
 Params = dict[str, Any]
 
-ELEMENTWISE = frozenset(
+
+class AxisMap(NamedTuple):
+    """One axis along which an equation can be split.
+
+    Attributes:
+        operands: the axis in each operand; None if each slice of the result needs the whole
+            operand.
+        results: the axis in each result; None if the result combines the slices.
     """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp clz complex conj
-    convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1
-    federated_mask floor ge gt imag integer_pow is_finite le lgamma log log1p logistic lt max min
-    mul name ne neg nextafter not
-    or population_count pow real reduce_precision rem round rsqrt select_n shift_left
-    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh
-    xor
-    """.split()
-)
+
+    operands: tuple[int | None, ...]
+    results: tuple[int | None, ...]
+
+
+class Unstacked(NamedTuple):
+    """An equation on arrays that hold one participant.
+
+    Attributes:
+        eqn: the equation on the values of all participants.
+        params: parameters of the same primitive for arrays with a participants' axis of size 1.
+        axes: where the participants' axis lies in each operand and each result.
+    """
+
+    eqn: JaxprEqn
+    params: Params
+    axes: AxisMap
 
 
 def unstack(
-    eqn: JaxprEqn, participants: int, axis: str | None, placed: Sequence[bool]
-) -> Params | None:
-    """The parameters of an equation on slices, or None where it mixes participants.
+    eqn: JaxprEqn,
+    size: int,
+    mesh_axis: str | None,
+    known: Sequence[int | None],
+    result_axis: int | None = None,
+) -> Unstacked | None:
+    """Return an equation on the slices of one participant, or None if it combines participants.
 
     Args:
         eqn: an equation.
-        participants: how many there are.
-        axis: the mesh axis that types name for the first axis of placed values.
-        placed: which of its operands are placed, with the participants along the first axis; the
-            others are the server's, and fit if they are scalars or their first axis is of size 1.
+        size: number of participants.
+        mesh_axis: name of the explicit mesh axis that shards the participants' axis, or None.
+        known: for each operand the participants' axis, or None if it is not known to have one.
+        result_axis: the participants' axis of the results. Default None: follow from `known`.
 
     Returns:
-        Parameters for the same primitive.
+        The equation on arrays that hold one participant.
     """
-    if eqn.effects or any(
-        not p and aval_of(v).shape[:1] not in ((), (1,))
-        for p, v in zip(placed, eqn.invars, strict=True)
-    ):
+    if eqn.effects:
         return None
-    for v in eqn.outvars:
-        if aval_of(v).shape[:1] != (participants,) or aval_of(v).sharding.spec[0] != axis:
-            return None
-    name = eqn.primitive.name
-    if name in ELEMENTWISE:
-        return eqn.params
-    rule = RULES.get(name)
-    return rule(eqn, participants) if rule is not None and aval_of(eqn.invars[0]).ndim else None
+    for axes in axis_maps(eqn):
+        if _matches(eqn, axes, size, known) and all(
+            axis is not None
+            and result_axis in (None, axis)
+            and aval_of(v).shape[axis] == size
+            and aval_of(v).sharding.spec[axis] == mesh_axis
+            for v, axis in zip(eqn.outvars, axes.results, strict=True)
+        ):
+            return Unstacked(eqn, _params_of_one(eqn, axes), axes)
+    return None
 
 
-def adds_participant_axis(eqn: JaxprEqn) -> bool:
-    """Whether an equation puts a new axis in front of a value, as giving it to everyone does."""
-    if eqn.primitive.name == "broadcast_in_dim":
-        return 0 not in eqn.params["broadcast_dimensions"]
-    return eqn.primitive is federated_broadcast_p
+def unstack_reduction(
+    eqn: JaxprEqn, size: int, mesh_axis: str | None, known: Sequence[int | None]
+) -> Unstacked | None:
+    """Return an equation that combines participants, on the slices of one of them.
+
+    Args:
+        eqn: an equation.
+        size: number of participants.
+        mesh_axis: name of the explicit mesh axis that shards the participants' axis, or None.
+        known: for each operand the participants' axis, or None if it is not known to have one.
+
+    Returns:
+        The equation whose results, combined over the participants, are those of `eqn`; None if
+        `eqn` is not of this kind.
+    """
+    if eqn.effects:
+        return None
+    for axes in axis_maps(eqn):
+        operands = zip(eqn.invars, axes.operands, strict=True)
+        if (
+            _matches(eqn, axes, size, known)
+            and axes.results == (None,) * len(eqn.outvars)
+            and all(a is None or aval_of(v).sharding.spec[a] == mesh_axis for v, a in operands)
+            and not _names(eqn.params.get("out_sharding"), mesh_axis)
+        ):
+            return Unstacked(eqn, eqn.params, axes)
+    return None
 
 
-def unstack_broadcast(eqn: JaxprEqn, participants: int, axis: str | None) -> Params | None:
-    """The parameters of a `broadcast_in_dim` to all participants, for one of them, or None."""
+def axis_maps(eqn: JaxprEqn) -> Iterator[AxisMap]:
+    """Yield the axes along which an equation can be split."""
+    rule = RULES.get(eqn.primitive.name)
+    return iter(()) if rule is None else rule(eqn)
+
+
+def _matches(eqn: JaxprEqn, axes: AxisMap, size: int, known: Sequence[int | None]) -> bool:
+    return all(
+        (axis is None or aval_of(v).shape[axis] == size) and own in (None, axis)
+        for v, axis, own in zip(eqn.invars, axes.operands, known, strict=True)
+    )
+
+
+# Parameters that hold the sizes of axes: of the first operand, or of the result.
+OPERAND_SIZES = {
+    "dynamic_slice": "slice_sizes",
+    "gather": "slice_sizes",
+    "slice": "limit_indices",
+}
+RESULT_SIZES = {"broadcast_in_dim": "shape", "iota": "shape", "reshape": "new_sizes"}
+SHARDINGS = ("sharding", "out_sharding", "dst_sharding")
+
+
+def _params_of_one(eqn: JaxprEqn, axes: AxisMap) -> Params:
+    params, name, result = dict(eqn.params), eqn.primitive.name, axes.results[0]
+    if name in OPERAND_SIZES and axes.operands[0] is not None:
+        params[OPERAND_SIZES[name]] = _replaced(params[OPERAND_SIZES[name]], axes.operands[0], 1)
+    if name in RESULT_SIZES:
+        params[RESULT_SIZES[name]] = _replaced(params[RESULT_SIZES[name]], result, 1)
+    for key in SHARDINGS:
+        sharding = params.get(key)
+        if isinstance(sharding, NamedSharding):
+            entries = (*sharding.spec, *[None] * (aval_of(eqn.outvars[0]).ndim))
+            spec = P(*_replaced(entries, result, None)[: aval_of(eqn.outvars[0]).ndim])
+            params[key] = NamedSharding(sharding.mesh, spec)
+    return params
+
+
+def _replaced(values: Sequence[Any], index: int | None, value: Any) -> tuple:
+    return tuple(value if i == index else v for i, v in enumerate(values))
+
+
+def _names(sharding: Any, mesh_axis: str | None) -> bool:
+    """Return whether a sharding uses a mesh axis."""
+    if mesh_axis is None or not isinstance(sharding, NamedSharding):
+        return False
+    entries = (e if isinstance(e, tuple) else (e,) for e in sharding.spec)
+    return any(mesh_axis in entry for entry in entries)
+
+
+# ---- the rules: equation -> the axes along which it can be split
+
+Rule = Callable[[JaxprEqn], Iterator[AxisMap]]
+
+
+def _shape(eqn: JaxprEqn, operand: int = 0) -> tuple[int, ...]:
+    return aval_of(eqn.invars[operand]).shape
+
+
+def _everywhere(eqn: JaxprEqn, excluded: Sequence[int] = ()) -> Iterator[AxisMap]:
+    """Operands and results share their axes; an operand may be a scalar or broadcast an axis."""
     out = aval_of(eqn.outvars[0])
-    fits = out.shape[:1] == (participants,) and eqn.primitive.name == "broadcast_in_dim"
-    taken = axis is not None and axis in jax.tree.leaves(tuple(out.sharding.spec[1:]))
-    return _one_slice(eqn) if fits and not taken else None
+    for axis in range(out.ndim):
+        if axis not in excluded:
+            operands = (
+                axis
+                if v.ndim == out.ndim and (v.shape[axis] != 1 or out.shape[axis] == 1)
+                else None
+                for v in map(aval_of, eqn.invars)
+            )
+            yield AxisMap(tuple(operands), (axis,) * len(eqn.outvars))
 
 
-def _without_first(sharding: Any) -> Any:
-    if not isinstance(sharding, NamedSharding):
-        return sharding
-    return NamedSharding(sharding.mesh, P(*sharding.spec[1:]))
+def _except(name: str) -> Rule:
+    """Return the rule of a primitive that works along the axes that a parameter names."""
 
-
-def _broadcast_in_dim(eqn: JaxprEqn, participants: int) -> Params | None:
-    return None if adds_participant_axis(eqn) else _one_slice(eqn)
-
-
-def _one_slice(eqn: JaxprEqn) -> Params:
-    return eqn.params | {
-        "shape": eqn.params["shape"][1:],
-        "broadcast_dimensions": tuple(d - 1 for d in eqn.params["broadcast_dimensions"] if d),
-        "sharding": _without_first(eqn.params["sharding"]),
-    }
-
-
-def _reshape(eqn: JaxprEqn, participants: int) -> Params | None:
-    sizes, shape = eqn.params["new_sizes"], aval_of(eqn.invars[0]).shape
-    if eqn.params["dimensions"] is not None or shape[0] != sizes[0]:
-        return None
-    return eqn.params | {
-        "new_sizes": sizes[1:],
-        "sharding": _without_first(eqn.params["sharding"]),
-    }
-
-
-def _transpose(eqn: JaxprEqn, participants: int) -> Params | None:
-    first, *rest = eqn.params["permutation"]
-    return None if first else eqn.params | {"permutation": tuple(d - 1 for d in rest)}
-
-
-def _axes(name: str) -> Callable[[JaxprEqn, int], Params | None]:
-    """A rule for equations that name the axes that they reduce or drop."""
-
-    def rule(eqn: JaxprEqn, participants: int) -> Params | None:
-        axes = eqn.params[name]
-        if 0 in axes:
-            return None
-        changed = {name: tuple(a - 1 for a in axes)}
-        if eqn.params.get("out_sharding") is not None:
-            changed["out_sharding"] = _without_first(eqn.params["out_sharding"])
-        return eqn.params | changed
+    def rule(eqn: JaxprEqn) -> Iterator[AxisMap]:
+        named = eqn.params[name]
+        axes = named if isinstance(named, tuple | list) else (named,)
+        return _everywhere(eqn, [axis % len(_shape(eqn)) for axis in axes])
 
     return rule
 
 
-def _reshard(eqn: JaxprEqn, participants: int) -> Params | None:
-    sharding = eqn.params["dst_sharding"]
-    return eqn.params | {"dst_sharding": _without_first(sharding)}
+def _removes(name: str, combines: bool = False) -> Rule:
+    """Return the rule of a primitive that removes the axes that a parameter names.
+
+    Args:
+        name: the parameter.
+        combines: the primitive combines the slices along these axes.
+    """
+
+    def rule(eqn: JaxprEqn) -> Iterator[AxisMap]:
+        removed = eqn.params[name]
+        operands = [v.ndim > 0 for v in map(aval_of, eqn.invars)]  # the rest are initial values
+        for axis in range(len(_shape(eqn))):
+            result = None if axis in removed else axis - sum(r < axis for r in removed)
+            if result is not None or combines:
+                yield AxisMap(
+                    tuple(axis if o else None for o in operands), (result,) * len(eqn.outvars)
+                )
+
+    return rule
 
 
-RULES: dict[str, Callable[[JaxprEqn, int], Params | None]] = {
-    "broadcast_in_dim": _broadcast_in_dim,
-    "reshape": _reshape,
-    "reshard": _reshard,
-    "squeeze": _axes("dimensions"),
-    "transpose": _transpose,
+def _batch_axes(*core_ranks: int) -> Rule:
+    """Return the rule of a primitive whose leading axes are a batch.
+
+    Args:
+        *core_ranks: for each operand the number of trailing axes that are not; the last one holds
+            for all further operands.
+    """
+
+    def rule(eqn: JaxprEqn) -> Iterator[AxisMap]:
+        ranks = [len(_shape(eqn, i)) for i in range(len(eqn.invars))]
+        cores = (*core_ranks, *[core_ranks[-1]] * len(ranks))
+        for axis in range(min(r - c for r, c in zip(ranks, cores, strict=False))):
+            yield AxisMap((axis,) * len(ranks), (axis,) * len(eqn.outvars))
+
+    return rule
+
+
+def _fft(eqn: JaxprEqn) -> Iterator[AxisMap]:
+    return _batch_axes(len(eqn.params["fft_lengths"]))(eqn)
+
+
+def _broadcast_in_dim(eqn: JaxprEqn) -> Iterator[AxisMap]:
+    position = {d: i for i, d in enumerate(eqn.params["broadcast_dimensions"])}
+    for axis, length in enumerate(eqn.params["shape"]):
+        operand = position.get(axis)
+        if operand is not None and _shape(eqn)[operand] != length:
+            operand = None  # of size 1, the same for all slices
+        yield AxisMap((operand,) + (None,) * (len(eqn.invars) - 1), (axis,))
+
+
+def _iota(eqn: JaxprEqn) -> Iterator[AxisMap]:
+    for axis in range(len(eqn.params["shape"])):
+        if axis != eqn.params["dimension"]:
+            yield AxisMap((None,) * len(eqn.invars), (axis,))
+
+
+def _reshape(eqn: JaxprEqn) -> Iterator[AxisMap]:
+    """An axis is kept if as many elements stand in front of it as before."""
+    old, new = _shape(eqn), eqn.params["new_sizes"]
+    if eqn.params["dimensions"] is not None or 0 in old:
+        return
+    pairs = [
+        (a, b)
+        for a in range(len(old))
+        for b in range(len(new))
+        if old[a] == new[b] and math.prod(old[:a]) == math.prod(new[:b])
+    ]
+    for a, b in sorted(pairs, key=lambda pair: pair[0] != pair[1]):
+        yield AxisMap((a,) + (None,) * (len(eqn.invars) - 1), (b,))
+
+
+def _transpose(eqn: JaxprEqn) -> Iterator[AxisMap]:
+    for result, axis in enumerate(eqn.params["permutation"]):
+        yield AxisMap((axis,), (result,))
+
+
+def _slice(eqn: JaxprEqn) -> Iterator[AxisMap]:
+    p, shape = eqn.params, _shape(eqn)
+    for axis, length in enumerate(shape):
+        stride = 1 if p["strides"] is None else p["strides"][axis]
+        if (p["start_indices"][axis], p["limit_indices"][axis], stride) == (0, length, 1):
+            yield AxisMap((axis,), (axis,))
+
+
+def _dynamic_slice(eqn: JaxprEqn) -> Iterator[AxisMap]:
+    # A start index is clamped to 0 along an axis that is taken in full.
+    for axis, length in enumerate(_shape(eqn)):
+        if eqn.params["slice_sizes"][axis] == length:
+            yield AxisMap((axis,) + (None,) * (len(eqn.invars) - 1), (axis,))
+
+
+def _dynamic_update_slice(eqn: JaxprEqn) -> Iterator[AxisMap]:
+    for axis, length in enumerate(_shape(eqn)):
+        if _shape(eqn, 1)[axis] == length:
+            yield AxisMap((axis, axis) + (None,) * (len(eqn.invars) - 2), (axis,))
+
+
+def _pad(eqn: JaxprEqn) -> Iterator[AxisMap]:
+    for axis, amounts in enumerate(eqn.params["padding_config"]):
+        if tuple(amounts) == (0, 0, 0):
+            yield AxisMap((axis, None), (axis,))
+
+
+def _dot_general(eqn: JaxprEqn) -> Iterator[AxisMap]:
+    (left_contracted, right_contracted), (left_batch, right_batch) = eqn.params["dimension_numbers"]
+    for result, (left, right) in enumerate(zip(left_batch, right_batch, strict=True)):
+        yield AxisMap((left, right), (result,))
+    result = len(left_batch)
+    for left in range(len(_shape(eqn, 0))):
+        if left not in (*left_contracted, *left_batch):
+            yield AxisMap((left, None), (result,))
+            result += 1
+    for right in range(len(_shape(eqn, 1))):
+        if right not in (*right_contracted, *right_batch):
+            yield AxisMap((None, right), (result,))
+            result += 1
+    for left, right in zip(left_contracted, right_contracted, strict=True):
+        yield AxisMap((left, right), (None,))
+
+
+def _conv(eqn: JaxprEqn) -> Iterator[AxisMap]:
+    p, numbers = eqn.params, eqn.params["dimension_numbers"]
+    if p["batch_group_count"] == 1:
+        yield AxisMap((numbers.lhs_spec[0], None), (numbers.out_spec[0],))
+    if p["batch_group_count"] == p["feature_group_count"] == 1:
+        yield AxisMap((None, numbers.rhs_spec[0]), (numbers.out_spec[1],))
+        yield AxisMap((numbers.lhs_spec[1], numbers.rhs_spec[1]), (None,))
+
+
+def _gather(eqn: JaxprEqn) -> Iterator[AxisMap]:
+    p, numbers, shape = eqn.params, eqn.params["dimension_numbers"], _shape(eqn)
+    removed = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    window = [axis for axis in range(len(shape)) if axis not in removed]
+    for axis, result in zip(window, numbers.offset_dims, strict=True):
+        if axis not in numbers.start_index_map and p["slice_sizes"][axis] == shape[axis]:
+            yield AxisMap((axis, None), (int(result),))
+    rank = aval_of(eqn.outvars[0]).ndim
+    results = [axis for axis in range(rank) if axis not in numbers.offset_dims]
+    batched = dict(
+        zip(numbers.start_indices_batching_dims, numbers.operand_batching_dims, strict=True)
+    )
+    for axis, result in enumerate(results):  # the axes of the indices but the last
+        operand = batched.get(axis)
+        yield AxisMap((None if operand is None else int(operand), axis), (result,))
+
+
+def _scatter(eqn: JaxprEqn) -> Iterator[AxisMap]:
+    numbers, shape, updates = eqn.params["dimension_numbers"], _shape(eqn), _shape(eqn, 2)
+    removed = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    window = [axis for axis in range(len(shape)) if axis not in removed]
+    for axis, update in zip(window, numbers.update_window_dims, strict=True):
+        targeted = axis in numbers.scatter_dims_to_operand_dims
+        if not targeted and updates[update] == shape[axis]:
+            yield AxisMap((axis, None, int(update)), (axis,))
+    scattered = [a for a in range(len(updates)) if a not in numbers.update_window_dims]
+    batched = zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
+    for axis, index in batched:
+        yield AxisMap((int(axis), int(index), scattered[index]), (int(axis),))
+
+
+def _window(eqn: JaxprEqn) -> Iterator[AxisMap]:
+    """Primitives that slide a window: along the axes where it has size 1 and stands still."""
+    p, rank = eqn.params, len(_shape(eqn))
+    ones = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
+    moved = [
+        axis
+        for axis in range(rank)
+        if any(name in p and p[name][axis] != 1 for name in ones)
+        or tuple(p["padding"][axis]) != (0, 0)
+    ]
+    return _everywhere(eqn, moved)
+
+
+def _bitcast(eqn: JaxprEqn) -> Iterator[AxisMap]:
+    for axis in range(min(len(_shape(eqn)), aval_of(eqn.outvars[0]).ndim)):
+        if _shape(eqn)[axis] == aval_of(eqn.outvars[0]).shape[axis]:
+            yield AxisMap((axis,), (axis,))
+
+
+def _random(eqn: JaxprEqn) -> Iterator[AxisMap]:
+    """Each key is used by itself: its axes come first in the result."""
+    for axis in range(len(_shape(eqn))):
+        yield AxisMap((axis,), (axis,))
+
+
+ELEMENTWISE = """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil
+    clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv
+    erfc exp exp2 expm1 federated_mask floor ge gt igamma igamma_grad_a igammac imag integer_pow
+    is_finite le lgamma log log1p logistic lt max min mul mulhi name ne neg nextafter not or
+    polygamma population_count pow random_fold_in random_gamma_grad real reduce_precision
+    regularized_incomplete_beta rem reshard round rsqrt select_n shift_left
+    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh
+    threefry2x32 xor zeta
+"""
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(ELEMENTWISE.split(), _everywhere),
+    **dict.fromkeys(["cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"], _except("axis")),
+    **dict.fromkeys(["split", "top_k"], _except("axis")),
+    **dict.fromkeys(["concatenate", "sort"], _except("dimension")),
+    "approx_top_k": _except("reduction_dimension"),
+    "rev": _except("dimensions"),
+    **dict.fromkeys(["argmax", "argmin"], _removes("axes")),
+    **dict.fromkeys(["reduce_prod", "reduce_xor"], _removes("axes")),
     **dict.fromkeys(
-        ["reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum"],
-        _axes("axes"),
+        ["reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum"],
+        _removes("axes", combines=True),
     ),
-    **dict.fromkeys(["argmax", "argmin"], _axes("axes")),
+    "reduce": _removes("dimensions"),
+    "squeeze": _removes("dimensions"),
+    "broadcast_in_dim": _broadcast_in_dim,
+    "conv_general_dilated": _conv,
+    "dot_general": _dot_general,
+    "dynamic_slice": _dynamic_slice,
+    "dynamic_update_slice": _dynamic_update_slice,
+    "gather": _gather,
+    "iota": _iota,
+    "pad": _pad,
+    "reshape": _reshape,
+    "slice": _slice,
+    "transpose": _transpose,
+    "bitcast_convert_type": _bitcast,
+    **dict.fromkeys(["random_bits", "random_split", "random_unwrap"], _random),
+    **dict.fromkeys(
+        ["scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"],
+        _scatter,
+    ),
+    **dict.fromkeys(
+        """
+        reduce_window reduce_window_max reduce_window_min reduce_window_sum select_and_gather_add
+        select_and_scatter_add
+        """.split(),
+        _window,
+    ),
+    **dict.fromkeys(["cholesky", "eigh", "geqrf", "lu", "svd", "triangular_solve"], _batch_axes(2)),
+    "householder_product": _batch_axes(2, 1),
+    **dict.fromkeys(["lu_pivots_to_permutation", "random_wrap"], _batch_axes(1)),
+    "fft": _fft,
 }

@@ -112,7 +112,7 @@ def several_maps_on_shared_inputs(f, w, x, n):
     return f.mean(delta), f.sum(norm), f.max(other), f.sum(norm * other)
 
 
-def two_stages(f, w, x, n):
+def two_phases(f, w, x, n):
     delta = f.map(local, f.broadcast(w), x)
     mean = f.mean(delta, n)
     apart = f.map(lambda d, m: jnp.sum((d - m) ** 2), delta, f.broadcast(mean))
@@ -120,7 +120,7 @@ def two_stages(f, w, x, n):
     return mean, f.mean(apart), f.mean(again - delta, n)
 
 
-def weights_of_a_later_stage(f, w, x, n):
+def weights_of_a_later_phase(f, w, x, n):
     delta, norm = f.map(lambda x: (local(w, x), jnp.sum(x**2)), x)
     return f.mean(delta, n * f.max(norm)), f.sum(norm / jnp.sum(norm))
 
@@ -229,8 +229,8 @@ PROGRAMS = {
         elementwise_between,
         weights_from_the_map,
         several_maps_on_shared_inputs,
-        two_stages,
-        weights_of_a_later_stage,
+        two_phases,
+        weights_of_a_later_phase,
         wanted_of_each,
         nothing_of_the_map,
         rounds_in_a_scan,
@@ -251,8 +251,8 @@ PROGRAMS = {
 }
 
 
-def federated(name, at_once=1, size=N, functions=Federated):
-    return fedpax.program(clients=size, chunk_size=at_once)(
+def federated(name, chunk_size=1, size=N, functions=Federated):
+    return fedpax.program(clients=size, chunk_size=chunk_size)(
         functools.partial(PROGRAMS[name], functions)
     )
 

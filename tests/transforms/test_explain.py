@@ -47,15 +47,17 @@ def test_explain_looks_into_loops_and_conditionals():
     def words(fn):
         return fedpax.explain(fedpax.program(clients=N, chunk_size=1)(fn), W).splitlines()[1:]
 
-    loop = "clients=12, stage 0: 1 map, 1 reduction, 1 at once on a device; nothing is stored."
+    loop = "clients=12, phase 0: 1 map, 1 reduction, chunk_size=1; nothing is stored."
     assert words(stepped(federated_mean)) == ["  in a loop of 3 steps:", "    " + loop]
     text = "\n".join(words(either))
     assert text.startswith("  in branch 0 of a conditional:\n    in a loop of 3 steps:")
-    assert "0 reductions, 1 at once on a device; stored of each participant:" in text
+    assert "1 reduction, chunk_size=1; stored for all participants:" in text
     assert "float32[12,3,2]: the server reads it in 'sort'" in text
     assert re.search(r"branch 1 .*:\n +in a while loop:\n +in a loop of 3 steps:\n +clients", text)
-    assert words(lambda w: w) == ["  No map runs in it: there is nothing to stream."]
+    assert words(lambda w: w) == [
+        "  It has no federated_map, so there is no loop over participants."
+    ]
 
 
 def test_explain_of_a_function_without_programs():
-    assert fedpax.explain(jnp.sin, 1.0) == "There is no fedpax program in this function."
+    assert fedpax.explain(jnp.sin, 1.0) == "This function calls no fedpax program."

@@ -48,8 +48,8 @@ def tied(participants, width):
     return x
 
 
-def total_of_maxima(reduce, functions, at_once):
-    @fedpax.program(clients=N, chunk_size=at_once)
+def total_of_maxima(reduce, functions, chunk_size):
+    @fedpax.program(clients=N, chunk_size=chunk_size)
     def program(w, x):
         moved = functions.map(lambda w, x: jnp.tanh(x) * w, functions.broadcast(w), x)
         return reduce(moved), reduce(-x)
@@ -58,10 +58,10 @@ def total_of_maxima(reduce, functions, at_once):
 
 
 @pytest.mark.parametrize("functions", [slow(Federated), Rematerialized])
-@pytest.mark.parametrize("at_once", [slow(1), 5, slow(None)])
-def test_those_who_attain_it_together_share_its_gradient(functions, at_once, current_mesh):
+@pytest.mark.parametrize("chunk_size", [slow(1), 5, slow(None)])
+def test_those_who_attain_it_together_share_its_gradient(functions, chunk_size, current_mesh):
     w, x = np.abs(normal(16)) + 0.1, tied(N, 16)
-    federated = total_of_maxima(federated_max, functions, at_once)
+    federated = total_of_maxima(federated_max, functions, chunk_size)
     plain = lambda w, x: jnp.sum(jnp.sin(jnp.max(jnp.tanh(x) * w, 0)) + jnp.sin(jnp.max(-x, 0)))
     close(*(jax.jit(jax.grad(fn, (0, 1)))(w, x) for fn in (federated, plain)))
     tangent = jax.jvp(federated, (w, x), (w, np.cos(x)))[1]
@@ -90,15 +90,17 @@ def test_twins_share_it_though_one_is_rounded_otherwise():
 def test_pieces_know_who_attains_it(functions):
     w, x = np.abs(normal(16)) + 0.1, tied(N, 16)
     gradient = jax.grad(total_of_maxima(federated_max, functions, 2), (0, 1))
-    close(fedpax.out_of_core(gradient, 5)(w, x), jax.tree.map(np.asarray, gradient(w, x)))
+    close(
+        fedpax.out_of_core(gradient, chunk_size=5)(w, x), jax.tree.map(np.asarray, gradient(w, x))
+    )
 
 
-@pytest.mark.parametrize("at_once", [slow(1), 5, slow(None)])
-def test_a_maximum_that_is_nan_is_attained_by_whoever_has_it(at_once, current_mesh):
+@pytest.mark.parametrize("chunk_size", [slow(1), 5, slow(None)])
+def test_a_maximum_that_is_nan_is_attained_by_whoever_has_it(chunk_size, current_mesh):
     x = normal(N, 3)
     x[4, 0] = x[7, 0] = x[9, 2] = np.nan
 
-    @fedpax.program(clients=N, chunk_size=at_once)
+    @fedpax.program(clients=N, chunk_size=chunk_size)
     def program(x):
         return federated_max(federated_map(lambda x: 2 * x, x))
 
@@ -127,13 +129,13 @@ def test_islands_and_their_clients_attain_it():
     close(found, jax.grad(plain, (0, 1))(w, x))
 
 
-@pytest.mark.parametrize("at_once", [1, 5, slow(None)])
-def test_an_extremum_is_nan_where_anyone_is(at_once, current_mesh):
+@pytest.mark.parametrize("chunk_size", [1, 5, slow(None)])
+def test_an_extremum_is_nan_where_anyone_is(chunk_size, current_mesh):
     """XLA's all-reduce between simulated devices loses it."""
     x = normal(N, 40)
     x[np.arange(N), np.arange(N)] = [np.nan, -np.nan, np.inf, -np.inf] * 3
     x[:, 30:] *= 1e-40  # subnormal
-    program = fedpax.program(clients=N, chunk_size=at_once)
+    program = fedpax.program(clients=N, chunk_size=chunk_size)
     moved = program(lambda x: [f(federated_map(lambda x: -x, x)) for f in EXTREMA])
     close(jax.jit(moved)(x), [np.max(-x, 0), np.min(-x, 0)])
     close(jax.jit(program(lambda x: [f(x) for f in EXTREMA]))(x), [np.max(x, 0), np.min(x, 0)])

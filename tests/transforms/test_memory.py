@@ -87,10 +87,12 @@ def test_only_what_is_wanted_of_each_is_stored():
     assert len(deltas) == 1
 
 
-def test_a_later_stage_stores_what_it_reads_again():
-    text = fedpax.explain(federated("two_stages"), W, X, WEIGHTS)
-    assert re.search(r"stage 0: .* stored of each participant:\n +float32\[12,3,2\]: a later", text)
-    assert re.search(r"stage 1: .* nothing is stored", text)
+def test_a_later_phase_stores_what_it_reads_again():
+    text = fedpax.explain(federated("two_phases"), W, X, WEIGHTS)
+    assert re.search(
+        r"phase 0: .* stored for all participants:\n +float32\[12,3,2\]: a later", text
+    )
+    assert re.search(r"phase 1: .* nothing is stored", text)
 
 
 def temporary_bytes(fn, participants):
@@ -117,7 +119,7 @@ def test_memory_is_flat_in_the_number_of_participants(make):
     assert is_flat(make)
 
 
-@pytest.mark.parametrize("name", ["two_stages", "variance", "server_arrays_between"])
+@pytest.mark.parametrize("name", ["two_phases", "variance", "server_arrays_between"])
 def test_memory_is_flat_where_participants_are_rematerialized(name):
     assert is_flat(lambda size: federated(name, 1, size, Rematerialized))
 
@@ -128,7 +130,7 @@ def test_memory_is_flat_where_participants_are_rematerialized(name):
     [
         "average",
         "weights_from_the_map",
-        "two_stages",
+        "two_phases",
         "extremes",
         "clipped_twice",
         "variance",
@@ -157,7 +159,7 @@ def test_a_forward_derivative_of_an_extremum_is_streamed():
     assert is_flat(make)
 
 
-def nested(levels, at_once):
+def nested(levels, chunk_size):
     """Means of means of what the innermost compute of a server's value and of their own."""
 
     def inside(names, w, x):
@@ -169,7 +171,9 @@ def nested(levels, at_once):
         return w + federated_mean(moved, placement=name)
 
     names = list(levels)
-    return fedpax.program(placements=levels, chunk_size=at_once)(functools.partial(inside, names))
+    return fedpax.program(placements=levels, chunk_size=chunk_size)(
+        functools.partial(inside, names)
+    )
 
 
 def nested_plainly(w, x):
@@ -189,29 +193,29 @@ LEVELS = [{"islands": 4, "clients": 6}, {"regions": 2, "islands": 4, "clients": 
 
 
 @pytest.mark.parametrize("levels", LEVELS, ids=len)
-@pytest.mark.parametrize("at_once", [1, slow(3), slow("auto"), slow(None)])
+@pytest.mark.parametrize("chunk_size", [1, slow(3), slow("auto"), slow(None)])
 @pytest.mark.parametrize(
     "axes", [{}, slow({"islands": 2}), slow({"clients": 2}), {"islands": 2, "clients": 3}]
 )
-def test_loops_in_loops(levels, at_once, axes):
+def test_loops_in_loops(levels, chunk_size, axes):
     w, x = normal(7), normal(*levels.values(), 5, 7)
     expected = nested_plainly(w, x)
     total = lambda fn: jax.grad(lambda w, x: jnp.sum(jnp.sin(fn(w, x))), (0, 1))
     with on_mesh(axes):
-        found = jax.jit(nested(levels, at_once))(w, x)
-        gradient = jax.jit(total(nested(levels, at_once)))(w, x)
+        found = jax.jit(nested(levels, chunk_size))(w, x)
+        gradient = jax.jit(total(nested(levels, chunk_size)))(w, x)
     close(found, expected)
     close(gradient, total(nested_plainly)(w, x))
 
 
 @pytest.mark.parametrize("levels", LEVELS, ids=len)
-@pytest.mark.parametrize("at_once", [1, slow(2), slow("auto")])
+@pytest.mark.parametrize("chunk_size", [1, slow(2), slow("auto")])
 @pytest.mark.parametrize("axes", [{}, slow({"islands": 2})])
-def test_what_loops_inside_a_loop_read_is_not_copied(levels, at_once, axes):
+def test_what_loops_inside_a_loop_read_is_not_copied(levels, chunk_size, axes):
     def temporaries(clients, make):
         sizes = levels | {"clients": clients}
         args = normal(16), np.ones((*sizes.values(), 8, 16), np.float32)
-        compiled = jax.jit(make(nested(sizes, at_once))).lower(*args).compile()
+        compiled = jax.jit(make(nested(sizes, chunk_size))).lower(*args).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     with on_mesh(axes):
@@ -220,15 +224,15 @@ def test_what_loops_inside_a_loop_read_is_not_copied(levels, at_once, axes):
             assert many <= 1.05 * few, (few, many)
 
 
-@pytest.mark.parametrize("at_once", [1, slow(2), slow("auto")])
-def test_programs_inside_a_loop_read_where_it_lies_too(at_once):
+@pytest.mark.parametrize("chunk_size", [1, slow(2), slow("auto")])
+def test_programs_inside_a_loop_read_where_it_lies_too(chunk_size):
     def make(clients):
-        @fedpax.program(clients=clients, chunk_size=at_once)
+        @fedpax.program(clients=clients, chunk_size=chunk_size)
         def of_island(w, x):
             each = jax.checkpoint(lambda w, x: w * jnp.mean(jnp.sin(x @ w)))
             return w + federated_mean(federated_map(each, federated_broadcast(w), x))
 
-        @fedpax.program(islands=4, chunk_size=at_once)
+        @fedpax.program(islands=4, chunk_size=chunk_size)
         def program(w, x):
             return federated_mean(
                 federated_map(jax.checkpoint(of_island), federated_broadcast(w), x)
@@ -264,22 +268,22 @@ def test_what_is_computed_again():
     def words(name, functions):
         return fedpax.explain(federated(name, functions=functions), W, X, WEIGHTS)
 
-    assert "again" not in words("variance", Federated)
+    assert "rematerialized" not in words("variance", Federated)
     assert re.search(
-        r"stage 0: 1 map, 1 red.*nothing.*\n.*stage 1: 1 map again, 1 red.*nothing",
+        r"phase 0: 1 map, 1 red.*nothing.*\n.*phase 1: 1 rematerialized map, 1 red.*nothing",
         words("variance", Rematerialized),
     )
-    assert "again" not in words("wanted_of_each", Rematerialized)
+    assert "rematerialized" not in words("wanted_of_each", Rematerialized)
     # Norms whose maximum is sought are kept as they were; the deltas are computed again.
-    text = words("weights_of_a_later_stage", Rematerialized)
-    assert re.findall(r"(float32\S+): ", text) == ["float32[12]"] and "1 map again" in text
+    text = words("weights_of_a_later_phase", Rematerialized)
+    assert re.findall(r"(float32\S+): ", text) == ["float32[12]"] and "1 rematerialized map" in text
 
     @fedpax.program(clients=N, chunk_size=1)
     def returned(w, x):
         delta = federated_map(jax.checkpoint(local), federated_broadcast(w), x)
         return delta, federated_mean((delta - federated_mean(delta)) ** 2)
 
-    assert "again" not in fedpax.explain(returned, W, X)
+    assert "rematerialized" not in fedpax.explain(returned, W, X)
 
 
 @pytest.mark.parametrize(
@@ -297,7 +301,7 @@ def test_a_map_is_repeated_if_all_of_it_is_under_checkpoint(fn, repeated):
         delta = federated_map(fn, federated_broadcast(w), x)
         return federated_mean((delta - federated_mean(delta)) ** 2)
 
-    assert ("again" in fedpax.explain(program, W, X)) == repeated
+    assert ("rematerialized" in fedpax.explain(program, W, X)) == repeated
 
 
 def handed_on(w, x, rounds):
@@ -314,10 +318,10 @@ def handed_on(w, x, rounds):
 
 
 def test_a_state_that_is_handed_on_is_stored():
-    """Each stage would run all stages before it again: their maps would be 36, and are 11."""
+    """Each phase would run all phases before it again: their maps would be 36, and are 11."""
     text = fedpax.explain(functools.partial(handed_on, rounds=8), X[0], X)
-    assert re.findall(r"(\d) maps?", text) == list("1111211111"), text
-    assert text.count("stored of each") == 5
+    assert re.findall(r"(\d) (?:rematerialized )?maps?", text) == list("1111211111"), text
+    assert text.count("stored for all") == 5
     plain = X[0], X
     for _ in range(8):
         moved = jnp.tanh(plain[0] + plain[1])
@@ -374,17 +378,19 @@ def test_a_repeated_map_keeps_its_chunk_size():
         twice = federated_map(lambda d: 2 * d, delta - mean)
         return federated_mean(twice), federated_mean((delta - mean) ** 2)
 
-    assert "stage 1: 1 map, 1 map again, 2 reductions, 3 at once" in fedpax.explain(program, W, X)
+    assert "phase 1: 1 map, 1 rematerialized map, 2 reductions, chunk_size=3" in fedpax.explain(
+        program, W, X
+    )
 
 
-def stateful(participants, at_once):
+def stateful(participants, chunk_size):
     """Two states of one type, and data of the same type, which must not be taken for a state."""
 
     def client(state, x, w):
         first = jnp.tanh(state["first"] * w + x)
         return {"first": first, "second": state["second"] + first * x}, jnp.sum(first)
 
-    @fedpax.program(clients=participants, chunk_size=at_once)
+    @fedpax.program(clients=participants, chunk_size=chunk_size)
     def program(states, x, w):
         states, sums = federated_map(client, states, x, federated_broadcast(w))
         return states, federated_mean(sums)
@@ -396,9 +402,9 @@ def stateful(participants, at_once):
     return program, plain
 
 
-@pytest.mark.parametrize("at_once", [1, 5, N])
-def test_donated_states_are_updated_in_place(at_once, current_mesh):
-    program, plain = stateful(N, at_once)
+@pytest.mark.parametrize("chunk_size", [1, 5, N])
+def test_donated_states_are_updated_in_place(chunk_size, current_mesh):
+    program, plain = stateful(N, chunk_size)
     states = {"first": normal(N, 8), "second": normal(N, 8, seed=1)}
     x, w = normal(N, 8, seed=2), normal(8)
     close(jax.jit(program)(states, x, w), plain(states, x, w))
@@ -409,11 +415,11 @@ def test_donated_states_are_updated_in_place(at_once, current_mesh):
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(donated))
 
 
-@pytest.mark.parametrize("at_once", [1, 7])
-def test_donated_states_have_no_second_buffer(at_once):
+@pytest.mark.parametrize("chunk_size", [1, 7])
+def test_donated_states_have_no_second_buffer(chunk_size):
     def temporaries(size):
         states = {"first": normal(size, 256), "second": normal(size, 256)}
-        step = jax.jit(stateful(size, at_once)[0], donate_argnums=0)
+        step = jax.jit(stateful(size, chunk_size)[0], donate_argnums=0)
         compiled = step.lower(states, normal(size, 256), normal(256)).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 

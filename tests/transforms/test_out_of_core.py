@@ -34,32 +34,32 @@ WITHOUT_MAPS = {
 
 @pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - WITHOUT_MAPS))
 def test_pieces_give_what_the_whole_gives(name):
-    close(fedpax.out_of_core(federated(name), 5)(W, X, WEIGHTS), expected(name))
+    close(fedpax.out_of_core(federated(name), chunk_size=5)(W, X, WEIGHTS), expected(name))
 
 
-@pytest.mark.parametrize("name", ["two_stages", "variance", "weights_of_a_later_stage"])
+@pytest.mark.parametrize("name", ["two_phases", "variance", "weights_of_a_later_phase"])
 def test_pieces_of_rematerialized_programs(name):
-    """A piece's later stages run its maps again, where others would keep what they returned."""
+    """A piece's later phases run its maps again, where others would keep what they returned."""
     program = federated(name, functions=Rematerialized)
-    close(fedpax.out_of_core(program, 5)(W, X, WEIGHTS), expected(name))
+    close(fedpax.out_of_core(program, chunk_size=5)(W, X, WEIGHTS), expected(name))
     gradient = gradient_of(program)
-    close(fedpax.out_of_core(gradient, 5)(W, X, WEIGHTS), gradient(W, X, WEIGHTS), 1e-4)
+    close(fedpax.out_of_core(gradient, chunk_size=5)(W, X, WEIGHTS), gradient(W, X, WEIGHTS), 1e-4)
 
 
-@pytest.mark.parametrize("name", ["average", "wanted_of_each", "two_stages"])
+@pytest.mark.parametrize("name", ["average", "wanted_of_each", "two_phases"])
 def test_pieces_on_every_mesh(name, current_mesh):
-    close(fedpax.out_of_core(federated(name), 8)(W, X, WEIGHTS), expected(name))
+    close(fedpax.out_of_core(federated(name), chunk_size=8)(W, X, WEIGHTS), expected(name))
 
 
-@pytest.mark.parametrize("participants", [1, 4, N, N + 1])
-def test_pieces_of_any_size(participants):
-    pieces = fedpax.out_of_core(federated("metrics_beside_deltas"), participants)
+@pytest.mark.parametrize("chunk_size", [1, 4, N, N + 1])
+def test_pieces_of_any_size(chunk_size):
+    pieces = fedpax.out_of_core(federated("metrics_beside_deltas"), chunk_size=chunk_size)
     close(pieces(W, X, WEIGHTS), expected("metrics_beside_deltas"))
 
 
 def test_arguments_on_the_devices_and_files_are_taken_too(tmp_path):
     np.save(tmp_path / "x.npy", X)
-    pieces = fedpax.out_of_core(federated("average"), 5)
+    pieces = fedpax.out_of_core(federated("average"), chunk_size=5)
     for x in (jnp.asarray(X), np.load(tmp_path / "x.npy", mmap_mode="r")):
         close(pieces(jnp.asarray(W), x, WEIGHTS), expected("average"))
 
@@ -72,7 +72,7 @@ def test_gradients_run_out_of_core():
         return federated_mean(federated_map(lambda x: jnp.sum(jnp.sin(w * x)), x))
 
     gradient = jax.grad(loss, argnums=(0, 1))
-    close(fedpax.out_of_core(gradient, 5)(w, x), gradient(w, x))
+    close(fedpax.out_of_core(gradient, chunk_size=5)(w, x), gradient(w, x))
 
 
 def test_structure_keywords_and_random_keys():
@@ -85,7 +85,7 @@ def test_structure_keywords_and_random_keys():
 
     keys = jax.random.split(jax.random.key(3), N)
     state = {"scale": np.float32(2.0), "step": 3}
-    found, same = fedpax.out_of_core(program, 7)(state, keys=keys)
+    found, same = fedpax.out_of_core(program, chunk_size=7)(state, keys=keys)
     wanted, _ = program(state, keys=keys)
     close(found, wanted)
     assert isinstance(found["all"], np.ndarray)
@@ -99,7 +99,7 @@ def test_a_function_around_programs_runs_too():
         return jnp.sum(average(2 * w, x, n)), average(w, x, n), w
 
     wanted = round_(W, X, WEIGHTS)
-    close(fedpax.out_of_core(round_, 5)(W, X, WEIGHTS), wanted)
+    close(fedpax.out_of_core(round_, chunk_size=5)(W, X, WEIGHTS), wanted)
 
 
 class Watched:
@@ -130,7 +130,7 @@ def test_only_a_piece_of_the_data_is_on_the_devices():
 
     Watched.__getitem__ = slices
     try:
-        found = fedpax.out_of_core(program, 8)(1.0, x)
+        found = fedpax.out_of_core(program, chunk_size=8)(1.0, x)
     finally:
         Watched.__getitem__ = watch
     close(found, program(1.0, x.array))
@@ -139,7 +139,7 @@ def test_only_a_piece_of_the_data_is_on_the_devices():
 
 
 def test_a_second_call_compiles_nothing(caplog):
-    pieces = fedpax.out_of_core(federated("two_stages"), 6)
+    pieces = fedpax.out_of_core(federated("two_phases"), chunk_size=6)
     pieces(W, X, WEIGHTS)
     with jax.log_compiles():
         pieces(2 * W, X + 1, WEIGHTS)
@@ -149,7 +149,7 @@ def test_a_second_call_compiles_nothing(caplog):
 @pytest.mark.parametrize("name", sorted(WITHOUT_MAPS))
 def test_programs_without_maps_at_the_top_are_refused(name):
     with pytest.raises(ValueError, match="maps of one placement at its top level"):
-        fedpax.out_of_core(federated(name), 5)(W, X, WEIGHTS)
+        fedpax.out_of_core(federated(name), chunk_size=5)(W, X, WEIGHTS)
 
 
 def test_nested_placements_run_inside_a_piece():
@@ -165,7 +165,7 @@ def test_nested_placements_run_inside_a_piece():
 
         return federated_mean(federated_map(island, x, placement="islands"), placement="islands")
 
-    close(fedpax.out_of_core(program, 4)(W[:, 0], x), program(W[:, 0], x))
+    close(fedpax.out_of_core(program, chunk_size=4)(W[:, 0], x), program(W[:, 0], x))
 
 
 two_clients = fedpax.program(clients=2)(
@@ -176,26 +176,31 @@ two_clients = fedpax.program(clients=2)(
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: fedpax.out_of_core(federated("average"), 0), ValueError, "expected at least 1"),
         (
-            lambda: fedpax.out_of_core(lambda w: w + 1, 2)(W),
+            lambda: fedpax.out_of_core(federated("average"), chunk_size=0),
             ValueError,
-            "this one has none. Give the program itself",
+            "expected at least 1",
+        ),
+        (
+            lambda: fedpax.out_of_core(lambda w: w + 1, chunk_size=2)(W),
+            ValueError,
+            "this one has none. Pass the program itself",
         ),
         (
             lambda: fedpax.out_of_core(
-                lambda w, x: (federated("average")(w, x, WEIGHTS), two_clients(w, x[:2])), 2
+                lambda w, x: (federated("average")(w, x, WEIGHTS), two_clients(w, x[:2])),
+                chunk_size=2,
             )(W, X),
             ValueError,
             "this one has clients=12 and clients=2",
         ),
         (
-            lambda: jax.jit(fedpax.out_of_core(federated("average"), 2))(W, X, WEIGHTS),
+            lambda: jax.jit(fedpax.out_of_core(federated("average"), chunk_size=2))(W, X, WEIGHTS),
             TypeError,
             "Transform the program instead",
         ),
         (
-            lambda: fedpax.out_of_core(federated("average"), 2)(W, X[:5], WEIGHTS),
+            lambda: fedpax.out_of_core(federated("average"), chunk_size=2)(W, X[:5], WEIGHTS),
             ValueError,
             "expected a leading axis of size 12",
         ),
@@ -208,37 +213,38 @@ def test_bad_use_is_told(call, error, message):
 
 def test_a_piece_must_fit_the_mesh():
     mesh = jax.make_mesh((4,), ("clients",), axis_types=(jax.sharding.AxisType.Auto,))
-    with jax.set_mesh(mesh), pytest.raises(ValueError, match="take 4 or 8"):
-        fedpax.out_of_core(federated("average"), 6)(W, X, WEIGHTS)
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="Pass 4 or 8"):
+        fedpax.out_of_core(federated("average"), chunk_size=6)(W, X, WEIGHTS)
 
 
 def test_a_round_of_an_algorithm_runs_out_of_core():
     import optax
 
-    from fedpax.algorithms.fedavg import fedavg
+    from fedpax.algorithms import fedavg
 
     def loss_fn(w, x):
         return jnp.mean((x @ w) ** 2), {"scale": jnp.sum(w**2)}
 
     method = fedavg(
         loss_fn,
-        clients=N,
+        cohort_size=N,
         client_optimizer=optax.sgd(0.1),
         server_optimizer=optax.adam(0.1),
         chunk_size=1,
     )
     state = method.init(jnp.asarray(W))
-    batches, weights = normal(N, 4, 5, 3, seed=9), np.arange(N)
-    steps = np.arange(N) % 5
-    found = fedpax.out_of_core(method.round, 5)(state, batches, weights, steps)
-    close(found, method.round(state, batches, weights, steps))
+    cohort = fedpax.Cohort(
+        normal(N, 4, 5, 3, seed=9), num_examples=np.arange(N), num_steps=np.arange(N) % 5
+    )
+    found = fedpax.out_of_core(method.round, chunk_size=5)(state, cohort)
+    close(found, method.round(state, cohort))
 
 
 @pytest.mark.parametrize(
     "work", [lambda y: jnp.where(y > 0, y, y * y), lambda y: (y - fedpax.federated_max(y)) ** 2]
 )
 def test_pieces_of_second_derivatives(work, current_mesh):
-    """Between two loops stands work of a stage that has no loop of its own."""
+    """Between two loops stands work of a phase that has no loop of its own."""
     w, x = normal(6), normal(8, 6)
 
     @fedpax.program(clients=8, chunk_size=2)
@@ -247,4 +253,4 @@ def test_pieces_of_second_derivatives(work, current_mesh):
         return fedpax.federated_mean(work(moved))
 
     hessian = jax.jacfwd(jax.grad(lambda w, x: jnp.sum(program(w, x) ** 2)))
-    close(fedpax.out_of_core(hessian, 4)(w, x), hessian(w, x))
+    close(fedpax.out_of_core(hessian, chunk_size=4)(w, x), hessian(w, x))

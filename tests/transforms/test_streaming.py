@@ -39,16 +39,16 @@ def test_programs_on_every_mesh(name, current_mesh):
     close(federated(name)(W, X, WEIGHTS), expected(name))
 
 
-@pytest.mark.parametrize("at_once", [None, "auto", 5, N])
-@pytest.mark.parametrize("name", ["metrics_beside_deltas", "two_stages", "wanted_of_each"])
-def test_chunks(name, at_once):
-    close(federated(name, at_once)(W, X, WEIGHTS), expected(name))
+@pytest.mark.parametrize("chunk_size", [None, "auto", 5, N])
+@pytest.mark.parametrize("name", ["metrics_beside_deltas", "two_phases", "wanted_of_each"])
+def test_chunks(name, chunk_size):
+    close(federated(name, chunk_size)(W, X, WEIGHTS), expected(name))
 
 
 SMOOTH = [
     "average",
     "weights_from_the_map",
-    "two_stages",
+    "two_phases",
     "wanted_of_each",
     "rounds_in_a_scan",
     "extremes",
@@ -70,7 +70,7 @@ def test_rematerialized_programs(name):
     close(federated(name, functions=Rematerialized)(W, X, WEIGHTS), expected(name))
 
 
-@pytest.mark.parametrize("name", ["two_stages", "extremes", "clipped_twice"])
+@pytest.mark.parametrize("name", ["two_phases", "extremes", "clipped_twice"])
 def test_second_derivatives_of_rematerialized_programs(name):
     def along(fn):
         inside = lambda w: gradient_of(fn, 0)(w, X, WEIGHTS)

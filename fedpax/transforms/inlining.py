@@ -1,0 +1,131 @@
+"""Inlining: what stands between a map and a reduction is brought to the top level of a jaxpr."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from fedpax.primitives._jax import (
+    CHECKPOINT_PRIMITIVES,
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    aval_of,
+    inner_jaxprs,
+    rebind,
+)
+from fedpax.primitives.broadcast import federated_broadcast_p, federated_index_p
+from fedpax.primitives.map import federated_map_p
+from fedpax.primitives.placement import Placement
+from fedpax.primitives.reduction import REDUCTIONS
+
+# Calls, which can be inlined because all differentiation has been done, and where their jaxpr is.
+CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "federated_program": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    **dict.fromkeys(CHECKPOINT_PRIMITIVES, "jaxpr"),
+}
+
+
+def is_federated(jaxpr: Jaxpr) -> bool:
+    """Return whether a jaxpr contains a `federated_map`, at any depth."""
+    return any(
+        eqn.primitive is federated_map_p or any(map(is_federated, inner_jaxprs(eqn)))
+        for eqn in jaxpr.eqns
+    )
+
+
+def placements_of(jaxpr: Jaxpr) -> list[Placement]:
+    """Return the placements of the maps at the top level of a jaxpr."""
+    maps = (eqn for eqn in jaxpr.eqns if eqn.primitive is federated_map_p)
+    return list(dict.fromkeys(eqn.params["placement"] for eqn in maps))
+
+
+def inline(closed: ClosedJaxpr, inside: Callable[[ClosedJaxpr], ClosedJaxpr]) -> ClosedJaxpr:
+    """Inline the calls that contain federated operations or use placed values.
+
+    Calls are `jax.jit`, `jax.checkpoint`, custom derivatives and other programs.
+
+    Args:
+        closed: the jaxpr of a program, or of a mapped function.
+        inside: applied to the jaxprs of loops and conditionals that contain maps.
+
+    Returns:
+        A jaxpr of the same function.
+    """
+    return jax.make_jaxpr(functools.partial(_run_inlined, closed, inside))(*closed.in_avals)
+
+
+def _run_inlined(
+    closed: ClosedJaxpr, inside: Callable[[ClosedJaxpr], ClosedJaxpr], *args: Any
+) -> list:
+    # The placed values, by identity. They are kept alive, so that no identity is used twice.
+    placed: dict[int, Any] = {}
+    sizes = set(_sizes(closed.jaxpr))
+
+    def run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list:
+        values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+
+        def read(v: Var | Literal) -> Any:
+            return v.val if isinstance(v, Literal) else values[v]
+
+        for eqn in jaxpr.eqns:
+            inputs = [read(v) for v in eqn.invars]
+            uses_placed = any(id(x) in placed for x in inputs)
+            contains_map = any(map(is_federated, inner_jaxprs(eqn)))
+            broadcasts = any(aval_of(v).shape[:1] in sizes for v in eqn.outvars)
+            body = _called_jaxpr(eqn)
+            if body is not None and (contains_map or uses_placed or broadcasts):
+                outputs = run(body.jaxpr, body.consts, inputs)
+            elif contains_map and eqn.primitive is not federated_map_p:
+                params = {k: _replace_jaxprs(inside, v) for k, v in eqn.params.items()}
+                outputs = rebind(eqn, inputs, params)
+            else:
+                outputs = rebind(eqn, inputs)
+                if eqn.primitive in (federated_map_p, federated_broadcast_p, federated_index_p):
+                    uses_placed = True
+                if uses_placed and eqn.primitive not in REDUCTIONS:
+                    placed.update((id(x), x) for x in outputs)
+            values.update(zip(eqn.outvars, outputs, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    return run(closed.jaxpr, closed.consts, args)
+
+
+def _sizes(jaxpr: Jaxpr) -> Iterator[tuple[int]]:
+    """Yield the leading shapes of placed values: the sizes of the placements that have maps."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is federated_map_p:
+            yield (eqn.params["placement"].size,)
+        for inner in inner_jaxprs(eqn):
+            yield from _sizes(inner)
+
+
+def _called_jaxpr(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """Return the jaxpr of an equation that is a call without shardings of its own."""
+    if eqn.primitive.name not in CALLS:
+        return None
+    shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
+    if any(isinstance(s, jax.sharding.Sharding) for s in shardings):
+        return None
+    body = eqn.params[CALLS[eqn.primitive.name]]
+    return body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, ())
+
+
+def _replace_jaxprs(change: Callable[[ClosedJaxpr], ClosedJaxpr], param: Any) -> Any:
+    """Apply a function to the jaxprs in a parameter of a loop or a conditional."""
+    if isinstance(param, ClosedJaxpr):
+        return change(param)
+    if isinstance(param, Jaxpr):
+        return change(ClosedJaxpr(param, ())).jaxpr
+    if type(param) in (tuple, list):
+        return type(param)(_replace_jaxprs(change, p) for p in param)
+    return param

@@ -31,7 +31,8 @@ HEIGHT = {
     "sites": 8,
     "deploy": 8,
     "experiments": 8,
-    "main": 9,
+    "commands": 9,
+    "main": 10,
 }
 # What these layers may import besides the standard library and fedpax.
 LIBRARIES = {

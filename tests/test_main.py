@@ -9,9 +9,10 @@ import pytest
 
 import fedpax.data
 import fedpax.experiments
+from fedpax.commands.options import configure
 from fedpax.experiments.catalog import experiments, find_experiment
-from fedpax.main import configure, main
-from fedpax.training.configuration import read
+from fedpax.main import main
+from fedpax.training.configuration import read_configuration
 from fedpax.training.metrics import read_metrics
 
 HERE = Path(__file__).parent
@@ -83,7 +84,12 @@ def with_argument(rounds: int) -> Small:
 def test_help_is_printed(run: Run, arguments: list[str]) -> None:
     status, output, errors = run(*arguments)
     assert (status, errors) == (0, "")
-    for words in ("fedpax train --exp=NAME", "fedpax compare", "fedpax list", "--accept_changes"):
+    for words in (
+        "fedpax train --exp=NAME",
+        "fedpax compare",
+        "fedpax list",
+        "--allow_config_change",
+    ):
         assert words in output
 
 
@@ -97,12 +103,12 @@ def test_no_arguments_show_the_help_as_an_error(run: Run) -> None:
     [
         (["trian"], "no command 'trian'. Did you mean train?"),
         (["--exp=x"], "no command '--exp=x'"),
-        (["train"], "give `fedpax train` an --exp=NAME"),
-        (["train", "some_name"], "give `fedpax train` an --exp=NAME"),
+        (["train"], "`fedpax train` has no --exp, expected --exp=NAME"),
+        (["train", "some_name"], "`fedpax train` has no --exp, expected --exp=NAME"),
         (["train", "--exp"], "Missing value for flag --exp"),
-        (["train", "--exp=x", "--accept_changes=perhaps"], "accept_changes"),
-        (["compare"], "give `fedpax compare` an --exp=NAME"),
-        (["list", "all"], "takes no arguments, but was given 'all'"),
+        (["train", "--exp=x", "--multihost=perhaps"], "multihost"),
+        (["compare"], "`fedpax compare` has no --exp, expected --exp=NAME"),
+        (["list", "all"], "got 'all', expected no arguments"),
         (["train", "--exp=small_regression:regresion"], "Did you mean regression?"),
         (["train", "--exp=small_regresion:regression"], "no module small_regresion"),
         (["train", "--exp=nowhere.at_all:x"], "no module nowhere. It must be installed, on"),
@@ -110,9 +116,12 @@ def test_no_arguments_show_the_help_as_an_error(run: Run) -> None:
         (["train", "--exp=:regression"], "write my_package.my_module:function"),
         (["train", "--exp=small_regression:"], "write my_package.my_module:function"),
         (["train", "--exp=small_regression:local_sgd"], "needs loss_fn and clients and"),
-        (["train", "--exp=os:getcwd"], "returns a str: it must be a function without"),
+        (
+            ["train", "--exp=os:getcwd"],
+            "returns a str, expected a fedpax.training.experiment.Experiment",
+        ),
         (["train", f"--exp={REGRESSION}"], "such as --job_log_dir=runs/regression"),
-        (["compare", f"--exp={REGRESSION},{REGRESSION}", "--job_log_dir=x"], "twice"),
+        (["compare", f"--exp={REGRESSION},{REGRESSION}", "--job_log_dir=x"], "two experiments"),
     ],
 )
 def test_commands_that_are_refused(run: Run, arguments: list[str], words: str) -> None:
@@ -125,7 +134,7 @@ def test_commands_that_are_refused(run: Run, arguments: list[str], words: str) -
     ("exp", "override", "words"),
     [
         ("diloco_text", "--islands=3", "islands=4 does not divide --islands=3: make that a mul"),
-        ("diloco_text", "--data.batch=5", "fsdp=2 does not divide --data.batch=5"),
+        ("diloco_text", "--data.batch=5", "does not divide --data.batch=5"),
         ("diloco_text", "--data.tokenizer=nowhere.json", "no such file"),
         ("fedavg_digits", "--cohort.size=31", "take 30 or fewer"),
     ],
@@ -142,7 +151,7 @@ def test_settings_that_do_not_fit_end_without_a_traceback(
 def test_a_folder_that_cannot_be_is_refused(run: Run, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     status, _, errors = run("train", f"--exp={REGRESSION}", f"--job_log_dir={tmp_path / 'file'}")
-    assert status == 2 and "cannot hold a run: File exists. Give another --job_log_dir" in errors
+    assert status == 2 and "cannot hold a run (File exists)" in errors
 
 
 @pytest.mark.parametrize("in_memory", [True, False])
@@ -265,33 +274,48 @@ def test_ctrl_c_before_the_training_ends_without_a_traceback(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fedpax.main.configure", interrupted)
+    monkeypatch.setattr("fedpax.commands.train.configure", interrupted)
     command = ("train", f"--exp={REGRESSION}", f"--job_log_dir={tmp_path}")
-    assert run(*command) == (130, "", "fedpax: interrupted\n")
+    assert run(*command) == (130, "", "fedpax: SIGINT: stopped without saving.\n")
 
 
-def test_train_continue_refuse(run: Run, tmp_path: Path) -> None:
+def test_a_run_is_trained_resumed_and_refused(run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     command = ("train", f"--exp={REGRESSION}", f"--job_log_dir={folder}", "--model.hidden", "6")
     status, output, errors = run(*command, "--training.rounds=4")
     assert status == 0 and f"Finished 4 of 4 rounds in {folder}: held-out loss" in output
     assert "round 4/4: held-out loss" in errors
-    name, configuration = read(folder)
+    name, configuration = read_configuration(folder)
     assert (name, configuration.model.hidden) == (REGRESSION, 6)
     assert configuration == configure(REGRESSION, ["--model.hidden=6", "--training.rounds=4"])
 
     status, output, _ = run(*command, "--training.rounds=4")
     assert (status, output) == (0, f"Nothing to do: {folder} holds all 4 of 4 rounds.\n")
 
-    status, output, errors = run(*command, "--training.rounds=5")
+    status, output, errors = run(*command, "--training.rounds=5", "--learning_rate=0.02")
     assert (status, output) == (2, "")
-    assert "training.rounds: 4 -> 5" in errors and "--accept_changes" in errors
+    assert "learning_rate: 0.01 -> 0.02" in errors
+    assert "training.rounds" not in errors  # a finished run takes more rounds
+    assert "--allow_config_change=learning_rate" in errors
 
-    status, output, _ = run(*command, "--training.rounds=5", "--accept_changes")
+    status, output, _ = run(
+        *command,
+        "--training.rounds=5",
+        "--learning_rate=0.02",
+        "--allow_config_change=learning_rate",
+    )
     assert status == 0 and "Finished 5 of 5 rounds" in output
-    status, output, _ = run(*command, "--training.rounds=3", "--accept_changes")
-    held = "holds 5 rounds, and 3 were asked for"
+    fewer = ("--training.rounds=3", "--learning_rate=0.01", "--allow_config_change=learning_rate")
+    assert run(*command, *fewer)[0] == 2
+    status, output, _ = run(*command, *fewer, "--allow_config_change=training")
+    held = "holds 5 rounds, more than the 3 of the experiment"
     assert (status, output) == (0, f"Nothing to do: {folder} {held}.\n")
+
+    status, output, errors = run(
+        "train", "--exp=small_regression:single_client", f"--job_log_dir={folder}"
+    )
+    assert (status, output) == (2, "")
+    assert f"another experiment, --exp={REGRESSION}" in errors and "hidden" not in errors
 
 
 def test_a_loss_that_is_not_finite_is_an_error(run: Run, tmp_path: Path) -> None:
@@ -321,6 +345,11 @@ def test_compare_trains_what_is_missing_and_writes_the_files(run: Run, tmp_path:
 
     status, _, errors = run("compare", both, f"--job_log_dir={tmp_path}", "--training.rounds=4")
     assert status == 2 and "training.evaluate_every: 2 -> 4" in errors
+    allow = "--allow_config_change=training.evaluate_every"
+    status, _, errors = run(
+        "compare", both, f"--job_log_dir={tmp_path}", "--training.rounds=4", allow
+    )
+    assert status == 0 and errors.count("is finished already") == 2
 
 
 @pytest.mark.parametrize(
@@ -332,7 +361,7 @@ def test_compare_trains_what_is_missing_and_writes_the_files(run: Run, tmp_path:
             {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
             "--mesh.clients=4",
             2,
-            "leave XLA_FLAGS and JAX_NUM_CPU_DEVICES unset",
+            "unset XLA_FLAGS and JAX_NUM_CPU_DEVICES",
             marks=pytest.mark.slow,
         ),
     ],

@@ -1,6 +1,8 @@
 """Checkpoints of a run: state, position in the data, round and configuration in one step."""
 
 import base64
+import logging
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -10,57 +12,87 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fedpax.training.algorithm import Params, State
+from fedpax.training.checksums import find_damage, has_checksums, write_checksums
+from fedpax.training.configuration import resolve_job_log_dir
+from fedpax.training.console import print_error
 
 FOLDER = "checkpoints"
+
+
+class DamagedCheckpointError(OSError):
+    """A checkpoint whose files have changed since they were saved; the message names the remedy."""
 
 
 class Checkpoints(AbstractContextManager["Checkpoints"]):
     """The checkpoints in a run's folder; a context manager.
 
-    Saving is asynchronous: the arrays are copied to the host, the rest goes on beside the
-    training. A checkpoint is written under a temporary name and renamed when it is whole, so a
-    kill at any moment leaves the last whole one; what a kill left unfinished is removed here.
+    Saving is asynchronous: the arrays are copied to the host, and the files are written while the
+    training continues. A checkpoint is written under a temporary name, gets a checksum of each
+    file, and is then renamed. A process that is killed at any moment leaves the previous complete
+    checkpoint. Unfinished checkpoints are removed when this object is made.
 
     Args:
         job_log_dir: the run's folder.
-        keep: how many of the newest checkpoints are kept.
+        keep: number of checkpoints to keep, the newest ones.
     """
 
     def __init__(self, job_log_dir: str | Path, *, keep: int) -> None:
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
+        self._folder = resolve_job_log_dir(job_log_dir) / FOLDER
+        self._primary = jax.process_index() == 0
+        if self._primary:
+            _remove_unfinished(self._folder)
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices("fedpax: unfinished checkpoints are removed")
+        self._saving: int | None = None
+        self._verified: int | None = None
+        callback = self._write_checksums if self._primary else None
         self._manager = ocp.CheckpointManager(
-            Path(job_log_dir).absolute() / FOLDER,
-            options=options,
+            self._folder,
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=keep,
+                cleanup_tmp_directories=True,
+                async_options=ocp.AsyncOptions(post_finalization_callback=callback),
+            ),
             item_names=("state", "progress"),
         )
+        # Orbax logs the traceback of a failed save, and raises the error as well.
+        self._absl_logger = logging.getLogger("absl")
+        self._absl_logger.addFilter(_is_no_orbax_traceback)
 
     def latest_round(self) -> int | None:
-        """Returns the round of the newest whole checkpoint, ``None`` if there is none."""
-        return self._manager.latest_step()
+        """Return the round of the newest complete checkpoint, or None if there is none."""
+        rounds = complete_rounds(self._folder)
+        return rounds[-1] if rounds else None
 
     def save(
         self,
         round_number: int,
         state: State,
-        batches: dict[str, Any] | bytes,
+        stream_state: dict[str, Any] | bytes,
         configuration: Mapping[str, Any],
     ) -> None:
-        """Saves one step; returns when the arrays may be donated.
+        """Start to save one step; return when the arrays may be donated.
 
         Args:
-            round_number: how many rounds are done.
+            round_number: number of completed rounds.
             state: the algorithm's state.
-            batches: the state of the stream of batches after that round.
+            stream_state: the position of the stream of cohorts after that round.
             configuration: the experiment as JSON.
+
+        Raises:
+            OSError: this step, or the one before, cannot be written.
         """
         progress = {
             "round": round_number,
-            "batches": _text_from_bytes(batches),
+            "stream": _text_from_bytes(stream_state),
             "configuration": configuration,
         }
+        self._manager.wait_until_finished()  # Orbax does so too, but after this assignment:
+        self._saving = round_number
         self._manager.save(
             round_number,
             args=ocp.args.Composite(
@@ -70,167 +102,234 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             force=True,
         )
 
-    def restore_batches(self) -> Any:
-        """Returns the state of the stream of batches of the newest checkpoint.
+    def _write_checksums(self) -> None:
+        """Write the checksums of the step that is being saved, just before it is renamed."""
+        (draft,) = self._folder.glob(f"{self._saving}.orbax-checkpoint-tmp*")
+        write_checksums(draft)
+
+    def restore_stream_state(self) -> Any:
+        """Return the position of the stream of cohorts in the newest checkpoint.
 
         Raises:
-            FileNotFoundError: if there is no checkpoint.
-            OSError: if its files are damaged.
+            FileNotFoundError: there is no checkpoint.
+            DamagedCheckpointError: its files are damaged.
         """
         progress = ocp.args.Composite(progress=ocp.args.JsonRestore())
-        with self._reading():
-            return _bytes_from_text(self._manager.restore(None, args=progress).progress["batches"])
+        step = self._verified_round()
+        with self._reading(step):
+            return _bytes_from_text(self._manager.restore(step, args=progress).progress["stream"])
 
-    def restore_state(self, like: State, participants: int | None = None) -> State:
-        """Restores the state of the newest checkpoint.
+    def restore_state(self, like: State, num_participants: int | None = None) -> State:
+        """Restore the state of the newest checkpoint.
 
-        Where it was saved with another number of participants, what each of them keeps is dealt
-        out again: participant i goes on from what participant i mod n had, of n that there were.
+        If the state was saved with n participants and n has changed, new participant i gets the
+        saved state of participant i mod n.
 
         Args:
-            like: the state's abstract values, each a ``jax.ShapeDtypeStruct`` with its sharding,
-                which can be another mesh's than the one it was saved from.
-            participants: how many there are now; None if they are as many as were saved.
+            like: the state's abstract values, each a `jax.ShapeDtypeStruct` with its sharding. The
+                mesh may differ from the mesh on which the state was saved.
+            num_participants: the number of participants now. Default None: as many as were saved.
 
         Returns:
             The state on these shardings.
 
         Raises:
-            FileNotFoundError: if there is no checkpoint.
-            OSError: if its files are damaged.
-            ValueError: if the saved state is of another model or method.
+            FileNotFoundError: there is no checkpoint.
+            DamagedCheckpointError: its files are damaged.
+            ValueError: the saved state belongs to another model or method.
         """
         wanted = ocp.tree.to_flat_dict(like)
-        with self._reading():
-            saved = self._saved_shapes()
+        step = self._verified_round()
+        with self._reading(step):
+            saved = self._saved_shapes(step)
         if wanted.keys() != saved.keys():
             names = sorted(".".join(path) for path in wanted.keys() ^ saved.keys())
             raise ValueError(
-                f"The checkpoint is of another state: {', '.join(names[:5])} "
-                f"{'and others ' if len(names) > 5 else ''}stand in one of the two alone. Give the "
-                "model and the method with which it was saved, or another --job_log_dir."
+                f"The checkpoint of round {step} and the experiment have different states: "
+                f"{', '.join(names[:5])} {'and others ' if len(names) > 5 else ''}in only one of "
+                "them, expected the same leaves. Use the model and the method that were saved, or "
+                "another --job_log_dir."
             )
         stored = {
-            path: _of_participants(leaf, saved[path], participants, path)
+            path: _saved_struct(leaf, saved[path], num_participants, path)
             for path, leaf in wanted.items()
         }
         restore = ocp.args.Composite(
             state=ocp.args.StandardRestore(ocp.tree.from_flat_dict(stored, target=like))
         )
-        with self._reading():
-            restored = self._manager.restore(None, args=restore).state
-        return jax.tree.map(_deal_out, restored, like)
+        with self._reading(step):
+            restored = self._manager.restore(step, args=restore).state
+        return jax.tree.map(_repeat_participants, restored, like)
+
+    def _verified_round(self) -> int:
+        """Return the newest complete checkpoint's round, after its checksums were compared."""
+        step = self.latest_round()
+        if step is None:
+            raise FileNotFoundError(
+                f"{self._folder} has no complete checkpoint, expected at least one. Train first."
+            )
+        if step != self._verified:
+            damage = find_damage(self._folder / str(step)) if self._primary else None
+            damaged = damage is not None
+            if jax.process_count() > 1:
+                damaged = bool(multihost_utils.broadcast_one_to_all(np.int32(damaged)))
+            if damaged:
+                raise damaged_checkpoint(self._folder, step, damage or "as process 0 reports")
+            self._verified = step
+        return step
 
     @contextmanager
-    def _reading(self) -> Iterator[None]:
-        """Says of whatever fails in reading that the newest checkpoint's files are damaged."""
+    def _reading(self, step: int) -> Iterator[None]:
+        """Raise any failure to read a checkpoint as a `DamagedCheckpointError`."""
         try:
             yield
         except (jax.errors.JaxRuntimeError, MemoryError):
-            raise  # no fault of the files
+            raise  # not caused by the files
         except Exception as error:
-            step = self._manager.latest_step()
-            if step is None:
-                raise
-            folder = Path(self._manager.directory) / str(step)
-            raise OSError(
-                f"The checkpoint of round {step} cannot be read, so its files are damaged: delete "
-                f"{folder} to go on from the one before it. ({type(error).__name__}: "
-                f"{str(error).partition(chr(10))[0]})"
-            ) from error
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            raise damaged_checkpoint(self._folder, step, reason) from error
 
-    def _saved_shapes(self) -> dict[tuple[str, ...], tuple[int, ...]]:
-        step = self._manager.latest_step()
-        if step is None:
-            raise FileNotFoundError(f"{self._manager.directory} has no checkpoint.")
+    def _saved_shapes(self, step: int) -> dict[tuple[str, ...], tuple[int, ...]]:
         handlers = {
             "state": ocp.StandardCheckpointHandler(),
             "progress": ocp.JsonCheckpointHandler(),
         }
         options = ocp.CheckpointManagerOptions(create=False)
         with ocp.CheckpointManager(
-            self._manager.directory, options=options, item_handlers=handlers
+            self._folder, options=options, item_handlers=handlers
         ) as manager:
             saved = manager.item_metadata(step)["state"]
             return {path: tuple(leaf.shape) for path, leaf in ocp.tree.to_flat_dict(saved).items()}
 
     def wait(self) -> None:
-        """Waits until everything that was saved is on the disk."""
+        """Wait until every save has finished.
+
+        Raises:
+            OSError: a save has failed.
+        """
         self._manager.wait_until_finished()
 
-    def __exit__(self, *error: object) -> None:
-        """Waits for what is being written, and closes."""
-        self._manager.close()
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        """Wait for the running save and close. Its failure must not hide the run's own error."""
+        try:
+            self._manager.close()
+        except Exception:
+            if kind is None:
+                raise
+        finally:
+            self._absl_logger.removeFilter(_is_no_orbax_traceback)
 
 
-def _of_participants(
-    leaf: jax.ShapeDtypeStruct,
-    saved: tuple[int, ...],
-    participants: int | None,
-    path: tuple[str, ...],
-) -> jax.ShapeDtypeStruct:
-    """The abstract value of what was saved, of as many participants as there were then."""
-    # Random keys are saved as numbers, with an axis more.
-    if leaf.shape == saved or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-        return leaf
-    placed = len(saved) > 0 and leaf.shape[:1] == (participants,) and leaf.shape[1:] == saved[1:]
-    if not placed:
-        raise ValueError(
-            f"The checkpoint's {'.'.join(path)} has shape {saved}, but the experiment's "
-            f"{leaf.shape}. Give the model with which it was saved, or another --job_log_dir."
-        )
-    sharding: Any = leaf.sharding
-    spec = PartitionSpec(None, *sharding.spec[1:])
-    return jax.ShapeDtypeStruct(saved, leaf.dtype, sharding=NamedSharding(sharding.mesh, spec))
+def complete_rounds(folder: Path) -> list[int]:
+    """Return the rounds of the complete checkpoints in a folder, in increasing order.
 
-
-def _deal_out(restored: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """Gives each participant what one of those that were saved had."""
-    if restored.shape == like.shape:
-        return restored
-    turns = jnp.arange(like.shape[0]) % restored.shape[0]
-    return jax.jit(lambda x: jnp.take(x, turns, axis=0), out_shardings=like.sharding)(restored)
+    Args:
+        folder: a run's `checkpoints` folder, which may be missing.
+    """
+    if not folder.is_dir():
+        return []
+    steps = [path for path in folder.iterdir() if path.name.isdecimal()]
+    return sorted(int(path.name) for path in steps if has_checksums(path))
 
 
 def latest_round(job_log_dir: str | Path) -> int | None:
-    """Returns how many rounds the newest whole checkpoint in a folder has, or ``None``.
+    """Return the round of the newest complete checkpoint of a run, or None if there is none.
 
     Args:
-        job_log_dir: a run's folder, which need not be there.
+        job_log_dir: a run's folder, which may be missing.
 
     Example:
         >>> import tempfile
         >>> print(latest_round(tempfile.mkdtemp()))
         None
     """
-    folder = Path(job_log_dir).absolute() / FOLDER
-    if not folder.exists():
-        return None
-    steps = ocp.utils.checkpoint_steps(folder)
-    return max(steps) if steps else None
+    rounds = complete_rounds(resolve_job_log_dir(job_log_dir) / FOLDER)
+    return rounds[-1] if rounds else None
+
+
+def damaged_checkpoint(folder: Path, step: int, damage: str) -> DamagedCheckpointError:
+    """Make the error for a damaged checkpoint, which names the checkpoint before it."""
+    before = [number for number in complete_rounds(folder) if number < step]
+    remedy = (
+        f"delete {folder / str(step)} to resume from the checkpoint of round {before[-1]}"
+        if before
+        else f"no earlier checkpoint is kept: delete {folder / str(step)} to start again"
+    )
+    return DamagedCheckpointError(
+        f"The checkpoint of round {step} is damaged: {damage}, expected the files as they were "
+        f"saved. Restore them from a copy, or {remedy}."
+    )
+
+
+def _remove_unfinished(folder: Path) -> None:
+    if not folder.is_dir():
+        return
+    for path in folder.iterdir():
+        if path.name.isdecimal() and path.is_dir() and not has_checksums(path):
+            shutil.rmtree(path)
+            print_error(f"Removed {path}: the checkpoint is unfinished, it has no checksums.")
+
+
+def _is_no_orbax_traceback(record: logging.LogRecord) -> bool:
+    return record.exc_info is None or "orbax" not in record.pathname
+
+
+def _saved_struct(
+    leaf: jax.ShapeDtypeStruct,
+    saved: tuple[int, ...],
+    num_participants: int | None,
+    path: tuple[str, ...],
+) -> jax.ShapeDtypeStruct:
+    """Return a leaf's abstract value with the number of participants that was saved."""
+    # Random keys are saved as numbers, with one more axis.
+    if leaf.shape == saved or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        return leaf
+    placed = leaf.shape[:1] == (num_participants,) and leaf.shape[1:] == saved[1:] and saved != ()
+    if not placed:
+        raise ValueError(
+            f"The checkpoint's {'.'.join(path)} has shape {list(saved)}, expected "
+            f"{list(leaf.shape)} as in the experiment. Use the model that was saved, or another "
+            "--job_log_dir."
+        )
+    sharding: Any = leaf.sharding
+    spec = PartitionSpec(None, *sharding.spec[1:])
+    return jax.ShapeDtypeStruct(saved, leaf.dtype, sharding=NamedSharding(sharding.mesh, spec))
+
+
+def _repeat_participants(restored: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """Give each of the participants, in turn, the entry of one that was saved."""
+    if restored.shape == like.shape:
+        return restored
+    turns = jnp.arange(like.shape[0]) % restored.shape[0]
+    return jax.jit(lambda x: jnp.take(x, turns, axis=0), out_shardings=like.sharding)(restored)
 
 
 def load_params(job_log_dir: str | Path, round_number: int | None = None) -> Params:
-    """Loads the server's model of a run as NumPy arrays, to use it after training.
+    """Load the server's model of a run as NumPy arrays, to use it after the training.
 
     Args:
         job_log_dir: the run's folder.
-        round_number: which checkpoint; the newest if not given.
+        round_number: the checkpoint's round. Default None: the newest checkpoint.
 
     Returns:
         The parameters, as nested dicts (and lists) of NumPy arrays.
 
     Raises:
-        FileNotFoundError: if there is no such checkpoint.
+        FileNotFoundError: there is no such checkpoint.
+        DamagedCheckpointError: its files are damaged.
     """
-    if round_number is None:
-        round_number = latest_round(job_log_dir)
-    folder = Path(job_log_dir).absolute() / FOLDER
-    if round_number is None or not (folder / str(round_number)).exists():
+    folder = resolve_job_log_dir(job_log_dir) / FOLDER
+    rounds = complete_rounds(folder)
+    if not rounds or (round_number is not None and round_number not in rounds):
+        wanted = "" if round_number is None else f" of round {round_number}"
         raise FileNotFoundError(
-            f"{folder} has no checkpoint{f' of round {round_number}' if round_number else ''}. "
+            f"{folder} has complete checkpoints of the rounds {rounds}, expected one{wanted}. "
             "Train there first: fedpax train --exp=... --job_log_dir=..."
         )
+    if round_number is None:
+        round_number = rounds[-1]
+    if damage := find_damage(folder / str(round_number)):
+        raise damaged_checkpoint(folder, round_number, damage)
     handlers = {"state": ocp.PyTreeCheckpointHandler(), "progress": ocp.JsonCheckpointHandler()}
     options = ocp.CheckpointManagerOptions(create=False)
     with ocp.CheckpointManager(folder, options=options, item_handlers=handlers) as manager:

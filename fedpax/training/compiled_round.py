@@ -1,84 +1,90 @@
-"""A run's round, compiled ahead and once, with what there is to know of it."""
+"""The compiled round: one federated round, compiled once before the training starts."""
 
 import math
 from typing import Any, NamedTuple
 
+import chex
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from fedpax.clients.cohort import Cohort
 from fedpax.hlo.collectives import placement_bytes
-from fedpax.training.algorithm import State
+from fedpax.training.algorithm import Metrics, Params, State
 from fedpax.training.experiment import Run
-from fedpax.training.shardings import state_shardings
+from fedpax.training.shardings import ShardingTree, state_shardings
 
 
-class Program(NamedTuple):
+class CompiledRound(NamedTuple):
     """A compiled round.
 
     Attributes:
-        round: ``(state, batches) -> (state, metrics)``; the state that it is given is donated.
+        round: `(state, cohort) -> (state, metrics)`; the input state's buffers are donated.
         state: the state's abstract values, each with its sharding.
-        parameters: how many numbers the server's model has.
-        participants: the placement's size.
-        bytes_across_placement: bytes that the devices of one position on the placement's mesh axis
-            together hand to collectives along it in a round, read from the compiled program; NaN
-            if they depend on values. A mesh without the axis sends nothing along it: 0.
+        num_parameters: numbers in the server's model.
+        num_participants: the placement's size.
+        bytes_across_placement: bytes per round that the devices at one index of the placement's
+            mesh axis together pass to collectives along this axis, read from the compiled text.
+            NaN if they depend on values; 0 if the mesh has no axis of this name.
     """
 
     round: jax.stages.Compiled
     state: State
-    parameters: int
-    participants: int
+    num_parameters: int
+    num_participants: int
     bytes_across_placement: float
 
 
-def compile_round(run: Run, batches: Any) -> Program:
-    """Compiles a run's round for its mesh and shardings.
+def compile_round(run: Run, cohort: Cohort) -> CompiledRound:
+    """Compile a run's round for its mesh and shardings.
 
     Args:
-        run: what to compile; its mesh must be set.
-        batches: the batches of one round, on the devices; every other round's are like them.
+        run: the run; its mesh must be set.
+        cohort: the cohort of one round, on the devices, or its abstract values with shardings. All
+            rounds have the same structure, shapes and dtypes.
 
     Returns:
         The compiled round.
 
     Raises:
-        ValueError: if the round breaks the contract of ``FederatedAlgorithm``.
+        ValueError: the round breaks the contract of `FederatedAlgorithm`.
     """
     params = jax.eval_shape(run.init, jax.random.key(0))
     state = jax.eval_shape(run.algorithm.init, params)
     if not hasattr(state, "params"):
         raise ValueError(
-            f"The algorithm's state is a {type(state).__name__} without a field params: return a "
-            "NamedTuple whose field params is the server's model from init."
+            f"algorithm.init returns a {type(state).__name__} without a field params, expected a "
+            "NamedTuple whose field params is the server's model. Return one from init."
         )
-    participants = jax.tree.leaves(batches)[0].shape[0]
-    shardings = shardings_of_state(run, params, state, participants)
+    num_participants = jax.tree.leaves(cohort)[0].shape[0]
+    shardings = run_state_shardings(run, params, state, num_participants)
     state = with_shardings(state, shardings)
-    _check_round(state, *jax.eval_shape(run.algorithm.round, state, batches))
-    everywhere = NamedSharding(run.mesh, PartitionSpec())
-    step = jax.jit(run.algorithm.round, donate_argnums=0, out_shardings=(shardings, everywhere))
-    compiled = step.lower(state, batches).compile()
-    return Program(
+    _check_round(state, *jax.eval_shape(run.algorithm.round, state, cohort))
+    replicated = NamedSharding(run.mesh, PartitionSpec())
+    step = jax.jit(run.algorithm.round, donate_argnums=0, out_shardings=(shardings, replicated))
+    compiled = step.lower(state, cohort).compile()
+    return CompiledRound(
         round=compiled,
         state=state,
-        parameters=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)),
-        participants=participants,
+        num_parameters=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)),
+        num_participants=num_participants,
         bytes_across_placement=_bytes_across_placement(compiled, run),
     )
 
 
-def shardings_of_state(run: Run, params: Any, state: State, participants: int) -> Any:
-    """Says where a run's state lives.
+def run_state_shardings(
+    run: Run, params: Params, state: State, num_participants: int
+) -> ShardingTree:
+    """Return the shardings of a run's state, as derived and as changed by `run.shardings.state`.
 
     Args:
-        run: what is trained.
+        run: the run.
         params: the parameters' abstract values.
         state: the state's abstract values.
-        participants: the placement's size.
+        num_participants: the placement's size.
 
     Returns:
-        A tree of ``NamedSharding`` with the structure of the state.
+        A tree of `NamedSharding` with the structure of the state.
     """
     derived = state_shardings(
         state,
@@ -86,7 +92,7 @@ def shardings_of_state(run: Run, params: Any, state: State, participants: int) -
         run.shardings.params,
         run.mesh,
         placement=run.placement,
-        participants=participants,
+        num_participants=num_participants,
     )
     if run.shardings.state is None:
         return derived
@@ -95,19 +101,19 @@ def shardings_of_state(run: Run, params: Any, state: State, participants: int) -
     )
 
 
-def with_shardings(shapes: Any, shardings: Any) -> Any:
-    """Gives abstract values their shardings.
+def with_shardings(shapes: chex.ArrayTree, shardings: ShardingTree) -> Any:
+    """Attach shardings to abstract values.
 
     Args:
-        shapes: a tree of what has a shape and a dtype.
-        shardings: a ``NamedSharding``, or a tree of them that is a prefix of ``shapes``.
+        shapes: a tree whose leaves have a shape and a dtype.
+        shardings: a `NamedSharding`, or a tree of them that is a prefix of `shapes`.
 
     Returns:
-        The same tree of ``jax.ShapeDtypeStruct``.
+        The same tree of `jax.ShapeDtypeStruct`.
 
     Example:
-        >>> where = NamedSharding(jax.make_mesh((1,), ("clients",)), PartitionSpec("clients"))
-        >>> types = with_shardings({"x": jax.ShapeDtypeStruct((2, 3), "float32")}, where)
+        >>> sharding = NamedSharding(jax.make_mesh((1,), ("clients",)), PartitionSpec("clients"))
+        >>> types = with_shardings({"x": jax.ShapeDtypeStruct((2, 3), "float32")}, sharding)
         >>> types["x"].shape, tuple(types["x"].sharding.spec)
         ((2, 3), ('clients',))
     """
@@ -121,44 +127,54 @@ def with_shardings(shapes: Any, shardings: Any) -> Any:
     )
 
 
-def fresh_state(run: Run, program: Program, seed: int) -> State:
-    """Makes the state with which a run begins, on its shardings.
+def init_state(run: Run, compiled: CompiledRound, seed: int) -> State:
+    """Create the initial state of a run, on its shardings.
 
     Args:
-        run: what is trained; its mesh must be set.
-        program: its compiled round.
+        run: the run; its mesh must be set.
+        compiled: its compiled round.
         seed: seed of the parameters.
 
     Returns:
-        The algorithm's state of fresh parameters.
+        The algorithm's state for new parameters.
     """
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, program.state)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, compiled.state)
     init = jax.jit(lambda key: run.algorithm.init(run.init(key)), out_shardings=shardings)
     return init(jax.random.key(seed))
 
 
-def _check_round(before: State, after: State, metrics: Any) -> None:
-    """Refuses a round that does not return a state like the one it was given, and a loss."""
+def _check_round(before: State, after: State, metrics: Metrics) -> None:
+    """Check that a round keeps the state's types and returns scalar metrics with a loss."""
     given: Any = jax.tree.structure(before)
     returned: Any = jax.tree.structure(after)
     if given != returned:
         raise ValueError(
-            "The algorithm's round returns a state of another structure than it was given: "
-            f"{returned} in the place of {given}."
+            f"algorithm.round returns a state of structure {returned}, expected that of its "
+            f"argument, {given}. Return a state of the same type with the same fields."
         )
     paths = jax.tree_util.tree_leaves_with_path(before)
     for (path, old), new in zip(paths, jax.tree.leaves(after), strict=True):
         if (old.shape, old.dtype) != (new.shape, new.dtype):
             raise ValueError(
-                f"The algorithm's round turns state{jax.tree_util.keystr(path)} from "
-                f"{old.dtype}{list(old.shape)} into {new.dtype}{list(new.shape)}: a state keeps "
-                "its shapes and dtypes. Cast the update, or the fresh state."
+                f"algorithm.round changes state{jax.tree_util.keystr(path)} from "
+                f"{old.dtype}{list(old.shape)} to {new.dtype}{list(new.shape)}, expected the same "
+                "shape and dtype in every round. Cast the update, or the initial state."
             )
     if not isinstance(metrics, dict) or "loss" not in metrics:
+        found = sorted(metrics) if isinstance(metrics, dict) else f"a {type(metrics).__name__}"
         raise ValueError(
-            'The algorithm\'s round must return a dict of scalars with "loss" as its metrics; '
-            f"it returned {metrics}."
+            f"algorithm.round returns the metrics {found}, expected a dict of scalars with the key "
+            '"loss". Add the mean training loss of the round as metrics["loss"].'
         )
+    for name, value in metrics.items():
+        shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+        if shape != () or not (jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_):
+            found = f"{dtype}{list(shape)}" if shape is not None else f"a {type(value).__name__}"
+            raise ValueError(
+                f"algorithm.round returns metrics[{name!r}] as {found}, expected a scalar of a "
+                "real dtype. Reduce it in the round, for example with jnp.mean or "
+                "fedpax.federated_mean, or keep it in the state."
+            )
 
 
 def _bytes_across_placement(compiled: jax.stages.Compiled, run: Run) -> float:
@@ -168,5 +184,5 @@ def _bytes_across_placement(compiled: jax.stages.Compiled, run: Run) -> float:
     try:
         text = compiled.as_text() or ""
         return float(devices * placement_bytes(text, run.mesh, run.placement))
-    except ValueError:  # a loop whose length depends on values: no reason not to train
+    except ValueError:  # a loop whose trip count depends on values: training works all the same
         return math.nan

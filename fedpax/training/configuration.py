@@ -1,10 +1,11 @@
-"""Experiments as JSON: ``config.json`` in a run's folder, read back as an equal dataclass."""
+"""Configurations as JSON: `config.json` in a run's folder, read back as an equal dataclass."""
 
 import dataclasses
 import importlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +14,25 @@ FILE = "config.json"
 
 
 class ConfigurationError(Exception):
-    """A configuration that cannot be written, read, or continued; the message says what to do."""
+    """A configuration that cannot be written, read or resumed; the message names the remedy."""
 
 
 def to_json(configuration: Any, path: str = "") -> Any:
-    """Turns nested frozen dataclasses into what JSON can hold.
+    """Convert nested frozen dataclasses to values that JSON can hold.
 
-    A dataclass becomes an object with its fields and ``"class": "module:Name"``, which no field
-    can be called; a tuple becomes a list.
+    A dataclass becomes an object with its fields and `"class": "module:Name"`; no field can have
+    the name `class`. A tuple becomes a list.
 
     Args:
-        configuration: a frozen dataclass of ints, floats, strings, bools, ``None``, tuples and
-            further such dataclasses.
-        path: where it stands, for messages.
+        configuration: a frozen dataclass of ints, floats, strings, bools, `None`, tuples and
+            other such dataclasses.
+        path: the configuration's own path, for error messages.
 
     Returns:
         Dicts, lists and plain values.
 
     Raises:
-        ConfigurationError: for a value of another type.
+        ConfigurationError: a value has another type.
 
     Example:
         >>> from fedpax.training.experiment import TrainingConfig
@@ -39,38 +40,49 @@ def to_json(configuration: Any, path: str = "") -> Any:
         5
     """
     if dataclasses.is_dataclass(configuration) and not isinstance(configuration, type):
-        kind = type(configuration)
         values = {
             field.name: to_json(getattr(configuration, field.name), f"{path}.{field.name}")
             for field in dataclasses.fields(configuration)
         }
-        return {"class": f"{kind.__module__}:{kind.__qualname__}", **values}
+        return {"class": class_name(configuration), **values}
     if isinstance(configuration, tuple):
         return [to_json(value, f"{path}[{i}]") for i, value in enumerate(configuration)]
-    # A subclass, such as an IntEnum, would come back as something else.
+    # A subclass, such as an IntEnum, would be read back as its base class.
     if configuration is None or type(configuration) in (bool, int, float, str):
         return configuration
     raise ConfigurationError(
         f"{path.lstrip('.') or 'The configuration'} = {configuration!r} is a "
-        f"{type(configuration).__name__}: a configuration holds ints, floats, strings, bools, "
-        "None, tuples and frozen dataclasses of these. Store a name or a number and build the "
-        "object in Experiment.build."
+        f"{type(configuration).__name__}, expected an int, float, string, bool, None, tuple or "
+        "frozen dataclass of these. Store a name or a number, and build the object in "
+        "Experiment.build."
     )
 
 
-def from_json(value: Any) -> Any:
-    """Rebuilds what :func:`to_json` took apart.
+def class_name(configuration: Any) -> str:
+    """Return `module:Name` of a configuration's class.
 
-    Fields that the class has gained since take their defaults.
+    Example:
+        >>> from fedpax.parallel.mesh import MeshConfig
+        >>> class_name(MeshConfig())
+        'fedpax.parallel.mesh:MeshConfig'
+    """
+    kind = type(configuration)
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def from_json(value: Any) -> Any:
+    """Rebuild a configuration from the result of `to_json`.
+
+    Fields that were added to the class in the meantime take their defaults.
 
     Args:
-        value: what :func:`to_json` returned.
+        value: a result of `to_json`.
 
     Returns:
         An equal configuration.
 
     Raises:
-        ConfigurationError: if a class is gone, or lost a field that the value sets.
+        ConfigurationError: a class was removed, or lacks a field that the value sets.
 
     Example:
         >>> from fedpax.training.experiment import TrainingConfig
@@ -90,16 +102,17 @@ def from_json(value: Any) -> Any:
         return kind(**{key: from_json(item) for key, item in value.items() if key != "class"})
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigurationError(
-            f"The configuration names {value['class']}, which cannot be made from it now: {error}. "
-            "Run the version of the code that wrote it, or start in an empty folder."
+            f"The configuration names {value['class']}, expected a class that can be made from its "
+            f"fields: {error}. Run the version of the code that wrote it, or start in an empty "
+            "folder."
         ) from error
 
 
 def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the leaves of :func:`to_json`'s result as ``("model.num_layers", 4)``.
+    """Yield the leaves of `to_json`'s result with their paths.
 
     Example:
-        >>> dict(flatten({"class": "m:C", "model": {"class": "m:D", "layers": 4}}))
+        >>> dict(flatten({"class": "m:C", "model": {"class": "m:D", "num_layers": 4}}))
         {'class': 'm:C', 'model.class': 'm:D', 'model.num_layers': 4}
     """
     if not isinstance(value, dict):
@@ -109,67 +122,84 @@ def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from flatten(item, f"{path}.{key}" if path else key)
 
 
-def differences(old: Any, new: Any) -> list[str]:
-    """Lists the fields in which two configurations differ, one readable line each.
+def differences(old: Any, new: Any) -> dict[str, str]:
+    """Compare two configurations field by field.
 
     Args:
         old: a configuration.
-        new: another.
+        new: another configuration.
 
     Returns:
-        Lines such as ``"model.num_layers: 4 -> 6"``; none if they are equal.
+        The fields that differ, by path, such as `{"model.num_layers": "4 -> 6"}`.
 
     Example:
         >>> from fedpax.training.experiment import TrainingConfig
         >>> short = TrainingConfig(rounds=5, evaluate_every=1, checkpoint_every=1)
         >>> differences(short, dataclasses.replace(short, rounds=9))
-        ['rounds: 5 -> 9']
+        {'rounds': '5 -> 9'}
     """
-    before, after = dict(flatten(to_json(old))), dict(flatten(to_json(new)))
-    missing = "(not there)"
 
-    def show(fields: Mapping[str, Any], key: str) -> str:
-        return json.dumps(fields[key]) if key in fields else missing
+    def shown(configuration: Any) -> dict[str, str]:
+        # As JSON, because Python takes 1, 1.0 and True for equal.
+        return {path: json.dumps(value) for path, value in flatten(to_json(configuration))}
 
-    return [
-        f"{key}: {show(before, key)} -> {show(after, key)}"
-        for key in {**before, **after}
-        if show(before, key) != show(after, key)
-    ]
+    before, after = shown(old), shown(new)
+    missing = "(no such field)"
+    return {
+        path: f"{before.get(path, missing)} -> {after.get(path, missing)}"
+        for path in {**before, **after}
+        if before.get(path) != after.get(path)
+    }
 
 
-def write(folder: str | Path, configuration: Any, exp: str) -> None:
-    """Writes ``config.json``, whole or not at all.
+def write_configuration(folder: str | Path, configuration: Any, exp: str) -> None:
+    """Write `config.json`, either completely or not at all.
 
     Args:
-        folder: the run's folder; made if it is not there.
+        folder: the run's folder; created if it is missing.
         configuration: the experiment.
-        exp: the name under which the command line found it.
+        exp: the experiment's name on the command line.
 
     Example:
         >>> import tempfile
         >>> from fedpax.training.experiment import TrainingConfig
         >>> training = TrainingConfig(rounds=5, evaluate_every=1, checkpoint_every=1)
         >>> folder = tempfile.mkdtemp()
-        >>> write(folder, training, exp="short")
-        >>> read(folder) == ("short", training)
+        >>> write_configuration(folder, training, exp="short")
+        >>> read_configuration(folder) == ("short", training)
         True
     """
     content = {"version": VERSION, "exp": exp, "configuration": to_json(configuration)}
     write_atomically(Path(folder) / FILE, json.dumps(content, indent=2) + "\n")
 
 
-def read(folder: str | Path) -> tuple[str, Any] | None:
-    """Reads ``config.json``.
+def read_configuration(folder: str | Path) -> tuple[str, Any] | None:
+    """Read `config.json` and rebuild the configuration.
 
     Args:
         folder: a run's folder.
 
     Returns:
-        The experiment's name and the configuration; ``None`` if the folder has no ``config.json``.
+        The experiment's name and the configuration; None if the folder has no `config.json`.
 
     Raises:
-        ConfigurationError: if the file is damaged or of another version.
+        ConfigurationError: the file is damaged or has another version.
+    """
+    found = read_configuration_json(folder)
+    return found and (found[0], from_json(found[1]))
+
+
+def read_configuration_json(folder: str | Path) -> tuple[str, dict[str, Any]] | None:
+    """Read `config.json` without rebuilding the configuration: no code of its classes runs.
+
+    Args:
+        folder: a run's folder.
+
+    Returns:
+        The experiment's name and the configuration as JSON; None if there is no `config.json`.
+
+    Raises:
+        ConfigurationError: the file is damaged or has another version.
     """
     path = Path(folder) / FILE
     if not path.exists():
@@ -177,69 +207,56 @@ def read(folder: str | Path) -> tuple[str, Any] | None:
     try:
         content = json.loads(path.read_text())
         version, exp, configuration = (content[k] for k in ("version", "exp", "configuration"))
+        configuration["class"]  # as to_json writes it
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(
-            f"{path} cannot be read as a configuration ({error}). It is always written whole, so "
-            "something else changed it. Delete it to go on with the configuration you give now, "
-            "or start in an empty folder."
+            f"{path} cannot be read ({type(error).__name__}: {error}), expected a configuration as "
+            "fedpax writes it. Another program has changed it. Delete it to resume with the "
+            "configuration that you give now, or start in an empty folder."
         ) from error
     if version != VERSION:
         raise ConfigurationError(
-            f"{path} has version {version}; this fedpax reads version {VERSION}. "
-            "Run the fedpax that wrote it, or start in an empty folder."
+            f"{path} has version {version}, expected version {VERSION}. Run the fedpax that wrote "
+            "it, or start in an empty folder."
         )
-    return exp, from_json(configuration)
+    return exp, configuration
 
 
-def claim(
-    folder: str | Path,
-    configuration: Any,
-    exp: str = "",
-    *,
-    accept_changes: bool = False,
-    writes: bool = True,
-) -> None:
-    """Makes a folder the folder of one configuration, or checks that it already is.
+def resolve_job_log_dir(job_log_dir: str | Path) -> Path:
+    """Return a run's folder as an absolute path, with `~` expanded.
 
     Args:
-        folder: the run's folder.
-        configuration: the experiment that is to be trained there.
-        exp: the name under which the command line found it.
-        accept_changes: go on in a folder of another configuration and record the new one: for
-            another mesh, or for more rounds.
-        writes: whether to record the configuration, or only to check.
+        job_log_dir: a folder on a file system that every process sees.
 
     Raises:
-        ConfigurationError: if the folder belongs to another configuration; the message lists
-            the differences. If there cannot be such a folder.
+        ConfigurationError: the path is a URL such as `gs://bucket/run`, or names an unknown user.
+
+    Example:
+        >>> resolve_job_log_dir("~/runs/digits") == Path.home() / "runs" / "digits"
+        True
     """
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+    # Path("gs://bucket") is gs:/bucket.
+    if scheme := re.match(r"([A-Za-z][A-Za-z0-9+.-]*):/", str(job_log_dir)):
         raise ConfigurationError(
-            f"{folder} cannot hold a run: {error.strerror}. Give another --job_log_dir."
+            f"--job_log_dir={job_log_dir} is a {scheme[1]} URL, expected a folder of a file "
+            "system. Mount the bucket (for example with gcsfuse) and give the mounted folder, or "
+            "give a local folder and copy it to the bucket afterwards."
+        )
+    try:
+        return Path(job_log_dir).expanduser().absolute()
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"--job_log_dir={job_log_dir} names a home folder that is unknown ({error}), expected "
+            "an existing user. Give the folder's full path."
         ) from error
-    found = read(folder)
-    if found is not None and not accept_changes:
-        changes = differences(found[1], configuration)
-        if changes:
-            listing = "\n".join(f"  {line}" for line in changes)
-            raise ConfigurationError(
-                f"{folder} belongs to another configuration"
-                f"{f' (--exp={found[0]})' if found[0] else ''}. What would change:\n{listing}\n"
-                "Give the same settings to continue it, another --job_log_dir to start anew, or "
-                "--accept_changes to continue it with the new settings."
-            )
-    if writes and (found is None or accept_changes):
-        write(folder, configuration, exp)
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes a file so that a kill or a crash leaves the old one or the new one, never a part.
+    """Write a file such that a kill or a crash leaves the old or the new content, never a part.
 
     Args:
-        path: the file; its folder is made if it is not there.
-        text: its new content.
+        path: the file; its folder is created if it is missing.
+        text: the new content.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.draft")

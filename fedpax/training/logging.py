@@ -1,4 +1,4 @@
-"""Turns what rounds return into lines, scalars and a bar, without holding up the devices."""
+"""Logging of rounds: metrics to files and progress to the user, without stalling the devices."""
 
 import math
 import time
@@ -14,22 +14,22 @@ from fedpax.training.progress import Progress
 
 
 class NonFiniteError(ArithmeticError):
-    """The loss or the parameters became NaN or infinite; the message says what to do."""
+    """The loss or a parameter is NaN or infinite; the message names the remedy."""
 
 
-class Recorder:
-    """Records rounds and evaluations.
+class RoundLogger:
+    """A logger of rounds and evaluations.
 
-    The metrics of a round are fetched after the next one was dispatched, so that the devices
-    always have work; :meth:`flush` fetches them now.
+    The metrics of a round are fetched after the next round was dispatched, so that the devices
+    always have work. `flush` fetches them immediately.
 
     Args:
-        metrics: where lines and scalars go.
-        progress: what the user sees.
-        started: the ``time.perf_counter()`` at which this run, or its continuation, began.
-        tokens: tokens of one round.
-        bytes_across_placement: bytes of one round that cross between participants.
-        stop_on_non_finite: whether a loss that is not finite raises.
+        metrics: the writer of lines and scalars.
+        progress: the progress that the user sees.
+        started: the `time.perf_counter()` at which this process began to train.
+        items_per_round: tokens or examples per round.
+        bytes_across_placement: bytes per round that participants exchange.
+        stop_on_non_finite: raise when the loss or a parameter is not finite.
     """
 
     def __init__(
@@ -38,60 +38,63 @@ class Recorder:
         progress: Progress,
         *,
         started: float,
-        tokens: int,
+        items_per_round: int,
         bytes_across_placement: float,
         stop_on_non_finite: bool,
     ) -> None:
         self._metrics = metrics
         self._progress = progress
-        # The time of the processes before this one counts too.
+        # The time of earlier processes of this run counts too.
         before = max((line.get("wall_seconds", 0.0) for line in metrics.kept), default=0.0)
         self._started = started - before
-        self._tokens = tokens
+        self._items_per_round = items_per_round
         self._bytes_across_placement = bytes_across_placement
         self._stop_on_non_finite = stop_on_non_finite
         self._pending: tuple[int, Metrics] | None = None
-        self._idle = 0.0  # since the clock was started
+        self._idle = 0.0  # seconds since the clock was restarted
         self._clock = time.perf_counter()
 
-    def run(self, parameters: int, participants: int) -> None:
-        """Records what the run is, unless an earlier process has.
+    def log_run(self, num_parameters: int, num_participants: int, item_unit: str) -> None:
+        """Log the sizes of the run, unless an earlier process has.
 
         Args:
-            parameters: how many numbers the server's model has.
-            participants: how many participants take part in a round.
+            num_parameters: numbers in the server's model.
+            num_participants: participants in a round.
+            item_unit: what `items` counts: `"tokens"` or `"examples"`.
         """
         if not self._metrics.kept:
-            facts = {
-                "parameters": parameters,
-                "participants": participants,
-                "items_per_round": self._tokens,
+            sizes: dict[str, float | str] = {
+                "num_parameters": num_parameters,
+                "num_participants": num_participants,
+                "item_unit": item_unit,
+                "items_per_round": self._items_per_round,
                 "bytes_across_placement_per_round": self._bytes_across_placement,
             }
-            self._metrics.write("run", 0, facts)
+            self._metrics.write("run", 0, sizes)
 
-    def busy(self) -> bool:
-        """Whether the devices still work on the round that was dispatched last."""
+    def is_device_busy(self) -> bool:
+        """Return whether the devices still compute the round that was dispatched last."""
         pending: Mapping[str, Any] = self._pending[1] if self._pending else {}
         return not all(value.is_ready() for value in pending.values())
 
-    def dispatched(self, round_number: int, metrics: Metrics, idle: float) -> None:
-        """Takes a round that the devices have just been given, and records the one before.
+    def log_round(self, round_number: int, metrics: Metrics, idle_seconds: float) -> None:
+        """Accept the metrics of a round that was just dispatched, and log the round before it.
 
         Args:
             round_number: the round, from 1.
-            metrics: its metrics, which need not be computed yet.
-            idle: the seconds for which the devices may have waited for the round's batches.
+            metrics: its metrics, scalars that need not be computed yet.
+            idle_seconds: the seconds for which the devices may have waited for its cohort.
         """
-        self._idle += idle
+        self._idle += idle_seconds
         self.flush()
         self._pending = (round_number, metrics)
 
     def flush(self) -> None:
-        """Waits for the round that was dispatched last and records it.
+        """Wait for the round that was dispatched last, and log it.
 
         Raises:
-            NonFiniteError: if its loss is not finite, unless that is allowed.
+            NonFiniteError: its loss is not finite and `stop_on_non_finite` is True.
+            OSError: the line cannot be written.
         """
         if self._pending is None:
             return
@@ -100,60 +103,61 @@ class Recorder:
         now = time.perf_counter()
         seconds, idle = now - self._clock, self._idle
         self.restart_clock(now)
-        speed = self._tokens / seconds
+        items_per_second = self._items_per_round / seconds
         self._metrics.write(
             "training",
             round_number,
             {
                 **values,
-                "tokens": round_number * self._tokens,
+                "items": round_number * self._items_per_round,
                 "bytes_across_placement": round_number * self._bytes_across_placement,
                 "seconds": seconds,
                 "input_wait_fraction": idle / seconds,
-                "tokens_per_second": speed,
+                "items_per_second": items_per_second,
                 "wall_seconds": now - self._started,
             },
         )
-        self._progress.round(round_number, values["loss"], speed)
+        self._progress.round(round_number, values["loss"], items_per_second)
         if self._stop_on_non_finite and not math.isfinite(values["loss"]):
             raise NonFiniteError(f"the loss of round {round_number} is {values['loss']}")
 
-    def evaluation(self, round_number: int, values: Mapping[str, float]) -> None:
-        """Records the metrics on held-out data.
+    def log_evaluation(self, round_number: int, values: Mapping[str, float]) -> None:
+        """Log the metrics on held-out data.
 
         Args:
             round_number: the round after which they were measured.
-            values: the metrics by name, as floats, with ``"loss"``.
+            values: the metrics by name, as floats, with `"loss"`.
+
+        Raises:
+            OSError: the line cannot be written.
         """
-        own = {
-            "tokens": round_number * self._tokens,
+        counts = {
+            "items": round_number * self._items_per_round,
             "bytes_across_placement": round_number * self._bytes_across_placement,
             "wall_seconds": time.perf_counter() - self._started,
         }
-        # A loss function may report its tokens too: here they are those of the training.
-        measured = {name: value for name, value in values.items() if name not in own}
-        self._metrics.write("evaluation", round_number, measured | own)
-        self._progress.evaluation(round_number, measured)
+        self._metrics.write("evaluation", round_number, {**values, **counts})
+        self._progress.evaluation(round_number, values)
         self.restart_clock()
 
     def check_params(self, round_number: int, params: Params) -> None:
-        """Makes sure that parameters are worth saving.
+        """Check that all parameters are finite before they are saved.
 
         Args:
-            round_number: the round after which they stand.
+            round_number: the number of completed rounds.
             params: the server's model.
 
         Raises:
-            NonFiniteError: if a parameter is not finite, unless that is allowed.
+            NonFiniteError: a parameter is not finite and `stop_on_non_finite` is True.
         """
         if self._stop_on_non_finite and not _all_finite(params):
             raise NonFiniteError(f"a parameter is not finite after round {round_number}")
 
     def restart_clock(self, now: float | None = None) -> None:
-        """Leaves the time since the last round out of the throughput.
+        """Exclude the time since the last round from the throughput.
 
         Args:
-            now: the `time.perf_counter()` from which to count; by default this moment.
+            now: the `time.perf_counter()` from which to count. Default None: the current time.
         """
         self._clock = time.perf_counter() if now is None else now
         self._idle = 0.0

@@ -1,34 +1,41 @@
-"""What a run measures: one JSON object a line in ``metrics.jsonl``, and TensorBoard scalars."""
+"""The metrics of a run: one JSON object per line in `metrics.jsonl`, and TensorBoard scalars."""
 
 import json
 import math
 import os
+import socket
+import time
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from tensorboardX import SummaryWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.record_writer import RecordWriter
+from tensorboardX.summary import scalar
 
 from fedpax.training.configuration import write_atomically
+from fedpax.training.console import print_error
 
 FILE = "metrics.jsonl"
 
-TIMINGS = frozenset({"seconds", "tokens_per_second", "input_wait_fraction", "wall_seconds"})
-"""The keys that differ between two runs of the same configuration; every other is repeated."""
+TIMINGS = frozenset({"seconds", "items_per_second", "input_wait_fraction", "wall_seconds"})
+"""The metrics that differ between two runs of one configuration; all others are equal."""
+
+SECONDS_BETWEEN_FLUSHES = 30.0
 
 
 def read_metrics(job_log_dir: str | Path) -> list[dict[str, Any]]:
-    """Reads the lines of ``metrics.jsonl``.
+    """Read the lines of `metrics.jsonl`.
 
-    Each line has ``"kind"`` and ``"round"``. The kinds are ``run`` (the first line: parameters,
-    participants), ``training`` (one a round) and ``evaluation``.
+    Each line has `"kind"` and `"round"`. The kinds are `run` (the first line: sizes of the model
+    and of a round), `training` (one per round) and `evaluation`. Damaged lines are left out.
 
     Args:
         job_log_dir: a run's folder.
 
     Returns:
-        The lines up to the first one that a kill left unfinished; none if there is no file.
+        The lines; none if there is no file.
 
     Example:
         >>> import tempfile
@@ -38,20 +45,11 @@ def read_metrics(job_log_dir: str | Path) -> list[dict[str, Any]]:
         >>> read_metrics(folder)
         [{'kind': 'training', 'round': 1, 'loss': 2.5}]
     """
-    path = Path(job_log_dir) / FILE
-    lines: list[dict[str, Any]] = []
-    if not path.exists():
-        return lines
-    for text in path.read_bytes().split(b"\n")[:-1]:  # what follows the last newline is a part
-        try:
-            lines.append(json.loads(text))
-        except ValueError:
-            break
-    return lines
+    return _read(job_log_dir)[0]
 
 
 def select(lines: Iterable[Mapping[str, Any]], kind: str) -> list[Mapping[str, Any]]:
-    """Returns the lines of one kind.
+    """Return the lines of one kind.
 
     Example:
         >>> select([{"kind": "run"}, {"kind": "training", "round": 1}], "training")
@@ -61,59 +59,115 @@ def select(lines: Iterable[Mapping[str, Any]], kind: str) -> list[Mapping[str, A
 
 
 class MetricsWriter(AbstractContextManager["MetricsWriter"]):
-    """Appends to ``metrics.jsonl`` and to TensorBoard's files; a context manager.
+    """A writer that appends to `metrics.jsonl` and to TensorBoard's files; a context manager.
 
-    Opened for a run that goes on after round ``r``, it first cuts every line of a later round, so
-    that in the end the file equals that of an unbroken run apart from :data:`TIMINGS`.
-    TensorBoard is told to hide the same rounds.
+    A run that resumes after round r first drops the lines of later rounds. In the end the file
+    equals that of an uninterrupted run apart from `TIMINGS`. TensorBoard hides the same rounds.
 
     Args:
         job_log_dir: the run's folder.
-        after: the round of the checkpoint from which the run goes on; 0 for a fresh run.
-        writes: whether this process writes at all; with several processes one of them does.
+        after: the round of the checkpoint from which the run resumes; 0 for a new run.
+        enabled: False writes nothing; with several processes only one writes.
 
     Attributes:
-        kept: the lines that were there and stay.
+        kept: the lines of earlier processes that stay in the file.
     """
 
-    def __init__(self, job_log_dir: str | Path, *, after: int = 0, writes: bool = True) -> None:
+    def __init__(self, job_log_dir: str | Path, *, after: int = 0, enabled: bool = True) -> None:
         folder = Path(job_log_dir)
-        # A line of round 0 describes the run; a fresh run writes its own.
-        self.kept = [line for line in read_metrics(folder) if after > 0 and line["round"] <= after]
-        self._writes = writes
-        if not writes:
+        lines, damaged = _read(folder)
+        # The line of round 0 describes the run; a new run writes its own.
+        self.kept = [line for line in lines if after > 0 and line["round"] <= after]
+        self._enabled = enabled
+        if not enabled:
             return
+        if damaged and after > 0:
+            numbers = ", ".join(map(str, damaged))
+            print_error(
+                f"{folder / FILE}: line {numbers} is damaged (expected a JSON object with kind and "
+                "round) and is removed; all other lines are kept."
+            )
         path = folder / FILE
         write_atomically(path, "".join(json.dumps(line) + "\n" for line in self.kept))
         self._file = path.open("a")
-        self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=after + 1)
+        # Not tensorboardX's SummaryWriter: its thread dies with a traceback when the disk is full.
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.after{after}"
+        (folder / "tensorboard").mkdir(exist_ok=True)
+        self._events = RecordWriter(str(folder / "tensorboard" / name))
+        self._add_event(0, file_version="brain.Event:2")
+        self._add_event(after + 1, session_log=SessionLog(status=SessionLog.START))
+        self._flushed = time.monotonic()
 
-    def write(self, kind: str, round_number: int, values: Mapping[str, float]) -> None:
-        """Writes one line, and each number as the TensorBoard scalar ``kind/name``.
+    def write(self, kind: str, round_number: int, values: Mapping[str, float | str]) -> None:
+        """Write one line, and each number as the TensorBoard scalar `kind/name`.
 
-        A value that is not finite is written as ``null``, which every JSON reader takes.
+        A number that is not finite is written as `null`, because JSON has no NaN and no infinity.
 
         Args:
-            kind: ``"run"``, ``"training"`` or ``"evaluation"``.
-            round_number: the round after which it was measured.
-            values: numbers by name.
+            kind: `"run"`, `"training"` or `"evaluation"`.
+            round_number: the round after which the values were measured.
+            values: numbers and texts by name.
+
+        Raises:
+            OSError: the line cannot be written, for example because the disk is full.
         """
-        if not self._writes:
+        if not self._enabled:
             return
-        finite = {key: v if math.isfinite(v) else None for key, v in values.items()}
+        finite = {key: v if _is_json(v) else None for key, v in values.items()}
         self._file.write(json.dumps({"kind": kind, "round": round_number, **finite}) + "\n")
         self._file.flush()
         for key, value in values.items():
-            self._tensorboard.add_scalar(f"{kind}/{key}", value, round_number)
+            if not isinstance(value, str):
+                self._add_event(round_number, summary=scalar(f"{kind}/{key}", value))
+        if time.monotonic() - self._flushed > SECONDS_BETWEEN_FLUSHES:
+            self._events.flush()
+            self._flushed = time.monotonic()
+
+    def _add_event(self, step: int, **content: Any) -> None:
+        event = Event(wall_time=time.time(), step=step, **content)
+        self._events.write(event.SerializeToString())
 
     def sync(self) -> None:
-        """Waits until the lines are on the disk: a checkpoint must never be ahead of them."""
-        if self._writes:
-            os.fsync(self._file.fileno())
-            self._tensorboard.flush()
+        """Wait until the lines are on the disk: a checkpoint must not be newer than the lines.
 
-    def __exit__(self, *error: object) -> None:
-        """Closes the files."""
-        if self._writes:
-            self._file.close()
-            self._tensorboard.close()
+        Raises:
+            OSError: the lines cannot be written, for example because the disk is full.
+        """
+        if self._enabled:
+            os.fsync(self._file.fileno())
+            self._events.flush()
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        """Close the files. An error in closing must not hide the error that ends the run."""
+        if not self._enabled:
+            return
+        for file in (self._file, self._events):
+            try:
+                file.close()
+            except OSError:
+                if kind is None:
+                    raise
+
+
+def _read(job_log_dir: str | Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """Return the whole lines of `metrics.jsonl`, and the numbers of the damaged ones, from 1."""
+    path = Path(job_log_dir) / FILE
+    lines: list[dict[str, Any]] = []
+    damaged: list[int] = []
+    if not path.exists():
+        return lines, damaged
+    # A kill can leave a part of a line after the last newline: it is no damage.
+    for number, text in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            line = json.loads(text)
+        except ValueError:
+            line = None
+        if isinstance(line, dict) and type(line.get("round")) is int and "kind" in line:
+            lines.append(line)
+        else:
+            damaged.append(number)
+    return lines, damaged
+
+
+def _is_json(value: float | str) -> bool:
+    return isinstance(value, str) or math.isfinite(value)

@@ -1,48 +1,54 @@
-"""Notices that the process is asked to stop, so that the training can save first."""
+"""Preemption: stop a run on SIGTERM or Ctrl-C, and save it first if there is anything to save."""
 
+import os
 import signal
 import subprocess
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from jax.experimental import multihost_utils
 
+from fedpax.training.console import print_error
 
-class Interruption:
-    """Turns SIGTERM and the first Ctrl-C into a question that the loop asks once a round.
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
-    A context manager: the handlers that were there before are put back at its end. A second
-    Ctrl-C raises ``KeyboardInterrupt`` at once. Where ``jax.distributed`` runs, JAX's own
-    preemption service takes SIGTERM and makes every process stop after the same round. Outside
-    the main thread, where Python allows no handlers, nothing is noticed.
+
+class PreemptionGuard:
+    """A context manager that turns SIGTERM and the first Ctrl-C into a stop after the round.
+
+    The signal is acknowledged on stderr at once, even while the main thread waits for the devices.
+    A second Ctrl-C raises `KeyboardInterrupt`. On exit the former handlers are restored.
+
+    If `jax.distributed` is initialized, JAX's preemption service handles SIGTERM instead and makes
+    every process stop after the same round. Outside the main thread, where Python allows no
+    handlers, signals are not noticed.
 
     Attributes:
-        signal: the signal that was received, if any.
+        signal: the signal that was received, or None.
 
     Example:
         >>> import os
-        >>> with Interruption() as interruption:
+        >>> with PreemptionGuard() as preemption:
         ...     os.kill(os.getpid(), signal.SIGTERM)
-        ...     interruption.reached(round_number=1)
+        ...     preemption.should_stop(round_number=1)
         True
     """
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self._distributed = jax.distributed.is_initialized()
-        self._previous: dict[signal.Signals, Any] = {}
+        self._watch: Any = None
 
-    def reached(self, round_number: int) -> bool:
-        """Says whether to stop now; every process must ask with the same round numbers.
+    def should_stop(self, round_number: int) -> bool:
+        """Return whether to save and stop now.
 
         Args:
-            round_number: the number of rounds that are done.
-
-        Returns:
-            Whether the run must save and stop.
+            round_number: the number of completed rounds; the same in every process.
         """
         if not self._distributed:
             return self.signal is not None
@@ -51,49 +57,114 @@ class Interruption:
             return True
         return False
 
-    def __enter__(self) -> "Interruption":
-        """Installs the handlers."""
-        if not self._distributed and threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._previous[number] = signal.signal(number, self._receive)
+    def __enter__(self) -> "PreemptionGuard":
+        """Install the handlers."""
+        if not self._distributed:
+            self._watch = _watch_signals(self._receive, self._acknowledge)
+            self._watch.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Puts back the handlers that were there."""
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+        """Restore the former handlers."""
+        if self._watch is not None:
+            self._watch.__exit__(None, None, None)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number)
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
+    @staticmethod
+    def _acknowledge(number: int) -> None:
+        again = " Press Ctrl-C again to stop without saving." if number == signal.SIGINT else ""
+        _print_signal(number, f"stopping after the current round, then saving.{again}")
 
-def run_process(command: Sequence[str]) -> int:
-    """Runs a process that trains, and leaves it to it how to stop when this one is asked to.
 
-    SIGTERM is passed on. Ctrl-C is not: a terminal sends it to both processes.
+@contextmanager
+def exit_on_signals() -> Iterator[None]:
+    """Exit on SIGTERM and Ctrl-C at once, with status 128 + signal: nothing needs saving.
+
+    For the time before and after the training loop, such as imports and compilation.
+    """
+
+    def stop(number: int) -> NoReturn:
+        # Not an exception: imports and callbacks may catch it, and compiled code delays it.
+        _print_signal(number, "stopped; there was nothing to save.")
+        os._exit(128 + number)
+
+    with _watch_signals(lambda number, frame: None, stop):
+        yield
+
+
+def _print_signal(number: int, text: str) -> None:
+    below_the_progress_bar = "\n" if sys.stderr.isatty() else ""
+    print_error(f"{below_the_progress_bar}fedpax: {signal.Signals(number).name}: {text}")
+
+
+@contextmanager
+def _watch_signals(
+    handler: Callable[[int, FrameType | None], None], acknowledge: Callable[[int], None]
+) -> Iterator[None]:
+    """Handle the signals in the main thread, and acknowledge them at once in a thread.
+
+    Python runs a handler between two bytecodes of the main thread, so not before compiled code
+    such as XLA's compiler returns. It writes the signal's number to a file immediately.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def watch() -> None:
+        while numbers := os.read(reader, 1):
+            if numbers[0] in SIGNALS:
+                acknowledge(numbers[0])
+
+    thread = threading.Thread(target=watch, name="signals", daemon=True)
+    thread.start()
+    before = {number: signal.signal(number, handler) for number in SIGNALS}
+    former_writer = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(former_writer)
+        for number, former in before.items():
+            signal.signal(number, former)
+        os.close(writer)
+        thread.join()
+        os.close(reader)
+
+
+def run_subprocess(command: Sequence[str]) -> int:
+    """Run a process that trains, and let it save when this process is asked to stop.
+
+    SIGTERM is forwarded. Ctrl-C is not, because a terminal sends it to both processes.
 
     Args:
         command: the program and its arguments.
 
     Returns:
-        Its exit status; 128 and the signal's number if a signal ended it.
+        The process's exit status; 128 + signal if a signal ended it.
 
     Example:
         >>> import sys
-        >>> run_process([sys.executable, "-c", "raise SystemExit(3)"])
+        >>> run_subprocess([sys.executable, "-c", "raise SystemExit(3)"])
         3
     """
-    process = subprocess.Popen(command)
-    handlers: dict[signal.Signals, Any] = {
-        signal.SIGTERM: lambda number, frame: process.send_signal(number),
-        signal.SIGINT: lambda number, frame: None,
-    }
-    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
+    process: subprocess.Popen[bytes] | None = None
+    terminated = False
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        nonlocal terminated
+        if number == signal.SIGTERM:
+            terminated = True
+            if process is not None:
+                process.send_signal(number)
+
+    with _watch_signals(forward, lambda number: None):
+        process = subprocess.Popen(command)
+        if terminated:  # before the process was there
+            process.terminate()
         status = process.wait()
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
     return status if status >= 0 else 128 - status

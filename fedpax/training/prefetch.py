@@ -1,25 +1,32 @@
-"""Prepares the next round's batches on a thread while the devices work on this round's."""
+"""Prefetching: prepare the next round's cohort on a thread while the devices train."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
-from fedpax.training.experiment import BatchStream
+from fedpax.clients.cohort import Cohort
+from fedpax.clients.cohort_stream import CohortStream
+from fedpax.training.shardings import ShardingTree
+
+StreamState = dict[str, Any] | bytes
+"""The position of a stream, as its `get_state` returns it."""
+
+Tree = TypeVar("Tree")
 
 
 class Prefetch(AbstractContextManager["Prefetch"]):
-    """Draws rounds of batches one ahead, each with the stream's state just after it.
+    """A thread that draws cohorts one round ahead, each with the stream's position after it.
 
-    The stream itself runs ahead of the training; what a checkpoint needs is where the stream
-    stood after the round that it saves, so this is drawn together with the batches. A context
-    manager: its end stops the thread.
+    The stream runs ahead of the training. A checkpoint needs the stream's position after the round
+    that it saves, so every position is recorded together with its cohort. A context manager: on
+    exit the thread stops.
 
     Args:
-        stream: where the batches come from; only the thread touches it from here on.
-        sharding: where they go, a prefix of their structure.
-        count: how many rounds are to be drawn at most.
+        stream: the stream; from here on only the thread uses it.
+        sharding: the cohort's shardings, a prefix of its structure.
+        num_rounds: the number of rounds to draw at most.
 
     Example:
         >>> import numpy as np
@@ -27,90 +34,93 @@ class Prefetch(AbstractContextManager["Prefetch"]):
         ...     count = 0
         ...     def __next__(self):
         ...         self.count += 1
-        ...         return np.full(2, self.count)
+        ...         return Cohort(np.full(2, self.count))
         ...     def get_state(self):
         ...         return {"count": self.count}
         ...     def set_state(self, state):
         ...         self.count = state["count"]
         >>> device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        >>> with Prefetch(Counting(), device, count=2) as batches:
+        >>> with Prefetch(Counting(), device, num_rounds=2) as cohorts:
         ...     for _ in range(2):
-        ...         values, state = batches.next()
-        ...         print(values, state)
+        ...         cohort, state = cohorts.next()
+        ...         print(cohort.batches, state)
         [1 1] {'count': 1}
         [2 2] {'count': 2}
     """
 
-    def __init__(self, stream: BatchStream, sharding: Any, count: int) -> None:
+    def __init__(self, stream: CohortStream, sharding: ShardingTree, num_rounds: int) -> None:
         self._stream = stream
         self._sharding = sharding
-        self._left = count
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
-        self._future: Future[tuple[Any, Any]] | None = None
+        self._rounds_left = num_rounds
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cohorts")
+        self._future: Future[tuple[Cohort, StreamState]] | None = None
         self._submit()
 
-    def peek(self) -> Any:
-        """Waits for the next round's batches and leaves them to be drawn.
+    def peek(self) -> Cohort:
+        """Wait for the next round's cohort without drawing it.
 
         Returns:
-            The batches on the devices.
+            The cohort, on the devices.
         """
         return self._result()[0]
 
-    def next(self) -> tuple[Any, Any]:
-        """Waits for the next round's batches and starts to prepare those after it.
+    def next(self) -> tuple[Cohort, StreamState]:
+        """Wait for the next round's cohort and start to prepare the one after it.
 
         Returns:
-            The batches on the devices, and the stream's state after them.
+            The cohort, on the devices, and the stream's position after it.
 
         Raises:
-            ValueError: if the stream ends before ``count`` rounds.
-            IndexError: if more than ``count`` rounds are asked for.
+            ValueError: the stream ends before `num_rounds` rounds.
+            IndexError: more than `num_rounds` rounds are asked for.
         """
         drawn = self._result()
         self._submit()
         return drawn
 
-    def _result(self) -> tuple[Any, Any]:
+    def _result(self) -> tuple[Cohort, StreamState]:
         if self._future is None:
-            raise IndexError("All rounds of batches have been drawn: make Prefetch with more.")
+            raise IndexError(
+                "Prefetch has drawn all its rounds, expected no further call. Make it with a "
+                "larger num_rounds."
+            )
         try:
             return self._future.result()
         except StopIteration as error:
             raise ValueError(
-                f"The stream of batches ended with {self._left + 1} rounds still to come: it must "
-                "be endless (repeat the data), or training.rounds smaller."
+                f"Run.cohorts ended {self._rounds_left + 1} rounds before training.rounds, "
+                "expected an endless stream. Repeat the data, or lower training.rounds."
             ) from error
 
     def _submit(self) -> None:
-        self._future = self._thread.submit(self._draw) if self._left > 0 else None
-        self._left -= 1
+        self._future = self._thread.submit(self._draw) if self._rounds_left > 0 else None
+        self._rounds_left -= 1
 
-    def _draw(self) -> tuple[Any, Any]:
-        batches = next(self._stream)
-        return place(batches, self._sharding), self._stream.get_state()
+    def _draw(self) -> tuple[Cohort, StreamState]:
+        cohort = next(self._stream)
+        return place(cohort, self._sharding), self._stream.get_state()
 
     def __exit__(self, *error: object) -> None:
-        """Stops the thread, after the batches that it is preparing."""
+        """Stop the thread, after the cohort that it is preparing."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
 
-def place(tree: Any, sharding: Any) -> Any:
-    """Puts arrays of the host onto the mesh.
+def place(tree: Tree, sharding: ShardingTree) -> Tree:
+    """Copy arrays from the host to the mesh.
 
     Args:
-        tree: a pytree of NumPy arrays, whole in every process.
-        sharding: a ``NamedSharding``, or a tree of them that is a prefix of ``tree``.
+        tree: a pytree of NumPy arrays; every process holds all of it.
+        sharding: a `NamedSharding`, or a tree of them that is a prefix of `tree`.
 
     Returns:
-        The same tree of ``jax.Array``.
+        The same tree of `jax.Array`.
     """
     if jax.process_count() == 1:
         return jax.device_put(tree, sharding)
-    # device_put would compare the whole arrays across processes first.
+    # jax.device_put would first compare the whole arrays across processes.
     return jax.tree.map(
-        lambda where, below: jax.tree.map(
-            lambda x: jax.make_array_from_callback(x.shape, where, x.__getitem__), below
+        lambda target, subtree: jax.tree.map(
+            lambda x: jax.make_array_from_callback(x.shape, target, x.__getitem__), subtree
         ),
         sharding,
         tree,

@@ -1,44 +1,53 @@
-"""Where an algorithm's state lives, derived from where its parameters live."""
+"""Shardings of an algorithm's state, derived from the shardings of the parameters."""
 
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fedpax.training.algorithm import Params, State
 
+ShardingTree: TypeAlias = NamedSharding | Iterable["ShardingTree"] | Mapping[Any, "ShardingTree"]
+"""A pytree whose leaves are `NamedSharding`s."""
+
 
 def state_shardings(
     state: State,
     params: Params,
-    params_shardings: Any,
+    params_shardings: ShardingTree,
     mesh: Mesh,
     *,
     placement: str,
-    participants: int,
-) -> Any:
-    """Gives every leaf of a state the sharding of the parameter that it belongs to.
+    num_participants: int,
+) -> ShardingTree:
+    """Give every leaf of a state the sharding of the parameter that it belongs to.
 
-    A leaf belongs to a parameter if its path in the state ends with the parameter's path and its
-    last axes are the parameter's: the server's model, momentum. Axes in front of them are what
-    each participant keeps, and the placement's mesh axis shards the first. So it does for any
-    other leaf with one entry a participant, such as the islands' counts of steps; the rest is on
-    every device. The compiler would infer none of this: the zeros of a fresh optimizer state do
-    not depend on the parameters.
+    A leaf belongs to a parameter if the leaf's path ends with the parameter's path and the leaf's
+    last axes are the parameter's axes: the server's model and momentum, for example. Such a leaf
+    keeps the parameter's sharding on these axes. Axes in front of them hold one entry per
+    participant, and the first of them is sharded over the placement's mesh axis.
+
+    A leaf that belongs to no parameter, but whose first axis has one entry per participant (such
+    as the islands' step counts), is sharded over the placement's mesh axis. All other leaves are
+    replicated.
+
+    The compiler cannot infer these shardings: the zeros of a new optimizer state do not depend on
+    the parameters.
 
     Args:
-        state: the state's abstract values, from ``jax.eval_shape``.
+        state: the state's abstract values, from `jax.eval_shape`.
         params: the parameters' abstract values.
-        params_shardings: a tree of ``NamedSharding`` with the structure of ``params``.
+        params_shardings: a tree of `NamedSharding` with the structure of `params`.
         mesh: the mesh.
-        placement: the placement's name, whether or not the mesh has an axis of that name.
-        participants: the placement's size.
+        placement: the placement's name; the mesh may or may not have an axis of that name.
+        num_participants: the placement's size.
 
     Returns:
-        A tree of ``NamedSharding`` with the structure of ``state``.
+        A tree of `NamedSharding` with the structure of `state`.
 
     Raises:
-        ValueError: if ``params_shardings`` has another structure than ``params``.
+        ValueError: if the structure of `params_shardings` is not that of `params`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -49,7 +58,7 @@ def state_shardings(
         >>> sharded = {"w": NamedSharding(mesh, PartitionSpec("fsdp"))}
         >>> state = {"momentum": {"w": like((3, 6), jnp.float32)}, "step": like((), jnp.int32)}
         >>> result = state_shardings(
-        ...     state, params, sharded, mesh, placement="clients", participants=3)
+        ...     state, params, sharded, mesh, placement="clients", num_participants=3)
         >>> tuple(result["momentum"]["w"].spec), tuple(result["step"].spec)
         (('clients', 'fsdp'), ())
     """
@@ -57,16 +66,16 @@ def state_shardings(
     given: Any = jax.tree.structure(params_shardings)
     if given != structure:
         raise ValueError(
-            f"shardings.params has the structure {given}, but the "
-            f"parameters have {structure}: give one NamedSharding for each parameter."
+            f"shardings.params has the structure {given}, expected that of the parameters, "
+            f"{structure}. Give one NamedSharding for each parameter."
         )
     known = [
         (path, leaf.shape, sharding.spec)
         for (path, leaf), sharding in zip(leaves, jax.tree.leaves(params_shardings), strict=True)
     ]
-    # The longest path first: "layer.w" must not be taken for "w".
+    # Longest path first: a leaf "layer.w" must match the parameter "layer.w" before "w".
     known.sort(key=lambda entry: -len(entry[0]))
-    divides = placement in mesh.shape and participants % mesh.shape[placement] == 0
+    divides = placement in mesh.shape and num_participants % mesh.shape[placement] == 0
 
     def sharding_of(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         own: tuple[Any, ...] = ()
@@ -77,7 +86,7 @@ def state_shardings(
             if belongs and before >= 0 and leaf.shape[before:] == shape:
                 own, front = tuple(spec), leaf.shape[:before]
                 break
-        placed = divides and front[:1] == (participants,)
+        placed = divides and front[:1] == (num_participants,)
         first = ((placement if placed else None),) + (None,) * (len(front) - 1) if front else ()
         spec = PartitionSpec(*first, *own) if placed or own else PartitionSpec()
         return NamedSharding(mesh, spec)

@@ -1,38 +1,51 @@
-"""The one loop that trains every experiment."""
+"""The training loop of every experiment."""
 
+import errno
+import os
 import signal
-import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
+from fedpax.clients.cohort_stream import CohortStream
 from fedpax.training.checkpoint import Checkpoints, latest_round
-from fedpax.training.compiled_round import compile_round, fresh_state
-from fedpax.training.configuration import claim, to_json
-from fedpax.training.experiment import BatchStream, Experiment
-from fedpax.training.logging import NonFiniteError, Recorder
+from fedpax.training.compiled_round import compile_round, init_state
+from fedpax.training.configuration import (
+    resolve_job_log_dir,
+    to_json,
+    write_configuration,
+)
+from fedpax.training.console import print_error
+from fedpax.training.experiment import Experiment
+from fedpax.training.job_dir import JobDirLock, check_configuration
+from fedpax.training.logging import NonFiniteError, RoundLogger
 from fedpax.training.metrics import MetricsWriter
-from fedpax.training.preemption import Interruption
+from fedpax.training.preemption import PreemptionGuard
 from fedpax.training.prefetch import Prefetch
 from fedpax.training.progress import Progress
 
 
-class Outcome(NamedTuple):
-    """How a call of :func:`train` ended.
+class StorageError(OSError):
+    """A run's folder cannot be written, for example because the disk is full."""
+
+
+class TrainingResult(NamedTuple):
+    """The result of a call of `train`.
 
     Attributes:
-        rounds: how many rounds the run has now.
-        finished: whether these are all.
-        trained: how many of them this call did; 0 if the run was finished already.
-        signal: the signal that stopped it, if one did.
-        evaluation: the newest held-out metrics of this call.
+        rounds: number of completed rounds of the run; all of them are saved.
+        finished: whether these are all rounds of the experiment.
+        rounds_trained: number of rounds that this call trained; 0 if the run was finished already.
+        signal: the signal that stopped the call, or None.
+        evaluation: the newest held-out metrics of this call, or None.
     """
 
     rounds: int
     finished: bool
-    trained: int
+    rounds_trained: int
     signal: signal.Signals | None
     evaluation: dict[str, float] | None
 
@@ -42,123 +55,177 @@ def train(
     job_log_dir: str | Path,
     *,
     exp: str = "",
-    accept_changes: bool = False,
-) -> Outcome:
-    """Trains an experiment in a folder, or goes on where the folder stands.
+    allow_config_change: Collection[str] = (),
+) -> TrainingResult:
+    """Train an experiment in a folder, or resume the run that the folder holds.
 
-    The folder gets ``config.json``, ``metrics.jsonl``, ``tensorboard/`` and ``checkpoints/``. A
-    run that was killed at any moment goes on from its last checkpoint, and its parameters are in
-    the end bitwise those of an unbroken run. SIGTERM and Ctrl-C save after the current round.
+    The folder gets `config.json`, `metrics.jsonl`, `tensorboard/` and `checkpoints/`. A run that is
+    killed at any moment resumes from its last checkpoint, and its final parameters equal those of
+    an uninterrupted run bit by bit. SIGTERM and Ctrl-C save after the current round.
 
-    Throughput counts from one round's end to the next, so it holds the rounds and the waiting for
-    data, but neither compilation nor evaluation nor saving. ``input_wait_fraction`` is the part of
-    that time in which the devices had nothing to do but wait for the batches, which a thread
-    prepares meanwhile; at most so, as what they still did while the loop waited is not known.
+    Throughput is measured from the end of one round to the end of the next. It includes the round
+    and the wait for its cohort, but not compilation, evaluation and saving.
+    `input_wait_fraction` is an upper bound on the fraction of this time in which the devices were
+    idle because the next cohort was not ready.
 
     Args:
-        experiment: what to train.
-        job_log_dir: the folder, on a file system that every process sees.
-        exp: the experiment's name on the command line, recorded in ``config.json``.
-        accept_changes: go on in a folder of another configuration: another mesh, more rounds, or
-            another number of participants. Where the data are dealt out otherwise, they begin anew.
+        experiment: the experiment.
+        job_log_dir: the run's folder, on a file system that every process sees.
+        exp: the experiment's name on the command line, recorded in `config.json`.
+        allow_config_change: paths of fields that may differ from the folder's configuration, such
+            as `["mesh", "optimizer.learning_rate"]`. A path allows all fields below it. Default:
+            only `training.rounds` may grow, once the run is finished.
 
     Returns:
-        How far it came. :func:`fedpax.training.checkpoint.load_params` loads the model.
+        The progress. `fedpax.training.checkpoint.load_params` loads the model.
 
     Raises:
-        ConfigurationError: if the folder belongs to another configuration.
-        ValueError: if there are too few devices, or the algorithm breaks its contract.
-        NonFiniteError: if the loss or the parameters are not finite any more.
+        ConfigurationError: the folder holds another configuration, or another process trains there.
+        ValueError: there are too few devices, or the algorithm breaks its contract.
+        NonFiniteError: the loss or a parameter is not finite.
+        StorageError: the folder cannot be written, for example because the disk is full.
     """
+    if isinstance(allow_config_change, str):
+        allow_config_change = allow_config_change.split(",")
+    folder = resolve_job_log_dir(job_log_dir)
+    with JobDirLock(folder):
+        check_configuration(folder, experiment, exp, allow_config_change=allow_config_change)
+        done = latest_round(folder) or 0
+        if done >= experiment.training.rounds:
+            return TrainingResult(done, True, rounds_trained=0, signal=None, evaluation=None)
+        try:
+            return _train(experiment, folder, exp, allow_config_change)
+        except Exception as error:
+            if (reason := _storage_failure(error)) is None:
+                raise
+            raise StorageError(_stopped(exp, experiment, folder, reason)) from error
+
+
+def _train(
+    experiment: Experiment, folder: Path, exp: str, allow_config_change: Collection[str]
+) -> TrainingResult:
     started = time.perf_counter()
     training = experiment.training
-    name = exp or type(experiment).__name__
     primary = jax.process_index() == 0
-    claim(job_log_dir, experiment, exp, accept_changes=accept_changes, writes=False)
-    first = done = latest_round(job_log_dir) or 0
-    if done >= training.rounds:
-        return Outcome(done, finished=True, trained=0, signal=None, evaluation=None)
+    first = done = saved = latest_round(folder) or 0
     run = experiment.build()
     configuration = to_json(experiment)
     evaluation: dict[str, float] | None = None
     with (
-        Interruption() as interruption,
         jax.set_mesh(run.mesh),
-        Checkpoints(job_log_dir, keep=training.keep_checkpoints) as checkpoints,
-        MetricsWriter(job_log_dir, after=first, writes=primary) as metrics,
-        Progress(name, first=first, rounds=training.rounds, shows=primary) as progress,
+        Checkpoints(folder, keep=training.keep_checkpoints) as checkpoints,
+        MetricsWriter(folder, after=first, enabled=primary) as metrics,
+        Progress(
+            exp or type(experiment).__name__,
+            first=first,
+            rounds=training.rounds,
+            item_unit=run.item_unit,
+            enabled=primary,
+        ) as progress,
     ):
         if first:
-            _go_on(run.batches, checkpoints.restore_batches(), accept_changes)
-        with Prefetch(run.batches, run.shardings.batches, training.rounds - first) as prefetch:
-            program = compile_round(run, prefetch.peek())
+            _restore_stream(run.cohorts, checkpoints.restore_stream_state(), allow_config_change)
+        with Prefetch(run.cohorts, run.shardings.cohort, training.rounds - first) as prefetch:
+            compiled = compile_round(run, prefetch.peek())
             if first:
-                state = checkpoints.restore_state(program.state, program.participants)
+                state = checkpoints.restore_state(compiled.state, compiled.num_participants)
             else:
-                state = fresh_state(run, program, training.seed)
-            recorder = Recorder(
+                state = init_state(run, compiled, training.seed)
+            logger = RoundLogger(
                 metrics,
                 progress,
                 started=started,
-                tokens=run.items_per_round,
-                bytes_across_placement=program.bytes_across_placement,
+                items_per_round=run.items_per_round,
+                bytes_across_placement=compiled.bytes_across_placement,
                 stop_on_non_finite=training.stop_on_non_finite,
             )
-            # Now that it can run: a run that is refused leaves the folder to another.
-            claim(job_log_dir, experiment, exp, accept_changes=accept_changes, writes=primary)
-            recorder.run(program.parameters, program.participants)
+            # Only now, because a configuration that cannot run must not bind the folder.
+            if primary:
+                write_configuration(folder, experiment, exp)
+            logger.log_run(compiled.num_parameters, compiled.num_participants, run.item_unit)
 
             def save() -> None:
-                # The lines first: a run that goes on from a checkpoint must find all of them.
-                recorder.flush()
-                recorder.check_params(done, state.params)
+                # The metrics first: a run that resumes from a checkpoint must find its lines.
+                logger.flush()
+                logger.check_params(done, state.params)
                 metrics.sync()
-                checkpoints.save(done, state, position, configuration)
-                recorder.restart_clock()
+                checkpoints.save(done, state, stream_state, configuration)
 
-            try:
-                while done < training.rounds and not interruption.reached(done):
-                    asked = time.perf_counter()
-                    batches, position = prefetch.next()
-                    idle = 0.0 if recorder.busy() else time.perf_counter() - asked
-                    state, values = program.round(state, batches)
-                    done += 1
-                    recorder.dispatched(done, values, idle)
-                    if _due(done, training.evaluate_every, training.rounds):
-                        recorder.flush()
-                        evaluation = run.evaluate(state.params)
-                        recorder.evaluation(done, evaluation)
-                    if _due(done, training.checkpoint_every, training.rounds):
+            # Until here there is nothing to save, and a signal stops the process immediately.
+            with PreemptionGuard() as preemption:
+                try:
+                    while done < training.rounds and not preemption.should_stop(done):
+                        asked = time.perf_counter()
+                        cohort, stream_state = prefetch.next()
+                        busy = logger.is_device_busy()
+                        idle_seconds = 0.0 if busy else time.perf_counter() - asked
+                        state, values = compiled.round(state, cohort)
+                        done += 1
+                        logger.log_round(done, values, idle_seconds)
+                        if _is_due(done, training.evaluate_every, training.rounds):
+                            logger.flush()
+                            evaluation = run.evaluate(state.params)
+                            logger.log_evaluation(done, evaluation)
+                        if _is_due(done, training.checkpoint_every, training.rounds):
+                            save()
+                            logger.restart_clock()
+                            saved = done
+                    if done > saved:
                         save()
-                if done > (checkpoints.latest_round() or 0):
-                    save()
-            except NonFiniteError as error:
-                kept = checkpoints.latest_round()
-                raise NonFiniteError(
-                    f"{name} stopped: {error}. "
-                    f"{f'The checkpoint of round {kept}' if kept else 'No checkpoint'} is kept. "
-                    "Start anew with a smaller learning rate or clipped gradients, or go on "
-                    "regardless with --training.stop_on_non_finite=False --accept_changes."
-                ) from None
-    return Outcome(
+                except NonFiniteError as error:
+                    checkpoints.wait()
+                    remedy = (
+                        "Start again with a smaller learning rate or with clipped gradients. To "
+                        "continue anyway, add --training.stop_on_non_finite=False and "
+                        "--allow_config_change=training.stop_on_non_finite."
+                    )
+                    reason = f"{error}, expected finite values"
+                    raise NonFiniteError(
+                        _stopped(exp, experiment, folder, reason, remedy)
+                    ) from None
+                checkpoints.wait()
+    return TrainingResult(
         done,
         finished=done == training.rounds,
-        trained=done - first,
-        signal=interruption.signal if done < training.rounds else None,
+        rounds_trained=done - first,
+        signal=preemption.signal if done < training.rounds else None,
         evaluation=evaluation,
     )
 
 
-def _go_on(stream: BatchStream, position: Any, accept_changes: bool) -> None:
-    """Goes to where the stream of batches stood, unless it is another stream now."""
+def _restore_stream(
+    stream: CohortStream, stream_state: Any, allow_config_change: Collection[str]
+) -> None:
+    """Move a stream to a saved position; if its settings were changed on purpose, start anew."""
     try:
-        stream.set_state(position)
+        stream.set_state(stream_state)
     except ValueError as error:
-        if not accept_changes:
+        if not allow_config_change:
             raise
-        print(f"The data begin anew. {error}", file=sys.stderr)
+        print_error(f"The data start again from their first round: {error}")
 
 
-def _due(round_number: int, every: int, rounds: int) -> bool:
-    """Whether something that happens every so many rounds, and after the last, happens now."""
+def _is_due(round_number: int, every: int, rounds: int) -> bool:
+    """Return whether an action that runs every few rounds, and after the last, runs now."""
     return round_number == rounds or (every > 0 and round_number % every == 0)
+
+
+def _storage_failure(error: BaseException) -> str | None:
+    """Return the reason if an error says that files cannot be written."""
+    numbers = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    if isinstance(error, OSError) and error.errno in numbers:
+        return os.strerror(error.errno)
+    # Orbax and TensorStore wrap the error of the operating system in others.
+    found = [os.strerror(number) for number in numbers if os.strerror(number) in str(error)]
+    return found[0] if found else None
+
+
+def _stopped(
+    exp: str, experiment: Experiment, folder: Path, reason: str, remedy: str | None = None
+) -> str:
+    kept = latest_round(folder)
+    return (
+        f"{exp or type(experiment).__name__} stopped: {reason}. "
+        f"{f'The checkpoint of round {kept}' if kept else 'No checkpoint'} is kept in {folder}. "
+        + (remedy or "Make room on the disk, then run the same command again to resume.")
+    )

@@ -113,7 +113,7 @@ def test_it_goes_on_with_another_number_of_islands(
         mesh=MeshConfig(islands=4, fsdp=2),
         training=TrainingConfig(rounds=4, evaluate_every=1, checkpoint_every=0),
     )
-    outcome = train(more, tmp_path, accept_changes=True)
+    outcome = train(more, tmp_path, allow_config_change=["islands", "mesh"])
     assert (outcome.rounds, outcome.rounds_trained) == (4, 2)
     assert "islands is 4 and was 2" in capsys.readouterr().err
     losses = [line["loss"] for line in select(read_metrics(tmp_path), "evaluation")]

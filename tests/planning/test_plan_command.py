@@ -105,7 +105,7 @@ def test_a_plan_on_simulated_devices(run: Run, tmp_path: Path) -> None:
         ),
         (["plan", EXP, "--topology=cpu:8", "--says_shapes=False"], ["cohort_shapes"]),
         (["plan", EXP, "--topology=cpu:8", "--layer=3"], ["Perhaps you meant"]),
-        (["plan", EXP, "--topology=cpu:8", "--accept_changes"], ["accept_changes"]),
+        (["plan", EXP, "--topology=cpu:8", "--allow_config_change=x"], ["allow_config_change"]),
     ],
 )
 def test_plans_that_are_refused(run: Run, arguments: list[str], words: list[str]) -> None:

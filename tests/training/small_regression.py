@@ -139,7 +139,7 @@ class Regression(Experiment):
         return Run(
             algorithm=local_sgd(loss_fn, self.clients, self.learning_rate),
             init=init,
-            batches=RandomRounds((self.clients, 2, 8), features, seed=0, pause=self.pause),
+            cohorts=RandomRounds((self.clients, 2, 8), features, seed=0, pause=self.pause),
             evaluate=lambda params: {"loss": float(held_out_loss(params, held_out_batch))},
             mesh=mesh,
             shardings=Shardings(
@@ -147,7 +147,7 @@ class Regression(Experiment):
                     "hidden": NamedSharding(mesh, PartitionSpec(None, fsdp)),
                     "out": NamedSharding(mesh, PartitionSpec(fsdp)),
                 },
-                batches=NamedSharding(mesh, PartitionSpec(clients)),
+                cohort=NamedSharding(mesh, PartitionSpec(clients)),
             ),
             items_per_round=self.clients * 2 * 8,
             placement="clients",

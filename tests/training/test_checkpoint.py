@@ -66,7 +66,7 @@ def test_everything_comes_back_bitwise(
         checkpoints.save(3, state, position, {"exp": "x"})
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         assert checkpoints.latest_round() == 3
-        assert checkpoints.restore_batches() == position
+        assert checkpoints.restore_stream_state() == position
         assert_same_bits(checkpoints.restore_state(like(state)), state)
 
 
@@ -175,10 +175,10 @@ def test_restored_for_another_number_of_participants(tmp_path: Path, islands: in
         checkpoints.save(3, saved, {}, {})
     _, other = state(islands, 8 // islands)
     with Checkpoints(tmp_path, keep=2) as checkpoints:
-        restored = checkpoints.restore_state(like(other), participants=islands)
-        with pytest.raises(ValueError, match=r"momentum has shape \(4, 8, 3\), but the exper"):
+        restored = checkpoints.restore_state(like(other), num_participants=islands)
+        with pytest.raises(ValueError, match=r"momentum has shape \[4, 8, 3\], expected"):
             checkpoints.restore_state(like(other))
-        with pytest.raises(ValueError, match=r"another state: momentum stand"):
+        with pytest.raises(ValueError, match=r"different states: momentum in only one"):
             checkpoints.restore_state(like({"w": other["w"]}))
     np.testing.assert_array_equal(restored["w"], values["w"])
     assert restored["momentum"].sharding == other["momentum"].sharding
@@ -202,11 +202,11 @@ def test_damaged_files_are_told_and_the_checkpoint_before_is_used(
             path.write_bytes(path.read_bytes()[:10])
     else:
         shutil.rmtree(newest / damage)
-    words = "The checkpoint of round 2 cannot be read.*: delete .*2 to go on from the one before"
+    words = "The checkpoint of round 2 is damaged: .* delete .*/2 to resume from .* of round 1"
     with Checkpoints(tmp_path, keep=2) as checkpoints, pytest.raises(OSError, match=words):
-        checkpoints.restore_batches()
+        checkpoints.restore_stream_state()
         checkpoints.restore_state(like(states[1]))
     shutil.rmtree(newest)
     with Checkpoints(tmp_path, keep=2) as checkpoints:
-        assert checkpoints.restore_batches() == {"round": 1}
+        assert checkpoints.restore_stream_state() == {"round": 1}
         assert_same_bits(checkpoints.restore_state(like(states[0])), states[0])

@@ -6,22 +6,35 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedpax.training.compare import Measured, measure, picture, table, write_comparison
+from fedpax.training.compare import (
+    RunSummary,
+    format_table,
+    plot_comparison,
+    summarize_run,
+    write_comparison,
+)
 from fedpax.training.metrics import MetricsWriter
 
 
-def record(folder: Path, losses: list[float], bytes_a_round: float, seconds: float) -> Path:
-    """Writes what the loop writes, evaluating every second round."""
+def record(
+    folder: Path,
+    losses: list[float],
+    bytes_per_round: float,
+    seconds: float,
+    item_unit: str = "tokens",
+) -> Path:
+    """Write the lines of a run that evaluates every second round."""
+    sizes = {"num_parameters": 1234567, "num_participants": 4, "item_unit": item_unit}
     with MetricsWriter(folder) as metrics:
-        metrics.write("run", 0, {"parameters": 1234567, "participants": 4})
+        metrics.write("run", 0, sizes)
         for number, loss in enumerate(losses, start=1):
             so_far = {
                 "loss": loss,
-                "tokens": 1000 * number,
-                "bytes_across_placement": bytes_a_round * number,
+                "items": 1000 * number,
+                "bytes_across_placement": bytes_per_round * number,
                 "wall_seconds": 2 * seconds * number,
             }
-            rates = {"seconds": seconds, "tokens_per_second": 1000 / seconds}
+            rates = {"seconds": seconds, "items_per_second": 1000 / seconds}
             metrics.write("training", number, so_far | rates)
             if number % 2 == 0:
                 metrics.write("evaluation", number, so_far | {"loss": loss + 0.5})
@@ -39,33 +52,52 @@ def folders(tmp_path: Path) -> dict[str, Path]:
     }
 
 
-def test_a_run_is_summed_up_from_its_lines(folders: dict[str, Path]) -> None:
+def test_a_run_is_summarized_from_its_metrics(folders: dict[str, Path]) -> None:
     last = 2.0 + 3.0 * math.exp(-3) + 0.5
-    assert measure("x", folders["diloco"]) == Measured(
-        "x", pytest.approx(last), 5e7, 10_000, pytest.approx(2000.0), 1234567, 10.0
+    assert summarize_run("x", folders["diloco"]) == RunSummary(
+        "x", pytest.approx(last), 5e7, 10_000, pytest.approx(2000.0), "tokens", 1234567, 10.0
     )
-    assert math.isnan(measure("x", folders["unknown"]).bytes_across_placement)
+    assert math.isnan(summarize_run("x", folders["unknown"]).bytes_across_placement)
 
 
-def test_a_run_without_evaluation_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="train x there first"):
-        measure("x", record(tmp_path, [1.0], 1.0, 1.0))
+def test_a_run_without_evaluation_raises(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Train it there first"):
+        summarize_run("x", record(tmp_path, [1.0], 1.0, 1.0))
 
 
-def test_the_table_is_aligned_and_readable(folders: dict[str, Path]) -> None:
-    lines = table([measure(name, folder) for name, folder in folders.items()]).splitlines()
+def test_the_table_is_aligned(folders: dict[str, Path]) -> None:
+    lines = format_table(
+        [summarize_run(name, folder) for name, folder in folders.items()]
+    ).splitlines()
     assert len(lines) == 6 and len({len(line) for line in lines}) == 1
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert cells[0] == [
-        "experiment", "held-out loss", "bytes between", "tokens/s", "parameters", "wall time",
+        "experiment", "held-out loss", "communicated", "tokens/s", "parameters", "wall time",
     ]  # fmt: skip
     assert cells[2] == ["diloco", "2.6494", "50.0 MB", "2,000", "1,234,567", "10 s"]
     assert [row[2] for row in cells[3:]] == ["1.3 GB", "0 B", "unknown"]
 
 
-def test_the_files(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_image_runs_count_examples(tmp_path: Path) -> None:
+    images = summarize_run("fedavg", record(tmp_path / "a", [1.0, 0.5], 1.0, 1.0, "examples"))
+    header = format_table([images]).splitlines()[0]
+    assert "examples/s" in header and "tokens" not in header
+
+
+def test_runs_with_different_units_say_the_unit_in_each_cell(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folders["images"] = record(tmp_path / "images", [1.0, 0.5], 1.0, 1.0, "examples")
+    lines = write_comparison(folders, tmp_path).splitlines()
+    assert "| throughput " in lines[0]
+    assert "2,000 tokens/s" in lines[2] and "1,000 examples/s" in lines[-1]
+
+
+def test_the_picture_and_the_json_file_are_written(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
     text = write_comparison(folders, tmp_path)
-    assert text == table([measure(name, folder) for name, folder in folders.items()])
+    assert text == format_table([summarize_run(name, folder) for name, folder in folders.items()])
     content = json.loads((tmp_path / "comparison.json").read_text())
     assert [run["name"] for run in content] == list(folders)
     assert (
@@ -77,6 +109,8 @@ def test_the_files(folders: dict[str, Path], tmp_path: Path) -> None:
     assert width > 1.5 * height > 900
 
 
-def test_a_picture_of_runs_that_send_nothing(folders: dict[str, Path], tmp_path: Path) -> None:
-    picture({"single": folders["single"]}, tmp_path / "picture.png")
+def test_runs_without_communication_can_be_plotted(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    plot_comparison({"single": folders["single"]}, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000

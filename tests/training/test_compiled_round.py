@@ -7,51 +7,51 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from small_regression import regression, single_client
 
-from fedpax.clients.store import client_store, gather_clients, scatter_clients
+from fedpax.clients import client_store, gather_clients, scatter_clients
 from fedpax.parallel.mesh import make_mesh
 from fedpax.training.algorithm import FederatedAlgorithm
-from fedpax.training.compiled_round import Program, compile_round, fresh_state
+from fedpax.training.compiled_round import CompiledRound, compile_round, init_state
 from fedpax.training.experiment import Run, Shardings
 from fedpax.training.prefetch import place
 
 
 def one_round(run: Run) -> tuple[Any, Any, Any]:
     with jax.set_mesh(run.mesh):
-        batches = place(next(run.batches), run.shardings.batches)
-        program = compile_round(run, batches)
-        return program, fresh_state(run, program, seed=3), batches
+        batches = place(next(run.cohorts), run.shardings.cohort)
+        compiled = compile_round(run, batches)
+        return compiled, init_state(run, compiled, seed=3), batches
 
 
 @pytest.fixture(scope="module")
-def compiled() -> tuple[Run, Program, Any]:
+def compiled() -> tuple[Run, CompiledRound, Any]:
     """Compiled once for all tests of the regression."""
     run = regression().build()
-    program, _, batches = one_round(run)
-    return run, program, batches
+    compiled, _, batches = one_round(run)
+    return run, compiled, batches
 
 
 def test_a_round_donates_and_keeps_structure_dtypes_and_shardings(
-    compiled: tuple[Run, Program, Any],
+    compiled: tuple[Run, CompiledRound, Any],
 ) -> None:
-    run, program, batches = compiled
+    run, compiled, batches = compiled
     with jax.set_mesh(run.mesh):
-        state = fresh_state(run, program, seed=3)
-    assert (program.parameters, program.participants) == (16 * 32 + 32, 8)
-    new, metrics = program.round(state, batches)
+        state = init_state(run, compiled, seed=3)
+    assert (compiled.num_parameters, compiled.num_participants) == (16 * 32 + 32, 8)
+    new, metrics = compiled.round(state, batches)
     assert state.params["hidden"].is_deleted()
     assert new.params["hidden"].sharding == run.shardings.params["hidden"]
     assert new.momentum["hidden"].sharding.spec == PartitionSpec("clients", None, "fsdp")
-    for leaf, like in zip(jax.tree.leaves(new), jax.tree.leaves(program.state), strict=True):
+    for leaf, like in zip(jax.tree.leaves(new), jax.tree.leaves(compiled.state), strict=True):
         assert (leaf.shape, leaf.dtype, leaf.sharding) == (like.shape, like.dtype, like.sharding)
     assert np.isfinite(float(metrics["loss"]))
 
 
 def test_the_compiled_round_equals_the_algorithm_without_a_mesh(
-    compiled: tuple[Run, Program, Any],
+    compiled: tuple[Run, CompiledRound, Any],
 ) -> None:
-    run, program, batches = compiled
+    run, compiled, batches = compiled
     with jax.set_mesh(run.mesh):
-        state, metrics = program.round(fresh_state(run, program, seed=3), batches)
+        state, metrics = compiled.round(init_state(run, compiled, seed=3), batches)
     plain, expected = run.algorithm.round(
         run.algorithm.init(run.init(jax.random.key(3))), jax.device_get(batches)
     )
@@ -63,11 +63,11 @@ def test_the_compiled_round_equals_the_algorithm_without_a_mesh(
 
 
 def test_bytes_across_placement_are_those_of_the_model_and_a_few_scalars(
-    compiled: tuple[Run, Program, Any],
+    compiled: tuple[Run, CompiledRound, Any],
 ) -> None:
-    _, program, _ = compiled
-    model = 4 * program.parameters
-    assert model <= program.bytes_across_placement <= model + 64
+    _, compiled, _ = compiled
+    model = 4 * compiled.num_parameters
+    assert model <= compiled.bytes_across_placement <= model + 64
     alone, *_ = one_round(single_client().build())
     assert alone.bytes_across_placement == 0
 
@@ -92,7 +92,7 @@ def run_of(round_fn: Any, init: Any = Descent, axis_type: AxisType = AxisType.Au
     return Run(
         algorithm=FederatedAlgorithm(init, round_fn),
         init=lambda key: jax.random.normal(key, (3,)),
-        batches=Stream(),
+        cohorts=Stream(),
         evaluate=lambda params: {"loss": 0.0},
         mesh=mesh,
         shardings=Shardings(
@@ -110,10 +110,10 @@ def descend(state: Descent, batches: jax.Array) -> tuple[Descent, dict[str, jax.
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_meshes_with_automatic_and_explicit_axes(axis_type: AxisType) -> None:
-    program, state, batches = one_round(run_of(descend, axis_type=axis_type))
+    compiled, state, batches = one_round(run_of(descend, axis_type=axis_type))
     before = np.asarray(state.params)
-    state, _ = program.round(state, batches)
-    state, _ = program.round(state, batches)
+    state, _ = compiled.round(state, batches)
+    state, _ = compiled.round(state, batches)
     goal = np.asarray(batches).mean((0, 1))
     np.testing.assert_allclose(state.params, goal + 0.81 * (before - goal), rtol=1e-5, atol=1e-6)
 
@@ -137,10 +137,10 @@ def no_loss(state: Any, batches: Any) -> Any:
 @pytest.mark.parametrize(
     ("round_fn", "init", "words"),
     [
-        (other_shape, Descent, r"state\.params from float32\[3\] into float32\[4\]"),
-        (other_dtype, Descent, r"into bfloat16\[3\].*Cast the update"),
-        (other_structure, Descent, "of another structure"),
-        (no_loss, Descent, '"loss" as its metrics'),
+        (other_shape, Descent, r"state\.params from float32\[3\] to float32\[4\]"),
+        (other_dtype, Descent, r"to bfloat16\[3\].*Cast the update"),
+        (other_structure, Descent, "expected that of its argument"),
+        (no_loss, Descent, 'a dict of scalars with the key "loss"'),
         (descend, lambda params: {"model": params}, "without a field params"),
     ],
 )
@@ -161,10 +161,10 @@ def test_bytes_that_depend_on_values_are_unknown_and_do_not_stop_the_training() 
         )
         return Descent(params), {"loss": jnp.sum(slope(params) ** 2)}
 
-    program, state, batches = one_round(run_of(until_close))
-    _, metrics = program.round(state, batches)
+    compiled, state, batches = one_round(run_of(until_close))
+    _, metrics = compiled.round(state, batches)
     assert float(metrics["loss"]) <= 1e-4
-    assert np.isnan(program.bytes_across_placement)
+    assert np.isnan(compiled.bytes_across_placement)
 
 
 def test_a_client_store_in_the_state_is_spread_over_the_mesh() -> None:
@@ -176,7 +176,7 @@ def test_a_client_store_in_the_state_is_spread_over_the_mesh() -> None:
         taken: Any  # how often each client of the population has taken part
 
     def init(params: Any) -> State:
-        return State(params, client_store(jnp.int32(0), population=1001))
+        return State(params, client_store(jnp.int32(0), num_clients=1001))
 
     def round(state: State, batches: Any) -> tuple[State, dict[str, Any]]:
         own = gather_clients(state.taken, batches["clients"])
@@ -192,7 +192,7 @@ def test_a_client_store_in_the_state_is_spread_over_the_mesh() -> None:
             mesh=mesh,
             shardings=Shardings(
                 params={"w": NamedSharding(mesh, PartitionSpec())},
-                batches=spread,
+                cohort=spread,
                 state=lambda derived: derived._replace(taken=spread),
             ),
         )
@@ -200,14 +200,14 @@ def test_a_client_store_in_the_state_is_spread_over_the_mesh() -> None:
     cohorts = [np.array([5, 1000, 7, 250]), np.array([5, 6, 7, 8])]
     with jax.set_mesh(mesh):
         batches = [place({"clients": cohort}, spread) for cohort in cohorts]
-        program = compile_round(run, batches[0])
-        state = fresh_state(run, program, seed=0)
+        compiled = compile_round(run, batches[0])
+        state = init_state(run, compiled, seed=0)
         for cohort in batches:
-            state, metrics = program.round(state, cohort)
-    assert state.taken.sharding == spread
-    assert {shard.data.shape for shard in state.taken.addressable_shards} == {(251,)}
+            state, metrics = compiled.round(state, cohort)
+    assert state.taken.rows.sharding == spread
+    assert {shard.data.shape for shard in state.taken.rows.addressable_shards} == {(252,)}
     assert float(metrics["loss"]) == 2.0  # 5 and 7 had taken part before
-    expected = np.zeros(1004, np.int32)
+    expected = np.zeros(1001, np.int32)
     for cohort in cohorts:
         expected[cohort] += 1
-    np.testing.assert_array_equal(state.taken, expected)
+    np.testing.assert_array_equal(state.taken.to_host(), expected)

@@ -9,12 +9,12 @@ from fedpax.parallel.mesh import MeshConfig
 from fedpax.training.configuration import (
     FILE,
     ConfigurationError,
-    claim,
     differences,
     from_json,
-    read,
+    read_configuration,
+    resolve_job_log_dir,
     to_json,
-    write,
+    write_configuration,
 )
 from fedpax.training.experiment import TrainingConfig
 
@@ -43,47 +43,48 @@ EVERYTHING = Everything(
 )
 
 
-def test_reload_gives_an_equal_dataclass(tmp_path: Path) -> None:
+def test_reading_gives_an_equal_dataclass(tmp_path: Path) -> None:
     for number, configuration in enumerate((EVERYTHING, regression())):
-        write(tmp_path / str(number), configuration, exp="some:name")
-        assert read(tmp_path / str(number)) == ("some:name", configuration)
-    # Equality alone would take 1 for True and 1.0.
-    reloaded = read(tmp_path / "0")[1]
+        write_configuration(tmp_path / str(number), configuration, exp="some:name")
+        assert read_configuration(tmp_path / str(number)) == ("some:name", configuration)
+    # Python takes 1, True and 1.0 for equal.
+    reloaded = read_configuration(tmp_path / "0")[1]
     assert isinstance(reloaded.bias, bool) and isinstance(reloaded.betas, tuple)
     assert isinstance(reloaded.meshes[0], MeshConfig)
 
 
-def test_a_folder_without_configuration_has_none(tmp_path: Path) -> None:
-    assert read(tmp_path / "nowhere") is None
+def test_a_folder_without_configuration_gives_none(tmp_path: Path) -> None:
+    assert read_configuration(tmp_path / "nowhere") is None
 
 
 @pytest.mark.parametrize("value", [[1], {"a": 1}, print, 1j, b"x", {1}])
-def test_values_that_json_cannot_give_back_are_refused(value: object) -> None:
+def test_values_that_json_cannot_restore_raise(value: object) -> None:
     bad = dataclasses.replace(EVERYTHING, betas=(0.9, value))
     with pytest.raises(ConfigurationError, match=r"betas\[1\].*Store a name or a number"):
         to_json(bad)
 
 
-def test_differences_are_lines_with_the_path_of_the_field() -> None:
+def test_differences_are_listed_by_the_path_of_the_field() -> None:
     other = dataclasses.replace(
         EVERYTHING,
         rate=1.0,
         training=dataclasses.replace(EVERYTHING.training, rounds=9),
         meshes=(MeshConfig(clients=4),),
     )
-    assert differences(EVERYTHING, EVERYTHING) == []
-    lines = differences(EVERYTHING, other)
-    assert lines[:2] == ["rate: 0.30000000000000004 -> 1.0", "training.rounds: 3 -> 9"]
-    assert len(lines) == 3 and lines[2].startswith("meshes: ")
+    assert differences(EVERYTHING, EVERYTHING) == {}
+    changes = differences(EVERYTHING, other)
+    assert list(changes) == ["rate", "training.rounds", "meshes"]
+    assert changes["rate"] == "0.30000000000000004 -> 1.0"
+    assert changes["training.rounds"] == "3 -> 9"
 
 
 def test_another_class_is_a_difference() -> None:
-    lines = differences(MeshConfig(), EVERYTHING.training)
-    assert any(line.startswith("class: ") and "MeshConfig" in line for line in lines)
-    assert "islands: 1 -> (not there)" in lines
+    changes = differences(MeshConfig(), EVERYTHING.training)
+    assert "MeshConfig" in changes["class"]
+    assert changes["islands"] == "1 -> (no such field)"
 
 
-def test_a_field_that_the_class_gained_takes_its_default() -> None:
+def test_a_field_added_to_the_class_takes_its_default() -> None:
     value = to_json(EVERYTHING.training)
     del value["keep_checkpoints"]
     assert from_json(value) == EVERYTHING.training
@@ -98,57 +99,65 @@ def test_a_field_that_the_class_gained_takes_its_default() -> None:
         ({"rounds": 0}, "too small"),
     ],
 )
-def test_what_cannot_be_rebuilt_says_so(change: dict, words: str) -> None:
+def test_a_configuration_that_cannot_be_rebuilt_raises(change: dict, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words) as caught:
         from_json(to_json(EVERYTHING.training) | change)
     assert "start in an empty folder" in str(caught.value)
 
 
-def test_a_claimed_folder_takes_the_same_configuration_alone(tmp_path: Path) -> None:
-    claim(tmp_path, EVERYTHING, "a")
-    claim(tmp_path, EVERYTHING, "a")
-    other = dataclasses.replace(EVERYTHING, rate=0.5)
-    with pytest.raises(ConfigurationError) as caught:
-        claim(tmp_path, other, "a")
-    message = str(caught.value)
-    assert "rate: 0.30000000000000004 -> 0.5" in message
-    assert "another --job_log_dir" in message and "--accept_changes" in message
-    assert read(tmp_path) == ("a", EVERYTHING)  # a refusal changes nothing
-    claim(tmp_path, other, "b", accept_changes=True)
-    assert read(tmp_path) == ("b", other)
-
-
-def test_another_process_does_not_write(tmp_path: Path) -> None:
-    claim(tmp_path, EVERYTHING, "a", writes=False)
-    assert read(tmp_path) is None
-
-
-def test_a_kill_while_writing_leaves_the_old_file_whole(tmp_path: Path) -> None:
-    claim(tmp_path, EVERYTHING, "a")
-    # What a kill between the first byte and the rename leaves behind.
+def test_a_kill_while_writing_leaves_the_old_file_complete(tmp_path: Path) -> None:
+    write_configuration(tmp_path, EVERYTHING, "a")
+    # A kill between the first byte and the rename leaves this behind.
     (tmp_path / f".{FILE}.draft").write_text('{"version": 1, "exp')
-    assert read(tmp_path) == ("a", EVERYTHING)
-    claim(tmp_path, EVERYTHING, "a", accept_changes=True)
+    assert read_configuration(tmp_path) == ("a", EVERYTHING)
+    write_configuration(tmp_path, EVERYTHING, "a")
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
 
 
-@pytest.mark.parametrize("text", ["", '{"version": 1, "exp', "[]", '{"version": 1}'])
-def test_a_file_that_something_else_damaged_is_refused(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        '{"version": 1, "exp',
+        "[]",
+        '{"version": 1}',
+        '{"version": 1, "exp": "", "configuration": 3}',
+    ],
+)
+def test_a_damaged_file_raises(tmp_path: Path, text: str) -> None:
     (tmp_path / FILE).write_text(text)
-    with pytest.raises(ConfigurationError, match="Delete it to go on"):
-        claim(tmp_path, EVERYTHING, "a")
+    with pytest.raises(ConfigurationError, match="Delete it to resume"):
+        read_configuration(tmp_path)
 
 
-def test_a_later_version_is_refused(tmp_path: Path) -> None:
-    write(tmp_path, EVERYTHING, "a")
+def test_a_later_version_raises(tmp_path: Path) -> None:
+    write_configuration(tmp_path, EVERYTHING, "a")
     content = json.loads((tmp_path / FILE).read_text())
     (tmp_path / FILE).write_text(json.dumps(content | {"version": 2}))
-    with pytest.raises(ConfigurationError, match="version 2; this fedpax reads version 1"):
-        read(tmp_path)
+    with pytest.raises(ConfigurationError, match="version 2, expected version 1"):
+        read_configuration(tmp_path)
 
 
 @pytest.mark.parametrize("change", [{"rounds": 0}, {"evaluate_every": -1}, {"keep_checkpoints": 0}])
-def test_training_settings_out_of_range(change: dict) -> None:
+def test_training_settings_out_of_range_raise(change: dict) -> None:
     (name,) = change
     with pytest.raises(ValueError, match=f"--training.{name} to"):
         dataclasses.replace(EVERYTHING.training, **change)
+
+
+def test_a_home_folder_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert resolve_job_log_dir("~/run") == tmp_path / "run"
+    assert resolve_job_log_dir(Path("~")) == tmp_path
+    with pytest.raises(ConfigurationError, match="Give the folder's full path"):
+        resolve_job_log_dir("~no_such_user/run")
+
+
+@pytest.mark.parametrize("url", ["gs://bucket/run", "s3://b", "file:///tmp/x", Path("gs://b/r")])
+def test_a_url_is_no_folder(url: str | Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"URL, expected a folder.*Mount the bucket"):
+        resolve_job_log_dir(url)
+
+
+def test_a_colon_in_a_path_is_no_url(tmp_path: Path) -> None:
+    assert resolve_job_log_dir(tmp_path / "a:b/c") == tmp_path / "a:b/c"

@@ -1,4 +1,4 @@
-"""Held-out metrics: weighted means over all batches, however they are dealt out."""
+"""Held-out metrics: weighted means over all batches, for any split among participants."""
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +14,14 @@ def make_batches(count, rng, masked):
     if masked:
         for batch in batches:
             batch["mask"] = rng.integers(0, 2, size=(4,)).astype(np.float32)
-        batches[-1]["mask"][:] = 0  # a batch of padding alone
+        batches[-1]["mask"][:] = 0  # a batch that is padding alone
     return batches
 
 
 def loss_fn(params, batch):
     mask = batch.get("mask", jnp.ones(4))
     score = jnp.tanh(batch["x"] @ params)
-    # 0 / 0 for a batch of padding alone, as in a loss that does not guard against it.
+    # 0 / 0 for a batch that is padding alone, as in a loss without a guard against it.
     return jnp.sum(score * mask) / jnp.sum(mask), {"largest": jnp.max(score)}
 
 
@@ -35,12 +35,12 @@ def reference(params, batches):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("count, participants", [(1, 1), (5, 1), (5, 4), (2, 4), (8, 4)])
-def test_it_is_the_weighted_mean_over_all_batches(count, participants, masked):
+@pytest.mark.parametrize("count, num_participants", [(1, 1), (5, 1), (5, 4), (2, 4), (8, 4)])
+def test_metrics_are_weighted_means_over_all_batches(count, num_participants, masked):
     rng = np.random.default_rng(count)
     params = rng.normal(size=3).astype(np.float32)
     batches = make_batches(count + masked, rng, masked)
-    evaluate = evaluator(loss_fn, batches, placement="islands", participants=participants)
+    evaluate = evaluator(loss_fn, batches, placement="islands", num_participants=num_participants)
     expected = reference(params, batches)
     found = evaluate(params)
     assert found.keys() == expected.keys()
@@ -49,20 +49,20 @@ def test_it_is_the_weighted_mean_over_all_batches(count, participants, masked):
         np.testing.assert_allclose(found[name], value, rtol=1e-5)
 
 
-def test_a_mesh_gives_the_same():
+def test_a_mesh_gives_the_same_metrics():
     rng = np.random.default_rng(0)
     params, batches = rng.normal(size=3).astype(np.float32), make_batches(7, rng, True)
     mesh = jax.make_mesh((4, 2), ("islands", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     sharding = NamedSharding(mesh, PartitionSpec("islands", None, "fsdp"))
     with jax.set_mesh(mesh):
         evaluate = evaluator(
-            loss_fn, batches, placement="islands", participants=4, sharding=sharding
+            loss_fn, batches, placement="islands", num_participants=4, sharding=sharding
         )
         found = evaluate(jnp.asarray(params))
     for name, value in reference(params, batches).items():
         np.testing.assert_allclose(found[name], value, rtol=1e-5)
 
 
-def test_no_batches_are_refused():
+def test_no_batches_raise():
     with pytest.raises(ValueError, match="Load a held-out split"):
-        evaluator(loss_fn, [], placement="islands", participants=2)
+        evaluator(loss_fn, [], placement="islands", num_participants=2)

@@ -11,7 +11,7 @@ from fedpax.training.metrics import FILE, MetricsWriter, read_metrics, select
 def write_rounds(folder: Path, first: int, last: int, **writer: object) -> None:
     with MetricsWriter(folder, **writer) as metrics:
         if not metrics.kept:
-            metrics.write("run", 0, {"parameters": 3})
+            metrics.write("run", 0, {"num_parameters": 3, "item_unit": "tokens"})
         for number in range(first, last + 1):
             metrics.write("training", number, {"loss": 1 / number})
             if number % 2 == 0:
@@ -19,11 +19,11 @@ def write_rounds(folder: Path, first: int, last: int, **writer: object) -> None:
         metrics.sync()
 
 
-def test_lines_and_kinds(tmp_path: Path) -> None:
+def test_lines_are_read_back_with_their_kinds(tmp_path: Path) -> None:
     write_rounds(tmp_path, 1, 3)
     lines = read_metrics(tmp_path)
     assert lines == [
-        {"kind": "run", "round": 0, "parameters": 3},
+        {"kind": "run", "round": 0, "num_parameters": 3, "item_unit": "tokens"},
         {"kind": "training", "round": 1, "loss": 1.0},
         {"kind": "training", "round": 2, "loss": 0.5},
         {"kind": "evaluation", "round": 2, "loss": 1.0},
@@ -33,18 +33,18 @@ def test_lines_and_kinds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("after", [2, 3, 4])
-def test_a_resumed_file_equals_an_unbroken_one(tmp_path: Path, after: int) -> None:
-    write_rounds(tmp_path / "unbroken", 1, 6)
+def test_a_resumed_file_equals_an_uninterrupted_one(tmp_path: Path, after: int) -> None:
+    write_rounds(tmp_path / "uninterrupted", 1, 6)
     write_rounds(tmp_path / "resumed", 1, 5)
     write_rounds(tmp_path / "resumed", after + 1, 6, after=after)
-    unbroken, resumed = (tmp_path / name / FILE for name in ("unbroken", "resumed"))
-    assert unbroken.read_bytes() == resumed.read_bytes()
+    uninterrupted, resumed = (tmp_path / name / FILE for name in ("uninterrupted", "resumed"))
+    assert uninterrupted.read_bytes() == resumed.read_bytes()
 
 
-def test_a_kill_at_any_byte_of_the_file_is_survived(tmp_path: Path) -> None:
-    write_rounds(tmp_path / "unbroken", 1, 6)
-    whole = (tmp_path / "unbroken" / FILE).read_bytes()
-    kept_by_checkpoint = whole.index(b'"round": 3')  # round 2 was saved before round 3 began
+def test_a_file_cut_at_any_byte_is_completed_on_resume(tmp_path: Path) -> None:
+    write_rounds(tmp_path / "uninterrupted", 1, 6)
+    whole = (tmp_path / "uninterrupted" / FILE).read_bytes()
+    kept_by_checkpoint = whole.index(b'"round": 3')  # the checkpoint of round 2 was saved before
     random = np.random.default_rng(0)
     for number in range(10):
         folder = tmp_path / str(number)
@@ -55,30 +55,49 @@ def test_a_kill_at_any_byte_of_the_file_is_survived(tmp_path: Path) -> None:
         assert (folder / FILE).read_bytes() == whole
 
 
-def test_a_fresh_run_leaves_no_line_of_one_that_saved_nothing(tmp_path: Path) -> None:
+def test_a_new_run_drops_the_lines_of_a_run_without_checkpoint(tmp_path: Path) -> None:
     write_rounds(tmp_path, 1, 3)
     write_rounds(tmp_path, 1, 1, after=0)
     assert [line["round"] for line in read_metrics(tmp_path)] == [0, 1]
 
 
-def test_numbers_that_are_not_finite_stay_json(tmp_path: Path) -> None:
+def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path) as metrics:
         metrics.write("training", 1, {"loss": float("nan"), "norm": float("inf"), "ok": 1.5})
 
-    def refuse(constant: str) -> None:
+    def fail(constant: str) -> None:
         raise AssertionError(constant)
 
-    line = json.loads((tmp_path / FILE).read_text(), parse_constant=refuse)
+    line = json.loads((tmp_path / FILE).read_text(), parse_constant=fail)
     assert line == {"kind": "training", "round": 1, "loss": None, "norm": None, "ok": 1.5}
 
 
-def test_a_process_that_does_not_write_leaves_the_folder_alone(tmp_path: Path) -> None:
-    write_rounds(tmp_path, 1, 2, writes=False)
+def test_a_disabled_writer_writes_nothing(tmp_path: Path) -> None:
+    write_rounds(tmp_path, 1, 2, enabled=False)
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    "damage", [b'{"kind": "trai\x00ning", "round": 2', b"", b"3", b'{"kind": "training"}', b"\xff"]
+)
+def test_a_damaged_line_loses_no_other_line(
+    tmp_path: Path, damage: bytes, capsys: pytest.CaptureFixture
+) -> None:
+    write_rounds(tmp_path / "whole", 1, 6)
+    write_rounds(tmp_path / "damaged", 1, 5)
+    path = tmp_path / "damaged" / FILE
+    lines = path.read_bytes().split(b"\n")
+    assert json.loads(lines[2])["round"] == 2
+    lines[2] = damage
+    path.write_bytes(b"\n".join(lines))
+    write_rounds(tmp_path / "damaged", 6, 6, after=5)
+    expected = read_metrics(tmp_path / "whole")
+    assert read_metrics(tmp_path / "damaged") == expected[:2] + expected[3:]
+    assert "line 3 is damaged" in capsys.readouterr().err
+
+
 def scalars(folder: Path) -> list[tuple[str, int, float]]:
-    """Reads TensorBoard's own format: length, checksum, event, checksum."""
+    """Read TensorBoard's format: length, checksum, event, checksum."""
     found = []
     for path in sorted((folder / "tensorboard").iterdir()):
         data = path.read_bytes()
@@ -90,10 +109,10 @@ def scalars(folder: Path) -> list[tuple[str, int, float]]:
     return found
 
 
-def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
+def test_tensorboard_files_hold_the_same_numbers(tmp_path: Path) -> None:
     write_rounds(tmp_path, 1, 2)
     assert scalars(tmp_path) == [
-        ("run/parameters", 0, 3.0),
+        ("run/num_parameters", 0, 3.0),
         ("training/loss", 1, 1.0),
         ("training/loss", 2, 0.5),
         ("evaluation/loss", 2, 1.0),

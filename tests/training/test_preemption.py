@@ -6,34 +6,39 @@ import time
 
 import pytest
 
-from fedpax.training.preemption import Interruption, run_process
+from fedpax.training.preemption import PreemptionGuard, run_subprocess
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_is_noticed_and_the_handlers_come_back(number: signal.Signals) -> None:
+def test_a_signal_is_noticed_acknowledged_and_the_handlers_are_restored(
+    number: signal.Signals, capsys: pytest.CaptureFixture
+) -> None:
     before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
-    with Interruption() as interruption:
-        assert not interruption.reached(0) and interruption.signal is None
+    with PreemptionGuard() as preemption:
+        assert not preemption.should_stop(0) and preemption.signal is None
         signal.raise_signal(number)
-        assert interruption.reached(1) and interruption.signal == number
+        assert preemption.should_stop(1) and preemption.signal == number
+    assert (
+        f"{number.name}: stopping after the current round, then saving." in capsys.readouterr().err
+    )
     assert before == {n: signal.getsignal(n) for n in before}
 
 
-def test_a_second_ctrl_c_stops_at_once() -> None:
+def test_a_second_ctrl_c_raises() -> None:
     before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt), Interruption():
+    with pytest.raises(KeyboardInterrupt), PreemptionGuard():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) == before
 
 
-def test_outside_the_main_thread_nothing_is_installed() -> None:
+def test_outside_the_main_thread_no_handler_is_installed() -> None:
     before = signal.getsignal(signal.SIGTERM)
     seen = []
 
     def body() -> None:
-        with Interruption() as interruption:
-            seen.append((signal.getsignal(signal.SIGTERM) == before, interruption.reached(0)))
+        with PreemptionGuard() as preemption:
+            seen.append((signal.getsignal(signal.SIGTERM) == before, preemption.should_stop(0)))
 
     thread = threading.Thread(target=body)
     thread.start()
@@ -41,19 +46,19 @@ def test_outside_the_main_thread_nothing_is_installed() -> None:
     assert seen == [(True, False)]
 
 
-def test_the_status_of_a_process() -> None:
+def test_the_status_of_a_subprocess() -> None:
     def status(code: str) -> int:
-        return run_process([sys.executable, "-c", code])
+        return run_subprocess([sys.executable, "-c", code])
 
     assert status("raise SystemExit(7)") == 7
     assert status("import os, signal; os.kill(os.getpid(), signal.SIGKILL)") == 128 + 9
 
 
-def test_sigterm_is_passed_on_and_ctrl_c_is_not() -> None:
+def test_sigterm_is_forwarded_to_the_subprocess_and_ctrl_c_is_not() -> None:
     child = "import signal, time; signal.signal(15, lambda *a: exit(5)); print(1); time.sleep(60)"
     parent = (
-        "import sys; from fedpax.training.preemption import run_process;"
-        f"sys.exit(run_process([sys.executable, '-uc', {child!r}]))"
+        "import sys; from fedpax.training.preemption import run_subprocess;"
+        f"sys.exit(run_subprocess([sys.executable, '-uc', {child!r}]))"
     )
     with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -63,3 +68,27 @@ def test_sigterm_is_passed_on_and_ctrl_c_is_not() -> None:
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) == 5
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_acknowledged_while_compiled_code_runs(number: signal.Signals) -> None:
+    """Python runs no handler of the main thread until the matrix product is done."""
+    child = """
+import sys, time
+import numpy as np
+from fedpax.training.preemption import exit_on_signals
+x = np.ones((3000, 3000))
+with exit_on_signals():
+    print("ready", flush=True)
+    for _ in range(1000):
+        x @ x
+"""
+    command = [sys.executable, "-c", child]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    assert errors == f"fedpax: {number.name}: stopped; there was nothing to save.\n"

@@ -20,24 +20,24 @@ def rounds() -> RandomRounds:
     return RandomRounds((8, 2, 4), features=3, seed=5)
 
 
-def test_batches_come_in_order_on_their_sharding(sharding: NamedSharding) -> None:
+def test_cohorts_come_in_order_on_their_sharding(sharding: NamedSharding) -> None:
     expected = rounds()
-    with Prefetch(rounds(), sharding, count=4) as prefetch:
+    with Prefetch(rounds(), sharding, num_rounds=4) as prefetch:
         for _ in range(4):
-            batches, _ = prefetch.next()
-            assert batches["x"].sharding == sharding
-            jax.tree.map(np.testing.assert_array_equal, batches, next(expected))
+            cohort, _ = prefetch.next()
+            assert cohort["x"].sharding == sharding
+            jax.tree.map(np.testing.assert_array_equal, cohort, next(expected))
 
 
-def test_the_state_is_that_after_the_round_not_of_what_was_drawn_ahead(
+def test_the_position_is_after_the_returned_round_not_after_the_prefetched_one(
     sharding: NamedSharding,
 ) -> None:
     stream = rounds()
-    with Prefetch(stream, sharding, count=5) as prefetch:
+    with Prefetch(stream, sharding, num_rounds=5) as prefetch:
         for _ in range(2):
             _, state = prefetch.next()
         prefetch.peek()
-        assert stream.round == 3  # it did run ahead
+        assert stream.round == 3  # the stream ran ahead
     resumed = rounds()
     resumed.set_state(state)
     expected = rounds()
@@ -45,53 +45,55 @@ def test_the_state_is_that_after_the_round_not_of_what_was_drawn_ahead(
     jax.tree.map(np.testing.assert_array_equal, next(resumed), next(expected))
 
 
-def test_the_next_round_is_drawn_before_it_is_asked_for(sharding: NamedSharding) -> None:
+def test_the_next_round_is_drawn_in_advance(sharding: NamedSharding) -> None:
     drawn = threading.Event()
 
-    class Telling(RandomRounds):
+    class Signaling(RandomRounds):
         def __next__(self) -> dict[str, np.ndarray]:
             batches = super().__next__()
             if self.round == 2:
                 drawn.set()
             return batches
 
-    with Prefetch(Telling((8, 1, 1), 2, seed=0), sharding, count=3) as prefetch:
+    with Prefetch(Signaling((8, 1, 1), 2, seed=0), sharding, num_rounds=3) as prefetch:
         prefetch.next()
         assert drawn.wait(timeout=30)
 
 
-def test_no_more_is_drawn_than_will_be_used(sharding: NamedSharding) -> None:
+def test_no_more_rounds_are_drawn_than_are_used(sharding: NamedSharding) -> None:
     stream = rounds()
-    with Prefetch(stream, sharding, count=2) as prefetch:
+    with Prefetch(stream, sharding, num_rounds=2) as prefetch:
         peeked = prefetch.peek()
         first, _ = prefetch.next()
         assert peeked is first
         prefetch.next()
-        with pytest.raises(IndexError, match="All rounds"):
+        with pytest.raises(IndexError, match="drawn all its rounds"):
             prefetch.next()
     assert stream.round == 2
 
 
-def test_a_stream_that_ends_says_how_many_rounds_are_missing(sharding: NamedSharding) -> None:
+def test_a_stream_that_ends_raises_with_the_number_of_missing_rounds(
+    sharding: NamedSharding,
+) -> None:
     class Ending(RandomRounds):
         def __next__(self) -> Any:
             if self.round == 1:
                 raise StopIteration
             return super().__next__()
 
-    with Prefetch(Ending((8, 1, 1), 2, seed=0), sharding, count=3) as prefetch:
+    with Prefetch(Ending((8, 1, 1), 2, seed=0), sharding, num_rounds=3) as prefetch:
         prefetch.next()
-        with pytest.raises(ValueError, match=r"2 rounds still to come.*repeat the data"):
+        with pytest.raises(ValueError, match=r"2 rounds before training.rounds.*Repeat the data"):
             prefetch.next()
 
 
-def test_an_error_of_the_stream_reaches_the_loop(sharding: NamedSharding) -> None:
+def test_errors_of_the_stream_reach_the_training_loop(sharding: NamedSharding) -> None:
     class Broken(RandomRounds):
         def __next__(self) -> Any:
             raise OSError("the disk is gone")
 
     with (
-        Prefetch(Broken((8, 1, 1), 2, seed=0), sharding, count=3) as prefetch,
+        Prefetch(Broken((8, 1, 1), 2, seed=0), sharding, num_rounds=3) as prefetch,
         pytest.raises(OSError, match="the disk is gone"),
     ):
         prefetch.next()

@@ -9,33 +9,33 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fedpax.parallel.mesh import make_mesh
 from fedpax.training.shardings import state_shardings
 
-PARTICIPANTS = 4
+NUM_ISLANDS = 4
 
 
 class State(NamedTuple):
     params: Any
-    inner: Any  # of every island
+    inner: Any  # one per island
     outer: Any
     key: jax.Array
 
 
 def init(params: Any) -> State:
     def placed(x: jax.Array) -> jax.Array:
-        return jnp.broadcast_to(x, (PARTICIPANTS, *x.shape))
+        return jnp.broadcast_to(x, (NUM_ISLANDS, *x.shape))
 
     inner = jax.tree.map(placed, optax.adam(1e-3).init(params))
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True).init(params)
     return State(params, inner, outer, jax.random.key(0))
 
 
-def specs(mesh: Mesh, params: Any, params_specs: Any, participants: int = PARTICIPANTS) -> Any:
+def specs(mesh: Mesh, params: Any, params_specs: Any, num_participants: int = NUM_ISLANDS) -> Any:
     shardings = state_shardings(
         jax.eval_shape(init, params),
         params,
         jax.tree.map(lambda spec: NamedSharding(mesh, spec), params_specs),
         mesh,
         placement="islands",
-        participants=participants,
+        num_participants=num_participants,
     )
     return jax.tree.map(lambda sharding: sharding.spec, shardings)
 
@@ -51,7 +51,7 @@ SPECS = {
 }
 
 
-def test_every_kind_of_leaf() -> None:
+def test_each_kind_of_state_leaf_gets_its_sharding() -> None:
     result = specs(make_mesh(islands=4, fsdp=2), PARAMS, SPECS)
     assert result.params == SPECS
     adam = result.inner[0]
@@ -59,12 +59,12 @@ def test_every_kind_of_leaf() -> None:
         assert moment["w"] == PartitionSpec("islands", "fsdp")
         assert moment["layer"]["w"] == PartitionSpec("islands", None, None, "fsdp")
         assert moment["layer"]["scale"] == PartitionSpec("islands")
-    assert adam.count == PartitionSpec("islands")  # one count an island
+    assert adam.count == PartitionSpec("islands")  # one count per island
     assert result.outer[0].trace == SPECS
     assert result.key == PartitionSpec()
 
 
-def test_a_leaf_is_not_taken_for_a_parameter_of_the_same_last_name() -> None:
+def test_leaves_are_matched_to_parameters_by_their_longest_path() -> None:
     # Both are called w and have the same shape.
     params = {"w": like(6, 8), "layer": {"w": like(6, 8)}}
     wanted = {"w": PartitionSpec("fsdp"), "layer": {"w": PartitionSpec(None, "fsdp")}}
@@ -76,7 +76,7 @@ def test_a_leaf_is_not_taken_for_a_parameter_of_the_same_last_name() -> None:
 @pytest.mark.parametrize(
     "mesh", [dict(fsdp=8), dict(islands=8)], ids=["no such axis", "axis that does not divide"]
 )
-def test_a_placement_that_the_mesh_cannot_cut_stays_whole(mesh: dict[str, int]) -> None:
+def test_a_placement_that_the_mesh_cannot_shard_is_replicated(mesh: dict[str, int]) -> None:
     replicated = jax.tree.map(lambda _: PartitionSpec(), PARAMS)
     result = specs(make_mesh(**mesh), PARAMS, replicated)
     assert set(jax.tree.leaves(result)) == {PartitionSpec()}
@@ -89,7 +89,7 @@ def test_a_single_array_as_parameters() -> None:
     assert result.inner[0].count == PartitionSpec("islands")
 
 
-def test_the_state_can_be_made_on_them() -> None:
+def test_the_state_can_be_created_on_the_derived_shardings() -> None:
     mesh = make_mesh(islands=4, fsdp=2)
     params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), PARAMS)
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs(mesh, PARAMS, SPECS))
@@ -98,7 +98,7 @@ def test_the_state_can_be_made_on_them() -> None:
     assert moment.addressable_shards[0].data.shape == (1, 3, 6, 4)
 
 
-def test_shardings_of_another_structure_are_refused() -> None:
+def test_shardings_of_another_structure_raise() -> None:
     mesh = make_mesh(islands=4, fsdp=2)
-    with pytest.raises(ValueError, match="give one NamedSharding for each parameter"):
+    with pytest.raises(ValueError, match="Give one NamedSharding for each parameter"):
         specs(mesh, PARAMS, SPECS | {"extra": PartitionSpec()})

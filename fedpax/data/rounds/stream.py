@@ -1,4 +1,4 @@
-"""What the streams of rounds share: deferred opening, the checks of sizes and of saved states."""
+"""LazyStream, and the checks of sizes and saved states that all streams share."""
 
 import functools
 import os
@@ -9,23 +9,26 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedpax.clients.cohort import Cohort
 from fedpax.clients.cohort_stream import CohortStream
 from fedpax.data.populations.partition import Examples
 
 Settings = Mapping[str, int | str]
-"""Everything that decides what a stream gives, so that two with the same give the same."""
+"""The settings that determine a stream: streams with equal settings give equal cohorts."""
 
 
-class Deferred:
-    """A stream that is opened when it is first used, and not when it is made.
+class LazyStream:
+    """A stream that is opened when it is first used.
+
+    For data that should not be read when an experiment is only planned or exported.
 
     Args:
-        open_stream: opens it; called once.
+        open_stream: a function that opens the stream; called at most once.
 
     Example:
         >>> from fedpax.data import token_rounds
-        >>> sizes = dict(islands=1, local_steps=1, batch=1, length=4)
-        >>> stream = Deferred(lambda: token_rounds([{"text": "to be"}], **sizes))
+        >>> sizes = dict(islands=1, local_steps=1, batch_size=1, seq_len=4)
+        >>> stream = LazyStream(lambda: token_rounds([{"text": "to be"}], **sizes))
         >>> next(stream).batches["inputs"].shape
         (1, 1, 1, 4)
     """
@@ -33,106 +36,107 @@ class Deferred:
     def __init__(self, open_stream: Callable[[], CohortStream]) -> None:
         self._open = functools.cache(open_stream)
 
-    def __iter__(self) -> "Deferred":
+    def __iter__(self) -> "LazyStream":
         return self
 
-    def __next__(self) -> Any:
-        """Returns the batches of the next round."""
+    def __next__(self) -> Cohort:
+        """Return the cohort of the next round."""
         return next(self._open())
 
-    def get_state(self) -> dict[str, Any]:
-        """Returns where the stream stands."""
+    def get_state(self) -> dict[str, Any] | bytes:
+        """Return the stream's position."""
         return self._open().get_state()
 
     def set_state(self, state: Any) -> None:
-        """Goes to where the stream stood when it returned the state."""
+        """Move to the position for which `get_state` returned `state`."""
         self._open().set_state(state)
 
 
-def check_sizes(bytes_each: int, **sizes: int) -> None:
-    """Refuses sizes of a round that are not positive or that this machine's memory cannot hold.
+def check_sizes(bytes_per_item: int, **sizes: int) -> None:
+    """Check that the sizes of a round are positive and that the round fits this machine's memory.
 
     Args:
-        bytes_each: bytes for each of the product of ``sizes``.
+        bytes_per_item: bytes for each item, of which a round has the product of `sizes`.
         **sizes: the round's sizes by name.
 
     Raises:
-        ValueError: naming the size, or all of them and the memory that they take.
+        ValueError: a size is below 1, or the round does not fit.
     """
-    total = bytes_each
+    total = bytes_per_item
     for name, size in sizes.items():
         if size < 1:
-            raise ValueError(f"{name} is {size}, but must be at least 1.")
+            raise ValueError(f"{name} is {size}, expected at least 1.")
         total *= size
-    # sysconf is POSIX's; where it is missing an allocation will fail by itself.
+    # Without sysconf, which is POSIX's, an allocation that is too large fails later.
     pages = os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
     memory = pages * os.sysconf("SC_PAGE_SIZE") if pages > 0 else total
     if total > memory:
         product = " x ".join(f"{name}={size}" for name, size in sizes.items())
         raise ValueError(
             f"One round of {product} takes {total / 2**30:.1f} GiB, but this machine has "
-            f"{memory / 2**30:.1f} GiB of memory: make one of them smaller."
+            f"{memory / 2**30:.1f} GiB of memory: reduce one of these sizes."
         )
 
 
 def source_name(source: Examples) -> str:
-    """What a state calls its source: the name of a prepared data set, or else the type."""
+    """Return the name of a prepared data set, or the type of any other source."""
     return getattr(source, "name", type(source).__name__)
 
 
-def arrays_name(arrays: Mapping[str, NDArray[Any]]) -> str:
-    """What a state calls arrays in memory: their fields, and a checksum.
+def arrays_fingerprint(arrays: Mapping[str, NDArray[Any]]) -> str:
+    """Return a text that identifies arrays in memory: their fields and a checksum.
 
     Args:
-        arrays: arrays [examples, ...] by field.
+        arrays: arrays `[examples, ...]` by field.
 
     Returns:
-        The same for the same fields, shapes, dtypes and contents; of the contents, those of a
-        thousand examples at most, evenly spaced, so that large arrays cost no more.
+        The same text for the same fields, shapes, dtypes and contents. Of the contents, at most
+        1,000 evenly spaced examples are read, so large arrays take no longer.
 
     Example:
-        >>> arrays_name({"label": np.arange(3)}) == arrays_name({"label": np.arange(3)[::-1]})
+        >>> ascending, descending = {"label": np.arange(3)}, {"label": np.arange(3)[::-1]}
+        >>> arrays_fingerprint(ascending) == arrays_fingerprint(descending)
         False
     """
     value = 0
     for name, values in sorted(arrays.items()):
         value = zlib.crc32(f"{name}{values.dtype}{values.shape}".encode(), value)
-        for one in values[evenly(len(values))]:
-            value = zlib.crc32(np.asarray(one).tobytes(), value)
+        for example in values[evenly_spaced(len(values))]:
+            value = zlib.crc32(np.asarray(example).tobytes(), value)
     return f"arrays {', '.join(sorted(arrays))}: {value}"
 
 
-def function_name(function: Callable[..., Any]) -> str:
-    """What a state calls a function: where it was defined; of an object, its type."""
+def qualified_name(function: Callable[..., Any]) -> str:
+    """Return the module and name of a function, or those of a callable object's type."""
     while isinstance(function, functools.partial):
         function = function.func
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{getattr(named, '__module__', None)}.{named.__qualname__}"
 
 
-def evenly(count: int, most: int = 1000) -> NDArray[np.int64]:
-    """Numbers from 0 to ``count`` - 1, evenly spaced: all, or ``most`` where there are more."""
-    return np.linspace(0, count - 1, min(count, most)).astype(np.int64)
+def evenly_spaced(length: int, max_count: int = 1000) -> NDArray[np.int64]:
+    """Return at most `max_count` evenly spaced indices from 0 to `length` - 1."""
+    return np.linspace(0, length - 1, min(length, max_count)).astype(np.int64)
 
 
-def check_state(state: Any, settings: Settings, positions: str) -> Any:
-    """Refuses a state that another stream has saved.
+def check_state(state: Any, settings: Settings, position: str) -> Any:
+    """Check that a state was saved by a stream with equal settings, and return its position.
 
     Args:
-        state: what ``get_state`` of a stream returned, perhaps through JSON.
-        settings: the settings of the stream that is to be restored.
-        positions: the key under which the state says where the stream stood.
+        state: what a stream's `get_state` returned, also after a round trip through JSON.
+        settings: the settings of the stream to restore.
+        position: the state's key for the position.
 
     Returns:
-        What the state has under ``positions``.
+        The value of `state[position]`.
 
     Raises:
-        ValueError: saying what differs.
+        ValueError: `state` is no stream's state, or settings differ; the message lists them.
     """
-    if not isinstance(state, Mapping) or not {"settings", positions} <= state.keys():
+    if not isinstance(state, Mapping) or not {"settings", position} <= state.keys():
         raise ValueError(
-            f"A stream's state is a dict with 'settings' and {positions!r}, as get_state gives it, "
-            f"not {state!r:.200}."
+            f"A stream's state is a dict with 'settings' and {position!r}, as get_state returns "
+            f"it, not {state!r:.200}."
         )
     saved = state["settings"]
     differences = [
@@ -142,7 +146,7 @@ def check_state(state: Any, settings: Settings, positions: str) -> Any:
     ]
     if differences:
         raise ValueError(
-            f"The state was saved by another stream: {', '.join(differences)}. Make the stream "
-            "with the settings that it had, or begin without the state."
+            f"The state was saved by a stream with other settings: {', '.join(differences)}. "
+            "Make the stream with the saved settings, or start without the state."
         )
-    return state[positions]
+    return state[position]

@@ -1,0 +1,1 @@
+"""The commands of `fedpax`, one per module; `fedpax.main` dispatches to them."""

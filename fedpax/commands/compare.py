@@ -1,0 +1,80 @@
+"""`fedpax compare`: train several experiments and compare them in a table and a picture."""
+
+import sys
+from collections.abc import Sequence
+
+from fedpax.commands.options import (
+    UsageError,
+    allowed_changes,
+    check_job_log_dir,
+    configure,
+    define_training_flags,
+    parse,
+)
+from fedpax.training.checkpoint import latest_round
+from fedpax.training.compare import write_comparison
+from fedpax.training.configuration import ConfigurationError, resolve_job_log_dir
+from fedpax.training.console import print_error, print_line
+from fedpax.training.experiment import Experiment
+from fedpax.training.job_dir import check_configuration, check_field_names
+from fedpax.training.preemption import run_subprocess
+
+
+def compare(arguments: Sequence[str]) -> int:
+    """Train the experiments that are not finished, print a table, and write the files.
+
+    Args:
+        arguments: the arguments after `compare`.
+
+    Returns:
+        The exit status.
+    """
+    options, fields = parse("compare", arguments, define_training_flags)
+    names = [name for name in options.exp.split(",") if name]
+    experiments = {name: configure(name, fields) for name in names}
+    check_job_log_dir(options)
+    by_folder = {name.rpartition(":")[2]: name for name in names}
+    if len(by_folder) < len(names):
+        raise UsageError(
+            f"--exp={options.exp} names two experiments whose functions have one name, expected "
+            "different names, because each names a folder. Leave one out."
+        )
+    destination = resolve_job_log_dir(options.job_log_dir)
+    folders = {folder: destination / folder for folder in by_folder}
+    allowed = _allowed_by_experiment(experiments, allowed_changes(options))
+    for folder, name in by_folder.items():
+        check_configuration(
+            folders[folder], experiments[name], name, allow_config_change=allowed[name]
+        )
+    for folder, name in by_folder.items():
+        if (latest_round(folders[folder]) or 0) >= experiments[name].training.rounds:
+            print_error(f"{name} is finished already.")
+            continue
+        # One process each, because a process can set the number of simulated devices only once.
+        command = [sys.executable, "-m", "fedpax.main", "train", f"--exp={name}"]
+        command += [f"--job_log_dir={folders[folder]}", *fields]
+        command += [f"--allow_config_change={path}" for path in allowed[name]]
+        if status := run_subprocess(command):
+            return status
+    print_line(write_comparison(folders, destination))
+    print_line(f"\nSee {destination / 'comparison.png'} and {destination / 'comparison.json'}.")
+    return 0
+
+
+def _allowed_by_experiment(
+    experiments: dict[str, Experiment], paths: Sequence[str]
+) -> dict[str, list[str]]:
+    """Return the allowed fields that each experiment has; each must belong to one at least."""
+    allowed: dict[str, list[str]] = {name: [] for name in experiments}
+    for path in paths:
+        errors = []
+        for name, experiment in experiments.items():
+            try:
+                check_field_names(experiment, [path])
+            except ConfigurationError as error:
+                errors.append(error)
+            else:
+                allowed[name].append(path)
+        if len(errors) == len(experiments):
+            raise errors[0]
+    return allowed

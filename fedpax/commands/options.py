@@ -1,0 +1,107 @@
+"""Options that the commands share: the command's own flags, and the experiment's fields."""
+
+import inspect
+from collections.abc import Callable, Sequence
+
+import tyro
+from absl import flags
+
+from fedpax.experiments.catalog import find_experiment
+from fedpax.training.experiment import Experiment
+
+
+class UsageError(Exception):
+    """A command line that cannot be executed; the message names the remedy."""
+
+
+def parse(
+    command: str, arguments: Sequence[str], define: Callable[[flags.FlagValues], None]
+) -> tuple[flags.FlagValues, list[str]]:
+    """Parse a command's own flags and leave the experiment's fields.
+
+    Args:
+        command: the command's name.
+        arguments: the arguments after the name.
+        define: adds the command's flags to those that are given; `--exp` is there already.
+
+    Returns:
+        The flags, and the other arguments.
+
+    Raises:
+        UsageError: a flag has a wrong value, or `--exp` is missing.
+    """
+    options = flags.FlagValues()
+    options.set_gnu_getopt(True)  # flags may follow "--model.num_layers 4"
+    flags.DEFINE_string("exp", None, "The experiment, or several with commas.", flag_values=options)
+    define(options)
+    try:
+        _, *fields = options([f"fedpax {command}", *arguments], known_only=True)
+    except flags.Error as error:
+        raise UsageError(f"{error}. Run `fedpax --help` to see how to write it.") from None
+    if not options.exp:
+        raise UsageError(
+            f"`fedpax {command}` has no --exp, expected --exp=NAME. Run `fedpax list` to see the "
+            "names."
+        )
+    return options, fields
+
+
+def define_training_flags(options: flags.FlagValues) -> None:
+    """Define the flags of the commands that train."""
+    flags.DEFINE_string("job_log_dir", None, "The run's folder.", flag_values=options)
+    flags.DEFINE_multi_string(
+        "allow_config_change", [], "Fields that may change.", flag_values=options
+    )
+
+
+def allowed_changes(options: flags.FlagValues) -> list[str]:
+    """Return the field paths of `--allow_config_change`, which is repeatable and takes commas."""
+    paths = (path.strip() for text in options.allow_config_change for path in text.split(","))
+    return [path for path in paths if path]
+
+
+def check_job_log_dir(options: flags.FlagValues) -> None:
+    """Check that `--job_log_dir` is given.
+
+    Raises:
+        UsageError: it is missing.
+    """
+    if not options.job_log_dir:
+        raise UsageError(
+            "--job_log_dir is missing, expected a folder for checkpoints and metrics, such as "
+            f"--job_log_dir=runs/{options.exp.partition(',')[0].rpartition(':')[2]}."
+        )
+
+
+def configure(exp: str, overrides: Sequence[str]) -> Experiment:
+    """Make an experiment's configuration and override some of its fields.
+
+    Args:
+        exp: the experiment, as in `fedpax.experiments.catalog.find_experiment`.
+        overrides: arguments such as `"--model.num_layers=4"`.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        UnknownExperimentError: there is no experiment of this name.
+        UsageError: the function does not return an experiment.
+        SystemExit: status 2 for an unknown field or a value that does not fit, and 0 for
+            `--help`; the text has been printed.
+    """
+    function = find_experiment(exp)
+    experiment = function()
+    if not isinstance(experiment, Experiment):
+        raise UsageError(
+            f"--exp={exp} returns a {type(experiment).__name__}, expected a "
+            "fedpax.training.experiment.Experiment. Return one from a function without arguments."
+        )
+    return tyro.cli(
+        type(experiment),
+        default=experiment,
+        args=list(overrides),
+        prog=f"fedpax train --exp={exp} --job_log_dir=DIR",
+        description=inspect.getdoc(function) or "",
+        use_underscores=True,
+        config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands),
+    )

@@ -1,0 +1,72 @@
+"""`fedpax plan`: compile a round for devices that are not present, and report its costs."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import flags
+
+from fedpax.commands.options import UsageError, configure, parse
+from fedpax.planning import (
+    MemoryOverflowError,
+    find_topology,
+    plan_experiment,
+    to_json,
+    to_text,
+)
+from fedpax.planning.draw_mesh import draw_mesh
+from fedpax.planning.memory_overflow import overflow_report
+from fedpax.training.configuration import write_atomically
+from fedpax.training.console import print_error
+
+
+def plan(arguments: Sequence[str]) -> int:
+    """Plan an experiment, print the report, and write the files that are asked for.
+
+    Args:
+        arguments: the arguments after `plan`.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        MemoryOverflowError: the round does not fit the devices' memory.
+    """
+    options, fields = parse("plan", arguments, _define)
+    if not options.topology:
+        raise UsageError(
+            "--topology is missing, expected the devices to plan for. Give for example "
+            "--topology=v5p:4x4x4 or --topology=cpu:8."
+        )
+    if options.picture and not options.picture.endswith(".png"):
+        raise UsageError(
+            f"--picture={options.picture} is no PNG, expected a name that ends with .png. Give for "
+            "example --picture=mesh.png."
+        )
+    experiment = configure(options.exp, fields)
+    topology = find_topology(options.topology, options.slices)
+    result, run = plan_experiment(
+        experiment,
+        topology,
+        exp=options.exp,
+        program_file=options.program,
+        progress=print_error,
+    )
+    print(to_text(result), end="")
+    if options.json:
+        write_atomically(Path(options.json), json.dumps(to_json(result), indent=2) + "\n")
+    if options.picture:
+        draw_mesh(result, run.mesh, options.picture)
+    if result.memory.fits is False:
+        memory = result.memory
+        shortage = f"needs {memory.total / 2**30:.2f}G of {(memory.capacity or 0) / 2**30:.2f}G"
+        raise MemoryOverflowError(overflow_report(options.exp, topology, experiment, run, shortage))
+    return 0
+
+
+def _define(options: flags.FlagValues) -> None:
+    flags.DEFINE_string("topology", None, "The devices.", flag_values=options)
+    flags.DEFINE_integer("slices", 1, "The number of slices.", flag_values=options)
+    flags.DEFINE_string("json", None, "A file for the report.", flag_values=options)
+    flags.DEFINE_string("picture", None, "A PNG file for the mesh.", flag_values=options)
+    flags.DEFINE_string("program", None, "A file for the compiled round.", flag_values=options)

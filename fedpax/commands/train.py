@@ -1,0 +1,73 @@
+"""`fedpax train`: train an experiment in a folder, or resume the run that the folder holds."""
+
+import math
+from collections.abc import Sequence
+
+from absl import flags
+
+from fedpax.commands.devices import join_processes, provide_devices
+from fedpax.commands.options import (
+    allowed_changes,
+    check_job_log_dir,
+    configure,
+    define_training_flags,
+    parse,
+)
+from fedpax.training.configuration import resolve_job_log_dir
+from fedpax.training.console import print_line
+from fedpax.training.trainer import TrainingResult
+from fedpax.training.trainer import train as train_experiment
+
+
+def train(arguments: Sequence[str]) -> int:
+    """Train an experiment and print the result.
+
+    Args:
+        arguments: the arguments after `train`.
+
+    Returns:
+        The exit status.
+    """
+
+    def define(options: flags.FlagValues) -> None:
+        define_training_flags(options)
+        flags.DEFINE_bool("multihost", False, "Train with all processes.", flag_values=options)
+
+    options, fields = parse("train", arguments, define)
+    experiment = configure(options.exp, fields)
+    check_job_log_dir(options)
+    folder = resolve_job_log_dir(options.job_log_dir)
+    if options.multihost:
+        join_processes()
+    else:
+        provide_devices(experiment.mesh)
+    result = train_experiment(
+        experiment, folder, exp=options.exp, allow_config_change=allowed_changes(options)
+    )
+    print_line(describe(result, experiment.training.rounds, options.job_log_dir))
+    return 0 if result.signal is None else 128 + result.signal
+
+
+def describe(result: TrainingResult, rounds: int, folder: str) -> str:
+    """Describe the result of a training in one sentence.
+
+    Args:
+        result: the result.
+        rounds: the number of rounds that were asked for.
+        folder: the run's folder.
+
+    Example:
+        >>> done = TrainingResult(4, True, rounds_trained=0, signal=None, evaluation=None)
+        >>> describe(done, 4, "runs/digits")
+        'Nothing to do: runs/digits holds all 4 of 4 rounds.'
+    """
+    completed = f"{result.rounds} of {rounds} rounds"
+    if result.signal is not None:
+        saved = f"saved {completed} in {folder}" if result.rounds else "stopped before round 1"
+        return f"{result.signal.name}: {saved}. Run the same command again to resume."
+    if not result.rounds_trained:
+        more = result.rounds > rounds
+        held = f"{result.rounds} rounds, more than the {rounds} of the experiment"
+        return f"Nothing to do: {folder} holds {held if more else f'all {completed}'}."
+    loss = (result.evaluation or {}).get("loss", math.nan)
+    return f"Finished {completed} in {folder}: held-out loss {loss:.4f}."

@@ -1,0 +1,185 @@
+"""A run's folder: used by one process at a time, and bound to one experiment."""
+
+import difflib
+import os
+import socket
+import time
+from collections.abc import Collection
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from fedpax.training.checkpoint import latest_round
+from fedpax.training.configuration import (
+    ConfigurationError,
+    class_name,
+    differences,
+    flatten,
+    from_json,
+    read_configuration_json,
+    to_json,
+)
+from fedpax.training.experiment import Experiment
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
+
+LOCK = ".lock"
+
+
+class JobDirLock(AbstractContextManager["JobDirLock"]):
+    """A lock that keeps a second job out of a run's folder; a context manager.
+
+    The operating system releases the lock when the process ends, however it ends, so a killed
+    process leaves no lock behind. Of a job with several processes, process 0 holds the lock.
+
+    Args:
+        folder: the run's folder; created if it is missing.
+
+    Raises:
+        ConfigurationError: another process holds the lock, or the folder cannot be created.
+
+    Example:
+        >>> import tempfile
+        >>> with JobDirLock(Path(tempfile.mkdtemp())):
+        ...     pass  # train
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._file: int | None = None
+        refusal: ConfigurationError | None = None
+        if jax.process_index() == 0:
+            try:
+                self._lock(folder)
+            except ConfigurationError as error:
+                refusal = error
+        if jax.process_count() > 1:
+            refused = multihost_utils.broadcast_one_to_all(np.int32(refusal is not None))
+            if refused and refusal is None:
+                refusal = ConfigurationError(
+                    f"Process 0 cannot use {folder}; its message names the reason and the remedy."
+                )
+        if refusal is not None:
+            raise refusal
+
+    def _lock(self, folder: Path) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise ConfigurationError(
+                f"--job_log_dir={folder} cannot hold a run ({error.strerror}), expected a folder "
+                "in which files can be created. Give another --job_log_dir."
+            ) from error
+        if fcntl is None:
+            return
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = os.read(self._file, 1000).decode(errors="replace").strip()
+            self.__exit__()
+            raise ConfigurationError(
+                f"--job_log_dir={folder} is in use by another process"
+                f"{f' ({holder})' if holder else ''}, expected a folder that no process trains in. "
+                "Wait until it ends, stop it, or give another --job_log_dir."
+            ) from error
+        except OSError:
+            return  # a file system without locks
+        started = time.strftime("%Y-%m-%d %H:%M:%S")
+        os.ftruncate(self._file, 0)
+        os.pwrite(
+            self._file,
+            f"process {os.getpid()} on {socket.gethostname()}, since {started}\n".encode(),
+            0,
+        )
+
+    def __exit__(self, *error: object) -> None:
+        """Release the lock. The file stays, since another process may have opened it by now."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def check_configuration(
+    folder: Path,
+    experiment: Experiment,
+    exp: str = "",
+    *,
+    allow_config_change: Collection[str] = (),
+) -> None:
+    """Check that a folder is empty, or holds the same experiment with an allowed configuration.
+
+    Args:
+        folder: the run's folder.
+        experiment: the experiment to train there.
+        exp: its name on the command line.
+        allow_config_change: paths of fields that may differ from the configuration in the folder.
+            A path allows all fields below it: `"mesh"` allows `"mesh.clients"`. A larger
+            `training.rounds` is always allowed once all rounds of the former one are done.
+
+    Raises:
+        ConfigurationError: the folder holds another experiment, a field differs that is not
+            allowed to, or `allow_config_change` names no field.
+    """
+    check_field_names(experiment, allow_config_change)
+    found = read_configuration_json(folder)
+    if found is None:
+        return
+    name, saved = found
+    if saved["class"] == class_name(experiment):
+        old = from_json(saved)
+        changes = differences(old, experiment)
+    if saved["class"] != class_name(experiment) or (changes and name and exp and name != exp):
+        raise ConfigurationError(
+            f"--job_log_dir={folder} holds another experiment"
+            f"{f', --exp={name}' if name else ''}, expected "
+            f"{f'--exp={exp}' if exp else class_name(experiment)} or an empty folder. Give another "
+            "--job_log_dir."
+        )
+    done = latest_round(folder) or 0
+    if done >= old.training.rounds and experiment.training.rounds > old.training.rounds:
+        changes.pop("training.rounds", None)
+    refused = {
+        path: change
+        for path, change in changes.items()
+        if not any(_is_at_or_below(path, allowed) for allowed in allow_config_change)
+    }
+    if refused:
+        listing = "\n".join(f"  {path}: {change}" for path, change in refused.items())
+        raise ConfigurationError(
+            f"--job_log_dir={folder} holds this experiment with another configuration. Fields that "
+            f"would change:\n{listing}\n"
+            "Give the former values to resume the run, another --job_log_dir to start a new one, "
+            f"or --allow_config_change={','.join(refused)} to resume it with the new values."
+        )
+
+
+def check_field_names(experiment: Experiment, names: Collection[str]) -> None:
+    """Check that each name is the path of a field, or of a group of fields.
+
+    Args:
+        experiment: the experiment.
+        names: paths such as `"training.rounds"` or `"mesh"`.
+
+    Raises:
+        ConfigurationError: a name is none of these.
+    """
+    paths = [path for path, _ in flatten(to_json(experiment))]
+    groups = {path[:i] for path in paths for i, letter in enumerate(path) if letter == "."}
+    for name in names:
+        if name not in groups and name not in paths:
+            near = difflib.get_close_matches(name, [*groups, *paths], n=3)
+            raise ConfigurationError(
+                f"--allow_config_change={name} names no field of the experiment, expected a path "
+                f"such as {' or '.join(near) if near else 'training.rounds'}. Run the command with "
+                "--help to see all fields."
+            )
+
+
+def _is_at_or_below(path: str, group: str) -> bool:
+    return path == group or path.startswith(f"{group}.")

@@ -1,0 +1,153 @@
+"""A run's folder is used by one process at a time and is bound to one experiment."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from small_regression import ModelConfig, Regression, regression
+
+from fedpax.parallel.mesh import MeshConfig
+from fedpax.training import job_dir
+from fedpax.training.configuration import (
+    FILE,
+    ConfigurationError,
+    read_configuration,
+    write_configuration,
+)
+from fedpax.training.job_dir import JobDirLock, check_configuration
+
+HOLDER = """
+import fcntl, os, sys, time
+file = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
+fcntl.flock(file, fcntl.LOCK_EX)
+os.write(file, f"process {os.getpid()} on somehost".encode())
+print("locked", flush=True)
+time.sleep(60)
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class OtherExperiment(Regression):
+    """Another class with the same fields."""
+
+
+def test_a_second_process_is_refused_and_a_killed_one_leaves_no_lock(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / job_dir.LOCK)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None and holder.stdout.readline()
+        words = rf"in use by another process \(process {holder.pid} on somehost\).*another --job_lo"
+        with pytest.raises(ConfigurationError, match=words):
+            JobDirLock(tmp_path)
+        holder.send_signal(signal.SIGKILL)
+    with JobDirLock(tmp_path):
+        assert f"process {os.getpid()} on " in (tmp_path / job_dir.LOCK).read_text()
+
+
+def test_the_lock_is_released_at_the_end(tmp_path: Path) -> None:
+    with JobDirLock(tmp_path), pytest.raises(ConfigurationError, match=f"process {os.getpid()}"):
+        JobDirLock(tmp_path)
+    with JobDirLock(tmp_path):
+        pass
+
+
+def test_a_folder_that_cannot_be_created_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(
+            ConfigurationError, match=r"cannot hold a run.*Give another --job_log_di"
+        ):
+            JobDirLock(folder)
+
+
+def changed(**fields: object) -> Regression:
+    return dataclasses.replace(regression(), **fields)
+
+
+def test_an_empty_folder_and_the_same_configuration_are_accepted(tmp_path: Path) -> None:
+    check_configuration(tmp_path, regression(), "a")
+    assert list(tmp_path.iterdir()) == []  # a check writes nothing
+    write_configuration(tmp_path, regression(), "a")
+    check_configuration(tmp_path, regression(), "a")
+    check_configuration(tmp_path, regression(), "b")  # another name for the same configuration
+
+
+def test_changed_fields_are_listed_and_refused(tmp_path: Path) -> None:
+    write_configuration(tmp_path, regression(), "a")
+    other = changed(learning_rate=0.5, mesh=MeshConfig(clients=2))
+    with pytest.raises(ConfigurationError) as caught:
+        check_configuration(tmp_path, other, "a")
+    message = str(caught.value)
+    assert "  learning_rate: 0.01 -> 0.5\n" in message and "  mesh.clients: 4 -> 2\n" in message
+    assert "another --job_log_dir" in message
+    assert "--allow_config_change=mesh.clients,mesh.fsdp,learning_rate" in message
+    assert read_configuration(tmp_path) == ("a", regression())
+
+
+@pytest.mark.parametrize(
+    ("allowed", "refused"),
+    [
+        (["learning_rate"], "mesh.clients"),
+        (["mesh"], "learning_rate"),
+        (["mesh.clients", "learning_rate"], "mesh.fsdp"),
+        (["learning_rate", "training", "mesh"], None),
+        (["learning_rate", "mesh.fsdp", "mesh.clients"], None),
+    ],
+)
+def test_only_the_named_fields_may_change(
+    tmp_path: Path, allowed: list[str], refused: str | None
+) -> None:
+    write_configuration(tmp_path, regression(), "a")
+    other = changed(learning_rate=0.5, mesh=MeshConfig(clients=2))
+    if refused is None:
+        check_configuration(tmp_path, other, "a", allow_config_change=allowed)
+        return
+    with pytest.raises(ConfigurationError, match=f"  {refused}: ") as caught:
+        check_configuration(tmp_path, other, "a", allow_config_change=allowed)
+    assert not any(f"  {name}: " in str(caught.value) for name in allowed)
+
+
+@pytest.mark.parametrize("name", ["learning_rat", "mesh.", "mes", "model.hidden.x"])
+def test_a_misspelled_field_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigurationError, match="names no field of the experiment"):
+        check_configuration(tmp_path, regression(), allow_config_change=[name])
+
+
+@pytest.mark.parametrize(
+    ("done", "rounds", "accepted"), [(12, 20, True), (12, 5, False), (9, 20, False)]
+)
+def test_only_a_finished_run_takes_more_rounds_without_permission(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, done: int, rounds: int, accepted: bool
+) -> None:
+    write_configuration(tmp_path, regression(), "a")
+    monkeypatch.setattr(job_dir, "latest_round", lambda folder: done)
+    other = changed(training=dataclasses.replace(regression().training, rounds=rounds))
+    if accepted:
+        check_configuration(tmp_path, other, "a")
+    else:
+        with pytest.raises(ConfigurationError, match=f"training.rounds: 12 -> {rounds}"):
+            check_configuration(tmp_path, other, "a")
+    check_configuration(tmp_path, other, "a", allow_config_change=["training.rounds"])
+
+
+def test_another_experiment_is_refused_before_its_fields_are_shown(tmp_path: Path) -> None:
+    secret = changed(model=ModelConfig(hidden=12345))
+    other = OtherExperiment(training=secret.training, mesh=secret.mesh)
+    write_configuration(tmp_path, secret, "theirs")
+    for experiment, exp in ((other, "mine"), (other, ""), (regression(), "mine")):
+        with pytest.raises(ConfigurationError, match="another experiment, --exp=theirs") as caught:
+            check_configuration(tmp_path, experiment, exp, allow_config_change=["model", "mesh"])
+        message = str(caught.value)
+        assert "12345" not in message and "hidden" not in message and "--allow" not in message
+        assert "Give another --job_log_dir" in message
+
+
+def test_code_of_another_experiment_is_not_imported(tmp_path: Path) -> None:
+    write_configuration(tmp_path, regression(), "a")
+    path = tmp_path / FILE
+    path.write_text(path.read_text().replace("small_regression:Regression", "not_there:Gone"))
+    with pytest.raises(ConfigurationError, match="another experiment"):
+        check_configuration(tmp_path, regression(), "a")

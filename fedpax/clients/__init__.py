@@ -1,6 +1,13 @@
 """Clients: the cohort of a round, and the state that clients keep between rounds."""
 
-from fedpax.clients.cohort import Cohort
+from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.clients.store import ClientStore, client_store, gather_clients, scatter_clients
 
-__all__ = ["ClientStore", "Cohort", "client_store", "gather_clients", "scatter_clients"]
+__all__ = [
+    "ClientStore",
+    "Cohort",
+    "check_cohort",
+    "client_store",
+    "gather_clients",
+    "scatter_clients",
+]

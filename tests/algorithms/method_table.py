@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +27,7 @@ TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 
 def assert_close(got: Any, want: Any) -> None:
     """Compares trees, each number to the tolerance."""
-    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, **TOLERANCE), got, want)
+    chex.assert_trees_all_close(got, want, **TOLERANCE)
 
 
 PARTICIPANTS, STEPS, BATCH, FEATURES, HIDDEN, CLASSES = 8, 3, 4, 6, 10, 5

@@ -1,5 +1,6 @@
 """What every algorithm has to keep to, whatever it computes: `FederatedAlgorithm`'s contract."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import method_table
@@ -29,10 +30,6 @@ pytestmark = pytest.mark.xdist_group("algorithms")
 
 every_method = pytest.mark.parametrize("name", METHODS)
 on_each_kind_of_mesh = pytest.mark.parametrize("mesh", ["none", "4x2 automatic", "4x2 explicit"])
-
-
-def assert_same(got, want) -> None:
-    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 @on_each_kind_of_mesh
@@ -68,6 +65,25 @@ def test_jit_equals_eager(name: str):
     assert_close(trainer(name, "none").run(*problem(2)), run_eager(name, "none", *problem(2)))
 
 
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "none",
+        *[pytest.param(f"4x2 {k}", marks=pytest.mark.slow) for k in ("automatic", "explicit")],
+    ],
+)
+@every_method
+def test_later_rounds_do_not_retrace(name: str, mesh: str):
+    it = trainer(name, mesh)
+    params, rounds, weights = problem(3)
+    chex.clear_trace_counter()  # it counts by the function's name
+    step = jax.jit(chex.assert_max_traces(it.algorithm.round, n=1))
+    state = it.start(params)
+    with method_table.use(it.mesh):
+        for batches, n in zip(rounds, weights, strict=True):
+            state, _ = step(state, it.cohort(batches, n))
+
+
 @every_method
 def test_abstract_evaluation_agrees(name: str):
     algorithm = METHODS[name].algorithm()
@@ -75,14 +91,10 @@ def test_abstract_evaluation_agrees(name: str):
     params, rounds, weights = problem(1)
     state = it.start(params)
     shapes = jax.eval_shape(algorithm.init, params)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(
-        lambda x: (x.shape, x.dtype), shapes
-    )
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, shapes)
     cohort = it.cohort(rounds[0], weights[0])
     after = jax.eval_shape(algorithm.round, shapes, cohort)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), it.round(state, cohort)) == jax.tree.map(
-        lambda x: (x.shape, x.dtype), after
-    )
+    chex.assert_trees_all_equal_shapes_and_dtypes(it.round(state, cohort), after)
 
 
 @on_each_kind_of_mesh
@@ -108,7 +120,7 @@ def test_training_goes_on_from_a_checkpoint(name: str, mesh: str, tmp_path):
     with method_table.use(it.mesh):
         for batches, n in zip(rounds[1:], weights[1:], strict=True):
             state, metrics = it.round(state, it.cohort(batches, n))
-    assert_same((state, metrics), unbroken[-1])
+    chex.assert_trees_all_equal((state, metrics), unbroken[-1])
 
 
 @every_method

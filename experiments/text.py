@@ -204,7 +204,8 @@ class TextExperiment(Experiment):
         for name, size, axes in shares:
             parts = math.prod(mesh.get(axis, 1) for axis in axes)
             if size % parts:
-                product = " x ".join(f"{axis}={mesh[axis]}" for axis in axes if axis in mesh)
+                larger = [axis for axis in axes if mesh.get(axis, 1) > 1]
+                product = " x ".join(f"{axis}={mesh[axis]}" for axis in larger)
                 raise ValueError(
                     f"The mesh's {product} does not divide --{name}={size}: make that a multiple "
                     f"of {parts}, or the mesh smaller (--mesh.{axes[0]})."

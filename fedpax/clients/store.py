@@ -276,10 +276,12 @@ def _replicated(client_ids: jax.Array) -> jax.Array:
 
 
 def _axis(placement: str) -> tuple[str | None, int]:
-    """Return the mesh axis that shards the rows, None if there is none, and its size."""
+    """Return the mesh axis that shards the rows, or None if there is none, and its size."""
     mesh = jax.sharding.get_abstract_mesh()
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    if types.get(placement, AxisType.Manual) == AxisType.Manual:
+    kind = types.get(placement, AxisType.Manual)
+    # An automatic axis of size 1 shards nothing.
+    if kind == AxisType.Manual or (kind == AxisType.Auto and mesh.shape[placement] == 1):
         return None, 1
     return placement, mesh.shape[placement]
 

@@ -1,8 +1,9 @@
-"""Model axes: the axes of parameters and activations by meaning, and one table that shards them.
+"""Logical axes of parameters and activations, and the table of rules that shards them.
 
-A model names the axes of its arrays for what they are, ("embed", "mlp"), and knows no mesh. The
-table RULES says which axes of the mesh shard each of them. A mesh without those axes leaves the
-array whole, so one model runs on one device, sharded, and inside federated programs.
+A model gives the axes of its arrays logical names, such as ("embed", "mlp"), and is independent of
+the mesh. The table RULES maps each logical axis to the mesh axes that shard it. Mesh axes that a
+mesh does not have are ignored, so the same model runs on one device, sharded, and inside federated
+programs.
 """
 
 from __future__ import annotations
@@ -10,16 +11,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 Rules: TypeAlias = Mapping[str, str | tuple[str, ...] | None]
 
-# Parameters: fsdp cuts their embed axis, tensor their inner one, expert the experts of a mixture,
-# stage the layers. Activations: data, fsdp, expert and stage cut the batch (outside of a pipeline's
-# stages), sequence the tokens. None: whole on every device.
+# Parameters: fsdp shards the embed axis, tensor the inner axes, expert the experts of a mixture,
+# stage the layers. Activations: data, fsdp, expert and stage shard the batch (stage only outside
+# of a pipeline), sequence the tokens. None: replicated.
 RULES: Rules = MappingProxyType(
     {
         "batch": ("data", "fsdp", "expert", "stage"),
@@ -45,23 +47,26 @@ def partition_spec(
     *,
     shape: Sequence[int] | None = None,
 ) -> PartitionSpec:
-    """Looks up which axes of the mesh shard an array whose axes are named by meaning.
+    """Look up the mesh axes that shard an array with logical axes.
 
-    An axis of the mesh is left out where the mesh does not have it, where it is manual (inside
-    `jax.shard_map`, where each device holds its own part), where an earlier axis of the array
-    uses it, and, if `shape` is given, where it does not divide the array's axis.
+    A mesh axis of the rules is skipped
+
+    - if the mesh does not have it, or has it automatic and of size 1;
+    - if it is manual (inside a `jax.shard_map` over it, where each device holds its own shard);
+    - if an earlier axis of the array uses it;
+    - if it does not divide the array's axis, where `shape` is given.
 
     Args:
-      logical: a name for each axis of the array, None for an axis that is never sharded.
-      mesh: the mesh, by default the one that `jax.set_mesh` set; none at all shards nothing.
-      rules: the axes of the mesh, one or several, for each name.
-      shape: the array's shape.
+      logical: the logical axis of each array axis; None for an axis that is never sharded.
+      mesh: the mesh. Default None: the mesh of `jax.set_mesh`; without one, nothing is sharded.
+      rules: the mesh axis or axes of each logical axis. Default: RULES.
+      shape: shape of the array. Default None: do not check whether mesh axes divide it.
 
     Returns:
       A `PartitionSpec` with one entry for each axis of the array.
 
     Raises:
-      ValueError: a name has no rule, or `shape` has another number of axes than `logical`.
+      ValueError: if a name has no rule, or `shape` has another number of axes than `logical`.
 
     Example:
       >>> from jax.sharding import AbstractMesh
@@ -77,13 +82,15 @@ def partition_spec(
             f"logical={tuple(logical)} names {len(logical)} axes, but the array has shape "
             f"{tuple(shape)}: give one name, or None, for each axis."
         )
-    free = _axes_of_type(mesh, AxisType.Explicit) | _axes_of_type(mesh, AxisType.Auto)
+    # An automatic axis of size 1 shards nothing; explicit ones are part of the types of arrays.
+    automatic = {axis for axis in _axes_of_type(mesh, AxisType.Auto) if mesh.shape[axis] > 1}
+    free = _axes_of_type(mesh, AxisType.Explicit) | automatic
     entries: list[str | tuple[str, ...] | None] = []
     for position, name in enumerate(logical):
         chosen: list[str] = []
-        for axis in (axis for axis in _axes_of(name, rules) if axis in free):
-            parts = math.prod(mesh.shape[a] for a in (*chosen, axis))
-            if shape is None or shape[position] % parts == 0:
+        for axis in (axis for axis in _mesh_axes(name, rules) if axis in free):
+            shards = math.prod(mesh.shape[a] for a in (*chosen, axis))
+            if shape is None or shape[position] % shards == 0:
                 chosen.append(axis)
         free -= set(chosen)
         entries.append(tuple(chosen) if len(chosen) > 1 else chosen[0] if chosen else None)
@@ -91,23 +98,22 @@ def partition_spec(
 
 
 def constrain(x: jax.Array, logical: Sequence[str | None], rules: Rules = RULES) -> jax.Array:
-    """Tells the compiler how to shard a value inside a program, by the names of its axes.
+    """Shard a value inside a program by its logical axes.
 
-    On automatic axes of the mesh it is `jax.lax.with_sharding_constraint`, on explicit axes
-    `jax.sharding.reshard`. It does nothing without a mesh, and on one none of whose axes the
-    rules name. Under `vmap` the mapped axis keeps the sharding that it has, or takes
-    `spmd_axis_name`.
+    On automatic mesh axes it is `jax.lax.with_sharding_constraint`, on explicit ones
+    `jax.sharding.reshard`. Without a mesh, and on a mesh that has none of the rules' axes, it does
+    nothing. Under `vmap`, the mapped axis keeps its sharding, or gets `spmd_axis_name`.
 
     Args:
       x: an array of any shape.
-      logical: a name for each of its axes, None for an axis that is not sharded.
-      rules: the axes of the mesh, one or several, for each name.
+      logical: the logical axis of each array axis; None for an axis that is not sharded.
+      rules: the mesh axis or axes of each logical axis. Default: RULES.
 
     Returns:
-      `x`, the values unchanged.
+      `x` with the same values.
 
     Raises:
-      ValueError: a name has no rule, or `x` has another number of axes than `logical`.
+      ValueError: if a name has no rule, or `x` has another number of axes than `logical`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -117,11 +123,11 @@ def constrain(x: jax.Array, logical: Sequence[str | None], rules: Rules = RULES)
     mesh = jax.sharding.get_abstract_mesh()
     explicit = _axes_of_type(mesh, AxisType.Explicit)
     free = explicit | _axes_of_type(mesh, AxisType.Auto)
-    ruled = {axis for name in rules for axis in _axes_of(name, rules)} & free
-    # Explicit axes that no rule names, such as a placement's, stay where they are.
+    ruled = {axis for name in rules for axis in _mesh_axes(name, rules)} & free
+    # Explicit axes without a rule, such as a placement's, keep their place in the sharding.
     kept = _only(jax.typeof(x).sharding.spec, explicit - ruled)
-    parts = [math.prod(mesh.shape[axis] for axis in axes) for axes in kept]
-    shape = [size // part for size, part in zip(x.shape, parts, strict=True)]
+    shards = [math.prod(mesh.shape[axis] for axis in axes) for axes in kept]
+    shape = [size // count for size, count in zip(x.shape, shards, strict=True)]
     spec = partition_spec(logical, mesh, rules, shape=shape)
     if ruled & explicit:
         pairs = zip(kept, _only(spec, explicit), strict=True)
@@ -135,21 +141,21 @@ def constrain(x: jax.Array, logical: Sequence[str | None], rules: Rules = RULES)
 def explicit_spec(
     logical: Sequence[str | None], shape: Sequence[int], rules: Rules = RULES
 ) -> PartitionSpec | None:
-    """Says how the explicit axes of the mesh shard a result, where JAX cannot tell by itself.
+    """Return the spec of a result over explicit mesh axes, where JAX cannot infer it.
 
-    It is what `out_sharding=` of `jnp.einsum` and of `x.at[i].get` takes when they contract or
-    index a sharded axis. Automatic axes need none of it.
+    It is the argument `out_sharding=` of `jnp.einsum` and of `x.at[i].get` when they contract or
+    index a sharded axis. Automatic axes do not need it.
 
     Args:
-      logical: a name for each axis of the result, None for an axis that is not sharded.
-      shape: the result's shape.
-      rules: the axes of the mesh, one or several, for each name.
+      logical: the logical axis of each axis of the result; None for an axis that is not sharded.
+      shape: shape of the result.
+      rules: the mesh axis or axes of each logical axis. Default: RULES.
 
     Returns:
-      The `PartitionSpec` over explicit axes, or None on a mesh that has none.
+      The `PartitionSpec` over explicit axes; None on a mesh without explicit axes.
 
     Raises:
-      ValueError: a name has no rule, or the shape has another number of axes than `logical`.
+      ValueError: if a name has no rule, or the shape has another number of axes than `logical`.
 
     Example:
       >>> explicit_spec(("batch", None), (8, 16)) is None  # no mesh is set
@@ -161,29 +167,31 @@ def explicit_spec(
     return PartitionSpec(*(e or None for e in _only(spec, explicit))) if explicit else None
 
 
-def shardings(logical_tree: Any, shapes_tree: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
-    """Says where each parameter lives: a tree of shardings, for `jax.jit(init, out_shardings=...)`.
+def shardings(
+    logical_tree: PyTree, shapes_tree: PyTree, mesh: Mesh, rules: Rules = RULES
+) -> PyTree[NamedSharding]:
+    """Return the sharding of each parameter, such as for `jax.jit(init, out_shardings=...)`.
 
     Args:
-      logical_tree: the structure of `shapes_tree`, with a tuple of names for each array.
-      shapes_tree: arrays, or what `jax.eval_shape` returns.
+      logical_tree: the structure of `shapes_tree`, with a tuple of logical axes for each array.
+      shapes_tree: arrays, or the result of `jax.eval_shape`.
       mesh: the mesh.
-      rules: the axes of the mesh, one or several, for each name.
+      rules: the mesh axis or axes of each logical axis. Default: RULES.
 
     Returns:
-      The same structure with a `jax.sharding.NamedSharding` for each array. An axis of the mesh
-      that does not divide an array's axis does not shard it.
+      The same structure with a `jax.sharding.NamedSharding` for each array. A mesh axis that does
+      not divide an array's axis does not shard it.
 
     Raises:
-      ValueError: the trees have different structures, or see `partition_spec`.
+      ValueError: if the trees have different structures; see also `partition_spec`.
 
     Example:
-      >>> mesh = jax.make_mesh((1,), ("fsdp",))
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",), (AxisType.Explicit,))
       >>> shapes = {"weight": jax.ShapeDtypeStruct((8, 4), "float32")}
       >>> tuple(shardings({"weight": ("embed", "mlp")}, shapes, mesh)["weight"].spec)
       ('fsdp', None)
     """
-    # The arrays' structure comes first, so that the tuples of names below it count as leaves.
+    # The tree of shapes comes first, so that the tuples of names count as leaves.
     return jax.tree.map(
         lambda array, names: NamedSharding(
             mesh, partition_spec(names, mesh, rules, shape=array.shape)
@@ -193,13 +201,13 @@ def shardings(logical_tree: Any, shapes_tree: Any, mesh: Mesh, rules: Rules = RU
     )
 
 
-def _axes_of(name: str | None, rules: Rules) -> tuple[str, ...]:
+def _mesh_axes(name: str | None, rules: Rules) -> tuple[str, ...]:
     if name is None:
         return ()
     if name not in rules:
         raise ValueError(
-            f"logical names an axis {name!r}, which the rules do not know: use one of "
-            f"{', '.join(rules)}, or pass rules={{**RULES, {name!r}: an axis of the mesh or None}}."
+            f"The logical axis {name!r} has no rule: use one of "
+            f"{', '.join(rules)}, or pass rules={{**RULES, {name!r}: a mesh axis or None}}."
         )
     axes = rules[name]
     return (axes,) if isinstance(axes, str) else tuple(axes or ())
@@ -211,6 +219,6 @@ def _axes_of_type(mesh: Mesh | AbstractMesh, kind: AxisType) -> set[str]:
 
 
 def _only(spec: PartitionSpec, axes: set[str]) -> list[tuple[str, ...]]:
-    """For each axis of the array, which of these axes of the mesh shard it."""
+    """Return, for each axis of the array, the mesh axes of the spec that are in `axes`."""
     entries = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
     return [tuple(axis for axis in entry if axis in axes) for entry in entries]

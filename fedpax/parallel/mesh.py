@@ -1,4 +1,4 @@
-"""Device meshes with named axes, laid out so that each axis runs over the network that suits it."""
+"""Device meshes with named axes, arranged so that each axis uses the network that suits it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-# Axes that communicate least, and so run between slices: the first of them that a mesh has.
+# The axes that communicate least, in this order: the first one in a mesh runs between slices.
 BETWEEN_SLICES = ("islands", "clients", "data")
 
 _DEFAULT_DEVICES: ContextVar[tuple[jax.Device, ...] | None] = ContextVar(
@@ -24,10 +24,10 @@ _DEFAULT_DEVICES: ContextVar[tuple[jax.Device, ...] | None] = ContextVar(
 
 @contextlib.contextmanager
 def default_devices(devices: Sequence[jax.Device]) -> Iterator[None]:
-    """Makes meshes of these devices where none are given, such as those of a pod to compile for.
+    """Set the default devices of meshes, such as the devices of a pod to compile for.
 
     Args:
-      devices: what `make_mesh` and `MeshConfig` take in the place of `jax.devices()`.
+      devices: devices that `make_mesh` and `MeshConfig` use instead of `jax.devices()`.
 
     Example:
       >>> with default_devices(jax.devices()[:1]):
@@ -48,28 +48,31 @@ def make_mesh(
     between_slices: str | None = None,
     **axis_sizes: int,
 ) -> Mesh:
-    """Makes a mesh of devices with named axes: `make_mesh(islands=4, fsdp=-1)`.
+    """Make a mesh of devices with named axes, such as `make_mesh(islands=4, fsdp=-1)`.
 
-    The axes come in the order of the arguments; one of them may be -1 and takes the devices that
-    the others leave. The mesh uses all devices. On TPUs, their order follows the physical links.
-    On several TPU slices, joined by a slower network, the axis that communicates least runs
-    between slices, and every other axis stays within one. Several processes without TPUs are
-    treated in the same way where the sizes allow it.
+    - The axes have the order of the arguments. One size can be -1: all remaining devices.
+    - The mesh uses all devices, and keeps axes of size 1.
+    - On TPUs, the order of the devices follows the physical links.
+    - On several TPU slices, joined by a slower network, the axis that communicates least runs
+      between slices. Every other axis stays within a slice. The same holds for several processes
+      without TPUs if the sizes allow it.
 
     Args:
-      devices: the devices to use, by default those of `default_devices`, or `jax.devices()`.
-      axis_types: one type for all axes, or a type by axis name; automatic where none is given.
-      between_slices: name of the axis that runs between slices, by default the first that there
-        is among islands, clients and data.
-      **axis_sizes: size of each axis, at least 1, or -1 for the rest of the devices.
+      devices: the devices to use. Default None: those of `default_devices`, or else
+        `jax.devices()`.
+      axis_types: one type for all axes, or a type by axis name. Default None, and axes without a
+        type: automatic.
+      between_slices: name of the axis that runs between slices. Default None: the first axis of
+        more than one device among islands, clients and data.
+      **axis_sizes: size of each axis, at least 1, or -1 for all remaining devices.
 
     Returns:
       The mesh, to run programs under: `with jax.set_mesh(mesh): ...`.
 
     Raises:
-      ValueError: the sizes do not fit the devices or the slices (the message says which would),
-        or `axis_types` or `between_slices` names an axis that the mesh does not have.
-      TypeError: a size is not an integer.
+      ValueError: if the sizes do not fit the devices or the slices (the message gives sizes that
+        fit), or `axis_types` or `between_slices` names an axis that the mesh does not have.
+      TypeError: if a size is not an integer.
 
     Example:
       >>> mesh = make_mesh(islands=1, fsdp=-1)
@@ -81,7 +84,7 @@ def make_mesh(
     if isinstance(axis_types, str):
         raise TypeError(
             f"make_mesh(axis_types={axis_types!r}): expected a jax.sharding.AxisType, such as "
-            "AxisType.Explicit, or one by axis name."
+            "AxisType.Explicit, or a dict of them by axis name."
         )
     if axis_types is None or isinstance(axis_types, AxisType):
         types = dict.fromkeys(sizes, axis_types or AxisType.Auto)
@@ -90,35 +93,38 @@ def make_mesh(
         types = dict.fromkeys(sizes, AxisType.Auto) | dict(axis_types)
     if between_slices is not None:
         _check_names("between_slices", [between_slices], sizes)
-    outer = between_slices or next((name for name in BETWEEN_SLICES if name in sizes), None)
+    candidates = [name for name in BETWEEN_SLICES if name in sizes]
+    larger = [name for name in candidates if sizes[name] > 1]
+    outer = between_slices or next(iter(larger + candidates), None)
     return Mesh(_arrange(sizes, devices, outer), tuple(sizes), tuple(types[name] for name in sizes))
 
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Sizes of the mesh's axes, in their order; -1, once, stands for the rest of the devices.
+    """Sizes of the mesh's axes, in their order; one size can be -1: all remaining devices.
 
-    The axis of a placement (islands, clients) bears its name; the others shard the model and the
+    The axis of a placement (islands, clients) has its name. The other axes shard the model and the
     batch.
 
     Attributes:
-      islands: replicas of the model that train apart and synchronize seldom.
+      islands: replicas of the model that train separately and synchronize once per round.
       clients: participants of a federated round that are simulated at once.
-      data: replicas of the model that share every step.
-      fsdp: parts into which parameters and batch are cut.
-      tensor: parts into which heads and the layers' inner width are cut.
-      sequence: parts into which the sequence is cut.
-      expert: parts into which the experts of a mixture are divided.
+      data: replicas of the model that synchronize gradients in every step.
+      fsdp: shards of parameters, optimizer state and batch.
+      tensor: shards of heads and of the layers' inner dimensions.
+      sequence: shards of the sequence.
+      expert: shards of the experts of a mixture.
       stage: stages of the pipeline.
 
     Raises:
-      ValueError: a size is 0, or below -1.
+      ValueError: if a size is 0 or below -1.
 
     Example:
       >>> MeshConfig(islands=4, fsdp=2).size
       8
-      >>> MeshConfig(fsdp=-1).make().axis_names
-      ('fsdp',)
+      >>> mesh = MeshConfig(fsdp=-1).make()
+      >>> mesh.shape["fsdp"] == jax.device_count(), mesh.shape["clients"]
+      (True, 1)
     """
 
     islands: int = 1
@@ -131,41 +137,52 @@ class MeshConfig:
     stage: int = 1
 
     def __post_init__(self) -> None:
-        """Checks the sizes."""
+        """Check the sizes."""
         for name, size in asdict(self).items():
             if size < 1 and size != -1:
                 raise ValueError(
-                    f"mesh.{name}={size} is not a size: make it at least 1, or -1 for the rest of "
-                    "the devices."
+                    f"mesh.{name}={size} is not a size: expected at least 1, or -1 for all "
+                    "remaining devices."
                 )
 
     @property
     def size(self) -> int:
-        """Number of devices of the mesh; all that there are if an axis is -1."""
+        """Number of devices of the mesh; all available devices if an axis is -1."""
         sizes = asdict(self).values()
         return len(available_devices()) if -1 in sizes else math.prod(sizes)
 
     def make(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
-        """Makes the mesh, of the axes whose size is not 1.
+        """Make the mesh.
+
+        The mesh has all axes of the configuration, those of size 1 included, so that
+        `PartitionSpec("clients")` is valid on every mesh. An axis of size 1 changes neither the
+        compiled program nor its memory.
 
         Args:
-          devices: the devices to use, by default those of `default_devices`, or `jax.devices()`.
-            If every size is 1, the mesh is the first of them alone, as an axis `data`.
+          devices: the devices to use. Default None: those of `default_devices`, or else
+            `jax.devices()`. If all sizes are 1, the mesh is the first device alone.
 
         Returns:
-          The mesh.
+          The mesh; all its axes are automatic.
 
         Raises:
-          ValueError: as `make_mesh`.
+          ValueError: if the sizes do not fit the devices or the slices.
         """
-        sizes = {name: size for name, size in asdict(self).items() if size != 1}
-        if not sizes:
-            devices, sizes = list(devices or available_devices())[:1], {"data": 1}
-        return make_mesh(devices=devices, **sizes)
+        devices = list(available_devices() if devices is None else devices)
+        sizes = asdict(self)
+        larger = {name: size for name, size in sizes.items() if size != 1}
+        # Devices are arranged along the larger axes: axes of size 1 do not change their order.
+        mesh = (
+            make_mesh(devices=devices, **larger)
+            if larger
+            else make_mesh(devices=devices[:1], data=1)
+        )
+        shape = tuple(mesh.shape.get(name, 1) for name in sizes)
+        return Mesh(mesh.devices.reshape(shape), tuple(sizes), (AxisType.Auto,) * len(sizes))
 
 
 def available_devices() -> Sequence[jax.Device]:
-    """The devices that meshes are made of: those of `default_devices`, or else all that JAX has.
+    """Return the default devices of meshes: those of `default_devices`, or else `jax.devices()`.
 
     Example:
       >>> with default_devices(jax.devices()[:1]):
@@ -185,12 +202,12 @@ def _check_names(argument: str, names: Sequence[str] | Mapping, sizes: Mapping[s
 
 
 def _resolve(axis_sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> dict[str, int]:
-    """Checks the sizes and puts a number in the place of -1."""
+    """Check the sizes and replace -1 by the number of remaining devices."""
     given = f"make_mesh({', '.join(f'{name}={size!r}' for name, size in axis_sizes.items())})"
     if not axis_sizes:
         raise ValueError(
             "make_mesh needs at least one axis and its size, such as "
-            "make_mesh(islands=4, fsdp=-1), where -1 stands for the rest of the devices."
+            "make_mesh(islands=4, fsdp=-1), where -1 means all remaining devices."
         )
     if not devices:
         raise ValueError(f"{given}: devices is empty. Leave it out to use all of jax.devices().")
@@ -198,8 +215,8 @@ def _resolve(axis_sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> di
     rest = [name for name, size in sizes.items() if size == -1]
     if len(rest) > 1:
         raise ValueError(
-            f"{given}: only one axis can take the rest of the devices, but {_join(rest)} are -1. "
-            "Give all of them but one a size."
+            f"{given}: only one axis can take all remaining devices, but {_join(rest)} are -1. "
+            "Give all of them except one a size."
         )
     taken = math.prod(size for size in sizes.values() if size != -1)
     if rest and len(devices) % taken == 0:
@@ -220,18 +237,18 @@ def _integer(given: str, name: str, size: int) -> int:
     except TypeError:
         raise TypeError(
             f"{given}: {name}={size!r} is not an integer. A size is an integer of at least 1, or "
-            "-1 for the rest of the devices."
+            "-1 for all remaining devices."
         ) from None
     if number < 1 and number != -1:
         raise ValueError(
             f"{given}: {name}={number} is not a size. A size is an integer of at least 1, or -1 "
-            "for the rest of the devices."
+            "for all remaining devices."
         )
     return number
 
 
 def _fitting(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> str:
-    """Says which sizes would fit the devices."""
+    """Suggest sizes that fit the devices."""
     total = len(devices)
     taken = math.prod(size for size in sizes.values() if size != -1)
     fits = []
@@ -252,8 +269,10 @@ def _fitting(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> str:
             f"{total} devices"
         )
     if not fits:
-        fits.append(f"the sizes must multiply to {total}; with -1 one takes what the others leave")
-    text = f"What fits: {'; '.join(fits)}."
+        fits.append(
+            f"the product of the sizes must be {total}; a size of -1 takes all remaining devices"
+        )
+    text = f"Sizes that fit: {'; '.join(fits)}."
     if taken < total and -1 not in sizes.values():
         text += f" To use {taken} of them, pass devices=jax.devices()[:{taken}]."
     if taken > total and devices[0].platform == "cpu":
@@ -265,12 +284,12 @@ def _fitting(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> str:
 
 
 def _arrange(sizes: Mapping[str, int], devices: list[jax.Device], outer: str | None) -> np.ndarray:
-    """Lays the devices out in the mesh's shape; `outer` is the axis to run between slices."""
+    """Arrange the devices in the shape of the mesh; `outer` is the axis between slices."""
     shape = tuple(sizes.values())
     if devices[0].platform == "tpu":
-        slices = _by(devices, "slice_index")
+        slices = _group_by(devices, "slice_index")
         if len(slices) == 1:
-            if not _fill_a_box(devices):  # no arrangement of theirs follows the links
+            if not _form_a_cuboid(devices):  # no order of the devices follows the links
                 return np.array(devices).reshape(shape)
             return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
         between = tuple(len(slices) if name == outer else 1 for name in sizes)
@@ -279,23 +298,23 @@ def _arrange(sizes: Mapping[str, int], devices: list[jax.Device], outer: str | N
         return mesh_utils.create_hybrid_device_mesh(
             within, between, devices, allow_split_physical_axes=True
         )
-    processes = _by(devices, "process_index")
+    processes = _group_by(devices, "process_index")
     if outer is None or len(processes) == 1:
         return mesh_utils.create_device_mesh(shape, devices)
-    # Process by process along the outer axis, so that the others stay within one if they can.
+    # Process by process along the outer axis, so that the other axes stay within a process.
     position = list(sizes).index(outer)
     ordered = np.array([device for process in sorted(processes) for device in processes[process]])
     others = shape[:position] + shape[position + 1 :]
     return np.moveaxis(ordered.reshape(shape[position], *others), 0, position)
 
 
-def _fill_a_box(devices: Sequence[jax.Device]) -> bool:
-    """Whether TPU cores are all those of a cuboid of chips."""
-    places = np.array([(*device.coords, device.core_on_chip) for device in devices])
-    return bool(np.prod(np.ptp(places, axis=0) + 1) == len(devices))
+def _form_a_cuboid(devices: Sequence[jax.Device]) -> bool:
+    """Return whether the devices are all TPU cores of a cuboid of chips."""
+    coords = np.array([(*device.coords, device.core_on_chip) for device in devices])
+    return bool(np.prod(np.ptp(coords, axis=0) + 1) == len(devices))
 
 
-def _by(devices: Sequence[jax.Device], attribute: str) -> dict[int, list[jax.Device]]:
+def _group_by(devices: Sequence[jax.Device], attribute: str) -> dict[int, list[jax.Device]]:
     groups: dict[int, list[jax.Device]] = {}
     for device in devices:
         groups.setdefault(getattr(device, attribute, 0), []).append(device)
@@ -305,17 +324,17 @@ def _by(devices: Sequence[jax.Device], attribute: str) -> dict[int, list[jax.Dev
 def _check_slices(
     sizes: Mapping[str, int], slices: Mapping[int, Sequence[jax.Device]], outer: str | None
 ) -> None:
-    """Refuses an axis between slices that does not divide over them."""
+    """Raise a ValueError if the axis between slices is not a multiple of their number."""
     held = sorted({len(members) for members in slices.values()})
     if len(held) > 1:
         raise ValueError(
-            f"the {len(slices)} slices hold {_join(held)} devices. Pass as devices the same number "
+            f"the {len(slices)} slices have {_join(held)} devices. Pass the same number of devices "
             "of each slice."
         )
     if outer is None:
         raise ValueError(
-            f"the devices are in {len(slices)} slices, but the mesh has no axis that is meant to "
-            f"run between them: {_join(BETWEEN_SLICES, 'or')}. Add one, such as "
+            f"the devices are in {len(slices)} slices, but the mesh has no axis to run between "
+            f"them: {_join(BETWEEN_SLICES, 'or')}. Add one, such as "
             f"islands={len(slices)}, or name one of {_join(sizes)} with between_slices=."
         )
     if sizes[outer] % len(slices):
@@ -323,8 +342,9 @@ def _check_slices(
         fits = [n for n in range(len(slices), total + 1, len(slices)) if total % n == 0]
         raise ValueError(
             f"{outer}={sizes[outer]} runs between slices, but is not a multiple of their number, "
-            f"{len(slices)} (of {held[0]} devices each). What fits: {outer}={_join(fits, 'or')}, "
-            "or another axis between slices, named with between_slices=."
+            f"{len(slices)} (of {held[0]} devices each). Sizes that fit: "
+            f"{outer}={_join(fits, 'or')}, or another axis between slices, named with "
+            "between_slices=."
         )
 
 

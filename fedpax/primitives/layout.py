@@ -17,8 +17,8 @@ def mesh_axis(placement: Placement) -> str | None:
         placement: the placement.
 
     Returns:
-        The placement's name. None if the mesh has no such axis, or if that axis is manual: the code
-        then runs on one shard already.
+        The placement's name. None if the mesh has no such axis, or an automatic one of size 1, or
+        if that axis is manual: the code then runs on one shard already.
     """
     return None if _axis_type(placement) in (None, AxisType.Manual) else placement.name
 
@@ -30,7 +30,9 @@ def explicit_axis(placement: Placement) -> str | None:
 
 def _axis_type(placement: Placement) -> AxisType | None:
     mesh = jax.sharding.get_abstract_mesh()
-    return dict(zip(mesh.axis_names, mesh.axis_types, strict=True)).get(placement.name)
+    kind = dict(zip(mesh.axis_names, mesh.axis_types, strict=True)).get(placement.name)
+    # An automatic axis of size 1 shards nothing: the program is that of a mesh without the axis.
+    return None if kind == AxisType.Auto and mesh.shape[placement.name] == 1 else kind
 
 
 def find_mesh(avals: Iterable[Any]) -> AbstractMesh:

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fedpax.clients.cohort import Cohort
 from fedpax.hlo.collectives import placement_bytes
+from fedpax.parallel.divisibility import check_divisible
 from fedpax.training.algorithm import Metrics, Params, State
 from fedpax.training.experiment import Run
 from fedpax.training.shardings import ShardingTree, state_shardings
@@ -47,7 +48,8 @@ def compile_round(run: Run, cohort: Cohort) -> CompiledRound:
         The compiled round.
 
     Raises:
-        ValueError: the round breaks the contract of `FederatedAlgorithm`.
+        ValueError: the round breaks the contract of `FederatedAlgorithm`, or a mesh axis does not
+            divide the array axis that it shards.
     """
     params = jax.eval_shape(run.init, jax.random.key(0))
     state = jax.eval_shape(run.algorithm.init, params)
@@ -58,6 +60,9 @@ def compile_round(run: Run, cohort: Cohort) -> CompiledRound:
         )
     num_participants = jax.tree.leaves(cohort)[0].shape[0]
     shardings = run_state_shardings(run, params, state, num_participants)
+    check_divisible("params", params, run.shardings.params)
+    check_divisible("cohort", cohort, run.shardings.cohort)
+    check_divisible("state", state, shardings)
     state = with_shardings(state, shardings)
     _check_round(state, *jax.eval_shape(run.algorithm.round, state, cohort))
     replicated = NamedSharding(run.mesh, PartitionSpec())

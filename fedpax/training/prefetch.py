@@ -8,6 +8,7 @@ import jax
 
 from fedpax.clients.cohort import Cohort
 from fedpax.clients.cohort_stream import CohortStream
+from fedpax.parallel.divisibility import check_divisible
 from fedpax.training.shardings import ShardingTree
 
 StreamState = dict[str, Any] | bytes
@@ -114,7 +115,11 @@ def place(tree: Tree, sharding: ShardingTree) -> Tree:
 
     Returns:
         The same tree of `jax.Array`.
+
+    Raises:
+        ValueError: a mesh axis does not divide the array axis that it shards.
     """
+    check_divisible("cohort", tree, sharding)
     if jax.process_count() == 1:
         return jax.device_put(tree, sharding)
     # jax.device_put would first compare the whole arrays across processes.

@@ -38,7 +38,7 @@ def test_digits_are_learned(tmp_path):
 def test_clients_of_a_large_population_differ_and_cost_their_own_steps(tmp_path):
     experiment = small(module.fedavg_population(), rounds=2, size=32, max_steps=4)
     run = experiment.build()
-    assert run.mesh.shape == {"clients": 8}
+    assert (run.mesh.size, run.mesh.shape["clients"]) == (8, 8)
     first, second = itertools.islice(run.cohorts, 2)
     assert set(first.clients) != set(second.clients)
     assert set(first.steps) == {1, 2, 3, 4}
@@ -63,7 +63,7 @@ def test_natural_clients_are_the_values_of_a_field(tmp_path):
     assert base.model.num_params() == 1_206_590
     experiment = dataclasses.replace(small(base, rounds=1), dataset="digits", field="label")
     run = experiment.build()
-    assert run.mesh.shape == {"clients": 5}  # of 8 devices; 10 clients share 5 evenly
+    assert (run.mesh.size, run.mesh.shape["clients"]) == (5, 5)  # of 8 devices; 10 clients share 5 evenly
     cohort = next(run.cohorts)
     for label, mask in zip(cohort.batches["label"], cohort.batches["mask"], strict=True):
         assert len(set(label[mask])) == 1

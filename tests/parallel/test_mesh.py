@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import fedpax
+from fedpax.parallel.axes import constrain
 from fedpax.parallel.mesh import MeshConfig, make_mesh
 
 
@@ -61,7 +63,9 @@ def test_devices_that_are_asked_for():
 
 @pytest.mark.parametrize("size", [0, -2])
 def test_a_configured_size_is_checked(size: int):
-    with pytest.raises(ValueError, match=rf"mesh.fsdp={size} is not a size.* or -1 for the rest"):
+    with pytest.raises(
+        ValueError, match=rf"mesh.fsdp={size} is not a size.* or -1 for all remaining"
+    ):
         MeshConfig(fsdp=size)
 
 
@@ -93,11 +97,14 @@ def test_programs_run_under_it():
         ({}, r"at least one axis and its size, such as make_mesh\(islands=4, fsdp=-1\)"),
         ({"islands": 0}, "islands=0 is not a size.*at least 1, or -1"),
         ({"islands": -3, "fsdp": 2}, "islands=-3 is not a size.*at least 1, or -1"),
-        ({"islands": -1, "fsdp": -1}, "islands and fsdp are -1. Give all of them but one a size"),
+        (
+            {"islands": -1, "fsdp": -1},
+            "islands and fsdp are -1. Give all of them except one a size",
+        ),
         ({"islands": 3, "fsdp": -1}, r"islands can be 1, 2, 4 or 8 \(4 gives fsdp=2\)"),
         ({"islands": 4, "fsdp": 4}, "needs 16 devices.*islands=4, fsdp=-1 gives fsdp=2 on 8"),
         ({"islands": 16}, r'16 devices, but there are 8.*jax_num_cpu_devices", 16'),
-        ({"islands": 3, "fsdp": 3}, "must multiply to 8"),
+        ({"islands": 3, "fsdp": 3}, "product of the sizes must be 8"),
         ({"islands": 2}, r"pass devices=jax\.devices\(\)\[:2\]"),
         ({"islands": 3, "fsdp": 5, "tensor": -1}, "product of islands and fsdp can be 1, 2, 4"),
         ({"devices": [], "islands": 1}, "Leave it out"),
@@ -132,19 +139,72 @@ def test_what_is_said_to_fit_fits(sizes: list[int]):
             assert make_mesh(**suggested).shape[name] == int(size)
 
 
-def test_config():
+ONES = dict.fromkeys(
+    ("islands", "clients", "data", "fsdp", "tensor", "sequence", "expert", "stage"), 1
+)
+
+
+def test_a_configured_mesh_has_every_axis():
     config = MeshConfig(islands=2, tensor=2, data=2)
     assert config.size == 8
-    assert dict(config.make().shape) == {"islands": 2, "data": 2, "tensor": 2}
-    assert dict(MeshConfig(fsdp=-1).make().shape) == {"fsdp": 8}
+    assert dict(config.make().shape) == ONES | {"islands": 2, "data": 2, "tensor": 2}
+    assert tuple(config.make().shape) == tuple(ONES)
+    assert set(config.make().axis_types) == {AxisType.Auto}
+    assert dict(MeshConfig(fsdp=-1).make().shape) == ONES | {"fsdp": 8}
     assert MeshConfig(fsdp=-1).size == 8
-    assert dict(MeshConfig(clients=2).make(jax.devices()[:2]).shape) == {"clients": 2}
+    assert dict(MeshConfig(clients=2).make(jax.devices()[:2]).shape) == ONES | {"clients": 2}
 
 
-def test_config_of_one_device():
+def test_a_configured_mesh_has_the_devices_in_the_order_of_make_mesh():
+    larger = make_mesh(islands=2, fsdp=4)
+    assert MeshConfig(islands=2, fsdp=4).make().devices.flatten().tolist() == (
+        larger.devices.flatten().tolist()
+    )
+
+
+def test_a_configured_mesh_of_one_device():
     mesh = MeshConfig().make()
-    assert dict(mesh.shape) == {"data": 1}
-    assert mesh.devices.tolist() == jax.devices()[:1]
+    assert dict(mesh.shape) == ONES
+    assert mesh.devices.flatten().tolist() == jax.devices()[:1]
+
+
+@pytest.mark.parametrize("axis", ONES)
+def test_a_spec_can_name_an_axis_of_size_one(axis: str):
+    sharding = NamedSharding(MeshConfig().make(), P(axis))
+    x = jax.device_put(np.arange(3.0, dtype=np.float32), sharding)
+    np.testing.assert_array_equal(jax.jit(lambda x: 2 * x, out_shardings=sharding)(x), [0, 2, 4])
+
+
+def compiled_text(mesh: Mesh) -> str:
+    """Compile a round of two islands whose model is sharded over fsdp; without source lines."""
+
+    @fedpax.program(islands=2)
+    def mean_gradient(params, batches):
+        def gradient(params, batch):
+            def loss(params):
+                features = constrain(jnp.tanh(batch @ params), ("batch", "mlp"))
+                return jnp.mean(features**2)
+
+            return jax.grad(loss)(params)
+
+        params = fedpax.federated_broadcast(params)
+        return fedpax.federated_mean(fedpax.federated_map(gradient, params, batches))
+
+    spec = P("islands" if "islands" in mesh.shape else None, "fsdp")
+    params = jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=NamedSharding(mesh, P("fsdp")))
+    batches = jax.ShapeDtypeStruct((2, 8, 8), jnp.float32, sharding=NamedSharding(mesh, spec))
+    with jax.set_mesh(mesh):
+        text = jax.jit(mean_gradient).lower(params, batches).compile().as_text()
+    return "\n".join(
+        re.sub(r", metadata=\{[^}]*\}", "", line) for line in text[text.index("\n%") :].splitlines()
+    )
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 4}, {"islands": 2, "fsdp": 2}], ids=str)
+def test_axes_of_size_one_do_not_change_the_compiled_program(sizes: dict[str, int]):
+    devices = jax.devices()[:4]
+    expected = compiled_text(make_mesh(devices=devices, **sizes))
+    assert compiled_text(MeshConfig(**sizes).make(devices)) == expected
 
 
 def test_config_that_does_not_fit():
@@ -220,12 +280,14 @@ def test_which_axis_runs_between_slices(tpu_devices: Devices, axes: dict, betwee
 
 def test_slices_that_do_not_fit(tpu_devices: Devices):
     devices = tpu_devices("v5e:2x2", 4)
-    with pytest.raises(ValueError, match=r"islands=2 .* What fits: islands=4, 8 or 16, or another"):
+    with pytest.raises(
+        ValueError, match=r"islands=2 .* Sizes that fit: islands=4, 8 or 16, or another"
+    ):
         make_mesh(devices=devices, islands=2, fsdp=8)
     with pytest.raises(ValueError, match=r"in 4 slices.*islands, clients or data.*islands=4, or"):
         make_mesh(devices=devices, fsdp=8, tensor=2)
     uneven = [d for d in devices if d.slice_index < 2][:6]
-    with pytest.raises(ValueError, match=r"hold 2 and 4 devices.*the same number of each slice"):
+    with pytest.raises(ValueError, match=r"have 2 and 4 devices.*the same number of each slice"):
         make_mesh(devices=uneven, islands=2, fsdp=3)
 
 

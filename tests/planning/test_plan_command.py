@@ -156,7 +156,8 @@ def test_a_mesh_takes_the_devices_of_the_topology() -> None:
         stacked_layers.stack(), mesh=MeshConfig(islands=-1, fsdp=2), islands=2
     )
     plan, run = plan_experiment(experiment, find_topology("cpu:4"))
-    assert dict(run.mesh.shape) == {"islands": 2, "fsdp": 2}
+    assert (run.mesh.size, run.mesh.shape["islands"], run.mesh.shape["fsdp"]) == (4, 2, 2)
+    assert [(axis.name, axis.size) for axis in plan.axes] == [("islands", 2), ("fsdp", 2)]
     assert list(run.mesh.devices.flat) == jax.devices()[:4]
     assert plan.workload.num_participants == 2
     assert MeshConfig(fsdp=-1).size == 8  # put back

@@ -1,0 +1,69 @@
+"""A check that shardings divide their arrays, with an error message that names the array."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+from jax.sharding import NamedSharding
+from jaxtyping import PyTree
+
+
+def check_divisible(name: str, shapes: PyTree[jax.Array], shardings: PyTree[NamedSharding]) -> None:
+    """Raise a ValueError if a mesh axis does not divide the array axis that it shards.
+
+    JAX's own errors name neither the array nor the mesh axis.
+
+    Args:
+      name: name of the tree in the error message, such as "params".
+      shapes: a tree of arrays, or of anything with a shape.
+      shardings: a `NamedSharding`, or a tree of them that is a prefix of `shapes`. Other shardings
+        are not checked.
+
+    Raises:
+      ValueError: if a spec has more entries than its array has axes, or its mesh axes do not
+        divide an axis of the array.
+
+    Example:
+      >>> from jax.sharding import AbstractMesh, PartitionSpec
+      >>> sharding = NamedSharding(AbstractMesh((4,), ("fsdp",)), PartitionSpec(None, "fsdp"))
+      >>> shapes = {"w": jax.ShapeDtypeStruct((3, 6), "float32")}
+      >>> check_divisible("params", shapes, sharding)  # doctest: +ELLIPSIS
+      Traceback (most recent call last):
+      ...
+      ValueError: The mesh axis fsdp=4 does not divide axis 1 of params['w'], of size 6: ...
+    """
+
+    def check(prefix: tuple, sharding: NamedSharding, below: PyTree[jax.Array]) -> None:
+        if not isinstance(sharding, NamedSharding):
+            return
+        for path, leaf in jax.tree.leaves_with_path(below):
+            _check_array(f"{name}{jax.tree_util.keystr((*prefix, *path))}", leaf.shape, sharding)
+
+    jax.tree.map_with_path(
+        check, shardings, shapes, is_leaf=lambda x: isinstance(x, jax.sharding.Sharding)
+    )
+
+
+def _check_array(name: str, shape: tuple[int, ...], sharding: NamedSharding) -> None:
+    spec = sharding.spec
+    if len(spec) > len(shape):
+        raise ValueError(
+            f"The sharding {spec} has {len(spec)} entries, but {name} has shape {tuple(shape)}: "
+            f"give at most {len(shape)}, one for each axis of the array."
+        )
+    for index, (size, entry) in enumerate(zip(shape, spec, strict=False)):
+        axes = (entry,) if isinstance(entry, str) else entry
+        if not isinstance(axes, tuple):
+            continue  # None, or unconstrained
+        devices = math.prod(sharding.mesh.shape[axis] for axis in axes)
+        if size % devices:
+            named = " x ".join(f"{axis}={sharding.mesh.shape[axis]}" for axis in axes)
+            below, above = size // devices * devices, -(-size // devices) * devices
+            fitting = f"{below} or {above}" if below else f"{above}"
+            raise ValueError(
+                f"The mesh {'axis' if len(axes) == 1 else 'axes'} {named} "
+                f"{'does' if len(axes) == 1 else 'do'} not divide axis {index} of {name}, of size "
+                f"{size}: make that size {fitting}, change the mesh (--mesh.{axes[0]}), or leave "
+                f"the axis unsharded, None in place of {entry!r} in {spec}."
+            )

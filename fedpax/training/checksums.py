@@ -8,8 +8,8 @@ from pathlib import Path
 from fedpax.training.configuration import write_atomically
 
 FILE = "checksums.json"
-# Orbax adds the commit time to this file later. It holds no data.
-IGNORED = (FILE, "_CHECKPOINT_METADATA")
+# Orbax writes these two when it renames the checkpoint. They hold no data, and are not read.
+IGNORED = {FILE, "_CHECKPOINT_METADATA", "commit_success.txt"}
 CHUNK_BYTES = 1 << 24
 
 
@@ -65,9 +65,10 @@ def find_damage(folder: Path) -> str | None:
     return None  # a file without a checksum was added later, and is not read
 
 
-def _files(folder: Path) -> set[str]:
+def _files(folder: Path) -> list[str]:
     paths = (Path(root, name) for root, _, names in os.walk(folder) for name in names)
-    return {path.relative_to(folder).as_posix() for path in paths} - set(IGNORED)
+    found = (path for path in paths if path.name not in IGNORED)
+    return sorted(path.relative_to(folder).as_posix() for path in found)
 
 
 def _size_and_crc(path: Path) -> tuple[int, int]:

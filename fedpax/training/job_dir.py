@@ -1,5 +1,6 @@
 """A run's folder: used by one process at a time, and bound to one experiment."""
 
+import contextlib
 import difflib
 import os
 import socket
@@ -91,12 +92,10 @@ class JobDirLock(AbstractContextManager["JobDirLock"]):
         except OSError:
             return  # a file system without locks
         started = time.strftime("%Y-%m-%d %H:%M:%S")
-        os.ftruncate(self._file, 0)
-        os.pwrite(
-            self._file,
-            f"process {os.getpid()} on {socket.gethostname()}, since {started}\n".encode(),
-            0,
-        )
+        holder = f"process {os.getpid()} on {socket.gethostname()}, since {started}\n"
+        with contextlib.suppress(OSError):  # a full disk; the text only helps the other process
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, holder.encode(), 0)
 
     def __exit__(self, *error: object) -> None:
         """Release the lock. The file stays, since another process may have opened it by now."""
@@ -131,19 +130,15 @@ def check_configuration(
     if found is None:
         return
     name, saved = found
-    if saved["class"] == class_name(experiment):
-        old = from_json(saved)
-        changes = differences(old, experiment)
-    if saved["class"] != class_name(experiment) or (changes and name and exp and name != exp):
+    same_class = saved["class"] == class_name(experiment)
+    changes = _changes(folder, from_json(saved), experiment) if same_class else {}
+    if not same_class or (changes and name and exp and name != exp):
         raise ConfigurationError(
             f"--job_log_dir={folder} holds another experiment"
             f"{f', --exp={name}' if name else ''}, expected "
             f"{f'--exp={exp}' if exp else class_name(experiment)} or an empty folder. Give another "
             "--job_log_dir."
         )
-    done = latest_round(folder) or 0
-    if done >= old.training.rounds and experiment.training.rounds > old.training.rounds:
-        changes.pop("training.rounds", None)
     refused = {
         path: change
         for path, change in changes.items()
@@ -157,6 +152,15 @@ def check_configuration(
             "Give the former values to resume the run, another --job_log_dir to start a new one, "
             f"or --allow_config_change={','.join(refused)} to resume it with the new values."
         )
+
+
+def _changes(folder: Path, old: Experiment, new: Experiment) -> dict[str, str]:
+    """Return the fields that differ, except for more rounds of a finished run."""
+    changes = differences(old, new)
+    finished = (latest_round(folder) or 0) >= old.training.rounds
+    if finished and new.training.rounds > old.training.rounds:
+        changes.pop("training.rounds", None)
+    return changes
 
 
 def check_field_names(experiment: Experiment, names: Collection[str]) -> None:

@@ -1,0 +1,186 @@
+"""Runs on a full disk and with damaged files: one sentence, and the last checkpoint stays whole."""
+
+import dataclasses
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from small_regression import Regression, regression
+
+from fedpax.main import main
+from fedpax.training.checkpoint import DamagedCheckpointError, latest_round, load_params
+from fedpax.training.metrics import MetricsWriter, read_metrics
+from fedpax.training.trainer import StorageError, train
+
+HERE = Path(__file__).parent
+
+
+def short(rounds: int) -> Regression:
+    training = dataclasses.replace(regression().training, rounds=rounds, checkpoint_every=2)
+    return dataclasses.replace(regression(), training=training)
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Let writes beyond a file size fail, as they do on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.fixture(scope="module")
+def four_rounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("four")
+    train(short(4), folder, exp="small_regression:regression")
+    return folder
+
+
+@pytest.fixture
+def folder(four_rounds: Path, tmp_path: Path) -> Path:
+    """A copy of a run with checkpoints of the rounds 2 and 4."""
+    subprocess.run(["cp", "-r", four_rounds, tmp_path / "run"], check=True)
+    return tmp_path / "run"
+
+
+def test_a_disk_that_is_full_for_checkpoints_keeps_the_last_one(
+    folder: Path, capfd: pytest.CaptureFixture
+) -> None:
+    before = load_params(folder)
+    with largest_file(8000), pytest.raises(StorageError) as caught:  # too small for the state
+        train(short(8), folder, exp="small_regression:regression")
+    assert str(caught.value) == (
+        "small_regression:regression stopped: File too large. The checkpoint of round 4 is kept in "
+        f"{folder}. Make room on the disk, then run the same command again to resume."
+    )
+    assert "Traceback" not in capfd.readouterr().err
+    jax.tree.map(np.testing.assert_array_equal, load_params(folder), before)
+    assert train(short(8), folder, exp="small_regression:regression").rounds_trained == 4
+    assert latest_round(folder) == 8
+
+
+def test_a_disk_that_is_full_for_metrics_keeps_the_last_checkpoint(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: MetricsWriter, kind: str, round_number: int, values: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(MetricsWriter, "write", full)
+    with pytest.raises(StorageError, match=r"No space left on device\. The checkpoint of round 4"):
+        train(short(8), folder)
+    monkeypatch.undo()
+    assert train(short(8), folder).rounds_trained == 4
+
+
+def test_the_command_line_says_it_in_one_line(
+    folder: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(HERE)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    fields = ["--training.rounds=6", "--training.checkpoint_every=2"]
+    command = ["train", "--exp=small_regression:regression", f"--job_log_dir={folder}", *fields]
+    with largest_file(8000):
+        assert main(command) == 1
+    output = capfd.readouterr()
+    assert output.out == ""
+    assert output.err.splitlines()[-1].startswith("fedpax: small_regression:regression stopped: ")
+    assert "Traceback" not in output.err
+
+
+def files(checkpoint: Path) -> list[Path]:
+    return sorted(path for path in checkpoint.rglob("*") if path.is_file())
+
+
+def test_a_flipped_bit_in_any_file_of_a_checkpoint_is_found(folder: Path) -> None:
+    random = np.random.default_rng(0)
+    newest = folder / "checkpoints" / "4"
+    expected = load_params(folder)
+    found = 0
+    for path in files(newest):
+        if path.stat().st_size == 0:
+            continue
+        content = bytearray(path.read_bytes())
+        place = int(random.integers(len(content)))
+        content[place] ^= 1 << int(random.integers(8))
+        original = path.read_bytes()
+        path.write_bytes(content)
+        if path.name in ("_CHECKPOINT_METADATA", "commit_success.txt"):  # times, and no data
+            jax.tree.map(np.testing.assert_array_equal, load_params(folder), expected)
+        else:
+            with pytest.raises(DamagedCheckpointError, match="round 4 is damaged"):
+                load_params(folder)
+            found += 1
+        path.write_bytes(original)
+    assert found > 5
+    jax.tree.map(np.testing.assert_array_equal, load_params(folder), expected)
+
+
+@pytest.mark.parametrize("damage", ["missing", "longer", "shorter", "other bytes"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_offered(
+    folder: Path, damage: str
+) -> None:
+    newest = folder / "checkpoints" / "4"
+    path = max(files(newest / "state"), key=lambda path: path.stat().st_size)
+    content = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    else:
+        changed = {"longer": content + b"x", "shorter": content[:-1], "other bytes": content[::-1]}
+        path.write_bytes(changed[damage])
+    words = rf"round 4 is damaged: {path.relative_to(newest)} .* or delete {newest} to resume from"
+    with pytest.raises(DamagedCheckpointError, match=f"{words} the checkpoint of round 2"):
+        train(short(6), folder)
+    assert newest.exists()  # nothing is deleted without the user
+    subprocess.run(["rm", "-r", newest], check=True)
+    result = train(short(6), folder, allow_config_change=["training.rounds"])
+    assert (result.rounds, result.rounds_trained) == (6, 4)
+    assert [x["round"] for x in read_metrics(folder) if x["kind"] == "training"] == [*range(1, 7)]
+
+
+def test_the_only_checkpoint_is_damaged(folder: Path) -> None:
+    subprocess.run(["rm", "-r", folder / "checkpoints" / "2"], check=True)
+    (folder / "checkpoints" / "4" / "checksums.json").write_text("{")
+    with pytest.raises(
+        DamagedCheckpointError, match=r"checksums\.json cannot be read.*start again"
+    ):
+        load_params(folder)
+
+
+@pytest.mark.parametrize("content", [None, "state"])
+def test_an_unfinished_checkpoint_is_no_finished_run(
+    folder: Path, content: str | None, capfd: pytest.CaptureFixture
+) -> None:
+    unfinished = folder / "checkpoints" / "999"
+    unfinished.mkdir()
+    if content:
+        (unfinished / content).mkdir()
+    assert latest_round(folder) == 4
+    assert train(short(6), folder).rounds_trained == 2
+    assert not unfinished.exists()
+    assert f"Removed {unfinished}: the checkpoint is unfinished" in capfd.readouterr().err
+
+
+def test_output_that_nobody_reads_does_not_stop_the_training(tmp_path: Path) -> None:
+    """As with `fedpax train ... 2>&1 | head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = ["train", "--exp=small_regression:regression", f"--job_log_dir={tmp_path}"]
+    process = subprocess.run(
+        [sys.executable, "-m", "fedpax.main", *command, "--training.evaluate_every=1"],
+        cwd=HERE,
+        stdout=writer,
+        stderr=writer,
+    )
+    os.close(writer)
+    assert process.returncode == 0
+    assert latest_round(tmp_path) == 12

@@ -1,1 +1,43 @@
-"""Models: a transformer and small classifiers in flax.nnx, as pure functions, and their losses."""
+"""Models in flax.nnx as pure functions of their parameters, and their losses.
+
+`transformer`, `mlp` and `cnn` make a `FunctionalModel` from a configuration; `transformer_loss` and
+`classification_loss` make the loss to train it. `fedpax.models.attention` has the implementations
+of attention, `fedpax.models.presets` the configurations of known transformers.
+"""
+
+from fedpax.models.accumulation import accumulate_gradients
+from fedpax.models.chunked_loss import chunked_cross_entropy
+from fedpax.models.classifiers import CNNConfig, MLPConfig, cnn, mlp
+from fedpax.models.generation import generate
+from fedpax.models.losses import (
+    LossFn,
+    classification_loss,
+    cross_entropy,
+    next_token_loss,
+    transformer_loss,
+)
+from fedpax.models.nnx_functional import FunctionalModel, to_functional
+from fedpax.models.transformer import transformer
+from fedpax.models.transformer_config import TransformerConfig
+from fedpax.models.utilization import flops_per_token, model_flops_utilization
+
+__all__ = [
+    "CNNConfig",
+    "FunctionalModel",
+    "LossFn",
+    "MLPConfig",
+    "TransformerConfig",
+    "accumulate_gradients",
+    "chunked_cross_entropy",
+    "classification_loss",
+    "cnn",
+    "cross_entropy",
+    "flops_per_token",
+    "generate",
+    "mlp",
+    "model_flops_utilization",
+    "next_token_loss",
+    "to_functional",
+    "transformer",
+    "transformer_loss",
+]

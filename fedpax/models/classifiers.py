@@ -1,4 +1,4 @@
-"""Small classifiers of images: a multilayer perceptron and a convolutional network."""
+"""Small image classifiers: a multilayer perceptron and a convolutional network."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Array, Float
 
 from fedpax.models.nnx_functional import FunctionalModel, to_functional
 from fedpax.parallel.axes import partition_spec
 
-CACHED = 2**18
-"""Numbers that a CPU core keeps at hand: where a CNN computes more, it takes image after image."""
+CPU_CACHE_ELEMENTS = 2**18
+"""Activations that fit the cache of a CPU core. A CNN with more of them runs image by image."""
 
 
 @dataclass(frozen=True)
@@ -23,53 +24,54 @@ class MLPConfig:
     """Sizes of a multilayer perceptron.
 
     Attributes:
-      layer_sizes: features of the input, of each hidden layer, and number of classes.
+        layer_sizes: number of input features, sizes of the hidden layers, number of classes.
 
     Raises:
-      ValueError: fewer than two sizes, or one that is not positive.
+        ValueError: there are fewer than two sizes, or one is not positive.
 
     Example:
-      >>> MLPConfig(layer_sizes=(64, 32, 10)).num_params()
-      2410
+        >>> MLPConfig(layer_sizes=(64, 32, 10)).num_params()
+        2410
     """
 
     layer_sizes: tuple[int, ...] = (784, 200, 10)
 
     def __post_init__(self) -> None:
-        """Checks the sizes."""
+        """Check the sizes."""
         if len(self.layer_sizes) < 2 or min(self.layer_sizes) < 1:
             raise ValueError(
-                f"MLPConfig.layer_sizes={self.layer_sizes}: expected at least two positive numbers, the "
-                "features of the input first and the number of classes last."
+                f"MLPConfig.layer_sizes={self.layer_sizes}: expected at least two positive "
+                "numbers, the number of input features first and the number of classes last."
             )
 
     def num_params(self) -> int:
-        """Counts the parameters."""
+        """Count the parameters."""
         return sum((a + 1) * b for a, b in itertools.pairwise(self.layer_sizes))
 
 
 @dataclass(frozen=True)
 class CNNConfig:
-    """Sizes of a convolutional network: two convolutions of 3 x 3, max-pooling, two dense layers.
+    """Sizes of a convolutional network: two 3 x 3 convolutions, max-pooling, two dense layers.
 
-    The default sizes with 62 classes are the network that is used for EMNIST, without dropout.
+    With the default sizes and 62 classes this is the network used for EMNIST, without dropout.
 
     Attributes:
-      image_height: pixels, at least 6.
-      image_width: pixels, at least 6.
-      num_channels: numbers in a pixel.
-      filters: channels after the first and after the second convolution.
-      hidden_dim: features of the hidden dense layer.
-      num_classes: number of classes.
+        image_height: height of an image in pixels, at least 6.
+        image_width: width of an image in pixels, at least 6.
+        num_channels: channels of an image, 1 for gray and 3 for RGB.
+        filters: output channels of the first and of the second convolution.
+        hidden_dim: features of the hidden dense layer.
+        num_classes: number of classes.
 
     Raises:
-      ValueError: a size is too small.
+        ValueError: a size is too small.
 
-    Reference: Reddi et al., "Adaptive Federated Optimization" (arXiv:2003.00295), table 4.
+    Reference:
+        Reddi et al., "Adaptive Federated Optimization" (arXiv:2003.00295), table 4.
 
     Example:
-      >>> CNNConfig(num_classes=62).num_params()
-      1206590
+        >>> CNNConfig(num_classes=62).num_params()
+        1206590
     """
 
     image_height: int = 28
@@ -80,28 +82,28 @@ class CNNConfig:
     num_classes: int = 10
 
     def __post_init__(self) -> None:
-        """Checks that something is left of an image after convolutions and pooling."""
+        """Check that the image is not empty after the convolutions and the pooling."""
         for name in ("image_height", "image_width"):
             if (size := getattr(self, name)) < 6:
                 raise ValueError(
                     f"CNNConfig.{name}={size}: two 3 x 3 convolutions and pooling need at least 6 "
-                    "pixels: enlarge the images, or use MLPConfig."
+                    "pixels. Enlarge the images, or use MLPConfig."
                 )
         if min(self.num_channels, *self.filters, self.hidden_dim, self.num_classes) < 1:
-            raise ValueError(f"{self}: expected positive sizes only.")
+            raise ValueError(f"{self}: expected positive sizes.")
 
     @property
-    def pooled(self) -> int:
-        """Number of features after pooling."""
+    def pooled_dim(self) -> int:
+        """Number of features of an image after pooling."""
         return ((self.image_height - 4) // 2) * ((self.image_width - 4) // 2) * self.filters[1]
 
     def num_params(self) -> int:
-        """Counts the parameters."""
+        """Count the parameters."""
         first, second = self.filters
         convolutions = (9 * self.num_channels + 1) * first + (9 * first + 1) * second
         return (
             convolutions
-            + (self.pooled + 1) * self.hidden_dim
+            + (self.pooled_dim + 1) * self.hidden_dim
             + (self.hidden_dim + 1) * self.num_classes
         )
 
@@ -116,7 +118,7 @@ class MLP(nnx.Module):
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps images [batch, ...] to logits [batch, classes]."""
+        """Map images [batch, ...] to logits [batch, num_classes]."""
         x = x.reshape(len(x), -1)
         for i in range(len(self.layers)):
             x = self.layers[f"dense_{i}"](nnx.relu(x) if i else x)
@@ -131,70 +133,74 @@ class CNN(nnx.Module):
         first, second = config.filters
         self.convolution_0 = Convolution(config.num_channels, first, rngs=rngs)
         self.convolution_1 = Convolution(first, second, rngs=rngs)
-        self.dense_0 = nnx.Linear(config.pooled, config.hidden_dim, rngs=rngs)
+        self.dense_0 = nnx.Linear(config.pooled_dim, config.hidden_dim, rngs=rngs)
         self.dense_1 = nnx.Linear(config.hidden_dim, config.num_classes, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps images [batch, height, width] or [..., channels] to logits [batch, classes]."""
+        """Map images [batch, height, width] or [..., channels] to logits [batch, num_classes]."""
         config = self.config
         x = x.reshape(len(x), config.image_height, config.image_width, config.num_channels)
-        computed = x.size // config.num_channels * sum(config.filters)
-        if computed > CACHED and _is_whole(x):
-            one_by_one = functools.partial(jax.lax.map, self.features)
-            x = jax.lax.platform_dependent(x, cpu=one_by_one, default=self.features)
+        num_activations = x.size // config.num_channels * sum(config.filters)
+        if num_activations > CPU_CACHE_ELEMENTS and not _batch_is_sharded(x):
+            image_by_image = functools.partial(jax.lax.map, self.features)
+            x = jax.lax.platform_dependent(x, cpu=image_by_image, default=self.features)
         else:
             x = self.features(x)
-        return self.dense_1(nnx.relu(self.dense_0(x.reshape(len(x), config.pooled))))
+        return self.dense_1(nnx.relu(self.dense_0(x.reshape(len(x), config.pooled_dim))))
 
     def features(self, x: jax.Array) -> jax.Array:
-        """Maps [..., height, width, channels] to what the dense layers see, still in its place."""
-        # The first convolution is cheaper to compute again than to keep.
+        """Map [..., height, width, channels] to pooled features [..., height, width, filters]."""
+        # Recomputing the first convolution in the backward pass is cheaper than storing it.
         x = jax.checkpoint(self._convolved, prevent_cse=False)(x)
-        # Which is max_pool(nnx.relu(x + bias)), in a quarter of the work.
+        # Equals max_pool(nnx.relu(x + bias)), with bias and ReLU on a quarter of the pixels.
         return nnx.relu(max_pool(x) + self.convolution_1.bias[...])
 
     def _convolved(self, x: jax.Array) -> jax.Array:
-        """Maps [..., height, width, channels] to the second convolution, without its bias."""
+        """Apply both convolutions to [..., height, width, channels], the second without bias."""
         first, second = self.convolution_0, self.convolution_1
         x = nnx.relu(convolve(x, first.kernel[...]) + first.bias[...])
         return convolve(x, second.kernel[...])
 
 
 class Convolution(nnx.Module):
-    """The kernel and the bias of a 3 x 3 convolution without padding."""
+    """Kernel and bias of a 3 x 3 convolution without padding."""
 
     def __init__(self, inputs: int, outputs: int, *, rngs: nnx.Rngs):
-        deviation = (9 * inputs) ** -0.5
-        kernel = deviation * jax.random.normal(rngs.params(), (3, 3, inputs, outputs))
+        stddev = (9 * inputs) ** -0.5
+        kernel = stddev * jax.random.normal(rngs.params(), (3, 3, inputs, outputs))
         self.kernel = nnx.Param(kernel)
         self.bias = nnx.Param(jnp.zeros(outputs))
 
 
-def convolve(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Convolves images with a 3 x 3 kernel, without padding.
+def convolve(
+    x: Float[Array, "*batch height width inputs"], kernel: Float[Array, "3 3 inputs outputs"]
+) -> Float[Array, "*batch height-2 width-2 outputs"]:
+    """Convolve images with a 3 x 3 kernel, without padding.
 
-    One matrix product computes, for three neighbours in a row, their part in each of the three
-    rows of pixels that they reach; what the three rows of the kernel give is then added up.
-    Kernels that differ by client, under `vmap`, would make a grouped convolution of XLA's own, and
-    inside a loop, such as local steps, these are many times slower on a CPU.
+    One matmul multiplies each pixel and its two right neighbours with all three rows of the
+    kernel. The results of the three kernel rows are then shifted and added.
+
+    XLA's convolution is not used because `vmap` over clients with kernels of their own makes it a
+    grouped convolution, which inside a loop (local steps) is many times slower on a CPU.
 
     Args:
-      x: [..., height, width, inputs].
-      kernel: [3, 3, inputs, outputs].
+        x: `[..., height, width, inputs]`.
+        kernel: `[3, 3, inputs, outputs]`.
 
     Returns:
-      [..., height - 2, width - 2, outputs].
+        `[..., height - 2, width - 2, outputs]`.
 
     Example:
-      >>> x = jax.random.normal(jax.random.key(0), (2, 5, 6, 3))
-      >>> kernel = jnp.zeros((3, 3, 3, 4)).at[1, 1, 0].set(1.0)
-      >>> bool(jnp.allclose(convolve(x, kernel), x[:, 1:-1, 1:-1, :1]))
-      True
+        >>> x = jax.random.normal(jax.random.key(0), (2, 5, 6, 3))
+        >>> kernel = jnp.zeros((3, 3, 3, 4)).at[1, 1, 0].set(1.0)
+        >>> bool(jnp.allclose(convolve(x, kernel), x[:, 1:-1, 1:-1, :1]))
+        True
     """
     *batch, height, width, inputs = x.shape
     outputs, width = kernel.shape[-1], width - 2
     neighbours = jnp.concatenate([x[..., i : i + width, :] for i in range(3)], axis=-1)
-    # One axis for all pixels: with two, the kernel's gradient would need copies of both sides.
+    # Height and width become one axis: with two, the gradient with respect to the kernel would
+    # copy both operands of the matmul.
     pixels = neighbours.reshape(*batch, height * width, 3 * inputs)
     matrix = kernel.transpose(1, 2, 0, 3).reshape(3 * inputs, 3 * outputs)
     sums = (pixels @ matrix).reshape(*batch, height, width, 3 * outputs)
@@ -204,20 +210,23 @@ def convolve(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 
 @jax.custom_jvp
-def max_pool(x: jax.Array) -> jax.Array:
-    """Takes the largest of each 2 x 2 pixels; an odd last row or column is left out.
+def max_pool(
+    x: Float[Array, "*batch height width channels"],
+) -> Float[Array, "*batch height/2 width/2 channels"]:
+    """Take the maximum of each 2 x 2 window; drop an odd last row or column.
 
-    The derivative is that of the largest pixel, of equal ones the first in the order of reading.
+    The derivative is that of the largest pixel. Of equal pixels, the first in row-major order
+    gets it.
 
     Args:
-      x: [..., height, width, channels].
+        x: `[..., height, width, channels]`.
 
     Returns:
-      [..., height // 2, width // 2, channels].
+        `[..., height // 2, width // 2, channels]`.
 
     Example:
-      >>> max_pool(jnp.arange(12.0).reshape(3, 4, 1)).tolist()
-      [[[5.0], [7.0]]]
+        >>> max_pool(jnp.arange(12.0).reshape(3, 4, 1)).tolist()
+        [[[5.0], [7.0]]]
     """
     return jnp.max(_windows(x), axis=(-4, -2))
 
@@ -226,10 +235,10 @@ def max_pool(x: jax.Array) -> jax.Array:
 def _max_pool_jvp(
     primals: tuple[jax.Array], tangents: tuple[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Takes the same pixels of the tangent.
+    """Take the tangents of the pixels that are the maxima.
 
-    Gradients of a maximum or of a reduction over windows are slow on a CPU, and keep a number for
-    each pixel; this one keeps a byte for each window.
+    JAX's own gradients of a maximum or of a windowed reduction are slow on a CPU and store a
+    number for each pixel. This one stores a byte for each window: the position of its maximum.
     """
     windows = _windows(*primals)
     largest = jnp.max(windows, axis=(-4, -2))
@@ -238,7 +247,7 @@ def _max_pool_jvp(
     for i in reversed(range(3)):
         place = jnp.where(pixels[i] == largest, jnp.int8(i), place)
 
-    @functools.partial(jax.checkpoint, prevent_cse=False)  # so that nothing but places is kept
+    @functools.partial(jax.checkpoint, prevent_cse=False)  # stores `place` alone
     def take(place: jax.Array, windows: jax.Array) -> jax.Array:
         places = np.arange(4, dtype=np.int8).reshape(2, 1, 2, 1)
         taken = place[..., :, None, :, None, :] == places
@@ -248,52 +257,53 @@ def _max_pool_jvp(
 
 
 def _windows(x: jax.Array) -> jax.Array:
-    """Cuts [..., height, width, channels] into [..., height // 2, 2, width // 2, 2, channels]."""
+    """Reshape to windows [..., height // 2, 2, width // 2, 2, channels]."""
     *batch, height, width, channels = x.shape
     height, width = height // 2, width // 2
     x = x[..., : 2 * height, : 2 * width, :]
-    # One axis is cut at a time, as JAX demands of arrays that are sharded explicitly.
+    # One axis at a time: JAX requires this of explicitly sharded arrays.
     pairs = x.reshape(*batch, height, 2, 2 * width, channels)
     return pairs.reshape(*batch, height, 2, width, 2, channels)
 
 
-def _is_whole(x: jax.Array) -> bool:
-    """Whether a device has all images of a batch: a loop over others' would gather them."""
-    return not any((*partition_spec(("batch",)), *jax.typeof(x).sharding.spec[:1]))
+def _batch_is_sharded(x: jax.Array) -> bool:
+    """Return whether the batch is sharded over devices: a loop over images would gather them."""
+    return any((*partition_spec(("batch",)), *jax.typeof(x).sharding.spec[:1]))
 
 
 def mlp(config: MLPConfig) -> FunctionalModel:
-    """Makes the multilayer perceptron as pure functions: `apply(params, images) -> logits`.
+    """Make a multilayer perceptron as pure functions: `apply(params, images) -> logits`.
 
     Args:
-      config: its sizes.
+        config: the sizes.
 
     Returns:
-      The model; `apply` takes images, float [batch, ...], and returns logits [batch, classes].
+        The model. `apply` takes images, float `[batch, ...]`, and returns logits
+        `[batch, num_classes]`.
 
     Example:
-      >>> model = mlp(MLPConfig())
-      >>> params = jax.jit(model.init)(jax.random.key(0))
-      >>> jax.jit(model.apply)(params, jnp.zeros((5, 28, 28))).shape
-      (5, 10)
+        >>> model = mlp(MLPConfig())
+        >>> params = jax.jit(model.init)(jax.random.key(0))
+        >>> jax.jit(model.apply)(params, jnp.zeros((5, 28, 28))).shape
+        (5, 10)
     """
     return to_functional(functools.partial(MLP, config))
 
 
 def cnn(config: CNNConfig) -> FunctionalModel:
-    """Makes the convolutional network as pure functions: `apply(params, images) -> logits`.
+    """Make a convolutional network as pure functions: `apply(params, images) -> logits`.
 
     Args:
-      config: its sizes.
+        config: the sizes.
 
     Returns:
-      The model; `apply` takes images, float [batch, height, width] or with channels behind, and
-      returns logits [batch, classes].
+        The model. `apply` takes images, float `[batch, height, width]` or
+        `[batch, height, width, channels]`, and returns logits `[batch, num_classes]`.
 
     Example:
-      >>> model = cnn(CNNConfig(image_height=8, image_width=8))
-      >>> params = jax.jit(model.init)(jax.random.key(0))
-      >>> jax.jit(model.apply)(params, jnp.zeros((5, 8, 8, 1))).shape
-      (5, 10)
+        >>> model = cnn(CNNConfig(image_height=8, image_width=8))
+        >>> params = jax.jit(model.init)(jax.random.key(0))
+        >>> jax.jit(model.apply)(params, jnp.zeros((5, 8, 8, 1))).shape
+        (5, 10)
     """
     return to_functional(functools.partial(CNN, config))

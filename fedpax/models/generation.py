@@ -1,4 +1,4 @@
-"""Generation of text: one token after the other, with keys and values of the past kept."""
+"""Text generation: autoregressive decoding with a key-value cache."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
+from jaxtyping import Array, Float, Int
 
 from fedpax.models.attention.kernels import causal_attention
 from fedpax.models.attention.layer import attend as attend_masked
@@ -19,53 +20,54 @@ from fedpax.models.transformer_config import TransformerConfig
 from fedpax.parallel.axes import constrain
 
 KeysAndValues: TypeAlias = tuple[jax.Array, jax.Array]
-CACHE = ("batch", None, "kv_heads", None)
+CACHE_AXES = ("batch", None, "kv_heads", None)
 
 
 def generate(
     params: Params,
     config: TransformerConfig,
-    prompt: jax.Array,
+    prompt: Int[Array, "batch seq"],
     *,
     num_tokens: int,
-    prompt_lengths: jax.Array | None = None,
+    prompt_lengths: Int[Array, " batch"] | None = None,
     key: jax.Array | None = None,
     temperature: float = 1.0,
     top_p: float = 1.0,
-) -> jax.Array:
-    """Continues prompts, token by token, in one compiled program.
+) -> Int[Array, "batch num_tokens"]:
+    """Continue prompts, token by token, in one compiled program.
 
-    The prompt goes through the model at once; then each token goes through it alone, and attends
-    to the keys and values that the tokens before it left.
+    The whole prompt goes through the model once and fills the key-value cache. Then each new token
+    goes through the model alone and attends to the cache.
 
     Args:
-      params: the transformer's parameters.
-      config: the transformer.
-      prompt: integers [batch, sequence], at least one token a row.
-      num_tokens: how many tokens to add to each row.
-      prompt_lengths: integers [batch], how many tokens of a row are its prompt; the others, behind them,
-        are not looked at. All by default.
-      key: a random key; needed where the temperature is not 0.
-      temperature: logits are divided by it; 0 takes the most likely token.
-      top_p: only the most likely tokens that together have this probability are drawn from
-        ("nucleus sampling"); 1 draws from all.
+        params: the transformer's parameters.
+        config: the transformer's configuration.
+        prompt: integers `[batch, seq_len]`, at least one token per row.
+        num_tokens: number of tokens to generate for each row.
+        prompt_lengths: integers `[batch]`, the number of prompt tokens in each row; tokens behind
+            them are ignored. Default None: the whole row is the prompt.
+        key: a random key. Needed unless `temperature` is 0.
+        temperature: divides the logits. 0 takes the most likely token (greedy decoding).
+        top_p: sample only from the most likely tokens whose probabilities add up to `top_p`
+            (nucleus sampling). 1 samples from all tokens.
 
     Returns:
-      int32 [batch, num_tokens], what follows each prompt.
+        int32 `[batch, num_tokens]`, the continuation of each prompt.
 
     Raises:
-      ValueError: a number out of range, a prompt or prompt_lengths of another shape, or a mesh with
-        explicit axes.
+        ValueError: a number is out of range, `prompt` or `prompt_lengths` has the wrong shape or
+            dtype, or the mesh has explicit axes.
 
     Example:
-      >>> config = TransformerConfig(num_layers=2, embed_dim=64, num_heads=2)
-      >>> params = jax.jit(transformer(config).init)(jax.random.key(0))
-      >>> prompt = jnp.frombuffer(b"to be", jnp.uint8)[None]
-      >>> generate(params, config, prompt, num_tokens=3, temperature=0.0).shape
-      (1, 3)
+        >>> config = TransformerConfig(num_layers=2, embed_dim=64, num_heads=2)
+        >>> params = jax.jit(transformer(config).init)(jax.random.key(0))
+        >>> prompt = jnp.frombuffer(b"to be", jnp.uint8)[None]
+        >>> generate(params, config, prompt, num_tokens=3, temperature=0.0).shape
+        (1, 3)
 
-    Reference: Holtzman et al., "The Curious Case of Neural Text Degeneration" (arXiv:1904.09751),
-    section 3.1, for nucleus sampling.
+    Reference:
+        Holtzman et al., "The Curious Case of Neural Text Degeneration" (arXiv:1904.09751),
+        section 3.1, for nucleus sampling.
     """
     prompt = jnp.asarray(prompt)
     if prompt.ndim != 2 or not prompt.size or not jnp.issubdtype(prompt.dtype, jnp.integer):
@@ -74,37 +76,36 @@ def generate(
             "sequence] with at least one token. Give one prompt as prompt[None]."
         )
     if num_tokens < 1:
-        raise ValueError(
-            f"num_tokens={num_tokens}: expected how many tokens to generate, at least 1."
-        )
+        raise ValueError(f"num_tokens={num_tokens}: expected at least 1 token to generate.")
     if temperature < 0 or not 0 < top_p <= 1:
         raise ValueError(
             f"temperature={temperature} and top_p={top_p}: expected a temperature of at least 0 "
-            "and 0 < top_p <= 1. For the most likely tokens set temperature=0."
+            "and 0 < top_p <= 1. For greedy decoding set temperature=0."
         )
     if key is None and temperature > 0:
         raise ValueError(
             f"key=None with temperature={temperature}: pass key=jax.random.key(seed), or set "
-            "temperature=0 for the most likely tokens."
+            "temperature=0 for greedy decoding."
         )
-    batch, length = prompt.shape
+    batch, seq_len = prompt.shape
     prompt_lengths = (
-        jnp.full(batch, length) if prompt_lengths is None else jnp.asarray(prompt_lengths)
+        jnp.full(batch, seq_len) if prompt_lengths is None else jnp.asarray(prompt_lengths)
     )
     if prompt_lengths.shape != (batch,):
         raise ValueError(
-            f"prompt_lengths has shape {prompt_lengths.shape}, but the prompt {prompt.shape}: expected one "
-            f"number for each row, shape ({batch},)."
+            f"prompt_lengths has shape {prompt_lengths.shape}, but the prompt {prompt.shape}: "
+            f"expected one number for each row, shape ({batch},)."
         )
     known = not isinstance(prompt_lengths, jax.core.Tracer)
-    if known and (np.min(prompt_lengths) < 1 or np.max(prompt_lengths) > length):
+    if known and (np.min(prompt_lengths) < 1 or np.max(prompt_lengths) > seq_len):
         raise ValueError(
-            f"prompt_lengths={np.asarray(prompt_lengths)}: expected 1 to {length}, the prompt's tokens in a row."
+            f"prompt_lengths={np.asarray(prompt_lengths)}: expected 1 to {seq_len}, the tokens in "
+            "a row of the prompt."
         )
     if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
         raise ValueError(
-            "generate() got a mesh with explicit axes, along which a cache cannot be written to: "
-            "make it with axis_types=jax.sharding.AxisType.Auto."
+            "generate() got a mesh with explicit axes, along which the cache cannot be updated. "
+            "Make the mesh with axis_types=jax.sharding.AxisType.Auto."
         )
     key = jax.random.key(0) if key is None else key
     return _generate(
@@ -119,19 +120,24 @@ def generate(
     )
 
 
-def nucleus_filter(logits: jax.Array, top_p: jax.Array | float) -> jax.Array:
-    """Rules out all tokens but the most likely ones that together have a probability.
+def nucleus_filter(
+    logits: Float[Array, "*batch vocab"], top_p: jax.Array | float
+) -> Float[Array, "*batch vocab"]:
+    """Set the logits outside the nucleus to -inf.
+
+    The nucleus is the smallest set of most likely tokens whose probabilities add up to at least
+    `top_p`.
 
     Args:
-      logits: [..., vocab_size].
-      top_p: the probability, above 0. The token that reaches it is the last one that stays.
+        logits: `[..., vocab_size]`.
+        top_p: a probability above 0.
 
     Returns:
-      The logits, -inf for tokens that are ruled out.
+        The logits, with -inf for the tokens outside the nucleus.
 
     Example:
-      >>> nucleus_filter(jnp.log(jnp.array([0.2, 0.5, 0.3])), 0.6) > -jnp.inf
-      Array([False,  True,  True], dtype=bool)
+        >>> nucleus_filter(jnp.log(jnp.array([0.2, 0.5, 0.3])), 0.6) > -jnp.inf
+        Array([False,  True,  True], dtype=bool)
     """
     probabilities = jax.nn.softmax(logits, axis=-1)
     descending = jnp.sort(probabilities, axis=-1, descending=True)
@@ -153,52 +159,54 @@ def _generate(
     num_tokens: int,
 ) -> jax.Array:
     model = transformer(config).bind(params)
-    rows, length = jnp.arange(prompt.shape[0]), prompt.shape[1]
+    rows, seq_len = jnp.arange(prompt.shape[0]), prompt.shape[1]
 
-    def choose(features: jax.Array, key: jax.Array) -> jax.Array:
-        """The next token after features [batch, 1, embed_dim]."""
+    def sample(features: jax.Array, key: jax.Array) -> jax.Array:
+        """Return the next token from the features [batch, 1, embed_dim] of the last one."""
         logits = constrain(model.logits(model.final_norm(features))[:, 0], ("batch", None))
-        drawn = nucleus_filter(logits / jnp.where(temperature > 0, temperature, 1), top_p)
-        random = jax.random.categorical(key, drawn)
-        return jnp.where(temperature > 0, random, jnp.argmax(logits, axis=-1)).astype(jnp.int32)
+        filtered = nucleus_filter(logits / jnp.where(temperature > 0, temperature, 1), top_p)
+        sampled = jax.random.categorical(key, filtered)
+        return jnp.where(temperature > 0, sampled, jnp.argmax(logits, axis=-1)).astype(jnp.int32)
 
-    def read(
+    def prefill(
         _: None, query: jax.Array, key: jax.Array, value: jax.Array
     ) -> tuple[jax.Array, KeysAndValues]:
-        """Attends within the prompt, and keeps its keys and values with room for more."""
+        """Attend within the prompt; return a cache with room for the generated tokens."""
         attended = causal_attention(
             query, key, value, sliding_window=config.sliding_window, implementation=config.attention
         )
-        room = [(0, 0), (0, num_tokens), (0, 0), (0, 0)]
-        keys, values = (constrain(jnp.pad(x, room), CACHE) for x in (key, value))
+        padding = [(0, 0), (0, num_tokens), (0, 0), (0, 0)]
+        keys, values = (constrain(jnp.pad(x, padding), CACHE_AXES) for x in (key, value))
         return attended, (keys, values)
 
-    def write(
-        cache: KeysAndValues, place: jax.Array, new: tuple[jax.Array, ...]
+    def update(
+        cache: KeysAndValues, position: jax.Array, new: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, ...]:
-        return tuple(old.at[rows, place].set(x[:, 0]) for old, x in zip(cache, new, strict=True))
+        return tuple(old.at[rows, position].set(x[:, 0]) for old, x in zip(cache, new, strict=True))
 
     def step(carry: tuple[Any, ...], key: jax.Array) -> tuple[tuple[Any, ...], jax.Array]:
-        cache, token, place = carry
+        cache, token, position = carry
 
         def attend(
             own: KeysAndValues, query: jax.Array, *new: jax.Array
         ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-            """Attends to what lies behind, and keeps this token's key and value alone."""
-            keys, values = write(own, place, new)
-            mask = visible(place[:, None], jnp.arange(keys.shape[1])[None], config.sliding_window)
+            """Attend to the cache and the token itself; return only the token's key and value."""
+            keys, values = update(own, position, new)
+            mask = visible(
+                position[:, None], jnp.arange(keys.shape[1])[None], config.sliding_window
+            )
             return attend_masked(query, keys, values, mask), new
 
-        x, rotation = model.embed(token[:, None]), model.rotation(place[:, None], 1)
+        x, rotation = model.embed(token[:, None]), model.rotation(position[:, None], 1)
         x, new = model.run_cached(x, rotation, attend, cache)
-        cache = jax.vmap(write, in_axes=(0, None, 0))(cache, place, new)
-        return (cache, choose(x, key), place + 1), token
+        cache = jax.vmap(update, in_axes=(0, None, 0))(cache, position, new)
+        return (cache, sample(x, key), position + 1), token
 
-    x, cache = model.run_cached(model.embed(prompt), model.rotation(None, length), read)
-    first, *others = jax.random.split(key, num_tokens)
+    x, cache = model.run_cached(model.embed(prompt), model.rotation(None, seq_len), prefill)
+    first_key, *other_keys = jax.random.split(key, num_tokens)
     last = jnp.take_along_axis(x, prompt_lengths[:, None, None] - 1, axis=1)
-    state = (cache, choose(last, first), prompt_lengths)
-    if not others:
+    state = (cache, sample(last, first_key), prompt_lengths)
+    if not other_keys:
         return state[1][:, None]
-    (_, token, _), before = jax.lax.scan(step, state, jnp.stack(others))
+    (_, token, _), before = jax.lax.scan(step, state, jnp.stack(other_keys))
     return jnp.concatenate([before.T, token[:, None]], axis=1)

@@ -1,4 +1,4 @@
-"""Rows in groups, each group multiplied by a kernel of its own."""
+"""Grouped matmul: rows in groups, each group multiplied by a kernel of its own."""
 
 from __future__ import annotations
 
@@ -7,39 +7,45 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
 
 from fedpax.parallel.axes import explicit_spec
 
-# The most rows that a loop takes at once: 1,024 rows of bfloat16 keep a TPU v5e computing for as
-# long as it takes to read and write the float32 sum of a kernel's gradient.
-BLOCK = 1024
+# Upper bound on the rows of a block. With 1,024 rows of bfloat16, a TPU v5e computes for as long as
+# it takes to read and write the float32 sum of a kernel's gradient.
+MAX_BLOCK = 1024
 
 
 @jax.custom_vjp
-def grouped_matmul(rows: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Multiplies the rows of each group by its kernel: out[r] = rows[r] @ kernels[group of r].
+def grouped_matmul(
+    rows: Float[Array, "rows inputs"],
+    kernels: Float[Array, "groups inputs outputs"],
+    sizes: Int[Array, " groups"],
+) -> Float[Array, "rows outputs"]:
+    """Multiply the rows of each group by its kernel: out[r] = rows[r] @ kernels[group of r].
 
-    On TPU it is `jax.lax.ragged_dot`. On other platforms, and for the kernels' gradient on TPU
-    too, XLA computes that for every row and every group, and then clears what does not belong
-    together. In these cases a loop takes blocks of rows, of one group after another. Either way
-    rows after the last group cost nothing but their memory.
+    On TPU the forward pass is `jax.lax.ragged_dot_general`. On other platforms, and for the
+    gradient with respect to the kernels on TPU too, XLA would compute every row with every group
+    and mask the rest. There, a loop multiplies one block of rows after another instead. Rows after
+    the last group cost memory and no time.
 
-    It has gradients, under `jax.vmap` too. A gradient has a forward-mode derivative, the product
+    It can be differentiated and vmapped. The gradient has a forward-mode derivative; the matmul
     itself has none.
 
     Args:
-      rows: [rows, inputs], those of group 0 first.
-      kernels: [groups, inputs, outputs], of the rows' dtype.
-      sizes: int32 [groups], the number of rows in each group, together at most all of them.
+        rows: `[rows, inputs]`, those of group 0 first.
+        kernels: `[groups, inputs, outputs]`, of the rows' dtype.
+        sizes: int32 `[groups]`, the number of rows of each group. Their sum may be less than the
+            number of rows.
 
     Returns:
-      [rows, outputs], of the rows' dtype, summed in float32. Rows after the last group may hold
-      anything, not a number included; so may these rows of a gradient.
+        `[rows, outputs]`, of the rows' dtype, summed in float32. Rows after the last group hold
+        arbitrary values, NaN included, and so do these rows of the gradient.
 
     Example:
-      >>> kernels = jnp.stack([jnp.eye(2), 10 * jnp.eye(2)])
-      >>> grouped_matmul(jnp.ones((3, 2)), kernels, jnp.array([1, 2])).tolist()
-      [[1.0, 1.0], [10.0, 10.0], [10.0, 10.0]]
+        >>> kernels = jnp.stack([jnp.eye(2), 10 * jnp.eye(2)])
+        >>> grouped_matmul(jnp.ones((3, 2)), kernels, jnp.array([1, 2])).tolist()
+        [[1.0, 1.0], [10.0, 10.0], [10.0, 10.0]]
     """
     return raw_grouped_matmul(rows, kernels, sizes)
 
@@ -47,14 +53,14 @@ def grouped_matmul(rows: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax
 def _forward(
     rows: jax.Array, kernels: jax.Array, sizes: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    # Not by its own name: the derivative of a gradient would find no rule for it.
+    # Not `grouped_matmul`: it has no forward-mode rule, which the derivative of a gradient needs.
     return raw_grouped_matmul(rows, kernels, sizes), (rows, kernels, sizes)
 
 
 def _backward(
-    kept: tuple[jax.Array, ...], cotangents: jax.Array
+    residuals: tuple[jax.Array, ...], cotangents: jax.Array
 ) -> tuple[jax.Array, jax.Array, None]:
-    rows, kernels, sizes = kept
+    rows, kernels, sizes = residuals
     return (
         raw_grouped_matmul(cotangents, kernels, sizes, transposed=True),
         _kernel_gradients(rows, cotangents, sizes),
@@ -73,24 +79,25 @@ def raw_grouped_matmul(
     transposed: bool = False,
     dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """The product without derivatives, or with kernels transposed the gradient of its rows.
+    """Multiply the rows of each group by its kernel, without a derivative rule.
 
     Args:
-      rows: as those of `grouped_matmul`, of any type.
-      kernels: likewise.
-      sizes: likewise.
-      transposed: out[r] = rows[r] @ kernels[group of r].T.
-      dtype: what is returned, and summed in; None for the rows' dtype.
+        rows: as in `grouped_matmul`, of any dtype.
+        kernels: as in `grouped_matmul`.
+        sizes: as in `grouped_matmul`.
+        transposed: multiply by the transposed kernels: out[r] = rows[r] @ kernels[group of r].T,
+            the gradient with respect to the rows.
+        dtype: dtype of the sums and of the result. Default None: the rows' dtype.
 
     Returns:
-      [rows, outputs].
+        `[rows, outputs]`.
     """
     out = jnp.dtype(rows.dtype if dtype is None else dtype)
 
-    # What vmap batches comes one after the other: a TPU has no batches of ragged products, and in
-    # a batch of loops each would run as long as the longest.
+    # vmap runs the elements of a batch one after another: TPUs have no batched ragged matmul, and
+    # batched loops would all run as long as the longest.
     @jax.custom_batching.sequential_vmap
-    def one(rows: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
+    def compute(rows: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
         return jax.lax.platform_dependent(
             rows,
             kernels,
@@ -99,7 +106,7 @@ def raw_grouped_matmul(
             default=functools.partial(_matmul_in_blocks, transposed=transposed, dtype=out),
         )
 
-    return one(rows, kernels, sizes)
+    return compute(rows, kernels, sizes)
 
 
 def _ragged_dot(
@@ -119,10 +126,10 @@ def _ragged_dot(
 def _matmul_in_blocks(
     rows: jax.Array, kernels: jax.Array, sizes: jax.Array, *, transposed: bool, dtype: DTypeLike
 ) -> jax.Array:
-    block, kernel_axis = _block(len(rows), len(kernels)), 1 if transposed else 0
+    block, kernel_axis = _block_size(len(rows), len(kernels)), 1 if transposed else 0
     outputs = kernels.shape[1 if transposed else 2]
 
-    def of_group(out: jax.Array, group: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+    def multiply_group(out: jax.Array, group: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
         kernel, start, end = group
 
         def step(i: jax.Array, out: jax.Array) -> jax.Array:
@@ -137,21 +144,21 @@ def _matmul_in_blocks(
 
     ends = jnp.cumsum(sizes)
     start = jnp.zeros_like(rows, shape=(len(rows), outputs), dtype=dtype)
-    return jax.lax.scan(of_group, start, (kernels, ends - sizes, ends))[0]
+    return jax.lax.scan(multiply_group, start, (kernels, ends - sizes, ends))[0]
 
 
 @jax.custom_batching.sequential_vmap
 def _kernel_gradients(rows: jax.Array, cotangents: jax.Array, sizes: jax.Array) -> jax.Array:
-    """For each group the sum of the outer products of its rows and their cotangents."""
-    block = _block(len(rows), len(sizes))
+    """Return, for each group, the sum of the outer products of its rows and their cotangents."""
+    block = _block_size(len(rows), len(sizes))
     accurate = jnp.promote_types(rows.dtype, jnp.float32)
 
-    def of_group(group: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def sum_group(group: tuple[jax.Array, jax.Array]) -> jax.Array:
         start, end = group
 
         def step(i: jax.Array, total: jax.Array) -> jax.Array:
             first, inside = _bounds(start + i * block, end, block, len(rows))
-            # Both, since 0 times what is not a number is none.
+            # Both operands are masked, because 0 times NaN is NaN.
             inputs, outputs = (
                 jnp.where(inside, jax.lax.dynamic_slice_in_dim(values, first, block), 0)
                 for values in (rows, cotangents)
@@ -166,16 +173,16 @@ def _kernel_gradients(rows: jax.Array, cotangents: jax.Array, sizes: jax.Array) 
         return jax.lax.fori_loop(0, -(-(end - start) // block), step, zero).astype(rows.dtype)
 
     ends = jnp.cumsum(sizes)
-    return jax.lax.map(of_group, (ends - sizes, ends))
+    return jax.lax.map(sum_group, (ends - sizes, ends))
 
 
-def _block(rows: int, groups: int) -> int:
-    """A quarter of an average group, since a group's last block is computed whole."""
-    return min(rows, max(64, min(BLOCK, rows // (4 * groups))))
+def _block_size(rows: int, groups: int) -> int:
+    """Return a quarter of the average group size: the last block of a group is computed whole."""
+    return min(rows, max(64, min(MAX_BLOCK, rows // (4 * groups))))
 
 
 def _bounds(start: jax.Array, end: jax.Array, block: int, rows: int) -> tuple[jax.Array, jax.Array]:
-    """Where to slice for the rows from start on, and which of the slice's rows are these."""
+    """Return the first row of the block from `start` on, and a mask of its rows before `end`."""
     first = jnp.minimum(start, rows - block)
-    places = first + jnp.arange(block)
-    return first, ((start <= places) & (places < end))[:, None]
+    indices = first + jnp.arange(block)
+    return first, ((start <= indices) & (indices < end))[:, None]

@@ -1,12 +1,12 @@
-"""Parts of the transformer: normalization, the feed-forward network, and the layer of both."""
+"""Parts of the transformer: RMSNorm, the feed-forward network, and a whole layer."""
 
 from __future__ import annotations
 
-from typing import Any
-
+import chex
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float
 
 from fedpax.models.attention.layer import Attend, Attention
 from fedpax.models.mixture import MixtureOfExperts
@@ -17,25 +17,39 @@ from fedpax.parallel.axes import constrain, explicit_spec
 
 
 class RMSNorm(nnx.Module):
-    """Divides each token's features by their root mean square, and scales them.
+    """Root mean square normalization: x / sqrt(mean(x^2) + epsilon) * scale.
 
-    Reference: Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv:1910.07467).
+    Attributes:
+        epsilon: added to the mean square.
+        scale: `[embed_dim]`, 1 at first.
+
+    Reference:
+        Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv:1910.07467).
     """
 
-    def __init__(self, embed_dim: int):
+    def __init__(self, embed_dim: int, *, epsilon: float):
+        self.epsilon = epsilon
         self.scale = nnx.Param(jnp.ones(embed_dim), logical_axes=("norm",))
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalizes x [..., embed_dim]: in float32 inside, x's dtype outside."""
+    def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch embed"]:
+        """Normalize x [..., embed_dim]; compute in float32 and return x's dtype."""
         accurate = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         mean_square = jnp.mean(jnp.square(accurate), axis=-1, keepdims=True)
-        return (accurate * jax.lax.rsqrt(mean_square + 1e-6) * self.scale[...]).astype(x.dtype)
+        return (accurate * jax.lax.rsqrt(mean_square + self.epsilon) * self.scale[...]).astype(
+            x.dtype
+        )
 
 
 class FeedForward(nnx.Module):
-    """SwiGLU, down (silu(gate x) * (up x)), or without a gate down gelu(up x).
+    """Feed-forward network: SwiGLU, down (silu(gate x) * (up x)), or GELU, down gelu(up x).
 
-    Reference: Shazeer, "GLU Variants Improve Transformer" (arXiv:2002.05202), equation 6.
+    Attributes:
+        gate: `[embed_dim, mlp_dim]`, only with SwiGLU.
+        up: `[embed_dim, mlp_dim]`.
+        down: `[mlp_dim, embed_dim]`.
+
+    Reference:
+        Shazeer, "GLU Variants Improve Transformer" (arXiv:2002.05202), equation 6.
     """
 
     def __init__(
@@ -56,8 +70,8 @@ class FeedForward(nnx.Module):
             rngs, (mlp_dim, embed_dim), output_scale * mlp_dim**-0.5, ("mlp", "embed")
         )
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps x [batch, sequence, embed_dim] to the same shape."""
+    def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
+        """Map x [batch, seq_len, embed_dim] to the same shape."""
         up = project("btw,wm->btm", x, self.up, quantization=self.quantization)
         if self.gated:
             gate = project("btw,wm->btm", x, self.gate, quantization=self.quantization)
@@ -69,19 +83,20 @@ class FeedForward(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """Attention and a feed-forward network, each on normalized inputs and added to them.
+    """A pre-norm transformer layer: x + attention(norm(x)), then x + feed_forward(norm(x)).
 
     Attributes:
-      attention_norm: normalizes what attention gets.
-      attention: see `fedpax.models.attention.layer.Attention`.
-      feed_forward_norm: normalizes what the feed-forward network gets.
-      feed_forward: the network, or a mixture of experts if the configuration has experts.
+        attention_norm: normalizes the input of attention.
+        attention: see `fedpax.models.attention.layer.Attention`.
+        feed_forward_norm: normalizes the input of the feed-forward network.
+        feed_forward: the feed-forward network, or a mixture of experts if `config.num_experts` is
+            above 0.
     """
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        # Each of the 2 * layers branches adds to the features: their sum keeps its scale.
+        # 2 * num_layers branches add to the residual stream; this keeps the scale of their sum.
         output_scale = (2 * config.num_layers) ** -0.5
-        self.attention_norm = RMSNorm(config.embed_dim)
+        self.attention_norm = RMSNorm(config.embed_dim, epsilon=config.norm_eps)
         self.attention = Attention(
             config.embed_dim,
             config.num_heads,
@@ -91,7 +106,7 @@ class Layer(nnx.Module):
             quantization=config.quantization,
             rngs=rngs,
         )
-        self.feed_forward_norm = RMSNorm(config.embed_dim)
+        self.feed_forward_norm = RMSNorm(config.embed_dim, epsilon=config.norm_eps)
         self.feed_forward: FeedForward | MixtureOfExperts
         if config.num_experts:
             self.feed_forward = MixtureOfExperts(
@@ -114,21 +129,24 @@ class Layer(nnx.Module):
             )
 
     def __call__(
-        self, x: jax.Array, rotation: tuple[jax.Array, jax.Array], attend: Attend
-    ) -> tuple[jax.Array, dict[str, jax.Array], Any]:
-        """Computes the layer.
+        self,
+        x: Float[Array, "batch seq embed"],
+        rotation: tuple[jax.Array, jax.Array],
+        attend: Attend,
+    ) -> tuple[Float[Array, "batch seq embed"], dict[str, jax.Array], chex.ArrayTree]:
+        """Apply the layer.
 
         Args:
-          x: [batch, sequence, embed_dim].
-          rotation: what `fedpax.models.attention.layer.rotary` returns.
-          attend: how queries meet keys and values.
+            x: `[batch, seq_len, embed_dim]`.
+            rotation: cosines and sines from `fedpax.models.attention.layer.rotary`.
+            attend: computes attention from queries, keys and values; see `Attend`.
 
         Returns:
-          The shape of x; auxiliary losses, float32 scalars by name, none without a mixture of
-          experts; and what `attend` wants to keep.
+            The output, of x's shape; auxiliary losses, float32 scalars by name (none without a
+            mixture of experts); and the cache entry that `attend` returned.
         """
-        attended, kept = self.attention(self.attention_norm(x), rotation, attend)
+        attended, cache = self.attention(self.attention_norm(x), rotation, attend)
         x = x + attended
         y = self.feed_forward(self.feed_forward_norm(x))
         y, auxiliary = y if isinstance(y, tuple) else (y, {})
-        return constrain(x + y, ("batch", "sequence", None)), auxiliary, kept
+        return constrain(x + y, ("batch", "sequence", None)), auxiliary, cache

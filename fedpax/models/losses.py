@@ -1,41 +1,45 @@
-"""Losses: cross-entropy, and what makes `loss_fn(params, batch) -> (loss, aux)` of a model."""
+"""Losses of language models and classifiers: `loss_fn(params, batch) -> (loss, aux)`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
+import chex
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Num
 
 from fedpax.models.chunked_loss import TOKENS_PER_CHUNK, chunked_cross_entropy
 from fedpax.models.transformer import TransformerConfig, transformer
 
 Batch: TypeAlias = Mapping[str, jax.Array]
-LossFn: TypeAlias = Callable[[Any, Batch], tuple[jax.Array, dict[str, jax.Array]]]
+LossFn: TypeAlias = Callable[[chex.ArrayTree, Batch], tuple[jax.Array, dict[str, jax.Array]]]
 
 
 def cross_entropy(
-    logits: jax.Array, targets: jax.Array, mask: jax.Array | None = None
-) -> jax.Array:
-    """Computes the mean of -log softmax(logits)[target], in nats.
+    logits: Float[Array, "*batch classes"],
+    targets: Int[Array, "*batch"],
+    mask: Num[Array, "*batch"] | None = None,
+) -> Float[Array, ""]:
+    """Compute the mean of -log softmax(logits)[target], in nats.
 
     Args:
-      logits: [..., classes], any floating dtype.
-      targets: integers [...] from 0 to classes - 1.
-      mask: [...], the weight of each target in the mean, 1 for all by default. Targets of weight
-        0 may be anything. Where all weights are 0, the loss is 0.
+        logits: `[..., classes]`, any floating dtype.
+        targets: integers `[...]` from 0 to classes - 1.
+        mask: `[...]`, the weight of each target in the mean. Default None: every weight is 1.
+            Logits and targets of weight 0 may hold any value. If all weights are 0, the loss is 0.
 
     Returns:
-      The loss, float32 (float64 for float64 logits).
+        The loss, float32 (float64 for float64 logits).
 
     Raises:
-      ValueError: the shapes do not fit together.
+        ValueError: the shapes do not match.
 
     Example:
-      >>> logits = jnp.array([[0.0, 0.0], [100.0, 0.0]])
-      >>> round(float(cross_entropy(logits, jnp.array([1, 0]))), 4)  # (log 2 + 0) / 2
-      0.3466
+        >>> logits = jnp.array([[0.0, 0.0], [100.0, 0.0]])
+        >>> round(float(cross_entropy(logits, jnp.array([1, 0]))), 4)  # (log 2 + 0) / 2
+        0.3466
     """
     if logits.shape[:-1] != targets.shape:
         raise ValueError(
@@ -44,38 +48,39 @@ def cross_entropy(
         )
     if mask is not None and mask.shape != targets.shape:
         raise ValueError(
-            f"mask has shape {mask.shape}, but targets {targets.shape}: give one weight a target."
+            f"mask has shape {mask.shape}, but targets {targets.shape}: expected one weight for "
+            "each target."
         )
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    # Compared instead of indexed: an index into an axis that the mesh shards would gather it.
-    chosen = targets[..., None] == jnp.arange(logits.shape[-1])
-    target_logits = jnp.sum(jnp.where(chosen, logits, 0), axis=-1)
+    # A comparison, not an index: indexing an axis that the mesh shards would gather it.
+    is_target = targets[..., None] == jnp.arange(logits.shape[-1])
+    target_logits = jnp.sum(jnp.where(is_target, logits, 0), axis=-1)
     return _mean(jax.nn.logsumexp(logits, axis=-1) - target_logits, mask)
 
 
 def next_token_loss(apply: Callable[..., jax.Array]) -> LossFn:
-    """Makes the loss of a language model: the mean cross-entropy of the next token, in nats.
+    """Make the loss of a language model: the mean cross-entropy of the next token, in nats.
 
     Args:
-      apply: `apply(params, inputs, segments, positions)` returns logits
-        [batch, sequence, vocab_size].
+        apply: `apply(params, inputs, segments, positions)` returns logits
+            `[batch, seq_len, vocab_size]`.
 
     Returns:
-      `loss_fn(params, batch) -> (loss, {"tokens": number of targets that count})`. The batch has
-      int32 [batch, sequence] `inputs` and `targets` and, if sequences are packed, `segments`,
-      `positions` and `mask` (float32, 0 where a target does not count).
+        `loss_fn(params, batch) -> (loss, {"tokens": sum of the mask})`. A batch has `inputs` and
+        `targets`, int32 `[batch, seq_len]`. Packed sequences also have `segments` and `positions`,
+        int32, and `mask`, float32, which is 0 where a target does not count.
 
     Example:
-      >>> def bigrams(params, tokens, segments, positions):
-      ...     return params[tokens]
-      >>> text = jnp.frombuffer(b"to be or not to be", jnp.uint8).astype(int)[None]
-      >>> batch = {"inputs": text[:, :-1], "targets": text[:, 1:]}
-      >>> loss, aux = next_token_loss(bigrams)(jnp.zeros((256, 256)), batch)
-      >>> bool(jnp.isclose(loss, jnp.log(256))), int(aux["tokens"])
-      (True, 17)
+        >>> def bigrams(params, tokens, segments, positions):
+        ...     return params[tokens]
+        >>> text = jnp.frombuffer(b"to be or not to be", jnp.uint8).astype(int)[None]
+        >>> batch = {"inputs": text[:, :-1], "targets": text[:, 1:]}
+        >>> loss, aux = next_token_loss(bigrams)(jnp.zeros((256, 256)), batch)
+        >>> bool(jnp.isclose(loss, jnp.log(256))), int(aux["tokens"])
+        (True, 17)
     """
 
-    def loss_fn(params: Any, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss_fn(params: chex.ArrayTree, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         logits = apply(params, batch["inputs"], batch.get("segments"), batch.get("positions"))
         targets, mask = batch["targets"], batch.get("mask")
         tokens = jnp.float32(targets.size) if mask is None else jnp.sum(mask, dtype=jnp.float32)
@@ -92,37 +97,40 @@ def transformer_loss(
     router_z_weight: float = 0.0,
     tokens_per_chunk: int = TOKENS_PER_CHUNK,
 ) -> LossFn:
-    """Makes the loss to train a transformer: the mean cross-entropy of the next token, in nats.
+    """Make the training loss of a transformer: the mean next-token cross-entropy, in nats.
 
-    Logits are computed for some tokens after the others, see
-    `fedpax.models.chunked_loss.chunked_cross_entropy`, and two terms may be added: the z-loss, and
-    for a mixture of experts the load-balancing loss.
+    The logits are computed one chunk of tokens at a time, see
+    `fedpax.models.chunked_loss.chunked_cross_entropy`. Up to three terms are added: the z-loss of
+    the logits and, for a mixture of experts, the load-balancing loss and the router z-loss.
 
     Args:
-      config: the transformer.
-      z_loss_weight: weight of the mean of log(sum(exp(logits)))^2; PaLM's is 1e-4.
-      load_balance_weight: weight of the load-balancing loss of a mixture of experts, the layers' mean.
-      router_z_weight: weight of the mixture's loss that keeps the router's logits near 0.
-      tokens_per_chunk: tokens of a device whose logits exist at once.
+        config: the transformer's configuration.
+        z_loss_weight: weight of the mean of log(sum(exp(logits)))^2. PaLM uses 1e-4.
+        load_balance_weight: weight of the load-balancing loss of a mixture of experts, averaged
+            over layers; `fedpax.models.mixture.routing_losses` relates it to the weights of Switch
+            Transformers and of Mixtral's implementation.
+        router_z_weight: weight of the mean of log(sum(exp(router logits)))^2, averaged over layers.
+        tokens_per_chunk: tokens per device whose logits exist at once.
 
     Returns:
-      `loss_fn(params, batch) -> (loss, aux)` for batches as `next_token_loss` takes them. `aux` has
-      `tokens`, the number of targets that count, `cross_entropy`, the loss without other terms,
-      where there are any, and what the layers of a mixture tell, such as `load_balance`, as their
-      mean.
+        `loss_fn(params, batch) -> (loss, aux)` for batches as in `next_token_loss`. `aux` has
+
+        - `tokens`, the sum of the mask;
+        - `cross_entropy`, the loss without the other terms, if there are any;
+        - for a mixture of experts `load_balance` and `router_z`, unweighted, averaged over layers.
 
     Example:
-      >>> config = TransformerConfig(num_layers=2, embed_dim=64, num_heads=2)
-      >>> params = jax.jit(transformer(config).init)(jax.random.key(0))
-      >>> text = jnp.frombuffer(b"to be or not to be", jnp.uint8).astype(int)[None]
-      >>> batch = {"inputs": text[:, :-1], "targets": text[:, 1:]}
-      >>> loss, aux = jax.jit(transformer_loss(config, z_loss_weight=1e-4))(params, batch)
-      >>> bool(loss > aux["cross_entropy"] > 0), int(aux["tokens"])
-      (True, 17)
+        >>> config = TransformerConfig(num_layers=2, embed_dim=64, num_heads=2)
+        >>> params = jax.jit(transformer(config).init)(jax.random.key(0))
+        >>> text = jnp.frombuffer(b"to be or not to be", jnp.uint8).astype(int)[None]
+        >>> batch = {"inputs": text[:, :-1], "targets": text[:, 1:]}
+        >>> loss, aux = jax.jit(transformer_loss(config, z_loss_weight=1e-4))(params, batch)
+        >>> bool(loss > aux["cross_entropy"] > 0), int(aux["tokens"])
+        (True, 17)
     """
     model = transformer(config)
 
-    def loss_fn(params: Any, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss_fn(params: chex.ArrayTree, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         module = model.bind(params)
         features, auxiliary = module.hidden(
             batch["inputs"], batch.get("segments"), batch.get("positions")
@@ -139,8 +147,8 @@ def transformer_loss(
         )
         tokens = jnp.float32(targets.size) if mask is None else jnp.sum(mask, dtype=jnp.float32)
         auxiliary = {name: value / config.num_layers for name, value in auxiliary.items()}
-        factors = {"load_balance": load_balance_weight, "router_z": router_z_weight}
-        terms = [factors[name] * x for name, x in auxiliary.items() if factors.get(name)]
+        weights = {"load_balance": load_balance_weight, "router_z": router_z_weight}
+        terms = [weights[name] * x for name, x in auxiliary.items() if weights.get(name)]
         if terms or z_loss_weight:
             auxiliary["cross_entropy"] = cross_entropy
         return sum(terms, loss), {"tokens": tokens, **auxiliary}
@@ -148,29 +156,29 @@ def transformer_loss(
     return loss_fn
 
 
-def classification_loss(apply: Callable[[Any, jax.Array], jax.Array]) -> LossFn:
-    """Makes the loss of a classifier: the mean cross-entropy of the labels, in nats.
+def classification_loss(apply: Callable[[chex.ArrayTree, jax.Array], jax.Array]) -> LossFn:
+    """Make the loss of a classifier: the mean cross-entropy of the labels, in nats.
 
     Args:
-      apply: `apply(params, images)` returns logits [batch, classes].
+        apply: `apply(params, images)` returns logits `[batch, classes]`.
 
     Returns:
-      `loss_fn(params, batch) -> (loss, {"accuracy": share of labels that have the largest
-      logit})`. The batch has `image` [batch, ...], `label`, integers [batch], and, if some
-      examples do not count, `mask` (float32 [batch], 0 where not).
+        `loss_fn(params, batch) -> (loss, {"accuracy": fraction of labels with the largest
+        logit})`. A batch has `image`, `[batch, ...]`, and `label`, integers `[batch]`. It may have
+        `mask`, float32 `[batch]`, which is 0 where an example does not count.
 
     Example:
-      >>> from fedpax.models.classifiers import MLPConfig, mlp
-      >>> model = mlp(MLPConfig(sizes=(4, 8, 3)))
-      >>> image = jax.random.uniform(jax.random.key(0), (5, 2, 2))
-      >>> batch = {"image": image, "label": jnp.array([0, 1, 2, 1, 0])}
-      >>> params = jax.jit(model.init)(jax.random.key(1))
-      >>> loss, aux = jax.jit(classification_loss(model.apply))(params, batch)
-      >>> loss.shape, bool(0 <= aux["accuracy"] <= 1)
-      ((), True)
+        >>> from fedpax.models.classifiers import MLPConfig, mlp
+        >>> model = mlp(MLPConfig(layer_sizes=(4, 8, 3)))
+        >>> image = jax.random.uniform(jax.random.key(0), (5, 2, 2))
+        >>> batch = {"image": image, "label": jnp.array([0, 1, 2, 1, 0])}
+        >>> params = jax.jit(model.init)(jax.random.key(1))
+        >>> loss, aux = jax.jit(classification_loss(model.apply))(params, batch)
+        >>> loss.shape, bool(0 <= aux["accuracy"] <= 1)
+        ((), True)
     """
 
-    def loss_fn(params: Any, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss_fn(params: chex.ArrayTree, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         logits = apply(params, batch["image"])
         label, mask = batch["label"], batch.get("mask")
         correct = (jnp.argmax(logits, axis=-1) == label).astype(jnp.float32)
@@ -182,7 +190,7 @@ def classification_loss(apply: Callable[[Any, jax.Array], jax.Array]) -> LossFn:
 def _mean(values: jax.Array, mask: jax.Array | None) -> jax.Array:
     if mask is None:
         return jnp.mean(values)
-    # Where, and not a product alone: a value that does not count may be infinite.
+    # `where` besides the product: a value of weight 0 may be infinite.
     total = jnp.sum(jnp.where(mask > 0, values * mask, 0))
     weight = jnp.sum(mask, dtype=values.dtype)
     return total / jnp.where(weight > 0, weight, 1)

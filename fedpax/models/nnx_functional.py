@@ -1,4 +1,4 @@
-"""A flax.nnx module as pure functions: `init` makes its parameters, `apply` computes with them."""
+"""Pure functions of a flax.nnx module: `init` makes the parameters, `apply` uses them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ Params: TypeAlias = dict[str, Any]
 
 
 class FunctionalModel(NamedTuple):
-    """A model as functions of its parameters, which optimizers and federated primitives handle.
+    """A model as pure functions of its parameters.
 
     Attributes:
-      init: makes parameters from a random key: `params = init(key)`, nested dicts of arrays. It
-        runs under `jax.eval_shape`, and under `jax.jit` with `out_shardings`, so a model that no
-        single device could hold is made in its parts.
-      apply: `apply(params, *inputs)` is the module's `__call__`.
-      logical_axes: what names the parameters' axes: the same dicts with a tuple for each array, as
-        `fedpax.parallel.axes.shardings` takes it.
-      bind: `bind(params)` is the module with these parameters, for its other methods.
+        init: `init(key)` makes the parameters, nested dicts of float32 arrays. It works under
+            `jax.eval_shape`, and under `jax.jit` with `out_shardings`, so a model that does not
+            fit one device is created sharded.
+        apply: `apply(params, *inputs)` is the module's `__call__`.
+        logical_axes: the names of the parameters' axes: the same nested dicts with a tuple of
+            names for each array, as `fedpax.parallel.axes.shardings` takes them.
+        bind: `bind(params)` returns the module with these parameters, for its other methods.
     """
 
     init: Callable[[jax.Array], Params]
@@ -31,30 +31,30 @@ class FunctionalModel(NamedTuple):
 
 
 def to_functional(constructor: Callable[..., nnx.Module]) -> FunctionalModel:
-    """Turns a flax.nnx module into pure functions.
+    """Turn a flax.nnx module into pure functions.
 
-    A parameter names its axes by metadata, `nnx.Param(value, logical_axes=("embed", "mlp"))`; one
-    without them is whole on every device.
+    A parameter names its axes by metadata: `nnx.Param(value, logical_axes=("embed", "mlp"))`. A
+    parameter without this metadata is replicated on all devices.
 
     Args:
-      constructor: makes the module from `rngs=nnx.Rngs(key)`: a class, or a `functools.partial`
-        of one with its other arguments.
+        constructor: called as `constructor(rngs=nnx.Rngs(key))`, returns the module. A class, or a
+            `functools.partial` of one.
 
     Returns:
-      The module's functions; see `FunctionalModel`.
+        The module's functions, see `FunctionalModel`.
 
     Raises:
-      ValueError: the module keeps a state besides its parameters, such as batch statistics, or
-        names another number of axes than a parameter has.
+        ValueError: the module has state besides its parameters, such as batch statistics, or
+            a parameter has another number of axes than names.
 
     Example:
-      >>> import functools
-      >>> model = to_functional(functools.partial(nnx.Linear, 3, 2))
-      >>> params = model.init(jax.random.key(0))
-      >>> params["kernel"].shape, model.logical_axes["kernel"]
-      ((3, 2), (None, None))
-      >>> model.apply(params, jax.numpy.ones((5, 3))).shape
-      (5, 2)
+        >>> import functools
+        >>> model = to_functional(functools.partial(nnx.Linear, 3, 2))
+        >>> params = model.init(jax.random.key(0))
+        >>> params["kernel"].shape, model.logical_axes["kernel"]
+        ((3, 2), (None, None))
+        >>> model.apply(params, jax.numpy.ones((5, 3))).shape
+        (5, 2)
     """
 
     def parameters(key: jax.Array) -> nnx.State:
@@ -64,9 +64,9 @@ def to_functional(constructor: Callable[..., nnx.Module]) -> FunctionalModel:
     graph, abstract, *rest = nnx.split(module, nnx.Param, ...)
     if others := [".".join(map(str, path)) for path, _ in nnx.to_flat_state(rest[0])]:
         raise ValueError(
-            f"constructor makes a module with a state besides its parameters, {', '.join(others)}, "
-            "which apply(params, ...) could not update: use layers without one, such as "
-            "normalization over features in place of batches."
+            f"The module has state besides its parameters, {', '.join(others)}, which "
+            "apply(params, ...) could not update. Use layers without such state: for example "
+            "normalization over features instead of batch normalization."
         )
     logical_axes = jax.tree.map(
         _logical_axes, abstract, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
@@ -89,7 +89,7 @@ def _logical_axes(parameter: nnx.Variable) -> tuple[str | None, ...]:
     names = parameter.get_metadata().get("logical_axes", (None,) * len(shape))
     if len(names) != len(shape):
         raise ValueError(
-            f"A parameter of shape {shape} has logical_axes={names}: give one name, or None, for each "
-            "axis."
+            f"A parameter of shape {shape} has logical_axes={names}: expected one name, or None, "
+            "for each axis."
         )
     return tuple(names)

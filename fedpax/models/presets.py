@@ -1,4 +1,4 @@
-"""Transformers of known sizes, each a function that returns its configuration.
+"""Configurations of known transformers, one function each.
 
 A variant is `dataclasses.replace(preset(), ...)`.
 """
@@ -9,7 +9,7 @@ from fedpax.models.transformer_config import TransformerConfig
 
 
 def demo() -> TransformerConfig:
-    """The byte-level transformer of the experiment `diloco_text`, about a million parameters."""
+    """Return the byte-level transformer of the experiment `diloco_text`: 1.1 million parameters."""
     return TransformerConfig(
         vocab_size=256,
         num_layers=3,
@@ -23,7 +23,7 @@ def demo() -> TransformerConfig:
 
 
 def base_100m() -> TransformerConfig:
-    """100 million parameters: what a CPU trains in days and a GPU in minutes to hours."""
+    """Return a transformer of 100 million parameters: days on a CPU, minutes to hours on a GPU."""
     return TransformerConfig(
         vocab_size=32_000,
         num_layers=12,
@@ -36,18 +36,20 @@ def base_100m() -> TransformerConfig:
 
 
 def pax_c4_1b() -> TransformerConfig:
-    """The sizes of Pax's experiment C4Spmd1BAdam4Replicas: 1.1 billion parameters.
+    """Return the sizes of Pax's experiment C4Spmd1BAdam4Replicas: 1.1 billion parameters.
 
-    As there, embeddings are tied, logits capped at 30, and layers computed again in the backward
-    pass. Positions are rotary here and sinusoids there; Pax also caps attention's scores at 50.
+    As in Pax, embeddings are tied and scaled by sqrt(embed_dim), logits are capped at 30, and
+    layers are recomputed in the backward pass. Unlike Pax, positions are rotary (Pax: sinusoids),
+    norms are RMSNorm (Pax: LayerNorm with the same epsilon), and the scores of attention have no
+    cap (Pax: 50).
     """
     return _pax(num_layers=13, embed_dim=2560, num_heads=20)
 
 
 def pax_c4_16b() -> TransformerConfig:
-    """The sizes of Pax's experiment C4Spmd16BAdam32Replicas: 16.5 billion parameters.
+    """Return the sizes of Pax's experiment C4Spmd16BAdam32Replicas: 16.5 billion parameters.
 
-    What `pax_c4_1b` tells of likeness and difference holds here too.
+    It resembles Pax and differs from it as `pax_c4_1b` does.
     """
     return _pax(num_layers=36, embed_dim=6144, num_heads=48)
 
@@ -69,17 +71,19 @@ def _pax(num_layers: int, embed_dim: int, num_heads: int) -> TransformerConfig:
 
 
 def llama_3_1_8b() -> TransformerConfig:
-    """Llama 3.1 8B: 8.03 billion parameters.
+    """Return Llama 3.1 8B: 8.03 billion parameters.
 
-    Reference: Grattafiori et al., "The Llama 3 Herd of Models" (arXiv:2407.21783), table 3.
+    Reference:
+        Grattafiori et al., "The Llama 3 Herd of Models" (arXiv:2407.21783), table 3.
     """
     return _llama(num_layers=32, embed_dim=4096, num_heads=32, mlp_dim=14_336)
 
 
 def llama_3_1_70b() -> TransformerConfig:
-    """Llama 3.1 70B: 70.6 billion parameters.
+    """Return Llama 3.1 70B: 70.6 billion parameters.
 
-    Reference: Grattafiori et al., "The Llama 3 Herd of Models" (arXiv:2407.21783), table 3.
+    Reference:
+        Grattafiori et al., "The Llama 3 Herd of Models" (arXiv:2407.21783), table 3.
     """
     return _llama(num_layers=80, embed_dim=8192, num_heads=64, mlp_dim=28_672)
 
@@ -94,16 +98,19 @@ def _llama(num_layers: int, embed_dim: int, num_heads: int, mlp_dim: int) -> Tra
         mlp_dim=mlp_dim,
         rope_base=500_000.0,
         rope_scaling_factor=8.0,
+        norm_eps=1e-5,
         tied_embeddings=False,
+        scale_embeddings=False,
         dtype="bfloat16",
         remat="full",
     )
 
 
 def mixtral_8x7b() -> TransformerConfig:
-    """The sizes of Mixtral 8x7B: 46.7 billion parameters, of which a token meets 12.9 billion.
+    """Return Mixtral 8x7B: 46.7 billion parameters, of which a token uses 12.9 billion.
 
-    Reference: Jiang et al., "Mixtral of Experts" (arXiv:2401.04088), table 1.
+    Reference:
+        Jiang et al., "Mixtral of Experts" (arXiv:2401.04088), table 1.
     """
     return TransformerConfig(
         vocab_size=32_000,
@@ -115,7 +122,9 @@ def mixtral_8x7b() -> TransformerConfig:
         num_experts=8,
         num_experts_per_token=2,
         rope_base=1_000_000.0,
+        norm_eps=1e-5,
         tied_embeddings=False,
+        scale_embeddings=False,
         dtype="bfloat16",
         remat="full",
     )

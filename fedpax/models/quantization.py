@@ -1,4 +1,4 @@
-"""Quantized training: matrix products in int8 or fp8 forward, in the model's format backward."""
+"""Quantized training: int8 or fp8 matmuls in the forward pass, full precision in the backward."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
+from jaxtyping import Array, Float, Int
 
 from fedpax.models.grouped_matmul import grouped_matmul, raw_grouped_matmul
 
@@ -22,71 +23,77 @@ def quantized_einsum(
     weight: jax.Array,
     quantization: Quantization,
 ) -> jax.Array:
-    """Contracts features and weights that are rounded to 8 bits, and differentiates as if not.
+    """Contract features and weights rounded to 8 bits, with the gradient of the exact einsum.
 
-    Each operand is divided by scales, one for all numbers that are summed up with each other, such
-    that the largest of them is the format's largest number; rounded; and multiplied in the format,
-    with sums in int32 or float32. The gradient is that of the product without rounding: the
+    Each operand is divided by a scale that maps the largest absolute value along the contracted
+    axes to the largest number of the format; then it is rounded. The matmul runs in the format and
+    sums in int32 or float32. The gradient is that of the einsum without rounding: the
     straight-through estimator.
 
     Args:
-      subscripts: of `jnp.einsum`, for x and the weight.
-      x: features, floating.
-      weight: weights, floating.
-      quantization: "int8", or "fp8" with 4 bits of exponent and 3 of mantissa.
+        subscripts: as in `jnp.einsum`, for x and the weight.
+        x: features, floating.
+        weight: weights, floating.
+        quantization: "int8", or "fp8" (float8_e4m3fn: 4 bits of exponent, 3 of mantissa).
 
     Returns:
-      The product, in x's dtype.
+        The result, in x's dtype.
 
     Raises:
-      ImportError: the package qwix, which does the rounding, is not installed.
-      ValueError: the mesh has explicit axes, which qwix does not know.
+        ImportError: the package qwix, which does the rounding, is not installed.
+        ValueError: the mesh has explicit axes, which qwix does not support.
 
     Example:
-      >>> x, w = jax.random.normal(jax.random.key(0), (2, 64, 64))
-      >>> try:
-      ...     y = quantized_einsum("ab,bc->ac", x, w, "int8")
-      ... except ImportError:  # fedpax was installed without fedpax[quantization]
-      ...     y = x @ w
-      >>> bool(jnp.linalg.norm(y - x @ w) < 0.02 * jnp.linalg.norm(x @ w))
-      True
+        >>> x, w = jax.random.normal(jax.random.key(0), (2, 64, 64))
+        >>> try:
+        ...     y = quantized_einsum("ab,bc->ac", x, w, "int8")
+        ... except ImportError:  # fedpax was installed without fedpax[quantization]
+        ...     y = x @ w
+        >>> bool(jnp.linalg.norm(y - x @ w) < 0.02 * jnp.linalg.norm(x @ w))
+        True
 
-    Reference: Jacob et al., "Quantization and Training of Neural Networks for Efficient
-    Integer-Arithmetic-Only Inference" (arXiv:1712.05877), section 3; Bengio et al., "Estimating or
-    Propagating Gradients Through Stochastic Neurons" (arXiv:1308.3432), for the estimator.
+    Reference:
+        Jacob et al., "Quantization and Training of Neural Networks for Efficient
+        Integer-Arithmetic-Only Inference" (arXiv:1712.05877), section 3; Bengio et al.,
+        "Estimating or Propagating Gradients Through Stochastic Neurons" (arXiv:1308.3432), for the
+        estimator.
     """
     _check_mesh(quantization)
-    return _product(x, weight, subscripts, quantization)
+    return _einsum(x, weight, subscripts, quantization)
 
 
 def quantized_grouped_matmul(
-    rows: jax.Array, kernels: jax.Array, sizes: jax.Array, quantization: Quantization
-) -> jax.Array:
-    """`grouped_matmul` of rows and kernels that are rounded to 8 bits, as `quantized_einsum` does.
+    rows: Float[Array, "rows inputs"],
+    kernels: Float[Array, "groups inputs outputs"],
+    sizes: Int[Array, " groups"],
+    quantization: Quantization,
+) -> Float[Array, "rows outputs"]:
+    """Apply `grouped_matmul` to rows and kernels rounded to 8 bits.
 
-    A row has a scale of its own, and so has each output of each kernel.
+    Rounding and gradient are those of `quantized_einsum`. Each row has a scale of its own, and so
+    has each output of each kernel.
 
     Args:
-      rows: [rows, inputs], those of group 0 first.
-      kernels: [groups, inputs, outputs].
-      sizes: int32 [groups], the number of rows in each group.
-      quantization: "int8" or "fp8".
+        rows: `[rows, inputs]`, those of group 0 first.
+        kernels: `[groups, inputs, outputs]`.
+        sizes: int32 `[groups]`, the number of rows of each group.
+        quantization: "int8" or "fp8".
 
     Returns:
-      [rows, outputs], of the rows' dtype. Rows after the last group may hold anything.
+        `[rows, outputs]`, of the rows' dtype. Rows after the last group hold arbitrary values.
 
     Raises:
-      ImportError: the package qwix, which does the rounding, is not installed.
-      ValueError: the mesh has explicit axes, which qwix does not know.
+        ImportError: the package qwix, which does the rounding, is not installed.
+        ValueError: the mesh has explicit axes, which qwix does not support.
 
     Example:
-      >>> rows, kernels = jnp.ones((3, 2)), jnp.stack([jnp.eye(2), 10 * jnp.eye(2)])
-      >>> try:
-      ...     y = quantized_grouped_matmul(rows, kernels, jnp.array([1, 2]), "int8")
-      ... except ImportError:  # fedpax was installed without fedpax[quantization]
-      ...     y = jnp.array([[1.0, 1.0], [9.9, 9.9], [9.9, 9.9]])
-      >>> [[f"{x:.1f}" for x in row] for row in y]
-      [['1.0', '1.0'], ['9.9', '9.9'], ['9.9', '9.9']]
+        >>> rows, kernels = jnp.ones((3, 2)), jnp.stack([jnp.eye(2), 10 * jnp.eye(2)])
+        >>> try:
+        ...     y = quantized_grouped_matmul(rows, kernels, jnp.array([1, 2]), "int8")
+        ... except ImportError:  # fedpax was installed without fedpax[quantization]
+        ...     y = jnp.array([[1.0, 1.0], [9.9, 9.9], [9.9, 9.9]])
+        >>> [[f"{x:.1f}" for x in row] for row in y]
+        [['1.0', '1.0'], ['9.9', '9.9'], ['9.9', '9.9']]
     """
     _check_mesh(quantization)
     return _grouped(rows, kernels, sizes, quantization)
@@ -103,7 +110,7 @@ def _check_mesh(quantization: Quantization) -> None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _product(
+def _einsum(
     x: jax.Array,
     weight: jax.Array,
     subscripts: str,
@@ -118,7 +125,7 @@ def _product(
 
 
 def _rounded(operand: jax.Array, scaled_axes: list[int], quantization: Quantization) -> Any:
-    """The operand in the format, with a scale for each index of some of its axes."""
+    """Round an operand to the format, with one scale per index of `scaled_axes`."""
     dtype = jnp.dtype(FORMATS[quantization])
     return _qwix().quantize(operand, dtype, channelwise_axes=scaled_axes)
 
@@ -126,7 +133,7 @@ def _rounded(operand: jax.Array, scaled_axes: list[int], quantization: Quantizat
 def _forward(
     x: jax.Array, weight: jax.Array, *options: Any
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _product(x, weight, *options), (x, weight)
+    return _einsum(x, weight, *options), (x, weight)
 
 
 def _backward(
@@ -141,7 +148,7 @@ def _backward(
     return jax.vjp(exact, *operands)[1](gradient)
 
 
-_product.defvjp(_forward, _backward)
+_einsum.defvjp(_forward, _backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -149,12 +156,12 @@ def _grouped(
     rows: jax.Array, kernels: jax.Array, sizes: jax.Array, quantization: Quantization
 ) -> jax.Array:
     left, right = _rounded(rows, [0], quantization), _rounded(kernels, [0, 2], quantization)
-    total = jnp.int32 if quantization == "int8" else jnp.float32
-    products = raw_grouped_matmul(left.qvalue, right.qvalue, sizes, dtype=total)
-    # Each row's group, found by where the groups end.
+    accumulator = jnp.int32 if quantization == "int8" else jnp.float32
+    sums = raw_grouped_matmul(left.qvalue, right.qvalue, sizes, dtype=accumulator)
+    # The group of each row, from the ends of the groups.
     group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(len(rows)), side="right")
     scales = left.scale * right.scale[:, 0].at[group].get(mode="clip")
-    return (products * scales).astype(rows.dtype)
+    return (sums * scales).astype(rows.dtype)
 
 
 def _grouped_forward(
@@ -164,9 +171,9 @@ def _grouped_forward(
 
 
 def _grouped_backward(
-    _: Quantization, kept: tuple[jax.Array, ...], gradient: jax.Array
+    _: Quantization, residuals: tuple[jax.Array, ...], gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array, None]:
-    rows, kernels, sizes = kept
+    rows, kernels, sizes = residuals
 
     def exact(rows: jax.Array, kernels: jax.Array) -> jax.Array:
         return grouped_matmul(rows, kernels, sizes)

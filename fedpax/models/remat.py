@@ -1,4 +1,4 @@
-"""Rematerialization: what a layer keeps for the backward pass, and what it computes again."""
+"""Rematerialization: what a layer stores for the backward pass and what it recomputes."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from typing import Any
 import jax
 
 ATTENTION = "attention"
-"""What `jax.ad_checkpoint.checkpoint_name` calls the result of attention, before its projection."""
+"""`jax.ad_checkpoint.checkpoint_name` of the output of attention, before its projection."""
 
 PROJECTION = "projection"
-"""The same, of a projection that no policy of products sees, as it is rounded to 8 bits."""
+"""`checkpoint_name` of a quantized projection, whose int8 or fp8 matmul the policies for matmuls do
+not recognize: they store the result by this name."""
 
 
-def _products_and_names(products: Callable[..., Any], names: Callable[..., Any]) -> Callable:
+def _matmuls_and_names(matmuls: Callable[..., Any], names: Callable[..., Any]) -> Callable:
     def policy(primitive: Any, *avals: Any, **params: Any) -> Any:
-        decide = names if primitive.name == "name" else products
+        decide = names if primitive.name == "name" else matmuls
         return decide(primitive, *avals, **params)
 
     return policy
@@ -25,15 +26,15 @@ def _products_and_names(products: Callable[..., Any], names: Callable[..., Any])
 _policies = jax.checkpoint_policies
 POLICIES: dict[str, Callable[..., Any]] = {
     "full": _policies.nothing_saveable,
-    "dots": _products_and_names(
+    "dots": _matmuls_and_names(
         _policies.dots_saveable, _policies.save_only_these_names(PROJECTION)
     ),
-    "dots_with_no_batch_dims": _products_and_names(
+    "dots_with_no_batch_dims": _matmuls_and_names(
         _policies.dots_with_no_batch_dims_saveable,
         _policies.save_only_these_names(ATTENTION, PROJECTION),
     ),
     "save_attention": _policies.save_only_these_names(ATTENTION),
-    "offload": _products_and_names(
+    "offload": _matmuls_and_names(
         _policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
         _policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[],
@@ -43,39 +44,39 @@ POLICIES: dict[str, Callable[..., Any]] = {
         ),
     ),
 }
-"""What a layer keeps besides its input, from least time to least memory.
+"""What a layer stores for the backward pass besides its input, from least time to least memory.
 
-- "dots": the result of each matrix product, the scores of attention among them (those of the
-  implementations "einsum" and "xla" fill [tokens, tokens] for each head).
-- "dots_with_no_batch_dims": the results of the projections and that of attention, not the scores.
-- "save_attention": the result of attention, so that splash attention's forward kernel does not run
-  again, and nothing else.
+- "dots": the results of all matmuls, including the scores of attention. The scores of the
+  implementations "einsum" and "xla" take [tokens, tokens] numbers per head.
+- "dots_with_no_batch_dims": the results of the projections and of attention, but not its scores.
+- "save_attention": the result of attention alone, so that the forward kernel of splash attention
+  does not run again.
 - "offload": the results of the projections, in the host's memory (not on CPU).
-- "full": nothing: the whole layer is computed again.
+- "full": nothing; the whole layer is recomputed.
 
-No policy keeps gathered weights: `fedpax.models.parameters.project` gathers them again.
+No policy stores gathered weights: `fedpax.models.parameters.project` gathers them again.
 """
 
 
 def rematerialize(step: Callable[..., Any], policy: str) -> Callable[..., Any]:
-    """Makes the body of a scan over layers keep what the policy says.
+    """Apply a rematerialization policy to the body of a scan over layers.
 
     Args:
-      step: the body of a scan.
-      policy: a name in POLICIES, or "none": everything is kept that the backward pass wants.
+        step: the body of a scan.
+        policy: a key of `POLICIES`, or "none": store all values that the backward pass needs.
 
     Returns:
-      The body, which computes the same.
+        The body, with the same results.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> step = rematerialize(lambda x, w: (jnp.sin(x @ w), None), "full")
-      >>> jax.grad(lambda x: jax.lax.scan(step, x, jnp.ones((3, 1, 1)))[0].sum())(
-      ...     jnp.ones((1, 1))
-      ... ).shape
-      (1, 1)
+        >>> import jax.numpy as jnp
+        >>> step = rematerialize(lambda x, w: (jnp.sin(x @ w), None), "full")
+        >>> jax.grad(lambda x: jax.lax.scan(step, x, jnp.ones((3, 1, 1)))[0].sum())(
+        ...     jnp.ones((1, 1))
+        ... ).shape
+        (1, 1)
     """
     if policy == "none":
         return step
-    # The scan already keeps the two passes apart, which prevent_cse is there to ensure.
+    # prevent_cse is not needed: the scan already separates the two passes.
     return jax.checkpoint(step, prevent_cse=False, policy=POLICIES[policy])

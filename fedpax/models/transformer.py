@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float, Int
 
 from fedpax.models.attention.kernels import causal_attention
 from fedpax.models.attention.layer import Attend, rotary
@@ -28,71 +29,84 @@ AttendLayer = Callable[[Any, jax.Array, jax.Array, jax.Array], tuple[jax.Array, 
 class Transformer(nnx.Module):
     """A decoder-only transformer that predicts the next token.
 
-    The layers' parameters are stacked, and the layers run in a scan, so that a deep model
-    compiles as fast as a shallow one.
+    The parameters of the layers are stacked and the layers run in a scan, so compile time does not
+    grow with depth.
 
     Attributes:
-      embedding: [vocab_size, embed_dim], what tokens are looked up in.
-      layers: the layers, as one whose parameters are stacked: [layers, ...], or for a pipeline
-        with repeats [repeats, layers / repeats, ...], the same numbers in the same order.
-      final_norm: normalizes what the last layer gives.
-      output: [vocab_size, embed_dim], what logits are made with; absent with tied embeddings.
+        embedding: `[vocab_size, embed_dim]`, the embedding table.
+        layers: all layers as one module with stacked parameters: `[num_layers, ...]`, or for a
+            pipeline with repeats `[repeats, num_layers / repeats, ...]`, in the same order.
+        final_norm: normalizes the output of the last layer.
+        output: `[vocab_size, embed_dim]`, the output projection; absent with tied embeddings.
+
+    Raises:
+        ValueError: `config.dtype` needs JAX's 64-bit mode, which is off.
     """
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        if jax.dtypes.canonicalize_dtype(config.dtype) != config.dtype:
+            raise ValueError(
+                f"TransformerConfig.dtype={config.dtype!r} needs JAX's 64-bit mode, which is off, "
+                "so the layers would compute in float32. Set the environment variable "
+                "JAX_ENABLE_X64=1, or use dtype='float32'."
+            )
         self.config = config
         shape, names = (config.vocab_size, config.embed_dim), ("vocab", "embed")
-        self.embedding = normal(rngs, shape, config.embed_dim**-0.5, names)
+        # Embeddings have variance 1 after scaling. Without scaling the table itself has variance 1,
+        # as in torchtitan's Llama 3, unless it is tied: then it needs the scale of the output.
+        has_output_scale = config.scale_embeddings or config.tied_embeddings
+        stddev = config.embed_dim**-0.5 if has_output_scale else 1.0
+        self.embedding = normal(rngs, shape, stddev, names)
         self.layers = _stack(
             functools.partial(Layer, config), config.num_layers, config.num_pipeline_repeats, rngs
         )
-        self.final_norm = RMSNorm(config.embed_dim)
+        self.final_norm = RMSNorm(config.embed_dim, epsilon=config.norm_eps)
         if not config.tied_embeddings:
             self.output = normal(rngs, shape, config.embed_dim**-0.5, names)
 
     def __call__(
         self,
-        tokens: jax.Array,
-        segments: jax.Array | None = None,
-        positions: jax.Array | None = None,
-    ) -> jax.Array:
-        """Predicts each next token.
+        tokens: Int[Array, "batch seq"],
+        segments: Int[Array, "batch seq"] | None = None,
+        positions: Int[Array, "batch seq"] | None = None,
+    ) -> Float[Array, "batch seq vocab"]:
+        """Compute the logits of each next token.
 
         Args:
-          tokens: int32 [batch, sequence].
-          segments: int32 [batch, sequence], which document of a packed sequence a token belongs
-            to; a token sees its own document alone. One document by default.
-          positions: int32 [batch, sequence], a token's place in its document. The place in the
-            sequence by default.
+            tokens: int32 `[batch, seq_len]`.
+            segments: int32 `[batch, seq_len]`, the document of each token in a packed sequence. A
+                token attends to its own document alone. Default None: one document per row.
+            positions: int32 `[batch, seq_len]`, the position of each token in its document.
+                Default None: the position in the row.
 
         Returns:
-          Logits, float32 [batch, sequence, vocab_size].
+            Logits, float32 `[batch, seq_len, vocab_size]`.
         """
         features, _ = self.hidden(tokens, segments, positions)
         return self.logits(features)
 
     def hidden(
         self,
-        tokens: jax.Array,
-        segments: jax.Array | None = None,
-        positions: jax.Array | None = None,
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Computes what logits are made of, without the logits, which are much larger.
+        tokens: Int[Array, "batch seq"],
+        segments: Int[Array, "batch seq"] | None = None,
+        positions: Int[Array, "batch seq"] | None = None,
+    ) -> tuple[Float[Array, "batch seq embed"], dict[str, Float[Array, ""]]]:
+        """Compute the features before the output projection; logits are much larger.
 
         Args:
-          tokens: as in `__call__`.
-          segments: as in `__call__`.
-          positions: as in `__call__`.
+            tokens: as in `__call__`.
+            segments: as in `__call__`.
+            positions: as in `__call__`.
 
         Returns:
-          Normalized features [batch, sequence, embed_dim] in the layers' dtype, and auxiliary losses,
-          float32 scalars by name: the layers' sum of each.
+            Normalized features `[batch, seq_len, embed_dim]` in the layers' dtype, and the
+            auxiliary losses, float32 scalars by name, summed over layers.
         """
         config = self.config
         graph, stacked = nnx.split(self.layers)
 
-        def step(x: jax.Array, layer: nnx.State, along: Any) -> tuple[jax.Array, Any]:
-            rotation, segments = along
+        def step(x: jax.Array, layer: nnx.State, shared: Any) -> tuple[jax.Array, Any]:
+            rotation, segments = shared
 
             def attend(
                 query: jax.Array, key: jax.Array, value: jax.Array
@@ -122,18 +136,18 @@ class Transformer(nnx.Module):
         )
         return self.final_norm(x), auxiliary
 
-    def embed(self, tokens: jax.Array) -> jax.Array:
-        """Looks up tokens [batch, sequence]: features [batch, sequence, embed_dim]."""
+    def embed(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq embed"]:
+        """Embed tokens [batch, seq_len] as features [batch, seq_len, embed_dim]."""
         config = self.config
-        # In float32, since a token's gradient is a sum of as many terms as the batch has of it.
+        # Looked up in float32: the gradient of a frequent token is a sum of many terms.
         table = jnp.asarray(weight(self.embedding, jnp.promote_types(config.dtype, jnp.float32)))
         spec = explicit_spec(("batch", "sequence", None), (*tokens.shape, config.embed_dim))
         x = table.at[tokens].get(out_sharding=spec).astype(config.dtype)
-        # The table's scale suits the logits; features between layers are of order 1.
-        return constrain(x, ("batch", "sequence", None)) * config.embed_dim**0.5
+        x = constrain(x, ("batch", "sequence", None))
+        return x * config.embed_dim**0.5 if config.scale_embeddings else x
 
     def rotation(self, positions: jax.Array | None, seq_len: int) -> tuple[jax.Array, jax.Array]:
-        """Computes the angles of rotary positions [batch, sequence], 0, 1, ... by default."""
+        """Compute the rotary cosines and sines of positions [batch, seq_len]; None is 0, 1, ..."""
         config = self.config
         return rotary(
             jnp.arange(seq_len)[None] if positions is None else positions,
@@ -150,38 +164,38 @@ class Transformer(nnx.Module):
         attend: AttendLayer,
         caches: Any = None,
     ) -> tuple[jax.Array, Any]:
-        """Runs the layers one after the other, each with a cache of its own.
+        """Run the layers one after another, each with a key-value cache of its own.
 
         Args:
-          x: [batch, sequence, embed_dim].
-          rotation: what `rotation` returns.
-          attend: `attend(cache, query, key, value)` returns what attention gives, and what to keep
-            of the layer.
-          caches: a pytree with an axis of the layers in front; none for the first run.
+            x: `[batch, seq_len, embed_dim]`.
+            rotation: the result of `rotation`.
+            attend: `attend(cache, query, key, value)` returns the result of attention and the
+                cache entry of the layer.
+            caches: a pytree with a leading axis of layers. Default None: no cache.
 
         Returns:
-          x after all layers, not normalized, and what they keep, with an axis of the layers in
-          front.
+            x after all layers, not normalized, and the cache entries, with a leading axis of
+            layers.
         """
         graph, stacked = nnx.split(self.layers)
         if self.config.num_pipeline_repeats > 1:
             stacked = jax.tree.map(lambda p: p.reshape(-1, *p.shape[2:]), stacked)
 
-        def step(x: jax.Array, of_layer: tuple[nnx.State, Any]) -> tuple[jax.Array, Any]:
-            parameters, cache = of_layer
+        def step(x: jax.Array, layer: tuple[nnx.State, Any]) -> tuple[jax.Array, Any]:
+            parameters, cache = layer
             bound: Attend = functools.partial(attend, cache)
-            x, _, kept = nnx.merge(graph, parameters)(x, rotation, bound)
-            return x, kept
+            x, _, cache_entry = nnx.merge(graph, parameters)(x, rotation, bound)
+            return x, cache_entry
 
         return jax.lax.scan(step, x, (stacked, caches), unroll=self.config.unroll)
 
     @property
     def output_table(self) -> nnx.Param:
-        """What logits are made with, [vocab_size, embed_dim]: the embedding's table, if tied."""
+        """The output projection [vocab_size, embed_dim]: the embedding table, if tied."""
         return self.embedding if self.config.tied_embeddings else self.output
 
-    def logits(self, features: jax.Array) -> jax.Array:
-        """Maps features [batch, sequence, embed_dim] to logits, float32 [..., vocab_size]."""
+    def logits(self, features: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq vocab"]:
+        """Map features [batch, seq_len, embed_dim] to logits, float32 [..., vocab_size]."""
         cap = self.config.logit_softcap
         logits = jnp.einsum(
             "btw,vw->btv",
@@ -195,9 +209,9 @@ class Transformer(nnx.Module):
 
 
 def _stack(constructor: Callable[..., Layer], count: int, repeats: int, rngs: nnx.Rngs) -> Layer:
-    """Makes modules of one kind as one module, whose parameters have the axis "layers" in front."""
+    """Make `count` layers as one module whose parameters have a leading axis "layers"."""
     graph, _ = nnx.split(nnx.eval_shape(lambda: constructor(rngs=nnx.Rngs(0))))
-    # A loop and not vmap: XLA takes long to compile random bits, and does so once for all layers.
+    # A loop, not vmap: XLA compiles random bits slowly, and the loop's body is compiled once.
     stacked = jax.lax.map(
         lambda key: nnx.state(constructor(rngs=nnx.Rngs(key))),
         jax.random.split(rngs.params(), count),
@@ -211,18 +225,21 @@ def _stack(constructor: Callable[..., Layer], count: int, repeats: int, rngs: nn
 
 
 def transformer(config: TransformerConfig) -> FunctionalModel:
-    """Makes the transformer as pure functions: `init(key)`, `apply(params, tokens, ...)`.
+    """Make a transformer as pure functions: `init(key)`, `apply(params, tokens, ...)`.
 
     Args:
-      config: its sizes.
+        config: the sizes and options.
 
     Returns:
-      The model; `apply` takes what `Transformer.__call__` takes.
+        The model. `apply` takes the arguments of `Transformer.__call__`.
+
+    Raises:
+        ValueError: `config.dtype` needs JAX's 64-bit mode, which is off.
 
     Example:
-      >>> model = transformer(TransformerConfig(num_layers=2, embed_dim=64, num_heads=2))
-      >>> params = jax.jit(model.init)(jax.random.key(0))
-      >>> jax.jit(model.apply)(params, jnp.zeros((1, 8), int)).shape
-      (1, 8, 256)
+        >>> model = transformer(TransformerConfig(num_layers=2, embed_dim=64, num_heads=2))
+        >>> params = jax.jit(model.init)(jax.random.key(0))
+        >>> jax.jit(model.apply)(params, jnp.zeros((1, 8), int)).shape
+        (1, 8, 256)
     """
     return to_functional(functools.partial(Transformer, config))

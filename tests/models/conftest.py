@@ -1,4 +1,4 @@
-"""Parameters that show what a fresh model hides: every number at random, and large enough."""
+"""Fixtures: random parameters, larger than freshly initialized ones, and fast compilation."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +12,7 @@ from fedpax.models.nnx_functional import FunctionalModel
 
 @pytest.fixture
 def random_params() -> Callable[[FunctionalModel], Any]:
-    """Draws a model's parameters, float32, with deviation 0.4, around 1 for scales, else 0."""
+    """Draw a model's parameters, float32: standard deviation 0.4, mean 1 for scales, else 0."""
     random = np.random.default_rng(0)
 
     def one(path: Any, leaf: Any) -> Any:
@@ -28,7 +28,7 @@ def random_params() -> Callable[[FunctionalModel], Any]:
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_compilation() -> Iterator[None]:
-    """Compiles without optimizing: the tests wait for the compiler, hardly for the programs."""
+    """Compile without optimizations: compilation takes most of the tests' time."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)

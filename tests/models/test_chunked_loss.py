@@ -1,6 +1,7 @@
 from functools import partial
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +21,7 @@ def draw(batch: int = 3, seq_len: int = 7, vocab_size: int = 13) -> tuple[Any, .
 def reference(
     features: Any, table: Any, targets: Any, mask: Any, softcap: float | None, z_loss_weight: float
 ) -> Any:
-    """The loss with all logits at once."""
+    """Compute the loss with all logits at once."""
     logits = features @ table.T
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
@@ -49,10 +50,10 @@ def test_equals_all_logits_at_once(chunk: int, softcap: float | None, z_loss: fl
         without_gradient = jax.jit(chunked)(features, table)
     np.testing.assert_allclose([loss, entropy], [expected, of_entropy], rtol=1e-9)
     np.testing.assert_allclose(without_gradient, [expected, of_entropy], rtol=1e-9)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-9), gradient, expected_gradient)
+    chex.assert_trees_all_close(gradient, expected_gradient, rtol=1e-9)
 
 
-def test_no_target_at_all_gives_zero() -> None:
+def test_all_weights_zero_give_zero() -> None:
     features, table, targets, mask = (jnp.asarray(x, jnp.float32) for x in draw())
     loss_fn = jax.value_and_grad(chunked_cross_entropy, (0, 1), has_aux=True)
     (loss, _), gradient = loss_fn(features, table, targets.astype(int), 0 * mask)
@@ -69,7 +70,7 @@ def test_bfloat16_logits_are_summed_in_float32() -> None:
     np.testing.assert_allclose(loss, exact, rtol=3e-3)
 
 
-def test_a_mean_over_clients_is_mapped() -> None:
+def test_vmap_over_clients_equals_a_loop() -> None:
     features, table, targets, mask = draw(batch=4)
     stacked = jax.vmap(
         lambda *args: chunked_cross_entropy(*args, tokens_per_chunk=3)[0], (0, None, 0, 0)

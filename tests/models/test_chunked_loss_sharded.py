@@ -1,8 +1,9 @@
-"""The chunked loss on meshes: what one device computes, and no logits between devices."""
+"""The chunked loss on meshes equals one device and sends no logits."""
 
 from functools import partial
 from typing import Any
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ STEP = jax.value_and_grad(LOSS, (0, 1), has_aux=True)
 
 
 def placed(mesh: Any, args: tuple[Any, ...], *leading: str) -> Any:
-    """On the mesh: tokens cut as RULES say, the table over vocabulary and embedding."""
+    """Shard the tokens as RULES say, the table over vocabulary and embedding."""
     rows = partition_spec(("batch", "sequence"), mesh)
     specs = (rows, partition_spec(("vocab", "embed"), mesh), rows, rows)
     return jax.device_put(
@@ -58,10 +59,10 @@ def test_equals_one_device_and_sends_no_logits(sizes: dict[str, int], kind: Axis
         on_mesh = placed(mesh, args)
         compiled = jax.jit(STEP).lower(*on_mesh).compile()
         result = compiled(*on_mesh)
-    close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
-    jax.tree.map(close, jax.device_get(result), jax.device_get(expected))
+    result, expected = jax.device_get((result, expected))
+    chex.assert_trees_all_close(result, expected, rtol=1e-5, atol=1e-6)
     found = collectives(compiled.as_text(), mesh)
-    # In the loop only what a sharded vocabulary asks for: sums of a number or a feature a token.
+    # In the loop only the sums over a sharded vocabulary: one number or one feature vector a token.
     for each in found:
         if each.in_loop:
             assert each.axes == ("tensor",) and each.kind == "all-reduce", each
@@ -72,7 +73,7 @@ def test_equals_one_device_and_sends_no_logits(sizes: dict[str, int], kind: Axis
 
 
 @pytest.mark.parametrize("way", ["vmap", "shard_map"])
-def test_every_island_computes_as_if_alone(way: str) -> None:
+def test_islands_equal_one_device(way: str) -> None:
     args = draw(2)
     expected = [jax.device_get(jax.jit(STEP)(*(x[i] for x in args))) for i in range(2)]
     mesh = jax.make_mesh((2, 2, 2), ("islands", "fsdp", "tensor"), axis_types=(AUTO,) * 3)
@@ -93,7 +94,7 @@ def test_every_island_computes_as_if_alone(way: str) -> None:
         result = jax.device_get(compiled(*on_mesh))
     for i in range(2):
         mine = jax.tree.map(lambda x, i=i: x[i], result)
-        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), mine, expected[i])
+        chex.assert_trees_all_close(mine, expected[i], rtol=1e-5, atol=1e-6)
     assert not any("islands" in each.axes for each in collectives(compiled.as_text(), mesh))
 
 

@@ -31,8 +31,10 @@ def draw_prompt(batch: int = 3, length: int = 6) -> tuple[Any, Any]:
     return random.integers(0, 23, (batch, length)).astype(np.int32), np.array([6, 1, 4])
 
 
-def one_by_one(config: TransformerConfig, params: Any, prompt: Any, tokens: int) -> list[int]:
-    """The most likely tokens, each from the whole text before it."""
+def decode_without_cache(
+    config: TransformerConfig, params: Any, prompt: Any, tokens: int
+) -> list[int]:
+    """Decode greedily, each token from the whole text before it."""
     apply = jax.jit(transformer(config).apply)
     text = np.zeros((1, len(prompt) + tokens), np.int32)
     text[0, : len(prompt)] = prompt
@@ -53,18 +55,20 @@ def one_by_one(config: TransformerConfig, params: Any, prompt: Any, tokens: int)
     ],
     ids=str,
 )
-def test_the_cache_changes_no_token(random_params: Draw, change: dict[str, Any]) -> None:
+def test_generation_equals_decoding_without_a_cache(
+    random_params: Draw, change: dict[str, Any]
+) -> None:
     config = replace(SMALL, **change)
     params = random_params(transformer(config))
     prompt, lengths = draw_prompt()
     result = generate(params, config, prompt, num_tokens=9, prompt_lengths=lengths, temperature=0.0)
     assert result.shape == (3, 9) and result.dtype == jnp.int32
     for row, length, generated in zip(prompt, lengths, result, strict=True):
-        assert generated.tolist() == one_by_one(config, params, row[:length], 9)
+        assert generated.tolist() == decode_without_cache(config, params, row[:length], 9)
 
 
 @pytest.mark.slow
-def test_a_mesh_changes_no_token(random_params: Draw) -> None:
+def test_generation_on_a_mesh_equals_one_device(random_params: Draw) -> None:
     model = transformer(SMALL)
     params, (prompt, lengths) = random_params(model), draw_prompt()
     run = partial(
@@ -76,13 +80,13 @@ def test_a_mesh_changes_no_token(random_params: Draw) -> None:
     np.testing.assert_array_equal(result, run(params))
 
 
-def test_explicit_axes_are_refused() -> None:
+def test_explicit_axes_raise() -> None:
     mesh = jax.make_mesh((2,), ("fsdp",), devices=jax.devices()[:2])
     with jax.set_mesh(mesh), pytest.raises(ValueError, match="got a mesh with explicit axes"):
         generate({}, SMALL, draw_prompt()[0], num_tokens=1, temperature=0.0)
 
 
-def test_what_stands_behind_a_prompt_is_not_looked_at(random_params: Draw) -> None:
+def test_tokens_behind_a_prompt_are_ignored(random_params: Draw) -> None:
     params = random_params(transformer(SMALL))
     prompt, lengths = draw_prompt()
     padded = np.where(np.arange(6) < lengths[:, None], prompt, 22)
@@ -93,13 +97,13 @@ def test_what_stands_behind_a_prompt_is_not_looked_at(random_params: Draw) -> No
     np.testing.assert_array_equal(one, other)
 
 
-def test_tokens_are_drawn_by_their_probability(random_params: Draw) -> None:
+def test_tokens_are_sampled_by_their_probability(random_params: Draw) -> None:
     params = random_params(transformer(SMALL))
     prompt = np.tile(draw_prompt()[0][:1], (4000, 1))
-    drawn = generate(params, SMALL, prompt, num_tokens=1, key=jax.random.key(0), temperature=2.0)
+    sampled = generate(params, SMALL, prompt, num_tokens=1, key=jax.random.key(0), temperature=2.0)
     logits = jax.jit(transformer(SMALL).apply)(params, prompt[:1])[0, -1]
     expected = jax.nn.softmax(logits / 2)
-    found = np.bincount(drawn[:, 0], minlength=23) / 4000
+    found = np.bincount(sampled[:, 0], minlength=23) / 4000
     # Four standard deviations of a frequency among 4000.
     assert np.all(np.abs(found - expected) < 4 * np.sqrt(expected * (1 - expected) / 4000) + 1e-3)
     few = generate(params, SMALL, prompt, num_tokens=1, key=jax.random.key(0), top_p=0.5)
@@ -116,7 +120,7 @@ def test_nucleus_keeps_the_fewest_that_reach_the_probability() -> None:
         assert row[keep].min() >= row[~keep].max()
 
 
-def test_a_key_decides(random_params: Draw) -> None:
+def test_samples_depend_on_the_key(random_params: Draw) -> None:
     params = random_params(transformer(SMALL))
     prompt, _ = draw_prompt()
     one, same, other = (
@@ -132,7 +136,7 @@ def test_a_key_decides(random_params: Draw) -> None:
     [
         ({"prompt": np.zeros(3, int)}, r"shape \(3,\).*prompt\[None\]"),
         ({"prompt": np.zeros((1, 3))}, "expected integers"),
-        ({"tokens": 0}, "num_tokens=0: .* at least 1"),
+        ({"num_tokens": 0}, "num_tokens=0: .* at least 1"),
         ({"temperature": -1.0}, "temperature=-1.0 .* set temperature=0"),
         ({"top_p": 0.0}, "top_p=0.0: .* 0 < top_p <= 1"),
         ({"key": None}, r"pass key=jax.random.key\(seed\)"),
@@ -140,7 +144,7 @@ def test_a_key_decides(random_params: Draw) -> None:
         ({"prompt_lengths": np.array([1, 0, 7])}, r"prompt_lengths=\[1 0 7\]: expected 1 to 6"),
     ],
 )
-def test_what_makes_no_sense_is_refused(change: dict[str, Any], words: str) -> None:
+def test_invalid_arguments_raise(change: dict[str, Any], words: str) -> None:
     options: dict[str, Any] = {
         "prompt": draw_prompt()[0],
         "num_tokens": 2,

@@ -1,4 +1,4 @@
-"""Products of rows in groups, by both of the ways that platforms take, against NumPy."""
+"""The grouped matmul of all platforms equals a loop over rows in NumPy."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -17,8 +17,8 @@ ROWS, GROUPS = 200, 3  # blocks of 64 rows
 
 
 @pytest.fixture(params=["tpu", "default"], scope="module")
-def way(request: pytest.FixtureRequest) -> Iterator[str]:
-    """What a TPU runs, lowered for the CPU, and what other platforms run."""
+def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Choose the implementation for TPU, lowered for the CPU, or that of other platforms."""
 
     def choose(*arguments: Any, **ways: Callable[..., Any]) -> Any:
         return ways[request.param](*arguments)
@@ -31,8 +31,8 @@ def way(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def compiled(way: str) -> Callable[..., Any]:
-    """The product and, for a cotangent, the gradients of rows and kernels."""
+def compiled(implementation: str) -> Callable[..., Any]:
+    """Compile the matmul and, for a cotangent, the gradients of rows and kernels."""
 
     def both(rows: Any, kernels: Any, sizes: Any, cotangent: Any) -> Any:
         out, back = jax.vjp(lambda *args: grouped_matmul(*args, sizes), rows, kernels)
@@ -68,7 +68,7 @@ def test_equals_a_loop_over_rows(
     rows, kernels = draw(ROWS, 5), draw(GROUPS, 5, 4, seed=1)
     cotangent = draw(ROWS, 4, seed=2)
     expected = by_loop(rows, kernels, sizes, cotangent)
-    # Rows of no group may come in as anything, and go out as anything, but change nothing else.
+    # Rows after the last group may hold NaN and must not affect other rows.
     used = sizes.sum()
     rows[used:], cotangent[used:] = np.nan, np.nan
     out, d_rows, d_kernels = compiled(rows, kernels, sizes, cotangent)
@@ -79,19 +79,19 @@ def test_equals_a_loop_over_rows(
 
 @pytest.mark.parametrize("axes", [(0, None, 0), (None, 2, None)])
 def test_vmap(compiled: Callable[..., Any], axes: tuple[int | None, ...]) -> None:
-    """Any of the arguments mapped, and the cotangent; each as if it were alone."""
+    """Each element of a batch equals the same arguments without vmap."""
     sizes = np.array([[90, 0, 70], [10, 100, 90]], np.int32)
     whole = draw(2, ROWS, 5), draw(2, GROUPS, 5, 4, seed=1), sizes
-    given_so = [
+    arguments = [
         whole[i][0] if axis is None else np.moveaxis(whole[i], 0, axis)
         for i, axis in enumerate(axes)
     ]
     cotangent = draw(2, ROWS, 4, seed=2)
-    result = jax.jit(jax.vmap(compiled, (*axes, 0)))(*given_so, cotangent)
+    result = jax.jit(jax.vmap(compiled, (*axes, 0)))(*arguments, cotangent)
     for i in range(2):
         one = [
             a if axis is None else np.moveaxis(a, axis, 0)[i]
-            for a, axis in zip(given_so, axes, strict=True)
+            for a, axis in zip(arguments, axes, strict=True)
         ]
         used = one[2].sum()
         for mine, alone in zip(result, compiled(*one, cotangent[i]), strict=True):
@@ -123,7 +123,7 @@ def test_bfloat16_is_summed_in_float32(compiled: Callable[..., Any]) -> None:
     assert float(gradient[0, 0, 0]) == float(jnp.bfloat16(126 * small))
 
 
-def test_the_gradient_has_a_forward_derivative(way: str) -> None:
+def test_the_gradient_has_a_forward_mode_derivative(implementation: str) -> None:
     """A Hessian times a vector, against finite differences of the gradient."""
     rows, kernels, direction = draw(20, 4), draw(2, 4, 3, seed=1), draw(2, 4, 3, seed=2)
     sizes = np.array([5, 12], np.int32)

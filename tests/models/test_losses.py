@@ -16,7 +16,7 @@ def draw(*shape: int, classes: int = 7) -> tuple[Any, Any, Any]:
 
 
 def reference(logits: Any, targets: Any) -> Any:
-    """-log softmax(logits)[target] of each row, in NumPy and float64."""
+    """Compute -log softmax(logits)[target] of each row in float64."""
     weights = np.exp(logits.astype(np.float64))
     probabilities = weights / weights.sum(axis=-1, keepdims=True)
     return -np.log(np.take_along_axis(probabilities, targets[..., None], axis=-1)[..., 0])
@@ -60,7 +60,7 @@ def test_bfloat16_logits_are_summed_in_float32() -> None:
     np.testing.assert_allclose(result, expected, rtol=1e-6)
 
 
-def test_masked_targets_may_be_anything() -> None:
+def test_masked_targets_may_hold_any_value() -> None:
     logits, targets, mask = draw(4, 5)
     wild = np.where(mask[..., None] > 0, logits, np.inf)
     wild_targets = np.where(mask > 0, targets, -1)
@@ -68,23 +68,23 @@ def test_masked_targets_may_be_anything() -> None:
     np.testing.assert_allclose(cross_entropy(wild, wild_targets, mask), expected, rtol=1e-6)
 
 
-def test_no_target_at_all_gives_zero() -> None:
+def test_all_weights_zero_give_zero() -> None:
     logits, targets, mask = draw(4, 5)
     value, gradient = jax.value_and_grad(cross_entropy)(logits, targets, 0 * mask)
     assert value == 0
     np.testing.assert_array_equal(gradient, np.zeros_like(logits))
 
 
-def test_shapes_that_do_not_fit_are_refused() -> None:
+def test_mismatched_shapes_raise() -> None:
     logits, targets, mask = draw(4, 5)
     with pytest.raises(ValueError, match=r"targets have shape \(4,\).*expected .*\(4, 5\)"):
         cross_entropy(logits, targets[:, 0])
-    with pytest.raises(ValueError, match=r"mask has shape \(4, 1\).*one weight a target"):
+    with pytest.raises(ValueError, match=r"mask has shape \(4, 1\).*one weight for each target"):
         cross_entropy(logits, targets, mask[:, :1])
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_next_token_loss_hands_the_batch_on(packed: bool) -> None:
+def test_next_token_loss_passes_the_batch_to_the_model(packed: bool) -> None:
     logits, targets, mask = draw(4, 5)
     inputs, segments, positions = np.random.default_rng(1).integers(0, 7, (3, 4, 5))
 
@@ -103,7 +103,7 @@ def test_next_token_loss_hands_the_batch_on(packed: bool) -> None:
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_classification_loss_counts_what_is_right(masked: bool) -> None:
+def test_classification_loss_reports_the_accuracy(masked: bool) -> None:
     logits, labels, mask = draw(40)
     weights = mask if masked else np.ones_like(mask)
     batch = {"image": logits, "label": labels} | ({"mask": mask} if masked else {})

@@ -4,6 +4,7 @@ import functools
 from functools import partial
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +12,10 @@ import pytest
 from flax import nnx
 
 import fedpax
+from fedpax.models.losses import transformer_loss
 from fedpax.models.mixture import MixtureOfExperts, routing_losses
 from fedpax.models.nnx_functional import FunctionalModel, to_functional
+from fedpax.models.transformer import TransformerConfig, transformer
 
 EMBED_DIM, MLP_DIM = 6, 5
 
@@ -44,7 +47,7 @@ def softmax(x: Any) -> Any:
 
 
 def loops(params: Any, x: Any, k: int) -> tuple[Any, dict[str, float]]:
-    """Token by token, expert by expert."""
+    """Compute the reference with loops over tokens and experts."""
     tokens = x.reshape(-1, EMBED_DIM)
     logits = tokens @ params["router"]
     y, experts = np.zeros_like(tokens), logits.shape[1]
@@ -64,7 +67,7 @@ def loops(params: Any, x: Any, k: int) -> tuple[Any, dict[str, float]]:
 
 
 def dense(params: Any, x: Any, k: int) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Every expert on every token, weighted by 0 where it was not chosen."""
+    """Apply every expert to every token, with weight 0 where it was not chosen."""
     logits = x @ params["router"]
     chosen_logits, chosen = jax.lax.top_k(logits, k)
     picked = jax.nn.one_hot(chosen, logits.shape[-1], dtype=x.dtype)
@@ -80,20 +83,20 @@ def dense(params: Any, x: Any, k: int) -> tuple[jax.Array, dict[str, jax.Array]]
 
 
 def total(outputs: Any) -> jax.Array:
-    """A number in which every output has its part."""
+    """Reduce all outputs to one number."""
     y, losses = outputs
     direction = draw(*y.shape, seed=9).astype(y.dtype)
     return jnp.sum(y * direction) + 3 * losses["load_balance"] + 0.5 * losses["router_z"]
 
 
 def close(actual: Any, expected: Any, tolerance: float = 1e-9) -> None:
-    assert_close = partial(np.testing.assert_allclose, rtol=tolerance, atol=tolerance)
-    jax.tree.map(assert_close, jax.device_get(actual), jax.device_get(expected))
+    actual, expected = jax.device_get((actual, expected))
+    chex.assert_trees_all_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 @functools.cache
 def compiled(experts: int, k: int) -> tuple[Any, Any]:
-    """The mixture's gradient and outputs, and the gradient of the dense computation."""
+    """Compile the mixture's gradient and outputs, and the gradient of the dense computation."""
     model = mixture(experts, k)
 
     def with_outputs(p: Any, x: jax.Array) -> tuple[jax.Array, Any]:
@@ -107,7 +110,7 @@ def compiled(experts: int, k: int) -> tuple[Any, Any]:
 
 
 def check(params: Any, x: Any, experts: int, k: int) -> Any:
-    """Values against loops, gradients against the dense computation, in float64."""
+    """Compare values with loops, gradients with the dense computation, in float64."""
     step, dense_step = compiled(experts, k)
     with jax.enable_x64(True):
         gradient, outputs = step(params, x)
@@ -131,7 +134,7 @@ def test_equals_loops(experts: int, k: int, shape: tuple[int, int]) -> None:
 
 
 def test_all_tokens_to_the_same_experts() -> None:
-    """No token is dropped, and experts without tokens learn nothing."""
+    """No token is dropped, and experts without tokens have no gradient."""
     params, x = draw_params(mixture(4, 2)), draw(2, 7, EMBED_DIM)
     x[..., 0] = 1
     params["router"][0] = [0, 90, 0, 100]
@@ -153,14 +156,14 @@ def test_bfloat16_over_float32_parameters() -> None:
     expected = loops(params, exact, 2)
     close(losses, expected[1], 1e-5)
     slope, _ = dense_step(params, exact)
-    # Each of three products rounds to 8 bits of mantissa.
+    # Each of three matmuls rounds to 8 bits of mantissa.
     pairs = [(gradient[name], slope[name]) for name in params]
     for mine, true in [(y.astype(np.float32), expected[0]), *pairs]:
         assert np.linalg.norm(mine - true) / np.linalg.norm(true) < 0.02
 
 
-def test_the_router_is_exact_in_bfloat16() -> None:
-    """Logits that differ by less than bfloat16 can tell still choose the larger."""
+def test_the_router_computes_in_float32() -> None:
+    """Logits that are equal in bfloat16 still choose the larger one."""
     params = jax.tree.map(np.float32, draw_params(mixture(4, 2)))
     x = np.zeros((2, 7, EMBED_DIM), np.float32)
     x[..., 0] = 1
@@ -204,7 +207,7 @@ def test_scan_over_layers() -> None:
 
 @pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_vmap(shared: bool) -> None:
-    """Islands of a device with parameters of their own, or the server's."""
+    """Islands with parameters of their own, or shared ones."""
     model, x = mixture(4, 2), draw(3, 2, 5, EMBED_DIM).astype(np.float32)
     params = jax.tree.map(np.float32, draw_params(model, *([] if shared else [3])))
     step = jax.value_and_grad(lambda p, x: total(model.apply(p, x)), (0, 1))
@@ -233,7 +236,7 @@ def test_inside_federated_map(at_once: int | None) -> None:
     close(result, jax.jit(jax.value_and_grad(plain))(params, x), 1e-4)
 
 
-def test_losses_of_even_and_of_collapsed_routing() -> None:
+def test_routing_losses_of_even_and_of_collapsed_routing() -> None:
     losses = jax.jit(routing_losses)
     even = losses(np.zeros((6, 3), np.float32), np.arange(12).reshape(6, 2) % 3)
     close(even, {"load_balance": 1.0, "router_z": np.log(3) ** 2}, 1e-6)
@@ -243,9 +246,70 @@ def test_losses_of_even_and_of_collapsed_routing() -> None:
     close(collapsed, {"load_balance": 3.0, "router_z": 200.0**2}, 1e-5)
 
 
+def switch_loss(logits: Any) -> float:
+    """Compute Switch Transformers' loss without alpha (arXiv:2101.03961, equations 4 to 6)."""
+    tokens, experts = logits.shape
+    probabilities, total = softmax(logits), 0.0
+    for i in range(experts):
+        f = sum(np.argmax(probabilities[x]) == i for x in range(tokens)) / tokens
+        total += f * sum(probabilities[x, i] for x in range(tokens)) / tokens
+    return experts * total
+
+
+def mixtral_loss(layers: list[Any], k: int) -> float:
+    """Compute Hugging Face's `load_balancing_loss_func` of the layers' logits [tokens, experts]."""
+    logits = np.concatenate(layers)
+    weights = softmax(logits)
+    chosen = np.argsort(-weights)[:, :k]
+    mask = np.eye(logits.shape[1])[chosen]  # [layers tokens, k, experts]
+    tokens_per_expert, probability = mask.mean(axis=0), weights.mean(axis=0)
+    return logits.shape[1] * np.sum(tokens_per_expert * probability[None])
+
+
+def load_balance(logits: Any, k: int) -> float:
+    with jax.enable_x64(True):
+        chosen = jax.lax.top_k(jnp.asarray(logits), k)[1]
+        return float(routing_losses(jnp.asarray(logits), chosen)["load_balance"])
+
+
+def test_with_one_expert_per_token_load_balance_is_the_loss_of_switch_transformers() -> None:
+    logits = 2 * draw(40, 6)
+    assert load_balance(logits, 1) == pytest.approx(switch_loss(logits), rel=1e-12)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_load_balance_is_the_loss_of_mixtral_over_k(k: int) -> None:
+    logits = 2 * draw(40, 6)
+    assert k * load_balance(logits, k) == pytest.approx(mixtral_loss([logits], k), rel=1e-12)
+
+
+def test_layers_are_balanced_one_by_one_where_mixtral_balances_their_union() -> None:
+    """Two layers, each with one expert for all tokens: Mixtral's loss is that of even routing."""
+    layers = [np.tile([9.0, 0.0], (8, 1)), np.tile([0.0, 9.0], (8, 1))]
+    assert mixtral_loss(layers, 1) == pytest.approx(1.0)
+    assert np.mean([load_balance(logits, 1) for logits in layers]) == pytest.approx(2.0, rel=1e-3)
+
+
 @pytest.mark.slow
-def test_the_load_balance_loss_evens_the_router_out() -> None:
-    """Gradient descent on it alone lowers the largest expert's part."""
+def test_the_transformer_loss_weighs_the_mean_over_layers() -> None:
+    """Switch adds alpha times the loss of each layer: alpha = 0.01 is 0.01 * num_layers here."""
+    config = TransformerConfig(
+        vocab_size=23, num_layers=3, embed_dim=16, num_heads=2, mlp_dim=8, num_experts=4
+    )
+    model, alpha = transformer(config), 0.01
+    params = jax.jit(model.init)(jax.random.key(0))
+    tokens = np.random.default_rng(0).integers(0, 23, (2, 9)).astype(np.int32)
+    batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+    loss_fn = transformer_loss(config, load_balance_weight=alpha * config.num_layers)
+    loss, aux = jax.jit(loss_fn)(params, batch)
+    _, sums = jax.jit(lambda p: model.bind(p).hidden(batch["inputs"]))(params)
+    assert sums["load_balance"] > 3
+    np.testing.assert_allclose(loss, aux["cross_entropy"] + alpha * sums["load_balance"], rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_minimizing_the_load_balancing_loss_balances_the_router() -> None:
+    """50 steps of gradient descent on it alone."""
     model = mixture(4, 1)
     params = jax.tree.map(np.float32, draw_params(model))
     x = draw(4, 32, EMBED_DIM).astype(np.float32)
@@ -268,21 +332,21 @@ def test_parameters_and_their_axes() -> None:
         "up": ((8, 64, 96), ("experts", "embed", "mlp")),
         "down": ((8, 96, 64), ("experts", "mlp", "embed")),
     }
-    deviations = {"router": 64**-0.5, "gate": 64**-0.5, "up": 64**-0.5, "down": 0.5 * 96**-0.5}
-    for name, deviation in deviations.items():
-        # The estimate's own deviation is 1 / sqrt(2 numbers), at most 3% for the router's 512.
-        assert abs(float(np.std(params[name])) / deviation - 1) < 0.1
+    stddevs = {"router": 64**-0.5, "gate": 64**-0.5, "up": 64**-0.5, "down": 0.5 * 96**-0.5}
+    for name, stddev in stddevs.items():
+        # The estimate has a relative standard deviation of 1 / sqrt(2 n): 3% for the router's 512.
+        assert abs(float(np.std(params[name])) / stddev - 1) < 0.1
     assert not np.allclose(params["gate"][0], params["gate"][1])
 
 
 @pytest.mark.parametrize(
     ("experts", "k", "message"),
     [
-        (4, 5, r"num_experts_per_token=5, but there are num_experts=4: choose from 1 to 4"),
-        (4, 0, r"num_experts_per_token=0.*choose from 1 to 4"),
-        (0, 1, r"num_experts=0, expected at least 1.*use FeedForward"),
+        (4, 5, r"num_experts_per_token=5, but there are num_experts=4: expected 1 to 4 experts"),
+        (4, 0, r"num_experts_per_token=0.*expected 1 to 4 experts"),
+        (0, 1, r"num_experts=0, expected at least 1.*FeedForward"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(experts: int, k: int, message: str) -> None:
+def test_an_invalid_number_of_experts_raises(experts: int, k: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         MixtureOfExperts(EMBED_DIM, MLP_DIM, experts, k, output_scale=1.0, rngs=nnx.Rngs(0))

@@ -1,10 +1,11 @@
-"""The mixture of experts on meshes: what one device computes, in parts."""
+"""The mixture of experts on meshes equals the mixture on one device."""
 
 import functools
 import re
 from functools import partial
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,7 +45,7 @@ def draw_params(model: FunctionalModel = MODEL, *front: int) -> Any:
 
 
 def loss(model: FunctionalModel, params: Any, x: jax.Array) -> jax.Array:
-    """A number in which every output has its part."""
+    """Reduce all outputs to one number."""
     y, losses = model.apply(params, x)
     return jnp.mean(y * draw(*x.shape, seed=9)) + losses["load_balance"] + losses["router_z"]
 
@@ -55,9 +56,7 @@ def step(model: FunctionalModel, params: Any, x: jax.Array) -> tuple[jax.Array, 
 
 def close(actual: Any, expected: Any) -> None:
     """Float32 sums in another order: 1e-4 relative, and 1e-5 where terms cancel."""
-    jax.tree.map(
-        partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), jax.device_get(actual), expected
-    )
+    chex.assert_trees_all_close(jax.device_get(actual), expected, rtol=1e-4, atol=1e-5)
 
 
 def make_mesh(sizes: dict[str, int], kind: AxisType = AUTO) -> Mesh:
@@ -70,7 +69,7 @@ def make_mesh(sizes: dict[str, int], kind: AxisType = AUTO) -> Mesh:
 def compile_step(
     mesh: Mesh, shape: tuple[int, int] = (8, 4), experts: int = EXPERTS
 ) -> tuple[jax.stages.Compiled, Any]:
-    """The step with parameters and tokens in parts, and what it gives."""
+    """Compile the step with sharded parameters and tokens, and run it."""
     model, x = mixture(experts), draw(*shape, EMBED_DIM)
     params = draw_params(model)
     with jax.set_mesh(mesh):
@@ -86,7 +85,7 @@ def one_device() -> tuple[jax.stages.Compiled, Any]:
 
 
 def most_rows(compiled: jax.stages.Compiled) -> int:
-    """The longest of all arrays [rows, embed_dim]."""
+    """Return the largest number of rows of an array [rows, embed_dim]."""
     return max(map(int, re.findall(rf"f32\[(\d+),{EMBED_DIM}\]", compiled.as_text())))
 
 
@@ -118,63 +117,65 @@ def test_equals_one_device(
     parts, result = compile_step(make_mesh(sizes, kind))
     close(result, one_device[1])
 
-    # The experts and the tokens are cut as often as there are devices for it, the router is whole.
-    def cut(*axes: str) -> int:
+    # Experts and tokens are sharded over all their axes; the router is replicated.
+    def shards(*axes: str) -> int:
         return int(np.prod([sizes.get(axis, 1) for axis in axes]))
 
     router, kernels = EXPERTS * EMBED_DIM, 3 * EXPERTS * EMBED_DIM * MLP_DIM
     held = (
         router
-        + kernels // cut("expert", "fsdp", "tensor")
-        + 8 * 4 * EMBED_DIM // cut("data", "fsdp", "expert", "sequence")
+        + kernels // shards("expert", "fsdp", "tensor")
+        + 8 * 4 * EMBED_DIM // shards("data", "fsdp", "expert", "sequence")
     )
     assert parts.memory_analysis().argument_size_in_bytes == 4 * held
-    # No device has rows of more tokens than chose, or may have chosen, its experts.
-    tokens = 8 * 4 // cut("data", "fsdp", "sequence")
-    rows = tokens * min(2, EXPERTS // cut("expert"))
+    # A device has rows for all tokens that can choose its experts, and no more.
+    tokens = 8 * 4 // shards("data", "fsdp", "sequence")
+    rows = tokens * min(2, EXPERTS // shards("expert"))
     assert most_rows(parts) == rows and most_rows(one_device[0]) == 2 * 8 * 4
 
 
 @pytest.mark.parametrize(
     ("shape", "experts"),
     [
-        ((1, 1), EXPERTS),  # one token, which no axis cuts
-        slow((2, 4), EXPERTS),  # expert cuts the experts, and fsdp alone the batch
+        ((1, 1), EXPERTS),  # one token, which no axis shards
+        slow((2, 4), EXPERTS),  # expert shards the experts, and fsdp alone the batch
         slow((8, 4), 3),  # three experts on every device
     ],
 )
-def test_sizes_that_the_mesh_does_not_divide(shape: tuple[int, int], experts: int) -> None:
+def test_sizes_that_the_mesh_does_not_divide_equal_one_device(
+    shape: tuple[int, int], experts: int
+) -> None:
     _, expected = compile_step(make_mesh({"data": 1}), shape, experts)
     _, result = compile_step(make_mesh({"fsdp": 2, "expert": 2, "tensor": 2}), shape, experts)
     close(result, expected)
 
 
-def test_rows_of_no_expert_may_hold_anything(
+def test_rows_after_the_last_group_may_be_nan(
     one_device: tuple[jax.stages.Compiled, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a product leaves there is not defined."""
+    """The grouped matmul leaves arbitrary values there."""
 
     @jax.custom_vjp
     def spoil(rows: jax.Array, used: jax.Array) -> jax.Array:
         return jnp.where(used, rows, jnp.nan)
 
-    def with_rubbish(rows: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
+    def with_nan(rows: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
         used = (jnp.arange(len(rows)) < jnp.sum(sizes))[:, None]
         return spoil(grouped_matmul(spoil(rows, used), kernels, sizes), used)
 
     # In the backward pass too.
     spoil.defvjp(lambda rows, used: (spoil(rows, used), used), lambda u, ct: (spoil(ct, u), None))
-    monkeypatch.setattr(fedpax.models.mixture, "grouped_matmul", with_rubbish)
+    monkeypatch.setattr(fedpax.models.mixture, "grouped_matmul", with_nan)
     _, result = compile_step.__wrapped__(make_mesh({"expert": 4}))
     close(result, one_device[1])
 
 
-def test_collectives() -> None:
-    """Tokens are gathered over expert, kernels over fsdp, and their gradients go back so."""
+def test_the_collectives_are_those_of_the_docstring() -> None:
+    """Tokens are gathered over expert, kernels over fsdp; gradients are reduce-scattered."""
     mesh = make_mesh({"data": 2, "expert": 2, "fsdp": 2})
     compiled, _ = compile_step(mesh)
     found = collectives(compiled.as_text(), mesh)
-    # A device has 4 of the 32 tokens. It sends each, and the gradient of what comes back.
+    # A device has 4 of the 32 tokens. It sends them and the gradient of the outputs.
     assert sent(found, "all-gather", ("expert",)) == [
         "f32[4,2]",
         "f32[4,8]",
@@ -182,11 +183,11 @@ def test_collectives() -> None:
         "s32[4,2]",
     ]
     assert sent(found, "reduce-scatter", ("expert",)) == ["f32[8,2]", "f32[8,8]", "f32[8,8]"]
-    # Half of its 2 experts' kernels, of 8 x 12.
+    # Half of the 8 x 12 kernels of its 2 experts.
     assert set(sent(found, "all-gather", ("fsdp",))) == {"f32[2,4,12]", "f32[2,12,4]"}
     kernels = ["f32[2,12,8]", "f32[2,8,12]", "f32[2,8,12]"]
     assert sent(found, "reduce-scatter", ("fsdp",)) == kernels
-    # What is left of their gradients is summed over data.
+    # The scattered gradients are summed over data.
     kernels = ["f32[2,12,4]", "f32[2,4,12]", "f32[2,4,12]"]
     assert sent(found, "all-reduce", ("data",)) == kernels
     everywhere = sent(found, "all-reduce", ("data", "expert", "fsdp"))
@@ -195,8 +196,8 @@ def test_collectives() -> None:
     assert len(kinds) == 6
 
 
-def test_every_island_computes_as_if_alone() -> None:
-    """Two local steps of each island, its experts and its tokens in parts."""
+def test_islands_equal_one_device() -> None:
+    """Two local steps of each island, with sharded experts and tokens."""
     sizes = {"islands": 2, "expert": 2, "fsdp": 2}
     mesh, x, params = make_mesh(sizes), draw(2, 2, 8, 4, EMBED_DIM), draw_params(MODEL, 2)
 
@@ -233,7 +234,7 @@ def test_every_island_computes_as_if_alone() -> None:
     "sizes",
     [pytest.param({"expert": 2, "fsdp": 2}, marks=pytest.mark.slow), {"expert": 2, "tensor": 2}],
 )
-def test_in_int8_the_experts_are_near_what_they_are(sizes: dict[str, int]):
+def test_int8_experts_are_close_to_exact_ones(sizes: dict[str, int]) -> None:
     pytest.importorskip("qwix")
     params, x = draw_params(), draw(8, 4, EMBED_DIM)
     build = partial(MixtureOfExperts, EMBED_DIM, MLP_DIM, EXPERTS, 2, output_scale=1.0)

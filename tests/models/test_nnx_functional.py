@@ -1,6 +1,7 @@
 from functools import partial
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +15,7 @@ from fedpax.parallel.axes import RULES
 
 
 class Tower(nnx.Module):
-    """Modules inside modules, with and without names for the parameters' axes."""
+    """Nested modules, with and without names of the parameters' axes."""
 
     def __init__(self, *, rngs: nnx.Rngs):
         metadata = {"logical_axes": ("embed", "mlp")}
@@ -60,14 +61,14 @@ def test_logical_axes_fit_every_parameter(model: FunctionalModel) -> None:
         assert len(axes) == ndim and set(axes) <= {None, *RULES}
 
 
-def test_init_depends_on_the_key_alone() -> None:
+def test_init_depends_only_on_the_key() -> None:
     model = to_functional(Tower)
     one, same, other = (model.init(jax.random.key(seed)) for seed in (3, 3, 4))
-    jax.tree.map(np.testing.assert_array_equal, one, same)
+    chex.assert_trees_all_equal(one, same)
     assert not np.array_equal(one["first"]["kernel"], other["first"]["kernel"])
 
 
-def test_apply_is_closed_under_transformations() -> None:
+def test_apply_under_jit_vmap_and_grad() -> None:
     model = to_functional(Tower)
     stacked = jax.vmap(model.init)(jax.random.split(jax.random.key(0), 4))
     x = np.random.default_rng(0).normal(size=(4, 5, 3)).astype(np.float32)
@@ -85,11 +86,11 @@ def test_apply_is_closed_under_transformations() -> None:
         )
 
 
-def test_state_besides_parameters_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"mean, var.* use layers without one"):
+def test_state_besides_parameters_raises() -> None:
+    with pytest.raises(ValueError, match=r"mean, var.*Use layers without such state"):
         to_functional(partial(nnx.BatchNorm, 3))
 
 
-def test_wrong_number_of_names_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"\(3, 2\).*logical_axes=\('embed',\): give one name"):
+def test_a_wrong_number_of_axis_names_raises() -> None:
+    with pytest.raises(ValueError, match=r"\(3, 2\).*logical_axes=\('embed',\): expected one name"):
         to_functional(partial(nnx.Linear, 3, 2, kernel_metadata={"logical_axes": ("embed",)}))

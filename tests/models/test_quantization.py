@@ -1,6 +1,7 @@
 from functools import partial
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,8 +27,8 @@ def draw() -> tuple[Any, Any]:
     return x, random.normal(size=(32, 4, 6)).astype(np.float32)
 
 
-def test_int8_rounds_what_is_summed_by_one_scale() -> None:
-    """An operand is off by half a step at most, and there are 255 steps from -max to max."""
+def test_int8_rounds_contracted_axes_with_one_scale() -> None:
+    """The rounding error is at most half a step, with 255 steps from -max to max."""
     x, weight = draw()
     exact = np.einsum("btw,whd->bthd", x, weight)
     of_x, of_weight = np.abs(x).max(axis=-1) / 255, np.abs(weight).max(axis=0) / 255
@@ -39,30 +40,30 @@ def test_int8_rounds_what_is_summed_by_one_scale() -> None:
 
 
 @pytest.mark.parametrize(("quantization", "dtype"), [("int8", "i8"), ("fp8", "f8E4M3FN")])
-def test_the_product_is_in_the_format_and_the_gradient_is_not(
+def test_the_forward_matmul_is_quantized_and_the_gradient_is_exact(
     quantization: Any, dtype: str
 ) -> None:
     x, weight = draw()
-    product = partial(quantized_einsum, "btw,whd->bthd", quantization=quantization)
-    text = jax.jit(product).lower(x, weight).as_text()
+    matmul = partial(quantized_einsum, "btw,whd->bthd", quantization=quantization)
+    text = jax.jit(matmul).lower(x, weight).as_text()
     (line,) = [line for line in text.splitlines() if "dot_general" in line]
     assert line.split(" : (")[1].count(dtype) == 2
     cotangent = np.random.default_rng(1).normal(size=(2, 5, 4, 6)).astype(np.float32)
-    gradient = jax.vjp(product, x, weight)[1](cotangent)
+    gradient = jax.vjp(matmul, x, weight)[1](cotangent)
     exact = jax.vjp(lambda x, w: jnp.einsum("btw,whd->bthd", x, w), x, weight)[1](cotangent)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), gradient, exact)
+    chex.assert_trees_all_close(gradient, exact, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "fp8"])
-def test_a_grouped_product_is_that_of_each_group(quantization: Any) -> None:
+def test_the_grouped_matmul_equals_that_of_each_group(quantization: Any) -> None:
     random = np.random.default_rng(0)
     rows = random.normal(size=(200, 32)).astype(np.float32)
     rows[7] = 0
     rows[180:] = np.nan  # after the last group
     kernels = random.normal(size=(4, 32, 16)).astype(np.float32)
     sizes = np.array([90, 0, 1, 89], np.int32)
-    product = partial(quantized_grouped_matmul, sizes=sizes, quantization=quantization)
-    found, back = jax.vjp(product, rows, kernels)
+    matmul = partial(quantized_grouped_matmul, sizes=sizes, quantization=quantization)
+    found, back = jax.vjp(matmul, rows, kernels)
     dtype = jnp.dtype(FORMATS[quantization])
     left, right = (
         np.asarray(qwix.dequantize(qwix.quantize(x, dtype, channelwise_axes=axes)), np.float64)
@@ -79,8 +80,8 @@ def test_a_grouped_product_is_that_of_each_group(quantization: Any) -> None:
 
 
 @pytest.mark.parametrize("policy", ["dots", "dots_with_no_batch_dims", "offload"])
-def test_policies_of_products_keep_those_that_are_rounded(policy: str) -> None:
-    """They are rounded in the forward pass, and not in the backward pass again."""
+def test_remat_policies_for_matmuls_store_quantized_ones(policy: str) -> None:
+    """They are quantized in the forward pass and not again in the backward pass."""
     weight = nnx.Param(jnp.ones((8, 8)), logical_axes=("embed", "mlp"))
 
     def layer(x: jax.Array, _: None) -> tuple[jax.Array, None]:
@@ -94,7 +95,7 @@ def test_policies_of_products_keep_those_that_are_rounded(policy: str) -> None:
     assert (rounded(policy), rounded("full")) == (2, 4)
 
 
-def test_explicit_axes_are_refused() -> None:
+def test_explicit_axes_raise() -> None:
     mesh = jax.make_mesh((2,), ("fsdp",), devices=jax.devices()[:2])
     with (
         jax.set_mesh(mesh),

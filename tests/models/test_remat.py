@@ -21,7 +21,7 @@ def step_of(remat: Any) -> Any:
     return jax.grad(transformer_loss(replace(CONFIG, remat=remat)), has_aux=True)
 
 
-def test_every_policy_can_be_chosen() -> None:
+def test_the_configuration_lists_every_policy() -> None:
     choices = get_args(get_type_hints(TransformerConfig)["remat"])
     assert set(choices) == {"none", *POLICIES}
 
@@ -34,7 +34,7 @@ def test_every_policy_can_be_chosen() -> None:
         pytest.param("save_attention", marks=pytest.mark.slow),
     ],
 )
-def test_a_policy_changes_no_gradient(
+def test_gradients_do_not_depend_on_the_policy(
     random_params: Callable[[FunctionalModel], Any], policy: str
 ) -> None:
     params = random_params(transformer(CONFIG))
@@ -46,10 +46,10 @@ def test_a_policy_changes_no_gradient(
         assert np.linalg.norm(one - other) < 1e-5 * np.linalg.norm(other)
 
 
-def bytes_kept(config: TransformerConfig, batch: int, length: int) -> int:
-    """What a layer keeps for the backward pass."""
+def stored_bytes(config: TransformerConfig, batch: int, seq_len: int) -> int:
+    """Return the bytes that a layer stores for the backward pass."""
     shapes = jax.eval_shape(transformer(config).init, jax.random.key(0))
-    row = jax.ShapeDtypeStruct((batch, length), np.int32)
+    row = jax.ShapeDtypeStruct((batch, seq_len), np.int32)
     step = jax.grad(transformer_loss(config), has_aux=True)
     jaxpr = jax.make_jaxpr(step)(shapes, {"inputs": row, "targets": row})
     forward = next(eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
@@ -57,9 +57,9 @@ def bytes_kept(config: TransformerConfig, batch: int, length: int) -> int:
     return sum(aval.size * aval.dtype.itemsize for aval in kept) // config.num_layers
 
 
-def test_policies_keep_less_and_less() -> None:
+def test_policies_are_ordered_by_memory() -> None:
     none, dots, no_batch, attention, full = (
-        bytes_kept(replace(CONFIG, remat=policy), 4, 64)
+        stored_bytes(replace(CONFIG, remat=policy), 4, 64)
         for policy in ("none", "dots", "dots_with_no_batch_dims", "save_attention", "full")
     )
     features, scores = 4 * 4 * 64 * 64, 4 * 4 * 4 * 64 * 64
@@ -69,13 +69,13 @@ def test_policies_keep_less_and_less() -> None:
     assert dots == no_batch + scores < none
 
 
-def test_the_kernel_for_tpu_gives_what_its_gradient_wants() -> None:
+def test_saving_attention_saves_the_residuals_of_the_tpu_kernel() -> None:
     device = jax.sharding.AbstractDevice("any", 1, "tpu")
     mesh = AbstractMesh((2,), ("fsdp",), (AxisType.Auto,), abstract_device=device)
     config = replace(CONFIG, num_heads=1, num_kv_heads=1)
     with jax.sharding.use_abstract_mesh(mesh):
         attention, full = (
-            bytes_kept(replace(config, remat=policy), 2, 128)
+            stored_bytes(replace(config, remat=policy), 2, 128)
             for policy in ("save_attention", "full")
         )
     features, log_sums = 4 * 2 * 128 * 64, 4 * 2 * 128

@@ -4,6 +4,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,7 +33,7 @@ def draw_tokens(*shape: int, vocab_size: int = 23) -> Any:
 
 
 def draw_packing(batch: int, length: int) -> tuple[Any, Any]:
-    """Segments 1, 2, ... of random lengths with positions that start again, then padding (0)."""
+    """Draw segments 1, 2, ... of random lengths, their positions from 0 on, then padding (0)."""
     random = np.random.default_rng(2)
     segments, positions = np.zeros((2, batch, length), np.int32)
     for b in range(batch):
@@ -53,6 +54,7 @@ def draw_packing(batch: int, length: int) -> tuple[Any, Any]:
         (False, {"rope_scaling_factor": 4.0, "rope_original_seq_len": 60, "num_experts": 3}),
         (True, {"num_heads": 4, "num_kv_heads": 4, "head_dim": 10}),
         (False, {"num_heads": 3, "num_kv_heads": 1, "num_layers": 1}),
+        (False, {"norm_eps": 0.3, "scale_embeddings": False}),
     ],
 )
 def test_equals_numpy(random_params: Draw, packed: bool, change: dict[str, Any]) -> None:
@@ -77,7 +79,7 @@ def test_float32_equals_numpy(random_params: Draw) -> None:
     np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_token_does_not_change_what_comes_before_it(random_params: Draw) -> None:
+def test_a_token_affects_only_later_logits(random_params: Draw) -> None:
     model = transformer(SMALL)
     params, tokens = random_params(model), draw_tokens(1, 12)
     apply = jax.jit(model.apply)
@@ -87,7 +89,7 @@ def test_a_token_does_not_change_what_comes_before_it(random_params: Draw) -> No
         changed[0, t] = (changed[0, t] + 1) % SMALL.vocab_size
         after = apply(params, changed)
         np.testing.assert_array_equal(after[:, :t], before[:, :t])
-        # It changes what comes at it and behind it.
+        # It changes its own logits and all later ones.
         assert np.all(np.max(np.abs(after - before)[:, t:], axis=-1) > 1e-3)
 
 
@@ -103,7 +105,7 @@ def test_packed_documents_equal_separate_ones(random_params: Draw) -> None:
     np.testing.assert_allclose(packed, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_positions_count_by_their_distance_alone(random_params: Draw) -> None:
+def test_logits_depend_on_distances_between_positions(random_params: Draw) -> None:
     model = transformer(SMALL)
     params, tokens = random_params(model), draw_tokens(2, 12)
     apply = jax.jit(model.apply)
@@ -130,7 +132,7 @@ def test_scan_equals_a_loop_over_layers(random_params: Draw) -> None:
         for i in range(SMALL.num_layers):
             of_layer = jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"])
             x, *_ = layer.apply(of_layer, x, rotation, attend_to_all)
-        x = x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6)
+        x = x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + SMALL.norm_eps)
         return x * params["final_norm"]["scale"] @ params["embedding"].T
 
     def objective(apply: Any) -> Any:
@@ -142,9 +144,9 @@ def test_scan_equals_a_loop_over_layers(random_params: Draw) -> None:
 
     expected_grad, expected = objective(unrolled)(params)
     grad, logits = objective(model.apply)(params)
-    # Each by itself: the sum's terms cancel, and what is left of it is mostly their rounding.
+    # Compared elementwise: the terms of the sum cancel, which leaves mostly rounding errors.
     np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-3), grad, expected_grad)
+    chex.assert_trees_all_close(grad, expected_grad, rtol=1e-3, atol=1e-3)
 
 
 def test_bfloat16_compute_keeps_float32_parameters(random_params: Draw) -> None:
@@ -157,15 +159,15 @@ def test_bfloat16_compute_keeps_float32_parameters(random_params: Draw) -> None:
     lowered = jax.jit(model.apply).lower(params, tokens)
     result, expected = lowered.compile()(params, tokens), jax.jit(exact.apply)(params, tokens)
     assert result.dtype == jnp.float32
-    # bfloat16 has 8 bits: not what float32 computes, but near it.
+    # bfloat16 has 8 bits of mantissa.
     assert 1e-4 < np.linalg.norm(result - expected) / np.linalg.norm(expected) < 0.05
-    # Every matrix product takes bfloat16, or nothing would be gained.
-    products = [line for line in lowered.as_text().splitlines() if "dot_general" in line]
-    assert products and all(line.split(" : (")[1].count("bf16>") >= 2 for line in products)
+    # Every matmul has bfloat16 operands.
+    matmuls = [line for line in lowered.as_text().splitlines() if "dot_general" in line]
+    assert matmuls and all(line.split(" : (")[1].count("bf16>") >= 2 for line in matmuls)
 
 
-def test_a_frequent_token_learns_as_much_in_bfloat16(random_params: Draw) -> None:
-    """Its gradient is a sum of 2,000 terms, which bfloat16 would stop adding up after 256."""
+def test_the_embedding_gradient_is_summed_in_float32(random_params: Draw) -> None:
+    """A sum of 2,000 terms, which in bfloat16 would not grow beyond 256."""
     model = transformer(replace(SMALL, dtype="bfloat16"))
     params, tokens = random_params(model), np.zeros((4, 500), np.int32)
 
@@ -176,8 +178,8 @@ def test_a_frequent_token_learns_as_much_in_bfloat16(random_params: Draw) -> Non
     np.testing.assert_allclose(gradient, 2000 * SMALL.embed_dim**0.5, rtol=0.01)
 
 
-def test_a_fresh_model_prefers_no_token_but_the_one_it_sees() -> None:
-    # Embeddings are tied, and what a token adds to the features is what its logit reads.
+def test_fresh_logits_have_mean_zero_and_variance_one() -> None:
+    # Embeddings are tied, so the logit of the input token itself is larger.
     tokens = draw_tokens(4, 64, vocab_size=256)
     model = transformer(TransformerConfig())
     logits = jax.jit(model.apply)(jax.jit(model.init)(jax.random.key(3)), tokens)
@@ -194,7 +196,7 @@ def test_the_loss_counts_tokens() -> None:
     assert np.isfinite(loss) and aux["tokens"] == 4 * 64
 
 
-def test_layers_start_different() -> None:
+def test_layers_are_initialized_independently() -> None:
     params = jax.jit(transformer(SMALL).init)(jax.random.key(0))
     for leaf in jax.tree.leaves(params["layers"]["attention"]):
         assert np.min(np.abs(leaf[0] - leaf[1])) > 0
@@ -231,3 +233,27 @@ def test_gradient_equals_finite_difference(random_params: Draw) -> None:
     assert abs(slope) > 0.1
     np.testing.assert_allclose(slope, difference, rtol=1e-6)
     np.testing.assert_allclose(slope, forward, rtol=1e-9)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_embeddings_start_with_variance_one_unless_a_tied_table_is_unscaled(
+    scaled: bool, tied: bool
+) -> None:
+    config = TransformerConfig(num_layers=1, scale_embeddings=scaled, tied_embeddings=tied)
+    model = transformer(config)
+    params = jax.jit(model.init)(jax.random.key(0))
+    features = model.bind(params).embed(np.arange(256)[None])
+    expected = config.embed_dim**-0.5 if tied and not scaled else 1.0
+    # 256 x 192 numbers: the estimate of their deviation has a deviation of 0.3%.
+    assert float(np.std(features)) == pytest.approx(expected, rel=0.02)
+
+
+def test_float64_without_64_bit_mode_raises() -> None:
+    config = replace(SMALL, dtype="float64")
+    with pytest.raises(
+        ValueError, match=r"dtype='float64' needs JAX's 64-bit mode.*JAX_ENABLE_X64=1"
+    ):
+        transformer(config)
+    with jax.enable_x64(True):
+        transformer(config)

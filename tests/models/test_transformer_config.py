@@ -32,7 +32,7 @@ def test_parameters_are_counted(change: dict[str, Any]) -> None:
     config = replace(SMALL, **change)
     shapes = jax.eval_shape(transformer(config).init, jax.random.key(0))
     assert config.num_params() == sum(leaf.size for leaf in jax.tree.leaves(shapes))
-    # Of the experts' parameters, a token meets those of 3 in 5.
+    # A token uses 3 of 5 experts.
     experts = sum(
         leaf.size for leaf in jax.tree.leaves(shapes["layers"]["feed_forward"]) if leaf.ndim > 4
     )
@@ -51,15 +51,31 @@ def test_parameters_are_counted(change: dict[str, Any]) -> None:
         (presets.mixtral_8x7b, 46.7e9, 12.9e9),
     ],
 )
-def test_presets_are_as_large_as_they_were_published(
-    preset: Any, total: float, active: float
-) -> None:
+def test_presets_have_the_published_sizes(preset: Any, total: float, active: float) -> None:
     config = preset()
-    # A preset of 280 GB takes no memory before it is made.
+    # Shapes only: a preset may have 280 GB of parameters.
     shapes = jax.eval_shape(transformer(config).init, jax.random.key(0))
     count = sum(leaf.size for leaf in jax.tree.leaves(shapes))
     assert count == config.num_params() == pytest.approx(total, rel=0.005)
     assert config.num_active_params() == pytest.approx(active, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("preset", "norm_eps", "scale_embeddings"),
+    [
+        (presets.llama_3_1_8b, 1e-5, False),
+        (presets.llama_3_1_70b, 1e-5, False),
+        (presets.mixtral_8x7b, 1e-5, False),
+        (presets.pax_c4_1b, 1e-6, True),
+        (presets.pax_c4_16b, 1e-6, True),
+    ],
+)
+def test_presets_have_the_published_norm_epsilon_and_embedding_scale(
+    preset: Any, norm_eps: float, scale_embeddings: bool
+) -> None:
+    """As in the published configurations: `rms_norm_eps`, praxis' `scale_sqrt_depth`."""
+    config = preset()
+    assert (config.norm_eps, config.scale_embeddings) == (norm_eps, scale_embeddings)
 
 
 def test_flops_of_a_token_give_published_utilizations() -> None:
@@ -68,8 +84,8 @@ def test_flops_of_a_token_give_published_utilizations() -> None:
     assert 7207 * flops / 918e12 == pytest.approx(0.4546, abs=5e-4)
 
 
-def test_flops_are_those_of_every_product() -> None:
-    """Counted product by product, for full attention and for what each token sees."""
+def test_flops_equal_those_of_all_matmuls() -> None:
+    """Counted matmul by matmul, for full attention and for the visible keys of each token."""
     config = replace(SMALL, tied_embeddings=False, sliding_window=5)
     seq_len, embed_dim, head = 12, 24, 4
     weights = embed_dim * head * (6 + 2 + 2 + 6) + 3 * embed_dim * 20
@@ -83,7 +99,7 @@ def test_flops_are_those_of_every_product() -> None:
         assert config.flops_per_token(seq_len, causal) == pytest.approx(expected + norms)
 
 
-def test_flops_of_a_mixture_are_those_of_its_active_experts() -> None:
+def test_flops_of_a_mixture_count_its_active_experts() -> None:
     mixture = replace(SMALL, num_experts=7, num_experts_per_token=2)
     wide = replace(SMALL, mlp_dim=2 * SMALL.mlp_dim)
     router = 6 * SMALL.num_layers * SMALL.embed_dim * 7
@@ -98,6 +114,7 @@ def test_flops_of_a_mixture_are_those_of_its_active_experts() -> None:
         ({"head_dim": 5}, "5 features.*set an even head_dim"),
         ({"num_layers": 0}, "num_layers=0: expected a positive number"),
         ({"head_dim": 0}, "head_dim=0: expected a positive number"),
+        ({"norm_eps": 0.0}, "norm_eps=0.0: expected a positive number"),
         ({"rope_base": -1.0}, "rope_base=-1.0: expected a positive number"),
         ({"logit_softcap": 0.0}, "logit_softcap=0.0: expected a positive number"),
         ({"dtype": "float8"}, "dtype='float8': use 'float32'"),
@@ -105,12 +122,12 @@ def test_flops_of_a_mixture_are_those_of_its_active_experts() -> None:
         ({"attention": "flash"}, "attention='flash': use 'auto', .* or 'splash'"),
         (
             {"num_experts": 2, "num_experts_per_token": 3},
-            "num_experts_per_token=3, .*num_experts=2: send",
+            "num_experts_per_token=3, .*num_experts=2: expected at most 2",
         ),
-        ({"num_experts": 2, "feed_forward": "gelu"}, "experts have feed_forward='swiglu'"),
+        ({"num_experts": 2, "feed_forward": "gelu"}, "experts need feed_forward='swiglu'"),
         ({"num_pipeline_repeats": 3}, "num_pipeline_repeats=3 does not divide num_layers=2"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(change: dict[str, Any], words: str) -> None:
+def test_invalid_settings_raise(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         replace(SMALL, **change)

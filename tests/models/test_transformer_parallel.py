@@ -1,10 +1,11 @@
-"""The transformer by every kind of parallelism: loss and gradient are those of one device."""
+"""Every kind of parallelism gives the loss and gradient of one device."""
 
 import dataclasses
 import functools
 import math
 from typing import Any
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ BATCH, LENGTH = 8, 16
 
 
 def draw_batch(*leading: int) -> dict[str, Any]:
-    """Rows of two documents and a padding of three tokens."""
+    """Draw rows of two documents and three tokens of padding."""
     random = np.random.default_rng(1)
     tokens = random.integers(0, DENSE.vocab_size, (*leading, BATCH, LENGTH)).astype(np.int32)
     segments = np.repeat([1, 2, 0], [5, LENGTH - 8, 3]) + np.zeros_like(tokens)
@@ -52,7 +53,7 @@ def draw_params(config: TransformerConfig, *leading: int) -> Any:
 
 
 def value_and_gradient(config: TransformerConfig, load_balance: float = 0.01) -> Any:
-    """All terms of the loss; the mixture's in a pipeline are means over microbatches."""
+    """Make the loss with all its terms, and its gradient."""
     loss = transformer_loss(
         config, z_loss_weight=1e-3, load_balance_weight=load_balance, router_z_weight=0.01
     )
@@ -61,7 +62,7 @@ def value_and_gradient(config: TransformerConfig, load_balance: float = 0.01) ->
 
 @functools.cache
 def on_one_device(config: TransformerConfig, load_balance: float = 0.01) -> Any:
-    """Two models and batches, and what each gives on one device."""
+    """Return two models, their batches and their results on one device."""
     arguments = draw_params(config, 2), draw_batch(2)
     step = jax.jit(value_and_gradient(config, load_balance))
     results = [jax.device_get(step(*take(arguments, i))) for i in range(2)]
@@ -74,9 +75,7 @@ def take(tree: Any, i: int) -> Any:
 
 def close(actual: Any, expected: Any) -> None:
     """Float32 sums in another order: 1e-4 relative, and 1e-5 where terms cancel."""
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), actual, expected
-    )
+    chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 def mesh_of(**sizes: int) -> Mesh:
@@ -84,7 +83,7 @@ def mesh_of(**sizes: int) -> Mesh:
 
 
 def in_runs(config: TransformerConfig, params: Any, *, leading: int = 0) -> Any:
-    """Parameters of one stack as an interleaved pipeline has them, in the same order."""
+    """Reshape stacked parameters to those of an interleaved pipeline, in the same order."""
     repeats = config.num_pipeline_repeats
     if repeats == 1:
         return params
@@ -145,8 +144,8 @@ CASES = [
 @pytest.mark.parametrize(("config", "sizes"), CASES)
 def test_equals_one_device(config: TransformerConfig, sizes: dict[str, int]) -> None:
     whole = dataclasses.replace(config, num_microbatches=1, num_pipeline_repeats=1)
-    # The balance of the whole batch is not the mean of its microbatches' balances, which is the
-    # one term that tells them apart.
+    # The load-balancing loss of a pipeline is a mean over micro-batches, which is not that of the
+    # whole batch. All other terms are equal.
     load_balance = 0.0 if config.num_experts and config.num_microbatches > 1 else 0.01
     arguments, expected = on_one_device(whole, load_balance)
     (params, batch), expected = take(arguments, 0), take(expected, 0)
@@ -175,7 +174,7 @@ def test_equals_one_device(config: TransformerConfig, sizes: dict[str, int]) -> 
 
 
 def check_memory(compiled: Any, arguments: Any, parts: Any) -> None:
-    """Arguments take the memory that their parts have."""
+    """Check that the arguments take the memory of their shards."""
     parameters, rows = parts
 
     def of_device(leaf: Any, part: NamedSharding) -> int:
@@ -193,7 +192,7 @@ def check_memory(compiled: Any, arguments: Any, parts: Any) -> None:
 
 
 def check_traffic(text: str, mesh: Mesh, params: Any) -> None:
-    """Stages and rings pass features on, and gather no parameters."""
+    """Check that stages and rings send features and gather no parameters."""
     largest = max(leaf.nbytes // leaf.shape[0] for leaf in jax.tree.leaves(params["layers"]))
     found = collectives(text, mesh)
     for axis in ("stage", "sequence"):
@@ -214,7 +213,7 @@ def check_traffic(text: str, mesh: Mesh, params: Any) -> None:
         case(gpipe(DENSE), {"stage": 2}),  # both islands on each device
     ],
 )
-def test_every_island_equals_one_device(config: TransformerConfig, sizes: dict[str, int]) -> None:
+def test_islands_equal_one_device(config: TransformerConfig, sizes: dict[str, int]) -> None:
     whole = dataclasses.replace(config, num_microbatches=1, num_pipeline_repeats=1)
     (params, batches), expected = on_one_device(whole)
     params = in_runs(config, params, leading=1)

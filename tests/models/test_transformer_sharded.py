@@ -1,9 +1,9 @@
-"""The transformer on meshes: what one device computes, in parts."""
+"""The transformer on meshes equals the transformer on one device."""
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ CONFIG = TransformerConfig(
 
 
 def draw_batch(*shape: int) -> dict[str, Any]:
-    """Rows of two documents and a padding of three tokens."""
+    """Draw rows of two documents and three tokens of padding."""
     random = np.random.default_rng(1)
     tokens = random.integers(0, CONFIG.vocab_size, shape).astype(np.int32)
     length = shape[-1]
@@ -38,12 +38,12 @@ def draw_batch(*shape: int) -> dict[str, Any]:
 
 def close(actual: Any, expected: Any) -> None:
     """Float32 sums in another order: 1e-4 relative, and 1e-5 where terms cancel."""
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), actual, expected)
+    chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.fixture(scope="module")
 def one_device() -> tuple[Any, Any, Any]:
-    """Four models and batches, and what each gives on one device: ((loss, aux), gradient)."""
+    """Return four models, their batches and their ((loss, aux), gradient) on one device."""
     model, random = transformer(CONFIG), np.random.default_rng(0)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     params = jax.tree.map(
@@ -133,7 +133,7 @@ def test_options_equal_one_device(change: dict[str, Any], sizes: dict[str, int])
 
 
 def step_of(config: TransformerConfig) -> Any:
-    """The loss of training with all its terms, and the gradient."""
+    """Make the training loss with all its terms, and its gradient."""
     loss_fn = transformer_loss(
         config,
         z_loss_weight=1e-2,
@@ -144,22 +144,22 @@ def step_of(config: TransformerConfig) -> Any:
     return jax.value_and_grad(loss_fn, has_aux=True)
 
 
-def test_init_in_parts_equals_init_on_one_device() -> None:
+def test_sharded_init_equals_init_on_one_device() -> None:
     model, key = transformer(CONFIG), jax.random.key(5)
     mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(AUTO, AUTO))
     parts = shardings(model.logical_axes, jax.eval_shape(model.init, key), mesh)
     with jax.set_mesh(mesh):
         params = jax.jit(model.init, out_shardings=parts)(key)
-    # The same random numbers on any mesh; 1e-6 for what compilers fuse otherwise.
+    # The same random numbers on any mesh; 1e-6 for different fusions.
     one = jax.jit(model.init)(key)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), jax.device_get(params), one)
+    chex.assert_trees_all_close(jax.device_get(params), one, rtol=1e-6)
     assert params["embedding"].sharding.spec == PartitionSpec("tensor", "fsdp")
     down = params["layers"]["feed_forward"]["down"]
     assert down.addressable_shards[0].data.shape == (2, 10, 6)
 
 
 @pytest.mark.parametrize("way", [pytest.param("vmap", marks=pytest.mark.slow), "shard_map"])
-def test_every_island_computes_as_if_alone(one_device: tuple[Any, Any, Any], way: str) -> None:
+def test_islands_equal_one_device(one_device: tuple[Any, Any, Any], way: str) -> None:
     model = transformer(CONFIG)
     params, batches, expected = one_device
     gradient = jax.value_and_grad(next_token_loss(model.apply), has_aux=True)
@@ -189,7 +189,7 @@ def test_every_island_computes_as_if_alone(one_device: tuple[Any, Any, Any], way
 
 
 def test_weights_are_gathered_again_in_the_backward_pass() -> None:
-    """Kept, the gathered weights of all layers would take the memory that fsdp saves."""
+    """Stored, the gathered weights of all layers would take the memory that fsdp saves."""
     model = transformer(CONFIG)
     mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(AUTO,), devices=jax.devices()[:2])
     shapes = jax.eval_shape(model.init, jax.random.key(0))
@@ -200,6 +200,6 @@ def test_weights_are_gathered_again_in_the_backward_pass() -> None:
         )
         text = step.lower(shapes, draw_batch(4, 16)).compile().as_text()
     gathers = [each for each in collectives(text, mesh) if each.kind == "all-gather"]
-    # A layer's query, key, value, output, gate, up, down: once forward, once backward.
+    # Query, key, value, output, gate, up, down of a layer: once forward, once backward.
     assert [each.executions for each in gathers if each.in_loop] == [CONFIG.num_layers] * 14
     assert sum(not each.in_loop for each in gathers) == 1  # the table, for logits

@@ -1,4 +1,4 @@
-"""The training step lowered for TPUs that are not there, with the kernels that it takes there."""
+"""The training step lowered for absent TPUs uses the kernels for TPUs."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def lowered(config: TransformerConfig, sizes: dict[str, int]) -> str:
-    """The gradient of the loss for 2 islands on a mesh of TPUs, as text."""
+    """Lower the gradient of the loss for 2 islands on a mesh of TPUs."""
     mesh = AbstractMesh(
         tuple(sizes.values()),
         tuple(sizes),
@@ -66,10 +66,10 @@ def lowered(config: TransformerConfig, sizes: dict[str, int]) -> str:
 )
 def test_islands_run_the_kernel_on_each_device(change: Any, sizes: dict[str, int]) -> None:
     text = lowered(TransformerConfig(**OPTIONS | change), sizes)
-    # In the scan over layers: forward, and the gradients of queries and of keys and values.
+    # In the scan over layers: forward, gradient of queries, gradient of keys and values.
     assert text.count("tpu_custom_call") >= 3
 
 
-def test_without_the_kernel_there_is_none() -> None:
+def test_einsum_attention_uses_no_kernel() -> None:
     config = TransformerConfig(**OPTIONS | {"attention": "einsum"})
     assert "tpu_custom_call" not in lowered(config, {"islands": 2, "fsdp": 4})

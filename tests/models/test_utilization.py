@@ -6,7 +6,7 @@ from fedpax.planning import CHIPS
 
 
 def llama_8b(causal: bool = False) -> float:
-    """Llama-3.1-8B at seq_len 8192; its input embedding is only looked up."""
+    """Count Llama 3.1 8B at 8,192 tokens; its input embedding is only looked up."""
     embed_dim, num_layers, num_heads, num_kv_heads, head_dim, mlp = 4096, 32, 32, 8, 128, 14336
     attention = embed_dim * head_dim * 2 * (num_heads + num_kv_heads)
     layer = attention + 3 * embed_dim * mlp + 2 * embed_dim
@@ -15,7 +15,7 @@ def llama_8b(causal: bool = False) -> float:
 
 
 def test_the_published_row_of_llama_on_v6e():
-    """MaxText: 7,207 tokens a second on a device of v6e-256 are 45.46%."""
+    """MaxText: 7,207 tokens per second and device on v6e-256 are 45.46%."""
     per_device = 7207.0
     share = model_flops_utilization(256 * per_device, llama_8b(), 256, CHIPS["v6e"].peak_flops)
     assert share == pytest.approx(0.4546, abs=0.001)
@@ -24,14 +24,14 @@ def test_the_published_row_of_llama_on_v6e():
 
 
 def test_the_published_row_of_palm():
-    """PaLM 540B: 238.3k tokens a second on 6,144 v4 are 46.2% (arXiv:2204.02311, table 3)."""
+    """PaLM 540B: 238.3k tokens per second on 6,144 v4 are 46.2% (arXiv:2204.02311, table 3)."""
     tokens = flops_per_token(540.35e9, 118, 48, 256, 2048)
     share = model_flops_utilization(238.3e3, tokens, 6144, CHIPS["v4"].peak_flops)
     assert share == pytest.approx(0.462, abs=0.001)
 
 
-def test_it_counts_the_products_of_a_layer():
-    """Against the products written out: two FLOPs for each, once forward, twice backward."""
+def test_flops_equal_those_of_all_matmuls():
+    """Two FLOPs per multiplication, once in the forward pass, twice in the backward pass."""
     random = np.random.default_rng(0)
     for _ in range(10):
         embed_dim, num_heads, head_dim, mlp, seq_len, num_layers = random.integers(1, 64, 6)

@@ -1,4 +1,4 @@
-"""Causal attention by one of several implementations, chosen by name or by the platform."""
+"""Causal attention by one of several implementations, chosen by name or by platform."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
+from jaxtyping import Array, Float, Int
 
 from fedpax.models.attention.layer import attend, attention_mask, visible
 from fedpax.models.attention.ring import ring_attention
@@ -16,63 +17,70 @@ from fedpax.models.remat import ATTENTION
 
 Implementation: TypeAlias = Literal["auto", "einsum", "xla", "cudnn", "splash"]
 
-QUERIES = 512
-"""Queries that "einsum" takes at once where a sequence has several times as many."""
+QUERY_BLOCK = 512
+"""Block of queries of the implementation "einsum", for longer sequences that it divides."""
 
 
 def causal_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    segments: jax.Array | None = None,
+    query: Float[Array, "batch seq heads head_dim"],
+    key: Float[Array, "batch seq kv_heads head_dim"],
+    value: Float[Array, "batch seq kv_heads head_dim"],
+    segments: Int[Array, "batch seq"] | None = None,
     *,
     sliding_window: int | None = None,
     implementation: Implementation = "auto",
-) -> jax.Array:
-    """Computes softmax(query key^T / sqrt(head_dim)) value, each token over those that it sees.
+) -> Float[Array, "batch seq heads head_dim"]:
+    """Compute softmax(query key^T / sqrt(head_dim)) value over each token's visible keys.
 
     The implementations:
 
-    - "einsum": two products with the scores between them, by queries of 512 where a sequence is a
-      multiple of that and longer, so that scores of [tokens, tokens] never exist.
+    - "einsum": two einsums with the scores between them. Longer sequences that 512 divides run by
+      blocks of 512 queries, so scores of [seq_len, seq_len] never exist.
     - "xla": `jax.nn.dot_product_attention`, with all scores at once.
-    - "cudnn": the same function's flash attention, for NVIDIA GPUs, float16 or bfloat16.
-    - "splash": JAX's flash attention kernel for TPUs, which skips blocks that no query sees. On a
-      mesh each device runs it on its own rows and heads.
-    - "auto": where the mesh cuts sequences, by an automatic axis `sequence`,
-      `fedpax.models.attention.ring.ring_attention`. Else "splash" on TPU where it can
-      (`splash_supports`), "cudnn" on GPU where it can (two bytes a number, a head width of 8, 16,
-      ... 128), and "einsum". The platform is that of the mesh in context, also of one that is only
-      compiled for, or without a mesh JAX's default.
+    - "cudnn": the flash attention of the same function, for NVIDIA GPUs, float16 or bfloat16.
+    - "splash": JAX's flash attention kernel for TPUs, which skips blocks that are fully masked. On
+      a mesh each device runs it on its own rows and heads.
+    - "auto", the first that applies:
+
+      1. `fedpax.models.attention.ring_attention` where the mesh shards sequences by an automatic
+         axis `sequence`;
+      2. "splash" on TPU, for sizes that `splash_supports`;
+      3. "cudnn" on GPU, for dtypes of two bytes and a head_dim of 8, 16, ... 128;
+      4. "einsum".
+
+      The platform is that of the mesh in context, also if the program is only compiled for it;
+      without a mesh it is JAX's default.
 
     Args:
-      query: [batch, sequence, num_heads, head_dim].
-      key: [batch, sequence, num_kv_heads, head_dim]; head h of the queries uses head
-        h // (num_heads / num_kv_heads).
-      value: as key.
-      segments: int32 [batch, sequence], which document of a packed sequence a token belongs to.
-      sliding_window: how many tokens a token sees, itself and those just before it; None for all.
-      implementation: one of the above.
+        query: `[batch, seq_len, num_heads, head_dim]`.
+        key: `[batch, seq_len, num_kv_heads, head_dim]`. Query head h uses key head
+            h // (num_heads / num_kv_heads).
+        value: as `key`.
+        segments: int32 `[batch, seq_len]`, the document of each token in a packed sequence.
+            Default None: one document per row.
+        sliding_window: number of tokens that a token attends to: itself and those just before it.
+            Default None: all earlier tokens.
+        implementation: one of the above.
 
     Returns:
-      The shape and dtype of query.
+        The shape and dtype of `query`.
 
     Raises:
-      ValueError: splash attention or cuDNN's cannot take these sizes or this type, or is asked for
-        on another platform than its own.
+        ValueError: "splash" or "cudnn" does not support these sizes or this dtype, or was chosen
+            on another platform than its own.
 
     Example:
-      >>> x = jax.random.normal(jax.random.key(0), (1, 3, 2, 4))
-      >>> y = causal_attention(x, x, x, sliding_window=1)  # each token sees itself alone
-      >>> bool(jnp.allclose(x, y))
-      True
+        >>> x = jax.random.normal(jax.random.key(0), (1, 3, 2, 4))
+        >>> y = causal_attention(x, x, x, sliding_window=1)  # each token attends to itself alone
+        >>> bool(jnp.allclose(x, y))
+        True
     """
-    chosen = _best(query) if implementation == "auto" else implementation
-    if chosen == "splash":  # which names its result itself, and what else it wants kept
+    chosen = _choose(query) if implementation == "auto" else implementation
+    if chosen == "splash":  # its kernel applies checkpoint_name itself
         if splash_supports(query) and platform() != "tpu":
             raise ValueError(
-                f"attention='splash' on {platform()}: it is a kernel for TPUs. Set "
-                "attention='auto', which takes what there is."
+                f"attention='splash' on {platform()}: it is a kernel for TPUs. Use "
+                "attention='auto' to choose an implementation for the platform."
             )
         return splash_attention(query, key, value, segments, sliding_window=sliding_window)
     attended = _attend(query, key, value, segments, sliding_window, chosen)
@@ -80,23 +88,23 @@ def causal_attention(
 
 
 def platform() -> str:
-    """Names the platform that the program at hand is for: "cpu", "gpu" or "tpu".
+    """Return the platform that the program is compiled for: "cpu", "gpu" or "tpu".
 
-    It is that of the mesh in context, which may stand on a machine that is not there, else that of
-    JAX's default device.
+    It is the platform of the mesh in context, whose devices may be absent, else that of JAX's
+    default device.
 
     Example:
-      >>> platform() in ("cpu", "gpu", "tpu")
-      True
+        >>> platform() in ("cpu", "gpu", "tpu")
+        True
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is None:
-        return jax.default_backend()  # which calls all GPUs "gpu"; a mesh may say "cuda" or "rocm"
+        return jax.default_backend()  # "gpu" for all GPUs; a mesh may say "cuda" or "rocm"
     return device.platform if device.platform in ("cpu", "tpu") else "gpu"
 
 
-def _best(query: jax.Array) -> Implementation | Literal["ring"]:
-    if _sequences_are_cut(query.shape[1]):
+def _choose(query: jax.Array) -> Implementation | Literal["ring"]:
+    if _mesh_shards_sequences(query.shape[1]):
         return "ring"
     if platform() == "tpu" and splash_supports(query):
         return "splash"
@@ -109,7 +117,7 @@ def _cudnn_supports(query: jax.Array) -> bool:
     return platform() == "gpu" and fits
 
 
-def _sequences_are_cut(seq_len: int) -> bool:
+def _mesh_shards_sequences(seq_len: int) -> bool:
     mesh = jax.sharding.get_abstract_mesh()
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     automatic = kinds.get("sequence") is AxisType.Auto
@@ -133,9 +141,10 @@ def _attend(
     if implementation == "cudnn":
         if not _cudnn_supports(query):
             raise ValueError(
-                f"attention='cudnn' of {query.dtype} with heads of width {query.shape[-1]} on "
-                f"{platform()}: cuDNN's flash attention is for GPUs, bfloat16 or float16, and head "
-                "widths of 8, 16, ... 128. Set attention='auto', which takes what there is."
+                f"attention='cudnn' on {platform()} with {query.dtype} and "
+                f"head_dim={query.shape[-1]}: cuDNN's flash attention is for GPUs, bfloat16 or "
+                "float16, and a head_dim of 8, 16, ... 128. Use attention='auto' to choose an "
+                "implementation for the platform."
             )
         same = None
         if segments is not None:
@@ -150,40 +159,44 @@ def _attend(
             local_window_size=before,
             implementation="cudnn",
         )
-    if seq_len > QUERIES and seq_len % QUERIES == 0:
-        return _by_queries(query, key, value, segments, sliding_window)
+    if seq_len > QUERY_BLOCK and seq_len % QUERY_BLOCK == 0:
+        return _attend_by_blocks(query, key, value, segments, sliding_window)
     return attend(query, key, value, attention_mask(seq_len, segments, sliding_window))
 
 
-def _by_queries(
+def _attend_by_blocks(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
     segments: jax.Array | None,
     sliding_window: int | None,
 ) -> jax.Array:
-    """Attends with some queries after the others, and finds their scores again backward."""
+    """Attend with one block of queries after another; recompute the scores in the backward pass."""
     batch, seq_len, num_heads, head_dim = query.shape
-    blocks = seq_len // QUERIES
-    # With a window, a block of queries sees no more than the keys of the window before it.
-    before = seq_len if sliding_window is None else -(-(sliding_window - 1) // QUERIES) * QUERIES
-    seen = min(seq_len, before + QUERIES)
+    blocks = seq_len // QUERY_BLOCK
+    # With a sliding window, a block of queries needs only the keys of the window before it.
+    before = (
+        seq_len if sliding_window is None else -(-(sliding_window - 1) // QUERY_BLOCK) * QUERY_BLOCK
+    )
+    seen = min(seq_len, before + QUERY_BLOCK)
 
     def step(_: None, block: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
         index, queries = block
-        start = index * QUERIES
-        first = jnp.maximum(0, start + QUERIES - seen)
+        start = index * QUERY_BLOCK
+        first = jnp.maximum(0, start + QUERY_BLOCK - seen)
 
         def take(x: jax.Array) -> jax.Array:
             return x if seen == seq_len else jax.lax.dynamic_slice_in_dim(x, first, seen, 1)
 
-        mask = visible(start + jnp.arange(QUERIES), first + jnp.arange(seen), sliding_window)[None]
+        mask = visible(start + jnp.arange(QUERY_BLOCK), first + jnp.arange(seen), sliding_window)[
+            None
+        ]
         if segments is not None:
-            own = jax.lax.dynamic_slice_in_dim(segments, start, QUERIES, 1)
+            own = jax.lax.dynamic_slice_in_dim(segments, start, QUERY_BLOCK, 1)
             mask &= own[:, :, None] == take(segments)[:, None, :]
         return None, attend(queries, take(key), take(value), mask)
 
-    split = query.reshape(batch, blocks, QUERIES, num_heads, head_dim).swapaxes(0, 1)
+    split = query.reshape(batch, blocks, QUERY_BLOCK, num_heads, head_dim).swapaxes(0, 1)
     body = jax.checkpoint(step, prevent_cse=False)
     _, attended = jax.lax.scan(body, None, (jnp.arange(blocks), split))
     return attended.swapaxes(0, 1).reshape(query.shape)

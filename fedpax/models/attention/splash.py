@@ -1,4 +1,4 @@
-"""Splash attention: JAX's block-sparse flash attention kernel for TPUs, on one device or a mesh."""
+"""Splash attention: JAX's block-sparse flash attention kernel for TPUs, on a device or a mesh."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jax.sharding import AxisType, PartitionSpec
+from jaxtyping import Array, Float, Int
 
 from fedpax.models.remat import ATTENTION
 from fedpax.parallel.axes import RULES, constrain, partition_spec
@@ -20,79 +19,86 @@ BLOCK = 512
 
 
 def splash_supports(query: jax.Array) -> bool:
-    """Whether the kernel takes these sizes: 128 n tokens, and heads of 64 or 128 n features.
+    """Return whether the kernel supports the sizes of a query.
+
+    It needs a seq_len that is a multiple of 128, and a head_dim of 64 or a multiple of 128.
 
     Args:
-      query: [batch, sequence, num_heads, head_dim].
+        query: `[batch, seq_len, num_heads, head_dim]`.
 
     Returns:
-      Whether it does.
+        Whether the kernel supports them.
 
     Example:
-      >>> splash_supports(jax.ShapeDtypeStruct((1, 1024, 8, 128), "bfloat16"))
-      True
+        >>> splash_supports(jax.ShapeDtypeStruct((1, 1024, 8, 128), "bfloat16"))
+        True
     """
     seq_len, head_dim = query.shape[1], query.shape[3]
     return seq_len % LANES == 0 and (head_dim == 64 or head_dim % LANES == 0)
 
 
 def splash_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    segments: jax.Array | None = None,
+    query: Float[Array, "batch seq heads head_dim"],
+    key: Float[Array, "batch seq kv_heads head_dim"],
+    value: Float[Array, "batch seq kv_heads head_dim"],
+    segments: Int[Array, "batch seq"] | None = None,
     *,
     sliding_window: int | None = None,
     interpret: bool = False,
-) -> jax.Array:
-    """Computes causal attention by the kernel; see `fedpax.models.attention.kernels`.
+) -> Float[Array, "batch seq heads head_dim"]:
+    """Compute causal attention by the kernel; see `fedpax.models.attention.causal_attention`.
 
-    On a mesh it runs in a `jax.shard_map` that is manual over the model's axes (all that RULES
-    name), or over those that are not manual already: batch and heads are sharded as RULES say, and
-    a sequence is whole on every device.
+    On a mesh it runs in a `jax.shard_map` that is manual over the model's axes, those named in
+    `fedpax.parallel.axes.RULES`, except axes that are manual already. RULES shard the batch and
+    the heads; each device has whole sequences.
 
     Args:
-      query: [batch, sequence, num_heads, head_dim].
-      key: [batch, sequence, num_kv_heads, head_dim].
-      value: as key.
-      segments: int32 [batch, sequence], which document of a packed sequence a token belongs to.
-      sliding_window: how many tokens a token sees, itself and those just before it; None for all.
-      interpret: run the kernel's operations one by one, on any platform: slow, for tests.
+        query: `[batch, seq_len, num_heads, head_dim]`.
+        key: `[batch, seq_len, num_kv_heads, head_dim]`.
+        value: as `key`.
+        segments: int32 `[batch, seq_len]`, the document of each token in a packed sequence.
+            Default None: one document per row.
+        sliding_window: number of tokens that a token attends to: itself and those just before it.
+            Default None: all earlier tokens.
+        interpret: interpret the kernel, which works on any platform and is slow; for tests.
 
     Returns:
-      The shape and dtype of query.
+        The shape and dtype of `query`.
 
     Raises:
-      ValueError: the kernel does not take these sizes; see `splash_supports`.
+        ValueError: the kernel does not support these sizes; see `splash_supports`.
     """
     if not splash_supports(query):
         raise ValueError(
-            f"attention='splash' got {query.shape[1]} tokens and head_dim={query.shape[3]}: it "
-            "needs a multiple of 128 tokens, and 64 or a multiple of 128 features. Use "
-            "attention='auto', which takes another implementation for such sizes."
+            f"attention='splash' got seq_len={query.shape[1]} and head_dim={query.shape[3]}: it "
+            "needs a seq_len that is a multiple of 128, and a head_dim of 64 or a multiple of 128. "
+            "Use attention='auto', which chooses another implementation for such sizes."
         )
     rows = jnp.zeros(query.shape[:2], jnp.int32) if segments is None else segments
-    on_device = functools.partial(
-        _on_device, sliding_window=sliding_window, packed=segments is not None, interpret=interpret
+    local = functools.partial(
+        _local_attention,
+        sliding_window=sliding_window,
+        packed=segments is not None,
+        interpret=interpret,
     )
     manual = _model_axes()
     if not manual:
-        return on_device(query, key, value, rows)
+        return local(query, key, value, rows)
     names = ("batch", None, "heads", None)
-    of_query = partition_spec(names, shape=query.shape)
-    key, value = (_repeated(x, query.shape[2], of_query[2]) for x in (key, value))
-    of_rows = PartitionSpec(of_query[0], None)
+    query_spec = partition_spec(names, shape=query.shape)
+    key, value = (_repeat_heads(x, query.shape[2], query_spec[2]) for x in (key, value))
+    row_spec = PartitionSpec(query_spec[0], None)
     query, key, value = (constrain(x, names) for x in (query, key, value))
     return jax.shard_map(
-        on_device,
-        in_specs=(of_query, of_query, of_query, of_rows),
-        out_specs=of_query,
+        local,
+        in_specs=(query_spec, query_spec, query_spec, row_spec),
+        out_specs=query_spec,
         axis_names=manual,
         check_vma=False,
     )(query, key, value, constrain(rows, ("batch", None)))
 
 
-def _on_device(
+def _local_attention(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
@@ -102,6 +108,10 @@ def _on_device(
     packed: bool,
     interpret: bool,
 ) -> jax.Array:
+    # Imported here, because Pallas takes long to import and other platforms do not need it.
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
     _, seq_len, num_heads, head_dim = query.shape
     mask: Any = masks.CausalMask((seq_len, seq_len))
     if sliding_window is not None and sliding_window < seq_len:
@@ -133,21 +143,29 @@ def _on_device(
 
 
 def _model_axes() -> set[str]:
-    """The axes of the mesh that shard a model and are not manual already."""
+    """Return the mesh axes that shard a model, or have size 1, and are not manual already.
+
+    A kernel compiles only where all mesh axes are manual.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     ruled = {axis for axes in RULES.values() for axis in _names(axes)}
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return {name for name, kind in types if name in ruled and kind is not AxisType.Manual}
+    return {
+        name
+        for name, kind in types
+        if (name in ruled and kind is not AxisType.Manual)
+        or (mesh.shape[name] == 1 and kind is AxisType.Auto)
+    }
 
 
-def _repeated(x: jax.Array, num_heads: int, axes: Any) -> jax.Array:
-    """Repeats the heads of keys or values until the mesh, which shards heads, divides them."""
+def _repeat_heads(x: jax.Array, num_heads: int, axes: Any) -> jax.Array:
+    """Repeat the heads of keys or values until the mesh axes that shard heads divide them."""
     sizes = jax.sharding.get_abstract_mesh().shape
     parts = math.prod(sizes[name] for name in _names(axes))
     times = parts // math.gcd(parts, x.shape[2])
     if num_heads % (x.shape[2] * times):
         times = num_heads // x.shape[2]
-    # The queries of a head are neighbours, and so are its copies.
+    # Copies of a head are adjacent, as are the query heads that use it.
     return x if times == 1 else jnp.repeat(x, times, axis=2)
 
 

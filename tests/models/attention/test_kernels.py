@@ -1,6 +1,7 @@
 from functools import partial
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +23,7 @@ def draw(seq_len: int, head_dim: int = 8, heads: int = 4, batch: int = 2) -> tup
 
 
 def with_gradient(function: Any, *args: Any) -> Any:
-    """What it gives, and the gradient of a sum of it with random weights."""
+    """Return the result, and the gradient of its sum with random weights."""
     weights = np.random.default_rng(1).normal(size=args[0].shape).astype(np.float32)
 
     def total(*args: Any) -> Any:
@@ -34,7 +35,7 @@ def with_gradient(function: Any, *args: Any) -> Any:
 
 
 def close(actual: Any, expected: Any) -> None:
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), actual, expected)
+    chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 def mesh_of(platform: str) -> AbstractMesh:
@@ -54,10 +55,10 @@ def plain(sliding_window: int | None, packed: bool) -> Any:
 @pytest.mark.parametrize(
     ("sliding_window", "packed"), [(None, True), (5, False), (5, True), (40, True)]
 )
-def test_implementations_agree(
+def test_implementations_equal_masked_attention(
     implementation: Any, sliding_window: int | None, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "QUERIES", 8)  # so that 24 tokens are three blocks
+    monkeypatch.setattr(kernels, "QUERY_BLOCK", 8)  # 24 tokens are three blocks
     args = draw(24)
 
     def function(query: Any, key: Any, value: Any, segments: Any) -> Any:
@@ -74,7 +75,7 @@ def test_implementations_agree(
 
 
 @pytest.mark.parametrize(("sliding_window", "packed"), [(None, True), (100, False), (130, True)])
-def test_splash_agrees(sliding_window: int | None, packed: bool) -> None:
+def test_splash_equals_masked_attention(sliding_window: int | None, packed: bool) -> None:
     args = draw(256, head_dim=64, batch=1)
 
     def function(query: Any, key: Any, value: Any, segments: Any) -> Any:
@@ -87,8 +88,8 @@ def test_splash_agrees(sliding_window: int | None, packed: bool) -> None:
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_splash_runs_where_rows_and_heads_are(axis_type: AxisType) -> None:
-    """On 2 x 4 devices: 4 of tensor share 2 key heads, so each head's copies go to 2 of them."""
+def test_splash_runs_on_sharded_rows_and_heads(axis_type: AxisType) -> None:
+    """On 2 x 4 devices: 4 along tensor share 2 key heads, so each head is repeated on 2 of them."""
     args = draw(128, head_dim=64)
     function = partial(splash_attention, interpret=True)
     mesh = jax.make_mesh((2, 4), ("fsdp", "tensor"), axis_types=(axis_type,) * 2)
@@ -98,17 +99,17 @@ def test_splash_runs_where_rows_and_heads_are(axis_type: AxisType) -> None:
     close(jax.device_get(result), with_gradient(plain(None, True), *args))
 
 
-def test_splash_refuses_what_it_cannot_take() -> None:
-    with pytest.raises(ValueError, match=r"100 tokens and head_dim=64.*attention='auto'"):
+def test_splash_raises_for_unsupported_sizes() -> None:
+    with pytest.raises(ValueError, match=r"seq_len=100 and head_dim=64.*attention='auto'"):
         splash_attention(*draw(100, head_dim=64))
-    with pytest.raises(ValueError, match=r"128 tokens and head_dim=8"):
+    with pytest.raises(ValueError, match=r"seq_len=128 and head_dim=8"):
         causal_attention(*draw(128), implementation="splash")
 
 
 @pytest.mark.parametrize("implementation", ["splash", "cudnn"])
-def test_kernels_are_refused_where_they_do_not_run(implementation: Any) -> None:
+def test_kernels_raise_on_other_platforms(implementation: Any) -> None:
     args = draw(128, head_dim=64)
-    with pytest.raises(ValueError, match=rf"'{implementation}'.* on cpu: .*attention='auto'"):
+    with pytest.raises(ValueError, match=rf"'{implementation}' on cpu.*: .*attention='auto'"):
         jax.jit(partial(causal_attention, implementation=implementation))(*args)
 
 
@@ -130,7 +131,7 @@ def test_the_platform_is_that_of_the_mesh(name: str, expected: str) -> None:
         ("cpu", 256, 64, False),
     ],
 )
-def test_auto_takes_splash_where_it_can(
+def test_auto_uses_splash_for_supported_sizes_on_tpu(
     name: str, seq_len: int, head_dim: int, expected: bool
 ) -> None:
     with jax.sharding.use_abstract_mesh(mesh_of(name)):

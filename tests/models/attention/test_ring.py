@@ -1,9 +1,9 @@
-"""Attention around a ring is attention: same values, same gradients, less memory."""
+"""Ring attention equals masked attention in values and gradients, with less memory."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +21,7 @@ BATCH, LENGTH, HEADS, GROUPS, HEAD_DIM = 2, 32, 4, 2, 8
 
 
 def draw(*leading: int, length: int = LENGTH) -> tuple[np.ndarray, ...]:
-    """Query, key, value, and what the outputs are multiplied with."""
+    """Draw query, key, value, and factors of the outputs."""
     random = np.random.default_rng(0)
     heads = (HEADS, GROUPS, GROUPS, HEADS)
     return tuple(
@@ -30,7 +30,7 @@ def draw(*leading: int, length: int = LENGTH) -> tuple[np.ndarray, ...]:
 
 
 def draw_segments(*leading: int, padding: int = 5) -> np.ndarray:
-    """Documents that begin and end anywhere, and padding at the end of each row."""
+    """Draw documents of random lengths, and padding at the end of each row."""
     random = np.random.default_rng(1)
     segments = 1 + np.cumsum(random.random((*leading, BATCH, LENGTH)) < 0.15, axis=-1)
     segments[..., LENGTH - padding :] = 0
@@ -38,7 +38,7 @@ def draw_segments(*leading: int, padding: int = 5) -> np.ndarray:
 
 
 def every_pair(sliding_window: int | None, segments: Any) -> Callable:
-    """The reference: attention to all keys at once, under a mask made here."""
+    """Make the reference: attention to all keys at once, with a mask made here."""
     distance = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
     near = (distance >= 0) & (distance < (sliding_window or LENGTH))
 
@@ -62,9 +62,7 @@ def around(sliding_window: int | None, segments: Any, **options: Any) -> Callabl
 
 def close(actual: Any, expected: Any) -> None:
     """Float32 sums in another order: 1e-4 relative, and 1e-5 where terms cancel."""
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), actual, expected
-    )
+    chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 def mesh_of(**sizes: int) -> Mesh:
@@ -109,13 +107,13 @@ def test_equals_attention_to_all_keys(sizes: dict[str, int], packed: bool, optio
         )
         close(jax.device_get(compiled(*jax.device_put(arguments, parts))), jax.device_get(expected))
     found = collectives(compiled.as_text(), mesh)
-    # Keys, values and their gradients go around; nothing else but the loss, a sum, crosses.
+    # Keys, values and their gradients go around the ring; the only other transfer is the loss.
     assert {c.axes for c in found if c.kind != "all-reduce"} <= {("sequence",)}
     assert all(c.kind in ("collective-permute", "all-reduce") for c in found)
     assert all(c.bytes == 4 for c in found if c.kind == "all-reduce")
 
 
-def test_keys_go_as_far_as_a_query_sees() -> None:
+def test_keys_go_as_far_as_a_query_can_attend() -> None:
     arguments, mesh = draw(), mesh_of(sequence=8)
 
     def sent(sliding_window: int | None) -> int:
@@ -126,16 +124,16 @@ def test_keys_go_as_far_as_a_query_sees() -> None:
         moved = [c for c in collectives(text, mesh) if c.kind == "collective-permute"]
         return sum(c.bytes * (c.executions or 0) for c in moved)
 
-    # Forward keys and values; backward these once more, and gradients of both, which then go home.
-    # A compiler may keep those that came first from one pass to the other.
+    # Forward: keys and values. Backward: both again, and their gradients, which then return to
+    # their owners. The compiler may reuse the first shards in the backward pass.
     part = arguments[1].nbytes // 8
     assert 2 * (7 + 6 + 7 + 1) * part <= sent(None) <= 2 * (7 + 7 + 7 + 1) * part
     assert sent(5) <= 2 * (1 + 1 + 1 + 1) * part  # the four tokens of the device before
 
 
 @pytest.mark.parametrize(("window", "devices"), [(1, 1), (2, 2), (5, 2), (6, 3), (29, 8), (32, 8)])
-def test_a_window_ends_the_ring(window: int, devices: int) -> None:
-    """The first of a device's four tokens sees furthest."""
+def test_a_sliding_window_shortens_the_ring(window: int, devices: int) -> None:
+    """The first of a device's four tokens attends furthest back."""
     assert Ring("sequence", 8, 4, window, balanced=False).num_steps == devices
 
 
@@ -148,7 +146,7 @@ def test_a_window_ends_the_ring(window: int, devices: int) -> None:
     ],
     ids=str,
 )
-def test_every_island_has_a_ring(sizes: dict[str, int]) -> None:
+def test_islands_have_rings_of_their_own(sizes: dict[str, int]) -> None:
     """Four islands: two on each device, all on one, or one on each."""
     arguments, segments = draw(4), draw_segments(4)
 
@@ -171,7 +169,7 @@ def test_every_island_has_a_ring(sizes: dict[str, int]) -> None:
 
 @pytest.mark.slow
 def test_a_ring_inside_a_pipeline_stage() -> None:
-    """Where an axis is manual already, the ring makes its own manual besides."""
+    """The ring's axis becomes manual beside an axis that is manual already."""
     arguments, segments, mesh = draw(), draw_segments(), mesh_of(stage=2, sequence=4)
     expected = jax.jit(every_pair(None, segments))(*arguments)
 
@@ -191,7 +189,7 @@ def test_a_ring_inside_a_pipeline_stage() -> None:
 
 
 def test_balanced_devices_have_the_same_work() -> None:
-    """Scores that are computed, by device: half of the last device's, for each."""
+    """Each device computes half of the scores of the last device of a contiguous split."""
     ring = Ring("sequence", num_devices=4, tokens_per_device=8, window=32, balanced=True)
     with jax.set_mesh(mesh_of(sequence=4)):
 
@@ -209,7 +207,7 @@ def test_balanced_devices_have_the_same_work() -> None:
     assert len(set(pairs)) == 1 and sum(pairs) == 32 * 33 // 2
 
 
-def test_padding_and_large_scores_give_numbers() -> None:
+def test_padding_and_large_scores_stay_finite() -> None:
     query, key, value, scale = draw()
     segments = np.zeros((BATCH, LENGTH), np.int32)
     segments[0, :3] = 1
@@ -225,7 +223,7 @@ def test_bfloat16_sums_in_float32() -> None:
     with jax.set_mesh(mesh_of(sequence=4)):
         found = jax.jit(around(None, None))(*arguments)
     assert {leaf.dtype for leaf in jax.tree.leaves(found[1])} == {jnp.dtype(jnp.bfloat16)}
-    # bfloat16 keeps 8 bits of each number; weights and outputs are rounded on the way.
+    # bfloat16 has 8 bits of mantissa; weights and outputs are rounded.
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a.astype(np.float32), b, rtol=0.03, atol=0.05),
         found[1],
@@ -234,7 +232,7 @@ def test_bfloat16_sums_in_float32() -> None:
 
 
 def test_memory_does_not_grow_with_the_square_of_the_sequence() -> None:
-    """Twice the sequence on twice the devices takes the same memory on each, gradient and all."""
+    """A longer sequence on more devices takes the same memory per device, gradient included."""
 
     def temporaries(devices: int, length: int) -> int:
         mesh = mesh_of(sequence=devices)
@@ -247,18 +245,18 @@ def test_memory_does_not_grow_with_the_square_of_the_sequence() -> None:
     tokens = 128
     small, large = temporaries(2, 2 * tokens), temporaries(8, 8 * tokens)
     assert large < 1.05 * small
-    # Less than the scores of one device's tokens with each other, of which there are 8 times 8.
+    # Less than three of the 64 blocks of scores between the tokens of two devices.
     assert large < BATCH * HEADS * tokens**2 * 4 * 3
 
 
-def test_what_does_not_fit_is_told() -> None:
+def test_unsupported_arguments_raise() -> None:
     query, key, value, _ = draw()
     with jax.set_mesh(mesh_of(sequence=2)):
-        with pytest.raises(ValueError, match="pad it to 32"):
+        with pytest.raises(ValueError, match="Pad it to 32"):
             ring_attention(query[:, :31], key[:, :31], value[:, :31])
-        with pytest.raises(ValueError, match="do not divide the 3 of query"):
+        with pytest.raises(ValueError, match="do not divide the 3 heads of query"):
             ring_attention(query[:, :, :3], key, value)
-        with pytest.raises(ValueError, match="all tokens visible"):
+        with pytest.raises(ValueError, match="a window of all 32 tokens"):
             ring_attention(query, key, value, sliding_window=3, balanced=True)
     explicit = make_mesh(devices=jax.devices()[:2], axis_types=AxisType.Explicit, sequence=2)
     with jax.set_mesh(explicit), pytest.raises(ValueError, match=r"AxisType\.Auto"):

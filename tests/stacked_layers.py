@@ -1,4 +1,4 @@
-"""An experiment that tests plan: DiLoCo on a stack of square layers, its FLOPs known by hand."""
+"""An experiment for tests of plans: DiLoCo on a stack of square layers, with known FLOPs."""
 
 import dataclasses
 from typing import Any
@@ -9,6 +9,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from fedpax import Cohort
 from fedpax.algorithms import diloco
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.training.experiment import Experiment, Run, Shardings, TrainingConfig
@@ -16,7 +17,7 @@ from fedpax.training.experiment import Experiment, Run, Shardings, TrainingConfi
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stack(Experiment):
-    """Layers x -> tanh(x W), scanned over, each W cut over fsdp."""
+    """Layers x -> tanh(x W) in a scan, each W sharded over fsdp."""
 
     islands: int = 4
     num_layers: int = 3
@@ -39,10 +40,8 @@ class Stack(Experiment):
             return {"w": jax.random.normal(key, (self.num_layers, self.embed_dim, self.embed_dim))}
 
         outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
-        axes = mesh.axis_names
-        islands, fsdp = (name if name in axes else None for name in ("islands", "fsdp"))
         rows = (self.islands, self.local_steps, self.batch)
-        shapes = {"x": jax.ShapeDtypeStruct((*rows, self.embed_dim), jnp.float32)}
+        shapes = Cohort({"x": jax.ShapeDtypeStruct((*rows, self.embed_dim), jnp.float32)})
         return Run(
             algorithm=diloco(
                 loss_fn,
@@ -55,8 +54,8 @@ class Stack(Experiment):
             evaluate=None,
             mesh=mesh,
             shardings=Shardings(
-                params={"w": NamedSharding(mesh, P(None, fsdp))},
-                cohort=NamedSharding(mesh, P(islands, None, fsdp)),
+                params={"w": NamedSharding(mesh, P(None, "fsdp"))},
+                cohort=NamedSharding(mesh, P("islands", None, "fsdp")),
             ),
             items_per_round=self.islands * self.local_steps * self.batch,
             placement="islands",
@@ -66,7 +65,7 @@ class Stack(Experiment):
 
 
 def stack() -> Stack:
-    """4 islands of 2 devices."""
+    """Return the experiment on 4 islands of 2 devices."""
     return Stack(
         mesh=MeshConfig(islands=4, fsdp=2),
         training=TrainingConfig(rounds=1, evaluate_every=0, checkpoint_every=0),

@@ -1,5 +1,6 @@
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -121,6 +122,10 @@ def test_no_arguments_show_the_help_as_an_error(run: Run) -> None:
             "returns a str, expected a fedpax.training.experiment.Experiment",
         ),
         (["train", f"--exp={REGRESSION}"], "such as --job_log_dir=runs/regression"),
+        (
+            ["train", f"--exp={REGRESSION}", "--job_log_dir=runs/x", "--mesh.tensor=1000000"],
+            "tensor=1000000 needs 8,000,000 devices, but there are 8 (cpu). Make the mesh smaller",
+        ),
         (["compare", f"--exp={REGRESSION},{REGRESSION}", "--job_log_dir=x"], "two experiments"),
     ],
 )
@@ -277,6 +282,34 @@ def test_ctrl_c_before_the_training_ends_without_a_traceback(
     monkeypatch.setattr("fedpax.commands.train.configure", interrupted)
     command = ("train", f"--exp={REGRESSION}", f"--job_log_dir={tmp_path}")
     assert run(*command) == (130, "", "fedpax: SIGINT: stopped without saving.\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_are_handled_before_jax_is_imported(tmp_path: Path, number: signal.Signals) -> None:
+    (tmp_path / "jax.py").write_text("import time; print('importing', flush=True); time.sleep(60)")
+    command = [sys.executable, "-m", "fedpax.main", "list"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    with subprocess.Popen(command, env=environment, **pipes) as process:
+        assert process.stdout is not None and process.stdout.readline() == "importing\n"
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    assert errors == f"fedpax: {number.name}: stopped; there was nothing to save.\n"
+
+
+def test_a_closed_pipe_ends_a_listing_without_a_traceback() -> None:
+    """As with `fedpax --help | head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = subprocess.run(
+        [sys.executable, "-m", "fedpax.main", "--help"],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(writer)
+    assert (process.returncode, process.stderr) == (141, "")
 
 
 def test_a_run_is_trained_resumed_and_refused(run: Run, tmp_path: Path) -> None:

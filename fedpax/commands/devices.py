@@ -7,7 +7,11 @@ import jax
 
 from fedpax.commands.options import UsageError
 from fedpax.parallel.mesh import MeshConfig
-from fedpax.parallel.simulated_devices import provide_worker_threads, simulate_devices
+from fedpax.parallel.simulated_devices import (
+    MAX_SIMULATED_DEVICES,
+    provide_worker_threads,
+    simulate_devices,
+)
 
 
 def join_processes() -> None:
@@ -50,9 +54,11 @@ def provide_devices(mesh: MeshConfig) -> None:
     chosen |= "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     # On a mesh with one axis every collective runs over all devices.
     subgroups = sum(size != 1 for size in sizes.values()) > 1
-    if subgroups:
+    # A mesh larger than what a CPU can simulate needs accelerators; simulating it would hang.
+    too_many = needed > MAX_SIMULATED_DEVICES
+    if subgroups and not too_many:
         provide_worker_threads(needed)
-    if not chosen:
+    if not chosen and not too_many:
         try:
             simulate_devices(needed, subgroups=subgroups)
         except RuntimeError:  # JAX is in use already, with the devices that it has
@@ -60,10 +66,12 @@ def provide_devices(mesh: MeshConfig) -> None:
     if not takes_all and jax.device_count() < mesh.size:
         axes = ", ".join(f"{name}={size}" for name, size in sizes.items() if size != 1)
         remedy = "Make the mesh smaller, for example with --mesh.fsdp=-1 for all available devices"
-        if chosen:
+        if too_many:
+            remedy += f"; a CPU can simulate {MAX_SIMULATED_DEVICES:,} devices at most"
+        elif chosen:
             remedy += ", or unset XLA_FLAGS and JAX_NUM_CPU_DEVICES to simulate more"
         raise UsageError(
-            f"the mesh {axes} needs {mesh.size} devices, but there are {jax.device_count()} "
+            f"the mesh {axes} needs {mesh.size:,} devices, but there are {jax.device_count()} "
             f"({jax.default_backend()}). {remedy}."
         )
 

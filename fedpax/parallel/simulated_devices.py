@@ -4,6 +4,9 @@ import os
 
 import jax
 
+# The eight worker threads of each come near the limits of a machine; more can hang the process.
+MAX_SIMULATED_DEVICES = 1024
+
 
 def simulate_devices(count: int, *, subgroups: bool = True) -> None:
     """Make JAX show the CPU as `count` devices, with enough worker threads for their collectives.
@@ -11,19 +14,20 @@ def simulate_devices(count: int, *, subgroups: bool = True) -> None:
     Call it before JAX is first used.
 
     Args:
-      count: number of devices, at least 1.
+      count: number of devices, from 1 to 1,024.
       subgroups: whether collectives can run over subgroups of the devices, as on a mesh of several
         axes. Default True. With False there is one worker thread per device, XLA's default, and
         programs of many small operations, such as a client's steps, are two to three times as
         fast.
 
     Raises:
-      ValueError: if `count` is below 1.
+      ValueError: if `count` is below 1 or above 1,024.
       RuntimeError: if JAX is already in use.
     """
-    if count < 1:
+    if not 1 <= count <= MAX_SIMULATED_DEVICES:
         raise ValueError(
-            f"simulate_devices({count}): expected at least 1 device. Pass the size of the mesh."
+            f"simulate_devices({count}): expected 1 to {MAX_SIMULATED_DEVICES:,} devices. Pass the "
+            "size of the mesh."
         )
     if subgroups:
         provide_worker_threads(count)

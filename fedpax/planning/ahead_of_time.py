@@ -90,7 +90,7 @@ def plan_experiment(
     if program_file:
         write_atomically(Path(program_file), text)
     report(f"reading the compiled program, {len(text) / 1e6:.1f} MB")
-    first = jax.tree.leaves(run.cohort_shapes)[0].shape
+    first = jax.tree.leaves(run.cohort_shapes)[0].shape  # [participants, steps, ...]
     workload = Workload(
         experiment=name,
         placement=run.placement,

@@ -29,10 +29,10 @@ _REMEDIES: dict[str, tuple[str, Any]] = {
     "model.num_microbatches": ("divide a batch into more pipeline microbatches", None),
     "loss.grad_accum_steps": ("accumulate the gradient over more microbatches", None),
     "optimizer.name": ("use an optimizer with a smaller state, such as adafactor", "adafactor"),
-    "data.batch": ("use smaller batches", 1),
-    "data.length": ("use shorter sequences", 1),
+    "data.batch_size": ("use smaller batches", 1),
+    "data.seq_len": ("use shorter sequences", 1),
     "cohort.chunk_size": ("run fewer clients at once on a device", 1),
-    "cohort.batch": ("use smaller batches", 1),
+    "cohort.batch_size": ("use smaller batches", 1),
 }
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 from jax.experimental import topologies
 
-from fedpax.parallel.simulated_devices import simulate_devices
+from fedpax.parallel.simulated_devices import MAX_SIMULATED_DEVICES, simulate_devices
 from fedpax.planning.chips import CHIPS, Chip, chip_of
 
 TPUS = [name for name, chip in CHIPS.items() if chip.torus_dimensions]
@@ -100,6 +100,11 @@ def find_topology(name: str, slices: int = 1) -> Topology:
     if len(shape) > 1 or (kind == "cpu" and not shape) or 0 in shape:
         raise TopologyError(
             f"topology={name!r}: expected one number of devices. {_known_topologies()}"
+        )
+    if kind == "cpu" and shape[0] > MAX_SIMULATED_DEVICES:
+        raise TopologyError(
+            f"topology={name!r}: a CPU simulates at most {MAX_SIMULATED_DEVICES:,} devices. Use "
+            f"fewer, or a TPU topology. {_known_topologies()}"
         )
     return _cpu(name, *shape) if kind == "cpu" else _gpu(name, *shape)
 

@@ -1,4 +1,4 @@
-"""Simulated devices: as many as asked for, with workers enough for all their collectives."""
+"""Simulated devices have the requested number, and worker threads for their collectives."""
 
 import os
 import subprocess
@@ -28,18 +28,19 @@ def run(subgroups=True, **environment):
     return done.stdout.split()
 
 
-def test_there_are_as_many_devices_and_eight_workers_for_each():
+def test_every_device_has_eight_worker_threads():
     assert run() == ["3", "24", "None"]
 
 
-def test_where_all_devices_take_part_there_are_no_more_workers_than_xla_has_itself():
+def test_without_subgroups_the_worker_threads_are_those_of_xla():
     assert run(subgroups=False) == ["3", "None", "None"]
 
 
-def test_a_number_of_workers_that_the_user_has_set_stays():
+def test_a_number_of_threads_in_the_environment_is_kept():
     assert run(NPROC="5") == ["3", "None", "5"]
 
 
-def test_too_few_devices_are_refused():
-    with pytest.raises(ValueError, match="Pass the size of the mesh"):
-        simulate_devices(0)
+@pytest.mark.parametrize("count", [0, 1025, 1_000_000])
+def test_a_number_of_devices_out_of_range_is_an_error(count: int):
+    with pytest.raises(ValueError, match=r"expected 1 to 1,024 devices\. Pass the size"):
+        simulate_devices(count)

@@ -87,8 +87,8 @@ def test_a_plan_on_simulated_devices(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["plan"], ["give `fedpax plan` an --exp=NAME"]),
-        (["plan", EXP], ["--topology=v5p:4x4x4 or cpu:8"]),
+        (["plan"], ["`fedpax plan` has no --exp, expected --exp=NAME"]),
+        (["plan", EXP], ["--topology=v5p:4x4x4 or --topology=cpu:8"]),
         (["plan", EXP, "--topology=v5z:4x4"], ["unknown device 'v5z'", "Did you mean v5"]),
         (["plan", EXP, "--topology=cpu:8", "--slices=many"], ["slices"]),
         (["plan", EXP, "--topology=cpu:8", "--picture=x.txt"], ["--picture=x.txt", "mesh.png"]),
@@ -104,7 +104,7 @@ def test_a_plan_on_simulated_devices(run: Run, tmp_path: Path) -> None:
             ["cannot be compiled for cpu:8", "does not divide the placement islands=6"],
         ),
         (["plan", EXP, "--topology=cpu:8", "--says_shapes=False"], ["cohort_shapes"]),
-        (["plan", EXP, "--topology=cpu:8", "--layer=3"], ["Perhaps you meant"]),
+        (["plan", EXP, "--topology=cpu:8", "--num_layer=3"], ["Perhaps you meant"]),
         (["plan", EXP, "--topology=cpu:8", "--allow_config_change=x"], ["allow_config_change"]),
     ],
 )
@@ -208,7 +208,7 @@ def test_only_what_can_help_is_proposed() -> None:
     text = pretrain_text()
     assert proposed(text) == {
         *("mesh.fsdp", "mesh.tensor", "mesh.stage", "model.remat"),
-        *("loss.grad_accum_steps", "optimizer.name", "data.batch", "data.length"),
+        *("loss.grad_accum_steps", "optimizer.name", "data.batch_size", "data.seq_len"),
     }
     changes = {
         "model": dataclasses.replace(text.model, remat="full", num_layers=4, num_microbatches=2),
@@ -217,7 +217,7 @@ def test_only_what_can_help_is_proposed() -> None:
     }
     found = proposed(dataclasses.replace(text, **changes))
     assert "model.num_microbatches" in found and not found & {"model.remat", "optimizer.name"}
-    assert proposed(fedavg_digits()) >= {"cohort.batch"}
+    assert proposed(fedavg_digits()) >= {"cohort.batch_size"}
 
 
 def test_a_round_that_compiles_and_does_not_fit(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ def test_simulated_devices():
         ("cpu", 1, ["one number of devices"]),
         ("cpu:4x2", 1, ["one number of devices"]),
         ("cpu:9", 1, ["this process has 8 CPU devices"]),
+        ("cpu:1000000", 1, ["simulates at most 1,024 devices"]),
         ("gpu", 1, ["this machine has 0 GPUs", "fedpax[cuda]"]),
     ],
 )

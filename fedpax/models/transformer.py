@@ -44,12 +44,7 @@ class Transformer(nnx.Module):
     """
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        if jax.dtypes.canonicalize_dtype(config.dtype) != config.dtype:
-            raise ValueError(
-                f"TransformerConfig.dtype={config.dtype!r} needs JAX's 64-bit mode, which is off, "
-                "so the layers would compute in float32. Set the environment variable "
-                "JAX_ENABLE_X64=1, or use dtype='float32'."
-            )
+        _check_dtype(config)
         self.config = config
         shape, names = (config.vocab_size, config.embed_dim), ("vocab", "embed")
         # Embeddings have variance 1 after scaling. Without scaling the table itself has variance 1,
@@ -224,6 +219,15 @@ def _stack(constructor: Callable[..., Layer], count: int, repeats: int, rngs: nn
     return nnx.merge(graph, stacked)
 
 
+def _check_dtype(config: TransformerConfig) -> None:
+    if jax.dtypes.canonicalize_dtype(config.dtype) != config.dtype:
+        raise ValueError(
+            f"TransformerConfig.dtype={config.dtype!r} needs JAX's 64-bit mode, which is off: the "
+            "layers would compute in float32. Set the environment variable JAX_ENABLE_X64=1, or "
+            "use dtype='float32'."
+        )
+
+
 def transformer(config: TransformerConfig) -> FunctionalModel:
     """Make a transformer as pure functions: `init(key)`, `apply(params, tokens, ...)`.
 
@@ -242,4 +246,5 @@ def transformer(config: TransformerConfig) -> FunctionalModel:
         >>> jax.jit(model.apply)(params, jnp.zeros((1, 8), int)).shape
         (1, 8, 256)
     """
+    _check_dtype(config)  # here too, so that the error does not pass through JAX's frames
     return to_functional(functools.partial(Transformer, config))

@@ -117,3 +117,9 @@ def test_meshes_that_would_leave_devices_idle_are_refused(settings: list[str], w
     )
     with pytest.raises(ValueError, match=words):
         experiment.build()
+
+
+def test_float64_without_64_bit_mode_raises() -> None:
+    experiment = configure("single_island_text", ["--model.dtype=float64", "--mesh.fsdp=1"])
+    with pytest.raises(ValueError, match=r"needs JAX's 64-bit mode.*or use dtype='float32'"):
+        experiment.build()

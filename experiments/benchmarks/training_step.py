@@ -141,7 +141,7 @@ def compile_both(
         )
         state = with_shardings(state, where)
         rows = partition_spec(("batch", "sequence"), mesh, shape=(batch, length))
-        shapes = token_round_shapes(islands=1, local_steps=steps, batch=batch, length=length)
+        shapes = token_round_shapes(islands=1, local_steps=steps, batch_size=batch, seq_len=length)
 
         def placed(front: int) -> Any:
             spec = P(*[None] * front, *rows)
@@ -158,7 +158,9 @@ def compile_both(
 
         return {
             "island": compiled(island.round, state, where, placed(2)),
-            "hand": compiled(by_hand(loss_fn, optimizer), tuple(state), tuple(where), placed(1).batches),
+            "hand": compiled(
+                by_hand(loss_fn, optimizer), tuple(state), tuple(where), placed(1).batches
+            ),
         }
 
 

@@ -1,10 +1,14 @@
-"""Data: sources by name, partitions among participants, and endless streams of rounds.
+"""Data: sources by name, populations of clients, endless streams of rounds, and text.
 
-A source is whatever has a length and gives a dict of an example's fields at an index; ``load``
-makes one of any TFDS name, two of which every machine can prepare from what it has, and of the
-federated standards, which come with their clients. A stream gives the batches of one round after
-another and can say where it stands, so that a run that was stopped goes on with the very batches
-that it would have seen.
+- Sources: `load(name, split)` opens any TFDS data set, two embedded ones and the standard federated
+  ones. A source is a sequence of dicts; a list of dicts can be used in its place.
+- Populations: the `partition_...` functions divide a source's examples among participants,
+  `DirichletClients` generates clients, and `ClientSampler` samples the clients of each round.
+- Rounds: `cohort_rounds`, `example_rounds` and `token_rounds` are endless streams of
+  `fedpax.Cohort`. A stream's position can be saved and restored, so that a resumed run sees the
+  batches of an uninterrupted one. `read_examples`, `example_batches` and `heldout_batches` prepare
+  data for evaluation.
+- Text: `load_tokenizer` and `train_tokenizer`; `pack` makes rows of equal length from documents.
 """
 
 from fedpax.data.populations.client_sampler import ClientSampler
@@ -13,16 +17,22 @@ from fedpax.data.populations.label_skew import (
     partition_dirichlet,
     partition_pachinko,
 )
-from fedpax.data.populations.partition import partition_by_field, partition_iid, partition_natural
+from fedpax.data.populations.partition import (
+    Partition,
+    partition_by_field,
+    partition_iid,
+    partition_natural,
+)
 from fedpax.data.populations.partition_plot import plot_partition
 from fedpax.data.populations.partition_statistics import PartitionStatistics, partition_statistics
 from fedpax.data.populations.quantity_skew import partition_by_quantity
 from fedpax.data.populations.scheduling import balanced_order, idle_fraction
 from fedpax.data.populations.synthetic_clients import DirichletClients
 from fedpax.data.rounds.cohort_rounds import CohortRounds, cohort_rounds
-from fedpax.data.rounds.example_rounds import ExampleRounds, example_rounds, read_examples
+from fedpax.data.rounds.example_rounds import ExampleRounds, example_rounds
 from fedpax.data.rounds.heldout import heldout_batches
-from fedpax.data.rounds.stream import Deferred
+from fedpax.data.rounds.labelled_examples import example_batches, read_examples
+from fedpax.data.rounds.stream import LazyStream
 from fedpax.data.rounds.token_rounds import TokenRounds, token_round_shapes, token_rounds
 from fedpax.data.sources.source import Source, load
 from fedpax.data.text.byte_tokenizer import SEPARATOR, VOCAB_SIZE, decode, encode
@@ -40,9 +50,10 @@ __all__ = [
     "VOCAB_SIZE",
     "ClientSampler",
     "CohortRounds",
-    "Deferred",
     "DirichletClients",
     "ExampleRounds",
+    "LazyStream",
+    "Partition",
     "PartitionStatistics",
     "Source",
     "TokenRounds",
@@ -51,6 +62,7 @@ __all__ = [
     "cohort_rounds",
     "decode",
     "encode",
+    "example_batches",
     "example_rounds",
     "heldout_batches",
     "idle_fraction",

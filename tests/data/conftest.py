@@ -1,4 +1,4 @@
-"""The embedded data sets, prepared once for all tests of this folder."""
+"""The embedded data sets, prepared once for all tests in this folder."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,13 +17,13 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def text(data_dir: Path) -> Callable[[str], Source]:
-    """Opens a split of the standard library's text."""
+    """Return a function that opens a split of the standard library's text."""
     return lambda split: load("stdlib_text", split, data_dir=data_dir)
 
 
 @pytest.fixture(scope="session")
 def digits(data_dir: Path) -> Callable[[str], Source]:
-    """Opens a split of the digits."""
+    """Return a function that opens a split of the digits."""
     return lambda split: load("digits", split, data_dir=data_dir)
 
 
@@ -34,7 +34,7 @@ def rng() -> np.random.Generator:
 
 @pytest.fixture
 def documents(rng: np.random.Generator) -> list[dict[str, bytes]]:
-    """Twenty texts of random letters, of 0 to 99 bytes."""
+    """Make twenty texts of random letters, of 0 to 99 bytes."""
     lengths: NDArray[np.int64] = rng.integers(0, 100, 20)
     lengths[3] = 0
     return [{"text": rng.integers(97, 123, n).astype(np.uint8).tobytes()} for n in lengths]

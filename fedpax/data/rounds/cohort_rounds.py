@@ -1,7 +1,7 @@
-"""Rounds of cohorts: each round other clients of a population, each with as much as it has.
+"""cohort_rounds: an endless stream of sampled clients, each with its own number of examples.
 
-What a round holds depends on the settings and the round's number alone, so a state is that number.
-Only the examples of the cohort are read, so a population can be larger than memory.
+A round depends on the settings and the round number alone, so a stream's state is that number. Only
+the examples of the cohort are read, so a population can be larger than memory.
 """
 
 import zlib
@@ -12,162 +12,176 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpax.clients.cohort import Cohort
+from fedpax.clients.cohort import MASK, Cohort
 from fedpax.data.populations.client_sampler import ClientSampler
 from fedpax.data.populations.partition import (
     Examples,
     Partition,
     check_indices,
-    get_field,
     partition_checksum,
 )
 from fedpax.data.populations.scheduling import balanced_order
-from fedpax.data.rounds.example_rounds import scale
+from fedpax.data.rounds.preprocess import (
+    Arrays,
+    Preprocess,
+    apply_preprocess,
+    combine_masks,
+    preprocess_images,
+)
 from fedpax.data.rounds.stream import (
-    arrays_name,
+    arrays_fingerprint,
     check_sizes,
     check_state,
-    evenly,
-    function_name,
+    evenly_spaced,
+    qualified_name,
     source_name,
 )
 from fedpax.data.shuffle import hash_key, shuffled_index
 
-Arrays = Mapping[str, NDArray[Any]]
 Read = Callable[[NDArray[np.int64]], dict[str, NDArray[Any]]]
 
 
-def images_and_labels(fields: Arrays) -> dict[str, NDArray[Any]]:
-    """Makes of `image` and `label` what a classifier takes.
-
-    Args:
-        fields: `image`, `[..., height, width, channels]`, and `label`, integers `[...]`.
-
-    Returns:
-        `image` as float32, integers from 0 to 255 become 0 to 1; `label` as int32.
-
-    Raises:
-        KeyError: a field is missing.
-        ValueError: the images differ in shape.
-    """
-    image, label = get_field(fields, "image"), get_field(fields, "label")
-    if image.dtype == object:
-        raise ValueError(
-            f"The images have several shapes, such as {image[0].shape}, and cannot be stacked: "
-            "resize them when the data set is prepared, or give a `prepare` that does."
-        )
-    return {"image": scale(image), "label": label.astype(np.int32)}
-
-
 class CohortRounds:
-    """An endless iterator over the rounds of a population, as `cohort_rounds` makes it.
+    """An endless iterator over the rounds of a population; made by `cohort_rounds`.
 
     Attributes:
-        max_steps: the most steps that a client takes in a round: the batches' second axis.
-        examples_per_round: how many examples a cohort sees in a round, epochs times each, on
-            average over at most a thousand clients.
+        max_steps: the largest number of steps of a client in a round: the batches' second axis.
+        items_per_round: the average number of examples that a cohort trains on in a round, local
+            epochs included; estimated from at most 1,000 clients.
+        item_unit: `"examples"`, the unit of `items_per_round`.
         shapes: the shapes and dtypes of a round, a `Cohort` of `jax.ShapeDtypeStruct`.
-        settings: what decides the stream; a state is restored only into the same. A data set and
-            functions (`prepare`, and the cohorts' `available`) stand there by name. A list of
-            clients and the cohorts' weights stand there by a checksum of all of them; arrays, and
-            a population that is made when asked, by their size and a checksum of a thousand
-            examples or clients at most, evenly spaced.
+        settings: the settings that determine the stream. A state can only be restored into a stream
+            with equal settings. A list of clients and the sampler's weights are identified by a
+            checksum of all their entries; arrays and lazily generated populations by their size and
+            a checksum of at most 1,000 evenly spaced entries; a data set and functions
+            (`preprocess`, and the sampler's `available`) by name. The numbers of devices and of
+            clients per chunk are not among the settings: they change the order of a round's
+            clients, and not which clients and batches it has.
     """
+
+    item_unit = "examples"
 
     def __init__(
         self,
         read: Read,
         population: Partition,
-        cohorts: ClientSampler,
+        sampler: ClientSampler,
         max_steps: int,
-        prepare: Callable[[Arrays], dict[str, NDArray[Any]]],
+        preprocess: Preprocess,
         example: Arrays,
-        examples_per_round: int,
+        items_per_round: int,
         settings: dict[str, int | str],
+        *,
+        num_devices: int,
+        chunk_size: int,
     ) -> None:
         self.max_steps = max_steps
-        self.examples_per_round = examples_per_round
+        self.items_per_round = items_per_round
         self.settings = settings
-        self._take = read
+        self._read = read
         self._population = population
-        self._cohorts = cohorts
-        self._prepare = prepare
+        self._sampler = sampler
+        self._preprocess = preprocess
+        self._num_devices, self._chunk_size = num_devices, chunk_size
         self._round = 0
-        each: Any = jax.ShapeDtypeStruct((cohorts.cohort_size,), np.int32)
-        places = cohorts.cohort_size, max_steps, int(settings["batch"])
+        shape = sampler.cohort_size, max_steps, int(settings["batch_size"])
         fields: dict[str, Any] = {
-            name: jax.ShapeDtypeStruct((*places, *values.shape[1:]), values.dtype)
-            for name, values in example.items()
+            name: jax.ShapeDtypeStruct((*shape, *values.shape[1:]), values.dtype)
+            for name, values in {MASK: np.ones(1, np.bool_), **example}.items()
         }
-        fields["mask"] = jax.ShapeDtypeStruct(places, np.bool_)
-        self.shapes = Cohort(fields, each, each, each)
+        per_client: Any = jax.ShapeDtypeStruct((sampler.cohort_size,), np.int32)
+        self.shapes = Cohort(fields, per_client, per_client, per_client)
 
     def __iter__(self) -> Iterator[Cohort]:
         return self
 
     def __next__(self) -> Cohort:
-        """Returns the next round, in arrays of its own.
+        """Return the cohort of the next round, in new arrays.
 
         Raises:
-            ValueError: nobody is available, a client that was made for the round names an example
-                that is none of the source's, or `prepare` refuses the examples.
+            ValueError: no client is available, a lazily generated client has an index that is out
+                of range, or `preprocess` raises or returns arrays of other shapes than before.
             OSError: a record of the source cannot be read.
         """
-        batch, epochs, seed, devices, at_once, examples = (
+        batch_size, epochs, seed, num_examples = (
             int(self.settings[name])
-            for name in ("batch", "epochs", "seed", "devices", "chunk_size", "examples")
+            for name in ("batch_size", "local_epochs", "seed", "num_examples")
         )
-        drawn = self._cohorts.sample(self._round)
-        missing = self._cohorts.cohort_size - len(drawn)
-        clients = np.concatenate([drawn, np.full(missing, -1, np.int64)])
-        held = [check_indices(self._population[k], examples, f"client {k}") for k in drawn]
-        held += [np.zeros(0, np.int64)] * missing
-        steps = _steps([len(own) for own in held], batch, epochs, self.max_steps)
-        order = balanced_order(steps, devices, chunk_size=at_once)
-        clients, steps, held = clients[order], steps[order], [held[k] for k in order]
+        sampled = self._sampler.sample(self._round)
+        absent = self._sampler.cohort_size - len(sampled)
+        client_ids = np.concatenate([sampled, np.full(absent, -1, np.int64)])
+        parts = [check_indices(self._population[k], num_examples, f"client {k}") for k in sampled]
+        parts += [np.zeros(0, np.int64)] * absent
+        num_steps = _num_steps([len(part) for part in parts], batch_size, epochs, self.max_steps)
+        order = balanced_order(num_steps, self._num_devices, chunk_size=self._chunk_size)
+        client_ids, num_steps, parts = (
+            client_ids[order],
+            num_steps[order],
+            [parts[k] for k in order],
+        )
 
-        # For each place of a batch that an example fills: its client's row, and where in the row.
-        sizes = np.array([len(own) for own in held])
-        epoch = -(-sizes // batch) * batch  # an epoch leaves the rest of its last batch empty
-        row = np.repeat(np.arange(len(clients)), steps * batch)
-        slot = np.arange(len(row)) - (np.cumsum(steps * batch) - steps * batch)[row]
-        filled = slot % epoch[row] < sizes[row]
-        row, slot = row[filled], slot[filled]
-        keys = hash_key(seed, self._round, clients[row], slot // epoch[row])
-        own = shuffled_index(slot % epoch[row], sizes[row], keys)
-        chosen = np.concatenate(held)[(np.cumsum(sizes) - sizes)[row] + own]
+        # For each example of the round: its client's row, and its slot among the row's batches.
+        sizes = np.array([len(part) for part in parts])
+        epoch_slots = -(-sizes // batch_size) * batch_size  # the last batch may not be full
+        row_slots = num_steps * batch_size
+        row = np.repeat(np.arange(len(client_ids)), row_slots)
+        slot = np.arange(len(row)) - (np.cumsum(row_slots) - row_slots)[row]
+        is_example = slot % epoch_slots[row] < sizes[row]
+        row, slot = row[is_example], slot[is_example]
+        # The keys do not depend on the row: a client has the same batches on any number of devices.
+        keys = hash_key(seed, self._round, client_ids[row], slot // epoch_slots[row])
+        offset = shuffled_index(slot % epoch_slots[row], sizes[row], keys)
+        chosen = np.concatenate(parts)[(np.cumsum(sizes) - sizes)[row] + offset]
 
-        mask = np.zeros((len(clients), self.max_steps * batch), np.bool_)
+        mask = np.zeros((len(client_ids), self.max_steps * batch_size), np.bool_)
         mask[row, slot] = True
-        # Empty places repeat an example that is read anyway: any will do there.
-        indices = np.full(mask.shape, chosen[0] if len(chosen) else 0)
+        # Padding repeats an example that is read anyway, the same one in any order of clients.
+        indices = np.full(mask.shape, chosen.min() if len(chosen) else 0)
         indices[row, slot] = chosen
-        shape = (len(clients), self.max_steps, batch)
+        shape = (len(client_ids), self.max_steps, batch_size)
+        fields = apply_preprocess(self._preprocess, self._read(indices.ravel()), indices.size)
         batches = {
-            name: values.reshape(*shape, *values.shape[1:])
-            for name, values in self._prepare(self._take(indices.ravel())).items()
+            name: values.reshape(*shape, *values.shape[1:]) for name, values in fields.items()
         }
+        batches[MASK] = combine_masks(mask.reshape(shape), batches.get(MASK))
+        self._check_shapes(batches)
         self._round += 1
         return Cohort(
-            {**batches, "mask": mask.reshape(shape)},
-            num_examples=np.minimum(sizes, steps * batch).astype(np.int32),
-            num_steps=steps.astype(np.int32),
-            client_ids=clients.astype(np.int32),
+            batches,
+            num_examples=np.minimum(sizes, row_slots).astype(np.int32),
+            num_steps=num_steps.astype(np.int32),
+            client_ids=client_ids.astype(np.int32),
         )
 
+    def _check_shapes(self, batches: Arrays) -> None:
+        """Check that a round has the fields, shapes and dtypes of every other round."""
+        expected = {name: (x.shape, x.dtype) for name, x in self.shapes.batches.items()}
+        found = {name: (x.shape, x.dtype) for name, x in batches.items()}
+        for name in sorted(expected.keys() | found.keys()):
+            if expected.get(name) != found.get(name):
+                raise ValueError(
+                    f"preprocess returned the field {name!r} with another shape or dtype than for "
+                    f"the first example: {found.get(name)}, expected {expected.get(name)} for "
+                    f"{' x '.join(map(str, self.shapes.batches[MASK].shape[:3]))} examples. Pad "
+                    "or resize the field, so that all rounds are equal."
+                )
+
     def get_state(self) -> dict[str, Any]:
-        """Returns where the stream stands, after the last round that it gave, for JSON."""
+        """Return the stream's position after the last round, as JSON values."""
         return {"settings": dict(self.settings), "round": self._round}
 
     def set_state(self, state: Any) -> None:
-        """Goes to where a stream stood: the next rounds are bitwise those that followed there.
+        """Move to a saved position; the following rounds have the clients of the saved stream.
+
+        With equal `num_devices` and `chunk_size` the rounds are bitwise equal. Otherwise they have
+        the same clients with the same batches, in an order for this number of devices.
 
         Args:
-            state: what `get_state` returned, in this process or another, of a stream that was
-                made with the same settings over the same source.
+            state: what `get_state` returned, in this process or another, of a stream with the same
+                settings over the same source.
 
         Raises:
-            ValueError: if the state is of another stream, saying what differs.
+            ValueError: the state was saved by another stream; the message lists the differences.
         """
         self._round = int(check_state(state, self.settings, "round"))
 
@@ -175,52 +189,60 @@ class CohortRounds:
 def cohort_rounds(
     examples: Examples | Arrays,
     population: Partition,
-    cohorts: ClientSampler,
+    sampler: ClientSampler,
     *,
-    batch: int,
-    epochs: int = 1,
+    batch_size: int,
+    local_epochs: int = 1,
     max_steps: int | None = None,
     seed: int = 0,
-    devices: int = 1,
+    num_devices: int = 1,
     chunk_size: int = 1,
-    prepare: Callable[[Arrays], dict[str, NDArray[Any]]] = images_and_labels,
+    preprocess: Preprocess = preprocess_images,
 ) -> CohortRounds:
-    """Makes an endless stream of rounds, each of other clients with what they have.
+    """Make an endless stream of rounds, each with sampled clients of a population.
 
-    A client goes through its examples `epochs` times, each time in a new order and in batches of
-    its own; the last batch of an epoch may not be full, which `mask` says. Within a round, clients
-    are ordered so that devices that hold equal blocks of them finish together (`balanced_order`).
+    A client iterates over its examples `local_epochs` times, in a new random order each time. An
+    epoch's last batch may not be full; the field `mask` is False where a batch has no example.
+    Within a round, clients are ordered so that devices with equal blocks of them finish at nearly
+    the same time (`balanced_order`).
 
     Args:
-        examples: a source that `load` returned, whose records are read when a cohort needs them,
-            or a dict of arrays `[examples, ...]` in memory, as `read_examples` returns it.
-        population: for each client the indices of its examples: a list, or any sequence that makes
-            them when asked. A client without examples takes no step and has weight 0.
-        cohorts: who takes part when.
-        batch: examples in a step of a client.
-        epochs: how often a client goes through its examples in a round.
-        max_steps: the most steps of a client in a round; None asks the whole population how many
-            its largest client takes.
-        seed: chooses the orders.
-        devices: the size of the mesh's `clients` axis, which must divide the cohort.
-        chunk_size: how many clients a device runs at once, a number: clients of like size
-            share a step.
-        prepare: makes of the fields, arrays `[examples, ...]`, those that a batch has. A field
-            whose examples differ in shape comes as an array `[examples]` of objects.
+        examples: a source from `load`, from which each round reads the records of its cohort; or a
+            dict of arrays `[examples, ...]` in memory, as from `read_examples`.
+        population: for each client the indices of its examples: a list, or a sequence that
+            generates them when indexed. A client without examples has no steps and weight 0.
+        sampler: samples the clients of each round.
+        batch_size: examples per step and client.
+        local_epochs: how often a client iterates over its examples in a round.
+        max_steps: the largest number of steps of a client in a round; longer clients are truncated.
+            Default None: the steps of the largest client, for which the whole population is read.
+        seed: the random seed of the examples' orders.
+        num_devices: the size of the mesh's `clients` axis; it must divide the cohort. The clients
+            and batches of a round do not depend on it, only their order.
+        chunk_size: the number of clients that a device runs at once, the same integer as in the
+            algorithm. Clients of similar size share a chunk.
+        preprocess: a function from the source's fields, arrays `[examples, ...]`, to the fields of
+            a batch, which must be arrays of numbers `[examples, ...]`. A field whose examples
+            differ in shape is given as an array `[examples]` of objects: pad it, and return a field
+            `mask`, 0 at padding. Masks from `preprocess` are set to 0 where a batch has no example.
 
     Returns:
-        An iterator of `Cohort`.
+        An iterator over `fedpax.Cohort` with all of its fields: `batches` is a dict of arrays
+        `[clients, steps, batch_size, ...]` with a `mask`, bool `[clients, steps, batch_size]`
+        unless `preprocess` returns its own; `num_examples` and `num_steps` are int32 `[clients]`;
+        `client_ids` is int32 `[clients]`, -1 where fewer clients were available.
 
     Raises:
-        ValueError: for sizes that are not positive, do not fit the memory or one another, no
-            examples, a population of another number of clients than the cohorts', or a client of
-            a list that names an example that there is not.
+        ValueError: a size is below 1 or does not fit the memory or the other sizes; there are no
+            examples; population and sampler have different numbers of clients; a client of a list
+            has an index that is out of range; or `chunk_size` is not an integer.
+        TypeError: `preprocess` returns a field that is not an array of numbers.
 
     Example:
         >>> images = np.random.default_rng(0).random((7, 4, 4, 1), np.float32)
         >>> examples = {"image": images, "label": np.arange(7)}
         >>> population = [np.array([0, 1, 2]), np.array([3]), np.array([4, 5, 6])]
-        >>> rounds = cohort_rounds(examples, population, ClientSampler(3, 2), batch=2)
+        >>> rounds = cohort_rounds(examples, population, ClientSampler(3, 2), batch_size=2)
         >>> cohort = next(rounds)
         >>> cohort.batches["image"].shape
         (2, 2, 2, 4, 4, 1)
@@ -229,99 +251,113 @@ def cohort_rounds(
     """
     if not hasattr(chunk_size, "__index__"):
         raise ValueError(
-            f"chunk_size is {chunk_size!r}, but which clients of like size share a "
-            "step depends on how many do: give a whole number, here and to the algorithm."
+            f"chunk_size is {chunk_size!r}, expected an integer, because the order of clients "
+            "depends on it: give the same integer here and to the algorithm."
         )
-    sizes = {"batch": batch, "epochs": epochs, "devices": devices}
-    check_sizes(1, **sizes, chunk_size=chunk_size)
-    if len(population) != cohorts.num_clients:
+    check_sizes(1, num_devices=num_devices, chunk_size=chunk_size, local_epochs=local_epochs)
+    check_sizes(1, batch_size=batch_size)
+    if len(population) != sampler.num_clients:
         raise ValueError(
-            f"There are examples of {len(population)} clients, but the cohorts are drawn from "
-            f"{cohorts.num_clients}: make ClientSampler with num_clients={len(population)}."
+            f"population has {len(population)} clients, but the sampler has {sampler.num_clients}: "
+            f"make ClientSampler with num_clients={len(population)}."
         )
-    if cohorts.cohort_size % devices:
+    if sampler.cohort_size % num_devices:
+        divisible = sampler.cohort_size - sampler.cohort_size % num_devices or num_devices
         raise ValueError(
-            f"A cohort of {cohorts.cohort_size} clients cannot be shared by {devices} devices in equal "
-            f"blocks: take {cohorts.cohort_size - cohorts.cohort_size % devices or devices} clients, or a mesh "
-            "whose clients axis divides it."
+            f"num_devices={num_devices} does not divide cohort_size={sampler.cohort_size}: take "
+            f"{divisible} clients, or a mesh whose clients axis divides the cohort."
         )
-    read, count, source = _open(examples)
-    if listed := isinstance(population, list | tuple | np.ndarray):
-        population = [check_indices(own, count, f"client {k}") for k, own in enumerate(population)]
+    read, num_examples, name = _open(examples)
+    if is_list := isinstance(population, list | tuple | np.ndarray):
+        population = [
+            check_indices(part, num_examples, f"client {k}") for k, part in enumerate(population)
+        ]
     if max_steps is None:
-        largest = max(len(own) for own in population)
-        max_steps = int(_steps([largest], batch, epochs, None)[0])
+        largest = max(len(part) for part in population)
+        max_steps = int(_num_steps([largest], batch_size, local_epochs, None)[0])
         if not max_steps:
             raise ValueError("No client of the population has an example.")
-    one = prepare(read(np.zeros(1, np.int64)))
+    example = apply_preprocess(preprocess, read(np.zeros(1, np.int64)), 1)
     check_sizes(
-        sum(values.nbytes for values in one.values()),
-        cohort=cohorts.cohort_size,
+        sum(values.nbytes for values in example.values()),
+        cohort_size=sampler.cohort_size,
         max_steps=max_steps,
-        batch=batch,
+        batch_size=batch_size,
     )
-    some = [population[k] for k in evenly(len(population))]
-    # A client that is cut short sees as many as its steps hold.
-    seen = np.minimum([epochs * len(own) for own in some], max_steps * batch)
-    weights, available = cohorts.weights, cohorts.available
+    some = [population[k] for k in evenly_spaced(len(population))]
+    seen = np.minimum([local_epochs * len(part) for part in some], max_steps * batch_size)
+    weights, available = sampler.weights, sampler.available
     settings: dict[str, int | str] = {
-        "source": source,
-        "examples": count,
-        "population": partition_checksum(population if listed else some),
-        "clients": len(population),
-        "cohort": cohorts.cohort_size,
-        "cohorts_seed": cohorts.seed,
-        "cohorts_weights": (
+        "source": name,
+        "num_examples": num_examples,
+        "population": partition_checksum(population if is_list else some),
+        "num_clients": len(population),
+        "cohort_size": sampler.cohort_size,
+        "sampler_seed": sampler.seed,
+        "sampler_weights": (
             "none" if weights is None else zlib.crc32(np.asarray(weights, "<f8").tobytes())
         ),
-        "available": "everybody" if available is None else function_name(available),
+        "available": "all" if available is None else qualified_name(available),
         "max_steps": max_steps,
-        **sizes,
-        "chunk_size": chunk_size,
+        "batch_size": batch_size,
+        "local_epochs": local_epochs,
         "seed": seed,
-        "prepare": function_name(prepare),
+        "preprocess": qualified_name(preprocess),
     }
-    per_round = round(cohorts.cohort_size * float(seen.mean()))
-    return CohortRounds(read, population, cohorts, max_steps, prepare, one, per_round, settings)
+    items_per_round = round(sampler.cohort_size * float(seen.mean()))
+    return CohortRounds(
+        read,
+        population,
+        sampler,
+        max_steps,
+        preprocess,
+        example,
+        items_per_round,
+        settings,
+        num_devices=num_devices,
+        chunk_size=chunk_size,
+    )
 
 
-def _steps(sizes: Sequence[int], batch: int, epochs: int, most: int | None) -> NDArray[np.int64]:
-    """How many steps clients of so many examples take."""
-    steps = epochs * (-(-np.asarray(sizes, np.int64) // batch))
-    return steps if most is None else np.minimum(steps, most)
+def _num_steps(
+    sizes: Sequence[int], batch_size: int, local_epochs: int, max_steps: int | None
+) -> NDArray[np.int64]:
+    """Return the steps of clients with given numbers of examples."""
+    steps = local_epochs * (-(-np.asarray(sizes, np.int64) // batch_size))
+    return steps if max_steps is None else np.minimum(steps, max_steps)
 
 
 def _open(examples: Examples | Arrays) -> tuple[Read, int, str]:
-    """What stacks the examples of some indices, each read once; their number, and their name."""
+    """Return a function that stacks the examples of given indices, their number and a name."""
     if isinstance(examples, Mapping):
         lengths = {name: len(values) for name, values in examples.items()}
         if len(set(lengths.values())) != 1 or not min(lengths.values()):
             raise ValueError(
-                f"examples has fields of {lengths} examples: give one array [examples, ...] a "
-                "field, all of one length that is not 0."
+                f"examples has fields of {lengths} examples, expected one length that is not 0: "
+                "give one array [examples, ...] for each field."
             )
         return (
             lambda indices: {name: values[indices] for name, values in examples.items()},
             min(lengths.values()),
-            arrays_name(examples),
+            arrays_fingerprint(examples),
         )
 
-    import grain  # here, as it takes longer to import than everything else
+    import grain  # here because it is slow to import
 
     if not len(examples):
         raise ValueError("The source has no examples: load another split.")
     records = grain.MapDataset.source(examples)
 
     def read(indices: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
-        needed, place = np.unique(indices, return_inverse=True)
-        found = [records[int(i)] for i in needed]
-        return {name: _stack([example[name] for example in found])[place] for name in found[0]}
+        unique, position = np.unique(indices, return_inverse=True)
+        found = [records[int(i)] for i in unique]
+        return {name: _stack([example[name] for example in found])[position] for name in found[0]}
 
     return read, len(examples), source_name(examples)
 
 
 def _stack(values: Sequence[Any]) -> NDArray[Any]:
-    """An array [examples, ...], or [examples] of objects where their shapes differ."""
+    """Stack values to an array `[examples, ...]`, or to one of objects if their shapes differ."""
     arrays = [np.asarray(value) for value in values]
     if len({array.shape for array in arrays}) == 1:
         return np.stack(arrays)

@@ -1,8 +1,8 @@
-"""Rounds of packed text: an endless stream of language-model batches, a shard for each island.
+"""token_rounds: an endless stream of packed text, one shard of the documents per island.
 
-Each island reads its own documents again and again, in a new order each time, packs them into
-rows, and shuffles the rows of a window, so that the rows of a batch come from many documents.
-Where an island stands is three integers, and to restore it only the window is read again.
+Each island iterates over its own documents, in a new random order in every epoch, packs them into
+rows, and shuffles the rows within a window, so that the rows of a batch come from many documents.
+An island's position is three integers; restoring it reads only the current window again.
 """
 
 import math
@@ -31,9 +31,12 @@ _ARRAYS, _BYTES = 4, 4  # inputs, targets, segments, positions; each int32
 
 
 class _Position(NamedTuple):
-    """Where an island stands: ``row`` of the window that begins at a pair of a document.
+    """An island's position: the next row of a window, and the pair at which the window starts.
 
-    Documents are counted without end: those of the second epoch follow those of the first.
+    Attributes:
+        document: the window's first document; numbers continue over epochs.
+        offset: the window's first pair within that document.
+        row: the next row of the window.
     """
 
     document: int
@@ -42,7 +45,7 @@ class _Position(NamedTuple):
 
 
 class _Window(NamedTuple):
-    """Rows in the order in which they are given out, and where the next window begins."""
+    """The rows of a window, their order, and the position of the next window."""
 
     rows: TokenPairs
     order: NDArray[np.int64]
@@ -50,7 +53,7 @@ class _Window(NamedTuple):
 
 
 class _Island:
-    """The endless rows of one island."""
+    """The endless sequence of rows of one island."""
 
     def __init__(
         self,
@@ -58,7 +61,7 @@ class _Island:
         field: str,
         indices: NDArray[np.int64],
         key: NDArray[np.uint64],
-        length: int,
+        seq_len: int,
         shuffle_tokens: int,
         tokenizer: Tokenizer,
     ) -> None:
@@ -66,11 +69,11 @@ class _Island:
         self._field = field
         self._indices = indices
         self._key = key
-        self._length = length
+        self._seq_len = seq_len
         self._shuffle_tokens = shuffle_tokens
         self._tokenizer = tokenizer
         self._epoch: tuple[int, NDArray[np.int64]] = (-1, indices)
-        self._read: dict[int, NDArray[Any]] = {}  # by index
+        self._cache: dict[int, NDArray[Any]] = {}  # tokens by example
         self._window: _Window | None = None
         self._position = _Position(0, 0, 0)
 
@@ -84,7 +87,7 @@ class _Island:
         self._window = None
 
     def take(self, count: int) -> list[TokenPairs]:
-        """Returns the next ``count`` rows, in pieces."""
+        """Return the next `count` rows, as a list of parts."""
         pieces = []
         while count:
             window = self._window = self._window or self._next_window()
@@ -99,61 +102,66 @@ class _Island:
         return pieces
 
     def _next_window(self) -> _Window:
-        """Reads documents for a window: an epoch of them at most, but at least one row."""
+        """Read the documents of a window: at most one epoch, and at least one row."""
         document, offset, _ = self._position
-        texts: list[NDArray[Any]] = []
+        documents: list[NDArray[Any]] = []
         available = -offset
-        while available < self._length or (
-            available < self._shuffle_tokens and len(texts) < len(self._indices)
+        while available < self._seq_len or (
+            available < self._shuffle_tokens and len(documents) < len(self._indices)
         ):
-            index = self._index(document + len(texts))
-            texts.append(self._text(index))
-            available += len(texts[-1]) + 1
-        if sum(map(len, self._read.values())) > self._shuffle_tokens:
-            self._read = {index: texts[-1]}  # with which the next window begins
-        count = max(1, min(self._shuffle_tokens, available) // self._length)
-        stop = offset + count * self._length
-        rows = concatenate(texts, self._tokenizer.separator).map(
-            lambda x: x[offset:stop].reshape(count, self._length)
+            index = self._example_index(document + len(documents))
+            documents.append(self._tokens(index))
+            available += len(documents[-1]) + 1
+        if sum(map(len, self._cache.values())) > self._shuffle_tokens:
+            self._cache = {index: documents[-1]}  # the next window starts within this document
+        count = max(1, min(self._shuffle_tokens, available) // self._seq_len)
+        stop = offset + count * self._seq_len
+        rows = concatenate(documents, self._tokenizer.separator).map(
+            lambda x: x[offset:stop].reshape(count, self._seq_len)
         )
-        ends = np.cumsum([len(text) + 1 for text in texts])
-        whole = int(np.searchsorted(ends, stop, side="right"))  # documents used up
-        end = _Position(document + whole, stop - int(ends[whole - 1]) if whole else stop, 0)
+        ends = np.cumsum([len(tokens) + 1 for tokens in documents])
+        finished = int(np.searchsorted(ends, stop, side="right"))  # documents read to their end
+        next_offset = stop - int(ends[finished - 1]) if finished else stop
+        end = _Position(document + finished, next_offset, 0)
         order = shuffled_index(np.arange(count), count, hash_key(self._key, 1, document, offset))
         return _Window(rows, order, end)
 
-    def _text(self, index: int) -> NDArray[Any]:
-        """Returns the tokens of an example; a shard that fits in a window is read only once."""
-        text = self._read.get(index)
-        if text is None:
-            text = self._tokenizer.encode(get_field(self._examples[index], self._field))
-            self._read[index] = text
-        return text
+    def _tokens(self, index: int) -> NDArray[Any]:
+        """Return the tokens of an example; a shard that fits in a window is read only once."""
+        tokens = self._cache.get(index)
+        if tokens is None:
+            tokens = self._tokenizer.encode(get_field(self._examples[index], self._field))
+            self._cache[index] = tokens
+        return tokens
 
-    def _index(self, document: int) -> int:
-        """Says which example is the n-th document, counted without end."""
-        epoch, place = divmod(document, len(self._indices))
+    def _example_index(self, document: int) -> int:
+        """Return the example that is the n-th document, counted over all epochs."""
+        epoch, position = divmod(document, len(self._indices))
         if self._epoch[0] != epoch:
             size = len(self._indices)
             order = shuffled_index(np.arange(size), size, hash_key(self._key, 0, epoch))
             self._epoch = (epoch, self._indices[order])
-        return int(self._epoch[1][place])
+        return int(self._epoch[1][position])
 
 
 class TokenRounds:
-    """An endless iterator over rounds of packed text, as ``token_rounds`` makes it.
+    """An endless iterator over rounds of packed text; made by `token_rounds`.
 
     Attributes:
-        shape: (islands, local_steps, batch, length), the shape of every array of a round.
-        items_per_round: how many targets a round has, over all islands.
-        settings: what decides the stream; a state is restored only into the same.
+        shape: `(islands, local_steps, batch_size, seq_len)`, the shape of every array of a round.
+        items_per_round: the number of target tokens in a round, over all islands.
+        item_unit: `"tokens"`, the unit of `items_per_round`.
+        settings: the settings that determine the stream. A state can only be restored into a stream
+            with equal settings.
     """
+
+    item_unit = "tokens"
 
     def __init__(self, islands: Sequence[_Island], settings: dict[str, int | str]) -> None:
         self._islands = islands
         self.settings = settings
         self.shape = tuple(
-            int(settings[name]) for name in ("islands", "local_steps", "batch", "length")
+            int(settings[name]) for name in ("islands", "local_steps", "batch_size", "seq_len")
         )
         self.items_per_round = math.prod(self.shape)
 
@@ -161,16 +169,16 @@ class TokenRounds:
         return self
 
     def __next__(self) -> Cohort:
-        """Returns the next round, in arrays of its own."""
-        _, steps, batch, _ = self.shape
+        """Return the cohort of the next round, in new arrays."""
+        _, steps, batch_size, _ = self.shape
         before = [island.position for island in self._islands]
         try:
-            pieces = [piece for island in self._islands for piece in island.take(steps * batch)]
-        except BaseException:  # a damaged file, or Ctrl-C: the islands must stay in step
+            parts = [part for island in self._islands for part in island.take(steps * batch_size)]
+        except BaseException:  # a damaged file, or Ctrl-C: all islands must be at the same round
             for island, position in zip(self._islands, before, strict=True):
                 island.position = position
             raise
-        pairs = TokenPairs(*(np.concatenate(arrays) for arrays in zip(*pieces, strict=True)))
+        pairs = TokenPairs(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
         return Cohort(
             {
                 name: rows.reshape(self.shape)
@@ -179,46 +187,46 @@ class TokenRounds:
         )
 
     def get_state(self) -> dict[str, Any]:
-        """Returns where the stream stands, after the last round that it gave, for JSON."""
+        """Return the stream's position after the last round, as JSON values."""
         return {
             "settings": dict(self.settings),
             "islands": [list(island.position) for island in self._islands],
         }
 
     def set_state(self, state: Any) -> None:
-        """Goes to where a stream stood: the next rounds are bitwise those that followed there.
+        """Move to a saved position; the following rounds are bitwise those of the saved stream.
 
         Args:
-            state: what ``get_state`` returned, in this process or another, of a stream that was
-                made with the same settings over the same source.
+            state: what `get_state` returned, in this process or another, of a stream with the same
+                settings over the same source.
 
         Raises:
-            ValueError: if the state is of another stream, saying what differs.
+            ValueError: the state was saved by another stream; the message lists the differences.
         """
         positions = check_state(state, self.settings, "islands")
         for island, position in zip(self._islands, positions, strict=True):
             island.position = _Position(*(int(number) for number in position))
 
 
-def token_round_shapes(*, islands: int, local_steps: int, batch: int, length: int) -> Cohort:
-    """Tells the arrays of a round of ``token_rounds`` without reading any text.
+def token_round_shapes(*, islands: int, local_steps: int, batch_size: int, seq_len: int) -> Cohort:
+    """Return the shapes and dtypes of a round of `token_rounds`, without reading any text.
 
     Args:
-        islands: how many islands share the documents.
-        local_steps: steps of an island in a round.
-        batch: rows in a step of an island.
-        length: tokens in a row.
+        islands: the number of islands.
+        local_steps: steps per island and round.
+        batch_size: rows per step and island.
+        seq_len: tokens per row.
 
     Returns:
         A `Cohort` of `jax.ShapeDtypeStruct`.
 
     Example:
-        >>> shapes = token_round_shapes(islands=2, local_steps=3, batch=1, length=8)
+        >>> shapes = token_round_shapes(islands=2, local_steps=3, batch_size=1, seq_len=8)
         >>> shapes.batches["inputs"].shape, str(shapes.batches["inputs"].dtype)
         ((2, 3, 1, 8), 'int32')
     """
-    shape = (islands, local_steps, batch, length)
-    nothing = np.zeros((0, length), np.int32)
+    shape = (islands, local_steps, batch_size, seq_len)
+    nothing = np.zeros((0, seq_len), np.int32)
     empty = to_batch(TokenPairs(nothing, nothing, nothing.astype(np.bool_)))
     return Cohort(
         {
@@ -229,7 +237,7 @@ def token_round_shapes(*, islands: int, local_steps: int, batch: int, length: in
 
 
 def _without_mask(batch: Batch) -> Batch:
-    """Drop the mask: every row is full, and a mask would mark padding that there never is."""
+    """Drop the mask: all rows of a round are full."""
     return {name: rows for name, rows in batch.items() if name != MASK}
 
 
@@ -238,48 +246,49 @@ def token_rounds(
     *,
     islands: int,
     local_steps: int,
-    batch: int,
-    length: int,
+    batch_size: int,
+    seq_len: int,
     seed: int = 0,
     partition: Partition | None = None,
     shuffle_tokens: int = 2**22,
     field: str = "text",
     tokenizer: Tokenizer = BYTE_TOKENIZER,
 ) -> TokenRounds:
-    """Makes an endless stream of language-model rounds from a source of texts.
+    """Make an endless stream of language-model rounds from a source of texts.
 
     Documents are divided among the islands; by default each island has a random sample of them.
-    All methods that are given the same arguments see the same tokens in the same order: data
-    parallel training takes the stream of DiLoCo. One island (``islands=1``) has all documents.
+    Methods that are given equal arguments see the same tokens in the same order, so DiLoCo can be
+    compared with data-parallel training. A single island (`islands=1`) has all documents.
 
     Args:
-        source: the documents; a source that ``load`` returned, or a list of dicts.
-        islands: how many islands share the documents.
-        local_steps: steps of an island in a round.
-        batch: rows in a step of an island.
-        length: tokens in a row.
-        seed: chooses the default partition and all orders.
-        partition: the documents of each island, as the functions ``partition_...`` return; by
-            default ``partition_iid``. For islands that differ:
-            ``partition_by_field(source, "client", islands)``.
-        shuffle_tokens: how much of its shard an island reads, and shuffles by rows, together; at
-            most an epoch. It takes about 4 bytes a token. With 1, rows follow each other.
-        field: the field of an example that holds its text, bytes of UTF-8 or a string.
-        tokenizer: what turns texts into tokens.
+        source: the documents: a source from `load`, or a list of dicts.
+        islands: the number of islands.
+        local_steps: steps per island and round.
+        batch_size: rows per step and island.
+        seq_len: tokens per row.
+        seed: the random seed of the default partition and of all orders.
+        partition: the indices of each island's documents, as the `partition_...` functions return
+            them. Default None: `partition_iid`. For islands with different data use
+            `partition_by_field(source, "client", islands)`.
+        shuffle_tokens: the window within which an island shuffles its rows, in tokens; at most one
+            epoch. It takes about 4 bytes of memory per token. With 1, rows are not shuffled.
+        field: the field of an example with its text, a string or UTF-8 bytes.
+        tokenizer: the tokenizer.
 
     Returns:
-        An iterator. Each item is a `fedpax.Cohort` whose batches are a dict of int32 arrays
-        [islands, local_steps, batch, length]: ``inputs``, ``targets``, ``segments`` and
-        ``positions``, as ``fedpax.data.pack`` describes them. Rows are full: there is no mask.
+        An iterator over `fedpax.Cohort`. Its batches are a dict of int32 arrays `[islands,
+        local_steps, batch_size, seq_len]`: `inputs`, `targets`, `segments` and `positions`, as
+        `fedpax.data.pack` describes them. All rows are full, so there is no mask.
 
     Raises:
-        ValueError: for sizes that are not positive or do not fit the memory, fewer documents
-            than islands, or a partition that does not fit.
+        KeyError: at the first round, the examples have no such field.
+        ValueError: a size is below 1 or does not fit the memory, there are fewer documents than
+            islands, or the partition does not fit the source.
 
     Example:
         >>> from fedpax.data import decode
         >>> source = [{"text": "to be"}, {"text": "or not to be"}]
-        >>> rounds = token_rounds(source, islands=2, local_steps=3, batch=1, length=8)
+        >>> rounds = token_rounds(source, islands=2, local_steps=3, batch_size=1, seq_len=8)
         >>> cohort = next(rounds)
         >>> cohort.batches["inputs"].shape
         (2, 3, 1, 8)
@@ -289,9 +298,14 @@ def token_rounds(
         >>> bool((next(rounds).batches["inputs"] == following.batches["inputs"]).all())
         True
     """
-    import grain  # here, as it takes longer to import than everything else
+    import grain  # here because it is slow to import
 
-    sizes = {"islands": islands, "local_steps": local_steps, "batch": batch, "length": length}
+    sizes = {
+        "islands": islands,
+        "local_steps": local_steps,
+        "batch_size": batch_size,
+        "seq_len": seq_len,
+    }
     check_sizes(_ARRAYS * _BYTES, **sizes)
     check_sizes(1, shuffle_tokens=shuffle_tokens)
     if partition is None:
@@ -299,7 +313,7 @@ def token_rounds(
     partition = check_partition(partition, islands, len(source), "islands")
     settings: dict[str, int | str] = {
         "source": source_name(source),
-        "documents": len(source),
+        "num_documents": len(source),
         **sizes,
         "seed": seed,
         "partition": partition_checksum(partition),
@@ -310,7 +324,7 @@ def token_rounds(
     examples = grain.MapDataset.source(source)
     return TokenRounds(
         [
-            _Island(examples, field, indices, hash_key(seed, k), length, shuffle_tokens, tokenizer)
+            _Island(examples, field, indices, hash_key(seed, k), seq_len, shuffle_tokens, tokenizer)
             for k, indices in enumerate(partition)
         ],
         settings,

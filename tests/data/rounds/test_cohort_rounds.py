@@ -1,6 +1,8 @@
 import json
 import re
 
+import chex
+import jax
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,12 +11,13 @@ from hypothesis import strategies as st
 from fedpax.data import load
 from fedpax.data.populations.client_sampler import ClientSampler
 from fedpax.data.populations.partition import partition_by_field
-from fedpax.data.populations.scheduling import wasted_steps
+from fedpax.data.populations.scheduling import idle_fraction
 from fedpax.data.rounds.cohort_rounds import cohort_rounds
+from fedpax.data.rounds.preprocess import preprocess_images
 
 
 def problem(sizes, seed=0):
-    """Examples that say which they are, and clients that hold so many of them."""
+    """Make examples that identify themselves, and clients of given sizes."""
     total = sum(sizes)
     order = np.random.default_rng(seed).permutation(total)
     examples = {
@@ -27,50 +30,51 @@ def problem(sizes, seed=0):
 @st.composite
 def settings(draw):
     sizes = draw(st.lists(st.integers(0, 11), min_size=1, max_size=9).filter(any))
-    devices = draw(st.integers(1, len(sizes)))
-    cohort = devices * draw(st.integers(1, len(sizes) // devices))
+    num_devices = draw(st.integers(1, len(sizes)))
+    cohort_size = num_devices * draw(st.integers(1, len(sizes) // num_devices))
     return {
         "sizes": sizes,
-        "cohort": cohort,
-        "devices": devices,
-        "batch": draw(st.integers(1, 4)),
-        "epochs": draw(st.integers(1, 3)),
+        "cohort_size": cohort_size,
+        "num_devices": num_devices,
+        "batch_size": draw(st.integers(1, 4)),
+        "local_epochs": draw(st.integers(1, 3)),
         "max_steps": draw(st.none() | st.integers(1, 6)),
         "chunk_size": draw(st.integers(1, 3)),
     }
 
 
 @given(settings(), st.integers(0, 100))
-def test_each_client_goes_through_its_examples(case, seed):
-    sizes, cohort = case.pop("sizes"), case.pop("cohort")
+def test_each_client_iterates_over_its_examples(case, seed):
+    sizes, cohort_size = case.pop("sizes"), case.pop("cohort_size")
     examples, population = problem(sizes, seed)
-    cohorts = ClientSampler(len(sizes), cohort, seed)
-    rounds = cohort_rounds(examples, population, cohorts, seed=seed, **case)
-    batch, epochs = case["batch"], case["epochs"]
+    sampler = ClientSampler(len(sizes), cohort_size, seed)
+    rounds = cohort_rounds(examples, population, sampler, seed=seed, **case)
+    batch_size, local_epochs = case["batch_size"], case["local_epochs"]
     for r in range(3):
-        round_ = next(rounds)
-        assert sorted(round_.clients) == sorted(cohorts.draw(r))
-        for i, client in enumerate(round_.clients):
+        cohort = next(rounds)
+        assert sorted(cohort.client_ids) == sorted(sampler.sample(r))
+        for i, client in enumerate(cohort.client_ids):
             own = population[client]
-            each = -(-len(own) // batch)
-            steps = min(epochs * each, rounds.max_steps)
-            assert round_.steps[i] == steps
-            assert round_.weights[i] == min(len(own), steps * batch)
-            mask, label = round_.batches["mask"][i], round_.batches["label"][i]
+            epoch_steps = -(-len(own) // batch_size)
+            steps = min(local_epochs * epoch_steps, rounds.max_steps)
+            assert cohort.num_steps[i] == steps
+            assert cohort.num_examples[i] == min(len(own), steps * batch_size)
+            mask, label = cohort.batches["mask"][i], cohort.batches["label"][i]
             assert not mask[steps:].any()
             assert mask[:steps].any(axis=1).all()
-            np.testing.assert_array_equal(round_.batches["image"][i][..., 0], label)
-            for start in range(0, steps, each or 1):
-                seen = label[start : start + each][mask[start : start + each]]
+            np.testing.assert_array_equal(cohort.batches["image"][i][..., 0], label)
+            for start in range(0, steps, epoch_steps or 1):
+                end = start + epoch_steps
+                seen = label[start:end][mask[start:end]]
                 assert len(set(seen)) == len(seen)
                 assert set(seen) <= set(own)
-                if start + each <= steps:
+                if end <= steps:
                     assert set(seen) == set(own)
 
 
-def test_orders_change_from_epoch_to_epoch_and_round_to_round():
+def test_every_epoch_and_round_has_another_order():
     examples, population = problem([40, 40])
-    rounds = cohort_rounds(examples, population, ClientSampler(2, 2), batch=40, epochs=2)
+    rounds = cohort_rounds(examples, population, ClientSampler(2, 2), batch_size=40, local_epochs=2)
     orders = {
         tuple(order)
         for _ in range(3)
@@ -79,24 +83,72 @@ def test_orders_change_from_epoch_to_epoch_and_round_to_round():
     assert len(orders) == 12
 
 
-def test_a_stream_goes_on_where_another_stood():
+def test_a_restored_stream_continues_bitwise():
     examples, population = problem([3, 9, 1, 5, 7])
-    made = lambda: cohort_rounds(examples, population, ClientSampler(5, 3, seed=2), batch=2, seed=4)
-    one, other = made(), made()
+    make = lambda sampler_seed=2: cohort_rounds(
+        examples, population, ClientSampler(5, 3, seed=sampler_seed), batch_size=2, seed=4
+    )
+    stream, other = make(), make()
     for _ in range(2):
-        next(one)
-    other.set_state(json.loads(json.dumps(one.get_state())))
+        next(stream)
+    other.set_state(json.loads(json.dumps(stream.get_state())))
     for _ in range(2):
-        a, b = next(one), next(other)
-        for x, y in zip((*a.batches.values(), *a[1:]), (*b.batches.values(), *b[1:]), strict=True):
-            np.testing.assert_array_equal(x, y)
-    third = cohort_rounds(examples, population, ClientSampler(5, 3, seed=3), batch=2, seed=4)
-    with pytest.raises(ValueError, match="cohorts_seed is 3 and was 2"):
-        third.set_state(one.get_state())
+        chex.assert_trees_all_equal(next(stream), next(other))
+    with pytest.raises(ValueError, match="sampler_seed is 3 and was 2"):
+        make(sampler_seed=3).set_state(stream.get_state())
 
 
-class Made:
-    """A population without a name, whose clients are made when asked."""
+def by_client(cohort):
+    """Return the rows of a cohort in the order of client ids, absent clients last."""
+    order = np.argsort(np.where(cohort.client_ids < 0, np.iinfo(np.int32).max, cohort.client_ids))
+    return jax.tree.map(lambda x: x[order], cohort)
+
+
+@given(st.integers(0, 10**6), st.integers(1, 3), st.none() | st.integers(1, 5))
+def test_a_round_has_the_same_clients_and_batches_on_any_number_of_devices(
+    seed, local_epochs, max_steps
+):
+    """Padding and absent clients included; a state moves between numbers of devices."""
+    rng = np.random.default_rng(seed)
+    examples, population = problem(rng.integers(0, 12, 20), seed)
+    available = lambda r: np.arange(20) % 5 != r % 5  # 16 of 20
+    sampler = ClientSampler(20, 8, seed, available=available if seed % 2 else few_available)
+    streams = [
+        cohort_rounds(
+            examples,
+            population,
+            sampler,
+            batch_size=3,
+            seed=seed,
+            local_epochs=local_epochs,
+            max_steps=max_steps,
+            num_devices=num_devices,
+            chunk_size=chunk_size,
+        )
+        for num_devices, chunk_size in [(1, 1), (2, 1), (8, 1), (1, 3), (2, 4)]
+    ]
+    orders = set()
+    for _ in range(2):
+        cohorts = [next(stream) for stream in streams]
+        for cohort in cohorts[1:]:
+            chex.assert_trees_all_equal(by_client(cohort), by_client(cohorts[0]))
+        orders |= {tuple(cohort.client_ids) for cohort in cohorts}
+    assert len(orders) > 2  # so the order of clients does depend on the devices
+    state = json.loads(json.dumps(streams[0].get_state()))
+    following = by_client(next(streams[0]))
+    for stream in streams[1:]:
+        next(stream)
+        stream.set_state(state)
+        chex.assert_trees_all_equal(by_client(next(stream)), following)
+
+
+def few_available(round_number):
+    """Five of twenty clients are available: fewer than the cohort of eight."""
+    return np.arange(20) % 4 == round_number % 4
+
+
+class Lazy:
+    """A population whose clients are generated when indexed."""
 
     def __init__(self, clients):
         self.clients = clients
@@ -116,7 +168,7 @@ def even_rounds(r):
     return np.array([True, True, r % 2 == 0])
 
 
-def plain(fields):
+def keep_fields(fields):
     return dict(fields)
 
 
@@ -124,12 +176,12 @@ LONG = [np.arange(2000), np.arange(2000, 4000), np.arange(4000, 6000)]
 OTHER = [np.arange(2000), np.r_[2000:3000, 3001, 3000, 3002:4000], np.arange(4000, 6000)]
 
 
-@pytest.mark.parametrize("kind", [list, tuple, np.array, Made], ids=lambda kind: kind.__name__)
-def test_a_state_is_restored_into_the_same_population_alone(kind):
-    """Every time in objects of its own, as in another process."""
+@pytest.mark.parametrize("kind", [list, tuple, np.array, Lazy], ids=lambda kind: kind.__name__)
+def test_a_state_can_only_be_restored_into_the_same_population(kind):
+    """With new objects each time, as in another process."""
     examples, _ = problem([6000])
     made = lambda clients: cohort_rounds(
-        examples, kind([c.copy() for c in clients]), ClientSampler(3, 2), batch=500
+        examples, kind([c.copy() for c in clients]), ClientSampler(3, 2), batch_size=500
     )
     state = json.loads(json.dumps(made(LONG).get_state()))
     made(LONG).set_state(state)
@@ -140,19 +192,19 @@ def test_a_state_is_restored_into_the_same_population_alone(kind):
 @pytest.mark.parametrize(
     ("changes", "setting"),
     [
-        ({"weights": [1.0, 2.0, 3.0]}, "cohorts_weights"),
+        ({"weights": [1.0, 2.0, 3.0]}, "sampler_weights"),
         ({"available": even_rounds}, "available"),
-        ({"prepare": plain}, "prepare"),
+        ({"preprocess": keep_fields}, "preprocess"),
         ({"scale": 2.0}, "source"),
-        ({"examples": 7000}, "examples"),
+        ({"examples": 7000}, "num_examples"),
     ],
 )
-def test_a_state_is_of_its_weights_functions_and_arrays(changes, setting):
+def test_a_state_identifies_weights_functions_and_arrays(changes, setting):
     def made(examples=6000, scale=1.0, weights=(1.0, 2.0, 2.0), available=all_rounds, **more):
         arrays, _ = problem([examples])
         arrays["image"] = scale * arrays["image"]
-        cohorts = ClientSampler(3, 2, weights=weights, available=available)
-        return cohort_rounds(arrays, LONG, cohorts, batch=500, **more)
+        sampler = ClientSampler(3, 2, weights=weights, available=available)
+        return cohort_rounds(arrays, LONG, sampler, batch_size=500, **more)
 
     state = made().get_state()
     made().set_state(state)
@@ -161,38 +213,38 @@ def test_a_state_is_of_its_weights_functions_and_arrays(changes, setting):
 
 
 @pytest.mark.parametrize("nothing", [[], np.array([])], ids=["list", "float64"])
-@pytest.mark.parametrize("kind", [list, Made], ids=lambda kind: kind.__name__)
-def test_a_client_without_examples_takes_no_step(kind, nothing):
+@pytest.mark.parametrize("kind", [list, Lazy], ids=lambda kind: kind.__name__)
+def test_a_client_without_examples_has_no_steps(kind, nothing):
     examples, _ = problem([3])
-    round_ = next(
-        cohort_rounds(examples, kind([[0, 1], nothing, [2]]), ClientSampler(3, 3), batch=2)
+    cohort = next(
+        cohort_rounds(examples, kind([[0, 1], nothing, [2]]), ClientSampler(3, 3), batch_size=2)
     )
-    place = np.flatnonzero(round_.clients == 1)[0]
-    assert (round_.steps[place], round_.weights[place]) == (0, 0)
-    assert not round_.batches["mask"][place].any()
-    assert sorted(round_.batches["label"][round_.batches["mask"]]) == [0, 1, 2]
+    row = np.flatnonzero(cohort.client_ids == 1)[0]
+    assert (cohort.num_steps[row], cohort.num_examples[row]) == (0, 0)
+    assert not cohort.batches["mask"][row].any()
+    assert sorted(cohort.batches["label"][cohort.batches["mask"]]) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
     ("own", "words"),
     [
-        ([99], "client 1 names example 99, but the source has examples 0 to 19"),
-        ([3, -1], "client 1 names example -1"),
-        ([0.5], r"client 1 is float64\[1\], expected integers"),
-        ([True, False], r"client 1 is bool\[2\], expected integers"),
-        ([[1, 2]], r"client 1 is int64\[1, 2\], expected integers"),
+        ([99], "client 1 has index 99, but the source has examples 0 to 19"),
+        ([3, -1], "client 1 has index -1"),
+        ([0.5], r"client 1 is float64\[1\], expected the indices"),
+        ([True, False], r"client 1 is bool\[2\], expected the indices"),
+        ([[1, 2]], r"client 1 is int64\[1, 2\], expected the indices"),
     ],
 )
-def test_indices_that_are_none_of_the_source_are_told_with_the_client(own, words):
+def test_indices_out_of_range_raise_and_name_the_client(own, words):
     examples, _ = problem([20])
     with pytest.raises(ValueError, match=words):
-        cohort_rounds(examples, [[0], own], ClientSampler(2, 2), batch=2)
-    lazy = cohort_rounds(examples, Made([[0], own]), ClientSampler(2, 2), batch=2)
+        cohort_rounds(examples, [[0], own], ClientSampler(2, 2), batch_size=2)
+    lazy = cohort_rounds(examples, Lazy([[0], own]), ClientSampler(2, 2), batch_size=2)
     with pytest.raises(ValueError, match=words):
         next(lazy)
 
 
-def test_a_source_is_read_for_the_cohort_alone():
+def test_only_the_examples_of_the_cohort_are_read():
     class Counting:
         def __init__(self):
             self.read = []
@@ -210,18 +262,18 @@ def test_a_source_is_read_for_the_cohort_alone():
 
     source = Counting()
     population = [np.arange(10 * k, 10 * k + 10) for k in range(10)]
-    cohorts = ClientSampler(10, 2, seed=1)
-    rounds = cohort_rounds(source, population, cohorts, batch=5, epochs=3)
+    sampler = ClientSampler(10, 2, seed=1)
+    rounds = cohort_rounds(source, population, sampler, batch_size=5, local_epochs=3)
     source.read.clear()
-    round_ = next(rounds)
-    wanted = np.concatenate([population[k] for k in cohorts.draw(0)])
-    assert sorted(source.read) == sorted(wanted)  # each once, in three epochs
+    cohort = next(rounds)
+    expected = np.concatenate([population[k] for k in sampler.sample(0)])
+    assert sorted(source.read) == sorted(expected)  # each once, for three epochs
     np.testing.assert_array_equal(
-        np.rint(round_.batches["image"][..., 0, 0, 0] * 255), round_.batches["label"]
+        np.rint(cohort.batches["image"][..., 0, 0, 0] * 255), cohort.batches["label"]
     )
 
 
-def test_a_prepared_data_set_gives_the_rounds_of_its_arrays(digits):
+def test_a_source_and_its_arrays_give_the_same_rounds(digits):
     source = digits("train")
     arrays = {
         "image": np.stack([x["image"] for x in source]),
@@ -229,7 +281,7 @@ def test_a_prepared_data_set_gives_the_rounds_of_its_arrays(digits):
     }
     population = partition_by_field(source, "label", 10)
     from_files, from_memory = (
-        cohort_rounds(examples, population, ClientSampler(10, 4), batch=16)
+        cohort_rounds(examples, population, ClientSampler(10, 4), batch_size=16)
         for examples in (source, arrays)
     )
     for a, b in zip(
@@ -238,21 +290,21 @@ def test_a_prepared_data_set_gives_the_rounds_of_its_arrays(digits):
         np.testing.assert_array_equal(a, b)
 
 
-def test_clients_that_are_not_available_leave_empty_places():
+def test_absent_clients_have_id_minus_1_and_only_padding():
     examples, population = problem([4] * 6)
-    cohorts = ClientSampler(6, 4, available=lambda r: np.arange(6) < 1 + r)
-    rounds = cohort_rounds(examples, population, cohorts, batch=2)
+    sampler = ClientSampler(6, 4, available=lambda r: np.arange(6) < 1 + r)
+    rounds = cohort_rounds(examples, population, sampler, batch_size=2)
     for r in range(5):
-        round_ = next(rounds)
-        here = min(4, r + 1)
-        assert (round_.clients >= 0).sum() == here
-        for array in (round_.steps, round_.weights):
-            assert ((array > 0) == (round_.clients >= 0)).all()
-        assert not round_.batches["mask"][round_.clients < 0].any()
+        cohort = next(rounds)
+        present = min(4, r + 1)
+        assert (cohort.client_ids >= 0).sum() == present
+        for array in (cohort.num_steps, cohort.num_examples):
+            assert ((array > 0) == (cohort.client_ids >= 0)).all()
+        assert not cohort.batches["mask"][cohort.client_ids < 0].any()
 
 
-def test_a_population_may_be_made_when_it_is_asked_for():
-    class Lazy:
+def test_a_population_can_be_generated_when_indexed():
+    class Huge:
         def __len__(self):
             return 10**9
 
@@ -260,59 +312,154 @@ def test_a_population_may_be_made_when_it_is_asked_for():
             return np.array([client % 7, client % 5])
 
     examples, _ = problem([7])
-    rounds = cohort_rounds(examples, Lazy(), ClientSampler(10**9, 5), batch=2, max_steps=1)
-    round_ = next(rounds)
-    wanted = np.stack([round_.clients % 7, round_.clients % 5], axis=1)
-    np.testing.assert_array_equal(np.sort(round_.batches["label"][:, 0]), np.sort(wanted))
+    rounds = cohort_rounds(examples, Huge(), ClientSampler(10**9, 5), batch_size=2, max_steps=1)
+    cohort = next(rounds)
+    expected = np.stack([cohort.client_ids % 7, cohort.client_ids % 5], axis=1)
+    np.testing.assert_array_equal(np.sort(cohort.batches["label"][:, 0]), np.sort(expected))
 
 
-def test_clients_are_ordered_for_the_devices():
+def test_a_round_has_the_shapes_that_the_stream_announces():
+    examples, population = problem([3, 0, 5, 2])
+    rounds = cohort_rounds(examples, population, ClientSampler(4, 3), batch_size=2)
+    chex.assert_trees_all_equal_shapes_and_dtypes(rounds.shapes, next(rounds))
+
+
+def test_a_stream_counts_examples():
+    examples, population = problem([4, 4, 4])
+    rounds = cohort_rounds(examples, population, ClientSampler(3, 2), batch_size=3, local_epochs=2)
+    assert (rounds.items_per_round, rounds.item_unit) == (2 * 2 * 4, "examples")
+    assert next(rounds).batches["mask"].sum() == rounds.items_per_round
+
+
+def padded_text(fields):
+    """Pad texts of different lengths, with a mask of their own that marks their tokens."""
+    texts = [np.frombuffer(bytes(text), np.uint8) for text in fields["text"].tolist()]
+    tokens, mask = np.zeros((2, len(texts), 6), np.int32)
+    for row, text in enumerate(texts):
+        tokens[row, : len(text)], mask[row, : len(text)] = text, 1
+    return {"tokens": tokens, "mask": mask.astype(np.float32)}
+
+
+def test_a_mask_from_preprocess_is_kept_and_is_0_where_there_is_no_example():
+    """Ragged examples: padding within an example and padding of a batch are both marked."""
+    source = [{"text": b"a" * n} for n in (1, 6, 3, 2, 5)]
+    population = [np.array([0, 1, 2]), np.array([3, 4]), np.array([], np.int64)]
+    rounds = cohort_rounds(
+        source, population, ClientSampler(3, 3), batch_size=2, preprocess=padded_text
+    )
+    cohort = next(rounds)
+    mask = cohort.batches["mask"]
+    chex.assert_trees_all_equal_shapes_and_dtypes(rounds.shapes, cohort)
+    chex.assert_shape(mask, (3, 2, 2, 6))
+    assert mask.dtype == np.float32
+    lengths = dict(zip(cohort.client_ids.tolist(), mask.sum((1, 2, 3)).tolist(), strict=True))
+    assert lengths == {0: 1 + 6 + 3, 1: 2 + 5, 2: 0}
+    has_example = mask.any(-1).sum((1, 2))
+    np.testing.assert_array_equal(has_example, cohort.num_examples)
+    assert (cohort.batches["tokens"][mask == 1] == ord("a")).all()
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"note": b"text"}, r"field 'note' has dtype .S4 after preprocess .*keep_fields"),
+        ({"note": "text"}, r"field 'note' has dtype <U4 after preprocess"),
+        ({"note": None}, r"field 'note' has dtype object after preprocess"),
+    ],
+)
+def test_a_field_that_is_not_numeric_raises(fields, words):
+    source = [{"x": np.float32(k), **fields} for k in range(4)]
+    with pytest.raises(TypeError, match=words):
+        cohort_rounds(
+            source, [np.arange(4)], ClientSampler(1, 1), batch_size=2, preprocess=keep_fields
+        )
+
+
+def test_examples_of_different_shapes_raise_unless_preprocess_pads_them():
+    source = [{"x": np.ones(1 + k, np.float32)} for k in range(4)]
+    rounds = cohort_rounds(
+        source, [np.arange(4)], ClientSampler(1, 1), batch_size=2, preprocess=keep_fields
+    )
+    with pytest.raises(TypeError, match=r"field 'x' has dtype object .*pad examples of different"):
+        next(rounds)
+    rounds = cohort_rounds(
+        source, [np.array([2])], ClientSampler(1, 1), batch_size=2, preprocess=keep_fields
+    )
+    with pytest.raises(ValueError, match=r"field 'x' with another shape .*\(1, 1, 2, 3\)"):
+        next(rounds)
+
+
+def test_a_preprocess_that_drops_examples_raises():
+    examples, population = problem([4])
+    with pytest.raises(ValueError, match=r"'label' has shape \[0\] after preprocess .*\[1, ...\]"):
+        cohort_rounds(
+            examples,
+            population,
+            ClientSampler(1, 1),
+            batch_size=2,
+            preprocess=lambda fields: {"label": fields["label"][1:]},
+        )
+
+
+def test_images_are_scaled_and_labels_are_int32():
+    fields = {"image": np.array([[0, 255]], np.uint8), "label": np.array([3], np.int64)}
+    found = preprocess_images(fields)
+    np.testing.assert_array_equal(found["image"], np.float32([[0, 1]]))
+    assert found["label"].dtype == np.int32
+
+
+def test_clients_are_ordered_so_that_devices_are_not_idle():
     sizes = np.ceil(np.random.default_rng(0).lognormal(2, 1, size=256)).astype(int)
     examples, population = problem(sizes)
-    rounds = cohort_rounds(examples, population, ClientSampler(256, 128), batch=1, devices=8)
-    assert wasted_steps(next(rounds).steps, devices=8) < 0.05
+    rounds = cohort_rounds(
+        examples, population, ClientSampler(256, 128), batch_size=1, num_devices=8
+    )
+    assert idle_fraction(next(rounds).num_steps, num_devices=8) < 0.05
 
 
 @pytest.mark.parametrize(
     ("changes", "remedy"),
     [
-        ({"batch": 0}, "batch is 0"),
-        ({"epochs": 0}, "epochs is 0"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"local_epochs": 0}, "local_epochs is 0"),
         ({"max_steps": 0}, "max_steps is 0"),
-        ({"devices": 2}, "take 2 clients"),
-        ({"chunk_size": "auto"}, "give a whole number, here and to the algorithm"),
-        ({"chunk_size": 1.5}, "give a whole number"),
-        ({"cohorts": ClientSampler(5, 3)}, "make ClientSampler with population=4"),
+        ({"num_devices": 2}, "take 2 clients"),
+        ({"chunk_size": "auto"}, "give the same integer here and to the algorithm"),
+        ({"chunk_size": 1.5}, "chunk_size is 1.5, expected an integer"),
+        ({"sampler": ClientSampler(5, 3)}, "make ClientSampler with num_clients=4"),
         ({"population": [np.zeros(0, int)] * 4}, "No client of the population has an example"),
-        ({"examples": {"image": np.ones((2, 1)), "label": np.ones(3)}}, "all of one length"),
+        (
+            {"examples": {"image": np.ones((2, 1)), "label": np.ones(3)}},
+            "expected one length that is not 0",
+        ),
         ({"examples": []}, "load another split"),
-        ({"max_steps": 10**12}, "make one of them smaller"),
+        ({"max_steps": 10**12}, "reduce one of these sizes"),
     ],
 )
-def test_bad_input_is_told(changes, remedy):
+def test_bad_arguments_raise(changes, remedy):
     examples, population = problem([2, 3, 4, 5])
     arguments = {
         "examples": examples,
         "population": population,
-        "cohorts": ClientSampler(4, 3),
-        "batch": 2,
+        "sampler": ClientSampler(4, 3),
+        "batch_size": 2,
     } | changes
     with pytest.raises(ValueError, match=re.escape(remedy)):
         cohort_rounds(**arguments)
 
 
-def test_images_of_several_shapes_are_refused():
+def test_images_of_different_shapes_raise():
     source = [{"image": np.ones((k, 2, 1)), "label": k} for k in (2, 3)]
-    rounds = cohort_rounds(source, [np.array([0, 1])], ClientSampler(1, 1), batch=2)
+    rounds = cohort_rounds(source, [np.array([0, 1])], ClientSampler(1, 1), batch_size=2)
     with pytest.raises(ValueError, match="resize them when the data set is prepared"):
         next(rounds)
 
 
-def test_damaged_records_are_told(tmp_path):
+def test_damaged_records_raise(tmp_path):
     source = load("digits", "test", data_dir=tmp_path)
     for file in source.folder.glob("*test*array_record*"):
         file.write_bytes(file.read_bytes()[:3000] + bytes(3000) + file.read_bytes()[6000:])
     source = load("digits", "test", data_dir=tmp_path)
-    rounds = cohort_rounds(source, [np.arange(len(source))], ClientSampler(1, 1), batch=50)
+    rounds = cohort_rounds(source, [np.arange(len(source))], ClientSampler(1, 1), batch_size=50)
     with pytest.raises(OSError, match="are damaged: delete that folder and load again"):
         next(rounds)

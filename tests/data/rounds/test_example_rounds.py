@@ -3,6 +3,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import chex
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -10,21 +11,17 @@ from hypothesis import given
 
 from fedpax.data import ExampleRounds, Source, example_rounds, partition_by_field, read_examples
 
-SIZES: dict[str, Any] = {"clients": 3, "local_steps": 2, "batch": 4}
+SIZES: dict[str, Any] = {"num_clients": 3, "local_steps": 2, "batch_size": 4}
 
 
 def numbered(count: int) -> list[dict[str, Any]]:
-    """Images that say which they are: example n is n / 255 everywhere, its label n."""
+    """Make images that identify themselves: example n is n / 255 everywhere, its label n."""
     return [{"image": np.full((2, 2, 1), n, np.uint8), "label": np.int64(n)} for n in range(count)]
 
 
-def same(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> bool:
-    return all(np.array_equal(first[name], second[name]) for name in ("image", "label"))
-
-
-def test_a_round_has_images_of_the_digits(digits: Callable[[str], Source]) -> None:
+def test_a_round_has_images_and_labels_of_the_digits(digits: Callable[[str], Source]) -> None:
     source = digits("train")
-    batches = next(example_rounds(source, clients=5, local_steps=2, batch=3))
+    batches = next(example_rounds(source, num_clients=5, local_steps=2, batch_size=3)).batches
     assert batches["image"].shape == (5, 2, 3, 8, 8, 1)
     assert batches["label"].shape == (5, 2, 3)
     assert (batches["image"].dtype, batches["label"].dtype) == (np.float32, np.int32)
@@ -41,9 +38,11 @@ def test_every_epoch_of_a_client_has_its_examples_once(
     clients: int, steps: int, batch: int, seed: int
 ) -> None:
     rounds = example_rounds(
-        numbered(20), clients=clients, local_steps=steps, batch=batch, seed=seed
+        numbered(20), num_clients=clients, local_steps=steps, batch_size=batch, seed=seed
     )
-    labels = np.concatenate([next(rounds)["label"].reshape(clients, -1) for _ in range(40)], axis=1)
+    labels = np.concatenate(
+        [next(rounds).batches["label"].reshape(clients, -1) for _ in range(40)], axis=1
+    )
     seen: set[int] = set()
     for client, size in enumerate(rounds.examples_per_client):
         epochs = labels[client][: len(labels[client]) // size * size].reshape(-1, size)
@@ -58,13 +57,13 @@ def test_every_epoch_of_a_client_has_its_examples_once(
     assert rounds.examples_per_client.sum() == 20
 
 
-def test_images_and_labels_stay_together() -> None:
-    batches = next(example_rounds(numbered(200), **SIZES))
+def test_images_keep_their_labels() -> None:
+    batches = next(example_rounds(numbered(200), **SIZES)).batches
     assert np.array_equal(np.rint(batches["image"][..., 0, 0, 0] * 255), batches["label"])
 
 
 @given(st.integers(0, 30), st.integers(0, 30))
-def test_a_restored_stream_goes_on_bitwise(before: int, between: int) -> None:
+def test_a_restored_stream_continues_bitwise(before: int, between: int) -> None:
     stream, other = (example_rounds(numbered(17), **SIZES) for _ in "ab")
     for _ in range(before):
         next(stream)
@@ -74,28 +73,32 @@ def test_a_restored_stream_goes_on_bitwise(before: int, between: int) -> None:
         next(other)
     for restored in (stream, other):
         restored.set_state(state)
-        assert all(same(batches, next(restored)) for batches in following)
+        for cohort in following:
+            chex.assert_trees_all_equal(next(restored), cohort)
 
 
-def test_the_seed_decides() -> None:
+def test_the_seed_determines_the_rounds() -> None:
     def make(seed: int) -> ExampleRounds:
         return example_rounds(numbered(50), **SIZES, seed=seed)
 
-    assert same(next(make(1)), next(make(1)))
-    assert not same(next(make(1)), next(make(2)))
+    chex.assert_trees_all_equal(next(make(1)), next(make(1)))
+    labels = [next(make(seed)).batches["label"] for seed in (1, 2)]
+    assert not np.array_equal(*labels)
 
 
-def test_a_partition_by_label(digits: Callable[[str], Source]) -> None:
+def test_clients_have_the_labels_of_their_partition(digits: Callable[[str], Source]) -> None:
     source = digits("train")
     partition = partition_by_field(source, "label", 5)
-    rounds = example_rounds(source, clients=5, local_steps=10, batch=20, partition=partition)
-    for client, labels in enumerate(next(rounds)["label"]):
+    rounds = example_rounds(
+        source, num_clients=5, local_steps=10, batch_size=20, partition=partition
+    )
+    for client, labels in enumerate(next(rounds).batches["label"]):
         own = {int(source[int(index)]["label"]) for index in partition[client]}
         assert set(labels.ravel().tolist()) == own
         assert len(own) == 2
 
 
-def test_read_examples_keeps_floating_numbers(rng: np.random.Generator) -> None:
+def test_read_examples_does_not_scale_floats(rng: np.random.Generator) -> None:
     images = rng.normal(size=(5, 3, 3, 1)).astype(np.float32)
     source = [{"image": x, "label": k} for k, x in enumerate(images)]
     arrays = read_examples(source)
@@ -109,20 +112,29 @@ def test_read_examples_of_the_test_split(digits: Callable[[str], Source]) -> Non
     assert set(arrays["label"].tolist()) == set(range(10))
 
 
-def test_bad_arguments_are_refused() -> None:
-    with pytest.raises(ValueError, match="batch is 0, but must be at least 1"):
-        example_rounds(numbered(5), **{**SIZES, "batch": 0})
-    with pytest.raises(ValueError, match="GiB of memory: make one of them smaller"):
-        example_rounds(numbered(5), **{**SIZES, "batch": 10**12})
-    with pytest.raises(ValueError, match="5 examples cannot be shared among 6 participants"):
-        example_rounds(numbered(5), **{**SIZES, "clients": 6})
+def test_bad_arguments_raise() -> None:
+    with pytest.raises(ValueError, match="batch_size is 0, expected at least 1"):
+        example_rounds(numbered(5), **{**SIZES, "batch_size": 0})
+    with pytest.raises(ValueError, match="GiB of memory: reduce one of these sizes"):
+        example_rounds(numbered(5), **{**SIZES, "batch_size": 10**12})
+    with pytest.raises(ValueError, match="5 examples are too few for 6 participants"):
+        example_rounds(numbered(5), **{**SIZES, "num_clients": 6})
     with pytest.raises(ValueError, match="has no examples: load another split"):
         example_rounds([], **SIZES)
     with pytest.raises(KeyError, match="no field 'digit', but 'image', 'label'"):
-        example_rounds(numbered(5), **SIZES, label="digit")
+        example_rounds(numbered(5), **SIZES, label_field="digit")
     ragged = [{"image": np.zeros((n, 2, 1), np.uint8), "label": n} for n in (2, 3, 4)]
     with pytest.raises(ValueError, match="3 shapes, such as"):
         example_rounds(ragged, **SIZES)
-    with pytest.raises(ValueError, match="clients is 3 and was 2"):
-        state = example_rounds(numbered(5), **{**SIZES, "clients": 2}).get_state()
+    with pytest.raises(ValueError, match="num_clients is 3 and was 2"):
+        state = example_rounds(numbered(5), **{**SIZES, "num_clients": 2}).get_state()
         example_rounds(numbered(5), **SIZES).set_state(state)
+
+
+def test_a_round_counts_examples_and_names_all_clients() -> None:
+    rounds = example_rounds(numbered(50), **SIZES)
+    cohort = next(rounds)
+    assert rounds.items_per_round == cohort.batches["label"].size == 3 * 2 * 4
+    assert rounds.item_unit == "examples"
+    assert cohort.num_examples.tolist() == rounds.examples_per_client.tolist() == [17, 17, 16]
+    assert cohort.client_ids.tolist() == [0, 1, 2]

@@ -240,8 +240,8 @@ def test_text_packs_into_rounds(
         source,
         islands=2,
         local_steps=1,
-        batch=2,
-        length=8,
+        batch_size=2,
+        seq_len=8,
         partition=partition_by_field(source, "client", 2),
     )
     assert next(iter(rounds)).batches["inputs"].shape == (2, 1, 2, 8)

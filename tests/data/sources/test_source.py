@@ -149,7 +149,7 @@ def test_importing_is_cheap_and_silent() -> None:
         heavy = {"grain", "tensorflow_datasets", "tensorflow", "sklearn", "absl.flags"}
         assert not heavy & (set(sys.modules) - before), heavy & set(sys.modules)
         assert seconds < 0.5, seconds
-        fedpax.data.token_rounds([{"text": "a"}], islands=1, local_steps=1, batch=1, length=1)
+        fedpax.data.token_rounds([{"text": "a"}], islands=1, local_steps=1, batch_size=1, seq_len=1)
         from absl import flags
         assert not flags.FLAGS.is_parsed()
     """

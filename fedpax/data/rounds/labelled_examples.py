@@ -1,0 +1,98 @@
+"""Labelled images as arrays: reading a whole source, scaling pixels, batches for evaluation."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedpax.data.populations.partition import Examples, get_field
+from fedpax.data.rounds.stream import check_sizes, source_name
+
+Arrays = dict[str, NDArray[Any]]
+"""`image`: float32 `[..., height, width, channels]`; `label`: int32 `[...]`."""
+
+
+def read_examples(
+    source: Examples, *, image_field: str = "image", label_field: str = "label"
+) -> Arrays:
+    """Read all examples of a source of labelled images into memory.
+
+    Args:
+        source: a source from `load`, or a list of dicts.
+        image_field: the field of an example with its image.
+        label_field: the field of an example with its label.
+
+    Returns:
+        `image`, float32 `[examples, ...]`: integers are scaled from 0 to 255 to 0 to 1, floats are
+        unchanged. `label`, int32 `[examples]`.
+
+    Raises:
+        KeyError: the examples have no such field.
+        ValueError: the source has no examples, or the images' shapes differ.
+
+    Example:
+        >>> images = np.random.default_rng(0).integers(0, 256, (3, 8, 8, 1), np.uint8)
+        >>> arrays = read_examples([{"image": x, "label": k} for k, x in enumerate(images)])
+        >>> arrays["image"].shape, arrays["image"].dtype, arrays["label"].tolist()
+        ((3, 8, 8, 1), dtype('float32'), [0, 1, 2])
+    """
+    images, labels = read_raw(source, image_field, label_field)
+    return {"image": scale_pixels(images), "label": labels}
+
+
+def example_batches(examples: Arrays, batch_size: int) -> list[Arrays]:
+    """Split examples into batches to evaluate on, with padding in the last one.
+
+    Args:
+        examples: arrays `[examples, ...]`, as `read_examples` returns them.
+        batch_size: examples per batch.
+
+    Returns:
+        For each batch the fields `[batch_size, ...]` and `mask`, float32 `[batch_size]`, 0 for
+        padding.
+
+    Raises:
+        ValueError: `batch_size` is below 1.
+
+    Example:
+        >>> batches = example_batches({"label": np.arange(5)}, 3)
+        >>> [b["label"].tolist() for b in batches], batches[1]["mask"].tolist()
+        ([[0, 1, 2], [3, 4, 0]], [1.0, 1.0, 0.0])
+    """
+    check_sizes(1, batch_size=batch_size)
+    count = len(next(iter(examples.values())))
+    positions = np.arange(-(-count // batch_size) * batch_size).reshape(-1, batch_size)
+    return [
+        {name: values[position % count] for name, values in examples.items()}
+        | {"mask": (position < count).astype(np.float32)}
+        for position in positions
+    ]
+
+
+def scale_pixels(images: NDArray[Any]) -> NDArray[np.float32]:
+    """Convert images to float32: integers are divided by 255, floats are unchanged."""
+    largest = 255 if np.issubdtype(images.dtype, np.integer) else 1
+    return images.astype(np.float32) / np.float32(largest)
+
+
+def read_raw(
+    source: Examples, image_field: str, label_field: str
+) -> tuple[NDArray[Any], NDArray[np.int32]]:
+    """Read the images, with their own dtype, and the labels of all examples of a source."""
+    import grain  # here because it is slow to import
+
+    if not len(source):
+        raise ValueError("The source has no examples: load another split.")
+    images, labels = [], []
+    examples = grain.MapDataset.source(source)
+    for index in range(len(examples)):  # iterating would start 16 threads, and be slower
+        example = examples[index]
+        images.append(np.asarray(get_field(example, image_field)))
+        labels.append(np.asarray(get_field(example, label_field)))
+    if len(shapes := {x.shape for x in images}) > 1:
+        raise ValueError(
+            f"The images of {source_name(source)} have {len(shapes)} shapes, such as "
+            f"{' and '.join(map(str, sorted(shapes)[:2]))}, expected one: resize them when the "
+            "data set is prepared."
+        )
+    return np.stack(images), np.stack(labels).astype(np.int32)

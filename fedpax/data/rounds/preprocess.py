@@ -1,0 +1,67 @@
+"""preprocess: from a source's fields to the numeric fields of a batch, checked."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedpax.data.populations.partition import get_field
+from fedpax.data.rounds.labelled_examples import scale_pixels
+from fedpax.data.rounds.stream import qualified_name
+
+Arrays = Mapping[str, NDArray[Any]]
+Preprocess = Callable[[Arrays], dict[str, NDArray[Any]]]
+"""A function from a source's fields to a batch's fields, arrays `[examples, ...]`."""
+
+
+def preprocess_images(fields: Arrays) -> dict[str, NDArray[Any]]:
+    """Convert images to float32 and labels to int32, for a classifier.
+
+    Args:
+        fields: `image`, `[..., height, width, channels]`, and `label`, integers `[...]`.
+
+    Returns:
+        `image`, float32: integers are scaled from 0 to 255 to 0 to 1. `label`, int32.
+
+    Raises:
+        KeyError: a field is missing.
+        ValueError: the images' shapes differ.
+    """
+    image, label = get_field(fields, "image"), get_field(fields, "label")
+    if image.dtype == object:
+        raise ValueError(
+            f"The images have several shapes, such as {image[0].shape}, expected one: resize them "
+            "when the data set is prepared, or give a `preprocess` that does."
+        )
+    return {"image": scale_pixels(image), "label": label.astype(np.int32)}
+
+
+def apply_preprocess(
+    preprocess: Preprocess, fields: dict[str, NDArray[Any]], count: int
+) -> dict[str, NDArray[Any]]:
+    """Call `preprocess`, and check that it returns arrays of numbers `[examples, ...]`."""
+    result = {name: np.asarray(values) for name, values in preprocess(fields).items()}
+    for name, values in result.items():
+        if values.dtype.kind not in "biufcV":  # V is bfloat16 and the like
+            raise TypeError(
+                f"The field {name!r} has dtype {values.dtype} after preprocess "
+                f"({qualified_name(preprocess)}), expected numbers of one shape for all examples. "
+                "Leave it out, or convert it: encode text as tokens, pad examples of different "
+                "shapes and return a field 'mask'."
+            )
+        if values.shape[:1] != (count,):
+            raise ValueError(
+                f"The field {name!r} has shape {list(values.shape)} after preprocess "
+                f"({qualified_name(preprocess)}), expected [{count}, ...]: one entry for each of "
+                "the examples that it was given."
+            )
+    return result
+
+
+def combine_masks(is_example: NDArray[np.bool_], mask: NDArray[Any] | None) -> NDArray[Any]:
+    """Set the mask from `preprocess`, if there is one, to 0 where a batch has no example."""
+    if mask is None:
+        return is_example
+    trailing = (1,) * (mask.ndim - is_example.ndim)
+    return mask * is_example.reshape(*is_example.shape, *trailing).astype(mask.dtype)

@@ -1,17 +1,21 @@
 """fedpax: federated and multi-island training as jitted JAX functions."""
 
-from fedpax.clients.cohort import Cohort
-from fedpax.parallel.mesh import make_mesh
-from fedpax.primitives import (
-    federated_broadcast,
-    federated_map,
-    federated_max,
-    federated_mean,
-    federated_min,
-    federated_sum,
-    program,
-)
-from fedpax.transforms import explain, out_of_core
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fedpax.clients.cohort import Cohort
+    from fedpax.parallel.mesh import make_mesh
+    from fedpax.primitives import (
+        federated_broadcast,
+        federated_map,
+        federated_max,
+        federated_mean,
+        federated_min,
+        federated_sum,
+        program,
+    )
+    from fedpax.transforms import explain, out_of_core
 
 __version__ = "0.1.0"
 
@@ -28,3 +32,23 @@ __all__ = [
     "out_of_core",
     "program",
 ]
+
+_MODULES = {
+    "Cohort": "fedpax.clients.cohort",
+    "explain": "fedpax.transforms",
+    "make_mesh": "fedpax.parallel.mesh",
+    "out_of_core": "fedpax.transforms",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use: the command line handles signals before it loads JAX."""
+    if name not in __all__:
+        raise AttributeError(f"module 'fedpax' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_MODULES.get(name, "fedpax.primitives")), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

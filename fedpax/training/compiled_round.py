@@ -173,7 +173,12 @@ def _check_round(before: State, after: State, metrics: Metrics) -> None:
         )
     for name, value in metrics.items():
         shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
-        if shape != () or not (jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_):
+        real = dtype is not None and (
+            jnp.issubdtype(dtype, jnp.floating)
+            or jnp.issubdtype(dtype, jnp.integer)
+            or dtype == jnp.bool_
+        )
+        if shape != () or not real:
             found = f"{dtype}{list(shape)}" if shape is not None else f"a {type(value).__name__}"
             raise ValueError(
                 f"algorithm.round returns metrics[{name!r}] as {found}, expected a scalar of a "

@@ -1,4 +1,7 @@
-"""Preemption: stop a run on SIGTERM or Ctrl-C, and save it first if there is anything to save."""
+"""Preemption: stop a run on SIGTERM or Ctrl-C, and save it first if there is anything to save.
+
+JAX is imported inside the functions: the command line handles signals before it loads JAX.
+"""
 
 import os
 import signal
@@ -9,9 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
-
-import jax
-from jax.experimental import multihost_utils
 
 from fedpax.training.console import print_error
 
@@ -41,6 +41,8 @@ class PreemptionGuard:
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+        import jax
+
         self._distributed = jax.distributed.is_initialized()
         self._watch: Any = None
 
@@ -52,6 +54,8 @@ class PreemptionGuard:
         """
         if not self._distributed:
             return self.signal is not None
+        from jax.experimental import multihost_utils
+
         if multihost_utils.reached_preemption_sync_point(round_number):
             self.signal = signal.SIGTERM
             return True

@@ -1,7 +1,7 @@
-"""A small real experiment that tests train, also in processes of their own.
+"""A small experiment for tests of training, also in separate processes.
 
-Local SGD on a random linear regression: every client takes some steps from the server's model on
-its own data, keeps a momentum between rounds, and the server averages the models.
+Local SGD on a random regression: every client takes some steps from the server's model on its own
+data and keeps its momentum between rounds; the server averages the models.
 """
 
 import dataclasses
@@ -14,14 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fedpax.parallel.mesh import MeshConfig
+from fedpax.parallel.mesh import MeshConfig, available_devices
 from fedpax.training.algorithm import FederatedAlgorithm
 from fedpax.training.experiment import Experiment, Run, Shardings, TrainingConfig
 
 
 class LocalSGDState(NamedTuple):
     params: Any
-    momentum: Any  # of every client: [clients, ...]
+    momentum: Any  # per client: [clients, ...]
     steps: jax.Array
     key: jax.Array
 
@@ -29,7 +29,7 @@ class LocalSGDState(NamedTuple):
 def local_sgd(
     loss_fn: Callable[[Any, Any], jax.Array], clients: int, learning_rate: float
 ) -> FederatedAlgorithm:
-    """SGD with momentum on every client; the server takes the mean of the models."""
+    """Return SGD with momentum on every client and the mean of the models on the server."""
 
     def init(params: Any) -> LocalSGDState:
         momentum = jax.tree.map(lambda x: jnp.zeros((clients, *x.shape), x.dtype), params)
@@ -50,7 +50,7 @@ def local_sgd(
             return params, momentum, losses.mean()
 
         params, momentum, losses = jax.vmap(client)(state.momentum, batches)
-        # A little noise: the state's random key must come back from a checkpoint too.
+        # Noise, so that the random key of the state must be restored from a checkpoint too.
         params = jax.tree.map(lambda p: p.mean(0) + 1e-3 * jax.random.uniform(noise_key), params)
         new = LocalSGDState(params, momentum, state.steps + batches["x"].shape[1], key)
         return new, {"loss": losses.mean(), "largest": losses.max()}
@@ -88,7 +88,7 @@ class ModelConfig:
     """The model.
 
     Attributes:
-        features: inputs of the regression.
+        features: number of inputs of the regression.
         hidden: width of the hidden layer.
     """
 
@@ -102,9 +102,9 @@ class Regression(Experiment):
 
     Attributes:
         model: the model.
-        learning_rate: of the clients.
-        clients: how many there are.
-        pause: seconds that a round's batches are waited for, so that a signal finds it training.
+        learning_rate: learning rate of the clients.
+        clients: number of clients.
+        pause: seconds before each cohort is drawn, so that signals arrive during the training.
     """
 
     model: ModelConfig = ModelConfig()
@@ -114,7 +114,7 @@ class Regression(Experiment):
 
     def build(self) -> Run:
         features, hidden = self.model.features, self.model.hidden
-        mesh = self.mesh.make(jax.devices()[: self.mesh.size])
+        mesh = self.mesh.make(available_devices()[: self.mesh.size])
 
         def init(key: jax.Array) -> Any:
             first, second = jax.random.split(key)
@@ -155,7 +155,7 @@ class Regression(Experiment):
 
 
 def regression() -> Regression:
-    """Local SGD on 8 clients, two devices of parameters each."""
+    """Local SGD on 8 clients; the parameters of each are sharded over two devices."""
     return Regression(
         training=TrainingConfig(rounds=12, evaluate_every=4, checkpoint_every=3),
         mesh=MeshConfig(clients=4, fsdp=2),
@@ -163,5 +163,5 @@ def regression() -> Regression:
 
 
 def single_client() -> Regression:
-    """The same model on one client alone."""
+    """The same model with one client."""
     return dataclasses.replace(regression(), clients=1, mesh=MeshConfig(fsdp=2))

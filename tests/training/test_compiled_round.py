@@ -62,7 +62,7 @@ def test_the_compiled_round_equals_the_algorithm_without_a_mesh(
     )
 
 
-def test_bytes_across_placement_are_those_of_the_model_and_a_few_scalars(
+def test_bytes_across_placement_count_the_model_and_a_few_scalars(
     compiled: tuple[Run, CompiledRound, Any],
 ) -> None:
     _, compiled, _ = compiled
@@ -134,24 +134,61 @@ def no_loss(state: Any, batches: Any) -> Any:
     return state, {"error": 0.0}
 
 
+def loss_alone(state: Any, batches: Any) -> Any:
+    return state, jnp.mean(state.params)
+
+
+def loss_of_each_client(state: Any, batches: Any) -> Any:
+    return state, {"loss": batches.mean((1, 2))}
+
+
+def one_accuracy_of_each_client(state: Any, batches: Any) -> Any:
+    return state, {"loss": jnp.float32(0.0), "accuracy": batches.mean((1, 2))}
+
+
+def complex_metric(state: Any, batches: Any) -> Any:
+    return state, {"loss": jnp.complex64(1j)}
+
+
+def nested_metric(state: Any, batches: Any) -> Any:
+    return state, {"loss": jnp.float32(0.0), "more": {"norm": jnp.float32(0.0)}}
+
+
 @pytest.mark.parametrize(
     ("round_fn", "init", "words"),
     [
         (other_shape, Descent, r"state\.params from float32\[3\] to float32\[4\]"),
         (other_dtype, Descent, r"to bfloat16\[3\].*Cast the update"),
         (other_structure, Descent, "expected that of its argument"),
+        (loss_alone, Descent, "metrics a ShapeDtypeStruct, expected a dict of scalars"),
+        (
+            loss_of_each_client,
+            Descent,
+            r"metrics\['loss'\] as float32\[8\], expected a scalar.*Reduce",
+        ),
+        (
+            one_accuracy_of_each_client,
+            Descent,
+            r"metrics\['accuracy'\] as float32\[8\], expected a",
+        ),
+        (
+            complex_metric,
+            Descent,
+            r"metrics\['loss'\] as complex64\[\], expected a scalar of a real",
+        ),
+        (nested_metric, Descent, r"metrics\['more'\] as a dict, expected a scalar"),
         (no_loss, Descent, 'a dict of scalars with the key "loss"'),
         (descend, lambda params: {"model": params}, "without a field params"),
     ],
 )
-def test_a_round_that_breaks_the_contract_is_refused(round_fn: Any, init: Any, words: str) -> None:
+def test_a_round_that_breaks_the_contract_raises(round_fn: Any, init: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         one_round(run_of(round_fn, init))
 
 
-def test_bytes_that_depend_on_values_are_unknown_and_do_not_stop_the_training() -> None:
+def test_bytes_that_depend_on_values_are_nan() -> None:
     def until_close(state: Descent, batches: jax.Array) -> Any:
-        def slope(params: jax.Array) -> jax.Array:  # needs all clients at every step
+        def slope(params: jax.Array) -> jax.Array:  # depends on all clients at every step
             return jnp.tanh(params - batches).mean((0, 1))
 
         params = jax.lax.while_loop(
@@ -167,13 +204,13 @@ def test_bytes_that_depend_on_values_are_unknown_and_do_not_stop_the_training() 
     assert np.isnan(compiled.bytes_across_placement)
 
 
-def test_a_client_store_in_the_state_is_spread_over_the_mesh() -> None:
+def test_a_client_store_in_the_state_is_sharded_over_the_mesh() -> None:
     mesh = make_mesh(devices=jax.devices()[:4], clients=4)
     spread = NamedSharding(mesh, PartitionSpec("clients"))
 
     class State(NamedTuple):
         params: Any
-        taken: Any  # how often each client of the population has taken part
+        taken: Any  # number of rounds in which each client took part
 
     def init(params: Any) -> State:
         return State(params, client_store(jnp.int32(0), num_clients=1001))

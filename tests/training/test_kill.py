@@ -1,4 +1,4 @@
-"""Kills a real process at random moments; in the end nobody can tell."""
+"""A process that is killed at random moments ends with the parameters of an uninterrupted run."""
 
 import os
 import random
@@ -55,19 +55,19 @@ def unfinished(folder: Path) -> set[str]:
 
 
 def when_started(rng: random.Random, folder: Path) -> Callable[[], bool]:
-    """At any moment from its first instruction to its first rounds."""
+    """Wait for a random time, from the first instruction to the first rounds."""
     moment = time.monotonic() + rng.uniform(0.0, 8.0)
     return lambda: time.monotonic() > moment
 
 
 def when_training(rng: random.Random, folder: Path) -> Callable[[], bool]:
-    """After some more bytes in the metrics, so between or within rounds."""
+    """Wait until the metrics have grown by some bytes, so between or within rounds."""
     least = size(folder) + rng.randint(1, 2000)
     return lambda: size(folder) > least
 
 
 def when_saving(rng: random.Random, folder: Path) -> Callable[[], bool]:
-    """While a checkpoint that was not there is half written."""
+    """Wait until a new checkpoint is half written."""
     before, delay = unfinished(folder), rng.uniform(0.0, 0.02)
 
     def now() -> bool:
@@ -80,9 +80,9 @@ def when_saving(rng: random.Random, folder: Path) -> Callable[[], bool]:
 
 
 def stop(folder: Path, moment: Callable[[], bool], number: signal.Signals) -> int:
-    """Starts the command, sends a signal at a moment, and returns the status.
+    """Start the command, send a signal at a given moment, and return the exit status.
 
-    The process can be done before, or not yet handle the signal; it must never fail.
+    The process may end before the moment, or not handle the signal yet; it must not fail.
     """
     with start(folder) as process:
         while process.poll() is None and not moment():
@@ -108,33 +108,35 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("unbroken")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted")
     finish(folder)
     return folder
 
 
-def test_stopped_runs_end_bitwise_as_an_unbroken_one(unbroken: Path, tmp_path: Path) -> None:
+def test_stopped_runs_end_bitwise_as_an_uninterrupted_one(
+    uninterrupted: Path, tmp_path: Path
+) -> None:
     seed = random.randrange(2**32)
-    print("seed", seed)  # shown if the test fails
+    print("seed", seed)  # pytest shows it if the test fails
     rng = random.Random(seed)
-    stop(tmp_path, when_saving(rng, tmp_path), signal.SIGKILL)  # so after two rounds or so
-    # SIGTERM saves after the round and says so.
+    stop(tmp_path, when_saving(rng, tmp_path), signal.SIGKILL)  # after about two rounds
+    # SIGTERM saves after the current round.
     assert stop(tmp_path, when_training(rng, tmp_path), signal.SIGTERM) == 128 + signal.SIGTERM
     saved = latest_round(tmp_path)
     assert saved is not None and saved == read_metrics(tmp_path)[-1]["round"] < 24
     stop(tmp_path, when_started(rng, tmp_path), signal.SIGKILL)
     finish(tmp_path)
-    assert_same_run(unbroken, tmp_path)
+    assert_same_run(uninterrupted, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
-def test_many_kills(unbroken: Path, tmp_path: Path, seed: int) -> None:
+def test_many_kills(uninterrupted: Path, tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(8):
         moment = rng.choice([when_started, when_saving, when_training])
         number = rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM])
         stop(tmp_path, moment(rng, tmp_path), number)
     finish(tmp_path)
-    assert_same_run(unbroken, tmp_path)
+    assert_same_run(uninterrupted, tmp_path)

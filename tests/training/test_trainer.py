@@ -5,15 +5,17 @@ import time
 from pathlib import Path
 from typing import Any, ClassVar
 
+import chex
 import jax
 import numpy as np
 import pytest
 from small_regression import RandomRounds, Regression, regression
 
-from fedpax.parallel.mesh import MeshConfig
+from fedpax.experiments.fedavg_images import fedavg_digits
+from fedpax.parallel.mesh import MeshConfig, default_devices
 from fedpax.training.checkpoint import load_params
 from fedpax.training.configuration import ConfigurationError, read_configuration
-from fedpax.training.experiment import Experiment, Run
+from fedpax.training.experiment import Experiment, Run, TrainingConfig
 from fedpax.training.logging import NonFiniteError, RoundLogger
 from fedpax.training.metrics import TIMINGS, MetricsWriter, read_metrics, select
 from fedpax.training.progress import Progress
@@ -26,7 +28,7 @@ def settings(experiment: Regression, **changes: Any) -> Regression:
 
 
 def assert_same_run(one: Path, other: Path) -> None:
-    """The same parameters, bit by bit, and the same lines apart from timings."""
+    """Compare the parameters bit by bit, and the lines apart from timings."""
     for a, b in zip(
         jax.tree.leaves(load_params(one)), jax.tree.leaves(load_params(other)), strict=True
     ):
@@ -39,21 +41,21 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("unbroken")
-    outcome = train(regression(), folder, exp="regression")
-    assert (outcome.rounds, outcome.finished, outcome.rounds_trained, outcome.signal) == (
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    result = train(regression(), folder, exp="regression")
+    assert (result.rounds, result.finished, result.rounds_trained, result.signal) == (
         12, True, 12, None,
     )  # fmt: skip
-    assert outcome.evaluation == {"loss": select(read_metrics(folder), "evaluation")[-1]["loss"]}
+    assert result.evaluation == {"loss": select(read_metrics(folder), "evaluation")[-1]["loss"]}
     return folder
 
 
-def test_the_folder_holds_what_the_settings_ask_for(unbroken: Path) -> None:
-    assert read_configuration(unbroken) == ("regression", regression())
-    assert {p.name for p in (unbroken / "checkpoints").iterdir()} == {"6", "9", "12"}
-    assert len(list((unbroken / "tensorboard").iterdir())) == 1
-    lines = read_metrics(unbroken)
+def test_the_folder_holds_the_checkpoints_and_metrics_of_the_settings(uninterrupted: Path) -> None:
+    assert read_configuration(uninterrupted) == ("regression", regression())
+    assert {p.name for p in (uninterrupted / "checkpoints").iterdir()} == {"6", "9", "12"}
+    assert len(list((uninterrupted / "tensorboard").iterdir())) == 1
+    lines = read_metrics(uninterrupted)
     assert (lines[0]["kind"], lines[0]["num_parameters"]) == ("run", 16 * 32 + 32)
     training, evaluation = select(lines, "training"), select(lines, "evaluation")
     assert [line["round"] for line in training] == list(range(1, 13))
@@ -69,14 +71,14 @@ def test_the_folder_holds_what_the_settings_ask_for(unbroken: Path) -> None:
     assert all(line["items_per_second"] == 128 / line["seconds"] for line in training)
 
 
-def test_it_learns(unbroken: Path) -> None:
-    lines = read_metrics(unbroken)
+def test_the_losses_fall(uninterrupted: Path) -> None:
+    lines = read_metrics(uninterrupted)
     training, evaluation = select(lines, "training"), select(lines, "evaluation")
     assert training[-1]["loss"] < 0.5 * training[0]["loss"]
     assert evaluation[-1]["loss"] < 0.5 * evaluation[0]["loss"]
 
 
-def test_it_does_what_a_plain_loop_does(unbroken: Path) -> None:
+def test_a_plain_loop_gives_the_same_losses_and_parameters(uninterrupted: Path) -> None:
     run = regression().build()
     state = run.algorithm.init(run.init(jax.random.key(0)))
     step = jax.jit(run.algorithm.round)
@@ -86,22 +88,22 @@ def test_it_does_what_a_plain_loop_does(unbroken: Path) -> None:
         losses.append(float(metrics["loss"]))
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
-        load_params(unbroken),
+        load_params(uninterrupted),
         jax.device_get(state.params),
     )
-    recorded = [line["loss"] for line in select(read_metrics(unbroken), "training")]
+    recorded = [line["loss"] for line in select(read_metrics(uninterrupted), "training")]
     np.testing.assert_allclose(recorded, losses, rtol=1e-4)
 
 
-def test_a_finished_run_has_nothing_to_do(unbroken: Path) -> None:
-    before = (unbroken / "metrics.jsonl").read_bytes()
-    assert train(regression(), unbroken) == (12, True, 0, None, None)
-    assert (unbroken / "metrics.jsonl").read_bytes() == before
+def test_a_finished_run_is_left_unchanged(uninterrupted: Path) -> None:
+    before = (uninterrupted / "metrics.jsonl").read_bytes()
+    assert train(regression(), uninterrupted) == (12, True, 0, None, None)
+    assert (uninterrupted / "metrics.jsonl").read_bytes() == before
 
 
 @dataclasses.dataclass(frozen=True)
 class Interrupted(Regression):
-    """Gets a signal while the batches of some round are drawn."""
+    """Receives a signal while the cohort of some round is drawn."""
 
     signals: ClassVar[dict[int, signal.Signals]] = {}
 
@@ -117,58 +119,90 @@ class Interrupted(Regression):
         return run._replace(cohorts=Stream(stream.shape, stream.features, stream.seed))
 
 
-def test_a_signal_saves_after_the_round_and_the_run_goes_on(unbroken: Path, tmp_path: Path) -> None:
+def test_a_signal_saves_after_the_round_and_the_run_resumes(
+    uninterrupted: Path, tmp_path: Path
+) -> None:
     base = regression()
     experiment = Interrupted(training=base.training, mesh=base.mesh)
     done = 0
     for at, number in ((5, signal.SIGTERM), (7, signal.SIGINT)):
         handler = signal.getsignal(number)
         Interrupted.signals[at] = number
-        outcome = train(experiment, tmp_path)
-        assert outcome.signal == number and not outcome.finished
-        # The signal came while a later round was drawn ahead, or while it was waited for.
+        result = train(experiment, tmp_path)
+        assert result.signal == number and not result.finished
+        # A later round was prefetched when the signal arrived, or the loop waited for it.
         assert (
-            outcome.rounds in (at - 1, at, at + 1)
-            and outcome.rounds_trained == outcome.rounds - done
+            result.rounds in (at - 1, at, at + 1) and result.rounds_trained == result.rounds - done
         )
-        done = outcome.rounds
+        done = result.rounds
         assert signal.getsignal(number) == handler
         assert f"{done}" in {p.name for p in (tmp_path / "checkpoints").iterdir()}
     assert train(experiment, tmp_path).finished
-    assert_same_run(unbroken, tmp_path)
+    assert_same_run(uninterrupted, tmp_path)
 
 
-def test_a_finished_run_takes_more_rounds(unbroken: Path, tmp_path: Path) -> None:
+def test_a_finished_run_takes_more_rounds(uninterrupted: Path, tmp_path: Path) -> None:
     train(settings(regression(), rounds=7), tmp_path)
     with pytest.raises(ConfigurationError, match=r"training\.rounds: 7 -> 6"):
         train(settings(regression(), rounds=6), tmp_path)
-    outcome = train(regression(), tmp_path)
-    assert (outcome.rounds, outcome.rounds_trained) == (12, 5)
-    params, expected = load_params(tmp_path), load_params(unbroken)
+    result = train(regression(), tmp_path)
+    assert (result.rounds, result.rounds_trained) == (12, 5)
+    params, expected = load_params(tmp_path), load_params(uninterrupted)
     assert all(params[k].tobytes() == expected[k].tobytes() for k in expected)
 
 
-def test_another_mesh_goes_on_from_the_same_state(unbroken: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_on_another_mesh_from_the_same_state(
+    uninterrupted: Path, tmp_path: Path
+) -> None:
     train(settings(regression(), rounds=6), tmp_path)
     other = dataclasses.replace(regression(), mesh=MeshConfig(clients=2, fsdp=4))
-    outcome = train(other, tmp_path, allow_config_change="mesh")
-    assert (outcome.rounds, outcome.rounds_trained) == (12, 6)
-    # Sums are taken in another order on another mesh.
+    result = train(other, tmp_path, allow_config_change="mesh")
+    assert (result.rounds, result.rounds_trained) == (12, 6)
+    # Another mesh adds in another order.
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
         load_params(tmp_path),
-        load_params(unbroken),
+        load_params(uninterrupted),
     )
 
 
-def test_zero_means_the_last_round_alone(tmp_path: Path) -> None:
+def train_on(num_devices: int, experiment: Experiment, rounds: int, folder: Path) -> Any:
+    training = TrainingConfig(rounds=rounds, evaluate_every=0, checkpoint_every=0)
+    with default_devices(jax.devices()[:num_devices]):
+        result = train(dataclasses.replace(experiment, training=training), folder)
+    assert result.rounds == rounds
+    return load_params(folder)
+
+
+def test_a_run_on_all_devices_resumes_on_any_number_of_them(tmp_path: Path) -> None:
+    """With mesh.clients=-1 the number of devices that are found is no change of configuration."""
+    experiment = dataclasses.replace(regression(), mesh=MeshConfig(clients=-1))
+    expected = train_on(1, experiment, 4, tmp_path / "one")
+    train_on(1, experiment, 2, tmp_path / "moved")
+    found = train_on(8, experiment, 4, tmp_path / "moved")
+    # Another mesh adds in another order.
+    chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_the_same_cohorts_train_on_any_number_of_devices(tmp_path: Path) -> None:
+    experiment = fedavg_digits()
+    assert experiment.mesh.clients == -1
+    expected = train_on(1, experiment, 6, tmp_path / "one")
+    train_on(1, experiment, 2, tmp_path / "moved")
+    train_on(8, experiment, 4, tmp_path / "moved")
+    found = train_on(2, experiment, 6, tmp_path / "moved")
+    chex.assert_trees_all_close(found, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_zero_saves_and_evaluates_only_after_the_last_round(tmp_path: Path) -> None:
     train(settings(regression(), rounds=3, evaluate_every=0, checkpoint_every=0), tmp_path)
     assert {p.name for p in (tmp_path / "checkpoints").iterdir()} == {"3"}
     assert [x["round"] for x in select(read_metrics(tmp_path), "evaluation")] == [3]
 
 
 @pytest.mark.parametrize("stop", [True, False])
-def test_a_loss_that_is_not_finite(tmp_path: Path, stop: bool) -> None:
+def test_a_loss_that_is_not_finite_stops_the_run_or_is_recorded(tmp_path: Path, stop: bool) -> None:
     experiment = dataclasses.replace(
         settings(regression(), checkpoint_every=1, stop_on_non_finite=stop), learning_rate=5.0
     )
@@ -211,7 +245,7 @@ def test_parameters_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class SlowEvaluation(Regression):
-    """Takes its time to evaluate, and counts how often its round is traced."""
+    """Evaluates slowly, and counts how often its round is traced."""
 
     traced: ClassVar[list[int]] = []
 
@@ -229,7 +263,7 @@ class SlowEvaluation(Regression):
         return run._replace(evaluate=evaluate, algorithm=run.algorithm._replace(round=round))
 
 
-def test_throughput_leaves_out_evaluation_and_the_round_is_traced_once(tmp_path: Path) -> None:
+def test_throughput_excludes_evaluation_and_the_round_is_traced_once(tmp_path: Path) -> None:
     base = settings(regression(), evaluate_every=1, rounds=5)
     experiment: Experiment = SlowEvaluation(training=base.training, mesh=base.mesh)
     train(experiment, tmp_path)
@@ -241,7 +275,7 @@ def test_throughput_leaves_out_evaluation_and_the_round_is_traced_once(tmp_path:
 
 @dataclasses.dataclass(frozen=True)
 class SlowInput(Regression):
-    """Takes its time to draw a round."""
+    """Draws a cohort slowly."""
 
     seconds: float = 0.2
 
@@ -259,11 +293,15 @@ class SlowInput(Regression):
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.2])
-def test_the_share_of_time_in_input_is_recorded(tmp_path: Path, seconds: float) -> None:
+def test_the_fraction_of_time_that_waits_for_input_is_recorded(
+    tmp_path: Path, seconds: float
+) -> None:
     base = settings(regression(), evaluate_every=0, checkpoint_every=0, rounds=6)
     experiment = SlowInput(training=base.training, mesh=base.mesh, seconds=seconds)
     train(experiment, tmp_path)
-    lines = select(read_metrics(tmp_path), "training")[1:-1]  # the last line has no input after it
+    lines = select(read_metrics(tmp_path), "training")[
+        1:-1
+    ]  # after the last round there is no input
     waited = sum(line["input_wait_fraction"] * line["seconds"] for line in lines)
     elapsed = sum(line["seconds"] for line in lines)
     if seconds:
@@ -273,7 +311,7 @@ def test_the_share_of_time_in_input_is_recorded(tmp_path: Path, seconds: float) 
 
 
 class Evaluated(SlowInput):
-    """Rounds that take longer than it takes to draw the next one's batches."""
+    """Rounds that take longer than drawing the next cohort."""
 
     def build(self) -> Run:
         run = super().build()
@@ -292,7 +330,7 @@ class Evaluated(SlowInput):
 
 
 def test_waiting_while_the_devices_work_is_not_counted(tmp_path: Path) -> None:
-    """After an evaluation two rounds are asked for at once, and the second is not drawn yet."""
+    """After an evaluation two rounds start at once, and the second cohort is not drawn yet."""
     base = settings(regression(), evaluate_every=2, checkpoint_every=0, rounds=6)
     experiment = Evaluated(training=base.training, mesh=base.mesh, seconds=0.2)
     train(experiment, tmp_path)

@@ -12,6 +12,7 @@ from fedpax.models.attention import kernels
 from fedpax.models.attention.kernels import causal_attention, platform
 from fedpax.models.attention.layer import attend, attention_mask
 from fedpax.models.attention.splash import splash_attention
+from fedpax.parallel import MeshConfig
 
 
 def draw(seq_len: int, head_dim: int = 8, heads: int = 4, batch: int = 2) -> tuple[Any, ...]:
@@ -97,6 +98,27 @@ def test_splash_runs_on_sharded_rows_and_heads(axis_type: AxisType) -> None:
         rows = NamedSharding(mesh, PartitionSpec("fsdp"))
         result = with_gradient(function, *jax.device_put(args, rows))
     close(jax.device_get(result), with_gradient(plain(None, True), *args))
+
+
+def test_splash_makes_every_mesh_axis_manual() -> None:
+    """A TPU kernel does not compile otherwise, not even with an automatic axis of size 1."""
+    args = draw(128, head_dim=64)
+    mesh = MeshConfig(islands=2, fsdp=4).make()
+
+    def on_island(*args: jax.Array) -> jax.Array:
+        jaxpr = jax.make_jaxpr(partial(splash_attention, interpret=True))(*args)
+        (shard_map,) = [e for e in jaxpr.eqns if e.primitive.name == "shard_map"]
+        manual.append(shard_map.params["newly_manual_axes"])
+        return args[0]
+
+    manual: list[frozenset[str]] = []
+    with jax.set_mesh(mesh):
+        whole = PartitionSpec()
+        jax.eval_shape(
+            jax.shard_map(on_island, in_specs=whole, out_specs=whole, axis_names={"islands"}),
+            *args,
+        )
+    assert manual == [frozenset(mesh.axis_names) - {"islands"}]
 
 
 def test_splash_raises_for_unsupported_sizes() -> None:

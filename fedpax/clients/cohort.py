@@ -1,11 +1,15 @@
 """The cohort of a round: what its participants train on, as one value."""
 
-from typing import Any, NamedTuple
+from __future__ import annotations
 
-import chex
+from typing import TYPE_CHECKING, Any, NamedTuple
+
 import jax
 import numpy as np
 from jaxtyping import Int, Num
+
+if TYPE_CHECKING:  # chex imports absl.flags
+    import chex
 
 MASK = "mask"
 """The field of a dict of batches that tells examples from padding."""

@@ -13,9 +13,8 @@ Peak extra memory per device is three blocks of cohort/devices rows.
 import dataclasses
 import functools
 import math
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +22,10 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Int
 
-State = TypeVar("State", bound=chex.ArrayTree)
+if TYPE_CHECKING:  # chex imports absl.flags
+    import chex
+
+State = TypeVar("State", bound="chex.ArrayTree")
 ClientIds = Int[jax.Array | np.ndarray, "cohort"]
 
 ROW_MULTIPLE = 8

@@ -8,6 +8,8 @@ import pkgutil
 import sys
 import typing
 from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import fedpax.experiments
@@ -45,43 +47,36 @@ def experiments() -> dict[str, Callable[[], Experiment]]:
 
 
 def find_experiment(exp: str) -> Callable[[], Experiment]:
-    """Finds an experiment by the name that ``--exp`` takes.
+    """Find an experiment by the name that `--exp` takes.
 
     Args:
-        exp: a name from :func:`experiments`, or ``my_package.my_module:function``, whose module
-            is also looked for in the current folder.
+        exp: a name from `experiments`, or `my_package.my_module:function` with a module that is
+            installed, on `PYTHONPATH` or below the current folder, or `path/to/file.py:function`.
 
     Returns:
         The function.
 
     Raises:
-        UnknownExperimentError: if there is no such function.
+        UnknownExperimentError: there is no such function.
     """
     if ":" not in exp:
         found = experiments()
         if exp not in found:
             raise UnknownExperimentError(
-                f"there is no experiment {exp!r}.{did_you_mean(exp, found)} `fedpax list` shows "
-                "all of them; my_package.my_module:function names one of yours."
+                f"there is no experiment {exp!r}.{did_you_mean(exp, found)} Run `fedpax list` to "
+                "see all names, or give my_package.my_module:function or path/to/file.py:function."
             )
         return found[exp]
-    module_name, _, name = exp.partition(":")
+    module_name, _, name = exp.rpartition(":")
     if not module_name or not name:
         raise UnknownExperimentError(
-            f"--exp={exp}: write my_package.my_module:function, or a name that `fedpax list` shows."
+            f"--exp={exp} has no module or no function, expected a name from `fedpax list`, "
+            "my_package.my_module:function or path/to/file.py:function. Add what is missing."
         )
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        # A module that the experiment's own module misses is another matter.
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise
-        raise UnknownExperimentError(
-            f"--exp={exp}: there is no module {error.name}. It must be installed, on PYTHONPATH, "
-            f"or below the current folder, {os.getcwd()}."
-        ) from None
+    if module_name.endswith(".py"):
+        module = _import_file(exp, Path(module_name))
+    else:
+        module = _import_module(exp, module_name)
     function = getattr(module, name, None)
     if not callable(function):
         functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
@@ -95,6 +90,44 @@ def find_experiment(exp: str) -> Callable[[], Experiment]:
             "Write a function around it that gives them."
         )
     return function
+
+
+def _import_module(exp: str, module_name: str) -> ModuleType:
+    """Import a module that is installed, on PYTHONPATH or below the current folder."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        # If another module is missing, the experiment's own module imports it: keep the traceback.
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise UnknownExperimentError(
+            f"--exp={exp}: there is no module {error.name}. It must be installed, on PYTHONPATH, "
+            f"or below the current folder, {os.getcwd()}. A file needs its ending: "
+            "path/to/file.py:function."
+        ) from None
+
+
+def _import_file(exp: str, path: Path) -> ModuleType:
+    """Import a file as the module of its name, with its folder on the path as for a script."""
+    path = path.expanduser().resolve()
+    if not path.is_file():
+        raise UnknownExperimentError(
+            f"--exp={exp}: there is no file {path}, expected a Python file. Give its path from the "
+            f"current folder, {os.getcwd()}, or its full path."
+        )
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    module = sys.modules.get(path.stem)
+    if module is None and "." not in path.stem:
+        module = importlib.import_module(path.stem)
+    if module is None or Path(getattr(module, "__file__", None) or "").resolve() != path:
+        raise UnknownExperimentError(
+            f"--exp={exp}: the file's name is that of another module, {path.stem}, expected a name "
+            "that no imported module has, without dots. Rename the file."
+        )
+    return module
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:

@@ -114,8 +114,8 @@ def test_no_arguments_show_the_help_as_an_error(run: Run) -> None:
         (["train", "--exp=small_regresion:regression"], "no module small_regresion"),
         (["train", "--exp=nowhere.at_all:x"], "no module nowhere. It must be installed, on"),
         (["train", "--exp=small_regression:RandomRounds.__name__"], "has no function"),
-        (["train", "--exp=:regression"], "write my_package.my_module:function"),
-        (["train", "--exp=small_regression:"], "write my_package.my_module:function"),
+        (["train", "--exp=:regression"], "has no module or no function"),
+        (["train", "--exp=small_regression:"], "has no module or no function"),
         (["train", "--exp=small_regression:local_sgd"], "needs loss_fn and clients and"),
         (
             ["train", "--exp=os:getcwd"],
@@ -264,6 +264,39 @@ def test_an_error_inside_the_experiments_module_is_not_hidden(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="a_library_that_is_not_there"):
         find_experiment("needs_more:x")
+
+
+def test_an_experiment_in_a_file_is_found_from_any_folder(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file can import its neighbours, as a script can; its run resumes from another folder."""
+    name = f"mine_{tmp_path.name}"
+    (tmp_path / "code").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "code" / f"base_{name}.py").write_text(MODULE.format(name="base"))
+    (tmp_path / "code" / f"{name}.py").write_text(
+        f"from base_{name} import Small, base\ndef linear() -> Small:\n    return base()\n"
+    )
+    monkeypatch.chdir(tmp_path / "code")
+    function = find_experiment(f"./{name}.py:linear")
+    assert function().training.rounds == 1
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for path in (f"../code/{name}.py", tmp_path / "code" / f"{name}.py"):
+        assert find_experiment(f"{path}:linear") is function
+    for missing in (f"../{name}.py", f"./{name}.py"):
+        status, _, errors = run("train", f"--exp={missing}:linear", "--job_log_dir=x")
+        assert status == 2 and "there is no file" in errors
+    status, _, errors = run("train", f"--exp=../code/{name}.py:nope", "--job_log_dir=x")
+    assert status == 2 and "has no function 'nope'" in errors
+
+
+@pytest.mark.parametrize("name", ["json.py", "two.dots.py"])
+def test_a_file_with_the_name_of_another_module_is_refused(
+    run: Run, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / name).write_text("def linear(): ...")
+    status, _, errors = run("train", f"--exp={tmp_path / name}:linear", "--job_log_dir=x")
+    assert status == 2 and "Rename the file" in errors
 
 
 def test_the_experiments_that_come_with_fedpax_can_be_configured(run: Run) -> None:

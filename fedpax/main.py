@@ -87,11 +87,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             print_error("fedpax: SIGINT: stopped without saving.")
             return 128 + signal.SIGINT
         except Exception as error:
-            status = _status_of(error)
-            if status is None:
+            if (failure := _status_of(error)) is None:
                 raise
             print_error(f"fedpax: {error}")
-            return status
+            return failure
 
 
 def _run(arguments: list[str]) -> int:

@@ -166,7 +166,8 @@ def _check_round(before: State, after: State, metrics: Metrics) -> None:
                 "shape and dtype in every round. Cast the update, or the initial state."
             )
     if not isinstance(metrics, dict) or "loss" not in metrics:
-        found = sorted(metrics) if isinstance(metrics, dict) else f"a {type(metrics).__name__}"
+        keys = isinstance(metrics, dict)
+        found = str(sorted(metrics)) if keys else f"a {type(metrics).__name__}"
         raise ValueError(
             f"algorithm.round returns the metrics {found}, expected a dict of scalars with the key "
             '"loss". Add the mean training loss of the round as metrics["loss"].'

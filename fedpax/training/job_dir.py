@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import os
 import socket
+import sys
 import time
 from collections.abc import Collection
 from contextlib import AbstractContextManager
@@ -25,10 +26,8 @@ from fedpax.training.configuration import (
 )
 from fedpax.training.experiment import Experiment
 
-try:
+if sys.platform != "win32":
     import fcntl
-except ImportError:  # not on Windows
-    fcntl = None  # type: ignore[assignment]
 
 LOCK = ".lock"
 
@@ -77,8 +76,8 @@ class JobDirLock(AbstractContextManager["JobDirLock"]):
                 f"--job_log_dir={folder} cannot hold a run ({error.strerror}), expected a folder "
                 "in which files can be created. Give another --job_log_dir."
             ) from error
-        if fcntl is None:
-            return
+        if sys.platform == "win32":
+            return  # no locks of this kind
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -132,7 +131,9 @@ def check_configuration(
     name, saved = found
     same_class = saved["class"] == class_name(experiment)
     changes = _changes(folder, from_json(saved), experiment) if same_class else {}
-    if not same_class or (changes and name and exp and name != exp):
+    # The module of a function can be written in several ways; its class tells them apart.
+    functions = {text.rpartition(":")[2] for text in (name, exp) if text}
+    if not same_class or (changes and len(functions) > 1):
         raise ConfigurationError(
             f"--job_log_dir={folder} holds another experiment"
             f"{f', --exp={name}' if name else ''}, expected "

@@ -145,6 +145,13 @@ def test_another_experiment_is_refused_before_its_fields_are_shown(tmp_path: Pat
         assert "Give another --job_log_dir" in message
 
 
+@pytest.mark.parametrize("exp", ["mine:linear", "./mine.py:linear", "../x/mine.py:linear"])
+def test_one_function_has_several_names(tmp_path: Path, exp: str) -> None:
+    write_configuration(tmp_path, regression(), "./x/mine.py:linear")
+    with pytest.raises(ConfigurationError, match="this experiment with another configuration"):
+        check_configuration(tmp_path, changed(learning_rate=0.5), exp)
+
+
 def test_code_of_another_experiment_is_not_imported(tmp_path: Path) -> None:
     write_configuration(tmp_path, regression(), "a")
     path = tmp_path / FILE

@@ -83,7 +83,7 @@ def check_cohort(method: str, cohort: Any, participants: int) -> None:
             f"{method}: cohort.batches has no arrays, expected leaves of shape "
             f"[{participants}, steps, batch, ...]."
         )
-    num_steps = {}
+    num_steps: dict[int, str] = {}
     for path, leaf in leaves:
         shape = np.shape(leaf)
         name = f"cohort.batches{jax.tree_util.keystr(path)}"

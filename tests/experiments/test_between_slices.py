@@ -30,7 +30,7 @@ def between_slices(
         mesh=mesh,
         model=dataclasses.replace(MODEL, dtype=dtype),
         outer=OuterConfig(num_levels=levels),
-        data=TextConfig(local_steps=STEPS, batch=ROWS // islands, length=256),
+        data=TextConfig(local_steps=STEPS, batch_size=ROWS // islands, seq_len=256),
     )
     with default_devices(find_topology("v5e:2x2", slices=2).devices):
         run = experiment.build()

@@ -287,7 +287,7 @@ def test_slices_that_do_not_fit(tpu_devices: Devices):
     with pytest.raises(ValueError, match=r"in 4 slices.*islands, clients or data.*islands=4, or"):
         make_mesh(devices=devices, fsdp=8, tensor=2)
     uneven = [d for d in devices if d.slice_index < 2][:6]
-    with pytest.raises(ValueError, match=r"have 2 and 4 devices.*the same number of each slice"):
+    with pytest.raises(ValueError, match=r"have 2 and 4 devices.*the same number of devices of each slice"):
         make_mesh(devices=uneven, islands=2, fsdp=3)
 
 

@@ -103,6 +103,14 @@ def test_a_plan_on_simulated_devices(run: Run, tmp_path: Path) -> None:
             ["plan", EXP, "--topology=cpu:8", "--islands=6"],
             ["cannot be compiled for cpu:8", "does not divide the placement islands=6"],
         ),
+        (
+            ["plan", EXP, "--topology=cpu:8", "--batch=15"],
+            ["fsdp=2 does not divide axis 2 of cohort.batches['x'], of size 15: make that size 14"],
+        ),
+        (
+            ["plan", EXP, "--topology=cpu:8", "--embed_dim=65"],
+            ["fsdp=2 does not divide axis 1 of params['w'], of size 65: make that size 64 or 66"],
+        ),
         (["plan", EXP, "--topology=cpu:8", "--says_shapes=False"], ["cohort_shapes"]),
         (["plan", EXP, "--topology=cpu:8", "--num_layer=3"], ["Perhaps you meant"]),
         (["plan", EXP, "--topology=cpu:8", "--allow_config_change=x"], ["allow_config_change"]),

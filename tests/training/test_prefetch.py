@@ -1,14 +1,16 @@
 import threading
 from typing import Any
 
+import chex
 import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from small_regression import RandomRounds
 
+from fedpax import Cohort
 from fedpax.parallel.mesh import make_mesh
-from fedpax.training.prefetch import Prefetch
+from fedpax.training.prefetch import Prefetch, place
 
 
 @pytest.fixture
@@ -26,7 +28,7 @@ def test_cohorts_come_in_order_on_their_sharding(sharding: NamedSharding) -> Non
         for _ in range(4):
             cohort, _ = prefetch.next()
             assert cohort["x"].sharding == sharding
-            jax.tree.map(np.testing.assert_array_equal, cohort, next(expected))
+            chex.assert_trees_all_equal(jax.device_get(cohort), next(expected))
 
 
 def test_the_position_is_after_the_returned_round_not_after_the_prefetched_one(
@@ -42,7 +44,7 @@ def test_the_position_is_after_the_returned_round_not_after_the_prefetched_one(
     resumed.set_state(state)
     expected = rounds()
     next(expected), next(expected)
-    jax.tree.map(np.testing.assert_array_equal, next(resumed), next(expected))
+    chex.assert_trees_all_equal(next(resumed), next(expected))
 
 
 def test_the_next_round_is_drawn_in_advance(sharding: NamedSharding) -> None:
@@ -97,3 +99,11 @@ def test_errors_of_the_stream_reach_the_training_loop(sharding: NamedSharding) -
         pytest.raises(OSError, match="the disk is gone"),
     ):
         prefetch.next()
+
+
+def test_a_cohort_that_its_sharding_does_not_divide_is_named() -> None:
+    mesh = make_mesh(clients=-1)
+    sharding = NamedSharding(mesh, PartitionSpec("clients"))
+    cohort = Cohort({"x": np.ones((6, 2), np.float32)})
+    with pytest.raises(ValueError, match=r"clients=8 does not divide axis 0 of cohort\.batches\['x"):
+        place(cohort, sharding)

@@ -24,7 +24,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Run:
-    """Runs a command in this process; returns its status, output and errors."""
+    """Run a command in this process; return its status, output and errors."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(HERE / "training")
     monkeypatch.setenv("XLA_FLAGS", "")  # put back what the command sets
@@ -41,7 +41,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Run:
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Puts modules of a folder in the place of those that come with fedpax."""
+    """Replace the experiments that come with fedpax by the modules of a folder."""
     monkeypatch.setattr(fedpax.experiments, "__path__", [str(tmp_path)])
     before = set(sys.modules)
     yield tmp_path
@@ -138,13 +138,17 @@ def test_commands_that_are_refused(run: Run, arguments: list[str], words: str) -
 @pytest.mark.parametrize(
     ("exp", "override", "words"),
     [
-        ("diloco_text", "--islands=3", "islands=4 does not divide --islands=3: make that a mul"),
-        ("diloco_text", "--data.batch=5", "does not divide --data.batch=5"),
+        (
+            "diloco_text",
+            "--islands=3",
+            "islands=4 does not divide --islands=3. Set --islands to a multiple",
+        ),
+        ("diloco_text", "--data.batch_size=5", "does not divide --data.batch_size=5"),
         ("diloco_text", "--data.tokenizer=nowhere.json", "no such file"),
         ("fedavg_digits", "--cohort.size=31", "take 30 or fewer"),
     ],
 )
-def test_settings_that_do_not_fit_end_without_a_traceback(
+def test_settings_that_do_not_fit_give_a_message_without_a_traceback(
     run: Run, tmp_path: Path, exp: str, override: str, words: str
 ) -> None:
     status, _, errors = run("train", f"--exp={exp}", f"--job_log_dir={tmp_path}", override)
@@ -153,14 +157,16 @@ def test_settings_that_do_not_fit_end_without_a_traceback(
     assert not (tmp_path / "config.json").exists()  # so the folder is free for what does fit
 
 
-def test_a_folder_that_cannot_be_is_refused(run: Run, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_refused(run: Run, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     status, _, errors = run("train", f"--exp={REGRESSION}", f"--job_log_dir={tmp_path / 'file'}")
     assert status == 2 and "cannot hold a run (File exists)" in errors
 
 
 @pytest.mark.parametrize("in_memory", [True, False])
-def test_damaged_data_end_without_a_traceback(run: Run, tmp_path: Path, in_memory: bool) -> None:
+def test_damaged_data_give_a_message_without_a_traceback(
+    run: Run, tmp_path: Path, in_memory: bool
+) -> None:
     assert len(fedpax.data.load("digits", "train", data_dir=str(tmp_path / "data"))) > 0
     (path,) = (tmp_path / "data").rglob("*train.array_record*")
     damaged = bytearray(path.read_bytes())
@@ -237,7 +243,7 @@ def test_overrides_reach_nested_fields_in_either_spelling(run: Run) -> None:
     assert changed.model.features == configure(REGRESSION, []).model.features
 
 
-def test_experiments_are_found_by_what_they_return(package: Path, run: Run) -> None:
+def test_experiments_are_found_by_their_return_type(package: Path, run: Run) -> None:
     for name in ("first_one", "second_one"):
         (package / f"{name}.py").write_text(MODULE.format(name=name))
     names = {f"{which}_one{rest}" for which in ("first", "second") for rest in ("", "_variant")}
@@ -306,7 +312,7 @@ def test_the_experiments_that_come_with_fedpax_can_be_configured(run: Run) -> No
         assert configure(name, []) == function()
 
 
-def test_ctrl_c_before_the_training_ends_without_a_traceback(
+def test_ctrl_c_before_the_training_gives_no_traceback(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*_: object) -> None:
@@ -331,7 +337,7 @@ def test_signals_are_handled_before_jax_is_imported(tmp_path: Path, number: sign
     assert errors == f"fedpax: {number.name}: stopped; there was nothing to save.\n"
 
 
-def test_a_closed_pipe_ends_a_listing_without_a_traceback() -> None:
+def test_a_closed_pipe_gives_no_traceback() -> None:
     """As with `fedpax --help | head -1`."""
     reader, writer = os.pipe()
     os.close(reader)
@@ -391,7 +397,9 @@ def test_a_loss_that_is_not_finite_is_an_error(run: Run, tmp_path: Path) -> None
     assert "stopped: the loss of round" in errors and "smaller learning rate" in errors
 
 
-def test_compare_trains_what_is_missing_and_writes_the_files(run: Run, tmp_path: Path) -> None:
+def test_compare_trains_unfinished_experiments_and_writes_the_files(
+    run: Run, tmp_path: Path
+) -> None:
     settings = ("--training.rounds=4", "--training.evaluate_every=2")
     folder = f"--job_log_dir={tmp_path / 'regression'}"
     assert run("train", f"--exp={REGRESSION}", folder, *settings)[0] == 0
@@ -432,7 +440,7 @@ def test_compare_trains_what_is_missing_and_writes_the_files(run: Run, tmp_path:
         ),
     ],
 )
-def test_a_cpu_shows_the_devices_that_the_mesh_needs(
+def test_a_cpu_simulates_the_devices_of_the_mesh(
     tmp_path: Path, variables: dict[str, str], mesh: str, status: int, words: str
 ) -> None:
     removed = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
@@ -449,7 +457,7 @@ def test_a_cpu_shows_the_devices_that_the_mesh_needs(
     assert words in process.stdout + process.stderr
 
 
-def test_multihost_says_how_the_processes_are_named(run: Run, tmp_path: Path) -> None:
+def test_multihost_without_processes_names_the_variables_to_set(run: Run, tmp_path: Path) -> None:
     status, _, errors = run(
         "train", f"--exp={REGRESSION}", f"--job_log_dir={tmp_path}", "--multihost"
     )

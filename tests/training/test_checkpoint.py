@@ -21,7 +21,7 @@ class State(NamedTuple):
 
 
 def random_state(seed: int, sharding: NamedSharding) -> State:
-    """Leaves of many types and shapes, with an optimizer's empty parts among them."""
+    """Return a state with leaves of many types and shapes, and an optimizer's empty parts."""
     keys = jax.random.split(jax.random.key(seed), 3)
     params = {
         "w": jax.device_put(jax.random.normal(keys[0], (8, 4)), sharding),
@@ -81,7 +81,7 @@ def test_one_step_holds_round_position_and_configuration(
 
 
 @pytest.mark.parametrize("mesh", [dict(clients=2, fsdp=4), dict(fsdp=8), dict(data=1)])
-def test_restored_onto_another_mesh(
+def test_a_state_is_restored_onto_another_mesh(
     tmp_path: Path, sharding: NamedSharding, mesh: dict[str, int]
 ) -> None:
     state = random_state(1, sharding)
@@ -109,7 +109,7 @@ def test_the_arrays_may_be_donated_as_soon_as_save_returns(
     np.testing.assert_array_equal(load_params(tmp_path), expected)
 
 
-def test_the_newest_are_kept(tmp_path: Path, sharding: NamedSharding) -> None:
+def test_the_newest_checkpoints_are_kept(tmp_path: Path, sharding: NamedSharding) -> None:
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         for number in (2, 5, 11):
             checkpoints.save(number, random_state(number, sharding), {}, {})
@@ -119,7 +119,7 @@ def test_the_newest_are_kept(tmp_path: Path, sharding: NamedSharding) -> None:
     assert float(load_params(tmp_path, 5)["layers"][1]) == 5.0
 
 
-def test_what_a_kill_left_unfinished_is_not_a_checkpoint(
+def test_a_checkpoint_that_a_kill_left_unfinished_does_not_count(
     tmp_path: Path, sharding: NamedSharding
 ) -> None:
     state = random_state(1, sharding)
@@ -151,13 +151,15 @@ def test_params_are_loaded_as_numpy_without_the_state(
 
 
 @pytest.mark.parametrize("round_number", [None, 4])
-def test_no_such_checkpoint(tmp_path: Path, round_number: int | None) -> None:
+def test_a_missing_checkpoint_raises(tmp_path: Path, round_number: int | None) -> None:
     with pytest.raises(FileNotFoundError, match="Train there first"):
         load_params(tmp_path, round_number)
 
 
 @pytest.mark.parametrize("islands", [2, 8])
-def test_restored_for_another_number_of_participants(tmp_path: Path, islands: int) -> None:
+def test_a_state_is_restored_for_another_number_of_participants(
+    tmp_path: Path, islands: int
+) -> None:
     random = np.random.default_rng(0)
 
     def state(count: int, fsdp: int) -> tuple[dict[str, Any], Any]:
@@ -187,7 +189,7 @@ def test_restored_for_another_number_of_participants(tmp_path: Path, islands: in
 
 
 @pytest.mark.parametrize("damage", ["progress", "state", "array"])
-def test_damaged_files_are_told_and_the_checkpoint_before_is_used(
+def test_damaged_files_raise_and_the_checkpoint_before_can_be_used(
     tmp_path: Path, sharding: NamedSharding, damage: str
 ) -> None:
     states = [random_state(seed, sharding) for seed in (1, 2)]

@@ -1,5 +1,6 @@
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,7 +25,7 @@ def one_round(run: Run) -> tuple[Any, Any, Any]:
 
 @pytest.fixture(scope="module")
 def compiled() -> tuple[Run, CompiledRound, Any]:
-    """Compiled once for all tests of the regression."""
+    """Compile the regression's round once for all tests."""
     run = regression().build()
     compiled, _, batches = one_round(run)
     return run, compiled, batches
@@ -41,8 +42,10 @@ def test_a_round_donates_and_keeps_structure_dtypes_and_shardings(
     assert state.params["hidden"].is_deleted()
     assert new.params["hidden"].sharding == run.shardings.params["hidden"]
     assert new.momentum["hidden"].sharding.spec == PartitionSpec("clients", None, "fsdp")
-    for leaf, like in zip(jax.tree.leaves(new), jax.tree.leaves(compiled.state), strict=True):
-        assert (leaf.shape, leaf.dtype, leaf.sharding) == (like.shape, like.dtype, like.sharding)
+    chex.assert_trees_all_equal_shapes_and_dtypes(new, compiled.state)
+    assert jax.tree.map(lambda x: x.sharding, new) == jax.tree.map(
+        lambda x: x.sharding, compiled.state
+    )
     assert np.isfinite(float(metrics["loss"]))
 
 
@@ -55,10 +58,11 @@ def test_the_compiled_round_equals_the_algorithm_without_a_mesh(
     plain, expected = run.algorithm.round(
         run.algorithm.init(run.init(jax.random.key(3))), jax.device_get(batches)
     )
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+    chex.assert_trees_all_close(
         (state.params, state.momentum, metrics),
         (plain.params, plain.momentum, expected),
+        rtol=1e-5,
+        atol=1e-6,
     )
 
 
@@ -109,7 +113,7 @@ def descend(state: Descent, batches: jax.Array) -> tuple[Descent, dict[str, jax.
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_meshes_with_automatic_and_explicit_axes(axis_type: AxisType) -> None:
+def test_rounds_run_on_meshes_with_automatic_and_explicit_axes(axis_type: AxisType) -> None:
     compiled, state, batches = one_round(run_of(descend, axis_type=axis_type))
     before = np.asarray(state.params)
     state, _ = compiled.round(state, batches)

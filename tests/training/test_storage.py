@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import jax
+import chex
 import numpy as np
 import pytest
 from small_regression import Regression, regression
@@ -64,7 +64,7 @@ def test_a_disk_that_is_full_for_checkpoints_keeps_the_last_one(
         f"{folder}. Make room on the disk, then run the same command again to resume."
     )
     assert "Traceback" not in capfd.readouterr().err
-    jax.tree.map(np.testing.assert_array_equal, load_params(folder), before)
+    chex.assert_trees_all_equal(load_params(folder), before)
     assert train(short(8), folder, exp="small_regression:regression").rounds_trained == 4
     assert latest_round(folder) == 8
 
@@ -115,14 +115,14 @@ def test_a_flipped_bit_in_any_file_of_a_checkpoint_is_found(folder: Path) -> Non
         original = path.read_bytes()
         path.write_bytes(content)
         if path.name in ("_CHECKPOINT_METADATA", "commit_success.txt"):  # times, and no data
-            jax.tree.map(np.testing.assert_array_equal, load_params(folder), expected)
+            chex.assert_trees_all_equal(load_params(folder), expected)
         else:
             with pytest.raises(DamagedCheckpointError, match="round 4 is damaged"):
                 load_params(folder)
             found += 1
         path.write_bytes(original)
     assert found > 5
-    jax.tree.map(np.testing.assert_array_equal, load_params(folder), expected)
+    chex.assert_trees_all_equal(load_params(folder), expected)
 
 
 @pytest.mark.parametrize("damage", ["missing", "longer", "shorter", "other bytes"])
@@ -170,7 +170,7 @@ def test_an_unfinished_checkpoint_is_no_finished_run(
     assert f"Removed {unfinished}: the checkpoint is unfinished" in capfd.readouterr().err
 
 
-def test_output_that_nobody_reads_does_not_stop_the_training(tmp_path: Path) -> None:
+def test_a_closed_pipe_does_not_stop_the_training(tmp_path: Path) -> None:
     """As with `fedpax train ... 2>&1 | head -1`."""
     reader, writer = os.pipe()
     os.close(reader)

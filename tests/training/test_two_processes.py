@@ -1,4 +1,4 @@
-"""Two processes with four simulated devices each train as one."""
+"""Two processes with four simulated devices each train one run."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
+import chex
 import numpy as np
 import pytest
 from small_regression import regression
@@ -63,13 +63,11 @@ def outcomes(processes: list[subprocess.Popen]) -> Iterator[str]:
         yield output.splitlines()[-1]
 
 
-def test_they_equal_one_process(tmp_path: Path) -> None:
+def test_two_processes_give_the_result_of_one(tmp_path: Path) -> None:
     train(regression(), tmp_path / "one")
     assert list(outcomes(start(tmp_path / "two", 12))) == ["12 True None"] * 2
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
-        load_params(tmp_path / "two"),
-        load_params(tmp_path / "one"),
+    chex.assert_trees_all_close(
+        load_params(tmp_path / "two"), load_params(tmp_path / "one"), rtol=1e-4, atol=1e-6
     )
     losses = [
         [line["loss"] for line in select(read_metrics(tmp_path / name), "training")]
@@ -111,8 +109,6 @@ def test_the_command_line_joins_processes(tmp_path: Path) -> None:
         for process in range(2)
     ]
     assert all("Finished 12 of 12 rounds" in line for line in outcomes(processes))
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
-        load_params(tmp_path / "two"),
-        load_params(tmp_path / "one"),
+    chex.assert_trees_all_close(
+        load_params(tmp_path / "two"), load_params(tmp_path / "one"), rtol=1e-4, atol=1e-6
     )

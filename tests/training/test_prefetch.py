@@ -105,5 +105,7 @@ def test_a_cohort_that_its_sharding_does_not_divide_is_named() -> None:
     mesh = make_mesh(clients=-1)
     sharding = NamedSharding(mesh, PartitionSpec("clients"))
     cohort = Cohort({"x": np.ones((6, 2), np.float32)})
-    with pytest.raises(ValueError, match=r"clients=8 does not divide axis 0 of cohort\.batches\['x"):
+    with pytest.raises(
+        ValueError, match=r"clients=8 does not divide axis 0 of cohort\.batches\['x"
+    ):
         place(cohort, sharding)

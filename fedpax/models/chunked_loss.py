@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,9 @@ from fedpax.parallel.axes import constrain, explicit_spec, partition_spec
 
 TOKENS_PER_CHUNK = 1024
 TOKEN_AXES = ("batch", "sequence")
+
+
+_Pair: TypeAlias = tuple[jax.Array, jax.Array]
 
 
 class _Options(NamedTuple):
@@ -35,7 +38,7 @@ def chunked_cross_entropy(
     """Compute the mean of -log softmax(logits)[target] with logits = features table^T.
 
     Each device computes the logits of `tokens_per_chunk` tokens, their loss and its gradient, and
-    then goes on to the next chunk. The float32 logits of all tokens never exist at once. The
+    then continues with the next chunk. The float32 logits of all tokens never exist at once. The
     forward pass computes the gradient too and stores it, so the backward pass needs no logits.
 
     On a mesh that shards tokens, each device sums the table's gradient over its own tokens, and
@@ -100,11 +103,13 @@ def _forward(
     targets: jax.Array,
     weights: jax.Array,
     options: _Options,
-) -> tuple[Any, Any]:
+) -> tuple[_Pair, _Pair]:
     return _scan(features, table, targets, weights, options, with_gradient=True)
 
 
-def _backward(_: _Options, gradients: Any, cotangents: Any) -> tuple[Any, ...]:
+def _backward(
+    options: _Options, gradients: _Pair, cotangents: _Pair
+) -> tuple[jax.Array, jax.Array, None, None]:
     scale, _ = cotangents
     d_features, d_table = ((scale * g).astype(g.dtype) for g in gradients)
     return d_features, d_table, None, None
@@ -121,13 +126,13 @@ def _scan(
     options: _Options,
     *,
     with_gradient: bool,
-) -> tuple[tuple[jax.Array, jax.Array], Any]:
+) -> tuple[_Pair, Any]:
     """Scan over the chunks; return the two sums and, if asked, the gradients of the first."""
     gathered = constrain(table.astype(features.dtype), ("vocab", None))
     layout = _Layout.of(features.shape, options.tokens_per_chunk)
     chunks = tuple(layout.split(x) for x in (features, targets, weights))
 
-    def compute(chunk: Any) -> tuple[Any, Any]:
+    def compute(chunk: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], Any]:
         """Return the sums over a chunk and the gradient with respect to its features."""
         own, target, weight = chunk
         loss, cross_entropy, d_logits = _chunk_loss(own, gathered, target, weight, options)
@@ -139,7 +144,7 @@ def _scan(
         d_table = constrain(d_table, (*TOKEN_AXES, "vocab", None))
         return (loss, cross_entropy, d_table), constrain(d_features, (*TOKEN_AXES, None, None))
 
-    def step(sums: Any, chunk: Any) -> tuple[Any, Any]:
+    def step(sums: tuple[jax.Array, ...], chunk: tuple[jax.Array, ...]) -> tuple[Any, Any]:
         more, d_features = compute(chunk)
         return jax.tree.map(jnp.add, sums, more), d_features
 
@@ -166,7 +171,7 @@ def _chunk_loss(
     """Return each shard's sums, and the gradient of the loss with respect to the raw logits."""
     logits = jnp.einsum("srcd,vd->srcv", features, table, preferred_element_type=weights.dtype)
     logits = constrain(logits, (*TOKEN_AXES, None, "vocab"))
-    slope: Any = 1.0
+    slope: float | jax.Array = 1.0
     if options.softcap is not None:
         squeezed = jnp.tanh(logits / options.softcap)
         logits, slope = options.softcap * squeezed, 1 - jnp.square(squeezed)
@@ -183,7 +188,7 @@ def _chunk_loss(
 
 
 class _Layout(NamedTuple):
-    """How tokens [batch, seq_len] are cut into chunks [chunks, *shards, tokens] without transfers.
+    """How tokens [batch, seq_len] are split into chunks [chunks, *shards, tokens] on their devices.
 
     Attributes:
         batch: rows.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from fedpax.models.transformer_config import TransformerConfig
 from fedpax.parallel.axes import constrain
 
 KeysAndValues: TypeAlias = tuple[jax.Array, jax.Array]
+Carry: TypeAlias = tuple[KeysAndValues, jax.Array, jax.Array]  # cache, last token, its position
 CACHE_AXES = ("batch", None, "kv_heads", None)
 
 
@@ -179,23 +180,24 @@ def _generate(
         keys, values = (constrain(jnp.pad(x, padding), CACHE_AXES) for x in (key, value))
         return attended, (keys, values)
 
-    def update(
-        cache: KeysAndValues, position: jax.Array, new: tuple[jax.Array, ...]
-    ) -> tuple[jax.Array, ...]:
-        return tuple(old.at[rows, position].set(x[:, 0]) for old, x in zip(cache, new, strict=True))
+    def update(cache: KeysAndValues, position: jax.Array, new: KeysAndValues) -> KeysAndValues:
+        keys, values = (
+            old.at[rows, position].set(x[:, 0]) for old, x in zip(cache, new, strict=True)
+        )
+        return keys, values
 
-    def step(carry: tuple[Any, ...], key: jax.Array) -> tuple[tuple[Any, ...], jax.Array]:
+    def step(carry: Carry, key: jax.Array) -> tuple[Carry, jax.Array]:
         cache, token, position = carry
 
         def attend(
-            own: KeysAndValues, query: jax.Array, *new: jax.Array
-        ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+            layer_cache: KeysAndValues, query: jax.Array, key: jax.Array, value: jax.Array
+        ) -> tuple[jax.Array, KeysAndValues]:
             """Attend to the cache and the token itself; return only the token's key and value."""
-            keys, values = update(own, position, new)
+            keys, values = update(layer_cache, position, (key, value))
             mask = visible(
                 position[:, None], jnp.arange(keys.shape[1])[None], config.sliding_window
             )
-            return attend_masked(query, keys, values, mask), new
+            return attend_masked(query, keys, values, mask), (key, value)
 
         x, rotation = model.embed(token[:, None]), model.rotation(position[:, None], 1)
         x, new = model.run_cached(x, rotation, attend, cache)

@@ -20,7 +20,7 @@ MAX_BLOCK = 1024
 def grouped_matmul(
     rows: Float[Array, "rows inputs"],
     kernels: Float[Array, "groups inputs outputs"],
-    sizes: Int[Array, " groups"],
+    group_sizes: Int[Array, " groups"],
 ) -> Float[Array, "rows outputs"]:
     """Multiply the rows of each group by its kernel: out[r] = rows[r] @ kernels[group of r].
 
@@ -35,8 +35,8 @@ def grouped_matmul(
     Args:
         rows: `[rows, inputs]`, those of group 0 first.
         kernels: `[groups, inputs, outputs]`, of the rows' dtype.
-        sizes: int32 `[groups]`, the number of rows of each group. Their sum may be less than the
-            number of rows.
+        group_sizes: int32 `[groups]`, the number of rows of each group. Their sum may be less than
+            the number of rows.
 
     Returns:
         `[rows, outputs]`, of the rows' dtype, summed in float32. Rows after the last group hold
@@ -47,23 +47,23 @@ def grouped_matmul(
         >>> grouped_matmul(jnp.ones((3, 2)), kernels, jnp.array([1, 2])).tolist()
         [[1.0, 1.0], [10.0, 10.0], [10.0, 10.0]]
     """
-    return raw_grouped_matmul(rows, kernels, sizes)
+    return raw_grouped_matmul(rows, kernels, group_sizes)
 
 
 def _forward(
-    rows: jax.Array, kernels: jax.Array, sizes: jax.Array
+    rows: jax.Array, kernels: jax.Array, group_sizes: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     # Not `grouped_matmul`: it has no forward-mode rule, which the derivative of a gradient needs.
-    return raw_grouped_matmul(rows, kernels, sizes), (rows, kernels, sizes)
+    return raw_grouped_matmul(rows, kernels, group_sizes), (rows, kernels, group_sizes)
 
 
 def _backward(
     residuals: tuple[jax.Array, ...], cotangents: jax.Array
 ) -> tuple[jax.Array, jax.Array, None]:
-    rows, kernels, sizes = residuals
+    rows, kernels, group_sizes = residuals
     return (
-        raw_grouped_matmul(cotangents, kernels, sizes, transposed=True),
-        _kernel_gradients(rows, cotangents, sizes),
+        raw_grouped_matmul(cotangents, kernels, group_sizes, transposed=True),
+        _kernel_gradients(rows, cotangents, group_sizes),
         None,
     )
 
@@ -74,7 +74,7 @@ grouped_matmul.defvjp(_forward, _backward)
 def raw_grouped_matmul(
     rows: jax.Array,
     kernels: jax.Array,
-    sizes: jax.Array,
+    group_sizes: jax.Array,
     *,
     transposed: bool = False,
     dtype: DTypeLike | None = None,
@@ -84,7 +84,7 @@ def raw_grouped_matmul(
     Args:
         rows: as in `grouped_matmul`, of any dtype.
         kernels: as in `grouped_matmul`.
-        sizes: as in `grouped_matmul`.
+        group_sizes: as in `grouped_matmul`.
         transposed: multiply by the transposed kernels: out[r] = rows[r] @ kernels[group of r].T,
             the gradient with respect to the rows.
         dtype: dtype of the sums and of the result. Default None: the rows' dtype.
@@ -97,20 +97,25 @@ def raw_grouped_matmul(
     # vmap runs the elements of a batch one after another: TPUs have no batched ragged matmul, and
     # batched loops would all run as long as the longest.
     @jax.custom_batching.sequential_vmap
-    def compute(rows: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
+    def compute(rows: jax.Array, kernels: jax.Array, group_sizes: jax.Array) -> jax.Array:
         return jax.lax.platform_dependent(
             rows,
             kernels,
-            sizes,
+            group_sizes,
             tpu=functools.partial(_ragged_dot, transposed=transposed, dtype=out),
             default=functools.partial(_matmul_in_blocks, transposed=transposed, dtype=out),
         )
 
-    return compute(rows, kernels, sizes)
+    return compute(rows, kernels, group_sizes)
 
 
 def _ragged_dot(
-    rows: jax.Array, kernels: jax.Array, sizes: jax.Array, *, transposed: bool, dtype: DTypeLike
+    rows: jax.Array,
+    kernels: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    transposed: bool,
+    dtype: DTypeLike,
 ) -> jax.Array:
     dimensions = jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(([1], [2 if transposed else 1]), ([], [])),
@@ -119,12 +124,17 @@ def _ragged_dot(
     )
     out = explicit_spec((None, None), (len(rows), kernels.shape[1 if transposed else 2]))
     return jax.lax.ragged_dot_general(
-        rows, kernels, sizes, dimensions, preferred_element_type=dtype, out_sharding=out
+        rows, kernels, group_sizes, dimensions, preferred_element_type=dtype, out_sharding=out
     )
 
 
 def _matmul_in_blocks(
-    rows: jax.Array, kernels: jax.Array, sizes: jax.Array, *, transposed: bool, dtype: DTypeLike
+    rows: jax.Array,
+    kernels: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    transposed: bool,
+    dtype: DTypeLike,
 ) -> jax.Array:
     block, kernel_axis = _block_size(len(rows), len(kernels)), 1 if transposed else 0
     outputs = kernels.shape[1 if transposed else 2]
@@ -142,15 +152,15 @@ def _matmul_in_blocks(
 
         return jax.lax.fori_loop(0, -(-(end - start) // block), step, out), None
 
-    ends = jnp.cumsum(sizes)
+    ends = jnp.cumsum(group_sizes)
     start = jnp.zeros_like(rows, shape=(len(rows), outputs), dtype=dtype)
-    return jax.lax.scan(multiply_group, start, (kernels, ends - sizes, ends))[0]
+    return jax.lax.scan(multiply_group, start, (kernels, ends - group_sizes, ends))[0]
 
 
 @jax.custom_batching.sequential_vmap
-def _kernel_gradients(rows: jax.Array, cotangents: jax.Array, sizes: jax.Array) -> jax.Array:
+def _kernel_gradients(rows: jax.Array, cotangents: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """Return, for each group, the sum of the outer products of its rows and their cotangents."""
-    block = _block_size(len(rows), len(sizes))
+    block = _block_size(len(rows), len(group_sizes))
     accurate = jnp.promote_types(rows.dtype, jnp.float32)
 
     def sum_group(group: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -172,8 +182,8 @@ def _kernel_gradients(rows: jax.Array, cotangents: jax.Array, sizes: jax.Array) 
         zero = jnp.zeros_like(rows, shape=shape, dtype=accurate)
         return jax.lax.fori_loop(0, -(-(end - start) // block), step, zero).astype(rows.dtype)
 
-    ends = jnp.cumsum(sizes)
-    return jax.lax.map(sum_group, (ends - sizes, ends))
+    ends = jnp.cumsum(group_sizes)
+    return jax.lax.map(sum_group, (ends - group_sizes, ends))
 
 
 def _block_size(rows: int, groups: int) -> int:

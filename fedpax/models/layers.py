@@ -1,10 +1,9 @@
-"""Parts of the transformer: RMSNorm, the feed-forward network, and a whole layer."""
+"""Parts of the transformer: the feed-forward network, and a whole layer."""
 
 from __future__ import annotations
 
 import chex
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -12,32 +11,9 @@ from fedpax.models.attention.layer import Attend, Attention
 from fedpax.models.mixture import MixtureOfExperts
 from fedpax.models.parameters import normal, project
 from fedpax.models.quantization import Quantization
+from fedpax.models.rms_norm import RMSNorm
 from fedpax.models.transformer_config import TransformerConfig
 from fedpax.parallel.axes import constrain, explicit_spec
-
-
-class RMSNorm(nnx.Module):
-    """Root mean square normalization: x / sqrt(mean(x^2) + epsilon) * scale.
-
-    Attributes:
-        epsilon: added to the mean square.
-        scale: `[embed_dim]`, 1 at first.
-
-    Reference:
-        Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv:1910.07467).
-    """
-
-    def __init__(self, embed_dim: int, *, epsilon: float):
-        self.epsilon = epsilon
-        self.scale = nnx.Param(jnp.ones(embed_dim), logical_axes=("norm",))
-
-    def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch embed"]:
-        """Normalize x [..., embed_dim]; compute in float32 and return x's dtype."""
-        accurate = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        mean_square = jnp.mean(jnp.square(accurate), axis=-1, keepdims=True)
-        return (accurate * jax.lax.rsqrt(mean_square + self.epsilon) * self.scale[...]).astype(
-            x.dtype
-        )
 
 
 class FeedForward(nnx.Module):
@@ -102,6 +78,7 @@ class Layer(nnx.Module):
             config.num_heads,
             config.num_kv_heads,
             config.resolved_head_dim,
+            qk_norm_eps=config.norm_eps if config.qk_norm else None,
             output_scale=output_scale,
             quantization=config.quantization,
             rngs=rngs,

@@ -117,7 +117,8 @@ def transformer_loss(
 
         - `tokens`, the sum of the mask;
         - `cross_entropy`, the loss without the other terms, if there are any;
-        - for a mixture of experts `load_balance` and `router_z`, unweighted, averaged over layers.
+        - for a mixture of experts `load_balance` and `router_z`, unweighted, averaged over layers
+          and, in a pipeline, over micro-batches.
 
     Example:
         >>> config = TransformerConfig(num_layers=2, embed_dim=64, num_heads=2)

@@ -33,7 +33,7 @@ class MixtureOfExperts(nnx.Module):
 
     - The axis `expert` shards the experts and the batch. A device all-gathers the tokens of the
       other devices along it, computes its own experts, and the outputs are reduce-scattered. With n
-      tokens on each of E devices, a device receives (E - 1) n vectors and sends as many. An
+      tokens on each of E devices, a device sends and receives (E - 1) n vectors each. An
       all-to-all of the chosen tokens alone would move k (E - 1) n / E vectors each way, which is
       less if E > k. Either way a device allocates E n min(k, experts per device) rows, because all
       tokens may choose its experts; it computes only the rows in use. The axis should be as small
@@ -268,15 +268,15 @@ def _mixture(
     # Sort choices by expert, those of other devices' experts last. A token chooses an expert once.
     order = jnp.argsort(jnp.where(is_local, chosen, num_local).ravel(), stable=True)
     rows = len(tokens) * min(k, num_local)
-    sizes = jnp.sum(chosen[..., None] == jnp.arange(num_local), axis=(0, 1), dtype=jnp.int32)
-    filled = (jnp.arange(rows) < jnp.sum(sizes))[:, None]
+    group_sizes = jnp.sum(chosen[..., None] == jnp.arange(num_local), axis=(0, 1), dtype=jnp.int32)
+    filled = (jnp.arange(rows) < jnp.sum(group_sizes))[:, None]
     # The grouped matmul leaves arbitrary values in rows after the last group. Its outputs are
     # masked below; its inputs are masked here, which masks their gradients.
     order_of_rows = order[:rows]
     sorted_tokens = jnp.where(filled, tokens[order_of_rows // k], 0)
     sorted_weights = jnp.where(filled, weights.reshape(-1, 1)[order_of_rows], 0)
     matmul = functools.partial(
-        _expert_matmul, sizes=sizes, axes=layout.axes, quantization=quantization
+        _expert_matmul, group_sizes=group_sizes, axes=layout.axes, quantization=quantization
     )
     inner = jax.nn.silu(matmul(sorted_tokens, gate, layout.wide, embed=1))
     inner = inner * matmul(sorted_tokens, up, layout.wide, embed=1)
@@ -299,7 +299,7 @@ def _expert_matmul(
     spec: PartitionSpec,
     *,
     embed: int,
-    sizes: jax.Array,
+    group_sizes: jax.Array,
     axes: set[str],
     quantization: Quantization,
 ) -> jax.Array:
@@ -308,16 +308,16 @@ def _expert_matmul(
     # smaller remainder is summed over `data`.
     kernels = _varying(kernels, axes - _names(spec))
 
-    def compute(rows: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
+    def compute(rows: jax.Array, kernels: jax.Array, group_sizes: jax.Array) -> jax.Array:
         for axis in _names(spec[embed : embed + 1]):
             kernels = jax.lax.all_gather(kernels, axis, axis=embed, tiled=True)
         if quantization != "none":
-            return quantized_grouped_matmul(rows, kernels, sizes, quantization)
-        return grouped_matmul(rows, kernels, sizes)
+            return quantized_grouped_matmul(rows, kernels, group_sizes, quantization)
+        return grouped_matmul(rows, kernels, group_sizes)
 
     # Rematerialized: stored for the backward pass, gathered kernels would take the memory that
     # fsdp saves.
-    return jax.checkpoint(compute, prevent_cse=False)(rows, kernels, sizes)
+    return jax.checkpoint(compute, prevent_cse=False)(rows, kernels, group_sizes)
 
 
 def _names(spec: Iterable[str | tuple[str, ...] | None]) -> set[str]:

@@ -65,7 +65,7 @@ def quantized_einsum(
 def quantized_grouped_matmul(
     rows: Float[Array, "rows inputs"],
     kernels: Float[Array, "groups inputs outputs"],
-    sizes: Int[Array, " groups"],
+    group_sizes: Int[Array, " groups"],
     quantization: Quantization,
 ) -> Float[Array, "rows outputs"]:
     """Apply `grouped_matmul` to rows and kernels rounded to 8 bits.
@@ -76,7 +76,7 @@ def quantized_grouped_matmul(
     Args:
         rows: `[rows, inputs]`, those of group 0 first.
         kernels: `[groups, inputs, outputs]`.
-        sizes: int32 `[groups]`, the number of rows of each group.
+        group_sizes: int32 `[groups]`, the number of rows of each group.
         quantization: "int8" or "fp8".
 
     Returns:
@@ -96,7 +96,7 @@ def quantized_grouped_matmul(
         [['1.0', '1.0'], ['9.9', '9.9'], ['9.9', '9.9']]
     """
     _check_mesh(quantization)
-    return _grouped(rows, kernels, sizes, quantization)
+    return _grouped(rows, kernels, group_sizes, quantization)
 
 
 def _check_mesh(quantization: Quantization) -> None:
@@ -153,30 +153,30 @@ _einsum.defvjp(_forward, _backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _grouped(
-    rows: jax.Array, kernels: jax.Array, sizes: jax.Array, quantization: Quantization
+    rows: jax.Array, kernels: jax.Array, group_sizes: jax.Array, quantization: Quantization
 ) -> jax.Array:
     left, right = _rounded(rows, [0], quantization), _rounded(kernels, [0, 2], quantization)
     accumulator = jnp.int32 if quantization == "int8" else jnp.float32
-    sums = raw_grouped_matmul(left.qvalue, right.qvalue, sizes, dtype=accumulator)
+    sums = raw_grouped_matmul(left.qvalue, right.qvalue, group_sizes, dtype=accumulator)
     # The group of each row, from the ends of the groups.
-    group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(len(rows)), side="right")
+    group = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(len(rows)), side="right")
     scales = left.scale * right.scale[:, 0].at[group].get(mode="clip")
     return (sums * scales).astype(rows.dtype)
 
 
 def _grouped_forward(
-    rows: jax.Array, kernels: jax.Array, sizes: jax.Array, quantization: Quantization
+    rows: jax.Array, kernels: jax.Array, group_sizes: jax.Array, quantization: Quantization
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    return _grouped(rows, kernels, sizes, quantization), (rows, kernels, sizes)
+    return _grouped(rows, kernels, group_sizes, quantization), (rows, kernels, group_sizes)
 
 
 def _grouped_backward(
     _: Quantization, residuals: tuple[jax.Array, ...], gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array, None]:
-    rows, kernels, sizes = residuals
+    rows, kernels, group_sizes = residuals
 
     def exact(rows: jax.Array, kernels: jax.Array) -> jax.Array:
-        return grouped_matmul(rows, kernels, sizes)
+        return grouped_matmul(rows, kernels, group_sizes)
 
     return *jax.vjp(exact, rows, kernels)[1](gradient), None
 

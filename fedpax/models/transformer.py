@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TypeAlias
 
+import chex
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -23,7 +24,10 @@ from fedpax.parallel.pipeline import run_pipeline
 
 __all__ = ["FeedForward", "Layer", "RMSNorm", "Transformer", "TransformerConfig", "transformer"]
 
-AttendLayer = Callable[[Any, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+AttendLayer: TypeAlias = Callable[
+    [chex.ArrayTree, jax.Array, jax.Array, jax.Array], tuple[jax.Array, chex.ArrayTree]
+]
+"""Computes attention with a cache: (cache, query, key, value) -> (result, cache entry)."""
 
 
 class Transformer(nnx.Module):
@@ -100,7 +104,9 @@ class Transformer(nnx.Module):
         config = self.config
         graph, stacked = nnx.split(self.layers)
 
-        def step(x: jax.Array, layer: nnx.State, shared: Any) -> tuple[jax.Array, Any]:
+        def step(
+            x: jax.Array, layer: nnx.State, shared: chex.ArrayTree
+        ) -> tuple[jax.Array, dict[str, jax.Array]]:
             rotation, segments = shared
 
             def attend(
@@ -157,8 +163,8 @@ class Transformer(nnx.Module):
         x: jax.Array,
         rotation: tuple[jax.Array, jax.Array],
         attend: AttendLayer,
-        caches: Any = None,
-    ) -> tuple[jax.Array, Any]:
+        caches: chex.ArrayTree = None,
+    ) -> tuple[Float[Array, "batch seq embed"], chex.ArrayTree]:
         """Run the layers one after another, each with a key-value cache of its own.
 
         Args:
@@ -176,7 +182,9 @@ class Transformer(nnx.Module):
         if self.config.num_pipeline_repeats > 1:
             stacked = jax.tree.map(lambda p: p.reshape(-1, *p.shape[2:]), stacked)
 
-        def step(x: jax.Array, layer: tuple[nnx.State, Any]) -> tuple[jax.Array, Any]:
+        def step(
+            x: jax.Array, layer: tuple[nnx.State, chex.ArrayTree]
+        ) -> tuple[jax.Array, chex.ArrayTree]:
             parameters, cache = layer
             bound: Attend = functools.partial(attend, cache)
             x, _, cache_entry = nnx.merge(graph, parameters)(x, rotation, bound)

@@ -26,6 +26,8 @@ class TransformerConfig:
         num_experts_per_token: number of experts that a token goes through.
         norm_eps: epsilon of RMSNorm. Default 1e-6, as in T5, Gemma and Qwen3; Llama 3, Mistral and
             Mixtral use 1e-5.
+        qk_norm: whether RMSNorm normalizes each head of queries and keys before the rotary
+            positions (QK-Norm), as in Qwen3.
         rope_base: base of the rotary positions: the longest wavelength, in tokens, over 2 pi.
         rope_scaling_factor: factor that stretches the longest wavelengths, for sequences longer
             than `rope_original_seq_len`, as in Llama 3.1. Default None: no stretching.
@@ -74,6 +76,7 @@ class TransformerConfig:
     num_experts: int = 0
     num_experts_per_token: int = 2
     norm_eps: float = 1e-6
+    qk_norm: bool = False
     rope_base: float = 10_000.0
     rope_scaling_factor: float | None = None
     rope_original_seq_len: int = 8192
@@ -200,7 +203,8 @@ class TransformerConfig:
         attention = (
             self.embed_dim * self.resolved_head_dim * 2 * (self.num_heads + self.num_kv_heads)
         )
-        return attention + 2 * self.embed_dim + self.embed_dim * self.num_experts
+        norms = 2 * self.embed_dim + (2 * self.resolved_head_dim if self.qk_norm else 0)
+        return attention + norms + self.embed_dim * self.num_experts
 
     def _feed_forward(self) -> int:
         """Count the parameters of a feed-forward network, or of one expert."""

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import numpy as np
 from numpy.typing import NDArray
 
@@ -52,6 +53,9 @@ def attention(x: Array, w: Any, config: TransformerConfig, segments: Any, positi
             x @ w["key"][:, group],
             x @ w["value"][:, group],
         )
+        if config.qk_norm:
+            query = normalize(query, w["query_norm"]["scale"], config)
+            key = normalize(key, w["key_norm"]["scale"], config)
         for t in range(len(x)):
             seen = [s for s in range(t + 1) if segments[s] == segments[t] and t - s < window]
             q = rotate(query[t], positions[t], config)
@@ -100,10 +104,7 @@ def logits(
         if config.scale_embeddings:
             x = x * np.sqrt(config.embed_dim)
         for i in range(config.num_layers):
-            layer = {
-                name: {key: leaf[i] for key, leaf in part.items()}
-                for name, part in params["layers"].items()
-            }
+            layer = jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"])
             y = normalize(x, layer["attention_norm"]["scale"], config)
             x = x + attention(y, layer["attention"], config, segment, position)
             y = normalize(x, layer["feed_forward_norm"]["scale"], config)

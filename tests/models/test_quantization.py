@@ -62,7 +62,7 @@ def test_the_grouped_matmul_equals_that_of_each_group(quantization: Any) -> None
     rows[180:] = np.nan  # after the last group
     kernels = random.normal(size=(4, 32, 16)).astype(np.float32)
     sizes = np.array([90, 0, 1, 89], np.int32)
-    matmul = partial(quantized_grouped_matmul, sizes=sizes, quantization=quantization)
+    matmul = partial(quantized_grouped_matmul, group_sizes=sizes, quantization=quantization)
     found, back = jax.vjp(matmul, rows, kernels)
     dtype = jnp.dtype(FORMATS[quantization])
     left, right = (

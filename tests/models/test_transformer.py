@@ -55,6 +55,7 @@ def draw_packing(batch: int, length: int) -> tuple[Any, Any]:
         (True, {"num_heads": 4, "num_kv_heads": 4, "head_dim": 10}),
         (False, {"num_heads": 3, "num_kv_heads": 1, "num_layers": 1}),
         (False, {"norm_eps": 0.3, "scale_embeddings": False}),
+        (True, {"qk_norm": True, "norm_eps": 0.1, "head_dim": 10}),
     ],
 )
 def test_equals_numpy(random_params: Draw, packed: bool, change: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ SMALL = TransformerConfig(
     [
         {},
         {"num_layers": 1, "num_heads": 4, "num_kv_heads": 4, "head_dim": 32},
-        {"tied_embeddings": False, "feed_forward": "gelu"},
+        {"tied_embeddings": False, "feed_forward": "gelu", "qk_norm": True},
         {"num_experts": 5, "num_experts_per_token": 3, "num_pipeline_repeats": 2},
     ],
     ids=str,

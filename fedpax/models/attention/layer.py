@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from fedpax.models.parameters import normal, project
 from fedpax.models.quantization import Quantization
+from fedpax.models.rms_norm import RMSNorm
 from fedpax.parallel.axes import explicit_spec
 
 Attend: TypeAlias = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, chex.ArrayTree]]
@@ -27,9 +28,12 @@ class Attention(nnx.Module):
         key: `[embed_dim, num_kv_heads, head_dim]`.
         value: `[embed_dim, num_kv_heads, head_dim]`.
         output: `[num_heads, head_dim, embed_dim]`.
+        query_norm: normalizes each head of the queries; only with QK-Norm.
+        key_norm: normalizes each head of the keys; only with QK-Norm.
 
     Reference:
-        Ainslie et al., "GQA" (arXiv:2305.13245), section 2.2.
+        Ainslie et al., "GQA" (arXiv:2305.13245), section 2.2; Yang et al., "Qwen3 Technical
+        Report" (arXiv:2505.09388), section 2, for QK-Norm.
     """
 
     def __init__(
@@ -40,11 +44,18 @@ class Attention(nnx.Module):
         head_dim: int,
         *,
         output_scale: float,
+        qk_norm_eps: float | None = None,
         quantization: Quantization = "none",
         rngs: nnx.Rngs,
     ):
-        """Initialize with variance 1 / fan-in; multiply the output projection by `output_scale`."""
-        self.quantization = quantization
+        """Initialize with variance 1 / fan-in; multiply the output projection by `output_scale`.
+
+        `qk_norm_eps` is the epsilon of QK-Norm. Default None: no QK-Norm.
+        """
+        self.quantization, self.qk_norm = quantization, qk_norm_eps is not None
+        if qk_norm_eps is not None:
+            self.query_norm = RMSNorm(head_dim, epsilon=qk_norm_eps)
+            self.key_norm = RMSNorm(head_dim, epsilon=qk_norm_eps)
         stddev = embed_dim**-0.5
         shape = (embed_dim, num_kv_heads, head_dim)
         names = ("embed", "kv_heads", "head_dim")
@@ -81,6 +92,8 @@ class Attention(nnx.Module):
         query = project("btw,whd->bthd", x, self.query, quantization=self.quantization)
         key = project("btw,whd->bthd", x, self.key, quantization=self.quantization)
         value = project("btw,whd->bthd", x, self.value, quantization=self.quantization)
+        if self.qk_norm:
+            query, key = self.query_norm(query), self.key_norm(key)
         attended, cache = attend(rotate(query, rotation), rotate(key, rotation), value)
         out = explicit_spec(("batch", "sequence", None), x.shape)
         y = project("bthd,hdw->btw", attended, self.output, out, quantization=self.quantization)

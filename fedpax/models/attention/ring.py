@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias, TypeVar
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -13,6 +14,9 @@ from jaxtyping import Array, Float, Int
 
 from fedpax.models.remat import ATTENTION
 from fedpax.parallel.ring import Ring
+
+Tree = TypeVar("Tree", bound=chex.ArrayTree)
+_Shard: TypeAlias = tuple[jax.Array, jax.Array, jax.Array | None]  # key, value, segments
 
 # Least number of tokens on other devices for which balancing is faster by default. Balancing skips
 # half of the scores of these tokens, and it exchanges queries, keys, values and outputs. It wins
@@ -122,13 +126,23 @@ def ring_attention(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attention(
-    ring: Ring, block: int, query: Any, key: Any, value: Any, segments: Any
+    ring: Ring,
+    block: int,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segments: jax.Array | None,
 ) -> jax.Array:
     return _forward(ring, block, query, key, value, segments)[0]
 
 
 def _forward(
-    ring: Ring, block: int, query: Any, key: Any, value: Any, segments: Any
+    ring: Ring,
+    block: int,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segments: jax.Array | None,
 ) -> tuple[jax.Array, tuple]:
     local = ring.run_on_devices(functools.partial(_forward_on_device, ring, block), num_outputs=2)
     # A remat policy that saves attention saves all that its derivative needs.
@@ -193,7 +207,12 @@ class _Softmax(NamedTuple):
 
 
 def _forward_on_device(
-    ring: Ring, block: int, query: Any, key: Any, value: Any, segments: Any
+    ring: Ring,
+    block: int,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segments: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return a device's output and log softmax denominators [batch, tokens, heads]."""
     accurate = jnp.promote_types(query.dtype, jnp.float32)
@@ -220,17 +239,17 @@ def _forward_on_device(
 
         return jax.lax.scan(attend_block, state, _blocks(keys, block))[0]
 
-    def first(part: Any) -> _Softmax:
+    def first(shard: _Shard) -> _Softmax:
         rows = jnp.moveaxis(queries.query, 1, 3)
         state = _Softmax(
             jax.lax.full_like(rows[..., 0], low, accurate),
             jax.lax.full_like(rows[..., 0], 0, accurate),
             jax.lax.full_like(rows, 0, accurate),
         )
-        return attend(state, queries, _keys(part, queries.positions))
+        return attend(state, queries, _keys(shard, queries.positions))
 
-    def later(state: _Softmax, part: Any, step: Any) -> _Softmax:
-        keys = _keys(part, ring.positions(step))
+    def later(state: _Softmax, shard: _Shard, step: int | jax.Array) -> _Softmax:
+        keys = _keys(shard, ring.positions(step))
 
         def before() -> _Softmax:
             if not ring.balanced:
@@ -268,9 +287,9 @@ class _Rows(NamedTuple):
     mean: jax.Array
 
 
-def _backward_on_device(ring: Ring, block: int, *parts: Any) -> tuple:
+def _backward_on_device(ring: Ring, block: int, *shards: jax.Array | None) -> tuple[jax.Array, ...]:
     """Return a device's gradients with respect to query, key and value."""
-    query, key, value, segments, gradient, logarithm, mean = ring.balance(parts)
+    query, key, value, segments, gradient, logarithm, mean = ring.balance(shards)
     dtype, groups = query.dtype, key.shape[2]
     accurate = jnp.promote_types(dtype, jnp.float32)
     rows = _Rows(
@@ -283,7 +302,9 @@ def _backward_on_device(ring: Ring, block: int, *parts: Any) -> tuple:
         logarithm, mean = (jnp.moveaxis(a, 1, 3)[..., None] for a in rows[2:])
         query = rows.queries.query
 
-        def attend_block(d_query: jax.Array, keys: _Keys) -> tuple[jax.Array, Any]:
+        def attend_block(
+            d_query: jax.Array, keys: _Keys
+        ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
             scores = _scores(query, keys.key) - logarithm
             weights = jnp.exp(jnp.where(_visible(ring, rows.queries, keys), scores, -jnp.inf))
             d_value = multiply("bkgts,btkgd->bskd", weights.astype(dtype), rows.gradient)
@@ -296,16 +317,18 @@ def _backward_on_device(ring: Ring, block: int, *parts: Any) -> tuple:
         d_query, d_keys = jax.lax.scan(attend_block, d_query, _blocks(keys, block))
         return d_query, [jnp.moveaxis(b, 0, 1).reshape(keys.key.shape) for b in d_keys]
 
-    def first(part: Any) -> tuple[jax.Array, list[jax.Array]]:
+    def first(shard: _Shard) -> tuple[jax.Array, list[jax.Array]]:
         zeros = jax.lax.full_like(rows.queries.query, 0, accurate)
-        return attend(zeros, rows, _keys(part, rows.queries.positions))
+        return attend(zeros, rows, _keys(shard, rows.queries.positions))
 
-    def later(state: tuple, part: Any, step: Any) -> tuple[jax.Array, list[jax.Array]]:
+    def later(
+        state: tuple[jax.Array, list[jax.Array]], shard: _Shard, step: int | jax.Array
+    ) -> tuple[jax.Array, list[jax.Array]]:
         d_query, d_keys = state
         # Gradients travel with their keys: from the device that had them in the previous step.
         arriving = ring.send(d_keys)
-        keys = _keys(part, ring.positions(step))
-        zeros = [jax.lax.full_like(a, 0, accurate) for a in part[:2]]
+        keys = _keys(shard, ring.positions(step))
+        zeros = [jax.lax.full_like(a, 0, accurate) for a in shard[:2]]
 
         def before() -> tuple[jax.Array, list[jax.Array]]:
             if not ring.balanced:
@@ -335,8 +358,8 @@ def _grouped(x: jax.Array, groups: int) -> jax.Array:
     return x.reshape(*x.shape[:2], groups, -1, *x.shape[3:])
 
 
-def _keys(part: Any, positions: jax.Array) -> _Keys:
-    key, value, segments = part
+def _keys(shard: _Shard, positions: jax.Array) -> _Keys:
+    key, value, segments = shard
     return _Keys(key, value, segments, positions)
 
 
@@ -349,11 +372,11 @@ def _blocks(keys: _Keys, size: int) -> _Keys:
     )
 
 
-def _half(tree: Any, which: int, axis: int = 1) -> Any:
+def _half(tree: Tree, which: int, axis: int = 1) -> Tree:
     return jax.tree.map(lambda a: jnp.split(a, 2, axis)[which], tree)
 
 
-def _join(early: Any, late: Any, axis: int = 1) -> Any:
+def _join(early: Tree, late: Tree, axis: int = 1) -> Tree:
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis), early, late)
 
 

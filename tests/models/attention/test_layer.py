@@ -6,7 +6,7 @@ import pytest
 from fedpax.models.attention.layer import attend, attention_mask, rotary, rotate
 
 
-def test_scores_depend_on_distance_alone() -> None:
+def test_scores_depend_on_distances_between_positions() -> None:
     """<rotate(q, m), rotate(k, n)> = <rotate(q, m + s), rotate(k, n + s)>."""
     random = np.random.default_rng(0)
     query, key = random.normal(size=(2, 1, 1, 1, 16)).astype(np.float32)
@@ -21,8 +21,8 @@ def test_scores_depend_on_distance_alone() -> None:
     assert abs(score(3, 3) - score(4, 3)) > 0.01
 
 
-def test_attends_as_jax_does() -> None:
-    """jax.nn.dot_product_attention is another implementation of the same."""
+def test_equals_the_attention_of_jax() -> None:
+    """`jax.nn.dot_product_attention` is an independent implementation."""
     random = np.random.default_rng(1)
     query = random.normal(size=(2, 9, 6, 8)).astype(np.float32)
     key, value = random.normal(size=(2, 2, 9, 2, 8)).astype(np.float32)
@@ -47,7 +47,7 @@ def test_large_scores_stay_finite() -> None:
     assert np.isfinite(value) and np.all(np.isfinite(gradient))
 
 
-def test_padding_sees_padding_only() -> None:
+def test_padding_attends_to_padding_only() -> None:
     mask = attention_mask(5, jnp.array([[1, 1, 2, 0, 0], [1, 1, 1, 1, 1]]))
     expected = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 1, 1]]
     np.testing.assert_array_equal(mask[0], np.array(expected, bool))

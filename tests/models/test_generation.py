@@ -47,7 +47,7 @@ def decode_without_cache(
     "change",
     [
         pytest.param({}, marks=pytest.mark.slow),
-        {"sliding_window": 3, "tied_embeddings": False},
+        {"sliding_window": 3, "tied_embeddings": False, "qk_norm": True},
         pytest.param(
             {"num_experts": 4, "logit_softcap": 5.0, "num_pipeline_repeats": 2},
             marks=pytest.mark.slow,

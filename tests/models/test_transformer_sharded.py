@@ -96,7 +96,7 @@ def test_equals_one_device(
     ("change", "sizes"),
     [
         pytest.param(
-            {"tied_embeddings": False, "logit_softcap": 3.0},
+            {"tied_embeddings": False, "logit_softcap": 3.0, "qk_norm": True},
             {"fsdp": 2, "tensor": 2},
             marks=pytest.mark.slow,
         ),

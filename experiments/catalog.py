@@ -1,4 +1,4 @@
-"""Finds experiments by the names that the command line takes."""
+"""The catalog of experiments: find one by the name that the command line takes."""
 
 import difflib
 import importlib
@@ -17,15 +17,15 @@ from fedpax.training.experiment import Experiment
 
 
 class UnknownExperimentError(ValueError):
-    """There is no experiment of this name; the message offers names that are near."""
+    """An experiment that does not exist; the message lists similar names."""
 
 
 def experiments() -> dict[str, Callable[[], Experiment]]:
-    """Finds the experiments that come with fedpax.
+    """Find the experiments that come with fedpax.
 
-    They are the public functions of the modules in ``fedpax.experiments`` that take no arguments
-    and whose annotation says that they return an :class:`Experiment`. A function whose name
-    another module has used is called ``module:function``.
+    They are the public functions of the modules in `fedpax.experiments` that take no arguments and
+    are annotated to return an `Experiment`. If two modules define the same name, the second one is
+    listed as `module:function`.
 
     Returns:
         The functions by name.
@@ -131,7 +131,7 @@ def _import_file(exp: str, path: Path) -> ModuleType:
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """A function's parameters but for *args and **kwargs; none of what does not tell them."""
+    """Return a function's parameters except *args and **kwargs; none for some built-in functions."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:
@@ -145,7 +145,7 @@ def _returns_experiment(function: Callable[..., Any]) -> bool:
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Offers the names that are near one that is not there: a sentence, or nothing.
+    """Return a sentence with the names similar to an unknown one, or an empty string.
 
     Example:
         >>> did_you_mean("diloco_test", ["diloco_text", "fedavg_digits"])

@@ -1,1 +1,1 @@
-"""Training: the contract with algorithms, the one loop, checkpoints and metrics."""
+"""Training: the contract with algorithms, the training loop, checkpoints and metrics."""

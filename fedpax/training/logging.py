@@ -47,6 +47,8 @@ class RoundLogger:
         # The time of earlier processes of this run counts too.
         before = max((line.get("wall_seconds", 0.0) for line in metrics.kept), default=0.0)
         self._started = started - before
+        # Bytes per round can differ between processes: they depend on the number of devices.
+        self._before = [line for line in metrics.kept if line["kind"] == "training"][-1:]
         self._items_per_round = items_per_round
         self._bytes_across_placement = bytes_across_placement
         self._stop_on_non_finite = stop_on_non_finite
@@ -109,8 +111,7 @@ class RoundLogger:
             round_number,
             {
                 **values,
-                "items": round_number * self._items_per_round,
-                "bytes_across_placement": round_number * self._bytes_across_placement,
+                **self._counts(round_number),
                 "seconds": seconds,
                 "input_wait_fraction": idle / seconds,
                 "items_per_second": items_per_second,
@@ -129,16 +130,27 @@ class RoundLogger:
             values: the metrics by name, as floats, with `"loss"`.
 
         Raises:
+            ValueError: a metric is not a number, or there is no `"loss"`.
             OSError: the line cannot be written.
         """
-        counts = {
-            "items": round_number * self._items_per_round,
-            "bytes_across_placement": round_number * self._bytes_across_placement,
-            "wall_seconds": time.perf_counter() - self._started,
-        }
-        self._metrics.write("evaluation", round_number, {**values, **counts})
-        self._progress.evaluation(round_number, values)
+        floats = _as_floats(values)
+        counts = self._counts(round_number) | {"wall_seconds": time.perf_counter() - self._started}
+        self._metrics.write("evaluation", round_number, floats | counts)
+        self._progress.evaluation(round_number, floats)
         self.restart_clock()
+
+    def _counts(self, round_number: int) -> dict[str, float]:
+        """Return the items and bytes of all rounds so far."""
+        rounds, exchanged = 0, 0.0
+        for line in self._before:
+            rounds, exchanged = line["round"], line["bytes_across_placement"]
+        if exchanged is None:  # null in the file
+            exchanged = math.nan
+        return {
+            "items": round_number * self._items_per_round,
+            "bytes_across_placement": exchanged
+            + (round_number - rounds) * self._bytes_across_placement,
+        }
 
     def check_params(self, round_number: int, params: Params) -> None:
         """Check that all parameters are finite before they are saved.
@@ -161,6 +173,26 @@ class RoundLogger:
         """
         self._clock = time.perf_counter() if now is None else now
         self._idle = 0.0
+
+
+def _as_floats(values: Mapping[str, float]) -> dict[str, float]:
+    if "loss" not in values:
+        raise ValueError(
+            f'Run.evaluate returns the metrics {sorted(values)}, expected the key "loss". Add the '
+            'loss on held-out data as metrics["loss"].'
+        )
+    floats = {}
+    for name, value in values.items():
+        try:
+            floats[name] = float(value)
+        except (TypeError, ValueError) as error:
+            shape = getattr(value, "shape", None)
+            found = f"a {type(value).__name__}" if shape is None else f"an array {list(shape)}"
+            raise ValueError(
+                f"Run.evaluate returns metrics[{name!r}] as {found}, expected a number. Return one "
+                "metric per number, for example its mean."
+            ) from error
+    return floats
 
 
 @jax.jit

@@ -2,6 +2,8 @@ import dataclasses
 import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -178,6 +180,10 @@ def test_a_run_on_all_devices_resumes_on_any_number_of_them(tmp_path: Path) -> N
     found = train_on(8, experiment, 4, tmp_path / "moved")
     # Another mesh adds in another order.
     chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-6)
+    lines = select(read_metrics(tmp_path / "moved"), "training")
+    sent = [line["bytes_across_placement"] for line in lines]
+    assert sent[:2] == [0, 0]  # one device sends nothing
+    assert sent[3] == 2 * sent[2] >= 2 * 4 * 544
 
 
 @pytest.mark.slow
@@ -215,20 +221,40 @@ def test_a_loss_that_is_not_finite_stops_the_run_or_is_recorded(tmp_path: Path, 
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(load_params(tmp_path)))
 
 
+@contextmanager
+def round_logger(folder: Path, stop_on_non_finite: bool = True) -> Iterator[RoundLogger]:
+    with MetricsWriter(folder) as metrics, Progress("x", first=0, rounds=1) as progress:
+        yield RoundLogger(
+            metrics,
+            progress,
+            started=0.0,
+            items_per_round=1,
+            bytes_across_placement=0.0,
+            stop_on_non_finite=stop_on_non_finite,
+        )
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"accuracy": 0.5}, r"the metrics \['accuracy'\], expected the key \"loss\""),
+        ({"loss": np.zeros(3)}, r"metrics\['loss'\] as an array \[3\], expected a number"),
+        ({"loss": 0.5, "name": "x"}, r"metrics\['name'\] as a str, expected a number"),
+    ],
+)
+def test_held_out_metrics_that_are_not_numbers_raise(
+    tmp_path: Path, values: dict, words: str
+) -> None:
+    with round_logger(tmp_path) as logger:
+        logger.log_evaluation(1, {"loss": jax.numpy.float32(0.5)})  # scalars of JAX are numbers
+        with pytest.raises(ValueError, match=words):
+            logger.log_evaluation(2, values)
+    assert [line["loss"] for line in read_metrics(tmp_path)] == [0.5]
+
+
 def test_parameters_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
     def check(stop: bool, bad: float) -> None:
-        with (
-            MetricsWriter(tmp_path) as metrics,
-            Progress("x", first=0, rounds=1) as progress,
-        ):
-            logger = RoundLogger(
-                metrics,
-                progress,
-                started=0.0,
-                items_per_round=1,
-                bytes_across_placement=0.0,
-                stop_on_non_finite=stop,
-            )
+        with round_logger(tmp_path, stop) as logger:
             params = {"w": np.array([1.0, bad], np.float32), "count": np.int32(3)}
             logger.check_params(4, params)
 

@@ -131,7 +131,7 @@ def _import_file(exp: str, path: Path) -> ModuleType:
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return a function's parameters except *args and **kwargs; none for some built-in functions."""
+    """Return a function's parameters except *args and **kwargs; none for some built-in ones."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:

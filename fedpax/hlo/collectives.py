@@ -37,17 +37,17 @@ class Collective(NamedTuple):
     """One collective of a compiled program.
 
     Attributes:
-      kind: "all-reduce", "all-gather", "reduce-scatter", "collective-permute", ...
-      axes: the mesh axes along which the devices of a group differ.
-      shapes: the operands on one device, as HLO writes them, such as "f32[64,512]".
-      bytes: size of these operands.
-      executions: number of executions in one execution of the program; None if it is known only
-        at run time (a while loop that waits for a value, a branch of a conditional).
-      in_loop: whether the collective is inside a loop.
-      between_slices: whether it uses the network between TPU slices.
-      groups: the groups of devices, as positions in `mesh.devices.flat`; for a
-        collective-permute, the pairs (source, target).
-      name: name of the instruction in the text.
+        kind: "all-reduce", "all-gather", "reduce-scatter", "collective-permute", ...
+        axes: the mesh axes along which the devices of a group differ.
+        shapes: the operands on one device, as HLO writes them, such as "f32[64,512]".
+        bytes: size of these operands.
+        executions: number of executions in one execution of the program; None if it is known only
+            at run time (a while loop that waits for a value, a branch of a conditional).
+        in_loop: whether the collective is inside a loop.
+        between_slices: whether it uses the network between TPU slices.
+        groups: the groups of devices, as positions in `mesh.devices.flat`; for a
+            collective-permute, the pairs (source, target).
+        name: name of the instruction in the text.
     """
 
     kind: str
@@ -78,24 +78,24 @@ def collectives(text: str, mesh: jax.sharding.Mesh) -> list[Collective]:
     every shard to its own device.
 
     Args:
-      text: the compiled text, `jax.jit(f).lower(...).compile().as_text()`, for CPU, GPU or TPU.
-      mesh: the mesh that the program was compiled for.
+        text: the compiled text, `jax.jit(f).lower(...).compile().as_text()`, for CPU, GPU or TPU.
+        mesh: the mesh that the program was compiled for.
 
     Returns:
-      The collectives, in the order of the text.
+        The collectives, in the order of the text.
 
     Raises:
-      ValueError: if the text is not a compiled program, or was compiled for another number of
-        devices.
+        ValueError: if the text is not a compiled program, or was compiled for another number of
+            devices.
 
     Example:
-      >>> from jax.sharding import NamedSharding, PartitionSpec
-      >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
-      >>> rows = NamedSharding(mesh, PartitionSpec("fsdp"))
-      >>> x = jax.ShapeDtypeStruct((jax.device_count(), 4), "float32", sharding=rows)
-      >>> text = jax.jit(lambda x: x.sum(0)).lower(x).compile().as_text()
-      >>> all(collective.axes == ("fsdp",) for collective in collectives(text, mesh))
-      True
+        >>> from jax.sharding import NamedSharding, PartitionSpec
+        >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
+        >>> rows = NamedSharding(mesh, PartitionSpec("fsdp"))
+        >>> x = jax.ShapeDtypeStruct((jax.device_count(), 4), "float32", sharding=rows)
+        >>> text = jax.jit(lambda x: x.sum(0)).lower(x).compile().as_text()
+        >>> all(collective.axes == ("fsdp",) for collective in collectives(text, mesh))
+        True
     """
     module = parsing.parse(text)
     copies = replica_groups.program_positions(module, mesh)
@@ -139,22 +139,22 @@ def placement_bytes(text: str, mesh: jax.sharding.Mesh, axis: str) -> int:
       small operands that it sends between slices.
 
     Args:
-      text: the compiled text, `jax.jit(f).lower(...).compile().as_text()`, for CPU, GPU or TPU.
-      mesh: the mesh that the program was compiled for.
-      axis: name of a mesh axis, such as a placement's.
+        text: the compiled text, `jax.jit(f).lower(...).compile().as_text()`, for CPU, GPU or TPU.
+        mesh: the mesh that the program was compiled for.
+        axis: name of a mesh axis, such as a placement's.
 
     Returns:
-      Bytes; 0 if no collective runs along the axis, or if the mesh does not have it.
+        Bytes; 0 if no collective runs along the axis, or if the mesh does not have it.
 
     Raises:
-      ValueError: if the number of executions of a collective along the axis is unknown.
+        ValueError: if the number of executions of a collective along the axis is unknown.
 
     Example:
-      >>> from jax.sharding import NamedSharding, PartitionSpec
-      >>> mesh = jax.make_mesh((1,), ("islands",), devices=jax.devices()[:1])
-      >>> text = jax.jit(lambda x: x.sum(0)).lower(jax.numpy.ones((8, 4))).compile().as_text()
-      >>> placement_bytes(text, mesh, "islands")
-      0
+        >>> from jax.sharding import NamedSharding, PartitionSpec
+        >>> mesh = jax.make_mesh((1,), ("islands",), devices=jax.devices()[:1])
+        >>> text = jax.jit(lambda x: x.sum(0)).lower(jax.numpy.ones((8, 4))).compile().as_text()
+        >>> placement_bytes(text, mesh, "islands")
+        0
     """
     sent = np.zeros(mesh.size, np.int64)
     for collective in collectives(text, mesh):

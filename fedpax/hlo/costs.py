@@ -19,14 +19,14 @@ class ProgramCosts(NamedTuple):
     """The costs of one execution of a program on one device.
 
     Attributes:
-      matmul_flops: FLOPs of matmuls and convolutions, of any dtype.
-      int8_flops: the part of them with 8-bit integer operands.
-      fp8_flops: the part of them with 8-bit float operands.
-      memory_traffic: bytes read from and written to the device's main memory.
-      host_transfers: bytes moved between the memories of device and host, in either direction.
-      uncounted_kernels: names of kernels (custom calls) that do not state their FLOPs.
-      unknown_trip_counts: names of loops whose trip count is known only at run time; their bodies
-        count once.
+        matmul_flops: FLOPs of matmuls and convolutions, of any dtype.
+        int8_flops: the part of them with 8-bit integer operands.
+        fp8_flops: the part of them with 8-bit float operands.
+        memory_traffic: bytes read from and written to the device's main memory.
+        host_transfers: bytes moved between the memories of device and host, in either direction.
+        uncounted_kernels: names of kernels (custom calls) that do not state their FLOPs.
+        unknown_trip_counts: names of loops whose trip count is known only at run time; their bodies
+            count once.
     """
 
     matmul_flops: float
@@ -50,19 +50,19 @@ def count_costs(module: Module) -> ProgramCosts:
       cuBLAS matmul.
 
     Args:
-      module: the program.
+        module: the program.
 
     Returns:
-      The counts.
+        The counts.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from fedpax.hlo import parsing
-      >>> def squared(x):
-      ...     return jax.lax.scan(lambda x, _: (jnp.sin(x @ x), None), x, length=7)[0]
-      >>> text = jax.jit(squared).lower(jnp.ones((4, 4))).compile().as_text()
-      >>> int(count_costs(parsing.parse(text)).matmul_flops)  # 7 matmuls of 4 x 4 x 4
-      896
+        >>> import jax, jax.numpy as jnp
+        >>> from fedpax.hlo import parsing
+        >>> def squared(x):
+        ...     return jax.lax.scan(lambda x, _: (jnp.sin(x @ x), None), x, length=7)[0]
+        >>> text = jax.jit(squared).lower(jnp.ones((4, 4))).compile().as_text()
+        >>> int(count_costs(parsing.parse(text)).matmul_flops)  # 7 matmuls of 4 x 4 x 4
+        896
     """
     trips = trip_counts.trip_counts(module)
     uncounted_kernels: list[str] = []

@@ -20,11 +20,11 @@ def matmul_flops(computation: Computation, instruction: Instruction) -> float | 
     """Return the FLOPs of an instruction if it is a matmul or a convolution, otherwise 0.
 
     Args:
-      computation: the computation that has the instruction.
-      instruction: the instruction; the instructions that it calls are not counted.
+        computation: the computation that has the instruction.
+        instruction: the instruction; the instructions that it calls are not counted.
 
     Returns:
-      FLOPs, 2 per multiplication; None for a kernel that does not state its FLOPs.
+        FLOPs, 2 per multiplication; None for a kernel that does not state its FLOPs.
     """
     attributes = instruction.attributes
     if instruction.opcode == "dot":
@@ -47,11 +47,11 @@ def operand_dtype(computation: Computation, instruction: Instruction) -> str:
     """Return the dtype of a matmul's operands, as HLO writes it.
 
     Args:
-      computation: the computation that has the instruction.
-      instruction: the instruction.
+        computation: the computation that has the instruction.
+        instruction: the instruction.
 
     Returns:
-      The dtype, such as "bf16"; "" if it is unknown, or if the instruction is no matmul.
+        The dtype, such as "bf16"; "" if it is unknown, or if the instruction is no matmul.
     """
     cublas = 'custom_call_target="__cublas$' in instruction.attributes
     grouped = instruction.opcode == "custom-call" and instruction.name.startswith("ragged-dot")

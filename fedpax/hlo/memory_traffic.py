@@ -32,12 +32,12 @@ def memory_traffic(module: Module, computation: Computation, instruction: Instru
     """Return the bytes that an instruction reads from and writes to main memory.
 
     Args:
-      module: the program.
-      computation: the computation that has the instruction.
-      instruction: the instruction.
+        module: the program.
+        computation: the computation that has the instruction.
+        instruction: the instruction.
 
     Returns:
-      Bytes; 0 for instructions that call computations, whose instructions count themselves.
+        Bytes; 0 for instructions that call computations, whose instructions count themselves.
     """
     opcode = instruction.opcode
     if opcode in _NO_TRAFFIC or opcode.endswith("-done"):
@@ -68,11 +68,11 @@ def host_transfers(computation: Computation, instruction: Instruction) -> float:
     """Return the bytes that an instruction moves between the memories of device and host.
 
     Args:
-      computation: the computation that has the instruction.
-      instruction: the instruction.
+        computation: the computation that has the instruction.
+        instruction: the instruction.
 
     Returns:
-      Bytes, in either direction.
+        Bytes, in either direction.
     """
     opcode = instruction.opcode.removesuffix("-start")
     if opcode not in ("copy", "slice", "dynamic-slice", "dynamic-update-slice"):

@@ -50,20 +50,20 @@ def parse(text: str) -> Module:
     """Parse the text of a compiled program.
 
     Args:
-      text: the result of `jax.jit(f).lower(...).compile().as_text()`, for CPU, GPU or TPU.
+        text: the result of `jax.jit(f).lower(...).compile().as_text()`, for CPU, GPU or TPU.
 
     Returns:
-      The program.
+        The program.
 
     Raises:
-      ValueError: if the text is not a compiled program.
+        ValueError: if the text is not a compiled program.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> compiled = jax.jit(lambda x: x + 1).lower(jnp.float32(0)).compile()
-      >>> module = parse(compiled.as_text())
-      >>> module.computations[module.entry].root.shape
-      'f32[]'
+        >>> import jax, jax.numpy as jnp
+        >>> compiled = jax.jit(lambda x: x + 1).lower(jnp.float32(0)).compile()
+        >>> module = parse(compiled.as_text())
+        >>> module.computations[module.entry].root.shape
+        'f32[]'
     """
     computations: dict[str, Computation] = {}
     entry = ""

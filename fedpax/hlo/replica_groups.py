@@ -22,14 +22,14 @@ def program_positions(module: parsing.Module, mesh: jax.sharding.Mesh) -> list[l
     mesh order, and every slice runs a copy of the program.
 
     Args:
-      module: the program.
-      mesh: the mesh that the program was compiled for.
+        module: the program.
+        mesh: the mesh that the program was compiled for.
 
     Returns:
-      For each copy of the program, the positions in `mesh.devices.flat` of its devices.
+        For each copy of the program, the positions in `mesh.devices.flat` of its devices.
 
     Raises:
-      ValueError: if the program was compiled for another number of devices.
+        ValueError: if the program was compiled for another number of devices.
     """
     if module.num_devices in (1, mesh.size):
         return [list(range(mesh.size))]
@@ -50,12 +50,12 @@ def groups(
     """Return the groups of a collective, as positions in `mesh.devices.flat`.
 
     Args:
-      instruction: the collective.
-      mesh: the mesh that the program was compiled for.
-      copies: the result of `program_positions` for the program.
+        instruction: the collective.
+        mesh: the mesh that the program was compiled for.
+        copies: the result of `program_positions` for the program.
 
     Returns:
-      The groups of more than one device; for a collective-permute, the pairs (source, target).
+        The groups of more than one device; for a collective-permute, the pairs (source, target).
     """
     return tuple(
         group for group in _groups(instruction.attributes, mesh, copies) if len(set(group)) > 1

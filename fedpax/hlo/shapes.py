@@ -10,8 +10,8 @@ def arrays(shape: str) -> list[str]:
     """Split the shape of a tuple into its arrays, with their layouts.
 
     Example:
-      >>> arrays("(f32[64,512]{1,0}, s32[])")
-      ['f32[64,512]{1,0}', 's32[]']
+        >>> arrays("(f32[64,512]{1,0}, s32[])")
+        ['f32[64,512]{1,0}', 's32[]']
     """
     return re.findall(r"\w+\[[\d,<=]*\](?:\{[^}]*\})?", shape)
 
@@ -20,8 +20,8 @@ def dimensions(shape: str) -> list[int]:
     """Return the dimensions of the first array of a shape.
 
     Example:
-      >>> dimensions("f32[64,512]{1,0}")
-      [64, 512]
+        >>> dimensions("f32[64,512]{1,0}")
+        [64, 512]
     """
     found = re.search(r"\[([\d,<=]*)\]", shape)
     return integers(found.group(1)) if found else []
@@ -31,8 +31,8 @@ def shape_bytes(shape: str) -> float:
     """Return the bytes of all arrays of a shape, in any memory.
 
     Example:
-      >>> shape_bytes("(bf16[64,512]{1,0}, s4[8], token[])")
-      65540.0
+        >>> shape_bytes("(bf16[64,512]{1,0}, s4[8], token[])")
+        65540.0
     """
     total = 0.0
     for dtype, sizes in re.findall(r"(\w+)\[([\d,<=]*)\]", shape):
@@ -46,8 +46,8 @@ def main_memory_bytes(shape: str) -> float:
     """Return the bytes of the arrays in main memory; layouts S(1) and above are other memories.
 
     Example:
-      >>> main_memory_bytes("(f32[8]{0}, f32[8]{0:S(1)})")
-      32.0
+        >>> main_memory_bytes("(f32[8]{0}, f32[8]{0:S(1)})")
+        32.0
     """
     return sum(shape_bytes(array) for array in arrays(shape) if not re.search(r"S\([1-9]", array))
 

@@ -15,8 +15,8 @@ class Executions(NamedTuple):
     """The executions of a computation in one execution of the program.
 
     Attributes:
-      times: number of executions; None if it is known only at run time.
-      in_loop: whether the computation is inside a loop.
+        times: number of executions; None if it is known only at run time.
+        in_loop: whether the computation is inside a loop.
     """
 
     times: int | None
@@ -30,19 +30,19 @@ def executions(module: Module) -> dict[str, Executions]:
     unknown for the body of a loop that waits for a value, and for branches of conditionals.
 
     Args:
-      module: the program.
+        module: the program.
 
     Returns:
-      The executions by the name of the computation, without computations that never run.
+        The executions by the name of the computation, without computations that never run.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from fedpax.hlo import parsing
-      >>> def doubled(x):
-      ...     return jax.lax.scan(lambda x, _: (jnp.sin(x @ x), None), x, length=7)[0]
-      >>> text = jax.jit(doubled).lower(jnp.ones((4, 4))).compile().as_text()
-      >>> max(runs.times for runs in executions(parsing.parse(text)).values() if runs.times)
-      7
+        >>> import jax, jax.numpy as jnp
+        >>> from fedpax.hlo import parsing
+        >>> def doubled(x):
+        ...     return jax.lax.scan(lambda x, _: (jnp.sin(x @ x), None), x, length=7)[0]
+        >>> text = jax.jit(doubled).lower(jnp.ones((4, 4))).compile().as_text()
+        >>> max(runs.times for runs in executions(parsing.parse(text)).values() if runs.times)
+        7
     """
     sites = _call_sites(module)
 
@@ -70,19 +70,19 @@ def trip_counts(module: Module) -> dict[str, int | None]:
     """Find the trip count of each loop of a program: executions of its body each time it runs.
 
     Args:
-      module: the program.
+        module: the program.
 
     Returns:
-      Trip counts by the name of the `while` instruction; None if known only at run time.
+        Trip counts by the name of the `while` instruction; None if known only at run time.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from fedpax.hlo import parsing
-      >>> def doubled(x):
-      ...     return jax.lax.scan(lambda x, _: (jnp.sin(x @ x), None), x, length=7)[0]
-      >>> text = jax.jit(doubled).lower(jnp.ones((4, 4))).compile().as_text()
-      >>> list(trip_counts(parsing.parse(text)).values())
-      [7]
+        >>> import jax, jax.numpy as jnp
+        >>> from fedpax.hlo import parsing
+        >>> def doubled(x):
+        ...     return jax.lax.scan(lambda x, _: (jnp.sin(x @ x), None), x, length=7)[0]
+        >>> text = jax.jit(doubled).lower(jnp.ones((4, 4))).compile().as_text()
+        >>> list(trip_counts(parsing.parse(text)).values())
+        [7]
     """
     sites = _call_sites(module)
     return {

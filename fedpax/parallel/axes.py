@@ -57,24 +57,24 @@ def partition_spec(
     - if it does not divide the array's axis, where `shape` is given.
 
     Args:
-      logical: the logical axis of each array axis; None for an axis that is never sharded.
-      mesh: the mesh. Default None: the mesh of `jax.set_mesh`; without one, nothing is sharded.
-      rules: the mesh axis or axes of each logical axis. Default: RULES.
-      shape: shape of the array. Default None: do not check whether mesh axes divide it.
+        logical: the logical axis of each array axis; None for an axis that is never sharded.
+        mesh: the mesh. Default None: the mesh of `jax.set_mesh`; without one, nothing is sharded.
+        rules: the mesh axis or axes of each logical axis. Default: RULES.
+        shape: shape of the array. Default None: do not check whether mesh axes divide it.
 
     Returns:
-      A `PartitionSpec` with one entry for each axis of the array.
+        A `PartitionSpec` with one entry for each axis of the array.
 
     Raises:
-      ValueError: if a name has no rule, or `shape` has another number of axes than `logical`.
+        ValueError: if a name has no rule, or `shape` has another number of axes than `logical`.
 
     Example:
-      >>> from jax.sharding import AbstractMesh
-      >>> mesh = AbstractMesh((2, 4), ("fsdp", "tensor"))
-      >>> tuple(partition_spec(("batch", "embed", "mlp"), mesh))
-      ('fsdp', None, 'tensor')
-      >>> tuple(partition_spec(("embed", "heads"), mesh, shape=(128, 6)))
-      ('fsdp', None)
+        >>> from jax.sharding import AbstractMesh
+        >>> mesh = AbstractMesh((2, 4), ("fsdp", "tensor"))
+        >>> tuple(partition_spec(("batch", "embed", "mlp"), mesh))
+        ('fsdp', None, 'tensor')
+        >>> tuple(partition_spec(("embed", "heads"), mesh, shape=(128, 6)))
+        ('fsdp', None)
     """
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     if shape is not None and len(shape) != len(logical):
@@ -105,20 +105,20 @@ def constrain(x: jax.Array, logical: Sequence[str | None], rules: Rules = RULES)
     nothing. Under `vmap`, the mapped axis keeps its sharding, or gets `spmd_axis_name`.
 
     Args:
-      x: an array of any shape.
-      logical: the logical axis of each array axis; None for an axis that is not sharded.
-      rules: the mesh axis or axes of each logical axis. Default: RULES.
+        x: an array of any shape.
+        logical: the logical axis of each array axis; None for an axis that is not sharded.
+        rules: the mesh axis or axes of each logical axis. Default: RULES.
 
     Returns:
-      `x` with the same values.
+        `x` with the same values.
 
     Raises:
-      ValueError: if a name has no rule, or `x` has another number of axes than `logical`.
+        ValueError: if a name has no rule, or `x` has another number of axes than `logical`.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> constrain(jnp.arange(3.0), ("batch",))  # no mesh is set
-      Array([0., 1., 2.], dtype=float32)
+        >>> import jax.numpy as jnp
+        >>> constrain(jnp.arange(3.0), ("batch",))  # no mesh is set
+        Array([0., 1., 2.], dtype=float32)
     """
     mesh = jax.sharding.get_abstract_mesh()
     explicit = _axes_of_type(mesh, AxisType.Explicit)
@@ -147,19 +147,19 @@ def explicit_spec(
     index a sharded axis. Automatic axes do not need it.
 
     Args:
-      logical: the logical axis of each axis of the result; None for an axis that is not sharded.
-      shape: shape of the result.
-      rules: the mesh axis or axes of each logical axis. Default: RULES.
+        logical: the logical axis of each axis of the result; None for an axis that is not sharded.
+        shape: shape of the result.
+        rules: the mesh axis or axes of each logical axis. Default: RULES.
 
     Returns:
-      The `PartitionSpec` over explicit axes; None on a mesh without explicit axes.
+        The `PartitionSpec` over explicit axes; None on a mesh without explicit axes.
 
     Raises:
-      ValueError: if a name has no rule, or the shape has another number of axes than `logical`.
+        ValueError: if a name has no rule, or the shape has another number of axes than `logical`.
 
     Example:
-      >>> explicit_spec(("batch", None), (8, 16)) is None  # no mesh is set
-      True
+        >>> explicit_spec(("batch", None), (8, 16)) is None  # no mesh is set
+        True
     """
     mesh = jax.sharding.get_abstract_mesh()
     explicit = _axes_of_type(mesh, AxisType.Explicit)
@@ -173,23 +173,23 @@ def shardings(
     """Return the sharding of each parameter, such as for `jax.jit(init, out_shardings=...)`.
 
     Args:
-      logical_tree: the structure of `shapes_tree`, with a tuple of logical axes for each array.
-      shapes_tree: arrays, or the result of `jax.eval_shape`.
-      mesh: the mesh.
-      rules: the mesh axis or axes of each logical axis. Default: RULES.
+        logical_tree: the structure of `shapes_tree`, with a tuple of logical axes for each array.
+        shapes_tree: arrays, or the result of `jax.eval_shape`.
+        mesh: the mesh.
+        rules: the mesh axis or axes of each logical axis. Default: RULES.
 
     Returns:
-      The same structure with a `jax.sharding.NamedSharding` for each array. A mesh axis that does
-      not divide an array's axis does not shard it.
+        The same structure with a `jax.sharding.NamedSharding` for each array. A mesh axis that does
+        not divide an array's axis does not shard it.
 
     Raises:
-      ValueError: if the trees have different structures; see also `partition_spec`.
+        ValueError: if the trees have different structures; see also `partition_spec`.
 
     Example:
-      >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",), (AxisType.Explicit,))
-      >>> shapes = {"weight": jax.ShapeDtypeStruct((8, 4), "float32")}
-      >>> tuple(shardings({"weight": ("embed", "mlp")}, shapes, mesh)["weight"].spec)
-      ('fsdp', None)
+        >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",), (AxisType.Explicit,))
+        >>> shapes = {"weight": jax.ShapeDtypeStruct((8, 4), "float32")}
+        >>> tuple(shardings({"weight": ("embed", "mlp")}, shapes, mesh)["weight"].spec)
+        ('fsdp', None)
     """
     # The tree of shapes comes first, so that the tuples of names count as leaves.
     return jax.tree.map(

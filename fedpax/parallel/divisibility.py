@@ -15,23 +15,23 @@ def check_divisible(name: str, shapes: PyTree[jax.Array], shardings: PyTree[Name
     JAX's own errors name neither the array nor the mesh axis.
 
     Args:
-      name: name of the tree in the error message, such as "params".
-      shapes: a tree of arrays, or of anything with a shape.
-      shardings: a `NamedSharding`, or a tree of them that is a prefix of `shapes`. Other shardings
-        are not checked.
+        name: name of the tree in the error message, such as "params".
+        shapes: a tree of arrays, or of anything with a shape.
+        shardings: a `NamedSharding`, or a tree of them that is a prefix of `shapes`. Other
+            shardings are not checked.
 
     Raises:
-      ValueError: if a spec has more entries than its array has axes, or its mesh axes do not
-        divide an axis of the array.
+        ValueError: if a spec has more entries than its array has axes, or its mesh axes do not
+            divide an axis of the array.
 
     Example:
-      >>> from jax.sharding import AbstractMesh, PartitionSpec
-      >>> sharding = NamedSharding(AbstractMesh((4,), ("fsdp",)), PartitionSpec(None, "fsdp"))
-      >>> shapes = {"w": jax.ShapeDtypeStruct((3, 6), "float32")}
-      >>> check_divisible("params", shapes, sharding)  # doctest: +ELLIPSIS
-      Traceback (most recent call last):
-      ...
-      ValueError: The mesh axis fsdp=4 does not divide axis 1 of params['w'], of size 6: ...
+        >>> from jax.sharding import AbstractMesh, PartitionSpec
+        >>> sharding = NamedSharding(AbstractMesh((4,), ("fsdp",)), PartitionSpec(None, "fsdp"))
+        >>> shapes = {"w": jax.ShapeDtypeStruct((3, 6), "float32")}
+        >>> check_divisible("params", shapes, sharding)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        ValueError: The mesh axis fsdp=4 does not divide axis 1 of params['w'], of size 6: ...
     """
 
     def check(prefix: tuple, sharding: NamedSharding, below: PyTree[jax.Array]) -> None:

@@ -27,12 +27,12 @@ def default_devices(devices: Sequence[jax.Device]) -> Iterator[None]:
     """Set the default devices of meshes, such as the devices of a pod to compile for.
 
     Args:
-      devices: devices that `make_mesh` and `MeshConfig` use instead of `jax.devices()`.
+        devices: devices that `make_mesh` and `MeshConfig` use instead of `jax.devices()`.
 
     Example:
-      >>> with default_devices(jax.devices()[:1]):
-      ...     make_mesh(fsdp=-1).size
-      1
+        >>> with default_devices(jax.devices()[:1]):
+        ...     make_mesh(fsdp=-1).size
+        1
     """
     token = _DEFAULT_DEVICES.set(tuple(devices))
     try:
@@ -58,26 +58,26 @@ def make_mesh(
       without TPUs if the sizes allow it.
 
     Args:
-      devices: the devices to use. Default None: those of `default_devices`, or else
-        `jax.devices()`.
-      axis_types: one type for all axes, or a type by axis name. Default None, and axes without a
-        type: automatic.
-      between_slices: name of the axis that runs between slices. Default None: the first axis of
-        more than one device among islands, clients and data.
-      **axis_sizes: size of each axis, at least 1, or -1 for all remaining devices.
+        devices: the devices to use. Default None: those of `default_devices`, or else
+            `jax.devices()`.
+        axis_types: one type for all axes, or a type by axis name. Default None, and axes without a
+            type: automatic.
+        between_slices: name of the axis that runs between slices. Default None: the first axis of
+            more than one device among islands, clients and data.
+        **axis_sizes: size of each axis, at least 1, or -1 for all remaining devices.
 
     Returns:
-      The mesh, to run programs under: `with jax.set_mesh(mesh): ...`.
+        The mesh, to run programs under: `with jax.set_mesh(mesh): ...`.
 
     Raises:
-      ValueError: if the sizes do not fit the devices or the slices (the message gives sizes that
-        fit), or `axis_types` or `between_slices` names an axis that the mesh does not have.
-      TypeError: if a size is not an integer.
+        ValueError: if the sizes do not fit the devices or the slices (the message gives sizes that
+            fit), or `axis_types` or `between_slices` names an axis that the mesh does not have.
+        TypeError: if a size is not an integer.
 
     Example:
-      >>> mesh = make_mesh(islands=1, fsdp=-1)
-      >>> mesh.axis_names, mesh.size == jax.device_count()
-      (('islands', 'fsdp'), True)
+        >>> mesh = make_mesh(islands=1, fsdp=-1)
+        >>> mesh.axis_names, mesh.size == jax.device_count()
+        (('islands', 'fsdp'), True)
     """
     devices = list(available_devices() if devices is None else devices)
     sizes = _resolve(axis_sizes, devices)
@@ -107,24 +107,24 @@ class MeshConfig:
     batch.
 
     Attributes:
-      islands: replicas of the model that train separately and synchronize once per round.
-      clients: participants of a federated round that are simulated at once.
-      data: replicas of the model that synchronize gradients in every step.
-      fsdp: shards of parameters, optimizer state and batch.
-      tensor: shards of heads and of the layers' inner dimensions.
-      sequence: shards of the sequence.
-      expert: shards of the experts of a mixture.
-      stage: stages of the pipeline.
+        islands: replicas of the model that train separately and synchronize once per round.
+        clients: participants of a federated round that are simulated at once.
+        data: replicas of the model that synchronize gradients in every step.
+        fsdp: shards of parameters, optimizer state and batch.
+        tensor: shards of heads and of the layers' inner dimensions.
+        sequence: shards of the sequence.
+        expert: shards of the experts of a mixture.
+        stage: stages of the pipeline.
 
     Raises:
-      ValueError: if a size is 0 or below -1.
+        ValueError: if a size is 0 or below -1.
 
     Example:
-      >>> MeshConfig(islands=4, fsdp=2).size
-      8
-      >>> mesh = MeshConfig(fsdp=-1).make()
-      >>> mesh.shape["fsdp"] == jax.device_count(), mesh.shape["clients"]
-      (True, 1)
+        >>> MeshConfig(islands=4, fsdp=2).size
+        8
+        >>> mesh = MeshConfig(fsdp=-1).make()
+        >>> mesh.shape["fsdp"] == jax.device_count(), mesh.shape["clients"]
+        (True, 1)
     """
 
     islands: int = 1
@@ -159,14 +159,14 @@ class MeshConfig:
         compiled program nor its memory.
 
         Args:
-          devices: the devices to use. Default None: those of `default_devices`, or else
-            `jax.devices()`. If all sizes are 1, the mesh is the first device alone.
+            devices: the devices to use. Default None: those of `default_devices`, or else
+                `jax.devices()`. If all sizes are 1, the mesh is the first device alone.
 
         Returns:
-          The mesh; all its axes are automatic.
+            The mesh; all its axes are automatic.
 
         Raises:
-          ValueError: if the sizes do not fit the devices or the slices.
+            ValueError: if the sizes do not fit the devices or the slices.
         """
         devices = list(available_devices() if devices is None else devices)
         sizes = asdict(self)
@@ -185,9 +185,9 @@ def available_devices() -> Sequence[jax.Device]:
     """Return the default devices of meshes: those of `default_devices`, or else `jax.devices()`.
 
     Example:
-      >>> with default_devices(jax.devices()[:1]):
-      ...     len(available_devices())
-      1
+        >>> with default_devices(jax.devices()[:1]):
+        ...     len(available_devices())
+        1
     """
     return _DEFAULT_DEVICES.get() or jax.devices()
 

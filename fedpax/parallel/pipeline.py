@@ -63,45 +63,47 @@ def run_pipeline(
     same order as [layers, ...].
 
     Args:
-      layer_fn: one layer, `layer_fn(x, params, side_inputs) -> (x, auxiliary)`. x keeps its shape
-        and dtype. `auxiliary` is a pytree of scalars, such as a load-balancing loss; () for none.
-        All arrays that it needs must be arguments; it must not close over arrays.
-      stacked_params: the layers' parameters, a pytree of [layers, ...], or of
-        [num_repeats, layers / num_repeats, ...] if num_repeats > 1.
-      x: features [batch, ...].
-      side_inputs: further inputs of the layers, such as segments, a pytree of arrays. [batch, ...]
-        are divided into microbatches as x is; [1, ...] are passed unchanged. Default (): none.
-      num_microbatches: microbatches of the batch, a multiple of the number of stages. A larger
-        number makes the bubble smaller, and each matmul smaller. Default 1.
-      num_repeats: runs of layers on each stage. Default 1: GPipe.
-      axis: name of the pipeline's mesh axis. Default "stage".
-      remat: transforms `layer_fn` so that it stores fewer residuals, such as
-        `functools.partial(jax.checkpoint, prevent_cse=False)`. Default None: store all residuals,
-        except in a pipeline with num_repeats > 1, which uses `jax.checkpoint`: otherwise JAX would
-        store a copy of a run's parameters for each tick.
-      unroll: unroll factor of the scan over layers. Default 1.
+        layer_fn: one layer, `layer_fn(x, params, side_inputs) -> (x, auxiliary)`. x keeps its shape
+            and dtype. `auxiliary` is a pytree of scalars, such as a load-balancing loss; () for
+            none. All arrays that it needs must be arguments; it must not close over arrays.
+        stacked_params: the layers' parameters, a pytree of [layers, ...], or of [num_repeats,
+            layers / num_repeats, ...] if num_repeats > 1.
+        x: features [batch, ...].
+        side_inputs: further inputs of the layers, such as segments, a pytree of arrays. [batch,
+            ...] are divided into microbatches as x is; [1, ...] are passed unchanged. Default ():
+            none.
+        num_microbatches: microbatches of the batch, a multiple of the number of stages. A larger
+            number makes the bubble smaller, and each matmul smaller. Default 1.
+        num_repeats: runs of layers on each stage. Default 1: GPipe.
+        axis: name of the pipeline's mesh axis. Default "stage".
+        remat: transforms `layer_fn` so that it stores fewer residuals, such as
+            `functools.partial(jax.checkpoint, prevent_cse=False)`. Default None: store all
+            residuals, except in a pipeline with num_repeats > 1, which uses `jax.checkpoint`:
+            otherwise JAX would store a copy of a run's parameters for each tick.
+        unroll: unroll factor of the scan over layers. Default 1.
 
     Returns:
-      The features [batch, ...], and the auxiliary scalars, summed over layers and averaged over
-      microbatches. (A scalar that is not a mean over examples has another value on microbatches
-      than on the whole batch.)
+        The features [batch, ...], and the auxiliary scalars, summed over layers and averaged over
+        microbatches. (A scalar that is not a mean over examples has another value on microbatches
+        than on the whole batch.)
 
     Raises:
-      ValueError: if num_microbatches does not divide the batch, or the number of stages does not
-        divide num_microbatches; if the stacks have different lengths, or num_stages * num_repeats
-        does not divide their length; if `side_inputs` have another batch size; if the axis is
-        explicit; if it is called inside a `jax.shard_map` over other axes with `check_vma`.
+        ValueError: if num_microbatches does not divide the batch, or the number of stages does not
+            divide num_microbatches; if the stacks have different lengths, or num_stages *
+            num_repeats does not divide their length; if `side_inputs` have another batch size; if
+            the axis is explicit; if it is called inside a `jax.shard_map` over other axes with
+            `check_vma`.
 
     Example:
-      >>> layer_fn = lambda x, weight, _: (jnp.tanh(weight * x), {"norm": jnp.sum(x**2)})
-      >>> weights, x = jnp.array([0.5, 2.0]), jnp.ones((4, 3))
-      >>> y, auxiliary = run_pipeline(layer_fn, weights, x, num_microbatches=2)  # no mesh is set
-      >>> bool(jnp.allclose(y, jnp.tanh(2 * jnp.tanh(x / 2)))), sorted(auxiliary)
-      (True, ['norm'])
+        >>> layer_fn = lambda x, weight, _: (jnp.tanh(weight * x), {"norm": jnp.sum(x**2)})
+        >>> weights, x = jnp.array([0.5, 2.0]), jnp.ones((4, 3))
+        >>> y, auxiliary = run_pipeline(layer_fn, weights, x, num_microbatches=2)  # no mesh is set
+        >>> bool(jnp.allclose(y, jnp.tanh(2 * jnp.tanh(x / 2)))), sorted(auxiliary)
+        (True, ['norm'])
 
     Reference:
-      Huang et al., "GPipe" (arXiv:1811.06965), section 2; Narayanan et al., "Efficient
-      Large-Scale Language Model Training on GPU Clusters" (arXiv:2104.04473), section 2.2.
+        Huang et al., "GPipe" (arXiv:1811.06965), section 2; Narayanan et al., "Efficient
+        Large-Scale Language Model Training on GPU Clusters" (arXiv:2104.04473), section 2.2.
     """
     num_layers = _check_stacked(stacked_params, num_repeats)
     _check_side_inputs(side_inputs, x.shape[0])
@@ -173,17 +175,17 @@ def _pipeline_on_device(
     """Run the pipeline on one device.
 
     Args:
-      layer_fn: one layer.
-      schedule: the schedule.
-      axis: the pipeline's mesh axis.
-      remat: as in `run_pipeline`.
-      unroll: as in `run_pipeline`.
-      own_params: parameters of the device's layers.
-      buffer: the device's microbatches [microbatches_per_stage, microbatch, ...].
-      side_inputs: the side inputs of all microbatches.
+        layer_fn: one layer.
+        schedule: the schedule.
+        axis: the pipeline's mesh axis.
+        remat: as in `run_pipeline`.
+        unroll: as in `run_pipeline`.
+        own_params: parameters of the device's layers.
+        buffer: the device's microbatches [microbatches_per_stage, microbatch, ...].
+        side_inputs: the side inputs of all microbatches.
 
     Returns:
-      The buffer with the features after the layers, and the auxiliary scalars.
+        The buffer with the features after the layers, and the auxiliary scalars.
     """
     stage = jax.lax.axis_index(axis)
     run_layers = _own_layers(layer_fn, schedule, remat, unroll, own_params, side_inputs)

@@ -11,9 +11,9 @@ class Task(NamedTuple):
     """The task of a stage in a tick, as integers or arrays of integers.
 
     Attributes:
-      useful: whether the stage has a task. If not, its result is discarded.
-      repeat: index of the run of layers to apply.
-      microbatch: index of the microbatch to apply it to.
+        useful: whether the stage has a task. If not, its result is discarded.
+        repeat: index of the run of layers to apply.
+        microbatch: index of the microbatch to apply it to.
     """
 
     useful: bool | jax.Array
@@ -29,17 +29,17 @@ class Schedule:
     continues with the next run on this microbatch. No microbatch waits between two stages.
 
     Attributes:
-      num_stages: devices along the pipeline's mesh axis.
-      num_microbatches: microbatches of a batch.
-      num_repeats: runs of layers on each stage.
+        num_stages: devices along the pipeline's mesh axis.
+        num_microbatches: microbatches of a batch.
+        num_repeats: runs of layers on each stage.
 
     Raises:
-      ValueError: if a number is below 1, or `num_stages` does not divide `num_microbatches`.
+        ValueError: if a number is below 1, or `num_stages` does not divide `num_microbatches`.
 
     Example:
-      >>> schedule = Schedule(num_stages=2, num_microbatches=2, num_repeats=2)
-      >>> [schedule.task(tick, stage=1) for tick in range(2)]
-      [Task(useful=False, repeat=1, microbatch=1), Task(useful=True, repeat=0, microbatch=0)]
+        >>> schedule = Schedule(num_stages=2, num_microbatches=2, num_repeats=2)
+        >>> [schedule.task(tick, stage=1) for tick in range(2)]
+        [Task(useful=False, repeat=1, microbatch=1), Task(useful=True, repeat=0, microbatch=0)]
     """
 
     def __init__(self, num_stages: int, num_microbatches: int, num_repeats: int):
@@ -82,19 +82,19 @@ def bubble_fraction(num_stages: int, num_microbatches: int, num_repeats: int = 1
     on one microbatch, and each stage has num_repeats * num_microbatches such tasks.
 
     Args:
-      num_stages: devices along the pipeline's mesh axis.
-      num_microbatches: microbatches of a batch, a multiple of `num_stages`.
-      num_repeats: runs of layers on each stage. Default 1.
+        num_stages: devices along the pipeline's mesh axis.
+        num_microbatches: microbatches of a batch, a multiple of `num_stages`.
+        num_repeats: runs of layers on each stage. Default 1.
 
     Returns:
-      The fraction, for the forward pass and for the backward pass.
+        The fraction, for the forward pass and for the backward pass.
 
     Raises:
-      ValueError: if a number is below 1, or `num_stages` does not divide `num_microbatches`.
+        ValueError: if a number is below 1, or `num_stages` does not divide `num_microbatches`.
 
     Example:
-      >>> bubble_fraction(4, 12), bubble_fraction(4, 12, num_repeats=4)
-      (0.2, 0.058823529411764705)
+        >>> bubble_fraction(4, 12), bubble_fraction(4, 12, num_repeats=4)
+        (0.2, 0.058823529411764705)
     """
     schedule = Schedule(num_stages, num_microbatches, num_repeats)
     return (num_stages - 1) / schedule.num_ticks

@@ -21,12 +21,12 @@ class Ring(NamedTuple):
     that `run_on_devices` runs. Arrays are shards [batch, tokens_per_device, ...].
 
     Attributes:
-      axis: name of the mesh axis; None for one device.
-      num_devices: devices along the axis.
-      tokens_per_device: tokens of a device's shard.
-      window: number of tokens that a token attends to: itself and the tokens just before it.
-      balanced: whether each device computes on an early and a late part of the sequence instead
-        of its own shard, so that all devices have the same number of visible keys.
+        axis: name of the mesh axis; None for one device.
+        num_devices: devices along the axis.
+        tokens_per_device: tokens of a device's shard.
+        window: number of tokens that a token attends to: itself and the tokens just before it.
+        balanced: whether each device computes on an early and a late part of the sequence instead
+            of its own shard, so that all devices have the same number of visible keys.
     """
 
     axis: str | None
@@ -79,13 +79,13 @@ class Ring(NamedTuple):
         """Pass shards around the ring and fold a function over those that arrive.
 
         Args:
-          shard: arrays of the device.
-          first: `first(shard) -> state`, for the device's own shard.
-          later: `later(state, shard, step) -> state`, for the shard of the device `step` positions
-            before this one.
+            shard: arrays of the device.
+            first: `first(shard) -> state`, for the device's own shard.
+            later: `later(state, shard, step) -> state`, for the shard of the device `step`
+                positions before this one.
 
         Returns:
-          The final state.
+            The final state.
         """
         if self.num_steps == 1:
             return first(shard)

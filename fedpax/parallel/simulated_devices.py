@@ -14,15 +14,15 @@ def simulate_devices(count: int, *, subgroups: bool = True) -> None:
     Call it before JAX is first used.
 
     Args:
-      count: number of devices, from 1 to 1,024.
-      subgroups: whether collectives can run over subgroups of the devices, as on a mesh of several
-        axes. Default True. With False there is one worker thread per device, XLA's default, and
-        programs of many small operations, such as a client's steps, are two to three times as
-        fast.
+        count: number of devices, from 1 to 1,024.
+        subgroups: whether collectives can run over subgroups of the devices, as on a mesh of
+            several axes. Default True. With False there is one worker thread per device, XLA's
+            default, and programs of many small operations, such as a client's steps, are two to
+            three times as fast.
 
     Raises:
-      ValueError: if `count` is below 1 or above 1,024.
-      RuntimeError: if JAX is already in use.
+        ValueError: if `count` is below 1 or above 1,024.
+        RuntimeError: if JAX is already in use.
     """
     if not 1 <= count <= MAX_SIMULATED_DEVICES:
         raise ValueError(
@@ -45,7 +45,7 @@ def provide_worker_threads(num_devices: int) -> None:
     If the environment variable `PJRT_NPROC` or `NPROC` is set, its number of threads is kept.
 
     Args:
-      num_devices: number of simulated devices.
+        num_devices: number of simulated devices.
     """
     if not {"PJRT_NPROC", "NPROC"} & os.environ.keys():
         os.environ["PJRT_NPROC"] = str(8 * num_devices)

@@ -35,19 +35,19 @@ def plan_experiment(
     """Compile the round of an experiment for a topology and make its plan.
 
     Args:
-      experiment: the experiment.
-      topology: the devices to compile for.
-      exp: name of the experiment in the report. Default "": the name of its class.
-      program_file: path to write the compiled text to. Default None: do not write it.
-      progress: called with a line of text at each stage of the work. Default: ignore the lines.
+        experiment: the experiment.
+        topology: the devices to compile for.
+        exp: name of the experiment in the report. Default "": the name of its class.
+        program_file: path to write the compiled text to. Default None: do not write it.
+        progress: called with a line of text at each stage of the work. Default: ignore the lines.
 
     Returns:
-      The plan, and the run that was compiled.
+        The plan, and the run that was compiled.
 
     Raises:
-      PlanError: if the mesh does not fit the devices or the experiment, or the run does not state
-        the shapes of its cohorts.
-      MemoryOverflowError: if the compiler runs out of device memory.
+        PlanError: if the mesh does not fit the devices or the experiment, or the run does not state
+            the shapes of its cohorts.
+        MemoryOverflowError: if the compiler runs out of device memory.
     """
     started = time.perf_counter()
 

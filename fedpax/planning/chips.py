@@ -12,26 +12,26 @@ class Chip(NamedTuple):
     """The published figures of a chip.
 
     Attributes:
-      name: name in a topology, such as "v5p".
-      device_kind: regular expression that matches `jax.Device.device_kind`.
-      peak_flops: dense bfloat16 matmul FLOPs per second.
-      peak_int8_ops: matmul operations per second with 8-bit integers; `peak_flops` if the chip
-        has no faster int8 units.
-      peak_fp8_flops: matmul FLOPs per second with 8-bit floats; `peak_flops` if the chip has no
-        faster fp8 units.
-      hbm_bytes: bytes of high-bandwidth memory.
-      usable_hbm_bytes: the part of them that a program can use; for TPUs, the limit of their
-        compiler.
-      hbm_bandwidth: bytes per second between the chip and its memory.
-      link_bandwidth: bytes per second of one link to a neighbor, in one direction.
-      links: number of links; a torus has two per dimension, a switch counts as one.
-      dcn_bandwidth: bytes per second of the network between slices (or hosts), in one direction,
-        the chip's share of its host's.
-      torus_dimensions: dimensions of the torus of a slice; 0 if a switch joins the chips.
-      ring_multiple: a dimension of a slice closes to a ring if its size is a multiple of this.
-      max_chips_per_slice: chips of the largest slice.
-      devices_per_chip: JAX devices of a chip.
-      source: address of the page with the figures.
+        name: name in a topology, such as "v5p".
+        device_kind: regular expression that matches `jax.Device.device_kind`.
+        peak_flops: dense bfloat16 matmul FLOPs per second.
+        peak_int8_ops: matmul operations per second with 8-bit integers; `peak_flops` if the chip
+            has no faster int8 units.
+        peak_fp8_flops: matmul FLOPs per second with 8-bit floats; `peak_flops` if the chip has no
+            faster fp8 units.
+        hbm_bytes: bytes of high-bandwidth memory.
+        usable_hbm_bytes: the part of them that a program can use; for TPUs, the limit of their
+            compiler.
+        hbm_bandwidth: bytes per second between the chip and its memory.
+        link_bandwidth: bytes per second of one link to a neighbor, in one direction.
+        links: number of links; a torus has two per dimension, a switch counts as one.
+        dcn_bandwidth: bytes per second of the network between slices (or hosts), in one direction,
+            the chip's share of its host's.
+        torus_dimensions: dimensions of the torus of a slice; 0 if a switch joins the chips.
+        ring_multiple: a dimension of a slice closes to a ring if its size is a multiple of this.
+        max_chips_per_slice: chips of the largest slice.
+        devices_per_chip: JAX devices of a chip.
+        source: address of the page with the figures.
     """
 
     name: str
@@ -213,14 +213,14 @@ def chip_of(device_kind: str) -> Chip | None:
     """Find the chip of a device.
 
     Args:
-      device_kind: the device's `jax.Device.device_kind`.
+        device_kind: the device's `jax.Device.device_kind`.
 
     Returns:
-      The chip, or None if the table `CHIPS` does not have it, such as a CPU.
+        The chip, or None if the table `CHIPS` does not have it, such as a CPU.
 
     Example:
-      >>> chip_of("TPU v5 lite").name, chip_of("TPU v5").name, chip_of("cpu")
-      ('v5e', 'v5p', None)
+        >>> chip_of("TPU v5 lite").name, chip_of("TPU v5").name, chip_of("cpu")
+        ('v5e', 'v5p', None)
     """
     matching = (chip for chip in CHIPS.values() if re.fullmatch(chip.device_kind, device_kind))
     return next(matching, None)

@@ -23,14 +23,14 @@ class Workload(NamedTuple):
     """What a round computes, independent of the devices.
 
     Attributes:
-      experiment: name of the experiment.
-      placement: name of the placement and of its mesh axis.
-      num_participants: size of the placement.
-      local_steps: local steps of a participant in a round.
-      num_parameters: number of parameters of the model.
-      items_per_round: items (tokens or examples) in a round, summed over all participants.
-      item_unit: plural name of the items, "tokens" or "examples".
-      flops_per_token: model FLOPs per item; None if unknown.
+        experiment: name of the experiment.
+        placement: name of the placement and of its mesh axis.
+        num_participants: size of the placement.
+        local_steps: local steps of a participant in a round.
+        num_parameters: number of parameters of the model.
+        items_per_round: items (tokens or examples) in a round, summed over all participants.
+        item_unit: plural name of the items, "tokens" or "examples".
+        flops_per_token: model FLOPs per item; None if unknown.
     """
 
     experiment: str
@@ -47,10 +47,10 @@ class MeshAxis(NamedTuple):
     """An axis of the mesh and the networks that its collectives use.
 
     Attributes:
-      name: name of the axis.
-      size: number of devices along the axis.
-      routes: the networks that join these devices, such as ICI within a slice and DCN between
-        slices.
+        name: name of the axis.
+        size: number of devices along the axis.
+        routes: the networks that join these devices, such as ICI within a slice and DCN between
+            slices.
     """
 
     name: str
@@ -62,13 +62,13 @@ class DeviceMemory(NamedTuple):
     """The memory that a round needs on one device, in bytes.
 
     Attributes:
-      arguments: the state and the cohort.
-      outputs: the new state and the metrics.
-      aliased: the part of the outputs that reuses the memory of donated arguments.
-      temporaries: peak of all intermediate values.
-      code: the compiled program.
-      host: memory of the host that the device uses; not part of `total`.
-      capacity: memory that a program can use on the device; None if unknown.
+        arguments: the state and the cohort.
+        outputs: the new state and the metrics.
+        aliased: the part of the outputs that reuses the memory of donated arguments.
+        temporaries: peak of all intermediate values.
+        code: the compiled program.
+        host: memory of the host that the device uses; not part of `total`.
+        capacity: memory that a program can use on the device; None if unknown.
     """
 
     arguments: int
@@ -98,9 +98,9 @@ class TimedCollective(NamedTuple):
     """A collective, its network, and a lower bound on its time.
 
     Attributes:
-      collective: the collective of the compiled program.
-      network: "ICI", "DCN", "NVLink" or "host".
-      seconds: lower bound on the time of one execution; None if the bandwidth is unknown.
+        collective: the collective of the compiled program.
+        network: "ICI", "DCN", "NVLink" or "host".
+        seconds: lower bound on the time of one execution; None if the bandwidth is unknown.
     """
 
     collective: Collective
@@ -117,11 +117,11 @@ class Roofline(NamedTuple):
     """Lower bounds on the seconds of a round, one for each resource.
 
     Attributes:
-      compute: all matmuls, at the chip's peak for their dtype.
-      memory: all reads and writes of device memory, at its bandwidth.
-      networks: collectives by the links that they share: "DCN", "NVLink", and "ICI fsdp" for all
-        collectives along that mesh axis. A collective along several axes counts for each.
-      collectives: all collectives, one after another.
+        compute: all matmuls, at the chip's peak for their dtype.
+        memory: all reads and writes of device memory, at its bandwidth.
+        networks: collectives by the links that they share: "DCN", "NVLink", and "ICI fsdp" for all
+            collectives along that mesh axis. A collective along several axes counts for each.
+        collectives: all collectives, one after another.
     """
 
     compute: float
@@ -154,21 +154,21 @@ class CompiledPlan(NamedTuple):
     """The content of the report of `fedpax plan`.
 
     Attributes:
-      workload: what the round computes.
-      topology: the devices that it was compiled for.
-      axes: the mesh axes of more than one device; the first axis on a mesh of one device.
-      memory: memory needed on a device.
-      matmul_flops: matmul FLOPs (convolutions included) of a device in a round, counted in the
-        compiled program, recomputation included.
-      int8_flops: the part of `matmul_flops` with 8-bit integer operands.
-      fp8_flops: the part of `matmul_flops` with 8-bit float operands.
-      memory_traffic: bytes that a device reads from and writes to its memory in a round.
-      host_transfers: bytes that a device exchanges with the host's memory in a round.
-      uncounted_kernels: names of kernels that do not state their FLOPs; they count as 0.
-      unknown_trip_counts: names of loops whose trip count is known only at run time; their bodies
-        count once.
-      collectives: the collectives of the compiled program.
-      roofline: lower bounds on the time of a round; None if the chip's figures are unknown.
+        workload: what the round computes.
+        topology: the devices that it was compiled for.
+        axes: the mesh axes of more than one device; the first axis on a mesh of one device.
+        memory: memory needed on a device.
+        matmul_flops: matmul FLOPs (convolutions included) of a device in a round, counted in the
+            compiled program, recomputation included.
+        int8_flops: the part of `matmul_flops` with 8-bit integer operands.
+        fp8_flops: the part of `matmul_flops` with 8-bit float operands.
+        memory_traffic: bytes that a device reads from and writes to its memory in a round.
+        host_transfers: bytes that a device exchanges with the host's memory in a round.
+        uncounted_kernels: names of kernels that do not state their FLOPs; they count as 0.
+        unknown_trip_counts: names of loops whose trip count is known only at run time; their bodies
+            count once.
+        collectives: the collectives of the compiled program.
+        roofline: lower bounds on the time of a round; None if the chip's figures are unknown.
     """
 
     workload: Workload
@@ -191,15 +191,15 @@ class CompiledPlan(NamedTuple):
         """Sum the operand bytes that a device passes to collectives in a round.
 
         Args:
-          network: count collectives over this network alone, such as `interconnect.DCN`. Default
-            None: count every network.
-          axis: count collectives along this mesh axis alone, such as the placement's. Default
-            None: count every axis.
-          in_loop: True counts collectives inside loops alone, False those outside loops. Default
-            None: count both.
+            network: count collectives over this network alone, such as `interconnect.DCN`. Default
+                None: count every network.
+            axis: count collectives along this mesh axis alone, such as the placement's. Default
+                None: count every axis.
+            in_loop: True counts collectives inside loops alone, False those outside loops. Default
+                None: count both.
 
         Returns:
-          Bytes per device and round.
+            Bytes per device and round.
         """
         return sum(
             timed.collective.bytes * timed.executions
@@ -239,11 +239,11 @@ def memory_of(compiled: jax.stages.Compiled, topology: Topology) -> DeviceMemory
     """Read the memory that a compiled program needs on a device.
 
     Args:
-      compiled: the compiled program.
-      topology: the devices that it was compiled for.
+        compiled: the compiled program.
+        topology: the devices that it was compiled for.
 
     Returns:
-      The memory, in bytes.
+        The memory, in bytes.
     """
     found: Any = compiled.memory_analysis()
     chip = topology.chip
@@ -264,18 +264,18 @@ def make_plan(
     """Make the plan of a round from its compiled text.
 
     Args:
-      text: the compiled text of the round.
-      mesh: the mesh that it was compiled for.
-      topology: the devices of the mesh.
-      workload: what the round computes.
-      memory: the memory that it needs on a device, from `memory_of`.
+        text: the compiled text of the round.
+        mesh: the mesh that it was compiled for.
+        topology: the devices of the mesh.
+        workload: what the round computes.
+        memory: the memory that it needs on a device, from `memory_of`.
 
     Returns:
-      The plan.
+        The plan.
 
     Raises:
-      ValueError: if the text is not a compiled program, or was compiled for another number of
-        devices.
+        ValueError: if the text is not a compiled program, or was compiled for another number of
+            devices.
     """
     timed = []
     for collective in collectives(text, mesh):

@@ -24,9 +24,9 @@ def draw_mesh(plan: CompiledPlan, mesh: jax.sharding.Mesh, path: str | Path) -> 
     position along the axis; a collective over the axis joins chips of all colors.
 
     Args:
-      plan: the plan.
-      mesh: the mesh of the plan.
-      path: path of the PNG to write; missing folders are created.
+        plan: the plan.
+        mesh: the mesh of the plan.
+        path: path of the PNG to write; missing folders are created.
     """
     grids = _grids(plan, mesh)
     rows, columns = len(plan.axes), len(grids)

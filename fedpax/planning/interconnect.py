@@ -22,11 +22,11 @@ class Route(NamedTuple):
     """The network that joins a group of devices, and the part of the torus that they span.
 
     Attributes:
-      network: ICI within a slice, DCN between slices, NVLink between the GPUs of a host, "host"
-        between simulated devices.
-      chips: number of chips in the group; number of slices if the network is DCN.
-      extents: chips along each dimension of the torus that the group spans; () without a torus.
-      rings: for each dimension, whether the group closes to a ring.
+        network: ICI within a slice, DCN between slices, NVLink between the GPUs of a host, "host"
+            between simulated devices.
+        chips: number of chips in the group; number of slices if the network is DCN.
+        extents: chips along each dimension of the torus that the group spans; () without a torus.
+        rings: for each dimension, whether the group closes to a ring.
     """
 
     network: str
@@ -53,12 +53,12 @@ def axis_routes(mesh: jax.sharding.Mesh, axis: str, topology: Topology) -> list[
     """Find the networks along a mesh axis: one, or ICI within slices and DCN between them.
 
     Args:
-      mesh: the mesh.
-      axis: name of a mesh axis.
-      topology: the devices of the mesh.
+        mesh: the mesh.
+        axis: name of a mesh axis.
+        topology: the devices of the mesh.
 
     Returns:
-      The routes, DCN last; none for an axis of one device.
+        The routes, DCN last; none for an axis of one device.
     """
     index = mesh.axis_names.index(axis)
     positions = np.moveaxis(np.arange(mesh.size).reshape(mesh.devices.shape), index, -1)
@@ -82,13 +82,13 @@ def find_route(
     """Find the network that joins the devices of a collective.
 
     Args:
-      groups: the groups of the collective as positions in `mesh.devices.flat`, such as
-        `Collective.groups`.
-      mesh: the mesh.
-      topology: the devices of the mesh.
+        groups: the groups of the collective as positions in `mesh.devices.flat`, such as
+            `Collective.groups`.
+        mesh: the mesh.
+        topology: the devices of the mesh.
 
     Returns:
-      The route of the widest group.
+        The route of the widest group.
     """
     devices = mesh.devices.flat
     parts = max(len({_slice_or_host(devices[p]) for p in group}) for group in groups)
@@ -129,13 +129,13 @@ def min_seconds(
     chips of a slice each send a part. Latency is not counted.
 
     Args:
-      collective: the collective.
-      route: its route, from `find_route`.
-      mesh: the mesh.
-      topology: the devices of the mesh.
+        collective: the collective.
+        route: its route, from `find_route`.
+        mesh: the mesh.
+        topology: the devices of the mesh.
 
     Returns:
-      Seconds; None if the bandwidth of the network is unknown.
+        Seconds; None if the bandwidth of the network is unknown.
     """
     chip = topology.chip
     if chip is None or route.network == HOST:

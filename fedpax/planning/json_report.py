@@ -13,10 +13,10 @@ def to_json(plan: CompiledPlan) -> dict[str, Any]:
     """Convert a plan to values that JSON can represent.
 
     Args:
-      plan: the plan.
+        plan: the plan.
 
     Returns:
-      Nested dicts and lists. Bytes, seconds and FLOPs are plain numbers; unknown values are None.
+        Nested dicts and lists. Bytes, seconds and FLOPs are plain numbers; unknown values are None.
     """
     topology, chip = plan.topology, plan.topology.chip
     return {

@@ -16,10 +16,10 @@ def to_text(plan: CompiledPlan) -> str:
     """Format a plan as text.
 
     Args:
-      plan: the plan.
+        plan: the plan.
 
     Returns:
-      Sections with headings, separated by empty lines.
+        Sections with headings, separated by empty lines.
     """
     sections = [_head(plan), _mesh(plan), _memory(plan), _computation(plan), _collectives(plan)]
     sections += [_networks(plan), _roofline(plan)]
@@ -30,10 +30,10 @@ def assumptions(plan: CompiledPlan) -> list[str]:
     """List the assumptions behind the roofline of a plan.
 
     Args:
-      plan: the plan.
+        plan: the plan.
 
     Returns:
-      Sentences; none if the chip's figures are unknown.
+        Sentences; none if the chip's figures are unknown.
     """
     chip = plan.topology.chip
     if chip is None:

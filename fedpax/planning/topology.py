@@ -39,11 +39,11 @@ class Topology(NamedTuple):
     """Devices to compile for.
 
     Attributes:
-      name: the requested name, such as "v5p:4x8x8".
-      chip: the chip's figures; None if unknown.
-      shape: chips along each dimension of a slice; () if the chips form no torus.
-      slices: number of slices.
-      devices: all devices, slice by slice.
+        name: the requested name, such as "v5p:4x8x8".
+        chip: the chip's figures; None if unknown.
+        shape: chips along each dimension of a slice; () if the chips form no torus.
+        slices: number of slices.
+        devices: all devices, slice by slice.
     """
 
     name: str
@@ -62,21 +62,21 @@ def find_topology(name: str, slices: int = 1) -> Topology:
     """Find the devices of a topology.
 
     Args:
-      name: a TPU and its chips along each dimension of a slice, such as "v5p:4x8x8" or
-        "v5e:16x16"; it needs the package `libtpu`, and no TPU. Or "cpu:8" for 8 simulated devices
-        of this process, or "gpu" for the GPUs of this machine.
-      slices: number of slices, joined by the data center's network. Default 1.
+        name: a TPU and its chips along each dimension of a slice, such as "v5p:4x8x8" or
+            "v5e:16x16"; it needs the package `libtpu`, and no TPU. Or "cpu:8" for 8 simulated
+            devices of this process, or "gpu" for the GPUs of this machine.
+        slices: number of slices, joined by the data center's network. Default 1.
 
     Returns:
-      The topology.
+        The topology.
 
     Raises:
-      TopologyError: if the topology does not exist, or `libtpu` or the GPUs are missing.
+        TopologyError: if the topology does not exist, or `libtpu` or the GPUs are missing.
 
     Example:
-      >>> topology = find_topology("cpu:1")
-      >>> len(topology.devices), topology.chip
-      (1, None)
+        >>> topology = find_topology("cpu:1")
+        >>> len(topology.devices), topology.chip
+        (1, None)
     """
     kind, _, sizes = name.partition(":")
     if not re.fullmatch(r"(\d+(x\d+)*)?", sizes):

@@ -18,7 +18,7 @@ from fedpax.primitives.monoids import ADDITION, Monoid, accumulation_dtype
 from fedpax.primitives.placement import Placement
 from fedpax.primitives.reduction import REDUCTIONS
 from fedpax.primitives.sum import federated_sum_p
-from fedpax.transforms.unstack_rules import unstack_reduction
+from fedpax.transforms.unstack import unstack_reduction
 
 FEDERATED = {
     "reduce_sum": federated_sum_p,

@@ -14,7 +14,8 @@ from fedpax.primitives.layout import explicit_axis
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.placement import ChunkSize, Placement
 from fedpax.transforms.loop_reductions import LoopReduction, loop_reduction
-from fedpax.transforms.unstack_rules import AxisMap, Unstacked, unstack
+from fedpax.transforms.unstack import Unstacked, unstack
+from fedpax.transforms.unstack_rules import AxisMap
 
 Atom = Var | Literal
 

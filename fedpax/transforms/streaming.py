@@ -38,7 +38,7 @@ from fedpax.primitives.placement import Placement
 from fedpax.primitives.program import federated_program_p
 from fedpax.transforms.inlining import inline, is_federated, placements_of
 from fedpax.transforms.phases import Atom, StreamingPlan, plan_phases
-from fedpax.transforms.unstack_rules import Unstacked
+from fedpax.transforms.unstack import Unstacked
 
 
 def stream(closed: ClosedJaxpr) -> ClosedJaxpr:

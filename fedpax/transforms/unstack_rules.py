@@ -1,24 +1,15 @@
-"""The axes along which an equation can be split into slices that do not depend on each other.
+"""For each primitive, the axes along which its equations can be split into independent slices.
 
-Between a map and a reduction stands array code on placed values `[n, ...]`. The streaming pass runs
-it in the loop over participants, on arrays that hold one participant: the participants' axis stays,
-with size 1. This is possible for an equation if every slice of the result, along that axis, needs
-one slice of each operand, or the whole operand. The rules here list these axes for each primitive.
-
-An equation that combines slices by adding them, such as a `reduce_sum` or a matmul that contracts
-the participants' axis, is listed with None for the axis of its result.
+Every slice of the result, along such an axis, needs one slice of an operand, or the whole operand.
+An equation that adds up slices along an axis, such as a `reduce_sum` or a matmul that contracts it,
+is listed too, with None for the axis of its result.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
-
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from typing import NamedTuple
 
 from fedpax.primitives._jax import JaxprEqn, aval_of
-
-Params = dict[str, Any]
 
 
 class AxisMap(NamedTuple):
@@ -34,133 +25,11 @@ class AxisMap(NamedTuple):
     results: tuple[int | None, ...]
 
 
-class Unstacked(NamedTuple):
-    """An equation on arrays that hold one participant.
-
-    Attributes:
-        eqn: the equation on the values of all participants.
-        params: parameters of the same primitive for arrays with a participants' axis of size 1.
-        axes: where the participants' axis lies in each operand and each result.
-    """
-
-    eqn: JaxprEqn
-    params: Params
-    axes: AxisMap
-
-
-def unstack(
-    eqn: JaxprEqn,
-    size: int,
-    mesh_axis: str | None,
-    known: Sequence[int | None],
-    result_axis: int | None = None,
-) -> Unstacked | None:
-    """Return an equation on the slices of one participant, or None if it combines participants.
-
-    Args:
-        eqn: an equation.
-        size: number of participants.
-        mesh_axis: name of the explicit mesh axis that shards the participants' axis, or None.
-        known: for each operand the participants' axis, or None if it is not known to have one.
-        result_axis: the participants' axis of the results. Default None: follow from `known`.
-
-    Returns:
-        The equation on arrays that hold one participant.
-    """
-    if eqn.effects:
-        return None
-    for axes in axis_maps(eqn):
-        if _matches(eqn, axes, size, known) and all(
-            axis is not None
-            and result_axis in (None, axis)
-            and aval_of(v).shape[axis] == size
-            and aval_of(v).sharding.spec[axis] == mesh_axis
-            for v, axis in zip(eqn.outvars, axes.results, strict=True)
-        ):
-            return Unstacked(eqn, _params_of_one(eqn, axes), axes)
-    return None
-
-
-def unstack_reduction(
-    eqn: JaxprEqn, size: int, mesh_axis: str | None, known: Sequence[int | None]
-) -> Unstacked | None:
-    """Return an equation that combines participants, on the slices of one of them.
-
-    Args:
-        eqn: an equation.
-        size: number of participants.
-        mesh_axis: name of the explicit mesh axis that shards the participants' axis, or None.
-        known: for each operand the participants' axis, or None if it is not known to have one.
-
-    Returns:
-        The equation whose results, combined over the participants, are those of `eqn`; None if
-        `eqn` is not of this kind.
-    """
-    if eqn.effects:
-        return None
-    for axes in axis_maps(eqn):
-        operands = zip(eqn.invars, axes.operands, strict=True)
-        if (
-            _matches(eqn, axes, size, known)
-            and axes.results == (None,) * len(eqn.outvars)
-            and all(a is None or aval_of(v).sharding.spec[a] == mesh_axis for v, a in operands)
-            and not _names(eqn.params.get("out_sharding"), mesh_axis)
-        ):
-            return Unstacked(eqn, eqn.params, axes)
-    return None
-
-
 def axis_maps(eqn: JaxprEqn) -> Iterator[AxisMap]:
     """Yield the axes along which an equation can be split."""
     rule = RULES.get(eqn.primitive.name)
     return iter(()) if rule is None else rule(eqn)
 
-
-def _matches(eqn: JaxprEqn, axes: AxisMap, size: int, known: Sequence[int | None]) -> bool:
-    return all(
-        (axis is None or aval_of(v).shape[axis] == size) and own in (None, axis)
-        for v, axis, own in zip(eqn.invars, axes.operands, known, strict=True)
-    )
-
-
-# Parameters that hold the sizes of axes: of the first operand, or of the result.
-OPERAND_SIZES = {
-    "dynamic_slice": "slice_sizes",
-    "gather": "slice_sizes",
-    "slice": "limit_indices",
-}
-RESULT_SIZES = {"broadcast_in_dim": "shape", "iota": "shape", "reshape": "new_sizes"}
-SHARDINGS = ("sharding", "out_sharding", "dst_sharding")
-
-
-def _params_of_one(eqn: JaxprEqn, axes: AxisMap) -> Params:
-    params, name, result = dict(eqn.params), eqn.primitive.name, axes.results[0]
-    if name in OPERAND_SIZES and axes.operands[0] is not None:
-        params[OPERAND_SIZES[name]] = _replaced(params[OPERAND_SIZES[name]], axes.operands[0], 1)
-    if name in RESULT_SIZES:
-        params[RESULT_SIZES[name]] = _replaced(params[RESULT_SIZES[name]], result, 1)
-    for key in SHARDINGS:
-        sharding = params.get(key)
-        if isinstance(sharding, NamedSharding):
-            entries = (*sharding.spec, *[None] * (aval_of(eqn.outvars[0]).ndim))
-            spec = P(*_replaced(entries, result, None)[: aval_of(eqn.outvars[0]).ndim])
-            params[key] = NamedSharding(sharding.mesh, spec)
-    return params
-
-
-def _replaced(values: Sequence[Any], index: int | None, value: Any) -> tuple:
-    return tuple(value if i == index else v for i, v in enumerate(values))
-
-
-def _names(sharding: Any, mesh_axis: str | None) -> bool:
-    """Return whether a sharding uses a mesh axis."""
-    if mesh_axis is None or not isinstance(sharding, NamedSharding):
-        return False
-    entries = (e if isinstance(e, tuple) else (e,) for e in sharding.spec)
-    return any(mesh_axis in entry for entry in entries)
-
-
-# ---- the rules: equation -> the axes along which it can be split
 
 Rule = Callable[[JaxprEqn], Iterator[AxisMap]]
 
@@ -252,7 +121,7 @@ def _iota(eqn: JaxprEqn) -> Iterator[AxisMap]:
 
 
 def _reshape(eqn: JaxprEqn) -> Iterator[AxisMap]:
-    """An axis is kept if as many elements stand in front of it as before."""
+    """Keep an axis that has as many elements in front of it as before."""
     old, new = _shape(eqn), eqn.params["new_sizes"]
     if eqn.params["dimensions"] is not None or 0 in old:
         return
@@ -264,6 +133,24 @@ def _reshape(eqn: JaxprEqn) -> Iterator[AxisMap]:
     ]
     for a, b in sorted(pairs, key=lambda pair: pair[0] != pair[1]):
         yield AxisMap((a,) + (None,) * (len(eqn.invars) - 1), (b,))
+
+
+def _stack(eqn: JaxprEqn) -> Iterator[AxisMap]:
+    for axis in range(len(_shape(eqn))):
+        yield AxisMap((axis,) * len(eqn.invars), (axis + (axis >= eqn.params["axis"]),))
+
+
+def _unstack(eqn: JaxprEqn) -> Iterator[AxisMap]:
+    for axis in range(len(_shape(eqn))):
+        if axis != eqn.params["axis"]:
+            yield AxisMap((axis,), (axis - (axis > eqn.params["axis"]),) * len(eqn.outvars))
+
+
+def _tile(eqn: JaxprEqn) -> Iterator[AxisMap]:
+    added = aval_of(eqn.outvars[0]).ndim - len(_shape(eqn))
+    for axis in range(len(_shape(eqn))):
+        if eqn.params["reps"][axis + added] == 1:
+            yield AxisMap((axis,), (axis + added,))
 
 
 def _transpose(eqn: JaxprEqn) -> Iterator[AxisMap]:
@@ -382,13 +269,13 @@ def _random(eqn: JaxprEqn) -> Iterator[AxisMap]:
 
 ELEMENTWISE = """
     abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil
-    clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv
+    clamp clz complex conj convert_element_type copy cos cosh digamma div eq eq_to erf erf_inv
     erfc exp exp2 expm1 federated_mask floor ge gt igamma igamma_grad_a igammac imag integer_pow
-    is_finite le lgamma log log1p logistic lt max min mul mulhi name ne neg nextafter not or
-    polygamma population_count pow random_fold_in random_gamma_grad real reduce_precision
-    regularized_incomplete_beta rem reshard round rsqrt select_n shift_left
-    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh
-    threefry2x32 xor zeta
+    is_finite le le_to lgamma log log1p logistic lt lt_to max min mul mulhi name ne neg
+    nextafter not or polygamma population_count pow random_clone random_fold_in random_gamma
+    random_seed real reciprocal reduce_precision regularized_incomplete_beta rem reshard round
+    rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
+    square stop_gradient sub tan tanh threefry2x32 xor zeta
 """
 RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE.split(), _everywhere),
@@ -415,7 +302,10 @@ RULES: dict[str, Rule] = {
     "pad": _pad,
     "reshape": _reshape,
     "slice": _slice,
+    "stack": _stack,
+    "tile": _tile,
     "transpose": _transpose,
+    "unstack": _unstack,
     "bitcast_convert_type": _bitcast,
     **dict.fromkeys(["random_bits", "random_split", "random_unwrap"], _random),
     **dict.fromkeys(
@@ -429,8 +319,12 @@ RULES: dict[str, Rule] = {
         """.split(),
         _window,
     ),
-    **dict.fromkeys(["cholesky", "eigh", "geqrf", "lu", "svd", "triangular_solve"], _batch_axes(2)),
+    **dict.fromkeys(
+        ["cholesky", "eig", "eigh", "geqrf", "lu", "qr", "schur", "svd", "triangular_solve"],
+        _batch_axes(2),
+    ),
     "householder_product": _batch_axes(2, 1),
+    "tridiagonal_solve": _batch_axes(1, 1, 1, 2),
     **dict.fromkeys(["lu_pivots_to_permutation", "random_wrap"], _batch_axes(1)),
     "fft": _fft,
 }

@@ -1,29 +1,29 @@
-"""The main job: DiLoCo on text, beside data parallelism and one island alone."""
+"""DiLoCo on text, with two baselines: data parallelism, and one island alone."""
 
 import dataclasses
-from typing import Any
 
 import optax
 
 from fedpax.aggregators.quantized_mean import check_num_levels, quantized_mean
 from fedpax.algorithms import data_parallel, diloco
 from fedpax.experiments.optimizers import OptimizerConfig
+from fedpax.experiments.ranges import DECAY, POSITIVE, check_ranges
 from fedpax.experiments.text import TextConfig, TextExperiment
 from fedpax.models import presets
 from fedpax.parallel.mesh import MeshConfig
-from fedpax.training.algorithm import FederatedAlgorithm
+from fedpax.training.algorithm import FederatedAlgorithm, LossFn
 from fedpax.training.experiment import TrainingConfig
 
 
 @dataclasses.dataclass(frozen=True)
 class OuterConfig:
-    """DiLoCo's outer optimizer, and what it gets.
+    """DiLoCo's outer optimizer, and the quantization of its gradients.
 
     Attributes:
-        learning_rate: eta.
-        momentum: beta of Nesterov's momentum; 0 is plain SGD.
-        num_levels: number of values that an entry of an island's outer gradient can take on the
-            wire, 2 to 256, with error feedback. Default None: send float32.
+        learning_rate: outer learning rate, eta.
+        momentum: Nesterov momentum, beta; 0 is plain SGD.
+        num_levels: quantization levels of an island's outer gradient on the wire, 2 to 256, with
+            error feedback. Default None: send float32.
     """
 
     learning_rate: float = 0.7
@@ -31,40 +31,37 @@ class OuterConfig:
     num_levels: int | None = None
 
     def __post_init__(self) -> None:
-        """Checks the ranges.
+        """Check the ranges.
 
         Raises:
-            ValueError: for a number out of range.
+            ValueError: a number is NaN or out of range.
         """
-        if not (self.learning_rate > 0 and 0 <= self.momentum < 1):
-            raise ValueError(
-                f"outer.learning_rate={self.learning_rate}, outer.momentum={self.momentum}: "
-                "expected a positive rate, and a momentum of at least 0 and below 1."
-            )
+        check_ranges(self, "outer", learning_rate=POSITIVE, momentum=DECAY)
         if self.num_levels is not None:
             check_num_levels(self.num_levels)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DiLoCoText(TextExperiment):
-    """Islands that train apart for `data.local_steps` steps a round.
+    """Islands that train separately for `data.local_steps` steps per round.
 
     Attributes:
-        outer: what joins them.
+        outer: the outer optimizer.
     """
 
     outer: OuterConfig = OuterConfig()
 
-    def method(self, loss_fn: Any, optimizer: optax.GradientTransformation) -> FederatedAlgorithm:
-        """Makes DiLoCo."""
-        levels = self.outer.num_levels
-        outer = optax.sgd(self.outer.learning_rate, momentum=self.outer.momentum, nesterov=True)
+    def make_algorithm(
+        self, loss_fn: LossFn, optimizer: optax.GradientTransformation
+    ) -> FederatedAlgorithm:
+        """Make DiLoCo."""
+        outer, num_levels = self.outer, self.outer.num_levels
         return diloco(
             loss_fn,
             islands=self.islands,
             inner_optimizer=optimizer,
-            outer_optimizer=outer,
-            aggregator=None if levels is None else quantized_mean(levels),
+            outer_optimizer=optax.sgd(outer.learning_rate, momentum=outer.momentum, nesterov=True),
+            aggregator=None if num_levels is None else quantized_mean(num_levels),
         )
 
 
@@ -72,24 +69,32 @@ class DiLoCoText(TextExperiment):
 class DataParallelText(TextExperiment):
     """Islands that average their gradients at every step."""
 
-    def method(self, loss_fn: Any, optimizer: optax.GradientTransformation) -> FederatedAlgorithm:
-        """Makes synchronous data parallelism."""
+    def make_algorithm(
+        self, loss_fn: LossFn, optimizer: optax.GradientTransformation
+    ) -> FederatedAlgorithm:
+        """Make synchronous data parallelism."""
         return data_parallel(loss_fn, islands=self.islands, optimizer=optimizer)
 
 
 def diloco_text() -> DiLoCoText:
     """DiLoCo: 4 islands of 2 devices train a byte-level transformer on Python's own sources.
 
-    So early in training islands drift apart fast, and each step of H costs loss; what crosses can
-    be coarse instead. They meet after every second step and send signs, with error feedback. The
-    mean over islands takes the noise out of their steps, and some of the length: the outer rate
-    gives it back.
+    Islands synchronize every 2 steps. Outer gradients are quantized to 1 bit with error feedback.
+    Early in training islands diverge fast and every additional local step increases the loss, so
+    this run saves bytes by coarse quantization instead of by rare synchronization. Averaging over
+    islands shortens the update; an outer learning rate of 2 compensates.
     """
     return DiLoCoText(
         islands=4,
         mesh=MeshConfig(islands=4, fsdp=2),
         model=presets.demo(),
-        data=TextConfig(local_steps=2, batch=2, length=32, heldout_batch=32, heldout_tokens=32_768),
+        data=TextConfig(
+            local_steps=2,
+            batch_size=2,
+            seq_len=32,
+            heldout_batch_size=32,
+            heldout_tokens=32_768,
+        ),
         optimizer=OptimizerConfig(learning_rate=2e-3, b1=0.5),
         outer=OuterConfig(learning_rate=2.0, momentum=0.0, num_levels=2),
         training=TrainingConfig(rounds=440, evaluate_every=55, checkpoint_every=220),
@@ -97,9 +102,9 @@ def diloco_text() -> DiLoCoText:
 
 
 def data_parallel_text() -> DataParallelText:
-    """Data parallelism: the same islands and tokens, gradients averaged at every step.
+    """Data parallelism: islands and tokens of diloco_text, gradients averaged at every step.
 
-    Its learning rate and its first moment are tuned as DiLoCo's are.
+    The learning rate and b1 were tuned separately, as those of `diloco_text` were.
     """
     base = diloco_text()
     return DataParallelText(
@@ -113,5 +118,5 @@ def data_parallel_text() -> DataParallelText:
 
 
 def single_island_text() -> DataParallelText:
-    """One island alone: the same local batch and number of steps, a quarter of the tokens."""
+    """One island alone: the local batch and steps of diloco_text, a quarter of the tokens."""
     return dataclasses.replace(data_parallel_text(), islands=1, mesh=MeshConfig(fsdp=2))

@@ -1,66 +1,86 @@
-"""The optimizers of training steps as configuration: optax's, a schedule, and a clip."""
+"""Optimizers of training steps as configuration: optax's, with a schedule and clipping."""
 
 import dataclasses
 from typing import Any, Literal
 
+import chex
 import jax
 import optax
 
-# Axes of a parameter that make it a stack of matrices, each with an update of its own.
-STACKED = {"layers", "repeats", "experts"}
+from fedpax.experiments.ranges import (
+    COUNT_OR_ZERO,
+    DECAY,
+    NON_NEGATIVE,
+    POSITIVE,
+    POSITIVE_OR_INFINITE,
+    check_ranges,
+)
+
+STACKED_AXES = {"layers", "repeats", "experts"}
+"""Logical axes along which a parameter stacks matrices, each of which Muon updates separately."""
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """An optimizer behind a clip, with linear warm-up and a way down to a fraction.
+    """An optimizer after gradient clipping, with linear warmup and a learning rate schedule.
 
     Attributes:
-        name: which of optax's.
-        learning_rate: at the peak.
-        schedule: from the peak to the last step.
-        warmup_steps: steps to reach the peak.
-        final_fraction: of the peak, at the last step; "constant" stays at the peak.
-        b1: decay of the first moment, or of the momentum.
-        b2: decay of the second moment.
-        weight_decay: decoupled, multiplied by the learning rate.
-        clip: the gradient's largest global norm.
+        name: the optimizer, one of optax's.
+        learning_rate: peak learning rate.
+        schedule: shape of the learning rate after the warmup.
+        warmup_steps: steps of the linear warmup from 0 to the peak.
+        final_lr_ratio: learning rate of the last step divided by the peak. The schedule "constant"
+            ignores it.
+        b1: decay rate of the first moment, or of the momentum.
+        b2: decay rate of the second moment.
+        weight_decay: decoupled weight decay, multiplied by the learning rate.
+        grad_clip_norm: largest global norm of the gradient; inf disables clipping.
 
     Raises:
-        ValueError: for a learning rate, warm-up or clip that is out of range.
+        ValueError: a number is NaN or out of range.
     """
 
     name: Literal["adamw", "adafactor", "lamb", "lars", "lion", "muon", "sgd"] = "adamw"
     learning_rate: float = 3e-3
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup_steps: int = 20
-    final_fraction: float = 0.05
+    final_lr_ratio: float = 0.05
     b1: float = 0.9
     b2: float = 0.99
     weight_decay: float = 0.1
-    clip: float = 1.0
+    grad_clip_norm: float = 1.0
 
     def __post_init__(self) -> None:
-        """Checks the ranges."""
-        for name, least in (("learning_rate", 0.0), ("clip", 0.0), ("warmup_steps", -1)):
-            if not getattr(self, name) > least:  # so NaN is refused too
-                raise ValueError(
-                    f"optimizer.{name}={getattr(self, name)}: expected a number above {least:g}."
-                )
+        """Check the ranges."""
+        check_ranges(
+            self,
+            "optimizer",
+            learning_rate=POSITIVE,
+            warmup_steps=COUNT_OR_ZERO,
+            final_lr_ratio=NON_NEGATIVE,
+            b1=DECAY,
+            b2=DECAY,
+            weight_decay=NON_NEGATIVE,
+            grad_clip_norm=POSITIVE_OR_INFINITE,
+        )
 
-    def make(self, steps: int, logical: Any = None) -> optax.GradientTransformation:
-        """Makes the optimizer of a run.
+    def make(
+        self, num_steps: int, logical_axes: chex.ArrayTree | None = None
+    ) -> optax.GradientTransformation:
+        """Make the optimizer of a run.
 
         Args:
-            steps: optimizer steps of the whole run.
-            logical: the names of the parameters' axes, which tell Muon what is a matrix.
+            num_steps: optimizer steps of the whole run.
+            logical_axes: for each parameter, the tuple of its logical axes. Muon needs them to
+                find the matrices. Default None: for the other optimizers.
 
         Returns:
-            The optimizer, a clip by the global norm before it.
+            The optimizer, preceded by clipping of the gradient's global norm.
 
         Raises:
-            ValueError: Muon without `logical`.
+            ValueError: the optimizer is Muon and `logical_axes` is None.
         """
-        rate = self.rate(steps)
+        rate = self.learning_rate_schedule(num_steps)
         decay = optax.add_decayed_weights(self.weight_decay)
         match self.name:
             case "adamw":
@@ -89,59 +109,65 @@ class OptimizerConfig:
                     adam_b1=self.b1,
                     adam_b2=self.b2,
                     adam_weight_decay=self.weight_decay,
-                    consistent_rms=0.2,  # steps as large as Adam's, so that one rate serves both
-                    muon_weight_dimension_numbers=matrices(logical),
+                    consistent_rms=0.2,  # the RMS of Adam's updates, so one learning rate fits both
+                    muon_weight_dimension_numbers=muon_dimension_numbers(logical_axes),
                 )
-        return optax.chain(optax.clip_by_global_norm(self.clip), rule)
+        return optax.chain(optax.clip_by_global_norm(self.grad_clip_norm), rule)
 
-    def rate(self, steps: int) -> optax.Schedule:
-        """The learning rate by step."""
+    def learning_rate_schedule(self, num_steps: int) -> optax.Schedule:
+        """Return the learning rate as a function of the step.
+
+        Args:
+            num_steps: optimizer steps of the whole run.
+        """
         peak, warmup = self.learning_rate, self.warmup_steps
-        final, after = self.final_fraction * peak, max(steps - warmup, 1)
+        final, decay_steps = self.final_lr_ratio * peak, max(num_steps - warmup, 1)
         match self.schedule:
             case "cosine":
-                down = optax.cosine_decay_schedule(peak, after, self.final_fraction)
+                decay = optax.cosine_decay_schedule(peak, decay_steps, self.final_lr_ratio)
             case "linear":
-                down = optax.linear_schedule(peak, final, after)
+                decay = optax.linear_schedule(peak, final, decay_steps)
             case "constant":
-                down = optax.constant_schedule(peak)
-        up = optax.linear_schedule(0.0, peak, warmup)
-        return optax.join_schedules([up, down], [warmup]) if warmup else down
+                decay = optax.constant_schedule(peak)
+        rise = optax.linear_schedule(0.0, peak, warmup)
+        return optax.join_schedules([rise, decay], [warmup]) if warmup else decay
 
 
-def matrices(logical: Any) -> Any:
-    """Says which axes of each parameter are a matrix's inputs and outputs, for Muon.
+def muon_dimension_numbers(logical_axes: chex.ArrayTree | None) -> chex.ArrayTree:
+    """Find the input and output axes of each parameter that is a matrix, for Muon.
 
-    The embed axis is one side and the other axes the other, but those along which matrices are
-    stacked. Embeddings and norms are no such matrices and get None: Adam steps.
+    The axis "embed" is one side of the matrix, all other axes together are the other side. Axes
+    along which matrices are stacked belong to neither. Embeddings and norms are not matrices in
+    this sense; Muon updates them by Adam.
 
     Args:
-        logical: a tuple of axis names for each parameter.
+        logical_axes: for each parameter, the tuple of its logical axes.
 
     Returns:
-        The same structure of `optax.contrib.MuonDimensionNumbers` or None.
+        The same structure of `optax.contrib.MuonDimensionNumbers`, or None for Adam.
 
     Raises:
-        ValueError: no names.
+        ValueError: `logical_axes` is None.
 
     Example:
-        >>> dimensions = matrices({"query": ("layers", "embed", "heads", "head_dim")})["query"]
+        >>> axes = {"query": ("layers", "embed", "heads", "head_dim")}
+        >>> dimensions = muon_dimension_numbers(axes)["query"]
         >>> dimensions.reduction_axis, dimensions.output_axis
         ((1,), (2, 3))
     """
-    if logical is None:
+    if logical_axes is None:
         raise ValueError(
-            "optimizer.name='muon' needs the names of the parameters' axes to know their matrices: "
-            "pass logical=model.logical_axes."
+            "optimizer.name='muon' needs the logical axes of the parameters to find the matrices, "
+            "but logical_axes is None. Pass logical_axes=model.logical_axes."
         )
 
-    def of(names: tuple[str | None, ...]) -> Any:
-        inner = [i for i, name in enumerate(names) if name not in STACKED]
-        embed = [i for i in inner if names[i] == "embed"]
-        others = [i for i in inner if names[i] != "embed"]
-        if len(embed) != 1 or not others or "vocab" in names:
+    def dimension_numbers(names: tuple[str | None, ...]) -> Any:
+        matrix = [i for i, name in enumerate(names) if name not in STACKED_AXES]
+        embed = [i for i in matrix if names[i] == "embed"]
+        rest = [i for i in matrix if names[i] != "embed"]
+        if len(embed) != 1 or not rest or "vocab" in names:
             return None
-        sides = (embed, others) if embed[0] < others[0] else (others, embed)
+        sides = (embed, rest) if embed[0] < rest[0] else (rest, embed)
         return optax.contrib.MuonDimensionNumbers(*map(tuple, sides))
 
-    return jax.tree.map(of, logical, is_leaf=lambda x: isinstance(x, tuple))
+    return jax.tree.map(dimension_numbers, logical_axes, is_leaf=lambda x: isinstance(x, tuple))

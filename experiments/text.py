@@ -1,4 +1,4 @@
-"""What the experiments on text share: data, model, optimizer, and how they become a run."""
+"""The base class of experiments on text: its configuration, and how it builds a run."""
 
 import abc
 import dataclasses
@@ -12,7 +12,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fedpax.data import (
-    Deferred,
+    LazyStream,
     TokenRounds,
     heldout_batches,
     load,
@@ -22,31 +22,32 @@ from fedpax.data import (
 )
 from fedpax.data.text.packing import Batch
 from fedpax.experiments.optimizers import OptimizerConfig
+from fedpax.experiments.ranges import COUNT, NON_NEGATIVE, check_ranges
 from fedpax.models.accumulation import accumulate_gradients
-from fedpax.models.losses import LossFn, transformer_loss
+from fedpax.models.losses import transformer_loss
 from fedpax.models.transformer import TransformerConfig, transformer
 from fedpax.parallel.axes import partition_spec, shardings
-from fedpax.training.algorithm import FederatedAlgorithm
+from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.training.evaluation import evaluator
 from fedpax.training.experiment import Experiment, Run, Shardings
 
 
 @dataclasses.dataclass(frozen=True)
 class TextConfig:
-    """Which text is read, and how it is cut into rounds.
+    """The text to train on, and the sizes of a round.
 
     Attributes:
         dataset: a name for `fedpax.data.load`, with the splits `train` and `heldout_split`.
         heldout_split: the split to evaluate on.
-        field: the field of an example that holds its text.
+        field: the field of an example that contains its text.
         tokenizer: "bytes", or the path of a `tokenizer.json`.
-        local_steps: optimizer steps of an island in a round, H.
-        batch: rows in a step of an island.
-        length: tokens in a row.
-        heldout_batch: rows that an island evaluates at once.
-        heldout_tokens: tokens to evaluate on; None takes the whole split.
-        seed: chooses the islands' documents and their order.
-        data_dir: the folder of prepared data sets; None is the data sets' own default.
+        local_steps: optimizer steps of an island per round, H.
+        batch_size: rows in a step of an island.
+        seq_len: tokens in a row.
+        heldout_batch_size: rows that an island evaluates at once.
+        heldout_tokens: number of tokens to evaluate on; None: the whole split.
+        seed: random seed of the assignment of documents to islands and of their order.
+        data_dir: the folder of prepared data sets. Default None: that of TensorFlow Datasets.
     """
 
     dataset: str = "stdlib_text"
@@ -54,49 +55,62 @@ class TextConfig:
     field: str = "text"
     tokenizer: str = "bytes"
     local_steps: int = 20
-    batch: int = 8
-    length: int = 128
-    heldout_batch: int = 16
+    batch_size: int = 8
+    seq_len: int = 128
+    heldout_batch_size: int = 16
     heldout_tokens: int | None = 65_536
     seed: int = 0
     data_dir: str | None = None
 
     def __post_init__(self) -> None:
-        """Checks the sizes.
+        """Check the ranges.
 
         Raises:
-            ValueError: for one below 1.
+            ValueError: a size is below 1.
         """
-        for name in ("local_steps", "batch", "length", "heldout_batch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"data.{name}={getattr(self, name)}: expected at least 1.")
+        sizes = ("local_steps", "batch_size", "seq_len", "heldout_batch_size", "heldout_tokens")
+        check_ranges(self, "data", **dict.fromkeys(sizes, COUNT))
 
 
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
-    """What is added to the cross-entropy in training, and in how many parts it is computed.
+    """The training loss: regularizers beside the cross-entropy, and gradient accumulation.
 
     Attributes:
-        z_loss_weight: weight of the squared logarithm of the softmax's normalizer.
+        z_loss_weight: weight of the squared logarithm of the softmax's normalizer (z-loss).
         load_balance_weight: weight of the load-balancing loss of a mixture of experts.
-        grad_accum_steps: micro-batches of a step, whose gradients add up one after another.
+        grad_accum_steps: microbatches of a step; their gradients accumulate one after another.
     """
 
     z_loss_weight: float = 0.0
     load_balance_weight: float = 0.01
     grad_accum_steps: int = 1
 
+    def __post_init__(self) -> None:
+        """Check the ranges.
+
+        Raises:
+            ValueError: a number is NaN or out of range.
+        """
+        check_ranges(
+            self,
+            "loss",
+            z_loss_weight=NON_NEGATIVE,
+            load_balance_weight=NON_NEGATIVE,
+            grad_accum_steps=COUNT,
+        )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextExperiment(Experiment):
-    """A transformer that is trained on text by several islands, or by one.
+    """A transformer trained on text by one or several islands.
 
     Attributes:
-        islands: how many islands; the mesh's `islands` axis divides it.
+        islands: number of islands, a multiple of the mesh's `islands` axis.
         model: the transformer.
         data: the text.
         loss: the training loss.
-        optimizer: the optimizer of every training step.
+        optimizer: the optimizer of the local steps.
     """
 
     islands: int = 1
@@ -105,14 +119,25 @@ class TextExperiment(Experiment):
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
 
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        check_ranges(self, "", islands=COUNT)
+
     @abc.abstractmethod
-    def method(self, loss_fn: Any, optimizer: optax.GradientTransformation) -> FederatedAlgorithm:
-        """Makes the federated algorithm from the loss and the training steps' optimizer."""
+    def make_algorithm(
+        self, loss_fn: LossFn, optimizer: optax.GradientTransformation
+    ) -> FederatedAlgorithm:
+        """Make the federated algorithm.
+
+        Args:
+            loss_fn: the training loss.
+            optimizer: the optimizer of the local steps.
+        """
 
     def build(self) -> Run:
-        """Makes model, algorithm and mesh; the text is read when the first round is drawn."""
+        """Make the model, algorithm and mesh. The text is read when the first round needs it."""
         data, mesh = self.data, self.mesh.make()
-        self._check_shares(mesh.shape)
+        self._check_divisibility(mesh.shape)
         model, loss = transformer(self.model), self.loss
         training_loss = accumulate_gradients(
             transformer_loss(
@@ -124,104 +149,103 @@ class TextExperiment(Experiment):
         )
         heldout_loss = transformer_loss(self.model, load_balance_weight=0.0)
 
-        def placed(rows: int) -> NamedSharding:
+        def batch_sharding(batch_size: int) -> NamedSharding:
+            """Return the sharding of arrays [islands, steps, batch, sequence]."""
             island_axis = "islands" if "islands" in mesh.axis_names else None
-            split = partition_spec(("batch", "sequence"), mesh, shape=(rows, data.length))
-            return NamedSharding(mesh, PartitionSpec(island_axis, None, *split))
+            rows = partition_spec(("batch", "sequence"), mesh, shape=(batch_size, data.seq_len))
+            return NamedSharding(mesh, PartitionSpec(island_axis, None, *rows))
 
         sizes: dict[str, Any] = {
             "islands": self.islands,
             "local_steps": data.local_steps,
-            "batch": data.batch,
-            "length": data.length,
+            "batch_size": data.batch_size,
+            "seq_len": data.seq_len,
         }
 
-        # Both splits at once: a missing one is to be told before training, not after it.
+        # Both splits at once, so that a missing held-out split raises before training.
         @functools.cache
         def read() -> tuple[TokenRounds, list[Batch]]:
             tokenizer = load_tokenizer(data.tokenizer)
             if tokenizer.vocab_size > self.model.vocab_size:
                 raise ValueError(
                     f"data.tokenizer={data.tokenizer!r} has {tokenizer.vocab_size:,} tokens, but "
-                    f"model.vocab_size={self.model.vocab_size:,}: make the model's at least as "
-                    "large."
+                    f"model.vocab_size={self.model.vocab_size:,}. Set --model.vocab_size to at "
+                    f"least {tokenizer.vocab_size}."
                 )
             training = load(data.dataset, "train", data_dir=data.data_dir)
             heldout = load(data.dataset, data.heldout_split, data_dir=data.data_dir)
-            how: Any = {"field": data.field, "tokenizer": tokenizer}
-            return token_rounds(training, seed=data.seed, **sizes, **how), heldout_batches(
+            text: Any = {"field": data.field, "tokenizer": tokenizer}
+            return token_rounds(training, seed=data.seed, **sizes, **text), heldout_batches(
                 heldout,
-                batch=data.heldout_batch,
-                length=data.length,
+                batch_size=data.heldout_batch_size,
+                seq_len=data.seq_len,
                 max_tokens=data.heldout_tokens,
-                **how,
+                **text,
             )
 
         @functools.cache
-        def heldout_evaluator() -> Callable[[Any], dict[str, float]]:
+        def heldout_evaluator() -> Callable[[Params], dict[str, float]]:
             return evaluator(
-                without_counts(heldout_loss),
+                without_token_count(heldout_loss),
                 read()[1],
                 placement="islands",
                 num_participants=self.islands,
-                sharding=placed(data.heldout_batch),
+                sharding=batch_sharding(data.heldout_batch_size),
             )
 
-        steps = self.training.rounds * data.local_steps
+        optimizer = self.optimizer.make(self.training.rounds * data.local_steps, model.logical_axes)
         return Run(
-            algorithm=self.method(
-                without_counts(training_loss), self.optimizer.make(steps, model.logical_axes)
-            ),
+            algorithm=self.make_algorithm(without_token_count(training_loss), optimizer),
             init=model.init,
-            cohorts=Deferred(lambda: read()[0]),
+            cohorts=LazyStream(lambda: read()[0]),
             evaluate=lambda params: heldout_evaluator()(params),
             mesh=mesh,
             shardings=Shardings(
                 params=shardings(
                     model.logical_axes, jax.eval_shape(model.init, jax.random.key(0)), mesh
                 ),
-                cohort=placed(data.batch),
+                cohort=batch_sharding(data.batch_size),
             ),
             items_per_round=math.prod(sizes.values()),
             item_unit="tokens",
             placement="islands",
             cohort_shapes=token_round_shapes(**sizes),
-            flops_per_token=self.model.flops_per_token(data.length),
+            flops_per_token=self.model.flops_per_token(data.seq_len),
         )
 
-    def _check_shares(self, mesh: Mapping[str, int]) -> None:
-        """Refuses axes of the mesh that would leave devices to do the same work as others."""
+    def _check_divisibility(self, mesh: Mapping[str, int]) -> None:
+        """Check that mesh axes divide the sizes they shard, so that no devices repeat work."""
         model, data = self.model, self.data
-        shares: list[tuple[str, int, tuple[str, ...]]] = [
+        sharded: list[tuple[str, int, tuple[str, ...]]] = [
             ("islands", self.islands, ("islands",)),
-            ("data.batch", data.batch, ("data", "fsdp", "expert")),
-            ("data.length", data.length, ("sequence",)),
+            ("data.batch_size", data.batch_size, ("data", "fsdp", "expert")),
+            ("data.seq_len", data.seq_len, ("sequence",)),
             ("model.num_heads", model.num_heads, ("tensor",)),
             ("model.mlp_dim", model.mlp_dim, ("tensor",)),
         ]
         if model.num_experts:
-            shares.append(("model.num_experts", model.num_experts, ("expert",)))
-        for name, size, axes in shares:
-            parts = math.prod(mesh.get(axis, 1) for axis in axes)
-            if size % parts:
+            sharded.append(("model.num_experts", model.num_experts, ("expert",)))
+        for name, size, axes in sharded:
+            shards = math.prod(mesh.get(axis, 1) for axis in axes)
+            if size % shards:
                 larger = [axis for axis in axes if mesh.get(axis, 1) > 1]
                 product = " x ".join(f"{axis}={mesh[axis]}" for axis in larger)
                 raise ValueError(
-                    f"The mesh's {product} does not divide --{name}={size}: make that a multiple "
-                    f"of {parts}, or the mesh smaller (--mesh.{axes[0]})."
+                    f"The mesh's {product} does not divide --{name}={size}. Set --{name} to a "
+                    f"multiple of {shards}, or reduce --mesh.{larger[0]}."
                 )
         if mesh.get("clients", 1) > 1:
             raise ValueError(
-                "Islands train on text, and the mesh's clients axis would have nothing to do: "
-                "leave out --mesh.clients."
+                f"mesh.clients={mesh['clients']}, but an experiment on text has islands and no "
+                "clients: these devices would repeat the work of others. Leave out --mesh.clients."
             )
 
 
-def without_counts(loss_fn: LossFn) -> LossFn:
-    """A loss that does not report its number of tokens: of packed rows all steps have as many."""
+def without_token_count(loss_fn: LossFn) -> LossFn:
+    """Drop the metric "tokens" of a loss: packed rows have the same number in every step."""
 
-    def loss(params: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss(params: Params, batch: Any) -> tuple[jax.Array, Metrics]:
         value, aux = loss_fn(params, batch)
-        return value, {name: x for name, x in aux.items() if name != "tokens"}
+        return value, {name: x for name, x in (aux or {}).items() if name != "tokens"}
 
     return loss

@@ -2,16 +2,16 @@
 
     python -m fedpax.experiments.benchmarks.fedavg_round --model=mlp --clients=64,1024
 
-times the same round on the same random data, after all have given the same result. They are
-called in turn, and a ratio is the median of the ratios of calls that stand next to each other.
-DrJAX comes with the `bench` extra and is left out where it is not installed.
+All implementations run the same round on the same random data and must give the same result. They
+are timed in turn, and a ratio is the median over repetitions. DrJAX is part of the extra `bench`
+and is left out if it is not installed.
 """
 
 import argparse
 import functools
 import statistics
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -34,22 +34,23 @@ from fedpax.experiments.benchmarks.timing import (
 )
 from fedpax.experiments.benchmarks.workloads import WORKLOADS, Workload
 
-OTHERS = {"scan": scan_round, "drjax": drjax_round, "vmap": vmap_round}
+BASELINES = {"scan": scan_round, "drjax": drjax_round, "vmap": vmap_round}
 
 
 class Row(NamedTuple):
-    """One way to write the round, at one size.
+    """One implementation of the round, at one size.
 
     Attributes:
-        model: what the clients train.
-        device: the devices' kind.
-        devices: how many there are.
-        clients: how many clients train.
-        round: how the round is written; fedpax's with its `chunk_size`.
-        compile_seconds: what tracing and compiling took.
-        temporary_bytes: temporaries on one device.
-        seconds: of each call; empty where only memory was asked for.
-        fedpax_ratio: seconds of the first of fedpax's rounds over this one's, paired.
+        model: the clients' model.
+        device: kind of the devices.
+        devices: number of devices.
+        clients: number of clients.
+        round: the implementation; "fedpax" is followed by its `chunk_size`.
+        compile_seconds: seconds of tracing and compiling.
+        temporary_bytes: bytes of temporaries on one device.
+        seconds: seconds of each call; empty without repetitions.
+        fedpax_ratio: seconds of the first fedpax round divided by the seconds of this one (paired);
+            None without repetitions.
     """
 
     model: str
@@ -64,47 +65,50 @@ class Row(NamedTuple):
 
 
 def make_rounds(
-    workload: Workload, clients: int, chunk_size: Sequence[Any], others: Sequence[str]
+    workload: Workload,
+    clients: int,
+    chunk_sizes: Sequence[int | Literal["auto"]],
+    baselines: Sequence[str],
 ) -> dict[str, Round]:
-    """Makes the rounds to compare, fedpax's first."""
+    """Make the rounds to compare, fedpax's first."""
     train = workload.local_train
-    own = {f"fedpax {k}": fedpax_round(train, clients, k) for k in chunk_size}
-    return own | {name: OTHERS[name](train, clients) for name in others}
+    own = {f"fedpax {k}": fedpax_round(train, clients, k) for k in chunk_sizes}
+    return own | {name: BASELINES[name](train, clients) for name in baselines}
 
 
 def measure(
     model: str,
     devices: int,
     clients: int,
-    chunk_size: Sequence[Any] = ("auto", 1),
-    others: Sequence[str] = tuple(OTHERS),
+    chunk_sizes: Sequence[int | Literal["auto"]] = ("auto", 1),
+    baselines: Sequence[str] = tuple(BASELINES),
     repetitions: int = 5,
 ) -> list[Row]:
-    """Compiles the rounds, checks that they agree, and times them in turn.
+    """Compile the rounds, check that they agree, and time them in turn.
 
     Args:
         model: a name in `WORKLOADS`.
-        devices: how many of `jax.devices()` to use.
-        clients: how many clients train.
-        chunk_size: fedpax's settings; ratios are of the first.
-        others: names in `OTHERS`.
-        repetitions: how often each round is timed. 0 only compiles, and makes no data.
+        devices: number of `jax.devices()` to use.
+        clients: number of clients.
+        chunk_sizes: the values of `chunk_size` to run fedpax with; ratios are to the first.
+        baselines: names in `BASELINES`.
+        repetitions: number of timed calls of each round. 0: compile only, without data.
 
     Returns:
-        A row for each round.
+        One row per round.
 
     Raises:
-        AssertionError: two rounds differ in their results.
+        AssertionError: two rounds give different results.
     """
     workload = WORKLOADS[model]()
     mesh = fedpax.make_mesh(devices=jax.devices()[:devices], clients=devices)
     with jax.set_mesh(mesh):
-        types = workload.arguments(clients, mesh)
-        rounds = make_rounds(workload, clients, chunk_size, others)
+        types = workload.argument_types(clients, mesh)
+        rounds = make_rounds(workload, clients, chunk_sizes, baselines)
         compiled = {name: compile_for(round, *types) for name, round in rounds.items()}
         seconds: dict[str, list[float]] = {name: [] for name in rounds}
         if repetitions:
-            arguments = workload.draw(clients, mesh)
+            arguments = workload.random_arguments(clients, mesh)
             calls = {name: c.call for name, c in compiled.items()}
             check_equal({name: call(*arguments) for name, call in calls.items()})
             seconds = interleaved(calls, arguments, repetitions)
@@ -126,37 +130,60 @@ def measure(
 
 
 def check_equal(results: dict[str, Any]) -> None:
-    """Raises an AssertionError unless all results are the first one's, up to rounding."""
-    (first, expected), *others = results.items()
-    for name, result in others:
+    """Check that all results are equal to the first up to rounding.
+
+    Args:
+        results: pytrees of arrays by name.
+
+    Raises:
+        AssertionError: two results differ.
+    """
+    (first, expected), *rest = results.items()
+    for name, result in rest:
         close = functools.partial(
-            np.testing.assert_allclose, rtol=1e-3, atol=1e-4, err_msg=f"{name} against {first}"
+            np.testing.assert_allclose, rtol=1e-3, atol=1e-4, err_msg=f"{name} differs from {first}"
         )
         jax.tree.map(close, result, expected)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures as the arguments say, and prints a table."""
+    """Measure as the arguments say, and print a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", choices=WORKLOADS, default="mlp")
-    parser.add_argument("--clients", default="64,1024", help="sizes of the cohort")
-    parser.add_argument("--devices", default="1,2", help="how many; a CPU simulates them")
-    parser.add_argument("--chunk_size", default="auto,1", help="of fedpax's rounds")
-    parser.add_argument("--others", default=",".join(OTHERS), help="what to compare with")
-    parser.add_argument("--repetitions", type=int, default=5, help="0 compiles, and runs nothing")
-    parser.add_argument("--json", help="a file for the figures, else printed")
+    parser.add_argument(
+        "--clients", default="64,1024", help="numbers of clients in the round, separated by commas"
+    )
+    parser.add_argument(
+        "--devices",
+        default="1,2",
+        help="numbers of devices, separated by commas; simulated on a CPU",
+    )
+    parser.add_argument(
+        "--chunk_size", default="auto,1", help="values to run fedpax with, separated by commas"
+    )
+    parser.add_argument(
+        "--baselines", default=",".join(BASELINES), help="implementations to compare fedpax with"
+    )
+    parser.add_argument(
+        "--repetitions", type=int, default=5, help="timed calls of each; 0: compile only"
+    )
+    parser.add_argument("--json", help="file for the figures; without it they are printed")
     options = parser.parse_args(argv)
-    others = [name for name in options.others.split(",") if name]
-    if "drjax" in others and not is_installed("drjax"):
-        print("drjax is not installed and is left out; `pip install 'fedpax[bench]'` brings it.")
-        others.remove("drjax")
-    chunks = [k if k == "auto" else int(k) for k in options.chunk_size.split(",")]
+    baselines = [name for name in options.baselines.split(",") if name]
+    if "drjax" in baselines and not is_installed("drjax"):
+        print(
+            "drjax is not installed and is left out. Install it with `pip install 'fedpax[bench]'`."
+        )
+        baselines.remove("drjax")
+    chunk_sizes = [k if k == "auto" else int(k) for k in options.chunk_size.split(",")]
     print("devices   clients  round             compile s   temporaries   median s  fedpax/this")
     rows: list[Row] = []
     for devices in map(int, options.devices.split(",")):
         for clients in map(int, options.clients.split(",")):
             sizes = (options.model, devices, clients)
-            found = on_devices(devices, measure, *sizes, chunks, others, options.repetitions)
+            found = on_devices(
+                devices, measure, *sizes, chunk_sizes, baselines, options.repetitions
+            )
             for row in found:
                 print(describe(row), flush=True)
             rows += found
@@ -165,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def describe(row: Row) -> str:
-    """A line of the table."""
+    """Format a row as a line of the table."""
     timed = ""
     if row.fedpax_ratio is not None:
         timed = f"{statistics.median(row.seconds):10.4f} {row.fedpax_ratio:12.3f}"

@@ -1,8 +1,8 @@
-"""A FedAvg round with FedJAX, for `other_environments`: it runs where there is no fedpax.
+"""A FedAvg round with FedJAX, run by `other_environments` in an environment without fedpax.
 
     python fedjax_round.py arguments.npz result.npz
 
-takes a round for each line on the standard input, from the same parameters every time.
+runs one round for each line of standard input, from the same parameters every time.
 """
 
 # mypy: disable-error-code="import-not-found"
@@ -16,11 +16,12 @@ import numpy as np
 
 
 def make_round(arguments: dict[str, np.ndarray]) -> Callable[[], dict[str, Any]]:
-    """Makes `round() -> params`.
+    """Make a function that runs the round and returns the new parameters.
 
     Args:
-        arguments: `image` [clients, steps, batch, ...], `label` [clients, steps, batch], the
-            learning `rate`, and the parameters by names such as `dense_0/kernel`.
+        arguments: `image`, float32 `[clients, steps, batch, ...]`; `label`, int32
+            `[clients, steps, batch]`; `rate`, the learning rate; and the parameters by names such
+            as `dense_0/kernel`.
     """
     import fedjax
     import jax
@@ -50,16 +51,16 @@ def make_round(arguments: dict[str, np.ndarray]) -> Callable[[], dict[str, Any]]
     clients = [(str(i), data, keys[i]) for i, data in enumerate(datasets)]
     state = algorithm.init(jax.device_put(arguments))
 
-    def take_round() -> dict[str, Any]:
+    def run_round() -> dict[str, Any]:
         params = jax.block_until_ready(algorithm.apply(state, clients)[0].params)
-        # From several devices, FedJAX gives arrays with an axis of length 1 in front.
+        # On several devices, FedJAX returns arrays with a leading axis of length 1.
         return {name: params[name].reshape(like.shape) for name, like in arguments.items()}
 
-    return take_round
+    return run_round
 
 
 def classify(params: dict[str, Any], x: Any) -> Any:
-    """Maps images [batch, ...] to logits: convolutions and max-pooling, then dense layers."""
+    """Compute the logits of images `[batch, ...]`: convolutions, max-pooling, dense layers."""
     import jax
 
     layers = sorted({name.partition("/")[0] for name in params})
@@ -71,7 +72,7 @@ def classify(params: dict[str, Any], x: Any) -> Any:
             x = jax.lax.conv_general_dilated(x, kernel, (1, 1), "VALID", dimension_numbers=kinds)
             x += bias
         else:
-            if x.ndim == 4:  # the last convolution is behind
+            if x.ndim == 4:  # after the last convolution
                 window = (1, 2, 2, 1)
                 x = jax.lax.reduce_window(x, -np.inf, jax.lax.max, window, window, "VALID")
             x = x.reshape(len(x), -1) @ kernel + bias
@@ -79,13 +80,13 @@ def classify(params: dict[str, Any], x: Any) -> Any:
 
 
 def main() -> None:
-    """Takes a round whenever it is asked for one, and writes the first result."""
+    """Run a round for each line of standard input, and write the result of the first."""
     arguments, result = sys.argv[1:]
-    take_round = make_round(dict(np.load(arguments)))
+    run_round = make_round(dict(np.load(arguments)))
     versions = (f"{name} {importlib.metadata.version(name)}" for name in ("fedjax", "jax"))
-    for turn, _ in enumerate(sys.stdin):
-        params = take_round()
-        if turn == 0:
+    for repetition, _ in enumerate(sys.stdin):
+        params = run_round()
+        if repetition == 0:
             np.savez(result, versions=", ".join(versions), **params)
         print("done", flush=True)
 

@@ -1,20 +1,22 @@
-"""The derivative of a FedAvg round by its learning rates, against the round: time and memory.
+"""The gradient of a FedAvg round by its learning rates, compared with the round: time and memory.
 
     python -m fedpax.experiments.benchmarks.gradient --clients=64,1024
 
-differentiates the loss after a round by the server's and the clients' learning rates. The clients'
-function is rematerialized, so that nothing is stored for each of them, and temporaries are as many
-for 16,384 clients as for 64. Before anything is timed, a cohort of two clients a device must give
-the loss and the derivative that plain JAX gives.
+The loss after a round is differentiated by the server's and the clients' learning rates. The local
+training is rematerialized: no residuals are stored per client, and 16,384 clients need the same
+temporaries as 64. Before anything is timed, the loss and the gradient of a cohort of two clients
+per device are compared with plain JAX.
 """
 
 import argparse
 import statistics
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
 
+import chex
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 import fedpax
 from fedpax.experiments.benchmarks.fedavg_round import check_equal
@@ -32,21 +34,31 @@ from fedpax.experiments.benchmarks.workloads import (
     WORKLOADS,
     Workload,
 )
+from fedpax.primitives.placement import ChunkSize
+from fedpax.training.algorithm import Params
+
+Rates: TypeAlias = dict[str, jax.Array]
+"""The scalar learning rates `"server"` and `"client"`."""
+
+DifferentiableRound: TypeAlias = Callable[[Rates, Params, chex.ArrayTree, jax.Array], Params]
+"""A round `(rates, params, batches, num_examples) -> params`."""
 
 
 class Row(NamedTuple):
-    """A round and its derivative, at one size.
+    """A round and its gradient, at one size.
 
     Attributes:
-        model: what the clients train.
-        device: the devices' kind.
-        devices: how many there are.
-        clients: how many clients train.
-        round_temporary_bytes: the round's temporaries on one device.
-        gradient_temporary_bytes: those of the loss after it and its derivative.
-        round_seconds: of each call; empty where only memory was asked for.
-        gradient_seconds: of each call.
-        ratio: seconds of the derivative over the round's, paired.
+        model: the clients' model.
+        device: kind of the devices.
+        devices: number of devices.
+        clients: number of clients.
+        round_temporary_bytes: bytes of the round's temporaries on one device.
+        gradient_temporary_bytes: bytes of temporaries of the loss after the round and its gradient,
+            on one device.
+        round_seconds: seconds of each call of the round; empty without repetitions.
+        gradient_seconds: seconds of each call of the loss and its gradient.
+        ratio: seconds of the gradient divided by the seconds of the round (paired); None without
+            repetitions.
     """
 
     model: str
@@ -60,17 +72,27 @@ class Row(NamedTuple):
     ratio: float | None
 
 
-def make_round(workload: Workload, clients: int, chunk_size: Any, unroll: int) -> Any:
-    """Makes `round(rates, params, batches, num_examples) -> params`.
+def make_round(
+    workload: Workload, clients: int, chunk_size: ChunkSize, unroll: int
+) -> DifferentiableRound:
+    """Make the round as a fedpax program.
 
-    `rates` has the scalars `server` and `client`; `unroll` is how many of a client's steps stand
-    in one turn of their loop.
+    Args:
+        workload: the clients' model and local training.
+        clients: number of clients.
+        chunk_size: number of clients that a device runs at once, as in `fedpax.program`.
+        unroll: local steps per iteration of a client's loop.
     """
 
     @fedpax.program(clients=clients, chunk_size=chunk_size)
-    def fedavg_round(rates: Any, params: Any, batches: Any, num_examples: jax.Array) -> Any:
+    def fedavg_round(
+        rates: Rates,
+        params: Params,
+        batches: chex.ArrayTree,
+        num_examples: Float[Array, " clients"],
+    ) -> Params:
         @jax.checkpoint
-        def local_train(params: Any, rate: jax.Array, batches: Any) -> Any:
+        def local_train(params: Params, rate: jax.Array, batches: chex.ArrayTree) -> Params:
             return workload.local_train(params, batches, rate, unroll)
 
         at_clients = fedpax.federated_broadcast((params, rates["client"]))
@@ -81,11 +103,16 @@ def make_round(workload: Workload, clients: int, chunk_size: Any, unroll: int) -
     return fedavg_round
 
 
-def make_plain_round(workload: Workload) -> Any:
-    """Makes the same round with nothing of fedpax, which stores all that the clients compute."""
+def make_plain_round(workload: Workload) -> DifferentiableRound:
+    """Make the same round in plain JAX, which stores the residuals of all clients."""
 
-    def fedavg_round(rates: Any, params: Any, batches: Any, num_examples: jax.Array) -> Any:
-        def local_train(params: Any, batches: Any) -> Any:
+    def fedavg_round(
+        rates: Rates,
+        params: Params,
+        batches: chex.ArrayTree,
+        num_examples: Float[Array, " clients"],
+    ) -> Params:
+        def local_train(params: Params, batches: chex.ArrayTree) -> Params:
             return workload.local_train(params, batches, rates["client"])
 
         moved = vmap_round(local_train, len(num_examples))(params, batches, num_examples)
@@ -94,10 +121,14 @@ def make_plain_round(workload: Workload) -> Any:
     return fedavg_round
 
 
-def loss_after(workload: Workload, fedavg_round: Any) -> Any:
-    """Makes the loss after a round on the first batch of the first client, for all to see."""
+def loss_after(
+    workload: Workload, fedavg_round: DifferentiableRound
+) -> Callable[[Rates, Params, chex.ArrayTree, jax.Array], jax.Array]:
+    """Make the loss of the model after a round, on the first batch of the first client."""
 
-    def loss(rates: Any, params: Any, batches: Any, num_examples: jax.Array) -> jax.Array:
+    def loss(
+        rates: Rates, params: Params, batches: chex.ArrayTree, num_examples: jax.Array
+    ) -> Float[Array, ""]:
         params = fedavg_round(rates, params, batches, num_examples)
         return workload.loss(params, jax.tree.map(lambda leaf: leaf[0, 0], batches))
 
@@ -108,25 +139,25 @@ def measure(
     model: str,
     devices: int,
     clients: int,
-    chunk_size: Any = "auto",
+    chunk_size: ChunkSize = "auto",
     unroll: int = 1,
     repetitions: int = 5,
 ) -> Row:
-    """Compiles a round and its derivative, and times them in turn.
+    """Compile a round and its gradient, and time them in turn.
 
     Args:
         model: a name in `WORKLOADS`.
-        devices: how many of `jax.devices()` to use.
-        clients: how many clients train.
-        chunk_size: as in `fedpax.program`.
+        devices: number of `jax.devices()` to use.
+        clients: number of clients.
+        chunk_size: as in `make_round`.
         unroll: as in `make_round`.
-        repetitions: how often each is timed. 0 only compiles, and makes no data.
+        repetitions: number of timed calls of each. 0: compile only, without data.
 
     Returns:
         The figures.
 
     Raises:
-        AssertionError: the loss or its derivative is not that of plain JAX.
+        AssertionError: the loss or its gradient differs from plain JAX's.
     """
     workload = WORKLOADS[model]()
     mesh = fedpax.make_mesh(devices=jax.devices()[:devices], clients=devices)
@@ -134,7 +165,7 @@ def measure(
     fedavg_round = make_round(workload, clients, chunk_size, unroll)
     gradient = jax.value_and_grad(loss_after(workload, fedavg_round))
     with jax.set_mesh(mesh):
-        types = workload.arguments(clients, mesh)
+        types = workload.argument_types(clients, mesh)
         compiled = {
             name: compile_for(fn, rates, *types)
             for name, fn in (("round", fedavg_round), ("gradient", gradient))
@@ -142,19 +173,21 @@ def measure(
         seconds: dict[str, list[float]] = {name: [] for name in compiled}
         if repetitions:
             few = 2 * devices
-            ways = {
+            implementations = {
                 "plain JAX": make_plain_round(workload),
                 "fedpax": make_round(workload, few, chunk_size, unroll),
             }
-            arguments = (rates, *workload.draw(few, mesh))
+            arguments = (rates, *workload.random_arguments(few, mesh))
             check_equal(
                 {
-                    way: jax.jit(jax.value_and_grad(loss_after(workload, fn)))(*arguments)
-                    for way, fn in ways.items()
+                    name: jax.jit(jax.value_and_grad(loss_after(workload, fn)))(*arguments)
+                    for name, fn in implementations.items()
                 }
             )
             calls = {name: c.call for name, c in compiled.items()}
-            seconds = interleaved(calls, (rates, *workload.draw(clients, mesh)), repetitions)
+            seconds = interleaved(
+                calls, (rates, *workload.random_arguments(clients, mesh)), repetitions
+            )
     return Row(
         model,
         jax.devices()[0].device_kind,
@@ -169,15 +202,29 @@ def measure(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures as the arguments say, and prints a table."""
+    """Measure as the arguments say, and print a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", choices=WORKLOADS, default="mlp")
-    parser.add_argument("--clients", default="64,1024", help="sizes of the cohort")
-    parser.add_argument("--devices", default="1,2", help="how many; a CPU simulates them")
-    parser.add_argument("--chunk_size", default="auto", help='a number, or "auto"')
-    parser.add_argument("--unroll", type=int, default=LOCAL_STEPS, help="of a client's steps")
-    parser.add_argument("--repetitions", type=int, default=5, help="0 compiles, and runs nothing")
-    parser.add_argument("--json", help="a file for the figures, else printed")
+    parser.add_argument(
+        "--clients", default="64,1024", help="numbers of clients in the round, separated by commas"
+    )
+    parser.add_argument(
+        "--devices",
+        default="1,2",
+        help="numbers of devices, separated by commas; simulated on a CPU",
+    )
+    parser.add_argument(
+        "--chunk_size",
+        default="auto",
+        help='clients that a device runs at once: a number or "auto"',
+    )
+    parser.add_argument(
+        "--unroll", type=int, default=LOCAL_STEPS, help="local steps per loop iteration"
+    )
+    parser.add_argument(
+        "--repetitions", type=int, default=5, help="timed calls of each; 0: compile only"
+    )
+    parser.add_argument("--json", help="file for the figures; without it they are printed")
     options = parser.parse_args(argv)
     chunk = options.chunk_size
     chunk = chunk if chunk == "auto" else int(chunk)
@@ -193,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def describe(row: Row) -> str:
-    """A line of the table."""
+    """Format a row as a line of the table."""
     timed = ""
     if row.ratio is not None:
         medians = map(statistics.median, (row.round_seconds, row.gradient_seconds))

@@ -1,12 +1,13 @@
-"""A FedAvg round with fedpax and with libraries that cannot be installed beside it: pfl, FedJAX.
+"""A FedAvg round with fedpax, and with pfl and FedJAX, which need environments of their own.
 
     python -m fedpax.experiments.benchmarks.other_environments --model=cnn --clients=64 \
         --pfl_python=environments/pfl/bin/python --fedjax_python=environments/fedjax/bin/python
 
-pfl needs PyTorch, and FedJAX runs only on jax < 0.4.39, so each comes with the Python of its own
-environment, and is left out without. All get the same data and parameters, take the same round
-(5 steps of plain SGD a client, changes weighted by numbers of examples) and must give the same
-result. Then they take turns: each waits in a process of its own until it is asked for a round.
+pfl needs PyTorch, and FedJAX needs jax < 0.4.39. Each option names the Python interpreter of an
+environment with the library; a library without the option is left out. All libraries get the same
+data and parameters, run the same round (5 steps of plain SGD per client, updates weighted by
+numbers of examples) and must give the same result. Then they are timed in turn. Each library runs
+in its own process, which waits for a request before every round.
 """
 
 import argparse
@@ -34,7 +35,7 @@ from fedpax.experiments.benchmarks.timing import (
     write,
 )
 from fedpax.experiments.benchmarks.workloads import (
-    BATCH,
+    BATCH_SIZE,
     LEARNING_RATE,
     LOCAL_STEPS,
     WORKLOADS,
@@ -47,13 +48,13 @@ class Row(NamedTuple):
     """The round with one library.
 
     Attributes:
-        model: what the clients train.
-        devices: how many there are; pfl has as many workers.
-        clients: how many clients train.
-        library: which takes the round.
-        versions: its own, and its framework's.
-        seconds: of each round.
-        fedpax_ratio: seconds of fedpax's round over this one's, paired.
+        model: the clients' model.
+        devices: number of devices; for pfl, number of workers.
+        clients: number of clients.
+        library: name of the library.
+        versions: versions of the library and of its framework.
+        seconds: seconds of each round.
+        fedpax_ratio: seconds of fedpax's round divided by the seconds of this one (paired).
     """
 
     model: str
@@ -68,21 +69,21 @@ class Row(NamedTuple):
 def measure(
     model: str, devices: int, clients: int, pythons: dict[str, str], repetitions: int
 ) -> list[Row]:
-    """Checks that the libraries agree, and times them in turn.
+    """Check that the libraries agree, and time them in turn.
 
     Args:
         model: a name in `WORKLOADS`.
-        devices: how many of `jax.devices()` fedpax uses.
-        clients: how many clients train.
-        pythons: for names in `SCRIPTS`, the interpreter that has the library.
-        repetitions: how often each round is timed.
+        devices: number of `jax.devices()` that fedpax uses.
+        clients: number of clients.
+        pythons: the Python interpreter of each library's environment, by names in `SCRIPTS`.
+        repetitions: number of timed rounds of each library.
 
     Returns:
-        A row for each library, fedpax's first.
+        One row per library, fedpax first.
 
     Raises:
-        AssertionError: two libraries differ in their results.
-        ChildProcessError: a library's process ended.
+        AssertionError: two libraries give different results.
+        ChildProcessError: the process of a library exited.
     """
     workload = WORKLOADS[model]()
     mesh = fedpax.make_mesh(devices=jax.devices()[:devices], clients=devices)
@@ -92,8 +93,8 @@ def measure(
         jax.set_mesh(mesh),
     ):
         folder = Path(name)
-        params, batches, ones = workload.draw(clients, mesh)
-        num_examples = jnp.full_like(ones, LOCAL_STEPS * BATCH)
+        params, batches, ones = workload.random_arguments(clients, mesh)
+        num_examples = jnp.full_like(ones, LOCAL_STEPS * BATCH_SIZE)
         np.savez(folder / "arguments.npz", **by_name(params), **batches, rate=LEARNING_RATE)
         arguments = (params, batches, num_examples)
         call = compile_for(fedpax_round(workload.local_train, clients, "auto"), *arguments).call
@@ -124,14 +125,22 @@ def measure(
 
 
 def by_name(params: Any) -> dict[str, Any]:
-    """Names each array by its layer and what it is there, such as `dense_0/kernel`."""
+    """Return parameters as NumPy arrays by layer and kind, such as `dense_0/kernel`."""
     leaves = jax.tree.leaves_with_path(params)
     names = (jax.tree_util.keystr(path[-2:], simple=True, separator="/") for path, _ in leaves)
     return {name: np.asarray(leaf) for name, (_, leaf) in zip(names, leaves, strict=True)}
 
 
 def command_of(library: str, python: str, devices: int, arguments: Path, result: Path) -> list[str]:
-    """The command that takes a library's rounds: reads arguments, and writes the first result."""
+    """Return the command that runs a library's rounds.
+
+    Args:
+        library: a name in `SCRIPTS`.
+        python: the Python interpreter of the library's environment.
+        devices: number of devices or workers.
+        arguments: the file with the data and the parameters.
+        result: the file for the parameters after the first round.
+    """
     launch = []
     if library == "pfl":
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={devices}"]
@@ -141,52 +150,58 @@ def command_of(library: str, python: str, devices: int, arguments: Path, result:
 
 @contextlib.contextmanager
 def rounds_of(command: Sequence[str], devices: int) -> Iterator[Callable[[], None]]:
-    """Starts a process, and gives the function that has it take a round and waits for its end.
+    """Start a library's process, and yield a function that runs a round in it.
 
-    A line on its standard input asks for a round, the line `done` on its output answers; the end
-    of the input ends it.
+    A line of its standard input requests a round. The process answers with the line `done` when
+    the round has finished, and exits at the end of the input.
 
     Args:
-        command: of the process.
-        devices: how many devices a CPU shows to JAX there.
+        command: the process's command.
+        devices: number of devices that a CPU simulates in the process.
 
     Yields:
-        The function.
+        A function that requests a round and waits for its end.
     """
-    # What is set for this process's Python and JAX is not meant for theirs.
-    ours = ("PYTHON", "JAX_", "XLA_", "PJRT_NPROC", "NPROC")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    # Settings of this process's Python and JAX do not apply to other environments.
+    own = ("PYTHON", "JAX_", "XLA_", "PJRT_NPROC", "NPROC")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(own)}
     environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
-    environment["PYTHONSAFEPATH"] = "1"  # the scripts import nothing that lies beside them
+    environment["PYTHONSAFEPATH"] = "1"  # modules in the scripts' folder must not be imported
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, text=True) as process:
         requests, answers = process.stdin, process.stdout
         assert requests is not None and answers is not None
 
-        def take_round() -> None:
+        def run_round() -> None:
             with contextlib.suppress(BrokenPipeError):
                 requests.write("\n")
                 requests.flush()
             if not any(line == "done\n" for line in answers):
-                raise ChildProcessError(f"{command} ended: its own message stands above.")
+                raise ChildProcessError(f"{command} exited. Its error message is printed above.")
 
-        yield take_round
+        yield run_round
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures as the arguments say, and prints a table."""
+    """Measure as the arguments say, and print a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", choices=WORKLOADS, default="cnn")
-    parser.add_argument("--clients", default="64", help="sizes of the cohort")
-    parser.add_argument("--devices", default="2", help="how many; a CPU simulates them")
+    parser.add_argument(
+        "--clients", default="64", help="numbers of clients in the round, separated by commas"
+    )
+    parser.add_argument(
+        "--devices", default="2", help="numbers of devices, separated by commas; simulated on a CPU"
+    )
     for library in SCRIPTS:
-        parser.add_argument(f"--{library}_python", help=f"the interpreter that has {library}")
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--json", help="a file for the figures, else printed")
+        parser.add_argument(
+            f"--{library}_python", help=f"Python interpreter of an environment with {library}"
+        )
+    parser.add_argument("--repetitions", type=int, default=3, help="timed rounds of each library")
+    parser.add_argument("--json", help="file for the figures; without it they are printed")
     options = parser.parse_args(argv)
     paths = {library: getattr(options, f"{library}_python") for library in SCRIPTS}
     pythons = {library: path for library, path in paths.items() if path}
-    print("devices   clients  library  median s  fedpax/this  with")
+    print("devices   clients  library  median s  fedpax/this  versions")
     rows: list[Row] = []
     for devices in map(int, options.devices.split(",")):
         for clients in map(int, options.clients.split(",")):

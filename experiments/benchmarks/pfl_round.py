@@ -1,8 +1,8 @@
-"""A FedAvg round with pfl, for `other_environments`: it runs where there is no fedpax.
+"""A FedAvg round with pfl, run by `other_environments` in an environment without fedpax.
 
     torchrun --nproc_per_node=2 pfl_round.py arguments.npz result.npz
 
-takes a round for each line on the standard input, and goes on from the parameters of the last.
+runs one round for each line of standard input, each from the parameters of the previous round.
 """
 
 # mypy: disable-error-code="import-not-found"
@@ -18,18 +18,18 @@ import numpy as np
 
 
 def classifier(params: dict[str, np.ndarray]) -> Any:
-    """Makes the network of these parameters: convolutions and max-pooling, then dense layers."""
+    """Make the network with these parameters: convolutions, max-pooling, dense layers."""
     import torch
 
     class Classifier(torch.nn.Sequential):
-        """Layers in their order, with what pfl asks of a model."""
+        """A sequence of layers with the methods that pfl calls on a model."""
 
         def loss(self, image: Any, label: Any) -> Any:
-            """The cross-entropy of a batch."""
+            """Compute the cross-entropy of a batch."""
             return torch.nn.functional.cross_entropy(self(image), label)
 
         def metrics(self, image: Any, label: Any) -> dict[str, Any]:
-            """Nothing: there is only the round to be timed."""
+            """Return no metrics: only the round is timed."""
             return {}
 
     layers: OrderedDict[str, Any] = OrderedDict()
@@ -52,13 +52,13 @@ def classifier(params: dict[str, np.ndarray]) -> Any:
 
 
 def variable(network: Any, name: str) -> Any:
-    """The parameter of the network: that of `dense_0/kernel` is `dense_0.weight`."""
+    """Return a parameter of the network; `dense_0/kernel` is `dense_0.weight` in PyTorch."""
     layer, _, kind = name.partition("/")
     return getattr(getattr(network, layer), {"kernel": "weight"}.get(kind, kind))
 
 
 def as_torch(name: str, value: np.ndarray, params: dict[str, np.ndarray]) -> np.ndarray:
-    """Lays an array out as PyTorch does: outputs first, and channels before pixels."""
+    """Transpose an array to PyTorch's layout: outputs first, channels before pixels."""
     if value.ndim == 4:  # height, width, inputs, outputs
         return value.transpose(3, 2, 0, 1)
     if name == "dense_0/kernel" and "convolution_1/bias" in params:
@@ -70,17 +70,17 @@ def as_torch(name: str, value: np.ndarray, params: dict[str, np.ndarray]) -> np.
 
 
 def from_torch(network: Any, params: dict[str, np.ndarray]) -> dict[str, Any]:
-    """The network's parameters, by the names and in the layout of `params`."""
+    """Return the network's parameters with the names and the layout of `params`."""
     found = {}
     for name, like in params.items():
-        places = as_torch(name, np.arange(like.size).reshape(like.shape), params)
+        indices = as_torch(name, np.arange(like.size).reshape(like.shape), params)
         found[name] = np.empty_like(like)
-        found[name].flat[places.ravel()] = variable(network, name).detach().numpy().ravel()
+        found[name].flat[indices.ravel()] = variable(network, name).detach().numpy().ravel()
     return found
 
 
 def main() -> None:
-    """Takes a round whenever it is asked for one, and writes the first result."""
+    """Run a round for each line of standard input, and write the result of the first."""
     import torch
     from pfl.internal.ops import pytorch_ops
     from pfl.internal.ops.selector import set_framework_module
@@ -98,7 +98,7 @@ def main() -> None:
     path, result = sys.argv[1:]
     params = dict(np.load(path))
     images, labels, rate = (torch.tensor(params.pop(name)) for name in ("image", "label", "rate"))
-    batch = labels.shape[2]
+    batch_size = labels.shape[2]
     images = images.flatten(1, 2)
     if images.ndim == 5:
         images = images.movedim(-1, 2).contiguous()  # clients, examples, channels, height, width
@@ -118,15 +118,15 @@ def main() -> None:
         postprocessors=[WeightByDatapoints()],
     )
     algorithm = FederatedAveraging()
-    first = torch.distributed.get_rank() == 0
-    for turn in itertools.count():
-        asked = torch.tensor(first and bool(sys.stdin.readline()))
-        torch.distributed.broadcast(asked, 0)
-        if not asked:
+    is_first_worker = torch.distributed.get_rank() == 0
+    for repetition in itertools.count():
+        requested = torch.tensor(is_first_worker and bool(sys.stdin.readline()))
+        torch.distributed.broadcast(requested, 0)
+        if not requested:
             break
-        algorithm.run(  # up to this many rounds in all, and so one more
+        algorithm.run(  # up to this total number of rounds, so one more
             NNAlgorithmParams(
-                central_num_iterations=turn + 1,
+                central_num_iterations=repetition + 1,
                 evaluation_frequency=sys.maxsize,
                 train_cohort_size=len(images),
                 val_cohort_size=0,
@@ -134,15 +134,15 @@ def main() -> None:
             backend,
             model,
             NNTrainHyperParams(
-                local_num_epochs=1, local_learning_rate=rate.item(), local_batch_size=batch
+                local_num_epochs=1, local_learning_rate=rate.item(), local_batch_size=batch_size
             ),
             send_metrics_to_platform=False,
         )
-        if first and turn == 0:
+        if is_first_worker and repetition == 0:
             names = ("pfl", "torch")
             versions = (f"{name} {importlib.metadata.version(name)}" for name in names)
             np.savez(result, versions=", ".join(versions), **from_torch(network, params))
-        if first:
+        if is_first_worker:
             print("done", flush=True)
 
 

@@ -1,17 +1,21 @@
-"""A FedAvg round of clients of unequal size: what their inequality costs.
+"""A FedAvg round of clients with different numbers of steps: what the differences cost.
 
     python -m fedpax.experiments.benchmarks.ragged_clients --clients=256 --devices=1,2
 
-Clients have log-normal numbers of steps. The same round is timed in turn in four ways: each client
-takes its own steps, in the order of `balanced_order`; the same as the clients come; every client
-goes through as many steps as the longest, masked behind its own; and, as the limit, all clients
-take equally many, as many as the others take together. The first three give one result.
+The clients' numbers of steps are log-normal. The same round is timed in four ways, in turn:
+
+- balanced: each client runs its own steps, and `balanced_order` distributes the clients;
+- as drawn: each client runs its own steps, in the order of sampling;
+- padded: each client runs as many steps as the longest client, and padded steps change nothing;
+- equal clients: all clients have the same number of steps, the mean. This is the limit.
+
+The first three give the same result.
 """
 
 import argparse
 import statistics
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -23,28 +27,24 @@ import fedpax
 from fedpax.algorithms import fedavg
 from fedpax.data import balanced_order, idle_fraction
 from fedpax.experiments.benchmarks.fedavg_round import check_equal
-from fedpax.experiments.benchmarks.timing import (
-    compile_for,
-    interleaved,
-    on_devices,
-    paired_ratio,
-    write,
-)
+from fedpax.experiments.benchmarks.timing import interleaved, on_devices, paired_ratio, write
 from fedpax.models.classifiers import MLPConfig, mlp
 from fedpax.models.losses import classification_loss
+from fedpax.training.algorithm import Metrics, Params, State
 
 
 class Row(NamedTuple):
     """One way to run the round.
 
     Attributes:
-        devices: how many there are.
-        clients: how many clients train.
-        way: how it is run.
-        steps: what all clients take together, masked ones too.
-        wasted: share of the devices' steps that nobody needs, counted.
-        seconds: of each call.
-        limit_ratio: seconds a step that is needed, over those of equal clients; paired.
+        devices: number of devices.
+        clients: number of clients.
+        way: how the clients run: "balanced", "as drawn", "padded" or "equal clients".
+        steps: steps that all clients run together, padded ones included.
+        wasted: fraction of the devices' steps that are padded or idle, computed from the numbers
+            of steps.
+        seconds: seconds of each call.
+        limit_ratio: seconds per valid step, divided by those of "equal clients" (paired).
     """
 
     devices: int
@@ -56,93 +56,112 @@ class Row(NamedTuple):
     limit_ratio: float
 
 
-def measure(devices: int, clients: int, sigma: float, batch: int, repetitions: int) -> list[Row]:
-    """Checks that the ways agree and times them in turn.
+def measure(
+    devices: int, clients: int, sigma: float, batch_size: int, repetitions: int
+) -> list[Row]:
+    """Check that the ways agree, and time them in turn.
 
     Args:
-        devices: how many of `jax.devices()` to use.
-        clients: how many clients train.
-        sigma: of the logarithm of a client's number of steps; the median is 4.
-        batch: examples in a step.
-        repetitions: how often each way is timed.
+        devices: number of `jax.devices()` to use.
+        clients: number of clients.
+        sigma: standard deviation of the logarithm of a client's number of steps; the median is 4.
+        batch_size: examples in a step.
+        repetitions: number of timed calls of each way.
 
     Returns:
-        A row for each way.
+        One row per way.
+
+    Raises:
+        AssertionError: two ways give different results.
     """
     random = np.random.default_rng(0)
-    steps = np.ceil(random.lognormal(np.log(4), sigma, clients)).astype(np.int32)
-    longest = int(steps.max())
-    order = balanced_order(steps, devices)
+    num_steps = np.ceil(random.lognormal(np.log(4), sigma, clients)).astype(np.int32)
+    longest = int(num_steps.max())
+    order = balanced_order(num_steps, devices)
     mesh = fedpax.make_mesh(devices=jax.devices()[:devices], clients=devices)
     over_clients = NamedSharding(mesh, P("clients"))
-    image = random.random((clients, longest, batch, 784), np.float32)
-    label = random.integers(0, 10, (clients, longest, batch), np.int32)
-    own = np.arange(longest) < steps[:, None]
-    mask = np.broadcast_to(own[..., None], label.shape)
+    images = random.random((clients, longest, batch_size, 784), np.float32)
+    labels = random.integers(0, 10, (clients, longest, batch_size), np.int32)
+    valid = np.arange(longest) < num_steps[:, None]
+    mask = np.broadcast_to(valid[..., None], labels.shape)
     model = mlp(MLPConfig())
-    method = fedavg(
+    algorithm = fedavg(
         classification_loss(model.apply),
-        clients=clients,
+        cohort_size=clients,
         client_optimizer=optax.sgd(0.1),
         chunk_size=1,
     )
+    mean_steps = max(1, round(num_steps.sum() / clients))
+    batches = {"image": images, "label": labels}
+    examples = np.float32(num_steps)
+    as_drawn = fedpax.Cohort(batches, examples, num_steps)
+    balanced = jax.tree.map(lambda x: x[order], as_drawn)
+    # Without num_steps, a method computes every step and discards those that are padding.
+    cohorts = {
+        "balanced": balanced,
+        "as drawn": as_drawn,
+        "padded": fedpax.Cohort({**batches, "mask": mask}, examples),
+        "equal clients": balanced._replace(num_steps=np.full_like(num_steps, mean_steps)),
+    }
+    steps_run = {
+        "balanced": num_steps[order],
+        "as drawn": num_steps,
+        "padded": np.full_like(num_steps, longest),
+        "equal clients": np.full_like(num_steps, mean_steps),
+    }
 
-    def put(rows: Any) -> Any:
-        batches = {"image": image[rows], "label": label[rows], "mask": mask[rows]}
-        return jax.device_put((batches, np.float32(steps[rows])), over_clients)
-
-    def round_(state: Any, data: Any, steps: Any) -> Any:
-        # The mean of the clients' losses counts masked steps too, so only parameters are compared.
-        return method.round(state, *data, steps)[0].params
+    @jax.jit
+    def run_round(state: State, cohort: fedpax.Cohort) -> tuple[Params, Metrics]:
+        state, metrics = algorithm.round(state, cohort)
+        return state.params, metrics
 
     with jax.set_mesh(mesh):
-        state = method.init(jax.jit(model.init)(jax.random.key(0)))
-        each = max(1, round(steps.sum() / clients))
-        balanced, as_they_come = put(order), put(slice(None))
-        ways = {
-            "balanced": (balanced, steps[order]),
-            "as they come": (as_they_come, steps),
-            "all as the longest": (as_they_come, np.full(clients, longest, np.int32)),
-            "equal clients": (balanced, np.full(clients, each, np.int32)),
-        }
-        placed = {w: (d, jax.device_put(s, over_clients)) for w, (d, s) in ways.items()}
-        call = compile_for(round_, state, *placed["balanced"]).call
-        results = {way: call(state, *arguments) for way, arguments in placed.items()}
-        del results["equal clients"]
-        check_equal(results)
-        calls = {w: lambda a=arguments: call(state, *a) for w, arguments in placed.items()}
+        state = algorithm.init(jax.jit(model.init)(jax.random.key(0)))
+        placed = {way: jax.device_put(cohort, over_clients) for way, cohort in cohorts.items()}
+        check_equal(
+            {way: run_round(state, placed[way]) for way in ("balanced", "as drawn", "padded")}
+        )
+        calls = {way: lambda c=cohort: run_round(state, c) for way, cohort in placed.items()}
         seconds = interleaved(calls, (), repetitions)
-    needed = {way: int(steps.sum()) for way in ways} | {"equal clients": each * clients}
-    limit = [s / needed["equal clients"] for s in seconds["equal clients"]]
+    valid_steps = dict.fromkeys(cohorts, int(num_steps.sum())) | {
+        "equal clients": mean_steps * clients
+    }
+    limit = [s / valid_steps["equal clients"] for s in seconds["equal clients"]]
     rows = []
-    for way, (_, taken) in ways.items():
-        idle = idle_fraction(taken, devices)
-        wasted = 1 - (1 - idle) * needed[way] / int(taken.sum())
-        per_step = [s / needed[way] for s in seconds[way]]
+    for way, run in steps_run.items():
+        busy = 1 - idle_fraction(run, devices)
+        wasted = 1 - busy * valid_steps[way] / int(run.sum())
+        per_step = [s / valid_steps[way] for s in seconds[way]]
         ratio = paired_ratio(per_step, limit)
-        rows.append(Row(devices, clients, way, int(taken.sum()), wasted, seconds[way], ratio))
+        rows.append(Row(devices, clients, way, int(run.sum()), wasted, seconds[way], ratio))
     return rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures as the arguments say, and prints a table."""
+    """Measure as the arguments say, and print a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--clients", type=int, default=256, help="size of the cohort")
-    parser.add_argument("--devices", default="1,2", help="how many; a CPU simulates them")
-    parser.add_argument("--sigma", type=float, default=1.0, help="spread of the clients' sizes")
-    parser.add_argument("--batch", type=int, default=20)
-    parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--json", help="a file for the figures, else printed")
+    parser.add_argument("--clients", type=int, default=256, help="number of clients in the round")
+    parser.add_argument(
+        "--devices",
+        default="1,2",
+        help="numbers of devices, separated by commas; simulated on a CPU",
+    )
+    parser.add_argument(
+        "--sigma", type=float, default=1.0, help="spread of the clients' numbers of steps"
+    )
+    parser.add_argument("--batch_size", type=int, default=20, help="examples in a step")
+    parser.add_argument("--repetitions", type=int, default=5, help="timed calls of each way")
+    parser.add_argument("--json", help="file for the figures; without it they are printed")
     options = parser.parse_args(argv)
-    print("devices  clients  way                   steps  wasted steps   median s  to the limit")
+    print("devices  clients  way               steps  wasted steps   median s  ratio to limit")
     rows: list[Row] = []
     for devices in map(int, options.devices.split(",")):
-        settings = (options.clients, options.sigma, options.batch, options.repetitions)
+        settings = (options.clients, options.sigma, options.batch_size, options.repetitions)
         for row in on_devices(devices, measure, devices, *settings):
             seconds = statistics.median(row.seconds)
             print(
-                f"{row.devices:7}  {row.clients:7,}  {row.way:18}  {row.steps:8,}  "
-                f"{row.wasted:12.2%}  {seconds:9.3f}  {row.limit_ratio:12.3f}",
+                f"{row.devices:7}  {row.clients:7,}  {row.way:13}  {row.steps:8,}  "
+                f"{row.wasted:12.2%}  {seconds:9.3f}  {row.limit_ratio:14.3f}",
                 flush=True,
             )
             rows.append(row)

@@ -1,4 +1,4 @@
-"""Fair timing: calls in turn, their ratios paired; compilation and memory apart."""
+"""Timing of functions in turn, with paired ratios, and separately of their compilation."""
 
 import functools
 import importlib.metadata
@@ -26,9 +26,9 @@ class Compiled(NamedTuple):
     """A compiled function.
 
     Attributes:
-        call: runs it.
-        compile_seconds: what tracing and compiling took.
-        temporary_bytes: its temporaries on one device.
+        call: runs the function.
+        compile_seconds: seconds of tracing and compiling.
+        temporary_bytes: bytes of temporaries on one device.
     """
 
     call: Callable[..., Any]
@@ -37,7 +37,7 @@ class Compiled(NamedTuple):
 
 
 def compile_for(fn: Callable[..., Any], *arguments: Any) -> Compiled:
-    """Compiles a function for arguments or their types.
+    """Compile a function for arguments of the given shapes.
 
     Args:
         fn: a function of arrays.
@@ -61,15 +61,15 @@ def compile_for(fn: Callable[..., Any], *arguments: Any) -> Compiled:
 def interleaved(
     calls: Mapping[str, Callable[..., Any]], arguments: Sequence[Any], repetitions: int
 ) -> dict[str, list[float]]:
-    """Times functions in turn, so that what else the machine does meets all of them alike.
+    """Time functions in turn, so that other load on the machine affects all of them equally.
 
-    Every repetition has an order of its own, drawn at random: a call that leaves gigabytes to be
-    given back slows whichever comes next, and must not always slow the same one.
+    The order is drawn at random in every repetition: a call that frees gigabytes slows the next
+    call, and must not always slow the same function.
 
     Args:
         calls: compiled functions by name.
-        arguments: what all are called with.
-        repetitions: how often each is called and timed, after a call that is not.
+        arguments: the arguments of every function.
+        repetitions: number of timed calls of each function, after one call that is not timed.
 
     Returns:
         Seconds of each call, by name.
@@ -91,7 +91,11 @@ def interleaved(
 
 
 def paired_ratio(seconds: Sequence[float], others: Sequence[float]) -> float:
-    """The median of the ratios of calls that were timed in the same repetitions.
+    """Return the median over repetitions of the ratio of two functions' seconds.
+
+    Args:
+        seconds: seconds of the first function, by repetition.
+        others: seconds of the second function, by repetition.
 
     Example:
         >>> paired_ratio([1.0, 2.0, 30.0], [2.0, 4.0, 10.0])
@@ -100,44 +104,46 @@ def paired_ratio(seconds: Sequence[float], others: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(seconds, others, strict=True))
 
 
-def on_devices(devices: int, fn: Callable[..., Any], *arguments: Any, groups: bool = False) -> Any:
-    """Calls a function in a process of its own, where a CPU shows this many devices.
+def on_devices(
+    devices: int, fn: Callable[..., Any], *arguments: Any, subgroups: bool = False
+) -> Any:
+    """Call a function in a new process, in which a CPU simulates several devices.
 
-    How many devices a CPU shows can be set only once in a process. Other devices stay as they are.
+    A process can set the number of CPU devices only once. Other kinds of devices are unaffected.
 
     Args:
-        devices: how many devices a CPU simulates.
-        fn: a function at the top of its module; the process imports it anew.
-        *arguments: what to call it with.
-        groups: `subgroups` of `simulate_devices`.
+        devices: number of devices that a CPU simulates.
+        fn: a function at the top level of a module; the new process imports it.
+        *arguments: the function's arguments.
+        subgroups: as in `simulate_devices`: collectives run over subgroups of the devices.
 
     Returns:
-        What it returns.
+        The function's result.
     """
     context = multiprocessing.get_context("spawn")
-    start = functools.partial(simulate_devices, devices, subgroups=groups)
+    start = functools.partial(simulate_devices, devices, subgroups=subgroups)
     with ProcessPoolExecutor(1, context, start) as process:
         return process.submit(fn, *arguments).result()
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package can be imported."""
+    """Tell whether a package can be imported."""
     return importlib.util.find_spec(package) is not None
 
 
 def write(path: str | None, rows: Sequence[NamedTuple], **settings: Any) -> None:
-    """Writes figures with what they were measured on, as JSON.
+    """Write figures as JSON, with the settings, the versions of packages and the machine.
 
     Args:
-        path: the file; None prints them.
+        path: the file; None: print the JSON.
         rows: the figures.
-        **settings: what was asked for.
+        **settings: the options of the command.
     """
     versions = {name: importlib.metadata.version(name) for name in PACKAGES if is_installed(name)}
     machine = {
         "processor": platform.machine(),
         "cores": os.cpu_count(),
-        "workers": os.environ.get("PJRT_NPROC"),  # None: one for each simulated device, or core
+        "workers": os.environ.get("PJRT_NPROC"),  # None: one per simulated device or core
     }
     figures = {
         "settings": settings,

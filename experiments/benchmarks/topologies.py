@@ -1,9 +1,10 @@
-"""The same round on TPU pods of several sizes, compiled ahead of time: what crosses, what is held.
+"""A FedAvg round compiled for TPU pods of several sizes: collectives and memory of a device.
 
     python -m fedpax.experiments.benchmarks.topologies --clients_per_device=512
 
-needs the `tpu` extra and no TPU. With the clients of a device fixed, a round must have the same
-collectives and the same bytes on each device whatever the pod's size; the command fails otherwise.
+It needs the extra `tpu`, but no TPU. With a fixed number of clients per device, a round must have
+the same collectives and the same memory per device on pods of all sizes. The command exits with
+status 1 otherwise.
 """
 
 import argparse
@@ -23,18 +24,20 @@ from fedpax.hlo.collectives import collectives
 from fedpax.models.classifiers import MLPConfig, mlp
 from fedpax.models.losses import classification_loss
 from fedpax.planning import find_topology
+from fedpax.primitives.placement import ChunkSize
 
 
 class Compiled(NamedTuple):
-    """What one device does and holds in a round.
+    """Collectives and memory of one device in a round.
 
     Attributes:
         topology: the pod.
-        devices: how many it has.
-        clients: how many clients train on them.
-        collectives: kind, operand's shapes and whether in a loop, of each.
-        collective_bytes: bytes that the device hands to them in a round.
-        argument_bytes: bytes of the arguments on the device.
+        devices: number of devices.
+        clients: number of clients on all devices.
+        collectives: for each collective its kind, the shapes of its operands, and whether it is in
+            a loop.
+        collective_bytes: bytes of the collectives' operands on the device, per round.
+        argument_bytes: bytes of the round's arguments on the device.
         temporary_bytes: bytes of temporaries on the device.
     """
 
@@ -48,27 +51,32 @@ class Compiled(NamedTuple):
 
 
 def compile_for(
-    topology: str, *, clients_per_device: int, chunk_size: Any, local_steps: int, batch: int
+    topology: str,
+    *,
+    clients_per_device: int,
+    chunk_size: ChunkSize,
+    local_steps: int,
+    batch_size: int,
 ) -> Compiled:
-    """Compiles a FedAvg round of an MLP 784-200-10 for a pod.
+    """Compile a FedAvg round of an MLP 784-200-10 for a pod.
 
     Args:
-        topology: such as `v5e:4x4`, as in `find_topology`.
-        clients_per_device: clients that train on a device.
-        chunk_size: how many of them at once, or "auto".
-        local_steps: steps of a client.
-        batch: examples in a step.
+        topology: the pod, such as `v5e:4x4`; see `find_topology`.
+        clients_per_device: number of clients per device.
+        chunk_size: number of clients that a device runs at once, or "auto".
+        local_steps: local steps of a client.
+        batch_size: examples in a step.
 
     Returns:
-        What is to be read from the compiled program.
+        The collectives and the memory of a device.
     """
     devices = find_topology(topology).devices
     mesh = fedpax.make_mesh(devices=devices, clients=-1)
     clients = len(devices) * clients_per_device
     model = mlp(MLPConfig())
-    method = fedavg(
+    algorithm = fedavg(
         classification_loss(model.apply),
-        clients=clients,
+        cohort_size=clients,
         client_optimizer=optax.sgd(0.1),
         chunk_size=chunk_size,
     )
@@ -76,16 +84,16 @@ def compile_for(
     def like(spec: P, dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
-    state = jax.eval_shape(lambda: method.init(model.init(jax.random.key(0))))
+    state = jax.eval_shape(lambda: algorithm.init(model.init(jax.random.key(0))))
     state = jax.tree.map(lambda x: like(P(), x.dtype, *x.shape), state)
-    rows = (clients, local_steps, batch)
+    shape = (clients, local_steps, batch_size)
     batches = {
-        "image": like(P("clients"), jnp.float32, *rows, 784),
-        "label": like(P("clients"), jnp.int32, *rows),
+        "image": like(P("clients"), jnp.float32, *shape, 784),
+        "label": like(P("clients"), jnp.int32, *shape),
     }
+    cohort = fedpax.Cohort(batches, num_examples=like(P("clients"), jnp.float32, clients))
     with jax.set_mesh(mesh):
-        weights = like(P("clients"), jnp.float32, clients)
-        compiled = jax.jit(method.round, donate_argnums=0).lower(state, batches, weights).compile()
+        compiled = jax.jit(algorithm.round, donate_argnums=0).lower(state, cohort).compile()
     found = collectives(compiled.as_text() or "", mesh)
     memory: Any = compiled.memory_analysis()
     return Compiled(
@@ -100,28 +108,36 @@ def compile_for(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compiles for each pod and prints a table; fails where pods differ."""
+    """Compile for each pod and print a table; return 1 if the pods differ."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--topologies", default="v5e:4x4,v5e:8x8,v5e:16x16")
-    parser.add_argument("--clients_per_device", type=int, default=512)
-    parser.add_argument("--chunk_size", default="auto", help='a number, or "auto"')
-    parser.add_argument("--local_steps", type=int, default=5)
-    parser.add_argument("--batch", type=int, default=20)
-    parser.add_argument("--json", help="a file for the figures, else printed")
+    parser.add_argument(
+        "--topologies", default="v5e:4x4,v5e:8x8,v5e:16x16", help="pods, separated by commas"
+    )
+    parser.add_argument("--clients_per_device", type=int, default=512, help="clients per device")
+    parser.add_argument(
+        "--chunk_size",
+        default="auto",
+        help='clients that a device runs at once: a number or "auto"',
+    )
+    parser.add_argument("--local_steps", type=int, default=5, help="local steps of a client")
+    parser.add_argument("--batch_size", type=int, default=20, help="examples in a step")
+    parser.add_argument("--json", help="file for the figures; without it they are printed")
     settings = vars(parser.parse_args(argv))
     options = dict(settings)
     pods, path = options.pop("topologies").split(","), options.pop("json")
     if options["chunk_size"] != "auto":
         options["chunk_size"] = int(options["chunk_size"])
     rows = [compile_for(pod, **options) for pod in pods]
-    print("topology  devices    clients  collectives  bytes in them  arguments  temporaries")
+    print("topology  devices    clients  collectives  their bytes  arguments  temporaries")
     for r in rows:
         print(
             f"{r.topology:8}  {r.devices:7,}  {r.clients:9,}  {len(r.collectives):11}  "
-            f"{r.collective_bytes:13,}  {r.argument_bytes:9,}  {r.temporary_bytes:11,}"
+            f"{r.collective_bytes:11,}  {r.argument_bytes:9,}  {r.temporary_bytes:11,}"
         )
     same = {r[3:] for r in rows}
-    print("The same on every pod." if len(same) == 1 else "These differ between pods.")
+    print(
+        "All pods have the same collectives and memory." if len(same) == 1 else "The pods differ."
+    )
     write(path, rows, **settings)
     return 0 if len(same) == 1 else 1
 

@@ -1,26 +1,30 @@
-"""A training step of one island against the same step written by hand: they must be one program.
+"""A training step of one island, compared with the same step written in plain JAX.
 
     python -m fedpax.experiments.benchmarks.training_step --model=demo --mesh=fsdp=2
-    python -m fedpax.experiments.benchmarks.training_step --model=base_100m --batch=2 --length=256
+    python -m fedpax.experiments.benchmarks.training_step \
+        --model=base_100m --batch_size=2 --seq_len=256
 
-The hand-written step is `jax.jit` of `jax.value_and_grad` and an optax update of the same model and
-loss; it knows of no program, no placement and no method. Both are compiled, compared, and timed in
-turn. `--topology=v5e:4x4` compiles for a pod that is not there and runs nothing; it needs the `tpu`
-extra.
+The hand-written step is `jax.jit` of `jax.value_and_grad` and an optax update, with the same model
+and loss and without fedpax programs. Both steps are compiled, compared and timed in turn. The
+command exits with status 1 if their collectives differ. `--topology=v5e:4x4` compiles for a TPU pod
+that is not present and runs nothing; it needs the extra `tpu`.
 """
 
 import argparse
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
+import fedpax
 from fedpax.algorithms import data_parallel
 from fedpax.data import token_round_shapes
 from fedpax.experiments.benchmarks.timing import interleaved, on_devices, paired_ratio, write
@@ -31,16 +35,20 @@ from fedpax.models.transformer import TransformerConfig, transformer
 from fedpax.parallel.axes import partition_spec, shardings
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.planning import find_topology
+from fedpax.training.algorithm import LossFn, Metrics, Params
 from fedpax.training.compiled_round import with_shardings
 from fedpax.training.shardings import state_shardings
 
+Batches: TypeAlias = chex.ArrayTree
+HandState: TypeAlias = tuple[Params, optax.OptState]
+
 
 class Step(NamedTuple):
-    """A round of training steps, compiled.
+    """A compiled round of training steps.
 
     Attributes:
         compiled: `(state, batches) -> (state, metrics)`; the state is donated.
-        types: the types of its arguments, with shardings.
+        types: the shapes, dtypes and shardings of the arguments.
     """
 
     compiled: jax.stages.Compiled
@@ -48,12 +56,12 @@ class Step(NamedTuple):
 
 
 class Structure(NamedTuple):
-    """What is to be read from a compiled program.
+    """Collectives and memory of a compiled program.
 
     Attributes:
-        collectives: how often each kind over these axes, of these shapes, stands in it.
+        collectives: number of collectives by kind, mesh axes, shapes and executions per round.
         argument_bytes: bytes of the arguments on a device.
-        temporary_bytes: bytes of the temporaries on a device.
+        temporary_bytes: bytes of temporaries on a device.
     """
 
     collectives: Counter[tuple[str, tuple[str, ...], tuple[str, ...], int | None]]
@@ -62,19 +70,20 @@ class Structure(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Both programs, compared.
+    """The comparison of the island's program with the hand-written one.
 
     Attributes:
-        model: the transformer's name.
-        device: the devices' kind.
-        devices: how many there are.
-        collectives: how many the one island's program has.
-        same_collectives: whether they are the hand-written program's.
-        argument_bytes: of one island's program, and of the hand-written one.
-        temporary_bytes: likewise.
-        island_seconds: of each call of the one island's program; empty where nothing ran.
-        hand_seconds: of each call of the hand-written one.
-        ratio: seconds of one island over those written by hand, paired.
+        model: name of the transformer.
+        device: kind of the devices.
+        devices: number of devices.
+        collectives: number of collectives in the island's program.
+        same_collectives: whether both programs have the same collectives.
+        argument_bytes: bytes of arguments on a device: the island's, and the hand-written one's.
+        temporary_bytes: bytes of temporaries on a device, likewise.
+        island_seconds: seconds of each call of the island's program; empty if nothing ran.
+        hand_seconds: seconds of each call of the hand-written program.
+        ratio: seconds of the island's program divided by the hand-written one's (paired); None if
+            nothing ran.
     """
 
     model: str
@@ -89,49 +98,50 @@ class Row(NamedTuple):
     ratio: float | None
 
 
-def by_hand(
-    loss_fn: Callable[..., Any], optimizer: optax.GradientTransformation
-) -> Callable[..., Any]:
-    """Writes training steps as plain JAX does: `round((params, optimizer_state), batches)`."""
+def hand_written_round(
+    loss_fn: LossFn, optimizer: optax.GradientTransformation
+) -> Callable[[HandState, Batches], tuple[HandState, Metrics]]:
+    """Make a round of training steps in plain JAX."""
 
-    def step(state: Any, batch: Any) -> Any:
+    def step(state: HandState, batch: Batches) -> tuple[HandState, Metrics]:
         params, optimizer_state = state
         (loss, aux), gradient = jax.value_and_grad(loss_fn, has_aux=True)(params, batch)
         updates, optimizer_state = optimizer.update(gradient, optimizer_state, params)
-        return (optax.apply_updates(params, updates), optimizer_state), {**aux, "loss": loss}
+        params = optax.apply_updates(params, updates)
+        return (params, optimizer_state), {**(aux or {}), "loss": loss}
 
-    def round(state: Any, batches: Any) -> Any:
+    def hand_round(state: HandState, batches: Batches) -> tuple[HandState, Metrics]:
         state, metrics = jax.lax.scan(step, state, batches)
         return state, jax.tree.map(jnp.mean, metrics)
 
-    return round
+    return hand_round
 
 
 def compile_both(
-    config: TransformerConfig, mesh: Mesh, *, batch: int, length: int, steps: int = 1
+    config: TransformerConfig, mesh: Mesh, *, batch_size: int, seq_len: int, steps: int = 1
 ) -> dict[str, Step]:
-    """Compiles steps of one island, and the same steps written by hand.
+    """Compile steps of one island, and the same steps written in plain JAX.
 
     Args:
         config: the transformer.
-        mesh: the mesh, without an axis of islands.
-        batch: rows in a step.
-        length: tokens in a row.
-        steps: how many steps a call takes.
+        mesh: the mesh, without an axis of several islands.
+        batch_size: rows in a step.
+        seq_len: tokens in a row.
+        steps: number of steps in a round.
 
     Returns:
-        The programs, "island" and "hand".
+        The programs "island" and "hand".
     """
     model, loss_fn = transformer(config), transformer_loss(config)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     island = data_parallel(loss_fn, islands=1, optimizer=optimizer)
-    everywhere = NamedSharding(mesh, P())
-    # The mesh's devices may not be there, so nothing may run on them.
+    replicated = NamedSharding(mesh, P())
+    # The mesh's devices may not be present: nothing may run on them.
     key = jax.eval_shape(lambda: jax.random.key(0))
     with use_abstract_mesh(mesh.abstract_mesh):
         params = jax.eval_shape(model.init, key)
         state = jax.eval_shape(island.init, params)
-        where = state_shardings(
+        state_sharding = state_shardings(
             state,
             params,
             shardings(model.logical_axes, params, mesh),
@@ -139,33 +149,41 @@ def compile_both(
             placement="islands",
             num_participants=1,
         )
-        state = with_shardings(state, where)
-        rows = partition_spec(("batch", "sequence"), mesh, shape=(batch, length))
-        shapes = token_round_shapes(islands=1, local_steps=steps, batch_size=batch, seq_len=length)
+        state = with_shardings(state, state_sharding)
+        rows = partition_spec(("batch", "sequence"), mesh, shape=(batch_size, seq_len))
+        shapes = token_round_shapes(
+            islands=1, local_steps=steps, batch_size=batch_size, seq_len=seq_len
+        )
 
-        def placed(front: int) -> Any:
-            spec = P(*[None] * front, *rows)
+        def with_leading_axes(count: int) -> fedpax.Cohort:
+            """Return the batches' types with the last `count` of the axes islands and steps."""
+            spec = P(*[None] * count, *rows)
             return jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(
-                    x.shape[2 - front :], x.dtype, sharding=NamedSharding(mesh, spec)
+                    x.shape[2 - count :], x.dtype, sharding=NamedSharding(mesh, spec)
                 ),
                 shapes,
             )
 
-        def compiled(fn: Any, state: Any, where: Any, batches: Any) -> Step:
-            step = jax.jit(fn, donate_argnums=0, out_shardings=(where, everywhere))
+        def compiled(
+            fn: Callable[..., Any], state: chex.ArrayTree, sharding: Any, batches: chex.ArrayTree
+        ) -> Step:
+            step = jax.jit(fn, donate_argnums=0, out_shardings=(sharding, replicated))
             return Step(step.lower(state, batches).compile(), (state, batches))
 
         return {
-            "island": compiled(island.round, state, where, placed(2)),
+            "island": compiled(island.round, state, state_sharding, with_leading_axes(2)),
             "hand": compiled(
-                by_hand(loss_fn, optimizer), tuple(state), tuple(where), placed(1).batches
+                hand_written_round(loss_fn, optimizer),
+                tuple(state),
+                tuple(state_sharding),
+                with_leading_axes(1).batches,
             ),
         }
 
 
 def structure(step: Step, mesh: Mesh) -> Structure:
-    """Reads a compiled program."""
+    """Read the collectives and the memory of a compiled program."""
     found = collectives(step.compiled.as_text() or "", mesh)
     memory: Any = step.compiled.memory_analysis()
     return Structure(
@@ -176,10 +194,10 @@ def structure(step: Step, mesh: Mesh) -> Structure:
 
 
 def values_of(types: Any) -> Any:
-    """Makes values of the types: small positive numbers and tokens, none like its neighbours."""
+    """Make arrays of the types: small positive numbers and tokens that differ from neighbours."""
 
     def value(x: jax.ShapeDtypeStruct) -> jax.Array:
-        # Not random: XLA takes minutes to compile sharded random bits for a CPU.
+        # Not random: XLA needs minutes to compile sharded random bits for a CPU.
         i = jnp.zeros(x.shape, jnp.int32)
         for axis, stride in zip(range(x.ndim)[-2:][::-1], (1, 31), strict=False):
             i += stride * jax.lax.broadcasted_iota(jnp.int32, x.shape, axis)
@@ -187,37 +205,37 @@ def values_of(types: Any) -> Any:
             return (0.02 * (1.01 + jnp.sin(i))).astype(x.dtype)
         return (1 + i % 53).astype(x.dtype)
 
-    where = jax.tree.map(lambda x: x.sharding, types)
-    return jax.jit(lambda: jax.tree.map(value, types), out_shardings=where)()
+    sharding = jax.tree.map(lambda x: x.sharding, types)
+    return jax.jit(lambda: jax.tree.map(value, types), out_shardings=sharding)()
 
 
 def measure(
     model: str,
-    sizes: dict[str, int],
+    mesh_sizes: dict[str, int],
     topology: str | None,
-    batch: int,
-    length: int,
+    batch_size: int,
+    seq_len: int,
     steps: int,
     repetitions: int,
 ) -> Row:
-    """Compiles both programs, compares them, and times them in turn.
+    """Compile both programs, compare them, and time them in turn.
 
     Args:
-        model: a function of `fedpax.models.presets`.
-        sizes: the mesh's axes.
-        topology: a pod to compile for, such as `v5e:4x4`; None takes `jax.devices()`.
-        batch: rows in a step.
-        length: tokens in a row.
-        steps: how many steps a call takes.
-        repetitions: how often each is timed; 0 runs nothing.
+        model: name of a function of `fedpax.models.presets`.
+        mesh_sizes: sizes of the mesh's axes.
+        topology: a pod to compile for, such as `v5e:4x4`; None: `jax.devices()`.
+        batch_size: rows in a step.
+        seq_len: tokens in a row.
+        steps: number of steps in a call.
+        repetitions: number of timed calls of each program; 0: compile only.
 
     Returns:
         The comparison.
     """
     config = getattr(presets, model)()
     devices = find_topology(topology).devices if topology else jax.devices()
-    mesh = MeshConfig(**sizes).make(devices)
-    both = compile_both(config, mesh, batch=batch, length=length, steps=steps)
+    mesh = MeshConfig(**mesh_sizes).make(devices)
+    both = compile_both(config, mesh, batch_size=batch_size, seq_len=seq_len, steps=steps)
     island, hand = (structure(both[name], mesh) for name in ("island", "hand"))
     seconds: dict[str, list[float]] = {name: [] for name in both}
     if repetitions and not topology:
@@ -239,7 +257,7 @@ def measure(
 
 
 def _stepper(step: Step) -> Callable[[], Any]:
-    """Makes a function that goes on from where its last call ended, as training does."""
+    """Make a function that runs one round, starting from the state of its previous call."""
     state, batches = values_of(step.types)
 
     def call() -> Any:
@@ -251,28 +269,32 @@ def _stepper(step: Step) -> Callable[[], Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures as the arguments say, and prints a table; fails where the programs differ."""
+    """Measure as the arguments say, and print the comparison; return 1 if collectives differ."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", default="demo", help="a function of fedpax.models.presets")
-    parser.add_argument("--mesh", default="data=1", help="axes, such as fsdp=4,tensor=2")
-    parser.add_argument("--topology", help="a pod to compile for, such as v5e:4x4")
-    parser.add_argument("--batch", type=int, default=8, help="rows in a step")
-    parser.add_argument("--length", type=int, default=128, help="tokens in a row")
-    parser.add_argument("--steps", type=int, default=1, help="of a call")
-    parser.add_argument("--repetitions", type=int, default=5, help="0 compiles, and runs nothing")
-    parser.add_argument("--json", help="a file for the figures, else printed")
+    parser.add_argument(
+        "--model", default="demo", help="name of a function of fedpax.models.presets"
+    )
+    parser.add_argument(
+        "--mesh", default="data=1", help="sizes of the mesh's axes, such as fsdp=4,tensor=2"
+    )
+    parser.add_argument("--topology", help="TPU pod to compile for, such as v5e:4x4")
+    parser.add_argument("--batch_size", type=int, default=8, help="rows in a step")
+    parser.add_argument("--seq_len", type=int, default=128, help="tokens in a row")
+    parser.add_argument("--steps", type=int, default=1, help="steps in a call")
+    parser.add_argument(
+        "--repetitions", type=int, default=5, help="timed calls of each; 0: compile only"
+    )
+    parser.add_argument("--json", help="file for the figures; without it they are printed")
     options = parser.parse_args(argv)
     pairs = (axis.split("=") for axis in options.mesh.split(","))
-    sizes = {name: int(size) for name, size in pairs}
-    devices = 1
-    for size in sizes.values():
-        devices *= size
-    arguments = (options.batch, options.length, options.steps, options.repetitions)
+    mesh_sizes = {name: int(size) for name, size in pairs}
+    devices = math.prod(mesh_sizes.values())
+    arguments = (options.batch_size, options.seq_len, options.steps, options.repetitions)
     row = on_devices(
         devices,
         measure,
-        *(options.model, sizes, options.topology, *arguments),
-        groups=len(sizes) > 1,
+        *(options.model, mesh_sizes, options.topology, *arguments),
+        subgroups=len(mesh_sizes) > 1,
     )
     print(describe(row))
     write(options.json, [row], **vars(options))
@@ -280,18 +302,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def describe(row: Row) -> str:
-    """The comparison in words."""
+    """Describe the comparison in words."""
     lines = [
         f"{row.model} on {row.devices} {row.device}: {row.collectives} collectives, "
-        f"{'the same' if row.same_collectives else 'NOT the same'} as by hand",
-        "argument bytes a device: {:,}, by hand {:,}".format(*row.argument_bytes),
-        "temporary bytes a device: {:,}, by hand {:,} ({:+.3%})".format(
+        f"{'the same as' if row.same_collectives else 'DIFFERENT from'} the hand-written step's",
+        "argument bytes per device: {:,}, hand-written {:,}".format(*row.argument_bytes),
+        "temporary bytes per device: {:,}, hand-written {:,} ({:+.3%})".format(
             *row.temporary_bytes, row.temporary_bytes[0] / max(row.temporary_bytes[1], 1) - 1
         ),
     ]
     if row.ratio is not None:
         medians = map(statistics.median, (row.island_seconds, row.hand_seconds))
-        lines.append("seconds a call: {:.4f}, by hand {:.4f}".format(*medians))
+        lines.append("seconds per call: {:.4f}, hand-written {:.4f}".format(*medians))
         lines.append(f"paired ratio: {row.ratio:.3f}")
     return "\n".join(lines)
 

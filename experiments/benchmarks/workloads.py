@@ -1,79 +1,97 @@
-"""What the benchmarks train: local steps of SGD on an MLP and on a CNN."""
+"""Workloads of the benchmarks: local SGD steps of an MLP and of a CNN."""
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
 
 from fedpax.models.classifiers import CNNConfig, MLPConfig, cnn, mlp
 from fedpax.models.losses import classification_loss
 from fedpax.models.nnx_functional import FunctionalModel
+from fedpax.training.algorithm import Params
 
-LOCAL_STEPS, BATCH, LEARNING_RATE = 5, 20, 0.1
+LOCAL_STEPS, BATCH_SIZE, LEARNING_RATE = 5, 20, 0.1
 
 
 class Workload(NamedTuple):
-    """A classifier and the size of what it sees.
+    """A classifier and the shape of its data.
 
     Attributes:
-        model: its functions.
-        image: shape of an image.
-        classes: number of classes.
+        model: the classifier's functions.
+        image_shape: shape of an image.
+        num_classes: number of classes.
     """
 
     model: FunctionalModel
-    image: tuple[int, ...]
-    classes: int
+    image_shape: tuple[int, ...]
+    num_classes: int
 
-    def loss(self, params: Any, batch: Any) -> jax.Array:
-        """The cross-entropy of a batch: `image` [batch, ...], `label` [batch]."""
+    def loss(self, params: Params, batch: chex.ArrayTree) -> Float[Array, ""]:
+        """Compute the cross-entropy of a batch: `image` `[batch, ...]`, `label` `[batch]`."""
         return classification_loss(self.model.apply)(params, batch)[0]
 
     def local_train(
-        self, params: Any, batches: Any, rate: Any = LEARNING_RATE, unroll: int = 1
-    ) -> Any:
-        """What a client's steps change: one step of SGD on each batch `[steps, batch, ...]`."""
+        self,
+        params: Params,
+        batches: chex.ArrayTree,
+        rate: float | Float[Array, ""] = LEARNING_RATE,
+        unroll: int = 1,
+    ) -> Params:
+        """Run one SGD step on each batch and return the update of the parameters.
 
-        def step(params: Any, batch: Any) -> tuple[Any, None]:
+        Args:
+            params: the parameters.
+            batches: arrays `[steps, batch, ...]`.
+            rate: the learning rate.
+            unroll: steps per iteration of the loop.
+        """
+
+        def step(params: Params, batch: chex.ArrayTree) -> tuple[Params, None]:
             gradient = jax.grad(self.loss)(params, batch)
             return jax.tree.map(lambda p, g: p + -rate * g, params, gradient), None
 
         trained, _ = jax.lax.scan(step, params, batches, unroll=unroll)
         return jax.tree.map(jnp.subtract, trained, params)
 
-    def arguments(self, clients: int, mesh: Mesh) -> tuple[Any, Any, Any]:
-        """The types of a round's arguments: parameters, batches and numbers of examples."""
+    def argument_types(
+        self, clients: int, mesh: Mesh
+    ) -> tuple[Params, dict[str, jax.ShapeDtypeStruct], jax.ShapeDtypeStruct]:
+        """Return the types of a round's arguments: parameters, batches and numbers of examples."""
 
-        def like(spec: P, dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+        def like(spec: P, dtype: jax.typing.DTypeLike, *shape: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
         shapes = jax.eval_shape(self.model.init, jax.random.key(0))
         params = jax.tree.map(lambda p: like(P(), p.dtype, *p.shape), shapes)
-        rows = (clients, LOCAL_STEPS, BATCH)
+        shape = (clients, LOCAL_STEPS, BATCH_SIZE)
         batches = {
-            "image": like(P("clients"), jnp.float32, *rows, *self.image),
-            "label": like(P("clients"), jnp.int32, *rows),
+            "image": like(P("clients"), jnp.float32, *shape, *self.image_shape),
+            "label": like(P("clients"), jnp.int32, *shape),
         }
         return params, batches, like(P("clients"), jnp.float32, clients)
 
-    def draw(self, clients: int, mesh: Mesh) -> tuple[Any, Any, Any]:
-        """Random arguments of these types."""
+    def random_arguments(
+        self, clients: int, mesh: Mesh
+    ) -> tuple[Params, dict[str, jax.Array], jax.Array]:
+        """Draw random arguments of the types of `argument_types`."""
         random = np.random.default_rng(0)
-        _, batches, num_examples = self.arguments(clients, mesh)
+        _, batches, num_examples = self.argument_types(clients, mesh)
         image, label = batches["image"], batches["label"]
         init = jax.jit(self.model.init, out_shardings=NamedSharding(mesh, P()))
         values = {
             "image": random.random(image.shape, dtype=np.float32),
-            "label": random.integers(0, self.classes, label.shape, dtype=np.int32),
+            "label": random.integers(0, self.num_classes, label.shape, dtype=np.int32),
         }
-        weights = random.uniform(1, 5, num_examples.shape).astype(np.float32)
+        counts = random.uniform(1, 5, num_examples.shape).astype(np.float32)
         put = functools.partial(jax.device_put, device=num_examples.sharding)
-        return init(jax.random.key(0)), jax.tree.map(put, values), put(weights)
+        return init(jax.random.key(0)), jax.tree.map(put, values), put(counts)
 
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {

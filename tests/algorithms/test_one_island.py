@@ -48,7 +48,7 @@ def check_same(both: Any, mesh: jax.sharding.Mesh) -> None:
 )
 def test_collectives_and_memory_are_those_of_the_step_by_hand(sizes: dict[str, int]) -> None:
     mesh = make_mesh(**sizes)
-    both = compile_both(MODEL, mesh, batch=8, length=32, steps=2)
+    both = compile_both(MODEL, mesh, batch_size=8, seq_len=32, steps=2)
     check_same(both, mesh)
     with jax.set_mesh(mesh):
         (state, batches), (by_hand_state, by_hand_batches) = (
@@ -81,4 +81,4 @@ def test_a_step_takes_the_time_of_the_step_by_hand(sizes: dict[str, int]) -> Non
 def test_on_tpu_pods_too(topology: str) -> None:
     pytest.importorskip("libtpu")
     mesh = make_mesh(devices=find_topology(topology).devices, fsdp=8, tensor=2)
-    check_same(compile_both(LARGER, mesh, batch=16, length=1024, steps=2), mesh)
+    check_same(compile_both(LARGER, mesh, batch_size=16, seq_len=1024, steps=2), mesh)

@@ -1,4 +1,4 @@
-"""What crosses between TPU slices, read from the programs compiled for two of them."""
+"""Tests of the bytes between TPU slices, read from programs compiled for two slices."""
 
 import dataclasses
 from typing import Any
@@ -22,14 +22,15 @@ MODEL = TransformerConfig(
 
 
 def between_slices(
-    islands: int, mesh: MeshConfig, dtype: str = "float32", levels: int | None = None
+    islands: int, mesh: MeshConfig, dtype: str = "float32", num_levels: int | None = None
 ) -> list[Collective]:
+    """Compile a round for two slices and return its collectives between them."""
     experiment = dataclasses.replace(
         pretrain_text(),
         islands=islands,
         mesh=mesh,
         model=dataclasses.replace(MODEL, dtype=dtype),
-        outer=OuterConfig(num_levels=levels),
+        outer=OuterConfig(num_levels=num_levels),
         data=TextConfig(local_steps=STEPS, batch_size=ROWS // islands, seq_len=256),
     )
     with default_devices(find_topology("v5e:2x2", slices=2).devices):
@@ -40,31 +41,31 @@ def between_slices(
     return [c for c in collectives(text or "", run.mesh) if c.between_slices]
 
 
-def bytes_of(found: list[Collective]) -> int:
-    times: Any = (c.executions for c in found)
-    return sum(c.bytes * n for c, n in zip(found, times, strict=True))
+def bytes_per_round(found: list[Collective]) -> int:
+    executions: Any = (c.executions for c in found)
+    return sum(c.bytes * n for c, n in zip(found, executions, strict=True))
 
 
 @pytest.mark.slow
-def test_diloco_crosses_once_a_round_and_outside_of_its_loops() -> None:
+def test_diloco_communicates_between_slices_once_per_round_outside_of_loops() -> None:
     pytest.importorskip("libtpu")
     diloco = between_slices(2, MeshConfig(islands=2, fsdp=4))
     assert all(c.axes == ("islands",) and not c.in_loop for c in diloco)
-    shard = 4 * MODEL.num_params() / 4  # each of an island's four devices sends its part
-    assert shard <= bytes_of(diloco) <= 1.01 * shard
+    shard = 4 * MODEL.num_params() / 4  # each of an island's four devices sends its shard
+    assert shard <= bytes_per_round(diloco) <= 1.01 * shard
     parallel = between_slices(1, MeshConfig(data=2, fsdp=4))
     assert any(c.in_loop for c in parallel)
-    assert bytes_of(parallel) >= STEPS * bytes_of(diloco)
+    assert bytes_per_round(parallel) >= STEPS * bytes_per_round(diloco)
 
 
 @pytest.mark.slow
-def test_in_bfloat16_the_outer_gradients_cross_in_fewer_bits() -> None:
-    """Data parallelism then sends bfloat16, and DiLoCo words of eight digits: 4 bits a value."""
+def test_quantized_outer_gradients_need_fewer_bits_than_bfloat16() -> None:
+    """Data parallelism sends bfloat16; DiLoCo sends words of eight digits, 4 bits per value."""
     pytest.importorskip("libtpu")
-    diloco = between_slices(2, MeshConfig(islands=2, fsdp=4), "bfloat16", levels=4)
+    diloco = between_slices(2, MeshConfig(islands=2, fsdp=4), "bfloat16", num_levels=4)
     assert all(c.axes == ("islands",) and not c.in_loop for c in diloco)
     shard = MODEL.num_params() / 2 / 4
-    tile = 4 * 8 * 128  # what a collective sends is padded to whole tiles of the chip's memory
-    assert shard <= bytes_of(diloco) < shard + len(diloco) * tile
+    tile = 4 * 8 * 128  # collectives are padded to whole tiles of the chip's memory
+    assert shard <= bytes_per_round(diloco) < shard + len(diloco) * tile
     parallel = between_slices(1, MeshConfig(data=2, fsdp=4), "bfloat16")
-    assert bytes_of(parallel) >= 4 * STEPS * bytes_of(diloco)
+    assert bytes_per_round(parallel) >= 4 * STEPS * bytes_per_round(diloco)

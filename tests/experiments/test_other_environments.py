@@ -1,6 +1,6 @@
-"""Libraries of other environments take the same round, or their times are not reported.
+"""Tests of the benchmark that runs libraries of other environments.
 
-The libraries are not here, so a script that needs only NumPy stands in for them.
+The libraries are not installed: a script that needs only NumPy replaces them.
 """
 
 import json
@@ -45,7 +45,7 @@ def train(images, labels):
 
 for turn, _ in enumerate(sys.stdin):
     trained = [train(*client) for client in zip(images, labels)]
-    print("what a library says of itself")
+    print("output of the library itself")
     if turn == 0:
         mean = {name: np.mean([t[name] for t in trained], axis=0) for name in server}
         np.savez(result, versions="numpy 1", **mean)
@@ -54,8 +54,8 @@ for turn, _ in enumerate(sys.stdin):
 
 
 @pytest.fixture
-def stand_in(monkeypatch, tmp_path):
-    """Gives the function that has a script's text stand in for FedJAX's."""
+def fake_library(monkeypatch, tmp_path):
+    """Return a function that replaces FedJAX's script by another script."""
     monkeypatch.setitem(WORKLOADS, "tiny", lambda: Workload(MODELS["mlp"][0], (6,), 3))
     monkeypatch.setattr(other_environments, "on_devices", lambda _, fn, *args: fn(*args))
 
@@ -67,8 +67,8 @@ def stand_in(monkeypatch, tmp_path):
     return write
 
 
-def test_they_take_turns_at_the_same_round(stand_in, capsys):
-    stand_in(NUMPY_ROUND)
+def test_libraries_run_the_same_round_in_turn(fake_library, capsys):
+    fake_library(NUMPY_ROUND)
     sizes = ["--model=tiny", "--clients=4", "--devices=2", "--repetitions=3"]
     assert other_environments.main([*sizes, f"--fedjax_python={sys.executable}"]) == 0
     *table, figures = capsys.readouterr().out.splitlines()
@@ -80,20 +80,22 @@ def test_they_take_turns_at_the_same_round(stand_in, capsys):
     assert theirs["fedpax_ratio"] == timing.paired_ratio(ours["seconds"], theirs["seconds"])
 
 
-def test_a_library_with_another_result_is_not_timed(stand_in):
-    pythons = stand_in(NUMPY_ROUND.replace("zip(images, labels)]", "zip(images[1:], labels[1:])]"))
-    with pytest.raises(AssertionError, match="fedjax against fedpax"):
+def test_a_library_with_another_result_raises(fake_library):
+    pythons = fake_library(
+        NUMPY_ROUND.replace("zip(images, labels)]", "zip(images[1:], labels[1:])]")
+    )
+    with pytest.raises(AssertionError, match="fedjax differs from fedpax"):
         other_environments.measure("tiny", 1, 4, pythons, 1)
 
 
-def test_a_library_that_cannot_start_is_named(stand_in):
-    pythons = stand_in("raise SystemExit('no such library')")
-    with pytest.raises(ChildProcessError, match=r"script\.py.* ended"):
+def test_a_library_that_cannot_start_raises(fake_library):
+    pythons = fake_library("raise SystemExit('no such library')")
+    with pytest.raises(ChildProcessError, match=r"script\.py.* exited"):
         other_environments.measure("tiny", 1, 4, pythons, 1)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_network_for_fedjax_is_ours(name):
+def test_the_network_for_fedjax_computes_the_same_logits(name):
     model, image = MODELS[name]
     params = jax.jit(model.init)(jax.random.key(0))
     images = jax.random.normal(jax.random.key(1), (7, *image))
@@ -102,7 +104,7 @@ def test_the_network_for_fedjax_is_ours(name):
     np.testing.assert_allclose(theirs, ours, rtol=1e-5, atol=1e-6)
 
 
-def test_pytorch_sees_the_same_products():
+def test_pytorchs_layout_gives_the_same_matmuls_and_convolutions():
     init = jax.jit(MODELS["cnn"][0].init)
     params = other_environments.by_name(init(jax.random.key(0)))
     as_torch = {name: pfl_round.as_torch(name, value, params) for name, value in params.items()}

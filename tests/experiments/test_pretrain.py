@@ -1,9 +1,10 @@
-"""Pretraining experiments: one island or several, built without data, trained in small."""
+"""Tests of the pretraining experiments, on one island and on several."""
 
 import dataclasses
 from pathlib import Path
 from typing import Any
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -21,12 +22,15 @@ from fedpax.training.trainer import train
 
 SMALL: dict[str, Any] = {
     "model": TransformerConfig(num_layers=2, embed_dim=16, num_heads=2, num_kv_heads=1, mlp_dim=32),
-    "data": TextConfig(local_steps=10, batch=8, length=16, heldout_batch=8, heldout_tokens=1024),
+    "data": TextConfig(
+        local_steps=10, batch_size=8, seq_len=16, heldout_batch_size=8, heldout_tokens=1024
+    ),
     "training": TrainingConfig(rounds=2, evaluate_every=1, checkpoint_every=0),
 }
 
 
 def small(**changes: Any) -> pretrain.Pretraining:
+    """Make an experiment that trains in seconds."""
     return dataclasses.replace(pretrain.pretrain_text(), **SMALL, **changes)
 
 
@@ -41,17 +45,17 @@ def small(**changes: Any) -> pretrain.Pretraining:
     ],
     ids=lambda x: getattr(x, "__name__", None),
 )
-def test_a_step_has_the_tokens_that_the_experiment_promises(
+def test_the_tokens_of_a_step_are_those_of_the_docstring(
     make: Any, islands: int, tokens: int
 ) -> None:
     experiment = make()
     data = experiment.data
     assert experiment.islands == experiment.mesh.islands == islands
-    assert islands * data.batch * data.length == tokens
+    assert islands * data.batch_size * data.seq_len == tokens
     assert experiment.model.dtype == "bfloat16" and experiment.model.remat != "none"
 
 
-def test_an_experiment_is_built_and_compiled_without_its_data() -> None:
+def test_an_experiment_builds_and_compiles_without_its_data() -> None:
     data = dataclasses.replace(SMALL["data"], dataset="no_such_data_set", tokenizer="none.json")
     run = dataclasses.replace(small(mesh=MeshConfig(fsdp=8)), data=data).build()
     with jax.set_mesh(run.mesh):
@@ -64,19 +68,15 @@ def test_an_experiment_is_built_and_compiled_without_its_data() -> None:
         next(run.cohorts)
 
 
-def test_shapes_told_are_those_of_the_data() -> None:
+def test_the_cohort_shapes_of_a_run_match_its_cohorts() -> None:
     run = small(mesh=MeshConfig(fsdp=8)).build()
-    batch = next(run.cohorts)
-    assert jax.tree.map(np.shape, batch) == jax.tree.map(np.shape, run.cohort_shapes)
-    assert jax.tree.map(lambda x: x.dtype, batch) == jax.tree.map(
-        lambda x: x.dtype, run.cohort_shapes
-    )
+    chex.assert_trees_all_equal_shapes_and_dtypes(next(run.cohorts), run.cohort_shapes)
 
 
-def test_a_vocabulary_that_the_model_does_not_have_is_refused() -> None:
+def test_a_tokenizer_larger_than_the_models_vocabulary_raises() -> None:
     model = dataclasses.replace(SMALL["model"], vocab_size=100)
     run = dataclasses.replace(small(mesh=MeshConfig(fsdp=8)), model=model).build()
-    with pytest.raises(ValueError, match=r"has 256 tokens, but model\.vocab_size=100: make the"):
+    with pytest.raises(ValueError, match=r"has 256 tokens, but model\.vocab_size=100. Set --model"):
         next(run.cohorts)
 
 
@@ -88,7 +88,7 @@ def test_a_vocabulary_that_the_model_does_not_have_is_refused() -> None:
     ],
     ids=["one island", "two islands"],
 )
-def test_it_learns(islands: int, mesh: MeshConfig, state: type, tmp_path: Path) -> None:
+def test_pretraining_learns(islands: int, mesh: MeshConfig, state: type, tmp_path: Path) -> None:
     experiment = small(
         islands=islands, mesh=mesh, loss=LossConfig(z_loss_weight=1e-4, grad_accum_steps=2)
     )
@@ -102,7 +102,7 @@ def test_it_learns(islands: int, mesh: MeshConfig, state: type, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_it_goes_on_with_another_number_of_islands(
+def test_a_run_resumes_with_another_number_of_islands(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     few = small(islands=2, mesh=MeshConfig(islands=2, fsdp=4))

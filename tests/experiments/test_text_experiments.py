@@ -1,15 +1,16 @@
-"""The experiments on text build, train, and compare as they claim to."""
+"""Tests of the experiments on text."""
 
 import dataclasses
 import itertools
 
+import chex
 import jax
 import numpy as np
 import pytest
 
+from fedpax.commands.options import configure
 from fedpax.experiments import diloco_text as module
 from fedpax.experiments.text import TextConfig
-from fedpax.main import configure
 from fedpax.models.transformer import TransformerConfig
 from fedpax.training.compiled_round import compile_round, with_shardings
 from fedpax.training.experiment import TrainingConfig
@@ -21,7 +22,7 @@ EXPERIMENTS = (module.diloco_text, module.data_parallel_text, module.single_isla
 
 @pytest.fixture
 def small(tmp_path_factory):
-    """Makes an experiment small: a few seconds for all three."""
+    """Return a function that shrinks an experiment to seconds."""
 
     def shrink(experiment):
         return dataclasses.replace(
@@ -30,7 +31,10 @@ def small(tmp_path_factory):
                 vocab_size=256, num_layers=1, embed_dim=24, num_heads=2, num_kv_heads=1, mlp_dim=52
             ),
             data=TextConfig(
-                local_steps=experiment.data.local_steps, batch=2, length=16, heldout_tokens=1024
+                local_steps=experiment.data.local_steps,
+                batch_size=2,
+                seq_len=16,
+                heldout_tokens=1024,
             ),
             training=TrainingConfig(rounds=2, evaluate_every=1, checkpoint_every=0),
         )
@@ -38,7 +42,7 @@ def small(tmp_path_factory):
     return shrink
 
 
-def test_the_three_differ_in_the_method_the_islands_and_what_was_tuned():
+def test_the_three_differ_in_method_islands_and_tuned_hyperparameters_alone():
     diloco, parallel, single = (e() for e in EXPERIMENTS)
     for name in ("model", "data", "training"):
         assert getattr(diloco, name) == getattr(parallel, name) == getattr(single, name)
@@ -54,14 +58,21 @@ def test_the_model_has_one_to_three_million_parameters():
     assert 1e6 <= module.diloco_text().model.num_params() <= 3e6
 
 
-def test_diloco_and_data_parallel_see_the_same_tokens():
+def test_diloco_and_data_parallel_train_on_the_same_tokens():
     small = TrainingConfig(rounds=2, evaluate_every=0, checkpoint_every=0)
-    streams = [dataclasses.replace(e(), training=small).build().batches for e in EXPERIMENTS[:2]]
+    streams = [dataclasses.replace(e(), training=small).build().cohorts for e in EXPERIMENTS[:2]]
     for first, second in itertools.islice(zip(*streams, strict=True), 2):
-        jax.tree.map(np.testing.assert_array_equal, first, second)
+        chex.assert_trees_all_equal(first, second)
 
 
-def test_data_parallel_sends_more_than_twenty_times_the_bytes(small):
+def test_a_run_counts_tokens(small):
+    run = small(module.diloco_text()).build()
+    cohort = next(run.cohorts)
+    assert run.item_unit == "tokens"
+    assert run.items_per_round == cohort.batches["targets"].size
+
+
+def test_data_parallel_communicates_over_twenty_times_the_bytes_of_diloco(small):
     sent = {}
     for make in EXPERIMENTS[:2]:
         run = small(make()).build()
@@ -73,7 +84,7 @@ def test_data_parallel_sends_more_than_twenty_times_the_bytes(small):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", EXPERIMENTS[:2])
-def test_they_learn(make, small, tmp_path):
+def test_diloco_and_data_parallel_learn(make, small, tmp_path):
     train(small(make()), tmp_path)
     losses = [line["loss"] for line in select(read_metrics(tmp_path), "evaluation")]
     assert np.log(256) > losses[0] > losses[1]
@@ -83,15 +94,15 @@ def test_they_learn(make, small, tmp_path):
     ("override", "words"),
     [
         ("--outer.num_levels=1", "num_levels is 1, expected 2 (signs) to 256"),
-        ("--outer.learning_rate=-1.0", "expected a positive rate"),
+        ("--outer.learning_rate=-1.0", "expected a positive finite number"),
         ("--outer.momentum=1.0", "at least 0 and below 1"),
         ("--data.local_steps=0", "data.local_steps=0: expected at least 1"),
-        ("--data.batch=0", "data.batch=0: expected at least 1"),
-        ("--data.length=-5", "data.length=-5: expected at least 1"),
-        ("--data.heldout_batch=0", "data.heldout_batch=0: expected at least 1"),
+        ("--data.batch_size=0", "data.batch_size=0: expected at least 1"),
+        ("--data.seq_len=-5", "data.seq_len=-5: expected at least 1"),
+        ("--data.heldout_batch_size=0", "data.heldout_batch_size=0: expected at least 1"),
     ],
 )
-def test_numbers_out_of_range_are_refused(capsys, override: str, words: str) -> None:
+def test_the_command_line_rejects_numbers_out_of_range(capsys, override: str, words: str) -> None:
     with pytest.raises(SystemExit) as stop:
         configure("diloco_text", [override])
     assert stop.value.code == 2 and words in " ".join(
@@ -102,8 +113,8 @@ def test_numbers_out_of_range_are_refused(capsys, override: str, words: str) -> 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (["--mesh.islands=2", "--mesh.clients=2", "--mesh.fsdp=2"], "leave out --mesh.clients"),
-        (["--mesh.fsdp=1", "--mesh.sequence=2", "--data.length=63"], "sequence=2 does not divide"),
+        (["--mesh.islands=2", "--mesh.clients=2", "--mesh.fsdp=2"], "Leave out --mesh.clients"),
+        (["--mesh.fsdp=1", "--mesh.sequence=2", "--data.seq_len=63"], "sequence=2 does not divide"),
         (["--mesh.fsdp=1", "--mesh.tensor=2", "--model.num_heads=3"], "divide --model.num_heads=3"),
         (
             ["--mesh.fsdp=1", "--mesh.expert=2", "--model.num_experts=3"],
@@ -111,7 +122,7 @@ def test_numbers_out_of_range_are_refused(capsys, override: str, words: str) -> 
         ),
     ],
 )
-def test_meshes_that_would_leave_devices_idle_are_refused(settings: list[str], words: str) -> None:
+def test_a_mesh_that_does_not_fit_the_experiment_raises(settings: list[str], words: str) -> None:
     experiment = configure(
         "diloco_text", ["--model.embed_dim=96", "--model.num_kv_heads=1", *settings]
     )

@@ -1,4 +1,4 @@
-"""With the clients of a device fixed, a round is the same on it whatever the number of devices."""
+"""Tests of the benchmark that compiles a round for pods of several sizes."""
 
 import json
 
@@ -8,14 +8,14 @@ from fedpax.experiments.benchmarks import topologies
 
 
 def run(capsys, *arguments):
-    """The command's exit status, its verdict and its rows."""
-    status = topologies.main(["--batch=2", "--local_steps=2", *arguments])
-    *_, verdict, figures = capsys.readouterr().out.splitlines()
-    return status, verdict, json.loads(figures)["rows"]
+    """Run the command and return its exit status, its conclusion and its rows."""
+    status = topologies.main(["--batch_size=2", "--local_steps=2", *arguments])
+    *_, conclusion, figures = capsys.readouterr().out.splitlines()
+    return status, conclusion, json.loads(figures)["rows"]
 
 
 def check_rows(rows, devices, clients_per_device):
-    """There is one sum of the parameters' changes and the metrics, behind the clients' loop."""
+    """Check that the round all-reduces updates and metrics, after the loop over clients."""
     assert [row["devices"] for row in rows] == devices
     assert [row["clients"] for row in rows] == [clients_per_device * n for n in devices]
     for row in rows:
@@ -26,15 +26,15 @@ def check_rows(rows, devices, clients_per_device):
 
 
 @pytest.mark.parametrize("chunk_size", ["auto", "1"])
-def test_the_round_on_simulated_devices(capsys, chunk_size):
+def test_the_round_is_the_same_on_any_number_of_simulated_devices(capsys, chunk_size):
     arguments = ["--topologies=cpu:2,cpu:4,cpu:8", "--clients_per_device=4"]
-    status, verdict, rows = run(capsys, *arguments, f"--chunk_size={chunk_size}")
-    assert status == 0 and verdict == "The same on every pod."
+    status, conclusion, rows = run(capsys, *arguments, f"--chunk_size={chunk_size}")
+    assert status == 0 and conclusion == "All pods have the same collectives and memory."
     check_rows(rows, [2, 4, 8], 4)
     assert len({row["temporary_bytes"] for row in rows}) == 1 and rows[0]["temporary_bytes"] > 0
 
 
-def test_a_difference_is_a_failure(capsys, monkeypatch):
+def test_a_difference_between_pods_gives_status_1(capsys, monkeypatch):
     compile_for = topologies.compile_for
 
     def more_clients_each(topology, clients_per_device, **options):
@@ -42,13 +42,13 @@ def test_a_difference_is_a_failure(capsys, monkeypatch):
         return compile_for(topology, clients_per_device=more, **options)
 
     monkeypatch.setattr(topologies, "compile_for", more_clients_each)
-    status, verdict, _ = run(capsys, "--topologies=cpu:2,cpu:4", "--clients_per_device=2")
-    assert status == 1 and "differ" in verdict
+    status, conclusion, _ = run(capsys, "--topologies=cpu:2,cpu:4", "--clients_per_device=2")
+    assert status == 1 and "differ" in conclusion
 
 
 @pytest.mark.slow
-def test_the_round_on_pods_that_are_not_there(capsys):
+def test_the_round_is_the_same_on_tpu_pods(capsys):
     pytest.importorskip("libtpu")
-    status, verdict, rows = run(capsys, "--topologies=v5e:4x4,v5e:8x8", "--clients_per_device=8")
-    assert status == 0, verdict
+    status, conclusion, rows = run(capsys, "--topologies=v5e:4x4,v5e:8x8", "--clients_per_device=8")
+    assert status == 0, conclusion
     check_rows(rows, [16, 64], 8)

@@ -1,0 +1,137 @@
+"""Populations of clients as configuration: how the training examples belong to clients."""
+
+import abc
+import dataclasses
+
+from fedpax.data import (
+    DirichletClients,
+    Source,
+    partition_dirichlet,
+    partition_natural,
+    read_examples,
+)
+from fedpax.data.populations.partition import Partition
+from fedpax.experiments.ranges import COUNT, NON_NEGATIVE, POSITIVE, check_ranges
+
+
+@dataclasses.dataclass(frozen=True)
+class PopulationConfig(abc.ABC):
+    """The clients that exist, of which each round samples a cohort."""
+
+    @abc.abstractmethod
+    def make(self, source: Source, seed: int) -> Partition:
+        """Return the indices of each client's examples.
+
+        Args:
+            source: the training split.
+            seed: the random seed.
+        """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DirichletPopulation(PopulationConfig):
+    """A partition of the training split among clients with different label distributions.
+
+    Attributes:
+        num_clients: number of clients in the population.
+        alpha: concentration of the Dirichlet distribution of each client's labels. Smaller values
+            give each client fewer labels.
+    """
+
+    num_clients: int
+    alpha: float
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        check_ranges(self, "population", num_clients=COUNT, alpha=POSITIVE)
+
+    def make(self, source: Source, seed: int) -> Partition:
+        """Partition the examples by label."""
+        labels = read_examples(source)["label"]
+        return partition_dirichlet(labels, self.num_clients, alpha=self.alpha, seed=seed)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SyntheticPopulation(PopulationConfig):
+    """A large population over few examples. Clients differ in label distribution and in size.
+
+    Attributes:
+        num_clients: number of clients in the population.
+        alpha: concentration of the Dirichlet distribution of each client's labels. Smaller values
+            give each client fewer labels.
+        median_examples: median number of examples of a client.
+        sigma: standard deviation of the logarithm of a client's number of examples.
+        max_examples: largest number of examples of a client.
+    """
+
+    num_clients: int
+    alpha: float
+    median_examples: float
+    sigma: float
+    max_examples: int
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        check_ranges(
+            self,
+            "population",
+            num_clients=COUNT,
+            alpha=POSITIVE,
+            median_examples=POSITIVE,
+            sigma=NON_NEGATIVE,
+            max_examples=COUNT,
+        )
+
+    def make(self, source: Source, seed: int) -> Partition:
+        """Make a population that generates a client when it is sampled."""
+        return DirichletClients(
+            read_examples(source)["label"],
+            self.num_clients,
+            alpha=self.alpha,
+            median_examples=self.median_examples,
+            sigma=self.sigma,
+            max_examples=self.max_examples,
+            seed=seed,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NaturalPopulation(PopulationConfig):
+    """The clients that the data set itself names.
+
+    Attributes:
+        field: the field of an example that names its client.
+    """
+
+    field: str = "client"
+
+    def make(self, source: Source, seed: int) -> Partition:
+        """Group the examples by client, in one pass over the source."""
+        del seed
+        check_has_fields(
+            source,
+            self.field,
+            remedy="Set --population.field to the field that names an example's client",
+        )
+        return partition_natural(source, self.field)[0]
+
+
+def check_has_fields(
+    source: Source, *fields: str, remedy: str = "Rename its fields when it is prepared"
+) -> None:
+    """Check that the examples of a source have the fields that an experiment reads.
+
+    Args:
+        source: the examples.
+        *fields: names of fields.
+        remedy: the message's advice, a sentence that goes on with "or choose another --dataset".
+
+    Raises:
+        ValueError: a field is missing.
+    """
+    found = source[0]
+    if missing := [field for field in fields if field not in found]:
+        raise ValueError(
+            f"The data set {source.name} has no field {' or '.join(map(repr, missing))}, only "
+            f"{', '.join(map(repr, found))}. {remedy}, or choose another --dataset."
+        )

@@ -33,7 +33,9 @@ from fedpax.primitives._jax import (
     strip_final,
     zero_tangent,
 )
+from fedpax.primitives.batch_rules import expand_batch_rules
 from fedpax.primitives.broadcast import federated_broadcast_p
+from fedpax.primitives.layout import find_mesh, move_to_mesh
 from fedpax.primitives.reduction import REDUCTIONS
 
 
@@ -106,11 +108,14 @@ class _Linearized(NamedTuple):
 
 
 def _linearize(jaxpr: ClosedJaxpr, nonzero: Sequence[bool]) -> _Linearized:
+    jaxpr = expand_batch_rules(jaxpr)
     active = [
         varies and jnp.issubdtype(aval.dtype, jnp.inexact)
         for varies, aval in zip(depends_on(jaxpr, nonzero), jaxpr.out_avals, strict=True)
     ]
     trees: list[Any] = []
+    residual_types: list[list[Any]] = []
+    mesh = find_mesh(jaxpr.in_avals)
     run: Callable[..., list] = functools.partial(evaluate, jaxpr)
     if _rematerializes_maps(jaxpr):
         run = jax.checkpoint(run, prevent_cse=False, policy=_is_saveable)
@@ -125,11 +130,18 @@ def _linearize(jaxpr: ClosedJaxpr, nonzero: Sequence[bool]) -> _Linearized:
         outputs, pushforward, others = jax.linearize(moving, *_select(args, nonzero), has_aux=True)
         residuals, tree = jax.tree.flatten(pushforward)
         trees.append(tree)
+        residual_types.append(list(map(jax.typeof, residuals)))
+        # Inside `jax.sharding.auto_axes`, as in `jax.random.gamma`, residuals have another mesh.
+        residuals = [move_to_mesh(r, mesh) for r in residuals]
         return [*_merge(active, outputs, others), *residuals]
 
     def linear(*residuals_and_tangents):
         tree = trees[-1]
-        pushforward = tree.unflatten(residuals_and_tangents[: tree.num_leaves])
+        residuals = [
+            move_to_mesh(r, aval.sharding.mesh)
+            for r, aval in zip(residuals_and_tangents, residual_types[-1], strict=False)
+        ]
+        pushforward = tree.unflatten(residuals)
         return pushforward(*residuals_and_tangents[tree.num_leaves :])
 
     full = _trace(primal, jaxpr.in_avals)

@@ -92,6 +92,29 @@ def replicate_over_placement(x: jax.Array, placement: Placement) -> jax.Array:
     return x if jax.typeof(x).sharding.spec == wanted else jax.sharding.reshard(x, wanted)
 
 
+def move_to_mesh(x: jax.Array, mesh: AbstractMesh) -> jax.Array:
+    """Change the mesh in an array's type to one with other axis types.
+
+    Args:
+        x: an array. Without a mesh in its type it is returned as it is.
+        mesh: the same mesh with other axis types. If empty, `x` is returned as it is.
+
+    Returns:
+        The array with the same values. Dimensions that were sharded over automatic axes are
+        replicated over them if they become explicit.
+    """
+    sharding = jax.typeof(x).sharding
+    if mesh.empty or sharding.mesh.empty or sharding.mesh == mesh:
+        return x
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    spec = sharding.spec
+    for axis in sharding.mesh.axis_names:
+        if types.get(axis) != AxisType.Explicit:
+            spec = P(*(_without_axis(entry, axis) for entry in spec))
+    with jax.sharding.use_abstract_mesh(mesh):
+        return jax.sharding.reshard(x, spec)
+
+
 def _without_axis(entry: Any, axis: str | None) -> Any:
     """Remove a mesh axis from one entry of a partition spec."""
     if axis is None:

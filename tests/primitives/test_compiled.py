@@ -156,3 +156,53 @@ def test_participants_wait_for_no_other_in_their_loops(mesh_only):
     text = jax.jit(program).lower(x).compile().as_text()
     assert " while(" in text
     assert not over_clients(text, mesh_only)
+
+
+# ---- one participant
+
+ROWS, COLUMNS = 128, 256  # a batch of 131,072 bytes
+
+
+def training_step(model, batch):
+    def loss(model):
+        hidden = batch
+        for w in model:
+            hidden = jnp.tanh(hidden @ w)
+        return jnp.mean((hidden - batch) ** 2)
+
+    value, gradient = jax.value_and_grad(loss)(model)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, model, gradient), value
+
+
+def mapped_and_averaged(model, batch):
+    return federated_mean(federated_map(lambda batch: training_step(model, batch), batch))
+
+
+def mapped(model, batch):
+    return federated_map(training_step, model, batch)
+
+
+def by_hand_of_stacked(model, batch):
+    model, batch = jax.tree.map(lambda x: jnp.squeeze(x, 0), (model, batch))
+    return jax.tree.map(lambda x: jnp.expand_dims(x, 0), training_step(model, batch))
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1])
+@pytest.mark.parametrize("islands_axis", [False, True], ids=["no mesh", "mesh"])
+@pytest.mark.parametrize("averaged", [True, False], ids=["averaged", "stacked"])
+def test_one_participant_is_the_plain_function(averaged, islands_axis, chunk_size):
+    """The same temporary memory as the function written by hand, and no copy of the batch."""
+    model, batch = [normal(COLUMNS, COLUMNS, seed=i) for i in range(3)], normal(1, ROWS, COLUMNS)
+    by_hand = (lambda model, batch: training_step(model, batch[0])) if averaged else None
+    if not averaged:
+        model, by_hand = [w[None] for w in model], by_hand_of_stacked
+    fn = mapped_and_averaged if averaged else mapped
+    program = fedpax.program(islands=1, chunk_size=chunk_size)(fn)
+    with jax.set_mesh(jax.make_mesh((1,), ("islands" if islands_axis else "data",))):
+        found, expected = (
+            jax.jit(f, donate_argnums=0).lower(model, batch).compile() for f in (program, by_hand)
+        )
+    temporaries = [c.memory_analysis().temp_size_in_bytes for c in (found, expected)]
+    assert temporaries[0] <= temporaries[1]
+    batch_copy = rf"f32\[(1,)?{ROWS},{COLUMNS}\]\S* copy\("
+    assert not re.search(batch_copy, found.as_text())

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from federated_cases import assert_close, normal, positive
+from federated_cases import assert_close, normal, place, positive
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -360,3 +360,29 @@ def test_results_have_the_types_that_tracing_tells(types, run):
         out = double(x)
         assert jax.typeof(out) == jax.make_jaxpr(double)(x).out_avals[0] == jax.typeof(x)
         assert spec_of(out) == ("clients", "model")
+
+
+# ---- axes whose type changes inside a participant
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sample", [jax.random.gamma, jax.random.dirichlet])
+def test_the_gradient_of_a_random_sample_by_its_shape_parameter(sample, current_mesh):
+    # On explicit axes JAX samples with automatic axes, so residuals have another mesh.
+    keys, shape = jax.random.split(jax.random.key(0), 8), positive(8, 2) + 0.5
+    program = fedpax.program(clients=8)(lambda keys, a: federated_map(sample, keys, a))
+    gradient = lambda f, a: jax.jit(jax.grad(lambda a: jnp.sum(f(keys, a) ** 2)))(a)
+    expected = gradient(jax.vmap(sample), shape)
+    assert_close(gradient(program, place(shape, "clients")), expected, 1e-4)
+
+
+def test_derivatives_of_a_function_with_automatic_axes(explicit_mesh):
+    def cube(x):
+        return jnp.sum(jnp.sin(x) ** 3) * x
+
+    program = fedpax.program(clients=8, chunk_size=1)(
+        lambda x: federated_map(jax.sharding.auto_axes(cube, out_sharding=P("fsdp")), x)
+    )
+    x = normal(8, 2)
+    gradient = lambda f, x: jax.jit(jax.grad(lambda x: jnp.sum(f(x) ** 2)))(x)
+    assert_close(gradient(program, place(x, "clients", "fsdp")), gradient(jax.vmap(cube), x), 1e-4)

@@ -1,4 +1,4 @@
-"""JAX's settings: what finds mistakes finds none, and double precision stays double."""
+"""JAX's settings: checkers of mistakes find none, and double precision stays double."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import pytest
 from federated_cases import assert_close, normal, positive
 
 import fedpax
-from fedpax import federated_map, federated_mean, federated_sum
+from fedpax import federated_map, federated_max, federated_mean, federated_min, federated_sum
 
 N = 4
 weighted_mean = fedpax.program(clients=N)(federated_mean)
@@ -103,3 +103,18 @@ def test_double_precision_means_have_the_dtype_of_jax_numpy(dtype):
             weights = arguments[1] if arguments[1:] else None
             np.testing.assert_allclose(found, np.average(x, 0, weights), rtol=1e-5)
         assert program(federated_sum)(x).dtype == jnp.sum(x, axis=0).dtype
+
+
+@pytest.mark.parametrize("chunk_size", [None, 3, 1])
+@pytest.mark.parametrize("name", ["max", "min"])
+def test_double_precision_derivatives_of_extrema(name, chunk_size):
+    federated, plain = {"max": (federated_max, jnp.max), "min": (federated_min, jnp.min)}[name]
+    with jax.enable_x64(True):
+        w, x = np.float64(normal(2)), np.float64(normal(N, 2))
+        x[2] = x[1]  # a tie
+        program = fedpax.program(clients=N, chunk_size=chunk_size)(
+            lambda w, x: federated(federated_map(lambda x: jnp.sin(w * x), x))
+        )
+        plainly = lambda w, x: plain(jnp.sin(w * x), axis=0)
+        gradient = lambda f: jax.jit(jax.grad(lambda *a: jnp.sum(f(*a) ** 2), argnums=(0, 1)))(w, x)
+        assert_close(gradient(program), gradient(plainly), 1e-12)

@@ -6,7 +6,7 @@ versions of NumPy.)
 """
 
 import numpy as np
-from numpy.typing import NDArray
+from jaxtyping import Float64, Int64
 
 from fedpax.data.shuffle import hash_key
 
@@ -25,12 +25,14 @@ def frozen_random(seed: int) -> np.random.RandomState:
     return np.random.RandomState(np.random.Philox(key=int(hash_key(seed))))
 
 
-def even_sizes(total: int, parts: int) -> NDArray[np.int64]:
+def even_sizes(total: int, parts: int) -> Int64[np.ndarray, " parts"]:
     """Return the sizes of parts that differ by at most one."""
     return total // parts + (np.arange(parts) < total % parts)
 
 
-def log_gamma(random: np.random.RandomState, shape: NDArray[np.float64]) -> NDArray[np.float64]:
+def log_gamma(
+    random: np.random.RandomState, shape: Float64[np.ndarray, " n"]
+) -> Float64[np.ndarray, " n"]:
     """Draw the logarithms of gamma variates; normalized variates are Dirichlet distributed.
 
     With a small shape nearly all variates underflow, but a Gamma(a) variate equals a Gamma(a + 1)
@@ -41,8 +43,10 @@ def log_gamma(random: np.random.RandomState, shape: NDArray[np.float64]) -> NDAr
 
 
 def assign_by_shares(
-    random: np.random.RandomState, num_examples: int, log_shares: NDArray[np.float64]
-) -> NDArray[np.int64]:
+    random: np.random.RandomState,
+    num_examples: int,
+    log_shares: Float64[np.ndarray, " participants"],
+) -> Int64[np.ndarray, " examples"]:
     """Assign examples to participants in given shares, rounded up or down.
 
     Uses systematic sampling: evenly spaced points with a random offset. Shares below one example
@@ -61,7 +65,7 @@ def assign_by_shares(
     return np.searchsorted(ends / ends[-1], points)
 
 
-def top_up(owner: NDArray[np.int64], num_participants: int, min_examples: int) -> None:
+def top_up(owner: Int64[np.ndarray, " examples"], num_participants: int, min_examples: int) -> None:
     """Move examples, in place, to participants with fewer than `min_examples`.
 
     Equivalent to moving one example at a time from the participant that has most at that moment.
@@ -85,8 +89,10 @@ def top_up(owner: NDArray[np.int64], num_participants: int, min_examples: int) -
 
 
 def to_partition(
-    order: NDArray[np.int64], owner: NDArray[np.int64], num_participants: int
-) -> list[NDArray[np.int64]]:
+    order: Int64[np.ndarray, " examples"],
+    owner: Int64[np.ndarray, " examples"],
+    num_participants: int,
+) -> list[Int64[np.ndarray, " part"]]:
     """Make a partition from the participant of each example of a shuffled order.
 
     Args:

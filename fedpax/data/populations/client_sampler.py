@@ -5,7 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from jaxtyping import Float64, Int64
+from numpy.typing import ArrayLike
 
 from fedpax.data.shuffle import hash_key, shuffled_index
 
@@ -55,7 +56,7 @@ class ClientSampler:
     seed: int = 0
     weights: ArrayLike | None = None
     available: Callable[[int], ArrayLike] | None = None
-    _weights: NDArray[np.float64] | None = field(init=False, repr=False, default=None)
+    _weights: Float64[np.ndarray, " clients"] | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
         """Check the sizes and the weights."""
@@ -83,7 +84,7 @@ class ClientSampler:
             )
         object.__setattr__(self, "_weights", weights)
 
-    def sample(self, round_number: int) -> NDArray[np.int64]:
+    def sample(self, round_number: int) -> Int64[np.ndarray, " cohort"]:
         """Sample the cohort of a round.
 
         Args:
@@ -116,7 +117,7 @@ class ClientSampler:
         client_ids = np.arange(self.num_clients) if candidates is None else candidates
         return client_ids[self._first_arrivals(client_ids, size, round_number)]
 
-    def _candidates(self, round_number: int) -> NDArray[np.int64] | None:
+    def _candidates(self, round_number: int) -> Int64[np.ndarray, " candidates"] | None:
         """Return the clients that can be drawn in a round, or None for the whole population."""
         if self.available is None:
             return None if self._weights is None else np.flatnonzero(self._weights)
@@ -135,8 +136,8 @@ class ClientSampler:
         return np.flatnonzero(available)
 
     def _first_arrivals(
-        self, client_ids: NDArray[np.int64], size: int, round_number: int
-    ) -> NDArray[np.int64]:
+        self, client_ids: Int64[np.ndarray, " candidates"], size: int, round_number: int
+    ) -> Int64[np.ndarray, " cohort"]:
         """Return the positions of the first arrivals of Poisson processes with rates w."""
         assert self._weights is not None
         bits = hash_key(self.seed, _WEIGHTED, round_number, client_ids) >> np.uint64(12)

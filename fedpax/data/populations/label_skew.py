@@ -5,7 +5,8 @@ and depends on its arguments alone.
 """
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from jaxtyping import Float64, Int64
+from numpy.typing import ArrayLike
 
 from fedpax.data.populations._assignment import (
     assign_by_shares,
@@ -16,7 +17,7 @@ from fedpax.data.populations._assignment import (
     to_partition,
     top_up,
 )
-from fedpax.data.populations.partition import check_count, index_labels
+from fedpax.data.populations.partition import Indices, check_count, index_labels
 
 
 def partition_dirichlet(
@@ -27,7 +28,7 @@ def partition_dirichlet(
     equal_sizes: bool = False,
     min_examples: int = 1,
     seed: int = 0,
-) -> list[NDArray[np.int64]]:
+) -> list[Indices]:
     """Partition examples with Dirichlet-distributed label skew.
 
     By default (Li et al.), the examples of each label are divided in shares drawn from
@@ -111,7 +112,7 @@ def partition_pachinko(
     alpha: float = 0.1,
     beta: float = 10.0,
     seed: int = 0,
-) -> list[NDArray[np.int64]]:
+) -> list[Indices]:
     """Partition examples by Pachinko allocation over two levels of labels, as federated CIFAR-100.
 
     Each participant in turn draws a distribution over the coarse labels from Dirichlet(alpha, ...,
@@ -190,7 +191,7 @@ def partition_pachinko(
 
 def partition_by_shards(
     labels: ArrayLike, num_participants: int, *, shards_per_participant: int = 2, seed: int = 0
-) -> list[NDArray[np.int64]]:
+) -> list[Indices]:
     """Sort examples by label, split them into equal shards, and assign the shards at random.
 
     Most participants have at most `shards_per_participant` labels. The sizes of shards differ by at
@@ -235,11 +236,11 @@ def partition_by_shards(
 
 def draw_labels(
     random: np.random.RandomState,
-    group_counts: NDArray[np.int64],
-    log_weights: NDArray[np.float64],
-    starts: NDArray[np.int64],
-    remaining: NDArray[np.int64],
-) -> NDArray[np.int64]:
+    group_counts: Int64[np.ndarray, " groups"],
+    log_weights: Float64[np.ndarray, " labels"],
+    starts: Int64[np.ndarray, " groups"],
+    remaining: Int64[np.ndarray, " labels"],
+) -> Int64[np.ndarray, " labels"]:
     """Draw labels from groups of labels by weight, each at most as often as it has examples.
 
     Draws beyond a label's remaining examples are repeated among the other labels of its group. This
@@ -275,14 +276,16 @@ def draw_labels(
     return counts
 
 
-def _positions_by_class(class_index: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+def _positions_by_class(class_index: Int64[np.ndarray, " examples"]) -> list[Indices]:
     """Return the positions at which each class occurs."""
     ends = np.cumsum(np.bincount(class_index))
     return np.split(np.argsort(class_index, kind="stable"), ends[:-1])
 
 
 def _assign_counts(
-    owner: NDArray[np.int64], positions: list[NDArray[np.int64]], counts: NDArray[np.int64]
+    owner: Int64[np.ndarray, " examples"],
+    positions: list[Indices],
+    counts: Int64[np.ndarray, "participants classes"],
 ) -> None:
     """Assign each class's examples, in place, by counts `[participants, classes]`."""
     for p, class_counts in zip(positions, counts.T, strict=True):

@@ -12,21 +12,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from jaxtyping import Int64
+from numpy.typing import ArrayLike
 
 from fedpax.data.shuffle import hash_key, shuffled_index
 from fedpax.data.sources.source import Source
 
-Partition = Sequence[NDArray[np.int64]]
-"""For each participant the indices of its examples, int64 `[examples of the participant]`."""
+Indices = Int64[np.ndarray, " examples"]
+"""The indices of a participant's examples in a source."""
+
+Partition = Sequence[Indices]
+"""For each participant the indices of its examples."""
 
 Examples = Sequence[Mapping[str, Any]]
 """A source of examples: a sequence of dicts, each with an example's fields."""
 
 
-def partition_iid(
-    num_examples: int, num_participants: int, *, seed: int = 0
-) -> list[NDArray[np.int64]]:
+def partition_iid(num_examples: int, num_participants: int, *, seed: int = 0) -> list[Indices]:
     """Partition shuffled examples evenly: each participant has a random sample of them.
 
     Args:
@@ -56,7 +58,7 @@ def partition_by_field(
     num_participants: int,
     *,
     size: Callable[[Mapping[str, Any]], int] | None = None,
-) -> list[NDArray[np.int64]]:
+) -> list[Indices]:
     """Partition examples so that all examples with the same value of a field stay together.
 
     Groups of equal values are assigned from the largest to the smallest, each to the participant
@@ -92,7 +94,7 @@ def partition_by_field(
     return [np.sort(np.array(indices, np.int64)) for indices in parts]
 
 
-def partition_natural(source: Examples, field: str) -> tuple[list[NDArray[np.int64]], list[Any]]:
+def partition_natural(source: Examples, field: str) -> tuple[list[Indices], list[Any]]:
     """Partition examples by the values of a field: one participant for each writer, user, ...
 
     The source is read once. From a source that `load` returned, only this field is decoded.
@@ -124,7 +126,7 @@ def partition_natural(source: Examples, field: str) -> tuple[list[NDArray[np.int
 
 def check_partition(
     partition: Partition, num_participants: int, num_examples: int, placement: str
-) -> list[NDArray[np.int64]]:
+) -> list[Indices]:
     """Check that a partition fits a source and a number of participants.
 
     Args:
@@ -165,7 +167,7 @@ def check_partition(
     return parts
 
 
-def check_indices(indices: ArrayLike, num_examples: int, participant: str) -> NDArray[np.int64]:
+def check_indices(indices: ArrayLike, num_examples: int, participant: str) -> Indices:
     """Check that a participant's indices are integers within the source.
 
     Args:
@@ -215,7 +217,7 @@ def get_field(example: Mapping[str, Any], field: str) -> Any:
 
 def index_labels(
     labels: ArrayLike, name: str = "labels"
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+) -> tuple[Int64[np.ndarray, " classes"], Int64[np.ndarray, " examples"]]:
     """Map labels to consecutive indices from 0.
 
     Args:

@@ -3,7 +3,8 @@
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from jaxtyping import Float64, Int64
+from numpy.typing import ArrayLike
 
 from fedpax.data.populations.partition import Partition, index_labels
 
@@ -16,7 +17,7 @@ class PartitionStatistics(NamedTuple):
 
     Attributes:
         num_examples: the number of examples of all participants together.
-        sizes: int64 `[participants]`, the number of examples of each participant.
+        sizes: the number of examples of each participant.
         smallest: the minimum of the sizes.
         median: the median of the sizes.
         mean: the mean of the sizes.
@@ -24,8 +25,8 @@ class PartitionStatistics(NamedTuple):
         coefficient_of_variation: the standard deviation of the sizes divided by their mean.
         gini: the Gini coefficient of the sizes: 0 if all are equal, near 1 if one participant has
             all examples.
-        classes: int64 `[classes]`, the labels that occur, ascending.
-        label_counts: int64 `[participants, classes]`, the number of examples of each label.
+        classes: the labels that occur, ascending.
+        label_counts: the number of examples of each label, by participant.
         labels_per_participant: the mean number of different labels of a participant.
         label_entropy: the mean entropy of a participant's label distribution, in nats.
         overall_entropy: the entropy of the label distribution of all examples, in nats.
@@ -35,15 +36,15 @@ class PartitionStatistics(NamedTuple):
     """
 
     num_examples: int
-    sizes: NDArray[np.int64]
+    sizes: Int64[np.ndarray, " participants"]
     smallest: int
     median: float
     mean: float
     largest: int
     coefficient_of_variation: float
     gini: float
-    classes: NDArray[np.int64] | None = None
-    label_counts: NDArray[np.int64] | None = None
+    classes: Int64[np.ndarray, " classes"] | None = None
+    label_counts: Int64[np.ndarray, "participants classes"] | None = None
     labels_per_participant: float | None = None
     label_entropy: float | None = None
     overall_entropy: float | None = None
@@ -159,7 +160,7 @@ def partition_statistics(
     )
 
 
-def _entropy(frequencies: NDArray[np.float64]) -> NDArray[np.float64]:
+def _entropy(frequencies: Float64[np.ndarray, "*batch classes"]) -> Float64[np.ndarray, "*batch"]:
     """Return the entropy in nats over the last axis."""
     logs = np.log(frequencies, where=frequencies > 0, out=np.zeros_like(frequencies))
     return -(frequencies * logs).sum(axis=-1)

@@ -1,7 +1,6 @@
 """Partitions whose participants differ in their numbers of examples."""
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fedpax.data.populations._assignment import (
     assign_by_shares,
@@ -11,7 +10,7 @@ from fedpax.data.populations._assignment import (
     to_partition,
     top_up,
 )
-from fedpax.data.populations.partition import check_count
+from fedpax.data.populations.partition import Indices, check_count
 
 
 def partition_by_quantity(
@@ -22,7 +21,7 @@ def partition_by_quantity(
     sigma: float | None = None,
     min_examples: int = 1,
     seed: int = 0,
-) -> list[NDArray[np.int64]]:
+) -> list[Indices]:
     """Partition shuffled examples into parts of different sizes.
 
     The participants' shares are drawn from Dirichlet(alpha, ..., alpha), or from a log-normal

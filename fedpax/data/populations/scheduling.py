@@ -6,12 +6,13 @@ processing time first.
 """
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from jaxtyping import Float64, Int64
+from numpy.typing import ArrayLike
 
 
 def balanced_order(
     num_steps: ArrayLike, num_devices: int = 1, *, chunk_size: int = 1
-) -> NDArray[np.int64]:
+) -> Int64[np.ndarray, " clients"]:
     """Order clients so that devices with equal blocks of them finish at nearly the same time.
 
     Clients are sorted by size and split into chunks of `chunk_size`. Each chunk, the largest first,
@@ -47,11 +48,11 @@ def balanced_order(
     chunk = min(chunk_size, max(per_device, 1))
     num_chunks, remainder = divmod(per_device, chunk)
     ranked = np.argsort(-work, kind="stable")
-    assigned: list[list[NDArray[np.int64]]] = [[] for _ in range(num_devices)]
+    assigned: list[list[Int64[np.ndarray, " chunk"]]] = [[] for _ in range(num_devices)]
     load = np.zeros(num_devices)
 
-    def assign(chunks: NDArray[np.int64], limit: int) -> None:
-        """Assign chunks `[number, clients]`, largest first, at most `limit` to a device."""
+    def assign(chunks: Int64[np.ndarray, "number clients"], limit: int) -> None:
+        """Assign chunks, the largest first, at most `limit` to a device."""
         counts = np.zeros(num_devices, np.int64)
         for clients in chunks:
             d = int(np.argmin(np.where(counts < limit, load, np.inf)))
@@ -96,7 +97,9 @@ def idle_fraction(num_steps: ArrayLike, num_devices: int = 1, *, chunk_size: int
     return float((total - work.sum()) / total) if total else 0.0
 
 
-def _check(num_steps: ArrayLike, num_devices: int, chunk_size: int) -> NDArray[np.float64]:
+def _check(
+    num_steps: ArrayLike, num_devices: int, chunk_size: int
+) -> Float64[np.ndarray, " clients"]:
     """Check the arguments, and return the work of each client as floats."""
     work = np.asarray(num_steps, np.float64)
     if work.ndim != 1 or not np.all(work >= 0):

@@ -4,12 +4,12 @@ import zlib
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from fedpax.data.populations.partition import index_labels
+from fedpax.data.populations.partition import Indices, index_labels
 
 
-class DirichletClients(Sequence[NDArray[np.int64]]):
+class DirichletClients(Sequence[Indices]):
     """A lazily generated population whose clients differ in their labels and sizes.
 
     Client k is generated when `clients[k]` is called and depends on the arguments and k alone.

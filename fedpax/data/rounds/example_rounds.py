@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from jaxtyping import Int32, Num
 
 from fedpax.clients.cohort import Cohort
 from fedpax.data.populations.partition import (
     Examples,
+    Indices,
     Partition,
     check_partition,
     partition_checksum,
@@ -38,9 +39,9 @@ class ExampleRounds:
 
     def __init__(
         self,
-        images: NDArray[Any],
-        labels: NDArray[np.int32],
-        partition: list[NDArray[np.int64]],
+        images: Num[np.ndarray, "examples height width channels"],
+        labels: Int32[np.ndarray, " examples"],
+        partition: list[Indices],
         settings: dict[str, int | str],
     ) -> None:
         self._images, self._labels = images, labels

@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float32, Int32, Num
 from numpy.typing import NDArray
 
 from fedpax.data.populations.partition import Examples, get_field
@@ -69,7 +70,7 @@ def example_batches(examples: Arrays, batch_size: int) -> list[Arrays]:
     ]
 
 
-def scale_pixels(images: NDArray[Any]) -> NDArray[np.float32]:
+def scale_pixels(images: Num[np.ndarray, "*shape"]) -> Float32[np.ndarray, "*shape"]:
     """Convert images to float32: integers are divided by 255, floats are unchanged."""
     largest = 255 if np.issubdtype(images.dtype, np.integer) else 1
     return images.astype(np.float32) / np.float32(largest)
@@ -77,7 +78,7 @@ def scale_pixels(images: NDArray[Any]) -> NDArray[np.float32]:
 
 def read_raw(
     source: Examples, image_field: str, label_field: str
-) -> tuple[NDArray[Any], NDArray[np.int32]]:
+) -> tuple[Num[np.ndarray, "examples height width channels"], Int32[np.ndarray, " examples"]]:
     """Read the images, with their own dtype, and the labels of all examples of a source."""
     import grain  # here because it is slow to import
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+from jaxtyping import Bool, Num
 from numpy.typing import NDArray
 
 from fedpax.data.populations.partition import get_field
@@ -59,7 +60,10 @@ def apply_preprocess(
     return result
 
 
-def combine_masks(is_example: NDArray[np.bool_], mask: NDArray[Any] | None) -> NDArray[Any]:
+def combine_masks(
+    is_example: Bool[np.ndarray, "clients steps batch"],
+    mask: Num[np.ndarray, "clients steps batch *shape"] | None,
+) -> Num[np.ndarray, "clients steps batch *shape"]:
     """Set the mask from `preprocess`, if there is one, to 0 where a batch has no example."""
     if mask is None:
         return is_example

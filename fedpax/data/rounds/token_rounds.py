@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from numpy.typing import NDArray
+from jaxtyping import Int64, UInt64
 
 from fedpax.clients.cohort import MASK, Cohort
 from fedpax.data.populations.partition import (
     Examples,
+    Indices,
     Partition,
     check_partition,
     get_field,
@@ -24,7 +25,7 @@ from fedpax.data.populations.partition import (
 )
 from fedpax.data.rounds.stream import check_sizes, check_state, source_name
 from fedpax.data.shuffle import hash_key, shuffled_index
-from fedpax.data.text.packing import Batch, TokenPairs, concatenate, to_batch
+from fedpax.data.text.packing import Batch, TokenPairs, Tokens, concatenate, to_batch
 from fedpax.data.text.tokenizer import BYTE_TOKENIZER, Tokenizer
 
 _ARRAYS, _BYTES = 4, 4  # inputs, targets, segments, positions; each int32
@@ -48,7 +49,7 @@ class _Window(NamedTuple):
     """The rows of a window, their order, and the position of the next window."""
 
     rows: TokenPairs
-    order: NDArray[np.int64]
+    order: Int64[np.ndarray, " rows"]
     end: _Position
 
 
@@ -59,8 +60,8 @@ class _Island:
         self,
         examples: Examples,
         field: str,
-        indices: NDArray[np.int64],
-        key: NDArray[np.uint64],
+        indices: Indices,
+        key: UInt64[np.ndarray, ""],
         seq_len: int,
         shuffle_tokens: int,
         tokenizer: Tokenizer,
@@ -72,8 +73,8 @@ class _Island:
         self._seq_len = seq_len
         self._shuffle_tokens = shuffle_tokens
         self._tokenizer = tokenizer
-        self._epoch: tuple[int, NDArray[np.int64]] = (-1, indices)
-        self._cache: dict[int, NDArray[Any]] = {}  # tokens by example
+        self._epoch: tuple[int, Indices] = (-1, indices)
+        self._cache: dict[int, Tokens] = {}  # tokens by example
         self._window: _Window | None = None
         self._position = _Position(0, 0, 0)
 
@@ -104,7 +105,7 @@ class _Island:
     def _next_window(self) -> _Window:
         """Read the documents of a window: at most one epoch, and at least one row."""
         document, offset, _ = self._position
-        documents: list[NDArray[Any]] = []
+        documents: list[Tokens] = []
         available = -offset
         while available < self._seq_len or (
             available < self._shuffle_tokens and len(documents) < len(self._indices)
@@ -126,7 +127,7 @@ class _Island:
         order = shuffled_index(np.arange(count), count, hash_key(self._key, 1, document, offset))
         return _Window(rows, order, end)
 
-    def _tokens(self, index: int) -> NDArray[Any]:
+    def _tokens(self, index: int) -> Tokens:
         """Return the tokens of an example; a shard that fits in a window is read only once."""
         tokens = self._cache.get(index)
         if tokens is None:

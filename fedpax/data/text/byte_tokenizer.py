@@ -6,7 +6,8 @@ character that real text sometimes contains.)
 """
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from jaxtyping import UInt8
+from numpy.typing import ArrayLike
 
 VOCAB_SIZE = 256
 """The number of tokens: one for each byte value."""
@@ -15,7 +16,7 @@ SEPARATOR = 0xFF
 """The token before and after every document."""
 
 
-def encode(text: str | bytes) -> NDArray[np.uint8]:
+def encode(text: str | bytes) -> UInt8[np.ndarray, " bytes"]:
     """Encode a text as byte tokens.
 
     Args:

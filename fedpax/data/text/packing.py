@@ -12,11 +12,13 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Bool, Int64, Integer, Num
 from numpy.typing import NDArray
 
 from fedpax.data.text.byte_tokenizer import SEPARATOR
 
-Batch = dict[str, NDArray[Any]]
+Tokens = Integer[np.ndarray, " tokens"]
+Batch = dict[str, Num[np.ndarray, "*rows seq_len"]]
 """Arrays of equal shape: `inputs`, `targets`, `segments`, `positions` and `mask`."""
 
 
@@ -29,20 +31,20 @@ class TokenPairs(NamedTuple):
         starts: bool `[...]`, True at the first pair of each document.
     """
 
-    inputs: NDArray[Any]
-    targets: NDArray[Any]
-    starts: NDArray[np.bool_]
+    inputs: Integer[np.ndarray, "*shape"]
+    targets: Integer[np.ndarray, "*shape"]
+    starts: Bool[np.ndarray, "*shape"]
 
     def map(self, function: Callable[[NDArray[Any]], NDArray[Any]]) -> "TokenPairs":
         """Apply a function that keeps the dtype to each of the arrays."""
         return TokenPairs(function(self.inputs), function(self.targets), function(self.starts))
 
-    def take(self, rows: NDArray[np.int64]) -> "TokenPairs":
+    def take(self, rows: Int64[np.ndarray, " rows"]) -> "TokenPairs":
         """Select rows of the first axis."""
         return self.map(lambda array: array[rows])
 
 
-def concatenate(documents: Iterable[NDArray[Any]], separator: int = SEPARATOR) -> TokenPairs:
+def concatenate(documents: Iterable[Tokens], separator: int = SEPARATOR) -> TokenPairs:
     """Concatenate documents.
 
     Args:
@@ -68,7 +70,7 @@ def concatenate(documents: Iterable[NDArray[Any]], separator: int = SEPARATOR) -
     return TokenPairs(tokens[:-1], tokens[1:], starts)
 
 
-def to_batch(pairs: TokenPairs, valid: NDArray[np.bool_] | None = None) -> Batch:
+def to_batch(pairs: TokenPairs, valid: Bool[np.ndarray, "*rows seq_len"] | None = None) -> Batch:
     """Make a language model's batch from rows of pairs.
 
     Args:
@@ -97,7 +99,7 @@ def to_batch(pairs: TokenPairs, valid: NDArray[np.bool_] | None = None) -> Batch
     return {name: array * valid.astype(array.dtype) for name, array in batch.items()}
 
 
-def pack(documents: Iterable[NDArray[np.uint8]], seq_len: int) -> Batch:
+def pack(documents: Iterable[Tokens], seq_len: int) -> Batch:
     """Pack documents into rows, with padding at the end of the last row.
 
     Args:
@@ -125,7 +127,9 @@ def pack(documents: Iterable[NDArray[np.uint8]], seq_len: int) -> Batch:
     return to_batch(*split_rows(concatenate(documents), seq_len))
 
 
-def split_rows(pairs: TokenPairs, seq_len: int) -> tuple[TokenPairs, NDArray[np.bool_]]:
+def split_rows(
+    pairs: TokenPairs, seq_len: int
+) -> tuple[TokenPairs, Bool[np.ndarray, "rows seq_len"]]:
     """Split pairs into rows, with padding at the end of the last row.
 
     Args:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from jaxtyping import Integer
+from numpy.typing import ArrayLike
 
 from fedpax.data.text.byte_tokenizer import SEPARATOR, VOCAB_SIZE, decode, encode
 
@@ -31,7 +32,7 @@ class Tokenizer(NamedTuple):
     name: str
     vocab_size: int
     separator: int
-    encode: Callable[[str | bytes], NDArray[Any]]
+    encode: Callable[[str | bytes], Integer[np.ndarray, " tokens"]]
     decode: Callable[[ArrayLike], str]
 
 
@@ -87,7 +88,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     vocab_size = library.get_vocab_size()
     dtype = np.uint16 if vocab_size <= 2**16 else np.int32
 
-    def encode_text(text: str | bytes) -> NDArray[Any]:
+    def encode_text(text: str | bytes) -> Integer[np.ndarray, " tokens"]:
         text = text.decode(errors="replace") if isinstance(text, bytes) else text
         return np.asarray(library.encode(text, add_special_tokens=False).ids, dtype)
 

@@ -91,16 +91,17 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             "stream": _text_from_bytes(stream_state),
             "configuration": configuration,
         }
-        self._manager.wait_until_finished()  # Orbax does so too, but after this assignment:
+        self.wait()
         self._saving = round_number
-        self._manager.save(
-            round_number,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(state),
-                progress=ocp.args.JsonSave(progress),
-            ),
-            force=True,
-        )
+        with self._writing():
+            self._manager.save(
+                round_number,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardSave(state),
+                    progress=ocp.args.JsonSave(progress),
+                ),
+                force=True,
+            )
 
     def _write_checksums(self) -> None:
         """Write the checksums of the step that is being saved, just before it is renamed."""
@@ -179,6 +180,19 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         return step
 
     @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Raise any failure to write a checkpoint as an OSError: TensorStore has others."""
+        try:
+            yield
+        except (jax.errors.JaxRuntimeError, MemoryError, OSError):
+            raise
+        except Exception as error:
+            raise OSError(
+                f"The checkpoint of round {self._saving} cannot be written in {self._folder} "
+                f"({type(error).__name__}: {error}). Correct the cause, then run again to resume."
+            ) from error
+
+    @contextmanager
     def _reading(self, step: int) -> Iterator[None]:
         """Raise any failure to read a checkpoint as a `DamagedCheckpointError`."""
         try:
@@ -207,7 +221,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         Raises:
             OSError: a save has failed.
         """
-        self._manager.wait_until_finished()
+        with self._writing():
+            self._manager.wait_until_finished()
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         """Wait for the running save and close. Its failure must not hide the run's own error."""

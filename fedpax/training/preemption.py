@@ -25,8 +25,8 @@ class PreemptionGuard:
     A second Ctrl-C raises `KeyboardInterrupt`. On exit the former handlers are restored.
 
     If `jax.distributed` is initialized, JAX's preemption service handles SIGTERM instead and makes
-    every process stop after the same round. Outside the main thread, where Python allows no
-    handlers, signals are not noticed.
+    every process stop after the same round; the first Ctrl-C is turned into SIGTERM. Outside the
+    main thread, where Python allows no handlers, signals are not noticed.
 
     Attributes:
         signal: the signal that was received, or None.
@@ -44,6 +44,7 @@ class PreemptionGuard:
         import jax
 
         self._distributed = jax.distributed.is_initialized()
+        self._interrupted = False  # the thread's own record of the first Ctrl-C
         self._watch: Any = None
 
     def should_stop(self, round_number: int) -> bool:
@@ -56,31 +57,37 @@ class PreemptionGuard:
             return self.signal is not None
         from jax.experimental import multihost_utils
 
-        if multihost_utils.reached_preemption_sync_point(round_number):
+        stop = multihost_utils.reached_preemption_sync_point(round_number)
+        if stop and self.signal is None:
             self.signal = signal.SIGTERM
-            return True
-        return False
+        return stop
 
     def __enter__(self) -> "PreemptionGuard":
         """Install the handlers."""
-        if not self._distributed:
-            self._watch = _watch_signals(self._receive, self._acknowledge)
-            self._watch.__enter__()
+        signals = (signal.SIGINT,) if self._distributed else SIGNALS
+        self._watch = _watch_signals(self._receive, self._acknowledge, signals)
+        self._watch.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
         """Restore the former handlers."""
-        if self._watch is not None:
-            self._watch.__exit__(None, None, None)
+        self._watch.__exit__(None, None, None)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number)
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            if self._distributed:
+                os.kill(os.getpid(), signal.SIGTERM)
 
-    @staticmethod
-    def _acknowledge(number: int) -> None:
-        again = " Press Ctrl-C again to stop without saving." if number == signal.SIGINT else ""
+    def _acknowledge(self, number: int) -> None:
+        if number == signal.SIGINT and self._interrupted:
+            _print_signal(number, "stopping without saving.")
+            return
+        again = ""
+        if number == signal.SIGINT:
+            self._interrupted = True
+            again = " Press Ctrl-C again to stop without saving."
         _print_signal(number, f"stopping after the current round, then saving.{again}")
 
 
@@ -107,7 +114,9 @@ def _print_signal(number: int, text: str) -> None:
 
 @contextmanager
 def _watch_signals(
-    handler: Callable[[int, FrameType | None], None], acknowledge: Callable[[int], None]
+    handler: Callable[[int, FrameType | None], None],
+    acknowledge: Callable[[int], None],
+    signals: Sequence[signal.Signals] = SIGNALS,
 ) -> Iterator[None]:
     """Handle the signals in the main thread, and acknowledge them at once in a thread.
 
@@ -122,12 +131,12 @@ def _watch_signals(
 
     def watch() -> None:
         while numbers := os.read(reader, 1):
-            if numbers[0] in SIGNALS:
+            if numbers[0] in signals:
                 acknowledge(numbers[0])
 
     thread = threading.Thread(target=watch, name="signals", daemon=True)
     thread.start()
-    before = {number: signal.signal(number, handler) for number in SIGNALS}
+    before = {number: signal.signal(number, handler) for number in signals}
     former_writer = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     try:
         yield

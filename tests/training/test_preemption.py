@@ -24,12 +24,13 @@ def test_a_signal_is_noticed_acknowledged_and_the_handlers_are_restored(
     assert before == {n: signal.getsignal(n) for n in before}
 
 
-def test_a_second_ctrl_c_raises() -> None:
+def test_a_second_ctrl_c_raises(capsys: pytest.CaptureFixture) -> None:
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt), PreemptionGuard():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) == before
+    assert "SIGINT: stopping without saving." in capsys.readouterr().err.splitlines()[1]
 
 
 def test_outside_the_main_thread_no_handler_is_installed() -> None:

@@ -76,15 +76,18 @@ def test_two_processes_give_the_result_of_one(tmp_path: Path) -> None:
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
 
 
-def test_sigterm_to_one_makes_both_save_the_same_round(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_one_makes_both_save_the_same_round(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     processes = start(tmp_path, 100_000)
     while not (tmp_path / FILE).exists() or len(read_metrics(tmp_path)) < 5:
         assert all(process.poll() is None for process in processes)
         time.sleep(0.1)
-    processes[1].send_signal(signal.SIGTERM)
+    processes[1].send_signal(number)
     one, other = outcomes(processes)
     saved = latest_round(tmp_path)
-    assert one == other == f"{saved} False SIGTERM"
+    assert (one, other) == (f"{saved} False SIGTERM", f"{saved} False {number.name}")
     assert read_metrics(tmp_path)[-1]["round"] == saved
 
 

@@ -102,7 +102,8 @@ class TransformerConfig:
                     f"TransformerConfig.{name}={value!r}: use {_listed(map(repr, choices))}."
                 )
             number = isinstance(value, int | float) and not isinstance(value, bool)
-            if number and (value < 0 if name == "num_experts" else value <= 0):
+            # Negated comparisons: NaN raises too.
+            if number and not (value >= 0 if name == "num_experts" else value > 0):
                 raise ValueError(f"TransformerConfig.{name}={value}: expected a positive number.")
         if self.num_heads % self.num_kv_heads:
             divisors = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]

@@ -1,0 +1,102 @@
+"""Tests that every number of every experiment's configuration is checked."""
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from fedpax.commands.options import configure
+from fedpax.experiments.catalog import experiments
+from fedpax.experiments.diloco_text import OuterConfig
+from fedpax.experiments.optimizers import OptimizerConfig
+from fedpax.experiments.ranges import COUNT, check_ranges
+
+ANY_INTEGER = {"seed"}
+MAY_BE_ZERO = {
+    *("warmup_steps", "final_lr_ratio", "b1", "b2", "momentum", "weight_decay", "sigma"),
+    *("z_loss_weight", "load_balance_weight"),
+    *("evaluate_every", "checkpoint_every", "num_experts"),
+}
+
+
+def numbers(config: Any) -> Iterator[tuple[Any, str, type]]:
+    """Yield the numeric fields of nested configurations: configuration, field, and int or float."""
+    hints = typing.get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from numbers(value)
+        hint = hints[field.name]
+        is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+        kinds = {hint, *(typing.get_args(hint) if is_union else ())} & {int, float}
+        if kinds and field.name not in ANY_INTEGER:
+            yield config, field.name, kinds.pop()
+
+
+FIELDS = {
+    f"{type(config).__name__}.{name}": (config, name, kind)
+    for make in experiments().values()
+    for config, name, kind in numbers(make())
+}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_every_number_out_of_range_raises(field: str) -> None:
+    config, name, kind = FIELDS[field]
+    wrong: list[float] = [-2]  # -1 is a size of MeshConfig
+    if kind is float:
+        wrong += [-0.5, math.nan, -math.inf]
+    if name not in MAY_BE_ZERO:
+        wrong.append(0)
+    for value in wrong:
+        with pytest.raises(ValueError, match=rf"\b{name}\b|expected positive sizes"):
+            dataclasses.replace(config, **{name: kind(value)})
+
+
+def test_the_fields_include_those_of_every_configuration() -> None:
+    names = {field.partition(".")[2] for field in FIELDS}
+    assert names >= {
+        *("learning_rate", "client_learning_rate", "momentum", "alpha", "sigma", "tau"),
+        *("size", "num_clients", "batch_size", "seq_len", "heldout_batch_size", "local_steps"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("exp", "override", "words"),
+    [
+        ("fedavg_digits", "--client_learning_rate=nan", "client_learning_rate=nan: expected a pos"),
+        ("fedavg_digits", "--server.learning_rate=-1", "server.learning_rate=-1.0: expected a pos"),
+        ("fedavg_digits", "--population.alpha=0", "population.alpha=0.0: expected a positive"),
+        ("fedavg_population", "--population.sigma=nan", "population.sigma=nan: expected a finite"),
+        ("diloco_text", "--outer.momentum=nan", "outer.momentum=nan: expected a number of at"),
+    ],
+)
+def test_the_command_line_names_the_field_and_its_range(
+    capsys: pytest.CaptureFixture[str], exp: str, override: str, words: str
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        configure(exp, [override])
+    message = " ".join(capsys.readouterr().err.replace("│", "").split())
+    assert stop.value.code == 2 and words in message
+
+
+def test_decay_rates_are_below_1_and_rates_are_finite() -> None:
+    with pytest.raises(ValueError, match=r"outer\.momentum=1\.0: expected .* below 1"):
+        OuterConfig(momentum=1.0)
+    with pytest.raises(ValueError, match=r"optimizer\.learning_rate=inf: expected a positive fin"):
+        OptimizerConfig(learning_rate=math.inf)
+    assert OptimizerConfig(grad_clip_norm=math.inf).make(10)  # no clipping
+
+
+def test_the_message_names_the_flag_and_none_is_not_checked() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+        size: int = 0
+        limit: int | None = None
+
+    with pytest.raises(ValueError, match=r"x\.size=0: expected at least 1\. Set --x\.size to"):
+        check_ranges(Config(), "x", size=COUNT, limit=COUNT)

@@ -124,12 +124,70 @@ def complaints(source: str, module: str) -> list[str]:
     ]
 
 
+def find_circle(sources: dict[str, str]) -> list[str]:
+    """Find modules that import each other in a circle.
+
+    Args:
+        sources: source text by module name. Imports inside functions and under TYPE_CHECKING count.
+
+    Returns:
+        Modules of which each imports the next, and the first again at the end; empty if there is
+        no circle.
+    """
+
+    def imported(module: str) -> set[str]:
+        found = set()
+        for _, name in imports(ast.parse(sources[module])):
+            while name and name not in sources:  # a name in a module, not a module
+                name = name.rpartition(".")[0]
+            found.add(name)
+        return found - {""}
+
+    graph = {module: sorted(imported(module)) for module in sources}
+    done: set[str] = set()
+
+    def visit(chain: list[str]) -> list[str]:
+        for name in graph[chain[-1]]:
+            if name in chain:
+                return [*chain[chain.index(name) :], name]
+            if name not in done and (circle := visit([*chain, name])):
+                return circle
+        done.add(chain[-1])
+        return []
+
+    return next((circle for module in sorted(graph) if (circle := visit([module]))), [])
+
+
+def python_files(*folders: str) -> list[Path]:
+    """Return the Python files in folders of the repository."""
+    return [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    paths = python_files("fedpax", "algorithms", "experiments")
+    circle = find_circle({module_name(path): path.read_text() for path in paths})
+    assert not circle, " imports ".join(circle)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from fedpax.a import x",
+        "import fedpax.a.x",
+        "from fedpax import a",
+        "def f():\n  from fedpax.a import x",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n  from fedpax.a import x",
+    ],
+)
+def test_a_circle_is_found(source: str) -> None:
+    sources = {"fedpax.a": "import fedpax.b", "fedpax.b": "from fedpax.c import y"}
+    circle = ["fedpax.a", "fedpax.b", "fedpax.c", "fedpax.a"]
+    assert find_circle(sources | {"fedpax.c": source}) == circle
+    assert find_circle(sources | {"fedpax.c": "import jax"}) == []
+
+
 def test_every_module_keeps_to_its_layer() -> None:
-    paths = [
-        p
-        for d in ("fedpax", "algorithms", "experiments", "tests")
-        for p in (ROOT / d).rglob("*.py")
-    ]
+    paths = python_files("fedpax", "algorithms", "experiments", "tests")
     names = {module_name(path) for path in paths}
     assert {"fedpax", "fedpax.primitives", "fedpax.algorithms", "fedpax.experiments"} <= names
     assert {layer_of(name) for name in names if is_within(name, "fedpax")} <= set(HEIGHT)

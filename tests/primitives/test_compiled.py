@@ -203,6 +203,6 @@ def test_one_participant_is_the_plain_function(averaged, islands_axis, chunk_siz
             jax.jit(f, donate_argnums=0).lower(model, batch).compile() for f in (program, by_hand)
         )
     temporaries = [c.memory_analysis().temp_size_in_bytes for c in (found, expected)]
-    assert temporaries[0] <= temporaries[1]
+    assert temporaries[0] < temporaries[1] + 4 * COLUMNS  # less than a row of the batch
     batch_copy = rf"f32\[(1,)?{ROWS},{COLUMNS}\]\S* copy\("
     assert not re.search(batch_copy, found.as_text())

@@ -170,24 +170,14 @@ def test_an_unfinished_checkpoint_is_no_finished_run(
     assert f"Removed {unfinished}: the checkpoint is unfinished" in capfd.readouterr().err
 
 
-def test_a_closed_pipe_does_not_stop_the_training(tmp_path: Path) -> None:
-    """As with `fedpax train ... 2>&1 | head -1`."""
+def test_a_closed_pipe_does_not_stop_the_training(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with `fedpax train ... 2>&1 | head -1`, after `head` has exited."""
     reader, writer = os.pipe()
     os.close(reader)
-    command = ["train", "--exp=small_regression:regression", f"--job_log_dir={tmp_path}"]
-    process = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "fedpax.main",
-            *command,
-            "--training.rounds=2",
-            "--training.evaluate_every=1",
-        ],
-        cwd=HERE,
-        stdout=writer,
-        stderr=writer,
-    )
-    os.close(writer)
-    assert process.returncode == 0
-    assert latest_round(tmp_path) == 2
+    with os.fdopen(writer, "w") as pipe:
+        monkeypatch.setattr(sys, "stderr", pipe)
+        result = train(short(6), folder)
+        monkeypatch.undo()
+    assert (result.finished, latest_round(folder)) == (True, 6)

@@ -210,7 +210,7 @@ class TextExperiment(Experiment):
             item_unit="tokens",
             placement="islands",
             cohort_shapes=token_round_shapes(**sizes),
-            flops_per_token=self.model.flops_per_token(data.seq_len),
+            flops_per_item=self.model.flops_per_token(data.seq_len),
         )
 
     def _check_divisibility(self, mesh: Mapping[str, int]) -> None:

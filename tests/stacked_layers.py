@@ -60,7 +60,7 @@ class Stack(Experiment):
             items_per_round=self.islands * self.local_steps * self.batch,
             placement="islands",
             cohort_shapes=shapes if self.says_shapes else None,
-            flops_per_token=6.0 * self.num_layers * self.embed_dim**2 if self.says_flops else None,
+            flops_per_item=6.0 * self.num_layers * self.embed_dim**2 if self.says_flops else None,
         )
 
 

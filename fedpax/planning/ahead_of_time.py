@@ -99,7 +99,7 @@ def plan_experiment(
         num_parameters=compiled.num_parameters,
         items_per_round=run.items_per_round,
         item_unit=run.item_unit,
-        flops_per_token=run.flops_per_token,
+        flops_per_item=run.flops_per_item,
     )
     plan = make_plan(text, run.mesh, topology, workload, memory_of(compiled.round, topology))
     report("done")

@@ -30,7 +30,7 @@ class Workload(NamedTuple):
         num_parameters: number of parameters of the model.
         items_per_round: items (tokens or examples) in a round, summed over all participants.
         item_unit: plural name of the items, "tokens" or "examples".
-        flops_per_token: model FLOPs per item; None if unknown.
+        flops_per_item: model FLOPs per item; None if unknown.
     """
 
     experiment: str
@@ -40,7 +40,7 @@ class Workload(NamedTuple):
     num_parameters: int
     items_per_round: int
     item_unit: str
-    flops_per_token: float | None
+    flops_per_item: float | None
 
 
 class MeshAxis(NamedTuple):
@@ -214,7 +214,7 @@ class CompiledPlan(NamedTuple):
 
         None if the model FLOPs or the chip's peak are unknown.
         """
-        flops, chip = self.workload.flops_per_token, self.topology.chip
+        flops, chip = self.workload.flops_per_item, self.topology.chip
         if flops is None or chip is None:
             return None
         peak = self.topology.chips * chip.peak_flops

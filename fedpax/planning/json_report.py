@@ -79,15 +79,15 @@ def _bytes_sent(
 def _computation(plan: CompiledPlan) -> dict[str, Any]:
     workload = plan.workload
     items_per_step = workload.items_per_round / workload.local_steps
-    per_token = workload.flops_per_token
+    per_item = workload.flops_per_item
     return {
         "num_parameters": workload.num_parameters,
         "local_steps": workload.local_steps,
         "item_unit": workload.item_unit,
         "items_per_step": items_per_step,
         "items_per_round": workload.items_per_round,
-        "model_flops_per_item": per_token,
-        "model_flops_per_step": None if per_token is None else per_token * items_per_step,
+        "model_flops_per_item": per_item,
+        "model_flops_per_step": None if per_item is None else per_item * items_per_step,
         "compiled_matmul_flops_per_device_per_round": plan.matmul_flops,
         "compiled_int8_flops_per_device_per_round": plan.int8_flops,
         "compiled_fp8_flops_per_device_per_round": plan.fp8_flops,

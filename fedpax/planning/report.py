@@ -146,18 +146,18 @@ def _computation(plan: CompiledPlan) -> str:
         ),
     ]
     per_item = f"FLOPs per {workload.item_unit.removesuffix('s')}"
-    if workload.flops_per_token is None:
-        rows.append((per_item, "unknown", "the experiment's Run has no flops_per_token"))
+    if workload.flops_per_item is None:
+        rows.append((per_item, "unknown", "the experiment's Run has no flops_per_item"))
     else:
-        model = workload.flops_per_token * workload.items_per_round
+        model = workload.flops_per_item * workload.items_per_round
         ratio = plan.matmul_flops * len(plan.topology.devices) / model
         rows += [
             (
                 per_item,
-                f"{workload.flops_per_token:.4g}",
+                f"{workload.flops_per_item:.4g}",
                 "6 N + 12 L H d T, T at most the window",
             ),
-            ("FLOPs per step", f"{workload.flops_per_token * items:.4g}", "all devices together"),
+            ("FLOPs per step", f"{workload.flops_per_item * items:.4g}", "all devices together"),
             ("compiled", f"{ratio:.2f} x", "matmul FLOPs of the program, recomputation included"),
         ]
     narrow = {"int8": plan.int8_flops, "fp8": plan.fp8_flops}

@@ -50,7 +50,7 @@ class Run(NamedTuple):
         item_unit: what `items_per_round` counts.
         cohort_shapes: a cohort's shapes and dtypes, a tree of `jax.ShapeDtypeStruct`. With them the
             round compiles without data (`fedpax plan`). Default None: only the data tell.
-        flops_per_token: floating-point operations of the model per training token, forward and
+        flops_per_item: floating-point operations of the model per item, forward and
             backward, without recomputation. Default None: unknown.
     """
 
@@ -64,7 +64,7 @@ class Run(NamedTuple):
     placement: str
     item_unit: Literal["tokens", "examples"] = "examples"
     cohort_shapes: chex.ArrayTree | None = None
-    flops_per_token: float | None = None
+    flops_per_item: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -62,7 +62,7 @@ def test_an_experiment_builds_and_compiles_without_its_data() -> None:
         batches = with_shardings(run.cohort_shapes, run.shardings.cohort)
         compiled = compile_round(run, batches)
     assert compiled.num_parameters == SMALL["model"].num_params()
-    assert run.flops_per_token == SMALL["model"].flops_per_token(16)
+    assert run.flops_per_item == SMALL["model"].flops_per_token(16)
     assert run.items_per_round == 10 * 8 * 16
     with pytest.raises(FileNotFoundError, match=r"tokenizer='none\.json'"):
         next(run.cohorts)

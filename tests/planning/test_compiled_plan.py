@@ -33,7 +33,7 @@ def workload(mesh: Mesh) -> Workload:
         num_parameters=PARAMETERS,
         items_per_round=islands * STEPS * ROWS,
         item_unit="tokens",
-        flops_per_token=6.0 * PARAMETERS,
+        flops_per_item=6.0 * PARAMETERS,
     )
 
 
@@ -43,7 +43,7 @@ def memory(capacity: float | None) -> DeviceMemory:
 
 @pytest.fixture(params=[(2, 4), (4, 2)], ids=["2x4", "4x2"])
 def recorded(request: pytest.FixtureRequest, two_slices) -> tuple[CompiledPlan, Mesh]:
-    """The plan of a round that was compiled for two slices of v5e:2x2."""
+    """Return the plan of a round that was compiled for two slices of v5e:2x2."""
     islands, fsdp = request.param
     mesh = two_slices(islands, fsdp)
     text = (RECORDED / f"tpu_two_slices_{islands}x{fsdp}_round.hlo").read_text()
@@ -52,7 +52,7 @@ def recorded(request: pytest.FixtureRequest, two_slices) -> tuple[CompiledPlan, 
     return make_plan(text, mesh, topology, workload(mesh), memory(16.0 * 2**30)), mesh
 
 
-def test_axes_and_transfers_of_two_slices(recorded: tuple[CompiledPlan, Mesh]):
+def test_two_slices_have_the_known_networks_and_bytes(recorded: tuple[CompiledPlan, Mesh]):
     plan, mesh = recorded
     routes = {axis.name: [route.network for route in axis.routes] for axis in plan.axes}
     two = mesh.shape["islands"] == 2
@@ -62,7 +62,7 @@ def test_axes_and_transfers_of_two_slices(recorded: tuple[CompiledPlan, Mesh]):
         assert (transfer.network == "DCN") == collective.between_slices
         assert transfer.seconds is not None and transfer.seconds > 0
         assert transfer.executions == (STEPS if collective.in_loop else 1)
-    # What crosses between slices does so once a round, outside the local steps.
+    # Transfers between slices happen once per round, outside the local steps.
     sent = shard_bytes(mesh) // (1 if two else 2)
     assert (plan.bytes_sent("DCN"), plan.bytes_sent("DCN", in_loop=True)) == (sent, 0)
     assert plan.bytes_sent("DCN", in_loop=False) == sent
@@ -78,10 +78,10 @@ def test_axes_and_transfers_of_two_slices(recorded: tuple[CompiledPlan, Mesh]):
     assert plan.bytes_sent("ICI", in_loop=True) > plan.bytes_sent("ICI", in_loop=False)
 
 
-def test_bound_of_two_slices(recorded: tuple[CompiledPlan, Mesh]):
+def test_the_roofline_of_two_slices_follows_from_the_counts(recorded: tuple[CompiledPlan, Mesh]):
     plan, mesh = recorded
     chip = CHIPS["v5e"]
-    # Five of the six products of a parameter: the input needs no gradient.
+    # Five of the six matmul FLOPs per parameter: the input needs no gradient.
     products = STEPS * ROWS * 5 * 2 * 256 * 512 * mesh.shape["islands"] / 8
     assert plan.matmul_flops == products
     roofline = plan.roofline
@@ -91,10 +91,10 @@ def test_bound_of_two_slices(recorded: tuple[CompiledPlan, Mesh]):
     assert roofline.seconds == max(roofline.times.values()) == roofline.times[roofline.bottleneck]
     runs = [(transfer, transfer.executions * transfer.seconds) for transfer in plan.collectives]
     assert roofline.collectives == pytest.approx(sum(time for _, time in runs))
-    for axis in mesh.axis_names:  # what runs along several axes keeps the links of each busy
+    for axis in mesh.axis_names:  # a collective along several axes counts for each
         along = [t for x, t in runs if x.network == "ICI" and axis in x.collective.axes]
         assert roofline.networks.get(f"ICI {axis}", 0.0) == pytest.approx(sum(along))
-    # The least time and the most utilization belong together.
+    # The lower bound on time gives the upper bound on utilization.
     flops = 6 * PARAMETERS * mesh.shape["islands"] * STEPS * ROWS
     assert plan.model_flops_utilization(roofline.seconds) == pytest.approx(
         flops / (8 * chip.peak_flops * roofline.seconds)
@@ -102,8 +102,9 @@ def test_bound_of_two_slices(recorded: tuple[CompiledPlan, Mesh]):
     assert plan.model_flops_utilization(roofline.compute) == pytest.approx(6 / 5)
 
 
-def test_the_bandwidth_that_hides_what_crosses(recorded: tuple[CompiledPlan, Mesh]):
-    """With a network of that bandwidth, the transfers take as long as the rest of the round."""
+def test_at_the_bandwidth_for_overlap_dcn_takes_as_long_as_the_rest(
+    recorded: tuple[CompiledPlan, Mesh],
+):
     plan, _ = recorded
     chip = plan.topology.chip
     rest = max(time for name, time in plan.roofline.times.items() if name != "DCN")
@@ -115,7 +116,7 @@ def test_the_bandwidth_that_hides_what_crosses(recorded: tuple[CompiledPlan, Mes
     assert sent / plan.bandwidth_for_overlap == pytest.approx(rest)
 
 
-def test_text_of_two_slices(recorded: tuple[CompiledPlan, Mesh]):
+def test_the_text_report_has_the_figures_of_the_plan(recorded: tuple[CompiledPlan, Mesh]):
     plan, mesh = recorded
     text = to_text(plan)
     lines = [" ".join(line.split()) for line in text.splitlines()]
@@ -126,7 +127,9 @@ def test_text_of_two_slices(recorded: tuple[CompiledPlan, Mesh]):
     assert f"FLOPs per step {6 * PARAMETERS * mesh.shape['islands'] * ROWS:.4g}" in " ".join(lines)
     slices = lines.index("Between slices")
     assert f"per round {plan.bytes_sent('DCN'):,} bytes per device" == lines[slices + 1]
-    assert ("Between islands" in lines) == (mesh.shape["islands"] == 4)  # else it is the same
+    assert ("Between islands" in lines) == (
+        mesh.shape["islands"] == 4
+    )  # otherwise islands are slices
     if "Between islands" in lines:
         islands = lines.index("Between islands")
         assert (
@@ -134,7 +137,7 @@ def test_text_of_two_slices(recorded: tuple[CompiledPlan, Mesh]):
         )
     assert "inside loops 0 bytes per device" in lines
     assert f"limited by {plan.roofline.bottleneck}" in text
-    # The rows of collectives together are all of them.
+    # The rows of the table together have all collectives.
     start = next(i for i, line in enumerate(lines) if line.startswith("Collectives")) + 3
     rows = [re.split(r" {2,}", line.strip()) for line in text.splitlines()[start:]]
     rows = rows[: rows.index([""])]
@@ -149,7 +152,7 @@ def test_text_of_two_slices(recorded: tuple[CompiledPlan, Mesh]):
     assert CHIPS["v5e"].source in text and max(map(len, text.splitlines())) <= 120
 
 
-def test_json_of_two_slices(recorded: tuple[CompiledPlan, Mesh]):
+def test_the_json_report_has_the_figures_of_the_plan(recorded: tuple[CompiledPlan, Mesh]):
     plan, mesh = recorded
     content = json.loads(json.dumps(to_json(plan)))
     assert content["topology"]["chip"]["peak_flops"] == 197e12
@@ -169,9 +172,11 @@ def test_json_of_two_slices(recorded: tuple[CompiledPlan, Mesh]):
     assert content["computation"]["items_per_step"] == mesh.shape["islands"] * ROWS
 
 
-def test_picture_of_two_slices(recorded: tuple[CompiledPlan, Mesh], tmp_path: Path):
+def test_the_picture_shows_the_chips_of_each_slice(
+    recorded: tuple[CompiledPlan, Mesh], tmp_path: Path
+):
     plan, mesh = recorded
-    grids = _grids(plan, mesh)  # each slice as its chips lie
+    grids = _grids(plan, mesh)  # the chips of each slice by their coordinates
     for number, (title, grid) in enumerate(grids.items()):
         assert title == f"slice {number}"
         for (y, x), position in np.ndenumerate(grid):
@@ -191,7 +196,7 @@ class GpuDevice:
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
-def test_a_plan_of_gpus(hosts: int):
+def test_gpus_communicate_over_nvlink_and_dcn(hosts: int):
     devices = tuple(GpuDevice(i, i * hosts // 8) for i in range(8))
     topology = Topology("gpu", CHIPS["H100"], (), 1, devices)
     mesh = Mesh(np.array(devices).reshape(4, 2), ("islands", "fsdp"), axis_types=(Auto, Auto))
@@ -204,7 +209,7 @@ def test_a_plan_of_gpus(hosts: int):
     assert plan.roofline.compute == pytest.approx(plan.matmul_flops / 989.4e12)
 
 
-def test_a_plan_of_simulated_devices_has_no_times():
+def test_simulated_devices_have_no_roofline():
     mesh = make_mesh(islands=4, fsdp=2)
     program, arguments = training_round(mesh)
     text = compile_text(mesh, program, *arguments)
@@ -226,7 +231,7 @@ def test_a_plan_of_simulated_devices_has_no_times():
     }
 
 
-def test_products_of_eight_bits_have_a_peak_of_their_own(recorded: tuple[CompiledPlan, Mesh]):
+def test_eight_bit_matmuls_have_their_own_peak(recorded: tuple[CompiledPlan, Mesh]):
     plan, mesh = recorded
     name = f"tpu_two_slices_{mesh.shape['islands']}x{mesh.shape['fsdp']}_round.hlo"
     eight = re.sub(r"\b(bf16|f32)\[", "s8[", (RECORDED / name).read_text())
@@ -245,7 +250,7 @@ def test_products_of_eight_bits_have_a_peak_of_their_own(recorded: tuple[Compile
     )
 
 
-def test_transfers_to_the_host_are_told(recorded: tuple[CompiledPlan, Mesh]):
+def test_transfers_to_the_host_are_reported(recorded: tuple[CompiledPlan, Mesh]):
     plan, _ = recorded
     offloading = plan._replace(host_transfers=1e6, memory=plan.memory._replace(host=2**30))
     report = to_text(offloading)
@@ -255,17 +260,17 @@ def test_transfers_to_the_host_are_told(recorded: tuple[CompiledPlan, Mesh]):
     assert "host transfers" not in to_text(plan)
 
 
-def test_memory_that_is_not_enough(recorded: tuple[CompiledPlan, Mesh]):
+def test_too_little_memory_is_reported(recorded: tuple[CompiledPlan, Mesh]):
     plan, _ = recorded
     full = plan._replace(memory=memory(7.9 * 2**30))
     assert full.memory.fits is False
     assert "DOES NOT FIT" in to_text(full) and to_json(full)["memory"]["fits"] is False
 
 
-def test_what_is_not_known_is_said(recorded: tuple[CompiledPlan, Mesh]):
+def test_unknown_figures_are_reported_as_unknown(recorded: tuple[CompiledPlan, Mesh]):
     plan, _ = recorded
     unknown = plan._replace(
-        workload=plan.workload._replace(flops_per_token=None),
+        workload=plan.workload._replace(flops_per_item=None),
         collectives=tuple(
             t._replace(collective=t.collective._replace(executions=None)) for t in plan.collectives
         ),
@@ -277,7 +282,7 @@ def test_what_is_not_known_is_said(recorded: tuple[CompiledPlan, Mesh]):
     assert all(c["executions_per_round"] is None for c in to_json(unknown)["collectives"])
 
 
-def test_the_longest_resource_limits():
+def test_the_slowest_resource_is_the_bottleneck():
     random = np.random.default_rng(0)
     for _ in range(20):
         compute, memory_time, *others = random.random(4)

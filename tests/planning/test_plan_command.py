@@ -36,21 +36,21 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Run:
-    """Runs a command in this process; returns its status, output and errors."""
+    """Return a function that runs a command in this process: status, output and errors."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(TESTS)
 
     def call(*arguments: str) -> tuple[int, str, str]:
         try:
             status = main(arguments)
-        except SystemExit as stop:  # tyro's way out
+        except SystemExit as stop:  # tyro exits on errors
             status = stop.code if isinstance(stop.code, int) else 1
         return status, *capsys.readouterr()
 
     return call
 
 
-def test_a_plan_on_simulated_devices(run: Run, tmp_path: Path) -> None:
+def test_the_command_reports_a_plan_on_simulated_devices(run: Run, tmp_path: Path) -> None:
     files = (
         f"--json={tmp_path / 'plan.json'}",
         f"--picture={tmp_path / 'new' / 'mesh.png'}",
@@ -74,7 +74,7 @@ def test_a_plan_on_simulated_devices(run: Run, tmp_path: Path) -> None:
         == flops * 4 * 16 * 5 / 8
     )
     assert content["memory"]["aliased"] > 0 and content["memory"]["fits"] is None
-    # DiLoCo: within the local steps fsdp alone, between islands once, the parameters and a loss.
+    # DiLoCo: local steps use fsdp alone; between islands, parameters and a loss once per round.
     collectives = content["collectives"]
     assert {tuple(c["axes"]) for c in collectives if c["in_loop"]} == {("fsdp",)}
     (between,) = [c for c in collectives if "islands" in c["axes"]]
@@ -116,25 +116,27 @@ def test_a_plan_on_simulated_devices(run: Run, tmp_path: Path) -> None:
         (["plan", EXP, "--topology=cpu:8", "--allow_config_change=x"], ["allow_config_change"]),
     ],
 )
-def test_plans_that_are_refused(run: Run, arguments: list[str], words: list[str]) -> None:
+def test_invalid_arguments_are_errors_with_a_remedy(
+    run: Run, arguments: list[str], words: list[str]
+) -> None:
     status, output, errors = run(*arguments)
     text = " ".join((output + errors).replace("│", " ").split())
     assert status == 2 and all(part in text for part in words)
 
 
-def test_help_says_what_plan_does(run: Run) -> None:
+def test_help_shows_the_usage_of_plan(run: Run) -> None:
     status, output, _ = run("plan", "--help")
     assert status == 0
     assert "fedpax plan --exp=NAME --topology=v5p:4x8x8" in output and "--slices" in output
 
 
-def test_unknown_flops_are_said(run: Run) -> None:
+def test_unknown_flops_are_reported(run: Run) -> None:
     status, output, _ = run("plan", EXP, "--topology=cpu:8", "--says_flops=False")
-    assert status == 0 and "no flops_per_token" in output
+    assert status == 0 and "no flops_per_item" in output
 
 
 def test_the_planned_program_is_the_trained_one() -> None:
-    """What `plan` compiles, without its mesh set, is what training compiles with it."""
+    """`plan` compiles under an abstract mesh the same program as training under the real one."""
     experiment = stacked_layers.stack()
     run = experiment.build()
     batches = with_shardings(run.cohort_shapes, run.shardings.cohort)
@@ -168,7 +170,7 @@ def test_a_mesh_takes_the_devices_of_the_topology() -> None:
     assert [(axis.name, axis.size) for axis in plan.axes] == [("islands", 2), ("fsdp", 2)]
     assert list(run.mesh.devices.flat) == jax.devices()[:4]
     assert plan.workload.num_participants == 2
-    assert MeshConfig(fsdp=-1).size == 8  # put back
+    assert MeshConfig(fsdp=-1).size == 8  # restored
 
 
 OVERFLOWS = {
@@ -189,7 +191,9 @@ OVERFLOWS = {
 
 
 @pytest.mark.parametrize("kind", OVERFLOWS)
-def test_memory_overflow_is_a_report(run: Run, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_memory_overflow_is_reported_with_remedies(
+    run: Run, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     message, words = OVERFLOWS[kind]
 
     def overflow(*_: object) -> None:
@@ -205,8 +209,8 @@ def test_memory_overflow_is_a_report(run: Run, monkeypatch: pytest.MonkeyPatch, 
     assert f"{3 * 4 * 2**20 / 2 / 2**30:8.2f} GiB  the model" in errors
 
 
-def test_only_what_can_help_is_proposed() -> None:
-    """No microbatches without stages, nothing that is at its smallest, no field that is missing."""
+def test_only_fields_that_can_help_are_proposed() -> None:
+    """No microbatches without stages, no field at its smallest value, no missing field."""
 
     def proposed(experiment: Any) -> set[str]:
         name, topology = "x", find_topology("cpu:8")
@@ -229,7 +233,7 @@ def test_only_what_can_help_is_proposed() -> None:
 
 
 def test_a_round_that_compiles_and_does_not_fit(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A TPU's compiler looks at temporaries alone: arguments can be too much for all that."""
+    """The TPU compiler checks the temporaries alone; with the arguments it can be too much."""
     small = ahead_of_time.memory_of
 
     def memory_of(*arguments: Any) -> DeviceMemory:
@@ -251,22 +255,22 @@ def test_other_errors_of_the_compiler_are_not_hidden(monkeypatch: pytest.MonkeyP
         plan_experiment(stacked_layers.stack(), find_topology("cpu:8"))
 
 
-def test_a_mesh_that_does_not_fit_is_an_error_of_the_plan() -> None:
+def test_a_mesh_that_does_not_fit_is_a_plan_error() -> None:
     with pytest.raises(PlanError, match="islands=-1, fsdp=2 gives islands=2"):
         plan_experiment(stacked_layers.stack(), find_topology("cpu:4"))
 
 
-def test_a_long_compilation_tells_that_it_goes_on() -> None:
+def test_a_long_compilation_reports_progress() -> None:
     told: list[str] = []
     with ahead_of_time._repeated(told.append, "still", every=0.01):
         while len(told) < 3:
             time.sleep(0.01)
     count = len(told)
     time.sleep(0.05)
-    assert set(told) == {"still"} and len(told) == count  # and then no more
+    assert set(told) == {"still"} and len(told) == count  # no more lines after the end
 
 
-def test_default_devices_are_put_back_after_an_error() -> None:
+def test_default_devices_are_restored_after_an_error() -> None:
     with pytest.raises(ZeroDivisionError), default_devices(jax.devices()[:2]):
         assert MeshConfig(fsdp=-1).size == 2
         raise ZeroDivisionError
@@ -281,7 +285,7 @@ def test_default_devices_are_put_back_after_an_error() -> None:
         ("tpu7x:2x2x1", 1, {"islands": 2, "fsdp": 4}),
     ],
 )
-def test_a_plan_on_a_tpu_that_is_not_there(topology: str, slices: int, mesh: dict) -> None:
+def test_a_plan_needs_no_tpu(topology: str, slices: int, mesh: dict) -> None:
     pytest.importorskip("libtpu")
     experiment = dataclasses.replace(
         stacked_layers.stack(), islands=4, mesh=MeshConfig(**mesh), embed_dim=256, batch=64
@@ -297,7 +301,7 @@ def test_a_plan_on_a_tpu_that_is_not_there(topology: str, slices: int, mesh: dic
     ) == 0
 
 
-def test_overflow_on_a_tpu_that_is_not_there() -> None:
+def test_memory_overflow_is_found_without_a_tpu() -> None:
     pytest.importorskip("libtpu")
     experiment = dataclasses.replace(
         stacked_layers.stack(), islands=1, mesh=MeshConfig(fsdp=4), embed_dim=65536
@@ -305,7 +309,7 @@ def test_overflow_on_a_tpu_that_is_not_there() -> None:
     topology = find_topology("v5e:2x2")
     with pytest.raises(MemoryOverflowError, match=r"of 15.75G for.*\n +12.00 GiB  the model"):
         plan_experiment(experiment, topology)
-    # Its temporaries fit, and it compiles, but with its arguments it does not fit.
+    # The temporaries fit, so it compiles; with the arguments it does not fit.
     plan, _ = plan_experiment(dataclasses.replace(experiment, embed_dim=28672), topology)
     memory = plan.memory
     assert memory.temporaries < memory.capacity < memory.temporaries + memory.arguments
@@ -313,7 +317,7 @@ def test_overflow_on_a_tpu_that_is_not_there() -> None:
 
 
 def test_the_command_simulates_its_devices() -> None:
-    """In a process of its own, as it is used; nothing but the report goes to its output."""
+    """In a process of its own; its standard output is the report alone."""
     command = [sys.executable, "-m", "fedpax.main", "plan", EXP, "--topology=cpu:12"]
     process = subprocess.run(
         [*command, "--mesh.fsdp=3", "--embed_dim=48", "--batch=15"],

@@ -1,4 +1,4 @@
-"""Programs whose communication is known by construction, for the tests that read compiled text."""
+"""Programs with known communication, for tests of the readers of compiled text."""
 
 import math
 from collections.abc import Callable
@@ -13,12 +13,12 @@ SHAPES = {"first": (256, 512), "second": (512, 256)}
 
 
 def shard_bytes(mesh: Mesh) -> int:
-    """Bytes of the float32 parameters on one device."""
+    """Return the bytes of the float32 parameters on one device."""
     return 4 * sum(map(math.prod, SHAPES.values())) // mesh.shape["fsdp"]
 
 
 def training_round(mesh: Mesh) -> tuple[Callable, tuple]:
-    """STEPS local steps on every island, parameters cut over fsdp; then the islands' mean."""
+    """Return a round: STEPS local steps on every island, sharded over fsdp, then the mean."""
 
     def loss(params, batch):
         return jnp.mean((jnp.tanh(batch @ params["first"]) @ params["second"]) ** 2)
@@ -44,7 +44,7 @@ def training_round(mesh: Mesh) -> tuple[Callable, tuple]:
 
 
 def ring(mesh: Mesh) -> tuple[Callable, tuple]:
-    """Every island sends to the next."""
+    """Return a program in which every island sends to the next."""
     islands = mesh.shape["islands"]
     pairs = [(source, (source + 1) % islands) for source in range(islands)]
     spec = P("islands", "fsdp")
@@ -58,7 +58,7 @@ def ring(mesh: Mesh) -> tuple[Callable, tuple]:
 
 
 def compile_text(mesh: Mesh, program: Callable, *args) -> str:
-    """The compiled text of a program on a mesh."""
+    """Return the compiled text of a program on a mesh."""
     with jax.set_mesh(mesh):
         return jax.jit(program).lower(*args).compile().as_text()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, Sharding
 from jaxtyping import PyTree
 
 
@@ -34,15 +34,13 @@ def check_divisible(name: str, shapes: PyTree[jax.Array], shardings: PyTree[Name
         ValueError: The mesh axis fsdp=4 does not divide axis 1 of params['w'], of size 6: ...
     """
 
-    def check(prefix: tuple, sharding: NamedSharding, below: PyTree[jax.Array]) -> None:
+    def check(prefix: tuple, sharding: Sharding, below: PyTree[jax.Array]) -> None:
         if not isinstance(sharding, NamedSharding):
             return
         for path, leaf in jax.tree.leaves_with_path(below):
             _check_array(f"{name}{jax.tree_util.keystr((*prefix, *path))}", leaf.shape, sharding)
 
-    jax.tree.map_with_path(
-        check, shardings, shapes, is_leaf=lambda x: isinstance(x, jax.sharding.Sharding)
-    )
+    jax.tree.map_with_path(check, shardings, shapes, is_leaf=lambda x: isinstance(x, Sharding))
 
 
 def _check_array(name: str, shape: tuple[int, ...], sharding: NamedSharding) -> None:

@@ -60,7 +60,7 @@ KINDS = {
 @pytest.mark.parametrize("order", ["in order", "shuffled"])
 @pytest.mark.parametrize("axis", ["clients", "fsdp"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_along_each_axis(mesh: Mesh, kind: str, axis: str, order: str):
+def test_each_kind_is_found_along_each_axis(mesh: Mesh, kind: str, axis: str, order: str):
     if order == "shuffled":
         devices = np.random.default_rng(0).permutation(jax.devices()).reshape(4, 2)
         mesh = Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
@@ -79,7 +79,7 @@ def test_each_kind_along_each_axis(mesh: Mesh, kind: str, axis: str, order: str)
     assert placement_bytes(text, mesh, other) == 0
 
 
-def test_over_both_axes(mesh: Mesh):
+def test_a_collective_over_both_axes_counts_for_each(mesh: Mesh):
     text = manual_text(mesh, lambda x: jax.lax.psum(x, ("clients", "fsdp")))
     (found,) = collectives(text, mesh)
     assert found.axes == ("clients", "fsdp")
@@ -88,7 +88,7 @@ def test_over_both_axes(mesh: Mesh):
     assert placement_bytes(text, mesh, "fsdp") == BYTES
 
 
-def test_leaves_of_a_tree_add_up(mesh: Mesh):
+def test_the_bytes_of_a_tree_are_the_sum_over_its_leaves(mesh: Mesh):
     def local(x):
         sums = jax.lax.psum({"all": x, "row": 3 * x[0], "sum": x.sum()}, "clients")
         return sums["all"] + sums["row"] * sums["sum"]
@@ -101,7 +101,7 @@ def test_leaves_of_a_tree_add_up(mesh: Mesh):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bool_, jnp.int8, jnp.int16, jnp.float32, jnp.complex64])
-def test_bytes_of_a_type(mesh: Mesh, dtype):
+def test_bytes_follow_the_dtype(mesh: Mesh, dtype):
     text = manual_text(mesh, lambda x: KINDS["collective-permute"](x, "clients"), dtype)
     (found,) = collectives(text, mesh)
     assert found.bytes == 16 * 32 // 8 * jnp.dtype(dtype).itemsize
@@ -110,13 +110,13 @@ def test_bytes_of_a_type(mesh: Mesh, dtype):
 @pytest.mark.parametrize(
     ("dtype", "bits"), [("bf16", 16), ("f8e4m3fn", 8), ("s4", 4), ("f64", 64), ("c128", 128)]
 )
-def test_bytes_of_a_type_that_a_cpu_does_not_send(mesh: Mesh, dtype: str, bits: int):
+def test_bytes_follow_dtypes_that_a_cpu_does_not_send(mesh: Mesh, dtype: str, bits: int):
     text = manual_text(mesh, lambda x: KINDS["collective-permute"](x, "clients"))
     (found,) = collectives(text.replace("f32[4,16]", f"{dtype}[4,16]"), mesh)
     assert found.bytes == 4 * 16 * bits // 8
 
 
-def test_loops_multiply(mesh: Mesh):
+def test_executions_of_nested_loops_multiply(mesh: Mesh):
     def local(x):
         def inner(x, _):
             return jnp.tanh(jax.lax.psum(x, "clients")), None
@@ -135,7 +135,7 @@ def test_loops_multiply(mesh: Mesh):
 
 
 @pytest.mark.parametrize("where", ["while", "cond"])
-def test_an_unknown_number_of_times(mesh: Mesh, where: str):
+def test_an_unknown_number_of_executions_is_none_and_an_error_in_sums(mesh: Mesh, where: str):
     def local(x):
         if where == "while":
             return jax.lax.while_loop(
@@ -163,7 +163,7 @@ def test_a_function_called_twice_counts_twice(mesh: Mesh):
     assert placement_bytes(text, mesh, "clients") == 2 * BYTES
 
 
-def test_a_device_counts_what_it_sends_itself(mesh: Mesh):
+def test_a_device_counts_the_bytes_that_it_sends(mesh: Mesh):
     def local(x):
         return jax.lax.ppermute(x, "clients", [(0, 1)]) + jax.lax.ppermute(
             jnp.sin(x), "clients", [(2, 3)]
@@ -174,7 +174,7 @@ def test_a_device_counts_what_it_sends_itself(mesh: Mesh):
     assert placement_bytes(text, mesh, "clients") == BYTES
 
 
-def test_what_moves_nothing_is_left_out(mesh: Mesh):
+def test_collectives_that_move_nothing_are_not_listed(mesh: Mesh):
     wide = make_mesh(clients=8, fsdp=1)
     assert collectives(manual_text(wide, lambda x: jax.lax.psum(x, "fsdp")), wide) == []
     text = manual_text(
@@ -183,7 +183,7 @@ def test_what_moves_nothing_is_left_out(mesh: Mesh):
     assert collectives(text, mesh) == []
 
 
-def test_automatic_axes(mesh: Mesh):
+def test_collectives_of_automatic_axes_are_found(mesh: Mesh):
     x = jax.ShapeDtypeStruct(
         (16, 32), jnp.float32, sharding=NamedSharding(mesh, P("clients", "fsdp"))
     )
@@ -194,7 +194,9 @@ def test_automatic_axes(mesh: Mesh):
 
 
 @given(st.sampled_from([(8,), (2, 4), (4, 2), (2, 2, 2), (1, 8), (2, 1, 4)]), st.data())
-def test_automatic_axes_of_any_mesh(shape: tuple[int, ...], data: st.DataObject):
+def test_collectives_of_automatic_axes_are_found_on_any_mesh(
+    shape: tuple[int, ...], data: st.DataObject
+):
     names = tuple("abc"[: len(shape)])
     devices = np.array(data.draw(st.permutations(jax.devices()))).reshape(shape)
     mesh = Mesh(devices, names, axis_types=(AxisType.Auto,) * len(shape))
@@ -212,7 +214,7 @@ def test_automatic_axes_of_any_mesh(shape: tuple[int, ...], data: st.DataObject)
         assert group_sets(found) == groups_along(mesh, real)
 
 
-def test_part_of_an_axis():
+def test_groups_can_be_part_of_an_axis():
     mesh = make_mesh(clients=8)
     x = jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=NamedSharding(mesh, P("clients")))
     text = compile_text(mesh, lambda x: x.reshape(4, 2, 16).sum(1), x)
@@ -223,7 +225,7 @@ def test_part_of_an_axis():
     assert found["all-reduce"].axes == found["all-gather"].axes == ("clients",)
 
 
-def test_synchronizing_seldom_sends_less(mesh: Mesh):
+def test_one_average_after_h_steps_sends_one_hth_of_the_bytes(mesh: Mesh):
     """H steps that each average a gradient send H times what one average of parameters sends."""
     steps = 6
 
@@ -284,7 +286,7 @@ def check_ring(text: str, mesh: Mesh) -> None:
     assert placement_bytes(text, mesh, "islands") == 4 * 64 * 512 // 8
 
 
-def test_round_on_cpu():
+def test_a_round_on_cpu_has_the_known_collectives():
     mesh = make_mesh(islands=4, fsdp=2)
     program, arguments = training_round(mesh)
     text = compile_text(mesh, program, *arguments)
@@ -295,7 +297,7 @@ def test_round_on_cpu():
     assert mean.bytes == placement_bytes(text, mesh, "islands") == shard_bytes(mesh)
 
 
-def test_round_on_gpu():
+def test_a_round_on_gpu_has_the_known_collectives():
     mesh = make_mesh(islands=4, fsdp=2)
     text = (RECORDED / "gpu_4x2_round.hlo").read_text()
     check_round(text, mesh)
@@ -320,13 +322,15 @@ def check_slices(text: str, mesh: Mesh) -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 4), (4, 2)])
-def test_round_on_two_slices_recorded(two_slices, shape: tuple[int, int]):
+def test_a_recorded_round_on_two_slices_has_the_known_collectives(
+    two_slices, shape: tuple[int, int]
+):
     islands, fsdp = shape
     text = (RECORDED / f"tpu_two_slices_{islands}x{fsdp}_round.hlo").read_text()
     check_slices(text, two_slices(islands, fsdp))
 
 
-def test_round_on_sparse_cores_recorded():
+def test_a_recorded_round_on_sparse_cores_has_the_known_collectives():
     """A tpu7x runs collectives on cores of their own, each in a computation that it calls."""
     mesh = make_mesh(islands=2, fsdp=4)
     text = (RECORDED / "tpu7x_2x4_round.hlo").read_text()
@@ -337,12 +341,12 @@ def test_round_on_sparse_cores_recorded():
     assert placement_bytes(text, mesh, "islands") == shard_bytes(mesh)
 
 
-def test_ring_on_two_slices_recorded(two_slices):
+def test_a_recorded_ring_on_two_slices_has_the_known_collectives(two_slices):
     check_ring((RECORDED / "tpu_two_slices_4x2_ring.hlo").read_text(), two_slices(4, 2))
 
 
 @pytest.mark.parametrize("shape", [(2, 4), (4, 2)])
-def test_round_on_two_slices(tpu_devices, shape: tuple[int, int]):
+def test_a_round_on_two_slices_has_the_known_collectives(tpu_devices, shape: tuple[int, int]):
     islands, fsdp = shape
     mesh = make_mesh(devices=tpu_devices("v5e:2x2", 2), islands=islands, fsdp=fsdp)
     program, arguments = training_round(mesh)
@@ -352,7 +356,7 @@ def test_round_on_two_slices(tpu_devices, shape: tuple[int, int]):
 
 
 @pytest.mark.parametrize("name", ["v5e:2x4", "v5p:2x2x2", "v6e:2x4"])
-def test_round_on_one_slice(tpu_devices, name: str):
+def test_a_round_on_one_slice_has_the_known_collectives(tpu_devices, name: str):
     mesh = make_mesh(devices=tpu_devices(name), islands=4, fsdp=2)
     program, arguments = training_round(mesh)
     text = compile_text(mesh, program, *arguments)
@@ -361,7 +365,7 @@ def test_round_on_one_slice(tpu_devices, name: str):
     assert (mean.kind, mean.bytes, mean.between_slices) == ("all-reduce", shard_bytes(mesh), False)
 
 
-def test_reads_as_a_sentence(mesh: Mesh):
+def test_a_collective_prints_its_kind_axes_bytes_and_executions(mesh: Mesh):
     text = manual_text(
         mesh, lambda x: jax.lax.fori_loop(0, 5, lambda i, x: jax.lax.psum(jnp.sin(x), "fsdp"), x)
     )
@@ -369,19 +373,19 @@ def test_reads_as_a_sentence(mesh: Mesh):
     assert str(found) == "all-reduce over fsdp: 256 bytes, 5x, in a loop (f32[4,16])"
 
 
-def test_axis_that_the_mesh_does_not_have(mesh: Mesh):
+def test_an_axis_that_the_mesh_lacks_has_no_bytes(mesh: Mesh):
     text = manual_text(mesh, lambda x: jax.lax.psum(x, "clients"))
     assert placement_bytes(text, mesh, "islands") == 0
 
 
-def test_text_of_another_mesh(mesh: Mesh):
+def test_text_for_another_mesh_raises(mesh: Mesh):
     text = manual_text(mesh, lambda x: jax.lax.psum(x, "clients"))
     small = make_mesh(devices=jax.devices()[:4], clients=2, fsdp=2)
     with pytest.raises(ValueError, match="Pass the mesh that the program was compiled for"):
         collectives(text, small)
 
 
-def test_text_that_is_not_compiled(mesh: Mesh):
+def test_text_that_is_not_compiled_raises(mesh: Mesh):
     lowered = jax.jit(jnp.sin).lower(1.0).as_text()
     with pytest.raises(ValueError, match=r"Pass jax\.jit\(f\)\.lower\(\.\.\.\)\.compile\(\)"):
         collectives(lowered, mesh)

@@ -14,7 +14,7 @@ RECORDED = Path(__file__).parent / "compiled"
 
 
 def costs_of(function, *shapes: tuple[int, ...]) -> ProgramCosts:
-    """What is counted of a function of float32 arrays."""
+    """Count the costs of a function of float32 arrays."""
     arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     return count_costs(parsing.parse(jax.jit(function).lower(*arguments).compile().as_text()))
 
@@ -24,7 +24,7 @@ SIZE = st.integers(2, 9)
 
 @settings(max_examples=8)
 @given(SIZE, SIZE, SIZE, SIZE)
-def test_products(batch: int, rows: int, inner: int, columns: int):
+def test_flops_of_batched_matmuls(batch: int, rows: int, inner: int, columns: int):
     counted = costs_of(
         lambda x, y: jnp.einsum("bri,bic->brc", x, y), (batch, rows, inner), (batch, inner, columns)
     )
@@ -35,8 +35,8 @@ def test_products(batch: int, rows: int, inner: int, columns: int):
     ("size", "kernel", "stride", "holes", "spread", "padding", "groups"),
     [(7, 3, 1, 1, 1, 1, 1), (8, 3, 2, 1, 2, 2, 2), (6, 4, 1, 2, 1, 3, 1), (9, 2, 3, 3, 2, 0, 2)],
 )
-def test_convolutions(size, kernel, stride, holes, spread, padding, groups):
-    """Positions in the padding and in the holes of a dilated input are no products."""
+def test_flops_of_convolutions(size, kernel, stride, holes, spread, padding, groups):
+    """Multiplications with padding and with the holes of a dilated input do not count."""
 
     def convolve(x, y):
         sides = ((padding, padding), (0, 0))
@@ -46,12 +46,12 @@ def test_convolutions(size, kernel, stride, holes, spread, padding, groups):
 
     shapes = (3, 4, size, 5), (6, 4 // groups, kernel, 2)
     counted = costs_of(convolve, *shapes)
-    # Ones everywhere: each result is the number of products that it sums.
+    # All inputs are 1, so each output is the number of multiplications in its sum.
     assert counted.matmul_flops == 2 * float(convolve(*map(jnp.ones, shapes)).sum())
 
 
-def test_a_batched_product_as_a_tpu_writes_it():
-    """16 products of 256 x 128 and 128 x 512, as one convolution whose window has holes."""
+def test_flops_of_a_batched_matmul_that_a_tpu_writes_as_a_convolution():
+    """16 matmuls of 256 x 128 and 128 x 512, as one convolution of a dilated input."""
     text = """HloModule m, num_partitions=1
 
 ENTRY %main (a: bf16[16,256,128], b: bf16[16,512,128]) -> bf16[16,256,512] {
@@ -66,7 +66,7 @@ pad=0_0 lhs_dilate=16}, dim_labels=0bf_0oi->0bf
     assert counted.memory_traffic == 2 * 16 * (256 * 128 + 512 * 128 + 256 * 512)
 
 
-def test_loops_multiply_products_and_traffic():
+def test_loops_multiply_flops_and_traffic():
     def layers(length: int):
         def program(x, weights):
             return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0]
@@ -75,12 +75,12 @@ def test_loops_multiply_products_and_traffic():
 
     short, long = layers(10), layers(40)
     assert (short.matmul_flops, long.matmul_flops) == (10 * 2 * 8 * 64 * 64, 40 * 2 * 8 * 64 * 64)
-    # Every layer reads its own weights, not the stack of them.
+    # Every layer reads its own weights, not the whole stack.
     assert 10 * 4 * 64 * 64 < short.memory_traffic < 4 * 10 * 4 * 64 * 64
     assert long.memory_traffic == pytest.approx(4 * short.memory_traffic, rel=0.1)
 
 
-def test_the_costliest_branch_of_a_conditional_counts_as_often_as_it_is_reached():
+def test_a_conditional_in_a_loop_counts_its_costliest_branch_in_every_iteration():
     def program(x, weights):
         def layer(x, w):
             return jax.lax.cond(x[0, 0] > 0, lambda: x @ w @ w, lambda: jnp.tanh(x)), None
@@ -93,7 +93,7 @@ def test_the_costliest_branch_of_a_conditional_counts_as_often_as_it_is_reached(
     assert done.unknown_trip_counts == ()
 
 
-def test_a_loop_of_unknown_length_counts_once_and_is_named():
+def test_a_loop_of_unknown_trip_count_counts_once_and_is_named():
     def program(x, w):
         return jax.lax.while_loop(lambda x: x[0, 0] < 9, lambda x: jnp.tanh(x @ w), x)
 
@@ -102,7 +102,7 @@ def test_a_loop_of_unknown_length_counts_once_and_is_named():
     assert len(done.unknown_trip_counts) == 1
 
 
-def test_an_update_in_place_writes_what_changes():
+def test_an_update_in_place_writes_the_updated_slice():
     def program(x, rows):
         def step(x, i):
             return jax.lax.dynamic_update_slice(x, rows * i, (i, 0)), None
@@ -115,7 +115,7 @@ def test_an_update_in_place_writes_what_changes():
     assert counted.memory_traffic > 50 * 2 * 4 * 4096
 
 
-def test_a_product_that_reads_through_a_fusion_of_its_own():
+def test_a_matmul_in_a_fusion_reads_through_nested_fusions():
     text = """HloModule m, num_partitions=1
 
 %same (i: f32[64,32]) -> f32[64,32] {
@@ -151,8 +151,8 @@ ENTRY %main (a: f32[64,32], w: f32[8,32,16]) -> f32[64,16] {
 
 
 @pytest.mark.parametrize("space", ["", "S(1)"])
-def test_copies_and_slices_that_start_early(space: str):
-    """What is brought into the vector memory ahead of its use is read once."""
+def test_asynchronous_copies_and_slices_count_once(space: str):
+    """A value that is prefetched into vector memory is read once."""
     text = f"""HloModule m, num_partitions=1
 
 ENTRY %main (a: f32[8,512]) -> f32[2,512] {{
@@ -170,7 +170,7 @@ slice={{[0:2], [0:512]}}
     assert count_costs(parsing.parse(text)).memory_traffic == expected
 
 
-def test_what_stays_in_vector_memory_is_no_traffic():
+def test_values_in_vector_memory_have_no_traffic():
     text = """HloModule m, num_partitions=1
 
 %fused (p: f32[128,128]) -> f32[128,128] {
@@ -191,8 +191,8 @@ ENTRY %main (a: f32[128,128]) -> f32[128,128] {
     ("name", "devices"),
     [("tpu_two_slices_2x4", 4), ("tpu_two_slices_4x2", 2), ("tpu7x_2x4", 4), ("gpu_4x2", 2)],
 )
-def test_products_of_a_recorded_round(name: str, devices: int):
-    """Five products a step of 1024 rows: two forward, and all but the input's gradient backward."""
+def test_flops_of_a_recorded_round(name: str, devices: int):
+    """Five matmuls per step of 1024 rows: two forward, three backward (none for the input)."""
     counted = count_costs(parsing.parse((RECORDED / f"{name}_round.hlo").read_text()))
     assert counted.matmul_flops == STEPS * 5 * 2 * 1024 * 256 * 512 / devices
 
@@ -218,14 +218,14 @@ ALL_BLOCKS = ", ".join(BLOCKS.values())
 
 
 @pytest.mark.parametrize(
-    ("blocks", "products"), [(ALL_BLOCKS, 2), (BLOCKS["_dkv"], 4), (BLOCKS["_dq"], 3)]
+    ("blocks", "matmuls"), [(ALL_BLOCKS, 2), (BLOCKS["_dkv"], 4), (BLOCKS["_dq"], 3)]
 )
 @pytest.mark.parametrize(("visited", "share"), [(4, 1 / 2), (2, 2 / 4), (1, 1 / 4)])
 @pytest.mark.parametrize("rows", [1, 6])
-def test_kernels_of_splash_attention(
-    blocks: str, products: int, visited: int, share: float, rows: int
+def test_flops_of_splash_attention_kernels(
+    blocks: str, matmuls: int, visited: int, share: float, rows: int
 ):
-    """All blocks: a causal mask; fewer: a window, whose kernel visits only so many."""
+    """A kernel that visits all blocks is causal; with a window it visits fewer."""
     text = SPLASH.format(
         name="_splash_attention",
         visited=visited,
@@ -234,12 +234,12 @@ def test_kernels_of_splash_attention(
         rows="" if rows == 1 else f"{rows},",
     )
     counted = count_costs(parsing.parse(text))
-    assert counted.matmul_flops == rows * products * 2 * 4 * 2048 * 2048 * 128 * share
+    assert counted.matmul_flops == rows * matmuls * 2 * 4 * 2048 * 2048 * 128 * share
     assert counted.uncounted_kernels == ()
 
 
 @pytest.mark.parametrize(
-    ("name", "target", "blocks", "silent"),
+    ("name", "target", "blocks", "uncounted"),
     [
         ("other", "tpu_custom_call", ALL_BLOCKS, True),
         ("splash", "tpu_custom_call", "", True),
@@ -247,14 +247,16 @@ def test_kernels_of_splash_attention(
         ("other", "Sharding", "", False),
     ],
 )
-def test_kernels_that_do_not_tell(name: str, target: str, blocks: str, silent: bool):
+def test_kernels_that_do_not_state_their_flops_are_named(
+    name: str, target: str, blocks: str, uncounted: bool
+):
     text = SPLASH.format(name=name, visited=4, target=target, blocks=blocks, rows="")
     counted = count_costs(parsing.parse(text))
     assert counted.matmul_flops == 0
-    assert counted.uncounted_kernels == ((f"{name}.1",) if silent else ())
+    assert counted.uncounted_kernels == ((f"{name}.1",) if uncounted else ())
 
 
-def test_a_kernel_that_tells_its_cost():
+def test_a_kernel_that_states_its_flops_counts():
     text = SPLASH.format(name="other", visited=4, target="tpu_custom_call", blocks="", rows="")
     cost = 'backend_config={"cost_estimate":{"flops":"123"}}, custom_call_target='
     text = text.replace("custom_call_target=", cost)
@@ -262,7 +264,7 @@ def test_a_kernel_that_tells_its_cost():
     assert (counted.matmul_flops, counted.uncounted_kernels) == (123, ())
 
 
-def test_products_of_cublas():
+def test_flops_of_cublas_matmuls():
     text = """HloModule m, num_partitions=1
 
 ENTRY %main (a: bf16[3,8,16], b: bf16[3,16,32]) -> bf16[3,8,32] {
@@ -278,8 +280,8 @@ backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting
 
 
 @pytest.mark.parametrize(("dtype", "counted_as"), [("s8", "int8"), ("f8e4m3fn", "fp8")])
-def test_products_of_eight_bits(dtype: str, counted_as: str):
-    """In loops and fusions too, and beside others."""
+def test_flops_of_eight_bit_matmuls_are_counted_by_dtype(dtype: str, counted_as: str):
+    """Also in fusions, and beside matmuls of other dtypes."""
     text = f"""HloModule m, num_partitions=1
 
 %fused (p: {dtype}[8,16], q: {dtype}[16,32]) -> f32[8,32] {{
@@ -330,8 +332,8 @@ ROW = "f32[1,64]{1,0:T(1,128)}"
         ("dynamic-update-slice = f32[8,64]{1,0} dynamic-update-slice(%x, %r, %i, %i)", 0),
     ],
 )
-def test_transfers_to_and_from_the_host(line: str, rows: int):
-    """As a TPU's compiler writes what `jax.checkpoint` offloads: S(5) is the host's memory."""
+def test_transfers_between_device_and_host_are_counted(line: str, rows: int):
+    """The TPU compiler's text for offloaded residuals; layout S(5) is the host's memory."""
     text = f"""HloModule m, num_partitions=1
 
 ENTRY %main (x: f32[8,64], h: f32[8,64], r: f32[1,64], i: s32[]) -> s32[] {{

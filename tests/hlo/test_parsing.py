@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from fedpax.hlo import parsing
 
 
-def test_reads_results_of_several_shapes():
+def test_parses_results_of_several_shapes():
     def f(x):
         return {"a": x + 1, "b": (x.sum(), x.astype(jnp.bfloat16))}
 
@@ -18,10 +18,10 @@ def test_reads_results_of_several_shapes():
     assert module.num_devices == 1
 
 
-def test_reads_an_instruction_over_several_lines():
-    """A kernel's own description breaks the line, and can begin a line with a brace.
+def test_parses_an_instruction_over_several_lines():
+    """The metadata of a kernel has line breaks, and can begin a line with a brace.
 
-    The line that closes a computation can name the core that runs it.
+    The last line of a computation can name the core that runs it.
     """
     text = """HloModule m, num_partitions=2
 

@@ -8,11 +8,11 @@ from fedpax.hlo import parsing, trip_counts
 
 
 def loop_runs(f, *, counted: bool) -> list[int | None]:
-    """How often each loop's body runs; with or without the count that the compiler wrote down."""
+    """Return the executions of each loop's body, with or without the compiler's own count."""
     text = jax.jit(f).lower(jnp.ones((4, 4))).compile().as_text()
     if not counted:
         text, removed = re.subn(r'"known_trip_count":\{"n":"\d+"\},?', "", text)
-        assert removed, "the compiler wrote no count, so there is nothing to compare"
+        assert removed, "the compiler has written no count to remove"
     module = parsing.parse(text)
     runs = trip_counts.executions(module)
     bodies = [
@@ -62,7 +62,7 @@ LOOPS = {
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_counts_the_steps_of_a_loop(name: str):
+def test_the_trip_count_of_a_loop_is_found_with_and_without_the_compilers_count(name: str):
     loop, expected = LOOPS[name]
     assert loop_runs(loop, counted=True) == expected
     assert loop_runs(loop, counted=False) == expected
@@ -79,11 +79,11 @@ def test_counts_the_steps_of_a_loop(name: str):
     ],
     ids=["length from data", "until a value", "counter or value"],
 )
-def test_does_not_guess(loop):
+def test_a_trip_count_that_depends_on_data_is_none(loop):
     assert loop_runs(loop, counted=True) == [None]
 
 
-def test_a_loop_whose_length_changes_is_unknown():
+def test_a_trip_count_that_changes_is_none():
     def triangle(x):
         return jax.lax.fori_loop(
             0, 6, lambda i, x: jax.lax.fori_loop(i, 9, lambda j, x: step(x), x), x

@@ -36,7 +36,7 @@ def test_rules_give_the_spec(logical: tuple[str, ...], expected: tuple[Any, ...]
     assert partition_spec(logical, CUBE) == PartitionSpec(*expected)
 
 
-def test_axes_that_the_mesh_lacks_drop_out() -> None:
+def test_axes_that_the_mesh_lacks_are_skipped() -> None:
     mesh = AbstractMesh((2,), ("fsdp",))
     assert partition_spec(("batch", "sequence", "mlp"), mesh) == PartitionSpec("fsdp", None, None)
     assert partition_spec(("batch", "mlp"), AbstractMesh((8,), ("clients",))) == PartitionSpec(
@@ -53,30 +53,30 @@ def test_axes_that_the_mesh_lacks_drop_out() -> None:
         ((3, 0), (None, "tensor")),
     ],
 )
-def test_axes_that_do_not_divide_drop_out(shape: Any, expected: Any) -> None:
+def test_axes_that_do_not_divide_are_skipped(shape: Any, expected: Any) -> None:
     assert partition_spec(("batch", "mlp"), CUBE, shape=shape) == PartitionSpec(*expected)
 
 
-def test_manual_axes_drop_out() -> None:
+def test_manual_axes_are_skipped() -> None:
     mesh = AbstractMesh((2, 2), ("data", "fsdp"), axis_types=(MANUAL, AUTO))
     assert partition_spec(("batch", "embed"), mesh) == PartitionSpec("fsdp", None)
 
 
-def test_the_table_can_be_another() -> None:
+def test_rules_can_be_replaced() -> None:
     rules = {**RULES, "embed": None, "experts": ("fsdp", "tensor")}
     assert partition_spec(("experts", "embed", "mlp"), CUBE, rules) == PartitionSpec(
         ("fsdp", "tensor"), None, None
     )
 
 
-def test_unknown_name_is_refused() -> None:
+def test_an_unknown_name_raises() -> None:
     with pytest.raises(ValueError, match=r"'embedd'.*use one of .*embed, .*rules=\{\*\*RULES"):
         partition_spec(("embedd",), CUBE)
     with pytest.raises(ValueError, match="'embedd'"):
         constrain(jnp.asarray(draw(3)), ("embedd",))
 
 
-def test_wrong_number_of_names_is_refused() -> None:
+def test_a_wrong_number_of_names_raises() -> None:
     with pytest.raises(ValueError, match=r"names 1 axes.*shape \(3, 4\): give one name, or None"):
         constrain(jnp.asarray(draw(3, 4)), ("embed",))
     with pytest.raises(ValueError, match=r"names 2 axes.*shape \(3,\)"):
@@ -151,7 +151,7 @@ def test_constrain_shards_and_changes_no_value(types: tuple[AxisType, ...], way:
         assert result.sharding.spec[1] == "fsdp"
 
 
-def test_explicit_axes_that_no_rule_names_stay() -> None:
+def test_explicit_axes_without_a_rule_keep_their_sharding() -> None:
     mesh = make_mesh((EXPLICIT, EXPLICIT))
     with jax.set_mesh(mesh):
         x = jax.device_put(draw(8, 6), NamedSharding(mesh, PartitionSpec("islands")))
@@ -167,7 +167,7 @@ def test_explicit_axes_that_no_rule_names_stay() -> None:
         )
 
 
-def test_explicit_spec_names_explicit_axes_alone() -> None:
+def test_explicit_spec_has_explicit_axes_alone() -> None:
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(EXPLICIT, AUTO))
     with jax.set_mesh(mesh):
         assert explicit_spec(("batch", "mlp"), (8, 6)) == PartitionSpec("data", None)

@@ -19,7 +19,7 @@ from fedpax.parallel.axes import constrain
 from fedpax.parallel.mesh import MeshConfig, make_mesh
 
 
-def test_axes_in_the_order_given():
+def test_axes_have_the_order_of_the_arguments():
     mesh = make_mesh(islands=4, fsdp=2)
     assert mesh.axis_names == ("islands", "fsdp")
     assert dict(mesh.shape) == {"islands": 4, "fsdp": 2}
@@ -39,12 +39,12 @@ def test_axes_in_the_order_given():
         ({"islands": np.int64(2), "fsdp": np.int32(4)}, (2, 4)),
     ],
 )
-def test_minus_one_is_the_rest(sizes: dict[str, int], shape: tuple[int, ...]):
+def test_minus_one_is_all_remaining_devices(sizes: dict[str, int], shape: tuple[int, ...]):
     assert make_mesh(**sizes).devices.shape == shape
 
 
 @given(st.permutations(["islands", "clients", "data", "fsdp", "tensor"]), st.data())
-def test_every_device_once(names: list[str], data: st.DataObject):
+def test_every_device_is_used_once(names: list[str], data: st.DataObject):
     sizes, left = {}, 8
     for name in names[:-1]:
         sizes[name] = data.draw(st.sampled_from([n for n in (1, 2, 4, 8) if left % n == 0]))
@@ -56,7 +56,7 @@ def test_every_device_once(names: list[str], data: st.DataObject):
     )
 
 
-def test_devices_that_are_asked_for():
+def test_a_mesh_can_use_given_devices():
     some = jax.devices()[2:6]
     assert make_mesh(devices=some, islands=2, fsdp=-1).devices.tolist() == [some[:2], some[2:]]
 
@@ -69,19 +69,19 @@ def test_a_configured_size_is_checked(size: int):
         MeshConfig(fsdp=size)
 
 
-def test_axis_types_are_no_names():
+def test_an_axis_type_by_name_raises():
     with pytest.raises(TypeError, match=r"axis_types='explicit'.*AxisType\.Explicit"):
         make_mesh(clients=-1, axis_types="explicit")  # type: ignore[arg-type]
 
 
-def test_axis_types():
+def test_axis_types_can_be_one_for_all_or_by_name():
     explicit = make_mesh(axis_types=AxisType.Explicit, clients=4, fsdp=2)
     assert explicit.axis_types == (AxisType.Explicit, AxisType.Explicit)
     mixed = make_mesh(axis_types={"fsdp": AxisType.Explicit}, clients=4, fsdp=2)
     assert mixed.axis_types == (AxisType.Auto, AxisType.Explicit)
 
 
-def test_programs_run_under_it():
+def test_a_program_runs_on_the_mesh():
     mesh = make_mesh(islands=4, fsdp=-1)
     x = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
     with jax.set_mesh(mesh):
@@ -115,19 +115,19 @@ def test_programs_run_under_it():
         ({"between_slices": "data", "clients": 8}, "between_slices names data.*axes: clients"),
     ],
 )
-def test_sizes_that_do_not_fit(sizes: dict, remedy: str):
+def test_sizes_that_do_not_fit_raise_with_a_remedy(sizes: dict, remedy: str):
     with pytest.raises(ValueError, match=remedy):
         make_mesh(**sizes)
 
 
 @pytest.mark.parametrize("size", [2.0, "2", None, True, (2, 2)])
-def test_sizes_that_are_no_integers(size: object):
+def test_sizes_that_are_not_integers_raise(size: object):
     with pytest.raises(TypeError, match=r"is not an integer.*at least 1, or -1"):
         make_mesh(islands=size, fsdp=2)
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=3))
-def test_what_is_said_to_fit_fits(sizes: list[int]):
+def test_suggested_sizes_fit(sizes: list[int]):
     axes = dict(zip(("islands", "fsdp", "tensor"), sizes, strict=False))
     try:
         assert make_mesh(**axes).size == 8
@@ -207,13 +207,13 @@ def test_axes_of_size_one_do_not_change_the_compiled_program(sizes: dict[str, in
     assert compiled_text(MeshConfig(**sizes).make(devices)) == expected
 
 
-def test_config_that_does_not_fit():
+def test_a_configured_mesh_that_does_not_fit_raises():
     with pytest.raises(ValueError, match="islands=2, fsdp=-1 gives fsdp=4 on 8 devices"):
         MeshConfig(islands=2, fsdp=2).make()
 
 
 def slices_along(mesh: Mesh, axis: str) -> list[set[int]]:
-    """The slices that hold each position along an axis."""
+    """Return the slices at each position along an axis."""
     rows = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), 0)
     return [{device.slice_index for device in row.flat} for row in rows]
 
@@ -227,21 +227,21 @@ Devices = Callable[..., list[jax.Device]]
 
 @pytest.mark.parametrize("name", ["v4:2x2x2", "v5e:4x4", "v5p:2x2x4", "v6e:4x4", "tpu7x:2x2x1"])
 @pytest.mark.parametrize("sizes", [(2, -1), (-1, 2), (2, 2, -1)], ids=str)
-def test_one_tpu_slice(tpu_devices: Devices, name: str, sizes: tuple[int, ...]):
+def test_a_tpu_slice_is_used_completely(tpu_devices: Devices, name: str, sizes: tuple[int, ...]):
     devices = tpu_devices(name)
     axes = dict(zip(("islands", "fsdp", "tensor"), sizes, strict=False))
     check_complete(make_mesh(devices=devices, **axes), devices)
 
 
 @pytest.mark.parametrize("taken", [5, 10, 12])
-def test_some_chips_of_a_slice(tpu_devices: Devices, taken: int):
+def test_a_mesh_can_use_some_chips_of_a_slice(tpu_devices: Devices, taken: int):
     devices = tpu_devices("v5e:4x4")[:taken]
     mesh = make_mesh(devices=devices, clients=-1)
     assert sorted(d.id for d in mesh.devices.flat) == sorted(d.id for d in devices)
 
 
-def test_neighbours_on_one_tpu_slice(tpu_devices: Devices):
-    """The ring of an axis that fills a row of a TPU takes one hop each."""
+def test_an_axis_follows_the_links_of_a_tpu_slice(tpu_devices: Devices):
+    """Neighbors along an axis that fills a row of a TPU are one hop apart."""
     mesh = make_mesh(devices=tpu_devices("v5e:4x4"), islands=4, fsdp=4)
     for row in mesh.devices:
         assert len({device.coords[1] for device in row}) == 1
@@ -257,7 +257,7 @@ def test_islands_are_slices(tpu_devices: Devices, name: str, slices: int):
         assert slices_along(mesh, "islands") == [{index} for index in range(slices)]
 
 
-def test_several_islands_in_a_slice(tpu_devices: Devices):
+def test_a_slice_can_have_several_islands(tpu_devices: Devices):
     mesh = make_mesh(devices=tpu_devices("v5e:2x2", 2), islands=4, fsdp=2)
     assert slices_along(mesh, "islands") == [{0}, {0}, {1}, {1}]
 
@@ -272,13 +272,15 @@ def test_several_islands_in_a_slice(tpu_devices: Devices):
         ({"islands": 2, "data": 4, "between_slices": "data"}, "data"),
     ],
 )
-def test_which_axis_runs_between_slices(tpu_devices: Devices, axes: dict, between: str):
+def test_the_axis_that_communicates_least_runs_between_slices(
+    tpu_devices: Devices, axes: dict, between: str
+):
     mesh = make_mesh(devices=tpu_devices("v5e:2x2", 2), **axes)
     half = mesh.shape[between] // 2
     assert slices_along(mesh, between) == [{0}] * half + [{1}] * half
 
 
-def test_slices_that_do_not_fit(tpu_devices: Devices):
+def test_sizes_that_do_not_fit_the_slices_raise(tpu_devices: Devices):
     devices = tpu_devices("v5e:2x2", 4)
     with pytest.raises(
         ValueError, match=r"islands=2 .* Sizes that fit: islands=4, 8 or 16, or another"
@@ -287,7 +289,9 @@ def test_slices_that_do_not_fit(tpu_devices: Devices):
     with pytest.raises(ValueError, match=r"in 4 slices.*islands, clients or data.*islands=4, or"):
         make_mesh(devices=devices, fsdp=8, tensor=2)
     uneven = [d for d in devices if d.slice_index < 2][:6]
-    with pytest.raises(ValueError, match=r"have 2 and 4 devices.*the same number of devices of each slice"):
+    with pytest.raises(
+        ValueError, match=r"have 2 and 4 devices.*the same number of devices of each slice"
+    ):
         make_mesh(devices=uneven, islands=2, fsdp=3)
 
 
@@ -302,8 +306,8 @@ for mesh in (make_mesh(islands=2, fsdp=4), make_mesh(fsdp=4, islands=2), make_me
 
 
 @pytest.mark.slow
-def test_two_processes():
-    """Two processes hold an island each, whichever the order of the axes."""
+def test_two_processes_have_an_island_each():
+    """The order of the axes does not matter."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         address = f"localhost:{probe.getsockname()[1]}"

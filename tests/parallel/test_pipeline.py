@@ -1,9 +1,10 @@
-"""Pipelines give what a scan over the layers gives, and move features alone."""
+"""Pipelines equal a scan over the layers, and move features alone."""
 
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,14 +26,14 @@ REMAT = functools.partial(jax.checkpoint, prevent_cse=False)
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_compilation() -> Iterator[None]:
-    """Compiles without optimizing: the tests wait for the compiler, hardly for the programs."""
+    """Compile without optimizations: compilation takes most of the time of these tests."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
 
 
 def step(x: jax.Array, layer: Any, along: Any) -> tuple[jax.Array, Any]:
-    """A layer that knows its place in the stack, its example, and what is the same for all."""
+    """Apply a layer with side inputs per example and for all examples."""
     inside = jnp.tanh(x @ layer["up"]) * along["example"][:, None] + along["all"]
     return x + inside @ layer["down"], {"mean_square": jnp.mean(inside**2)}
 
@@ -51,7 +52,7 @@ def draw(*leading: int) -> tuple[Any, Any, Any]:
 
 
 def value_and_gradient(layer_step: Callable = step, **options: Any) -> Callable:
-    """Value, outputs, and gradients with respect to parameters, features and what goes along."""
+    """Return the loss, outputs, and gradients by parameters, features and side inputs."""
 
     def loss(stacked: Any, x: jax.Array, along: Any) -> tuple[jax.Array, Any]:
         repeats = options.get("num_repeats", 1)
@@ -64,15 +65,13 @@ def value_and_gradient(layer_step: Callable = step, **options: Any) -> Callable:
 
 
 def close(actual: Any, expected: Any) -> None:
-    """Float32 sums in another order: 1e-4 relative, and 1e-5 where terms cancel."""
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), actual, expected
-    )
+    """Compare float32 sums in different orders: 1e-4 relative, 1e-5 where terms cancel."""
+    chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.fixture(scope="module")
 def one_device() -> Any:
-    """Four islands' arguments, and what each gives in a loop over layers."""
+    """Return the arguments of four islands, and the results of a scan over layers for each."""
     arguments = draw(4)
     plain = jax.jit(value_and_gradient())
     results = [jax.device_get(plain(*take(arguments, i))) for i in range(4)]
@@ -111,7 +110,9 @@ def mesh_of(**sizes: int) -> Mesh:
     ],
     ids=lambda settings: str(settings).partition("functools")[0],
 )
-def test_equals_one_device(one_device: Any, sizes: dict[str, int], options: Any) -> None:
+def test_a_pipeline_equals_the_scan_on_one_device(
+    one_device: Any, sizes: dict[str, int], options: Any
+) -> None:
     arguments, expected = one_device
     with jax.set_mesh(mesh_of(**sizes)):
         result = jax.jit(value_and_gradient(**options))(*take(arguments, 0))
@@ -128,8 +129,10 @@ def test_equals_one_device(one_device: Any, sizes: dict[str, int], options: Any)
     ],
     ids=str,
 )
-def test_every_island_has_a_pipeline(one_device: Any, sizes: dict[str, int], options: Any) -> None:
-    """Four islands: two on each device, all on one, or one on each."""
+def test_every_island_can_have_a_pipeline(
+    one_device: Any, sizes: dict[str, int], options: Any
+) -> None:
+    """Four islands: two on each device, all on one device, or one on each."""
     arguments, expected = one_device
 
     @fedpax.program(islands=4)
@@ -144,7 +147,7 @@ def test_every_island_has_a_pipeline(one_device: Any, sizes: dict[str, int], opt
 
 
 @pytest.mark.slow
-def test_gradient_of_a_program_goes_back_through_the_pipelines(one_device: Any) -> None:
+def test_the_gradient_of_a_program_goes_through_the_pipelines(one_device: Any) -> None:
     arguments, expected = one_device
 
     @fedpax.program(islands=4)
@@ -193,11 +196,11 @@ def test_only_features_move_between_stages(repeats: int) -> None:
     found = [c for c in collectives(compiled.as_text(), mesh) if "stage" in c.axes]
     moved = [c for c in found if c.kind == "collective-permute"]
     ticks = Schedule(2, microbatches, repeats).num_ticks
-    # A tick passes a microbatch on and turns the ring of those that wait, there and back again.
+    # A tick sends a microbatch and rotates the buffers, in the forward and the backward pass.
     assert sorted(c.executions or 0 for c in moved) == [1, 1, ticks, ticks, ticks, ticks]
     microbatch = BATCH // microbatches * WIDTH * 4
-    assert {c.bytes for c in moved} == {microbatch // 2}  # fsdp has cut it in two
-    # Everyone gets what goes along, one number for each example; and the loss is summed.
+    assert {c.bytes for c in moved} == {microbatch // 2}  # fsdp shards it in two
+    # Side inputs go to all stages, one number per example; and the loss is summed.
     assert all(c.bytes <= BATCH * 4 for c in found if c not in moved)
     memory = compiled.memory_analysis()
     parameters = sum(leaf.nbytes for leaf in jax.tree.leaves(stacked))
@@ -205,8 +208,8 @@ def test_only_features_move_between_stages(repeats: int) -> None:
 
 
 @pytest.mark.parametrize("repeats", [1, 2])
-def test_no_copy_of_the_parameters_is_kept_for_a_tick(repeats: int) -> None:
-    """What JAX keeps for the backward pass of a loop is stacked over its steps."""
+def test_no_copy_of_the_parameters_is_stored_per_tick(repeats: int) -> None:
+    """JAX stacks the residuals of a loop over its iterations."""
     stacked, x, along = draw()
     with jax.set_mesh(mesh_of(stage=2)):
         jaxpr = jax.make_jaxpr(value_and_gradient(num_microbatches=8, num_repeats=repeats))(
@@ -246,8 +249,10 @@ def test_without_stages_it_is_the_scan_over_layers() -> None:
 
 
 @given(st.integers(2, 5), st.integers(1, 4), st.integers(1, 4))
-def test_schedule(stages: int, groups: int, repeats: int) -> None:
-    """Each microbatch meets each run of layers once, in order, a tick after the run before."""
+def test_each_microbatch_passes_each_run_of_layers_once_and_in_order(
+    stages: int, groups: int, repeats: int
+) -> None:
+    """A run of layers follows one tick after the previous run."""
     schedule = Schedule(stages, groups * stages, repeats)
     when: dict[int, list[tuple[int, int]]] = {m: [] for m in range(schedule.num_microbatches)}
     waits = 0
@@ -266,7 +271,7 @@ def test_schedule(stages: int, groups: int, repeats: int) -> None:
 
 
 @pytest.mark.parametrize("repeats", [1, 2])
-def test_the_loop_has_as_many_ticks_as_the_bubble_says(repeats: int) -> None:
+def test_the_number_of_ticks_follows_from_the_bubble_fraction(repeats: int) -> None:
     stacked, x, along = draw()
     with jax.set_mesh(mesh_of(stage=4)):
         jaxpr = jax.make_jaxpr(value_and_gradient(num_microbatches=8, num_repeats=repeats))(
@@ -289,7 +294,7 @@ def test_the_loop_has_as_many_ticks_as_the_bubble_says(repeats: int) -> None:
         ({"num_microbatches": 2}, 7, "use a multiple of 2 layers"),
     ],
 )
-def test_numbers_that_do_not_fit(options: Any, layers: int, words: str) -> None:
+def test_numbers_that_do_not_divide_raise(options: Any, layers: int, words: str) -> None:
     stacked, x, along = draw()
     stacked = jax.tree.map(lambda p: p[:layers], stacked)
     if options.get("num_repeats", 1) > 1:
@@ -298,7 +303,7 @@ def test_numbers_that_do_not_fit(options: Any, layers: int, words: str) -> None:
         run_pipeline(step, stacked, x, along, **options)
 
 
-def test_arrays_of_a_wrong_shape_are_named() -> None:
+def test_arrays_of_a_wrong_shape_are_named_in_the_error() -> None:
     stacked, x, along = draw()
     with pytest.raises(
         ValueError, match=r"stacked_params\['down'\] has shape .* expected \[2, layers"
@@ -310,7 +315,7 @@ def test_arrays_of_a_wrong_shape_are_named() -> None:
         run_pipeline(step, stacked, x, along | {"example": along["example"][:3]})
 
 
-def test_explicit_stages_are_refused() -> None:
+def test_an_explicit_stage_axis_raises() -> None:
     stacked, x, along = draw()
     mesh = make_mesh(devices=jax.devices()[:2], axis_types=AxisType.Explicit, stage=2)
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"AxisType\.Auto"):
@@ -318,7 +323,7 @@ def test_explicit_stages_are_refused() -> None:
 
 
 @pytest.mark.slow
-def test_inside_of_a_shard_map_over_islands(one_device: Any) -> None:
+def test_a_pipeline_runs_inside_a_shard_map_over_islands(one_device: Any) -> None:
     arguments, expected = one_device
 
     def alone(*arguments: Any) -> Any:
@@ -340,8 +345,8 @@ def test_inside_of_a_shard_map_over_islands(one_device: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("repeats", [1, 2])
-def test_a_layer_may_have_manual_axes_of_its_own(one_device: Any, repeats: int) -> None:
-    """As mixtures of experts and kernels have; differentiated inside the pipeline."""
+def test_a_layer_can_contain_a_shard_map(one_device: Any, repeats: int) -> None:
+    """Mixtures of experts and kernels do; the pipeline differentiates it."""
     arguments, expected = one_device
 
     def manual(x: jax.Array, layer: Any, along: Any) -> tuple[jax.Array, Any]:
@@ -379,7 +384,7 @@ def test_bfloat16_features_stay_bfloat16() -> None:
     )
 
 
-def test_specification_leaves_other_axes_alone() -> None:
+def test_repeated_layers_are_sharded_over_stages() -> None:
     with jax.set_mesh(mesh_of(stage=2, fsdp=2, tensor=2)):
         spec = partition_spec(("repeats", "layers", "embed", "mlp"))
     assert spec == PartitionSpec(None, "stage", "fsdp", "tensor")

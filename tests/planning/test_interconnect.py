@@ -25,7 +25,7 @@ class TorusDevice:
 
 
 def torus(chip: str, *shape: int, slices: int = 1) -> Topology:
-    """A topology whose devices lie in the order of their coordinates, the last one fastest."""
+    """Make a topology whose devices are ordered by coordinates, the last one fastest."""
     per_chip = CHIPS[chip].devices_per_chip
     devices = [
         TorusDevice(1000 * number + i, tuple(map(int, place)), number, i % per_chip)
@@ -43,7 +43,7 @@ def mesh_of(topology: Topology, **sizes: int) -> Mesh:
 
 
 def collective(kind: str, mesh: Mesh, *axes: str) -> Collective:
-    """One of BYTES over some axes of a mesh; a permutation is a ring."""
+    """Make a collective of BYTES over some axes of a mesh; a permutation is a ring."""
     positions = np.arange(mesh.size).reshape(mesh.devices.shape)
     last = [mesh.axis_names.index(axis) for axis in axes]
     rest = [i for i in range(positions.ndim) if i not in last]
@@ -82,14 +82,16 @@ def timed(kind: str, topology: Topology, mesh: Mesh, *axes: str) -> float | None
                                                           "within a chip"]),
     ],
 )  # fmt: skip
-def test_networks_of_axes(topology: Topology, sizes: dict[str, int], routes: list[str]):
+def test_axes_have_the_networks_of_their_chips(
+    topology: Topology, sizes: dict[str, int], routes: list[str]
+):
     mesh = mesh_of(topology, **sizes)
     assert [
         " + ".join(map(str, axis_routes(mesh, axis, topology))) for axis in mesh.axis_names
     ] == routes
 
 
-def test_axes_of_simulated_devices():
+def test_simulated_devices_communicate_within_the_host():
     topology = Topology("cpu:8", None, (), 1, tuple(jax.devices()))
     mesh = mesh_of(topology, islands=4, fsdp=2)
     assert [axis_routes(mesh, axis, topology) for axis in mesh.axis_names] == [
@@ -99,9 +101,9 @@ def test_axes_of_simulated_devices():
     assert timed("all-reduce", topology, mesh, "islands") is None
 
 
-# What one link carries in one direction when n chips in a ring or a line do a collective, found by
-# letting every chip's part travel hop by hop along the shortest way.
-def carried(kind: str, n: int, ring: bool) -> float:
+# The bytes, in units of a shard, on the busiest link in one direction for a collective of n chips
+# in a ring or a line: a simulation that sends every shard hop by hop along the shortest path.
+def busiest_link(kind: str, n: int, ring: bool) -> float:
     load = np.zeros((n, 2))  # of the link that leaves chip i to the right, to the left
     share = {"all-gather": 1.0, "reduce-scatter": 1 / n, "all-to-all": 1 / n}[kind]
     for source in range(n):
@@ -119,9 +121,9 @@ def carried(kind: str, n: int, ring: bool) -> float:
             for direction, hops in ways:
                 for hop in range(hops):
                     at = (source + (hop if direction == 0 else -hop)) % n
-                    if kind == "all-to-all":  # a part of its own for each target
+                    if kind == "all-to-all":  # a different shard for each target
                         load[at, direction] += share / len(ways)
-                    elif at not in reached[direction]:  # passed on, counted once
+                    elif at not in reached[direction]:  # forwarded, so it counts once per link
                         reached[direction].add(at)
                         load[at, direction] += share / (2 if ring and right == left else 1)
     return float(load.max())
@@ -130,13 +132,12 @@ def carried(kind: str, n: int, ring: bool) -> float:
 @pytest.mark.parametrize("kind", ["all-gather", "reduce-scatter", "all-to-all"])
 @pytest.mark.parametrize("n", [4, 8, 16])
 @pytest.mark.parametrize("ring", [True, False])
-def test_times_on_a_ring_and_a_line(kind: str, n: int, ring: bool):
-    """The formulas, against parts that travel hop by hop over the links."""
-    # A line: a part of a longer dimension, which does not close.
+def test_times_equal_a_simulation_of_the_links(kind: str, n: int, ring: bool):
+    # A line is part of a longer dimension, so it does not close to a ring.
     topology = torus("v5p", n if ring else 2 * n)
     mesh = mesh_of(topology, fsdp=n) if ring else mesh_of(topology, data=2, fsdp=n)
-    loads = BYTES * carried(kind, n, ring) / topology.chip.link_bandwidth
-    # A ring's parts come half and half from both sides; a whole number of hops is at most 1 more.
+    loads = BYTES * busiest_link(kind, n, ring) / topology.chip.link_bandwidth
+    # On a ring, halves of a shard arrive from both sides; whole hops differ by at most 1.
     assert timed(kind, topology, mesh, "fsdp") == pytest.approx(loads, rel=1 / (n - 1))
     assert timed(kind, topology, mesh, "fsdp") <= loads * (1 + 1e-9)
 
@@ -153,7 +154,7 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather():
     assert both == pytest.approx(whole * (15 / 16) / (3 / 4) / 2)
 
 
-def test_a_permutation_uses_both_directions_at_most():
+def test_a_permutation_can_use_both_directions():
     topology = torus("v5p", 8)
     mesh = mesh_of(topology, stage=8)
     expected = BYTES / (2 * topology.chip.link_bandwidth)
@@ -179,6 +180,6 @@ def test_two_devices_of_a_chip_share_its_links():
     assert timed("all-gather", topology, mesh, "tensor") == 0.0
     # Each of two groups has half of the four directions of the two rings.
     assert timed("all-gather", topology, mesh, "fsdp") == pytest.approx(15 * BYTES / (2 * link))
-    # One group of all devices: a chip hands over both devices' parts and has all of its links.
+    # One group of all devices: a chip sends the shards of both devices over all of its links.
     both = timed("all-gather", topology, mesh, "fsdp", "tensor")
     assert both == pytest.approx(15 * 2 * BYTES / (4 * link))

@@ -7,7 +7,7 @@ from fedpax.planning.chips import CHIPS, chip_of
 from fedpax.planning.topology import TopologyError, find_topology
 
 
-def test_simulated_devices():
+def test_simulated_devices_are_those_of_the_process():
     topology = find_topology("cpu:4")
     assert topology.devices == tuple(jax.devices()[:4])
     assert (topology.chip, topology.shape, topology.slices, topology.chips) == (None, (), 1, 4)
@@ -34,13 +34,13 @@ def test_simulated_devices():
         ("gpu", 1, ["this machine has 0 GPUs", "fedpax[cuda]"]),
     ],
 )
-def test_topologies_that_there_are_not(name: str, slices: int, words: list[str]):
+def test_unknown_topologies_raise_with_a_remedy(name: str, slices: int, words: list[str]):
     with pytest.raises(TopologyError) as error:
         find_topology(name, slices)
     assert all(word in str(error.value) for word in words)
 
 
-def test_libtpu_is_asked_for_where_it_is_missing(monkeypatch: pytest.MonkeyPatch):
+def test_missing_libtpu_raises_with_a_remedy(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(TopologyError, match=r"pip install 'fedpax\[tpu\]'"):
         find_topology("v5e:4x4")
@@ -56,7 +56,9 @@ def test_libtpu_is_asked_for_where_it_is_missing(monkeypatch: pytest.MonkeyPatch
         ("tpu7x:2x2x1", 1, 4, 8),
     ],
 )
-def test_tpus(tpu_devices, name: str, slices: int, chips: int, devices: int):
+def test_tpu_topologies_have_their_chips_and_devices(
+    tpu_devices, name: str, slices: int, chips: int, devices: int
+):
     topology = find_topology(name, slices)
     assert topology.chip is CHIPS[name.partition(":")[0]]
     assert (topology.chips, len(topology.devices)) == (chips, devices)
@@ -64,13 +66,13 @@ def test_tpus(tpu_devices, name: str, slices: int, chips: int, devices: int):
     assert topology.shape == tuple(map(int, name.partition(":")[2].split("x")))
 
 
-def test_figures_of_a_chip_agree_with_each_other():
+def test_the_figures_of_chips_are_consistent():
     for chip in CHIPS.values():
         assert 1e14 < chip.peak_flops < 1e16
         assert 1e10 < chip.hbm_bytes < 1e12 and chip.source.startswith("https://")
         assert 0.95 * chip.hbm_bytes < chip.usable_hbm_bytes < 1.01 * chip.hbm_bytes
         # Memory is faster than the links, the links are faster than the network between slices.
         assert chip.hbm_bandwidth > chip.links * chip.link_bandwidth > chip.dcn_bandwidth
-    # A pod's published bisection: v5e 1.6 TB/s, v6e 3.2 TB/s, over 2 x 16 links there and back.
+    # A pod's published bisection: v5e 1.6 TB/s, v6e 3.2 TB/s, over 2 x 16 links in both directions.
     assert 2 * 16 * CHIPS["v5e"].link_bandwidth == 1.6e12
     assert 2 * 16 * CHIPS["v6e"].link_bandwidth == 3.2e12

@@ -335,7 +335,9 @@ def _move_into_loops(plan: StreamingPlan, others: list[JaxprEqn], mesh_axis: str
     def axes_read(user: JaxprEqn | None, v: Var) -> set[int | None]:
         """Return the axes along which a user reads slices of a value; None: as a whole."""
         axes: Sequence[int | None]
-        if user is not None and user.outvars and user.outvars[0] in plan.producer:
+        if user is None:
+            return {None}
+        if user.outvars and user.outvars[0] in plan.producer:
             axes = plan.producer[user.outvars[0]].axes.operands
         elif id(user) in plan.candidates and any(map(plan.is_mapped, plan.operands(user))):
             axes = plan.candidates[id(user)].axes

@@ -255,7 +255,7 @@ class _ParticipantValues:
         if axis is None:
             return self.servers[v]
         if v not in self.rows and v in self.slices:
-            value = materialize(self.slices[v])
+            value: Any = materialize(self.slices[v])  # a number, if the map returns a constant
             if not isinstance(value, jax.Array):
                 value = jnp.asarray(value, aval_of(v).dtype)
             self.rows[v] = jax.lax.expand_dims(value, [axis])

@@ -83,11 +83,9 @@ def unstack_reduction(
     if eqn.effects:
         return None
     for axes in axis_maps(eqn):
-        operands = zip(eqn.invars, axes.operands, strict=True)
         if (
             _matches(eqn, axes, size, known)
             and axes.results == (None,) * len(eqn.outvars)
-            and all(a is None or aval_of(v).sharding.spec[a] == mesh_axis for v, a in operands)
             and not _names(eqn.params.get("out_sharding"), mesh_axis)
         ):
             return Unstacked(eqn, eqn.params, axes)

@@ -1,4 +1,4 @@
-"""Kinds of the 4 x 2 mesh (clients, fsdp), by the types of its two axes."""
+"""Variants of the 4 x 2 mesh (clients, fsdp) that differ in the types of the two axes."""
 
 from collections.abc import Iterator
 
@@ -16,7 +16,7 @@ KINDS = {
 
 
 def under(kind: str) -> Iterator[Mesh | None]:
-    """For a fixture: sets the mesh of a kind while the test runs."""
+    """Set the mesh of a kind while a test runs; used by fixtures."""
     types = KINDS[kind]
     if types is None:
         yield None

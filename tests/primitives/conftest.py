@@ -1,4 +1,4 @@
-"""The meshes that the primitives are tested on: none, and clients x fsdp with each kind of axes."""
+"""Fixtures for meshes: no mesh, and clients x fsdp with each kind of axes."""
 
 from collections.abc import Iterator
 
@@ -12,13 +12,13 @@ FAST = ("no mesh", *MAIN, "clients explicit")
 
 @pytest.fixture(params=[k if k in FAST else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
 def current_mesh(request: pytest.FixtureRequest) -> Iterator[Mesh | None]:
-    """Runs a test without a mesh, and under the 4 x 2 mesh (clients, fsdp) of every kind."""
+    """Run a test without a mesh, and on the 4 x 2 mesh (clients, fsdp) of every kind."""
     yield from under(request.param)
 
 
 @pytest.fixture(params=[k if k in MAIN else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
 def main_mesh(request: pytest.FixtureRequest) -> Iterator[Mesh | None]:
-    """As `current_mesh`, for tests that compile long: only two of the five are not slow."""
+    """Run as `current_mesh`; for tests that compile long, only two of the five kinds are fast."""
     yield from under(request.param)
 
 
@@ -26,11 +26,11 @@ def main_mesh(request: pytest.FixtureRequest) -> Iterator[Mesh | None]:
     params=[k if k in FAST else pytest.param(k, marks=pytest.mark.slow) for k in KINDS if KINDS[k]]
 )
 def mesh_only(request: pytest.FixtureRequest) -> Iterator[Mesh | None]:
-    """As `current_mesh`, where nothing is to be seen without a mesh."""
+    """Run as `current_mesh`, but always with a mesh."""
     yield from under(request.param)
 
 
 @pytest.fixture
 def explicit_mesh() -> Iterator[Mesh | None]:
-    """Runs a test under the 4 x 2 mesh (clients, fsdp) with explicit axes."""
+    """Run a test on the 4 x 2 mesh (clients, fsdp) with explicit axes."""
     yield from under("explicit")

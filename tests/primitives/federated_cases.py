@@ -1,9 +1,10 @@
-"""What the tests of the primitives share: random data, layouts on a mesh, walks over jaxprs."""
+"""Helpers of the primitives' tests: random data, shardings on a mesh, searches in jaxprs."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import chex
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
@@ -18,7 +19,7 @@ def positive(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def place(x: Any, *spec: str | None) -> Any:
-    """Lays an array out over the current mesh; axes that the mesh lacks drop out."""
+    """Shard an array over the current mesh; axes that the mesh lacks are ignored."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
@@ -26,14 +27,14 @@ def place(x: Any, *spec: str | None) -> Any:
 
 
 def assert_close(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert np.shape(a) == np.shape(b)
-        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+    """Compare structures, shapes and values; `tolerance` is both relative and absolute."""
+    found, expected = jax.tree.map(np.asarray, (found, expected))
+    chex.assert_trees_all_equal_shapes(found, expected)
+    chex.assert_trees_all_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 def inner_jaxprs(eqn: Any) -> Iterator[Any]:
-    """The jaxprs among the parameters of an equation, open or closed, alone or in sequences."""
+    """Yield the jaxprs among an equation's parameters, open or closed, alone or in sequences."""
     for value in eqn.params.values():
         for item in value if isinstance(value, tuple | list) else [value]:
             item = getattr(item, "jaxpr", item)
@@ -42,7 +43,7 @@ def inner_jaxprs(eqn: Any) -> Iterator[Any]:
 
 
 def equations(jaxpr: Any, into: Callable[[Any], bool] = lambda eqn: True) -> Iterator[Any]:
-    """All equations of a jaxpr and of the jaxprs inside it."""
+    """Yield all equations of a jaxpr and of the jaxprs inside it."""
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield eqn
         if into(eqn):
@@ -51,12 +52,12 @@ def equations(jaxpr: Any, into: Callable[[Any], bool] = lambda eqn: True) -> Ite
 
 
 def primitive_names(fn: Callable, *args: Any) -> Counter:
-    """How often each primitive stands in the jaxpr of a function, at any depth."""
+    """Count each primitive in the jaxpr of a function, at every depth."""
     return Counter(eqn.primitive.name for eqn in equations(jax.make_jaxpr(fn)(*args)))
 
 
 def federated_names(fn: Callable, *args: Any) -> Counter:
-    """The primitives of fedpax alone, without their prefix and without the program itself."""
+    """Count the primitives of fedpax, without their prefix and without the program itself."""
     names = primitive_names(fn, *args)
     prefix = "federated_"
     return Counter(

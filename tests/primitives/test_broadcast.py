@@ -74,7 +74,7 @@ def test_python_numbers_promote_as_in_jax_numpy(value):
 
 
 @pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
-def test_random_keys_pass_through(make_key):
+def test_random_keys_are_broadcast(make_key):
     key = make_key(5)
     keys = broadcast(key)
     assert keys.dtype == key.dtype

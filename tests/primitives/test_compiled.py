@@ -1,4 +1,4 @@
-"""The compiled text of a round: one all-reduce over the clients' axis, and none in local steps."""
+"""A compiled round has one all-reduce over the clients' axis, and none in local steps."""
 
 import re
 
@@ -97,7 +97,7 @@ def test_a_gradient_of_a_round_reduces_over_the_clients_outside_of_loops(clients
 
 
 def test_local_steps_use_the_model_axis_in_loops(clients_fsdp):
-    # The counts above would be empty truths if the reader did not see what happens in loops.
+    # The counts above mean something only if collectives inside loops are found.
     mesh = clients_fsdp()
     with jax.set_mesh(mesh):
         text = compiled_text(fedavg_round)
@@ -148,8 +148,8 @@ def test_a_participant_alone_on_its_device_keeps_its_conditional(options, mesh_o
     assert not re.search(r"\bconditional\(", text)
 
 
-def test_participants_wait_for_no_other_in_their_loops(mesh_only):
-    # Each loops as long as it needs: a collective in the condition would make all run the longest.
+def test_loops_of_participants_are_independent(mesh_only):
+    # A collective in the loop condition would make all participants run the longest loop.
     fn = lambda x: jax.lax.while_loop(lambda v: jnp.sum(v) < 50, lambda v: v * 1.5 + 1, x)
     program = fedpax.program(clients=8)(lambda x: federated_map(fn, x))
     x = jax.device_put(np.abs(normal(8, 4)), P("clients"))

@@ -32,7 +32,7 @@ def program(fn, n=N):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_outside_of_a_program(name):
+def test_a_call_outside_a_program_raises(name):
     with pytest.raises(
         RuntimeError, match=rf"{name}\(\).*outside.*@fedpax\.program\(clients=1000\)"
     ):
@@ -40,7 +40,7 @@ def test_outside_of_a_program(name):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_an_unknown_placement(name):
+def test_an_unknown_placement_raises(name):
     with pytest.raises(
         ValueError, match=rf"(?s){name}\(placement='client'\).*'clients'.*declare it"
     ):
@@ -48,14 +48,14 @@ def test_an_unknown_placement(name):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_none_named_where_there_are_several(name):
+def test_several_placements_need_a_name(name):
     several = fedpax.program(islands=2, clients=N)(CALLS[name])
     with pytest.raises(ValueError, match=r"islands=2, clients=4.*placement='islands'"):
         several(normal(N))
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_on_a_participant(name):
+def test_a_call_on_a_participant_raises(name):
     with pytest.raises(ValueError, match=r"on a participant of 'clients'.*after federated_map\(\)"):
         program(lambda x: federated_map(CALLS[name], x))(normal(N, N))
     with pytest.raises(ValueError, match=r"on a participant of 'clients'.*after federated_map\(\)"):
@@ -64,7 +64,7 @@ def test_on_a_participant(name):
         )
 
 
-def test_a_program_inside_that_reuses_a_name():
+def test_nested_programs_cannot_declare_the_same_placement():
     inner = program(federated_sum)
     for outer in (lambda x: inner(x), lambda x: federated_map(inner, x)):
         with pytest.raises(ValueError, match=r"'clients'.*enclosing program.*Rename"):
@@ -74,18 +74,18 @@ def test_a_program_inside_that_reuses_a_name():
 # ---- how a program is declared
 
 
-def test_no_placement():
+def test_a_program_without_a_placement_raises():
     for call in (lambda: fedpax.program(), lambda: fedpax.program(placements={})):
         with pytest.raises(ValueError, match=r"no placement.*@fedpax\.program\(clients=1000\)"):
             call()
 
 
-def test_placements_that_are_a_name():
+def test_placements_must_be_a_mapping():
     with pytest.raises(TypeError, match=r"placements='clients', expected sizes by name"):
         fedpax.program(placements="clients")
 
 
-def test_a_decorator_without_parentheses():
+def test_a_decorator_without_parentheses_raises():
     with pytest.raises(TypeError, match=r"@fedpax\.program\(clients=1000\)"):
 
         @fedpax.program
@@ -94,35 +94,35 @@ def test_a_decorator_without_parentheses():
 
 
 @pytest.mark.parametrize("size", [0, -3])
-def test_a_size_below_one(size):
+def test_a_size_below_one_raises(size):
     with pytest.raises(ValueError, match=rf"clients={size}.*at least one.*skip the round"):
         fedpax.program(clients=size)
 
 
 @pytest.mark.parametrize("size", [2.0, "3", None, True, np.float32(3)])
-def test_a_size_that_is_no_int(size):
+def test_a_size_must_be_an_int(size):
     with pytest.raises(TypeError, match=r"(?s)clients=.*expected an int.*int\(\.\.\.\)"):
         fedpax.program(clients=size)
 
 
-def test_a_traced_size():
+def test_a_size_cannot_be_traced():
     with pytest.raises(TypeError, match=r"known before tracing"):
         jax.jit(lambda n: fedpax.program(clients=n)(lambda: federated_broadcast(1.0))())(3)
 
 
 @pytest.mark.parametrize("name", ["", "two words", 3, None])
-def test_a_name_that_is_no_identifier(name):
+def test_a_placement_name_must_be_an_identifier(name):
     with pytest.raises(ValueError, match=r"expected an identifier.*'clients'"):
         fedpax.program(placements={name: 3})
 
 
-def test_a_name_given_twice():
+def test_a_placement_declared_twice_raises():
     with pytest.raises(ValueError, match=r"'clients'.*expected each once"):
         fedpax.program(placements={"clients": 3}, clients=3)
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, "all", True])
-def test_a_bad_number_of_chunk_size(value):
+def test_an_invalid_chunk_size_raises(value):
     message = r"chunk_size=.*positive int.*'auto'.*None"
     with pytest.raises(ValueError, match=message):
         fedpax.program(clients=N, chunk_size=value)
@@ -131,12 +131,12 @@ def test_a_bad_number_of_chunk_size(value):
 
 
 @pytest.mark.parametrize("value", [3, "name", None])
-def test_decorating_what_is_no_function(value):
+def test_only_functions_can_be_decorated(value):
     with pytest.raises(TypeError, match=rf"decorates a function, got {type(value).__name__}"):
         fedpax.program(clients=N)(value)
 
 
-def test_a_size_that_the_mesh_does_not_divide(mesh_only):
+def test_the_mesh_axis_must_divide_the_placement(mesh_only):
     too_many = program(lambda x: federated_sum(x), 6)
     with pytest.raises(ValueError, match=r"'clients' of size 4.*clients=6.*4 or 8 participants"):
         too_many(normal(6))
@@ -148,7 +148,7 @@ def test_a_size_that_the_mesh_does_not_divide(mesh_only):
 
 
 @pytest.mark.parametrize("name", [n for n in CALLS if n != "federated_broadcast"])
-def test_a_leaf_without_the_axis_is_named(name):
+def test_an_error_names_the_leaf_without_the_axis(name):
     good = normal(N, 2)
     where = r"args\[0\]" if name == "federated_map" else "x"
     remedy = rf"{where}\['model'\]\[1\].* size 4.*'clients'.*federated_broadcast\(\)"
@@ -157,21 +157,21 @@ def test_a_leaf_without_the_axis_is_named(name):
             program(CALLS[name])({"model": [good, bad]})
 
 
-def test_the_argument_of_a_map_is_named_by_its_position():
+def test_an_error_names_the_position_of_a_maps_argument():
     with pytest.raises(ValueError, match=r"args\[1\]\['b'\] is a scalar"):
         program(lambda x, y: federated_map(lambda x, y: x, x, y))(normal(N), {"b": 1.0})
 
 
 @pytest.mark.parametrize("bad", ["text", object(), b"bytes", np.array(["a", "b"]), {1, 2}])
 @pytest.mark.parametrize("name", CALLS)
-def test_what_is_no_array(name, bad):
+def test_a_leaf_must_be_an_array_or_number(name, bad):
     kind = type(bad).__name__
     with pytest.raises(TypeError, match=rf"(?s)\['a'\] is of type {kind}.*expected arrays"):
         program(lambda x: CALLS[name]({"a": bad, "b": x}))(normal(N))
 
 
 @pytest.mark.parametrize("bad", ["text", object()])
-def test_an_argument_or_result_of_a_program_that_is_no_array(bad):
+def test_arguments_and_results_of_a_program_must_be_arrays(bad):
     kind = type(bad).__name__
     with pytest.raises(TypeError, match=rf"argument y\['a'\] is of type {kind}, expected arrays"):
         program(lambda x, y: x)(normal(N), {"a": bad})
@@ -184,7 +184,7 @@ def test_an_argument_or_result_of_a_program_that_is_no_array(bad):
 
 
 @pytest.mark.parametrize("bad", ["text", object(), {1}])
-def test_a_result_of_the_mapped_function_that_is_no_array(bad):
+def test_results_of_the_mapped_function_must_be_arrays(bad):
     message = (
         rf"out\['a'\]\[0\], returned by .* is of type {type(bad).__name__}.*Return arrays, or None"
     )
@@ -192,7 +192,7 @@ def test_a_result_of_the_mapped_function_that_is_no_array(bad):
         program(lambda x: federated_map(lambda x: {"a": [bad]}, x))(normal(N))
 
 
-def test_a_mapped_function_that_cannot_be_called():
+def test_the_mapped_function_must_be_callable():
     with pytest.raises(TypeError, match=r"federated_map\(\).*function"):
         program(lambda x: federated_map(x, x))(normal(N))
 
@@ -213,29 +213,29 @@ def test_complex_numbers_have_no_order(function):
 @pytest.mark.parametrize(
     "weights", [positive(N + 1), positive(N, 1), positive(1, N), np.float32(1), positive(0)]
 )
-def test_weights_of_another_shape(weights):
+def test_weights_of_the_wrong_shape_raise(weights):
     with pytest.raises(ValueError, match=r"weights.*expected \(4,\).*multiply inside"):
         program(lambda x: federated_mean(x, weights))(normal(N, 2))
 
 
-def test_weights_as_a_tree():
+def test_weights_cannot_be_a_pytree():
     x = {"a": normal(N), "b": normal(N)}
     with pytest.raises(ValueError, match=r"weights.*expected \(4,\).*multiply inside"):
         program(lambda x: federated_mean(x, x))(x)
 
 
 @pytest.mark.parametrize("weights", ["weights", object()])
-def test_weights_that_are_no_array(weights):
+def test_weights_must_be_an_array(weights):
     with pytest.raises((TypeError, ValueError), match=r"weights.*expected"):
         program(lambda x: federated_mean(x, weights))(normal(N, 2))
 
 
-def test_complex_weights():
+def test_complex_weights_raise():
     with pytest.raises(TypeError, match=r"weights.*complex64.*weights\.real"):
         program(lambda x: federated_mean(x, positive(N) + 1j))(normal(N, 2))
 
 
-def test_too_many_arguments():
+def test_too_many_arguments_raise():
     for call in (federated_sum, federated_max, federated_min, federated_broadcast):
         with pytest.raises(TypeError, match="positional argument"):
             program(lambda x, call=call: call(x, x))(normal(N))
@@ -243,7 +243,7 @@ def test_too_many_arguments():
         program(lambda x: federated_mean(x, x, x))(normal(N))
 
 
-def test_a_gradient_in_integer_parameters():
+def test_a_gradient_by_integer_parameters_raises():
     fit = program(lambda w, x: federated_mean(federated_map(lambda x: w * x, x)))
     with pytest.raises(TypeError, match=r"real- or complex-valued inputs.*int32.*allow_int"):
         jax.grad(fit)(3, normal(N))
@@ -252,7 +252,7 @@ def test_a_gradient_in_integer_parameters():
 # ---- errors of the user's own, and what stays behind
 
 
-def test_an_error_inside_is_not_wrapped():
+def test_an_exception_of_the_user_is_not_wrapped():
     class OwnError(Exception):
         pass
 
@@ -268,7 +268,7 @@ def test_an_error_inside_is_not_wrapped():
             federated_sum(normal(N))
 
 
-def test_an_error_that_is_caught_inside_leaves_the_program_as_it_was():
+def test_a_caught_exception_restores_the_active_placements():
     def fail(x):
         raise KeyError("x")
 
@@ -284,7 +284,7 @@ def test_an_error_that_is_caught_inside_leaves_the_program_as_it_was():
     assert_close(tolerant(x), x.sum())
 
 
-def test_threads_do_not_see_the_programs_of_others():
+def test_threads_do_not_share_active_placements():
     errors = []
 
     def other():
@@ -305,7 +305,7 @@ def test_threads_do_not_see_the_programs_of_others():
     assert len(errors) == 1
 
 
-def test_no_tracer_escapes_into_the_error_of_a_shape():
+def test_a_shape_error_contains_no_tracer():
     with pytest.raises(ValueError, match=r"has shape \(3, 2\)"):
         jax.jit(jax.grad(lambda x: jnp.sum(program(federated_sum)(x))))(normal(3, 2))
 
@@ -341,7 +341,7 @@ def test_any_name_can_be_declared_in_placements():
     assert_close(total(np.ones(N, np.float32)), np.float32(N))
 
 
-def test_a_keyword_that_is_no_option_and_no_size():
+def test_an_unknown_keyword_must_be_a_size():
     with pytest.raises(TypeError, match=r"mode='fast' of type str, expected an int"):
         fedpax.program(clients=N, mode="fast")
 

@@ -1,8 +1,9 @@
-"""`program`: what it takes and returns, when it traces, and how JAX can use it."""
+"""`program`: arguments and results, tracing, and use under JAX's transformations."""
 
 import threading
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -81,7 +82,7 @@ def test_callables_other_than_functions():
 @pytest.mark.parametrize(
     ("run", "traced"), [(lambda f: f, [2, 3, 2, 1, 3]), (jax.jit, [2, 3, 1])], ids=["eager", "jit"]
 )
-def test_jit_spares_tracing_again(run, traced):
+def test_jit_traces_once_per_shape(run, traced):
     traces = []
 
     @run
@@ -96,7 +97,14 @@ def test_jit_spares_tracing_again(run, traced):
     assert traces == traced
 
 
-def test_programs_of_several_sizes_keep_apart():
+def test_a_second_call_under_jit_does_not_retrace():
+    once = chex.assert_max_traces(n=1)(lambda w, x: fit.__wrapped__(w, x))
+    step = jax.jit(fedpax.program(clients=N)(once))
+    w, x = normal(2), normal(N, 2)
+    assert_close(step(step(w, x), x), fit_plainly(fit_plainly(w, x), x))
+
+
+def test_programs_of_different_sizes_do_not_share_a_cache():
     @jax.jit
     def total(x):  # cached by JAX, and called under two sizes
         return federated_sum(federated_broadcast(x))
@@ -107,7 +115,7 @@ def test_programs_of_several_sizes_keep_apart():
         assert_close(program(x), n * x)
 
 
-def test_a_jitted_helper_sees_where_it_runs():
+def test_a_jitted_helper_is_traced_once_per_context():
     @jax.jit
     def helper(x):
         return federated_sum(federated_broadcast(x, placement="clients"), placement="clients")
@@ -121,7 +129,7 @@ def test_a_jitted_helper_sees_where_it_runs():
     assert_close(program(2.0), (np.float32(12), np.float32(6)))
 
 
-def test_a_program_inside_a_program():
+def test_a_program_runs_inside_a_program():
     inner = fedpax.program(clients=3)(
         lambda w, x: federated_mean(federated_map(lambda x: jnp.sin(w * x), x))
     )
@@ -138,7 +146,7 @@ def test_a_program_inside_a_program():
     assert_close(scored(outer)(w, x), scored(plain)(w, x))
 
 
-def test_reuse_after_an_error_and_with_other_types():
+def test_a_program_can_be_called_again_after_an_error_and_with_other_types():
     with pytest.raises(ValueError, match="leading axis"):
         fit(normal(2), normal(N + 1, 2))
     w, x = normal(2), normal(N, 2)
@@ -238,8 +246,8 @@ def test_named_axes_of_a_vmap_around_a_program():
     assert_close(jax.vmap(program, axis_name="batch")(x), expected)
 
 
-def test_the_index_of_a_vmap_around_a_program_alone():
-    # Nothing that is batched goes into the map, and yet its result differs along the batch.
+def test_a_map_that_reads_only_the_index_of_a_vmap_is_batched():
+    # No argument of the map is batched, but its result differs along the batch.
     fn = lambda x: (x, jax.lax.axis_index("batch"))
     program = fedpax.program(clients=N)(lambda x: federated_sum(federated_map(fn, x)))
     alone = fedpax.program(clients=N)(
@@ -262,8 +270,8 @@ def test_the_transpose_of_a_linear_program():
 # ---- eager calls
 
 
-def test_an_eager_call_sees_what_its_function_closes_over_now():
-    # Kept from the first call were the values, and so gradients were zero.
+def test_an_eager_call_reads_current_values_of_closures():
+    # A cache must not keep the closed-over values of the first call: gradients would be zero.
     held = {"w": jnp.float32(1.0)}
     x = np.arange(3.0, dtype=np.float32)
 
@@ -279,11 +287,11 @@ def test_an_eager_call_sees_what_its_function_closes_over_now():
     held["w"] = jnp.float32(10.0)
     assert scaled(x) == 30.0
     assert jax.grad(loss)(2.0) == 3.0
-    held["w"] = 4.0  # part of the program's text now
+    held["w"] = 4.0  # a Python number, so a constant of the program
     assert scaled(x) == 12.0
 
 
-def test_an_eager_call_of_the_same_text_is_not_compiled_again():
+def test_an_eager_call_compiles_each_lowered_text_once():
     held = {"w": jnp.float32(1.0)}
     compiled, first = [], 0
 

@@ -1,4 +1,4 @@
-"""What JAX offers works inside the mapped function, on every mesh, as under `jax.vmap`."""
+"""JAX functions work inside the mapped function, on every mesh, as under `jax.vmap`."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 
 def smooth(x):
-    """Differentiable functions that hold jaxprs, shapes and axes among their parameters."""
+    """Call differentiable functions whose parameters contain jaxprs, shapes and axes."""
     h = jnp.sort(x) * x[jnp.argsort(x)]
     filtered = jax.lax.conv_general_dilated(h[None, None], x[None, None, :3], (1,), "SAME")
     total, sums = jax.lax.scan(lambda c, v: (c * 0.5 + jnp.sin(v), c), 0.0, filtered.ravel())
@@ -35,7 +35,7 @@ def smooth(x):
 
 
 def rough(key, x):
-    """Functions without a derivative, or with results that are no floats."""
+    """Call functions without a derivative, or whose results are not floats."""
     waited = jax.lax.while_loop(lambda v: jnp.sum(v) < 50, lambda v: v * 1.5 + 1, jnp.abs(x))
     drawn = jax.random.normal(key, (2,)), jax.random.permutation(key, x)
     counted = jnp.argmax(x), jax.random.categorical(key, x), jnp.sum(x > 0), jnp.unique(x, size=3)
@@ -104,7 +104,7 @@ def test_solvers_and_their_gradients(fn, main_mesh):
     assert_close(loss(program)(x), loss(jax.vmap(fn))(x), 1e-3)
 
 
-def test_a_rule_for_batches_is_used_where_there_are_batches(current_mesh):
+def test_a_custom_batching_rule_is_used_for_chunks_only(current_mesh):
     x = normal(8, 3)
     program = lambda chunk_size: fedpax.program(clients=8, chunk_size=chunk_size)(
         lambda x: federated_map(with_a_batch_rule, x)
@@ -163,7 +163,7 @@ def test_reshard_over_an_explicit_model_axis(current_mesh):
     assert_close(jax.jit(jax.grad(loss))(w, x), (np.cos(w * x) * x).sum(0))
 
 
-def test_a_matrix_product_sharded_over_the_model_axis(current_mesh):
+def test_a_matmul_sharded_over_the_model_axis(current_mesh):
     w, x = place(normal(2, 4), "fsdp", None), place(normal(8, 3, 2), "clients", None, "fsdp")
 
     @fedpax.program(clients=8)

@@ -1,4 +1,4 @@
-"""Which primitives stand in the jaxpr of a program and of its derivatives: closure under both."""
+"""The jaxpr of a program and of its derivatives contains only federated primitives."""
 
 from collections import Counter
 
@@ -59,13 +59,13 @@ def arguments():
 
 
 @pytest.mark.parametrize("name", PRIMITIVES)
-def test_each_is_a_primitive_of_its_own_name(name):
+def test_each_primitive_has_its_name(name):
     assert isinstance(PRIMITIVES[name], jax.extend.core.Primitive)
     assert PRIMITIVES[name].name == f"federated_{name}"
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_programs_of_any_size_bind_the_same_primitive_with_the_placement_as_parameter(name):
+def test_all_sizes_bind_the_same_primitive_with_the_placement_as_parameter(name):
     function = getattr(fedpax, f"federated_{name}")
     call = (lambda x: function(jnp.sin, x)) if name == "map" else function
     for n, placement in ((3, "clients"), (5, "islands"), (3, "clients")):
@@ -109,7 +109,7 @@ REVERSE = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_forward_derivatives_hold_the_primitive_again(name):
+def test_forward_derivatives_contain_the_primitive(name):
     program, x = FUNCTIONS[name]
     assert set(federated_names(lambda x, t: jax.jvp(program, (x,), (t,)), x, x)) == FORWARD[name]
     if name not in ("max", "min"):
@@ -117,7 +117,7 @@ def test_forward_derivatives_hold_the_primitive_again(name):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_reverse_derivatives_hold_the_transpose(name):
+def test_reverse_derivatives_contain_the_transpose(name):
     program, x = FUNCTIONS[name]
     names = set(federated_names(lambda x: jax.vjp(program, x)[1](program(x)), x))
     assert names == REVERSE[name]
@@ -130,7 +130,7 @@ def test_reverse_derivatives_hold_the_transpose(name):
     ("name", "transpose"),
     [("broadcast", "sum"), ("sum", "broadcast"), ("mean", "broadcast"), ("map", "map")],
 )
-def test_a_transpose_alone_holds_nothing_else(name, transpose):
+def test_a_linear_transpose_is_one_primitive(name, transpose):
     program, x = FUNCTIONS[name]
     cotangent = program(x)
     transposed = lambda c: jax.linear_transpose(program, x)(c)
@@ -144,7 +144,7 @@ def test_the_transpose_of_a_weighted_mean():
     assert set(federated_names(transposed, normal(2), n)) == {"broadcast", "sum"}
 
 
-def test_a_derivative_in_the_weights_is_written_with_federated_primitives():
+def test_a_derivative_by_the_weights_contains_federated_primitives():
     program = declared(lambda x, n: federated_mean(x, n))
     x, n = normal(N, 2), positive(N)
     forward = lambda n, t: jax.jvp(lambda n: program(x, n), (n,), (t,))
@@ -160,7 +160,7 @@ def test_symbolic_zeros_under_jit(name):
     first = jax.jit(lambda x: both(x)[0])
     expected = jax.jit(jax.jacfwd(program))(x)
     assert_close(jax.jit(jax.jacrev(first))(x), expected)
-    # What is ignored has no tangent and no cotangent, so nothing is computed for it.
+    # An ignored result has no tangent and no cotangent, so nothing is computed for it.
     ones = federated_names(lambda x: jax.vjp(program, x)[1](program(x)), x)
     twice = federated_names(lambda x: jax.vjp(first, x)[1](program(x)), x)
     backward = REVERSE[name] - {name}
@@ -177,7 +177,7 @@ COMMUNICATING = {
 
 
 def communicating(fn, *args):
-    """Names of the equations that may move values between devices; constants do not move."""
+    """Return the primitives that can move values between devices; constants do not move."""
     return {
         eqn.primitive.name
         for eqn in equations(jax.make_jaxpr(fn)(*args))
@@ -204,7 +204,7 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_only_federated_primitives_cross_between_participants(variant):
+def test_only_federated_primitives_communicate_between_participants(variant):
     fn = VARIANTS[variant](fedavg_round)
     closed = jax.make_jaxpr(fn)(*arguments())
     names = primitive_names(fn, *arguments())
@@ -215,7 +215,7 @@ def test_only_federated_primitives_cross_between_participants(variant):
     for eqn in equations(closed, into=outside):
         if eqn.primitive.name.startswith("federated_") or any(True for _ in inner_jaxprs(eqn)):
             continue
-        # A server that indexes, sums or contracts the participants' axis would communicate.
+        # An equation that indexes, sums or contracts the participants' axis would communicate.
         if any(N in v.aval.shape for v in eqn.invars):
             assert all(N in v.aval.shape for v in eqn.outvars), eqn
 
@@ -226,7 +226,7 @@ def round_of_four(w, x, n):
 
 
 @pytest.mark.parametrize("variant", ["program", "grad", "hessian", "grad of scan"])
-def test_the_jaxpr_on_a_mesh_holds_the_same_primitives(variant, mesh_only):
+def test_the_jaxpr_on_a_mesh_contains_the_same_primitives(variant, mesh_only):
     fn, args = VARIANTS[variant](round_of_four), (normal(2), normal(4, 2), positive(4))
     laid_out = args[0], place(args[1], "clients"), place(args[2], "clients")
     found = federated_names(fn, *laid_out)
@@ -235,7 +235,7 @@ def test_the_jaxpr_on_a_mesh_holds_the_same_primitives(variant, mesh_only):
         assert found == federated_names(fn, *args)
 
 
-def test_a_gradient_reduces_once_what_was_broadcast_once():
+def test_a_gradient_has_one_sum_per_broadcast():
     @declared
     def program(w, x):
         return federated_sum(federated_map(lambda w, x: jnp.sum(w * x), federated_broadcast(w), x))
@@ -247,11 +247,11 @@ def test_a_gradient_reduces_once_what_was_broadcast_once():
     assert federated_names(jax.jit(jax.grad(program)), w, x) == expected
 
 
-def test_maps_drop_results_that_nobody_uses():
+def test_unused_results_of_maps_are_pruned():
     program = declared(
         lambda x: federated_sum(federated_map(lambda x: (jnp.sin(x), jnp.exp(x)), x)[0])
     )
-    # A loop drops from its body what does not reach its result.
+    # A loop prunes its body to the equations that its result needs.
     looped = lambda x: jax.lax.scan(lambda x, _: (program(x) + 0 * x, None), x, length=2)[0]
     names = primitive_names(jax.grad(lambda x: jnp.sum(looped(x))), normal(N, 2))
     assert "cos" in names

@@ -65,7 +65,7 @@ LINEAR = {
 
 @functools.cache
 def map_and_adjoint(name, n):
-    """The shape of Ax for that of x, and a compiled function that gives Ax and A^T y."""
+    """Return the shape of Ax as a function, and a compiled function for Ax and A^T y."""
     A = fedpax.program(clients=n)(LINEAR[name])
     shape = lambda x, w: jax.eval_shape(A, x, w).shape
     transposed = lambda x, w, y: jax.linear_transpose(lambda x: A(x, w), x)(y)[0]
@@ -111,14 +111,14 @@ mean_of_five = fedpax.program(clients=5)(federated_mean)
 
 
 @given(SEEDS, st.floats(0.1, 10))
-def test_weights_count_up_to_a_common_factor(seed, factor):
+def test_scaling_all_weights_leaves_the_mean_unchanged(seed, factor):
     x, w = draw(seed, 4, 3), weights(seed, 4)
     assert_close(mean_of_four(x, w * np.float32(factor)), mean_of_four(x, w))
     assert_close(mean_of_four(x, np.full(4, factor, np.float32)), mean_of_four(x))
 
 
 @given(SEEDS)
-def test_a_weight_of_two_is_a_participant_twice(seed):
+def test_a_weight_of_two_counts_a_participant_twice(seed):
     x = draw(seed, 4, 3)
     assert_close(mean_of_four(x, np.array([1, 2, 1, 1])), mean_of_five(x[[0, 1, 1, 2, 3]]))
 

@@ -1,4 +1,4 @@
-"""`federated_map`: values, closed-over values, and how many participants a device runs at once."""
+"""`federated_map`: values, closed-over values, chunk sizes and effects."""
 
 import functools
 
@@ -49,7 +49,7 @@ def test_a_function_may_return_numbers_or_nothing(result):
         np.testing.assert_array_equal(found, [value] * N)
 
 
-def test_a_map_without_arguments_runs_once_a_participant():
+def test_a_map_without_arguments_runs_once_per_participant():
     scale = jnp.asarray(normal(2))
     np.testing.assert_array_equal(mapped(lambda: scale * 2), np.stack([scale * 2] * N))
     assert mapped(lambda: None) is None
@@ -61,7 +61,7 @@ def test_numpy_results_are_arrays():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8", "uint32", "bool", "complex64"])
-def test_dtypes_pass_and_agree_with_eval_shape(dtype):
+def test_dtypes_are_kept_and_agree_with_eval_shape(dtype):
     x = (normal(N, 2) * 3).astype(jnp.dtype(dtype))
     fn = lambda x: (x, x[0], x == x, jnp.sum(x), x.astype(jnp.complex64))
     program = fedpax.program(clients=N)(lambda x: federated_map(fn, x))
@@ -84,7 +84,7 @@ def test_each_participant_has_a_random_key_of_its_own():
     assert len(np.unique(np.asarray(draws))) == 3 * N
 
 
-def test_arrays_without_elements_pass():
+def test_arrays_without_elements_are_mapped():
     out = mapped(lambda x: (x * 2, x.sum()), normal(N, 0, 2))
     assert out[0].shape == (N, 0, 2)
     np.testing.assert_array_equal(out[1], np.zeros(N))
@@ -140,13 +140,13 @@ def test_closing_over_tracers_of_transformations_outside_of_the_program():
     assert_close(jax.jit(jax.hessian(loss))(w), jax.hessian(plain)(w), 1e-4)
 
 
-def test_closing_over_a_placed_value_gives_everyone_all_of_it():
+def test_a_closed_over_placed_value_is_broadcast_whole():
     x = normal(N, 2)
     program = fedpax.program(clients=N)(lambda x: federated_map(lambda mine: mine - x.mean(0), x))
     assert_close(program(x), x - x.mean(0))
 
 
-def test_a_large_closure_is_an_argument_of_the_jaxpr_and_no_constant():
+def test_a_closed_over_array_is_an_argument_of_the_jaxpr():
     table = jnp.asarray(normal(512, 256))
     program = fedpax.program(clients=2)(
         lambda i: federated_mean(federated_map(lambda i: table[i] * 2, i))
@@ -165,7 +165,7 @@ def test_a_large_closure_is_an_argument_of_the_jaxpr_and_no_constant():
 
 @pytest.mark.parametrize("kind", ["vjp", "jvp"])
 def test_custom_derivatives_are_used(kind, current_mesh):
-    factor = jnp.asarray(normal(2, seed=5))  # which the rule closes over
+    factor = jnp.asarray(normal(2, seed=5))  # the derivative rule closes over it
 
     if kind == "vjp":
         fn = jax.custom_vjp(lambda x: jnp.sum(jnp.sin(x)))
@@ -179,11 +179,11 @@ def test_custom_derivatives_are_used(kind, current_mesh):
     assert_close(jax.jit(jax.grad(program))(x), np.cos(x) * factor / 8)
 
 
-# ---- how many participants at once
+# ---- chunk sizes
 
 
 def work(key, x, w):
-    """Something of everything: a loop, a branch, random numbers, a matrix product, integers."""
+    """Compute with a loop, a conditional, random numbers, a matmul and integers."""
     noise = jax.random.uniform(key, (2,))
     h = jax.lax.fori_loop(0, 3, lambda i, h: jnp.tanh(w @ h + noise), x)
     h = jax.lax.cond(x[0] > 0, lambda h: h * 2, jnp.sin, h)
@@ -192,7 +192,7 @@ def work(key, x, w):
 
 @functools.cache
 def work_and_gradient(chunk_size):
-    """What `work` gives with so many participants at once, and the gradient of a score."""
+    """Run `work` with a chunk size; return its results and the gradient of a score."""
     n = 8
     keys, x, w = jax.random.split(jax.random.key(2), n), normal(n, 2), normal(2, 2, seed=1)
 
@@ -208,12 +208,12 @@ def work_and_gradient(chunk_size):
 
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 4, 8, 9, "auto"])
-def test_chunks_give_what_all_at_once_give(chunk_size):
+def test_results_do_not_depend_on_the_chunk_size(chunk_size):
     assert_close(work_and_gradient(chunk_size), work_and_gradient(None))
 
 
 @pytest.mark.parametrize("chunk_size", [1, 2, "auto"])
-def test_chunks_are_counted_on_each_device(chunk_size, current_mesh):
+def test_the_chunk_size_counts_participants_per_device(chunk_size, current_mesh):
     n = 12  # three a device
     x, w = place(normal(n, 2), "clients", "fsdp"), normal(2, 2, seed=1)
     program = fedpax.program(clients=n)(
@@ -225,7 +225,7 @@ def test_chunks_are_counted_on_each_device(chunk_size, current_mesh):
 
 
 @pytest.mark.parametrize("chunk_size", [1, 5])
-def test_results_of_participants_are_written_once(chunk_size):
+def test_stacked_results_take_no_temporary_memory(chunk_size):
     def temporary_bytes(n):
         program = fedpax.program(clients=n, chunk_size=chunk_size)(
             lambda w, x: federated_map(lambda x: jnp.tanh(w @ x), x)
@@ -236,7 +236,7 @@ def test_results_of_participants_are_written_once(chunk_size):
     assert temporary_bytes(1024) <= 1.05 * temporary_bytes(64)
 
 
-def test_chunks_of_random_keys_that_leave_a_rest():
+def test_random_keys_in_chunks_with_a_remainder():
     keys = jax.random.split(jax.random.key(0), 5)
     program = fedpax.program(clients=5, chunk_size=2)(
         lambda keys: federated_map(lambda key: jax.random.split(key, 3), keys)
@@ -246,7 +246,7 @@ def test_chunks_of_random_keys_that_leave_a_rest():
 
 
 @pytest.mark.parametrize("chunk_size", [1, 2])
-def test_chunks_keep_the_layout_of_a_model(chunk_size, current_mesh):
+def test_chunks_keep_the_sharding_of_a_model(chunk_size, current_mesh):
     n = 12  # three a device
     x, w = place(normal(n, 4), "clients"), place(normal(4, 2, seed=1), None, "fsdp")
     program = fedpax.program(clients=n, chunk_size=chunk_size)(
@@ -258,7 +258,7 @@ def test_chunks_keep_the_layout_of_a_model(chunk_size, current_mesh):
     assert_close(found, np.asarray(x)[:, :, None] * np.asarray(w))
 
 
-def test_a_map_overrides_the_number_of_its_program():
+def test_a_map_overrides_the_chunk_size_of_its_program():
     @fedpax.program(clients=N, chunk_size=2)
     def program(x):
         return federated_map(jnp.sin, x), federated_map(jnp.sin, x, chunk_size=3)
@@ -270,7 +270,7 @@ def test_a_map_overrides_the_number_of_its_program():
     assert numbers == [2, 3]
 
 
-def test_one_at_a_time_keeps_a_conditional_a_conditional():
+def test_a_chunk_size_of_one_keeps_conditionals():
     fn = lambda x: jax.lax.cond(x > 0, lambda x: jnp.sin(x), lambda x: x * 2, x)
     program = lambda chunk_size: fedpax.program(clients=N, chunk_size=chunk_size)(
         lambda x: federated_map(fn, x)
@@ -283,9 +283,9 @@ def test_one_at_a_time_keeps_a_conditional_a_conditional():
 # ---- effects
 
 
-@pytest.mark.parametrize("factor", [2, None], ids=["doubled", "handed back"])
+@pytest.mark.parametrize("factor", [2, None], ids=["doubled", "returned"])
 @pytest.mark.parametrize("chunk_size", [None, 1])
-def test_printing_inside_shows_every_participant_once(chunk_size, factor, capfd, current_mesh):
+def test_debug_print_runs_once_per_participant(chunk_size, factor, capfd, current_mesh):
     types = current_mesh and dict(
         zip(current_mesh.axis_names, current_mesh.axis_types, strict=True)
     )
@@ -307,7 +307,7 @@ def test_printing_inside_shows_every_participant_once(chunk_size, factor, capfd,
     assert sorted(lines) == sorted(f"participant {value:.6f}" for value in x)
 
 
-def test_printing_does_not_stop_a_gradient(capfd):
+def test_a_function_with_debug_print_can_be_differentiated(capfd):
     def fn(x):
         jax.debug.print("x {x:.6f}", x=x)
         return jnp.sin(x)
@@ -319,7 +319,7 @@ def test_printing_does_not_stop_a_gradient(capfd):
     assert capfd.readouterr().out.count("x ") == N
 
 
-def test_a_host_callback_inside():
+def test_a_host_callback_in_the_mapped_function():
     fn = lambda x: jax.pure_callback(
         lambda x: np.cumsum(x, -1),
         jax.ShapeDtypeStruct((3,), "float32"),
@@ -331,7 +331,7 @@ def test_a_host_callback_inside():
         assert_close(mapped(fn, x, chunk_size=chunk_size), np.cumsum(x, 1))
 
 
-def test_weights_made_by_participants():
+def test_participants_compute_the_weights():
     x, n = normal(N, 4), positive(N)
     program = fedpax.program(clients=N)(
         lambda x, n: federated_mean(*federated_map(lambda x, n: (x.sum(), n**2), x, n))

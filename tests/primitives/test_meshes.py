@@ -1,4 +1,4 @@
-"""Where results lie: on meshes with and without the placement's axis, of each kind of axes."""
+"""Shardings of results, on meshes with and without the placement's axis, of each kind of axes."""
 
 import itertools
 
@@ -27,7 +27,7 @@ def mesh_of(kind, **sizes):
 
 
 def spec_of(x):
-    """The axes of each dimension, also of those behind the last that is sharded."""
+    """Return the mesh axes of each dimension, with None for dimensions that are not sharded."""
     return tuple(itertools.islice(itertools.chain(x.sharding.spec, itertools.repeat(None)), x.ndim))
 
 
@@ -42,7 +42,7 @@ eager_or_jit = pytest.mark.parametrize("run", [lambda f: f, jax.jit], ids=["eage
 @eager_or_jit
 @pytest.mark.parametrize("name", ["clients", "XY"])
 @pytest.mark.parametrize("n", [8, 100])
-def test_a_broadcast_lies_along_the_placement_and_keeps_the_model_axes(kind, run, name, n):
+def test_a_broadcast_is_sharded_over_the_placement_and_keeps_the_model_axes(kind, run, name, n):
     tell = run(fedpax.program(placements={name: n})(federated_broadcast))
     x = normal(8, 6)
     mesh = mesh_of(kind, **{name: 4, "model": 2})
@@ -65,7 +65,7 @@ def test_a_broadcast_on_a_mesh_without_the_placement(kind, run):
 
 
 @pytest.mark.parametrize("name", ["clients", "XY"])
-def test_eval_shape_tells_explicit_shardings(name):
+def test_eval_shape_returns_explicit_shardings(name):
     tell = fedpax.program(placements={name: 100})(federated_broadcast)
     with jax.set_mesh(mesh_of("explicit", **{name: 4, "model": 2})):
         described = jax.eval_shape(tell, jnp.asarray(normal(10)))
@@ -76,7 +76,7 @@ def test_eval_shape_tells_explicit_shardings(name):
     assert kept.sharding.spec == P(name, "model", None)
 
 
-def test_eval_shape_tells_no_automatic_shardings():
+def test_eval_shape_returns_no_automatic_shardings():
     tell = fedpax.program(clients=100)(federated_broadcast)
     for sizes in ({"clients": 4, "model": 2}, {"model": 8}):
         with jax.set_mesh(mesh_of("automatic", **sizes)):
@@ -87,7 +87,7 @@ def test_eval_shape_tells_no_automatic_shardings():
 
 @either
 def test_a_server_value_that_is_sharded_over_the_placements_axis(kind):
-    # Such as parameters that are sharded over all devices: each participant needs them whole.
+    # For example parameters that are sharded over all devices. A participant needs them whole.
     x = normal(8, 2)
     tell = fedpax.program(clients=8)(federated_broadcast)
     with jax.set_mesh(mesh_of(kind, clients=4, model=2)):
@@ -118,7 +118,7 @@ def test_reduced_values_keep_the_model_axes(kind, run):
 
 @either
 @pytest.mark.parametrize("sharded", [P("clients"), P("clients", "model"), P(None, "model"), P()])
-def test_a_map_takes_arguments_however_they_lie(kind, sharded):
+def test_a_map_takes_arguments_of_any_sharding(kind, sharded):
     x, w = normal(8, 4), normal(4, seed=1)
     train = fedpax.program(clients=8)(
         lambda w, x: federated_map(lambda w, x: jnp.sin(w * x), federated_broadcast(w), x)
@@ -134,7 +134,7 @@ def test_a_map_takes_arguments_however_they_lie(kind, sharded):
 
 
 @pytest.mark.parametrize("spec", [P(None, "clients"), P("model", "clients"), P(None, ("clients",))])
-def test_a_placed_value_that_has_the_placements_axis_elsewhere(spec):
+def test_a_placed_value_sharded_over_the_placements_axis_in_another_dimension(spec):
     x = normal(8, 8)
     total = fedpax.program(clients=8)(lambda x: jnp.sum(federated_sum(x) ** 2))
     with jax.set_mesh(mesh_of("explicit", clients=4, model=2)):
@@ -146,8 +146,8 @@ def test_a_placed_value_that_has_the_placements_axis_elsewhere(spec):
 
 @either
 @pytest.mark.parametrize("chunk_size", [None, 2])
-def test_participants_over_an_axis_of_another_name(kind, chunk_size):
-    # A mesh without the placement's axis, the participants laid out over one that it has.
+def test_participants_sharded_over_an_axis_of_another_name(kind, chunk_size):
+    # The mesh lacks the placement's axis, and another of its axes shards the participants.
     x = normal(8, 4)
     program = fedpax.program(clients=8, chunk_size=chunk_size)(
         lambda x: federated_mean(federated_map(lambda x: x**2, x))
@@ -160,7 +160,7 @@ def test_participants_over_an_axis_of_another_name(kind, chunk_size):
     assert_close(gradient, 2 * x / 8)
 
 
-# ---- meshes that are not set, several sizes, several devices
+# ---- meshes that are not in context, several sizes, several devices
 
 
 def test_sharded_arguments_without_a_mesh_in_context():
@@ -190,7 +190,7 @@ def test_explicit_arguments_without_a_mesh_in_context():
 
 @either
 @eager_or_jit
-def test_a_share_above_a_threshold_for_cohorts_of_several_sizes(kind, run):
+def test_cohorts_of_several_sizes_on_one_mesh(kind, run):
     above = lambda limit, x: jax.lax.cond(x > limit, lambda: 1.0, lambda: 0.0)
 
     def share(limit, x):
@@ -303,8 +303,8 @@ def test_clients_inside_islands(types, axes):
     assert_close(gradients, jax.grad(nested_plainly, argnums=(0, 1))(w, x))
 
 
-def test_a_value_of_all_clients_of_all_islands():
-    # Both axes at the server: a value placed at islands whose slices are placed at clients.
+def test_a_value_with_both_placement_axes():
+    # A value placed at islands whose slices are placed at clients.
     @fedpax.program(islands=2, clients=4)
     def program(w, x):
         at_islands = federated_broadcast(w, placement="islands")
@@ -324,7 +324,7 @@ def test_a_value_of_all_clients_of_all_islands():
 @either
 @eager_or_jit
 def test_a_round_on_a_mesh_with_one_device_along_the_placement(kind, run):
-    # XLA's partitioner ended with an internal error at a sum over an axis of size 1.
+    # XLA's partitioner fails with an internal error at a sum over an axis of size 1.
     def round(w, x):
         change = federated_map(lambda x: jnp.tanh(x * w), x)
         return federated_mean(change), federated_sum(change), fedpax.federated_max(change), change
@@ -340,7 +340,7 @@ def test_a_round_on_a_mesh_with_one_device_along_the_placement(kind, run):
 
 
 def round_in_numpy(w, x):
-    """What the round above returns, and the derivative by w of the sum of all of it."""
+    """Compute the results of the round above, and the derivative of their sum by `w`."""
     y = np.tanh(x * w)
     slope = (1 - y**2) * x
     largest = slope[y.argmax(0), np.arange(len(w))]
@@ -351,8 +351,8 @@ def round_in_numpy(w, x):
 @pytest.mark.parametrize(
     "types", [(AUTO, EXPLICIT), (EXPLICIT, AUTO), (EXPLICIT, EXPLICIT)], ids=str
 )
-def test_results_have_the_types_that_tracing_tells(types, run):
-    # Of a result along the placement JAX 0.10.2 forgot the explicit axes of the model.
+def test_results_have_the_traced_types(types, run):
+    # JAX 0.10.2 drops the explicit model axes of a result that is sharded over the placement.
     double = run(fedpax.program(clients=8)(lambda x: federated_map(lambda x: 2 * x, x)))
     mesh = jax.make_mesh((4, 2), ("clients", "model"), axis_types=types)
     with jax.set_mesh(mesh):
@@ -368,7 +368,7 @@ def test_results_have_the_types_that_tracing_tells(types, run):
 @pytest.mark.slow
 @pytest.mark.parametrize("sample", [jax.random.gamma, jax.random.dirichlet])
 def test_the_gradient_of_a_random_sample_by_its_shape_parameter(sample, current_mesh):
-    # On explicit axes JAX samples with automatic axes, so residuals have another mesh.
+    # On explicit axes, JAX samples with automatic axes, so residuals have another mesh.
     keys, shape = jax.random.split(jax.random.key(0), 8), positive(8, 2) + 0.5
     program = fedpax.program(clients=8)(lambda keys, a: federated_map(sample, keys, a))
     gradient = lambda f, a: jax.jit(jax.grad(lambda a: jnp.sum(f(keys, a) ** 2)))(a)

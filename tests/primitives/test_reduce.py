@@ -32,7 +32,7 @@ def draw(dtype, *shape):
 
 
 def wide(x):
-    """The same numbers in a NumPy dtype that holds and adds them exactly enough."""
+    """Convert to a NumPy dtype whose sums are exact enough for a reference."""
     return np.asarray(x, np.complex128 if np.iscomplexobj(x) else np.float64)
 
 
@@ -41,7 +41,7 @@ def wide(x):
     "dtype",
     ["float32", "bfloat16", "float16", "int8", "int32", "uint8", "uint32", "bool", "complex64"],
 )
-def test_values_are_those_of_numpy_and_dtypes_those_of_jax_numpy(name, dtype):
+def test_values_equal_numpy_and_dtypes_equal_jax_numpy(name, dtype):
     federated, plain = REDUCTIONS[name]
     if dtype == "complex64" and name in ("max", "min"):
         pytest.skip("complex numbers have no order")
@@ -85,7 +85,7 @@ def test_half_precision_adds_up_in_float32(dtype):
     n = 4096
     x = positive(n).astype(dtype)
     exact = np.asarray(x, np.float64).sum()
-    # Added one after another in its own precision, the sum sticks: this is what must not happen.
+    # A running sum in half precision stops growing. Check that the data show it.
     running = x.dtype.type(0)
     for value in x:
         running = x.dtype.type(running + value)
@@ -126,7 +126,7 @@ def test_weights_of_any_real_dtype(dtype):
     assert_close(out, weighted_reference(x, w))
 
 
-def test_boolean_weights_choose_participants():
+def test_boolean_weights_select_participants():
     x, w = normal(N, 3), np.array([True, False, True, True, False])
     assert_close(weighted_mean(x, w), x[w].mean(0))
 
@@ -143,7 +143,7 @@ def test_weighted_means_have_the_dtype_of_the_plain_mean(dtype):
     )
 
 
-def test_negative_weights_are_taken_as_they_are():
+def test_negative_weights_are_used_as_given():
     x, w = normal(N, 2), np.array([1.0, -0.5, 2.0, -0.25, 0.75], np.float32)
     assert_close(weighted_mean(x, w), weighted_reference(x, w))
 
@@ -160,14 +160,14 @@ def test_weights_that_sum_to_zero_give_zero_and_zero_derivatives(w):
     np.testing.assert_array_equal(gradients[0], np.zeros_like(x))
 
 
-def test_a_participant_of_weight_zero_does_not_count():
+def test_a_weight_of_zero_excludes_a_participant():
     x, w = normal(N, 2), positive(N)
     w[2] = 0
     rest = np.arange(N) != 2
     assert_close(weighted_mean(x, w), weighted_reference(x[rest], w[rest]))
 
 
-def test_a_weight_that_is_not_a_number_gives_not_a_number():
+def test_a_nan_weight_gives_nan():
     w = positive(N)
     w[3] = np.nan
     assert np.isnan(weighted_mean(normal(N, 2), w)).all()
@@ -179,7 +179,7 @@ def test_one_set_of_weights_for_leaves_of_every_rank():
     assert_close(weighted_mean(tree, w), jax.tree.map(lambda x: weighted_reference(x, w), tree))
 
 
-def test_infinities_and_not_a_number_pass_as_in_jax_numpy():
+def test_infinities_and_nan_are_reduced_as_in_jax_numpy():
     x = np.array([[1.0, np.inf], [np.nan, 2.0], [3.0, -1.0], [0.0, 4.0], [5.0, 6.0]], np.float32)
     for federated, plain in REDUCTIONS.values():
         np.testing.assert_array_equal(fedpax.program(clients=N)(federated)(x), plain(x, axis=0))
@@ -263,7 +263,7 @@ def test_vmap_over_values_or_weights_or_both(axes):
 @pytest.mark.parametrize("outer", [(0, None), (None, 0), (0, 0)])
 @pytest.mark.parametrize("inner", [(0, 0), (None, 0), (0, None)])
 def test_vmap_of_vmap_keeps_weights_and_values_together(inner, outer):
-    # Batches of the size of each other: mixed up, they would give wrong numbers and no error.
+    # Both batches have the same size, so mixing them up gives wrong numbers and no error.
     x = normal(*[3] * ((inner[0] is not None) + (outer[0] is not None)), N)
     w = positive(*[3] * ((inner[1] is not None) + (outer[1] is not None)), N)
     twice = lambda f: jax.vmap(jax.vmap(f, inner), outer)
@@ -279,7 +279,7 @@ def test_derivatives_of_a_batch_with_weights_of_its_own(derivative):
 
 
 def test_weights_from_outside_of_the_mesh_have_gradients():
-    # They were not laid out over explicit axes as the values were, so their cotangents differed.
+    # Weights must be sharded over explicit axes as values are, else their cotangents mismatch.
     program = fedpax.program(clients=4)(lambda x, n: fedpax.federated_mean(x, n) * n.sum())
     x, n = jnp.asarray(normal(4)), jnp.asarray(positive(4, seed=1))
     expected = jax.grad(lambda x, n: jnp.sum(x * n), argnums=(0, 1))(x, n)

@@ -44,7 +44,7 @@ SETTINGS = {
 @pytest.mark.parametrize(
     "setting", [pytest.param("checking_leaks", marks=pytest.mark.slow), *list(SETTINGS)[1:]]
 )
-def test_settings_that_find_mistakes_find_none(setting):
+def test_jax_checkers_report_no_mistake(setting):
     w, x, n = jnp.asarray(normal(N, 2)), normal(N, 2), positive(N)
     expected = jax.jit(jax.value_and_grad(loss_plainly))(w[0], x, n)
     with SETTINGS[setting]():
@@ -56,7 +56,7 @@ def test_settings_that_find_mistakes_find_none(setting):
     assert_close(batched, jax.vmap(fit_plainly, (0, None))(w, x))
 
 
-def test_nothing_is_copied_between_host_and_device_unasked():
+def test_no_implicit_transfers_between_host_and_device():
     w, x = jnp.asarray(normal(2)), jnp.asarray(normal(N, 2))
     chunked = fedpax.program(clients=N, chunk_size=3)(
         lambda w, x: federated_mean(federated_map(lambda x: w - x, x))
@@ -75,13 +75,13 @@ def test_strict_dtypes_in_weighted_means(dtype):
     np.testing.assert_allclose(np.asarray(found, np.complex128), expected, rtol=0.02)
 
 
-def test_debug_nans_finds_the_one_that_a_participant_makes():
+def test_debug_nans_reports_a_nan_of_a_participant():
     program = fedpax.program(clients=N)(lambda x: federated_sum(federated_map(jnp.log, x)))
     with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
         program(-positive(N))
 
 
-def test_double_precision():
+def test_double_precision_is_kept():
     with jax.enable_x64(True):
         w, x = np.float64(normal(2)), np.float64(normal(N, 2))
         out = fit(w, x)

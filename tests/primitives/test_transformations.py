@@ -1,4 +1,4 @@
-"""A program under transformations in any order, on any mesh, is the same function in plain JAX."""
+"""Under transformations in any order, on any mesh, a program equals plain JAX."""
 
 import functools
 import itertools
@@ -25,7 +25,7 @@ N = 4
 
 
 def local_work(w, copy, x):
-    """A gradient inside, and a score; `w` is closed over, `copy` was broadcast."""
+    """Take a gradient step and compute a score; `w` is closed over, `copy` was broadcast."""
     gradient = jax.grad(lambda v: jnp.sum((v * x) ** 4))(copy)  # polynomials compile fast
     return copy - 0.1 * gradient, jnp.sum(w * x) ** 3
 
@@ -45,7 +45,7 @@ def plain(w, x, n):
 
 
 # Each takes a function (w, x, n) -> scalar and returns another, so that they compose in any order.
-# Tangents and cotangents depend on the arguments: then nothing can be right by being constant.
+# Tangents and cotangents depend on the arguments, so that a constant result is always wrong.
 
 
 def tangents(w, x, n):
@@ -101,15 +101,15 @@ def expected(names):
     return jax.jit(apply(names, plain))(*arguments())
 
 
-def refused_by_jax(names) -> bool:
-    """Whether a condition is batched on explicit axes, for which JAX itself has no rule."""
+def unsupported_by_jax(names) -> bool:
+    """Return whether a conditional is batched on explicit axes, for which JAX has no rule."""
     explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
     return explicit and "cond" in names and "vmap" in names[: names.index("cond")]
 
 
 @pytest.fixture
 def agrees() -> Iterator:
-    """Compares a chain of transformations with plain JAX; fails where the test compared nothing."""
+    """Compare a chain of transformations with plain JAX; fail if a test compares nothing."""
     compared = []
 
     def check(*names: str) -> None:
@@ -118,7 +118,7 @@ def agrees() -> Iterator:
         w, x, n = arguments()
         args = place(w, "fsdp"), place(x, "clients", "fsdp"), place(n, "clients")
         f = apply(names, federated)
-        if refused_by_jax(names):
+        if unsupported_by_jax(names):
             with pytest.raises(Exception, match="select `which` must be"):
                 jax.jit(f)(*args)
             return
@@ -194,7 +194,7 @@ def test_all_orders_of_three(names, agrees, explicit_mesh):
     agrees(*names)
 
 
-# ---- what the chains above do not reach
+# ---- cases that the chains above do not cover
 
 
 def test_third_derivatives(explicit_mesh):
@@ -225,7 +225,7 @@ def test_the_gradient_of_a_gradient_inside_the_program(main_mesh):
     assert_close(derivative(meta)(0.3, w, x), derivative(plain_meta)(0.3, w, x), 1e-4)
 
 
-def test_integers_and_keys_among_the_arguments_of_a_derivative():
+def test_derivatives_with_integer_and_key_arguments():
     def work(w, key, label, x):
         return jnp.sum(w[label] * x + jax.random.normal(key, (2,))), label + 1
 

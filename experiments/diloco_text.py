@@ -82,7 +82,8 @@ def diloco_text() -> DiLoCoText:
     Islands synchronize every 2 steps. Outer gradients are quantized to 1 bit with error feedback.
     Early in training islands diverge fast and every additional local step increases the loss, so
     this run saves bytes by coarse quantization instead of by rare synchronization. Averaging over
-    islands shortens the update; an outer learning rate of 2 compensates.
+    islands removes noise from the update and shortens it; the outer learning rate of 2 compensates
+    for the length.
     """
     return DiLoCoText(
         islands=4,
@@ -102,9 +103,10 @@ def diloco_text() -> DiLoCoText:
 
 
 def data_parallel_text() -> DataParallelText:
-    """Data parallelism: islands and tokens of diloco_text, gradients averaged at every step.
+    """Data parallelism with the islands and tokens of diloco_text.
 
-    The learning rate and b1 were tuned separately, as those of `diloco_text` were.
+    Gradients are averaged at every step. The learning rate and b1 were tuned for this method, as
+    those of `diloco_text` were for DiLoCo.
     """
     base = diloco_text()
     return DataParallelText(

@@ -95,7 +95,8 @@ def measure(
         folder = Path(name)
         params, batches, ones = workload.random_arguments(clients, mesh)
         num_examples = jnp.full_like(ones, LOCAL_STEPS * BATCH_SIZE)
-        np.savez(folder / "arguments.npz", **by_name(params), **batches, rate=LEARNING_RATE)
+        saved: dict[str, Any] = {**by_name(params), **batches, "rate": LEARNING_RATE}
+        np.savez(folder / "arguments.npz", **saved)
         arguments = (params, batches, num_examples)
         call = compile_for(fedpax_round(workload.local_train, clients, "auto"), *arguments).call
         results = {"fedpax": by_name(call(*arguments))}

@@ -93,14 +93,14 @@ def measure(
     )
     mean_steps = max(1, round(num_steps.sum() / clients))
     batches = {"image": images, "label": labels}
-    examples = np.float32(num_steps)
-    as_drawn = fedpax.Cohort(batches, examples, num_steps)
+    num_examples = num_steps.astype(np.float32)
+    as_drawn = fedpax.Cohort(batches, num_examples, num_steps)
     balanced = jax.tree.map(lambda x: x[order], as_drawn)
     # Without num_steps, a method computes every step and discards those that are padding.
     cohorts = {
         "balanced": balanced,
         "as drawn": as_drawn,
-        "padded": fedpax.Cohort({**batches, "mask": mask}, examples),
+        "padded": fedpax.Cohort({**batches, "mask": mask}, num_examples),
         "equal clients": balanced._replace(num_steps=np.full_like(num_steps, mean_steps)),
     }
     steps_run = {

@@ -91,7 +91,8 @@ def compile_for(
         "image": like(P("clients"), jnp.float32, *shape, 784),
         "label": like(P("clients"), jnp.int32, *shape),
     }
-    cohort = fedpax.Cohort(batches, num_examples=like(P("clients"), jnp.float32, clients))
+    num_examples: Any = like(P("clients"), jnp.float32, clients)
+    cohort = fedpax.Cohort(batches, num_examples)
     with jax.set_mesh(mesh):
         compiled = jax.jit(algorithm.round, donate_argnums=0).lower(state, cohort).compile()
     found = collectives(compiled.as_text() or "", mesh)

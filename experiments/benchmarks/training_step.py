@@ -141,7 +141,7 @@ def compile_both(
     with use_abstract_mesh(mesh.abstract_mesh):
         params = jax.eval_shape(model.init, key)
         state = jax.eval_shape(island.init, params)
-        state_sharding = state_shardings(
+        state_sharding: Any = state_shardings(
             state,
             params,
             shardings(model.logical_axes, params, mesh),

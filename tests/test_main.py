@@ -27,7 +27,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Run:
     """Run a command in this process; return its status, output and errors."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(HERE / "training")
-    monkeypatch.setenv("XLA_FLAGS", "")  # put back what the command sets
+    monkeypatch.setenv("XLA_FLAGS", "")  # restored after the test
 
     def call(*arguments: str) -> tuple[int, str, str]:
         try:
@@ -154,7 +154,7 @@ def test_settings_that_do_not_fit_give_a_message_without_a_traceback(
     status, _, errors = run("train", f"--exp={exp}", f"--job_log_dir={tmp_path}", override)
     assert status == 2
     assert errors.startswith("fedpax: ") and words in errors and "Traceback" not in errors
-    assert not (tmp_path / "config.json").exists()  # so the folder is free for what does fit
+    assert not (tmp_path / "config.json").exists()  # so another configuration can use the folder
 
 
 def test_a_folder_that_cannot_be_created_is_refused(run: Run, tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         Args:
             like: the state's abstract values, each a `jax.ShapeDtypeStruct` with its sharding. The
                 mesh may differ from the mesh on which the state was saved.
-            num_participants: the number of participants now. Default None: as many as were saved.
+            num_participants: the number of participants now. Default None: the saved number.
 
         Returns:
             The state on these shardings.

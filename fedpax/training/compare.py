@@ -24,10 +24,10 @@ class RunSummary(NamedTuple):
         name: the experiment.
         loss: held-out loss after the last round.
         bytes_across_placement: bytes that participants exchanged in all rounds together; NaN if
-            the compiled round does not tell.
+            the number is unknown.
         items: tokens or examples that the model was trained on.
         items_per_second: throughput over all rounds, without compilation, evaluation and saving.
-        item_unit: what `items` counts: `"tokens"` or `"examples"`.
+        item_unit: the unit of `items`: `"tokens"` or `"examples"`.
         num_parameters: numbers in the model.
         wall_seconds: total time of all processes that trained the run.
     """

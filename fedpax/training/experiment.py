@@ -47,9 +47,9 @@ class Run(NamedTuple):
         items_per_round: tokens or examples that all participants together train on per round.
         placement: the placement's name, `"clients"` or `"islands"`. The loop counts the bytes that
             cross the mesh axis of this name.
-        item_unit: what `items_per_round` counts.
+        item_unit: the unit of `items_per_round`.
         cohort_shapes: a cohort's shapes and dtypes, a tree of `jax.ShapeDtypeStruct`. With them the
-            round compiles without data (`fedpax plan`). Default None: only the data tell.
+            round compiles without data (`fedpax plan`). Default None: unknown without data.
         flops_per_item: floating-point operations of the model per item, forward and
             backward, without recomputation. Default None: unknown.
     """

@@ -131,7 +131,7 @@ def check_configuration(
     name, saved = found
     same_class = saved["class"] == class_name(experiment)
     changes = _changes(folder, from_json(saved), experiment) if same_class else {}
-    # The module of a function can be written in several ways; its class tells them apart.
+    # A module can be written in several ways (mine, ./mine.py), but the class is the same.
     functions = {text.rpartition(":")[2] for text in (name, exp) if text}
     if not same_class or (changes and len(functions) > 1):
         raise ConfigurationError(

@@ -62,7 +62,7 @@ class RoundLogger:
         Args:
             num_parameters: numbers in the server's model.
             num_participants: participants in a round.
-            item_unit: what `items` counts: `"tokens"` or `"examples"`.
+            item_unit: the unit of the items: `"tokens"` or `"examples"`.
         """
         if not self._metrics.kept:
             sizes: dict[str, float | str] = {

@@ -22,7 +22,7 @@ class Progress(AbstractContextManager["Progress"]):
         name: the experiment's name.
         first: the number of rounds that are done already.
         rounds: the number of rounds in all.
-        item_unit: what `items_per_second` counts: "tokens" or "examples".
+        item_unit: the unit of `items_per_second`: "tokens" or "examples".
         enabled: False prints nothing; with several processes only one prints.
     """
 

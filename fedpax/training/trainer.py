@@ -193,16 +193,23 @@ def _train(
     )
 
 
-def _restore_stream(
-    stream: CohortStream, stream_state: Any, allow_config_change: Collection[str]
-) -> None:
-    """Move a stream to a saved position; if its settings were changed on purpose, start anew."""
+def _restore_stream(stream: CohortStream, saved: Any, allow_config_change: Collection[str]) -> None:
+    """Move a stream to a saved position, or to the same round if its settings were changed.
+
+    A stream whose cohorts depend on its settings and the round alone has the round in its state.
+    Another stream has no position that corresponds to the saved one: it restarts.
+    """
     try:
-        stream.set_state(stream_state)
+        stream.set_state(saved)
     except ValueError as error:
         if not allow_config_change:
             raise
-        print_error(f"The data start again from their first round: {error}")
+        fresh = stream.get_state()
+        if isinstance(fresh, dict) and isinstance(saved, dict) and "round" in fresh.keys() & saved:
+            stream.set_state({**fresh, "round": saved["round"]})
+            print_error(f"The data continue after round {saved['round']}, but differ: {error}")
+        else:
+            print_error(f"The data start again from their first round: {error}")
 
 
 def _is_due(round_number: int, every: int, rounds: int) -> bool:

@@ -21,7 +21,7 @@ from fedpax.training.experiment import Experiment, Run, TrainingConfig
 from fedpax.training.logging import NonFiniteError, RoundLogger
 from fedpax.training.metrics import TIMINGS, MetricsWriter, read_metrics, select
 from fedpax.training.progress import Progress
-from fedpax.training.trainer import train
+from fedpax.training.trainer import _restore_stream, train
 
 
 def settings(experiment: Regression, **changes: Any) -> Regression:
@@ -185,6 +185,35 @@ def test_a_run_on_all_devices_resumes_on_any_number_of_them(
     sent = [line["bytes_across_placement"] for line in lines]
     assert sent[:2] == [0, 0]  # one device sends nothing
     assert sent[5] == 4 * sent[2] and sent[2] >= 4 * 544
+
+
+class Checked(RandomRounds):
+    """A stream whose state is a round and the settings that must be the same."""
+
+    keeps_round = True
+
+    def get_state(self) -> dict[str, Any]:
+        position = {"round": self.round} if self.keeps_round else {"position": self.round}
+        return {"settings": list(self.shape), **position}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        if state["settings"] != list(self.shape):
+            raise ValueError(f"shape is {self.shape} and was {state['settings']}")
+        self.round = state["round" if self.keeps_round else "position"]
+
+
+@pytest.mark.parametrize(("keeps_round", "after"), [(True, 7), (False, 0)])
+def test_changed_data_keep_the_round_where_they_can(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, keeps_round: bool, after: int
+) -> None:
+    monkeypatch.setattr(Checked, "keeps_round", keeps_round)
+    old, new = Checked((8, 2, 8), 3, seed=0), Checked((4, 2, 8), 3, seed=0)
+    old.round = 7
+    with pytest.raises(ValueError, match="shape is"):
+        _restore_stream(new, old.get_state(), [])
+    _restore_stream(new, old.get_state(), ["cohort.size"])
+    assert new.round == after
+    assert "shape is (4, 2, 8) and was [8, 2, 8]" in capsys.readouterr().err
 
 
 @pytest.mark.slow

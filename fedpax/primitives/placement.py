@@ -101,7 +101,8 @@ def declare_placements(
         if isinstance(size, bool) or not isinstance(size, int):
             raise TypeError(
                 f"fedpax.program() got {name}={size!r} of type {type(size).__name__}, expected an "
-                f"int that is known before tracing. Pass {name}=int(...)."
+                "int that is known before tracing: a keyword that is not an option declares a "
+                f"placement and its size. Pass {name}=int(...)."
             )
         if size < 1:
             raise ValueError(

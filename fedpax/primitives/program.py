@@ -167,6 +167,7 @@ def program(
 
         decorated: Any = named_like(fn, run)
         decorated.__wrapped__ = fn
+        with_options.__doc__ = Program.with_options.__doc__
         decorated.with_options = with_options
         return decorated
 
@@ -178,8 +179,6 @@ def _check_is_no_option(name: str, value: Any) -> None:
 
     Any name is accepted in `placements`.
     """
-    if not isinstance(name, str):
-        return
     is_size = isinstance(value, int) and not isinstance(value, bool)
     close = difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0.75 if is_size else 0.6)
     words = SETTING_WORDS.intersection(name.lower().split("_"))

@@ -103,9 +103,9 @@ def diloco_text() -> DiLoCoText:
 
 
 def data_parallel_text() -> DataParallelText:
-    """Data parallelism with the islands and tokens of diloco_text.
+    """Islands of diloco_text that average their gradients at every step: data parallelism.
 
-    Gradients are averaged at every step. The learning rate and b1 were tuned for this method, as
+    The tokens are the same. The learning rate and b1 were tuned for this method, as
     those of `diloco_text` were for DiLoCo.
     """
     base = diloco_text()

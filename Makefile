@@ -15,8 +15,8 @@ help:  ## List the targets.
 demo: $(INSTALLED)  ## Train DiLoCo, data parallelism and one island alone, and compare them.
 	$(BIN)/fedpax compare --exp=diloco_text,data_parallel_text,single_island_text --job_log_dir=runs/demo
 
-# Most of the fast tests' time is the compiler's, so it is told to hurry: XLA's plain emitters of
-# fusions, and LLVM without its expensive passes. `make test-all` compiles as users do.
+# The fast tests spend most of their time in the compiler. These options shorten it: XLA's simple
+# fusion emitters, and LLVM without its expensive passes. `make test-all` compiles as users do.
 HURRY := JAX_DISABLE_MOST_OPTIMIZATIONS=1 \
 	XLA_FLAGS="$(XLA_FLAGS) --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 
@@ -29,14 +29,14 @@ test-all: lint typecheck  ## The same with the slow tests.
 lint: $(INSTALLED)  ## Run ruff.
 	$(BIN)/ruff check .
 
-# Users import the installed package, so that is what is checked: the wheel, unpacked. A folder on
-# PYTHONPATH counts as installed for mypy, so without py.typed it would find no types there.
+# Check the types of the wheel, since users import the installed package. mypy treats a folder on
+# PYTHONPATH as installed: without py.typed it would find no types there.
 typecheck: $(INSTALLED)  ## Run mypy on the installed package.
 	@rm -rf build
 	@$(BIN)/pip install --quiet --no-deps --no-build-isolation --target build/installed .
 	cd build && PYTHONPATH=installed ../$(BIN)/mypy --config-file=../pyproject.toml --cache-dir=../.mypy_cache -p fedpax
 
-# The machine's own pip fills the environment, so that Python needs no ensurepip.
+# The machine's own pip fills the environment: Python needs no ensurepip.
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info < (3, 11) and sys.exit("fedpax needs Python 3.11 or \
 	newer, and $(PYTHON) is " + sys.version.split()[0] + ": try `make PYTHON=python3.11 ...`")'

@@ -40,7 +40,7 @@ AXIS_TYPES = {
 
 @pytest.fixture
 def clients_fsdp() -> Callable[[str], Mesh]:
-    """Makes the 4 x 2 mesh (clients, fsdp) with "automatic", "explicit" or "mixed" axes."""
+    """Make the 4 x 2 mesh (clients, fsdp) with "automatic", "explicit" or "mixed" axes."""
 
     def make(axis_types: str = "automatic") -> Mesh:
         return jax.make_mesh((4, 2), ("clients", "fsdp"), axis_types=AXIS_TYPES[axis_types])
@@ -50,13 +50,13 @@ def clients_fsdp() -> Callable[[str], Mesh]:
 
 @pytest.fixture(params=[None, *AXIS_TYPES])
 def any_mesh(request: pytest.FixtureRequest, clients_fsdp: Callable[[str], Mesh]) -> Mesh | None:
-    """Runs a test on no mesh and on the 4 x 2 mesh (clients, fsdp) with each kind of axes."""
+    """Run a test on no mesh and on the 4 x 2 mesh (clients, fsdp) with each kind of axes."""
     return request.param and clients_fsdp(request.param)
 
 
 @dataclass(frozen=True)
 class SliceDevice:
-    """What a TPU in one of several slices tells of itself."""
+    """The attributes of a TPU device in one of several slices."""
 
     id: int
     slice_index: int
@@ -68,7 +68,7 @@ class SliceDevice:
 
 @pytest.fixture(scope="session")
 def tpu_devices() -> Callable[..., list[jax.Device]]:
-    """Gives devices such as "v5e:2x2" in a number of slices; skips where libtpu is missing."""
+    """Return devices such as "v5e:2x2" in a number of slices; skip where libtpu is missing."""
     pytest.importorskip("libtpu")
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
@@ -84,7 +84,7 @@ def tpu_devices() -> Callable[..., list[jax.Device]]:
 
 @pytest.fixture
 def two_slices() -> Callable[[int, int], Mesh]:
-    """Makes the mesh of the recorded text: (islands, fsdp) over two TPU slices of 4 devices."""
+    """Make the mesh of the recorded text: (islands, fsdp) over two TPU slices of 4 devices."""
 
     def make(islands: int, fsdp: int) -> Mesh:
         devices = [

@@ -1,7 +1,7 @@
-"""Runs every example: the doctests of all modules, and the Python blocks of the pages.
+"""Run every example: the doctests of all modules, and the Python blocks of all pages.
 
-A page's blocks run in their order, in one namespace: those with >>> as doctests, the others as
-they stand. A block in a language other than `python` is not run.
+The blocks of a page run in order in one namespace: blocks with >>> as doctests, other blocks as
+code. Blocks in other languages than `python` are not run.
 """
 
 import doctest
@@ -32,7 +32,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def run_page(path: Path) -> int:
-    """Runs the Python blocks of a Markdown page and returns how many there were."""
+    """Run the Python blocks of a Markdown page and return their number."""
     text = path.read_text()
     namespace: dict[str, object] = {"__name__": "__main__"}
     blocks = list(BLOCK.finditer(text))

@@ -1,4 +1,4 @@
-"""What a user gets on installing: the names, the versions, and an import without consequences."""
+"""The installed package: its names, its versions, and imports without side effects."""
 
 import importlib.metadata
 import re
@@ -38,7 +38,7 @@ def test_every_folder_of_modules_is_installed() -> None:
     placed = PROJECT["tool"]["setuptools"]["package-dir"]
 
     def folder(package: str) -> str:
-        """As setuptools: where it is placed, or below where the package around it is."""
+        """Return the folder that setuptools takes a package from."""
         if package in placed or "." not in package:
             return placed.get(package, package)
         around, _, name = package.rpartition(".")
@@ -73,8 +73,8 @@ def test_every_dependency_is_constrained_on_every_python() -> None:
             assert versions[0] in requirement.specifier, f"{requirement} excludes {versions[0]}"
 
 
-def test_what_is_installed_is_constrained() -> None:
-    """The closure of the dependencies, so that a new install is the one that was tested."""
+def test_every_installed_package_is_constrained() -> None:
+    """Follow dependencies of dependencies: a new installation is the tested one."""
     constrained = {canonicalize_name(constraint.name) for constraint in CONSTRAINTS}
     seen: set[tuple[str, str]] = set()
     waiting = [("fedpax", ""), ("fedpax", "dev")]

@@ -1,4 +1,4 @@
-"""Every method with its settings for the tests, and the small random problem that they train.
+"""Every method with settings for the tests, and the small random problem that they train on.
 
 A new method joins `METHODS` and so has to pass the whole suite.
 """
@@ -26,7 +26,7 @@ TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 
 
 def assert_close(got: Any, want: Any) -> None:
-    """Compares trees, each number to the tolerance."""
+    """Compare trees to the tolerance."""
     chex.assert_trees_all_close(got, want, **TOLERANCE)
 
 
@@ -34,7 +34,7 @@ PARTICIPANTS, STEPS, BATCH, FEATURES, HIDDEN, CLASSES = 8, 3, 4, 6, 10, 5
 
 
 def loss_fn(params: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Cross-entropy of softmax(scale * (tanh(x W + b) V)); its aux holds a float and an int."""
+    """Compute the cross-entropy of softmax(scale * (tanh(x W + b) V)), and two metrics."""
     params = jax.tree.map(gather, params)
     hidden = jnp.tanh(batch["x"] @ params["kernel"] + params["bias"])
     logits = params["scale"] * (hidden @ params["out"])
@@ -47,13 +47,13 @@ def loss_fn(params: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
 
 
 def gather(leaf: jax.Array) -> jax.Array:
-    """A whole parameter, where its type says that it is sharded (explicit axes)."""
+    """Replicate a parameter whose type says that it is sharded (explicit axes)."""
     if all(axis is None for axis in jax.typeof(leaf).sharding.spec):
         return leaf
     return jax.sharding.reshard(leaf, P(*[None] * leaf.ndim))
 
 
-# Hidden units and features are cut over fsdp.
+# Hidden units and features are sharded over fsdp.
 PARAMS = {"kernel": ("fsdp", None), "bias": ("fsdp",), "out": (None, None), "scale": ()}
 
 
@@ -72,7 +72,7 @@ def random_params(seed: int = 0) -> dict[str, np.ndarray]:
 def random_rounds(
     rounds: int, participants: int = PARTICIPANTS, steps: int = STEPS, seed: int = 0
 ) -> list[dict[str, np.ndarray]]:
-    """Batches of several rounds, each `[participants, steps, batch, ...]`; participants differ."""
+    """Draw batches of several rounds, each `[participants, steps, batch, ...]`; participants differ."""
     rng = np.random.default_rng((seed, 1))
     shape = (rounds, participants, steps, BATCH)
     center = rng.normal(size=(1, participants, 1, 1, FEATURES))
@@ -82,7 +82,7 @@ def random_rounds(
 
 
 def random_weights(rounds: int, participants: int = PARTICIPANTS, seed: int = 0) -> np.ndarray:
-    """Numbers of examples, `[rounds, participants]`."""
+    """Draw numbers of examples, `[rounds, participants]`."""
     rng = np.random.default_rng((seed, 2))
     return rng.integers(1, 50, size=(rounds, participants)).astype(np.int32)
 
@@ -117,7 +117,7 @@ class Method(NamedTuple):
 
 
 def _fedavg(rates: Rates, client: Callable, server: Callable | None, refer: tuple) -> Method:
-    """FedAvg with optimizers, and the reference's, that are functions of the rates."""
+    """Make a FedAvg from optimizers that are functions of the learning rates."""
     refer_client, refer_server = refer
     return Method(
         "clients",
@@ -185,7 +185,7 @@ MESHES = ("none", "8 automatic", "8 explicit", "4x2 automatic", "4x2 explicit", 
 
 
 def mesh_of(name: str, placement: str) -> Mesh | None:
-    """The mesh called `name`; "none" is no mesh, and one device."""
+    """Make the mesh called `name`; "none" is no mesh and one device."""
     if name == "none":
         return None
     size, kind = name.split()
@@ -195,12 +195,12 @@ def mesh_of(name: str, placement: str) -> Mesh | None:
 
 
 def use(mesh: Mesh | None) -> contextlib.AbstractContextManager:
-    """Sets the mesh, if there is one."""
+    """Set the mesh, if there is one."""
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
 def place(leaf: Any, mesh: Mesh | None, axes: Sequence[str | None]) -> jax.Array:
-    """Puts an array on the mesh, its dimensions cut over the axes that the mesh has."""
+    """Put an array on the mesh, its dimensions sharded over the axes that the mesh has."""
     if mesh is None:
         return jnp.asarray(leaf)
     spec = [axis if axis in mesh.axis_names else None for axis in axes[: jnp.ndim(leaf)]]
@@ -208,17 +208,17 @@ def place(leaf: Any, mesh: Mesh | None, axes: Sequence[str | None]) -> jax.Array
 
 
 def place_params(params: Any, mesh: Mesh | None) -> Any:
-    """Parameters, cut over fsdp."""
+    """Shard parameters over fsdp."""
     return {name: place(leaf, mesh, PARAMS[name]) for name, leaf in params.items()}
 
 
 def place_batches(batches: Any, mesh: Mesh | None, placement: str) -> Any:
-    """Participants over their axis, and each one's batch over fsdp."""
+    """Shard participants over their axis, and each batch over fsdp."""
     return jax.tree.map(lambda leaf: place(leaf, mesh, (placement, None, "fsdp")), batches)
 
 
 class Trainer(NamedTuple):
-    """A method on a mesh, its round compiled ahead: a state laid out otherwise is refused."""
+    """A method on a mesh with a compiled round, which raises for states sharded otherwise."""
 
     method: Method
     mesh: Mesh | None
@@ -226,7 +226,7 @@ class Trainer(NamedTuple):
     round: jax.stages.Compiled  # donates the state
 
     def start(self, params: Any) -> Any:
-        """The fresh state, laid out as its parameters are."""
+        """Make the initial state, sharded as its parameters are."""
         with use(self.mesh):
             return fresh_state(self.algorithm, self.method.placement, params, self.mesh)
 
@@ -235,7 +235,7 @@ class Trainer(NamedTuple):
         return place_batches(self.method.cohort(batches, weights), self.mesh, self.method.placement)
 
     def run(self, params: Any, rounds: Sequence[Any], weights: Sequence[Any]) -> list[tuple]:
-        """State and metrics after each round, as NumPy."""
+        """Return state and metrics after each round, as NumPy arrays."""
         state, history = self.start(params), []
         with use(self.mesh):
             for batches, n in zip(rounds, weights, strict=True):
@@ -251,7 +251,7 @@ def fresh_state(
     mesh: Mesh | None,
     participants: int = PARTICIPANTS,
 ) -> Any:
-    """`init`, with each parameter's sharding given to all that the state keeps for it."""
+    """Run `init`; all state of a parameter gets the parameter's sharding."""
     params = place_params(params, mesh)
     if mesh is None:
         return jax.jit(algorithm.init)(params)
@@ -268,7 +268,7 @@ def fresh_state(
 
 @functools.cache
 def trainer(name: str, mesh_name: str) -> Trainer:
-    """The method `name`, compiled for the mesh `mesh_name`; shared by the tests of a process."""
+    """Compile the method `name` for the mesh `mesh_name`; shared by the tests of a process."""
     method = METHODS[name]
     mesh = mesh_of(mesh_name, method.placement)
     algorithm = method.algorithm()
@@ -281,7 +281,7 @@ def trainer(name: str, mesh_name: str) -> Trainer:
 
 
 def run_eager(name: str, mesh_name: str, params: Any, rounds: Any, weights: Any) -> list[tuple]:
-    """State and metrics after each round, for one who writes no `jax.jit`."""
+    """Return state and metrics after each round, without `jax.jit`."""
     method = METHODS[name]
     mesh = mesh_of(mesh_name, method.placement)
     algorithm = method.algorithm()
@@ -296,5 +296,5 @@ def run_eager(name: str, mesh_name: str, params: Any, rounds: Any, weights: Any)
 
 
 def problem(rounds: int, seed: int = 0) -> tuple[Any, list, np.ndarray]:
-    """Random parameters, batches and weights of some rounds."""
+    """Draw parameters, batches and weights of some rounds."""
     return random_params(seed), random_rounds(rounds, seed=seed), random_weights(rounds, seed=seed)

@@ -1,4 +1,4 @@
-"""The methods again, from the papers' equations: NumPy in float64, loops, gradients by hand.
+"""References of the methods, from the papers' equations: NumPy in float64, manual gradients.
 
 Nothing here is shared with what is tested: no JAX, no optax, no automatic derivative. Parameters
 and batches are flat dicts of arrays.
@@ -15,12 +15,12 @@ Round = tuple[Tree, Metrics]
 
 
 def each(fn: Callable[..., Any], *trees: Tree) -> dict[str, np.ndarray]:
-    """Applies a function leaf by leaf."""
+    """Apply a function leaf by leaf."""
     return {name: fn(*[tree[name] for tree in trees]) for name in trees[0]}
 
 
 def weighted_mean(trees: Sequence[Tree], weights: Sequence[float]) -> dict[str, np.ndarray]:
-    """sum_i (n_i / n) tree_i; 0 if nobody has an example."""
+    """Return sum_i (n_i / n) tree_i; 0 if all weights are 0."""
     total = sum(weights)
     shares = [w / total if total else 0.0 for w in weights]
     return each(lambda *xs: sum(s * x for s, x in zip(shares, xs, strict=True)), *trees)
@@ -34,7 +34,7 @@ def mean(trees: Sequence[Tree]) -> dict[str, np.ndarray]:
 
 
 def gradient_and_metrics(params: Tree, batch: Tree) -> tuple[dict[str, np.ndarray], Metrics]:
-    """Of the mean cross-entropy of softmax(scale * (tanh(x W + b) V)), by the chain rule."""
+    """Differentiate the mean cross-entropy of softmax(scale * (tanh(x W + b) V)) by hand."""
     x, labels = np.asarray(batch["x"], np.float64), batch["label"]
     hidden = np.tanh(x @ params["kernel"] + params["bias"])
     unscaled = hidden @ params["out"]
@@ -123,7 +123,7 @@ def adam(
 
 
 def yogi(rate: float, beta1: float, beta2: float, epsilon: float, start: float = 1e-6) -> Optimizer:
-    """Yogi as in optax: both moments begin with `start` and are corrected for bias."""
+    """Yogi as in optax: both moments start at `start` and are corrected for bias."""
 
     def step(x, g, state):
         t = state.count + 1
@@ -171,14 +171,14 @@ def adagrad(rate: float, start: float = 0.1, epsilon: float = 1e-7) -> Optimizer
 
 
 def participant(batches: Tree, i: int) -> list[dict[str, np.ndarray]]:
-    """One participant's batches, as a list over its steps."""
+    """Return one participant's batches, as a list over its steps."""
     return [each(lambda b, t=t: b[i, t], batches) for t in range(batches["label"].shape[1])]
 
 
 def train(
     x: Tree, optimizer: Optimizer, state: Any, batches: Sequence[Tree]
 ) -> tuple[Tree, Any, Metrics]:
-    """Local steps of one participant, and its metrics' mean over them."""
+    """Take the local steps of one participant, and average its metrics."""
     reports = []
     for batch in batches:
         gradient, metrics = gradient_and_metrics(x, batch)
@@ -232,7 +232,7 @@ def diloco(
 
 
 def data_parallel(x: Tree, rounds: Sequence[Tree], optimizer: Optimizer) -> list[Round]:
-    """Every step follows the mean of the islands' gradients."""
+    """Follow the mean of the islands' gradients at every step."""
     state, history = optimizer.init(x), []
     for batches in rounds:
         reports = []

@@ -1,4 +1,4 @@
-"""What a round sends, read from its compiled text: which collectives, where, how often."""
+"""The collectives of a round, read from its compiled text: kinds, axes, executions."""
 
 from collections import Counter
 
@@ -37,14 +37,14 @@ AT_THE_END = [name for name in METHODS if name != "data parallelism"]
 
 
 def between(name: str, mesh: str) -> list[Collective]:
-    """The collectives of a method's round along its placement's axis."""
+    """Return the collectives of a method's round along its placement's axis."""
     it = trainer(name, mesh)
     found = collectives(it.round.as_text(), it.mesh)
     return [c for c in found if it.method.placement in c.axes]
 
 
 def check_operands(found: list[Collective], name: str, mesh: str) -> None:
-    """Every parameter once, each device its part, and a few scalars; one all-reduce or few."""
+    """Check that each device sends its shard of every parameter once, and a few scalars."""
     assert {c.kind for c in found} == {"all-reduce"}
     assert {c.axes for c in found} == {(METHODS[name].placement,)}
     shapes = Counter(shape for c in found for shape in c.shapes)
@@ -71,7 +71,7 @@ def check_operands(found: list[Collective], name: str, mesh: str) -> None:
     ],
 )
 @pytest.mark.parametrize("name", AT_THE_END)
-def test_participants_meet_once_a_round(name: str, mesh: str):
+def test_participants_communicate_once_per_round(name: str, mesh: str):
     found = between(name, mesh)
     assert all(c.executions == 1 and not c.in_loop for c in found)
     check_operands(found, name, mesh)
@@ -80,13 +80,13 @@ def test_participants_meet_once_a_round(name: str, mesh: str):
 @pytest.mark.parametrize(
     "mesh", ["4x2 automatic", "4x2 explicit", pytest.param("8 explicit", marks=pytest.mark.slow)]
 )
-def test_data_parallelism_meets_at_every_step(mesh: str):
+def test_data_parallelism_communicates_at_every_step(mesh: str):
     found = between("data parallelism", mesh)
     assert all(c.executions == STEPS and c.in_loop for c in found)
     check_operands(found, "data parallelism", mesh)
 
 
-def test_diloco_sends_one_steps_bytes_a_round():
+def test_diloco_sends_the_bytes_of_one_step_per_round():
     sent = {}
     for name in ("DiLoCo", "data parallelism"):
         it = trainer(name, "4x2 automatic")
@@ -97,7 +97,7 @@ def test_diloco_sends_one_steps_bytes_a_round():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["FedAvg", "DiLoCo"])
-def test_a_derivative_meets_outside_of_the_local_steps_too(name: str):
+def test_a_derivative_communicates_outside_the_local_steps(name: str):
     method = METHODS[name]
     mesh = mesh_of("4x2 automatic", method.placement)
     algorithm = method.algorithm()
@@ -123,7 +123,7 @@ optimizer = optax.adamw(0.01)
 
 
 def by_hand(state: tuple, cohort: Cohort) -> tuple:
-    """A jitted scan over optax's steps, as one writes it without fedpax."""
+    """Scan over optimizer steps, written without fedpax."""
 
     def step(state, batch):
         params, optimizer_state = state
@@ -152,7 +152,7 @@ ONE_ISLAND = (
     ],
     ids=str,
 )
-def test_one_island_compiles_to_what_one_writes_by_hand(sizes: dict[str, int], kind: AxisType):
+def test_one_island_compiles_to_the_hand_written_scan(sizes: dict[str, int], kind: AxisType):
     mesh = make_mesh(devices=jax.devices()[:2], axis_types=kind, **sizes)
     params, (batches,), _ = problem(1)
     batches = jax.tree.map(lambda b: b[:1], batches)

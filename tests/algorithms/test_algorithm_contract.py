@@ -1,4 +1,4 @@
-"""What every algorithm has to keep to, whatever it computes: `FederatedAlgorithm`'s contract."""
+"""The contract of `FederatedAlgorithm`, for every method."""
 
 import chex
 import jax
@@ -34,7 +34,7 @@ on_each_kind_of_mesh = pytest.mark.parametrize("mesh", ["none", "4x2 automatic",
 
 @on_each_kind_of_mesh
 @every_method
-def test_a_round_returns_a_state_like_the_one_it_was_given(name: str, mesh: str):
+def test_a_round_keeps_the_structure_shapes_dtypes_and_shardings_of_the_state(name: str, mesh: str):
     it = trainer(name, mesh)
     params, (batches,), (weights,) = problem(1)
     old = it.start(params)
@@ -99,8 +99,8 @@ def test_abstract_evaluation_agrees(name: str):
 
 @on_each_kind_of_mesh
 @every_method
-def test_training_goes_on_from_a_checkpoint(name: str, mesh: str, tmp_path):
-    """Bit by bit, with everything that matters in the state's leaves."""
+def test_training_resumes_from_a_checkpoint(name: str, mesh: str, tmp_path):
+    """Bitwise: all state is in the leaves."""
     it = trainer(name, mesh)
     params, rounds, weights = problem(3)
     unbroken = it.run(params, rounds, weights)
@@ -135,7 +135,7 @@ def test_metrics_are_scalars_with_the_loss_and_what_the_loss_function_reports(na
 
 @every_method
 def test_the_order_of_participants_does_not_matter(name: str):
-    """Participants that change places, with all they keep, change nothing else."""
+    """Permuted participants, with their placed state, give the permuted placed state."""
     it = trainer(name, "none")
     params, rounds, weights = problem(2)
     order = np.random.default_rng(0).permutation(PARTICIPANTS)
@@ -155,7 +155,7 @@ def test_the_order_of_participants_does_not_matter(name: str):
 
 
 def placed_leaves(name: str) -> list[bool]:
-    """Which leaves of the state grow with the number of participants."""
+    """Tell which leaves of the state grow with the number of participants."""
     few, many = (
         jax.tree.leaves(jax.eval_shape(METHODS[name].algorithm(n).init, random_params()))
         for n in (PARTICIPANTS, PARTICIPANTS + 1)
@@ -163,14 +163,14 @@ def placed_leaves(name: str) -> list[bool]:
     return [a.shape != b.shape for a, b in zip(few, many, strict=True)]
 
 
-def test_who_keeps_state():
+def test_methods_with_placed_state():
     assert not any(placed_leaves("FedAdam"))
     assert not any(placed_leaves("data parallelism"))
     # AdamW's count and its two moments of each of the four parameters.
     assert sum(placed_leaves("DiLoCo")) == 1 + 2 * 4
 
 
-# ---- with one participant and a server that takes its result as it is
+# ---- one participant, server learning rate 1
 
 
 def adamw() -> optax.GradientTransformation:
@@ -202,7 +202,7 @@ def test_one_participant_is_plain_local_training(name: str):
     optimizer_state = optimizer.init(params)
     for batches in random_rounds(2, participants=1):
         state, metrics = step(state, Cohort(place_batches(batches, None, "")))
-        if name == "FedAvg":  # its clients keep nothing
+        if name == "FedAvg":  # its clients keep no state
             optimizer_state = optimizer.init(params)
         reports = []
         for t in range(method_table.STEPS):

@@ -39,7 +39,7 @@ OFTEN = {
 
 
 def start(method: Method) -> dict[str, Any]:
-    """Where the derivative is taken. Two rounds, so that the first one's server rate matters."""
+    """Return the point of differentiation. Two rounds, so that the first server rate matters."""
     rates = {name: np.float64(rate) for name, rate in method.rates._asdict().items() if rate}
     weights = {"weights": random_weights(ROUNDS, CLIENTS) / 10} if method.weighted else {}
     params = {name: np.float64(p) for name, p in random_params().items()}

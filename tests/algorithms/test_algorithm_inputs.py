@@ -1,4 +1,4 @@
-"""Models, batches and metrics of other kinds; input that is refused, and in which words."""
+"""Other kinds of models, batches and metrics; input that raises, and its messages."""
 
 from typing import Any
 
@@ -42,7 +42,7 @@ every_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
     ],
 )
 def test_bfloat16(name: str, mesh_name: str):
-    """The state keeps bfloat16, metrics are float32, and the training is the float32 one's."""
+    """The state stays bfloat16, metrics are float32, and training agrees with float32."""
     method = METHODS[name]
     params, rounds, weights = problem(2)
     mesh, algorithm = mesh_of(mesh_name, method.placement), method.algorithm()
@@ -74,7 +74,7 @@ def test_bfloat16(name: str, mesh_name: str):
 
 
 def tokens_loss(params: Any, batch: Any) -> tuple[jax.Array, dict[str, Any]]:
-    """Batches of integers alone; aux of an int, a bool and a Python number."""
+    """Compute a loss of integer batches, with metrics that are an int, a bool and a number."""
     vectors = params["embedding"][batch["tokens"]]
     loss = jnp.mean((vectors.sum(-1) - params["shift"]) ** 2 * batch["mask"])
     return loss, {
@@ -118,7 +118,7 @@ def noisy_loss(params: Any, batch: Any) -> tuple[jax.Array, dict[str, Any]]:
 @pytest.mark.parametrize("mesh_name", ["none", "4x2 automatic", "4x2 explicit"])
 @every_algorithm
 def test_random_keys_in_batches_and_nested_trees(name: str, mesh_name: str):
-    """A key a step, such as dropout's, gives what its noise itself gives."""
+    """A random key per step, as for dropout, equals giving its noise."""
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(4, 3, 2, 5)), jnp.float32)
     keys = jax.random.split(jax.random.key(3), (4, 3))
@@ -138,7 +138,7 @@ def test_random_keys_in_batches_and_nested_trees(name: str, mesh_name: str):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_several_models_at_once(name: str):
-    """`vmap` over the models gives what each gives alone."""
+    """`vmap` over models equals training each model alone."""
     method = METHODS[name]
     algorithm = method.algorithm()
     _, (batches,), (weights,) = problem(1)
@@ -153,7 +153,7 @@ def test_several_models_at_once(name: str):
         assert_close(jax.tree.map(lambda leaf, i=i: leaf[i], together), alone)
 
 
-# ---- refused
+# ---- input that raises
 
 
 def line(params: Any, batch: Any) -> tuple[jax.Array, dict[str, Any]]:
@@ -184,14 +184,14 @@ def batch(*shape: int) -> np.ndarray:
     ids=["all leaves", "one leaf"],
 )
 @every_algorithm
-def test_batches_of_another_number_of_participants(name: str, batches: Any, words: str):
+def test_batches_of_another_number_of_participants_raise(name: str, batches: Any, words: str):
     algorithm, state = small(name)
     with pytest.raises(ValueError, match=words):
         algorithm.round(state, Cohort(batches))
 
 
 @every_algorithm
-def test_batches_of_different_numbers_of_steps(name: str):
+def test_batches_of_different_numbers_of_steps_raise(name: str):
     algorithm, state = small(name)
     with pytest.raises(ValueError, match=r"batches\['y'\] has 2 and .* has 3. Pad the"):
         algorithm.round(state, Cohort({"x": batch(4, 3, 5), "y": batch(4, 2, 5)}))
@@ -200,7 +200,7 @@ def test_batches_of_different_numbers_of_steps(name: str):
 @pytest.mark.parametrize("axis", ["fsdp only", "placement"])
 @every_algorithm
 def test_a_mesh_that_does_not_divide_the_participants(name: str, axis: str):
-    """It is refused only where the participants are laid out over it."""
+    """The mesh raises only where participants are sharded over it."""
     algorithm, state = small(name, n=6)
     batches = {"x": batch(6, 2, 5), "y": batch(6, 2, 5)}
     if axis == "placement":
@@ -221,7 +221,7 @@ def test_a_mesh_that_does_not_divide_the_participants(name: str, axis: str):
     ],
 )
 @every_algorithm
-def test_a_number_of_participants_that_is_none(name, participants, error, words):
+def test_an_invalid_number_of_participants_raises(name, participants, error, words):
     with pytest.raises(error, match=words):
         ALGORITHMS[name](line, participants)
 
@@ -245,7 +245,7 @@ def test_a_loss_without_metrics(name: str):
         ({"loss": 0.0}, ValueError, "Leave it out, or rename it"),
     ],
 )
-def test_other_metrics_are_refused(name: str, aux: Any, error: type[Exception], words: str):
+def test_metrics_that_are_no_dict_raise(name: str, aux: Any, error: type[Exception], words: str):
     algorithm = ALGORITHMS[name](lambda w, x: (jnp.mean((w - x) ** 2), aux), 2)
     with pytest.raises(error, match=words):
         algorithm.round(algorithm.init(jnp.ones(2)), Cohort(jnp.zeros((2, 1, 3, 2))))

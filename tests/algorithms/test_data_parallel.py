@@ -1,4 +1,4 @@
-"""Data parallelism's own: how examples are divided over islands does not matter."""
+"""Data parallelism: the division of examples over islands does not matter."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from fedpax.algorithms import data_parallel
 pytestmark = pytest.mark.xdist_group("algorithms")
 
 
-def test_islands_are_one_large_batch():
+def test_islands_equal_one_large_batch():
     params, rounds, weights = problem(2)
     history = trainer("data parallelism", "4x2 automatic").run(params, rounds, weights)
     rate = METHODS["data parallelism"].rates.local

@@ -1,4 +1,4 @@
-"""DiLoCo's own: its default settings, what stays on an island, and where it meets other methods."""
+"""DiLoCo: default settings, state of islands, and equality with other methods."""
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +29,8 @@ from fedpax.algorithms import data_parallel, diloco
 pytestmark = pytest.mark.xdist_group("algorithms")
 
 
-def test_default_outer_optimizer_and_the_scaling_laws_inner_one():
-    """Nesterov with 0.7 and 0.9; clipping and a cosine that goes on through all rounds."""
+def test_the_default_outer_optimizer_with_the_scaling_laws_inner_optimizer():
+    """Nesterov with 0.7 and 0.9; clipping, and a cosine schedule over all rounds."""
     rounds, clip, peak = 3, 3.0, 0.02
     schedule = optax.cosine_decay_schedule(peak, rounds * STEPS, alpha=0.05)
     inner = optax.chain(
@@ -62,7 +62,7 @@ def test_default_outer_optimizer_and_the_scaling_laws_inner_one():
         assert_close((state.params, metrics), wanted)
 
 
-def test_an_islands_optimizer_stays_where_it_is():
+def test_an_islands_optimizer_state_stays_on_its_island():
     params, rounds, weights = problem(2)
     (first, _), (second, _) = trainer("DiLoCo", "4x2 automatic").run(params, rounds, weights)
     for n, state in enumerate((first, second), start=1):
@@ -73,7 +73,7 @@ def test_an_islands_optimizer_stays_where_it_is():
         assert np.all(apart[~np.eye(PARTICIPANTS, dtype=bool)] > 1e-4)
 
 
-def test_with_one_inner_step_of_sgd_it_is_data_parallelism():
+def test_one_inner_step_of_sgd_equals_data_parallelism():
     rate = 0.3
     once = diloco(
         loss_fn,

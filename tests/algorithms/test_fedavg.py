@@ -1,4 +1,4 @@
-"""FedAvg's own: weights, server optimizers, how many clients run at once."""
+"""FedAvg: weights, server optimizers, chunk size."""
 
 from typing import Any
 
@@ -104,7 +104,7 @@ def test_chunk_size_changes_nothing(mesh_name: str, chunk_size: int | str):
     assert_close((found[0].params, found[1]), (state.params, metrics))
 
 
-def test_no_weights_weigh_all_alike():
+def test_without_num_examples_all_clients_weigh_the_same():
     params, (batches,), _ = problem(1)
     ((state, metrics),) = trainer("FedAvg", "none").run(params, [batches], [[7] * PARTICIPANTS])
     algorithm = METHODS["FedAvg"].algorithm()
@@ -120,7 +120,7 @@ def test_only_the_ratios_of_weights_matter():
 
 @pytest.mark.parametrize("mesh_name", ["none", "4x2 automatic", "4x2 explicit"])
 @pytest.mark.parametrize("name", FEDERATED)
-def test_a_client_of_weight_zero_is_as_good_as_absent(name: str, mesh_name: str):
+def test_a_client_of_weight_zero_equals_an_absent_client(name: str, mesh_name: str):
     params, rounds, weights = problem(2)
     weights[:, [1, 6]] = 0
     history = trainer(name, mesh_name).run(params, rounds, weights)
@@ -134,7 +134,7 @@ def test_a_client_of_weight_zero_is_as_good_as_absent(name: str, mesh_name: str)
 @pytest.mark.parametrize("mesh_name", ["none", "4x2 automatic"])
 @pytest.mark.parametrize("name", FEDERATED)
 def test_a_round_without_examples(name: str, mesh_name: str):
-    """A plain mean stays where it is, a server with momentum goes on along it."""
+    """The model stays where it is, unless the server has momentum."""
     params, rounds, weights = problem(3)
     weights[1] = 0
     history = trainer(name, mesh_name).run(params, rounds, weights)
@@ -156,7 +156,7 @@ def test_a_round_without_examples(name: str, mesh_name: str):
         ([1, 2], "num_examples is a list, expected an array"),
     ],
 )
-def test_weights_of_another_shape_are_refused(weights: Any, words: str):
+def test_weights_of_another_shape_raise(weights: Any, words: str):
     params, (batches,), _ = problem(1)
     algorithm = METHODS["FedAvg"].algorithm()
     with pytest.raises((ValueError, TypeError), match=words):
@@ -173,6 +173,6 @@ def test_weights_of_another_shape_are_refused(weights: Any, words: str):
         (lambda: server_yogi(0.1, b1=-0.1), "b1 is -0.1, expected at least 0 and below 1"),
     ],
 )
-def test_settings_of_server_optimizers_out_of_range_are_refused(make, words):
+def test_settings_of_server_optimizers_out_of_range_raise(make, words):
     with pytest.raises(ValueError, match=words):
         make()

@@ -1,4 +1,4 @@
-"""One island is the SPMD program: what a training step written by hand compiles to."""
+"""One island compiles to the SPMD program of a training step written by hand."""
 
 import functools
 import math
@@ -46,7 +46,7 @@ def check_same(both: Any, mesh: jax.sharding.Mesh) -> None:
     [{"fsdp": 4, "tensor": 2}, pytest.param({"data": 2, "fsdp": 4}, marks=pytest.mark.slow)],
     ids=str,
 )
-def test_collectives_and_memory_are_those_of_the_step_by_hand(sizes: dict[str, int]) -> None:
+def test_collectives_and_memory_equal_the_hand_written_step(sizes: dict[str, int]) -> None:
     mesh = make_mesh(**sizes)
     both = compile_both(MODEL, mesh, batch_size=8, seq_len=32, steps=2)
     check_same(both, mesh)
@@ -64,8 +64,8 @@ def test_collectives_and_memory_are_those_of_the_step_by_hand(sizes: dict[str, i
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"data": 1}, {"fsdp": 2}], ids=str)
-def test_a_step_takes_the_time_of_the_step_by_hand(sizes: dict[str, int]) -> None:
-    """Calls in turn and in a random order; the machine may do other things, so three runs do."""
+def test_time_equals_the_hand_written_step(sizes: dict[str, int]) -> None:
+    """Time calls in random order. Other load on the machine is allowed for by three runs."""
     ratios = []
     for _ in range(3):
         devices = math.prod(sizes.values())
@@ -78,7 +78,7 @@ def test_a_step_takes_the_time_of_the_step_by_hand(sizes: dict[str, int]) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", ["v5e:4x4", "v5p:2x2x4", "v6e:4x4"])
-def test_on_tpu_pods_too(topology: str) -> None:
+def test_on_tpu_pods(topology: str) -> None:
     pytest.importorskip("libtpu")
     mesh = make_mesh(devices=find_topology(topology).devices, fsdp=8, tensor=2)
     check_same(compile_both(LARGER, mesh, batch_size=16, seq_len=1024, steps=2), mesh)

@@ -157,7 +157,7 @@ def test_an_islands_weight_is_its_number_of_examples():
 
 
 @pytest.mark.parametrize("optimizer", [optax.sgd(0.1, momentum=0.9), optax.adam(0.01)])
-def test_a_cohort_of_the_data_trains_alike_however_much_of_it_is_used(optimizer):
+def test_a_cohort_of_the_data_trains_alike_with_the_mask_alone(optimizer):
     """The mask alone marks the padding of a population of clients of unequal size."""
     rng = np.random.default_rng(0)
     sizes = [1, 3, 9, 14, 25]
@@ -217,7 +217,7 @@ def test_a_round_with_a_mask_has_a_gradient_that_padding_does_not_reach():
     ],
 )
 @pytest.mark.parametrize("name", METHODS)
-def test_a_malformed_cohort_is_refused(name, cohort, error, words):
+def test_a_malformed_cohort_raises(name, cohort, error, words):
     algorithm = METHODS[name].algorithm(4)
     state = algorithm.init(on_device(random_params()))
     with pytest.raises(error, match=words):
@@ -225,7 +225,7 @@ def test_a_malformed_cohort_is_refused(name, cohort, error, words):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_loss_without_a_pair_is_refused_in_words(name):
+def test_a_loss_that_returns_no_pair_raises_in_words(name):
     def build(loss):
         if METHODS[name].placement == "clients":
             return fedavg(loss, cohort_size=2, client_optimizer=optax.sgd(0.1))

@@ -1,4 +1,4 @@
-"""Clients with steps and examples of their own number."""
+"""Clients with different numbers of steps and examples."""
 
 import collections
 
@@ -37,13 +37,13 @@ def algorithm(chunk_size=1, loss=loss_fn):
 
 
 def random_steps(seed=0):
-    """From none at all to all, in no order."""
+    """Draw numbers of steps from 0 to all, in random order."""
     rng = np.random.default_rng((seed, 3))
     return rng.permutation(np.resize(np.arange(STEPS + 1), PARTICIPANTS)).astype(np.int32)
 
 
 def client_by_client(params, batches, weights, steps):
-    """The round again: each client by itself, on its own batches alone."""
+    """Compute the round client by client, each on its own batches."""
     client = reference.momentum(RATE, BETA)
     x = {name: np.float64(p) for name, p in params.items()}
     ends, reports, shares = [], [], []
@@ -72,7 +72,7 @@ def client_by_client(params, batches, weights, steps):
         ],
     ],
 )
-def test_a_round_is_that_of_each_client_alone(mesh_name, chunk_size):
+def test_a_round_equals_training_each_client_alone(mesh_name, chunk_size):
     params, (batches,), (weights,) = problem(1)
     steps = random_steps()
     weights = np.where(steps, weights, 0).astype(np.int32)
@@ -85,7 +85,7 @@ def test_a_round_is_that_of_each_client_alone(mesh_name, chunk_size):
     assert_close((state.params, metrics), client_by_client(params, batches, weights, steps))
 
 
-def test_all_steps_are_those_of_the_round_without_steps():
+def test_num_steps_of_all_steps_equals_no_num_steps():
     params, (batches,), (weights,) = problem(1)
     method = algorithm()
     state = method.init(jax.tree.map(jnp.asarray, params))
@@ -96,8 +96,8 @@ def test_all_steps_are_those_of_the_round_without_steps():
 
 
 @pytest.mark.parametrize("chunk_size", [1, 3])
-def test_a_client_costs_its_own_steps(chunk_size):
-    """Counted while it runs: a chunk takes as many steps as its longest client, and no more."""
+def test_a_client_runs_only_its_own_steps(chunk_size):
+    """Count steps at run time: a chunk takes the steps of its longest client, and no more."""
     seen = collections.Counter()
 
     def counted(params, batch):
@@ -119,7 +119,7 @@ def test_a_client_costs_its_own_steps(chunk_size):
 
 
 def test_masked_examples_do_not_count():
-    """A batch that is not full trains as the examples in it do, whatever stands in the rest."""
+    """A batch that is not full trains on its examples alone, whatever its padding holds."""
 
     def masked_loss(params, batch):
         logits = jnp.tanh(batch["x"] @ params["kernel"] + params["bias"]) @ params["out"]
@@ -157,13 +157,13 @@ def test_a_cohort_without_steps_changes_nothing():
     params, (batches,), _ = problem(1)
     method = algorithm()
     state = method.init(jax.tree.map(jnp.asarray, params))
-    nobody = np.zeros(PARTICIPANTS, np.int32)
-    after, metrics = jax.jit(method.round)(state, Cohort(batches, nobody, nobody))
+    no_steps = np.zeros(PARTICIPANTS, np.int32)
+    after, metrics = jax.jit(method.round)(state, Cohort(batches, no_steps, no_steps))
     jax.tree.map(np.testing.assert_array_equal, after.params, state.params)
     assert all(float(value) == 0 for value in metrics.values())
 
 
-def test_forward_derivatives_are_those_of_all_steps():
+def test_forward_derivatives_equal_those_without_num_steps():
     params, (batches,), _ = problem(1)
     params = jax.tree.map(jnp.asarray, params)
     own = jax.tree.map(lambda b: b[0], batches)
@@ -179,7 +179,7 @@ def test_forward_derivatives_are_those_of_all_steps():
 
 
 @pytest.mark.parametrize("steps", [1.5, np.ones(2, int)])
-def test_steps_must_be_one_integer_a_client(steps):
+def test_num_steps_must_be_one_integer_per_client(steps):
     params, (batches,), _ = problem(1)
     params = jax.tree.map(jnp.asarray, params)
     own = jax.tree.map(lambda b: b[0], batches)

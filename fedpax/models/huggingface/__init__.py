@@ -1,0 +1,11 @@
+"""Weights in Hugging Face folders: config.json and safetensors files.
+
+`load` reads a folder of Llama, Mistral, Mixtral or Qwen3 shape as a `TransformerConfig` and the
+transformer's parameters; `save` writes such a folder, which the package transformers can read. The
+package safetensors must be installed: `pip install "fedpax[huggingface]"`.
+"""
+
+from fedpax.models.huggingface.reading import load, load_config, load_params
+from fedpax.models.huggingface.writing import save
+
+__all__ = ["load", "load_config", "load_params", "save"]

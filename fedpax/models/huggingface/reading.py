@@ -1,0 +1,332 @@
+"""Read a Hugging Face folder: configuration, then parameters, shard by shard."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+from jax.sharding import Mesh, Sharding
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
+
+from fedpax.models.huggingface.config import from_entries
+from fedpax.models.huggingface.tensors import (
+    Bounds,
+    StoredParameter,
+    bounds_of,
+    flatten,
+    stored_parameters,
+)
+from fedpax.models.nnx_functional import Params
+from fedpax.models.transformer import transformer
+from fedpax.models.transformer_config import TransformerConfig
+from fedpax.parallel import axes
+
+CONFIG, SINGLE_FILE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+DTYPES: Mapping[str, np.dtype] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+
+
+def load(
+    folder: str | Path, *, mesh: Mesh | None = None, dtype: DTypeLike | None = None
+) -> tuple[TransformerConfig, Params]:
+    """Read a Hugging Face folder.
+
+    Args:
+        folder: the folder, with config.json and model.safetensors, or
+            model.safetensors.index.json and the files that it lists.
+        mesh: shard the parameters over this mesh by `fedpax.parallel.axes.RULES`. Default None:
+            arrays on the default device.
+        dtype: cast the parameters to this dtype. Default None: keep the dtype of the files.
+
+    Returns:
+        The configuration, see `load_config`, and the parameters, see `load_params`.
+
+    Raises:
+        FileNotFoundError: the folder or one of its files does not exist.
+        ValueError: the folder is damaged, or the transformer does not have what it asks for.
+        ImportError: the package safetensors is not installed.
+
+    Example:
+        >>> import tempfile
+        >>> from fedpax.models.huggingface.writing import save
+        >>> config = TransformerConfig(num_layers=2, scale_embeddings=False)
+        >>> params = jax.jit(transformer(config).init)(jax.random.key(0))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save(folder, config, params)
+        ...     again, loaded = load(folder)
+        >>> again == config, bool((loaded["embedding"] == params["embedding"]).all())
+        (True, True)
+    """
+    config = load_config(folder)
+    return config, load_params(folder, config, mesh=mesh, dtype=dtype)
+
+
+def load_config(folder: str | Path) -> TransformerConfig:
+    """Read the configuration of a Hugging Face folder.
+
+    Args:
+        folder: the folder, with config.json.
+
+    Returns:
+        The configuration. `dtype`, which the layers compute in, is the dtype that config.json
+        names, and float32 in place of float16. `head_dim` is None where it is
+        embed_dim / num_heads. Options of execution, such as `remat`, have their defaults; change
+        them with `dataclasses.replace`.
+
+    Raises:
+        FileNotFoundError: the folder or config.json does not exist.
+        ValueError: config.json is damaged, or asks for what the transformer does not have. The
+            message names the entry, its value and the supported values.
+    """
+    return from_entries(*read_entries(folder))
+
+
+def load_params(
+    folder: str | Path,
+    config: TransformerConfig,
+    *,
+    mesh: Mesh | None = None,
+    shardings: PyTree[Sharding] | None = None,
+    dtype: DTypeLike | None = None,
+) -> Params:
+    """Read the parameters of a Hugging Face folder.
+
+    Each shard is read from the files by itself and sent to its devices before the next one is
+    read. So the host needs memory for one shard of one parameter at a time, with all its layers.
+
+    Args:
+        folder: the folder, with model.safetensors, or model.safetensors.index.json and the files
+            that it lists.
+        config: the configuration: that of `load_config`, or one with other options of execution.
+        mesh: shard the parameters over this mesh by `fedpax.parallel.axes.RULES`.
+        shardings: the sharding of each parameter, in place of `mesh`. Default None for both:
+            arrays on the default device.
+        dtype: cast the parameters to this dtype. Default None: keep the dtype of the files.
+
+    Returns:
+        The parameters for `transformer(config)`.
+
+    Raises:
+        FileNotFoundError: the folder or one of its files does not exist.
+        ValueError: a file is damaged; tensors are missing, unknown or of another shape than the
+            configuration says; or both `mesh` and `shardings` are given.
+        ImportError: the package safetensors is not installed.
+    """
+    if mesh is not None and shardings is not None:
+        raise ValueError("load_params() got mesh and shardings: give one of them, or none.")
+    model, stored = transformer(config), stored_parameters(config)
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    if mesh is not None:
+        shardings = axes.shardings(model.logical_axes, shapes, mesh)
+    by_path = {} if shardings is None else flatten(shardings)
+    if shardings is not None and by_path.keys() != stored.keys():
+        differing = sorted(by_path.keys() ^ stored.keys())
+        raise ValueError(
+            f"shardings has other parameters than the transformer: {listed(differing)}. Give one "
+            "sharding for each parameter."
+        )
+    target = None if dtype is None else np.dtype(dtype)
+    with contextlib.ExitStack() as stack:
+        tensors = _open_tensors(_existing(folder), stack)
+        _check_tensors(tensors, stored, Path(folder), config.tied_embeddings)
+        params = {
+            path: _read(parameter, tensors, by_path.get(path), _dtype(parameter, tensors, target))
+            for path, parameter in stored.items()
+        }
+    return jax.tree.unflatten(jax.tree.structure(shapes), params.values())
+
+
+def read_entries(folder: str | Path) -> tuple[dict[str, Any], str]:
+    """Return the entries of a folder's config.json, and the name of that file."""
+    path = _existing(folder) / CONFIG
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} does not exist: expected a Hugging Face folder with {CONFIG}."
+        )
+    return _json_object(path), str(path)
+
+
+def safetensors(module: str) -> Any:
+    """Import a module of the package safetensors."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise ImportError(
+            "Hugging Face folders need the package safetensors, which is not installed: install "
+            "fedpax[huggingface]."
+        ) from None
+
+
+def listed(names: Collection[str]) -> str:
+    """Join names; of many only the first five."""
+    shown, more = list(names)[:5], len(names) - 5
+    return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
+
+
+def _existing(folder: str | Path) -> Path:
+    path = Path(folder).expanduser()
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path} is not a folder: expected a Hugging Face folder.")
+    return path
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}.") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is damaged: expected a JSON object.")
+    return value
+
+
+def _open_tensors(folder: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
+    """Return the safetensors slice of each tensor in the folder's files, by name."""
+    listing = _files(folder)
+    library = safetensors("safetensors")
+    tensors: dict[str, Any] = {}
+    for name, expected in listing.items():
+        path = folder / name
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}, listed in {INDEX}, does not exist.")
+        try:
+            file = stack.enter_context(library.safe_open(path, framework="numpy"))
+        except library.SafetensorError as error:
+            raise ValueError(f"{path} is damaged: {error}.") from None
+        names = set(file.keys())
+        if missing := sorted((expected or set()) - names):
+            raise ValueError(f"{path}: tensors listed in {INDEX} are missing: {listed(missing)}.")
+        tensors |= {name: file.get_slice(name) for name in (expected or names)}
+    return tensors
+
+
+def _files(folder: Path) -> dict[str, set[str] | None]:
+    """Return the tensors of each file of weights; None: all that the file has."""
+    # In this order, as transformers does.
+    if (folder / SINGLE_FILE).is_file():
+        return {SINGLE_FILE: None}
+    if not (folder / INDEX).is_file():
+        found = sorted(path.name for path in folder.glob("*.bin"))
+        remedy = f" Convert {listed(found)} to safetensors first." if found else ""
+        raise FileNotFoundError(f"{folder} has neither {SINGLE_FILE} nor {INDEX}.{remedy}")
+    names = _json_object(folder / INDEX).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+        raise ValueError(f"{folder / INDEX} is damaged: expected weight_map, a file per tensor.")
+    if outside := sorted({file for file in names.values() if Path(file).name != file}):
+        raise ValueError(f"{folder / INDEX}: {listed(outside)} is not a file of this folder.")
+    files: dict[str, set[str] | None] = {}
+    for name, file in names.items():
+        files[file] = (files.get(file) or set()) | {name}
+    return files
+
+
+def _check_tensors(
+    tensors: dict[str, Any], stored: Mapping[str, StoredParameter], folder: Path, tied: bool
+) -> None:
+    """Check names, shapes and dtypes before anything is read."""
+    expected = {name: parameter for parameter in stored.values() for name in parameter.names()}
+    if missing := [name for name in expected if name not in tensors]:
+        raise ValueError(f"{folder}: tensors are missing: {listed(missing)}.")
+    # Old Llama folders store the frequencies of the rotary positions, which config.json determines.
+    unknown = [
+        name
+        for name in tensors
+        if name not in expected and not name.endswith("rotary_emb.inv_freq")
+    ]
+    if tied and "lm_head.weight" in unknown:
+        _check_tied(tensors, folder)
+        unknown.remove("lm_head.weight")
+    if unknown:
+        raise ValueError(
+            f"{folder}: the transformer has no parameters for the tensors {listed(unknown)}."
+        )
+    for name, parameter in expected.items():
+        shape, dtype = tuple(tensors[name].get_shape()), tensors[name].get_dtype()
+        if shape != parameter.tensor_shape:
+            raise ValueError(
+                f"{folder}: {name} has shape {shape}, but {CONFIG} says {parameter.tensor_shape}."
+            )
+        if dtype not in DTYPES:
+            raise ValueError(f"{folder}: {name} has dtype {dtype}: expected {', '.join(DTYPES)}.")
+
+
+def _check_tied(tensors: dict[str, Any], folder: Path) -> None:
+    """Check that an output projection stored beside a tied embedding table is a copy of it."""
+    table, output = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
+    same = table.get_shape() == output.get_shape() and table.get_dtype() == output.get_dtype()
+    rows, step = table.get_shape()[0], 4096
+    chunks = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+    # Bytes, because a NaN differs from itself.
+    if not same or any(table[chunk].tobytes() != output[chunk].tobytes() for chunk in chunks):
+        raise ValueError(
+            f"{folder}: {CONFIG} says tie_word_embeddings=True, but lm_head.weight differs from "
+            "model.embed_tokens.weight. Set tie_word_embeddings to false in config.json."
+        )
+
+
+def _dtype(
+    parameter: StoredParameter, tensors: Mapping[str, Any], target: np.dtype | None
+) -> np.dtype:
+    """Return the dtype of the parameter in memory."""
+    found = {DTYPES[tensors[name].get_dtype()]: name for name in parameter.names()}
+    if target is None and len(found) > 1:
+        raise ValueError(
+            "Layers have different dtypes: "
+            + ", ".join(f"{name} {dtype}" for dtype, name in found.items())
+            + ". Give dtype= to cast them to one dtype."
+        )
+    dtype = next(iter(found)) if target is None else target
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise ValueError(
+            f"{next(iter(found.values()))} has dtype {dtype}, which needs JAX's 64-bit mode: set "
+            "the environment variable JAX_ENABLE_X64=1, or give dtype='float32'."
+        )
+    return dtype
+
+
+def _read(
+    parameter: StoredParameter,
+    tensors: Mapping[str, Any],
+    sharding: Sharding | None,
+    dtype: np.dtype,
+) -> jax.Array:
+    """Read a parameter, one shard after another."""
+    if sharding is None:
+        whole = tuple((0, size) for size in parameter.shape)
+        return jax.device_put(_read_shard(parameter, tensors, whole, dtype))
+    # Not jax.make_array_from_callback, which keeps the shards of all devices in the host's memory
+    # and calls back once for each copy of a shard.
+    devices: dict[Bounds, list[jax.Device]] = {}
+    for device, index in sharding.addressable_devices_indices_map(parameter.shape).items():
+        bounds = bounds_of(index, parameter.shape)
+        devices.setdefault(bounds, []).append(device)
+    shards = []
+    for bounds, copies in devices.items():
+        values = _read_shard(parameter, tensors, bounds, dtype)
+        shards += [jax.block_until_ready(jax.device_put(values, device)) for device in copies]
+    return jax.make_array_from_single_device_arrays(parameter.shape, sharding, shards, dtype=dtype)
+
+
+def _read_shard(
+    parameter: StoredParameter, tensors: Mapping[str, Any], bounds: Bounds, dtype: np.dtype
+) -> np.ndarray:
+    """Read the part of a parameter within the bounds."""
+    count = len(parameter.stack_shape)
+    part = tuple(slice(*pair) for pair in bounds[count:])
+    values = np.empty([stop - start for start, stop in bounds], dtype)
+    for local in np.ndindex(values.shape[:count]):
+        place = tuple(i + start for i, (start, _) in zip(local, bounds, strict=False))
+        values[local] = parameter.from_tensor(tensors[parameter.name(place)], part)
+    return values

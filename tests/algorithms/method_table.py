@@ -72,7 +72,7 @@ def random_params(seed: int = 0) -> dict[str, np.ndarray]:
 def random_rounds(
     rounds: int, participants: int = PARTICIPANTS, steps: int = STEPS, seed: int = 0
 ) -> list[dict[str, np.ndarray]]:
-    """Draw batches of several rounds, each `[participants, steps, batch, ...]`; participants differ."""
+    """Draw batches of several rounds, `[participants, steps, batch, ...]`; participants differ."""
     rng = np.random.default_rng((seed, 1))
     shape = (rounds, participants, steps, BATCH)
     center = rng.normal(size=(1, participants, 1, 1, FEATURES))

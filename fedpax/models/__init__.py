@@ -3,6 +3,7 @@
 `transformer`, `mlp` and `cnn` make a `FunctionalModel` from a configuration; `transformer_loss` and
 `classification_loss` make the loss to train it. `fedpax.models.attention` has the implementations
 of attention, `fedpax.models.presets` the configurations of known transformers.
+`fedpax.models.huggingface` reads and writes weights in Hugging Face folders.
 """
 
 from fedpax.models.accumulation import accumulate_gradients

@@ -8,8 +8,8 @@ from typing import Any
 import huggingface_models
 import pytest
 
-from fedpax.models import huggingface
-from fedpax.models.huggingface.config import from_entries, to_entries
+from fedpax.models import huggingface, presets
+from fedpax.models.huggingface.config import differing_fields, from_entries, to_entries
 from fedpax.models.transformer_config import TransformerConfig
 
 SMALL = TransformerConfig(
@@ -62,6 +62,69 @@ LLAMA = {"model_type": "llama", **huggingface_models.SIZES}
 def test_configurations_of_transformers_are_read(folder: str, change: dict[str, Any]) -> None:
     config = huggingface.load_config(huggingface_models.FOLDER / folder)
     assert config == replace(SMALL, **change)
+
+
+# The published config.json of two presets, without the entries of no effect.
+LLAMA_3_1_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "eos_token_id": 128_001,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "max_position_embeddings": 131_072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500_000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128_256,
+}
+MIXTRAL_8X7B = {
+    "architectures": ["MixtralForCausalLM"],
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "max_position_embeddings": 32_768,
+    "model_type": "mixtral",
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1_000_000.0,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 32_000,
+}
+
+
+@pytest.mark.parametrize(
+    ("entries", "preset"),
+    [(LLAMA_3_1_8B, presets.llama_3_1_8b), (MIXTRAL_8X7B, presets.mixtral_8x7b)],
+    ids=["llama_3_1_8b", "mixtral_8x7b"],
+)
+def test_published_configurations_are_the_presets(entries: dict[str, Any], preset: Any) -> None:
+    config = from_entries(entries, "config.json")
+    assert differing_fields(config, preset()) == []
+    assert config.dtype == preset().dtype
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,10 @@ fedpax: federated and multi-island training on JAX
   --json, --picture, --program
                     files for the report, the mesh, and the text of the compiled round
 
+Compiled programs are kept in $XDG_CACHE_HOME/fedpax/jax (default ~/.cache/fedpax/jax), so that the
+next start is faster. JAX_ENABLE_COMPILATION_CACHE=0 in the environment switches this off, and
+JAX_COMPILATION_CACHE_DIR=DIR names another folder.
+
 Exit status: 0 finished. 1 stopped: the loss is not finite, the disk is full, or a planned round
 does not fit the devices' memory. 2 refused: the message names the reason and the remedy. 130 after
 Ctrl-C and 143 after SIGTERM: completed rounds are saved, and the same command resumes. 141 the

@@ -19,6 +19,10 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 jax.config.update("jax_platforms", "cpu")
 simulate_devices(8)
 
+# Tests compile anew, and leave the user's cache of compiled programs alone.
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
+jax.config.update("jax_enable_compilation_cache", False)
+
 # Datasets are prepared anew, in one folder for all workers, and by the code under test.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     _data_dir = tempfile.TemporaryDirectory(prefix="fedpax-tests-")

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
+from fedpax.commands.compilation_cache import enable_compilation_cache
 from fedpax.commands.devices import join_processes, provide_devices
 from fedpax.commands.options import (
     allowed_changes,
@@ -37,6 +38,7 @@ def train(arguments: Sequence[str]) -> int:
     experiment = configure(options.exp, fields)
     check_job_log_dir(options)
     folder = resolve_job_log_dir(options.job_log_dir)
+    enable_compilation_cache()
     if options.multihost:
         join_processes()
     else:

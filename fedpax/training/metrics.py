@@ -18,6 +18,7 @@ from fedpax.training.configuration import write_atomically
 from fedpax.training.console import print_error
 
 FILE = "metrics.jsonl"
+SCALARS = "tensorboard"
 
 TIMINGS = frozenset({"seconds", "items_per_second", "input_wait_fraction", "wall_seconds"})
 """The metrics that differ between two runs of one configuration; all others are equal."""
@@ -92,8 +93,8 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
         self._file = path.open("a")
         # Not tensorboardX's SummaryWriter: its thread dies with a traceback when the disk is full.
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.after{after}"
-        (folder / "tensorboard").mkdir(exist_ok=True)
-        self._events = RecordWriter(str(folder / "tensorboard" / name))
+        (folder / SCALARS).mkdir(exist_ok=True)
+        self._events = RecordWriter(str(folder / SCALARS / name))
         self._add_event(0, file_version="brain.Event:2")
         self._add_event(after + 1, session_log=SessionLog(status=SessionLog.START))
         self._flushed = time.monotonic()

@@ -48,6 +48,17 @@ class Progress(AbstractContextManager["Progress"]):
         )
         self._evaluation = ""
 
+    def note(self, text: str) -> None:
+        """Print a line, above the bar if there is one.
+
+        Args:
+            text: the line, without the experiment's name.
+        """
+        if self._bar is not None:
+            self._bar.write(f"{self._name}: {text}", file=sys.stderr)
+        elif self._enabled:
+            print_error(f"{self._name}: {text}")
+
     def round(self, number: int, loss: float, items_per_second: float) -> None:
         """Show a completed round.
 

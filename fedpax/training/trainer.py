@@ -1,7 +1,9 @@
 """The training loop of every experiment."""
 
 import errno
+import math
 import os
+import shlex
 import signal
 import time
 from collections.abc import Collection
@@ -19,10 +21,10 @@ from fedpax.training.configuration import (
     write_configuration,
 )
 from fedpax.training.console import print_error
-from fedpax.training.experiment import Experiment
+from fedpax.training.experiment import Experiment, Run
 from fedpax.training.job_dir import JobDirLock, check_configuration
 from fedpax.training.logging import NonFiniteError, RoundLogger
-from fedpax.training.metrics import MetricsWriter
+from fedpax.training.metrics import SCALARS, MetricsWriter
 from fedpax.training.preemption import PreemptionGuard
 from fedpax.training.prefetch import Prefetch
 from fedpax.training.progress import Progress
@@ -126,7 +128,9 @@ def _train(
         if first:
             _restore_stream(run.cohorts, checkpoints.restore_stream_state(), allow_config_change)
         with Prefetch(run.cohorts, run.shardings.cohort, training.rounds - first) as prefetch:
-            compiled = compile_round(run, prefetch.peek())
+            cohort = prefetch.peek()
+            _announce(progress, run, folder, first)
+            compiled = compile_round(run, cohort)
             if first:
                 state = checkpoints.restore_state(compiled.state, compiled.num_participants)
             else:
@@ -191,6 +195,24 @@ def _train(
         signal=preemption.signal if done < training.rounds else None,
         evaluation=evaluation,
     )
+
+
+def _announce(progress: Progress, run: Run, folder: Path, first: int) -> None:
+    """Tell the user what is about to run, and where to see it, before the compilation."""
+    params = jax.eval_shape(run.init, jax.random.key(0))
+    num_parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+    devices = f"{run.mesh.size} {run.mesh.devices.flat[0].platform} device"
+    axes = ", ".join(f"{name}={size}" for name, size in run.mesh.shape.items() if size > 1)
+    progress.note(
+        f"{num_parameters:,} parameters on {devices}{'s' * (run.mesh.size != 1)}"
+        f"{f', mesh {axes}' if axes else ''}"
+    )
+    progress.note(
+        f"folder {folder}; live view: tensorboard --logdir {shlex.quote(str(folder / SCALARS))}"
+    )
+    if first:
+        progress.note(f"resuming from round {first}")
+    progress.note("compiling")
 
 
 def _restore_stream(stream: CohortStream, saved: Any, allow_config_change: Collection[str]) -> None:

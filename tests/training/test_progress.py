@@ -58,3 +58,11 @@ def test_a_disabled_progress_prints_nothing(capsys: pytest.CaptureFixture) -> No
         progress.round(1, loss=1.0, items_per_second=1.0)
         progress.evaluation(1, {"loss": 1.0})
     assert capsys.readouterr().err == ""
+
+
+def test_a_note_stands_above_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with Progress("digits", first=0, rounds=2) as progress:
+        progress.note("compiling")
+        progress.round(1, 0.5, 1000.0)
+    assert "digits: compiling\n" in sys.stderr.getvalue()

@@ -180,7 +180,7 @@ class StreamingPlan:
         return max([0, *self.server, *self.loops])
 
     def is_placed_input(self, v: Atom, axis: int | None) -> bool:
-        """Return whether a loop that does not compute a value reads one slice per participant."""
+        """Return whether a value with this axis is placed, and not a server value."""
         if isinstance(v, Literal) or axis is None:
             return False
         return v in self.producer or (axis == 0 and aval_of(v).shape[0] == self.placement.size)

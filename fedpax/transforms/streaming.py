@@ -249,19 +249,23 @@ class _ParticipantValues:
         return self.slices[v]
 
     def row_of(self, v: Atom, axis: int | None) -> Any:
-        """Return the row of a value, or the whole value if `axis` is None."""
+        """Return the row of a value, or the whole value if `axis` is None.
+
+        A server array can be read along another axis than a placed argument, which is the same
+        value: then its row is indexed here.
+        """
         if isinstance(v, Literal):
             return v.val
         if axis is None:
             return self.servers[v]
-        if v not in self.rows and v in self.slices:
+        if not self.plan.is_placed_input(v, axis):
+            return jax.lax.dynamic_slice_in_dim(self.servers[v], self.index, 1, axis)
+        if v not in self.rows:
             value: Any = materialize(self.slices[v])  # a number, if the map returns a constant
             if not isinstance(value, jax.Array):
                 value = jnp.asarray(value, aval_of(v).dtype)
             self.rows[v] = jax.lax.expand_dims(value, [axis])
-        if v in self.rows:
-            return self.rows[v]
-        return jax.lax.dynamic_slice_in_dim(self.servers[v], self.index, 1, axis)
+        return self.rows[v]
 
 
 def _monoids(plan: StreamingPlan, phase: int) -> list[Monoid]:

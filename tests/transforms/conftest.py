@@ -1,4 +1,4 @@
-"""The meshes that the passes are tested on."""
+"""The meshes on which the passes are tested."""
 
 from collections.abc import Iterator
 
@@ -16,5 +16,5 @@ from mesh_kinds import under
     ]
 )
 def current_mesh(request: pytest.FixtureRequest) -> Iterator[Mesh | None]:
-    """Runs a test without a mesh, and under the 4 x 2 mesh (clients, fsdp) of several kinds."""
+    """Run a test without a mesh, and on 4 x 2 meshes (clients, fsdp) of several kinds."""
     yield from under(request.param)

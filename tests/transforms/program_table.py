@@ -1,4 +1,4 @@
-"""Programs, each of which runs with fedpax's functions and in plain JAX."""
+"""Programs written once, to be run with fedpax's functions and in plain JAX."""
 
 import functools
 
@@ -46,7 +46,7 @@ def close(found, expected, tolerance=2e-5):
 
 
 class Plain:
-    """The same names in plain JAX."""
+    """The functions in plain JAX."""
 
     map = staticmethod(lambda fn, *args: jax.vmap(fn)(*args))
     broadcast = staticmethod(
@@ -75,7 +75,7 @@ class Federated:
 
 
 class Rematerialized(Federated):
-    """The same, with maps that are computed again where their results are wanted later."""
+    """fedpax's functions, with every mapped function under `jax.checkpoint`."""
 
     map = staticmethod(lambda fn, *args: federated_map(jax.checkpoint(fn), *args))
 
@@ -125,7 +125,7 @@ def weights_of_a_later_phase(f, w, x, n):
     return f.mean(delta, n * f.max(norm)), f.sum(norm / jnp.sum(norm))
 
 
-def wanted_of_each(f, w, x, n):
+def values_per_participant(f, w, x, n):
     delta, norm = f.map(lambda x: (local(w, x), jnp.sum(x)), x)
     return f.mean(delta), norm * 2, f.broadcast(w), jnp.argmax(norm)
 
@@ -231,7 +231,7 @@ PROGRAMS = {
         several_maps_on_shared_inputs,
         two_phases,
         weights_of_a_later_phase,
-        wanted_of_each,
+        values_per_participant,
         nothing_of_the_map,
         rounds_in_a_scan,
         rematerialized_rounds,

@@ -1,4 +1,4 @@
-"""`explain` says what is stored, and for whom."""
+"""`explain` lists the loops of a program and the stored values."""
 
 import re
 
@@ -22,18 +22,18 @@ from fedpax import (
 )
 
 
-def test_explain_says_who_needs_what_is_stored():
-    text = fedpax.explain(federated("wanted_of_each"), W, X, WEIGHTS)
+def test_explain_lists_stored_values_with_reasons():
+    text = fedpax.explain(federated("values_per_participant"), W, X, WEIGHTS)
     assert "float32[12]: the program returns it" in text
     assert "float32[12]: the server reads it in 'argmax'" in text
 
 
-def test_explain_looks_into_the_gradient():
+def test_explain_describes_the_programs_of_a_gradient():
     gradient = jax.grad(lambda w: jnp.sum(federated("average")(w, X, WEIGHTS)))
     assert fedpax.explain(gradient, W).count("program ") >= 2
 
 
-def test_explain_looks_into_loops_and_conditionals():
+def test_explain_describes_the_bodies_of_loops_and_conditionals():
     def stepped(reduce):
         def step(w, _):
             return w - reduce(federated_map(local, federated_broadcast(w), X)), jnp.sum(w)

@@ -1,4 +1,4 @@
-"""Derivatives of the maximum and minimum over participants that are run again."""
+"""Derivatives of the maximum and minimum over participants that are rematerialized."""
 
 import functools
 
@@ -14,8 +14,8 @@ from fedpax import federated_broadcast, federated_map, federated_max, federated_
 EXTREMA = [federated_max, federated_min]
 
 
-def test_gradients_of_extremes_are_not_lost_by_rounding():
-    """A loop that runs clients again may round otherwise than the loop that found the maximum."""
+def test_gradients_of_extrema_do_not_depend_on_rounding():
+    """A rematerialized value can round differently from the one that attained the maximum."""
     fns = [
         lambda w, y, x: jnp.sin(y) + x * jnp.tanh(w),
         lambda w, y, x: jnp.tanh(y * w + x),
@@ -40,7 +40,7 @@ def test_gradients_of_extremes_are_not_lost_by_rounding():
 
 
 def tied(participants, width):
-    """Every second value is attained by several, whichever chunks and devices they are in."""
+    """Return values whose maxima in even columns are ties, in several chunks and devices."""
     x = normal(participants, width)
     for column in range(0, width, 2):
         who = np.random.default_rng(column).choice(participants, 2 + column % 5, replace=False)
@@ -59,7 +59,7 @@ def total_of_maxima(reduce, functions, chunk_size):
 
 @pytest.mark.parametrize("functions", [slow(Federated), Rematerialized])
 @pytest.mark.parametrize("chunk_size", [slow(1), 5, slow(None)])
-def test_those_who_attain_it_together_share_its_gradient(functions, chunk_size, current_mesh):
+def test_ties_share_the_gradient_equally(functions, chunk_size, current_mesh):
     w, x = np.abs(normal(16)) + 0.1, tied(N, 16)
     federated = total_of_maxima(federated_max, functions, chunk_size)
     plain = lambda w, x: jnp.sum(jnp.sin(jnp.max(jnp.tanh(x) * w, 0)) + jnp.sin(jnp.max(-x, 0)))
@@ -68,8 +68,8 @@ def test_those_who_attain_it_together_share_its_gradient(functions, chunk_size, 
     close(tangent, jax.jvp(plain, (w, x), (w, np.cos(x)))[1], 1e-4)
 
 
-def test_twins_share_it_though_one_is_rounded_otherwise():
-    """One of them is in a chunk and the other in the rest, which is compiled by itself."""
+def test_ties_share_the_gradient_if_one_rounds_differently():
+    """One is in a full chunk and the other in the remainder, which is compiled separately."""
     w, x = normal(4, 6, seed=1), normal(8, 6, seed=2)
     x[0] = x[7] = 3 + 0.2 * normal(6, seed=3)
     train = lambda w, x: jax.nn.softmax(x * w) @ jnp.ones((6, 6)) * w + x * w
@@ -87,7 +87,7 @@ def test_twins_share_it_though_one_is_rounded_otherwise():
 
 
 @pytest.mark.parametrize("functions", [slow(Federated), Rematerialized])
-def test_pieces_know_who_attains_it(functions):
+def test_ties_share_the_gradient_out_of_core(functions):
     w, x = np.abs(normal(16)) + 0.1, tied(N, 16)
     gradient = jax.grad(total_of_maxima(federated_max, functions, 2), (0, 1))
     close(
@@ -96,7 +96,7 @@ def test_pieces_know_who_attains_it(functions):
 
 
 @pytest.mark.parametrize("chunk_size", [slow(1), 5, slow(None)])
-def test_a_maximum_that_is_nan_is_attained_by_whoever_has_it(chunk_size, current_mesh):
+def test_the_gradient_of_a_nan_maximum_goes_to_the_nan_participants(chunk_size, current_mesh):
     x = normal(N, 3)
     x[4, 0] = x[7, 0] = x[9, 2] = np.nan
 
@@ -110,7 +110,7 @@ def test_a_maximum_that_is_nan_is_attained_by_whoever_has_it(chunk_size, current
     close(jax.grad(lambda x: jnp.sum(program(x)))(x), expected)
 
 
-def test_islands_and_their_clients_attain_it():
+def test_gradients_of_nested_extrema():
     w, x = normal(3), normal(4, N, 3)
 
     def island(w, x):
@@ -130,8 +130,8 @@ def test_islands_and_their_clients_attain_it():
 
 
 @pytest.mark.parametrize("chunk_size", [1, 5, slow(None)])
-def test_an_extremum_is_nan_where_anyone_is(chunk_size, current_mesh):
-    """XLA's all-reduce between simulated devices loses it."""
+def test_an_extremum_is_nan_if_one_participant_is_nan(chunk_size, current_mesh):
+    """XLA's all-reduce between simulated devices does not propagate NaN."""
     x = normal(N, 40)
     x[np.arange(N), np.arange(N)] = [np.nan, -np.nan, np.inf, -np.inf] * 3
     x[:, 30:] *= 1e-40  # subnormal
@@ -153,7 +153,7 @@ def test_an_extremum_is_exact_for_any_bits(dtype, current_mesh):
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e4m3b11fnuz", "float8_e5m2"])
 def test_extrema_of_eight_bits(dtype):
-    """Some of these have no infinities to begin a loop with."""
+    """Some of these dtypes have no infinities to initialize the loop with."""
     x = jnp.array([[1.0, -2.0], [-1.0, -4.0]]).astype(dtype)
     program = fedpax.program(clients=2, chunk_size=1)
     found = program(lambda x: [f(federated_map(lambda x: -x, x)) for f in EXTREMA])(x)

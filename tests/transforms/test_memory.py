@@ -1,4 +1,4 @@
-"""A streamed program holds no more than it must."""
+"""Memory of streamed programs: which values are stored, and how large temporaries are."""
 
 import contextlib
 import functools
@@ -37,7 +37,7 @@ from fedpax.transforms.streaming import stream
 
 
 def shapes_inside(jaxpr):
-    """The shapes of all values that equations make, at any depth."""
+    """Yield the shapes of the results of all equations, at any depth."""
     for eqn in jaxpr.eqns:
         yield from (v.aval.shape for v in eqn.outvars)
         for inner in inner_jaxprs(eqn):
@@ -45,7 +45,7 @@ def shapes_inside(jaxpr):
 
 
 def streamed(fn, *args):
-    """The streamed jaxprs of the programs that a function calls."""
+    """Return the streamed jaxprs of the programs that a function calls."""
     jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
     return [stream(e.params["jaxpr"]) for e in jaxpr.eqns if "placements" in e.params]
 
@@ -67,27 +67,27 @@ FLAT = [
 
 
 @pytest.mark.parametrize("name", FLAT)
-def test_nothing_is_held_of_all_participants(name):
+def test_no_intermediate_has_a_row_per_participant(name):
     (closed,) = streamed(federated(name), W, X, WEIGHTS)
     held = [s for s in shapes_inside(closed.jaxpr) if s[:1] == (N,)]
     assert not held, held
 
 
-def test_the_same_sees_what_is_held_where_the_pass_does_not_run():
+def test_without_the_pass_intermediates_have_a_row_per_participant():
     jaxpr = jax.make_jaxpr(federated("average"))(W, X, WEIGHTS).jaxpr
     (closed,) = [e.params["jaxpr"] for e in jaxpr.eqns if "placements" in e.params]
     assert (N, 3, 2) in shapes_inside(closed.jaxpr)
 
 
-def test_only_what_is_wanted_of_each_is_stored():
-    (closed,) = streamed(federated("wanted_of_each"), W, X, WEIGHTS)
+def test_only_values_needed_per_participant_are_stored():
+    (closed,) = streamed(federated("values_per_participant"), W, X, WEIGHTS)
     held = {s for s in shapes_inside(closed.jaxpr) if s[:1] == (N,)}
     assert held == {(N,), (N, 3, 2)}  # norms, and the broadcast that is returned
     deltas = [s for s in shapes_inside(closed.jaxpr) if s == (N, 3, 2)]
     assert len(deltas) == 1
 
 
-def test_a_later_phase_stores_what_it_reads_again():
+def test_values_read_by_a_later_phase_are_stored():
     text = fedpax.explain(federated("two_phases"), W, X, WEIGHTS)
     assert re.search(
         r"phase 0: .* stored for all participants:\n +float32\[12,3,2\]: a later", text
@@ -160,7 +160,7 @@ def test_a_forward_derivative_of_an_extremum_is_streamed():
 
 
 def nested(levels, chunk_size):
-    """Means of means of what the innermost compute of a server's value and of their own."""
+    """Return a program of nested means, over the participants of each level."""
 
     def inside(names, w, x):
         if not names:
@@ -197,7 +197,7 @@ LEVELS = [{"islands": 4, "clients": 6}, {"regions": 2, "islands": 4, "clients": 
 @pytest.mark.parametrize(
     "axes", [{}, slow({"islands": 2}), slow({"clients": 2}), {"islands": 2, "clients": 3}]
 )
-def test_loops_in_loops(levels, chunk_size, axes):
+def test_nested_placements_equal_nested_vmaps(levels, chunk_size, axes):
     w, x = normal(7), normal(*levels.values(), 5, 7)
     expected = nested_plainly(w, x)
     total = lambda fn: jax.grad(lambda w, x: jnp.sum(jnp.sin(fn(w, x))), (0, 1))
@@ -211,7 +211,7 @@ def test_loops_in_loops(levels, chunk_size, axes):
 @pytest.mark.parametrize("levels", LEVELS, ids=len)
 @pytest.mark.parametrize("chunk_size", [1, slow(2), slow("auto")])
 @pytest.mark.parametrize("axes", [{}, slow({"islands": 2})])
-def test_what_loops_inside_a_loop_read_is_not_copied(levels, chunk_size, axes):
+def test_inner_loops_read_their_arguments_without_a_copy(levels, chunk_size, axes):
     def temporaries(clients, make):
         sizes = levels | {"clients": clients}
         args = normal(16), np.ones((*sizes.values(), 8, 16), np.float32)
@@ -225,7 +225,7 @@ def test_what_loops_inside_a_loop_read_is_not_copied(levels, chunk_size, axes):
 
 
 @pytest.mark.parametrize("chunk_size", [1, slow(2), slow("auto")])
-def test_programs_inside_a_loop_read_where_it_lies_too(chunk_size):
+def test_nested_programs_read_their_arguments_without_a_copy(chunk_size):
     def make(clients):
         @fedpax.program(clients=clients, chunk_size=chunk_size)
         def of_island(w, x):
@@ -262,8 +262,8 @@ def test_a_program_under_checkpoint_stores_nothing_for_its_gradient():
     assert is_flat(make)
 
 
-def test_what_is_computed_again():
-    """Only what `jax.checkpoint` allows, and only where it is not stored anyway."""
+def test_which_values_are_rematerialized():
+    """Values under `jax.checkpoint`, unless they are stored for another reason."""
 
     def words(name, functions):
         return fedpax.explain(federated(name, functions=functions), W, X, WEIGHTS)
@@ -273,7 +273,7 @@ def test_what_is_computed_again():
         r"phase 0: 1 map, 1 red.*nothing.*\n.*phase 1: 1 rematerialized map, 1 red.*nothing",
         words("variance", Rematerialized),
     )
-    assert "rematerialized" not in words("wanted_of_each", Rematerialized)
+    assert "rematerialized" not in words("values_per_participant", Rematerialized)
     # Norms whose maximum is sought are kept as they were; the deltas are computed again.
     text = words("weights_of_a_later_phase", Rematerialized)
     assert re.findall(r"(float32\S+): ", text) == ["float32[12]"] and "1 rematerialized map" in text
@@ -295,7 +295,7 @@ def test_what_is_computed_again():
     ],
     ids=["jitted", "with a policy", "in part"],
 )
-def test_a_map_is_repeated_if_all_of_it_is_under_checkpoint(fn, repeated):
+def test_a_map_is_rematerialized_if_all_of_it_is_under_checkpoint(fn, repeated):
     @fedpax.program(clients=N, chunk_size=1)
     def program(w, x):
         delta = federated_map(fn, federated_broadcast(w), x)
@@ -304,7 +304,7 @@ def test_a_map_is_repeated_if_all_of_it_is_under_checkpoint(fn, repeated):
     assert ("rematerialized" in fedpax.explain(program, W, X)) == repeated
 
 
-def handed_on(w, x, rounds):
+def repeatedly_updated(w, x, rounds):
     @fedpax.program(clients=N, chunk_size=1)
     def program(w, x):
         for _ in range(rounds):
@@ -317,20 +317,20 @@ def handed_on(w, x, rounds):
     return program(w, x)
 
 
-def test_a_state_that_is_handed_on_is_stored():
-    """Each phase would run all phases before it again: their maps would be 36, and are 11."""
-    text = fedpax.explain(functools.partial(handed_on, rounds=8), X[0], X)
+def test_a_state_that_every_phase_updates_is_stored():
+    """Rematerialized, each phase would run all earlier phases: 36 maps in place of 11."""
+    text = fedpax.explain(functools.partial(repeatedly_updated, rounds=8), X[0], X)
     assert re.findall(r"(\d) (?:rematerialized )?maps?", text) == list("1111211111"), text
     assert text.count("stored for all") == 5
     plain = X[0], X
     for _ in range(8):
         moved = jnp.tanh(plain[0] + plain[1])
         plain = plain[0] + moved.mean(0), moved
-    close(handed_on(X[0], X, 8), plain[0])
+    close(repeatedly_updated(X[0], X, 8), plain[0])
 
 
-def test_what_the_user_keeps_and_what_has_effects_is_left_alone():
-    """A map under `jax.checkpoint` beside them changes neither."""
+def test_programs_with_effects_or_own_checkpoints_are_not_rematerialized():
+    """A map under `jax.checkpoint` in the same program does not change this."""
 
     def beside(f, w, x, n):
         own = jax.checkpoint(lambda w: jnp.sum(jnp.sin(f.mean(f.map(local, f.broadcast(w), x)))))
@@ -354,8 +354,8 @@ def test_what_the_user_keeps_and_what_has_effects_is_left_alone():
     assert len(called) == 1
 
 
-def test_a_nested_program_keeps_its_total():
-    """Its clients run twice, once forward and once backward, and not to find the total again."""
+def test_a_nested_program_saves_its_mean_for_the_gradient():
+    """Its clients run once forward and once backward, and not a third time for the mean."""
 
     @fedpax.program(outer=3)
     def around(w, x):
@@ -369,7 +369,7 @@ def test_a_nested_program_keeps_its_total():
     assert re.findall(r"(\d+) map.*", text) == ["1", "1"], text
 
 
-def test_a_repeated_map_keeps_its_chunk_size():
+def test_a_rematerialized_map_keeps_its_chunk_size():
     @fedpax.program(clients=N)
     def program(w, x):
         fn = jax.checkpoint(local)
@@ -384,7 +384,7 @@ def test_a_repeated_map_keeps_its_chunk_size():
 
 
 def stateful(participants, chunk_size):
-    """Two states of one type, and data of the same type, which must not be taken for a state."""
+    """Return a program with two states of one type, and data of the same type."""
 
     def client(state, x, w):
         first = jnp.tanh(state["first"] * w + x)

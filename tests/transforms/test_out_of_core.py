@@ -1,4 +1,4 @@
-"""A program in pieces gives what it gives as a whole, with two of them on the devices at most."""
+"""Out-of-core programs: results equal the whole program; two chunks are on the devices."""
 
 import re
 
@@ -33,35 +33,35 @@ WITHOUT_MAPS = {
 
 
 @pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - WITHOUT_MAPS))
-def test_pieces_give_what_the_whole_gives(name):
+def test_chunks_equal_the_whole_program(name):
     close(fedpax.out_of_core(federated(name), chunk_size=5)(W, X, WEIGHTS), expected(name))
 
 
 @pytest.mark.parametrize("name", ["two_phases", "variance", "weights_of_a_later_phase"])
-def test_pieces_of_rematerialized_programs(name):
-    """A piece's later phases run its maps again, where others would keep what they returned."""
+def test_chunks_of_rematerialized_programs(name):
+    """Later phases rematerialize the maps of a chunk."""
     program = federated(name, functions=Rematerialized)
     close(fedpax.out_of_core(program, chunk_size=5)(W, X, WEIGHTS), expected(name))
     gradient = gradient_of(program)
     close(fedpax.out_of_core(gradient, chunk_size=5)(W, X, WEIGHTS), gradient(W, X, WEIGHTS), 1e-4)
 
 
-@pytest.mark.parametrize("name", ["average", "wanted_of_each", "two_phases"])
-def test_pieces_on_every_mesh(name, current_mesh):
+@pytest.mark.parametrize("name", ["average", "values_per_participant", "two_phases"])
+def test_chunks_on_every_mesh(name, current_mesh):
     close(fedpax.out_of_core(federated(name), chunk_size=8)(W, X, WEIGHTS), expected(name))
 
 
 @pytest.mark.parametrize("chunk_size", [1, 4, N, N + 1])
-def test_pieces_of_any_size(chunk_size):
-    pieces = fedpax.out_of_core(federated("metrics_beside_deltas"), chunk_size=chunk_size)
-    close(pieces(W, X, WEIGHTS), expected("metrics_beside_deltas"))
+def test_chunks_of_any_size(chunk_size):
+    chunked = fedpax.out_of_core(federated("metrics_beside_deltas"), chunk_size=chunk_size)
+    close(chunked(W, X, WEIGHTS), expected("metrics_beside_deltas"))
 
 
-def test_arguments_on_the_devices_and_files_are_taken_too(tmp_path):
+def test_device_arrays_and_memory_mapped_files_are_accepted(tmp_path):
     np.save(tmp_path / "x.npy", X)
-    pieces = fedpax.out_of_core(federated("average"), chunk_size=5)
+    chunked = fedpax.out_of_core(federated("average"), chunk_size=5)
     for x in (jnp.asarray(X), np.load(tmp_path / "x.npy", mmap_mode="r")):
-        close(pieces(jnp.asarray(W), x, WEIGHTS), expected("average"))
+        close(chunked(jnp.asarray(W), x, WEIGHTS), expected("average"))
 
 
 def test_gradients_run_out_of_core():
@@ -92,7 +92,7 @@ def test_structure_keywords_and_random_keys():
     assert same is keys
 
 
-def test_a_function_around_programs_runs_too():
+def test_a_function_that_calls_programs_runs_out_of_core():
     average = federated("average")
 
     def round_(w, x, n):
@@ -103,7 +103,7 @@ def test_a_function_around_programs_runs_too():
 
 
 class Watched:
-    """An array on the host that counts how much of it was asked for at once."""
+    """A host array that records the ranges of its rows that were read."""
 
     def __init__(self, array):
         self.array, self.dtype, self.shape = array, array.dtype, array.shape
@@ -114,7 +114,7 @@ class Watched:
         return self.array[index]
 
 
-def test_only_a_piece_of_the_data_is_on_the_devices():
+def test_at_most_two_chunks_are_on_the_devices():
     x = Watched(normal(64, 50, 100))
 
     @fedpax.program(clients=64, chunk_size=1)
@@ -139,20 +139,20 @@ def test_only_a_piece_of_the_data_is_on_the_devices():
 
 
 def test_a_second_call_compiles_nothing(caplog):
-    pieces = fedpax.out_of_core(federated("two_phases"), chunk_size=6)
-    pieces(W, X, WEIGHTS)
+    chunked = fedpax.out_of_core(federated("two_phases"), chunk_size=6)
+    chunked(W, X, WEIGHTS)
     with jax.log_compiles():
-        pieces(2 * W, X + 1, WEIGHTS)
+        chunked(2 * W, X + 1, WEIGHTS)
     assert not [r for r in caplog.records if "Compiling" in r.getMessage()]
 
 
 @pytest.mark.parametrize("name", sorted(WITHOUT_MAPS))
-def test_programs_without_maps_at_the_top_are_refused(name):
+def test_programs_without_maps_at_the_top_level_raise(name):
     with pytest.raises(ValueError, match="maps of one placement at its top level"):
         fedpax.out_of_core(federated(name), chunk_size=5)(W, X, WEIGHTS)
 
 
-def test_nested_placements_run_inside_a_piece():
+def test_nested_placements_run_inside_a_chunk():
     x = normal(6, 4, 3, seed=8)
 
     @fedpax.program(islands=6, clients=4)
@@ -206,12 +206,12 @@ two_clients = fedpax.program(clients=2)(
         ),
     ],
 )
-def test_bad_use_is_told(call, error, message):
+def test_errors_name_the_remedy(call, error, message):
     with pytest.raises(error, match=re.escape(message)):
         call()
 
 
-def test_a_piece_must_fit_the_mesh():
+def test_a_chunk_that_the_mesh_does_not_divide_raises():
     mesh = jax.make_mesh((4,), ("clients",), axis_types=(jax.sharding.AxisType.Auto,))
     with jax.set_mesh(mesh), pytest.raises(ValueError, match="Pass 4 or 8"):
         fedpax.out_of_core(federated("average"), chunk_size=6)(W, X, WEIGHTS)
@@ -243,8 +243,8 @@ def test_a_round_of_an_algorithm_runs_out_of_core():
 @pytest.mark.parametrize(
     "work", [lambda y: jnp.where(y > 0, y, y * y), lambda y: (y - fedpax.federated_max(y)) ** 2]
 )
-def test_pieces_of_second_derivatives(work, current_mesh):
-    """Between two loops stands work of a phase that has no loop of its own."""
+def test_chunks_of_second_derivatives(work, current_mesh):
+    """They have a phase without a loop between two loops."""
     w, x = normal(6), normal(8, 6)
 
     @fedpax.program(clients=8, chunk_size=2)

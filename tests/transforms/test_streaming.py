@@ -1,6 +1,8 @@
 """A streamed program computes what plain JAX computes."""
 
 import functools
+import subprocess
+import sys
 
 import jax
 import jax.experimental
@@ -34,13 +36,27 @@ from fedpax import (
 from fedpax.hlo.collectives import collectives
 
 
+def test_a_program_is_streamed_if_nothing_but_program_is_used():
+    """The public names are imported on first use; the pass must be registered by then."""
+    code = """
+import jax
+import jax.numpy as jnp
+from fedpax import federated_map, federated_mean, program
+body = lambda x: federated_mean(federated_map(jnp.sin, x))
+run = jax.jit(program(clients=64, chunk_size=1)(body)).lower(jnp.ones((64, 1000))).compile()
+print(run.memory_analysis().temp_size_in_bytes)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
+    assert int(found.stdout) < 64 * 1000 * 4
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_on_every_mesh(name, current_mesh):
     close(federated(name)(W, X, WEIGHTS), expected(name))
 
 
 @pytest.mark.parametrize("chunk_size", [None, "auto", 5, N])
-@pytest.mark.parametrize("name", ["metrics_beside_deltas", "two_phases", "wanted_of_each"])
+@pytest.mark.parametrize("name", ["metrics_beside_deltas", "two_phases", "values_per_participant"])
 def test_chunks(name, chunk_size):
     close(federated(name, chunk_size)(W, X, WEIGHTS), expected(name))
 
@@ -49,7 +65,7 @@ SMOOTH = [
     "average",
     "weights_from_the_map",
     "two_phases",
-    "wanted_of_each",
+    "values_per_participant",
     "rounds_in_a_scan",
     "extremes",
     "clipped_twice",
@@ -108,7 +124,7 @@ def test_clients_inside_islands(current_mesh):
     assert text.count("nothing is stored") == 2
 
 
-def test_a_server_array_as_long_as_there_are_participants(current_mesh):
+def test_a_server_array_with_one_entry_per_participant(current_mesh):
     x, v = normal(N, N, seed=6), normal(N, seed=7)
 
     def program(f, v, x):
@@ -120,7 +136,7 @@ def test_a_server_array_as_long_as_there_are_participants(current_mesh):
     close(found(v, x), program(Plain, v, x))
 
 
-def test_a_long_chain_is_no_deep_recursion():
+def test_a_long_chain_of_equations_does_not_recurse():
     @fedpax.program(clients=N, chunk_size=1)
     def program(x):
         value = federated_map(jnp.sum, x)
@@ -131,8 +147,8 @@ def test_a_long_chain_is_no_deep_recursion():
     close(program(X), X.sum() + 2000 * N, 1e-4)
 
 
-def test_many_uses_of_a_value_are_planned_once():
-    """The plan follows each value once, not once for every way to it: there are 2 ** 64 here."""
+def test_a_value_with_many_uses_is_planned_once():
+    """The plan visits each value once; there are 2 ** 64 paths here."""
 
     @fedpax.program(clients=N, chunk_size=1)
     def program(x):
@@ -147,7 +163,7 @@ def test_many_uses_of_a_value_are_planned_once():
 @pytest.mark.parametrize(
     "name", ["average", "metrics_beside_deltas", "gradient_inside", "server_arrays_between"]
 )
-def test_no_all_reduce_stands_in_the_loop(name):
+def test_the_all_reduce_is_outside_the_loop(name):
     mesh = fedpax.make_mesh(clients=4, fsdp=2)
     with jax.set_mesh(mesh):
         compiled = jax.jit(federated(name)).lower(W, X, WEIGHTS).compile()
@@ -166,8 +182,8 @@ def test_a_map_that_only_prints_still_runs(capfd):
     assert sorted(capfd.readouterr().out.split()) == ["0", "1", "2", "client", "client", "client"]
 
 
-def test_arrays_of_numpy_on_an_explicit_mesh():
-    """Their types know of no mesh, so that no result can take their place."""
+def test_numpy_arguments_on_an_explicit_mesh():
+    """The types of NumPy arrays have no mesh, so no result can alias them."""
     x = np.ones((2, 8, 3), np.float32)
 
     @fedpax.program(regions=2, clients=8, chunk_size=1)

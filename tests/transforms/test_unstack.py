@@ -166,7 +166,7 @@ def slow(name):
     return pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name
 
 
-@pytest.mark.parametrize("name", map(slow, OPERATIONS))
+@pytest.mark.parametrize("name", [slow(name) for name in OPERATIONS])
 def test_an_operation_runs_in_the_loop_with_its_gradient(name):
     """Nothing is stored, and temporaries do not grow with the number of clients."""
     operation = OPERATIONS[name]

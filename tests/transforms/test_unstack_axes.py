@@ -118,6 +118,18 @@ def test_an_axis_of_the_same_size_is_no_participants_axis():
     same(program_of(body), functools.partial(body, Plain), x, w)
 
 
+def test_an_argument_can_be_read_along_two_axes():
+    """As a placed value, and as a server value whose columns are aligned with participants."""
+    x, w = normal(N, N), normal(N, N)
+
+    def body(f, x, w):
+        y = f.map(jnp.sin, x)
+        return f.mean(y * w), jnp.sum((y * x).T * w, axis=1), f.mean((y.T * x).T)
+
+    assert not reads_all(program_of(body), x, w)
+    same(program_of(body), functools.partial(body, Plain), x, w)
+
+
 def test_one_participant_is_a_participant_too():
     x, w = normal(1, 1, 6), normal(6, 6)
 

@@ -175,7 +175,8 @@ def participant_weights(cohort: Cohort) -> Num[Array, " participants"] | None:
         >>> fedpax.program(clients=3)(participant_weights)(Cohort({"mask": mask})).tolist()
         [1.0, 0.0, 1.0]
     """
-    valid, weights = placed_valid_steps(cohort), cohort.num_examples
+    valid = placed_valid_steps(cohort)
+    weights = None if cohort.num_examples is None else jnp.asarray(cohort.num_examples)
     if valid is None:
         return weights
 

@@ -143,9 +143,7 @@ class RoundLogger:
         """Return the items and bytes of all rounds so far."""
         rounds, exchanged = 0, 0.0
         for line in self._before:
-            rounds, exchanged = line["round"], line["bytes_across_placement"]
-        if exchanged is None:  # null in the file
-            exchanged = math.nan
+            rounds, exchanged = line["round"], _number(line["bytes_across_placement"])
         return {
             "items": round_number * self._items_per_round,
             "bytes_across_placement": exchanged
@@ -203,3 +201,8 @@ def _all_finite(params: Params) -> jax.Array:
         if jnp.issubdtype(leaf.dtype, jnp.inexact)
     ]
     return jnp.all(jnp.array(finite))
+
+
+def _number(value: float | None) -> float:
+    """Return a number of `metrics.jsonl`, where NaN is null."""
+    return math.nan if value is None else value

@@ -1,15 +1,19 @@
 """Run every example: the doctests of all modules, and the Python blocks of all pages.
 
 The blocks of a page run in order in one namespace: blocks with >>> as doctests, other blocks as
-code. Blocks in other languages than `python` are not run.
+code. Blocks in other languages than `python` are not run. A page runs in an empty folder. A block
+that begins with a file name in a comment (`# mine.py`) is saved there under this name first.
 """
 
 import doctest
 import importlib
 import pkgutil
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import pytest
 
 import fedpax
@@ -29,6 +33,21 @@ MODULES = sorted(
 )
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FILE_NAME = re.compile(r"# (\w+\.py)\n")
+
+
+@pytest.fixture
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Run the test in an empty folder, and forget the modules that it imports from there."""
+    jax.devices()  # so that a command cannot change their number
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        file = getattr(sys.modules[name], "__file__", None)
+        if file and Path(file).is_relative_to(tmp_path):
+            del sys.modules[name]
 
 
 def run_page(path: Path) -> int:
@@ -38,6 +57,8 @@ def run_page(path: Path) -> int:
     blocks = list(BLOCK.finditer(text))
     for block in blocks:
         code, line = block[1], text.count("\n", 0, block.start(1))
+        if name := FILE_NAME.match(code):
+            Path(name[1]).write_text(code)
         if ">>>" not in code:
             # Empty lines in front, so that an error names the line of the page.
             exec(compile("\n" * line + code, str(path), "exec"), namespace)
@@ -58,6 +79,7 @@ def test_examples_of_module(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+@pytest.mark.usefixtures("empty_folder")
 def test_examples_of_page(path: Path) -> None:
     run_page(path)
 
@@ -74,6 +96,15 @@ def test_blocks_of_a_page_share_a_namespace(tmp_path: Path) -> None:
         "```python\nassert y == 3\n```\n"
     )
     assert run_page(page) == 3
+
+
+def test_a_block_that_begins_with_a_file_name_is_saved(empty_folder: Path) -> None:
+    page = empty_folder / "page.md"
+    page.write_text(
+        "```python\n# saved.py\nx = 2\n```\n```python\nimport sys\nsys.path.insert(0, '.')\n"
+        "from saved import x as y\nassert y == 2\n```\n"
+    )
+    assert run_page(page) == 2
 
 
 @pytest.mark.parametrize("code", ["assert 1 == 2", ">>> 1\n2", ">>> undefined\n1"])

@@ -220,9 +220,12 @@ def test_float16_folders_compute_in_float32() -> None:
         ({"attention_dropout": 0.1}, "attention_dropout=0.1 .* expected 0"),
         ({"quantization_config": {"bits": 4}}, "quantization_config=.*bits.* expected None"),
         ({"dtype": "int8"}, "dtype='int8' .* float32, bfloat16"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no' .* True or False"),
         ({"hidden_size": None}, "entry hidden_size is missing"),
         ({"vocab_size": "32"}, "vocab_size='32': expected an integer"),
-        ({"rms_norm_eps": True}, "rms_norm_eps=True: expected a number"),
+        ({"rms_norm_eps": True}, "rms_norm_eps=True: expected a finite number"),
+        ({"rope_theta": float("nan")}, "rope_theta=nan: expected a finite number"),
+        ({"model_type": ["llama"]}, r"model_type=\['llama'\] .* one of llama"),
         ({"num_key_value_heads": 3}, "num_kv_heads=3 does not divide"),
         ({"rope_scaling": {"type": "yarn"}}, "rope_type='yarn' .* 'default' or 'llama3'"),
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 
@@ -47,6 +48,8 @@ SUPPORTED_VALUES: Mapping[str, tuple[Any, ...]] = {
     "router_jitter_noise": (0,),
     "partial_rotary_factor": (1, None),
     "quantization_config": (None,),
+    "tie_word_embeddings": (True, False, None),
+    "use_sliding_window": (True, False, None),
 }
 # Fields of TransformerConfig that the four families fix.
 SUPPORTED_FIELDS: Mapping[str, Any] = {
@@ -91,7 +94,7 @@ def from_entries(entries: Entries, source: str) -> TransformerConfig:
     """
     read = _Reader(entries, source)
     model_type = entries.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise read.unsupported("model_type", f"one of {', '.join(FAMILIES)}")
     family = FAMILIES[model_type]
     architectures = entries.get("architectures") or [family.architecture]
@@ -262,10 +265,11 @@ class _Reader(NamedTuple):
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Return a number as a float; `default` where the entry is missing or null."""
+        """Return a finite number as a float; `default` where the entry is missing or null."""
         value = self._get(name, default)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise ValueError(f"{self.source}: {name}={value!r}: expected a number.")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value):
+            raise ValueError(f"{self.source}: {name}={value!r}: expected a finite number.")
         return float(value)
 
     def _get(self, name: str, default: float | None) -> Any:
@@ -293,9 +297,9 @@ def _sliding_window(read: _Reader, model_type: str) -> int | None:
     kinds = entries.get("layer_types") or [
         "sliding_attention" if i >= first else "full_attention" for i in range(num_layers)
     ]
-    if set(kinds) == {"full_attention"}:
+    if kinds == ["full_attention"] * num_layers:
         return None
-    if set(kinds) == {"sliding_attention"} and window is not None:
+    if kinds == ["sliding_attention"] * num_layers and window is not None:
         return window
     raise ValueError(
         f"{read.source}: layer_types={kinds} with use_sliding_window="

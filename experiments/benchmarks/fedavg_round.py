@@ -1,4 +1,4 @@
-"""A FedAvg round with fedpax, with DrJAX, with vmap and by hand: time, compilation and memory.
+"""A FedAvg round with fedpax, DrJAX, `jax.vmap` and a hand-written loop: time and memory.
 
     python -m fedpax.experiments.benchmarks.fedavg_round --model=mlp --clients=64,1024
 
@@ -149,7 +149,7 @@ def check_equal(results: dict[str, Any]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure as the arguments say, and print a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", choices=WORKLOADS, default="mlp")
+    parser.add_argument("--model", choices=WORKLOADS, default="mlp", help="the clients' model")
     parser.add_argument(
         "--clients", default="64,1024", help="numbers of clients in the round, separated by commas"
     )

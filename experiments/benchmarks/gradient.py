@@ -204,7 +204,7 @@ def measure(
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure as the arguments say, and print a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", choices=WORKLOADS, default="mlp")
+    parser.add_argument("--model", choices=WORKLOADS, default="mlp", help="the clients' model")
     parser.add_argument(
         "--clients", default="64,1024", help="numbers of clients in the round, separated by commas"
     )

@@ -186,7 +186,7 @@ def rounds_of(command: Sequence[str], devices: int) -> Iterator[Callable[[], Non
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure as the arguments say, and print a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", choices=WORKLOADS, default="cnn")
+    parser.add_argument("--model", choices=WORKLOADS, default="cnn", help="the clients' model")
     parser.add_argument(
         "--clients", default="64", help="numbers of clients in the round, separated by commas"
     )

@@ -45,7 +45,6 @@ def __getattr__(name: str) -> Any:
     """Import a public name on first use: the command line handles signals before it loads JAX."""
     if name not in __all__:
         raise AttributeError(f"module 'fedpax' has no attribute {name!r}")
-    importlib.import_module("fedpax.transforms")  # registers the streaming pass for programs
     value = getattr(importlib.import_module(_MODULES.get(name, "fedpax.primitives")), name)
     globals()[name] = value
     return value

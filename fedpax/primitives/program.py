@@ -1,12 +1,13 @@
 """`program`: a function with declared placements, as one differentiable primitive."""
 
 import difflib
+import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
 
-from fedpax.primitives._jax import Primitive, evaluate, trace
+from fedpax.primitives._jax import Primitive, trace
 from fedpax.primitives.arguments import (
     StaticArguments,
     argument_names,
@@ -293,8 +294,11 @@ def _check_argument(function: str, leaf: Any, path: tuple, names: Sequence[str])
 
 
 def _implementation(*args, jaxpr, placements, name):
+    # The streaming pass is of the layer above. It is imported here, by name, so that every program
+    # is compiled with it, whichever modules a process has imported.
+    streaming = importlib.import_module("fedpax.transforms.streaming")
     with jax.named_scope(name):
-        return evaluate(jaxpr, *args)
+        return streaming.run_streamed(jaxpr, *args)
 
 
 def _same(aval, *, placements, name):

@@ -26,7 +26,6 @@ from fedpax.primitives._jax import (
     eliminate_dead_code,
     evaluate,
     rebind,
-    set_implementation,
 )
 from fedpax.primitives.broadcast import federated_broadcast_p, federated_index_p
 from fedpax.primitives.extremum import apply_mask, federated_mask_p
@@ -35,7 +34,6 @@ from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.monoids import Monoid, apply_by_monoid
 from fedpax.primitives.participant_loop import LazySlice, materialize, run_participants
 from fedpax.primitives.placement import Placement
-from fedpax.primitives.program import federated_program_p
 from fedpax.transforms.inlining import inline, is_federated, placements_of
 from fedpax.transforms.phases import Atom, StreamingPlan, plan_phases
 from fedpax.transforms.unstack import Unstacked
@@ -74,16 +72,6 @@ def run_streamed(closed: ClosedJaxpr, *args: jax.Array | LazySlice) -> list[jax.
     if not placements:
         return evaluate(closed, *map(materialize, args))
     return _execute(plan_phases(closed.jaxpr, placements[-1]), closed, *args)
-
-
-def _implementation(
-    *args: jax.Array, jaxpr: ClosedJaxpr, placements: tuple[Placement, ...], name: str
-) -> list[jax.Array]:
-    with jax.named_scope(name):
-        return run_streamed(jaxpr, *args)
-
-
-set_implementation(federated_program_p, _implementation)
 
 
 def _execute(plan: StreamingPlan, closed: ClosedJaxpr, *args: Any) -> list[jax.Array]:

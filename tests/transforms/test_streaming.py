@@ -36,12 +36,13 @@ from fedpax import (
 from fedpax.hlo.collectives import collectives
 
 
-def test_a_program_is_streamed_if_nothing_but_program_is_used():
-    """The public names are imported on first use; the pass must be registered by then."""
-    code = """
+@pytest.mark.parametrize("package", ["fedpax", "fedpax.primitives"])
+def test_a_program_is_streamed_whatever_has_been_imported(package):
+    """Algorithms import the primitives alone, and public names are imported on first use."""
+    code = f"""
 import jax
 import jax.numpy as jnp
-from fedpax import federated_map, federated_mean, program
+from {package} import federated_map, federated_mean, program
 body = lambda x: federated_mean(federated_map(jnp.sin, x))
 run = jax.jit(program(clients=64, chunk_size=1)(body)).lower(jnp.ones((64, 1000))).compile()
 print(run.memory_analysis().temp_size_in_bytes)

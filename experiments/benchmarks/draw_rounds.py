@@ -6,7 +6,7 @@
     python -m fedpax.experiments.benchmarks.draw_rounds time.json memory.json --out=rounds.png
 
 Rows of several files with the same round and number of clients are one point: memory comes from any
-file, time from those that were timed.
+file, time only from files with repetitions.
 """
 
 import argparse
@@ -68,10 +68,10 @@ def _label(axes: Axes, title: str, unit: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Draw what the files hold."""
+    """Draw the rows of the files into a picture."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("files", nargs="+", type=Path, help="written by fedavg_round --json")
-    parser.add_argument("--out", type=Path, default=Path("rounds.png"), help="the picture's file")
+    parser.add_argument("--out", type=Path, default=Path("rounds.png"), help="file of the picture")
     options = parser.parse_args(argv)
     rows = [row for file in options.files for row in json.loads(file.read_text())["rows"]]
     draw(rows).savefig(options.out)

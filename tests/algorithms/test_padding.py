@@ -167,7 +167,7 @@ def test_a_cohort_of_the_data_trains_alike_with_the_mask_alone(optimizer):
     }
     population = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
     sampler = ClientSampler(len(sizes), len(sizes))
-    cohort = next(cohort_rounds(examples, population, sampler, batch=4, prepare=dict))
+    cohort = next(cohort_rounds(examples, population, sampler, batch_size=4, preprocess=dict))
     assert cohort.batches["mask"].shape[1] == 7 and set(cohort.num_steps) == {1, 3, 4, 7}
 
     def masked_loss(params, batch):

@@ -23,6 +23,14 @@ fedpax: federated and multi-island training on JAX
               [--program=FILE] [--FIELD=VALUE ...]
       Compile an experiment's round for devices that are not present, and report its memory,
       collectives, bytes between slices, and a lower bound on the step time.
+  fedpax show --job_log_dir=DIR,DIR,... [--picture=FILE.png]
+      Show the progress of runs, running or finished, and draw their losses over items, bytes and
+      wall time.
+  fedpax evaluate --job_log_dir=DIR [--round=N] [--json=FILE] [--FIELD=VALUE ...]
+      Measure the model of a run on held-out data.
+  fedpax generate --job_log_dir=DIR --prompt=TEXT [--num_tokens=100] [--temperature=1] [--top_p=1]
+              [--seed=0] [--round=N] [--FIELD=VALUE ...]
+      Continue a text with the model of a run on text.
 
   --exp             a name from `fedpax list`, my_package.my_module:function or
                     path/to/file.py:function; the function has no arguments and returns an
@@ -41,7 +49,11 @@ fedpax: federated and multi-island training on JAX
   --topology        v5e:16x16, v4:4x4x4 (also v5p, v6e, tpu7x) with libtpu installed; cpu:8; gpu
   --slices          the number of slices, joined by the data center's network
   --json, --picture, --program
-                    files for the report, the mesh, and the text of the compiled round
+                    files for the report or metrics, the mesh or losses, and the text of the
+                    compiled round
+  --round           the checkpoint's round; default: the newest
+  --temperature     divides the logits; 0 takes the most likely token
+  --top_p           samples only from the most likely tokens with this probability in total
 
 Compiled programs are kept in $XDG_CACHE_HOME/fedpax/jax (default ~/.cache/fedpax/jax), so that the
 next start is faster. JAX_ENABLE_COMPILATION_CACHE=0 in the environment switches this off, and
@@ -61,6 +73,9 @@ COMMANDS = {
     "train": "fedpax.commands.train:train",
     "compare": "fedpax.commands.compare:compare",
     "plan": "fedpax.commands.plan:plan",
+    "show": "fedpax.commands.show:show",
+    "evaluate": "fedpax.commands.evaluate:evaluate",
+    "generate": "fedpax.commands.generate:generate",
 }
 
 
@@ -102,7 +117,9 @@ def _run(arguments: list[str]) -> int:
         print(USAGE, end="", file=sys.stderr)
         return REFUSED
     command, *rest = arguments
-    help_only = {"--help", "-h"} & set(rest) and not any("--exp" in word for word in rest)
+    # With an experiment, --help shows its fields.
+    named = "--job_log_dir" if command in ("evaluate", "generate") else "--exp"
+    help_only = {"--help", "-h"} & set(rest) and not any(named in word for word in rest)
     if command in ("--help", "-h", "help", "--helpfull") or (command in COMMANDS and help_only):
         print(USAGE, end="")
         return 0

@@ -14,7 +14,8 @@ def enable_compilation_cache() -> None:
     cache. The key of a program includes its text, the devices, the flags of the compiler and the
     versions of JAX and XLA.
     """
-    if not jax.config.jax_enable_compilation_cache or jax.config.jax_compilation_cache_dir:
+    settings = jax.config.values
+    if not settings["jax_enable_compilation_cache"] or settings["jax_compilation_cache_dir"]:
         return
     folder = _cache_home() / "fedpax" / "jax"
     try:

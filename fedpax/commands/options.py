@@ -15,7 +15,11 @@ class UsageError(Exception):
 
 
 def parse(
-    command: str, arguments: Sequence[str], define: Callable[[flags.FlagValues], None]
+    command: str,
+    arguments: Sequence[str],
+    define: Callable[[flags.FlagValues], None],
+    *,
+    needs_exp: bool = True,
 ) -> tuple[flags.FlagValues, list[str]]:
     """Parse a command's own flags and leave the experiment's fields.
 
@@ -23,6 +27,7 @@ def parse(
         command: the command's name.
         arguments: the arguments after the name.
         define: adds the command's flags to those that are given; `--exp` is there already.
+        needs_exp: whether `--exp` has to be given.
 
     Returns:
         The flags, and the other arguments.
@@ -38,7 +43,7 @@ def parse(
         _, *fields = options([f"fedpax {command}", *arguments], known_only=True)
     except flags.Error as error:
         raise UsageError(f"{error}. Run `fedpax --help` to see how to write it.") from None
-    if not options.exp:
+    if needs_exp and not options.exp:
         raise UsageError(
             f"`fedpax {command}` has no --exp, expected --exp=NAME. Run `fedpax list` to see the "
             "names."
@@ -69,7 +74,7 @@ def check_job_log_dir(options: flags.FlagValues) -> None:
     if not options.job_log_dir:
         raise UsageError(
             "--job_log_dir is missing, expected a folder for checkpoints and metrics, such as "
-            f"--job_log_dir=runs/{options.exp.partition(',')[0].rpartition(':')[2]}."
+            f"--job_log_dir=runs/{(options.exp or 'NAME').partition(',')[0].rpartition(':')[2]}."
         )
 
 
@@ -96,12 +101,33 @@ def configure(exp: str, overrides: Sequence[str]) -> Experiment:
             f"--exp={exp} returns a {type(experiment).__name__}, expected a "
             "fedpax.training.experiment.Experiment. Return one from a function without arguments."
         )
+    command = f"fedpax train --exp={exp} --job_log_dir=DIR"
+    return override(experiment, overrides, command, inspect.getdoc(function) or "")
+
+
+def override(
+    experiment: Experiment, overrides: Sequence[str], command: str, description: str
+) -> Experiment:
+    """Override some fields of an experiment.
+
+    Args:
+        experiment: the experiment.
+        overrides: arguments such as `"--model.num_layers=4"`.
+        command: the command, for the text of `--help`.
+        description: the first lines of that text.
+
+    Returns:
+        The changed experiment.
+
+    Raises:
+        SystemExit: as in `configure`.
+    """
     return tyro.cli(
         type(experiment),
         default=experiment,
         args=list(overrides),
-        prog=f"fedpax train --exp={exp} --job_log_dir=DIR",
-        description=inspect.getdoc(function) or "",
+        prog=command,
+        description=description,
         use_underscores=True,
         config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands),
     )

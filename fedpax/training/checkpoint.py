@@ -143,14 +143,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         step = self._verified_round()
         with self._reading(step):
             saved = self._saved_shapes(step)
-        if wanted.keys() != saved.keys():
-            names = sorted(".".join(path) for path in wanted.keys() ^ saved.keys())
-            raise ValueError(
-                f"The checkpoint of round {step} and the experiment have different states: "
-                f"{', '.join(names[:5])} {'and others ' if len(names) > 5 else ''}in only one of "
-                "them, expected the same leaves. Use the model and the method that were saved, or "
-                "another --job_log_dir."
-            )
+        _check_same_leaves(wanted, saved, step)
         stored = {
             path: _saved_struct(leaf, saved[path], num_participants, path)
             for path, leaf in wanted.items()
@@ -319,19 +312,25 @@ def _repeat_participants(restored: jax.Array, like: jax.ShapeDtypeStruct) -> jax
     return jax.jit(lambda x: jnp.take(x, turns, axis=0), out_shardings=like.sharding)(restored)
 
 
-def load_params(job_log_dir: str | Path, round_number: int | None = None) -> Params:
-    """Load the server's model of a run as NumPy arrays, to use it after the training.
+def load_params(
+    job_log_dir: str | Path, round_number: int | None = None, like: Params | None = None
+) -> Params:
+    """Load the server's model of a run, to use it after the training.
 
     Args:
         job_log_dir: the run's folder.
         round_number: the checkpoint's round. Default None: the newest checkpoint.
+        like: the parameters' abstract values, each a `jax.ShapeDtypeStruct` with its sharding; a
+            device then reads only its shard. Default None: return NumPy arrays.
 
     Returns:
-        The parameters, as nested dicts (and lists) of NumPy arrays.
+        The parameters: JAX arrays in the structure of `like`, or nested dicts (and lists) of NumPy
+        arrays.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
         DamagedCheckpointError: its files are damaged.
+        ValueError: `like` has other leaves, or another shape, than the saved parameters.
     """
     folder = resolve_job_log_dir(job_log_dir) / FOLDER
     rounds = complete_rounds(folder)
@@ -348,14 +347,47 @@ def load_params(job_log_dir: str | Path, round_number: int | None = None) -> Par
     handlers = {"state": ocp.PyTreeCheckpointHandler(), "progress": ocp.JsonCheckpointHandler()}
     options = ocp.CheckpointManagerOptions(create=False)
     with ocp.CheckpointManager(folder, options=options, item_handlers=handlers) as manager:
-        saved = manager.item_metadata(round_number)["state"]
-        params = jax.tree.map(lambda leaf: 0, saved["params"])
-        as_numpy = jax.tree.map(lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray), params)
+        saved = manager.item_metadata(round_number)["state"]["params"]
+        item = jax.tree.map(lambda leaf: 0, saved)
+        if like is None:
+            arguments = jax.tree.map(lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray), item)
+        else:
+            flat = _restore_args(saved, like, round_number)
+            arguments = ocp.tree.from_flat_dict(flat, target=item)
         restore = ocp.args.PyTreeRestore(
-            item={"params": params}, restore_args={"params": as_numpy}, partial_restore=True
+            item={"params": item}, restore_args={"params": arguments}, partial_restore=True
         )
         restored = manager.restore(round_number, args=ocp.args.Composite(state=restore))
-    return restored["state"]["params"]
+    params = restored["state"]["params"]
+    if like is None:
+        return params
+    return ocp.tree.from_flat_dict(ocp.tree.to_flat_dict(params), target=like)
+
+
+def _restore_args(
+    saved: Params, like: Params, step: int
+) -> dict[tuple[str, ...], ocp.ArrayRestoreArgs]:
+    """Say for each saved parameter on which sharding and as which dtype to restore it."""
+    found, wanted = ocp.tree.to_flat_dict(saved), ocp.tree.to_flat_dict(like)
+    _check_same_leaves(wanted, found, step)
+    for path, leaf in wanted.items():
+        _saved_struct(leaf, tuple(found[path].shape), None, path)  # raises where shapes differ
+    # Shapes need no restore argument: they are equal.
+    restore_args = ocp.ArrayRestoreArgs
+    return {p: restore_args(sharding=x.sharding, dtype=x.dtype) for p, x in wanted.items()}
+
+
+def _check_same_leaves(
+    wanted: Mapping[tuple[str, ...], Any], saved: Mapping[tuple[str, ...], Any], step: int
+) -> None:
+    if wanted.keys() != saved.keys():
+        names = sorted(".".join(path) for path in wanted.keys() ^ saved.keys())
+        raise ValueError(
+            f"The checkpoint of round {step} and the experiment have different states: "
+            f"{', '.join(names[:5])} {'and others ' if len(names) > 5 else ''}in only one of "
+            "them, expected the same leaves. Use the model and the method that were saved, or "
+            "another --job_log_dir."
+        )
 
 
 def _text_from_bytes(state: Any) -> Any:

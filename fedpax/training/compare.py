@@ -1,20 +1,19 @@
 """Comparison of several runs: a table, a picture and a JSON file from their logged metrics."""
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter
-
 from fedpax.training.configuration import write_atomically
-from fedpax.training.metrics import read_metrics, select
-
-# Okabe and Ito's palette, which readers with color vision deficiency can distinguish.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+from fedpax.training.metrics import read_metrics, select, throughput
+from fedpax.training.plot import plot_losses
+from fedpax.training.table import (
+    format_bytes,
+    format_seconds,
+    markdown_table,
+    number_or_nan,
+)
 
 
 class RunSummary(NamedTuple):
@@ -64,10 +63,10 @@ def summarize_run(name: str, job_log_dir: str | Path) -> RunSummary:
         )
     return RunSummary(
         name=name,
-        loss=_number(evaluations[-1]["loss"]),
-        bytes_across_placement=_number(rounds[-1]["bytes_across_placement"]),
+        loss=number_or_nan(evaluations[-1]["loss"]),
+        bytes_across_placement=number_or_nan(rounds[-1]["bytes_across_placement"]),
         items=rounds[-1]["items"],
-        items_per_second=rounds[-1]["items"] / sum(line["seconds"] for line in rounds),
+        items_per_second=throughput(rounds),
         item_unit=runs[0]["item_unit"],
         num_parameters=runs[0]["num_parameters"],
         wall_seconds=lines[-1]["wall_seconds"],
@@ -99,23 +98,14 @@ def format_table(runs: Sequence[RunSummary]) -> str:
         (
             run.name,
             f"{run.loss:.4f}",
-            _bytes(run.bytes_across_placement),
+            format_bytes(run.bytes_across_placement),
             f"{run.items_per_second:,.0f}" + (f" {run.item_unit}/s" if units else ""),
             f"{run.num_parameters:,}",
-            f"{run.wall_seconds:.0f} s",
+            format_seconds(run.wall_seconds),
         )
         for run in runs
     ]
-    widths = [max(len(cell) for cell in column) for column in zip(head, *rows, strict=True)]
-
-    def line(cells: Sequence[str]) -> str:
-        padded = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
-        padded[0] = cells[0].ljust(widths[0])
-        return f"| {' | '.join(padded)} |"
-
-    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
-    heading = " | ".join(cell.ljust(width) for cell, width in zip(head, widths, strict=True))
-    return "\n".join([f"| {heading} |", rule, *(line(row) for row in rows)])
+    return markdown_table(head, rows)
 
 
 def plot_comparison(folders: Mapping[str, str | Path], path: str | Path) -> None:
@@ -125,47 +115,8 @@ def plot_comparison(folders: Mapping[str, str | Path], path: str | Path) -> None
         folders: the runs' folders by name.
         path: the PNG to write.
     """
-    figure = Figure(figsize=(11, 4.5), dpi=150, layout="constrained")
-    over_items, over_bytes = figure.subplots(1, 2, sharey=True)
-    units = set()
-    for number, (name, folder) in enumerate(folders.items()):
-        lines = read_metrics(folder)
-        units |= {line["item_unit"] for line in select(lines, "run")}
-        evaluations = select(lines, "evaluation")
-        losses = [_number(line["loss"]) for line in evaluations]
-        style = {
-            "color": COLORS[number % len(COLORS)],
-            "linewidth": 2,
-            "marker": "o",
-            "markersize": 4,
-        }
-        over_items.plot([line["items"] for line in evaluations], losses, label=name, **style)
-        exchanged = [_number(line["bytes_across_placement"]) for line in evaluations]
-        if max(exchanged) > 0:
-            over_bytes.plot(exchanged, losses, label=name, **style)
-        elif max(exchanged) == 0:  # a logarithmic axis has no zero
-            style.update(marker="", linestyle="--")
-            over_bytes.axhline(losses[-1], **style)
-            over_bytes.annotate(
-                "no communication",
-                (0.01, losses[-1]),
-                xycoords=("axes fraction", "data"),
-                xytext=(0, 4),
-                textcoords="offset points",
-                color=style["color"],
-            )
-    unit = " or ".join(sorted(units))
-    over_bytes.set_xscale("log")
-    _style_axes(over_items, f"Loss over {unit}", unit, "")
-    _style_axes(over_bytes, "Loss over communication", "bytes between participants", "B")
-    over_items.set_ylabel("held-out loss")
-    figure.legend(
-        *over_items.get_legend_handles_labels(),
-        loc="outside lower center",
-        ncols=len(folders),
-        frameon=False,
-    )
-    figure.savefig(path)
+    lines = {name: read_metrics(folder) for name, folder in folders.items()}
+    plot_losses(lines, path, over=("items", "bytes_across_placement"))
 
 
 def write_comparison(folders: Mapping[str, str | Path], destination: str | Path) -> str:
@@ -186,22 +137,3 @@ def write_comparison(folders: Mapping[str, str | Path], destination: str | Path)
     ]
     write_atomically(Path(destination) / "comparison.json", json.dumps(content, indent=2) + "\n")
     return format_table(runs)
-
-
-def _style_axes(axes: Axes, title: str, label: str, unit: str) -> None:
-    axes.set_title(title, loc="left", fontweight="bold")
-    axes.set_xlabel(label)
-    axes.xaxis.set_major_formatter(EngFormatter(unit=unit))
-    axes.grid(alpha=0.25, which="both", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _number(value: float | None) -> float:
-    """Return NaN for null, which stands in the file for numbers that are not finite."""
-    return math.nan if value is None else value
-
-
-def _bytes(count: float) -> str:
-    if not math.isfinite(count):
-        return "unknown"
-    return EngFormatter(unit="B", places=1)(count) if count else "0 B"

@@ -103,6 +103,33 @@ class JobDirLock(AbstractContextManager["JobDirLock"]):
             self._file = None
 
 
+def is_in_use(folder: Path) -> bool:
+    """Return whether a process trains in a folder.
+
+    Args:
+        folder: a run's folder, which may be missing. It is not changed.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> with JobDirLock(folder):
+        ...     is_in_use(folder)
+        True
+        >>> is_in_use(folder)
+        False
+    """
+    if sys.platform == "win32":
+        return False  # no locks of this kind
+    try:
+        with (folder / LOCK).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass  # no file, or a file system without locks
+    return False
+
+
 def check_configuration(
     folder: Path,
     experiment: Experiment,

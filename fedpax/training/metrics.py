@@ -49,6 +49,11 @@ def read_metrics(job_log_dir: str | Path) -> list[dict[str, Any]]:
     return _read(job_log_dir)[0]
 
 
+def damaged_lines(job_log_dir: str | Path) -> list[int]:
+    """Return the numbers, from 1, of the lines of `metrics.jsonl` that cannot be read."""
+    return _read(job_log_dir)[1]
+
+
 def select(lines: Iterable[Mapping[str, Any]], kind: str) -> list[Mapping[str, Any]]:
     """Return the lines of one kind.
 
@@ -57,6 +62,25 @@ def select(lines: Iterable[Mapping[str, Any]], kind: str) -> list[Mapping[str, A
         [{'kind': 'training', 'round': 1}]
     """
     return [line for line in lines if line["kind"] == kind]
+
+
+def throughput(rounds: Iterable[Mapping[str, Any]]) -> float:
+    """Return the items per second of all rounds together.
+
+    Args:
+        rounds: the lines of kind `training`; a line without its two rates is left out.
+
+    Returns:
+        The mean, weighted by time; NaN without a line.
+
+    Example:
+        >>> throughput([{"seconds": 1.0, "items_per_second": 9.0},
+        ...             {"seconds": 2.0, "items_per_second": 6.0}])
+        7.0
+    """
+    known = [line for line in rounds if line.get("seconds") and line.get("items_per_second")]
+    items = sum(line["seconds"] * line["items_per_second"] for line in known)
+    return items / sum(line["seconds"] for line in known) if known else math.nan
 
 
 class MetricsWriter(AbstractContextManager["MetricsWriter"]):

@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 
+from jax.sharding import Mesh
 from tqdm import tqdm
 
 from fedpax.training.console import print_error
@@ -85,9 +86,7 @@ class Progress(AbstractContextManager["Progress"]):
         """
         self._evaluation = f", held-out {values['loss']:.4f}"
         if self._bar is None:
-            loss_first = {"loss": values["loss"], **values}
-            text = ", ".join(f"{key} {value:.4f}" for key, value in loss_first.items())
-            self._print_line(number, f"held-out {text}{self._time_left(number)}")
+            self._print_line(number, f"held-out {format_metrics(values)}{self._time_left(number)}")
 
     def _print_line(self, number: int, text: str) -> None:
         if self._enabled:
@@ -106,3 +105,29 @@ class Progress(AbstractContextManager["Progress"]):
         """Close the bar; its last state stays on the screen."""
         if self._bar is not None:
             self._bar.close()
+
+
+def describe_devices(mesh: Mesh) -> str:
+    """Describe a mesh's devices in a few words.
+
+    Example:
+        >>> import jax
+        >>> describe_devices(jax.make_mesh((1,), ("clients",)))  # doctest: +ELLIPSIS
+        '1 ... device'
+    """
+    axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items() if size > 1)
+    return (
+        f"{mesh.size} {mesh.devices.flat[0].platform} device{'s' * (mesh.size != 1)}"
+        f"{f', mesh {axes}' if axes else ''}"
+    )
+
+
+def format_metrics(values: Mapping[str, float]) -> str:
+    """Format held-out metrics as one line, with the loss first.
+
+    Example:
+        >>> format_metrics({"accuracy": 0.75, "loss": 0.5})
+        'loss 0.5000, accuracy 0.7500'
+    """
+    loss_first = {"loss": values["loss"], **values}
+    return ", ".join(f"{key} {value:.4f}" for key, value in loss_first.items())

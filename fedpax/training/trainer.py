@@ -27,7 +27,7 @@ from fedpax.training.logging import NonFiniteError, RoundLogger
 from fedpax.training.metrics import SCALARS, MetricsWriter
 from fedpax.training.preemption import PreemptionGuard
 from fedpax.training.prefetch import Prefetch
-from fedpax.training.progress import Progress
+from fedpax.training.progress import Progress, describe_devices
 
 
 class StorageError(OSError):
@@ -201,12 +201,7 @@ def _announce(progress: Progress, run: Run, folder: Path, first: int) -> None:
     """Tell the user what is about to run, and where to see it, before the compilation."""
     params = jax.eval_shape(run.init, jax.random.key(0))
     num_parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
-    devices = f"{run.mesh.size} {run.mesh.devices.flat[0].platform} device"
-    axes = ", ".join(f"{name}={size}" for name, size in run.mesh.shape.items() if size > 1)
-    progress.note(
-        f"{num_parameters:,} parameters on {devices}{'s' * (run.mesh.size != 1)}"
-        f"{f', mesh {axes}' if axes else ''}"
-    )
+    progress.note(f"{num_parameters:,} parameters on {describe_devices(run.mesh)}")
     progress.note(
         f"folder {folder}; live view: tensorboard --logdir {shlex.quote(str(folder / SCALARS))}"
     )

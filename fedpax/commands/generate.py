@@ -1,0 +1,89 @@
+"""`fedpax generate`: continue a prompt with the language model of a run."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+
+from fedpax.commands.options import UsageError, parse
+from fedpax.commands.saved_run import (
+    build_run,
+    checkpoint_round,
+    define_saved_run_flags,
+    load_saved_params,
+    read_saved_run,
+)
+from fedpax.data import load_tokenizer
+from fedpax.experiments.text import TextExperiment
+from fedpax.models.generation import generate as generate_tokens
+from fedpax.training.console import print_error
+
+
+def generate(arguments: Sequence[str]) -> int:
+    """Print a prompt and its continuation.
+
+    The separator of documents stands before the prompt, as before every document of the training,
+    so the prompt begins a document. The continuation ends at the next separator.
+
+    Args:
+        arguments: the arguments after `generate`.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        UsageError: the experiment is not one on text.
+    """
+    options, fields = parse("generate", arguments, _define, needs_exp=False)
+    saved = read_saved_run("generate", options, fields)
+    experiment = saved.experiment
+    if not isinstance(experiment, TextExperiment):
+        raise UsageError(
+            f"--job_log_dir={options.job_log_dir} holds --exp={saved.exp}, a "
+            f"{type(experiment).__name__}, expected an experiment on text (a subclass of "
+            "fedpax.experiments.text.TextExperiment). Give the folder of one, such as of "
+            "--exp=diloco_text."
+        )
+    if options.prompt is None:
+        raise UsageError(
+            "--prompt is missing, expected the text to continue. Give for example "
+            "--prompt='def main('; an empty prompt begins a document."
+        )
+    number = checkpoint_round("generate", saved, options.round)
+    tokenizer = load_tokenizer(experiment.data.tokenizer)
+    tokens = np.asarray(tokenizer.encode(options.prompt), np.int32)
+    prompt = np.concatenate([np.array([tokenizer.separator], np.int32), tokens])
+    run = build_run(experiment)
+    total, seq_len = len(prompt) + options.num_tokens, experiment.data.seq_len
+    print_error(f"{saved.exp}: generating {options.num_tokens} tokens from round {number}")
+    if total > seq_len:
+        print_error(
+            f"{saved.exp}: the prompt and the new tokens are {total} together, but the model was "
+            f"trained on rows of {seq_len}: what lies behind them can be worse."
+        )
+    with jax.set_mesh(run.mesh):
+        (generated,) = np.asarray(
+            generate_tokens(
+                load_saved_params(saved, run, number),
+                experiment.model,
+                jnp.asarray(prompt)[None],
+                num_tokens=options.num_tokens,
+                key=jax.random.key(options.seed),
+                temperature=options.temperature,
+                top_p=options.top_p,
+            )
+        )
+    (ends,) = np.nonzero(generated == tokenizer.separator)
+    print(tokenizer.decode(np.concatenate([tokens, generated[: ends[0] if len(ends) else None]])))
+    return 0
+
+
+def _define(options: flags.FlagValues) -> None:
+    define_saved_run_flags(options)
+    flags.DEFINE_string("prompt", None, "The text to continue.", flag_values=options)
+    flags.DEFINE_integer("num_tokens", 100, "The number of new tokens.", flag_values=options)
+    flags.DEFINE_float("temperature", 1.0, "Divides the logits.", flag_values=options)
+    flags.DEFINE_float("top_p", 1.0, "The nucleus' probability.", flag_values=options)
+    flags.DEFINE_integer("seed", 0, "The seed of the sampling.", flag_values=options)

@@ -1,0 +1,171 @@
+"""A run that a folder holds: its experiment is rebuilt, and its parameters are loaded."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+from absl import flags
+
+from fedpax.commands.compilation_cache import enable_compilation_cache
+from fedpax.commands.devices import provide_devices
+from fedpax.commands.options import UsageError, check_job_log_dir, override
+from fedpax.experiments.catalog import find_experiment
+from fedpax.training.algorithm import Params
+from fedpax.training.checkpoint import (
+    FOLDER,
+    DamagedCheckpointError,
+    complete_rounds,
+    load_params,
+)
+from fedpax.training.compiled_round import with_shardings
+from fedpax.training.configuration import (
+    class_name,
+    from_json,
+    read_configuration_json,
+    resolve_job_log_dir,
+)
+from fedpax.training.console import print_error
+from fedpax.training.experiment import Experiment, Run
+
+
+class SavedRun(NamedTuple):
+    """A folder's run before anything is built.
+
+    Attributes:
+        exp: the experiment's name on the command line, or its class if it has none.
+        folder: the run's folder.
+        experiment: the configuration in the folder, with the command's overrides.
+    """
+
+    exp: str
+    folder: Path
+    experiment: Experiment
+
+
+def define_saved_run_flags(options: flags.FlagValues) -> None:
+    """Define the flags of the commands that read a run."""
+    flags.DEFINE_string("job_log_dir", None, "The run's folder.", flag_values=options)
+    flags.DEFINE_integer(
+        "round", None, "The checkpoint's round; default: the newest.", flag_values=options
+    )
+
+
+def read_saved_run(command: str, options: flags.FlagValues, fields: Sequence[str]) -> SavedRun:
+    """Rebuild the experiment of the run in `--job_log_dir`.
+
+    Args:
+        command: the command's name.
+        options: its flags; `--exp` says where the experiment's code is now, if it has moved.
+        fields: the other arguments: overrides of the experiment's fields.
+
+    Returns:
+        The run.
+
+    Raises:
+        UsageError: the folder is missing, holds no run, or holds that of another experiment.
+        ConfigurationError: `config.json` is damaged.
+        SystemExit: as in `fedpax.commands.options.configure`.
+    """
+    check_job_log_dir(options)
+    folder = existing_folder(options.job_log_dir)
+    found = read_configuration_json(folder)
+    if found is None:
+        raise UsageError(
+            f"--job_log_dir={options.job_log_dir} holds no run, expected a folder with config.json "
+            "as `fedpax train` writes it. Give the folder of a run, or train there first."
+        )
+    exp, saved = found
+    if exp or options.exp:
+        function = find_experiment(options.exp or exp)  # makes its module importable
+        same_name = (options.exp or exp).rpartition(":")[2] == exp.rpartition(":")[2]
+        if options.exp and not (same_name and class_name(function()) == saved["class"]):
+            raise UsageError(
+                f"--job_log_dir={options.job_log_dir} holds another experiment, --exp={exp}, "
+                f"expected --exp={options.exp}. Leave out --exp, or give another folder."
+            )
+    prefix = f"fedpax {command} --job_log_dir={options.job_log_dir}"
+    description = f"The configuration of {exp or saved['class']} in {folder}."
+    configuration = from_json(saved)
+    try:
+        experiment = override(configuration, fields, prefix, description)
+    except SystemExit as stop:
+        if stop.code:
+            own = ", ".join(f"--{name}" for name in options)
+            print_error(f"`fedpax {command}` takes {own} and the fields of the experiment.")
+        raise
+    return SavedRun(exp or saved["class"], folder, experiment)
+
+
+def existing_folder(job_log_dir: str) -> Path:
+    """Return a run's folder as an absolute path.
+
+    Raises:
+        UsageError: there is no such folder.
+    """
+    folder = resolve_job_log_dir(job_log_dir)
+    if not folder.is_dir():
+        raise UsageError(
+            f"--job_log_dir={job_log_dir} does not exist, expected the folder of a run. The "
+            f"current folder is {os.getcwd()}."
+        )
+    return folder
+
+
+def checkpoint_round(command: str, saved: SavedRun, round_number: int | None) -> int:
+    """Return the round of the checkpoint to load.
+
+    Args:
+        command: the command's name.
+        saved: the run.
+        round_number: the round that the user gave, or None for the newest.
+
+    Raises:
+        UsageError: there is no such checkpoint.
+    """
+    rounds = complete_rounds(saved.folder / FOLDER)
+    if not rounds:
+        raise UsageError(
+            f"{saved.folder} has no complete checkpoint, expected at least one. A run saves one "
+            "every training.checkpoint_every rounds, when it is stopped, and at its end: train on, "
+            f"then run `fedpax {command}` again."
+        )
+    if round_number is not None and round_number not in rounds:
+        raise UsageError(
+            f"--round={round_number} has no checkpoint in {saved.folder}, expected one of "
+            f"{', '.join(map(str, rounds))}. Give one of these, or leave out --round for the "
+            "newest."
+        )
+    return rounds[-1] if round_number is None else round_number
+
+
+def build_run(experiment: Experiment) -> Run:
+    """Provide the devices of an experiment's mesh, and build its run."""
+    enable_compilation_cache()
+    provide_devices(experiment.mesh)
+    return experiment.build()
+
+
+def load_saved_params(saved: SavedRun, run: Run, round_number: int) -> Params:
+    """Load the parameters of a checkpoint onto a run's mesh.
+
+    Args:
+        saved: the folder's run.
+        run: what its experiment builds.
+        round_number: the checkpoint's round.
+
+    Returns:
+        The parameters, as `run.init` returns them.
+
+    Raises:
+        UsageError: the checkpoint's files are damaged.
+        ValueError: the parameters are those of another model.
+    """
+    like = with_shardings(jax.eval_shape(run.init, jax.random.key(0)), run.shardings.params)
+    try:
+        return load_params(saved.folder, round_number, like)
+    except DamagedCheckpointError as error:
+        before = [n for n in complete_rounds(saved.folder / FOLDER) if n < round_number]
+        other = f" --round={before[-1]} reads the one before it." if before else ""
+        raise UsageError(f"{error}{other}") from error

@@ -1,0 +1,95 @@
+"""`fedpax show`: the progress of one run or several, as a table and a picture."""
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import flags
+
+from fedpax.commands.options import UsageError, parse
+from fedpax.commands.saved_run import existing_folder
+from fedpax.training.console import print_error
+from fedpax.training.metrics import read_metrics, select
+from fedpax.training.plot import Axis, plot_losses
+from fedpax.training.run_report import format_reports, holds_run, report_run
+
+
+def show(arguments: Sequence[str]) -> int:
+    """Print a table of runs, and draw the picture that is asked for.
+
+    The runs may be running, finished, stopped or damaged; nothing in their folders changes.
+
+    Args:
+        arguments: the arguments after `show`.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        UsageError: a folder holds no run, or an argument is unknown.
+    """
+    options, unknown = parse("show", arguments, _define, needs_exp=False)
+    if unknown or options.exp:
+        raise UsageError(
+            f"`fedpax show` got {unknown[0] if unknown else f'--exp={options.exp}'!r}, expected "
+            "--job_log_dir=DIR and --picture=FILE.png alone. Leave it out."
+        )
+    names = [name for text in options.job_log_dir for name in text.split(",") if name]
+    if not names:
+        raise UsageError(
+            "--job_log_dir is missing, expected the folders of runs, separated by commas. Give for "
+            "example --job_log_dir=runs/diloco."
+        )
+    if options.picture and not options.picture.endswith(".png"):
+        raise UsageError(
+            f"--picture={options.picture} is no PNG, expected a name that ends with .png. Give for "
+            "example --picture=loss.png."
+        )
+    folders = list(dict.fromkeys(folder for name in names for folder in _runs_in(name)))
+    reports = [report_run(folder) for folder in folders]
+    # Runs of one experiment are told apart by their folders.
+    uses = Counter(run.name for run in reports)
+    reports = [
+        run if uses[run.name] == 1 else run._replace(name=f"{run.name} ({_short(folder)})")
+        for run, folder in zip(reports, folders, strict=True)
+    ]
+    print(format_reports(reports))
+    for text in (text for run in reports for text in run.damage):
+        print_error(text)
+    if options.picture:
+        lines = {run.name: read_metrics(f) for run, f in zip(reports, folders, strict=True)}
+        if not any(select(found, "training") for found in lines.values()):
+            raise UsageError(
+                f"--picture={options.picture} has nothing to show: no round is logged yet. Repeat "
+                "the command later."
+            )
+        Path(options.picture).parent.mkdir(parents=True, exist_ok=True)
+        over: tuple[Axis, ...] = ("items", "bytes_across_placement", "wall_seconds")
+        plot_losses(lines, options.picture, over=over, training_loss=True)
+    return 0
+
+
+def _runs_in(job_log_dir: str) -> list[Path]:
+    """Return the folder itself if it holds a run, otherwise the folders of runs directly in it."""
+    folder = existing_folder(job_log_dir)
+    if holds_run(folder):
+        return [folder]
+    found = sorted(path for path in folder.iterdir() if path.is_dir() and holds_run(path))
+    if not found:
+        raise UsageError(
+            f"--job_log_dir={job_log_dir} holds no run, expected config.json or metrics.jsonl "
+            "there or in a folder below. Give the folder that `fedpax train` or `fedpax compare` "
+            "got."
+        )
+    return found
+
+
+def _short(folder: Path) -> str:
+    """Return the shorter of a folder's full path and its path from the current folder."""
+    below = folder.is_relative_to(Path.cwd())
+    return str(folder.relative_to(Path.cwd()) if below else folder)
+
+
+def _define(options: flags.FlagValues) -> None:
+    flags.DEFINE_multi_string("job_log_dir", [], "The runs' folders.", flag_values=options)
+    flags.DEFINE_string("picture", None, "A PNG file for the losses.", flag_values=options)

@@ -1,0 +1,113 @@
+"""Pictures of runs: their losses over items, communicated bytes or time."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
+
+from fedpax.training.metrics import select
+from fedpax.training.table import number_or_nan
+
+Line: TypeAlias = Mapping[str, Any]
+"""A line of `metrics.jsonl`."""
+
+Axis: TypeAlias = Literal["items", "bytes_across_placement", "wall_seconds"]
+"""A key of the lines that grows in the course of a run."""
+
+# Okabe and Ito's palette, which readers with color vision deficiency can distinguish.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+
+
+def plot_losses(
+    runs: Mapping[str, Sequence[Line]],
+    path: str | Path,
+    *,
+    over: Sequence[Axis],
+    training_loss: bool = False,
+) -> None:
+    """Plot the held-out loss of runs, one panel per horizontal axis.
+
+    Args:
+        runs: the lines of each run's `metrics.jsonl`, by the run's name.
+        path: the PNG to write.
+        over: the keys for the horizontal axes.
+        training_loss: whether to draw the training loss of every round too, as a thin line.
+    """
+    figure = Figure(figsize=(5.5 * len(over), 4.5), dpi=150, layout="constrained")
+    panels = figure.subplots(1, len(over), sharey=True, squeeze=False)[0]
+    for key, axes in zip(over, panels, strict=True):
+        scale = _style_panel(axes, key, runs.values())
+        for number, (name, lines) in enumerate(runs.items()):
+            kinds: dict[str, dict[str, Any]] = {
+                "evaluation": {"label": name, "marker": "o", "markersize": 4, "linewidth": 2}
+            }
+            if training_loss:
+                kinds["training"] = {"linewidth": 0.8, "alpha": 0.5}
+            for kind, style in kinds.items():
+                chosen = select(lines, kind)
+                positions = [x / scale for x in _numbers(chosen, key)]
+                color = COLORS[number % len(COLORS)]
+                _plot(axes, positions, _numbers(chosen, "loss"), color=color, **style)
+    thin = " (thin: training loss)" if training_loss else ""
+    panels[0].set_ylabel(f"held-out loss{thin}")
+    figure.legend(
+        *panels[0].get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=min(len(runs), 4),
+        frameon=False,
+    )
+    figure.savefig(path)
+
+
+def _plot(axes: Axes, positions: Sequence[float], losses: Sequence[float], **style: Any) -> None:
+    # A logarithmic axis has no zero.
+    if axes.get_xscale() == "linear" or not positions or max(positions) > 0:
+        axes.plot(positions, losses, **style)
+    elif max(positions) == 0 and "label" in style:
+        axes.axhline(losses[-1], color=style["color"], linewidth=2, linestyle="--")
+        axes.annotate(
+            "no communication",
+            (0.01, losses[-1]),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, 4),
+            textcoords="offset points",
+            color=style["color"],
+        )
+
+
+def _numbers(lines: Sequence[Line], key: str) -> list[float]:
+    return [number_or_nan(line.get(key)) for line in lines]
+
+
+def _time_unit(runs: Iterable[Sequence[Line]]) -> tuple[str, float]:
+    """Return the unit that suits the longest run, and the seconds in it."""
+    longest = max((line.get("wall_seconds") or 0 for lines in runs for line in lines), default=0)
+    if longest < 300:
+        return "s", 1
+    return ("min", 60) if longest < 3 * 3600 else ("h", 3600)
+
+
+def _style_panel(axes: Axes, key: Axis, runs: Iterable[Sequence[Line]]) -> float:
+    """Style a panel's axes for all runs; return the size of its horizontal unit."""
+    scale = 1.0
+    match key:
+        case "items":
+            units = {line["item_unit"] for lines in runs for line in select(lines, "run")}
+            label = " or ".join(sorted(units)) or "items"
+            title = f"Loss over {label}"
+            axes.xaxis.set_major_formatter(EngFormatter())
+        case "bytes_across_placement":
+            title, label = "Loss over communication", "bytes between participants"
+            axes.set_xscale("log")
+            axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
+        case "wall_seconds":
+            unit, scale = _time_unit(runs)
+            title, label = "Loss over wall time", f"wall time ({unit})"
+    axes.set_title(title, loc="left", fontweight="bold")
+    axes.set_xlabel(label)
+    axes.grid(alpha=0.25, which="both", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    return scale

@@ -1,0 +1,133 @@
+"""The progress of runs, read from their folders while they train and afterwards."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from fedpax.training.checkpoint import latest_round
+from fedpax.training.configuration import (
+    FILE,
+    ConfigurationError,
+    flatten,
+    read_configuration_json,
+)
+from fedpax.training.job_dir import is_in_use
+from fedpax.training.metrics import FILE as METRICS
+from fedpax.training.metrics import damaged_lines, read_metrics, select, throughput
+from fedpax.training.table import (
+    format_bytes,
+    format_seconds,
+    markdown_table,
+    number_or_nan,
+)
+
+
+class RunReport(NamedTuple):
+    """What a run's folder says about its progress.
+
+    Attributes:
+        name: the experiment's name, or that of the folder if it is unknown.
+        state: `running` while a process holds the folder, `finished` when the last round is saved,
+            otherwise `stopped`.
+        rounds: number of rounds that are logged or saved.
+        total_rounds: number of rounds of the experiment, or None if it is unknown.
+        training_loss: training loss of the last logged round; NaN if there is none.
+        heldout_loss: held-out loss of the last evaluation; NaN if there is none.
+        items_per_second: throughput, as `fedpax.training.metrics.throughput` measures it.
+        item_unit: the unit of items: `"tokens"` or `"examples"`.
+        bytes_across_placement: bytes that participants exchanged in all rounds; NaN if unknown.
+        wall_seconds: total time of all processes that trained the run.
+        damage: what cannot be read, in words.
+    """
+
+    name: str
+    state: Literal["running", "finished", "stopped"]
+    rounds: int
+    total_rounds: int | None
+    training_loss: float
+    heldout_loss: float
+    items_per_second: float
+    item_unit: str
+    bytes_across_placement: float
+    wall_seconds: float
+    damage: tuple[str, ...] = ()
+
+
+def report_run(folder: Path) -> RunReport:
+    """Read the progress of a run, and change nothing in its folder.
+
+    Args:
+        folder: the run's folder.
+    """
+    damage = []
+    name, total_rounds = folder.name, None
+    try:
+        if found := read_configuration_json(folder):
+            exp, configuration = found
+            name = exp or name
+            total = dict(flatten(configuration)).get("training.rounds")
+            total_rounds = total if isinstance(total, int) else None
+    except ConfigurationError as error:
+        damage.append(str(error))
+    if numbers := damaged_lines(folder):
+        listing = ", ".join(map(str, numbers))
+        damage.append(f"{folder / METRICS}: line {listing} cannot be read and is left out.")
+    lines = read_metrics(folder)
+    rounds, evaluations = select(lines, "training"), select(lines, "evaluation")
+    last = rounds[-1] if rounds else {}
+    saved = latest_round(folder) or 0
+    finished = total_rounds is not None and saved >= total_rounds
+    sizes = (select(lines, "run") or [{}])[0]
+    return RunReport(
+        name=name,
+        state="running" if is_in_use(folder) else "finished" if finished else "stopped",
+        rounds=max(saved, last.get("round", 0)),
+        total_rounds=total_rounds,
+        training_loss=number_or_nan(last.get("loss")),
+        heldout_loss=number_or_nan(evaluations[-1].get("loss") if evaluations else None),
+        items_per_second=throughput(rounds),
+        item_unit=str(sizes.get("item_unit", "items")),
+        bytes_across_placement=number_or_nan(last.get("bytes_across_placement")),
+        wall_seconds=number_or_nan(lines[-1].get("wall_seconds") if lines else None),
+        damage=tuple(damage),
+    )
+
+
+def holds_run(folder: Path) -> bool:
+    """Return whether a folder holds a run, or one that is about to start."""
+    return any((folder / name).exists() for name in (FILE, METRICS)) or is_in_use(folder)
+
+
+def format_reports(reports: Sequence[RunReport]) -> str:
+    """Format reports as a Markdown table, one run per line.
+
+    Example:
+        >>> run = RunReport("diloco", "running", 30, 440, 2.5, math.nan, 9e3, "tokens", 3.2e6, 60.0)
+        >>> for line in format_reports([run]).splitlines()[::2]:
+        ...     print(line[:55])
+        | experiment | rounds | training loss | held-out loss |
+        | diloco     | 30/440 |        2.5000 |             - |
+    """
+    head = (
+        "experiment", "rounds", "training loss", "held-out loss", "throughput", "communicated",
+        "wall time", "state",
+    )  # fmt: skip
+    rows = [
+        (
+            run.name,
+            f"{run.rounds:,}/{'?' if run.total_rounds is None else format(run.total_rounds, ',')}",
+            _or_dash(run.training_loss, f"{run.training_loss:.4f}"),
+            _or_dash(run.heldout_loss, f"{run.heldout_loss:.4f}"),
+            _or_dash(run.items_per_second, f"{run.items_per_second:,.0f} {run.item_unit}/s"),
+            _or_dash(run.bytes_across_placement, format_bytes(run.bytes_across_placement)),
+            _or_dash(run.wall_seconds, format_seconds(run.wall_seconds)),
+            run.state,
+        )
+        for run in reports
+    ]
+    return markdown_table(head, rows)
+
+
+def _or_dash(number: float, text: str) -> str:
+    return "-" if math.isnan(number) else text

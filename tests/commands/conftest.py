@@ -1,0 +1,75 @@
+"""Finished runs for the commands that read them, and a function that runs a command."""
+
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fedpax.main import main
+
+EXPERIMENTS = Path(__file__).parent.parent / "training"
+REGRESSION = "small_regression:regression"
+TINY_TRANSFORMER = (
+    "--model.num_layers=1",
+    "--model.embed_dim=24",
+    "--model.num_heads=2",
+    "--model.num_kv_heads=1",
+    "--model.mlp_dim=52",
+    "--data.seq_len=16",
+    "--data.heldout_tokens=1024",
+)
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Command:
+    """Run a command in this process; return its status, output and errors."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(EXPERIMENTS)
+    monkeypatch.setenv("XLA_FLAGS", "")  # restored after the test
+
+    def call(*arguments: str | Path) -> tuple[int, str, str]:
+        capsys.readouterr()
+        try:
+            status = main([str(argument) for argument in arguments])
+        except SystemExit as stop:  # tyro's way out
+            status = stop.code if isinstance(stop.code, int) else 1
+        return status, *capsys.readouterr()
+
+    return call
+
+
+def train_once(folder: Path, *arguments: str) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", list(sys.path))
+        patch.chdir(EXPERIMENTS)
+        patch.setenv("XLA_FLAGS", "")
+        assert main(["train", f"--job_log_dir={folder}", *arguments]) == 0
+    return folder
+
+
+@pytest.fixture(scope="session")
+def trained_regression(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    every = ("--training.rounds=4", "--training.evaluate_every=2", "--training.checkpoint_every=2")
+    return train_once(tmp_path_factory.mktemp("regression"), f"--exp={REGRESSION}", *every)
+
+
+@pytest.fixture(scope="session")
+def trained_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    settings = (*TINY_TRANSFORMER, "--training.rounds=2", "--training.evaluate_every=1")
+    return train_once(tmp_path_factory.mktemp("text"), "--exp=diloco_text", *settings)
+
+
+@pytest.fixture
+def regression(trained_regression: Path, tmp_path: Path) -> Path:
+    """Return a copy, so that a test can damage it."""
+    return Path(shutil.copytree(trained_regression, tmp_path / "regression"))
+
+
+@pytest.fixture
+def text(trained_text: Path, tmp_path: Path) -> Path:
+    """Return a copy, so that a test can damage it."""
+    return Path(shutil.copytree(trained_text, tmp_path / "text"))

@@ -1,0 +1,157 @@
+"""Tests of `fedpax evaluate`."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import REGRESSION, Command
+
+from fedpax.training.job_dir import JobDirLock
+from fedpax.training.metrics import read_metrics, select
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("kind", ["regression", "text"])
+def test_the_metrics_are_those_of_the_runs_own_evaluations(
+    command: Command, request: pytest.FixtureRequest, tmp_path: Path, kind: str
+) -> None:
+    folder = request.getfixturevalue(kind)
+    before = snapshot(folder)
+    evaluations = select(read_metrics(folder), "evaluation")
+    rounds = {line["round"]: line for line in evaluations}
+    newest = max(rounds)
+    status, output, errors = command(
+        "evaluate", f"--job_log_dir={folder}", f"--json={tmp_path / 'new' / 'metrics.json'}"
+    )
+    content = json.loads((tmp_path / "new" / "metrics.json").read_text())
+    assert status == 0
+    assert content["metrics"] == {"loss": rounds[newest]["loss"]}
+    assert (content["round"], content["job_log_dir"]) == (newest, str(folder))
+    loss = f"{rounds[newest]['loss']:.4f}"
+    assert output == f"{content['exp']} round {newest}: held-out loss {loss}\n"
+    assert f"evaluating round {newest} on 8 cpu devices" in errors
+    assert snapshot(folder) == before
+
+
+def test_an_earlier_round_can_be_evaluated(command: Command, regression: Path) -> None:
+    first, last = (line["loss"] for line in select(read_metrics(regression), "evaluation"))
+    status, output, _ = command("evaluate", f"--job_log_dir={regression}", "--round=2")
+    assert first != last
+    assert (status, output) == (0, f"{REGRESSION} round 2: held-out loss {first:.4f}\n")
+
+
+def test_fields_can_be_overridden(command: Command, text: Path) -> None:
+    whole = select(read_metrics(text), "evaluation")[-1]["loss"]
+    folder = f"--job_log_dir={text}"
+    status, output, errors = command(
+        "evaluate", folder, "--mesh.islands=4", "--mesh.fsdp=1", "--mesh.data=2"
+    )
+    assert status == 0 and "on 8 cpu devices, mesh islands=4, data=2" in errors
+    assert float(output.split()[-1]) == pytest.approx(whole, abs=1e-3)
+    status, output, _ = command("evaluate", folder, "--data.heldout_tokens=128")
+    assert status == 0 and float(output.split()[-1]) != pytest.approx(whole, abs=1e-4)
+
+
+def test_a_run_can_be_evaluated_while_it_trains(command: Command, regression: Path) -> None:
+    unfinished = regression / "checkpoints" / "6.orbax-checkpoint-tmp"
+    unfinished.mkdir()
+    with JobDirLock(regression):
+        status, output, _ = command("evaluate", f"--job_log_dir={regression}")
+    assert status == 0 and "round 4: held-out loss" in output
+    assert unfinished.exists()
+
+
+def test_code_that_has_moved_is_found_by_exp(
+    command: Command, regression: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = regression / "config.json"
+    path.write_text(path.read_text().replace(f'"{REGRESSION}"', '"./gone.py:regression"'))
+    monkeypatch.chdir(tmp_path)
+    status, _, errors = command("evaluate", f"--job_log_dir={regression}")
+    assert status == 2 and "there is no file" in errors
+    here = Path(__file__).parent.parent / "training" / "small_regression.py"
+    status, output, _ = command(
+        "evaluate", f"--job_log_dir={regression}", f"--exp={here}:regression"
+    )
+    assert status == 0 and "round 4: held-out loss" in output
+
+
+@pytest.mark.parametrize("name", ["evaluate", "generate"])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "--job_log_dir is missing, expected a folder"),
+        (("--job_log_dir=nowhere",), "--job_log_dir=nowhere does not exist, expected the folder"),
+        (("--job_log_dir=gs://bucket/run",), "is a gs URL"),
+        (("--job_log_dir=.",), "--job_log_dir=. holds no run, expected a folder with config.json"),
+        (("--job_log_dir=.", "--round=last"), "--round"),
+    ],
+)
+def test_folders_that_are_refused(
+    command: Command, name: str, arguments: tuple[str, ...], words: str
+) -> None:
+    status, output, errors = command(name, *arguments)
+    assert (status, output) == (2, "")
+    assert errors.startswith("fedpax: ") and words in errors
+
+
+def test_a_folder_without_a_checkpoint_is_refused(command: Command, regression: Path) -> None:
+    shutil.rmtree(regression / "checkpoints")
+    status, output, errors = command("evaluate", f"--job_log_dir={regression}")
+    assert (status, output) == (2, "")
+    assert "has no complete checkpoint" in errors and "train on, then run `fedpax eval" in errors
+
+
+def test_a_round_without_a_checkpoint_is_refused(command: Command, regression: Path) -> None:
+    status, _, errors = command("evaluate", f"--job_log_dir={regression}", "--round=3")
+    assert status == 2 and "--round=3 has no checkpoint" in errors and "one of 2, 4" in errors
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_offered(
+    command: Command, regression: Path
+) -> None:
+    largest = max((regression / "checkpoints" / "4").rglob("d/*"), key=os.path.getsize)
+    largest.write_bytes(bytes(byte ^ 1 for byte in largest.read_bytes()))
+    status, output, errors = command("evaluate", f"--job_log_dir={regression}")
+    assert (status, output) == (2, "")
+    assert "checkpoint of round 4 is damaged" in errors and "--round=2 reads the one" in errors
+    assert command("evaluate", f"--job_log_dir={regression}", "--round=2")[0] == 0
+
+
+def test_a_damaged_configuration_is_refused(command: Command, regression: Path) -> None:
+    (regression / "config.json").write_text('{"version": 1, "exp"')
+    status, _, errors = command("evaluate", f"--job_log_dir={regression}")
+    assert status == 2 and "config.json cannot be read" in errors
+
+
+@pytest.mark.parametrize("exp", ["fedavg_digits", "small_regression:single_client"])
+def test_another_experiments_folder_is_refused(
+    command: Command, regression: Path, exp: str
+) -> None:
+    status, _, errors = command("evaluate", f"--exp={exp}", f"--job_log_dir={regression}")
+    assert status == 2
+    assert f"holds another experiment, --exp={REGRESSION}, expected --exp={exp}" in errors
+
+
+def test_the_parameters_of_another_model_are_refused(command: Command, regression: Path) -> None:
+    status, _, errors = command("evaluate", f"--job_log_dir={regression}", "--model.hidden=6")
+    assert status == 2 and "hidden has shape [16, 32], expected [16, 6]" in errors
+
+
+def test_an_unknown_flag_names_the_commands_own(command: Command, text: Path) -> None:
+    status, _, errors = command("evaluate", f"--job_log_dir={text}", "--jsn=x")
+    assert status == 2 and "Unrecognized options: --jsn" in errors
+    assert "`fedpax evaluate` takes --exp, --job_log_dir, --round, --json and the" in errors
+
+
+def test_help_shows_the_fields_with_the_values_of_the_folder(command: Command, text: Path) -> None:
+    status, output, _ = command("evaluate", f"--job_log_dir={text}", "--help")
+    assert status == 0 and f"The configuration of diloco_text in {text}"[:60] in output
+    assert "--data.seq_len INT" in output and "(default: 16)" in output
+    status, output, _ = command("evaluate", "--help")
+    assert status == 0 and "fedpax evaluate --job_log_dir=DIR" in output

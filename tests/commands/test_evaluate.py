@@ -3,11 +3,16 @@
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
+import chex
 import pytest
 from conftest import REGRESSION, Command
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from fedpax.training.checkpoint import load_params
+from fedpax.training.compiled_round import with_shardings
 from fedpax.training.job_dir import JobDirLock
 from fedpax.training.metrics import read_metrics, select
 
@@ -155,3 +160,17 @@ def test_help_shows_the_fields_with_the_values_of_the_folder(command: Command, t
     assert "--data.seq_len INT" in output and "(default: 16)" in output
     status, output, _ = command("evaluate", "--help")
     assert status == 0 and "fedpax evaluate --job_log_dir=DIR" in output
+
+
+def test_parameters_are_loaded_onto_shardings(
+    command: Command, regression: Path, clients_fsdp: Callable[[], Mesh]
+) -> None:
+    params = load_params(regression)
+    spec = {"hidden": PartitionSpec(None, "fsdp"), "out": PartitionSpec("fsdp")}
+    shardings = {name: NamedSharding(clients_fsdp(), axes) for name, axes in spec.items()}
+    like = with_shardings(params, shardings)
+    loaded = load_params(regression, 4, like)
+    chex.assert_trees_all_equal(loaded, params)
+    assert {name: leaf.sharding for name, leaf in loaded.items()} == shardings
+    with pytest.raises(ValueError, match="out in only one of them"):
+        load_params(regression, 4, {"hidden": like["hidden"]})

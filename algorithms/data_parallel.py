@@ -19,11 +19,11 @@ class DataParallelState(NamedTuple):
 
     Attributes:
         params: the model.
-        optimizer: the state of its optimizer.
+        optimizer_state: the state of its optimizer.
     """
 
     params: Params
-    optimizer: optax.OptState
+    optimizer_state: optax.OptState
 
 
 def data_parallel(
@@ -36,9 +36,9 @@ def data_parallel(
 
         x <- x + update(mean_i grad loss_fn(x, batch_i))
 
-    A round takes one step per batch. On the batches of another method's round it sees the same
-    examples, so losses compare token for token. With one island nothing is averaged, and a round
-    is plain SPMD training over the model axes of the mesh.
+    A round takes one step per batch. Given the cohort of another algorithm, it trains on the same
+    examples, so losses are comparable. With one island nothing is averaged, and a round is plain
+    SPMD training over the model axes of the mesh.
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
@@ -49,10 +49,10 @@ def data_parallel(
         `init(params)` and `round(state, cohort)`. The leaves of `cohort.batches` are
         `[islands, steps, batch, ...]`. At each step, an island whose batch is padding is left out
         of the mean, and the others are weighed by `cohort.num_examples` where it is given. Metrics,
-        all float32 scalars: `"loss"` and what `loss_fn` reports, averaged over steps and islands.
+        all float32 scalars: `"loss"` and the metrics of `loss_fn`, averaged over steps and islands.
 
     Raises:
-        TypeError: `islands` is no int; a round is given no `fedpax.Cohort`.
+        TypeError: `islands` is not an int; the argument of a round is not a `fedpax.Cohort`.
         ValueError: `islands` below 1; in a round, batches without an axis of size `islands`, or
             with different numbers of steps.
 
@@ -102,7 +102,9 @@ def data_parallel(
             gradient, metrics = federated_mean(
                 federated_map(gradient_of, batch, valid_now), weights
             )
-            updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.params)
+            updates, optimizer_state = optimizer.update(
+                gradient, state.optimizer_state, state.params
+            )
             after = DataParallelState(optax.apply_updates(state.params, updates), optimizer_state)
             if taken is not None:
                 after = jax.tree.map(lambda new, old: jnp.where(taken[i], new, old), after, state)

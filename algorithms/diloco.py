@@ -18,15 +18,15 @@ class DiLoCoState(NamedTuple):
 
     Attributes:
         params: the shared model.
-        outer_optimizer: the state of the outer optimizer.
-        inner_optimizer: each island's state of the inner optimizer, placed.
-        aggregator: the state of the aggregator, such as the islands' error-feedback residuals.
+        outer_optimizer_state: the state of the outer optimizer.
+        inner_optimizer_state: each island's state of the inner optimizer, placed.
+        aggregator_state: the state of the aggregator, such as islands' error-feedback residuals.
     """
 
     params: Params
-    outer_optimizer: optax.OptState
-    inner_optimizer: optax.OptState
-    aggregator: chex.ArrayTree
+    outer_optimizer_state: optax.OptState
+    inner_optimizer_state: optax.OptState
+    aggregator_state: chex.ArrayTree
 
 
 def diloco(
@@ -37,7 +37,7 @@ def diloco(
     outer_optimizer: optax.GradientTransformation | None = None,
     aggregator: Aggregator | None = None,
 ) -> FederatedAlgorithm:
-    """Train islands with little communication: once every H local steps.
+    """Train islands that communicate once every H local steps.
 
     Each island i starts from the shared model x and takes H inner steps, one per batch, ending at
     y_i. Then the islands communicate once:
@@ -61,10 +61,10 @@ def diloco(
         `init(params)` and `round(state, cohort)`. The leaves of `cohort.batches` are
         `[islands, H, batch, ...]`. The paper's mean is uniform: leave `cohort.num_examples` None,
         or set it to weigh islands by their examples. Metrics, all float32 scalars: `"loss"` and
-        what `loss_fn` reports, averaged over inner steps and islands, and the aggregator's.
+        the metrics of `loss_fn`, averaged over inner steps and islands, and the aggregator's.
 
     Raises:
-        TypeError: `islands` is no int; a round is given no `fedpax.Cohort`.
+        TypeError: `islands` is not an int; the argument of a round is not a `fedpax.Cohort`.
         ValueError: `islands` below 1; in a round, batches without an axis of size `islands`.
 
     Example:
@@ -86,12 +86,12 @@ def diloco(
     outer = (
         optax.sgd(0.7, momentum=0.9, nesterov=True) if outer_optimizer is None else outer_optimizer
     )
-    aggregate = mean() if aggregator is None else aggregator
+    combine = mean() if aggregator is None else aggregator
 
     @program(islands=islands)
     def init(params: Params) -> DiLoCoState:
         inner_state = federated_map(inner_optimizer.init, federated_broadcast(params))
-        return DiLoCoState(params, outer.init(params), inner_state, aggregate.init(params))
+        return DiLoCoState(params, outer.init(params), inner_state, combine.init(params))
 
     @program(islands=islands)
     def diloco_round(state: DiLoCoState, cohort: Cohort) -> tuple[DiLoCoState, Metrics]:
@@ -106,14 +106,16 @@ def diloco(
             return subtract(state.params, params), inner_state, metrics
 
         outer_gradients, inner_state, metrics = federated_map(
-            inner_steps, state.inner_optimizer, cohort.batches, cohort.num_steps
+            inner_steps, state.inner_optimizer_state, cohort.batches, cohort.num_steps
         )
         weights = participant_weights(cohort)
-        outer_gradient, aggregator_state, reported = aggregate.aggregate(
-            state.aggregator, outer_gradients, weights
+        outer_gradient, aggregator_state, reported = combine.aggregate(
+            state.aggregator_state, outer_gradients, weights
         )
         metrics = federated_mean(metrics, weights) | reported
-        updates, outer_state = outer.update(outer_gradient, state.outer_optimizer, state.params)
+        updates, outer_state = outer.update(
+            outer_gradient, state.outer_optimizer_state, state.params
+        )
         params = optax.apply_updates(state.params, updates)
         return DiLoCoState(params, outer_state, inner_state, aggregator_state), metrics
 

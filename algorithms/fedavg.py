@@ -19,13 +19,13 @@ class FedAvgState(NamedTuple):
 
     Attributes:
         params: the server's model.
-        server_optimizer: the state of the server optimizer.
-        aggregator: the state of the aggregator.
+        server_optimizer_state: the state of the server optimizer.
+        aggregator_state: the state of the aggregator.
     """
 
     params: Params
-    server_optimizer: optax.OptState
-    aggregator: chex.ArrayTree
+    server_optimizer_state: optax.OptState
+    aggregator_state: chex.ArrayTree
 
 
 def fedavg(
@@ -37,10 +37,10 @@ def fedavg(
     aggregator: Aggregator | None = None,
     chunk_size: ChunkSize = None,
 ) -> FederatedAlgorithm:
-    """Average clients' updates by weight, and step along the average on the server.
+    """Average clients' pseudo-gradients by weight, and step along the average on the server.
 
     Each client i starts from the server's model x and takes one optimizer step per batch, ending at
-    y_i. With n_i examples per client, the server's pseudo-gradient is
+    y_i; x - y_i is its pseudo-gradient. With n_i examples per client, the server's is
 
         g = sum_i n_i (x - y_i) / sum_i n_i.
 
@@ -55,18 +55,18 @@ def fedavg(
         cohort_size: number of clients in a round.
         client_optimizer: any optax optimizer.
         server_optimizer: any optax optimizer. Default None: `optax.sgd(1.0)`.
-        aggregator: combines the clients' updates x - y_i into g. Default None: their weighted mean.
+        aggregator: combines the pseudo-gradients x - y_i into g. Default None: their weighted mean.
         chunk_size: number of clients that a device runs at once; see `fedpax.program`. With 1,
-            each client costs its own steps; with more, the steps of the longest in its chunk.
+            a client runs only its own steps; with more, as many as the longest client of its chunk.
 
     Returns:
         `init(params)` and `round(state, cohort)`. The leaves of `cohort.batches` are
         `[cohort_size, steps, batch, ...]`; `cohort.num_examples` are the n_i. Metrics, all float32
-        scalars: `"loss"` and what `loss_fn` reports, averaged over a client's steps and by weight
+        scalars: `"loss"` and the metrics of `loss_fn`, averaged over a client's steps and by weight
         over clients, and the aggregator's.
 
     Raises:
-        TypeError: `cohort_size` is no int; a round is given no `fedpax.Cohort`.
+        TypeError: `cohort_size` is not an int; the argument of a round is not a `fedpax.Cohort`.
         ValueError: `cohort_size` or `chunk_size` below 1; in a round, arrays without an axis of
             size `cohort_size`.
 
@@ -87,11 +87,11 @@ def fedavg(
         arXiv:2003.00295, algorithm 1.
     """
     server = optax.sgd(1.0) if server_optimizer is None else server_optimizer
-    aggregate = mean() if aggregator is None else aggregator
+    combine = mean() if aggregator is None else aggregator
 
     @program(clients=cohort_size)
     def init(params: Params) -> FedAvgState:
-        return FedAvgState(params, server.init(params), aggregate.init(params))
+        return FedAvgState(params, server.init(params), combine.init(params))
 
     @program(clients=cohort_size, chunk_size=chunk_size)
     def fedavg_round(state: FedAvgState, cohort: Cohort) -> tuple[FedAvgState, Metrics]:
@@ -110,13 +110,15 @@ def fedavg(
             )
             return subtract(state.params, params), metrics
 
-        update, metrics = federated_map(local_train, cohort.batches, cohort.num_steps)
+        pseudo_gradients, metrics = federated_map(local_train, cohort.batches, cohort.num_steps)
         weights = participant_weights(cohort)
-        pseudo_gradient, aggregator_state, reported = aggregate.aggregate(
-            state.aggregator, update, weights
+        pseudo_gradient, aggregator_state, reported = combine.aggregate(
+            state.aggregator_state, pseudo_gradients, weights
         )
         metrics = federated_mean(metrics, weights) | reported
-        updates, server_state = server.update(pseudo_gradient, state.server_optimizer, state.params)
+        updates, server_state = server.update(
+            pseudo_gradient, state.server_optimizer_state, state.params
+        )
         params = optax.apply_updates(state.params, updates)
         return FedAvgState(params, server_state, aggregator_state), metrics
 

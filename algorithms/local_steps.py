@@ -29,7 +29,7 @@ def local_steps(
     a padded batch are never read.
 
     With `num_steps`, the steps run in a loop of variable length that computes no padded step. JAX
-    can differentiate it in forward mode (`jax.jvp`) but not in reverse mode: `jax.grad` raises.
+    has a forward derivative of it (`jax.jvp`) but no reverse one: `jax.grad` raises.
     Without `num_steps`, every step is computed, padded steps are discarded, and `jax.grad` works.
 
     Args:
@@ -46,8 +46,8 @@ def local_steps(
         `loss_fn`, each averaged in float32 over the steps that were taken; 0 if there were none.
 
     Raises:
-        TypeError: `num_steps` is no integer scalar; `loss_fn` returns no pair of a scalar and a
-            dict (or None).
+        TypeError: `num_steps` is not an integer scalar; `loss_fn` does not return a pair of a
+            scalar and a dict (or None).
 
     Example:
         >>> import jax.numpy as jnp
@@ -106,7 +106,7 @@ def local_steps(
 def valid_steps(
     batches: chex.ArrayTree, num_steps: Int[Array, ""] | int | None = None
 ) -> Bool[Array, " steps"] | None:
-    """Tell a participant's steps from its padding.
+    """Return a mask of a participant's valid steps.
 
     Args:
         batches: a pytree of arrays `[steps, batch, ...]`; a field `"mask"` of a dict is nonzero
@@ -117,7 +117,7 @@ def valid_steps(
         bool `[steps]`, or None where nothing marks padding: no `num_steps` and no mask.
 
     Raises:
-        TypeError: `num_steps` is no integer scalar.
+        TypeError: `num_steps` is not an integer scalar.
 
     Example:
         >>> import jax.numpy as jnp
@@ -142,7 +142,7 @@ def valid_steps(
 
 
 def placed_valid_steps(cohort: Cohort) -> Bool[Array, "participants steps"] | None:
-    """Tell the steps of every participant from their padding. Inside a program.
+    """Return a mask of the valid steps of every participant. Inside a program.
 
     Args:
         cohort: the cohort of the round.
@@ -159,7 +159,7 @@ def placed_valid_steps(cohort: Cohort) -> Bool[Array, "participants steps"] | No
 
 
 def participant_weights(cohort: Cohort) -> Num[Array, " participants"] | None:
-    """Weigh participants by their examples, and those without a step by 0. Inside a program.
+    """Return the participants' weights in means: 0 without a valid step. Inside a program.
 
     Args:
         cohort: the cohort of the round.
@@ -190,7 +190,7 @@ def participant_weights(cohort: Cohort) -> Num[Array, " participants"] | None:
 def gradient_and_metrics(
     loss_fn: LossFn, params: Params, batch: chex.ArrayTree
 ) -> tuple[Params, Metrics]:
-    """Differentiate a loss function by the parameters, and collect what it reports.
+    """Differentiate a loss with respect to the parameters, and collect its metrics.
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars, or None)`.
@@ -201,8 +201,8 @@ def gradient_and_metrics(
         The gradient, of the structure of `params`, and a dict of the metrics with `"loss"`.
 
     Raises:
-        TypeError: `loss_fn` returns no pair, its loss is no scalar, its metrics are no dict, or a
-            metric is no scalar.
+        TypeError: `loss_fn` does not return a pair, its loss or a metric is not a scalar, or its
+            metrics are not a dict.
         ValueError: a metric is called `"loss"`.
 
     Example:
@@ -243,7 +243,7 @@ def as_metrics(loss: jax.Array, aux: Mapping[str, jax.Array] | None) -> Metrics:
         The dict with `"loss"`.
 
     Raises:
-        TypeError: `aux` is no dict, or a metric is no scalar.
+        TypeError: `aux` is not a dict, or a metric is not a scalar.
         ValueError: `aux` has a `"loss"` of its own.
 
     Example:

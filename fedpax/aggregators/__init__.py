@@ -1,4 +1,4 @@
-"""Aggregators: the path of updates from the participants to the server."""
+"""Aggregators: combine the participants' updates into one."""
 
 from fedpax.aggregators.aggregator import Aggregator, mean
 from fedpax.aggregators.quantized_mean import quantized_mean

@@ -11,7 +11,7 @@ from fedpax.primitives import federated_mean
 
 
 class Aggregator(NamedTuple):
-    """The path of updates from the participants to the server, as a pair of pure functions.
+    """A rule that combines the participants' updates into one, as a pair of pure functions.
 
     Both run inside a fedpax program. A method calls `init` once and `aggregate` once a round:
     `fedavg(..., aggregator=...)`, `diloco(..., aggregator=...)`.
@@ -19,10 +19,11 @@ class Aggregator(NamedTuple):
     Attributes:
         init: `params -> state`, a NamedTuple of server values and placed values (such as
             error-feedback residuals, a leading axis of the placement's size).
-        aggregate: `(state, updates, weights) -> (aggregate, state, metrics)`. `updates` is a placed
-            pytree `[participants, ...]` of the structure of `params`; `weights` are numbers
-            `[participants]`, or None to weigh all alike; `aggregate` is a server value of the
-            structure of `params`; `metrics` is a dict of scalars.
+        aggregate: `(state, updates, weights) -> (aggregated, state, metrics)`. `updates` is a
+            placed pytree `[participants, ...]` of the structure of `params`, such as the
+            pseudo-gradients x - y_i of `fedavg` and `diloco`. `weights` are numbers
+            `[participants]`, or None for equal weights. `aggregated` is a server value of the
+            structure of `params`. `metrics` is a dict of scalars.
 
     Example:
         >>> import fedpax
@@ -30,9 +31,9 @@ class Aggregator(NamedTuple):
         >>> aggregator = mean()
         >>> @fedpax.program(clients=2)
         ... def average(updates, weights):
-        ...     aggregate, state, metrics = aggregator.aggregate(
+        ...     aggregated, state, metrics = aggregator.aggregate(
         ...         aggregator.init(None), updates, weights)
-        ...     return aggregate
+        ...     return aggregated
         >>> average(jnp.array([1.0, 5.0]), jnp.array([3, 1])).item()
         2.0
     """
@@ -45,7 +46,7 @@ class Aggregator(NamedTuple):
 
 
 class EmptyState(NamedTuple):
-    """The state of an aggregator that keeps none."""
+    """The state of an aggregator without state."""
 
 
 def mean() -> Aggregator:

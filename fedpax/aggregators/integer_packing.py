@@ -13,20 +13,20 @@ WORD = 2**32
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """The layout of a leaf's codes in words: neighbours along one axis are digits of a word.
+    """The layout of a leaf's codes in words: adjacent entries of one axis are digits of a word.
 
     Attributes:
         base: base of the digits, one more than the largest possible sum of codes.
         axis: the axis of the leaf that is packed; None for a scalar.
-        digits: number of neighbours along that axis that share a word.
+        entries_per_word: number of adjacent entries that share a word.
     """
 
     base: int
     axis: int | None
-    digits: int
+    entries_per_word: int
 
 
-def packing_of(
+def choose_packing(
     shape: tuple[int, ...],
     participants: int,
     num_levels: int,
@@ -34,9 +34,9 @@ def packing_of(
 ) -> Packing:
     """Choose the packing with the fewest words.
 
-    Ties go to the number of words that the largest power of two divides, so that words of a
-    sharded axis can mostly stay sharded over the same devices. A word never spans two shards; only
-    explicit mesh axes tell the shards of an axis in its type.
+    Among equal packings, the number of words with more factors of 2 is preferred, because the words
+    can then stay sharded. A word never spans two shards. The shards are known for explicit mesh
+    axes only.
 
     Args:
         shape: shape of the leaf, without the participants' axis.
@@ -51,8 +51,8 @@ def packing_of(
         ValueError: a word cannot hold the sum of even one code per participant.
 
     Example:
-        >>> packing_of((4, 16), participants=4, num_levels=2)
-        Packing(base=5, axis=1, digits=8)
+        >>> choose_packing((4, 16), participants=4, num_levels=2)
+        Packing(base=5, axis=1, entries_per_word=8)
     """
     base = participants * (num_levels - 1) + 1
     most = next((d for d in range(32, 0, -1) if base**d <= WORD), 0)
@@ -64,24 +64,24 @@ def packing_of(
     if not shape or 0 in shape:
         return Packing(base, None, 1)
 
-    def cost(axis_and_digits: tuple[int, int]) -> tuple[float, int]:
-        axis, digits = axis_and_digits
-        words = -(-shape[axis] // digits)
+    def cost(axis_and_entries: tuple[int, int]) -> tuple[float, int]:
+        axis, entries_per_word = axis_and_entries
+        words = -(-shape[axis] // entries_per_word)
         # Words that divide the axis keep its sharding, which is worth up to half the density.
-        padded = 2 if words * digits != shape[axis] else 1
+        padded = 2 if words * entries_per_word != shape[axis] else 1
         return padded * words / shape[axis], -(words & -words)
 
-    def whole_words(axis_and_digits: tuple[int, int]) -> bool:
-        axis, digits = axis_and_digits
+    def whole_words(axis_and_entries: tuple[int, int]) -> bool:
+        axis, entries_per_word = axis_and_entries
         over = 1 if shards is None else shards[axis]
-        return over == 1 or digits == 1 or shape[axis] % (over * digits) == 0
+        return over == 1 or entries_per_word == 1 or shape[axis] % (over * entries_per_word) == 0
 
     choices = itertools.product(range(len(shape)), range(1, most + 1))
-    axis, digits = min(filter(whole_words, choices), key=cost)
-    return Packing(base, axis, digits)
+    axis, entries_per_word = min(filter(whole_words, choices), key=cost)
+    return Packing(base, axis, entries_per_word)
 
 
-def shards_of(leaf: jax.Array) -> tuple[int, ...]:
+def shards_per_axis(leaf: jax.Array) -> tuple[int, ...]:
     """Return the number of devices that each axis of a leaf is sharded over, by its type."""
     sharding = jax.typeof(leaf).sharding
     names = [(axes,) if isinstance(axes, str) else axes or () for axes in sharding.spec]
@@ -91,29 +91,34 @@ def shards_of(leaf: jax.Array) -> tuple[int, ...]:
 def pack(codes: jax.Array, packing: Packing) -> jax.Array:
     """Pack the codes of one participant into uint32 words."""
     codes = codes.astype(jnp.uint32)
-    axis, digits = packing.axis, packing.digits
-    if axis is None or digits == 1:
+    axis, entries_per_word = packing.axis, packing.entries_per_word
+    if axis is None or entries_per_word == 1:
         return codes
-    words = -(-codes.shape[axis] // digits)
-    padding = [(0, words * digits - size if i == axis else 0) for i, size in enumerate(codes.shape)]
+    words = -(-codes.shape[axis] // entries_per_word)
+    padding = [
+        (0, words * entries_per_word - size if i == axis else 0)
+        for i, size in enumerate(codes.shape)
+    ]
     if any(after for _, after in padding):
         codes = jnp.pad(codes, padding)
-    split = codes.reshape(*codes.shape[:axis], words, digits, *codes.shape[axis + 1 :])
+    split = codes.reshape(*codes.shape[:axis], words, entries_per_word, *codes.shape[axis + 1 :])
     return jnp.sum(split * _powers(packing, split.ndim), axis + 1, jnp.uint32)
 
 
 def unpack(words: jax.Array, packing: Packing, shape: tuple[int, ...]) -> jax.Array:
     """Unpack sums of words into sums of codes, an array of `shape`."""
-    axis, digits = packing.axis, packing.digits
-    if axis is None or digits == 1:
+    axis, entries_per_word = packing.axis, packing.entries_per_word
+    if axis is None or entries_per_word == 1:
         return words
     split = jnp.expand_dims(words, axis + 1)
     split = split // _powers(packing, split.ndim) % jnp.uint32(packing.base)
-    whole = split.reshape(*words.shape[:axis], words.shape[axis] * digits, *words.shape[axis + 1 :])
+    whole = split.reshape(
+        *words.shape[:axis], words.shape[axis] * entries_per_word, *words.shape[axis + 1 :]
+    )
     return jax.lax.slice_in_dim(whole, 0, shape[axis], axis=axis)
 
 
 def _powers(packing: Packing, ndim: int) -> jax.Array:
-    """Return the place values of a word's digits, along the axis after the words."""
-    powers = jnp.array([packing.base**i for i in range(packing.digits)], jnp.uint32)
+    """Return the powers of the base of a word's digits, along the axis after the words."""
+    powers = jnp.array([packing.base**i for i in range(packing.entries_per_word)], jnp.uint32)
     return powers.reshape(-1, *[1] * (ndim - 2 - (packing.axis or 0)))

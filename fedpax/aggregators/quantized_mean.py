@@ -10,7 +10,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 
 from fedpax.aggregators.aggregator import Aggregator
-from fedpax.aggregators.integer_packing import Packing, pack, packing_of, shards_of, unpack
+from fedpax.aggregators.integer_packing import (
+    Packing,
+    choose_packing,
+    pack,
+    shards_per_axis,
+    unpack,
+)
 from fedpax.primitives import federated_broadcast, federated_map, federated_mean, federated_sum
 
 
@@ -40,15 +46,17 @@ def quantized_mean(num_levels: int) -> Aggregator:
     It needs one small all-reduce before the codes are sent.
 
     The integers k_i are sent, not the floats q_i. Since all participants share s, the integers can
-    be summed: a 32-bit word holds as many base-(n (L - 1) + 1) digits as fit. Four participants
-    with two levels share a word among 13 values, with four levels among 8. Digits are neighbours
-    along one axis of a leaf, which they divide where possible, so that a leaf that is sharded over
-    the model's mesh axes stays sharded. The sum is an ordinary `federated_sum` of uint32 words, on
-    any mesh.
+    be summed: an entry is a digit in base n (L - 1) + 1, and a 32-bit word holds as many digits as
+    fit. With four participants, one word holds 13 entries for two levels and 8 entries for four
+    levels. A word packs adjacent entries of one axis. The number of entries per word divides the
+    length of the axis where possible, so that a sharded leaf stays sharded. The sum is an ordinary
+    `federated_sum` of uint32 words, on any mesh.
 
     With weights w_i, x_i is scaled by n w_i / sum_i w_i before quantization, which needs one more
-    small all-reduce. Residuals belong to places in the cohort: with a new cohort of clients in each
-    round, a residual goes to another client. The derivative is zero, as rounding's is.
+    small all-reduce. The derivative is zero, like that of `jnp.round`.
+
+    Use it with a fixed set of participants, such as islands. With sampled clients, the residual of
+    one client is added to the update of another.
 
     Args:
         num_levels: L, number of values that an entry of an update can take on the wire, 2 to 256.
@@ -60,7 +68,7 @@ def quantized_mean(num_levels: int) -> Aggregator:
         a 32-bit word cannot hold the sum of the participants' codes.
 
     Raises:
-        TypeError: `num_levels` is no int.
+        TypeError: `num_levels` is not an int.
         ValueError: `num_levels` is out of range.
 
     Example:
@@ -98,7 +106,7 @@ def quantized_mean(num_levels: int) -> Aggregator:
         _check_floats(updates)
         if not jax.tree.leaves(updates):
             return updates, state, {}
-        shares = None if weights is None else _shares(weights)
+        shares = None if weights is None else _normalized_weights(weights)
         mean, residual = _quantize_and_average(updates, state.residual, shares, num_levels)
         return mean, QuantizedMeanState(residual), {}
 
@@ -109,7 +117,7 @@ def check_num_levels(num_levels: int) -> None:
     """Check a number of quantization levels.
 
     Raises:
-        TypeError: it is no int.
+        TypeError: it is not an int.
         ValueError: it is below 2 or above 256.
     """
     if isinstance(num_levels, bool) or not isinstance(num_levels, int):
@@ -128,7 +136,7 @@ def _check_floats(updates: chex.ArrayTree) -> None:
             )
 
 
-def _shares(weights: Num[Array, " participants"]) -> Float[Array, " participants"]:
+def _normalized_weights(weights: Num[Array, " participants"]) -> Float[Array, " participants"]:
     """Scale weights to a mean of 1; all 0 where they sum to 0."""
     total, n = federated_sum(weights.astype(jnp.float32)), weights.shape[0]
     scale = jnp.where(total == 0, 0.0, n / jnp.where(total == 0, 1.0, total))
@@ -170,7 +178,9 @@ def _quantize_and_average(
         return step * (total / leaf.shape[0] - middle)
 
     packings = jax.tree.map(
-        lambda leaf: packing_of(leaf.shape[1:], leaf.shape[0], num_levels, shards_of(leaf)[1:]),
+        lambda leaf: choose_packing(
+            leaf.shape[1:], leaf.shape[0], num_levels, shards_per_axis(leaf)[1:]
+        ),
         updates,
     )
     words, residual = federated_map(send, unsent)

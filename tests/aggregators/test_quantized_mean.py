@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import fedpax
 from fedpax.aggregators import quantized_mean
-from fedpax.aggregators.integer_packing import WORD, packing_of
+from fedpax.aggregators.integer_packing import WORD, choose_packing
 from fedpax.aggregators.quantized_mean import QuantizedMeanState
 from fedpax.hlo.collectives import collectives
 
@@ -129,10 +129,10 @@ def test_bfloat16_is_added_up_in_float32():
     ],
 )
 def test_number_of_digits_in_a_word(shape, participants, num_levels, digits):
-    packing = packing_of(shape, participants, num_levels)
-    assert packing.digits == digits
+    packing = choose_packing(shape, participants, num_levels)
+    assert packing.entries_per_word == digits
     assert packing.base == participants * (num_levels - 1) + 1
-    assert packing.base**packing.digits <= WORD
+    assert packing.base**packing.entries_per_word <= WORD
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -180,7 +180,7 @@ def test_other_dtypes_and_too_many_levels_are_refused():
     with pytest.raises(TypeError, match=r"updates\['n'\] has dtype int32, expected floats"):
         exchange(2)({"n": np.ones(N, np.int32)}, {"n": np.zeros(N, np.float32)})
     with pytest.raises(ValueError, match=r"does not fit a 32-bit word\. Use fewer levels"):
-        packing_of((3,), 2**25, 256)
+        choose_packing((3,), 2**25, 256)
 
 
 def test_weights_weigh_the_updates():

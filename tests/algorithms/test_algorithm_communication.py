@@ -22,7 +22,7 @@ from method_table import (
 
 from fedpax import Cohort
 from fedpax.algorithms import data_parallel, diloco
-from fedpax.hlo.collectives import Collective, collectives, placement_bytes
+from fedpax.hlo.collectives import Collective, collectives, operand_bytes_along
 from fedpax.parallel.mesh import make_mesh
 from fedpax.training.algorithm import FederatedAlgorithm
 
@@ -90,7 +90,7 @@ def test_diloco_sends_the_bytes_of_one_step_per_round():
     sent = {}
     for name in ("DiLoCo", "data parallelism"):
         it = trainer(name, "4x2 automatic")
-        sent[name] = placement_bytes(it.round.as_text(), it.mesh, "islands")
+        sent[name] = operand_bytes_along(it.round.as_text(), it.mesh, "islands")
     assert sent["data parallelism"] == STEPS * sent["DiLoCo"]
     assert sent["DiLoCo"] == 4 * (30 + 5 + 50 + 1 + METRICS)
 

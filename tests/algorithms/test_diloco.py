@@ -66,7 +66,7 @@ def test_an_islands_optimizer_state_stays_on_its_island():
     params, rounds, weights = problem(2)
     (first, _), (second, _) = trainer("DiLoCo", "4x2 automatic").run(params, rounds, weights)
     for n, state in enumerate((first, second), start=1):
-        adam = state.inner_optimizer[0]
+        adam = state.inner_optimizer_state[0]
         np.testing.assert_array_equal(adam.count, [n * STEPS] * PARTICIPANTS)
         kernel = adam.mu["kernel"]
         apart = np.abs(kernel[:, None] - kernel[None]).max(axis=(2, 3))
@@ -117,7 +117,7 @@ def test_the_residual_holds_what_quantization_left_out(num_levels: int, mesh: st
                 old.params, [batches], [[1] * PARTICIPANTS], reference.sgd(0.1)
             )
             assert_close(metrics, reports)
-            before, after = old.aggregator.residual, new.aggregator.residual
+            before, after = old.aggregator_state.residual, new.aggregator_state.residual
             for name, end in ends.items():
                 unsent = after[name].mean(0) - before[name].mean(0)
                 np.testing.assert_allclose(new.params[name] - unsent, end, **TOLERANCE)

@@ -88,7 +88,7 @@ def test_a_round_of_padding_alone_changes_nothing(name):
     if name not in ("FedAdam", "DiLoCo"):  # server and outer momentum go on along their moments
         chex.assert_trees_all_equal(after, state)
     else:
-        kept = "inner_optimizer" if name == "DiLoCo" else "aggregator"
+        kept = "inner_optimizer_state" if name == "DiLoCo" else "aggregator_state"
         chex.assert_trees_all_equal(getattr(after, kept), getattr(state, kept))
 
 

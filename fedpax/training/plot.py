@@ -95,7 +95,9 @@ def _style_panel(axes: Axes, key: Axis, runs: Iterable[Sequence[Line]]) -> float
     scale = 1.0
     match key:
         case "items":
-            units = {line["item_unit"] for lines in runs for line in select(lines, "run")}
+            units = {
+                line.get("item_unit", "items") for lines in runs for line in select(lines, "run")
+            }
             label = " or ".join(sorted(units)) or "items"
             title = f"Loss over {label}"
             axes.xaxis.set_major_formatter(EngFormatter())

@@ -20,8 +20,8 @@ fedpax: federated and multi-island training on JAX
       Train each experiment in DIR/NAME, print a table, and write DIR/comparison.png and
       DIR/comparison.json.
   fedpax plan --exp=NAME --topology=v5p:4x8x8 [--slices=4] [--json=FILE] [--picture=FILE.png]
-              [--program=FILE] [--FIELD=VALUE ...]
-      Compile an experiment's round for devices that are not present, and report its memory,
+              [--hlo=FILE] [--FIELD=VALUE ...]
+      Compile an experiment's round without the hardware, and report its memory,
       collectives, bytes between slices, and a lower bound on the step time.
   fedpax show --job_log_dir=DIR,DIR,... [--picture=FILE.png]
       Show the progress of runs, running or finished, and draw their losses over items, bytes and
@@ -39,8 +39,8 @@ fedpax: federated and multi-island training on JAX
                     one process at a time can use it
   --allow_config_change
                     fields whose values may differ from those in the folder, separated by commas,
-                    such as training.rounds,mesh; a name allows all fields below it. A finished
-                    run takes a larger --training.rounds without it
+                    such as training.rounds,mesh; mesh allows all mesh.* fields. Raising
+                    --training.rounds of a finished run does not need this flag
   --multihost       train with all processes of a pod or a cluster, each of which gets the same
                     command (`jax.distributed.initialize` finds them, or JAX_COORDINATOR_ADDRESS,
                     JAX_NUM_PROCESSES and JAX_PROCESS_ID name them)
@@ -48,25 +48,28 @@ fedpax: federated and multi-island training on JAX
                     `fedpax train --exp=NAME --help` shows all fields
   --topology        v5e:16x16, v4:4x4x4 (also v5p, v6e, tpu7x) with libtpu installed; cpu:8; gpu
   --slices          the number of slices, joined by the data center's network
-  --json, --picture, --program
-                    files for the report or metrics, the mesh or losses, and the text of the
-                    compiled round
+  --json            the file for the report or the metrics
+  --picture         the PNG for the mesh (plan) or the losses (show)
+  --hlo             the file for the compiled text (HLO) of the round
   --round           the checkpoint's round; default: the newest
-  --temperature     divides the logits; 0 takes the most likely token
-  --top_p           samples only from the most likely tokens with this probability in total
+  --temperature     sampling temperature; 0 always takes the most likely token
+  --top_p           samples from the smallest set of tokens with this total probability
 
 Compiled programs are kept in $XDG_CACHE_HOME/fedpax/jax (default ~/.cache/fedpax/jax), so that the
 next start is faster. JAX_ENABLE_COMPILATION_CACHE=0 in the environment switches this off, and
 JAX_COMPILATION_CACHE_DIR=DIR names another folder.
 
-Exit status: 0 finished. 1 stopped: the loss is not finite, the disk is full, or a planned round
-does not fit the devices' memory. 2 refused: the message names the reason and the remedy. 130 after
-Ctrl-C and 143 after SIGTERM: completed rounds are saved, and the same command resumes. 141 the
-reader of the output has exited.
+Exit status:
+    0  finished
+    1  stopped: the loss is not finite, the disk is full, or a planned round does not fit the
+       devices' memory
+    2  usage error, or a folder or configuration that cannot be used; the message names the remedy
+  130  Ctrl-C, and 143 SIGTERM: completed rounds are saved, and the same command resumes
+  141  SIGPIPE: the program that read the output has exited
 """
 
 STOPPED = 1
-REFUSED = 2
+USAGE_ERROR = 2
 
 COMMANDS = {
     "list": "fedpax.commands.list_experiments:list_experiments",
@@ -115,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     if not arguments:
         print(USAGE, end="", file=sys.stderr)
-        return REFUSED
+        return USAGE_ERROR
     command, *rest = arguments
     # With an experiment, --help shows its fields.
     named = "--job_log_dir" if command in ("evaluate", "generate") else "--exp"
@@ -138,7 +141,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _status_of(error: Exception) -> int | None:
-    """Return the exit status of an error whose message is enough, or None: show a traceback.
+    """Return the exit status of an error whose message is enough. None: show a traceback.
 
     The message is enough for errors of the command line, and for ValueErrors and OSErrors that
     fedpax raises itself, such as for a cohort larger than the population. An error that passed
@@ -154,14 +157,14 @@ def _status_of(error: Exception) -> int | None:
     if isinstance(error, NonFiniteError | StorageError | MemoryOverflowError):
         return STOPPED
     if isinstance(error, UsageError | ConfigurationError | TopologyError | PlanError):
-        return REFUSED
+        return USAGE_ERROR
     if not isinstance(error, ValueError | OSError):
         return None
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame in frames]
     own = {"fedpax", "__main__"}
     known = {*own, *sys.stdlib_module_names, "grain"}
-    return REFUSED if packages[-1] in own and known.issuperset(packages) else None
+    return USAGE_ERROR if packages[-1] in own and known.issuperset(packages) else None
 
 
 if __name__ == "__main__":

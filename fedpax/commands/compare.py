@@ -36,8 +36,8 @@ def compare(arguments: Sequence[str]) -> int:
     by_folder = {name.rpartition(":")[2]: name for name in names}
     if len(by_folder) < len(names):
         raise UsageError(
-            f"--exp={options.exp} names two experiments whose functions have one name, expected "
-            "different names, because each names a folder. Leave one out."
+            f"--exp={options.exp} names two experiments whose functions have the same name, "
+            "expected different names, because each names a folder. Leave one out."
         )
     destination = resolve_job_log_dir(options.job_log_dir)
     folders = {folder: destination / folder for folder in by_folder}

@@ -1,4 +1,4 @@
-"""Devices of a training command: simulated on a CPU, or those of several processes."""
+"""Provide the devices of a training command: simulated on a CPU, or of several processes."""
 
 import dataclasses
 import os
@@ -36,7 +36,7 @@ def join_processes() -> None:
 
 
 def provide_devices(mesh: MeshConfig) -> None:
-    """Simulate the devices of a mesh on a CPU, unless the user has chosen their number.
+    """Simulate the devices of a mesh on a CPU, unless the environment sets their number.
 
     A mesh that takes all devices (-1) gets one device per core: clients that run one after another
     on a device occupy one core.

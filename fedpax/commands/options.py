@@ -21,16 +21,16 @@ def parse(
     *,
     needs_exp: bool = True,
 ) -> tuple[flags.FlagValues, list[str]]:
-    """Parse a command's own flags and leave the experiment's fields.
+    """Parse a command's own flags, and return the experiment's fields unparsed.
 
     Args:
         command: the command's name.
         arguments: the arguments after the name.
-        define: adds the command's flags to those that are given; `--exp` is there already.
-        needs_exp: whether `--exp` has to be given.
+        define: adds the command's flags to its argument, which has `--exp` already.
+        needs_exp: raise if `--exp` is missing.
 
     Returns:
-        The flags, and the other arguments.
+        The flags, and all other arguments.
 
     Raises:
         UsageError: a flag has a wrong value, or `--exp` is missing.
@@ -42,7 +42,7 @@ def parse(
     try:
         _, *fields = options([f"fedpax {command}", *arguments], known_only=True)
     except flags.Error as error:
-        raise UsageError(f"{error}. Run `fedpax --help` to see how to write it.") from None
+        raise UsageError(f"{error}. Run `fedpax --help` to see all flags.") from None
     if needs_exp and not options.exp:
         raise UsageError(
             f"`fedpax {command}` has no --exp, expected --exp=NAME. Run `fedpax list` to see the "

@@ -1,4 +1,4 @@
-"""`fedpax plan`: compile a round for devices that are not present, and report its costs."""
+"""`fedpax plan`: compile a round without the hardware, and report its costs."""
 
 import json
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from fedpax.training.console import print_error
 
 
 def plan(arguments: Sequence[str]) -> int:
-    """Plan an experiment, print the report, and write the files that are asked for.
+    """Plan an experiment, print the report, and write the files that the flags name.
 
     Args:
         arguments: the arguments after `plan`.
@@ -35,13 +35,13 @@ def plan(arguments: Sequence[str]) -> int:
     options, fields = parse("plan", arguments, _define)
     if not options.topology:
         raise UsageError(
-            "--topology is missing, expected the devices to plan for. Give for example "
+            "--topology is missing, expected the devices to plan for. Set for example "
             "--topology=v5p:4x4x4 or --topology=cpu:8."
         )
     if options.picture and not options.picture.endswith(".png"):
         raise UsageError(
-            f"--picture={options.picture} is no PNG, expected a name that ends with .png. Give for "
-            "example --picture=mesh.png."
+            f"--picture={options.picture} is not a PNG, expected a name that ends with .png. Set "
+            "for example --picture=mesh.png."
         )
     experiment = configure(options.exp, fields)
     topology = find_topology(options.topology, options.slices)
@@ -49,7 +49,7 @@ def plan(arguments: Sequence[str]) -> int:
         experiment,
         topology,
         exp=options.exp,
-        program_file=options.program,
+        program_file=options.hlo,
         progress=print_error,
     )
     print(to_text(result), end="")
@@ -69,4 +69,6 @@ def _define(options: flags.FlagValues) -> None:
     flags.DEFINE_integer("slices", 1, "The number of slices.", flag_values=options)
     flags.DEFINE_string("json", None, "A file for the report.", flag_values=options)
     flags.DEFINE_string("picture", None, "A PNG file for the mesh.", flag_values=options)
-    flags.DEFINE_string("program", None, "A file for the compiled round.", flag_values=options)
+    flags.DEFINE_string(
+        "hlo", None, "A file for the compiled text (HLO) of the round.", flag_values=options
+    )

@@ -51,11 +51,11 @@ def train(arguments: Sequence[str]) -> int:
 
 
 def describe(result: TrainingResult, rounds: int, folder: str) -> str:
-    """Describe the result of a training in one sentence.
+    """Describe the result of a training run in one sentence.
 
     Args:
         result: the result.
-        rounds: the number of rounds that were asked for.
+        rounds: the number of rounds of the experiment.
         folder: the run's folder.
 
     Example:

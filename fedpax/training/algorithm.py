@@ -20,6 +20,20 @@ Metrics: TypeAlias = dict[str, jax.Array]
 LossFn: TypeAlias = Callable[[Params, chex.ArrayTree], tuple[jax.Array, Metrics | None]]
 """A loss: `(params, batch) -> (scalar loss, dict of scalar metrics, or None)`."""
 
+RESERVED_METRICS = frozenset(
+    {
+        "kind",
+        "round",
+        "items",
+        "bytes_across_placement",
+        "seconds",
+        "input_wait_fraction",
+        "items_per_second",
+        "wall_seconds",
+    }
+)
+"""The keys that the training loop adds to each line of `metrics.jsonl`."""
+
 
 class FederatedAlgorithm(NamedTuple):
     """A federated method: the initial state, and the round that advances it.
@@ -33,8 +47,11 @@ class FederatedAlgorithm(NamedTuple):
         init: `params -> state`.
         round: `(state, cohort) -> (state, metrics)`. `cohort` is a `fedpax.Cohort`; every leaf of
             `cohort.batches` is `[participants, steps, batch, ...]`. `metrics` is a dict of scalars
-            that holds at least `"loss"`, the mean training loss over the round. A step whose
-            batch is padding alone changes neither state nor metrics.
+            that holds at least `"loss"`, the mean training loss over the round. The training loop
+            adds keys of its own, and raises if a metric has one of these names
+            (`RESERVED_METRICS`): `kind`, `round`, `items`, `bytes_across_placement`, `seconds`,
+            `input_wait_fraction`, `items_per_second`, `wall_seconds`. A step whose batch is
+            padding alone changes neither state nor metrics.
 
     Example:
         Gradient descent on a quadratic is a method with one participant and one local step:
@@ -44,9 +61,9 @@ class FederatedAlgorithm(NamedTuple):
         >>> class DescentState(NamedTuple):
         ...     params: jax.Array
         >>> def descend(state, cohort):
-        ...     loss, slope = jax.value_and_grad(lambda w: jnp.mean((w - cohort.batches) ** 2))(
-        ...         state.params)
-        ...     return DescentState(state.params - 0.5 * slope), {"loss": loss}
+        ...     loss_fn = lambda w: jnp.mean((w - cohort.batches) ** 2)
+        ...     loss, gradient = jax.value_and_grad(loss_fn)(state.params)
+        ...     return DescentState(state.params - 0.5 * gradient), {"loss": loss}
         >>> descent = FederatedAlgorithm(init=DescentState, round=jax.jit(descend))
         >>> cohort = Cohort(jnp.full((1, 1, 2), 3.0))  # participants, steps, batch
         >>> state, metrics = descent.round(descent.init(jnp.float32(0.0)), cohort)

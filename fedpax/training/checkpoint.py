@@ -1,4 +1,4 @@
-"""Checkpoints of a run: state, position in the data, round and configuration in one step."""
+"""Checkpoints of a run: state, position in the data, round and configuration, saved together."""
 
 import base64
 import logging
@@ -75,7 +75,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         stream_state: dict[str, Any] | bytes,
         configuration: Mapping[str, Any],
     ) -> None:
-        """Start to save one step; return when the arrays may be donated.
+        """Start to save a checkpoint; return when the arrays may be donated.
 
         Args:
             round_number: number of completed rounds.
@@ -84,7 +84,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             configuration: the experiment as JSON.
 
         Raises:
-            OSError: this step, or the one before, cannot be written.
+            OSError: this checkpoint, or the one before, cannot be written.
         """
         progress = {
             "round": round_number,
@@ -104,7 +104,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             )
 
     def _write_checksums(self) -> None:
-        """Write the checksums of the step that is being saved, just before it is renamed."""
+        """Write the checksums of the checkpoint that is being saved, before it is renamed."""
         (draft,) = self._folder.glob(f"{self._saving}.orbax-checkpoint-tmp*")
         write_checksums(draft)
 
@@ -305,7 +305,7 @@ def _saved_struct(
 
 
 def _repeat_participants(restored: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """Give each of the participants, in turn, the entry of one that was saved."""
+    """Copy saved entry i mod n to participant i, where n entries were saved."""
     if restored.shape == like.shape:
         return restored
     turns = jnp.arange(like.shape[0]) % restored.shape[0]

@@ -77,7 +77,7 @@ def format_table(runs: Sequence[RunSummary]) -> str:
     """Format runs as a Markdown table, one run per line.
 
     Args:
-        runs: the summaries. If they count different items, the unit stands in every cell.
+        runs: the summaries. If the runs have different units, every cell includes its unit.
 
     Returns:
         The table.

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fedpax.clients.cohort import Cohort
-from fedpax.hlo.collectives import placement_bytes
+from fedpax.hlo.collectives import operand_bytes_along
 from fedpax.parallel.divisibility import check_divisible
-from fedpax.training.algorithm import Metrics, Params, State
+from fedpax.training.algorithm import RESERVED_METRICS, Metrics, Params, State
 from fedpax.training.experiment import Run
 from fedpax.training.shardings import ShardingTree, state_shardings
 
@@ -24,9 +24,9 @@ class CompiledRound(NamedTuple):
         state: the state's abstract values, each with its sharding.
         num_parameters: numbers in the server's model.
         num_participants: the placement's size.
-        bytes_across_placement: bytes per round that the devices at one index of the placement's
-            mesh axis together pass to collectives along this axis, read from the compiled text.
-            NaN if they depend on values; 0 if the mesh has no axis of this name.
+        bytes_across_placement: operand bytes per round of collectives along the placement's mesh
+            axis, as the sum over the devices at one index of this axis; read from the compiled
+            text. NaN if they depend on values; 0 if the mesh has no axis of this name.
     """
 
     round: jax.stages.Compiled
@@ -172,6 +172,12 @@ def _check_round(before: State, after: State, metrics: Metrics) -> None:
             f"algorithm.round returns the metrics {found}, expected a dict of scalars with the key "
             '"loss". Add the mean training loss of the round as metrics["loss"].'
         )
+    if reserved := sorted(RESERVED_METRICS & metrics.keys()):
+        raise ValueError(
+            f"algorithm.round returns the metrics {reserved}, expected names that the training "
+            "loop does not use itself: it would overwrite them in metrics.jsonl. Rename them in "
+            "loss_fn or in the round."
+        )
     for name, value in metrics.items():
         shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
         real = dtype is not None and (
@@ -194,6 +200,6 @@ def _bytes_across_placement(compiled: jax.stages.Compiled, run: Run) -> float:
     devices = run.mesh.size // run.mesh.shape[run.placement]
     try:
         text = compiled.as_text() or ""
-        return float(devices * placement_bytes(text, run.mesh, run.placement))
+        return float(devices * operand_bytes_along(text, run.mesh, run.placement))
     except ValueError:  # a loop whose trip count depends on values: training works all the same
         return math.nan

@@ -247,7 +247,7 @@ def resolve_job_log_dir(job_log_dir: str | Path) -> Path:
     except RuntimeError as error:
         raise ConfigurationError(
             f"--job_log_dir={job_log_dir} names a home folder that is unknown ({error}), expected "
-            "an existing user. Give the folder's full path."
+            "an existing user. Set the folder's full path."
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Lines for the user that never stop a run: a closed pipe or a full disk only loses the line."""
+"""Lines for the user: a closed pipe or a full disk loses the line, but does not stop the run."""
 
 import os
 import sys
@@ -35,7 +35,7 @@ def _write(text: str, stream: TextIO) -> None:
 
 
 def discard_output(stream: TextIO) -> None:
-    """Send a stream's output to nowhere from here on.
+    """Discard all further output of a stream.
 
     The reader of a pipe can exit early, as `head` does. Every later write would raise again, and
     so would Python's own flush at exit.

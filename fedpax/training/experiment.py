@@ -22,11 +22,11 @@ class Shardings(NamedTuple):
         params: a tree of `NamedSharding` with the structure of the parameters.
         cohort: one `NamedSharding` for every leaf of a cohort, such as `P("clients")`, or a tree
             of them that is a prefix of the cohort's structure.
-        state: a function that changes the shardings derived for the algorithm's state; it takes
-            and returns a tree with the structure of the state (or returns a prefix of it). With a
-            client store in the state:
-            `lambda derived: derived._replace(store=NamedSharding(mesh, P("clients")))`. Default
-            None: a leaf is sharded as its parameter, or over participants, or replicated.
+        state: the shardings of the algorithm's state. Default None: derive them from those of the
+            parameters (`fedpax.training.shardings.state_shardings`). A function
+            `derived -> shardings` overrides some of them. It takes a tree with the structure of
+            the state and returns this tree, or a prefix of it. A client store in the state needs
+            it: `lambda derived: derived._replace(store=NamedSharding(mesh, P("clients")))`.
     """
 
     params: ShardingTree
@@ -39,14 +39,15 @@ class Run(NamedTuple):
 
     Attributes:
         algorithm: the method.
-        init: `key -> params`, new parameters; traced under `jit`.
+        init: `key -> params`, new parameters; traced under `jit`. (`algorithm.init` makes the
+            state from them.)
         cohorts: the training data, one cohort per round.
         evaluate: `params -> {"loss": ..., ...}`, metrics on held-out data as Python floats.
         mesh: the mesh that is set while the run is traced and executed.
         shardings: the shardings of parameters, cohorts and state on the mesh.
         items_per_round: tokens or examples that all participants together train on per round.
-        placement: the placement's name, `"clients"` or `"islands"`. The loop counts the bytes that
-            cross the mesh axis of this name.
+        placement: the placement's name, `"clients"` or `"islands"`. The loop reports the operand
+            bytes of collectives along the mesh axis of this name (`bytes_across_placement`).
         item_unit: the unit of `items_per_round`.
         cohort_shapes: a cohort's shapes and dtypes, a tree of `jax.ShapeDtypeStruct`. With them the
             round compiles without data (`fedpax plan`). Default None: unknown without data.

@@ -33,7 +33,7 @@ LOCK = ".lock"
 
 
 class JobDirLock(AbstractContextManager["JobDirLock"]):
-    """A lock that keeps a second job out of a run's folder; a context manager.
+    """A lock on a run's folder, so that only one job trains in it; a context manager.
 
     The operating system releases the lock when the process ends, however it ends, so a killed
     process leaves no lock behind. Of a job with several processes, process 0 holds the lock.
@@ -74,7 +74,7 @@ class JobDirLock(AbstractContextManager["JobDirLock"]):
         except OSError as error:
             raise ConfigurationError(
                 f"--job_log_dir={folder} cannot hold a run ({error.strerror}), expected a folder "
-                "in which files can be created. Give another --job_log_dir."
+                "in which files can be created. Set another --job_log_dir."
             ) from error
         if sys.platform == "win32":
             return  # no locks of this kind
@@ -86,7 +86,7 @@ class JobDirLock(AbstractContextManager["JobDirLock"]):
             raise ConfigurationError(
                 f"--job_log_dir={folder} is in use by another process"
                 f"{f' ({holder})' if holder else ''}, expected a folder that no process trains in. "
-                "Wait until it ends, stop it, or give another --job_log_dir."
+                "Wait until it ends, stop it, or set another --job_log_dir."
             ) from error
         except OSError:
             return  # a file system without locks
@@ -164,7 +164,7 @@ def check_configuration(
         raise ConfigurationError(
             f"--job_log_dir={folder} holds another experiment"
             f"{f', --exp={name}' if name else ''}, expected "
-            f"{f'--exp={exp}' if exp else class_name(experiment)} or an empty folder. Give another "
+            f"{f'--exp={exp}' if exp else class_name(experiment)} or an empty folder. Set another "
             "--job_log_dir."
         )
     refused = {
@@ -177,7 +177,7 @@ def check_configuration(
         raise ConfigurationError(
             f"--job_log_dir={folder} holds this experiment with another configuration. Fields that "
             f"would change:\n{listing}\n"
-            "Give the former values to resume the run, another --job_log_dir to start a new one, "
+            "Set the former values to resume the run, another --job_log_dir to start a new one, "
             f"or --allow_config_change={','.join(refused)} to resume it with the new values."
         )
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedpax.training.algorithm import Metrics, Params
+from fedpax.training.algorithm import RESERVED_METRICS, Metrics, Params
 from fedpax.training.metrics import MetricsWriter
 from fedpax.training.progress import Progress
 
@@ -28,7 +28,8 @@ class RoundLogger:
         progress: the progress that the user sees.
         started: the `time.perf_counter()` at which this process began to train.
         items_per_round: tokens or examples per round.
-        bytes_across_placement: bytes per round that participants exchange.
+        bytes_across_placement: bytes per round, as in `CompiledRound`; logged as the sum over all
+            rounds so far.
         stop_on_non_finite: raise when the loss or a parameter is not finite.
     """
 
@@ -118,7 +119,7 @@ class RoundLogger:
                 "wall_seconds": now - self._started,
             },
         )
-        self._progress.round(round_number, values["loss"], items_per_second)
+        self._progress.show_round(round_number, values["loss"], items_per_second)
         if self._stop_on_non_finite and not math.isfinite(values["loss"]):
             raise NonFiniteError(f"the loss of round {round_number} is {values['loss']}")
 
@@ -130,13 +131,13 @@ class RoundLogger:
             values: the metrics by name, as floats, with `"loss"`.
 
         Raises:
-            ValueError: a metric is not a number, or there is no `"loss"`.
+            ValueError: a metric is not a number or has a reserved name, or there is no `"loss"`.
             OSError: the line cannot be written.
         """
         floats = _as_floats(values)
         counts = self._counts(round_number) | {"wall_seconds": time.perf_counter() - self._started}
         self._metrics.write("evaluation", round_number, floats | counts)
-        self._progress.evaluation(round_number, floats)
+        self._progress.show_evaluation(round_number, floats)
         self.restart_clock()
 
     def _counts(self, round_number: int) -> dict[str, float]:
@@ -178,6 +179,11 @@ def _as_floats(values: Mapping[str, float]) -> dict[str, float]:
         raise ValueError(
             f'Run.evaluate returns the metrics {sorted(values)}, expected the key "loss". Add the '
             'loss on held-out data as metrics["loss"].'
+        )
+    if reserved := sorted(RESERVED_METRICS & values.keys()):
+        raise ValueError(
+            f"Run.evaluate returns the metrics {reserved}, expected names that the training loop "
+            "does not use itself: it would overwrite them in metrics.jsonl. Rename them."
         )
     floats = {}
     for name, value in values.items():

@@ -21,7 +21,7 @@ FILE = "metrics.jsonl"
 SCALARS = "tensorboard"
 
 TIMINGS = frozenset({"seconds", "items_per_second", "input_wait_fraction", "wall_seconds"})
-"""The metrics that differ between two runs of one configuration; all others are equal."""
+"""Metrics that differ between two runs of one configuration: timings. All others are equal."""
 
 SECONDS_BETWEEN_FLUSHES = 30.0
 

@@ -99,14 +99,14 @@ class Prefetch(AbstractContextManager["Prefetch"]):
 
     def _draw(self) -> tuple[Cohort, StreamState]:
         cohort = next(self._stream)
-        return place(cohort, self._sharding), self._stream.get_state()
+        return put_on_mesh(cohort, self._sharding), self._stream.get_state()
 
     def __exit__(self, *error: object) -> None:
         """Stop the thread, after the cohort that it is preparing."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
 
-def place(tree: Tree, sharding: ShardingTree) -> Tree:
+def put_on_mesh(tree: Tree, sharding: ShardingTree) -> Tree:
     """Copy arrays from the host to the mesh.
 
     Args:

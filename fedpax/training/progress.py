@@ -21,8 +21,8 @@ class Progress(AbstractContextManager["Progress"]):
 
     Args:
         name: the experiment's name.
-        first: the number of rounds that are done already.
-        rounds: the number of rounds in all.
+        rounds_done: number of rounds that earlier processes have completed.
+        rounds: number of rounds of the whole run.
         item_unit: the unit of `items_per_second`: "tokens" or "examples".
         enabled: False prints nothing; with several processes only one prints.
     """
@@ -31,7 +31,7 @@ class Progress(AbstractContextManager["Progress"]):
         self,
         name: str,
         *,
-        first: int,
+        rounds_done: int,
         rounds: int,
         item_unit: str = "examples",
         enabled: bool = True,
@@ -43,7 +43,7 @@ class Progress(AbstractContextManager["Progress"]):
         self._last_line = time.perf_counter()
         self._enabled = enabled
         self._bar = (
-            tqdm(total=rounds, initial=first, desc=name, unit="round", dynamic_ncols=True)
+            tqdm(total=rounds, initial=rounds_done, desc=name, unit="round", dynamic_ncols=True)
             if enabled and sys.stderr.isatty()
             else None
         )
@@ -60,7 +60,7 @@ class Progress(AbstractContextManager["Progress"]):
         elif self._enabled:
             print_error(f"{self._name}: {text}")
 
-    def round(self, number: int, loss: float, items_per_second: float) -> None:
+    def show_round(self, number: int, loss: float, items_per_second: float) -> None:
         """Show a completed round.
 
         Args:
@@ -77,7 +77,7 @@ class Progress(AbstractContextManager["Progress"]):
         elif time.perf_counter() - self._last_line > SECONDS_BETWEEN_LINES:
             self._print_line(number, f"{text}{self._time_left(number)}")
 
-    def evaluation(self, number: int, values: Mapping[str, float]) -> None:
+    def show_evaluation(self, number: int, values: Mapping[str, float]) -> None:
         """Show the metrics on held-out data.
 
         Args:

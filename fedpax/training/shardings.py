@@ -21,7 +21,7 @@ def state_shardings(
     placement: str,
     num_participants: int,
 ) -> ShardingTree:
-    """Give every leaf of a state the sharding of the parameter that it belongs to.
+    """Derive the shardings of a state from those of the parameters.
 
     A leaf belongs to a parameter if the leaf's path ends with the parameter's path and the leaf's
     last axes are the parameter's axes: the server's model and momentum, for example. Such a leaf
@@ -67,7 +67,7 @@ def state_shardings(
     if given != structure:
         raise ValueError(
             f"shardings.params has the structure {given}, expected that of the parameters, "
-            f"{structure}. Give one NamedSharding for each parameter."
+            f"{structure}. Pass one NamedSharding for each parameter."
         )
     known = [
         (path, leaf.shape, sharding.spec)

@@ -119,7 +119,7 @@ def _train(
         MetricsWriter(folder, after=first, enabled=primary) as metrics,
         Progress(
             exp or type(experiment).__name__,
-            first=first,
+            rounds_done=first,
             rounds=training.rounds,
             item_unit=run.item_unit,
             enabled=primary,

@@ -13,12 +13,12 @@ from fedpax.parallel.mesh import make_mesh
 from fedpax.training.algorithm import FederatedAlgorithm
 from fedpax.training.compiled_round import CompiledRound, compile_round, init_state
 from fedpax.training.experiment import Run, Shardings
-from fedpax.training.prefetch import place
+from fedpax.training.prefetch import put_on_mesh
 
 
 def one_round(run: Run) -> tuple[Any, Any, Any]:
     with jax.set_mesh(run.mesh):
-        batches = place(next(run.cohorts), run.shardings.cohort)
+        batches = put_on_mesh(next(run.cohorts), run.shardings.cohort)
         compiled = compile_round(run, batches)
         return compiled, init_state(run, compiled, seed=3), batches
 
@@ -158,6 +158,11 @@ def nested_metric(state: Any, batches: Any) -> Any:
     return state, {"loss": jnp.float32(0.0), "more": {"norm": jnp.float32(0.0)}}
 
 
+def throughput_of_its_own(state: Any, batches: Any) -> Any:
+    zero = jnp.float32(0.0)
+    return state, {"loss": zero, "seconds": zero, "items": zero, "accuracy": zero}
+
+
 @pytest.mark.parametrize(
     ("round_fn", "init", "words"),
     [
@@ -181,6 +186,7 @@ def nested_metric(state: Any, batches: Any) -> Any:
             r"metrics\['loss'\] as complex64\[\], expected a scalar of a real",
         ),
         (nested_metric, Descent, r"metrics\['more'\] as a dict, expected a scalar"),
+        (throughput_of_its_own, Descent, r"\['items', 'seconds'\], expected names.*Rename them"),
         (no_loss, Descent, 'a dict of scalars with the key "loss"'),
         (descend, lambda params: {"model": params}, "without a field params"),
     ],
@@ -192,15 +198,15 @@ def test_a_round_that_breaks_the_contract_raises(round_fn: Any, init: Any, words
 
 def test_bytes_that_depend_on_values_are_nan() -> None:
     def until_close(state: Descent, batches: jax.Array) -> Any:
-        def slope(params: jax.Array) -> jax.Array:  # depends on all clients at every step
+        def gradient(params: jax.Array) -> jax.Array:  # depends on all clients at every step
             return jnp.tanh(params - batches).mean((0, 1))
 
         params = jax.lax.while_loop(
-            lambda params: jnp.sum(slope(params) ** 2) > 1e-4,
-            lambda params: params - slope(params),
+            lambda params: jnp.sum(gradient(params) ** 2) > 1e-4,
+            lambda params: params - gradient(params),
             state.params,
         )
-        return Descent(params), {"loss": jnp.sum(slope(params) ** 2)}
+        return Descent(params), {"loss": jnp.sum(gradient(params) ** 2)}
 
     compiled, state, batches = one_round(run_of(until_close))
     _, metrics = compiled.round(state, batches)
@@ -240,7 +246,7 @@ def test_a_client_store_in_the_state_is_sharded_over_the_mesh() -> None:
     )
     cohorts = [np.array([5, 1000, 7, 250]), np.array([5, 6, 7, 8])]
     with jax.set_mesh(mesh):
-        batches = [place({"clients": cohort}, spread) for cohort in cohorts]
+        batches = [put_on_mesh({"clients": cohort}, spread) for cohort in cohorts]
         compiled = compile_round(run, batches[0])
         state = init_state(run, compiled, seed=0)
         for cohort in batches:

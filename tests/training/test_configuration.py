@@ -149,7 +149,7 @@ def test_a_home_folder_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setenv("HOME", str(tmp_path))
     assert resolve_job_log_dir("~/run") == tmp_path / "run"
     assert resolve_job_log_dir(Path("~")) == tmp_path
-    with pytest.raises(ConfigurationError, match="Give the folder's full path"):
+    with pytest.raises(ConfigurationError, match="Set the folder's full path"):
         resolve_job_log_dir("~no_such_user/run")
 
 

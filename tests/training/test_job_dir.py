@@ -58,7 +58,7 @@ def test_a_folder_that_cannot_be_created_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(
-            ConfigurationError, match=r"cannot hold a run.*Give another --job_log_di"
+            ConfigurationError, match=r"cannot hold a run.*Set another --job_log_di"
         ):
             JobDirLock(folder)
 
@@ -142,7 +142,7 @@ def test_another_experiment_is_refused_before_its_fields_are_shown(tmp_path: Pat
             check_configuration(tmp_path, experiment, exp, allow_config_change=["model", "mesh"])
         message = str(caught.value)
         assert "12345" not in message and "hidden" not in message and "--allow" not in message
-        assert "Give another --job_log_dir" in message
+        assert "Set another --job_log_dir" in message
 
 
 @pytest.mark.parametrize("exp", ["mine:linear", "./mine.py:linear", "../x/mine.py:linear"])

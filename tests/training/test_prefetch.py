@@ -10,7 +10,7 @@ from small_regression import RandomRounds
 
 from fedpax import Cohort
 from fedpax.parallel.mesh import make_mesh
-from fedpax.training.prefetch import Prefetch, place
+from fedpax.training.prefetch import Prefetch, put_on_mesh
 
 
 @pytest.fixture
@@ -108,4 +108,4 @@ def test_a_cohort_that_its_sharding_does_not_divide_is_named() -> None:
     with pytest.raises(
         ValueError, match=r"clients=8 does not divide axis 0 of cohort\.batches\['x"
     ):
-        place(cohort, sharding)
+        put_on_mesh(cohort, sharding)

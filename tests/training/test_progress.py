@@ -15,21 +15,21 @@ class Terminal(io.StringIO):
 
 def test_a_terminal_shows_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", Terminal())
-    with Progress("diloco", first=1, rounds=4, item_unit="tokens") as progress:
-        progress.round(2, loss=1.25, items_per_second=12345.6)
-        progress.evaluation(2, {"loss": 1.5})
-        progress.round(3, loss=1.125, items_per_second=54321.0)
-        progress.round(4, loss=1.0, items_per_second=54321.0)
+    with Progress("diloco", rounds_done=1, rounds=4, item_unit="tokens") as progress:
+        progress.show_round(2, loss=1.25, items_per_second=12345.6)
+        progress.show_evaluation(2, {"loss": 1.5})
+        progress.show_round(3, loss=1.125, items_per_second=54321.0)
+        progress.show_round(4, loss=1.0, items_per_second=54321.0)
     text = sys.stderr.getvalue()
     assert "4/4" in text and "diloco" in text
     assert "loss 1.0000, 54,321 tokens/s, held-out 1.5000" in text
 
 
 def test_a_log_gets_a_line_per_evaluation(capsys: pytest.CaptureFixture) -> None:
-    with Progress("diloco", first=0, rounds=4) as progress:
+    with Progress("diloco", rounds_done=0, rounds=4) as progress:
         for number in (1, 2):
-            progress.round(number, loss=1.25, items_per_second=10.0)
-        progress.evaluation(2, {"accuracy": 0.25, "loss": 1.5})
+            progress.show_round(number, loss=1.25, items_per_second=10.0)
+        progress.show_evaluation(2, {"accuracy": 0.25, "loss": 1.5})
     output = capsys.readouterr()
     assert output.out == ""
     (line,) = output.err.splitlines()
@@ -43,9 +43,9 @@ def test_lines_between_evaluations_are_at_least_seconds_apart(
     clock = iter(range(1000))  # seconds, one more at every call
     monkeypatch.setattr(progress_module.time, "perf_counter", lambda: float(next(clock)))
     monkeypatch.setattr(progress_module, "SECONDS_BETWEEN_LINES", 5)
-    with Progress("diloco", first=0, rounds=100) as progress:
+    with Progress("diloco", rounds_done=0, rounds=100) as progress:
         for number in range(1, 51):
-            progress.round(number, loss=1.0, items_per_second=10.0)
+            progress.show_round(number, loss=1.0, items_per_second=10.0)
     lines = capsys.readouterr().err.splitlines()
     assert 1 <= len(lines) <= 10
     assert re.fullmatch(
@@ -54,15 +54,15 @@ def test_lines_between_evaluations_are_at_least_seconds_apart(
 
 
 def test_a_disabled_progress_prints_nothing(capsys: pytest.CaptureFixture) -> None:
-    with Progress("diloco", first=0, rounds=2, enabled=False) as progress:
-        progress.round(1, loss=1.0, items_per_second=1.0)
-        progress.evaluation(1, {"loss": 1.0})
+    with Progress("diloco", rounds_done=0, rounds=2, enabled=False) as progress:
+        progress.show_round(1, loss=1.0, items_per_second=1.0)
+        progress.show_evaluation(1, {"loss": 1.0})
     assert capsys.readouterr().err == ""
 
 
 def test_a_note_stands_above_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", Terminal())
-    with Progress("digits", first=0, rounds=2) as progress:
+    with Progress("digits", rounds_done=0, rounds=2) as progress:
         progress.note("compiling")
-        progress.round(1, 0.5, 1000.0)
+        progress.show_round(1, 0.5, 1000.0)
     assert "digits: compiling\n" in sys.stderr.getvalue()

@@ -100,5 +100,5 @@ def test_the_state_can_be_created_on_the_derived_shardings() -> None:
 
 def test_shardings_of_another_structure_raise() -> None:
     mesh = make_mesh(islands=4, fsdp=2)
-    with pytest.raises(ValueError, match="Give one NamedSharding for each parameter"):
+    with pytest.raises(ValueError, match="Pass one NamedSharding for each parameter"):
         specs(mesh, PARAMS, SPECS | {"extra": PartitionSpec()})

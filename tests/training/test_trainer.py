@@ -15,6 +15,7 @@ from small_regression import RandomRounds, Regression, regression
 
 from fedpax.experiments.fedavg_images import fedavg_digits
 from fedpax.parallel.mesh import MeshConfig, default_devices
+from fedpax.training.algorithm import RESERVED_METRICS, FederatedAlgorithm
 from fedpax.training.checkpoint import load_params
 from fedpax.training.configuration import ConfigurationError, read_configuration
 from fedpax.training.experiment import Experiment, Run, TrainingConfig
@@ -253,7 +254,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_or_is_recorded(tmp_path: Path, 
 
 @contextmanager
 def round_logger(folder: Path, stop_on_non_finite: bool = True) -> Iterator[RoundLogger]:
-    with MetricsWriter(folder) as metrics, Progress("x", first=0, rounds=1) as progress:
+    with MetricsWriter(folder) as metrics, Progress("x", rounds_done=0, rounds=1) as progress:
         yield RoundLogger(
             metrics,
             progress,
@@ -270,9 +271,10 @@ def round_logger(folder: Path, stop_on_non_finite: bool = True) -> Iterator[Roun
         ({"accuracy": 0.5}, r"the metrics \['accuracy'\], expected the key \"loss\""),
         ({"loss": np.zeros(3)}, r"metrics\['loss'\] as an array \[3\], expected a number"),
         ({"loss": 0.5, "name": "x"}, r"metrics\['name'\] as a str, expected a number"),
+        ({"loss": 0.5, "items": 3.0}, r"the metrics \['items'\], expected names.*Rename them"),
     ],
 )
-def test_held_out_metrics_that_are_not_numbers_raise(
+def test_held_out_metrics_that_cannot_be_logged_raise(
     tmp_path: Path, values: dict, words: str
 ) -> None:
     with round_logger(tmp_path) as logger:
@@ -280,6 +282,15 @@ def test_held_out_metrics_that_are_not_numbers_raise(
         with pytest.raises(ValueError, match=words):
             logger.log_evaluation(2, values)
     assert [line["loss"] for line in read_metrics(tmp_path)] == [0.5]
+
+
+def test_reserved_metrics_are_the_keys_that_the_training_loop_adds(tmp_path: Path) -> None:
+    with round_logger(tmp_path) as logger:
+        logger.log_round(1, {"loss": jax.numpy.float32(0.5)}, idle_seconds=0.0)
+        logger.flush()
+        logger.log_evaluation(1, {"loss": 0.5})
+    assert set().union(*read_metrics(tmp_path)) == RESERVED_METRICS | {"loss"}
+    assert all(f"`{name}`" in FederatedAlgorithm.__doc__ for name in RESERVED_METRICS)
 
 
 def test_parameters_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ class Collective(NamedTuple):
         kind: "all-reduce", "all-gather", "reduce-scatter", "collective-permute", ...
         axes: the mesh axes along which the devices of a group differ.
         shapes: the operands on one device, as HLO writes them, such as "f32[64,512]".
-        bytes: size of these operands.
+        bytes: size of these operands; not the bytes on the network, see `operand_bytes_along`.
         executions: number of executions in one execution of the program; None if it is known only
             at run time (a while loop that waits for a value, a branch of a conditional).
         in_loop: whether the collective is inside a loop.
@@ -62,11 +62,11 @@ class Collective(NamedTuple):
 
     def __str__(self) -> str:
         times = "an unknown number of times" if self.executions is None else f"{self.executions}x"
-        place = ", in a loop" if self.in_loop else ""
+        where = ", in a loop" if self.in_loop else ""
         network = ", between slices" if self.between_slices else ""
         return (
             f"{self.kind} over {', '.join(self.axes)}: {self.bytes:,} bytes, "
-            f"{times}{place}{network} ({', '.join(self.shapes)})"
+            f"{times}{where}{network} ({', '.join(self.shapes)})"
         )
 
 
@@ -126,14 +126,15 @@ def collectives(text: str, mesh: jax.sharding.Mesh) -> list[Collective]:
     return found
 
 
-def placement_bytes(text: str, mesh: jax.sharding.Mesh, axis: str) -> int:
+def operand_bytes_along(text: str, mesh: jax.sharding.Mesh, axis: str) -> int:
     """Sum the operand bytes that one device passes to collectives along a mesh axis.
 
     For one execution of the program: the operand bytes of each collective whose groups span
     `axis`, times its executions, on the device with the largest sum.
 
-    - The bytes on the network depend on the algorithm and are not counted: a ring all-reduce over
-      n devices sends 2 (n - 1) / n times the operand, an all-gather n - 1 times.
+    - These are operand bytes, not the bytes on the network, which depend on the algorithm. On a
+      ring of n devices, each device sends 2 (n - 1) / n times the operand in an all-reduce, and
+      n - 1 times in an all-gather.
     - A collective over `axis` and another axis counts in full.
     - Dtypes are those of the compiled program: a CPU sends bfloat16 as float32, and a TPU pads
       small operands that it sends between slices.
@@ -153,10 +154,10 @@ def placement_bytes(text: str, mesh: jax.sharding.Mesh, axis: str) -> int:
         >>> from jax.sharding import NamedSharding, PartitionSpec
         >>> mesh = jax.make_mesh((1,), ("islands",), devices=jax.devices()[:1])
         >>> text = jax.jit(lambda x: x.sum(0)).lower(jax.numpy.ones((8, 4))).compile().as_text()
-        >>> placement_bytes(text, mesh, "islands")
+        >>> operand_bytes_along(text, mesh, "islands")
         0
     """
-    sent = np.zeros(mesh.size, np.int64)
+    totals = np.zeros(mesh.size, np.int64)
     for collective in collectives(text, mesh):
         if axis not in collective.axes:
             continue
@@ -166,13 +167,13 @@ def placement_bytes(text: str, mesh: jax.sharding.Mesh, axis: str) -> int:
                 "unknown length or a branch of a conditional. Use lax.scan or lax.fori_loop with "
                 "a fixed number of steps, or sum over collectives(text, mesh) yourself."
             )
-        senders: set[int] = set()
+        callers: set[int] = set()
         for group in collective.groups:
             if _spans([group], axis, mesh):
                 permute = collective.kind == "collective-permute"
-                senders.update(group[:1] if permute else group)
-        sent[list(senders)] += collective.bytes * collective.executions
-    return int(sent.max())
+                callers.update(group[:1] if permute else group)
+        totals[list(callers)] += collective.bytes * collective.executions
+    return int(totals.max())
 
 
 def _kind(computation: parsing.Computation, instruction: parsing.Instruction) -> str | None:

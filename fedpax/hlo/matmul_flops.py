@@ -51,7 +51,7 @@ def operand_dtype(computation: Computation, instruction: Instruction) -> str:
         instruction: the instruction.
 
     Returns:
-        The dtype, such as "bf16"; "" if it is unknown, or if the instruction is no matmul.
+        The dtype, such as "bf16"; "" if it is unknown, or if the instruction is not a matmul.
     """
     cublas = 'custom_call_target="__cublas$' in instruction.attributes
     grouped = instruction.opcode == "custom-call" and instruction.name.startswith("ragged-dot")
@@ -124,11 +124,13 @@ def _convolution(computation: Computation, instruction: Instruction) -> float:
         (holes,) = window_setting("lhs_dilate", dimension, "1")
         (spread,) = window_setting("rhs_dilate", dimension, "1")
         before = window_setting("pad", dimension, "0_0")[0]
-        place = (
+        position = (
             np.arange(result[label])[:, None] * stride
             + np.arange(kernel[label])[None, :] * spread
             - before
         )
-        inside = (place >= 0) & (place <= (given[label] - 1) * holes) & (place % holes == 0)
+        inside = (
+            (position >= 0) & (position <= (given[label] - 1) * holes) & (position % holes == 0)
+        )
         positions *= int(inside.sum())
     return 2.0 * result["b"] * result["f"] * kernel["i"] * positions

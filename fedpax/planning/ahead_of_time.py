@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation of an experiment's round, for devices that this machine may lack."""
+"""Ahead-of-time compilation of an experiment's round, without the hardware."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def plan_experiment(
     cohort = with_shardings(run.cohort_shapes, run.shardings.cohort)
     report("compiling its round; a large model takes minutes")
     try:
-        # The mesh's devices may not exist: with the concrete mesh set, JAX would run on them the
-        # small computations of tracing.
+        # Without the hardware, the mesh's devices run nothing. With the concrete mesh set, JAX
+        # would run the small computations of tracing on them.
         with _repeated(report, "still compiling"), use_abstract_mesh(run.mesh.abstract_mesh):
             compiled = compile_round(run, cohort)
     except jax.errors.JaxRuntimeError as error:

@@ -1,4 +1,4 @@
-"""Peak figures of accelerator chips, as their makers publish them."""
+"""Specifications of accelerator chips, as their makers publish them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ GIB = 2**30
 
 
 class Chip(NamedTuple):
-    """The published figures of a chip.
+    """The published specifications of a chip.
 
     Attributes:
         name: name in a topology, such as "v5p".
@@ -31,7 +31,7 @@ class Chip(NamedTuple):
         ring_multiple: a dimension of a slice closes to a ring if its size is a multiple of this.
         max_chips_per_slice: chips of the largest slice.
         devices_per_chip: JAX devices of a chip.
-        source: address of the page with the figures.
+        source: address of the page with the specifications.
     """
 
     name: str
@@ -52,45 +52,45 @@ class Chip(NamedTuple):
     source: str
 
 
-def _tpu(name: str, device_kind: str, **figures: float) -> Chip:
-    dimensions = int(figures["torus_dimensions"])
+def _tpu(name: str, device_kind: str, **specifications: float) -> Chip:
+    dimensions = int(specifications["torus_dimensions"])
     return Chip(
         name=name,
         device_kind=device_kind,
-        peak_flops=figures["peak_flops"],
-        peak_int8_ops=figures.get("peak_int8_ops", figures["peak_flops"]),
-        peak_fp8_flops=figures.get("peak_fp8_flops", figures["peak_flops"]),
-        hbm_bytes=figures["hbm_bytes"],
-        usable_hbm_bytes=figures["usable_hbm_bytes"],
-        hbm_bandwidth=figures["hbm_bandwidth"],
-        link_bandwidth=figures["link_bandwidth"],
+        peak_flops=specifications["peak_flops"],
+        peak_int8_ops=specifications.get("peak_int8_ops", specifications["peak_flops"]),
+        peak_fp8_flops=specifications.get("peak_fp8_flops", specifications["peak_flops"]),
+        hbm_bytes=specifications["hbm_bytes"],
+        usable_hbm_bytes=specifications["usable_hbm_bytes"],
+        hbm_bandwidth=specifications["hbm_bandwidth"],
+        link_bandwidth=specifications["link_bandwidth"],
         links=2 * dimensions,
-        dcn_bandwidth=figures["dcn_bandwidth"],
+        dcn_bandwidth=specifications["dcn_bandwidth"],
         torus_dimensions=dimensions,
         # Figures of rings: "How to Scale Your Model", part 2, jax-ml.github.io/scaling-book/tpus.
         ring_multiple=16 if dimensions == 2 else 4,
-        max_chips_per_slice=int(figures["max_chips_per_slice"]),
-        devices_per_chip=int(figures.get("devices_per_chip", 1)),
+        max_chips_per_slice=int(specifications["max_chips_per_slice"]),
+        devices_per_chip=int(specifications.get("devices_per_chip", 1)),
         source=f"https://docs.cloud.google.com/tpu/docs/{name}",
     )
 
 
-def _gpu(name: str, device_kind: str, **figures: float) -> Chip:
+def _gpu(name: str, device_kind: str, **specifications: float) -> Chip:
     return Chip(
         name=name,
         device_kind=device_kind,
-        peak_flops=figures["peak_flops"],
-        peak_int8_ops=figures.get("peak_int8_ops", figures["peak_flops"]),
-        peak_fp8_flops=figures.get("peak_fp8_flops", figures["peak_flops"]),
-        hbm_bytes=figures["hbm_bytes"],
-        usable_hbm_bytes=figures["hbm_bytes"],
-        hbm_bandwidth=figures["hbm_bandwidth"],
-        link_bandwidth=figures["link_bandwidth"],
+        peak_flops=specifications["peak_flops"],
+        peak_int8_ops=specifications.get("peak_int8_ops", specifications["peak_flops"]),
+        peak_fp8_flops=specifications.get("peak_fp8_flops", specifications["peak_flops"]),
+        hbm_bytes=specifications["hbm_bytes"],
+        usable_hbm_bytes=specifications["hbm_bytes"],
+        hbm_bandwidth=specifications["hbm_bandwidth"],
+        link_bandwidth=specifications["link_bandwidth"],
         links=1,
-        dcn_bandwidth=figures["dcn_bandwidth"],
+        dcn_bandwidth=specifications["dcn_bandwidth"],
         torus_dimensions=0,
         ring_multiple=1,
-        # GPUs of a host; NVLink switches that join several hosts are not modelled.
+        # GPUs of a host; NVLink switches that join several hosts are not modeled.
         max_chips_per_slice=8,
         devices_per_chip=1,
         source=f"https://www.nvidia.com/en-us/data-center/{name.lower().partition('-')[0]}/",
@@ -167,11 +167,11 @@ CHIPS: dict[str, Chip] = {
             dcn_bandwidth=100e9 / 8,
             torus_dimensions=3,
             max_chips_per_slice=9216,
-            devices_per_chip=2,  # its two chiplets, each with half of the figures
+            devices_per_chip=2,  # its two chiplets, each with half of the chip's resources
         ),
-        # GPUs: the data sheet of a chip gives dense bfloat16 (half of its figure with sparsity),
+        # GPUs: the data sheet of a chip gives dense bfloat16 (half of its FLOPs with sparsity),
         # memory, and NVLink in both directions together. The network of a host depends on its
-        # configuration; the figure is one adapter of 400 Gbit/s (A100: 200) per GPU, as in the
+        # configuration; assumed is one adapter of 400 Gbit/s (A100: 200) per GPU, as in the
         # maker's own systems.
         _gpu(
             "A100",

@@ -1,7 +1,7 @@
-"""The plan of a compiled round: its memory, matmuls, collectives, and a roofline on its time.
+"""The plan of a compiled round: its memory, matmuls, collectives, and a roofline of its time.
 
 Memory, collectives, matmuls and their sizes are read from the compiled program. Times are lower
-bounds from the chip's published figures: the time that one resource needs if it is the only
+bounds from the chip's published specifications: the time that one resource needs if it is the only
 bottleneck.
 """
 
@@ -20,7 +20,7 @@ from fedpax.planning.topology import Topology
 
 
 class Workload(NamedTuple):
-    """What a round computes, independent of the devices.
+    """The work of a round, independent of the devices.
 
     Attributes:
         experiment: name of the experiment.
@@ -117,22 +117,27 @@ class Roofline(NamedTuple):
     """Lower bounds on the seconds of a round, one for each resource.
 
     Attributes:
-        compute: all matmuls, at the chip's peak for their dtype.
-        memory: all reads and writes of device memory, at its bandwidth.
-        networks: collectives by the links that they share: "DCN", "NVLink", and "ICI fsdp" for all
-            collectives along that mesh axis. A collective along several axes counts for each.
-        collectives: all collectives, one after another.
+        compute_seconds: all matmuls, at the chip's peak for their dtype.
+        memory_seconds: all reads and writes of device memory, at its bandwidth.
+        network_seconds: collectives by the links that they share: "DCN", "NVLink", and "ICI fsdp"
+            for all collectives along that mesh axis. A collective along several axes counts for
+            each.
+        collective_seconds: all collectives, one after another.
     """
 
-    compute: float
-    memory: float
-    networks: Mapping[str, float]
-    collectives: float
+    compute_seconds: float
+    memory_seconds: float
+    network_seconds: Mapping[str, float]
+    collective_seconds: float
 
     @property
     def times(self) -> dict[str, float]:
         """Seconds by the name of the resource."""
-        return {"compute": self.compute, "memory": self.memory, **self.networks}
+        return {
+            "compute": self.compute_seconds,
+            "memory": self.memory_seconds,
+            **self.network_seconds,
+        }
 
     @property
     def bottleneck(self) -> str:
@@ -140,21 +145,21 @@ class Roofline(NamedTuple):
         return max(self.times, key=lambda name: self.times[name])
 
     @property
-    def seconds(self) -> float:
+    def full_overlap_seconds(self) -> float:
         """Seconds of a round in which all resources overlap."""
         return self.times[self.bottleneck]
 
     @property
-    def without_overlap(self) -> float:
+    def no_overlap_seconds(self) -> float:
         """Seconds of a round in which matmuls, memory and collectives follow one another."""
-        return self.compute + self.memory + self.collectives
+        return self.compute_seconds + self.memory_seconds + self.collective_seconds
 
 
 class CompiledPlan(NamedTuple):
     """The content of the report of `fedpax plan`.
 
     Attributes:
-        workload: what the round computes.
+        workload: the work of the round.
         topology: the devices that it was compiled for.
         axes: the mesh axes of more than one device; the first axis on a mesh of one device.
         memory: memory needed on a device.
@@ -168,7 +173,8 @@ class CompiledPlan(NamedTuple):
         unknown_trip_counts: names of loops whose trip count is known only at run time; their bodies
             count once.
         collectives: the collectives of the compiled program.
-        roofline: lower bounds on the time of a round; None if the chip's figures are unknown.
+        roofline: lower bounds on the time of a round; None if the chip's specifications are
+            unknown.
     """
 
     workload: Workload
@@ -185,10 +191,13 @@ class CompiledPlan(NamedTuple):
     collectives: tuple[TimedCollective, ...]
     roofline: Roofline | None
 
-    def bytes_sent(
+    def operand_bytes(
         self, network: str | None = None, axis: str | None = None, in_loop: bool | None = None
     ) -> int:
-        """Sum the operand bytes that a device passes to collectives in a round.
+        """Sum the bytes of the operands that a device passes to collectives in a round.
+
+        A device can send more: in a ring all-reduce over n devices, 2 (n - 1) / n times the
+        operand. The bounds on time (`interconnect.min_seconds`) include this factor.
 
         Args:
             network: count collectives over this network alone, such as `interconnect.DCN`. Default
@@ -228,11 +237,11 @@ class CompiledPlan(NamedTuple):
         they can overlap fully. None if no collective uses DCN, or if the chip is unknown.
         """
         chip = self.topology.chip
-        if self.roofline is None or chip is None or DCN not in self.roofline.networks:
+        if self.roofline is None or chip is None or DCN not in self.roofline.network_seconds:
             return None
-        others = {name: time for name, time in self.roofline.networks.items() if name != DCN}
-        rest = self.roofline._replace(networks=others).seconds
-        return self.roofline.networks[DCN] * chip.dcn_bandwidth / rest
+        others = {name: time for name, time in self.roofline.network_seconds.items() if name != DCN}
+        rest = self.roofline._replace(network_seconds=others).full_overlap_seconds
+        return self.roofline.network_seconds[DCN] * chip.dcn_bandwidth / rest
 
 
 def memory_of(compiled: jax.stages.Compiled, topology: Topology) -> DeviceMemory:
@@ -267,7 +276,7 @@ def make_plan(
         text: the compiled text of the round.
         mesh: the mesh that it was compiled for.
         topology: the devices of the mesh.
-        workload: what the round computes.
+        workload: the work of the round.
         memory: the memory that it needs on a device, from `memory_of`.
 
     Returns:
@@ -324,8 +333,8 @@ def _roofline(plan: CompiledPlan) -> Roofline | None:
         + plan.fp8_flops / chip.peak_fp8_flops
     )
     return Roofline(
-        compute=compute * chip.devices_per_chip,
-        memory=plan.memory_traffic / (chip.hbm_bandwidth / chip.devices_per_chip),
-        networks=networks,
-        collectives=sum(t.executions * (t.seconds or 0.0) for t in plan.collectives),
+        compute_seconds=compute * chip.devices_per_chip,
+        memory_seconds=plan.memory_traffic / (chip.hbm_bandwidth / chip.devices_per_chip),
+        network_seconds=networks,
+        collective_seconds=sum(t.executions * (t.seconds or 0.0) for t in plan.collectives),
     )

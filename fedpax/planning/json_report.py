@@ -17,6 +17,7 @@ def to_json(plan: CompiledPlan) -> dict[str, Any]:
 
     Returns:
         Nested dicts and lists. Bytes, seconds and FLOPs are plain numbers; unknown values are None.
+        Bytes of collectives are those of their operands (`CompiledPlan.operand_bytes`).
     """
     topology, chip = plan.topology, plan.topology.chip
     return {
@@ -35,7 +36,7 @@ def to_json(plan: CompiledPlan) -> dict[str, Any]:
         "placement": {
             "name": plan.workload.placement,
             "num_participants": plan.workload.num_participants,
-            **_bytes_sent(plan, axis=plan.workload.placement),
+            **_operand_bytes(plan, axis=plan.workload.placement),
         },
         "memory": {
             **plan.memory._asdict(),
@@ -50,7 +51,7 @@ def to_json(plan: CompiledPlan) -> dict[str, Any]:
                 "axes": list(timed.collective.axes),
                 "network": timed.network,
                 "operands": list(timed.collective.shapes),
-                "bytes_per_device_per_execution": timed.collective.bytes,
+                "operand_bytes_per_device_per_execution": timed.collective.bytes,
                 "min_seconds_per_execution": timed.seconds,
                 "executions_per_round": timed.collective.executions,
                 "in_loop": timed.collective.in_loop,
@@ -58,21 +59,23 @@ def to_json(plan: CompiledPlan) -> dict[str, Any]:
             for timed in plan.collectives
         ],
         "between_slices": {
-            **_bytes_sent(plan, network=DCN),
+            **_operand_bytes(plan, network=DCN),
             "bytes_per_second_per_chip_for_overlap": plan.bandwidth_for_overlap,
         },
         "roofline": _roofline(plan),
     }
 
 
-def _bytes_sent(
+def _operand_bytes(
     plan: CompiledPlan, network: str | None = None, axis: str | None = None
 ) -> dict[str, float]:
-    sent = plan.bytes_sent(network, axis)
+    total = plan.operand_bytes(network, axis)
     return {
-        "bytes_per_device_per_round": sent,
-        "bytes_per_device_per_step": sent / plan.workload.local_steps,
-        "bytes_per_device_per_round_inside_loops": plan.bytes_sent(network, axis, in_loop=True),
+        "operand_bytes_per_device_per_round": total,
+        "operand_bytes_per_device_per_step": total / plan.workload.local_steps,
+        "operand_bytes_per_device_per_round_inside_loops": plan.operand_bytes(
+            network, axis, in_loop=True
+        ),
     }
 
 
@@ -104,12 +107,12 @@ def _roofline(plan: CompiledPlan) -> dict[str, Any] | None:
         return None
     return {
         "bottleneck": roofline.bottleneck,
-        "min_seconds_per_step": roofline.seconds / steps,
-        "min_seconds_per_step_without_overlap": roofline.without_overlap / steps,
-        "min_seconds_per_round": roofline.times | {"all collectives": roofline.collectives},
-        "max_model_flops_utilization": plan.model_flops_utilization(roofline.seconds),
+        "min_seconds_per_step": roofline.full_overlap_seconds / steps,
+        "min_seconds_per_step_without_overlap": roofline.no_overlap_seconds / steps,
+        "min_seconds_per_round": roofline.times | {"all collectives": roofline.collective_seconds},
+        "max_model_flops_utilization": plan.model_flops_utilization(roofline.full_overlap_seconds),
         "max_model_flops_utilization_without_overlap": plan.model_flops_utilization(
-            roofline.without_overlap
+            roofline.no_overlap_seconds
         ),
         "assumptions": assumptions(plan),
     }

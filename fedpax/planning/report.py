@@ -33,7 +33,7 @@ def assumptions(plan: CompiledPlan) -> list[str]:
         plan: the plan.
 
     Returns:
-        Sentences; none if the chip's figures are unknown.
+        Sentences; none if the chip's specifications are unknown.
     """
     chip = plan.topology.chip
     if chip is None:
@@ -59,7 +59,7 @@ def assumptions(plan: CompiledPlan) -> list[str]:
         )
     else:
         lines.append(f"NVLink carries {chip.link_bandwidth / 1e9:,.0f} GB/s out of a GPU.")
-    if plan.bytes_sent(DCN):
+    if plan.operand_bytes(DCN):
         lines.append(
             f"Between slices a chip sends {_bits(chip.dcn_bandwidth)}, its share of its host's "
             "network, and the slices form a ring."
@@ -76,14 +76,14 @@ def assumptions(plan: CompiledPlan) -> list[str]:
     if plan.unknown_trip_counts:
         lines.append(
             f"{len(plan.unknown_trip_counts)} loops have a trip count that depends on data. Their "
-            "bodies count once, so the step can take longer than the bounds say."
+            "bodies count once, so the local step can take longer than the bounds say."
         )
     if plan.uncounted_kernels:
         lines.append(
             f"{len(plan.uncounted_kernels)} kernels do not state their FLOPs, and count as 0: "
             f"{', '.join(plan.uncounted_kernels)}."
         )
-    return [*lines, f"Published figures of {chip.name}: {chip.source}."]
+    return [*lines, f"Published specifications of {chip.name}: {chip.source}."]
 
 
 def _head(plan: CompiledPlan) -> str:
@@ -142,10 +142,11 @@ def _computation(plan: CompiledPlan) -> str:
         (
             workload.item_unit,
             f"{items:,.0f}",
-            f"per step, {workload.items_per_round:,} per round, all {workload.placement} together",
+            f"per local step, {workload.items_per_round:,} per round, all {workload.placement} "
+            "together",
         ),
     ]
-    per_item = f"FLOPs per {workload.item_unit.removesuffix('s')}"
+    per_item = f"model FLOPs per {workload.item_unit.removesuffix('s')}"
     if workload.flops_per_item is None:
         rows.append((per_item, "unknown", "the experiment's Run has no flops_per_item"))
     else:
@@ -157,8 +158,16 @@ def _computation(plan: CompiledPlan) -> str:
                 f"{workload.flops_per_item:.4g}",
                 "6 N + 12 L H d T, T at most the window",
             ),
-            ("FLOPs per step", f"{workload.flops_per_item * items:.4g}", "all devices together"),
-            ("compiled", f"{ratio:.2f} x", "matmul FLOPs of the program, recomputation included"),
+            (
+                "model FLOPs per step",
+                f"{workload.flops_per_item * items:.4g}",
+                "all devices together",
+            ),
+            (
+                "compiled / model FLOPs",
+                f"{ratio:.2f}",
+                "compiled: matmuls of the program, recomputation included",
+            ),
         ]
     narrow = {"int8": plan.int8_flops, "fp8": plan.fp8_flops}
     rows += [
@@ -168,7 +177,9 @@ def _computation(plan: CompiledPlan) -> str:
     ]
     if plan.host_transfers:
         moved = f"{plan.host_transfers / workload.local_steps:,.0f}"
-        rows.append(("host transfers", moved, "bytes per step, between a device and its host"))
+        rows.append(
+            ("host transfers", moved, "bytes per local step, between a device and its host")
+        )
     return _section("Computation", rows, right={1})
 
 
@@ -202,24 +213,24 @@ def _collectives(plan: CompiledPlan) -> str:
     if len(rows) == 1:
         return "Collectives\n  none"
     title = (
-        "Collectives: bytes sent per device and execution, lower bound on its time, number of\n"
+        "Collectives: operand bytes per device and execution, lower bound on its time, number of\n"
         "  collectives, their executions per round"
     )
     return _section(title, rows, right={3, 4, 5, 6})
 
 
 def _networks(plan: CompiledPlan) -> str:
-    """Format the bytes sent between slices, and between participants if these differ."""
+    """Format the operand bytes between slices, and between participants if these differ."""
     workload, chip, topology = plan.workload, plan.topology.chip, plan.topology
     sections = []
-    dcn, placement = plan.bytes_sent(DCN), plan.bytes_sent(axis=workload.placement)
+    dcn, placement = plan.operand_bytes(DCN), plan.operand_bytes(axis=workload.placement)
     if placement and placement != dcn:
-        inside = plan.bytes_sent(axis=workload.placement, in_loop=True)
-        rows = _bytes_sent(plan, placement, inside)
+        inside = plan.operand_bytes(axis=workload.placement, in_loop=True)
+        rows = _operand_bytes(plan, placement, inside)
         sections.append(_section(f"Between {workload.placement}", rows))
     if not dcn:
-        return "\n\n".join([*sections, "Between slices\n  nothing is sent"])
-    rows = _bytes_sent(plan, dcn, plan.bytes_sent(DCN, in_loop=True))
+        return "\n\n".join([*sections, "Between slices\n  no collectives"])
+    rows = _operand_bytes(plan, dcn, plan.operand_bytes(DCN, in_loop=True))
     devices = len(topology.devices) // topology.slices
     rows.insert(1, ("", f"{_bytes(dcn * devices)} per slice", ""))
     needed = plan.bandwidth_for_overlap
@@ -233,12 +244,16 @@ def _networks(plan: CompiledPlan) -> str:
     return "\n\n".join([*sections, _section("Between slices", rows)])
 
 
-def _bytes_sent(plan: CompiledPlan, sent: int, inside: int) -> list[tuple[str, str, str]]:
+def _operand_bytes(plan: CompiledPlan, total: int, inside: int) -> list[tuple[str, str, str]]:
     steps = plan.workload.local_steps
     return [
-        ("per round", f"{sent:,} bytes per device", ""),
-        ("per step", f"{sent / steps:,.0f} bytes per device", f"{steps:,} steps per round"),
-        ("inside loops", f"{inside:,} bytes per device", ""),
+        ("per round", f"{total:,} operand bytes per device", ""),
+        (
+            "per local step",
+            f"{total / steps:,.0f} operand bytes per device",
+            f"{steps:,} local steps per round",
+        ),
+        ("inside loops", f"{inside:,} operand bytes per device", ""),
     ]
 
 
@@ -246,23 +261,25 @@ def _roofline(plan: CompiledPlan) -> str:
     roofline, steps = plan.roofline, plan.workload.local_steps
     if roofline is None:
         return (
-            "Roofline\n  none: the figures of this device are unknown (fedpax/planning/chips.py "
-            "has TPUs and some GPUs)"
+            "Roofline\n  none: the specifications of this device are unknown "
+            "(fedpax/planning/chips.py has TPUs and some GPUs)"
         )
     rows = [(name, f"{1e3 * time / steps:,.3f}", "") for name, time in roofline.times.items()]
-    overlapping = plan.model_flops_utilization(roofline.seconds)
+    overlapping = plan.model_flops_utilization(roofline.full_overlap_seconds)
     limit = f"limited by {roofline.bottleneck}"
     if overlapping is not None:
         limit += f": MFU at most {overlapping:.1%}, full attention"
-    rows.append(("full overlap", f"{1e3 * roofline.seconds / steps:,.3f}", limit))
-    in_turn = plan.model_flops_utilization(roofline.without_overlap)
-    limit = "" if in_turn is None else f"MFU at most {in_turn:.1%}, full attention"
-    rows.append(("no overlap", f"{1e3 * roofline.without_overlap / steps:,.3f}", limit))
+    rows.append(("full overlap", f"{1e3 * roofline.full_overlap_seconds / steps:,.3f}", limit))
+    no_overlap = plan.model_flops_utilization(roofline.no_overlap_seconds)
+    limit = "" if no_overlap is None else f"MFU at most {no_overlap:.1%}, full attention"
+    rows.append(("no overlap", f"{1e3 * roofline.no_overlap_seconds / steps:,.3f}", limit))
     lines = [
         textwrap.fill(line, 100, initial_indent="  - ", subsequent_indent="    ")
         for line in assumptions(plan)
     ]
-    title = "Roofline: lower bounds on the time of a step, ms (a round's time / its local steps)"
+    title = (
+        "Roofline: lower bounds on the time of a local step, ms (a round's time / its local steps)"
+    )
     return "\n".join([_section(title, rows, right={1}), "", "Assumptions", *lines])
 
 

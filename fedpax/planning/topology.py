@@ -1,4 +1,4 @@
-"""The devices that a program is compiled for: a TPU pod that this machine lacks, CPUs, GPUs."""
+"""The devices that a program is compiled for: a TPU pod without the hardware, CPUs, or GPUs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Topology(NamedTuple):
 
     Attributes:
         name: the requested name, such as "v5p:4x8x8".
-        chip: the chip's figures; None if unknown.
+        chip: the chip's specifications; None if unknown.
         shape: chips along each dimension of a slice; () if the chips form no torus.
         slices: number of slices.
         devices: all devices, slice by slice.

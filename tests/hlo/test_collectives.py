@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedpax.hlo.collectives import Collective, collectives, placement_bytes
+from fedpax.hlo.collectives import Collective, collectives, operand_bytes_along
 from fedpax.parallel.mesh import make_mesh
 
 RECORDED = Path(__file__).parent / "compiled"
@@ -75,8 +75,8 @@ def test_each_kind_is_found_along_each_axis(mesh: Mesh, kind: str, axis: str, or
     else:
         assert group_sets(found) == groups_along(mesh, (axis,))
     other = "fsdp" if axis == "clients" else "clients"
-    assert placement_bytes(text, mesh, axis) == BYTES
-    assert placement_bytes(text, mesh, other) == 0
+    assert operand_bytes_along(text, mesh, axis) == BYTES
+    assert operand_bytes_along(text, mesh, other) == 0
 
 
 def test_a_collective_over_both_axes_counts_for_each(mesh: Mesh):
@@ -84,8 +84,8 @@ def test_a_collective_over_both_axes_counts_for_each(mesh: Mesh):
     (found,) = collectives(text, mesh)
     assert found.axes == ("clients", "fsdp")
     assert group_sets(found) == {frozenset(range(8))}
-    assert placement_bytes(text, mesh, "clients") == BYTES
-    assert placement_bytes(text, mesh, "fsdp") == BYTES
+    assert operand_bytes_along(text, mesh, "clients") == BYTES
+    assert operand_bytes_along(text, mesh, "fsdp") == BYTES
 
 
 def test_the_bytes_of_a_tree_are_the_sum_over_its_leaves(mesh: Mesh):
@@ -130,8 +130,8 @@ def test_executions_of_nested_loops_multiply(mesh: Mesh):
     text = manual_text(mesh, local)
     runs = sorted((c.axes, c.executions, c.in_loop) for c in collectives(text, mesh))
     assert runs == [(("clients",), 21, True), (("fsdp",), 7, True), (("fsdp",), 10, True)]
-    assert placement_bytes(text, mesh, "clients") == 21 * BYTES
-    assert placement_bytes(text, mesh, "fsdp") == 17 * BYTES
+    assert operand_bytes_along(text, mesh, "clients") == 21 * BYTES
+    assert operand_bytes_along(text, mesh, "fsdp") == 17 * BYTES
 
 
 @pytest.mark.parametrize("where", ["while", "cond"])
@@ -153,14 +153,14 @@ def test_an_unknown_number_of_executions_is_none_and_an_error_in_sums(mesh: Mesh
     assert found["clients",].executions is None
     assert found["clients",].in_loop == (where == "while")
     with pytest.raises(ValueError, match=r"with\s+a fixed number of steps"):
-        placement_bytes(text, mesh, "clients")
+        operand_bytes_along(text, mesh, "clients")
 
 
 def test_a_function_called_twice_counts_twice(mesh: Mesh):
     helper = jax.jit(lambda x: jnp.tanh(jax.lax.psum(x, "clients")))
     text = manual_text(mesh, lambda x: helper(jnp.sin(helper(x))))
     assert sum(c.executions for c in collectives(text, mesh)) == 2
-    assert placement_bytes(text, mesh, "clients") == 2 * BYTES
+    assert operand_bytes_along(text, mesh, "clients") == 2 * BYTES
 
 
 def test_a_device_counts_the_bytes_that_it_sends(mesh: Mesh):
@@ -171,7 +171,7 @@ def test_a_device_counts_the_bytes_that_it_sends(mesh: Mesh):
 
     text = manual_text(mesh, local)
     assert sorted(c.groups for c in collectives(text, mesh)) == [((0, 2), (1, 3)), ((4, 6), (5, 7))]
-    assert placement_bytes(text, mesh, "clients") == BYTES
+    assert operand_bytes_along(text, mesh, "clients") == BYTES
 
 
 def test_collectives_that_move_nothing_are_not_listed(mesh: Mesh):
@@ -244,8 +244,8 @@ def test_one_average_after_h_steps_sends_one_hth_of_the_bytes(mesh: Mesh):
 
         return jax.lax.pmean(jax.lax.scan(step, x, length=steps)[0], "clients")
 
-    often = placement_bytes(manual_text(mesh, every_step), mesh, "clients")
-    seldom = placement_bytes(manual_text(mesh, at_the_end), mesh, "clients")
+    often = operand_bytes_along(manual_text(mesh, every_step), mesh, "clients")
+    seldom = operand_bytes_along(manual_text(mesh, at_the_end), mesh, "clients")
     assert (often, seldom) == (steps * BYTES, BYTES)
 
 
@@ -283,7 +283,7 @@ def check_ring(text: str, mesh: Mesh) -> None:
         for i in range(fsdp)
     }
     assert {(c.kind, c.axes) for c in found} == {("collective-permute", ("islands",))}
-    assert placement_bytes(text, mesh, "islands") == 4 * 64 * 512 // 8
+    assert operand_bytes_along(text, mesh, "islands") == 4 * 64 * 512 // 8
 
 
 def test_a_round_on_cpu_has_the_known_collectives():
@@ -294,14 +294,14 @@ def test_a_round_on_cpu_has_the_known_collectives():
     (mean,) = [c for c in collectives(text, mesh) if "islands" in c.axes]
     assert mean.kind == "all-reduce"
     assert len(mean.shapes) == 2
-    assert mean.bytes == placement_bytes(text, mesh, "islands") == shard_bytes(mesh)
+    assert mean.bytes == operand_bytes_along(text, mesh, "islands") == shard_bytes(mesh)
 
 
 def test_a_round_on_gpu_has_the_known_collectives():
     mesh = make_mesh(islands=4, fsdp=2)
     text = (RECORDED / "gpu_4x2_round.hlo").read_text()
     check_round(text, mesh)
-    assert placement_bytes(text, mesh, "islands") == shard_bytes(mesh)
+    assert operand_bytes_along(text, mesh, "islands") == shard_bytes(mesh)
     check_ring((RECORDED / "gpu_4x2_ring.hlo").read_text(), mesh)
 
 
@@ -314,11 +314,11 @@ def check_slices(text: str, mesh: Mesh) -> None:
     sent = sum(c.bytes for c in found if c.between_slices)
     if mesh.shape["islands"] == 2:
         assert kinds == []
-        assert sent == placement_bytes(text, mesh, "islands") == shard_bytes(mesh)
+        assert sent == operand_bytes_along(text, mesh, "islands") == shard_bytes(mesh)
     else:  # summed within a slice, then half by each of its two islands between slices
         assert set(kinds) == {"reduce-scatter", "all-gather"}
         assert sent == shard_bytes(mesh) // 2
-        assert placement_bytes(text, mesh, "islands") == 2 * shard_bytes(mesh)
+        assert operand_bytes_along(text, mesh, "islands") == 2 * shard_bytes(mesh)
 
 
 @pytest.mark.parametrize("shape", [(2, 4), (4, 2)])
@@ -338,7 +338,7 @@ def test_a_recorded_round_on_sparse_cores_has_the_known_collectives():
     check_round(text, mesh)
     kinds = {c.kind for c in collectives(text, mesh) if c.axes == ("fsdp",)}
     assert kinds == {"all-gather", "reduce-scatter"}
-    assert placement_bytes(text, mesh, "islands") == shard_bytes(mesh)
+    assert operand_bytes_along(text, mesh, "islands") == shard_bytes(mesh)
 
 
 def test_a_recorded_ring_on_two_slices_has_the_known_collectives(two_slices):
@@ -375,7 +375,7 @@ def test_a_collective_prints_its_kind_axes_bytes_and_executions(mesh: Mesh):
 
 def test_an_axis_that_the_mesh_lacks_has_no_bytes(mesh: Mesh):
     text = manual_text(mesh, lambda x: jax.lax.psum(x, "clients"))
-    assert placement_bytes(text, mesh, "islands") == 0
+    assert operand_bytes_along(text, mesh, "islands") == 0
 
 
 def test_text_for_another_mesh_raises(mesh: Mesh):

@@ -64,18 +64,18 @@ def test_two_slices_have_the_known_networks_and_bytes(recorded: tuple[CompiledPl
         assert transfer.executions == (STEPS if collective.in_loop else 1)
     # Transfers between slices happen once per round, outside the local steps.
     sent = shard_bytes(mesh) // (1 if two else 2)
-    assert (plan.bytes_sent("DCN"), plan.bytes_sent("DCN", in_loop=True)) == (sent, 0)
-    assert plan.bytes_sent("DCN", in_loop=False) == sent
-    assert plan.bytes_sent() == sum(plan.bytes_sent(network) for network in ("DCN", "ICI"))
+    assert (plan.operand_bytes("DCN"), plan.operand_bytes("DCN", in_loop=True)) == (sent, 0)
+    assert plan.operand_bytes("DCN", in_loop=False) == sent
+    assert plan.operand_bytes() == sum(plan.operand_bytes(network) for network in ("DCN", "ICI"))
     assert (
-        plan.bytes_sent(axis="islands", in_loop=True)
+        plan.operand_bytes(axis="islands", in_loop=True)
         == 0
-        < plan.bytes_sent(axis="fsdp", in_loop=True)
+        < plan.operand_bytes(axis="fsdp", in_loop=True)
     )
-    assert plan.bytes_sent(axis="islands") == sent * (
+    assert plan.operand_bytes(axis="islands") == sent * (
         1 if two else 4
     )  # and within a slice, before, after
-    assert plan.bytes_sent("ICI", in_loop=True) > plan.bytes_sent("ICI", in_loop=False)
+    assert plan.operand_bytes("ICI", in_loop=True) > plan.operand_bytes("ICI", in_loop=False)
 
 
 def test_the_roofline_of_two_slices_follows_from_the_counts(recorded: tuple[CompiledPlan, Mesh]):
@@ -85,21 +85,27 @@ def test_the_roofline_of_two_slices_follows_from_the_counts(recorded: tuple[Comp
     products = STEPS * ROWS * 5 * 2 * 256 * 512 * mesh.shape["islands"] / 8
     assert plan.matmul_flops == products
     roofline = plan.roofline
-    assert roofline.compute == pytest.approx(products / chip.peak_flops)
-    assert roofline.memory == pytest.approx(plan.memory_traffic / chip.hbm_bandwidth)
-    assert roofline.networks["DCN"] == pytest.approx(plan.bytes_sent("DCN") / chip.dcn_bandwidth)
-    assert roofline.seconds == max(roofline.times.values()) == roofline.times[roofline.bottleneck]
+    assert roofline.compute_seconds == pytest.approx(products / chip.peak_flops)
+    assert roofline.memory_seconds == pytest.approx(plan.memory_traffic / chip.hbm_bandwidth)
+    assert roofline.network_seconds["DCN"] == pytest.approx(
+        plan.operand_bytes("DCN") / chip.dcn_bandwidth
+    )
+    assert (
+        roofline.full_overlap_seconds
+        == max(roofline.times.values())
+        == roofline.times[roofline.bottleneck]
+    )
     runs = [(transfer, transfer.executions * transfer.seconds) for transfer in plan.collectives]
-    assert roofline.collectives == pytest.approx(sum(time for _, time in runs))
+    assert roofline.collective_seconds == pytest.approx(sum(time for _, time in runs))
     for axis in mesh.axis_names:  # a collective along several axes counts for each
         along = [t for x, t in runs if x.network == "ICI" and axis in x.collective.axes]
-        assert roofline.networks.get(f"ICI {axis}", 0.0) == pytest.approx(sum(along))
+        assert roofline.network_seconds.get(f"ICI {axis}", 0.0) == pytest.approx(sum(along))
     # The lower bound on time gives the upper bound on utilization.
     flops = 6 * PARAMETERS * mesh.shape["islands"] * STEPS * ROWS
-    assert plan.model_flops_utilization(roofline.seconds) == pytest.approx(
-        flops / (8 * chip.peak_flops * roofline.seconds)
+    assert plan.model_flops_utilization(roofline.full_overlap_seconds) == pytest.approx(
+        flops / (8 * chip.peak_flops * roofline.full_overlap_seconds)
     )
-    assert plan.model_flops_utilization(roofline.compute) == pytest.approx(6 / 5)
+    assert plan.model_flops_utilization(roofline.compute_seconds) == pytest.approx(6 / 5)
 
 
 def test_at_the_bandwidth_for_overlap_dcn_takes_as_long_as_the_rest(
@@ -116,7 +122,7 @@ def test_at_the_bandwidth_for_overlap_dcn_takes_as_long_as_the_rest(
     assert sent / plan.bandwidth_for_overlap == pytest.approx(rest)
 
 
-def test_the_text_report_has_the_figures_of_the_plan(recorded: tuple[CompiledPlan, Mesh]):
+def test_the_text_report_has_the_values_of_the_plan(recorded: tuple[CompiledPlan, Mesh]):
     plan, mesh = recorded
     text = to_text(plan)
     lines = [" ".join(line.split()) for line in text.splitlines()]
@@ -124,18 +130,21 @@ def test_the_text_report_has_the_figures_of_the_plan(recorded: tuple[CompiledPla
     for part in ("Mesh", "Memory per device, GiB", "Computation"):
         assert part in lines
     assert "total 8.00 50% of 16.00 GiB: fits" in lines
-    assert f"FLOPs per step {6 * PARAMETERS * mesh.shape['islands'] * ROWS:.4g}" in " ".join(lines)
+    assert f"model FLOPs per step {6 * PARAMETERS * mesh.shape['islands'] * ROWS:.4g}" in " ".join(
+        lines
+    )
     slices = lines.index("Between slices")
-    assert f"per round {plan.bytes_sent('DCN'):,} bytes per device" == lines[slices + 1]
+    assert f"per round {plan.operand_bytes('DCN'):,} operand bytes per device" == lines[slices + 1]
     assert ("Between islands" in lines) == (
         mesh.shape["islands"] == 4
     )  # otherwise islands are slices
     if "Between islands" in lines:
         islands = lines.index("Between islands")
         assert (
-            f"per round {plan.bytes_sent(axis='islands'):,} bytes per device" == lines[islands + 1]
+            f"per round {plan.operand_bytes(axis='islands'):,} operand bytes per device"
+            == lines[islands + 1]
         )
-    assert "inside loops 0 bytes per device" in lines
+    assert "inside loops 0 operand bytes per device" in lines
     assert f"limited by {plan.roofline.bottleneck}" in text
     # The rows of the table together have all collectives.
     start = next(i for i, line in enumerate(lines) if line.startswith("Collectives")) + 3
@@ -152,21 +161,25 @@ def test_the_text_report_has_the_figures_of_the_plan(recorded: tuple[CompiledPla
     assert CHIPS["v5e"].source in text and max(map(len, text.splitlines())) <= 120
 
 
-def test_the_json_report_has_the_figures_of_the_plan(recorded: tuple[CompiledPlan, Mesh]):
+def test_the_json_report_has_the_values_of_the_plan(recorded: tuple[CompiledPlan, Mesh]):
     plan, mesh = recorded
     content = json.loads(json.dumps(to_json(plan)))
     assert content["topology"]["chip"]["peak_flops"] == 197e12
     assert {name: axis["size"] for name, axis in content["mesh"].items()} == dict(mesh.shape)
     assert len(content["collectives"]) == len(plan.collectives)
     assert content["memory"]["total"] == 8 * 2**30 + 2**20 and content["memory"]["fits"]
-    assert content["placement"]["bytes_per_device_per_round"] == plan.bytes_sent(axis="islands")
-    assert content["placement"]["bytes_per_device_per_round_inside_loops"] == 0
+    assert content["placement"]["operand_bytes_per_device_per_round"] == plan.operand_bytes(
+        axis="islands"
+    )
+    assert content["placement"]["operand_bytes_per_device_per_round_inside_loops"] == 0
     between = content["between_slices"]
-    assert between["bytes_per_device_per_round"] == plan.bytes_sent("DCN")
-    assert between["bytes_per_device_per_step"] * STEPS == plan.bytes_sent("DCN")
-    assert between["bytes_per_device_per_round_inside_loops"] == 0
+    assert between["operand_bytes_per_device_per_round"] == plan.operand_bytes("DCN")
+    assert between["operand_bytes_per_device_per_step"] * STEPS == plan.operand_bytes("DCN")
+    assert between["operand_bytes_per_device_per_round_inside_loops"] == 0
     roofline = content["roofline"]
-    assert roofline["min_seconds_per_step"] * STEPS == pytest.approx(plan.roofline.seconds)
+    assert roofline["min_seconds_per_step"] * STEPS == pytest.approx(
+        plan.roofline.full_overlap_seconds
+    )
     slowest = roofline["max_model_flops_utilization_without_overlap"]
     assert 0 < slowest < roofline["max_model_flops_utilization"]
     assert content["computation"]["items_per_step"] == mesh.shape["islands"] * ROWS
@@ -204,9 +217,9 @@ def test_gpus_communicate_over_nvlink_and_dcn(hosts: int):
     plan = make_plan(text, mesh, topology, workload(mesh), memory(80.0 * 2**30))
     routes = {axis.name: [route.network for route in axis.routes] for axis in plan.axes}
     assert routes == {"islands": ["NVLink", "DCN"][:hosts], "fsdp": ["NVLink"]}
-    assert (plan.bytes_sent("DCN") > 0) == (hosts == 2)
+    assert (plan.operand_bytes("DCN") > 0) == (hosts == 2)
     assert "989 TFLOP/s" in to_text(plan) and "NVLink carries 450 GB/s" in to_text(plan)
-    assert plan.roofline.compute == pytest.approx(plan.matmul_flops / 989.4e12)
+    assert plan.roofline.compute_seconds == pytest.approx(plan.matmul_flops / 989.4e12)
 
 
 def test_simulated_devices_have_no_roofline():
@@ -224,7 +237,7 @@ def test_simulated_devices_have_no_roofline():
     )
     assert plan.memory.fits is None and plan.matmul_flops > 0
     report = to_text(plan)
-    assert "nothing is sent" in report and "figures of this device are unknown" in report
+    assert "no collectives" in report and "specifications of this device are unknown" in report
     assert to_json(plan)["roofline"] is None
     assert {title: grid.tolist() for title, grid in _grids(plan, mesh).items()} == {
         "": [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -238,8 +251,8 @@ def test_eight_bit_matmuls_have_their_own_peak(recorded: tuple[CompiledPlan, Mes
     chip = plan.topology.chip
     narrow = make_plan(eight, mesh, plan.topology, plan.workload, plan.memory)
     assert narrow.int8_flops == narrow.matmul_flops == plan.matmul_flops
-    assert narrow.roofline.compute == pytest.approx(
-        plan.roofline.compute * chip.peak_flops / chip.peak_int8_ops
+    assert narrow.roofline.compute_seconds == pytest.approx(
+        plan.roofline.compute_seconds * chip.peak_flops / chip.peak_int8_ops
     )
     report = to_text(narrow)
     assert "in int8" in report and "100.0%  of the program's matmul FLOPs" in report
@@ -254,7 +267,9 @@ def test_transfers_to_the_host_are_reported(recorded: tuple[CompiledPlan, Mesh])
     plan, _ = recorded
     offloading = plan._replace(host_transfers=1e6, memory=plan.memory._replace(host=2**30))
     report = to_text(offloading)
-    assert f"{1e6 / plan.workload.local_steps:,.0f}  bytes per step, between a device" in report
+    assert (
+        f"{1e6 / plan.workload.local_steps:,.0f}  bytes per local step, between a device" in report
+    )
     assert "on the host" in report and "is not published" in report
     assert to_json(offloading)["memory"]["total"] == plan.memory.total
     assert "host transfers" not in to_text(plan)
@@ -267,7 +282,7 @@ def test_too_little_memory_is_reported(recorded: tuple[CompiledPlan, Mesh]):
     assert "DOES NOT FIT" in to_text(full) and to_json(full)["memory"]["fits"] is False
 
 
-def test_unknown_figures_are_reported_as_unknown(recorded: tuple[CompiledPlan, Mesh]):
+def test_unknown_values_are_reported_as_unknown(recorded: tuple[CompiledPlan, Mesh]):
     plan, _ = recorded
     unknown = plan._replace(
         workload=plan.workload._replace(flops_per_item=None),
@@ -287,6 +302,6 @@ def test_the_slowest_resource_is_the_bottleneck():
     for _ in range(20):
         compute, memory_time, *others = random.random(4)
         roofline = Roofline(compute, memory_time, {"ICI fsdp": others[0], "DCN": others[1]}, 1.5)
-        assert roofline.seconds == max(compute, memory_time, *others)
-        assert roofline.times[roofline.bottleneck] == roofline.seconds
-        assert roofline.without_overlap == pytest.approx(compute + memory_time + 1.5)
+        assert roofline.full_overlap_seconds == max(compute, memory_time, *others)
+        assert roofline.times[roofline.bottleneck] == roofline.full_overlap_seconds
+        assert roofline.no_overlap_seconds == pytest.approx(compute + memory_time + 1.5)

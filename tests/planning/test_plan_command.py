@@ -54,7 +54,7 @@ def test_the_command_reports_a_plan_on_simulated_devices(run: Run, tmp_path: Pat
     files = (
         f"--json={tmp_path / 'plan.json'}",
         f"--picture={tmp_path / 'new' / 'mesh.png'}",
-        f"--program={tmp_path / 'round.hlo'}",
+        f"--hlo={tmp_path / 'round.hlo'}",
     )
     status, output, errors = run("plan", EXP, "--topology=cpu:8", *files, "--num_layers=4")
     assert status == 0
@@ -62,7 +62,7 @@ def test_the_command_reports_a_plan_on_simulated_devices(run: Run, tmp_path: Pat
     assert lines[0] == "stacked_layers:stack on cpu:8: 8 devices"
     assert "parameters 16,384" in lines
     assert "islands 4 host" in lines and "fsdp 2 host" in lines
-    assert any(line.startswith("compiled 1.00 x") for line in lines)
+    assert any(line.startswith("compiled / model FLOPs 1.00") for line in lines)
     for words in ("building stacked_layers:stack for 8 devices", "compiling", "done"):
         assert words in errors
 
@@ -79,7 +79,7 @@ def test_the_command_reports_a_plan_on_simulated_devices(run: Run, tmp_path: Pat
     assert {tuple(c["axes"]) for c in collectives if c["in_loop"]} == {("fsdp",)}
     (between,) = [c for c in collectives if "islands" in c["axes"]]
     assert between["executions_per_round"] == 1
-    assert between["bytes_per_device_per_execution"] == 4 * 16384 // 2 + 4
+    assert between["operand_bytes_per_device_per_execution"] == 4 * 16384 // 2 + 4
     assert (tmp_path / "new" / "mesh.png").read_bytes().startswith(b"\x89PNG")
     assert "ENTRY" in (tmp_path / "round.hlo").read_text()
 
@@ -293,10 +293,10 @@ def test_a_plan_needs_no_tpu(topology: str, slices: int, mesh: dict) -> None:
     plan, _ = plan_experiment(experiment, find_topology(topology, slices))
     flops = 6 * 3 * 256**2 * 4 * 64 * 5
     assert plan.matmul_flops * len(plan.topology.devices) == flops
-    assert plan.memory.fits and plan.roofline.seconds > 0
+    assert plan.memory.fits and plan.roofline.full_overlap_seconds > 0
     inside = {axis for t in plan.collectives if t.collective.in_loop for axis in t.collective.axes}
     assert inside == {"fsdp"}
-    assert (plan.bytes_sent("DCN") > 0) == (slices > 1) and plan.bytes_sent(
+    assert (plan.operand_bytes("DCN") > 0) == (slices > 1) and plan.operand_bytes(
         "DCN", in_loop=True
     ) == 0
 

@@ -66,7 +66,7 @@ def test_tpu_topologies_have_their_chips_and_devices(
     assert topology.shape == tuple(map(int, name.partition(":")[2].split("x")))
 
 
-def test_the_figures_of_chips_are_consistent():
+def test_the_specifications_of_chips_are_consistent():
     for chip in CHIPS.values():
         assert 1e14 < chip.peak_flops < 1e16
         assert 1e10 < chip.hbm_bytes < 1e12 and chip.source.startswith("https://")

@@ -1,4 +1,4 @@
-"""The cohort of a round: what its participants train on, as one value."""
+"""The cohort of a round: the batches, weights and indices of its participants, as one value."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ if TYPE_CHECKING:  # chex imports absl.flags
     import chex
 
 MASK = "mask"
-"""The field of a dict of batches that tells examples from padding."""
+"""Name of the field of a dict of batches that marks padding with 0 or False."""
 
 
 class Cohort(NamedTuple):
-    """The participants of one round and their batches; every array has the participants in front.
+    """The participants of one round and their batches.
 
-    Every method takes one: `round(state, cohort)`. Islands, and clients of equal size, need the
-    batches alone: `Cohort(batches)`. `fedpax.data.cohort_rounds` fills in all fields.
+    The leading axis of every array is the participants. The `round` of every algorithm takes a
+    cohort: `round(state, cohort)`. Islands, and clients of equal size, need only the batches:
+    `Cohort(batches)`. `fedpax.data.cohort_rounds` sets all fields.
 
-    Where `batches` is a dict with a field `"mask"`, an example (or token) whose mask is 0 or False
-    is padding. A step whose batch is padding alone changes nothing: no parameter, no optimizer
-    state, no step count and no metric. A participant without a step has weight 0.
+    If `batches` is a dict with a field `"mask"`, an example (or token) whose mask is 0 or False is
+    padding. A step with only padding has no effect on parameters, optimizer state, step count and
+    metrics. A participant without a step has weight 0.
 
     Attributes:
         batches: a pytree of arrays `[participants, steps, batch, ...]`. `"mask"` in a dict:
             bool or number `[participants, steps, batch, ...]`.
         num_examples: number `[participants]`, the weight of each participant in means. Default
             None: every participant with at least one step has the same weight.
-        num_steps: int `[participants]`, how many of a participant's batches it trains on, the first
-            ones. Later batches are not computed. Default None: compute every step, and discard
-            those that are padding. `jax.grad` through a round with `num_steps` raises, since JAX
-            cannot differentiate a loop of variable length backwards; forward mode works.
-        client_ids: int `[participants]`, each client's index in its population, -1 where fewer
-            clients were available than the cohort has places. Default None: unknown, for methods
-            that keep no state of clients.
+        num_steps: int `[participants]`, number of leading batches that a participant trains on;
+            later batches are skipped. Default None: compute every step, and discard steps with only
+            padding. `jax.grad` through a round with `num_steps` raises, because JAX has no
+            reverse-mode derivative of a `while_loop`; forward mode works.
+        client_ids: int `[participants]`, each client's index in its population; -1 for an empty
+            slot of the cohort. Default None: unknown, for algorithms without client state.
 
     Example:
         >>> import numpy as np
@@ -52,16 +52,17 @@ class Cohort(NamedTuple):
     client_ids: Int[jax.Array | np.ndarray, " participants"] | None = None
 
 
-def check_cohort(method: str, cohort: Any, participants: int) -> None:
-    """Check that a round was given a cohort whose arrays fit one another.
+def check_cohort(algorithm: str, cohort: Any, num_participants: int) -> None:
+    """Check that the argument of a round is a `Cohort` with consistent shapes.
 
     Args:
-        method: the method's name, for the message.
-        cohort: the second argument of the method's round.
-        participants: the size of the method's placement.
+        algorithm: the algorithm's name, for the message.
+        cohort: the second argument of the algorithm's `round`.
+        num_participants: size of the algorithm's placement.
 
     Raises:
-        TypeError: `cohort` is no `Cohort`, or `num_steps` or `client_ids` holds no integers.
+        TypeError: `cohort` is not a `Cohort`, or the dtype of `num_steps` or `client_ids` is not an
+            integer dtype.
         ValueError: no batches, a leaf without the axes `[participants, steps]`, leaves with
             different numbers of steps, or a field of another shape than `[participants]`.
 
@@ -73,31 +74,31 @@ def check_cohort(method: str, cohort: Any, participants: int) -> None:
     """
     if not isinstance(cohort, Cohort):
         raise TypeError(
-            f"{method}: the second argument of round is a {type(cohort).__name__}, expected a "
-            "fedpax.Cohort. Give fedpax.Cohort(batches), with num_examples= and num_steps= where "
+            f"{algorithm}: the second argument of round is a {type(cohort).__name__}, expected a "
+            "fedpax.Cohort. Pass fedpax.Cohort(batches), with num_examples= and num_steps= if "
             "clients differ."
         )
     leaves = jax.tree.leaves_with_path(cohort.batches)
     if not leaves:
         raise ValueError(
-            f"{method}: cohort.batches has no arrays, expected leaves of shape "
-            f"[{participants}, steps, batch, ...]."
+            f"{algorithm}: cohort.batches has no arrays, expected leaves of shape "
+            f"[{num_participants}, steps, batch, ...]."
         )
     num_steps: dict[int, str] = {}
     for path, leaf in leaves:
         shape = np.shape(leaf)
         name = f"cohort.batches{jax.tree_util.keystr(path)}"
-        if len(shape) < 2 or shape[0] != participants:
+        if len(shape) < 2 or shape[0] != num_participants:
             raise ValueError(
-                f"{method}: {name} has shape {list(shape)}, expected [{participants}, steps, "
-                f"batch, ...]: {participants} is the number of participants that {method} was made "
-                "for. Stack the participants' batches along the first axis."
+                f"{algorithm}: {name} has shape {list(shape)}, expected [{num_participants}, "
+                f"steps, batch, ...]: {num_participants} is the number of participants of "
+                f"{algorithm}. Stack the participants' batches along the first axis."
             )
         num_steps.setdefault(shape[1], name)
     if len(num_steps) > 1:
         found = " and ".join(f"{name} has {steps}" for steps, name in sorted(num_steps.items()))
         raise ValueError(
-            f"{method}: the leaves of cohort.batches have different numbers of steps (axis 1): "
+            f"{algorithm}: the leaves of cohort.batches have different numbers of steps (axis 1): "
             f"{found}. Pad the shorter ones, and mark the padding in a field {MASK!r}."
         )
     for field in ("num_examples", "num_steps", "client_ids"):
@@ -106,17 +107,17 @@ def check_cohort(method: str, cohort: Any, participants: int) -> None:
             continue
         if not hasattr(value, "shape") and not isinstance(value, int | float):
             raise TypeError(
-                f"{method}: cohort.{field} is a {type(value).__name__}, expected an array "
-                f"[{participants}]. Convert it with jnp.asarray."
+                f"{algorithm}: cohort.{field} is a {type(value).__name__}, expected an array "
+                f"[{num_participants}]. Convert it with jnp.asarray."
             )
-        if np.shape(value) != (participants,):
+        if np.shape(value) != (num_participants,):
             raise ValueError(
-                f"{method}: cohort.{field} has shape {list(np.shape(value))}, expected "
-                f"[{participants}]: one entry for each participant."
+                f"{algorithm}: cohort.{field} has shape {list(np.shape(value))}, expected "
+                f"[{num_participants}]: one entry for each participant."
             )
         dtype = jax.numpy.result_type(value)
         if field != "num_examples" and not jax.numpy.issubdtype(dtype, jax.numpy.integer):
             raise TypeError(
-                f"{method}: cohort.{field} has dtype {dtype}, expected integers. Cast it with "
+                f"{algorithm}: cohort.{field} has dtype {dtype}, expected integers. Cast it with "
                 ".astype(int)."
             )

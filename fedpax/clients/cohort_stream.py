@@ -19,9 +19,9 @@ class CohortStream(Protocol):
         ...
 
     def get_state(self) -> dict[str, Any] | bytes:
-        """Return the position, as values that JSON can hold or as bytes."""
+        """Return the position in the stream, as values that JSON can represent or as bytes."""
         ...
 
     def set_state(self, state: Any) -> None:
-        """Move to the position for which `get_state` returned `state`."""
+        """Move to a position from `get_state`."""
         ...

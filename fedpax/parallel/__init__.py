@@ -1,4 +1,4 @@
-"""What a program runs with: meshes, logical axes, pipelines, rings, simulated devices."""
+"""Parallelism: meshes, logical axes, pipelines, rings and simulated devices."""
 
 from fedpax.parallel.axes import RULES, constrain, explicit_spec, partition_spec, shardings
 from fedpax.parallel.mesh import MeshConfig, available_devices, default_devices, make_mesh

@@ -80,7 +80,7 @@ def partition_spec(
     if shape is not None and len(shape) != len(logical):
         raise ValueError(
             f"logical={tuple(logical)} names {len(logical)} axes, but the array has shape "
-            f"{tuple(shape)}: give one name, or None, for each axis."
+            f"{tuple(shape)}: pass one name, or None, for each axis."
         )
     # An automatic axis of size 1 shards nothing; explicit ones are part of the types of arrays.
     automatic = {axis for axis in _axes_of_type(mesh, AxisType.Auto) if mesh.shape[axis] > 1}

@@ -48,7 +48,7 @@ def _check_array(name: str, shape: tuple[int, ...], sharding: NamedSharding) -> 
     if len(spec) > len(shape):
         raise ValueError(
             f"The sharding {spec} has {len(spec)} entries, but {name} has shape {tuple(shape)}: "
-            f"give at most {len(shape)}, one for each axis of the array."
+            f"pass at most {len(shape)}, one for each axis of the array."
         )
     for index, (size, entry) in enumerate(zip(shape, spec, strict=False)):
         axes = (entry,) if isinstance(entry, str) else entry
@@ -63,5 +63,5 @@ def _check_array(name: str, shape: tuple[int, ...], sharding: NamedSharding) -> 
                 f"The mesh {'axis' if len(axes) == 1 else 'axes'} {named} "
                 f"{'does' if len(axes) == 1 else 'do'} not divide axis {index} of {name}, of size "
                 f"{size}: make that size {fitting}, change the mesh (--mesh.{axes[0]}), or leave "
-                f"the axis unsharded, None in place of {entry!r} in {spec}."
+                f"the axis unsharded, None instead of {entry!r} in {spec}."
             )

@@ -107,8 +107,8 @@ class MeshConfig:
     batch.
 
     Attributes:
-        islands: replicas of the model that train separately and synchronize once per round.
-        clients: participants of a federated round that are simulated at once.
+        islands: groups of devices that share the islands of a round.
+        clients: groups of devices that share the clients of a round.
         data: replicas of the model that synchronize gradients in every step.
         fsdp: shards of parameters, optimizer state and batch.
         tensor: shards of heads and of the layers' inner dimensions.
@@ -216,7 +216,7 @@ def _resolve(axis_sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> di
     if len(rest) > 1:
         raise ValueError(
             f"{given}: only one axis can take all remaining devices, but {_join(rest)} are -1. "
-            "Give all of them except one a size."
+            "Set a size for all of them except one."
         )
     taken = math.prod(size for size in sizes.values() if size != -1)
     if rest and len(devices) % taken == 0:

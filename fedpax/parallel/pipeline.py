@@ -2,11 +2,13 @@
 
 Each device along `stage` holds some of the layers. Microbatches pass from stage to stage, so that
 all stages compute at the same time, on different microbatches. In a tick, every stage receives the
-features of a microbatch, applies one run of its layers to them, and sends them on.
+features of a microbatch, applies one block of its layers to them, and sends them on.
 
-With one run of layers per stage (`num_repeats=1`) this is GPipe. With several, stage s has runs s,
-s + num_stages, s + 2 num_stages, ..., and a microbatch passes all stages `num_repeats` times:
-ticks are shorter, and so is the time that a stage is idle (`bubble_fraction`).
+- `num_repeats=1`: each stage has one block of consecutive layers. This is GPipe.
+- `num_repeats > 1`: each stage has `num_repeats` shorter blocks. Stage s has the blocks s,
+  s + num_stages, s + 2 num_stages, ... of the model, and a microbatch passes all stages
+  `num_repeats` times. Ticks are shorter, and so is the time that a stage is idle
+  (`bubble_fraction`).
 
 A function and its gradient use the same pipeline, the gradient in reverse: JAX derives it.
 """
@@ -74,18 +76,17 @@ def run_pipeline(
             none.
         num_microbatches: microbatches of the batch, a multiple of the number of stages. A larger
             number makes the bubble smaller, and each matmul smaller. Default 1.
-        num_repeats: runs of layers on each stage. Default 1: GPipe.
+        num_repeats: blocks of layers on each stage. Default 1: GPipe.
         axis: name of the pipeline's mesh axis. Default "stage".
         remat: transforms `layer_fn` so that it stores fewer residuals, such as
             `functools.partial(jax.checkpoint, prevent_cse=False)`. Default None: store all
             residuals, except in a pipeline with num_repeats > 1, which uses `jax.checkpoint`:
-            otherwise JAX would store a copy of a run's parameters for each tick.
+            otherwise JAX would store a copy of a block's parameters for each tick.
         unroll: unroll factor of the scan over layers. Default 1.
 
     Returns:
         The features [batch, ...], and the auxiliary scalars, summed over layers and averaged over
-        microbatches. (A scalar that is not a mean over examples has another value on microbatches
-        than on the whole batch.)
+        microbatches. A scalar that is not a mean over examples changes with num_microbatches.
 
     Raises:
         ValueError: if num_microbatches does not divide the batch, or the number of stages does not
@@ -132,7 +133,7 @@ def run_pipeline(
     if num_layers % (stages * num_repeats):
         raise ValueError(
             f"run_pipeline: {num_layers} layers cannot be divided into {stages} stages of "
-            f"{num_repeats} runs: use a multiple of {stages * num_repeats} layers, another size "
+            f"{num_repeats} blocks: use a multiple of {stages * num_repeats} layers, another size "
             f"of the mesh axis {axis!r} (stage), or another num_repeats (num_pipeline_repeats)."
         )
     if x.shape[0] % num_microbatches:
@@ -194,20 +195,20 @@ def _pipeline_on_device(
 
     def exchange(arriving: jax.Array, buffer: jax.Array, tick: Any) -> tuple[jax.Array, jax.Array]:
         """Let stage 0 take a new microbatch and return a finished one; rotate the buffers."""
-        # The buffers rotate whenever stage 0 begins with a microbatch. The m-th time, rotations
-        # have brought microbatch m to stage 0, where microbatch m - num_stages arrives finished
-        # and takes its place. Places move to the previous stage, so that every microbatch ends on
-        # the device where it started.
+        # When stage 0 begins with microbatch m, slot m % microbatches_per_stage of its buffer holds
+        # microbatch m. Stage 0 takes it out, and stores the finished microbatch m - num_stages,
+        # which arrives in this tick. Then this slot moves to the previous stage, on all devices.
+        # After all rotations, each microbatch is on the device where it started.
         _, repeat, microbatch = schedule.task(tick, 0)
-        place = microbatch % schedule.microbatches_per_stage
-        stored = jax.lax.dynamic_index_in_dim(buffer, place, keepdims=False)
+        slot = microbatch % schedule.microbatches_per_stage
+        stored = jax.lax.dynamic_index_in_dim(buffer, slot, keepdims=False)
         begins = repeat == 0
         entering = jnp.where((stage == 0) & begins, stored, arriving)
         leaving = jnp.where((stage == 0) & begins, arriving, stored)
         rotated = jax.lax.ppermute(leaving, axis, backward)
         if schedule.num_repeats > 1:
             rotated = jnp.where(begins, rotated, leaving)
-        return entering, jax.lax.dynamic_update_index_in_dim(buffer, rotated, place, 0)
+        return entering, jax.lax.dynamic_update_index_in_dim(buffer, rotated, slot, 0)
 
     def run_tick(
         carry: tuple[jax.Array, jax.Array], tick: jax.Array
@@ -239,7 +240,7 @@ def _own_layers(
     own_params: PyTree[jax.Array],
     side_inputs: PyTree[jax.Array],
 ) -> Callable[[jax.Array, Task], tuple[jax.Array, PyTree[jax.Array]]]:
-    """Return the function that applies a run of the device's layers to a microbatch."""
+    """Return the function that applies a block of the device's layers to a microbatch."""
 
     # Slices that depend on the tick are taken in here, so that `remat` does not store them.
     def one(x: jax.Array, params: Any, repeat: Any, microbatch: Any, side_inputs: Any) -> Any:
@@ -251,7 +252,7 @@ def _own_layers(
 
     if schedule.num_repeats > 1:
         one = (remat or functools.partial(jax.checkpoint, prevent_cse=False))(one)
-        # [layers of a run, num_repeats, ...], to scan over the layers of a run.
+        # [layers of a block, num_repeats, ...], to scan over the layers of a block.
         own_params = jax.tree.map(lambda p: jnp.moveaxis(p, 0, 1), own_params)
     elif remat is not None:
         one = remat(one)
@@ -275,7 +276,7 @@ def _slice(index: int | jax.Array, stack: jax.Array) -> jax.Array:
 def _split_microbatches(x: jax.Array, schedule: Schedule, axis: str) -> jax.Array:
     """Reshape [batch, ...] to [num_microbatches, batch / num_microbatches, ...] without transfers.
 
-    The assignment of examples to microbatches is free. Here each device along the axes that shard
+    Any assignment of examples to microbatches is valid. Here each device along the axes that shard
     the batch contributes the next of its own examples to each microbatch: the batch axis is
     sharded first over the other axes, then over the stages.
     """

@@ -12,7 +12,7 @@ class Task(NamedTuple):
 
     Attributes:
         useful: whether the stage has a task. If not, its result is discarded.
-        repeat: index of the run of layers to apply.
+        repeat: index of the stage's block of layers to apply.
         microbatch: index of the microbatch to apply it to.
     """
 
@@ -25,13 +25,13 @@ class Schedule:
     """The schedule of a pipeline with interleaved stages.
 
     Microbatches go around the stages in groups of `num_stages`. When the last stage has applied
-    its first run to a microbatch, the first stage has finished its first run on the group, and
-    continues with the next run on this microbatch. No microbatch waits between two stages.
+    its first block to a microbatch, the first stage has applied its first block to the whole
+    group, and applies its next block to this microbatch. No microbatch waits between two stages.
 
     Attributes:
         num_stages: devices along the pipeline's mesh axis.
         num_microbatches: microbatches of a batch.
-        num_repeats: runs of layers on each stage.
+        num_repeats: blocks of layers on each stage.
 
     Raises:
         ValueError: if a number is below 1, or `num_stages` does not divide `num_microbatches`.
@@ -49,8 +49,8 @@ class Schedule:
         if num_microbatches % num_stages:
             raise ValueError(
                 f"A pipeline has num_microbatches={num_microbatches}, which its {num_stages} "
-                f"stages do not divide: use a multiple of {num_stages}, at best several times as "
-                "many."
+                f"stages do not divide: use a multiple of {num_stages}, at best several times "
+                f"{num_stages}."
             )
         self.num_stages = num_stages
         self.num_microbatches = num_microbatches
@@ -58,7 +58,7 @@ class Schedule:
 
     @property
     def num_ticks(self) -> int:
-        """Number of ticks until every microbatch has passed every run of layers."""
+        """Number of ticks until every microbatch has passed every block of layers."""
         return self.num_repeats * self.num_microbatches + self.num_stages - 1
 
     @property
@@ -69,22 +69,22 @@ class Schedule:
     def task(self, tick: int | jax.Array, stage: int | jax.Array) -> Task:
         """Return the task of a stage in a tick; both can be arrays."""
         started = tick - stage
-        lap, place = started // self.num_stages, started % self.num_stages
+        lap, index = started // self.num_stages, started % self.num_stages
         group, repeat = lap // self.num_repeats, lap % self.num_repeats
         useful = (started >= 0) & (started < self.num_repeats * self.num_microbatches)
-        return Task(useful, repeat, (group * self.num_stages + place) % self.num_microbatches)
+        return Task(useful, repeat, (group * self.num_stages + index) % self.num_microbatches)
 
 
 def bubble_fraction(num_stages: int, num_microbatches: int, num_repeats: int = 1) -> float:
     """Return the fraction of its time that a stage is idle, while the pipeline fills and drains.
 
-    (num_stages - 1) / (num_repeats num_microbatches + num_stages - 1): a tick is one run of layers
-    on one microbatch, and each stage has num_repeats * num_microbatches such tasks.
+    (num_stages - 1) / (num_repeats num_microbatches + num_stages - 1): a tick is one block of
+    layers on one microbatch, and each stage has num_repeats * num_microbatches such tasks.
 
     Args:
         num_stages: devices along the pipeline's mesh axis.
         num_microbatches: microbatches of a batch, a multiple of `num_stages`.
-        num_repeats: runs of layers on each stage. Default 1.
+        num_repeats: blocks of layers on each stage. Default 1.
 
     Returns:
         The fraction, for the forward pass and for the backward pass.

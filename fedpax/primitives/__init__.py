@@ -1,13 +1,13 @@
-"""Federated primitives: placements, and what moves between server and participants."""
+"""Federated primitives: placements, programs, broadcasts, maps and reductions."""
 
 from fedpax.primitives.broadcast import federated_broadcast, federated_broadcast_p
-from fedpax.primitives.extremum import (
+from fedpax.primitives.map import federated_map, federated_map_p
+from fedpax.primitives.max_min import (
     federated_max,
     federated_max_p,
     federated_min,
     federated_min_p,
 )
-from fedpax.primitives.map import federated_map, federated_map_p
 from fedpax.primitives.mean import federated_mean, federated_mean_p
 from fedpax.primitives.placement import Placement
 from fedpax.primitives.program import federated_program_p, program

@@ -1,4 +1,4 @@
-"""All JAX interfaces that fedpax uses and JAX does not promise to keep.
+"""Collect all unstable JAX interfaces that fedpax uses: `jax.extend` and `jax.interpreters`.
 
 No other module imports `jax.extend` or `jax.interpreters`. This module defines primitives from
 their rules, converts functions to jaxprs and back, and analyses and rewrites jaxprs.
@@ -269,19 +269,19 @@ def residual_sources(jaxpr: ClosedJaxpr, outputs: int) -> tuple[list[tuple[str, 
         the redundant residuals are removed; and for each residual whether it must be returned as an
         extra output, because no input and no other output holds it.
     """
-    place: dict[Any, tuple[str, int]] = {}
+    source_of: dict[Any, tuple[str, int]] = {}
     for i, v in enumerate(jaxpr.jaxpr.outvars[:outputs]):
         if not isinstance(v, Literal):
-            place.setdefault(v, ("output", i))
+            source_of.setdefault(v, ("output", i))
     for i, v in enumerate(jaxpr.jaxpr.invars):
-        place[v] = ("argument", i)
+        source_of[v] = ("argument", i)
     sources, extra = [], []
     for v in jaxpr.jaxpr.outvars[outputs:]:
-        known = None if isinstance(v, Literal) else place.get(v)
+        known = None if isinstance(v, Literal) else source_of.get(v)
         extra.append(known is None)
         sources.append(known or ("output", outputs + sum(extra[:-1])))
         if not isinstance(v, Literal):
-            place.setdefault(v, sources[-1])
+            source_of.setdefault(v, sources[-1])
     return sources, extra
 
 
@@ -327,7 +327,7 @@ def strip_final(
         primitive: a primitive with one argument and one result.
 
     Returns:
-        The jaxpr, which returns the primitive's argument in place of its result; and for each
+        The jaxpr, which returns the primitive's argument instead of its result; and for each
         output after the first `outputs` the removed equation, or None.
     """
     makers = {e.outvars[0]: e for e in jaxpr.jaxpr.eqns if e.primitive is primitive}

@@ -1,4 +1,4 @@
-"""Layouts of placed values on a mesh: types with and without the placement's axis."""
+"""Shardings and types of placed values, with and without the placement's axis."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -42,7 +42,7 @@ def find_mesh(avals: Iterable[Any]) -> AbstractMesh:
     return next((m for m in (mesh, *others) if not m.empty), mesh)
 
 
-def check_divisible(placement: Placement) -> None:
+def check_placement_divisible(placement: Placement) -> None:
     """Raise a ValueError if the placement's mesh axis does not divide its size."""
     axis = mesh_axis(placement)
     if axis is None:

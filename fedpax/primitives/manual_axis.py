@@ -1,4 +1,4 @@
-"""Run a jaxpr where one mesh axis is manual, although it was traced with that axis not manual."""
+"""Run a jaxpr inside a `shard_map` that makes one more mesh axis manual."""
 
 import functools
 from collections.abc import Callable

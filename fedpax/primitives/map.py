@@ -6,11 +6,10 @@ from typing import Any
 import jax
 
 from fedpax.primitives._jax import Primitive, evaluate, trace
-from fedpax.primitives.arguments import function_name, named_like
 from fedpax.primitives.broadcast import broadcast
-from fedpax.primitives.call import define_call
+from fedpax.primitives.call_rules import define_call
 from fedpax.primitives.layout import (
-    check_divisible,
+    check_placement_divisible,
     placed_aval,
     shard_over_placement,
     unplaced_aval,
@@ -26,6 +25,7 @@ from fedpax.primitives.placement import (
     enter_participant,
     resolve_placement,
 )
+from fedpax.primitives.signatures import function_name, named_like
 
 federated_map_p = Primitive("federated_map")
 federated_map_p.multiple_results = True
@@ -49,11 +49,16 @@ def federated_map(
         *args: placed pytrees of arrays `[n, ...]` of any dtype; may be empty.
         placement: name of the placement. Default None: the only placement of the program.
         chunk_size: number of participants that a device runs at once. A smaller number needs less
-            memory; 1 runs `fn` unbatched, so that its conditionals and loops stay as they are.
-            "auto" is 1 on CPU, where a core gains nothing from a batch of clients. On GPU and TPU,
-            "auto" is the number of participants whose live values fit in 1 GiB, estimated from the
-            jaxpr of `fn` (for a model: parameters, gradients and activations), at least 1, and
-            reduced until all chunks have about the same size. Default None: the program's setting.
+            memory.
+
+            - None, the default: the program's setting. If that is None too, a device runs all of
+              its participants at once.
+            - A positive int. 1 runs `fn` unbatched, so that its conditionals and loops stay as
+              they are.
+            - "auto" on CPU: 1, because a core gains nothing from a batch of participants.
+            - "auto" on GPU and TPU: the number of participants whose live values fit in 1 GiB,
+              at least 1. It is estimated from the jaxpr of `fn` (for a model: parameters,
+              gradients and activations), and reduced until all chunks have about the same size.
 
     Returns:
         The result of `fn`, with an axis of size `n` in front of every leaf.
@@ -78,7 +83,7 @@ def federated_map(
     active = resolve_placement("federated_map", placement)
     target = active.placement
     check_chunk_size(chunk_size)
-    check_divisible(target)
+    check_placement_divisible(target)
     if not callable(fn):
         raise TypeError(
             f"federated_map(): fn is of type {type(fn).__name__}, expected a function of one "

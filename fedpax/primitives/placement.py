@@ -33,8 +33,9 @@ class ActivePlacement(NamedTuple):
         placement: the placement.
         chunk_size: the program's setting.
         inside: the code being traced runs on one participant of the placement.
-        depth: number of placements that the enclosing programs declare. A call that names no
-            placement means the innermost program's, and `depth` tells nested programs apart.
+        depth: number of placements that the enclosing programs declare; 0 for the outermost
+            program. The innermost program has the largest depth. A call without `placement` refers
+            to the placement of the innermost program.
     """
 
     placement: Placement

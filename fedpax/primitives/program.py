@@ -8,16 +8,8 @@ from typing import Any, Protocol
 import jax
 
 from fedpax.primitives._jax import Primitive, trace
-from fedpax.primitives.arguments import (
-    StaticArguments,
-    argument_names,
-    function_name,
-    named_like,
-    resolve_static,
-    split_static,
-)
-from fedpax.primitives.call import define_call
-from fedpax.primitives.layout import check_divisible, find_mesh
+from fedpax.primitives.call_rules import define_call
+from fedpax.primitives.layout import check_placement_divisible, find_mesh
 from fedpax.primitives.placement import (
     ActivePlacement,
     ArrayTree,
@@ -26,6 +18,14 @@ from fedpax.primitives.placement import (
     active_placements,
     check_array,
     declare_placements,
+)
+from fedpax.primitives.signatures import (
+    StaticArguments,
+    argument_names,
+    function_name,
+    named_like,
+    resolve_static,
+    split_static,
 )
 
 federated_program_p = Primitive("federated_program")
@@ -50,8 +50,8 @@ class Program(Protocol):
         """Return the same program with other settings.
 
         Args:
-            **options: keywords of `fedpax.program`. Those that are not given keep their values. A
-                placement's name changes its size, or adds a placement.
+            **options: keywords of `fedpax.program`; the other settings keep their values. A keyword
+                that names a placement sets its size. Any other name adds a placement.
 
         Returns:
             A new program; this one does not change.
@@ -98,9 +98,9 @@ def program(
 
     Returns:
         A decorator that returns a `Program`. Its method `with_options` returns the same program
-        with other settings. Called outside of a trace, a program traces its function at every call,
-        because values that the function closes over can change, and compiles only what was not
-        compiled before. `jax.jit` avoids the tracing.
+        with other settings. Wrap the program in `jax.jit` where its speed matters: without it,
+        every call traces the function again, because values that the function closes over can
+        change. The compiled code is cached in both cases.
 
     Raises:
         TypeError: a size is not an int, a keyword looks like a misspelt option, or the parentheses
@@ -124,7 +124,7 @@ def program(
     """
     if unparenthesized is not None:
         raise TypeError(
-            f"fedpax.program got {unparenthesized!r} in place of placements. Name the participants "
+            f"fedpax.program got {unparenthesized!r} instead of placements. Name the participants "
             "in parentheses: @fedpax.program(clients=1000)."
         )
     if not isinstance(placements, Mapping | None):
@@ -202,8 +202,8 @@ def _call(
 ) -> ArrayTree:
     """Trace a program's function on the types of its arguments, and bind the primitive."""
     name = function_name(fn)
-    around = active_placements()
-    for entry in around:
+    enclosing = active_placements()
+    for entry in enclosing:
         if entry.placement.name in (own.placement.name for own in entries):
             raise ValueError(
                 f"The program {name!r} declares the placement {entry.placement.name!r}, which an "
@@ -222,8 +222,8 @@ def _call(
 
     def run(*traced: ArrayTree, **traced_by_name: ArrayTree) -> list[jax.Array]:
         args, kwargs = merge(*traced, **traced_by_name)
-        own = (entry._replace(depth=len(around)) for entry in entries)
-        with activate((*around, *own)):
+        own = (entry._replace(depth=len(enclosing)) for entry in entries)
+        with activate((*enclosing, *own)):
             out = fn(*args, **kwargs)
         outputs, out_tree = jax.tree.flatten_with_path(out)
         out_trees.append(out_tree)
@@ -241,7 +241,7 @@ def _call(
     types, types_by_name = jax.tree.unflatten(structure, avals)
     with jax.sharding.use_abstract_mesh(find_mesh(avals)):
         for entry in entries:
-            check_divisible(entry.placement)
+            check_placement_divisible(entry.placement)
         jaxpr, closed_over = trace(named_like(fn, run, static), *types, **types_by_name)
         outputs = federated_program_p.bind(
             *closed_over,
@@ -268,8 +268,8 @@ def _check_hashable(
         except TypeError:
             raise ValueError(
                 f"program {function}: the static argument {name} is of type "
-                f"{type(value).__name__}, expected a hashable value. Pass for example a tuple in "
-                "place of a list, and pass arrays as arguments that are not static."
+                f"{type(value).__name__}, expected a hashable value. Pass for example a tuple "
+                "instead of a list, and pass arrays as arguments that are not static."
             ) from None
 
 

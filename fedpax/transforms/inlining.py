@@ -1,4 +1,4 @@
-"""Inlining: what stands between a map and a reduction is brought to the top level of a jaxpr."""
+"""Inline calls, so that array code between maps and reductions is at the top level of a jaxpr."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence

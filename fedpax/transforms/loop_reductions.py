@@ -1,6 +1,6 @@
 """The reductions over participants that a loop can accumulate.
 
-These are the federated reductions, and the equations of NumPy code that combine the slices of
+These are the federated reductions, and the equations of `jax.numpy` code that combine the slices of
 participants: sums, maxima and minima over the participants' axis, and matmuls and convolutions that
 contract it. A weighted average written as `jnp.einsum("n,nij->ij", weights, delta)` is of this
 kind, and so is the derivative of `delta @ w` with respect to a server value `w`.
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from fedpax.primitives._jax import JaxprEqn, aval_of, rebind
-from fedpax.primitives.extremum import federated_max_p, federated_min_p
+from fedpax.primitives.max_min import federated_max_p, federated_min_p
 from fedpax.primitives.monoids import ADDITION, Monoid, accumulation_dtype
 from fedpax.primitives.placement import Placement
 from fedpax.primitives.reduction import REDUCTIONS

@@ -73,8 +73,8 @@ def out_of_core(program: Callable[..., Any], chunk_size: int) -> Callable[..., A
     """
     if chunk_size < 1:
         raise ValueError(
-            f"out_of_core(): chunk_size is {chunk_size}, expected at least 1. Pass the number of "
-            "participants whose data fit the devices' memory twice."
+            f"out_of_core(): chunk_size is {chunk_size}, expected at least 1. Two chunks are on "
+            "the devices at a time: pass at most half the number of participants that fit."
         )
 
     @functools.lru_cache(maxsize=32)

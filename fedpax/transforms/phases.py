@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 
 from fedpax.primitives._jax import Jaxpr, JaxprEqn, Literal, Var, aval_of, is_rematerialized
 from fedpax.primitives.broadcast import federated_broadcast_p, federated_index_p
-from fedpax.primitives.extremum import federated_max_p, federated_min_p
 from fedpax.primitives.layout import explicit_axis
 from fedpax.primitives.map import federated_map_p
+from fedpax.primitives.max_min import federated_max_p, federated_min_p
 from fedpax.primitives.placement import ChunkSize, Placement
 from fedpax.transforms.loop_reductions import LoopReduction, loop_reduction
 from fedpax.transforms.unstack import Unstacked, unstack
@@ -218,8 +218,8 @@ def plan_phases(
     for eqn in jaxpr.eqns:
         operands, known = plan.operands(eqn), plan.known_axes(eqn)
         federated = eqn.params.get("placement") == placement
-        # Federated equations work along axis 0. It can be another axis than the one that lists the
-        # participants where the two are of one size: then the value is needed as a whole.
+        # Federated equations work along axis 0. If the participants of an operand are on another
+        # axis of the same size, the loop needs the whole value.
         swapped = [v for v, axis in zip(operands, known, strict=True) if axis] if federated else []
         if swapped:
             return plan_phases(jaxpr, placement, computed_by_server | {*swapped})  # type: ignore

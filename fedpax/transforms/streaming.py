@@ -28,9 +28,9 @@ from fedpax.primitives._jax import (
     rebind,
 )
 from fedpax.primitives.broadcast import federated_broadcast_p, federated_index_p
-from fedpax.primitives.extremum import apply_mask, federated_mask_p
 from fedpax.primitives.layout import replicate_over_placement
 from fedpax.primitives.map import federated_map_p
+from fedpax.primitives.max_min import apply_mask, federated_mask_p
 from fedpax.primitives.monoids import Monoid, apply_by_monoid
 from fedpax.primitives.participant_loop import LazySlice, materialize, run_participants
 from fedpax.primitives.placement import Placement
@@ -193,8 +193,8 @@ def run_loop(
 class _ParticipantValues:
     """The values of one participant while a loop computes them.
 
-    A *slice* is a value without the participants' axis: what a mapped function takes and returns.
-    A *row* is a value with this axis, of size 1: what the equations between maps work on.
+    A *slice* is a value without the participants' axis, as a mapped function takes and returns.
+    A *row* is a value with this axis, of size 1, as the equations between maps read and return.
     """
 
     def __init__(

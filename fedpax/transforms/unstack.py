@@ -1,8 +1,8 @@
-"""Equations on the values of all participants, turned into equations on the values of one.
+"""Convert equations on the values of all participants to equations on one participant's slice.
 
-Between a map and a reduction stands array code on placed values `[n, ...]`. The streaming pass runs
-it in the loop over participants, on arrays that hold one participant: the participants' axis stays,
-with size 1. This is possible where the equation can be split along that axis
+Between a map and a reduction, programs have array code on placed values `[n, ...]`. The streaming
+pass runs it in the loop over participants, on one participant's slice `[1, ...]`: the participants'
+axis stays, with size 1. This is possible if the equation can be split along that axis
 (`fedpax.transforms.unstack_rules`).
 """
 
@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from fedpax.primitives._jax import JaxprEqn, aval_of
 from fedpax.transforms.unstack_rules import AxisMap, axis_maps
 
-Params = dict[str, Any]
+EqnParams = dict[str, Any]
 
 
 class Unstacked(NamedTuple):
@@ -28,7 +28,7 @@ class Unstacked(NamedTuple):
     """
 
     eqn: JaxprEqn
-    params: Params
+    params: EqnParams
     axes: AxisMap
 
 
@@ -109,7 +109,7 @@ RESULT_SIZES = {"broadcast_in_dim": "shape", "iota": "shape", "reshape": "new_si
 SHARDINGS = ("sharding", "out_sharding", "dst_sharding")
 
 
-def _params_of_one(eqn: JaxprEqn, axes: AxisMap) -> Params:
+def _params_of_one(eqn: JaxprEqn, axes: AxisMap) -> EqnParams:
     params, name, result = dict(eqn.params), eqn.primitive.name, axes.results[0]
     if name in OPERAND_SIZES and axes.operands[0] is not None:
         params[OPERAND_SIZES[name]] = _replaced(params[OPERAND_SIZES[name]], axes.operands[0], 1)

@@ -1,4 +1,4 @@
-"""For each primitive, the axes along which its equations can be split into independent slices.
+"""The axes along which the equations of each primitive can be split into independent slices.
 
 Every slice of the result, along such an axis, needs one slice of an operand, or the whole operand.
 An equation that adds up slices along an axis, such as a `reduce_sum` or a matmul that contracts it,
@@ -39,7 +39,7 @@ def _shape(eqn: JaxprEqn, operand: int = 0) -> tuple[int, ...]:
 
 
 def _everywhere(eqn: JaxprEqn, excluded: Sequence[int] = ()) -> Iterator[AxisMap]:
-    """Operands and results share their axes; an operand may be a scalar or broadcast an axis."""
+    """Yield the axes that operands and results share; an operand may broadcast an axis."""
     out = aval_of(eqn.outvars[0])
     for axis in range(out.ndim):
         if axis not in excluded:
@@ -88,8 +88,8 @@ def _batch_axes(*core_ranks: int) -> Rule:
     """Return the rule of a primitive whose leading axes are a batch.
 
     Args:
-        *core_ranks: for each operand the number of trailing axes that are not; the last one holds
-            for all further operands.
+        *core_ranks: number of trailing axes of each operand that are not part of the batch; the
+            last number applies to all further operands.
     """
 
     def rule(eqn: JaxprEqn) -> Iterator[AxisMap]:
@@ -121,7 +121,7 @@ def _iota(eqn: JaxprEqn) -> Iterator[AxisMap]:
 
 
 def _reshape(eqn: JaxprEqn) -> Iterator[AxisMap]:
-    """Keep an axis that has as many elements in front of it as before."""
+    """Yield an axis if the number of elements before it, and its size, do not change."""
     old, new = _shape(eqn), eqn.params["new_sizes"]
     if eqn.params["dimensions"] is not None or 0 in old:
         return
@@ -243,16 +243,16 @@ def _scatter(eqn: JaxprEqn) -> Iterator[AxisMap]:
 
 
 def _window(eqn: JaxprEqn) -> Iterator[AxisMap]:
-    """Primitives that slide a window: along the axes where it has size 1 and stands still."""
+    """Yield the axes along which a sliding window has size 1, stride 1 and no padding."""
     p, rank = eqn.params, len(_shape(eqn))
     ones = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
-    moved = [
+    windowed = [
         axis
         for axis in range(rank)
         if any(name in p and p[name][axis] != 1 for name in ones)
         or tuple(p["padding"][axis]) != (0, 0)
     ]
-    return _everywhere(eqn, moved)
+    return _everywhere(eqn, windowed)
 
 
 def _bitcast(eqn: JaxprEqn) -> Iterator[AxisMap]:
@@ -262,7 +262,7 @@ def _bitcast(eqn: JaxprEqn) -> Iterator[AxisMap]:
 
 
 def _random(eqn: JaxprEqn) -> Iterator[AxisMap]:
-    """Each key is used by itself: its axes come first in the result."""
+    """Yield the axes of the keys, which come first in the result."""
     for axis in range(len(_shape(eqn))):
         yield AxisMap((axis,), (axis,))
 

@@ -77,7 +77,7 @@ def test_an_unknown_name_raises() -> None:
 
 
 def test_a_wrong_number_of_names_raises() -> None:
-    with pytest.raises(ValueError, match=r"names 1 axes.*shape \(3, 4\): give one name, or None"):
+    with pytest.raises(ValueError, match=r"names 1 axes.*shape \(3, 4\): pass one name, or None"):
         constrain(jnp.asarray(draw(3, 4)), ("embed",))
     with pytest.raises(ValueError, match=r"names 2 axes.*shape \(3,\)"):
         shardings({"w": ("embed", "mlp")}, {"w": draw(3)}, make_mesh())

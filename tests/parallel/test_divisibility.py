@@ -31,7 +31,7 @@ def array(*shape: int) -> jax.ShapeDtypeStruct:
         (
             {"steps": array()},
             P("data"),
-            r"has 1 entries, but cohort\['steps'\] has shape \(\): give at most 0",
+            r"has 1 entries, but cohort\['steps'\] has shape \(\): pass at most 0",
         ),
     ],
 )

@@ -99,7 +99,7 @@ def test_a_program_runs_on_the_mesh():
         ({"islands": -3, "fsdp": 2}, "islands=-3 is not a size.*at least 1, or -1"),
         (
             {"islands": -1, "fsdp": -1},
-            "islands and fsdp are -1. Give all of them except one a size",
+            "islands and fsdp are -1. Set a size for all of them except one",
         ),
         ({"islands": 3, "fsdp": -1}, r"islands can be 1, 2, 4 or 8 \(4 gives fsdp=2\)"),
         ({"islands": 4, "fsdp": 4}, "needs 16 devices.*islands=4, fsdp=-1 gives fsdp=2 on 8"),

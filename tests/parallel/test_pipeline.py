@@ -290,7 +290,11 @@ def test_the_number_of_ticks_follows_from_the_bubble_fraction(repeats: int) -> N
         ({}, 8, "use a multiple of 2"),
         ({"num_microbatches": 0}, 8, "expected at least 1"),
         ({"num_microbatches": 6}, 8, "does not divide the batch of 16"),
-        ({"num_microbatches": 2, "num_repeats": 2}, 6, "cannot be divided into 2 stages of 2 runs"),
+        (
+            {"num_microbatches": 2, "num_repeats": 2},
+            6,
+            "cannot be divided into 2 stages of 2 blocks",
+        ),
         ({"num_microbatches": 2}, 7, "use a multiple of 2 layers"),
     ],
 )

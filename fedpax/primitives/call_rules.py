@@ -33,8 +33,8 @@ from fedpax.primitives._jax import (
     strip_final,
     zero_tangent,
 )
-from fedpax.primitives.batch_rules import expand_batch_rules
 from fedpax.primitives.broadcast import federated_broadcast_p
+from fedpax.primitives.custom_vmap import expand_custom_vmap
 from fedpax.primitives.layout import find_mesh, move_to_mesh
 from fedpax.primitives.reduction import REDUCTIONS
 
@@ -108,7 +108,7 @@ class _Linearized(NamedTuple):
 
 
 def _linearize(jaxpr: ClosedJaxpr, nonzero: Sequence[bool]) -> _Linearized:
-    jaxpr = expand_batch_rules(jaxpr)
+    jaxpr = expand_custom_vmap(jaxpr)
     active = [
         varies and jnp.issubdtype(aval.dtype, jnp.inexact)
         for varies, aval in zip(depends_on(jaxpr, nonzero), jaxpr.out_avals, strict=True)
@@ -123,11 +123,13 @@ def _linearize(jaxpr: ClosedJaxpr, nonzero: Sequence[bool]) -> _Linearized:
     def primal(*args):
         fixed = _select(args, [not n for n in nonzero])
 
-        def moving(*moved):
-            outputs = run(*_merge(nonzero, moved, fixed))
+        def of_active(*active_args):
+            outputs = run(*_merge(nonzero, active_args, fixed))
             return _select(outputs, active), _select(outputs, [not a for a in active])
 
-        outputs, pushforward, others = jax.linearize(moving, *_select(args, nonzero), has_aux=True)
+        outputs, pushforward, others = jax.linearize(
+            of_active, *_select(args, nonzero), has_aux=True
+        )
         residuals, tree = jax.tree.flatten(pushforward)
         trees.append(tree)
         residual_types.append(list(map(jax.typeof, residuals)))
@@ -167,34 +169,43 @@ def _rematerializes_maps(closed: ClosedJaxpr) -> bool:
     """Return whether the backward pass recomputes maps that the user put under `jax.checkpoint`.
 
     It does not if the function has effects, which would run twice, or if other maps are inside a
-    `jax.checkpoint` around part of the program: then the user chooses what is saved.
+    `jax.checkpoint` around part of the program: then the user chooses the values that are saved.
     """
     maps = list(_maps(closed.jaxpr))
-    return any(own for own, _ in maps) and not (closed.effects or any(around for _, around in maps))
+    return any(own for own, _ in maps) and not (
+        closed.effects or any(under_checkpoint for _, under_checkpoint in maps)
+    )
 
 
-def _maps(jaxpr: Jaxpr, around: bool = False) -> Iterator[tuple[bool, bool]]:
+def _maps(jaxpr: Jaxpr, under_checkpoint: bool = False) -> Iterator[tuple[bool, bool]]:
     """Yield for each map whether its function is a `jax.checkpoint`, and whether it is in one.
 
     Args:
         jaxpr: the jaxpr to search, at every depth.
-        around: whether `jaxpr` itself is inside a `jax.checkpoint`.
+        under_checkpoint: whether `jaxpr` itself is inside a `jax.checkpoint`.
     """
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "federated_map" and is_rematerialized(eqn.params["jaxpr"]):
-            yield True, around
+            yield True, under_checkpoint
             continue
         if eqn.primitive.name == "federated_map":
-            yield False, around
+            yield False, under_checkpoint
         own = eqn.primitive.name in CHECKPOINT_PRIMITIVES and (
             eqn.params["policy"] is not _is_saveable
         )
         for inner in inner_jaxprs(eqn):
-            yield from _maps(inner, around or own)
+            yield from _maps(inner, under_checkpoint or own)
 
 
 def _is_saveable(primitive: Primitive, *_: Any, **params: Any) -> bool:
-    """Decide what is saved if maps are rematerialized: totals, and the results of other maps."""
+    """Return whether the backward pass reads the results of an equation from memory.
+
+    The policy of `jax.checkpoint` for programs with rematerialized maps. Saved are the results of
+
+    - reductions;
+    - maps whose function is not under `jax.checkpoint`;
+    - programs, except programs with rematerialized maps that return placed values.
+    """
     if primitive.name == "federated_map":
         return not is_rematerialized(params["jaxpr"])
     if primitive.name == "federated_program":
@@ -232,8 +243,8 @@ def _transpose(primitive, inner_aval, cotangents, *args, jaxpr, **others):
     def transposed(*flat):
         fixed, arriving = flat[: len(known)], flat[len(known) :]
 
-        def forward(*moved):
-            return _select(evaluate(jaxpr, *_merge(linear, moved, fixed)), present)
+        def forward(*linear_args):
+            return _select(evaluate(jaxpr, *_merge(linear, linear_args, fixed)), present)
 
         return list(jax.linear_transpose(forward, *targets)(list(arriving)))
 
@@ -250,7 +261,7 @@ def _transpose(primitive, inner_aval, cotangents, *args, jaxpr, **others):
 
 def _batch(primitive, inner_aval, batch_dim, axis, args, dims, *, jaxpr, **others):
     batched = [d is not None for d in dims]
-    moved = [
+    batch_at_dim = [
         a if d is None else jnp.moveaxis(a, d, batch_dim) for a, d in zip(args, dims, strict=True)
     ]
     indexed = reads_axis_index(jaxpr, axis.name)
@@ -263,6 +274,6 @@ def _batch(primitive, inner_aval, batch_dim, axis, args, dims, *, jaxpr, **other
         axis_name=axis.name,
         spmd_axis_name=axis.spmd_name,
     )
-    avals = [inner_aval(jax.typeof(a), **others) for a in moved]
-    outputs = primitive.bind(*moved, jaxpr=_trace(mapped, avals), **others)
+    avals = [inner_aval(jax.typeof(a), **others) for a in batch_at_dim]
+    outputs = primitive.bind(*batch_at_dim, jaxpr=_trace(mapped, avals), **others)
     return outputs, [batch_dim if b else None for b in batched_out]

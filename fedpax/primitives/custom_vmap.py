@@ -1,4 +1,4 @@
-"""Expansion of functions with their own batching rule, so that they can be differentiated.
+"""Expand calls of `custom_vmap` functions, so that they can be differentiated.
 
 JAX differentiates `jax.custom_batching.custom_vmap` functions only after they are batched: then the
 batching rule has replaced the function. A mapped function is differentiated before it is batched.
@@ -26,7 +26,7 @@ from fedpax.primitives._jax import (
 CUSTOM_BATCHING = "custom_vmap_call"
 
 
-def expand_batch_rules(closed: ClosedJaxpr) -> ClosedJaxpr:
+def expand_custom_vmap(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Replace calls of functions with their own batching rule by the rule for a batch of one.
 
     A rule that calls the function again, as `jax.custom_batching.sequential_vmap` does, runs

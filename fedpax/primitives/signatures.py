@@ -1,4 +1,4 @@
-"""Arguments of a user's function: which of them are static, and their names in messages."""
+"""Signatures of users' functions: their static arguments, and names for messages."""
 
 import functools
 import inspect
@@ -158,7 +158,7 @@ def argument_names(fn: Callable[..., Any], count: int) -> list[str]:
 def named_like(
     fn: Callable[..., Any], run: Callable[..., Any], static: StaticArguments = NO_STATIC_ARGUMENTS
 ) -> Callable[..., Any]:
-    """Give a function the name, source line and argument names of the user's function.
+    """Copy the name, source line and argument names of the user's function to another function.
 
     JAX's messages about tracers contain these. Without them, a message names an internal function.
 

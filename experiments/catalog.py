@@ -114,7 +114,7 @@ def _import_file(exp: str, path: Path) -> ModuleType:
     path = path.expanduser().resolve()
     if not path.is_file():
         raise UnknownExperimentError(
-            f"--exp={exp}: there is no file {path}, expected a Python file. Give its path from the "
+            f"--exp={exp}: there is no file {path}, expected a Python file. Set its path from the "
             f"current folder, {os.getcwd()}, or its full path."
         )
     if str(path.parent) not in sys.path:

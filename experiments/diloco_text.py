@@ -81,14 +81,14 @@ def diloco_text() -> DiLoCoText:
 
     Islands synchronize every 2 steps. Outer gradients are quantized to 1 bit with error feedback.
     Early in training islands diverge fast and every additional local step increases the loss, so
-    this run saves bytes by coarse quantization instead of by rare synchronization. Averaging over
-    islands removes noise from the update and shortens it; the outer learning rate of 2 compensates
-    for the length.
+    this run saves bytes by coarse quantization instead of by rare synchronization. The mean over
+    islands has a smaller norm than the updates of single islands; the outer learning rate of 2
+    compensates for this.
     """
     return DiLoCoText(
         islands=4,
         mesh=MeshConfig(islands=4, fsdp=2),
-        model=presets.demo(),
+        model=presets.base_1m(),
         data=TextConfig(
             local_steps=2,
             batch_size=2,

@@ -37,9 +37,9 @@ class CohortConfig:
         batch_size: examples in a local step of a client.
         local_epochs: passes of a client over its examples in a round.
         max_steps: largest number of local steps of a client in a round. Default None: no limit.
-        chunk_size: number of clients that a device runs at once. With 1, each client costs its own
-            number of steps; with more, that of the longest in its chunk. "auto" is not supported,
-            because clients of similar size share a chunk.
+        chunk_size: number of clients that a device runs at once. With 1, a client runs only its
+            own steps. With more, every client of a chunk takes as long as the longest. "auto" is
+            not supported, because clients of similar size share a chunk.
         seed: random seed of the population, the cohorts and the order of each client's examples.
     """
 

@@ -38,7 +38,7 @@ def pretrain_text() -> Pretraining:
     """Pretraining of a byte-level transformer on Python's own sources, on one island."""
     return Pretraining(
         mesh=MeshConfig(fsdp=-1),
-        model=presets.demo(),
+        model=presets.base_1m(),
         data=TextConfig(
             local_steps=20,
             batch_size=8,

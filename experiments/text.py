@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fedpax.data import (
     LazyStream,
     TokenRounds,
-    heldout_batches,
+    heldout_token_batches,
     load,
     load_tokenizer,
     token_round_shapes,
@@ -175,7 +175,7 @@ class TextExperiment(Experiment):
             training = load(data.dataset, "train", data_dir=data.data_dir)
             heldout = load(data.dataset, data.heldout_split, data_dir=data.data_dir)
             text: Any = {"field": data.field, "tokenizer": tokenizer}
-            return token_rounds(training, seed=data.seed, **sizes, **text), heldout_batches(
+            return token_rounds(training, seed=data.seed, **sizes, **text), heldout_token_batches(
                 heldout,
                 batch_size=data.heldout_batch_size,
                 seq_len=data.seq_len,

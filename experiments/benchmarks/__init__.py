@@ -1,1 +1,1 @@
-"""Benchmarks: each prints a table and writes its figures as JSON."""
+"""Benchmarks: each prints a table and writes its measurements as JSON."""

@@ -49,7 +49,7 @@ def draw(rows: Sequence[Mapping[str, Any]]) -> Figure:
     figure = Figure(figsize=(9, 3.4), layout="constrained", dpi=110)
     seconds_axes, bytes_axes = figure.subplots(1, 2)
     for round_name, style in STYLES.items():
-        own = [row for row in rows if NAMES.get(row["round"]) == round_name]
+        own = [row for row in rows if NAMES.get(row["implementation"]) == round_name]
         timed = {r["clients"]: statistics.median(r["seconds"]) for r in own if r["seconds"]}
         sizes = {row["clients"]: row["temporary_bytes"] for row in own}
         for axes, points in ((seconds_axes, timed), (bytes_axes, sizes)):

@@ -3,8 +3,8 @@
     python -m fedpax.experiments.benchmarks.fedavg_round --model=mlp --clients=64,1024
 
 All implementations run the same round on the same random data and must give the same result. They
-are timed in turn, and a ratio is the median over repetitions. DrJAX is part of the extra `bench`
-and is left out if it is not installed.
+are timed in interleaved calls, and a ratio is the median over repetitions. DrJAX is part of the
+extra `bench` and is left out if it is not installed.
 """
 
 import argparse
@@ -45,7 +45,7 @@ class Row(NamedTuple):
         device: kind of the devices.
         devices: number of devices.
         clients: number of clients.
-        round: the implementation; "fedpax" is followed by its `chunk_size`.
+        implementation: its name; "fedpax" is followed by its `chunk_size`.
         compile_seconds: seconds of tracing and compiling.
         temporary_bytes: bytes of temporaries on one device.
         seconds: seconds of each call; empty without repetitions.
@@ -57,7 +57,7 @@ class Row(NamedTuple):
     device: str
     devices: int
     clients: int
-    round: str
+    implementation: str
     compile_seconds: float
     temporary_bytes: int
     seconds: list[float]
@@ -84,7 +84,7 @@ def measure(
     baselines: Sequence[str] = tuple(BASELINES),
     repetitions: int = 5,
 ) -> list[Row]:
-    """Compile the rounds, check that they agree, and time them in turn.
+    """Compile the rounds, check that they agree, and time interleaved calls.
 
     Args:
         model: a name in `WORKLOADS`.
@@ -167,7 +167,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--repetitions", type=int, default=5, help="timed calls of each; 0: compile only"
     )
-    parser.add_argument("--json", help="file for the figures; without it they are printed")
+    parser.add_argument(
+        "--json", help="JSON file for the measurements; without it they are printed"
+    )
     options = parser.parse_args(argv)
     baselines = [name for name in options.baselines.split(",") if name]
     if "drjax" in baselines and not is_installed("drjax"):
@@ -197,7 +199,7 @@ def describe(row: Row) -> str:
     if row.fedpax_ratio is not None:
         timed = f"{statistics.median(row.seconds):10.4f} {row.fedpax_ratio:12.3f}"
     return (
-        f"{row.devices:7} {row.clients:9,}  {row.round:16}  {row.compile_seconds:9.1f} "
+        f"{row.devices:7} {row.clients:9,}  {row.implementation:16}  {row.compile_seconds:9.1f} "
         f"{row.temporary_bytes:13,} {timed}"
     )
 

@@ -1,4 +1,4 @@
-"""A FedAvg round with FedJAX, run by `other_environments` in an environment without fedpax.
+"""A FedAvg round with FedJAX, run by `other_frameworks` in an environment without fedpax.
 
     python fedjax_round.py arguments.npz result.npz
 

@@ -1,11 +1,11 @@
-"""The gradient of a FedAvg round by its learning rates, compared with the round: time and memory.
+"""The gradient of a FedAvg round with respect to its learning rates: time and memory.
 
     python -m fedpax.experiments.benchmarks.gradient --clients=64,1024
 
-The loss after a round is differentiated by the server's and the clients' learning rates. The local
-training is rematerialized: no residuals are stored per client, and 16,384 clients need the same
-temporaries as 64. Before anything is timed, the loss and the gradient of a cohort of two clients
-per device are compared with plain JAX.
+The loss after a round is differentiated with respect to the server's and the clients' learning
+rates. The local training is rematerialized: no residuals are stored per client, and 16,384 clients
+need the same temporaries as 64. Before anything is timed, the loss and the gradient of a cohort of
+two clients per device are compared with plain JAX.
 """
 
 import argparse
@@ -143,7 +143,7 @@ def measure(
     unroll: int = 1,
     repetitions: int = 5,
 ) -> Row:
-    """Compile a round and its gradient, and time them in turn.
+    """Compile a round and its gradient, and time interleaved calls of both.
 
     Args:
         model: a name in `WORKLOADS`.
@@ -154,7 +154,7 @@ def measure(
         repetitions: number of timed calls of each. 0: compile only, without data.
 
     Returns:
-        The figures.
+        The measurements.
 
     Raises:
         AssertionError: the loss or its gradient differs from plain JAX's.
@@ -224,7 +224,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--repetitions", type=int, default=5, help="timed calls of each; 0: compile only"
     )
-    parser.add_argument("--json", help="file for the figures; without it they are printed")
+    parser.add_argument(
+        "--json", help="JSON file for the measurements; without it they are printed"
+    )
     options = parser.parse_args(argv)
     chunk = options.chunk_size
     chunk = chunk if chunk == "auto" else int(chunk)

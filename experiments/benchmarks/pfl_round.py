@@ -1,4 +1,4 @@
-"""A FedAvg round with pfl, run by `other_environments` in an environment without fedpax.
+"""A FedAvg round with pfl, run by `other_frameworks` in an environment without fedpax.
 
     torchrun --nproc_per_node=2 pfl_round.py arguments.npz result.npz
 

@@ -2,7 +2,8 @@
 
     python -m fedpax.experiments.benchmarks.ragged_clients --clients=256 --devices=1,2
 
-The clients' numbers of steps are log-normal. The same round is timed in four ways, in turn:
+The clients' numbers of steps are log-normal. Four variants of the round are timed, in interleaved
+calls:
 
 - balanced: each client runs its own steps, and `balanced_order` distributes the clients;
 - as drawn: each client runs its own steps, in the order of sampling;
@@ -34,45 +35,45 @@ from fedpax.training.algorithm import Metrics, Params, State
 
 
 class Row(NamedTuple):
-    """One way to run the round.
+    """One variant of the round.
 
     Attributes:
         devices: number of devices.
         clients: number of clients.
-        way: how the clients run: "balanced", "as drawn", "padded" or "equal clients".
+        variant: how the clients run: "balanced", "as drawn", "padded" or "equal clients".
         steps: steps that all clients run together, padded ones included.
-        wasted: fraction of the devices' steps that are padded or idle, computed from the numbers
-            of steps.
+        padded_or_idle_fraction: fraction of the devices' steps that are padded or idle, computed
+            from the numbers of steps.
         seconds: seconds of each call.
-        limit_ratio: seconds per valid step, divided by those of "equal clients" (paired).
+        slowdown: seconds per valid step, divided by those of "equal clients" (paired).
     """
 
     devices: int
     clients: int
-    way: str
+    variant: str
     steps: int
-    wasted: float
+    padded_or_idle_fraction: float
     seconds: list[float]
-    limit_ratio: float
+    slowdown: float
 
 
 def measure(
     devices: int, clients: int, sigma: float, batch_size: int, repetitions: int
 ) -> list[Row]:
-    """Check that the ways agree, and time them in turn.
+    """Check that the variants agree, and time interleaved calls.
 
     Args:
         devices: number of `jax.devices()` to use.
         clients: number of clients.
         sigma: standard deviation of the logarithm of a client's number of steps; the median is 4.
         batch_size: examples in a step.
-        repetitions: number of timed calls of each way.
+        repetitions: number of timed calls of each variant.
 
     Returns:
-        One row per way.
+        One row per variant.
 
     Raises:
-        AssertionError: two ways give different results.
+        AssertionError: two variants give different results.
     """
     random = np.random.default_rng(0)
     num_steps = np.ceil(random.lognormal(np.log(4), sigma, clients)).astype(np.int32)
@@ -117,23 +118,40 @@ def measure(
 
     with jax.set_mesh(mesh):
         state = algorithm.init(jax.jit(model.init)(jax.random.key(0)))
-        placed = {way: jax.device_put(cohort, over_clients) for way, cohort in cohorts.items()}
+        placed = {
+            variant: jax.device_put(cohort, over_clients) for variant, cohort in cohorts.items()
+        }
         check_equal(
-            {way: run_round(state, placed[way]) for way in ("balanced", "as drawn", "padded")}
+            {
+                variant: run_round(state, placed[variant])
+                for variant in ("balanced", "as drawn", "padded")
+            }
         )
-        calls = {way: lambda c=cohort: run_round(state, c) for way, cohort in placed.items()}
+        calls = {
+            variant: lambda c=cohort: run_round(state, c) for variant, cohort in placed.items()
+        }
         seconds = interleaved(calls, (), repetitions)
     valid_steps = dict.fromkeys(cohorts, int(num_steps.sum())) | {
         "equal clients": mean_steps * clients
     }
     limit = [s / valid_steps["equal clients"] for s in seconds["equal clients"]]
     rows = []
-    for way, run in steps_run.items():
+    for variant, run in steps_run.items():
         busy = 1 - idle_fraction(run, devices)
-        wasted = 1 - busy * valid_steps[way] / int(run.sum())
-        per_step = [s / valid_steps[way] for s in seconds[way]]
+        padded_or_idle_fraction = 1 - busy * valid_steps[variant] / int(run.sum())
+        per_step = [s / valid_steps[variant] for s in seconds[variant]]
         ratio = paired_ratio(per_step, limit)
-        rows.append(Row(devices, clients, way, int(run.sum()), wasted, seconds[way], ratio))
+        rows.append(
+            Row(
+                devices,
+                clients,
+                variant,
+                int(run.sum()),
+                padded_or_idle_fraction,
+                seconds[variant],
+                ratio,
+            )
+        )
     return rows
 
 
@@ -150,18 +168,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--sigma", type=float, default=1.0, help="spread of the clients' numbers of steps"
     )
     parser.add_argument("--batch_size", type=int, default=20, help="examples in a step")
-    parser.add_argument("--repetitions", type=int, default=5, help="timed calls of each way")
-    parser.add_argument("--json", help="file for the figures; without it they are printed")
+    parser.add_argument("--repetitions", type=int, default=5, help="timed calls of each variant")
+    parser.add_argument(
+        "--json", help="JSON file for the measurements; without it they are printed"
+    )
     options = parser.parse_args(argv)
-    print("devices  clients  way               steps  wasted steps   median s  ratio to limit")
+    print("devices  clients  variant           steps  padded, idle   median s        slowdown")
     rows: list[Row] = []
     for devices in map(int, options.devices.split(",")):
         settings = (options.clients, options.sigma, options.batch_size, options.repetitions)
         for row in on_devices(devices, measure, devices, *settings):
             seconds = statistics.median(row.seconds)
             print(
-                f"{row.devices:7}  {row.clients:7,}  {row.way:13}  {row.steps:8,}  "
-                f"{row.wasted:12.2%}  {seconds:9.3f}  {row.limit_ratio:14.3f}",
+                f"{row.devices:7}  {row.clients:7,}  {row.variant:13}  {row.steps:8,}  "
+                f"{row.padded_or_idle_fraction:12.2%}  {seconds:9.3f}  {row.slowdown:14.3f}",
                 flush=True,
             )
             rows.append(row)

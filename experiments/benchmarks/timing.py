@@ -1,4 +1,4 @@
-"""Timing of functions in turn, with paired ratios, and separately of their compilation."""
+"""Timing of interleaved calls of functions, with paired ratios, and of their compilation."""
 
 import functools
 import importlib.metadata
@@ -61,7 +61,7 @@ def compile_for(fn: Callable[..., Any], *arguments: Any) -> Compiled:
 def interleaved(
     calls: Mapping[str, Callable[..., Any]], arguments: Sequence[Any], repetitions: int
 ) -> dict[str, list[float]]:
-    """Time functions in turn, so that other load on the machine affects all of them equally.
+    """Time interleaved calls of functions, so that other load affects all of them equally.
 
     The order is drawn at random in every repetition: a call that frees gigabytes slows the next
     call, and must not always slow the same function.
@@ -127,16 +127,16 @@ def on_devices(
 
 
 def is_installed(package: str) -> bool:
-    """Tell whether a package can be imported."""
+    """Return whether a package can be imported."""
     return importlib.util.find_spec(package) is not None
 
 
 def write(path: str | None, rows: Sequence[NamedTuple], **settings: Any) -> None:
-    """Write figures as JSON, with the settings, the versions of packages and the machine.
+    """Write measurements as JSON, with the settings, the versions of packages and the machine.
 
     Args:
         path: the file; None: print the JSON.
-        rows: the figures.
+        rows: the measurements.
         **settings: the options of the command.
     """
     versions = {name: importlib.metadata.version(name) for name in PACKAGES if is_installed(name)}
@@ -145,13 +145,13 @@ def write(path: str | None, rows: Sequence[NamedTuple], **settings: Any) -> None
         "cores": os.cpu_count(),
         "workers": os.environ.get("PJRT_NPROC"),  # None: one per simulated device or core
     }
-    figures = {
+    content = {
         "settings": settings,
         "versions": versions,
         "machine": machine,
         "rows": [row._asdict() for row in rows],
     }
     if path is None:
-        print(json.dumps(figures))
+        print(json.dumps(content))
     else:
-        Path(path).write_text(json.dumps(figures, indent=2) + "\n")
+        Path(path).write_text(json.dumps(content, indent=2) + "\n")

@@ -122,7 +122,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--local_steps", type=int, default=5, help="local steps of a client")
     parser.add_argument("--batch_size", type=int, default=20, help="examples in a step")
-    parser.add_argument("--json", help="file for the figures; without it they are printed")
+    parser.add_argument(
+        "--json", help="JSON file for the measurements; without it they are printed"
+    )
     settings = vars(parser.parse_args(argv))
     options = dict(settings)
     pods, path = options.pop("topologies").split(","), options.pop("json")

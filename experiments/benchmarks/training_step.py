@@ -1,13 +1,14 @@
 """A training step of one island, compared with the same step written in plain JAX.
 
-    python -m fedpax.experiments.benchmarks.training_step --model=demo --mesh=fsdp=2
+    python -m fedpax.experiments.benchmarks.training_step --model=base_1m --mesh=fsdp=2
     python -m fedpax.experiments.benchmarks.training_step \
         --model=base_100m --batch_size=2 --seq_len=256
 
 The hand-written step is `jax.jit` of `jax.value_and_grad` and an optax update, with the same model
-and loss and without fedpax programs. Both steps are compiled, compared and timed in turn. The
-command exits with status 1 if their collectives differ. `--topology=v5e:4x4` compiles for a TPU pod
-that is not present and runs nothing; it needs the extra `tpu`.
+and loss and without fedpax programs. Both steps are compiled, compared and timed in
+interleaved calls. The command exits with status 1 if their collectives differ.
+`--topology=v5e:4x4` compiles for a TPU pod without the hardware and runs nothing; it needs the
+extra `tpu`.
 """
 
 import argparse
@@ -194,7 +195,7 @@ def structure(step: Step, mesh: Mesh) -> Structure:
 
 
 def values_of(types: Any) -> Any:
-    """Make arrays of the types: small positive numbers and tokens that differ from neighbours."""
+    """Make arrays of the types: small positive numbers and tokens that differ from neighbors."""
 
     def value(x: jax.ShapeDtypeStruct) -> jax.Array:
         # Not random: XLA needs minutes to compile sharded random bits for a CPU.
@@ -218,7 +219,7 @@ def measure(
     steps: int,
     repetitions: int,
 ) -> Row:
-    """Compile both programs, compare them, and time them in turn.
+    """Compile both programs, compare them, and time interleaved calls.
 
     Args:
         model: name of a function of `fedpax.models.presets`.
@@ -272,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure as the arguments say, and print the comparison; return 1 if collectives differ."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
-        "--model", default="demo", help="name of a function of fedpax.models.presets"
+        "--model", default="base_1m", help="name of a function of fedpax.models.presets"
     )
     parser.add_argument(
         "--mesh", default="data=1", help="sizes of the mesh's axes, such as fsdp=4,tensor=2"
@@ -284,7 +285,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--repetitions", type=int, default=5, help="timed calls of each; 0: compile only"
     )
-    parser.add_argument("--json", help="file for the figures; without it they are printed")
+    parser.add_argument(
+        "--json", help="JSON file for the measurements; without it they are printed"
+    )
     options = parser.parse_args(argv)
     pairs = (axis.split("=") for axis in options.mesh.split(","))
     mesh_sizes = {name: int(size) for name, size in pairs}

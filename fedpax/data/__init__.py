@@ -1,13 +1,14 @@
-"""Data: sources by name, populations of clients, endless streams of rounds, and text.
+"""Data: sources by name, populations of clients, endless streams of cohorts, and text.
 
 - Sources: `load(name, split)` opens any TFDS data set, two embedded ones and the standard federated
   ones. A source is a sequence of dicts; a list of dicts can be used in its place.
 - Populations: the `partition_...` functions divide a source's examples among participants,
   `DirichletClients` generates clients, and `ClientSampler` samples the clients of each round.
-- Rounds: `cohort_rounds`, `example_rounds` and `token_rounds` are endless streams of
-  `fedpax.Cohort`. A stream's position can be saved and restored, so that a resumed run sees the
-  batches of an uninterrupted one. `read_examples`, `example_batches` and `heldout_batches` prepare
-  data for evaluation.
+- Rounds: `cohort_rounds`, `example_rounds` (labeled images) and `token_rounds` (text) are endless
+  streams that yield one `fedpax.Cohort` per round. A stream's position can be saved and restored,
+  so that a resumed run sees the batches of an uninterrupted one.
+- Evaluation: `read_examples` and `example_batches` (labeled images) and `heldout_token_batches`
+  (text) return finite data.
 - Text: `load_tokenizer` and `train_tokenizer`; `pack` makes rows of equal length from documents.
 """
 
@@ -26,12 +27,12 @@ from fedpax.data.populations.partition import (
 from fedpax.data.populations.partition_plot import plot_partition
 from fedpax.data.populations.partition_statistics import PartitionStatistics, partition_statistics
 from fedpax.data.populations.quantity_skew import partition_by_quantity
-from fedpax.data.populations.scheduling import balanced_order, idle_fraction
 from fedpax.data.populations.synthetic_clients import DirichletClients
 from fedpax.data.rounds.cohort_rounds import CohortRounds, cohort_rounds
 from fedpax.data.rounds.example_rounds import ExampleRounds, example_rounds
-from fedpax.data.rounds.heldout import heldout_batches
-from fedpax.data.rounds.labelled_examples import example_batches, read_examples
+from fedpax.data.rounds.heldout import heldout_token_batches
+from fedpax.data.rounds.labeled_examples import example_batches, read_examples
+from fedpax.data.rounds.scheduling import balanced_order, idle_fraction
 from fedpax.data.rounds.stream import LazyStream
 from fedpax.data.rounds.token_rounds import TokenRounds, token_round_shapes, token_rounds
 from fedpax.data.sources.source import Source, load
@@ -64,7 +65,7 @@ __all__ = [
     "encode",
     "example_batches",
     "example_rounds",
-    "heldout_batches",
+    "heldout_token_batches",
     "idle_fraction",
     "load",
     "load_tokenizer",

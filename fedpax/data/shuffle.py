@@ -13,7 +13,7 @@ Reference:
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-_ROUNDS = 8
+_FEISTEL_ROUNDS = 8
 
 
 def hash_key(*numbers: ArrayLike) -> NDArray[np.uint64]:
@@ -74,7 +74,7 @@ def _feistel(
     """Permute the integers of 2 * half bits."""
     mask = (np.uint64(1) << half) - np.uint64(1)
     left, right = value >> half, value & mask
-    for _ in range(_ROUNDS):
+    for _ in range(_FEISTEL_ROUNDS):
         key = _mix(key)
         left, right = right, left ^ (_mix(key ^ right) & mask)
     return (left << half) | right

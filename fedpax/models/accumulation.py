@@ -1,4 +1,4 @@
-"""Gradient accumulation: the loss of a batch, computed one micro-batch at a time."""
+"""Gradient accumulation: the loss of a batch, computed one microbatch at a time."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from fedpax.models.losses import Batch, LossFn
 
 
 def accumulate_gradients(loss_fn: LossFn, grad_accum_steps: int) -> LossFn:
-    """Split the batch of a loss into micro-batches that run one after another.
+    """Split the batch of a loss into microbatches that run one after another.
 
-    The loss is the mean over micro-batches. Its gradient accumulates in the parameters' dtype. The
-    device holds the activations of one micro-batch at a time, because each micro-batch is
+    The loss is the mean over microbatches. Its gradient accumulates in the parameters' dtype. The
+    device holds the activations of one microbatch at a time, because each microbatch is
     recomputed in the backward pass.
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`, both means over the rows.
-        grad_accum_steps: number of micro-batches, a divisor of the number of rows. 1 returns
+        grad_accum_steps: number of microbatches, a divisor of the number of rows. 1 returns
             `loss_fn` itself.
 
     Returns:
-        A loss of the same signature. Every micro-batch has the same weight in the mean, also where
+        A loss of the same signature. Every microbatch has the same weight in the mean, also where
         a mask gives the rows different weights.
 
     Raises:
@@ -37,7 +37,7 @@ def accumulate_gradients(loss_fn: LossFn, grad_accum_steps: int) -> LossFn:
     if grad_accum_steps < 1:
         raise ValueError(
             f"accumulate_gradients(): grad_accum_steps={grad_accum_steps}, expected at least 1 "
-            "micro-batch."
+            "microbatch."
         )
     if grad_accum_steps == 1:
         return loss_fn
@@ -49,25 +49,25 @@ def accumulate_gradients(loss_fn: LossFn, grad_accum_steps: int) -> LossFn:
                 f"batch of {x.shape[0]} rows. Change one of the two numbers."
             )
         # Strided, not contiguous: a device that holds a block of rows keeps part of each
-        # micro-batch, and no row moves between devices.
+        # microbatch, and no row moves between devices.
         rows = x.shape[0] // grad_accum_steps
         return jnp.moveaxis(x.reshape(rows, grad_accum_steps, *x.shape[1:]), 1, 0)
 
     def accumulated(params: chex.ArrayTree, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         @jax.checkpoint
-        def micro_loss(params: chex.ArrayTree, micro_batch: Batch) -> chex.ArrayTree:
-            return loss_fn(params, micro_batch)
+        def micro_loss(params: chex.ArrayTree, microbatch: Batch) -> chex.ArrayTree:
+            return loss_fn(params, microbatch)
 
-        micro_batches = jax.tree.map(split, dict(batch))
+        microbatches = jax.tree.map(split, dict(batch))
         types = jax.eval_shape(
-            lambda: micro_loss(params, jax.tree.map(lambda x: x[0], micro_batches))
+            lambda: micro_loss(params, jax.tree.map(lambda x: x[0], microbatches))
         )
 
-        def add(total: chex.ArrayTree, micro_batch: Batch) -> tuple[chex.ArrayTree, None]:
-            value = micro_loss(params, micro_batch)
+        def add(total: chex.ArrayTree, microbatch: Batch) -> tuple[chex.ArrayTree, None]:
+            value = micro_loss(params, microbatch)
             return jax.tree.map(lambda t, x: t + x / grad_accum_steps, total, value), None
 
         start = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.result_type(x, jnp.float32)), types)
-        return jax.lax.scan(add, start, micro_batches)[0]
+        return jax.lax.scan(add, start, microbatches)[0]
 
     return accumulated

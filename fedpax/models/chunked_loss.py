@@ -127,10 +127,10 @@ def _scan(
     *,
     with_gradient: bool,
 ) -> tuple[_Pair, Any]:
-    """Scan over the chunks; return the two sums and, if asked, the gradients of the first."""
+    """Return the two sums over all chunks and, if `with_gradient`, the gradients of the first."""
     gathered = constrain(table.astype(features.dtype), ("vocab", None))
-    layout = _Layout.of(features.shape, options.tokens_per_chunk)
-    chunks = tuple(layout.split(x) for x in (features, targets, weights))
+    chunking = _Chunking.of(features.shape, options.tokens_per_chunk)
+    chunks = tuple(chunking.split(x) for x in (features, targets, weights))
 
     def compute(chunk: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], Any]:
         """Return the sums over a chunk and the gradient with respect to its features."""
@@ -151,14 +151,14 @@ def _scan(
     # The first chunk runs before the loop, so that the loop's carry starts with the right sharding.
     sums, d_features = compute(jax.tree.map(lambda x: x[0], chunks))
     d_features = jax.tree.map(lambda x: x[None], d_features)
-    if layout.num_chunks > 1:
+    if chunking.num_chunks > 1:
         sums, others = jax.lax.scan(step, sums, jax.tree.map(lambda x: x[1:], chunks))
         d_features = jax.tree.map(lambda *x: jnp.concatenate(x), d_features, others)
     loss, cross_entropy, *d_table = (jnp.sum(x, axis=(0, 1)) for x in sums)
     if not with_gradient:
         return (loss, cross_entropy), None
     gradient = constrain(d_table[0], ("vocab", "embed")).astype(table.dtype)
-    return (loss, cross_entropy), (layout.join(d_features), gradient)
+    return (loss, cross_entropy), (chunking.join(d_features), gradient)
 
 
 def _chunk_loss(
@@ -187,7 +187,7 @@ def _chunk_loss(
     return *totals, d_logits
 
 
-class _Layout(NamedTuple):
+class _Chunking(NamedTuple):
     """How tokens [batch, seq_len] are split into chunks [chunks, *shards, tokens] on their devices.
 
     Attributes:
@@ -205,8 +205,8 @@ class _Layout(NamedTuple):
     size: int
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], tokens_per_chunk: int) -> _Layout:
-        """Cut features of a shape as the mesh in context shards them."""
+    def of(cls, shape: tuple[int, ...], tokens_per_chunk: int) -> _Chunking:
+        """Split features of a shape as the mesh in context shards them."""
         batch, seq_len = shape[:2]
         sizes = jax.sharding.get_abstract_mesh().shape
         entries = partition_spec(TOKEN_AXES, shape=(batch, seq_len))

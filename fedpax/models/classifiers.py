@@ -177,7 +177,7 @@ def convolve(
 ) -> Float[Array, "*batch height-2 width-2 outputs"]:
     """Convolve images with a 3 x 3 kernel, without padding.
 
-    One matmul multiplies each pixel and its two right neighbours with all three rows of the
+    One matmul multiplies each pixel and its two right neighbors with all three rows of the
     kernel. The results of the three kernel rows are then shifted and added.
 
     XLA's convolution is not used because `vmap` over clients with kernels of their own makes it a
@@ -198,10 +198,10 @@ def convolve(
     """
     *batch, height, width, inputs = x.shape
     outputs, width = kernel.shape[-1], width - 2
-    neighbours = jnp.concatenate([x[..., i : i + width, :] for i in range(3)], axis=-1)
+    neighbors = jnp.concatenate([x[..., i : i + width, :] for i in range(3)], axis=-1)
     # Height and width become one axis: with two, the gradient with respect to the kernel would
     # copy both operands of the matmul.
-    pixels = neighbours.reshape(*batch, height * width, 3 * inputs)
+    pixels = neighbors.reshape(*batch, height * width, 3 * inputs)
     matrix = kernel.transpose(1, 2, 0, 3).reshape(3 * inputs, 3 * outputs)
     sums = (pixels @ matrix).reshape(*batch, height, width, 3 * outputs)
     rows = jnp.split(sums, 3, axis=-1)

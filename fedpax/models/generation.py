@@ -11,9 +11,8 @@ import numpy as np
 from jax.sharding import AxisType
 from jaxtyping import Array, Float, Int
 
-from fedpax.models.attention.kernels import causal_attention
-from fedpax.models.attention.layer import attend as attend_masked
-from fedpax.models.attention.layer import visible
+from fedpax.models.attention.causal import causal_attention
+from fedpax.models.attention.layer import masked_attention, visible
 from fedpax.models.nnx_functional import Params
 from fedpax.models.transformer import transformer
 from fedpax.models.transformer_config import TransformerConfig
@@ -74,7 +73,7 @@ def generate(
     if prompt.ndim != 2 or not prompt.size or not jnp.issubdtype(prompt.dtype, jnp.integer):
         raise ValueError(
             f"prompt has shape {prompt.shape} and dtype {prompt.dtype}: expected integers [batch, "
-            "sequence] with at least one token. Give one prompt as prompt[None]."
+            "sequence] with at least one token. Pass one prompt as prompt[None]."
         )
     if num_tokens < 1:
         raise ValueError(f"num_tokens={num_tokens}: expected at least 1 token to generate.")
@@ -197,7 +196,7 @@ def _generate(
             mask = visible(
                 position[:, None], jnp.arange(keys.shape[1])[None], config.sliding_window
             )
-            return attend_masked(query, keys, values, mask), (key, value)
+            return masked_attention(query, keys, values, mask), (key, value)
 
         x, rotation = model.embed(token[:, None]), model.rotation(position[:, None], 1)
         x, new = model.run_cached(x, rotation, attend, cache)

@@ -7,9 +7,9 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from fedpax.models.attention.layer import Attend, Attention
+from fedpax.models.attention.layer import Attention, AttentionFn
 from fedpax.models.mixture import MixtureOfExperts
-from fedpax.models.parameters import normal, project
+from fedpax.models.parameters import normal_param, project
 from fedpax.models.quantization import Quantization
 from fedpax.models.rms_norm import RMSNorm
 from fedpax.models.transformer_config import TransformerConfig
@@ -40,9 +40,9 @@ class FeedForward(nnx.Module):
     ):
         self.gated, self.quantization = gated, quantization
         if gated:
-            self.gate = normal(rngs, (embed_dim, mlp_dim), embed_dim**-0.5, ("embed", "mlp"))
-        self.up = normal(rngs, (embed_dim, mlp_dim), embed_dim**-0.5, ("embed", "mlp"))
-        self.down = normal(
+            self.gate = normal_param(rngs, (embed_dim, mlp_dim), embed_dim**-0.5, ("embed", "mlp"))
+        self.up = normal_param(rngs, (embed_dim, mlp_dim), embed_dim**-0.5, ("embed", "mlp"))
+        self.down = normal_param(
             rngs, (mlp_dim, embed_dim), output_scale * mlp_dim**-0.5, ("mlp", "embed")
         )
 
@@ -109,14 +109,14 @@ class Layer(nnx.Module):
         self,
         x: Float[Array, "batch seq embed"],
         rotation: tuple[jax.Array, jax.Array],
-        attend: Attend,
+        attend: AttentionFn,
     ) -> tuple[Float[Array, "batch seq embed"], dict[str, jax.Array], chex.ArrayTree]:
         """Apply the layer.
 
         Args:
             x: `[batch, seq_len, embed_dim]`.
             rotation: cosines and sines from `fedpax.models.attention.layer.rotary`.
-            attend: computes attention from queries, keys and values; see `Attend`.
+            attend: computes attention from queries, keys and values; see `AttentionFn`.
 
         Returns:
             The output, of x's shape; auxiliary losses, float32 scalars by name (none without a

@@ -15,6 +15,7 @@ from fedpax.models.transformer import TransformerConfig, transformer
 
 Batch: TypeAlias = Mapping[str, jax.Array]
 LossFn: TypeAlias = Callable[[chex.ArrayTree, Batch], tuple[jax.Array, dict[str, jax.Array]]]
+"""A loss that always returns metrics; `fedpax.training.algorithm.LossFn` also allows None."""
 
 
 def cross_entropy(
@@ -118,7 +119,7 @@ def transformer_loss(
         - `tokens`, the sum of the mask;
         - `cross_entropy`, the loss without the other terms, if there are any;
         - for a mixture of experts `load_balance` and `router_z`, unweighted, averaged over layers
-          and, in a pipeline, over micro-batches.
+          and, in a pipeline, over microbatches.
 
     Example:
         >>> config = TransformerConfig(num_layers=2, embed_dim=64, num_heads=2)

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from fedpax.models.grouped_matmul import grouped_matmul
-from fedpax.models.parameters import normal
+from fedpax.models.parameters import normal_param
 from fedpax.models.quantization import Quantization, quantized_grouped_matmul
 from fedpax.parallel.axes import RULES, constrain, partition_spec
 
@@ -33,9 +33,9 @@ class MixtureOfExperts(nnx.Module):
 
     - The axis `expert` shards the experts and the batch. A device all-gathers the tokens of the
       other devices along it, computes its own experts, and the outputs are reduce-scattered. With n
-      tokens on each of E devices, a device sends and receives (E - 1) n vectors each. An
-      all-to-all of the chosen tokens alone would move k (E - 1) n / E vectors each way, which is
-      less if E > k. Either way a device allocates E n min(k, experts per device) rows, because all
+      tokens on each of D devices, a device sends and receives (D - 1) n vectors each. An
+      all-to-all of the chosen tokens alone would move k (D - 1) n / D vectors each way, which is
+      less if D > k. Either way a device allocates D n min(k, experts per device) rows, because all
       tokens may choose its experts; it computes only the rows in use. The axis should be as small
       as memory allows, beside `fsdp`.
     - The axis `fsdp` shards the experts' parameters like those of other layers. They are
@@ -95,9 +95,9 @@ class MixtureOfExperts(nnx.Module):
             logical_axes=(None, None),
         )
         wide, names = (num_experts, embed_dim, mlp_dim), ("experts", "embed", "mlp")
-        self.gate = normal(rngs, wide, embed_dim**-0.5, names)
-        self.up = normal(rngs, wide, embed_dim**-0.5, names)
-        self.down = normal(
+        self.gate = normal_param(rngs, wide, embed_dim**-0.5, names)
+        self.up = normal_param(rngs, wide, embed_dim**-0.5, names)
+        self.down = normal_param(
             rngs,
             (num_experts, mlp_dim, embed_dim),
             output_scale * mlp_dim**-0.5,
@@ -127,21 +127,30 @@ class MixtureOfExperts(nnx.Module):
             constrain(p[...].astype(x.dtype), p.logical_axes[-3:], rules)
             for p in (self.gate, self.up, self.down)
         )
-        layout = _Layout(
+        shardings = _Shardings(
             tokens,
             partition_spec(self.gate.logical_axes[-3:], rules=rules, shape=gate.shape),
             partition_spec(self.down.logical_axes[-3:], rules=rules, shape=down.shape),
         )
         local = functools.partial(
-            _mixture, k=self.num_experts_per_token, layout=layout, quantization=self.quantization
+            _mixture,
+            k=self.num_experts_per_token,
+            shardings=shardings,
+            quantization=self.quantization,
         )
-        if layout.axes:
+        if shardings.axes:
             # Manual, because the compiler would gather all tokens on every device to sort them.
             local = jax.shard_map(
                 local,
-                in_specs=(tokens, PartitionSpec(), layout.wide, layout.wide, layout.narrow),
+                in_specs=(
+                    tokens,
+                    PartitionSpec(),
+                    shardings.wide,
+                    shardings.wide,
+                    shardings.narrow,
+                ),
                 out_specs=(tokens, PartitionSpec()),
-                axis_names=layout.axes,
+                axis_names=shardings.axes,
             )
         return local(constrain(x, names), self.router[...], gate, up, down)
 
@@ -203,7 +212,7 @@ def routing_losses(
     return {"load_balance": num_experts * jnp.dot(fraction, probability), "router_z": square}
 
 
-class _Layout(NamedTuple):
+class _Shardings(NamedTuple):
     """Shardings of tokens and experts over the mesh axes that are not manual already.
 
     Attributes:
@@ -240,12 +249,12 @@ def _mixture(
     down: jax.Array,
     *,
     k: int,
-    layout: _Layout,
+    shardings: _Shardings,
     quantization: Quantization,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Compute the mixture on one device: its tokens, the whole router, its shard of the experts."""
-    token_axes = _names(layout.tokens)
-    gathered = layout.expert_axes & token_axes
+    token_axes = _names(shardings.tokens)
+    gathered = shardings.expert_axes & token_axes
     accurate = jnp.promote_types(x.dtype, jnp.float32)
     tokens = x.reshape(-1, x.shape[-1])
     logits = jnp.dot(
@@ -256,12 +265,12 @@ def _mixture(
 
     # Made varying before the gather, so that gradients are reduce-scattered over `expert` before
     # the smaller remainder is summed over `tensor`.
-    routed = _varying((tokens, chosen, jax.nn.softmax(chosen_logits)), layout.axes - token_axes)
+    routed = _varying((tokens, chosen, jax.nn.softmax(chosen_logits)), shardings.axes - token_axes)
     for axis in gathered:
         routed = jax.lax.all_gather(routed, axis, tiled=True)
     tokens, chosen, weights = routed
     num_local = gate.shape[0]
-    for axis in layout.expert_axes:
+    for axis in shardings.expert_axes:
         chosen -= num_local * jax.lax.axis_index(axis)
     is_local = (0 <= chosen) & (chosen < num_local)
 
@@ -276,20 +285,20 @@ def _mixture(
     sorted_tokens = jnp.where(filled, tokens[order_of_rows // k], 0)
     sorted_weights = jnp.where(filled, weights.reshape(-1, 1)[order_of_rows], 0)
     matmul = functools.partial(
-        _expert_matmul, group_sizes=group_sizes, axes=layout.axes, quantization=quantization
+        _expert_matmul, group_sizes=group_sizes, axes=shardings.axes, quantization=quantization
     )
-    inner = jax.nn.silu(matmul(sorted_tokens, gate, layout.wide, embed=1))
-    inner = inner * matmul(sorted_tokens, up, layout.wide, embed=1)
+    inner = jax.nn.silu(matmul(sorted_tokens, gate, shardings.wide, embed=1))
+    inner = inner * matmul(sorted_tokens, up, shardings.wide, embed=1)
     # Weighted before the last matmul, so that no gradient needs the result of that matmul.
     inner = inner * sorted_weights.astype(x.dtype)
-    outputs = jnp.where(filled, matmul(inner, down, layout.narrow, embed=2), 0)
+    outputs = jnp.where(filled, matmul(inner, down, shardings.narrow, embed=2), 0)
 
     row = jnp.argsort(order).reshape(chosen.shape)  # of each choice; past the end if not here
     outputs = outputs.at[row].get(mode="fill", fill_value=0, unique_indices=True)
     y = jnp.sum(outputs, axis=1, dtype=accurate).astype(x.dtype)
     for axis in gathered:
         y = jax.lax.psum_scatter(y, axis, tiled=True)
-    y = jax.lax.psum(y, layout.partial_sum_axes) if layout.partial_sum_axes else y
+    y = jax.lax.psum(y, shardings.partial_sum_axes) if shardings.partial_sum_axes else y
     return y.reshape(x.shape), losses
 
 

@@ -13,7 +13,7 @@ from fedpax.models.remat import PROJECTION
 from fedpax.parallel.axes import constrain
 
 
-def normal(
+def normal_param(
     rngs: nnx.Rngs, shape: tuple[int, ...], stddev: float, logical_axes: tuple[str, ...]
 ) -> nnx.Param:
     """Initialize a parameter from a normal distribution with mean 0.
@@ -28,14 +28,14 @@ def normal(
         The parameter, float32.
 
     Example:
-        >>> kernel = normal(nnx.Rngs(0), (3, 2), 0.1, ("embed", "mlp"))
+        >>> kernel = normal_param(nnx.Rngs(0), (3, 2), 0.1, ("embed", "mlp"))
         >>> kernel.shape, kernel.logical_axes
         ((3, 2), ('embed', 'mlp'))
     """
     return nnx.Param(stddev * jax.random.normal(rngs.params(), shape), logical_axes=logical_axes)
 
 
-def weight(parameter: nnx.Param, dtype: DTypeLike) -> jax.Array:
+def gather_weight(parameter: nnx.Param, dtype: DTypeLike) -> jax.Array:
     """Cast a parameter to the compute dtype and all-gather its embed axis.
 
     The all-gather happens where fsdp shards the embed axis, after the cast. Shards of tensor
@@ -49,7 +49,8 @@ def weight(parameter: nnx.Param, dtype: DTypeLike) -> jax.Array:
         The value.
 
     Example:
-        >>> weight(normal(nnx.Rngs(0), (3, 2), 0.1, ("embed", "mlp")), "bfloat16").dtype
+        >>> kernel = normal_param(nnx.Rngs(0), (3, 2), 0.1, ("embed", "mlp"))
+        >>> gather_weight(kernel, "bfloat16").dtype
         dtype(bfloat16)
     """
     return _gathered(parameter[...], parameter.logical_axes, dtype)
@@ -78,7 +79,7 @@ def project(
         The result, in x's dtype.
 
     Example:
-        >>> kernel = normal(nnx.Rngs(0), (3, 2), 0.1, ("embed", "mlp"))
+        >>> kernel = normal_param(nnx.Rngs(0), (3, 2), 0.1, ("embed", "mlp"))
         >>> project("btw,wm->btm", jnp.ones((1, 4, 3)), kernel).shape
         (1, 4, 2)
     """

@@ -8,7 +8,7 @@ from __future__ import annotations
 from fedpax.models.transformer_config import TransformerConfig
 
 
-def demo() -> TransformerConfig:
+def base_1m() -> TransformerConfig:
     """Return the byte-level transformer of the experiment `diloco_text`: 1.1 million parameters."""
     return TransformerConfig(
         vocab_size=256,

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from fedpax.models.attention.kernels import causal_attention
-from fedpax.models.attention.layer import Attend, rotary
+from fedpax.models.attention.causal import causal_attention
+from fedpax.models.attention.layer import AttentionFn, rotary
 from fedpax.models.layers import FeedForward, Layer, RMSNorm
 from fedpax.models.nnx_functional import FunctionalModel, to_functional
-from fedpax.models.parameters import normal, weight
+from fedpax.models.parameters import gather_weight, normal_param
 from fedpax.models.remat import rematerialize
 from fedpax.models.transformer_config import TransformerConfig
 from fedpax.parallel.axes import constrain, explicit_spec
@@ -55,13 +55,13 @@ class Transformer(nnx.Module):
         # as in torchtitan's Llama 3, unless it is tied: then it needs the scale of the output.
         has_output_scale = config.scale_embeddings or config.tied_embeddings
         stddev = config.embed_dim**-0.5 if has_output_scale else 1.0
-        self.embedding = normal(rngs, shape, stddev, names)
+        self.embedding = normal_param(rngs, shape, stddev, names)
         self.layers = _stack(
             functools.partial(Layer, config), config.num_layers, config.num_pipeline_repeats, rngs
         )
         self.final_norm = RMSNorm(config.embed_dim, epsilon=config.norm_eps)
         if not config.tied_embeddings:
-            self.output = normal(rngs, shape, config.embed_dim**-0.5, names)
+            self.output = normal_param(rngs, shape, config.embed_dim**-0.5, names)
 
     def __call__(
         self,
@@ -141,7 +141,9 @@ class Transformer(nnx.Module):
         """Embed tokens [batch, seq_len] as features [batch, seq_len, embed_dim]."""
         config = self.config
         # Looked up in float32: the gradient of a frequent token is a sum of many terms.
-        table = jnp.asarray(weight(self.embedding, jnp.promote_types(config.dtype, jnp.float32)))
+        table = jnp.asarray(
+            gather_weight(self.embedding, jnp.promote_types(config.dtype, jnp.float32))
+        )
         spec = explicit_spec(("batch", "sequence", None), (*tokens.shape, config.embed_dim))
         x = table.at[tokens].get(out_sharding=spec).astype(config.dtype)
         x = constrain(x, ("batch", "sequence", None))
@@ -186,7 +188,7 @@ class Transformer(nnx.Module):
             x: jax.Array, layer: tuple[nnx.State, chex.ArrayTree]
         ) -> tuple[jax.Array, chex.ArrayTree]:
             parameters, cache = layer
-            bound: Attend = functools.partial(attend, cache)
+            bound: AttentionFn = functools.partial(attend, cache)
             x, _, cache_entry = nnx.merge(graph, parameters)(x, rotation, bound)
             return x, cache_entry
 
@@ -203,7 +205,7 @@ class Transformer(nnx.Module):
         logits = jnp.einsum(
             "btw,vw->btv",
             features,
-            weight(self.output_table, self.config.dtype),
+            gather_weight(self.output_table, self.config.dtype),
             preferred_element_type=jnp.promote_types(features.dtype, jnp.float32),
         )
         if cap is not None:

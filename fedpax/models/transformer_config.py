@@ -47,8 +47,8 @@ class TransformerConfig:
         remat: what a layer stores for the backward pass; see `fedpax.models.remat`.
         unroll: layers per iteration of the scan over layers. `num_layers` is fastest for a
             shallow model and takes longest to compile.
-        num_microbatches: micro-batches of a batch in a pipeline (mesh axis `stage`).
-        num_pipeline_repeats: runs of consecutive layers per pipeline stage. 1 is GPipe; more
+        num_microbatches: microbatches of a batch in a pipeline (mesh axis `stage`).
+        num_pipeline_repeats: blocks of consecutive layers per pipeline stage. 1 is GPipe; more
             interleave the stages.
 
     Raises:
@@ -124,7 +124,7 @@ class TransformerConfig:
         if self.num_layers % self.num_pipeline_repeats:
             raise ValueError(
                 f"TransformerConfig.num_pipeline_repeats={self.num_pipeline_repeats} does not "
-                f"divide num_layers={self.num_layers}: all runs of layers in a pipeline have the "
+                f"divide num_layers={self.num_layers}: all blocks of layers in a pipeline have the "
                 "same length. Change one of them."
             )
         if self.num_experts and self.num_experts_per_token > self.num_experts:

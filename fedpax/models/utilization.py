@@ -1,7 +1,7 @@
 """Model FLOPs utilization (MFU): the fraction of the chips' peak FLOP/s that the model uses.
 
-Counted are the matmuls of the model, forward and backward, without recomputation. There are two
-conventions for attention, and their figures cannot be compared: all query-key pairs, including the
+MFU counts the matmuls of the model, forward and backward, without recomputation. There are two
+conventions for attention, and their results cannot be compared: all query-key pairs, including the
 half that a causal mask hides (PaLM, MaxText), or only the pairs that the causal mask leaves.
 
 Reference:

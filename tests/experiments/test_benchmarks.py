@@ -36,7 +36,7 @@ def quick_compilation():
 def test_every_implementation_of_the_round_has_a_row(devices):
     baselines = ["scan", "vmap"] + ["drjax"] * timing.is_installed("drjax")
     rows = fedavg_round.measure("tiny", devices, 4, ("auto", 2), baselines, repetitions=2)
-    assert [row.round for row in rows] == ["fedpax auto", "fedpax 2", *baselines]
+    assert [row.implementation for row in rows] == ["fedpax auto", "fedpax 2", *baselines]
     for row in rows:
         assert (row.model, row.devices, row.clients) == ("tiny", devices, 4)
         assert len(row.seconds) == 2 and min(row.seconds) > 0 and row.compile_seconds > 0
@@ -56,7 +56,7 @@ def test_rounds_with_different_results_raise(monkeypatch):
 def test_compiling_without_repetitions_draws_no_data(monkeypatch):
     monkeypatch.setattr(Workload, "random_arguments", lambda *_: pytest.fail("drew data"))
     small, large = (
-        {row.round: row for row in fedavg_round.measure("tiny", 2, n, (1,), ["vmap"], 0)}
+        {row.implementation: row for row in fedavg_round.measure("tiny", 2, n, (1,), ["vmap"], 0)}
         for n in (8, 2**20)
     )
     assert large["fedpax 1"].seconds == [] and large["fedpax 1"].fedpax_ratio is None
@@ -66,15 +66,15 @@ def test_compiling_without_repetitions_draws_no_data(monkeypatch):
 
 def test_drjax_is_left_out_if_it_is_not_installed(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(fedavg_round, "is_installed", lambda _: False)
-    path = tmp_path / "figures.json"
+    path = tmp_path / "rows.json"
     arguments = ["--model=tiny", "--clients=2,4", "--devices=1", "--chunk_size=2"]
     assert fedavg_round.main([*arguments, "--repetitions=1", f"--json={path}"]) == 0
     first, _, *lines = capsys.readouterr().out.splitlines()
     assert "drjax is not installed" in first and "fedpax[bench]" in first
-    figures = json.loads(path.read_text())
-    assert figures["settings"]["clients"] == "2,4"
-    assert figures["versions"]["jax"] == jax.__version__ and figures["machine"]["cores"] >= 1
-    rows = [(row["clients"], row["round"]) for row in figures["rows"]]
+    content = json.loads(path.read_text())
+    assert content["settings"]["clients"] == "2,4"
+    assert content["versions"]["jax"] == jax.__version__ and content["machine"]["cores"] >= 1
+    rows = [(row["clients"], row["implementation"]) for row in content["rows"]]
     assert rows == [(n, name) for n in (2, 4) for name in ("fedpax 2", "scan", "vmap")]
     assert len(lines) == len(rows)
 
@@ -100,7 +100,7 @@ def test_the_gradient_of_a_round_equals_plain_jax():
 
 @pytest.mark.slow
 def test_the_memory_of_the_gradient_does_not_grow_with_clients(capsys, tmp_path):
-    path = tmp_path / "figures.json"
+    path = tmp_path / "rows.json"
     arguments = ["--model=tiny", "--devices=2", "--unroll=1", f"--json={path}"]
     assert gradient.main([*arguments, "--clients=8,4096", "--repetitions=2"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 1 + 2
@@ -124,11 +124,11 @@ def test_a_wrong_gradient_raises(monkeypatch):
         gradient.measure("tiny", 1, 4, repetitions=1)
 
 
-def test_figures_are_printed_without_a_file(capsys):
+def test_measurements_are_printed_without_a_file(capsys):
     assert gradient.main(["--model=tiny", "--devices=1", "--clients=2", "--repetitions=0"]) == 0
     *_, last = capsys.readouterr().out.splitlines()
-    figures = json.loads(last)
-    assert figures["settings"]["model"] == "tiny" and figures["rows"][0]["clients"] == 2
+    content = json.loads(last)
+    assert content["settings"]["model"] == "tiny" and content["rows"][0]["clients"] == 2
 
 
 def test_calls_are_timed_in_turn_after_a_warmup():

@@ -10,8 +10,8 @@ from fedpax.experiments.benchmarks import topologies
 def run(capsys, *arguments):
     """Run the command and return its exit status, its conclusion and its rows."""
     status = topologies.main(["--batch_size=2", "--local_steps=2", *arguments])
-    *_, conclusion, figures = capsys.readouterr().out.splitlines()
-    return status, conclusion, json.loads(figures)["rows"]
+    *_, conclusion, content = capsys.readouterr().out.splitlines()
+    return status, conclusion, json.loads(content)["rows"]
 
 
 def check_rows(rows, devices, clients_per_device):

@@ -1,4 +1,4 @@
-"""Gradient accumulation: the loss and gradient of the whole batch, by micro-batches."""
+"""Gradient accumulation: the loss and gradient of the whole batch, by microbatches."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def test_loss_and_gradient_equal_those_of_the_whole_batch(grad_accum_steps: int)
     chex.assert_trees_all_close(parts(PARAMS, BATCH), whole(PARAMS, BATCH), rtol=1e-5, atol=1e-7)
 
 
-def test_memory_holds_the_activations_of_one_micro_batch() -> None:
+def test_memory_holds_the_activations_of_one_microbatch() -> None:
     batch = {"x": jax.ShapeDtypeStruct((4096, 24), jnp.float32)}
 
     def temporaries(grad_accum_steps: int) -> int:

@@ -188,7 +188,7 @@ def test_given_shardings_are_used(params: Any, tmp_path: Path) -> None:
     loaded = huggingface.load_params(tmp_path, SMALL, shardings=tree)
     assert jax.tree.map(lambda leaf: leaf.sharding, loaded) == tree
     assert_identical(jax.device_get(loaded), params)
-    with pytest.raises(ValueError, match="give one of them"):
+    with pytest.raises(ValueError, match="pass one of them"):
         huggingface.load_params(tmp_path, SMALL, shardings=tree, mesh=mesh)
     del tree["output"]
     with pytest.raises(ValueError, match="other parameters than the transformer: output"):
@@ -239,7 +239,7 @@ def test_float64_needs_the_64_bit_mode(params: Any, tmp_path: Path) -> None:
 def test_layers_of_different_dtypes_need_a_dtype(tmp_path: Path) -> None:
     folder = copied("mistral", tmp_path)
     rewrite(folder, lambda t: t.update({QUERY: t[QUERY].astype(ml_dtypes.bfloat16)}))
-    with pytest.raises(ValueError, match=r"different dtypes: .*layers.1.*float32.* Give dtype="):
+    with pytest.raises(ValueError, match=r"different dtypes: .*layers.1.*float32.* Pass dtype="):
         huggingface.load(folder)
     _, params = huggingface.load(folder, dtype="float32")
     assert params["layers"]["attention"]["query"].dtype == jnp.float32
@@ -265,7 +265,7 @@ def test_rotary_frequencies_of_old_folders_are_ignored(tmp_path: Path) -> None:
 def test_other_entries_are_kept_from_a_folder(tmp_path: Path) -> None:
     config, params = huggingface.load(fixture("llama"))
     huggingface.save(
-        tmp_path / "1", replace(config, remat="full"), params, config_from=fixture("llama")
+        tmp_path / "1", replace(config, remat="full"), params, original_folder=fixture("llama")
     )
     kept, original = (
         json.loads((folder / "config.json").read_text())
@@ -274,7 +274,7 @@ def test_other_entries_are_kept_from_a_folder(tmp_path: Path) -> None:
     assert kept == {**original, "torch_dtype": "float32"} and kept["eos_token_id"] == 2
     with pytest.raises(ValueError, match=r"another model .* they differ in sliding_window"):
         other = replace(config, sliding_window=3)
-        huggingface.save(tmp_path / "2", other, params, config_from=fixture("llama"))
+        huggingface.save(tmp_path / "2", other, params, original_folder=fixture("llama"))
 
 
 def test_a_model_is_not_overwritten(params: Any, tmp_path: Path) -> None:
@@ -288,7 +288,7 @@ def test_a_model_is_not_overwritten(params: Any, tmp_path: Path) -> None:
     ("change", "words"),
     [
         (lambda p: p.pop("output"), "params lacks output"),
-        (lambda p: p.update(bias=np.ones(3)), "params has bias, for which"),
+        (lambda p: p.update(bias=np.ones(3)), "params has bias, which config does not use"),
         (lambda p: p.update(output=np.ones((3, 16))), r"output has shape \(3, 16\).*\(32, 16\)"),
         (lambda p: p.update(output=np.ones((32, 16), int)), "output has dtype int64: expected"),
     ],

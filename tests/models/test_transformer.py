@@ -11,7 +11,7 @@ import numpy as np
 import numpy_transformer
 import pytest
 
-from fedpax.models.attention.layer import attend, attention_mask, rotary
+from fedpax.models.attention.layer import attention_mask, masked_attention, rotary
 from fedpax.models.losses import next_token_loss
 from fedpax.models.nnx_functional import FunctionalModel, to_functional
 from fedpax.models.transformer import Layer, TransformerConfig, transformer
@@ -126,7 +126,7 @@ def test_scan_equals_a_loop_over_layers(random_params: Draw) -> None:
     rotation = rotary(jnp.arange(11)[None], SMALL.resolved_head_dim, SMALL.rope_base)
 
     def attend_to_all(*query_key_value: Any) -> tuple[jax.Array, None]:
-        return attend(*query_key_value, attention_mask(11)), None
+        return masked_attention(*query_key_value, attention_mask(11)), None
 
     def unrolled(params: Any, tokens: Any) -> jax.Array:
         x = params["embedding"][tokens] * SMALL.embed_dim**0.5

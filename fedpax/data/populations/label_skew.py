@@ -36,11 +36,14 @@ def partition_dirichlet(
     participant with fewer than `min_examples` gets random examples, one at a time from the
     participant with most.
 
-    With `equal_sizes` (Hsu et al.), each participant in turn draws a label distribution from
+    With `equal_sizes` (Hsu et al.), one participant after another draws a label distribution from
     Dirichlet(alpha * C * prior), C the number of labels, and then its examples without replacement.
-    Labels that are used up are skipped. Hsu et al.'s alpha is this one times C. Their prior is the
-    label distribution of all examples; this one is that of the remaining examples, so that the last
-    participants, who must take the remaining examples, differ little from the first.
+    Labels without an unassigned example are skipped. Differences from Hsu et al.:
+
+    - Their alpha is `alpha * C`.
+    - Their prior is the label distribution of all examples. Here it is the label distribution of
+      the unassigned examples, so that the last participants, which get all of these, have a similar
+      skew as the first.
 
     In both cases `alpha` is the concentration per label: with 0.1 most participants have few
     labels, with 1 every mixture of equally frequent labels is equally likely, and with 100 all
@@ -115,11 +118,12 @@ def partition_pachinko(
 ) -> list[Indices]:
     """Partition examples by Pachinko allocation over two levels of labels, as federated CIFAR-100.
 
-    Each participant in turn draws a distribution over the coarse labels from Dirichlet(alpha, ...,
-    alpha), and for each coarse label a distribution over its labels from Dirichlet(beta, ...,
-    beta). For each of its examples it draws a coarse label, then one of that coarse label's labels,
-    then a random unassigned example. Labels that are used up are skipped. The participants' numbers
-    of examples differ by at most one; the last participants must take the remaining examples.
+    One participant after another draws a distribution over the coarse labels from
+    Dirichlet(alpha, ..., alpha), and for each coarse label a distribution over its labels from
+    Dirichlet(beta, ..., beta). For each of its examples it draws a coarse label, then one of that
+    coarse label's labels, then a random unassigned example. Labels without an unassigned example
+    are skipped. The participants' numbers of examples differ by at most one; the last participants
+    get all remaining examples.
 
     The defaults, with 500 participants, are those of the reference. The reference's own random
     partition cannot be reproduced: to compare results, load it as `federated_cifar100`.

@@ -15,8 +15,8 @@ if TYPE_CHECKING:  # matplotlib is slow to import, and only pictures need it
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colour-blind safe palette, and three more colours.
-COLOURS = (
+# Okabe and Ito's color-blind safe palette, and three more colors.
+COLORS = (
     "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9",
     "#D55E00", "#F0E442", "#882255", "#BBBBBB", "#332288",
 )  # fmt: skip
@@ -80,14 +80,14 @@ def _bars(statistics: PartitionStatistics, names: list[str] | None) -> "Figure":
     axes = figure.subplots()
     counts = statistics.sizes[:, None] if names is None else statistics.label_counts
     assert counts is not None
-    colours = _colours(counts.shape[1])
+    colors = _colors(counts.shape[1])
     starts = np.cumsum(counts, axis=1) - counts
     for k in range(participants):
         present = np.flatnonzero(counts[k])
         axes.broken_barh(
             list(zip(starts[k, present], counts[k, present], strict=True)),
             (k - 0.4, 0.8),
-            facecolors=colours[present],
+            facecolors=colors[present],
             edgecolor="white",
             linewidth=0.3,
         )
@@ -99,9 +99,9 @@ def _bars(statistics: PartitionStatistics, names: list[str] | None) -> "Figure":
     axes.grid(False, axis="y")
     axes.set_title(_title(statistics), loc="left", fontweight="bold")
     _note(axes, ", ".join(_notes(statistics)))
-    if names is not None and len(names) <= len(COLOURS):
+    if names is not None and len(names) <= len(COLORS):
         figure.legend(
-            handles=[Patch(color=c, label=n) for c, n in zip(colours, names, strict=True)],
+            handles=[Patch(color=c, label=n) for c, n in zip(colors, names, strict=True)],
             loc="outside lower center",
             ncols=len(names) if sum(map(len, names)) < 70 else 5,  # what fits a line
             frameon=False,
@@ -109,7 +109,7 @@ def _bars(statistics: PartitionStatistics, names: list[str] | None) -> "Figure":
             handleheight=1,
         )
     elif names is not None:
-        _colour_bar(axes, colours, names)
+        _color_bar(axes, colors, names)
     return figure
 
 
@@ -124,7 +124,7 @@ def _overview(statistics: PartitionStatistics, names: list[str] | None) -> "Figu
         left, right = figure.subplots(1, 2, width_ratios=(1, 2))
         _histogram(left, statistics)
         _label_map(right, statistics, names)
-    for axes, text in zip(figure.axes, _notes(statistics), strict=False):  # skips the colour bar
+    for axes, text in zip(figure.axes, _notes(statistics), strict=False):  # skips the color bar
         _note(axes, text)
     figure.suptitle(_title(statistics), x=0.01, ha="left", fontweight="bold")
     return figure
@@ -144,7 +144,7 @@ def _histogram(axes: "Axes", statistics: PartitionStatistics) -> None:
     counts, _ = np.histogram(statistics.sizes, edges)
     axes.bar(
         edges[:-1] - 0.5, counts, np.diff(edges), align="edge",
-        color=COLOURS[0], edgecolor="white", linewidth=0.4,
+        color=COLORS[0], edgecolor="white", linewidth=0.4,
     )  # fmt: skip
     _style_axes(axes, "examples per participant", "participants")
     axes.grid(False, axis="x")
@@ -170,7 +170,7 @@ def _label_map(axes: "Axes", statistics: PartitionStatistics, names: list[str]) 
     starts, widths = _even_ranges(participants, 500)
     columns = np.add.reduceat(frequencies[order], starts) / widths[:, None]
     rows, _ = _even_ranges(labels, 100)
-    # A square-root colour scale makes a uniform distribution over 100 labels visible.
+    # A square-root color scale makes a uniform distribution over 100 labels visible.
     image = axes.imshow(
         np.add.reduceat(columns, rows, axis=1).T,
         aspect="auto",
@@ -195,22 +195,22 @@ def _even_ranges(length: int, max_ranges: int) -> tuple[NDArray[np.int64], NDArr
     return starts, np.diff(starts, append=length)
 
 
-def _colours(number: int) -> NDArray[np.float64]:
-    """Return the labels' colours `[number, 4]`: a palette for few labels, a scale for many."""
+def _colors(number: int) -> NDArray[np.float64]:
+    """Return the labels' colors `[number, 4]`: a palette for few labels, a scale for many."""
     from matplotlib import colormaps
     from matplotlib.colors import to_rgba_array
 
-    if number <= len(COLOURS):
-        return to_rgba_array(COLOURS[:number])
+    if number <= len(COLORS):
+        return to_rgba_array(COLORS[:number])
     return colormaps["turbo"](np.linspace(0.02, 0.98, number))
 
 
-def _colour_bar(axes: "Axes", colours: NDArray[np.float64], names: list[str]) -> None:
-    """Draw a colour bar that names the labels."""
+def _color_bar(axes: "Axes", colors: NDArray[np.float64], names: list[str]) -> None:
+    """Draw a color bar that names the labels."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import ListedColormap, Normalize
 
-    scale = ScalarMappable(Normalize(-0.5, len(names) - 0.5), ListedColormap(colours))
+    scale = ScalarMappable(Normalize(-0.5, len(names) - 0.5), ListedColormap(colors))
     bar = axes.figure.colorbar(scale, ax=axes, pad=0.02, aspect=40, label="label")
     bar.ax.invert_yaxis()
     bar.outline.set_visible(False)

@@ -118,7 +118,7 @@ def partition_statistics(
     sizes = np.array([len(indices) for indices in partition], np.int64)
     num_participants, num_examples = len(sizes), int(sizes.sum())
     if not num_examples:
-        raise ValueError("The partition has no examples: give at least one participant some.")
+        raise ValueError("The partition has no examples: assign at least one.")
     # Half the mean absolute difference of two participants, divided by the mean.
     coefficients = 2 * np.arange(1, num_participants + 1) - num_participants - 1
     gini = float(coefficients @ np.sort(sizes)) / (num_participants * num_examples)

@@ -20,7 +20,6 @@ from fedpax.data.populations.partition import (
     check_indices,
     partition_checksum,
 )
-from fedpax.data.populations.scheduling import balanced_order
 from fedpax.data.rounds.preprocess import (
     Arrays,
     Preprocess,
@@ -28,6 +27,7 @@ from fedpax.data.rounds.preprocess import (
     combine_masks,
     preprocess_images,
 )
+from fedpax.data.rounds.scheduling import balanced_order
 from fedpax.data.rounds.stream import (
     arrays_fingerprint,
     check_sizes,
@@ -177,7 +177,7 @@ class CohortRounds:
         the same clients with the same batches, in an order for this number of devices.
 
         Args:
-            state: what `get_state` returned, in this process or another, of a stream with the same
+            state: a state from `get_state`, of this process or another, of a stream with the same
                 settings over the same source.
 
         Raises:

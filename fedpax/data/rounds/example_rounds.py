@@ -1,4 +1,4 @@
-"""example_rounds: an endless stream of labelled images for a fixed set of clients.
+"""example_rounds: an endless stream of labeled images for a fixed set of clients.
 
 Each client iterates over its own examples, in a new random order in every epoch. A round depends on
 the settings and the round number alone, so a stream's state is that number.
@@ -19,13 +19,13 @@ from fedpax.data.populations.partition import (
     partition_checksum,
     partition_iid,
 )
-from fedpax.data.rounds.labelled_examples import read_raw, scale_pixels
+from fedpax.data.rounds.labeled_examples import read_raw, scale_pixels
 from fedpax.data.rounds.stream import check_sizes, check_state, source_name
 from fedpax.data.shuffle import hash_key, shuffled_index
 
 
 class ExampleRounds:
-    """An endless iterator over rounds of labelled images; made by `example_rounds`.
+    """An endless iterator over rounds of labeled images; made by `example_rounds`.
 
     Attributes:
         examples_per_client: int64 `[clients]`, the number of examples of each client.
@@ -85,7 +85,7 @@ class ExampleRounds:
         """Move to a saved position; the following rounds are bitwise those of the saved stream.
 
         Args:
-            state: what `get_state` returned, in this process or another, of a stream with the same
+            state: a state from `get_state`, of this process or another, of a stream with the same
                 settings over the same source.
 
         Raises:
@@ -105,13 +105,13 @@ def example_rounds(
     image_field: str = "image",
     label_field: str = "label",
 ) -> ExampleRounds:
-    """Make an endless stream of rounds of labelled images in which every client takes part.
+    """Make an endless stream of rounds of labeled images in which every client takes part.
 
     The examples are read once, through grain, and kept in memory. A client with fewer examples than
     a round needs starts its next epoch, in a new order, within the round. All batches are full.
 
     Args:
-        source: labelled images: a source from `load`, or a list of dicts.
+        source: labeled images: a source from `load`, or a list of dicts.
         num_clients: the number of clients.
         local_steps: steps per client and round.
         batch_size: examples per step and client.

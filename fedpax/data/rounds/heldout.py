@@ -1,4 +1,7 @@
-"""heldout_batches: a finite list of packed batches of text to evaluate on."""
+"""heldout_token_batches: a finite list of packed batches of text to evaluate on.
+
+For labeled images see `fedpax.data.read_examples` and `fedpax.data.example_batches`.
+"""
 
 import numpy as np
 
@@ -8,7 +11,7 @@ from fedpax.data.text.packing import Batch, concatenate, split_rows, to_batch
 from fedpax.data.text.tokenizer import BYTE_TOKENIZER, Tokenizer
 
 
-def heldout_batches(
+def heldout_token_batches(
     source: Examples,
     *,
     batch_size: int,
@@ -42,7 +45,7 @@ def heldout_batches(
 
     Example:
         >>> source = [{"text": "to be"}, {"text": "or not to be"}]
-        >>> batches = heldout_batches(source, batch_size=2, seq_len=8)
+        >>> batches = heldout_token_batches(source, batch_size=2, seq_len=8)
         >>> len(batches), batches[0]["inputs"].shape
         (2, (2, 8))
         >>> int(sum(batch["mask"].sum() for batch in batches))  # 5 + 1 + 12 + 1 targets

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Num
 from numpy.typing import NDArray
 
 from fedpax.data.populations.partition import get_field
-from fedpax.data.rounds.labelled_examples import scale_pixels
+from fedpax.data.rounds.labeled_examples import scale_pixels
 from fedpax.data.rounds.stream import qualified_name
 
 Arrays = Mapping[str, NDArray[Any]]

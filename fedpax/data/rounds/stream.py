@@ -48,7 +48,7 @@ class LazyStream:
         return self._open().get_state()
 
     def set_state(self, state: Any) -> None:
-        """Move to the position for which `get_state` returned `state`."""
+        """Move to a position saved by `get_state`."""
         self._open().set_state(state)
 
 
@@ -56,7 +56,7 @@ def check_sizes(bytes_per_item: int, **sizes: int) -> None:
     """Check that the sizes of a round are positive and that the round fits this machine's memory.
 
     Args:
-        bytes_per_item: bytes for each item, of which a round has the product of `sizes`.
+        bytes_per_item: bytes per item; a round has `prod(sizes)` items.
         **sizes: the round's sizes by name.
 
     Raises:
@@ -123,7 +123,7 @@ def check_state(state: Any, settings: Settings, position: str) -> Any:
     """Check that a state was saved by a stream with equal settings, and return its position.
 
     Args:
-        state: what a stream's `get_state` returned, also after a round trip through JSON.
+        state: a state from a stream's `get_state`, also after a round trip through JSON.
         settings: the settings of the stream to restore.
         position: the state's key for the position.
 
@@ -131,7 +131,8 @@ def check_state(state: Any, settings: Settings, position: str) -> Any:
         The value of `state[position]`.
 
     Raises:
-        ValueError: `state` is no stream's state, or settings differ; the message lists them.
+        ValueError: `state` is not the state of a stream, or settings differ; the message lists the
+            differences.
     """
     if not isinstance(state, Mapping) or not {"settings", position} <= state.keys():
         raise ValueError(

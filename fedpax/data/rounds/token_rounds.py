@@ -198,7 +198,7 @@ class TokenRounds:
         """Move to a saved position; the following rounds are bitwise those of the saved stream.
 
         Args:
-            state: what `get_state` returned, in this process or another, of a stream with the same
+            state: a state from `get_state`, of this process or another, of a stream with the same
                 settings over the same source.
 
         Raises:
@@ -258,8 +258,8 @@ def token_rounds(
     """Make an endless stream of language-model rounds from a source of texts.
 
     Documents are divided among the islands; by default each island has a random sample of them.
-    Methods that are given equal arguments see the same tokens in the same order, so DiLoCo can be
-    compared with data-parallel training. A single island (`islands=1`) has all documents.
+    Streams with equal arguments yield the same tokens in the same order, so DiLoCo can be compared
+    with data-parallel training. A single island (`islands=1`) has all documents.
 
     Args:
         source: the documents: a source from `load`, or a list of dicts.

@@ -226,7 +226,7 @@ def _prepare(name: str, split: str, root: Path) -> None:
         raise RuntimeError(
             f"Data set {name!r} could not be prepared in {root}: {_one_line(error)} "
             + (
-                "Make that folder writable or give another data_dir."
+                "Make that folder writable or pass another data_dir."
                 if is_embedded or isinstance(error, PermissionError)
                 else f"Otherwise prepare it elsewhere. {_how_to_copy(builder, split, root)}"
             )
@@ -243,7 +243,7 @@ def _open(builder: Any, split: str) -> Source:
     except NotImplementedError as error:
         raise OSError(
             f"{folder} was prepared as {builder.info.file_format.value}, which only TensorFlow "
-            "can read: give another data_dir, or delete that folder and load again."
+            "can read: pass another data_dir, or delete that folder and load again."
         ) from error
     except Exception as error:
         raise ValueError(

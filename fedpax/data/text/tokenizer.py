@@ -64,7 +64,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     path = Path(name).expanduser()
     if not path.is_file():
         raise FileNotFoundError(
-            f"tokenizer={name!r}: there is no such file. Give the path of a tokenizer.json, or "
+            f"tokenizer={name!r}: there is no such file. Pass the path of a tokenizer.json, or "
             "'bytes'."
         )
     content = path.read_bytes()
@@ -74,7 +74,7 @@ def load_tokenizer(name: str) -> Tokenizer:
         raise
     except Exception as error:
         raise ValueError(
-            f"tokenizer={name!r} is not a tokenizer.json ({error}). Give the path of one, or "
+            f"tokenizer={name!r} is not a tokenizer.json ({error}). Pass the path of one, or "
             "'bytes'."
         ) from error
     separator = next(

@@ -11,12 +11,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from fedpax.models.parameters import normal, project
+from fedpax.models.parameters import normal_param, project
 from fedpax.models.quantization import Quantization
 from fedpax.models.rms_norm import RMSNorm
 from fedpax.parallel.axes import explicit_spec
 
-Attend: TypeAlias = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, chex.ArrayTree]]
+AttentionFn: TypeAlias = Callable[
+    [jax.Array, jax.Array, jax.Array], tuple[jax.Array, chex.ArrayTree]
+]
 """Computes attention: (query, key, value) -> (result, cache entry or None)."""
 
 
@@ -59,12 +61,12 @@ class Attention(nnx.Module):
         stddev = embed_dim**-0.5
         shape = (embed_dim, num_kv_heads, head_dim)
         names = ("embed", "kv_heads", "head_dim")
-        self.query = normal(
+        self.query = normal_param(
             rngs, (embed_dim, num_heads, head_dim), stddev, ("embed", "heads", "head_dim")
         )
-        self.key = normal(rngs, shape, stddev, names)
-        self.value = normal(rngs, shape, stddev, names)
-        self.output = normal(
+        self.key = normal_param(rngs, shape, stddev, names)
+        self.value = normal_param(rngs, shape, stddev, names)
+        self.output = normal_param(
             rngs,
             (num_heads, head_dim, embed_dim),
             output_scale * (num_heads * head_dim) ** -0.5,
@@ -75,7 +77,7 @@ class Attention(nnx.Module):
         self,
         x: Float[Array, "batch seq embed"],
         rotation: tuple[jax.Array, jax.Array],
-        attend: Attend,
+        attend: AttentionFn,
     ) -> tuple[Float[Array, "batch seq embed"], chex.ArrayTree]:
         """Attend within each row of x.
 
@@ -205,7 +207,7 @@ def visible(queries: jax.Array, keys: jax.Array, sliding_window: int | None = No
     )
 
 
-def attend(
+def masked_attention(
     query: Float[Array, "batch queries heads head_dim"],
     key: Float[Array, "batch keys kv_heads head_dim"],
     value: Float[Array, "batch keys kv_heads head_dim"],
@@ -225,7 +227,7 @@ def attend(
 
     Example:
         >>> x = jax.random.normal(jax.random.key(0), (1, 3, 2, 4))
-        >>> y = attend(x, x, x, attention_mask(3))
+        >>> y = masked_attention(x, x, x, attention_mask(3))
         >>> y.shape, bool(jnp.allclose(y[:, 0], x[:, 0]))  # the first token attends to itself alone
         ((1, 3, 2, 4), True)
     """

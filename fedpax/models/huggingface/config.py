@@ -85,7 +85,8 @@ def from_entries(entries: Entries, source: str) -> TransformerConfig:
         The configuration. `dtype` is the dtype of the entries, float32 in place of float16.
 
     Raises:
-        ValueError: an entry is missing, malformed, or asks for what the transformer does not have.
+        ValueError: an entry is missing or malformed, or needs a feature that the transformer does
+            not have.
 
     Example:
         >>> config = TransformerConfig(scale_embeddings=False, qk_norm=True)

@@ -55,7 +55,7 @@ def load(
 
     Raises:
         FileNotFoundError: the folder or one of its files does not exist.
-        ValueError: the folder is damaged, or the transformer does not have what it asks for.
+        ValueError: the folder is damaged, or needs a feature that the transformer does not have.
         ImportError: the package safetensors is not installed.
 
     Example:
@@ -87,8 +87,8 @@ def load_config(folder: str | Path) -> TransformerConfig:
 
     Raises:
         FileNotFoundError: the folder or config.json does not exist.
-        ValueError: config.json is damaged, or asks for what the transformer does not have. The
-            message names the entry, its value and the supported values.
+        ValueError: config.json is damaged, or needs a feature that the transformer does not have.
+            The message names the entry, its value and the supported values.
     """
     return from_entries(*read_entries(folder))
 
@@ -125,7 +125,7 @@ def load_params(
         ImportError: the package safetensors is not installed.
     """
     if mesh is not None and shardings is not None:
-        raise ValueError("load_params() got mesh and shardings: give one of them, or none.")
+        raise ValueError("load_params() got mesh and shardings: pass one of them, or none.")
     model, stored = transformer(config), stored_parameters(config)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     if mesh is not None:
@@ -134,7 +134,7 @@ def load_params(
     if shardings is not None and by_path.keys() != stored.keys():
         differing = sorted(by_path.keys() ^ stored.keys())
         raise ValueError(
-            f"shardings has other parameters than the transformer: {listed(differing)}. Give one "
+            f"shardings has other parameters than the transformer: {listed(differing)}. Pass one "
             "sharding for each parameter."
         )
     target = None if dtype is None else np.dtype(dtype)
@@ -285,7 +285,7 @@ def _dtype(
         raise ValueError(
             "Layers have different dtypes: "
             + ", ".join(f"{name} {dtype}" for dtype, name in found.items())
-            + ". Give dtype= to cast them to one dtype."
+            + ". Pass dtype= to cast them to one dtype."
         )
     dtype = next(iter(found)) if target is None else target
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
@@ -327,6 +327,6 @@ def _read_shard(
     part = tuple(slice(*pair) for pair in bounds[count:])
     values = np.empty([stop - start for start, stop in bounds], dtype)
     for local in np.ndindex(values.shape[:count]):
-        place = tuple(i + start for i, (start, _) in zip(local, bounds, strict=False))
-        values[local] = parameter.from_tensor(tensors[parameter.name(place)], part)
+        index = tuple(i + start for i, (start, _) in zip(local, bounds, strict=False))
+        values[local] = parameter.from_tensor(tensors[parameter.name(index)], part)
     return values

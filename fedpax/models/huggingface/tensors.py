@@ -17,7 +17,7 @@ Bounds: TypeAlias = tuple[tuple[int, int], ...]
 """Start and stop of a part of an array along each axis."""
 
 
-class Layout(NamedTuple):
+class TensorLayout(NamedTuple):
     """How a tensor holds one layer (of one expert) of a parameter.
 
     A linear layer's tensor in PyTorch is `[outputs, inputs]`, and its heads are merged with their
@@ -45,7 +45,7 @@ class StoredParameter(NamedTuple):
         num_expert_axes: 1 for the experts of a mixture, behind the axes of layers.
     """
 
-    layout: Layout
+    layout: TensorLayout
     shape: tuple[int, ...]
     num_layer_axes: int = 0
     num_expert_axes: int = 0
@@ -118,28 +118,28 @@ _EXPERT = "model.layers.{{layer}}.block_sparse_moe.experts.{{expert}}.{}.weight"
 _LAYER = "model.layers.{{layer}}.{}.weight"
 
 OUTER_LAYOUTS = {
-    "embedding": Layout("model.embed_tokens.weight", (0, 1)),
-    "final_norm.scale": Layout("model.norm.weight", (0,)),
-    "output": Layout("lm_head.weight", (0, 1)),
+    "embedding": TensorLayout("model.embed_tokens.weight", (0, 1)),
+    "final_norm.scale": TensorLayout("model.norm.weight", (0,)),
+    "output": TensorLayout("lm_head.weight", (0, 1)),
 }
 LAYER_LAYOUTS = {
-    "attention_norm.scale": Layout(_LAYER.format("input_layernorm"), (0,)),
-    "attention.query": Layout(_LAYER.format("self_attn.q_proj"), (1, 2, 0), 2),
-    "attention.key": Layout(_LAYER.format("self_attn.k_proj"), (1, 2, 0), 2),
-    "attention.value": Layout(_LAYER.format("self_attn.v_proj"), (1, 2, 0), 2),
-    "attention.output": Layout(_LAYER.format("self_attn.o_proj"), (2, 0, 1)),
-    "attention.query_norm.scale": Layout(_LAYER.format("self_attn.q_norm"), (0,)),
-    "attention.key_norm.scale": Layout(_LAYER.format("self_attn.k_norm"), (0,)),
-    "feed_forward_norm.scale": Layout(_LAYER.format("post_attention_layernorm"), (0,)),
-    "feed_forward.gate": Layout(_LAYER.format("mlp.gate_proj"), _LINEAR),
-    "feed_forward.up": Layout(_LAYER.format("mlp.up_proj"), _LINEAR),
-    "feed_forward.down": Layout(_LAYER.format("mlp.down_proj"), _LINEAR),
+    "attention_norm.scale": TensorLayout(_LAYER.format("input_layernorm"), (0,)),
+    "attention.query": TensorLayout(_LAYER.format("self_attn.q_proj"), (1, 2, 0), 2),
+    "attention.key": TensorLayout(_LAYER.format("self_attn.k_proj"), (1, 2, 0), 2),
+    "attention.value": TensorLayout(_LAYER.format("self_attn.v_proj"), (1, 2, 0), 2),
+    "attention.output": TensorLayout(_LAYER.format("self_attn.o_proj"), (2, 0, 1)),
+    "attention.query_norm.scale": TensorLayout(_LAYER.format("self_attn.q_norm"), (0,)),
+    "attention.key_norm.scale": TensorLayout(_LAYER.format("self_attn.k_norm"), (0,)),
+    "feed_forward_norm.scale": TensorLayout(_LAYER.format("post_attention_layernorm"), (0,)),
+    "feed_forward.gate": TensorLayout(_LAYER.format("mlp.gate_proj"), _LINEAR),
+    "feed_forward.up": TensorLayout(_LAYER.format("mlp.up_proj"), _LINEAR),
+    "feed_forward.down": TensorLayout(_LAYER.format("mlp.down_proj"), _LINEAR),
 }
 MIXTURE_LAYOUTS = {
-    "feed_forward.router": Layout(_LAYER.format("block_sparse_moe.gate"), _LINEAR),
-    "feed_forward.gate": Layout(_EXPERT.format("w1"), _LINEAR),
-    "feed_forward.up": Layout(_EXPERT.format("w3"), _LINEAR),
-    "feed_forward.down": Layout(_EXPERT.format("w2"), _LINEAR),
+    "feed_forward.router": TensorLayout(_LAYER.format("block_sparse_moe.gate"), _LINEAR),
+    "feed_forward.gate": TensorLayout(_EXPERT.format("w1"), _LINEAR),
+    "feed_forward.up": TensorLayout(_EXPERT.format("w3"), _LINEAR),
+    "feed_forward.down": TensorLayout(_EXPERT.format("w2"), _LINEAR),
 }
 
 

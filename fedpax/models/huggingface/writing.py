@@ -44,7 +44,7 @@ def save(
     params: Params,
     *,
     max_shard_bytes: int = 5 * 10**9,
-    config_from: str | Path | None = None,
+    original_folder: str | Path | None = None,
 ) -> None:
     """Write a transformer as a Hugging Face folder.
 
@@ -58,15 +58,15 @@ def save(
         max_shard_bytes: start another file before the tensors of a file exceed this size in bytes.
             A tensor that is larger has a file of its own. One file is model.safetensors; several
             are listed in model.safetensors.index.json.
-        config_from: a Hugging Face folder whose config.json is kept, with the entries that the
-            transformer does not use, such as eos_token_id; for a model that was loaded from there.
+        original_folder: the Hugging Face folder that the model was loaded from. Its config.json is
+            written, with the entries that the transformer does not use, such as eos_token_id.
             Default None: write the entries that describe the model.
 
     Raises:
         FileExistsError: the folder holds a model already.
         ValueError: no supported family has the configuration's features; the parameters do not
-            fit the configuration, or are spread over several processes; or `config_from` describes
-            another model.
+            fit the configuration, or are spread over several processes; or `original_folder`
+            describes another model.
         ImportError: the package safetensors is not installed.
 
     Example:
@@ -85,13 +85,13 @@ def save(
     entries = to_entries(config, "float32")
     stored, leaves = stored_parameters(config), flatten(params)
     dtype = _check_params(stored, leaves)
-    if config_from is not None:
-        kept, source = read_entries(config_from)
+    if original_folder is not None:
+        kept, source = read_entries(original_folder)
         different = differing_fields(from_entries(kept, source), from_entries(entries, CONFIG))
         if different:
             raise ValueError(
-                f"config_from={str(config_from)!r} describes another model than config: they "
-                f"differ in {listed(different)}."
+                f"original_folder={str(original_folder)!r} describes another model than "
+                f"config: they differ in {listed(different)}."
             )
         entries = kept
     entries |= dtype_entries(dtype)
@@ -110,7 +110,7 @@ def save(
         names = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
     for name, tensors in zip(names, files, strict=True):
         values = {tensor.name: tensor.read() for tensor in tensors}
-        # transformers refuses a file without this metadata.
+        # transformers rejects a file without this metadata.
         library.save_file(values, folder / name, metadata={"format": "pt"})
     if len(files) > 1:
         index = {
@@ -131,11 +131,11 @@ class _Tensor(NamedTuple):
 
     parameter: StoredParameter
     leaf: Any
-    place: Index
+    stack_index: Index
 
     @property
     def name(self) -> str:
-        return self.parameter.name(self.place)
+        return self.parameter.name(self.stack_index)
 
     @property
     def size(self) -> int:
@@ -143,7 +143,7 @@ class _Tensor(NamedTuple):
         return math.prod(self.parameter.tensor_shape) * self.leaf.dtype.itemsize
 
     def read(self) -> np.ndarray:
-        return self.parameter.to_tensor(_to_host(self.leaf, self.place))
+        return self.parameter.to_tensor(_to_host(self.leaf, self.stack_index))
 
 
 def _tensors(stored: Mapping[str, StoredParameter], leaves: Mapping[str, Any]) -> list[_Tensor]:
@@ -155,7 +155,7 @@ def _tensors(stored: Mapping[str, StoredParameter], leaves: Mapping[str, Any]) -
     ]
 
     def layer(tensor: _Tensor) -> int:
-        return tensor.parameter.layer(tensor.place) if tensor.parameter.num_layer_axes else -1
+        return tensor.parameter.layer(tensor.stack_index) if tensor.parameter.num_layer_axes else -1
 
     return sorted(tensors, key=layer)
 
@@ -176,9 +176,9 @@ def _split(tensors: list[_Tensor], max_bytes: int) -> list[list[_Tensor]]:
 def _check_params(stored: Mapping[str, StoredParameter], leaves: Mapping[str, Any]) -> str:
     """Check names, shapes and dtypes of the parameters; return the widest dtype."""
     if missing := [path for path in stored if path not in leaves]:
-        raise ValueError(f"params lacks {listed(missing)}, which config asks for.")
+        raise ValueError(f"params lacks {listed(missing)}, which config requires.")
     if unknown := [path for path in leaves if path not in stored]:
-        raise ValueError(f"params has {listed(unknown)}, for which config has no place.")
+        raise ValueError(f"params has {listed(unknown)}, which config does not use.")
     dtypes = set()
     for path, parameter in stored.items():
         leaf = leaves[path]

@@ -264,7 +264,7 @@ def test_pachinko_gives_participants_few_coarse_labels_and_all_their_labels(
     rng: np.random.Generator,
 ) -> None:
     labels = rng.permutation(np.arange(50_000) % 100)
-    coarse = labels * 7 % 20  # siblings are not neighbours
+    coarse = labels * 7 % 20  # siblings are not neighbors
     parts = partition_pachinko(labels, coarse, 500)
     assert {len(indices) for indices in parts} == {100}
     fine_counts = label_counts(parts, labels)

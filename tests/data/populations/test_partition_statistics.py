@@ -15,7 +15,7 @@ from fedpax.data import (
     partition_statistics,
     plot_partition,
 )
-from fedpax.data.populations.partition_plot import COLOURS, _overview
+from fedpax.data.populations.partition_plot import COLORS, _overview
 from fedpax.data.populations.partition_statistics import PartitionStatistics
 
 
@@ -110,7 +110,7 @@ def test_statistics_are_immutable() -> None:
 
 
 def test_bad_partitions_and_labels_raise(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no examples: give at least one participant some"):
+    with pytest.raises(ValueError, match="no examples: assign at least one"):
         partition_statistics([np.array([], np.int64)])
     for parts, outside in ([[0], [3]], 3), ([[0], [-1]], -1):
         partition = [np.array(indices) for indices in parts]
@@ -125,10 +125,10 @@ def test_bad_partitions_and_labels_raise(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def pixels(path: Path, colour: str) -> int:
-    """Count the pixels of a colour."""
+def pixels(path: Path, color: str) -> int:
+    """Count the pixels of a color."""
     picture = imread(path)[..., :3]
-    return int((np.abs(picture - np.array(to_rgb(colour))).max(axis=-1) < 0.01).sum())
+    return int((np.abs(picture - np.array(to_rgb(color))).max(axis=-1) < 0.01).sum())
 
 
 def test_bars_have_lengths_in_proportion_to_label_counts(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_bars_have_lengths_in_proportion_to_label_counts(tmp_path: Path) -> None
     labels = np.concatenate([np.repeat(np.arange(3), row) for row in counts])
     partition = np.split(np.arange(2000), [800, 1600])
     plot_partition(partition, labels, tmp_path / "x.png", class_names=["cat", "dog", "frog"])
-    seen = np.array([pixels(tmp_path / "x.png", colour) for colour in COLOURS[:3]])
+    seen = np.array([pixels(tmp_path / "x.png", color) for color in COLORS[:3]])
     expected = np.sum(counts, axis=0)
     # Lines between bars and the squares of the legend are less than 5 %.
     assert np.abs(seen / seen.sum() / (expected / expected.sum()) - 1).max() < 0.05

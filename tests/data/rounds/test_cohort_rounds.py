@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from fedpax.data import load
 from fedpax.data.populations.client_sampler import ClientSampler
 from fedpax.data.populations.partition import partition_by_field
-from fedpax.data.populations.scheduling import idle_fraction
 from fedpax.data.rounds.cohort_rounds import cohort_rounds
 from fedpax.data.rounds.preprocess import preprocess_images
+from fedpax.data.rounds.scheduling import idle_fraction
 
 
 def problem(sizes, seed=0):

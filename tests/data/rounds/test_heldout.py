@@ -3,13 +3,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from fedpax.data import SEPARATOR, Source, encode, heldout_batches, pack
+from fedpax.data import SEPARATOR, Source, encode, heldout_token_batches, pack
 
 
 def test_batches_are_the_packed_split_with_padding_in_the_last(
     documents: list[dict[str, bytes]],
 ) -> None:
-    batches = heldout_batches(documents, batch_size=3, seq_len=16)
+    batches = heldout_token_batches(documents, batch_size=3, seq_len=16)
     packed = pack([encode(document["text"]) for document in documents], 16)
     for name, whole in packed.items():
         assert all(batch[name].shape == (3, 16) for batch in batches)
@@ -21,7 +21,7 @@ def test_batches_are_the_packed_split_with_padding_in_the_last(
 
 def test_batches_have_all_tokens_of_the_split(text: Callable[[str], Source]) -> None:
     source = text("heldout")
-    batches = heldout_batches(source, batch_size=16, seq_len=128)
+    batches = heldout_token_batches(source, batch_size=16, seq_len=128)
     total = sum(len(example["text"]) + 1 for example in source)
     assert sum(batch["mask"].sum() for batch in batches) == total
     inputs = np.concatenate([batch["inputs"][batch["mask"] == 1] for batch in batches])
@@ -34,8 +34,8 @@ def test_max_tokens_selects_rows_evenly_spaced_over_the_split(
     text: Callable[[str], Source],
 ) -> None:
     source = text("heldout")
-    everything = heldout_batches(source, batch_size=1, seq_len=64)
-    capped = heldout_batches(source, batch_size=4, seq_len=64, max_tokens=6_500)
+    everything = heldout_token_batches(source, batch_size=1, seq_len=64)
+    capped = heldout_token_batches(source, batch_size=4, seq_len=64, max_tokens=6_500)
     rows = np.concatenate([batch["inputs"] for batch in capped])
     mask = np.concatenate([batch["mask"] for batch in capped])
     assert 6_336 <= mask.sum() <= 6_500  # 101 rows; the last may have padding
@@ -49,8 +49,8 @@ def test_max_tokens_selects_rows_evenly_spaced_over_the_split(
 
 
 def test_max_tokens_above_the_split_selects_all_rows(documents: list[dict[str, bytes]]) -> None:
-    plain = heldout_batches(documents, batch_size=2, seq_len=8)
-    capped = heldout_batches(documents, batch_size=2, seq_len=8, max_tokens=10**9)
+    plain = heldout_token_batches(documents, batch_size=2, seq_len=8)
+    capped = heldout_token_batches(documents, batch_size=2, seq_len=8, max_tokens=10**9)
     assert len(plain) == len(capped)
     for a, b in zip(plain, capped, strict=True):
         assert all(np.array_equal(a[name], b[name]) for name in a)
@@ -58,12 +58,12 @@ def test_max_tokens_above_the_split_selects_all_rows(documents: list[dict[str, b
 
 def test_bad_arguments_raise(documents: list[dict[str, bytes]]) -> None:
     with pytest.raises(ValueError, match="batch_size is 0, expected at least 1"):
-        heldout_batches(documents, batch_size=0, seq_len=8)
+        heldout_token_batches(documents, batch_size=0, seq_len=8)
     with pytest.raises(ValueError, match="seq_len is -1, expected at least 1"):
-        heldout_batches(documents, batch_size=1, seq_len=-1)
+        heldout_token_batches(documents, batch_size=1, seq_len=-1)
     with pytest.raises(ValueError, match="max_tokens is 7, expected at least one row of seq_len=8"):
-        heldout_batches(documents, batch_size=1, seq_len=8, max_tokens=7)
+        heldout_token_batches(documents, batch_size=1, seq_len=8, max_tokens=7)
     with pytest.raises(ValueError, match="no examples to evaluate on"):
-        heldout_batches([], batch_size=1, seq_len=8)
+        heldout_token_batches([], batch_size=1, seq_len=8)
     with pytest.raises(KeyError, match="no field 'body', but 'text'"):
-        heldout_batches(documents, batch_size=1, seq_len=8, field="body")
+        heldout_token_batches(documents, batch_size=1, seq_len=8, field="body")

@@ -383,5 +383,5 @@ def test_a_builder_that_the_user_defines_can_be_loaded(tmp_path: Path) -> None:
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="POSIX only")
 def test_a_folder_that_cannot_be_written_raises(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(RuntimeError, match="give another data_dir"):
+    with pytest.raises(RuntimeError, match="pass another data_dir"):
         load("digits", "train", data_dir=tmp_path / "file")

@@ -11,7 +11,7 @@ from hypothesis import given
 from fedpax.data import (
     BYTE_TOKENIZER,
     Tokenizer,
-    heldout_batches,
+    heldout_token_batches,
     load,
     load_tokenizer,
     token_rounds,
@@ -47,14 +47,14 @@ def test_subwords_are_fewer_than_bytes(trained: Tokenizer) -> None:
     np.testing.assert_array_equal(trained.encode(text), trained.encode(text.encode()))
 
 
-def test_subwords_in_rounds_and_heldout_batches(trained: Tokenizer) -> None:
+def test_subwords_in_rounds_and_heldout_token_batches(trained: Tokenizer) -> None:
     source = [{"text": f"import module_{i}\nreturn {i}\n" * 5} for i in range(8)]
     sizes: dict[str, Any] = {"batch_size": 2, "seq_len": 16}
     rounds = token_rounds(source, islands=2, local_steps=3, tokenizer=trained, **sizes)
     batch = next(rounds).batches
     np.testing.assert_array_equal(batch["inputs"][..., 1:], batch["targets"][..., :-1])
     assert batch["inputs"].max() > 255 and (batch["inputs"] == trained.separator).any()
-    heldout = heldout_batches(source, tokenizer=trained, **sizes)
+    heldout = heldout_token_batches(source, tokenizer=trained, **sizes)
     flat = np.concatenate([b["targets"][b["mask"] > 0] for b in heldout])
     assert trained.decode(flat) == "".join(example["text"] for example in source)
     with pytest.raises(ValueError, match=r"tokenizer is 'bytes' and was 'tokenizer\.json:"):

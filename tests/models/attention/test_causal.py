@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from fedpax.models.attention import kernels
-from fedpax.models.attention.kernels import causal_attention, platform
-from fedpax.models.attention.layer import attend, attention_mask
+from fedpax.models.attention import causal
+from fedpax.models.attention.causal import causal_attention, platform
+from fedpax.models.attention.layer import attention_mask, masked_attention
 from fedpax.models.attention.splash import splash_attention
 from fedpax.parallel import MeshConfig
 
@@ -47,7 +47,7 @@ def mesh_of(platform: str) -> AbstractMesh:
 def plain(sliding_window: int | None, packed: bool) -> Any:
     def function(query: Any, key: Any, value: Any, segments: Any) -> Any:
         mask = attention_mask(query.shape[1], segments if packed else None, sliding_window)
-        return attend(query, key, value, mask)
+        return masked_attention(query, key, value, mask)
 
     return function
 
@@ -59,7 +59,7 @@ def plain(sliding_window: int | None, packed: bool) -> Any:
 def test_implementations_equal_masked_attention(
     implementation: Any, sliding_window: int | None, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "QUERY_BLOCK", 8)  # 24 tokens are three blocks
+    monkeypatch.setattr(causal, "QUERY_BLOCK", 8)  # 24 tokens are three blocks
     args = draw(24)
 
     def function(query: Any, key: Any, value: Any, segments: Any) -> Any:

@@ -1,13 +1,13 @@
 """A FedAvg round with fedpax, and with pfl and FedJAX, which need environments of their own.
 
-    python -m fedpax.experiments.benchmarks.other_environments --model=cnn --clients=64 \
+    python -m fedpax.experiments.benchmarks.other_frameworks --model=cnn --clients=64 \
         --pfl_python=environments/pfl/bin/python --fedjax_python=environments/fedjax/bin/python
 
 pfl needs PyTorch, and FedJAX needs jax < 0.4.39. Each option names the Python interpreter of an
 environment with the library; a library without the option is left out. All libraries get the same
 data and parameters, run the same round (5 steps of plain SGD per client, updates weighted by
-numbers of examples) and must give the same result. Then they are timed in turn. Each library runs
-in its own process, which waits for a request before every round.
+numbers of examples) and must give the same result. Then interleaved calls are timed. Each library
+runs in its own process, which waits for a request before every round.
 """
 
 import argparse
@@ -69,7 +69,7 @@ class Row(NamedTuple):
 def measure(
     model: str, devices: int, clients: int, pythons: dict[str, str], repetitions: int
 ) -> list[Row]:
-    """Check that the libraries agree, and time them in turn.
+    """Check that the libraries agree, and time interleaved calls.
 
     Args:
         model: a name in `WORKLOADS`.
@@ -198,7 +198,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"--{library}_python", help=f"Python interpreter of an environment with {library}"
         )
     parser.add_argument("--repetitions", type=int, default=3, help="timed rounds of each library")
-    parser.add_argument("--json", help="file for the figures; without it they are printed")
+    parser.add_argument(
+        "--json", help="JSON file for the measurements; without it they are printed"
+    )
     options = parser.parse_args(argv)
     paths = {library: getattr(options, f"{library}_python") for library in SCRIPTS}
     pythons = {library: path for library, path in paths.items() if path}

@@ -12,8 +12,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import fedpax
 from fedpax.hlo.collectives import collectives
-from fedpax.models.attention.layer import attend
-from fedpax.models.attention.ring import ring_attention
+from fedpax.models.attention.layer import masked_attention
+from fedpax.models.attention.ring_attention import ring_attention
 from fedpax.parallel.mesh import make_mesh
 from fedpax.parallel.ring import Ring
 
@@ -46,7 +46,7 @@ def every_pair(sliding_window: int | None, segments: Any) -> Callable:
         mask = near[None]
         if segments is not None:
             mask = mask & (segments[:, :, None] == segments[:, None, :])
-        y = attend(query, key, value, mask)
+        y = masked_attention(query, key, value, mask)
         return jnp.sum(scale * y), y
 
     return jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)

@@ -10,8 +10,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 from jaxtyping import Array, Float, Int
 
-from fedpax.models.attention.layer import attend, attention_mask, visible
-from fedpax.models.attention.ring import ring_attention
+from fedpax.models.attention.layer import attention_mask, masked_attention, visible
+from fedpax.models.attention.ring_attention import ring_attention
 from fedpax.models.attention.splash import splash_attention, splash_supports
 from fedpax.models.remat import ATTENTION
 
@@ -90,8 +90,8 @@ def causal_attention(
 def platform() -> str:
     """Return the platform that the program is compiled for: "cpu", "gpu" or "tpu".
 
-    It is the platform of the mesh in context, whose devices may be absent, else that of JAX's
-    default device.
+    It is the platform of the mesh in context, also for a plan without the hardware. Without a
+    mesh, it is the platform of JAX's default device.
 
     Example:
         >>> platform() in ("cpu", "gpu", "tpu")
@@ -161,7 +161,7 @@ def _attend(
         )
     if seq_len > QUERY_BLOCK and seq_len % QUERY_BLOCK == 0:
         return _attend_by_blocks(query, key, value, segments, sliding_window)
-    return attend(query, key, value, attention_mask(seq_len, segments, sliding_window))
+    return masked_attention(query, key, value, attention_mask(seq_len, segments, sliding_window))
 
 
 def _attend_by_blocks(
@@ -194,7 +194,7 @@ def _attend_by_blocks(
         if segments is not None:
             own = jax.lax.dynamic_slice_in_dim(segments, start, QUERY_BLOCK, 1)
             mask &= own[:, :, None] == take(segments)[:, None, :]
-        return None, attend(queries, take(key), take(value), mask)
+        return None, masked_attention(queries, take(key), take(value), mask)
 
     split = query.reshape(batch, blocks, QUERY_BLOCK, num_heads, head_dim).swapaxes(0, 1)
     body = jax.checkpoint(step, prevent_cse=False)

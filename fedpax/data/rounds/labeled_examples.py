@@ -16,7 +16,7 @@ Arrays = dict[str, NDArray[Any]]
 def read_examples(
     source: Examples, *, image_field: str = "image", label_field: str = "label"
 ) -> Arrays:
-    """Read all examples of a source of labelled images into memory.
+    """Read all examples of a source of labeled images into memory.
 
     Args:
         source: a source from `load`, or a list of dicts.

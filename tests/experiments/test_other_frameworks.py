@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedpax.experiments.benchmarks import fedjax_round, other_environments, pfl_round, timing
+from fedpax.experiments.benchmarks import fedjax_round, other_frameworks, pfl_round, timing
 from fedpax.experiments.benchmarks.workloads import WORKLOADS, Workload
 from fedpax.models.classifiers import CNNConfig, MLPConfig, cnn, mlp
 
@@ -57,11 +57,11 @@ for turn, _ in enumerate(sys.stdin):
 def fake_library(monkeypatch, tmp_path):
     """Return a function that replaces FedJAX's script by another script."""
     monkeypatch.setitem(WORKLOADS, "tiny", lambda: Workload(MODELS["mlp"][0], (6,), 3))
-    monkeypatch.setattr(other_environments, "on_devices", lambda _, fn, *args: fn(*args))
+    monkeypatch.setattr(other_frameworks, "on_devices", lambda _, fn, *args: fn(*args))
 
     def write(text):
         (tmp_path / "script.py").write_text(text)
-        monkeypatch.setitem(other_environments.SCRIPTS, "fedjax", str(tmp_path / "script.py"))
+        monkeypatch.setitem(other_frameworks.SCRIPTS, "fedjax", str(tmp_path / "script.py"))
         return {"fedjax": sys.executable}
 
     return write
@@ -70,10 +70,10 @@ def fake_library(monkeypatch, tmp_path):
 def test_libraries_run_the_same_round_in_turn(fake_library, capsys):
     fake_library(NUMPY_ROUND)
     sizes = ["--model=tiny", "--clients=4", "--devices=2", "--repetitions=3"]
-    assert other_environments.main([*sizes, f"--fedjax_python={sys.executable}"]) == 0
-    *table, figures = capsys.readouterr().out.splitlines()
+    assert other_frameworks.main([*sizes, f"--fedjax_python={sys.executable}"]) == 0
+    *table, content = capsys.readouterr().out.splitlines()
     assert len(table) == 1 + 2
-    ours, theirs = json.loads(figures)["rows"]
+    ours, theirs = json.loads(content)["rows"]
     assert (ours["library"], theirs["library"]) == ("fedpax", "fedjax")
     assert theirs["versions"] == "numpy 1" and (theirs["clients"], theirs["devices"]) == (4, 2)
     assert len(theirs["seconds"]) == 3 and min(theirs["seconds"]) > 0
@@ -85,13 +85,13 @@ def test_a_library_with_another_result_raises(fake_library):
         NUMPY_ROUND.replace("zip(images, labels)]", "zip(images[1:], labels[1:])]")
     )
     with pytest.raises(AssertionError, match="fedjax differs from fedpax"):
-        other_environments.measure("tiny", 1, 4, pythons, 1)
+        other_frameworks.measure("tiny", 1, 4, pythons, 1)
 
 
 def test_a_library_that_cannot_start_raises(fake_library):
     pythons = fake_library("raise SystemExit('no such library')")
     with pytest.raises(ChildProcessError, match=r"script\.py.* exited"):
-        other_environments.measure("tiny", 1, 4, pythons, 1)
+        other_frameworks.measure("tiny", 1, 4, pythons, 1)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -99,14 +99,14 @@ def test_the_network_for_fedjax_computes_the_same_logits(name):
     model, image = MODELS[name]
     params = jax.jit(model.init)(jax.random.key(0))
     images = jax.random.normal(jax.random.key(1), (7, *image))
-    theirs = jax.jit(fedjax_round.classify)(other_environments.by_name(params), images)
+    theirs = jax.jit(fedjax_round.classify)(other_frameworks.by_name(params), images)
     ours = jax.jit(model.apply)(params, images)
     np.testing.assert_allclose(theirs, ours, rtol=1e-5, atol=1e-6)
 
 
 def test_pytorchs_layout_gives_the_same_matmuls_and_convolutions():
     init = jax.jit(MODELS["cnn"][0].init)
-    params = other_environments.by_name(init(jax.random.key(0)))
+    params = other_frameworks.by_name(init(jax.random.key(0)))
     as_torch = {name: pfl_round.as_torch(name, value, params) for name, value in params.items()}
     images = jax.random.normal(jax.random.key(1), (7, 2, 2, 3))  # after pooling, channels last
     channels_first = images.transpose(0, 3, 1, 2)

@@ -181,7 +181,7 @@ def _read(job_log_dir: str | Path) -> tuple[list[dict[str, Any]], list[int]]:
     damaged: list[int] = []
     if not path.exists():
         return lines, damaged
-    # A kill can leave a part of a line after the last newline: it is no damage.
+    # A kill can leave a part of a line after the last newline: it is not counted as damage.
     for number, text in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
             line = json.loads(text)

@@ -145,7 +145,7 @@ def _status_of(error: Exception) -> int | None:
 
     The message is enough for errors of the command line, and for ValueErrors and OSErrors that
     fedpax raises itself, such as for a cohort larger than the population. An error that passed
-    through the code of the user or of another library, except a reader of data, needs its
+    through the code of the user or of another library, except JAX and a reader of data, needs its
     traceback.
     """
     from fedpax.commands.options import UsageError
@@ -163,7 +163,7 @@ def _status_of(error: Exception) -> int | None:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame in frames]
     own = {"fedpax", "__main__"}
-    known = {*own, *sys.stdlib_module_names, "grain"}
+    known = {*own, *sys.stdlib_module_names, "grain", "jax"}
     return USAGE_ERROR if packages[-1] in own and known.issuperset(packages) else None
 
 

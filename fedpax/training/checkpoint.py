@@ -33,7 +33,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
     Saving is asynchronous: the arrays are copied to the host, and the files are written while the
     training continues. A checkpoint is written under a temporary name, gets a checksum of each
     file, and is then renamed. A process that is killed at any moment leaves the previous complete
-    checkpoint. Unfinished checkpoints are removed when this object is made.
+    checkpoint. Checkpoints without checksums are moved aside when this object is made.
 
     Args:
         job_log_dir: the run's folder.
@@ -44,7 +44,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self._folder = resolve_job_log_dir(job_log_dir) / FOLDER
         self._primary = jax.process_index() == 0
         if self._primary:
-            _remove_unfinished(self._folder)
+            _set_aside_unfinished(self._folder)
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("fedpax: unfinished checkpoints are removed")
         self._saving: int | None = None
@@ -261,7 +261,7 @@ def damaged_checkpoint(folder: Path, step: int, damage: str) -> DamagedCheckpoin
     remedy = (
         f"delete {folder / str(step)} to resume from the checkpoint of round {before[-1]}"
         if before
-        else f"no earlier checkpoint is kept: delete {folder / str(step)} to start again"
+        else f"delete {folder / str(step)} to start again, since no earlier checkpoint is kept"
     )
     return DamagedCheckpointError(
         f"The checkpoint of round {step} is damaged: {damage}, expected the files as they were "
@@ -269,13 +269,25 @@ def damaged_checkpoint(folder: Path, step: int, damage: str) -> DamagedCheckpoin
     )
 
 
-def _remove_unfinished(folder: Path) -> None:
+def _set_aside_unfinished(folder: Path) -> None:
+    """Remove checkpoints without a file, and rename those without checksums: none is deleted."""
     if not folder.is_dir():
         return
     for path in folder.iterdir():
-        if path.name.isdecimal() and path.is_dir() and not has_checksums(path):
+        if not path.name.isdecimal() or not path.is_dir() or has_checksums(path):
+            continue
+        if not any(entry.is_file() for entry in path.rglob("*")):
             shutil.rmtree(path)
-            print_error(f"Removed {path}: the checkpoint is unfinished, it has no checksums.")
+            print_error(f"Removed {path}: the checkpoint is unfinished, it has no files.")
+            continue
+        aside = folder.parent / f"checkpoint_{path.name}_without_checksums"
+        while aside.exists():
+            aside = aside.with_name(aside.name + "_")
+        path.rename(aside)
+        print_error(
+            f"Moved {path} to {aside}: the checkpoint is unfinished or incomplete, it has no "
+            "checksums.json. If a copy left that file out, copy it back."
+        )
 
 
 def _is_no_orbax_traceback(record: logging.LogRecord) -> bool:

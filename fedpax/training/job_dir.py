@@ -173,12 +173,13 @@ def check_configuration(
         if not any(_is_at_or_below(path, allowed) for allowed in allow_config_change)
     }
     if refused:
+        allowed_paths = ",".join([*allow_config_change, *refused])
         listing = "\n".join(f"  {path}: {change}" for path, change in refused.items())
         raise ConfigurationError(
             f"--job_log_dir={folder} holds this experiment with another configuration. Fields that "
             f"would change:\n{listing}\n"
             "Set the former values to resume the run, another --job_log_dir to start a new one, "
-            f"or --allow_config_change={','.join(refused)} to resume it with the new values."
+            f"or --allow_config_change={allowed_paths} to resume it with the new values."
         )
 
 

@@ -170,6 +170,18 @@ def test_an_unfinished_checkpoint_is_no_finished_run(
     assert f"Removed {unfinished}: the checkpoint is unfinished" in capfd.readouterr().err
 
 
+def test_a_checkpoint_that_lost_its_checksums_is_not_deleted(
+    folder: Path, capfd: pytest.CaptureFixture
+) -> None:
+    lost = folder / "checkpoints" / "4"
+    (lost / "checksums.json").unlink()
+    files = sorted(path.relative_to(lost) for path in lost.rglob("*") if path.is_file())
+    assert train(short(4), folder).rounds_trained == 2  # from the checkpoint of round 2
+    aside = folder / "checkpoint_4_without_checksums"
+    assert sorted(path.relative_to(aside) for path in aside.rglob("*") if path.is_file()) == files
+    assert f"Moved {lost} to {aside}" in capfd.readouterr().err
+
+
 def test_a_closed_pipe_does_not_stop_the_training(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -286,7 +286,7 @@ def test_a_format_that_needs_tensorflow_raises(copy: Path) -> None:
     values["fileFormat"] = "tfrecord"
     information.write_text(json.dumps(values))
     with pytest.raises(
-        OSError, match=r"prepared as tfrecord, which only TensorFlow can read: give"
+        OSError, match=r"prepared as tfrecord, which only TensorFlow can read: pass"
     ):
         load("digits", "train", data_dir=copy.parent.parent)
 

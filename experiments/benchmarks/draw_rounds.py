@@ -5,8 +5,9 @@
         --clients=16,64,256,1024,4096,16384
     python -m fedpax.experiments.benchmarks.draw_rounds time.json memory.json --out=rounds.png
 
-Rows of several files with the same round and number of clients are one point: memory comes from any
-file, time only from files with repetitions.
+Rows of several files with the same implementation and number of clients are one point: memory
+comes from any file, time from the last file that timed it. Time DrJAX in a file of its own: its
+temporaries slow down the calls after it.
 """
 
 import argparse

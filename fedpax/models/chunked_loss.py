@@ -188,7 +188,7 @@ def _chunk_loss(
 
 
 class _Chunking(NamedTuple):
-    """How tokens [batch, seq_len] are split into chunks [chunks, *shards, tokens] on their devices.
+    """The split of tokens [batch, seq_len] into chunks [chunks, *shards, tokens] on their devices.
 
     Attributes:
         batch: rows.

@@ -44,7 +44,7 @@ POLICIES: dict[str, Callable[..., Any]] = {
         ),
     ),
 }
-"""What a layer stores for the backward pass besides its input, from least time to least memory.
+"""The values that a layer stores for the backward pass, from least time to least memory.
 
 - "dots": the results of all matmuls, including the scores of attention. The scores of the
   implementations "einsum" and "xla" take [tokens, tokens] numbers per head.

@@ -86,7 +86,7 @@ class DeviceMemory(NamedTuple):
 
     @property
     def fits(self) -> bool | None:
-        """Whether `total` is at most `capacity`; None if the capacity is unknown.
+        """Compare `total` with `capacity`: True if it fits, None if the capacity is unknown.
 
         A successful compilation does not imply it: ahead of time, the compiler of TPUs checks
         the temporaries alone.

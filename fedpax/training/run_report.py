@@ -24,7 +24,7 @@ from fedpax.training.table import (
 
 
 class RunReport(NamedTuple):
-    """What a run's folder says about its progress.
+    """The progress of a run, as its folder records it.
 
     Attributes:
         name: the experiment's name, or that of the folder if it is unknown.

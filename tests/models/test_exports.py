@@ -1,4 +1,4 @@
-"""What `fedpax.models` and `fedpax.models.attention` export."""
+"""The exports of `fedpax.models` and `fedpax.models.attention`."""
 
 import importlib
 import subprocess

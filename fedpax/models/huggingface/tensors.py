@@ -18,7 +18,7 @@ Bounds: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class TensorLayout(NamedTuple):
-    """How a tensor holds one layer (of one expert) of a parameter.
+    """The place of one layer (of one expert) of a parameter in a tensor.
 
     A linear layer's tensor in PyTorch is `[outputs, inputs]`, and its heads are merged with their
     features.

@@ -8,9 +8,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
+from fedpax.models.adapted_weight import AdaptedWeight
 from fedpax.models.quantization import Quantization, quantized_einsum
 from fedpax.models.remat import PROJECTION
-from fedpax.parallel.axes import constrain
+from fedpax.parallel.axes import constrain, explicit_spec
 
 
 def normal_param(
@@ -71,7 +72,8 @@ def project(
     Args:
         subscripts: as in `jnp.einsum`, for x and the parameter.
         x: features.
-        parameter: a parameter with logical axes, or one layer of stacked parameters.
+        parameter: a parameter with logical axes, or one layer of stacked parameters; its value may
+            be an `AdaptedWeight`.
         out_sharding: sharding of the result, needed where a contracted axis is sharded explicitly.
         quantization: number format of the matmul in the forward pass.
 
@@ -84,7 +86,11 @@ def project(
         (1, 4, 2)
     """
 
-    def compute(x: jax.Array, value: jax.Array) -> jax.Array:
+    def compute(x: jax.Array, value: jax.Array | AdaptedWeight) -> jax.Array:
+        if isinstance(value, AdaptedWeight):
+            return compute(x, value.weight) + _low_rank(
+                subscripts, x, value, parameter.logical_axes, out_sharding
+            )
         gathered = _gathered(value, parameter.logical_axes, x.dtype)
         if quantization != "none":
             projected = quantized_einsum(subscripts, x, gathered, quantization)
@@ -92,10 +98,40 @@ def project(
         return jnp.einsum(subscripts, x, gathered, out_sharding=out_sharding)
 
     # prevent_cse is not needed: the scan over layers already separates the two passes.
-    return jax.checkpoint(compute, prevent_cse=False)(x, parameter[...])
+    return jax.checkpoint(compute, prevent_cse=False)(x, parameter.get_value())
 
 
-def _gathered(value: jax.Array, logical_axes: tuple[str, ...], dtype: DTypeLike) -> jax.Array:
+def _low_rank(
+    subscripts: str,
+    x: jax.Array,
+    adapted: AdaptedWeight,
+    logical_axes: tuple[str | None, ...],
+    out_sharding: jax.sharding.PartitionSpec | None,
+) -> jax.Array:
+    """Compute scale (x A) B; the matrix A B is never computed."""
+    operands, result = subscripts.split("->")
+    features, letters = operands.split(",")
+    inputs = "".join(letter for letter in letters if letter not in result)
+    outputs = letters.removeprefix(inputs)
+    kept = "".join(letter for letter in features if letter not in inputs)
+    names = logical_axes[-len(letters) :]
+    a = _gathered(adapted.a, (*names[: len(inputs)], None), x.dtype)
+    b = _gathered(adapted.b, (None, *names[len(inputs) :]), x.dtype)
+    shape = (*x.shape[: len(kept)], a.shape[-1])
+    reduced = jnp.einsum(
+        f"{features},{inputs}r->{kept}r",
+        x,
+        a,
+        out_sharding=explicit_spec(("batch", "sequence", None), shape),
+    )
+    return adapted.scale * jnp.einsum(
+        f"{kept}r,r{outputs}->{result}", reduced, b, out_sharding=out_sharding
+    )
+
+
+def _gathered(
+    value: jax.Array, logical_axes: tuple[str | None, ...], dtype: DTypeLike
+) -> jax.Array:
     # The scan over layers has removed the first axis, "layers".
     names = logical_axes[-value.ndim :]
     return constrain(value.astype(dtype), [None if name == "embed" else name for name in names])

@@ -92,15 +92,19 @@ def _argument_bytes(run: Run) -> dict[str, int]:
     participants = jax.tree.leaves(run.cohort_shapes)[0].shape[0]
     whole = _device_bytes(state, run_state_shardings(run, params, state, participants))
     model = _device_bytes(params, run.shardings.params)
+    frozen = {} if run.frozen is None else {"frozen values": _device_bytes(run.frozen.shapes)}
     return {
         "the model": model,
         "the rest of the state: optimizers, state of participants": whole - model,
         "a round's cohort": _device_bytes(run.cohort_shapes, run.shardings.cohort),
-    }
+    } | frozen
 
 
-def _device_bytes(shapes: chex.ArrayTree, shardings: NamedSharding | chex.ArrayTree) -> int:
-    leaves = jax.tree.leaves(with_shardings(shapes, shardings))
+def _device_bytes(
+    shapes: chex.ArrayTree, shardings: NamedSharding | chex.ArrayTree | None = None
+) -> int:
+    """Count the bytes on a device. Default of the shardings: those that the shapes have."""
+    leaves = jax.tree.leaves(shapes if shardings is None else with_shardings(shapes, shardings))
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * _item_bytes(leaf.dtype)
         for leaf in leaves

@@ -20,7 +20,8 @@ class CompiledRound(NamedTuple):
     """A compiled round.
 
     Attributes:
-        round: `(state, cohort) -> (state, metrics)`; the input state's buffers are donated.
+        round: `(state, cohort) -> (state, metrics)`, or `(state, cohort, frozen) -> ...` if the run
+            has frozen values; the input state's buffers are donated.
         state: the state's abstract values, each with its sharding.
         num_parameters: numbers in the server's model.
         num_participants: the placement's size.
@@ -64,10 +65,11 @@ def compile_round(run: Run, cohort: Cohort) -> CompiledRound:
     check_divisible("cohort", cohort, run.shardings.cohort)
     check_divisible("state", state, shardings)
     state = with_shardings(state, shardings)
-    _check_round(state, *jax.eval_shape(run.algorithm.round, state, cohort))
+    arguments = (state, cohort) if run.frozen is None else (state, cohort, run.frozen.shapes)
+    _check_round(state, *jax.eval_shape(run.algorithm.round, *arguments))
     replicated = NamedSharding(run.mesh, PartitionSpec())
     step = jax.jit(run.algorithm.round, donate_argnums=0, out_shardings=(shardings, replicated))
-    compiled = step.lower(state, cohort).compile()
+    compiled = step.lower(*arguments).compile()
     return CompiledRound(
         round=compiled,
         state=state,
@@ -132,18 +134,22 @@ def with_shardings(shapes: chex.ArrayTree, shardings: ShardingTree) -> Any:
     )
 
 
-def init_state(run: Run, compiled: CompiledRound, seed: int) -> State:
+def init_state(run: Run, compiled: CompiledRound, seed: int, params: Params | None = None) -> State:
     """Create the initial state of a run, on its shardings.
 
     Args:
         run: the run; its mesh must be set.
         compiled: its compiled round.
         seed: seed of the parameters.
+        params: the initial parameters, whose buffers are donated. Default None: new parameters.
 
     Returns:
-        The algorithm's state for new parameters.
+        The algorithm's state for these parameters.
     """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, compiled.state)
+    if params is not None:
+        start = jax.jit(run.algorithm.init, out_shardings=shardings, donate_argnums=0)
+        return start(params)
     init = jax.jit(lambda key: run.algorithm.init(run.init(key)), out_shardings=shardings)
     return init(jax.random.key(seed))
 

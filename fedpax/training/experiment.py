@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from fedpax.clients.cohort_stream import CohortStream
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.training.algorithm import FederatedAlgorithm, Params
+from fedpax.training.frozen import StoredParams
 from fedpax.training.shardings import ShardingTree
 
 
@@ -53,6 +54,13 @@ class Run(NamedTuple):
             round compiles without data (`fedpax plan`). Default None: unknown without data.
         flops_per_item: floating-point operations of the model per item, forward and
             backward, without recomputation. Default None: unknown.
+        initial: the initial parameters, if they are read from a folder. A run that resumes does not
+            read them again. Default None: make them by `init`.
+        frozen: values that the round reads and does not change, such as the model below adapters.
+            The round is then `(state, cohort, frozen)`, see
+            `fedpax.training.frozen.with_frozen_argument`. Default None: there are none.
+        whole_model: `params -> parameters of the whole model`, where `params` are a part of them,
+            such as adapters. Default None: `params` are the whole model.
     """
 
     algorithm: FederatedAlgorithm
@@ -66,6 +74,9 @@ class Run(NamedTuple):
     item_unit: Literal["tokens", "examples"] = "examples"
     cohort_shapes: chex.ArrayTree | None = None
     flops_per_item: float | None = None
+    initial: StoredParams | None = None
+    frozen: StoredParams | None = None
+    whole_model: Callable[[Params], Params] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

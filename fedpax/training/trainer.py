@@ -130,11 +130,15 @@ def _train(
         with Prefetch(run.cohorts, run.shardings.cohort, training.rounds - first) as prefetch:
             cohort = prefetch.peek()
             _announce(progress, run, folder, first)
+            # Before the compilation, which takes long: these folders can be missing or damaged.
+            frozen = () if run.frozen is None else (run.frozen.load(),)
+            initial = None if first or run.initial is None else run.initial.load()
+            progress.note("compiling")
             compiled = compile_round(run, cohort)
             if first:
                 state = checkpoints.restore_state(compiled.state, compiled.num_participants)
             else:
-                state = init_state(run, compiled, training.seed)
+                state = init_state(run, compiled, training.seed, initial)
             logger = RoundLogger(
                 metrics,
                 progress,
@@ -163,7 +167,7 @@ def _train(
                         cohort, stream_state = prefetch.next()
                         busy = logger.is_device_busy()
                         idle_seconds = 0.0 if busy else time.perf_counter() - asked
-                        state, values = compiled.round(state, cohort)
+                        state, values = compiled.round(state, cohort, *frozen)
                         done += 1
                         logger.log_round(done, values, idle_seconds)
                         if _is_due(done, training.evaluate_every, training.rounds):
@@ -205,9 +209,14 @@ def _announce(progress: Progress, run: Run, folder: Path, first: int) -> None:
     progress.note(
         f"folder {folder}; live view: tensorboard --logdir {shlex.quote(str(folder / SCALARS))}"
     )
+    if run.frozen is not None:
+        size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(run.frozen.shapes))
+        progress.note(f"reading {size:,} frozen parameters, {run.frozen.source}")
     if first:
-        progress.note(f"resuming from round {first}")
-    progress.note("compiling")
+        kept = "" if run.initial is None else f"; not reading {run.initial.source} again"
+        progress.note(f"resuming from round {first}{kept}")
+    elif run.initial is not None:
+        progress.note(f"reading the initial parameters, {run.initial.source}")
 
 
 def _restore_stream(stream: CohortStream, saved: Any, allow_config_change: Collection[str]) -> None:

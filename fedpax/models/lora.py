@@ -1,0 +1,270 @@
+"""Low-rank adaptation (LoRA) of a transformer: small trained matrices beside frozen weights.
+
+The parameters of the model stay as they are and every adapted weight W gets an adapter, so that
+
+    x W   becomes   x W + (alpha / rank) (x A) B.
+
+Adapters are a pytree of their own: a federated method trains and sends them alone. `init` makes
+them, `adapter_loss` turns a loss of the model into a loss of the adapters, and `merge` adds them to
+the weights.
+
+    config = LoRAConfig(rank=8, alpha=16)
+    adapters = lora.init(key, params, config)
+    algorithm = fedavg(lora.adapter_loss(loss_fn, params, config), ...)
+    state = algorithm.init(adapters)
+    ...
+    huggingface.save(folder, model_config, lora.merge(params, state.params, config))
+
+Under `jax.jit`, pass `params` as an argument: arrays that a jitted function closes over can become
+constants of the compiled program. `fedpax.training.frozen` does this in experiments.
+
+Reference:
+    Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv:2106.09685), section 4.1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fedpax.models.adapted_weight import AdaptedWeight, merge_weight
+from fedpax.models.losses import Batch, LossFn
+from fedpax.models.nnx_functional import Params
+
+NUM_INPUTS: Mapping[str, int] = {
+    "query": 1,
+    "key": 1,
+    "value": 1,
+    "output": 2,
+    "gate": 1,
+    "up": 1,
+    "down": 1,
+}
+"""The weights of a layer that can have adapters, and their numbers of input axes."""
+
+
+@dataclass(frozen=True)
+class LoRAConfig:
+    """The size of the adapters, and the weights that have one.
+
+    Attributes:
+        rank: number of columns of A and rows of B. In an experiment, 0 trains all parameters of
+            the model and no adapters.
+        alpha: the update A B is multiplied by alpha / rank.
+        targets: names of the weights with an adapter, in every layer: query, key, value and output
+            of attention; gate, up and down of the feed-forward network. Default (): all of them;
+            of a mixture of experts only those of attention.
+
+    Raises:
+        ValueError: a number is out of range, or there is no weight of a name.
+    """
+
+    rank: int = 8
+    alpha: float = 16.0
+    targets: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check the ranges and the names."""
+        if self.rank < 0:
+            raise ValueError(f"lora.rank={self.rank}: expected at least 1, or 0 for no adapters.")
+        if not 0 < self.alpha < float("inf"):
+            raise ValueError(f"lora.alpha={self.alpha}: expected a positive finite number.")
+        if unknown := [name for name in self.targets if name not in NUM_INPUTS]:
+            raise ValueError(
+                f"lora.targets has {', '.join(unknown)}: expected names among "
+                f"{', '.join(NUM_INPUTS)}, or none for all of them."
+            )
+
+    @property
+    def scale(self) -> float:
+        """The factor of an update, alpha / rank."""
+        return self.alpha / self.rank
+
+
+def init(key: jax.Array, params: Params, config: LoRAConfig) -> Params:
+    """Make new adapters, with which the model computes what it computes without them.
+
+    A is random, from a normal distribution of variance 1 / inputs; B is zero.
+
+    Args:
+        key: a random key.
+        params: the transformer's parameters, or their shapes.
+        config: the adapters' size.
+
+    Returns:
+        Nested dicts in the structure of `params` with `a`, `[layers, *inputs, rank]`, and `b`,
+        `[layers, rank, *outputs]`, for each adapted weight; float32.
+
+    Raises:
+        ValueError: `config.rank` is 0, or the model has no weights of the names in
+            `config.targets`.
+
+    Example:
+        >>> from fedpax.models import TransformerConfig, transformer
+        >>> model = transformer(TransformerConfig(num_layers=2, embed_dim=64, num_heads=2))
+        >>> params = jax.eval_shape(model.init, jax.random.key(0))
+        >>> adapters = init(jax.random.key(1), params, LoRAConfig(rank=4, targets=("query",)))
+        >>> jax.tree.map(jnp.shape, adapters)
+        {'layers': {'attention': {'query': {'a': (2, 64, 4), 'b': (2, 4, 2, 32)}}}}
+    """
+    keys = iter(jax.random.split(key, len(NUM_INPUTS)))
+
+    def make(weight: Any, num_stacked: int, num_inputs: int) -> Params:
+        stacked, inner = weight.shape[:num_stacked], weight.shape[num_stacked:]
+        inputs, outputs = inner[:num_inputs], inner[num_inputs:]
+        stddev = math.prod(inputs) ** -0.5
+        a = stddev * jax.random.normal(next(keys), (*stacked, *inputs, config.rank))
+        return {"a": a, "b": jnp.zeros((*stacked, config.rank, *outputs))}
+
+    return _map_targets(
+        make, params, len(params["layers"]["attention_norm"]["scale"].shape), config
+    )
+
+
+def logical_axes(model_axes: Params, config: LoRAConfig) -> Params:
+    """Name the axes of the adapters after those of the weights; the rank's axis has no name.
+
+    Args:
+        model_axes: the logical axes of the model's parameters, see `FunctionalModel`.
+        config: the adapters' size.
+
+    Returns:
+        The structure of `init`'s result with a tuple of names for each array.
+
+    Example:
+        >>> from fedpax.models import TransformerConfig, transformer
+        >>> axes = transformer(TransformerConfig()).logical_axes
+        >>> logical_axes(axes, LoRAConfig(targets=("down",)))["layers"]["feed_forward"]["down"]
+        {'a': ('layers', 'mlp', None), 'b': ('layers', None, 'embed')}
+    """
+
+    def make(names: tuple[str | None, ...], num_stacked: int, num_inputs: int) -> Params:
+        end = num_stacked + num_inputs
+        return {"a": (*names[:end], None), "b": (*names[:num_stacked], None, *names[end:])}
+
+    return _map_targets(
+        make, model_axes, len(model_axes["layers"]["attention_norm"]["scale"]), config
+    )
+
+
+def attach(params: Params, adapters: Params, config: LoRAConfig) -> Params:
+    """Put adapters into a model's parameters, without a computation.
+
+    Args:
+        params: the transformer's parameters.
+        adapters: its adapters.
+        config: the adapters' size.
+
+    Returns:
+        Parameters for the functions of `transformer(...)`, with an `AdaptedWeight` in place of each
+        adapted weight.
+    """
+    return _replace(
+        params,
+        adapters,
+        lambda weight, adapter, _: AdaptedWeight(weight, **adapter, scale=config.scale),
+    )
+
+
+def merge(params: Params, adapters: Params, config: LoRAConfig) -> Params:
+    """Add adapters to the weights: W + (alpha / rank) A B.
+
+    Args:
+        params: the transformer's parameters. They keep their dtypes: cast bfloat16 weights to
+            float32 first, to keep updates that are smaller than the weights' rounding.
+        adapters: its adapters.
+        config: the adapters' size.
+
+    Returns:
+        Parameters of the structure of `params`, with which the transformer computes what it
+        computes with the adapters.
+
+    Example:
+        >>> from fedpax.models import TransformerConfig, transformer
+        >>> model = transformer(TransformerConfig(num_layers=2, embed_dim=64, num_heads=2))
+        >>> params = jax.jit(model.init)(jax.random.key(0))
+        >>> config = LoRAConfig(rank=4)
+        >>> adapters = init(jax.random.key(1), params, config)
+        >>> adapters = jax.tree.map(lambda x: x + 0.1, adapters)  # B is zero before training
+        >>> tokens = jnp.array([[3, 1, 4, 1, 5]])
+        >>> merged = model.apply(merge(params, adapters, config), tokens)
+        >>> adapted = model.apply(attach(params, adapters, config), tokens)
+        >>> bool(jnp.allclose(merged, adapted, atol=1e-3))
+        True
+    """
+
+    def merged(weight: jax.Array, adapter: Params, num_inputs: int) -> jax.Array:
+        return merge_weight(AdaptedWeight(weight, **adapter, scale=config.scale), num_inputs)
+
+    return _replace(params, adapters, merged)
+
+
+def adapter_loss(loss_fn: LossFn, params: Params, config: LoRAConfig) -> LossFn:
+    """Make the loss of adapters from the loss of a model.
+
+    Args:
+        loss_fn: `(params, batch) -> (loss, aux)`, such as `transformer_loss(...)`.
+        params: the transformer's parameters; they stay as they are.
+        config: the adapters' size.
+
+    Returns:
+        `(adapters, batch) -> (loss, aux)`.
+
+    Example:
+        >>> from fedpax.models import TransformerConfig, transformer, transformer_loss
+        >>> config = TransformerConfig(num_layers=2, embed_dim=64, num_heads=2)
+        >>> params = jax.jit(transformer(config).init)(jax.random.key(0))
+        >>> text = jnp.frombuffer(b"to be or not to be", jnp.uint8).astype(int)[None]
+        >>> batch = {"inputs": text[:, :-1], "targets": text[:, 1:]}
+        >>> adapters = init(jax.random.key(1), params, LoRAConfig(rank=2))
+        >>> loss_fn = transformer_loss(config)
+        >>> loss, _ = adapter_loss(loss_fn, params, LoRAConfig(rank=2))(adapters, batch)
+        >>> bool(jnp.isclose(loss, loss_fn(params, batch)[0]))  # B is zero before training
+        True
+    """
+
+    def loss(adapters: Params, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+        return loss_fn(attach(params, adapters, config), batch)
+
+    return loss
+
+
+def _map_targets(
+    make: Callable[[Any, int, int], Params], tree: Params, norm_ndim: int, config: LoRAConfig
+) -> Params:
+    """Call `make(leaf, num_stacked, num_inputs)` for the leaf of each adapted weight."""
+    if not config.rank:
+        raise ValueError("lora.rank=0 means no adapters: expected a rank of at least 1.")
+    num_stacked = norm_ndim - 1
+    found: dict[str, dict[str, Params]] = {}
+    for module in ("attention", "feed_forward"):
+        weights = tree["layers"][module]
+        if "router" in weights:
+            continue  # experts have other matmuls
+        for name in NUM_INPUTS:
+            if name in weights and (not config.targets or name in config.targets):
+                made = make(weights[name], num_stacked, NUM_INPUTS[name])
+                found.setdefault(module, {})[name] = made
+    names = {name for weights in found.values() for name in weights}
+    if missing := [name for name in config.targets if name not in names]:
+        raise ValueError(
+            f"lora.targets has {', '.join(missing)}, which the model's layers do not have as one "
+            "weight (experts of a mixture cannot have adapters): leave these names out."
+        )
+    return {"layers": found}
+
+
+def _replace(
+    params: Params, adapters: Params, function: Callable[[Any, Params, int], Any], name: str = ""
+) -> Any:
+    """Replace each adapted weight by `function(weight, {"a": ..., "b": ...}, num_inputs)`."""
+    if adapters.keys() == {"a", "b"}:
+        return function(params, adapters, NUM_INPUTS[name])
+    return params | {
+        name: _replace(params[name], below, function, name) for name, below in adapters.items()
+    }

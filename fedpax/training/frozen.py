@@ -1,0 +1,71 @@
+"""Frozen values: arrays that every round reads and none changes, as an argument of the round.
+
+A round that closed over the arrays would be compiled with them as constants, in the host's memory
+as a whole. As an argument they stay on the devices, sharded, and are in no checkpoint.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import chex
+
+from fedpax.clients.cohort import Cohort
+from fedpax.training.algorithm import FederatedAlgorithm, Metrics, State
+
+
+class StoredParams(NamedTuple):
+    """Parameters that a run reads from a folder.
+
+    Attributes:
+        source: where they are, for messages, such as `"model.weights=models/llama"`.
+        shapes: their shapes and dtypes, a tree of `jax.ShapeDtypeStruct` with shardings.
+        load: reads them onto these shardings. May be called several times.
+    """
+
+    source: str
+    shapes: chex.ArrayTree
+    load: Callable[[], chex.ArrayTree]
+
+
+def with_frozen_argument(
+    make: Callable[[chex.ArrayTree], FederatedAlgorithm], shapes: chex.ArrayTree
+) -> FederatedAlgorithm:
+    """Make an algorithm whose round takes the frozen values of its loss as an argument.
+
+    Args:
+        make: makes the algorithm from frozen values, which its loss closes over.
+        shapes: the frozen values' shapes and dtypes. `init` must not read the values.
+
+    Returns:
+        `init(params)` and `round(state, cohort, frozen)`. A `Run` with this algorithm has the
+        frozen values as `Run.frozen`.
+
+    Example:
+        Clients learn an offset; the frozen value scales it:
+
+        >>> import jax, jax.numpy as jnp
+        >>> import fedpax
+        >>> class DescentState(NamedTuple):
+        ...     params: jax.Array
+        >>> def descent(scale):
+        ...     def loss_fn(offset, x):
+        ...         return jnp.mean((scale * offset - x) ** 2)
+        ...     def round(state, cohort):
+        ...         loss, gradient = jax.value_and_grad(loss_fn)(state.params, cohort.batches)
+        ...         return DescentState(state.params - 0.125 * gradient), {"loss": loss}
+        ...     return FederatedAlgorithm(DescentState, round)
+        >>> algorithm = with_frozen_argument(descent, jax.ShapeDtypeStruct((), "float32"))
+        >>> state = algorithm.init(jnp.float32(0.0))
+        >>> cohort = fedpax.Cohort(jnp.array([[[4.0]]]))  # participants, steps, batch
+        >>> state, metrics = jax.jit(algorithm.round)(state, cohort, jnp.float32(2.0))
+        >>> state.params.item(), metrics["loss"].item()
+        (2.0, 16.0)
+    """
+
+    def round_with_frozen(
+        state: State, cohort: Cohort, frozen: chex.ArrayTree
+    ) -> tuple[State, Metrics]:
+        return make(frozen).round(state, cohort)
+
+    frozen_round: Any = round_with_frozen
+    return FederatedAlgorithm(make(shapes).init, frozen_round)

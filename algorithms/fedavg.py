@@ -1,15 +1,16 @@
 """FedAvg, and FedOpt: FedAvg with any optimizer on the server."""
 
-from typing import Any, NamedTuple
+import functools
+from typing import NamedTuple
 
 import chex
 import optax
-from jaxtyping import Array, Int
 
-from fedpax.aggregators import Aggregator, mean
-from fedpax.algorithms.local_steps import local_steps, participant_weights, subtract
+from fedpax.aggregators import Aggregator
+from fedpax.algorithms.local_steps import local_update, participant_weights
+from fedpax.algorithms.server import make_server
 from fedpax.clients.cohort import Cohort, check_cohort
-from fedpax.primitives import federated_map, federated_mean, program
+from fedpax.primitives import federated_map, program
 from fedpax.primitives.placement import ChunkSize
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 
@@ -86,40 +87,17 @@ def fedavg(
         arXiv:1602.05629, algorithm 1; Reddi et al., Adaptive Federated Optimization,
         arXiv:2003.00295, algorithm 1.
     """
-    server = optax.sgd(1.0) if server_optimizer is None else server_optimizer
-    combine = mean() if aggregator is None else aggregator
+    server = make_server(server_optimizer, aggregator)
 
     @program(clients=cohort_size)
     def init(params: Params) -> FedAvgState:
-        return FedAvgState(params, server.init(params), combine.init(params))
+        return FedAvgState(params, *server.init(params))
 
     @program(clients=cohort_size, chunk_size=chunk_size)
     def fedavg_round(state: FedAvgState, cohort: Cohort) -> tuple[FedAvgState, Metrics]:
         check_cohort("fedavg", cohort, cohort_size)
-
-        def local_train(
-            batches: chex.ArrayTree, num_steps: Int[Array, ""] | None
-        ) -> tuple[Any, Metrics]:
-            params, _, metrics = local_steps(
-                loss_fn,
-                client_optimizer,
-                state.params,
-                client_optimizer.init(state.params),
-                batches,
-                num_steps,
-            )
-            return subtract(state.params, params), metrics
-
+        local_train = functools.partial(local_update, loss_fn, client_optimizer, state.params)
         pseudo_gradients, metrics = federated_map(local_train, cohort.batches, cohort.num_steps)
-        weights = participant_weights(cohort)
-        pseudo_gradient, aggregator_state, reported = combine.aggregate(
-            state.aggregator_state, pseudo_gradients, weights
-        )
-        metrics = federated_mean(metrics, weights) | reported
-        updates, server_state = server.update(
-            pseudo_gradient, state.server_optimizer_state, state.params
-        )
-        params = optax.apply_updates(state.params, updates)
-        return FedAvgState(params, server_state, aggregator_state), metrics
+        return server.step(state, pseudo_gradients, metrics, participant_weights(cohort))
 
     return FederatedAlgorithm(init, fedavg_round)

@@ -1,7 +1,8 @@
 """Local steps: a participant's optimizer steps on its own batches."""
 
-from collections.abc import Mapping
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import chex
 import jax
@@ -12,6 +13,8 @@ from jaxtyping import Array, Bool, Int, Num
 from fedpax.clients.cohort import MASK, Cohort
 from fedpax.primitives import federated_map
 from fedpax.training.algorithm import LossFn, Metrics, Params
+
+Carry = TypeVar("Carry", bound=chex.ArrayTree)
 
 
 def local_steps(
@@ -34,7 +37,8 @@ def local_steps(
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars, or None)`.
-        optimizer: any optax optimizer.
+        optimizer: any optax optimizer. One that takes extra arguments (such as
+            `optax.GradientTransformationExtraArgs`) receives the step's batch as `batch`.
         params: a pytree of float arrays.
         optimizer_state: the optimizer's state for `params`.
         batches: a pytree of arrays `[steps, batch, ...]`.
@@ -59,19 +63,82 @@ def local_steps(
         >>> w.item(), metrics["loss"].item()
         (0.75, 0.625)
     """
-    Carry = tuple[Params, optax.OptState]
+    optimizer = optax.with_extra_args_support(optimizer)
 
-    def step(carry: Carry, batch: chex.ArrayTree) -> tuple[Carry, Metrics]:
+    def step(
+        carry: tuple[Params, optax.OptState], batch: chex.ArrayTree
+    ) -> tuple[tuple[Params, optax.OptState], Metrics]:
         params, state = carry
         gradient, metrics = gradient_and_metrics(loss_fn, params, batch)
-        updates, state = optimizer.update(gradient, state, params)
+        updates, state = optimizer.update(gradient, state, params, batch=batch)
         return (optax.apply_updates(params, updates), state), metrics
 
-    start = params, optimizer_state
+    end, metrics = fold_steps(step, (params, optimizer_state), batches, num_steps)
+    return *end, metrics
+
+
+def local_update(
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    params: Params,
+    batches: chex.ArrayTree,
+    num_steps: Int[Array, ""] | int | None = None,
+) -> tuple[Params, Metrics]:
+    """Train from `params` x with a new optimizer state to y: a participant's pseudo-gradient.
+
+    Args:
+        loss_fn: as in `local_steps`.
+        optimizer: any optax optimizer.
+        params: x, a pytree of float arrays.
+        batches: a pytree of arrays `[steps, batch, ...]`.
+        num_steps: as in `local_steps`.
+
+    Returns:
+        The pseudo-gradient x - y, and the metrics of `local_steps`.
+
+    Example:
+        >>> loss_fn = lambda w, x: (jnp.mean((w - x) ** 2), {})
+        >>> pseudo_gradient, _ = local_update(
+        ...     loss_fn, optax.sgd(0.25), jnp.float32(0.0), jnp.ones((2, 1)))
+        >>> pseudo_gradient.item()
+        -0.75
+    """
+    trained, _, metrics = local_steps(
+        loss_fn, optimizer, params, optimizer.init(params), batches, num_steps
+    )
+    return subtract(params, trained), metrics
+
+
+def fold_steps(
+    step: Callable[[Carry, chex.ArrayTree], tuple[Carry, Metrics]],
+    start: Carry,
+    batches: chex.ArrayTree,
+    num_steps: Int[Array, ""] | int | None = None,
+) -> tuple[Carry, Metrics]:
+    """Fold a function over a participant's batches, and average its metrics.
+
+    Padding is skipped as `local_steps` skips it.
+
+    Args:
+        step: `(carry, batch) -> (carry, metrics)`; metrics are scalars.
+        start: the first carry.
+        batches: a pytree of arrays `[steps, batch, ...]`.
+        num_steps: as in `local_steps`.
+
+    Returns:
+        The last carry, and the metrics averaged in float32 over the steps that were taken; 0 if
+        there were none.
+
+    Example:
+        >>> add = lambda total, x: (total + x[0], {"input": x[0]})
+        >>> total, metrics = fold_steps(add, 0.0, jnp.array([[1.0], [3.0], [jnp.nan]]), 2)
+        >>> total.item(), metrics["input"].item()
+        (4.0, 2.0)
+    """
     valid = valid_steps(batches, num_steps)
     if valid is None:
-        (params, optimizer_state), metrics = jax.lax.scan(step, start, batches)
-        return params, optimizer_state, jax.tree.map(_float_mean, metrics)
+        end, metrics = jax.lax.scan(step, start, batches)
+        return end, jax.tree.map(_float_mean, metrics)
 
     # Valid steps first, in their order. Later places repeat a valid batch, so that the values of
     # padding, which may be NaN or give an infinite loss, reach no gradient.
@@ -100,7 +167,7 @@ def local_steps(
         (end, totals), _ = jax.lax.scan(add_step_if_valid, (start, totals), indices)
     else:
         end, totals = jax.lax.fori_loop(0, taken, add_step, (start, totals))
-    return *end, jax.tree.map(lambda t: t / jnp.maximum(taken, 1), totals)
+    return end, jax.tree.map(lambda t: t / jnp.maximum(taken, 1), totals)
 
 
 def valid_steps(
@@ -212,24 +279,47 @@ def gradient_and_metrics(
         >>> gradient.item(), metrics["loss"].item(), metrics["input"].item()
         (3.0, 6.0, 3.0)
     """
-
-    def checked(params: Params) -> tuple[jax.Array, Metrics]:
-        returned = loss_fn(params, batch)
-        if not isinstance(returned, tuple) or len(returned) != 2:
-            raise TypeError(
-                f"loss_fn returned {_describe(returned)}, expected a pair (loss, metrics). Return "
-                "loss, {'accuracy': accuracy}, or loss, None."
-            )
-        loss, aux = returned
-        if not _is_scalar(loss):
-            raise TypeError(
-                f"loss_fn returned a loss of {_describe(loss)}, expected a scalar. Average it over "
-                "the batch, for example with jnp.mean."
-            )
-        return loss, as_metrics(loss, aux)
-
-    gradient, metrics = jax.grad(checked, has_aux=True)(params)
+    gradient, metrics = jax.grad(functools.partial(loss_and_metrics, loss_fn), has_aux=True)(
+        params, batch
+    )
     return gradient, metrics
+
+
+def loss_and_metrics(
+    loss_fn: LossFn, params: Params, batch: chex.ArrayTree
+) -> tuple[jax.Array, Metrics]:
+    """Call a loss function, check what it returns, and collect its metrics.
+
+    Args:
+        loss_fn: `(params, batch) -> (scalar loss, dict of scalars, or None)`.
+        params: a pytree of arrays.
+        batch: the second argument of `loss_fn`.
+
+    Returns:
+        The loss, and a dict of the metrics with `"loss"`.
+
+    Raises:
+        TypeError: `loss_fn` does not return a pair, its loss or a metric is not a scalar, or its
+            metrics are not a dict.
+        ValueError: a metric is called `"loss"`.
+
+    Example:
+        >>> loss_and_metrics(lambda w, x: (w * x, None), 2.0, 3.0)
+        (6.0, {'loss': 6.0})
+    """
+    returned = loss_fn(params, batch)
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise TypeError(
+            f"loss_fn returned {_describe(returned)}, expected a pair (loss, metrics). Return "
+            "loss, {'accuracy': accuracy}, or loss, None."
+        )
+    loss, aux = returned
+    if not _is_scalar(loss):
+        raise TypeError(
+            f"loss_fn returned a loss of {_describe(loss)}, expected a scalar. Average it over "
+            "the batch, for example with jnp.mean."
+        )
+    return loss, as_metrics(loss, aux)
 
 
 def as_metrics(loss: jax.Array, aux: Mapping[str, jax.Array] | None) -> Metrics:
@@ -274,6 +364,11 @@ def as_metrics(loss: jax.Array, aux: Mapping[str, jax.Array] | None) -> Metrics:
 def subtract(x: chex.ArrayTree, y: chex.ArrayTree) -> chex.ArrayTree:
     """Subtract two pytrees leaf by leaf: `x - y`."""
     return jax.tree.map(jnp.subtract, x, y)
+
+
+def scale(factor: Any, x: chex.ArrayTree) -> chex.ArrayTree:
+    """Multiply a pytree by a number, leaf by leaf, in the leaves' own dtypes."""
+    return jax.tree.map(lambda leaf: (factor * leaf).astype(leaf.dtype), x)
 
 
 def _float_mean(values: jax.Array) -> jax.Array:

@@ -1,0 +1,94 @@
+"""The server's part of a round: aggregate pseudo-gradients, and step along the result."""
+
+from typing import Any, NamedTuple, TypeVar
+
+import chex
+import optax
+from jaxtyping import Array, Num
+
+from fedpax.aggregators import Aggregator, mean
+from fedpax.primitives import federated_mean
+from fedpax.training.algorithm import Metrics, Params
+
+State = TypeVar("State", bound=Any)
+
+
+class Server(NamedTuple):
+    """The server of a method that averages: an aggregator, then an optimizer.
+
+    It reads and replaces three fields of a method's state, a NamedTuple: `params`,
+    `server_optimizer_state` and `aggregator_state`.
+
+    Attributes:
+        optimizer: steps along the aggregated pseudo-gradient.
+        aggregator: combines the participants' pseudo-gradients x - y_i.
+    """
+
+    optimizer: optax.GradientTransformation
+    aggregator: Aggregator
+
+    def init(self, params: Params) -> tuple[optax.OptState, chex.ArrayTree]:
+        """Return the initial `server_optimizer_state` and `aggregator_state`. Inside a program."""
+        return self.optimizer.init(params), self.aggregator.init(params)
+
+    def aggregate(
+        self, state: State, updates: chex.ArrayTree, weights: Num[Array, " participants"] | None
+    ) -> tuple[chex.ArrayTree, State, Metrics]:
+        """Combine placed updates, and return the state with the aggregator's new state."""
+        aggregated, aggregator_state, metrics = self.aggregator.aggregate(
+            state.aggregator_state, updates, weights
+        )
+        return aggregated, state._replace(aggregator_state=aggregator_state), metrics
+
+    def descend(self, state: State, pseudo_gradient: Params) -> State:
+        """Step the model along a pseudo-gradient."""
+        updates, optimizer_state = self.optimizer.update(
+            pseudo_gradient, state.server_optimizer_state, state.params
+        )
+        params = optax.apply_updates(state.params, updates)
+        return state._replace(params=params, server_optimizer_state=optimizer_state)
+
+    def step(
+        self,
+        state: State,
+        pseudo_gradients: Params,
+        metrics: Metrics,
+        weights: Num[Array, " participants"] | None,
+    ) -> tuple[State, Metrics]:
+        """End a round: aggregate, step, and average the participants' metrics by weight.
+
+        Args:
+            state: the method's state.
+            pseudo_gradients: placed, of the structure of `state.params`.
+            metrics: placed scalars.
+            weights: `[participants]`; None: equal weights.
+
+        Returns:
+            The state with the server's three fields replaced, and metrics: the averages, and those
+            of the aggregator.
+        """
+        pseudo_gradient, state, reported = self.aggregate(state, pseudo_gradients, weights)
+        return self.descend(state, pseudo_gradient), federated_mean(metrics, weights) | reported
+
+
+def make_server(
+    optimizer: optax.GradientTransformation | None, aggregator: Aggregator | None
+) -> Server:
+    """Make a server; by default it sets the model to the participants' weighted mean.
+
+    Args:
+        optimizer: any optax optimizer. Default None: `optax.sgd(1.0)`.
+        aggregator: any aggregator. Default None: the weighted mean.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from fedpax.algorithms.fedavg import FedAvgState
+        >>> server = make_server(None, None)
+        >>> state = FedAvgState(jnp.float32(3.0), *server.init(jnp.float32(3.0)))
+        >>> server.descend(state, jnp.float32(2.0)).params.item()
+        1.0
+    """
+    return Server(
+        optax.sgd(1.0) if optimizer is None else optimizer,
+        mean() if aggregator is None else aggregator,
+    )

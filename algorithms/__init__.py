@@ -1,17 +1,50 @@
 """Federated and multi-island methods, one file each, named as their papers name them."""
 
+from fedpax.algorithms.agnostic import agnostic
+from fedpax.algorithms.apfl import apfl, apfl_models
 from fedpax.algorithms.data_parallel import data_parallel
 from fedpax.algorithms.diloco import diloco
+from fedpax.algorithms.ditto import ditto
+from fedpax.algorithms.fedac import FedAcRates, fedac, fedac_i, fedac_ii
 from fedpax.algorithms.fedavg import fedavg
+from fedpax.algorithms.feddyn import feddyn
+from fedpax.algorithms.fednova import fednova
 from fedpax.algorithms.fedopt import server_adagrad, server_adam, server_yogi
+from fedpax.algorithms.fedprox import fedprox
+from fedpax.algorithms.fine_tuning import fine_tuning_evaluation
+from fedpax.algorithms.hypcluster import choose_cluster, hypcluster
+from fedpax.algorithms.local_sgd import local_sgd
 from fedpax.algorithms.local_steps import local_steps, participant_weights, valid_steps
+from fedpax.algorithms.maml import per_fedavg, reptile
+from fedpax.algorithms.mime import mime, mime_lite
+from fedpax.algorithms.scaffold import scaffold
 
 __all__ = [
+    "FedAcRates",
+    "agnostic",
+    "apfl",
+    "apfl_models",
+    "choose_cluster",
     "data_parallel",
     "diloco",
+    "ditto",
+    "fedac",
+    "fedac_i",
+    "fedac_ii",
     "fedavg",
+    "feddyn",
+    "fednova",
+    "fedprox",
+    "fine_tuning_evaluation",
+    "hypcluster",
+    "local_sgd",
     "local_steps",
+    "mime",
+    "mime_lite",
     "participant_weights",
+    "per_fedavg",
+    "reptile",
+    "scaffold",
     "server_adagrad",
     "server_adam",
     "server_yogi",

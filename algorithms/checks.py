@@ -1,5 +1,6 @@
 """Checks that methods share: settings in range, and client ids where clients keep state."""
 
+import math
 from typing import Any
 
 import jax
@@ -8,14 +9,17 @@ from jaxtyping import Array, Int
 from fedpax.clients.cohort import Cohort
 
 
-def check_setting(method: str, name: str, value: Any, *, most: float | None = None) -> None:
-    """Check that a setting is at least 0. Traced values are not checked.
+def check_setting(
+    method: str, name: str, value: Any, *, least: float = 0, most: float = math.inf
+) -> None:
+    """Check that a setting is in range. Traced values are not checked.
 
     Args:
         method: the method's name, for the message.
         name: the argument's name.
         value: a number, or a traced scalar (of a derivative, for example).
-        most: the largest value. Default None: none.
+        least: the smallest value. Default 0.
+        most: the largest value. Default infinity: no limit.
 
     Raises:
         ValueError: the value is out of range or NaN.
@@ -24,12 +28,12 @@ def check_setting(method: str, name: str, value: Any, *, most: float | None = No
         >>> check_setting("fedprox", "mu", -1.0)
         Traceback (most recent call last):
             ...
-        ValueError: fedprox: mu is -1.0, expected at least 0.
+        ValueError: fedprox: mu is -1.0, expected a number of at least 0.
     """
-    if isinstance(value, jax.core.Tracer) or (value >= 0 and (most is None or value <= most)):
+    if isinstance(value, jax.core.Tracer) or least <= value <= most:
         return
-    wanted = "at least 0" if most is None else f"a number from 0 to {most:g}"
-    raise ValueError(f"{method}: {name} is {value}, expected {wanted}.")
+    wanted = f"of at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
+    raise ValueError(f"{method}: {name} is {value}, expected a number {wanted}.")
 
 
 def required_client_ids(method: str, cohort: Cohort) -> Int[Array, " participants"]:

@@ -1,0 +1,166 @@
+"""Agnostic federated learning: minimize the loss of the worst mixture of clients."""
+
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int, Num
+
+from fedpax.aggregators import Aggregator
+from fedpax.algorithms.checks import check_setting, required_client_ids
+from fedpax.algorithms.local_evaluation import count_steps, local_metrics
+from fedpax.algorithms.local_steps import local_update
+from fedpax.algorithms.server import make_server
+from fedpax.clients.cohort import Cohort, check_cohort
+from fedpax.primitives import federated_map, federated_sum, program
+from fedpax.primitives.placement import ChunkSize
+from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+
+
+class AgnosticState(NamedTuple):
+    """The state of agnostic federated learning.
+
+    Attributes:
+        params: the server's model x.
+        server_optimizer_state: the state of the server optimizer.
+        aggregator_state: the state of the aggregator.
+        mixture: lambda, float32 `[population_size]`, nonnegative with sum 1.
+    """
+
+    params: Params
+    server_optimizer_state: optax.OptState
+    aggregator_state: chex.ArrayTree
+    mixture: Float[Array, " population"]
+
+
+def agnostic(
+    loss_fn: LossFn,
+    *,
+    cohort_size: int,
+    population_size: int,
+    client_optimizer: optax.GradientTransformation,
+    mixture_learning_rate: float,
+    initial_mixture: Num[Array, " population"] | None = None,
+    server_optimizer: optax.GradientTransformation | None = None,
+    aggregator: Aggregator | None = None,
+    chunk_size: ChunkSize = None,
+) -> FederatedAlgorithm:
+    """Descend on the model and ascend on the clients' weights: min over x, max over lambda.
+
+    Solves min_x max_lambda sum_i lambda_i f_i(x) over the simplex. In a round with a cohort S out
+    of N clients, each client starts from x, takes one optimizer step per batch and ends at y_i:
+
+        x      <- x - sum_{i in S} lambda_i (x - y_i) / sum_{i in S} lambda_i
+        lambda <- project(lambda + gamma v),   v_i = N / |S| f_i(x) for i in S, else 0
+
+    with the Euclidean projection to the simplex. With all clients in the cohort and one local step
+    this is AFL. With a part of the clients and several steps it is DRFA's round, in three points
+    of another form: the cohort is drawn uniformly and its y_i weighted, not drawn from lambda;
+    the same cohort measures the losses; and the losses are those at x, not at a random iterate of
+    the round.
+
+    Args:
+        loss_fn: f, `(params, batch) -> (scalar loss, dict of scalars)`.
+        cohort_size: number of clients in a round.
+        population_size: N, number of clients in the population.
+        client_optimizer: any optax optimizer.
+        mixture_learning_rate: gamma, at least 0. With 0, lambda stays as it is.
+        initial_mixture: the first lambda, nonnegative `[population_size]`; it is divided by its
+            sum. Default None: 1 / N each. With the clients' numbers of examples and gamma = 0, this
+            is `fedavg`.
+        server_optimizer: any optax optimizer. Default None: `optax.sgd(1.0)`.
+        aggregator: combines the pseudo-gradients x - y_i with the weights lambda_i. Default None:
+            their weighted mean.
+        chunk_size: number of clients that a device runs at once; see `fedpax.program`.
+
+    Returns:
+        `init(params)` and `round(state, cohort)`, as in `fedavg`. A round needs
+        `cohort.client_ids`, and ignores `cohort.num_examples`. It computes one forward pass per
+        batch more than `fedavg`, for f_i(x). Metrics are weighted by lambda.
+
+    Raises:
+        ValueError: a negative `mixture_learning_rate`; `initial_mixture` of another shape, with a
+            negative entry, or all 0; in a round, `cohort.client_ids` is None; and as in `fedavg`.
+
+    Example:
+        >>> import fedpax, jax, jax.numpy as jnp
+        >>> loss_fn = lambda w, x: (jnp.mean((w - x) ** 2) / 2, {})
+        >>> algorithm = agnostic(loss_fn, cohort_size=2, population_size=2,
+        ...                      client_optimizer=optax.sgd(0.5), mixture_learning_rate=0.05)
+        >>> cohort = fedpax.Cohort(jnp.array([[[1.0]], [[3.0]]]), client_ids=jnp.array([0, 1]))
+        >>> state, metrics = jax.jit(algorithm.round)(algorithm.init(jnp.float32(0.0)), cohort)
+        >>> state.params.item(), [round(share, 3) for share in state.mixture.tolist()]
+        (1.0, [0.4, 0.6])
+
+    Reference:
+        Mohri et al., Agnostic Federated Learning, arXiv:1902.00146, section 4; Deng et al.,
+        Distributionally Robust Federated Averaging, arXiv:2102.12660, algorithm 1.
+    """
+    check_setting("agnostic", "mixture_learning_rate", mixture_learning_rate)
+    first = _checked_mixture(initial_mixture, population_size)
+    server = make_server(server_optimizer, aggregator)
+
+    @program(clients=cohort_size)
+    def init(params: Params) -> AgnosticState:
+        return AgnosticState(params, *server.init(params), first)
+
+    @program(clients=cohort_size, chunk_size=chunk_size)
+    def agnostic_round(state: AgnosticState, cohort: Cohort) -> tuple[AgnosticState, Metrics]:
+        check_cohort("agnostic", cohort, cohort_size)
+        client_ids = required_client_ids("agnostic", cohort)
+        x, mixture = state.params, state.mixture
+
+        def local_train(
+            client: Int[Array, ""], batches: chex.ArrayTree, num_steps: Int[Array, ""] | None
+        ) -> tuple[Params, Metrics, jax.Array, jax.Array, jax.Array]:
+            pseudo_gradient, metrics = local_update(
+                loss_fn, client_optimizer, x, batches, num_steps
+            )
+            loss = local_metrics(loss_fn, x, batches, num_steps)["loss"]
+            is_present = (client >= 0) & (count_steps(batches, num_steps) > 0)
+            weight = jnp.where(is_present, mixture[client], 0)
+            ascent = jnp.zeros_like(mixture).at[client].add(jnp.where(is_present, loss, 0))
+            return pseudo_gradient, metrics, weight, ascent, is_present.astype(jnp.float32)
+
+        pseudo_gradients, metrics, weights, ascent, is_present = federated_map(
+            local_train, client_ids, cohort.batches, cohort.num_steps
+        )
+        ascent, present = federated_sum((ascent, is_present))
+        rate = mixture_learning_rate * population_size / jnp.maximum(present, 1)
+        state, metrics = server.step(state, pseudo_gradients, metrics, weights)
+        return state._replace(mixture=project_to_simplex(mixture + rate * ascent)), metrics
+
+    return FederatedAlgorithm(init, agnostic_round)
+
+
+def project_to_simplex(v: Float[Array, " n"]) -> Float[Array, " n"]:
+    """Return the nearest point, in Euclidean distance, with nonnegative entries of sum 1.
+
+    The point is `max(v - t, 0)` for the threshold t that gives the sum 1.
+
+    Args:
+        v: any vector.
+
+    Example:
+        >>> project_to_simplex(jnp.array([0.75, 0.75, -1.0])).tolist()
+        [0.5, 0.5, 0.0]
+    """
+    descending = jnp.sort(v, descending=True)
+    counts = jnp.arange(1, len(v) + 1)
+    thresholds = (jnp.cumsum(descending) - 1) / counts  # if the `count` largest are positive
+    return jnp.maximum(v - thresholds[jnp.sum(descending > thresholds) - 1], 0)
+
+
+def _checked_mixture(mixture: Num[Array, " population"] | None, size: int) -> jax.Array:
+    if mixture is None:
+        return jnp.full(size, 1 / size, jnp.float32)
+    mixture = jnp.asarray(mixture, jnp.float32)
+    if mixture.shape != (size,) or not (jnp.all(mixture >= 0) and jnp.any(mixture > 0)):
+        raise ValueError(
+            f"agnostic: initial_mixture has shape {list(mixture.shape)} and a sum of "
+            f"{jnp.sum(mixture):g}, expected nonnegative numbers [{size}], one per client of the "
+            "population, not all 0. Pass the clients' numbers of examples, for example."
+        )
+    return mixture / jnp.sum(mixture)

@@ -1,0 +1,208 @@
+"""APFL: personal models that are mixtures of a local and the shared model."""
+
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int
+
+from fedpax.aggregators import Aggregator
+from fedpax.algorithms.checks import check_setting, required_client_ids
+from fedpax.algorithms.local_evaluation import count_steps
+from fedpax.algorithms.local_steps import (
+    gradient_and_metrics,
+    local_steps,
+    participant_weights,
+    scale,
+    subtract,
+)
+from fedpax.algorithms.server import make_server
+from fedpax.clients import ClientStore, client_store, gather_clients, scatter_clients
+from fedpax.clients.cohort import Cohort, check_cohort
+from fedpax.primitives import federated_map, program
+from fedpax.primitives.placement import ChunkSize
+from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+
+
+class Personal(NamedTuple):
+    """What a client of APFL keeps.
+
+    Attributes:
+        params: v_i, its local model.
+        mixing: alpha_i, float32, the share of v_i in its personal model.
+    """
+
+    params: Params
+    mixing: Float[Array, ""]
+
+
+class APFLState(NamedTuple):
+    """The state of APFL.
+
+    Attributes:
+        params: the shared model x.
+        server_optimizer_state: the state of the server optimizer.
+        aggregator_state: the state of the aggregator.
+        personal: v_i and alpha_i of each client of the population.
+    """
+
+    params: Params
+    server_optimizer_state: optax.OptState
+    aggregator_state: chex.ArrayTree
+    personal: ClientStore[Personal]
+
+
+def apfl(
+    loss_fn: LossFn,
+    *,
+    cohort_size: int,
+    population_size: int,
+    client_optimizer: optax.GradientTransformation,
+    mixing: float,
+    mixing_learning_rate: float = 0.0,
+    server_optimizer: optax.GradientTransformation | None = None,
+    aggregator: Aggregator | None = None,
+    chunk_size: ChunkSize = None,
+) -> FederatedAlgorithm:
+    """Train the shared model as FedAvg does, and each client's mixture of it and a local model.
+
+    Each client i of the cohort starts from w_i = x, the shared model, and from its own v_i. For
+    each batch z, both take a step of the optimizer along
+
+        w_i:  grad f_i(w_i; z)
+        v_i:  alpha_i grad f_i(m_i; z),   m_i = alpha_i v_i + (1 - alpha_i) w_i,
+
+    the gradient in v_i of the loss of its personal model m_i. The w_i are averaged; v_i stays with
+    the client. In the first step of a round alpha_i adapts, with the gradient at hand:
+
+        alpha_i <- clip(alpha_i - eta_alpha <v_i - w_i, grad f_i(m_i; z)>, 0, 1)
+
+    Args:
+        loss_fn: f, `(params, batch) -> (scalar loss, dict of scalars)`.
+        cohort_size: number of clients in a round.
+        population_size: number of clients in the population.
+        client_optimizer: any optax optimizer, for w_i and for v_i; its state starts anew each
+            round.
+        mixing: the first alpha_i, from 0 to 1. With 0 the personal models are the shared one, with
+            1 they are trained alone.
+        mixing_learning_rate: eta_alpha, at least 0. Default 0: alpha_i stays as it is.
+        server_optimizer: any optax optimizer. Default None: `optax.sgd(1.0)`.
+        aggregator: combines the pseudo-gradients x - w_i. Default None: their weighted mean.
+        chunk_size: number of clients that a device runs at once; see `fedpax.program`.
+
+    Returns:
+        `init(params)` and `round(state, cohort)`, as in `fedavg`. All v_i start at `params`. A
+        round needs `cohort.client_ids`, and costs two gradients per batch. Metrics: those of the
+        shared model, and `"personal_loss"`, f_i at m_i. `apfl_models` reads the m_i.
+
+    Raises:
+        ValueError: `mixing` not from 0 to 1; `mixing_learning_rate` below 0; `population_size`
+            below 1; in a round, `cohort.client_ids` is None; and as in `fedavg`.
+
+    Example:
+        >>> import fedpax, jax, jax.numpy as jnp
+        >>> loss_fn = lambda w, x: (jnp.mean((w - x) ** 2) / 2, {})
+        >>> algorithm = apfl(loss_fn, cohort_size=2, population_size=3, mixing=0.5,
+        ...                  client_optimizer=optax.sgd(0.5))
+        >>> cohort = fedpax.Cohort(jnp.array([[[1.0]], [[5.0]]]), client_ids=jnp.array([2, 0]))
+        >>> state, metrics = jax.jit(algorithm.round)(algorithm.init(jnp.float32(0.0)), cohort)
+        >>> state.params.item(), state.personal.to_host().params.tolist()
+        (1.5, [1.25, 0.0, 0.25])
+        >>> apfl_models(state, cohort.client_ids).tolist()
+        [0.875, 1.375]
+
+    Reference:
+        Deng et al., Adaptive Personalized Federated Learning, arXiv:2003.13461, algorithm 1.
+    """
+    check_setting("apfl", "mixing", mixing, most=1)
+    check_setting("apfl", "mixing_learning_rate", mixing_learning_rate)
+    server = make_server(server_optimizer, aggregator)
+
+    @program(clients=cohort_size)
+    def init(params: Params) -> APFLState:
+        personal = client_store(Personal(params, jnp.float32(mixing)), population_size)
+        return APFLState(params, *server.init(params), personal)
+
+    @program(clients=cohort_size, chunk_size=chunk_size)
+    def apfl_round(state: APFLState, cohort: Cohort) -> tuple[APFLState, Metrics]:
+        check_cohort("apfl", cohort, cohort_size)
+        client_ids = required_client_ids("apfl", cohort)
+        x = state.params
+
+        def local_train(
+            personal: Personal, batches: chex.ArrayTree, num_steps: Int[Array, ""] | None
+        ) -> tuple[Params, Metrics, Personal]:
+            beside = _personal_steps(loss_fn, client_optimizer, personal, mixing_learning_rate)
+            optimizer = optax.chain(beside, client_optimizer)
+            w, (end, _), metrics = local_steps(
+                loss_fn, optimizer, x, optimizer.init(x), batches, num_steps
+            )
+            steps = jnp.maximum(count_steps(batches, num_steps), 1)
+            return subtract(x, w), metrics | {"personal_loss": end.loss / steps}, end.personal
+
+        personal = gather_clients(state.personal, client_ids)
+        pseudo_gradients, metrics, personal = federated_map(
+            local_train, personal, cohort.batches, cohort.num_steps
+        )
+        state, metrics = server.step(state, pseudo_gradients, metrics, participant_weights(cohort))
+        return state._replace(
+            personal=scatter_clients(state.personal, client_ids, personal)
+        ), metrics
+
+    return FederatedAlgorithm(init, apfl_round)
+
+
+def apfl_models(state: APFLState, client_ids: Int[Array, " clients"]) -> Params:
+    """Return the personal models m_i of some clients: alpha_i v_i + (1 - alpha_i) x.
+
+    Args:
+        state: a state of `apfl`.
+        client_ids: int `[clients]`, indices in the population; -1 gives the shared model.
+
+    Returns:
+        A pytree of arrays `[clients, ...]`.
+    """
+    personal = gather_clients(state.personal, client_ids)
+    return jax.vmap(_mix, in_axes=(0, None))(personal, state.params)
+
+
+class _PersonalSteps(NamedTuple):
+    personal: Personal
+    optimizer_state: optax.OptState
+    is_first: jax.Array
+    loss: jax.Array  # summed over steps
+
+
+def _personal_steps(
+    loss_fn: LossFn, optimizer: optax.GradientTransformation, start: Personal, mixing_rate: float
+) -> optax.GradientTransformationExtraArgs:
+    """Train v and alpha in the state, beside the steps of w, whose gradients pass unchanged."""
+
+    def init(w: Params) -> _PersonalSteps:
+        return _PersonalSteps(start, optimizer.init(w), jnp.bool_(True), jnp.float32(0))
+
+    def update(
+        gradient: Params, state: _PersonalSteps, w: Any = None, *, batch: Any, **extra: Any
+    ) -> tuple[Params, _PersonalSteps]:
+        v, alpha = state.personal
+        at_mixture, metrics = gradient_and_metrics(loss_fn, _mix(state.personal, w), batch)
+        updates, optimizer_state = optimizer.update(
+            scale(alpha, at_mixture), state.optimizer_state, v
+        )
+        if mixing_rate:
+            slope = optax.tree.vdot(subtract(v, w), at_mixture)
+            adapted = jnp.clip(alpha - mixing_rate * slope, 0, 1).astype(alpha.dtype)
+            alpha = jnp.where(state.is_first, adapted, alpha)
+        personal = Personal(optax.apply_updates(v, updates), alpha)
+        loss = state.loss + metrics["loss"].astype(jnp.float32)
+        return gradient, _PersonalSteps(personal, optimizer_state, jnp.bool_(False), loss)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _mix(personal: Personal, w: Params) -> Params:
+    """Return the personal model: `alpha v + (1 - alpha) w`."""
+    v, alpha = personal
+    return jax.tree.map(lambda v, w: (alpha * v + (1 - alpha) * w).astype(w.dtype), v, w)

@@ -1,0 +1,135 @@
+"""Ditto: a personal model for each client, drawn to the shared model of FedAvg."""
+
+from typing import Any, NamedTuple
+
+import chex
+import optax
+from jaxtyping import Array, Int
+
+from fedpax.aggregators import Aggregator
+from fedpax.algorithms.checks import check_setting, required_client_ids
+from fedpax.algorithms.gradient_terms import proximal_term
+from fedpax.algorithms.local_steps import local_steps, local_update, participant_weights
+from fedpax.algorithms.server import make_server
+from fedpax.clients import ClientStore, client_store, gather_clients, scatter_clients
+from fedpax.clients.cohort import Cohort, check_cohort
+from fedpax.primitives import federated_map, program
+from fedpax.primitives.placement import ChunkSize
+from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+
+
+class DittoState(NamedTuple):
+    """The state of Ditto.
+
+    Attributes:
+        params: the shared model x.
+        server_optimizer_state: the state of the server optimizer.
+        aggregator_state: the state of the aggregator.
+        personal_params: the personal model v_i of each client of the population.
+    """
+
+    params: Params
+    server_optimizer_state: optax.OptState
+    aggregator_state: chex.ArrayTree
+    personal_params: ClientStore[Params]
+
+
+def ditto(
+    loss_fn: LossFn,
+    *,
+    cohort_size: int,
+    population_size: int,
+    client_optimizer: optax.GradientTransformation,
+    lam: Any,
+    personal_optimizer: optax.GradientTransformation | None = None,
+    server_optimizer: optax.GradientTransformation | None = None,
+    aggregator: Aggregator | None = None,
+    chunk_size: ChunkSize = None,
+) -> FederatedAlgorithm:
+    """Train a shared model as FedAvg does, and beside it each client's personal model.
+
+    Each client i of the cohort takes one optimizer step per batch from the shared model x, for
+    FedAvg, and one per batch from its personal model v_i on
+
+        f_i(v) + lambda / 2 |v - x|^2
+
+    with x as it was when the round began. The v_i stay with the clients, in a store of the
+    population, and do not influence x.
+
+    Args:
+        loss_fn: f, `(params, batch) -> (scalar loss, dict of scalars)`.
+        cohort_size: number of clients in a round.
+        population_size: number of clients in the population.
+        client_optimizer: any optax optimizer, for the shared model.
+        lam: lambda, at least 0. With 0 the v_i are trained alone; large values keep them near
+            x, for which the personal learning rate must stay below 2 / lambda. It can be traced.
+        personal_optimizer: any optax optimizer, for the personal models. Default None:
+            `client_optimizer`. Its state starts anew each round.
+        server_optimizer: any optax optimizer. Default None: `optax.sgd(1.0)`.
+        aggregator: combines the pseudo-gradients of the shared model. Default None: their weighted
+            mean.
+        chunk_size: number of clients that a device runs at once; see `fedpax.program`.
+
+    Returns:
+        `init(params)` and `round(state, cohort)`, as in `fedavg`. All v_i start at `params`. A
+        round needs `cohort.client_ids`, and costs two gradients per batch. Metrics: those of the
+        shared model, and `"personal_loss"`, f_i at the personal models over their steps.
+        `gather_clients(state.personal_params, client_ids)` reads the personal models of clients.
+
+    Raises:
+        ValueError: `lam` below 0; `population_size` below 1; in a round, `cohort.client_ids` is
+            None; and as in `fedavg`.
+
+    Example:
+        >>> import fedpax, jax, jax.numpy as jnp
+        >>> loss_fn = lambda w, x: (jnp.mean((w - x) ** 2) / 2, {})
+        >>> algorithm = ditto(loss_fn, cohort_size=2, population_size=3, lam=1.0,
+        ...                   client_optimizer=optax.sgd(0.25))
+        >>> cohort = fedpax.Cohort(jnp.array([[[1.0]], [[5.0]]]), client_ids=jnp.array([2, 0]))
+        >>> state, step = algorithm.init(jnp.float32(0.0)), jax.jit(algorithm.round)
+        >>> for _ in range(50):
+        ...     state, metrics = step(state, cohort)
+        >>> round(state.params.item(), 3)
+        3.0
+        >>> state.personal_params.to_host().round(3).tolist()  # half way to each client's optimum
+        [4.0, 0.0, 2.0]
+
+    Reference:
+        Li et al., Ditto: Fair and Robust Federated Learning Through Personalization,
+        arXiv:2012.04221, algorithm 1.
+    """
+    check_setting("ditto", "lam", lam)
+    personal = client_optimizer if personal_optimizer is None else personal_optimizer
+    server = make_server(server_optimizer, aggregator)
+
+    @program(clients=cohort_size)
+    def init(params: Params) -> DittoState:
+        return DittoState(params, *server.init(params), client_store(params, population_size))
+
+    @program(clients=cohort_size, chunk_size=chunk_size)
+    def ditto_round(state: DittoState, cohort: Cohort) -> tuple[DittoState, Metrics]:
+        check_cohort("ditto", cohort, cohort_size)
+        client_ids = required_client_ids("ditto", cohort)
+        x = state.params
+        toward_shared = optax.chain(proximal_term(lam, x), personal)
+
+        def local_train(
+            v: Params, batches: chex.ArrayTree, num_steps: Int[Array, ""] | None
+        ) -> tuple[Params, Metrics, Params]:
+            pseudo_gradient, metrics = local_update(
+                loss_fn, client_optimizer, x, batches, num_steps
+            )
+            v, _, reported = local_steps(
+                loss_fn, toward_shared, v, toward_shared.init(v), batches, num_steps
+            )
+            return pseudo_gradient, metrics | {"personal_loss": reported["loss"]}, v
+
+        v = gather_clients(state.personal_params, client_ids)
+        pseudo_gradients, metrics, v = federated_map(
+            local_train, v, cohort.batches, cohort.num_steps
+        )
+        state, metrics = server.step(state, pseudo_gradients, metrics, participant_weights(cohort))
+        personal_params = scatter_clients(state.personal_params, client_ids, v)
+        return state._replace(personal_params=personal_params), metrics
+
+    return FederatedAlgorithm(init, ditto_round)

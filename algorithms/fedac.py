@@ -1,0 +1,220 @@
+"""FedAc: local SGD with a provable acceleration, by two coupled sequences of iterates."""
+
+import math
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import optax
+from jaxtyping import Array, Int
+
+from fedpax.aggregators import Aggregator, mean
+from fedpax.algorithms.checks import check_setting
+from fedpax.algorithms.local_steps import local_steps, participant_weights, subtract
+from fedpax.clients.cohort import Cohort, check_cohort
+from fedpax.primitives import federated_map, federated_mean, program
+from fedpax.primitives.placement import ChunkSize
+from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+
+
+class FedAcRates(NamedTuple):
+    """The four settings of FedAc, from `fedac_i`, `fedac_ii` or by hand.
+
+    Attributes:
+        eta: learning rate of the aggregated sequence w_ag, positive.
+        gamma: learning rate of the main sequence w, at least eta.
+        alpha: coupling of w to the middle point, at least 1.
+        beta: coupling of the middle point to w, at least 1.
+    """
+
+    eta: Any
+    gamma: Any
+    alpha: Any
+    beta: Any
+
+
+class FedAcState(NamedTuple):
+    """The state of FedAc.
+
+    Attributes:
+        params: w_ag, the aggregated sequence: the model that FedAc returns.
+        main: w, the main sequence.
+        aggregator_state: the state of the aggregator.
+    """
+
+    params: Params
+    main: Params
+    aggregator_state: chex.ArrayTree
+
+
+def fedac(
+    loss_fn: LossFn,
+    *,
+    cohort_size: int,
+    rates: FedAcRates,
+    aggregator: Aggregator | None = None,
+    chunk_size: ChunkSize = None,
+) -> FederatedAlgorithm:
+    """Take accelerated local steps on two sequences, and average both once per round.
+
+    Each client takes one step per batch, with the gradient at a middle point:
+
+        w_md <- w / beta + (1 - 1 / beta) w_ag
+        w_ag <- w_md - eta g
+        w    <- (1 - 1 / alpha) w + w_md / alpha - gamma g,     g = grad f_i(w_md)
+
+    A round ends by averaging w and w_ag over the clients. With gamma = eta and alpha = beta = 1
+    both are SGD, and FedAc is local SGD.
+
+    Args:
+        loss_fn: f, `(params, batch) -> (scalar loss, dict of scalars)`.
+        cohort_size: number of clients in a round. In the paper, all clients.
+        rates: eta, gamma, alpha and beta: `fedac_i(...)` or `fedac_ii(...)` sets them for a
+            strongly convex loss.
+        aggregator: combines the clients' pairs of differences, of w_ag and of w, as one pytree.
+            Default None: their weighted mean.
+        chunk_size: number of clients that a device runs at once; see `fedpax.program`.
+
+    Returns:
+        `init(params)` and `round(state, cohort)`, as in `fedavg`. `state.params` is w_ag. The
+        reported loss is that at the middle points. A round sends two models in each direction.
+
+    Raises:
+        ValueError: `alpha` or `beta` below 1, or a negative rate; and as in `fedavg`.
+
+    Example:
+        >>> import fedpax, jax, jax.numpy as jnp
+        >>> loss_fn = lambda w, x: (jnp.mean((w - x) ** 2) / 2, {})
+        >>> rates = FedAcRates(eta=0.25, gamma=0.5, alpha=2.0, beta=3.0)
+        >>> algorithm = fedac(loss_fn, cohort_size=2, rates=rates)
+        >>> cohort = fedpax.Cohort(jnp.array([[[1.0]], [[5.0]]]))
+        >>> state, metrics = jax.jit(algorithm.round)(algorithm.init(jnp.float32(0.0)), cohort)
+        >>> state.params.item(), state.main.item()
+        (0.75, 1.5)
+
+    Reference:
+        Yuan and Ma, Federated Accelerated Stochastic Gradient Descent, arXiv:2006.08950,
+        algorithm 1.
+    """
+    for name, value in rates._asdict().items():
+        check_setting("fedac", name, value, least=1 if name in ("alpha", "beta") else 0)
+    combine = mean() if aggregator is None else aggregator
+    optimizer = _accelerated(rates)
+
+    @program(clients=cohort_size)
+    def init(params: Params) -> FedAcState:
+        return FedAcState(params, params, combine.init((params, params)))
+
+    @program(clients=cohort_size, chunk_size=chunk_size)
+    def fedac_round(state: FedAcState, cohort: Cohort) -> tuple[FedAcState, Metrics]:
+        check_cohort("fedac", cohort, cohort_size)
+        start = state.params, state.main
+        middle = _couple(1 / rates.beta, state.main, state.params)
+
+        def local_train(
+            batches: chex.ArrayTree, num_steps: Int[Array, ""] | None
+        ) -> tuple[chex.ArrayTree, Metrics]:
+            _, end, metrics = local_steps(loss_fn, optimizer, middle, start, batches, num_steps)
+            return subtract(start, end), metrics
+
+        differences, metrics = federated_map(local_train, cohort.batches, cohort.num_steps)
+        weights = participant_weights(cohort)
+        difference, aggregator_state, reported = combine.aggregate(
+            state.aggregator_state, differences, weights
+        )
+        metrics = federated_mean(metrics, weights) | reported
+        return FedAcState(*subtract(start, difference), aggregator_state), metrics
+
+    return FederatedAlgorithm(init, fedac_round)
+
+
+def fedac_i(learning_rate: float, *, strong_convexity: float, local_steps: int) -> FedAcRates:
+    """Set the rates of FedAc-I.
+
+        gamma = max(sqrt(eta / (mu K)), eta);   alpha = 1 / (gamma mu);   beta = alpha + 1
+
+    Args:
+        learning_rate: eta, positive, at most 1 / L for an L-smooth loss.
+        strong_convexity: mu, positive: of the loss, or a guess to tune.
+        local_steps: K, number of local steps in a round.
+
+    Returns:
+        The settings for `fedac`.
+
+    Raises:
+        ValueError: an argument is not positive, or alpha is below 1.
+
+    Example:
+        >>> fedac_i(0.25, strong_convexity=0.5, local_steps=2)
+        FedAcRates(eta=0.25, gamma=0.5, alpha=4.0, beta=5.0)
+
+    Reference:
+        Yuan and Ma, arXiv:2006.08950, section 3.1.
+    """
+    gamma = _gamma("fedac_i", learning_rate, strong_convexity, local_steps)
+    alpha = 1 / (gamma * strong_convexity)
+    return FedAcRates(learning_rate, gamma, alpha, alpha + 1)
+
+
+def fedac_ii(learning_rate: float, *, strong_convexity: float, local_steps: int) -> FedAcRates:
+    """Set the rates of FedAc-II, whose iterates are more stable than those of FedAc-I.
+
+        gamma = max(sqrt(eta / (mu K)), eta);   alpha = 3 / (2 gamma mu) - 1 / 2;
+        beta = (2 alpha^2 - 1) / (alpha - 1)
+
+    Args:
+        learning_rate: eta, positive, at most 1 / L for an L-smooth loss.
+        strong_convexity: mu, positive: of the loss, or a guess to tune.
+        local_steps: K, number of local steps in a round.
+
+    Returns:
+        The settings for `fedac`.
+
+    Raises:
+        ValueError: an argument is not positive, or alpha is not above 1.
+
+    Example:
+        >>> fedac_ii(0.25, strong_convexity=0.5, local_steps=2)
+        FedAcRates(eta=0.25, gamma=0.5, alpha=5.5, beta=13.222222222222221)
+
+    Reference:
+        Yuan and Ma, arXiv:2006.08950, section 3.1.
+    """
+    gamma = _gamma("fedac_ii", learning_rate, strong_convexity, local_steps)
+    alpha = 3 / (2 * gamma * strong_convexity) - 1 / 2
+    return FedAcRates(learning_rate, gamma, alpha, (2 * alpha**2 - 1) / (alpha - 1))
+
+
+def _gamma(method: str, eta: float, mu: float, steps: int) -> float:
+    settings = {"learning_rate": eta, "strong_convexity": mu, "local_steps": steps}
+    for name, value in settings.items():
+        if not value > 0:
+            raise ValueError(f"{method}: {name} is {value}, expected a positive number.")
+    gamma = max(math.sqrt(eta / (mu * steps)), eta)
+    if gamma * mu >= 1:
+        raise ValueError(
+            f"{method}: gamma * strong_convexity is {gamma * mu:g}, expected below 1. Lower "
+            "learning_rate or strong_convexity."
+        )
+    return gamma
+
+
+def _accelerated(rates: FedAcRates) -> optax.GradientTransformation:
+    """Step (w_ag, w), the state; the parameters are the middle point."""
+
+    def update(gradient: Params, state: Any, middle: Any = None) -> tuple[Params, Any]:
+        _, main = state
+        aggregated = _descend(middle, rates.eta, gradient)
+        main = _descend(_couple(1 / rates.alpha, middle, main), rates.gamma, gradient)
+        return subtract(_couple(1 / rates.beta, main, aggregated), middle), (aggregated, main)
+
+    return optax.GradientTransformation(lambda params: (params, params), update)
+
+
+def _couple(share: Any, x: Params, y: Params) -> Params:
+    """`share x + (1 - share) y`."""
+    return jax.tree.map(lambda x, y: (share * x + (1 - share) * y).astype(y.dtype), x, y)
+
+
+def _descend(x: Params, rate: Any, gradient: Params) -> Params:
+    return jax.tree.map(lambda x, g: (x - rate * g).astype(x.dtype), x, gradient)

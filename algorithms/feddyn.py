@@ -1,0 +1,148 @@
+"""FedDyn: dynamic regularization that aligns the clients' optima with the server's."""
+
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Int
+
+from fedpax.aggregators import Aggregator
+from fedpax.algorithms.checks import check_setting, required_client_ids
+from fedpax.algorithms.gradient_terms import added_term, proximal_term
+from fedpax.algorithms.local_evaluation import count_steps
+from fedpax.algorithms.local_steps import local_update, participant_weights, scale
+from fedpax.algorithms.server import make_server
+from fedpax.clients import ClientStore, client_store, gather_clients, scatter_clients
+from fedpax.clients.cohort import Cohort, check_cohort
+from fedpax.primitives import federated_map, federated_mean, federated_sum, program
+from fedpax.primitives.placement import ChunkSize
+from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+
+
+class FedDynState(NamedTuple):
+    """The state of FedDyn.
+
+    Attributes:
+        params: the server's model x.
+        server_optimizer_state: the state of the server optimizer.
+        aggregator_state: the state of the aggregator.
+        drift: h, the mean of all clients' g_i.
+        client_gradients: g_i of each client of the population, its estimate of the gradient at the
+            common optimum.
+    """
+
+    params: Params
+    server_optimizer_state: optax.OptState
+    aggregator_state: chex.ArrayTree
+    drift: Params
+    client_gradients: ClientStore[Params]
+
+
+def feddyn(
+    loss_fn: LossFn,
+    *,
+    cohort_size: int,
+    population_size: int,
+    client_optimizer: optax.GradientTransformation,
+    alpha: Any,
+    server_optimizer: optax.GradientTransformation | None = None,
+    aggregator: Aggregator | None = None,
+    chunk_size: ChunkSize = None,
+) -> FederatedAlgorithm:
+    """Train clients on a loss whose linear term moves with their own past updates.
+
+    From the server's model x, each client i of the cohort takes one optimizer step per batch on
+
+        f_i(y) - <g_i, y> + alpha / 2 |y - x|^2,
+
+    ending at y_i, an inexact minimizer. With S of N clients in the cohort,
+
+        g_i <- g_i - alpha (y_i - x)
+        h   <- h - alpha S / N mean_i (y_i - x)
+        x   <- mean_i y_i - h / alpha.
+
+    At a fixed point all y_i are x and g_i = grad f_i(x), so that x is a stationary point of the
+    mean of the f_i.
+
+    Args:
+        loss_fn: f, `(params, batch) -> (scalar loss, dict of scalars)`.
+        cohort_size: S, number of clients in a round.
+        population_size: N, number of clients in the population.
+        client_optimizer: any optax optimizer.
+        alpha: weight of the regularization, at least 0. With 0 there is none, h / alpha counts as
+            0, and it is `fedavg`. It can be traced, to differentiate in it.
+        server_optimizer: steps along x - mean_i y_i + h / alpha. Default None: `optax.sgd(1.0)`.
+        aggregator: combines the pseudo-gradients x - y_i, for x and for h. Default None: their
+            weighted mean.
+        chunk_size: number of clients that a device runs at once; see `fedpax.program`.
+
+    Returns:
+        `init(params)` and `round(state, cohort)`, as in `fedavg`. All g_i and h start at 0. A round
+        needs `cohort.client_ids`. The reported loss is that of `loss_fn`. The paper averages
+        uniformly: leave `cohort.num_examples` None. With weights, or an inexact aggregator, h is no
+        longer exactly the mean of the g_i.
+
+    Raises:
+        ValueError: `alpha` below 0; `population_size` below 1; in a round, `cohort.client_ids` is
+            None; and as in `fedavg`.
+
+    Example:
+        >>> import fedpax, jax, jax.numpy as jnp
+        >>> loss_fn = lambda w, x: (jnp.mean((w - x) ** 2) / 2, {})
+        >>> algorithm = feddyn(loss_fn, cohort_size=2, population_size=2, alpha=1.0,
+        ...                    client_optimizer=optax.sgd(0.5))
+        >>> cohort = fedpax.Cohort(jnp.array([[[1.0]], [[5.0]]]), client_ids=jnp.array([1, 0]))
+        >>> state, metrics = jax.jit(algorithm.round)(algorithm.init(jnp.float32(0.0)), cohort)
+        >>> state.params.item(), state.drift.item()
+        (3.0, -1.5)
+        >>> state.client_gradients.to_host().tolist()
+        [-2.5, -0.5]
+
+    Reference:
+        Acar et al., Federated Learning Based on Dynamic Regularization, arXiv:2111.04263,
+        algorithm 1.
+    """
+    check_setting("feddyn", "alpha", alpha)
+    server = make_server(server_optimizer, aggregator)
+
+    @program(clients=cohort_size)
+    def init(params: Params) -> FedDynState:
+        zeros = optax.tree.zeros_like(params)
+        gradients = client_store(zeros, population_size)
+        return FedDynState(params, *server.init(params), zeros, gradients)
+
+    @program(clients=cohort_size, chunk_size=chunk_size)
+    def feddyn_round(state: FedDynState, cohort: Cohort) -> tuple[FedDynState, Metrics]:
+        check_cohort("feddyn", cohort, cohort_size)
+        client_ids = required_client_ids("feddyn", cohort)
+        x = state.params
+
+        def local_train(
+            own: Params, batches: chex.ArrayTree, num_steps: Int[Array, ""] | None
+        ) -> tuple[Params, Metrics, Params, jax.Array]:
+            optimizer = optax.chain(
+                added_term(scale(-1, own)), proximal_term(alpha, x), client_optimizer
+            )
+            pseudo_gradient, metrics = local_update(loss_fn, optimizer, x, batches, num_steps)
+            own = optax.tree.add(own, scale(alpha, pseudo_gradient))
+            takes_part = count_steps(batches, num_steps) > 0
+            return pseudo_gradient, metrics, own, takes_part.astype(jnp.float32)
+
+        own = gather_clients(state.client_gradients, client_ids)
+        pseudo_gradients, metrics, own, takes_part = federated_map(
+            local_train, own, cohort.batches, cohort.num_steps
+        )
+        weights = participant_weights(cohort)
+        mean, state, reported = server.aggregate(state, pseudo_gradients, weights)
+        fraction = federated_sum(takes_part) / population_size
+        drift = optax.tree.add(state.drift, scale(alpha * fraction, mean))
+        inverse = jnp.where(alpha > 0, 1 / jnp.where(alpha > 0, alpha, 1), 0)
+        state = server.descend(state, optax.tree.add(mean, scale(inverse, drift)))
+        return state._replace(
+            drift=drift,
+            client_gradients=scatter_clients(state.client_gradients, client_ids, own),
+        ), federated_mean(metrics, weights) | reported
+
+    return FederatedAlgorithm(init, feddyn_round)

@@ -1,0 +1,118 @@
+"""FedNova: averaging that is consistent where clients take different numbers of steps."""
+
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int
+
+from fedpax.aggregators import Aggregator
+from fedpax.algorithms.fedavg import FedAvgState
+from fedpax.algorithms.local_evaluation import count_steps
+from fedpax.algorithms.local_steps import local_update, participant_weights, scale
+from fedpax.algorithms.server import make_server
+from fedpax.clients.cohort import Cohort, check_cohort
+from fedpax.primitives import federated_map, federated_mean, program
+from fedpax.primitives.placement import ChunkSize
+from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+
+
+def fednova(
+    loss_fn: LossFn,
+    *,
+    cohort_size: int,
+    client_optimizer: optax.GradientTransformation,
+    server_optimizer: optax.GradientTransformation | None = None,
+    aggregator: Aggregator | None = None,
+    chunk_size: ChunkSize = None,
+) -> FederatedAlgorithm:
+    """Average the clients' updates divided by the length of their local training.
+
+    Where clients take different numbers of steps, FedAvg minimizes a sum in which clients with
+    many steps count more. FedNova normalizes each pseudo-gradient, averages, and scales back:
+
+        d_i = (x - y_i) / A_i;   g = (sum_i p_i A_i) (sum_i p_i d_i);   x <- x - g,
+
+    with p_i = n_i / sum_j n_j. With SGD of learning rate eta, A_i = eta tau_i for tau_i local
+    steps. For other optimizers A_i is the paper's eta |a_i|_1: the sum of the weights with which
+    the optimizer accumulates gradients. It is read from the optimizer itself, as the distance that
+    tau_i steps move a scalar parameter, from 0 along a gradient of 1. This is exact for optimizers
+    that are linear in the gradients: SGD with a schedule, momentum, Nesterov momentum or weight
+    decay. For Adam it is the sum of the learning rates.
+
+    Args:
+        loss_fn: f, `(params, batch) -> (scalar loss, dict of scalars)`.
+        cohort_size: number of clients in a round.
+        client_optimizer: an optax optimizer that takes a scalar parameter; the same rule for all
+            parameters.
+        server_optimizer: steps along g; the paper's server momentum is `optax.sgd(1.0, momentum)`.
+            Default None: `optax.sgd(1.0)`.
+        aggregator: combines the normalized gradients d_i. Default None: their weighted mean.
+        chunk_size: number of clients that a device runs at once; see `fedpax.program`.
+
+    Returns:
+        `init(params)` and `round(state, cohort)`, as in `fedavg`. The tau_i are the numbers of
+        valid steps. If all are equal, it is `fedavg`.
+
+    Raises:
+        TypeError, ValueError: as in `fedavg`.
+
+    Example:
+        >>> import fedpax, jax, jax.numpy as jnp
+        >>> loss_fn = lambda w, x: (-jnp.sum(w * x), {})  # client i pulls along x_i
+        >>> algorithm = fednova(loss_fn, cohort_size=2, client_optimizer=optax.sgd(0.5))
+        >>> batches = jnp.array([[[1.0, 0.0]] * 3, [[0.0, 1.0]] * 3])
+        >>> cohort = fedpax.Cohort(batches, num_steps=jnp.array([1, 3]))
+        >>> state, metrics = jax.jit(algorithm.round)(algorithm.init(jnp.zeros(2)), cohort)
+        >>> state.params.tolist()  # FedAvg: [0.25, 0.75]
+        [0.5, 0.5]
+
+    Reference:
+        Wang et al., Tackling the Objective Inconsistency Problem in Heterogeneous Federated
+        Optimization, arXiv:2007.07481, section 4, equation 9.
+    """
+    server = make_server(server_optimizer, aggregator)
+
+    @program(clients=cohort_size)
+    def init(params: Params) -> FedAvgState:
+        return FedAvgState(params, *server.init(params))
+
+    @program(clients=cohort_size, chunk_size=chunk_size)
+    def fednova_round(state: FedAvgState, cohort: Cohort) -> tuple[FedAvgState, Metrics]:
+        check_cohort("fednova", cohort, cohort_size)
+        lengths = _lengths(client_optimizer, jax.tree.leaves(cohort.batches)[0].shape[1])
+
+        def local_train(
+            batches: chex.ArrayTree, num_steps: Int[Array, ""] | None
+        ) -> tuple[Params, Any]:
+            pseudo_gradient, metrics = local_update(
+                loss_fn, client_optimizer, state.params, batches, num_steps
+            )
+            length = lengths[count_steps(batches, num_steps)]
+            # A client without a step has length 0, and a pseudo-gradient of 0.
+            inverse = 1 / jnp.where(length == 0, 1, length)
+            return scale(inverse, pseudo_gradient), (metrics, length)
+
+        normalized, reports = federated_map(local_train, cohort.batches, cohort.num_steps)
+        weights = participant_weights(cohort)
+        direction, state, reported = server.aggregate(state, normalized, weights)
+        metrics, length = federated_mean(reports, weights)
+        return server.descend(state, scale(length, direction)), metrics | reported
+
+    return FederatedAlgorithm(init, fednova_round)
+
+
+def _lengths(optimizer: optax.GradientTransformation, steps: int) -> Float[Array, " lengths"]:
+    """Return A for 0 to `steps` local steps."""
+    start = jnp.zeros(())
+
+    def step(carry: Any, _: None) -> tuple[Any, jax.Array]:
+        param, state = carry
+        updates, state = optimizer.update(jnp.ones_like(param), state, param)
+        param = jnp.asarray(optax.apply_updates(param, updates))
+        return (param, state), -param
+
+    _, moved = jax.lax.scan(step, (start, optimizer.init(start)), length=steps)
+    return jnp.concatenate([start[None], moved])

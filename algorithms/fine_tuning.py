@@ -1,0 +1,82 @@
+"""Fine-tuning evaluation: what a model is worth to each client after local steps of its own."""
+
+from collections.abc import Callable
+
+import chex
+import optax
+from jaxtyping import Array, Int
+
+from fedpax.algorithms.local_evaluation import local_metrics
+from fedpax.algorithms.local_steps import local_steps, participant_weights
+from fedpax.clients.cohort import Cohort, check_cohort
+from fedpax.primitives import federated_map, federated_mean, program
+from fedpax.primitives.placement import ChunkSize
+from fedpax.training.algorithm import LossFn, Metrics, Params
+
+
+def fine_tuning_evaluation(
+    loss_fn: LossFn,
+    *,
+    cohort_size: int,
+    client_optimizer: optax.GradientTransformation,
+    chunk_size: ChunkSize = None,
+) -> Callable[[Params, Cohort, Cohort], Metrics]:
+    """Make a program that evaluates a model on each client before and after fine-tuning.
+
+    Each client takes one optimizer step per batch of its training data, from the shared model, and
+    both models are evaluated on its held-out data: the baseline of personalization.
+
+    Args:
+        loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
+        cohort_size: number of clients.
+        client_optimizer: any optax optimizer.
+        chunk_size: number of clients that a device runs at once; see `fedpax.program`.
+
+    Returns:
+        `evaluate(params, cohort, heldout) -> metrics`, a fedpax program. `cohort` holds the
+        training batches and `heldout` those for evaluation, of the same clients in the same order.
+        Metrics, averaged by the weights of `heldout`: `"loss"` and the metrics of `loss_fn` before
+        fine-tuning, and after it the same names with `"fine_tuned_"` in front.
+
+    Raises:
+        TypeError, ValueError: as in the round of `fedavg`, for either cohort.
+
+    Example:
+        >>> import fedpax, jax, jax.numpy as jnp
+        >>> loss_fn = lambda w, x: (jnp.mean((w - x) ** 2) / 2, {})
+        >>> evaluate = fine_tuning_evaluation(
+        ...     loss_fn, cohort_size=2, client_optimizer=optax.sgd(0.5))
+        >>> cohort = fedpax.Cohort(jnp.array([[[1.0]] * 3, [[5.0]] * 3]))  # three steps
+        >>> metrics = jax.jit(evaluate)(jnp.float32(3.0), cohort, cohort)
+        >>> metrics["loss"].item(), metrics["fine_tuned_loss"].item()
+        (2.0, 0.03125)
+
+    Reference:
+        Yu et al., Salvaging Federated Learning by Local Adaptation, arXiv:2002.04758, section 3.
+    """
+
+    @program(clients=cohort_size, chunk_size=chunk_size)
+    def evaluate(params: Params, cohort: Cohort, heldout: Cohort) -> Metrics:
+        check_cohort("fine_tuning_evaluation", cohort, cohort_size)
+        check_cohort("fine_tuning_evaluation", heldout, cohort_size)
+
+        def local_evaluate(
+            batches: chex.ArrayTree,
+            num_steps: Int[Array, ""] | None,
+            held_out: chex.ArrayTree,
+            held_out_steps: Int[Array, ""] | None,
+        ) -> Metrics:
+            tuned, *_ = local_steps(
+                loss_fn, client_optimizer, params, client_optimizer.init(params), batches, num_steps
+            )
+            before, after = (
+                local_metrics(loss_fn, model, held_out, held_out_steps) for model in (params, tuned)
+            )
+            return before | {f"fine_tuned_{name}": value for name, value in after.items()}
+
+        metrics = federated_map(
+            local_evaluate, cohort.batches, cohort.num_steps, heldout.batches, heldout.num_steps
+        )
+        return federated_mean(metrics, participant_weights(heldout))
+
+    return evaluate

@@ -1,0 +1,184 @@
+"""HypCluster: several shared models, of which each client trains the one that fits it best."""
+
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Int
+
+from fedpax.aggregators import Aggregator
+from fedpax.algorithms.local_evaluation import local_metrics
+from fedpax.algorithms.local_steps import local_update, participant_weights
+from fedpax.algorithms.server import make_server
+from fedpax.clients.cohort import Cohort, check_cohort
+from fedpax.primitives import federated_map, federated_mean, program
+from fedpax.primitives.placement import ChunkSize
+from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+
+
+class HypClusterState(NamedTuple):
+    """The state of HypCluster.
+
+    Attributes:
+        params: the clusters' models; leaves `[num_clusters, ...]`.
+        server_optimizer_state: each cluster's state of the server optimizer, stacked likewise.
+        aggregator_states: a tuple of each cluster's state of the aggregator.
+    """
+
+    params: Params
+    server_optimizer_state: optax.OptState
+    aggregator_states: tuple[chex.ArrayTree, ...]
+
+
+def hypcluster(
+    loss_fn: LossFn,
+    *,
+    cohort_size: int,
+    num_clusters: int,
+    client_optimizer: optax.GradientTransformation,
+    server_optimizer: optax.GradientTransformation | None = None,
+    aggregator: Aggregator | None = None,
+    chunk_size: ChunkSize = None,
+) -> FederatedAlgorithm:
+    """Let each client choose the model with the least loss on its data, and average by choice.
+
+    Each client i of the cohort receives all models x_1 ... x_q, chooses j(i) = argmin_j f_i(x_j),
+    and takes one optimizer step per batch from x_j(i), ending at y_i. Each model is averaged as in
+    FedAvg over the clients that chose it:
+
+        x_j <- x_j + sum_{i: j(i) = j} n_i (y_i - x_j) / sum_{i: j(i) = j} n_i
+
+    A model that no client chose stays where it is. Clients keep no state.
+
+    Args:
+        loss_fn: f, `(params, batch) -> (scalar loss, dict of scalars)`, for one model.
+        cohort_size: number of clients in a round.
+        num_clusters: q, number of models. With 1 it is `fedavg`.
+        client_optimizer: any optax optimizer.
+        server_optimizer: any optax optimizer, applied to each model by itself. Default None:
+            `optax.sgd(1.0)`.
+        aggregator: combines the pseudo-gradients of each model by itself; a client of another
+            cluster has weight 0. Default None: the weighted mean.
+        chunk_size: number of clients that a device runs at once; see `fedpax.program`.
+
+    Returns:
+        `init(params)` and `round(state, cohort)`, as in `fedavg`. The leaves of `params` are
+        `[num_clusters, ...]`: start from different models, such as
+        `jax.vmap(init_model)(jax.random.split(key, num_clusters))`, because equal models stay
+        equal. A round computes q forward passes per batch more than `fedavg`, and reduces q models.
+        Metrics are those of the clients' training; the aggregator's are averaged over clusters.
+        `choose_cluster` makes a client's choice outside a round.
+
+    Raises:
+        ValueError: `num_clusters` below 1; in `init`, a leaf without an axis of `num_clusters` in
+            front; and as in `fedavg`.
+
+    Example:
+        >>> import fedpax, jax, jax.numpy as jnp
+        >>> loss_fn = lambda w, x: (jnp.mean((w - x) ** 2) / 2, {})
+        >>> algorithm = hypcluster(loss_fn, cohort_size=3, num_clusters=2,
+        ...                        client_optimizer=optax.sgd(0.5))
+        >>> cohort = fedpax.Cohort(jnp.array([[[1.0]], [[5.0]], [[7.0]]]))
+        >>> state = algorithm.init(jnp.array([0.0, 4.0]))
+        >>> state, metrics = jax.jit(algorithm.round)(state, cohort)
+        >>> state.params.tolist()
+        [0.5, 5.0]
+
+    Reference:
+        Mansour et al., Three Approaches for Personalization with Applications to Federated
+        Learning, arXiv:2002.10619, algorithm HypCluster.
+    """
+    if num_clusters < 1:
+        raise ValueError(f"hypcluster: num_clusters is {num_clusters}, expected at least 1.")
+    server = make_server(server_optimizer, aggregator)
+
+    @program(clients=cohort_size)
+    def init(params: Params) -> HypClusterState:
+        _check_models(params, num_clusters)
+        optimizer_state = jax.vmap(server.optimizer.init)(params)
+        aggregator_states = tuple(
+            server.aggregator.init(jax.tree.map(lambda p, j=j: p[j], params))
+            for j in range(num_clusters)
+        )
+        return HypClusterState(params, optimizer_state, aggregator_states)
+
+    @program(clients=cohort_size, chunk_size=chunk_size)
+    def hypcluster_round(state: HypClusterState, cohort: Cohort) -> tuple[HypClusterState, Metrics]:
+        check_cohort("hypcluster", cohort, cohort_size)
+
+        def local_train(
+            batches: chex.ArrayTree, num_steps: Int[Array, ""] | None
+        ) -> tuple[Params, Metrics, Int[Array, ""]]:
+            cluster = choose_cluster(loss_fn, state.params, batches, num_steps)
+            x = jax.tree.map(lambda p: p[cluster], state.params)
+            return *local_update(loss_fn, client_optimizer, x, batches, num_steps), cluster
+
+        pseudo_gradients, metrics, clusters = federated_map(
+            local_train, cohort.batches, cohort.num_steps
+        )
+        weights = participant_weights(cohort)
+
+        def aggregate(j: int) -> tuple[Params, chex.ArrayTree, Metrics]:
+            def weight(cluster: jax.Array, own: jax.Array | None) -> jax.Array:
+                return jnp.where(cluster == j, 1 if own is None else own, 0).astype(jnp.float32)
+
+            members = federated_map(weight, clusters, weights)
+            return server.aggregator.aggregate(
+                state.aggregator_states[j], pseudo_gradients, members
+            )
+
+        directions, aggregator_states, reported = zip(
+            *map(aggregate, range(num_clusters)), strict=True
+        )
+        updates, optimizer_state = jax.vmap(server.optimizer.update)(
+            _stack(directions), state.server_optimizer_state, state.params
+        )
+        params = optax.apply_updates(state.params, updates)
+        metrics = federated_mean(metrics, weights) | jax.tree.map(
+            lambda m: jnp.mean(m, axis=0), _stack(reported)
+        )
+        return HypClusterState(params, optimizer_state, aggregator_states), metrics
+
+    return FederatedAlgorithm(init, hypcluster_round)
+
+
+def choose_cluster(
+    loss_fn: LossFn,
+    models: Params,
+    batches: chex.ArrayTree,
+    num_steps: Int[Array, ""] | int | None = None,
+) -> Int[Array, ""]:
+    """Return the index of the model with the least loss over a client's batches.
+
+    Args:
+        loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
+        models: a pytree of arrays `[num_clusters, ...]`.
+        batches: the client's batches, a pytree of arrays `[steps, batch, ...]`.
+        num_steps: how many of the first batches are valid, as in `local_steps`.
+
+    Example:
+        >>> loss_fn = lambda w, x: (jnp.mean((w - x) ** 2), {})
+        >>> choose_cluster(loss_fn, jnp.array([0.0, 4.0]), jnp.array([[5.0], [1.5]])).item()
+        1
+    """
+
+    def loss(model: Params) -> jax.Array:
+        return local_metrics(loss_fn, model, batches, num_steps)["loss"]
+
+    return jnp.argmin(jax.vmap(loss)(models))
+
+
+def _stack(trees: Any) -> Any:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+def _check_models(params: Params, num_clusters: int) -> None:
+    for path, leaf in jax.tree.leaves_with_path(params):
+        if jnp.shape(leaf)[:1] != (num_clusters,):
+            raise ValueError(
+                f"hypcluster: params{jax.tree_util.keystr(path)} has shape "
+                f"{list(jnp.shape(leaf))}, expected [{num_clusters}, ...]: a model for each "
+                "cluster. Make them with jax.vmap over random keys, or stack them."
+            )

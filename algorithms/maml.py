@@ -1,0 +1,157 @@
+"""Federated meta-learning: Per-FedAvg (MAML) and Reptile train a model to be fine-tuned."""
+
+from typing import Any
+
+import chex
+import jax
+import optax
+
+from fedpax.aggregators import Aggregator
+from fedpax.algorithms.checks import check_setting
+from fedpax.algorithms.fedavg import fedavg
+from fedpax.algorithms.local_steps import gradient_and_metrics, scale, subtract
+from fedpax.primitives.placement import ChunkSize
+from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+
+
+def per_fedavg(
+    loss_fn: LossFn,
+    *,
+    cohort_size: int,
+    client_optimizer: optax.GradientTransformation,
+    adaptation_learning_rate: Any,
+    first_order: bool = False,
+    server_optimizer: optax.GradientTransformation | None = None,
+    aggregator: Aggregator | None = None,
+    chunk_size: ChunkSize = None,
+) -> FederatedAlgorithm:
+    """Minimize the clients' loss after one step of adaptation: FedAvg on MAML's objective.
+
+        F_i(w) = f_i(w - alpha grad f_i(w; D); D')
+
+    Each batch is split: its even examples are D, on which the model adapts, its odd examples D',
+    on which the adapted model is judged. A local step follows the exact gradient
+
+        (I - alpha grad^2 f_i(w; D)) grad f_i(w - alpha grad f_i(w; D); D'),
+
+    which is Per-FedAvg with the Hessian on D. The server averages as in FedAvg.
+
+    Args:
+        loss_fn: f, `(params, batch) -> (scalar loss, dict of scalars)`, for batches of half the
+            size.
+        cohort_size: number of clients in a round.
+        client_optimizer: any optax optimizer; the paper's is SGD with learning rate beta.
+        adaptation_learning_rate: alpha, at least 0.
+        first_order: leave out the Hessian: Per-FedAvg (FO). Default False: the exact gradient, at
+            about twice the cost. With True, derivatives through a round leave it out too.
+        server_optimizer: any optax optimizer. Default None: `optax.sgd(1.0)`.
+        aggregator: combines the pseudo-gradients. Default None: their weighted mean.
+        chunk_size: number of clients that a device runs at once; see `fedpax.program`.
+
+    Returns:
+        `init(params)` and `round(state, cohort)`, as in `fedavg`, with batches of at least two
+        examples. The reported loss and metrics are those of the adapted model on D'. A batch with
+        only one valid example has an empty D': let `loss_fn` be 0 there.
+
+    Raises:
+        ValueError: `adaptation_learning_rate` below 0; batches of fewer than two examples; and as
+            in `fedavg`.
+
+    Example:
+        >>> import fedpax, jax, jax.numpy as jnp
+        >>> loss_fn = lambda w, x: (jnp.mean((w - x) ** 2) / 2, {})
+        >>> algorithm = per_fedavg(loss_fn, cohort_size=2, adaptation_learning_rate=0.5,
+        ...                        client_optimizer=optax.sgd(1.0))
+        >>> cohort = fedpax.Cohort(jnp.array([[[1.0, 3.0]], [[5.0, 5.0]]]))
+        >>> state, metrics = jax.jit(algorithm.round)(algorithm.init(jnp.float32(0.0)), cohort)
+        >>> state.params.item()  # mean of 0.5 (3 - 0.5) and 0.5 (5 - 2.5)
+        1.25
+
+    Reference:
+        Fallah et al., Personalized Federated Learning: A Meta-Learning Approach,
+        arXiv:2002.07948, algorithm 1.
+    """
+    check_setting("per_fedavg", "adaptation_learning_rate", adaptation_learning_rate)
+
+    def meta_loss(params: Params, batch: chex.ArrayTree) -> tuple[jax.Array, Metrics | None]:
+        support, query = (_every_second(batch, start) for start in (0, 1))
+        gradient, _ = gradient_and_metrics(loss_fn, params, support)
+        if first_order:
+            gradient = jax.lax.stop_gradient(gradient)
+        return loss_fn(subtract(params, scale(adaptation_learning_rate, gradient)), query)
+
+    return fedavg(
+        meta_loss,
+        cohort_size=cohort_size,
+        client_optimizer=client_optimizer,
+        server_optimizer=server_optimizer,
+        aggregator=aggregator,
+        chunk_size=chunk_size,
+    )
+
+
+def reptile(
+    loss_fn: LossFn,
+    *,
+    cohort_size: int,
+    client_optimizer: optax.GradientTransformation,
+    meta_learning_rate: Any,
+    aggregator: Aggregator | None = None,
+    chunk_size: ChunkSize = None,
+) -> FederatedAlgorithm:
+    """Move the model a part of the way to the mean of the clients' fine-tuned models.
+
+        x <- x + epsilon mean_i (y_i - x)
+
+    Reptile in its batched form is `fedavg` with SGD of learning rate epsilon on the server. Its
+    clients are the tasks.
+
+    Args:
+        loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
+        cohort_size: number of clients in a round.
+        client_optimizer: any optax optimizer.
+        meta_learning_rate: epsilon. A schedule counts rounds.
+        aggregator: combines the pseudo-gradients. Default None: their weighted mean.
+        chunk_size: number of clients that a device runs at once; see `fedpax.program`.
+
+    Returns:
+        `init(params)` and `round(state, cohort)`, as in `fedavg`. The paper averages uniformly:
+        leave `cohort.num_examples` None.
+
+    Raises:
+        TypeError, ValueError: as in `fedavg`.
+
+    Example:
+        >>> import fedpax, jax, jax.numpy as jnp
+        >>> loss_fn = lambda w, x: (jnp.mean((w - x) ** 2) / 2, {})
+        >>> algorithm = reptile(loss_fn, cohort_size=2, client_optimizer=optax.sgd(0.5),
+        ...                     meta_learning_rate=0.5)
+        >>> cohort = fedpax.Cohort(jnp.array([[[1.0]], [[5.0]]]))
+        >>> state, metrics = jax.jit(algorithm.round)(algorithm.init(jnp.float32(0.0)), cohort)
+        >>> state.params.item()
+        0.75
+
+    Reference:
+        Nichol et al., On First-Order Meta-Learning Algorithms, arXiv:1803.02999, algorithm 2.
+    """
+    return fedavg(
+        loss_fn,
+        cohort_size=cohort_size,
+        client_optimizer=client_optimizer,
+        server_optimizer=optax.sgd(meta_learning_rate),
+        aggregator=aggregator,
+        chunk_size=chunk_size,
+    )
+
+
+def _every_second(batch: chex.ArrayTree, start: int) -> chex.ArrayTree:
+    def half(path: Any, leaf: jax.Array) -> jax.Array:
+        if leaf.ndim < 1 or leaf.shape[0] < 2:
+            raise ValueError(
+                f"per_fedavg: a batch{jax.tree_util.keystr(path)} has shape {list(leaf.shape)}, "
+                "expected at least two examples, one to adapt to and one to judge by. Use larger "
+                "batches."
+            )
+        return leaf[start::2]
+
+    return jax.tree_util.tree_map_with_path(half, batch)

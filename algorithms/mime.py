@@ -1,0 +1,218 @@
+"""Mime and MimeLite: local steps with the server's optimizer state, fixed during a round."""
+
+from typing import Any, NamedTuple
+
+import chex
+import optax
+from jaxtyping import Array, Int
+
+from fedpax.aggregators import Aggregator
+from fedpax.algorithms.gradient_terms import added_term
+from fedpax.algorithms.local_evaluation import full_gradient
+from fedpax.algorithms.local_steps import (
+    gradient_and_metrics,
+    local_update,
+    participant_weights,
+    subtract,
+)
+from fedpax.algorithms.server import make_server
+from fedpax.clients.cohort import Cohort, check_cohort
+from fedpax.primitives import federated_map, federated_mean, program
+from fedpax.primitives.placement import ChunkSize
+from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+
+
+class MimeState(NamedTuple):
+    """The state of Mime and MimeLite.
+
+    Attributes:
+        params: the server's model x.
+        server_optimizer_state: the state of the server optimizer.
+        aggregator_state: the state of the aggregator.
+        client_optimizer_state: s, the state of the clients' optimizer, held by the server.
+    """
+
+    params: Params
+    server_optimizer_state: optax.OptState
+    aggregator_state: chex.ArrayTree
+    client_optimizer_state: optax.OptState
+
+
+def mime(
+    loss_fn: LossFn,
+    *,
+    cohort_size: int,
+    client_optimizer: optax.GradientTransformation,
+    server_optimizer: optax.GradientTransformation | None = None,
+    aggregator: Aggregator | None = None,
+    chunk_size: ChunkSize = None,
+) -> FederatedAlgorithm:
+    """Mimic centralized training: fixed optimizer state, and local gradients without client bias.
+
+    An optimizer is a pair of U, the update, and V, the next state. With c = mean_i grad f_i(x) of
+    the cohort, each client i takes one step per batch z, and the server updates s once:
+
+        y_i <- y_i + U(grad f_i(y_i; z) - grad f_i(x; z) + c, s)    from x
+        x   <- mean_i y_i;   s <- V(c, s)
+
+    A round communicates twice: c, then the y_i. It computes three gradients per batch: for c, and
+    in each step at y_i and at x.
+
+    Args:
+        loss_fn: f, `(params, batch) -> (scalar loss, dict of scalars)`.
+        cohort_size: number of clients in a round.
+        client_optimizer: the optimizer (U, V). U(g, s) is the update that optax computes from s
+            and g. With `optax.sgd(momentum=)` it is the paper's SGD with momentum, up to the
+            factor 1 - beta of g. With `optax.adam`, U also moves the second moment by the local
+            g, which the paper's Adam does not.
+        server_optimizer: steps along the pseudo-gradient mean_i (x - y_i). Default None:
+            `optax.sgd(1.0)`, which sets x to the mean of the y_i, as in the paper.
+        aggregator: combines the pseudo-gradients x - y_i. Default None: their weighted mean. c is
+            always averaged exactly.
+        chunk_size: number of clients that a device runs at once; see `fedpax.program`.
+
+    Returns:
+        `init(params)` and `round(state, cohort)`, as in `fedavg`. The paper averages uniformly:
+        leave `cohort.num_examples` None, or set it to weigh clients by their examples. grad f_i(x)
+        is the mean over the client's batches.
+
+    Raises:
+        TypeError, ValueError: as in `fedavg`.
+
+    Example:
+        >>> import fedpax, jax, jax.numpy as jnp
+        >>> loss_fn = lambda w, x: (jnp.mean((w - x) ** 2) / 2, {})
+        >>> algorithm = mime(loss_fn, cohort_size=2, client_optimizer=optax.sgd(0.5, momentum=0.5))
+        >>> cohort = fedpax.Cohort(jnp.array([[[1.0]] * 2, [[5.0]] * 2]))
+        >>> state, metrics = jax.jit(algorithm.round)(algorithm.init(jnp.float32(0.0)), cohort)
+        >>> state.params.item(), state.client_optimizer_state[0].trace.item()  # x and momentum
+        (2.25, -3.0)
+
+    Reference:
+        Karimireddy et al., Mime: Mimicking Centralized Stochastic Algorithms in Federated
+        Learning, arXiv:2008.03606, algorithm 1.
+    """
+    return _mime(
+        "mime",
+        loss_fn,
+        cohort_size,
+        client_optimizer,
+        server_optimizer,
+        aggregator,
+        chunk_size,
+        is_corrected=True,
+    )
+
+
+def mime_lite(
+    loss_fn: LossFn,
+    *,
+    cohort_size: int,
+    client_optimizer: optax.GradientTransformation,
+    server_optimizer: optax.GradientTransformation | None = None,
+    aggregator: Aggregator | None = None,
+    chunk_size: ChunkSize = None,
+) -> FederatedAlgorithm:
+    """Take local steps with the server's fixed optimizer state, without correcting client bias.
+
+    As `mime`, with uncorrected local steps y_i <- y_i + U(grad f_i(y_i; z), s). A round computes
+    two gradients per batch: at y_i, and at x for c = mean_i grad f_i(x), which updates s.
+
+    Args:
+        loss_fn: as in `mime`.
+        cohort_size: number of clients in a round.
+        client_optimizer: as in `mime`.
+        server_optimizer: as in `mime`. Default None: `optax.sgd(1.0)`.
+        aggregator: as in `mime`. Default None: the weighted mean.
+        chunk_size: number of clients that a device runs at once; see `fedpax.program`.
+
+    Returns:
+        `init(params)` and `round(state, cohort)`, as in `mime`.
+
+    Raises:
+        TypeError, ValueError: as in `fedavg`.
+
+    Example:
+        >>> import fedpax, jax, jax.numpy as jnp
+        >>> loss_fn = lambda w, x: (jnp.mean((w - x) ** 2) / 2, {})
+        >>> optimizer = optax.sgd(0.5, momentum=0.5)
+        >>> algorithm = mime_lite(loss_fn, cohort_size=2, client_optimizer=optimizer)
+        >>> cohort = fedpax.Cohort(jnp.array([[[1.0]], [[5.0]]]))
+        >>> state, metrics = jax.jit(algorithm.round)(algorithm.init(jnp.float32(0.0)), cohort)
+        >>> state.params.item(), state.client_optimizer_state[0].trace.item()
+        (1.5, -3.0)
+
+    Reference:
+        Karimireddy et al., arXiv:2008.03606, algorithm 1.
+    """
+    return _mime(
+        "mime_lite",
+        loss_fn,
+        cohort_size,
+        client_optimizer,
+        server_optimizer,
+        aggregator,
+        chunk_size,
+        is_corrected=False,
+    )
+
+
+def _mime(
+    name: str,
+    loss_fn: LossFn,
+    cohort_size: int,
+    client_optimizer: optax.GradientTransformation,
+    server_optimizer: optax.GradientTransformation | None,
+    aggregator: Aggregator | None,
+    chunk_size: ChunkSize,
+    *,
+    is_corrected: bool,
+) -> FederatedAlgorithm:
+    server = make_server(server_optimizer, aggregator)
+
+    @program(clients=cohort_size)
+    def init(params: Params) -> MimeState:
+        return MimeState(params, *server.init(params), client_optimizer.init(params))
+
+    @program(clients=cohort_size, chunk_size=chunk_size)
+    def mime_round(state: MimeState, cohort: Cohort) -> tuple[MimeState, Metrics]:
+        check_cohort(name, cohort, cohort_size)
+        x, s = state.params, state.client_optimizer_state
+        weights = participant_weights(cohort)
+
+        def gradient_at_x(batches: chex.ArrayTree, num_steps: Int[Array, ""] | None) -> Params:
+            return full_gradient(loss_fn, x, batches, num_steps)
+
+        gradients = federated_map(gradient_at_x, cohort.batches, cohort.num_steps)
+        c = federated_mean(gradients, weights)
+        optimizer = _fixed(client_optimizer, s)
+        if is_corrected:
+            optimizer = optax.chain(_minus_gradient_at(loss_fn, x), added_term(c), optimizer)
+
+        def local_train(
+            batches: chex.ArrayTree, num_steps: Int[Array, ""] | None
+        ) -> tuple[Params, Metrics]:
+            return local_update(loss_fn, optimizer, x, batches, num_steps)
+
+        pseudo_gradients, metrics = federated_map(local_train, cohort.batches, cohort.num_steps)
+        state, metrics = server.step(state, pseudo_gradients, metrics, weights)
+        _, s = client_optimizer.update(c, s, x)
+        return state._replace(client_optimizer_state=s), metrics
+
+    return FederatedAlgorithm(init, mime_round)
+
+
+def _fixed(optimizer: optax.GradientTransformation, state: Any) -> optax.GradientTransformation:
+    """Compute an optimizer's updates from one state, never the next state."""
+    return optax.stateless(lambda gradient, params: optimizer.update(gradient, state, params)[0])
+
+
+def _minus_gradient_at(loss_fn: LossFn, x: Params) -> optax.GradientTransformationExtraArgs:
+    """Subtract the gradient at x of the step's batch."""
+
+    def update(
+        gradient: Params, state: Any, params: Any = None, *, batch: chex.ArrayTree, **extra: Any
+    ) -> tuple[Params, Any]:
+        return subtract(gradient, gradient_and_metrics(loss_fn, x, batch)[0]), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)

@@ -15,12 +15,13 @@ if TYPE_CHECKING:
         federated_sum,
         program,
     )
-    from fedpax.transforms import explain, out_of_core
+    from fedpax.transforms import cost, explain, out_of_core
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Cohort",
+    "cost",
     "explain",
     "federated_broadcast",
     "federated_map",
@@ -35,6 +36,7 @@ __all__ = [
 
 _MODULES = {
     "Cohort": "fedpax.clients.cohort",
+    "cost": "fedpax.transforms",
     "explain": "fedpax.transforms",
     "make_mesh": "fedpax.parallel.mesh",
     "out_of_core": "fedpax.transforms",

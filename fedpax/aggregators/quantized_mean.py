@@ -17,6 +17,7 @@ from fedpax.aggregators.integer_packing import (
     shards_per_axis,
     unpack,
 )
+from fedpax.aggregators.sent import mark_sent
 from fedpax.primitives import federated_broadcast, federated_map, federated_mean, federated_sum
 
 
@@ -171,7 +172,8 @@ def _quantize_and_average(
     def send(unsent: chex.ArrayTree) -> tuple[chex.ArrayTree, chex.ArrayTree]:
         codes = jax.tree.map(encode, unsent, steps)
         residual = jax.tree.map(lambda c, s, k: c - s * (k - middle), unsent, steps, codes)
-        return jax.tree.map(pack, codes, packings), residual
+        words = jax.tree.map(pack, codes, packings)
+        return mark_sent(words, instead_of=unsent), residual
 
     def receive(step: jax.Array, words: jax.Array, leaf: jax.Array, packing: Packing) -> jax.Array:
         total = unpack(words, packing, leaf.shape[1:]).astype(jnp.float32)

@@ -2,13 +2,13 @@
 
 import chex
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-SENT = "fedpax_sent"
-"""The name that marks a sent value in the jaxpr of a mapped function."""
+from fedpax.transforms.sent import SENT
 
 
-def mark_sent(values: chex.ArrayTree) -> chex.ArrayTree:
+def mark_sent(values: chex.ArrayTree, *, instead_of: chex.ArrayTree) -> chex.ArrayTree:
     """Mark values as what a participant sends in place of its update. Inside a mapped function.
 
     An aggregator that compresses updates marks the encoded arrays. `fedpax.cost` counts their bytes
@@ -16,13 +16,19 @@ def mark_sent(values: chex.ArrayTree) -> chex.ArrayTree:
 
     Args:
         values: a pytree of arrays, such as packed codes and their scale.
+        instead_of: the update that they replace, a pytree of arrays; only its size is read.
 
     Returns:
         The same values.
 
     Example:
         >>> import jax.numpy as jnp
-        >>> mark_sent(jnp.array([1, 2], jnp.uint8)).tolist()
+        >>> mark_sent(jnp.array([1, 2], jnp.uint8), instead_of=jnp.ones(16)).tolist()
         [1, 2]
     """
-    return jax.tree.map(lambda value: checkpoint_name(value, SENT), values)
+    replaced = [jnp.size(x) * jnp.result_type(x).itemsize for x in jax.tree.leaves(instead_of)]
+    leaves, tree = jax.tree.flatten(values)
+    if jax.tree.structure(instead_of) != tree:
+        replaced = [sum(replaced), *[0] * (len(leaves) - 1)]  # the first value counts for all
+    marked = [checkpoint_name(x, f"{SENT} {n}") for x, n in zip(leaves, replaced, strict=True)]
+    return jax.tree.unflatten(tree, marked)

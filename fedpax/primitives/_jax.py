@@ -30,6 +30,7 @@ __all__ = [
     "Primitive",
     "Var",
     "Zero",
+    "argument_names",
     "aval_of",
     "define",
     "depends_on",
@@ -39,11 +40,13 @@ __all__ = [
     "is_linear",
     "is_rematerialized",
     "is_zero",
+    "name_results",
     "prune",
     "reads_axis_index",
     "rebind",
     "register_pruning",
     "residual_sources",
+    "result_names",
     "set_implementation",
     "set_transpose",
     "strip_final",
@@ -204,6 +207,25 @@ def trace(
     return jax.make_jaxpr(with_arguments)(*map(jax.typeof, values), *closed.in_avals), values
 
 
+def argument_names(jaxpr: ClosedJaxpr) -> tuple[str, ...]:
+    """Return the names of a traced function's flat arguments, such as `state.params['w']`."""
+    return tuple(name or "argument" for name in jaxpr.jaxpr.debug_info.arg_names)
+
+
+def result_names(jaxpr: ClosedJaxpr) -> tuple[str, ...]:
+    """Return the names of the results, such as `result[0]`, or those set by `name_results`."""
+    paths = jaxpr.jaxpr.debug_info.result_paths or ()
+    if len(paths) != len(jaxpr.jaxpr.outvars):
+        return ("result",) * len(jaxpr.jaxpr.outvars)
+    return tuple(path or "result" for path in paths)
+
+
+def name_results(jaxpr: ClosedJaxpr, names: Sequence[str]) -> ClosedJaxpr:
+    """Set the names of the results of a jaxpr, for reports."""
+    debug_info = jaxpr.jaxpr.debug_info._replace(result_paths=tuple(names))
+    return jaxpr.replace(jaxpr=jaxpr.jaxpr.replace(debug_info=debug_info))
+
+
 def evaluate(jaxpr: ClosedJaxpr, *args: Any) -> list:
     """Run a jaxpr on flat arguments. Equations are bound again, so it can be transformed."""
     return jaxpr_as_fun(jaxpr)(*args)
@@ -349,10 +371,11 @@ def prune(jaxpr: ClosedJaxpr, used: Sequence[bool]) -> tuple[ClosedJaxpr, list[b
     Returns:
         The pruned jaxpr, and for each input whether it remains.
     """
+    names = [name for name, u in zip(result_names(jaxpr), used, strict=True) if u]
     pruned, used_inputs = pe.dce_jaxpr(jaxpr.jaxpr, list(used))
-    return jax.make_jaxpr(functools.partial(jax.core.eval_jaxpr, pruned, jaxpr.consts))(
-        *[a for a, u in zip(jaxpr.in_avals, used_inputs, strict=True) if u]
-    ), list(used_inputs)
+    types = [a for a, u in zip(jaxpr.in_avals, used_inputs, strict=True) if u]
+    run = functools.partial(jax.core.eval_jaxpr, pruned, jaxpr.consts)
+    return name_results(jax.make_jaxpr(run)(*types), names), list(used_inputs)
 
 
 def eliminate_dead_code(jaxpr: ClosedJaxpr) -> ClosedJaxpr:

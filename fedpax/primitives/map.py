@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from fedpax.primitives._jax import Primitive, evaluate, trace
+from fedpax.primitives._jax import Primitive, evaluate, name_results, trace
 from fedpax.primitives.broadcast import broadcast
 from fedpax.primitives.call_rules import define_call
 from fedpax.primitives.layout import (
@@ -95,12 +95,14 @@ def federated_map(
     leaves = [shard_over_placement(leaf, target) for leaf in leaves]
     slices = [unplaced_aval(jax.typeof(leaf)) for leaf in leaves]
     out_trees: list[Any] = []
+    out_names: list[list[str]] = []
 
     def on_participant(*args: ArrayTree) -> list[jax.Array]:
         with enter_participant(target.name):
             out = fn(*args)
         outputs, out_tree = jax.tree.flatten_with_path(out)
         out_trees.append(out_tree)
+        out_names.append([function_name(fn) + jax.tree_util.keystr(path) for path, _ in outputs])
         return [
             check_array(
                 "federated_map()",
@@ -113,6 +115,7 @@ def federated_map(
 
     types = jax.tree.unflatten(jax.tree.structure(args), slices)
     jaxpr, closed_over = trace(named_like(fn, on_participant), *types)
+    jaxpr = name_results(jaxpr, out_names[0])
     outputs = federated_map_p.bind(
         *[broadcast(c, target) for c in closed_over],
         *leaves,

@@ -1,0 +1,79 @@
+"""The values that participants send in place of their updates, as aggregators mark them."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from fedpax.primitives._jax import Jaxpr, Var, aval_of, inner_jaxprs
+from fedpax.primitives.map import federated_map_p
+from fedpax.primitives.peak_memory import num_bytes
+from fedpax.transforms.phases import StreamingPlan
+
+SENT = "fedpax_sent"
+"""The name in the jaxpr of a sent value, followed by the bytes that it replaces."""
+
+
+class Sent(NamedTuple):
+    """A value that a participant sends.
+
+    Attributes:
+        map: identity of the map that computes it.
+        position: position among the map's sent values.
+        type: dtype and shape.
+        num_bytes: its bytes.
+        before: bytes of the update that it replaces, counted once for all values that replace it.
+        executions: number of executions of the mark in the mapped function.
+    """
+
+    map: int
+    position: int
+    type: str
+    num_bytes: int
+    before: int
+    executions: int
+
+
+def sent_by_results(plan: StreamingPlan) -> dict[Var, tuple[Sent, ...]]:
+    """Return the sent values that each value of the participants is computed from."""
+    found: dict[Var, tuple[Sent, ...]] = {}
+    for eqn in plan.jaxpr.eqns:
+        if not any(v in plan.producer for v in eqn.outvars):
+            continue
+        before = _union(found.get(v, ()) for v in plan.operands(eqn) if isinstance(v, Var))
+        own: list[tuple[Sent, ...]] = [()] * len(eqn.outvars)
+        if eqn.primitive is federated_map_p:
+            own = _marks(eqn.params["jaxpr"].jaxpr, id(eqn))
+        for v, marks in zip(eqn.outvars, own, strict=True):
+            if marks or before:
+                found[v] = marks or before
+    return found
+
+
+def _marks(jaxpr: Jaxpr, map_id: int) -> list[tuple[Sent, ...]]:
+    """Return the marked values that each result of a mapped function is computed from."""
+    count = 0
+
+    def visit(jaxpr: Jaxpr, executions: int) -> dict[Var, tuple[Sent, ...]]:
+        nonlocal count
+        found: dict[Var, tuple[Sent, ...]] = {}
+        for eqn in jaxpr.eqns:
+            marks = _union(found.get(v, ()) for v in eqn.invars if isinstance(v, Var))
+            for inner in inner_jaxprs(eqn):
+                times = executions * eqn.params.get("length", 1)
+                marks = _union([marks, *visit(inner, times).values()])
+            name = eqn.params.get("name") if eqn.primitive.name == "name" else None
+            if name is not None and name.startswith(SENT):
+                aval, size = aval_of(eqn.outvars[0]), num_bytes(eqn.outvars[0])
+                kind = f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
+                replaced = int(name.removeprefix(SENT))
+                marks = (Sent(map_id, count, kind, size, replaced, executions),)
+                count += 1
+            if marks:
+                found |= dict.fromkeys(eqn.outvars, marks)
+        return found
+
+    found = visit(jaxpr, 1)
+    return [found.get(v, ()) if isinstance(v, Var) else () for v in jaxpr.outvars]
+
+
+def _union(groups: Iterable[tuple[Sent, ...]]) -> tuple[Sent, ...]:
+    return tuple(dict.fromkeys(sent for group in groups for sent in group))

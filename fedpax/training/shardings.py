@@ -28,6 +28,10 @@ def state_shardings(
     keeps the parameter's sharding on these axes. Axes in front of them hold one entry per
     participant, and the first of them is sharded over the placement's mesh axis.
 
+    A leaf may also hold some rows of a parameter, such as the momentum of a fragment of stacked
+    layers: its first axis is shorter than the parameter's, which is not sharded. Rows of a matrix
+    are not told from one vector per participant if they are as many as the participants.
+
     A leaf that belongs to no parameter, but whose first axis has one entry per participant (such
     as the islands' step counts), is sharded over the placement's mesh axis. All other leaves are
     replicated.
@@ -77,13 +81,24 @@ def state_shardings(
     known.sort(key=lambda entry: -len(entry[0]))
     divides = placement in mesh.shape and num_participants % mesh.shape[placement] == 0
 
+    def holds(
+        leaf: tuple[int, ...], before: int, shape: tuple[int, ...], spec: PartitionSpec
+    ) -> bool:
+        """Return whether the last axes of a leaf are those of a parameter, or of its rows."""
+        own = leaf[before:]
+        if len(shape) < 2 or own == shape:
+            return own == shape
+        is_vector_per_participant = len(leaf) == 2 and leaf[0] == num_participants
+        fewer_rows = own[1:] == shape[1:] and own[0] < shape[0] and tuple(spec)[:1] in ((), (None,))
+        return fewer_rows and not is_vector_per_participant
+
     def sharding_of(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         own: tuple[Any, ...] = ()
         front = leaf.shape
         for name, shape, spec in known:
             before = leaf.ndim - len(shape)
             belongs = path[len(path) - len(name) :] == name
-            if belongs and before >= 0 and leaf.shape[before:] == shape:
+            if belongs and before >= 0 and holds(leaf.shape, before, shape, spec):
                 own, front = tuple(spec), leaf.shape[:before]
                 break
         placed = divides and front[:1] == (num_participants,)

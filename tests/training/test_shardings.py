@@ -82,6 +82,32 @@ def test_a_placement_that_the_mesh_cannot_shard_is_replicated(mesh: dict[str, in
     assert set(jax.tree.leaves(result)) == {PartitionSpec()}
 
 
+@pytest.mark.parametrize("rows", [2, NUM_ISLANDS])
+def test_rows_of_stacked_layers_are_sharded_as_the_layers(rows: int) -> None:
+    """A fragment's momentum, and islands' residuals of it; vectors per island stay placed."""
+    mesh = make_mesh(islands=4, fsdp=2)
+    params = {"stack": like(6, 8, 2), "scale": like(6, 8), "bias": like(6)}
+    wanted = {"stack": PartitionSpec(None, "fsdp"), "scale": PartitionSpec(None, "fsdp")}
+    given = wanted | {"bias": PartitionSpec()}
+    server = {"stack": like(rows, 8, 2), "scale": like(rows, 8), "bias": like(NUM_ISLANDS)}
+    placed = {"stack": like(4, rows, 8, 2), "scale": like(4, rows, 8)}
+    result = state_shardings(
+        {"server": server, "placed": placed},
+        params,
+        jax.tree.map(lambda spec: NamedSharding(mesh, spec), given),
+        mesh,
+        placement="islands",
+        num_participants=NUM_ISLANDS,
+    )
+    spec = jax.tree.map(lambda sharding: sharding.spec, result)
+    assert spec["server"]["stack"] == PartitionSpec(None, "fsdp")
+    assert spec["server"]["bias"] == PartitionSpec("islands")
+    as_rows, as_vectors = PartitionSpec(None, "fsdp"), PartitionSpec("islands", None)
+    assert spec["server"]["scale"] == (as_vectors if rows == NUM_ISLANDS else as_rows)
+    for leaf in spec["placed"].values():
+        assert leaf == PartitionSpec("islands", None, "fsdp")
+
+
 def test_a_single_array_as_parameters() -> None:
     result = specs(make_mesh(islands=4, fsdp=2), like(8), PartitionSpec("fsdp"))
     assert result.params == PartitionSpec("fsdp")

@@ -7,60 +7,39 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fedpax.data import (
-    LazyStream,
-    TokenRounds,
-    heldout_token_batches,
-    load,
-    load_tokenizer,
-    token_round_shapes,
-    token_rounds,
-)
+from fedpax.data import LazyStream, TokenRounds, token_round_shapes, token_rounds
 from fedpax.data.text.packing import Batch
+from fedpax.experiments.language_model import (
+    LanguageModelExperiment,
+    TextDataConfig,
+    without_token_count,
+)
 from fedpax.experiments.optimizers import OptimizerConfig
 from fedpax.experiments.ranges import COUNT, NON_NEGATIVE, check_ranges
 from fedpax.models.accumulation import accumulate_gradients
 from fedpax.models.losses import transformer_loss
-from fedpax.models.transformer import TransformerConfig, transformer
-from fedpax.parallel.axes import partition_spec, shardings
-from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+from fedpax.parallel.axes import partition_spec
+from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Params
 from fedpax.training.evaluation import evaluator
-from fedpax.training.experiment import Experiment, Run, Shardings
+from fedpax.training.experiment import Run, Shardings
 
 
 @dataclasses.dataclass(frozen=True)
-class TextConfig:
-    """The text to train on, and the sizes of a round.
+class TextConfig(TextDataConfig):
+    """The text, and the sizes of a round.
 
     Attributes:
-        dataset: a name for `fedpax.data.load`, with the splits `train` and `heldout_split`.
-        heldout_split: the split to evaluate on.
-        field: the field of an example that contains its text.
-        tokenizer: "bytes", or the path of a `tokenizer.json`.
         local_steps: optimizer steps of an island per round, H.
         batch_size: rows in a step of an island.
-        seq_len: tokens in a row.
-        heldout_batch_size: rows that an island evaluates at once.
-        heldout_tokens: number of tokens to evaluate on; None: the whole split.
         seed: random seed of the assignment of documents to islands and of their order.
-        data_dir: the folder of prepared data sets. Default None: that of TensorFlow Datasets.
     """
 
-    dataset: str = "stdlib_text"
-    heldout_split: str = "heldout"
-    field: str = "text"
-    tokenizer: str = "bytes"
     local_steps: int = 20
     batch_size: int = 8
-    seq_len: int = 128
-    heldout_batch_size: int = 16
-    heldout_tokens: int | None = 65_536
     seed: int = 0
-    data_dir: str | None = None
 
     def __post_init__(self) -> None:
         """Check the ranges.
@@ -68,8 +47,8 @@ class TextConfig:
         Raises:
             ValueError: a size is below 1.
         """
-        sizes = ("local_steps", "batch_size", "seq_len", "heldout_batch_size", "heldout_tokens")
-        check_ranges(self, "data", **dict.fromkeys(sizes, COUNT))
+        super().__post_init__()
+        check_ranges(self, "data", local_steps=COUNT, batch_size=COUNT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,19 +81,17 @@ class LossConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TextExperiment(Experiment):
-    """A transformer trained on text by one or several islands.
+class TextExperiment(LanguageModelExperiment):
+    """A transformer trained on text by one or several islands, or adapters of one.
 
     Attributes:
         islands: number of islands, a multiple of the mesh's `islands` axis.
-        model: the transformer.
-        data: the text.
+        data: the text, and the sizes of a round.
         loss: the training loss.
         optimizer: the optimizer of the local steps.
     """
 
     islands: int = 1
-    model: TransformerConfig
     data: TextConfig = TextConfig()
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
@@ -138,7 +115,7 @@ class TextExperiment(Experiment):
         """Make the model, algorithm and mesh. The text is read when the first round needs it."""
         data, mesh = self.data, self.mesh.make()
         self._check_divisibility(mesh.shape)
-        model, loss = transformer(self.model), self.loss
+        loss, trainable = self.loss, self.trainable(mesh)
         training_loss = accumulate_gradients(
             transformer_loss(
                 self.model,
@@ -162,55 +139,49 @@ class TextExperiment(Experiment):
             "seq_len": data.seq_len,
         }
 
-        # Both splits at once, so that a missing held-out split raises before training.
         @functools.cache
         def read() -> tuple[TokenRounds, list[Batch]]:
-            tokenizer = load_tokenizer(data.tokenizer)
-            if tokenizer.vocab_size > self.model.vocab_size:
-                raise ValueError(
-                    f"data.tokenizer={data.tokenizer!r} has {tokenizer.vocab_size:,} tokens, but "
-                    f"model.vocab_size={self.model.vocab_size:,}. Set --model.vocab_size to at "
-                    f"least {tokenizer.vocab_size}."
-                )
-            training = load(data.dataset, "train", data_dir=data.data_dir)
-            heldout = load(data.dataset, data.heldout_split, data_dir=data.data_dir)
-            text: Any = {"field": data.field, "tokenizer": tokenizer}
-            return token_rounds(training, seed=data.seed, **sizes, **text), heldout_token_batches(
-                heldout,
-                batch_size=data.heldout_batch_size,
-                seq_len=data.seq_len,
-                max_tokens=data.heldout_tokens,
-                **text,
+            tokenizer = self.read_tokenizer()
+            training, heldout = self.read_text(tokenizer)
+            rounds = token_rounds(
+                training, seed=data.seed, field=data.field, tokenizer=tokenizer, **sizes
             )
+            return rounds, heldout
 
         @functools.cache
         def heldout_evaluator() -> Callable[[Params], dict[str, float]]:
-            return evaluator(
+            return trainable.evaluate(
+                lambda loss_fn: evaluator(
+                    loss_fn,
+                    read()[1],
+                    placement="islands",
+                    num_participants=self.islands,
+                    sharding=batch_sharding(data.heldout_batch_size),
+                ),
                 without_token_count(heldout_loss),
-                read()[1],
-                placement="islands",
-                num_participants=self.islands,
-                sharding=batch_sharding(data.heldout_batch_size),
             )
 
-        optimizer = self.optimizer.make(self.training.rounds * data.local_steps, model.logical_axes)
+        optimizer = self.optimizer.make(
+            self.training.rounds * data.local_steps, trainable.logical_axes
+        )
         return Run(
-            algorithm=self.make_algorithm(without_token_count(training_loss), optimizer),
-            init=model.init,
+            algorithm=trainable.algorithm(
+                lambda loss_fn: self.make_algorithm(loss_fn, optimizer),
+                without_token_count(training_loss),
+            ),
+            init=trainable.init,
             cohorts=LazyStream(lambda: read()[0]),
             evaluate=lambda params: heldout_evaluator()(params),
             mesh=mesh,
-            shardings=Shardings(
-                params=shardings(
-                    model.logical_axes, jax.eval_shape(model.init, jax.random.key(0)), mesh
-                ),
-                cohort=batch_sharding(data.batch_size),
-            ),
+            shardings=Shardings(params=trainable.shardings, cohort=batch_sharding(data.batch_size)),
             items_per_round=math.prod(sizes.values()),
             item_unit="tokens",
             placement="islands",
             cohort_shapes=token_round_shapes(**sizes),
-            flops_per_item=self.model.flops_per_token(data.seq_len),
+            flops_per_item=trainable.flops_per_token,
+            initial=trainable.initial,
+            frozen=trainable.frozen,
+            whole_model=trainable.whole_model,
         )
 
     def _check_divisibility(self, mesh: Mapping[str, int]) -> None:
@@ -239,13 +210,3 @@ class TextExperiment(Experiment):
                 f"mesh.clients={mesh['clients']}, but an experiment on text has islands and no "
                 "clients: these devices would repeat the work of others. Leave out --mesh.clients."
             )
-
-
-def without_token_count(loss_fn: LossFn) -> LossFn:
-    """Drop the metric "tokens" of a loss: packed rows have the same number in every step."""
-
-    def loss(params: Params, batch: Any) -> tuple[jax.Array, Metrics]:
-        value, aux = loss_fn(params, batch)
-        return value, {name: x for name, x in (aux or {}).items() if name != "tokens"}
-
-    return loss

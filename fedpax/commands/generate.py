@@ -12,11 +12,11 @@ from fedpax.commands.saved_run import (
     build_run,
     checkpoint_round,
     define_saved_run_flags,
-    load_saved_params,
+    load_whole_model,
     read_saved_run,
 )
 from fedpax.data import load_tokenizer
-from fedpax.experiments.text import TextExperiment
+from fedpax.experiments.language_model import LanguageModelExperiment
 from fedpax.models.generation import generate as generate_tokens
 from fedpax.training.console import print_error
 
@@ -39,12 +39,12 @@ def generate(arguments: Sequence[str]) -> int:
     options, fields = parse("generate", arguments, _define, needs_exp=False)
     saved = read_saved_run("generate", options, fields)
     experiment = saved.experiment
-    if not isinstance(experiment, TextExperiment):
+    if not isinstance(experiment, LanguageModelExperiment):
         raise UsageError(
             f"--job_log_dir={options.job_log_dir} holds --exp={saved.exp}, a "
             f"{type(experiment).__name__}, expected an experiment on text (a subclass of "
-            "fedpax.experiments.text.TextExperiment). Give the folder of one, such as of "
-            "--exp=diloco_text."
+            "fedpax.experiments.language_model.LanguageModelExperiment). Give the folder of one, "
+            "such as of --exp=diloco_text."
         )
     if options.prompt is None:
         raise UsageError(
@@ -66,7 +66,7 @@ def generate(arguments: Sequence[str]) -> int:
     with jax.set_mesh(run.mesh):
         (generated,) = np.asarray(
             generate_tokens(
-                load_saved_params(saved, run, number),
+                load_whole_model(saved, run, number),
                 experiment.model,
                 jnp.asarray(prompt)[None],
                 num_tokens=options.num_tokens,

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import tyro
 from absl import flags
@@ -78,12 +79,15 @@ def check_job_log_dir(options: flags.FlagValues) -> None:
         )
 
 
-def configure(exp: str, overrides: Sequence[str]) -> Experiment:
+def configure(
+    exp: str, overrides: Sequence[str], job_log_dir: str | Path | None = None
+) -> Experiment:
     """Make an experiment's configuration and override some of its fields.
 
     Args:
         exp: the experiment, as in `fedpax.experiments.catalog.find_experiment`.
         overrides: arguments such as `"--model.num_layers=4"`.
+        job_log_dir: the folder to train in. Default None: the command does not train.
 
     Returns:
         The configuration.
@@ -102,11 +106,16 @@ def configure(exp: str, overrides: Sequence[str]) -> Experiment:
             "fedpax.training.experiment.Experiment. Return one from a function without arguments."
         )
     command = f"fedpax train --exp={exp} --job_log_dir=DIR"
-    return override(experiment, overrides, command, inspect.getdoc(function) or "")
+    description = inspect.getdoc(function) or ""
+    return override(experiment, overrides, command, description, job_log_dir)
 
 
 def override(
-    experiment: Experiment, overrides: Sequence[str], command: str, description: str
+    experiment: Experiment,
+    overrides: Sequence[str],
+    command: str,
+    description: str,
+    job_log_dir: str | Path | None = None,
 ) -> Experiment:
     """Override some fields of an experiment.
 
@@ -115,19 +124,24 @@ def override(
         overrides: arguments such as `"--model.num_layers=4"`.
         command: the command, for the text of `--help`.
         description: the first lines of that text.
+        job_log_dir: the folder to train in. Default None: the command does not train.
 
     Returns:
-        The changed experiment.
+        The changed experiment, resolved (`Experiment.resolve`).
 
     Raises:
         SystemExit: as in `configure`.
     """
-    return tyro.cli(
-        type(experiment),
-        default=experiment,
-        args=list(overrides),
-        prog=command,
-        description=description,
-        use_underscores=True,
-        config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands),
-    )
+
+    def parse(default: Experiment) -> Experiment:
+        return tyro.cli(
+            type(default),
+            default=default,
+            args=list(overrides),
+            prog=command,
+            description=description,
+            use_underscores=True,
+            config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands),
+        )
+
+    return parse(experiment).resolve(experiment, parse, job_log_dir)

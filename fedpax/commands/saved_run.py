@@ -169,3 +169,22 @@ def load_saved_params(saved: SavedRun, run: Run, round_number: int) -> Params:
         before = [n for n in complete_rounds(saved.folder / FOLDER) if n < round_number]
         other = f" --round={before[-1]} reads the one before it." if before else ""
         raise UsageError(f"{error}{other}") from error
+
+
+def load_whole_model(saved: SavedRun, run: Run, round_number: int) -> Params:
+    """Load the model of a checkpoint onto a run's mesh; adapters are merged into their model.
+
+    Args:
+        saved: the folder's run.
+        run: what its experiment builds; its mesh must be set.
+        round_number: the checkpoint's round.
+
+    Returns:
+        The parameters of the whole model.
+
+    Raises:
+        UsageError: the checkpoint's files are damaged.
+        ValueError: the parameters are those of another model.
+    """
+    params = load_saved_params(saved, run, round_number)
+    return params if run.whole_model is None else run.whole_model(params)

@@ -35,7 +35,7 @@ def train(arguments: Sequence[str]) -> int:
         flags.DEFINE_bool("multihost", False, "Train with all processes.", flag_values=options)
 
     options, fields = parse("train", arguments, define)
-    experiment = configure(options.exp, fields)
+    experiment = configure(options.exp, fields, options.job_log_dir)
     check_job_log_dir(options)
     folder = resolve_job_log_dir(options.job_log_dir)
     enable_compilation_cache()

@@ -51,6 +51,10 @@ class TransformerConfig:
         num_pipeline_repeats: blocks of consecutive layers per pipeline stage. 1 is GPipe; more
             interleave the stages.
 
+        weights: the Hugging Face folder that an experiment on text begins from, see
+            `fedpax.experiments.language_model`. Models themselves ignore it. Default None: random
+            parameters.
+
     Raises:
         ValueError: the sizes do not fit together, or an option does not exist.
 
@@ -93,6 +97,7 @@ class TransformerConfig:
     unroll: int = 1
     num_microbatches: int = 1
     num_pipeline_repeats: int = 1
+    weights: str | None = None
 
     def __post_init__(self) -> None:
         """Check that the sizes fit together."""

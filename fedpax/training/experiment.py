@@ -3,7 +3,8 @@
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from pathlib import Path
+from typing import Literal, NamedTuple, Self
 
 import chex
 import jax
@@ -136,6 +137,22 @@ class Experiment(abc.ABC):
 
     training: TrainingConfig
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+
+    def resolve(
+        self, default: Self, parse: Callable[[Self], Self], job_log_dir: str | Path | None
+    ) -> Self:
+        """Fill in fields that depend on what the command line set. By default there are none.
+
+        Args:
+            default: the experiment before the command line changed it.
+            parse: parses the command line again, with another experiment as the default.
+            job_log_dir: the run's folder, which may be missing. None: the command has none.
+
+        Returns:
+            The experiment to run.
+        """
+        del default, parse, job_log_dir
+        return self
 
     @abc.abstractmethod
     def build(self) -> Run:

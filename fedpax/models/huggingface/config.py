@@ -67,6 +67,7 @@ EXECUTION_FIELDS = frozenset(
         "unroll",
         "num_microbatches",
         "num_pipeline_repeats",
+        "weights",
     }
 )
 DTYPES = ("float32", "bfloat16", "float16", "float64")

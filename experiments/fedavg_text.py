@@ -1,0 +1,156 @@
+"""FedAvg on text: each client has documents of its own, such as the files of one module.
+
+    fedpax train --exp=pretrain_text --model.scale_embeddings=False --job_log_dir=runs/base
+    fedpax export --job_log_dir=runs/base --out=models/base
+    fedpax train --exp=fedavg_lora_text --model.weights=models/base --job_log_dir=runs/lora
+
+The third command trains adapters (LoRA): clients receive and send these and not the model.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fedpax.algorithms import fedavg
+from fedpax.data import ClientSampler, cohort_rounds
+from fedpax.data.rounds.client_rows import pack_clients, preprocess_rows
+from fedpax.experiments.fedavg_images import CohortConfig, ServerConfig, resolve_clients_axis
+from fedpax.experiments.language_model import (
+    LanguageModelExperiment,
+    TextDataConfig,
+    without_token_count,
+)
+from fedpax.experiments.optimizers import OptimizerConfig
+from fedpax.models import presets
+from fedpax.models.lora import LoRAConfig
+from fedpax.models.losses import transformer_loss
+from fedpax.parallel.mesh import MeshConfig, available_devices
+from fedpax.training.algorithm import Params
+from fedpax.training.evaluation import evaluator
+from fedpax.training.experiment import Run, Shardings, TrainingConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class ClientTextConfig(TextDataConfig):
+    """The text, whose examples name their clients.
+
+    Attributes:
+        client_field: the field of an example that names its client.
+    """
+
+    client_field: str = "client"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FedAvgText(LanguageModelExperiment):
+    """A transformer trained by FedAvg on clients' documents, or adapters of one.
+
+    With `mesh.clients=-1`, a round uses the largest number of devices that divides the cohort.
+
+    Attributes:
+        data: the text.
+        cohort: the clients of a round and their local training. An example is a row of
+            `data.seq_len` tokens of one client.
+        optimizer: the clients' optimizer. It starts anew in every round, so a schedule counts the
+            local steps of a round.
+        server: the server optimizer.
+    """
+
+    data: ClientTextConfig = ClientTextConfig()
+    cohort: CohortConfig
+    optimizer: OptimizerConfig
+    server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
+    mesh: MeshConfig = dataclasses.field(default_factory=lambda: MeshConfig(clients=-1))
+
+    def build(self) -> Run:
+        """Read the text, and make the population, cohorts, model, algorithm and mesh."""
+        data, cohort = self.data, self.cohort
+        mesh_config = resolve_clients_axis(self.mesh, cohort.size)
+        mesh = mesh_config.make(available_devices()[: mesh_config.size])
+        num_devices = mesh.shape.get("clients", 1)
+        trainable = self.trainable(mesh)
+        tokenizer = self.read_tokenizer()
+        training, heldout = self.read_text(tokenizer)
+        rows, population = pack_clients(
+            training,
+            seq_len=data.seq_len,
+            field=data.field,
+            client_field=data.client_field,
+            tokenizer=tokenizer,
+        )
+        rounds = cohort_rounds(
+            rows,
+            population,
+            ClientSampler(len(population), cohort.size, cohort.seed),
+            batch_size=cohort.batch_size,
+            local_epochs=cohort.local_epochs,
+            max_steps=cohort.max_steps,
+            seed=cohort.seed,
+            num_devices=num_devices,
+            chunk_size=cohort.chunk_size,
+            preprocess=preprocess_rows,
+        )
+        optimizer = self.optimizer.make(rounds.max_steps, trainable.logical_axes)
+        over_clients = NamedSharding(
+            mesh, PartitionSpec("clients" if "clients" in mesh.axis_names else None)
+        )
+
+        # Made at the first evaluation: `fedpax plan` compiles for devices that cannot hold data.
+        @functools.cache
+        def heldout_evaluator() -> Callable[[Params], dict[str, float]]:
+            return trainable.evaluate(
+                lambda loss_fn: evaluator(
+                    loss_fn,
+                    heldout,
+                    placement="clients",
+                    num_participants=num_devices,
+                    sharding=over_clients,
+                ),
+                without_token_count(transformer_loss(self.model, load_balance_weight=0.0)),
+            )
+
+        return Run(
+            algorithm=trainable.algorithm(
+                lambda loss_fn: fedavg(
+                    loss_fn,
+                    cohort_size=cohort.size,
+                    client_optimizer=optimizer,
+                    server_optimizer=self.server.make(),
+                    chunk_size=cohort.chunk_size,
+                ),
+                without_token_count(transformer_loss(self.model)),
+            ),
+            init=trainable.init,
+            cohorts=rounds,
+            evaluate=lambda params: heldout_evaluator()(params),
+            mesh=mesh,
+            shardings=Shardings(params=trainable.shardings, cohort=over_clients),
+            items_per_round=rounds.items_per_round * data.seq_len,
+            item_unit="tokens",
+            placement="clients",
+            cohort_shapes=rounds.shapes,
+            flops_per_item=trainable.flops_per_token,
+            initial=trainable.initial,
+            frozen=trainable.frozen,
+            whole_model=trainable.whole_model,
+        )
+
+
+def fedavg_lora_text() -> FedAvgText:
+    """FedAvg of adapters (LoRA) on Python's own sources, a module per client. Needs weights.
+
+    Clients receive and send adapters of rank 8 and not the model, which `--model.weights` names: a
+    Hugging Face folder, such as `fedpax export` writes from a run of `pretrain_text`.
+    """
+    return FedAvgText(
+        model=presets.base_1m(),
+        data=ClientTextConfig(seq_len=64, heldout_batch_size=32, heldout_tokens=32_768),
+        lora=LoRAConfig(rank=8),
+        cohort=CohortConfig(size=8, batch_size=8, max_steps=10),
+        optimizer=OptimizerConfig(
+            learning_rate=3e-3, schedule="constant", warmup_steps=0, weight_decay=0.0
+        ),
+        training=TrainingConfig(rounds=20, evaluate_every=5, checkpoint_every=10),
+    )

@@ -1,0 +1,350 @@
+"""Language models in experiments: the weights they begin from, and the parameters they train."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from fedpax.data import Source, Tokenizer, heldout_token_batches, load, load_tokenizer
+from fedpax.data.text.byte_tokenizer import VOCAB_SIZE
+from fedpax.data.text.packing import Batch
+from fedpax.experiments.ranges import COUNT, check_ranges
+from fedpax.models import lora
+from fedpax.models.huggingface import load_config, load_params
+from fedpax.models.huggingface.config import EXECUTION_FIELDS, differing_fields
+from fedpax.models.lora import LoRAConfig
+from fedpax.models.transformer import TransformerConfig, transformer
+from fedpax.parallel.axes import shardings
+from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+from fedpax.training.checkpoint import latest_round
+from fedpax.training.compiled_round import with_shardings
+from fedpax.training.configuration import read_configuration
+from fedpax.training.experiment import Experiment
+from fedpax.training.frozen import StoredParams, with_frozen_argument
+from fedpax.training.shardings import ShardingTree
+
+TOKENIZER = "tokenizer.json"
+NO_ADAPTERS = LoRAConfig(rank=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class TextDataConfig:
+    """The text to train and to evaluate on.
+
+    Attributes:
+        dataset: a name for `fedpax.data.load`, with the splits `train` and `heldout_split`.
+        heldout_split: the split to evaluate on.
+        field: the field of an example that contains its text.
+        tokenizer: "bytes", or the path of a `tokenizer.json`.
+        seq_len: tokens in a row.
+        heldout_batch_size: rows that a participant evaluates at once.
+        heldout_tokens: number of tokens to evaluate on; None: the whole split.
+        data_dir: the folder of prepared data sets. Default None: that of TensorFlow Datasets.
+    """
+
+    dataset: str = "stdlib_text"
+    heldout_split: str = "heldout"
+    field: str = "text"
+    tokenizer: str = "bytes"
+    seq_len: int = 128
+    heldout_batch_size: int = 16
+    heldout_tokens: int | None = 65_536
+    data_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check the ranges.
+
+        Raises:
+            ValueError: a size is below 1.
+        """
+        sizes = ("seq_len", "heldout_batch_size", "heldout_tokens")
+        check_ranges(self, "data", **dict.fromkeys(sizes, COUNT))
+
+
+class Trainable(NamedTuple):
+    """The parameters that a run trains: a whole transformer, or adapters of a frozen one.
+
+    Attributes:
+        init: `key -> params`.
+        logical_axes: the logical axes of the parameters.
+        shardings: the shardings of the parameters.
+        flops_per_token: floating-point operations per token, forward and backward.
+        initial: the initial parameters, where they are read from a folder, as in `Run`.
+        frozen: the transformer below adapters, as in `Run`.
+        whole_model: `params -> parameters of the transformer`, as in `Run`.
+        lora: the adapters' size.
+    """
+
+    init: Callable[[jax.Array], Params]
+    logical_axes: Params
+    shardings: ShardingTree
+    flops_per_token: float
+    initial: StoredParams | None = None
+    frozen: StoredParams | None = None
+    whole_model: Callable[[Params], Params] | None = None
+    lora: LoRAConfig = NO_ADAPTERS
+
+    def algorithm(
+        self, make: Callable[[LossFn], FederatedAlgorithm], loss_fn: LossFn
+    ) -> FederatedAlgorithm:
+        """Make an algorithm that trains these parameters.
+
+        Args:
+            make: makes the algorithm from a loss of the parameters.
+            loss_fn: the loss of the transformer's parameters.
+        """
+        if self.frozen is None:
+            return make(loss_fn)
+        return with_frozen_argument(
+            lambda base: make(lora.adapter_loss(loss_fn, base, self.lora)), self.frozen.shapes
+        )
+
+    def evaluate(
+        self, make: Callable[[LossFn], Callable[[Params], dict[str, float]]], loss_fn: LossFn
+    ) -> Callable[[Params], dict[str, float]]:
+        """Make a function that evaluates these parameters.
+
+        Args:
+            make: makes such a function from a loss of its argument.
+            loss_fn: the loss of the transformer's parameters.
+        """
+        frozen = self.frozen
+        if frozen is None:
+            return make(loss_fn)
+
+        def adapted(params: Any, batch: Any) -> tuple[jax.Array, Metrics | None]:
+            base, adapters = params
+            return lora.adapter_loss(loss_fn, base, self.lora)(adapters, batch)
+
+        evaluate = make(adapted)
+        return lambda adapters: evaluate((frozen.load(), adapters))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LanguageModelExperiment(Experiment):
+    """An experiment that trains a transformer on text, or adapters of one.
+
+    Attributes:
+        model: the transformer. With `model.weights`, training begins from a Hugging Face folder.
+        data: the text.
+        lora: the adapters of the transformer's weights. Default: rank 0, train all parameters.
+    """
+
+    model: TransformerConfig
+    data: TextDataConfig
+    lora: LoRAConfig = NO_ADAPTERS
+
+    def with_weights(self, folder: str | Path) -> Self:
+        """Begin from the weights in a Hugging Face folder.
+
+        The architecture and the dtype of the layers are those of its config.json, and its
+        tokenizer.json is `data.tokenizer`. A model of bytes, with 256 tokens, needs no
+        tokenizer.json.
+
+        Args:
+            folder: the folder.
+
+        Returns:
+            The changed experiment.
+
+        Raises:
+            FileNotFoundError: the folder or its config.json does not exist.
+            ValueError: the transformer does not have a feature that the folder's model has.
+
+        Example:
+            >>> import tempfile
+            >>> from fedpax.experiments.pretrain import pretrain_text
+            >>> from fedpax.models import huggingface
+            >>> config = TransformerConfig(num_layers=2, scale_embeddings=False)
+            >>> params = jax.jit(transformer(config).init)(jax.random.key(0))
+            >>> folder = tempfile.mkdtemp()
+            >>> huggingface.save(folder, config, params)
+            >>> pretrain_text().with_weights(folder).model.num_layers
+            2
+        """
+        folder = Path(folder).expanduser().absolute()
+        config, tokenizer = load_config(folder), folder / TOKENIZER
+        needed = tokenizer.is_file() or config.vocab_size != VOCAB_SIZE
+        return self._with_architecture(
+            config, folder, str(tokenizer) if needed else self.data.tokenizer
+        )
+
+    def _with_architecture(self, config: TransformerConfig, folder: Path, tokenizer: str) -> Self:
+        """Change what a model is, and keep how it is computed."""
+        kept = {name: getattr(self.model, name) for name in EXECUTION_FIELDS - {"dtype"}}
+        return dataclasses.replace(
+            self,
+            model=dataclasses.replace(config, **kept | {"weights": str(folder)}),
+            data=dataclasses.replace(self.data, tokenizer=tokenizer),
+        )
+
+    def resolve(
+        self, default: Experiment, parse: Callable[[Any], Any], job_log_dir: str | Path | None
+    ) -> Self:
+        """Take the architecture from the folder that `--model.weights` names.
+
+        A run that resumes takes it from its own folder, and does not read the other one.
+
+        Args:
+            default: the experiment before the command line changed it.
+            parse: parses the command line with other defaults.
+            job_log_dir: the run's folder, if there is one.
+
+        Raises:
+            FileNotFoundError: there is no such folder, or no config.json in it.
+            ValueError: a flag contradicts the folder's config.json.
+        """
+        assert isinstance(default, type(self))
+        if self.model.weights is None or self.model.weights == default.model.weights:
+            return self
+        folder = Path(self.model.weights).expanduser().absolute()
+        saved = _saved_run(job_log_dir)
+        if isinstance(saved, type(self)) and saved.model.weights == str(folder):
+            begun = default._with_architecture(saved.model, folder, saved.data.tokenizer)
+        else:
+            begun = default.with_weights(folder)
+        parsed: Self = parse(begun)
+        model = dataclasses.replace(parsed.model, weights=str(folder))
+        _check_architecture(model, begun.model)
+        return dataclasses.replace(parsed, model=model)
+
+    def trainable(self, mesh: Mesh) -> Trainable:
+        """Return the parameters that the run trains, and what it reads for them.
+
+        Args:
+            mesh: the run's mesh.
+        """
+        model, config = transformer(self.model), self.model
+        shapes = jax.eval_shape(model.init, jax.random.key(0))
+        sharded = shardings(model.logical_axes, shapes, mesh)
+        flops = config.flops_per_token(self.data.seq_len)
+        whole = stored_weights(config, with_shardings(shapes, sharded))
+        if not self.lora.rank:
+            initial = None if config.weights is None else whole
+            return Trainable(model.init, model.logical_axes, sharded, flops, initial)
+
+        def init(key: jax.Array) -> Params:
+            return lora.init(key, shapes, self.lora)
+
+        # In the dtype of the layers: frozen weights need no more bits than they are computed with.
+        frozen = stored_weights(
+            config, jax.tree.map(lambda x: x.update(dtype=jnp.dtype(config.dtype)), whole.shapes)
+        )
+        axes = lora.logical_axes(model.logical_axes, self.lora)
+        adapters = jax.eval_shape(init, jax.random.key(0))
+        num_adapters = sum(leaf.size for leaf in jax.tree.leaves(adapters))
+        merge = jax.jit(functools.partial(lora.merge, config=self.lora), donate_argnums=0)
+        return Trainable(
+            init,
+            axes,
+            shardings(axes, adapters, mesh),
+            # 6 N and attention, without the gradients of the N frozen parameters.
+            flops - config.flops_per_token(0) / 3 + 6 * num_adapters,
+            frozen=frozen._replace(load=functools.cache(frozen.load)),
+            whole_model=lambda params: merge(whole.load(), params),
+            lora=self.lora,
+        )
+
+    def read_tokenizer(self) -> Tokenizer:
+        """Load the tokenizer, and check that the model has its tokens.
+
+        Raises:
+            ValueError: the tokenizer has more tokens than the model.
+        """
+        data, config = self.data, self.model
+        tokenizer = load_tokenizer(data.tokenizer)
+        if tokenizer.vocab_size > config.vocab_size:
+            remedy = (
+                f"Set --model.vocab_size to at least {tokenizer.vocab_size}."
+                if config.weights is None
+                else "Set --data.tokenizer to that of the weights."
+            )
+            raise ValueError(
+                f"data.tokenizer={data.tokenizer!r} has {tokenizer.vocab_size:,} tokens, but "
+                f"model.vocab_size={config.vocab_size:,}. {remedy}"
+            )
+        return tokenizer
+
+    def read_text(self, tokenizer: Tokenizer) -> tuple[Source, list[Batch]]:
+        """Open the training split, and read the batches to evaluate on.
+
+        Both at once, so that a missing held-out split raises before training.
+
+        Args:
+            tokenizer: the tokenizer.
+        """
+        data = self.data
+        training = load(data.dataset, "train", data_dir=data.data_dir)
+        heldout = heldout_token_batches(
+            load(data.dataset, data.heldout_split, data_dir=data.data_dir),
+            batch_size=data.heldout_batch_size,
+            seq_len=data.seq_len,
+            max_tokens=data.heldout_tokens,
+            field=data.field,
+            tokenizer=tokenizer,
+        )
+        return training, heldout
+
+
+def stored_weights(config: TransformerConfig, shapes: Params) -> StoredParams:
+    """Describe the parameters in the folder `config.weights`.
+
+    Args:
+        config: the transformer.
+        shapes: the parameters' shapes, dtypes and shardings. Stored weights of another dtype are
+            cast.
+
+    Returns:
+        The parameters. `load` raises a ValueError if the folder has another model.
+    """
+
+    def read() -> Params:
+        if config.weights is None:
+            raise ValueError(
+                "model.weights is missing: adapters need a trained model, expected a Hugging Face "
+                "folder. Give --model.weights=FOLDER; `fedpax export --job_log_dir=DIR "
+                "--out=FOLDER` writes the model of a run."
+            )
+        _check_architecture(config, load_config(config.weights))
+        (dtype,) = {leaf.dtype for leaf in jax.tree.leaves(shapes)}
+        sharded = jax.tree.map(lambda leaf: leaf.sharding, shapes)
+        return load_params(config.weights, config, shardings=sharded, dtype=dtype)
+
+    return StoredParams(f"model.weights={config.weights}", shapes, read)
+
+
+def _check_architecture(config: TransformerConfig, stored: TransformerConfig) -> None:
+    """Check that a configuration describes the model that the folder `config.weights` has."""
+    if names := differing_fields(config, stored):
+        found = ", ".join(
+            f"--model.{name}={getattr(config, name)} (in the folder: {getattr(stored, name)})"
+            for name in names
+        )
+        raise ValueError(
+            f"model.weights={config.weights} has another model: {found}. Leave out these flags: "
+            "the folder's config.json gives the architecture. In Python, use "
+            "experiment.with_weights(folder)."
+        )
+
+
+def _saved_run(job_log_dir: str | Path | None) -> Any:
+    """Return the experiment of a run that will resume, or None."""
+    if job_log_dir is None or latest_round(job_log_dir) is None:
+        return None
+    found = read_configuration(Path(job_log_dir).expanduser())
+    return found and found[1]
+
+
+def without_token_count(loss_fn: LossFn) -> LossFn:
+    """Drop the metric "tokens" of a loss: packed rows have the same number in every step."""
+
+    def loss(params: Params, batch: Any) -> tuple[jax.Array, Metrics]:
+        value, aux = loss_fn(params, batch)
+        return value, {name: x for name, x in (aux or {}).items() if name != "tokens"}
+
+    return loss

@@ -1,0 +1,81 @@
+"""Text of clients as rows of tokens, the examples of `cohort_rounds`."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedpax.data.populations.partition import Examples, get_field
+from fedpax.data.rounds.preprocess import Arrays
+from fedpax.data.text.packing import Batch, TokenPairs, concatenate, split_rows, to_batch
+from fedpax.data.text.tokenizer import BYTE_TOKENIZER, Tokenizer
+
+
+def pack_clients(
+    source: Examples,
+    *,
+    seq_len: int,
+    field: str = "text",
+    client_field: str = "client",
+    tokenizer: Tokenizer = BYTE_TOKENIZER,
+) -> tuple[Arrays, list[NDArray[np.int64]]]:
+    """Pack the documents of each client into rows, for `cohort_rounds`.
+
+    No row has tokens of two clients.
+
+    Args:
+        source: the documents: a source from `load`, or a list of dicts.
+        seq_len: tokens per row.
+        field: the field of an example with its text, a string or UTF-8 bytes.
+        client_field: the field of an example that names its client.
+        tokenizer: the tokenizer.
+
+    Returns:
+        The rows, arrays `[rows, seq_len]`, and for each client the indices of its rows. The clients
+        are in the order of their names. `preprocess_rows` makes batches of the rows.
+
+    Raises:
+        ValueError: the source has no examples, or `seq_len` is below 1.
+
+    Example:
+        >>> from fedpax.data import ClientSampler, cohort_rounds
+        >>> source = [{"client": name, "text": 3 * name} for name in ("to be", "or", "to be")]
+        >>> rows, population = pack_clients(source, seq_len=8)
+        >>> [part.tolist() for part in population]  # or; to be
+        [[0], [1, 2, 3, 4]]
+        >>> rounds = cohort_rounds(
+        ...     rows, population, ClientSampler(2, 2), batch_size=2, preprocess=preprocess_rows)
+        >>> next(rounds).batches["inputs"].shape  # clients, steps, batch, seq_len
+        (2, 2, 2, 8)
+    """
+    if not len(source):
+        raise ValueError("The source has no examples to train on: load another split.")
+    documents: dict[str | bytes, list[NDArray[np.integer]]] = {}
+    for i in range(len(source)):
+        example = source[i]
+        tokens = tokenizer.encode(get_field(example, field))
+        documents.setdefault(get_field(example, client_field), []).append(tokens)
+    packed = [
+        split_rows(concatenate(documents[name], tokenizer.separator), seq_len)
+        for name in sorted(documents)
+    ]
+    ends = np.cumsum([len(valid) for _, valid in packed])
+    rows = {
+        name: np.concatenate([getattr(pairs, name) for pairs, _ in packed])
+        for name in TokenPairs._fields
+    }
+    rows["valid"] = np.concatenate([valid for _, valid in packed])
+    population = [
+        np.arange(end - len(valid), end) for (_, valid), end in zip(packed, ends, strict=True)
+    ]
+    return rows, population
+
+
+def preprocess_rows(fields: Arrays) -> Batch:
+    """Make a language model's batch of rows from `pack_clients`.
+
+    Args:
+        fields: arrays `[rows, seq_len]`.
+
+    Returns:
+        The fields of `fedpax.data.pack`: `inputs`, `targets`, `segments`, `positions`, `mask`.
+    """
+    return to_batch(TokenPairs(*(fields[name] for name in TokenPairs._fields)), fields["valid"])

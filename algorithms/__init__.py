@@ -12,12 +12,15 @@ from fedpax.algorithms.fednova import fednova
 from fedpax.algorithms.fedopt import server_adagrad, server_adam, server_yogi
 from fedpax.algorithms.fedprox import fedprox
 from fedpax.algorithms.fine_tuning import fine_tuning_evaluation
+from fedpax.algorithms.fragments import layer_fragments
 from fedpax.algorithms.hypcluster import choose_cluster, hypcluster
 from fedpax.algorithms.local_sgd import local_sgd
 from fedpax.algorithms.local_steps import local_steps, participant_weights, valid_steps
 from fedpax.algorithms.maml import per_fedavg, reptile
 from fedpax.algorithms.mime import mime, mime_lite
 from fedpax.algorithms.scaffold import scaffold
+from fedpax.algorithms.self_tuning import self_tuning
+from fedpax.algorithms.streaming_diloco import streaming_diloco
 
 __all__ = [
     "FedAcRates",
@@ -37,6 +40,7 @@ __all__ = [
     "fedprox",
     "fine_tuning_evaluation",
     "hypcluster",
+    "layer_fragments",
     "local_sgd",
     "local_steps",
     "mime",
@@ -45,8 +49,10 @@ __all__ = [
     "per_fedavg",
     "reptile",
     "scaffold",
+    "self_tuning",
     "server_adagrad",
     "server_adam",
     "server_yogi",
+    "streaming_diloco",
     "valid_steps",
 ]

@@ -1,0 +1,228 @@
+"""Fragments of a model: parts of its parameters that are synchronized separately."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from fedpax.training.algorithm import Params
+
+FragmentFn: TypeAlias = Callable[[str, Any], int | Sequence[int]]
+"""An assignment of parameters to fragments: `(path, leaf) -> fragment`, from 0.
+
+`path` is the path of a parameter, such as `"layers/attention/key"`; `leaf` has its shape and dtype.
+A sequence assigns each row along the parameter's first axis, such as each layer of a stack. The
+rows of one fragment are equally spaced.
+"""
+
+
+class Fragment(NamedTuple):
+    """A part of a pytree: some leaves, and of some leaves equally spaced rows of the first axis.
+
+    Attributes:
+        rows: for each leaf, in the order of `jax.tree.leaves`: its rows, or None where the leaf has
+            no part in the fragment. `slice(None)` is the whole leaf.
+    """
+
+    rows: tuple[slice | None, ...]
+
+    def take(self, tree: chex.ArrayTree) -> chex.ArrayTree:
+        """Cut the fragment from a pytree.
+
+        Args:
+            tree: a pytree of arrays of the structure of the parameters.
+
+        Returns:
+            The same structure, with None for leaves that have no part in the fragment. Rows are
+            static slices, which the compiler fuses into what reads them.
+
+        Example:
+            >>> fragment = Fragment((None, slice(0, 4, 2)))
+            >>> fragment.take({"bias": jnp.zeros(2), "layers": jnp.arange(4)})
+            {'bias': None, 'layers': Array([0, 2], dtype=int32)}
+        """
+        leaves, structure = jax.tree.flatten(tree)
+        parts = [
+            None if rows is None else _slice(leaf, rows)
+            for leaf, rows in zip(leaves, self.rows, strict=True)
+        ]
+        return jax.tree.unflatten(structure, parts)
+
+    def put(self, tree: chex.ArrayTree, part: chex.ArrayTree) -> chex.ArrayTree:
+        """Replace the fragment in a pytree.
+
+        Args:
+            tree: a pytree of arrays of the structure of the parameters.
+            part: the result of `take`, with other values.
+
+        Returns:
+            The pytree with these values. Rows are written by one elementwise operation on their
+            leaf, which the compiler does in place where the old leaf is not needed any more.
+
+        Example:
+            >>> fragment = Fragment((slice(1, 4, 2),))
+            >>> fragment.put([jnp.arange(4)], [jnp.array([10, 30])])[0].tolist()
+            [0, 10, 2, 30]
+        """
+        leaves, structure = jax.tree.flatten(tree)
+        parts = jax.tree.leaves(part, is_leaf=lambda x: x is None)
+        replaced = [
+            leaf if rows is None else _replace(leaf, rows, new)
+            for leaf, rows, new in zip(leaves, self.rows, parts, strict=True)
+        ]
+        return jax.tree.unflatten(structure, replaced)
+
+
+def layer_fragments(
+    num_fragments: int,
+    pattern: Literal["strided", "sequential"] = "strided",
+    *,
+    layers: str = "layers",
+) -> FragmentFn:
+    """Assign stacked layers to fragments, and all other parameters to fragment 0.
+
+    A parameter belongs to the layers if a key of its path is `layers`. Its first axis is the layer.
+    With P fragments, fragment 0 holds the parameters outside the layers, such as embeddings, and
+    fragments 1 to P - 1 share the L layers. "strided" deals layer l to fragment 1 + l mod (P - 1);
+    "sequential" gives each fragment adjacent layers.
+
+    Args:
+        num_fragments: P, number of fragments. 1: all parameters in one fragment.
+        pattern: "strided", the paper's choice, or "sequential".
+        layers: the key of the stacked layers.
+
+    Returns:
+        The assignment. It raises a `ValueError` for a model of fewer than P - 1 layers.
+
+    Raises:
+        TypeError: `num_fragments` is not an int.
+        ValueError: `num_fragments` is below 1, or `pattern` is unknown.
+
+    Example:
+        >>> stack = jax.ShapeDtypeStruct((6, 8, 8), jnp.float32)
+        >>> layer_fragments(4)("layers/kernel", stack)
+        [1, 2, 3, 1, 2, 3]
+        >>> layer_fragments(4, "sequential")("layers/kernel", stack)
+        [1, 1, 2, 2, 3, 3]
+        >>> layer_fragments(4)("embedding", stack)
+        0
+
+    Reference:
+        Douillard et al., Streaming DiLoCo with overlapping communication, arXiv:2501.18512,
+        section 2.2. The paper's fragments hold 3 layers each; where it puts the embeddings is not
+        said.
+    """
+    if isinstance(num_fragments, bool) or not isinstance(num_fragments, int):
+        raise TypeError(
+            f"fragments is {num_fragments!r}, expected an int or a function (path, leaf) -> "
+            "fragment. Pass for example fragments=4, or layer_fragments(4, 'sequential')."
+        )
+    if num_fragments < 1:
+        raise ValueError(f"fragments is {num_fragments}, expected at least 1. Pass fragments=1.")
+    if pattern not in ("strided", "sequential"):
+        raise ValueError(f"pattern is {pattern!r}, expected 'strided' or 'sequential'.")
+    groups = num_fragments - 1
+
+    def fragment_of(path: str, leaf: Any) -> int | list[int]:
+        if not groups or layers not in path.split("/"):
+            return 0
+        count = leaf.shape[0] if leaf.ndim else 1
+        if count < groups:
+            raise ValueError(
+                f"fragments is {num_fragments}, but {path} has {count} layers: fragment 0 holds "
+                f"the other parameters, and {groups} fragments share the layers. Pass at most "
+                f"fragments={count + 1}."
+            )
+        if pattern == "strided":
+            return [1 + layer % groups for layer in range(count)]
+        return [1 + layer * groups // count for layer in range(count)]
+
+    return fragment_of
+
+
+def make_fragments(fragments: int | FragmentFn, params: Params) -> tuple[Fragment, ...]:
+    """Divide parameters into fragments.
+
+    Args:
+        fragments: the number of fragments, assigned by `layer_fragments`; or a function.
+        params: the parameters; only their structure and shapes are read.
+
+    Returns:
+        The fragments. Each part of each parameter belongs to exactly one of them.
+
+    Raises:
+        TypeError: `fragments` is neither an int nor a function.
+        ValueError: a fragment is empty, a fragment's number is negative, a sequence does not have
+            one number for each row, or the rows of a fragment are not equally spaced.
+
+    Example:
+        >>> params = {"embedding": jnp.zeros((8, 2)), "layers": jnp.zeros((4, 2, 2))}
+        >>> [jax.tree.map(jnp.shape, f.take(params)) for f in make_fragments(3, params)]
+        [{'embedding': (8, 2), 'layers': None}, {'embedding': None, 'layers': (2, 2, 2)}, \
+{'embedding': None, 'layers': (2, 2, 2)}]
+    """
+    fragment_of = fragments if callable(fragments) else layer_fragments(fragments)
+    parts = [
+        _rows_by_fragment(jax.tree_util.keystr(path, simple=True, separator="/"), leaf, fragment_of)
+        for path, leaf in jax.tree.leaves_with_path(params)
+    ]
+    used = {number for part in parts for number in part}
+    count = fragments if isinstance(fragments, int) else max(used, default=0) + 1
+    for number in range(count):
+        if number not in used:
+            raise ValueError(
+                f"fragment {number} of {count} has no parameters. If the model has no stacked "
+                "layers under the key 'layers', pass a function fragments=(path, leaf) -> fragment "
+                "that uses every number from 0."
+            )
+    return tuple(Fragment(tuple(part.get(number) for part in parts)) for number in range(count))
+
+
+def _rows_by_fragment(path: str, leaf: Any, fragment_of: FragmentFn) -> dict[int, slice]:
+    """Return the rows of a parameter in each fragment that has some."""
+    assigned = fragment_of(path, leaf)
+    if isinstance(assigned, int):
+        numbers, rows_of = [assigned], {assigned: slice(None)}
+    else:
+        numbers = [int(number) for number in assigned]
+        if leaf.shape[:1] != (len(numbers),):
+            raise ValueError(
+                f"fragments: {path} has shape {list(leaf.shape)}, but is assigned to "
+                f"{len(numbers)} fragments. Return one number, or one for each row of axis 0."
+            )
+        rows_of = {number: _spaced_rows(path, number, numbers) for number in set(numbers)}
+    if min(numbers, default=0) < 0:
+        raise ValueError(f"fragments: {path} is in fragment {min(numbers)}. Count from 0.")
+    return rows_of
+
+
+def _spaced_rows(path: str, number: int, numbers: Sequence[int]) -> slice:
+    rows = [row for row, other in enumerate(numbers) if other == number]
+    step = rows[1] - rows[0] if len(rows) > 1 else 1
+    if rows != list(range(rows[0], rows[-1] + 1, step)):
+        raise ValueError(
+            f"fragments: rows {rows} of {path} are in fragment {number}, expected equally spaced "
+            "rows. Deal the layers as layer_fragments does, or use more fragments."
+        )
+    return slice(rows[0], rows[-1] + 1, step)
+
+
+def _slice(leaf: jax.Array, rows: slice) -> jax.Array:
+    if rows == slice(None):
+        return leaf
+    return jax.lax.slice_in_dim(leaf, rows.start, rows.stop, rows.step, axis=0)
+
+
+def _replace(leaf: jax.Array, rows: slice, new: jax.Array) -> jax.Array:
+    if rows == slice(None):
+        return new
+    # Spread the new rows over the leaf's length, and select: elementwise operations that fuse. An
+    # update of slices would become a scatter under vmap.
+    spread = [(rows.start, leaf.shape[0] - rows.stop, rows.step - 1)] + [(0, 0, 0)] * (new.ndim - 1)
+
+    def pad(x: jax.Array) -> jax.Array:
+        return jax.lax.pad(x, jnp.zeros((), x.dtype), spread)
+
+    return jnp.where(pad(jnp.ones_like(new, dtype=bool)), pad(new), leaf)

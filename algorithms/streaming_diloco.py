@@ -1,0 +1,305 @@
+"""Streaming DiLoCo: islands that synchronize fragment by fragment while they train."""
+
+from typing import Any, NamedTuple, TypeAlias
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int, Num
+
+from fedpax.aggregators import Aggregator, mean
+from fedpax.algorithms.fragments import Fragment, FragmentFn, layer_fragments, make_fragments
+from fedpax.algorithms.local_steps import local_steps, participant_weights, subtract, valid_steps
+from fedpax.clients.cohort import Cohort, check_cohort
+from fedpax.primitives import federated_broadcast, federated_map, federated_mean, program
+from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+
+Weights: TypeAlias = Num[Array, " islands"] | None
+
+
+class StreamingDiLoCoState(NamedTuple):
+    """The state of Streaming DiLoCo.
+
+    Attributes:
+        params: the outer model x; evaluate this one.
+        outer_optimizer_state: for each fragment, the state of the outer optimizer.
+        local_params: each island's model y_i, placed.
+        inner_optimizer_state: each island's state of the inner optimizer, placed.
+        aggregator_state: for each fragment, the state of the aggregator.
+    """
+
+    params: Params
+    outer_optimizer_state: tuple[optax.OptState, ...]
+    local_params: Params
+    inner_optimizer_state: optax.OptState
+    aggregator_state: tuple[chex.ArrayTree, ...]
+
+
+class Report(NamedTuple):
+    """The metrics of an island, averaged over some inner steps, and the number of these steps."""
+
+    metrics: Metrics
+    taken: Float[Array, ""]
+
+
+def streaming_diloco(
+    loss_fn: LossFn,
+    *,
+    islands: int,
+    inner_optimizer: optax.GradientTransformation,
+    outer_optimizer: optax.GradientTransformation | None = None,
+    fragments: int | FragmentFn,
+    delay: int = 1,
+    mixing: float = 0.0,
+    aggregator: Aggregator | None = None,
+) -> FederatedAlgorithm:
+    """Train islands that synchronize one fragment of the model at a time, and train meanwhile.
+
+    A round has H steps and P fragments. It is divided into P blocks of H / P steps, and block p
+    ends with the synchronization of fragment p. The transfer starts tau steps before the end:
+
+        after H / P - tau steps of the block:  start to average  Delta_p = mean_i (x_p - y_ip);
+        after the other tau steps:             x_p <- Outer_p(x_p, Delta_p);
+                                               y_ip <- alpha y_ip + (1 - alpha) x_p.
+
+    y_i is the model of island i, on which it takes its inner steps, and x is the outer model. Each
+    fragment is synchronized once a round, at a step of its own: the peak bandwidth is P times lower
+    than that of DiLoCo. The average is not needed before tau further steps are done, and no step
+    depends on it, so that the compiler can send while the islands compute. The whole round, with
+    all of its transfers, is one program, and no transfer is in flight at its end. The metrics are
+    averaged once, at the end of the round, because a reduction beside a transfer would have to wait
+    for the steps.
+
+    With one fragment, `delay=0` and `mixing=0.0` this is `diloco`.
+
+    The paper writes the anchor of Delta_p as each island's theta^(t-H), the model when the fragment
+    was sent last. Here it is the outer model, which every island has received, as in DiLoCo and in
+    the authors' later method (arXiv:2604.21428). With `delay=0` and `mixing=0.0` both are the same.
+    Otherwise an island's own theta^(t-H) would differ from the others' by its local steps, no
+    update would remove this difference, and the islands would drift apart.
+
+    Compile time grows with P: a round has 2 P loops of inner steps (P without delay).
+
+    Args:
+        loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
+        islands: number of islands.
+        inner_optimizer: any optax optimizer; the paper uses AdamW.
+        outer_optimizer: any optax optimizer, applied to each fragment with a state of its own.
+            Default None: the paper's SGD with Nesterov momentum, learning rate 0.4, momentum 0.9.
+        fragments: P, the number of fragments: the stacked layers in strides, and the other
+            parameters in fragment 0, by `layer_fragments`. Or a function `(path, leaf) -> fragment`
+            for another assignment.
+        delay: tau, number of inner steps between the start of a transfer and its use, at least 0
+            and below H / P. With 0 nothing overlaps. With `mixing=0.0`, an island drops its last
+            tau steps on the fragment.
+        mixing: alpha, share of an island's own fragment that it keeps, at least 0 and below 1. The
+            paper uses 0 and 0.5.
+        aggregator: combines the islands' outer gradients x_p - y_ip into Delta_p, with a state for
+            each fragment. Default None: their mean in float32.
+
+    Returns:
+        `init(params)` and `round(state, cohort)`. The leaves of `cohort.batches` are
+        `[islands, H, batch, ...]`. H is a multiple of P; or P is a multiple of H, and several
+        fragments are synchronized at each step. Metrics, all float32 scalars: `"loss"` and the
+        metrics of `loss_fn`, averaged over inner steps and islands; and the aggregator's, averaged
+        over fragments. Padded steps count as steps of the schedule. An island without a valid step
+        in a round has weight 0 in all means of the round.
+
+    Raises:
+        TypeError: `islands`, `delay` or `fragments` has another type.
+        ValueError: `islands` below 1, `delay` below 0 or `mixing` out of range; in `init`,
+            fragments that do not fit the parameters; in a round, batches without an axis of size
+            `islands`, or whose number of steps does not fit `fragments` and `delay`.
+
+    Example:
+        >>> import fedpax
+        >>> loss_fn = lambda w, x: (jnp.mean((w["a"] + w["b"] - x) ** 2), {})
+        >>> algorithm = streaming_diloco(
+        ...     loss_fn,
+        ...     islands=2,
+        ...     inner_optimizer=optax.sgd(0.125),
+        ...     outer_optimizer=optax.sgd(1.0),
+        ...     fragments=lambda path, leaf: ["a", "b"].index(path),
+        ...     delay=1,
+        ... )
+        >>> state = algorithm.init({"a": jnp.float32(0.0), "b": jnp.float32(0.0)})
+        >>> cohort = fedpax.Cohort(jnp.array([[[1.0]] * 4, [[5.0]] * 4]))  # two islands, H = 4
+        >>> state, metrics = jax.jit(algorithm.round)(state, cohort)
+        >>> state.params["a"].item()  # sent after one step: the mean of 0.25 and 1.25
+        0.75
+        >>> (state.local_params["b"] == state.params["b"]).tolist()
+        [True, True]
+
+    Reference:
+        Douillard et al., Streaming DiLoCo with overlapping communication: Towards a Distributed
+        Free Lunch, arXiv:2501.18512, algorithm 2.
+    """
+    _check_settings(fragments, delay, mixing)
+    outer = (
+        optax.sgd(0.4, momentum=0.9, nesterov=True) if outer_optimizer is None else outer_optimizer
+    )
+    combine = mean() if aggregator is None else aggregator
+
+    @program(islands=islands)
+    def init(params: Params) -> StreamingDiLoCoState:
+        parts = [fragment.take(params) for fragment in make_fragments(fragments, params)]
+        local_params = federated_broadcast(params)
+        return StreamingDiLoCoState(
+            params=params,
+            outer_optimizer_state=tuple(map(outer.init, parts)),
+            local_params=local_params,
+            inner_optimizer_state=federated_map(inner_optimizer.init, local_params),
+            aggregator_state=tuple(map(combine.init, parts)),
+        )
+
+    def take_inner_steps(
+        state: StreamingDiLoCoState, cohort: Cohort, start: int, stop: int
+    ) -> tuple[StreamingDiLoCoState, Report]:
+        """Take the inner steps `start` to `stop` of a round on all islands."""
+
+        def inner_steps(
+            params: Params,
+            inner_state: optax.OptState,
+            batches: chex.ArrayTree,
+            num_steps: Int[Array, ""] | None,
+        ) -> tuple[Params, optax.OptState, Report]:
+            batches = jax.tree.map(lambda batch: batch[start:stop], batches)
+            own = None if num_steps is None else num_steps - start
+            params, inner_state, metrics = local_steps(
+                loss_fn, inner_optimizer, params, inner_state, batches, own
+            )
+            valid = valid_steps(batches, own)
+            taken = jnp.full((), stop - start) if valid is None else jnp.sum(valid)
+            return params, inner_state, Report(metrics, taken.astype(jnp.float32))
+
+        params, inner_state, report = federated_map(
+            inner_steps,
+            state.local_params,
+            state.inner_optimizer_state,
+            cohort.batches,
+            cohort.num_steps,
+        )
+        return state._replace(local_params=params, inner_optimizer_state=inner_state), report
+
+    def start_transfer(
+        state: StreamingDiLoCoState, p: int, fragment: Fragment, weights: Weights
+    ) -> tuple[Params, StreamingDiLoCoState, Metrics]:
+        """Average fragment p of the islands' outer gradients."""
+        x = fragment.take(state.params)
+        outer_gradients = federated_map(lambda y: subtract(x, fragment.take(y)), state.local_params)
+        delta, aggregator_state, metrics = combine.aggregate(
+            state.aggregator_state[p], outer_gradients, weights
+        )
+        states = _with_entry(state.aggregator_state, p, aggregator_state)
+        return delta, state._replace(aggregator_state=states), metrics
+
+    def complete_transfer(
+        state: StreamingDiLoCoState, p: int, fragment: Fragment, delta: Params
+    ) -> StreamingDiLoCoState:
+        """Step fragment p of the outer model, and mix it into the islands' models."""
+        x = fragment.take(state.params)
+        updates, outer_state = outer.update(delta, state.outer_optimizer_state[p], x)
+        x = optax.apply_updates(x, updates)
+
+        def receive(y: Params) -> Params:
+            if not mixing:
+                return fragment.put(y, x)
+            mixed = jax.tree.map(
+                lambda own, outer: mixing * own + (1 - mixing) * outer, fragment.take(y), x
+            )
+            return fragment.put(y, mixed)
+
+        return state._replace(
+            params=fragment.put(state.params, x),
+            outer_optimizer_state=_with_entry(state.outer_optimizer_state, p, outer_state),
+            local_params=federated_map(receive, state.local_params),
+        )
+
+    @program(islands=islands)
+    def streaming_diloco_round(
+        state: StreamingDiLoCoState, cohort: Cohort
+    ) -> tuple[StreamingDiLoCoState, Metrics]:
+        check_cohort("streaming_diloco", cohort, islands)
+        parts = make_fragments(fragments, state.params)
+        num_steps = jax.tree.leaves(cohort.batches)[0].shape[1]
+        num_blocks = _number_of_blocks(num_steps, len(parts), delay)
+        steps_per_block, per_block = num_steps // num_blocks, len(parts) // num_blocks
+        weights = participant_weights(cohort)
+        reports: list[Report] = []
+        aggregator_reports: list[Metrics] = []
+
+        for block in range(num_blocks):
+            start, stop = block * steps_per_block, (block + 1) * steps_per_block
+            state, report = take_inner_steps(state, cohort, start, stop - delay)
+            reports.append(report)
+
+            deltas = {}
+            for p in range(block * per_block, (block + 1) * per_block):
+                deltas[p], state, metrics = start_transfer(state, p, parts[p], weights)
+                aggregator_reports.append(metrics)
+            if delay:  # nothing here needs the deltas
+                state, report = take_inner_steps(state, cohort, stop - delay, stop)
+                reports.append(report)
+            for p, delta in deltas.items():
+                state = complete_transfer(state, p, parts[p], delta)
+
+        # Reduced once, and after the last transfer: the compiler combines reductions that do not
+        # depend on each other, and a transfer combined with the metrics would wait for the steps.
+        state, reports = jax.lax.optimization_barrier((state, reports))
+        metrics = federated_mean(federated_map(_average, reports), weights)
+        return state, metrics | jax.tree.map(_mean, *aggregator_reports)
+
+    return FederatedAlgorithm(init, streaming_diloco_round)
+
+
+def _average(reports: list[Report]) -> Metrics:
+    """Average an island's metrics over the steps that it took."""
+    if len(reports) == 1:
+        return reports[0].metrics
+    total = jnp.maximum(sum(report.taken for report in reports), 1)
+    shares = [report.taken / total for report in reports]
+    return jax.tree.map(
+        lambda *values: sum(share * value for share, value in zip(shares, values, strict=True)),
+        *[report.metrics for report in reports],
+    )
+
+
+def _mean(*values: jax.Array) -> jax.Array:
+    return sum(values) / len(values)
+
+
+def _with_entry(entries: tuple[Any, ...], index: int, value: Any) -> tuple[Any, ...]:
+    return (*entries[:index], value, *entries[index + 1 :])
+
+
+def _number_of_blocks(num_steps: int, num_fragments: int, delay: int) -> int:
+    """Return the number of blocks of a round: at the end of each, some fragments synchronize."""
+    blocks = min(num_steps, num_fragments)
+    if num_steps % blocks or num_fragments % blocks:
+        raise ValueError(
+            f"streaming_diloco: a round of {num_steps} steps has {num_fragments} fragments, which "
+            f"do not divide it. Make the number of steps (axis 1 of cohort.batches) a multiple of "
+            f"{num_fragments}, or choose other fragments."
+        )
+    if delay >= num_steps // blocks:
+        raise ValueError(
+            f"streaming_diloco: delay is {delay}, expected below {num_steps // blocks}, the number "
+            f"of steps between the transfers of {num_fragments} fragments in {num_steps} steps. "
+            "Reduce delay, or use fewer fragments or more steps in a round."
+        )
+    return blocks
+
+
+def _check_settings(fragments: int | FragmentFn, delay: int, mixing: float) -> None:
+    if not callable(fragments):
+        layer_fragments(fragments)  # raises for what is not a number of fragments
+    if isinstance(delay, bool) or not isinstance(delay, int):
+        raise TypeError(f"delay is {delay!r}, expected an int: a number of inner steps.")
+    if delay < 0:
+        raise ValueError(f"delay is {delay}, expected at least 0. Pass delay=0 for no overlap.")
+    if not 0 <= mixing < 1:
+        raise ValueError(
+            f"mixing is {mixing}, expected at least 0 and below 1: with 1, islands would never "
+            "receive the outer model. Pass 0.0 or 0.5, as the paper."
+        )

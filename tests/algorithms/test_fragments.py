@@ -1,0 +1,126 @@
+"""Fragments: a partition of the parameters, cut and put back without loss."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fedpax.algorithms.fragments import Fragment, layer_fragments, make_fragments
+
+
+def random_model(num_layers=6, seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = {
+        "embedding": (5, 3),
+        "layers": {"kernel": (num_layers, 3, 2), "scale": (num_layers,)},
+        "norm": (),
+    }
+    return jax.tree.map(
+        lambda shape: np.float32(rng.normal(size=shape)),
+        shapes,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+
+
+@settings(max_examples=6)
+@given(
+    st.integers(1, 7),
+    st.integers(1, 6),
+    st.sampled_from(["strided", "sequential"]),
+)
+def test_fragments_partition_the_parameters(num_layers, num_fragments, pattern):
+    """Putting every fragment of one model into another gives the first; each is put once."""
+    num_fragments = min(num_fragments, num_layers + 1)
+    model, other = random_model(num_layers), random_model(num_layers, seed=1)
+    fragments = make_fragments(layer_fragments(num_fragments, pattern), model)
+    assert len(fragments) == num_fragments
+    sizes = [sum(x.size for x in jax.tree.leaves(f.take(model))) for f in fragments]
+    assert min(sizes) > 0 and sum(sizes) == sum(x.size for x in jax.tree.leaves(model))
+    for fragment in fragments:
+        other = fragment.put(other, fragment.take(model))
+    jax.tree.map(np.testing.assert_array_equal, other, model)
+
+
+def test_layers_are_dealt_in_strides_or_in_runs():
+    model = random_model()
+    for pattern, rows in (("strided", [0, 3]), ("sequential", [0, 1])):
+        _, first, *_ = make_fragments(layer_fragments(4, pattern), model)
+        part = first.take(model)
+        assert part["embedding"] is None and part["norm"] is None
+        np.testing.assert_array_equal(part["layers"]["kernel"], model["layers"]["kernel"][rows])
+        replaced = first.put(model, jax.tree.map(lambda x: 2 * x, part))
+        expected = model["layers"]["scale"].copy()
+        expected[rows] *= 2
+        np.testing.assert_array_equal(replaced["layers"]["scale"], expected)
+
+
+def test_under_vmap():
+    """Rows are cut with static slices and written without a scatter."""
+    models = jax.tree.map(lambda a, b: jnp.stack([a, b]), random_model(), random_model(seed=1))
+    fragment = make_fragments(3, random_model())[2]
+
+    def double(model):
+        return fragment.put(model, jax.tree.map(lambda x: 2 * x, fragment.take(model)))
+
+    together = jax.vmap(double)(models)
+    for i in (0, 1):
+        alone = double(jax.tree.map(lambda x, i=i: x[i], models))
+        jax.tree.map(
+            np.testing.assert_array_equal, jax.tree.map(lambda x, i=i: x[i], together), alone
+        )
+    text = str(jax.make_jaxpr(jax.vmap(double))(models))
+    assert "scatter" not in text and "gather" not in text
+
+
+@pytest.mark.parametrize("axis_types", ["automatic", "explicit"])
+def test_on_a_sharded_axis(clients_fsdp, axis_types):
+    """The other axes keep their sharding."""
+    mesh, kernel = clients_fsdp(axis_types), np.float32(np.arange(48)).reshape(6, 4, 2)
+    sharding = NamedSharding(mesh, PartitionSpec(None, "fsdp"))
+    with jax.set_mesh(mesh):
+        model = {"layers": jax.device_put(kernel, sharding)}
+        fragment = make_fragments(layer_fragments(3), model | {"norm": jnp.ones(2)})[1]
+        fragment = Fragment(fragment.rows[:1])
+
+        @jax.jit
+        def double(model):
+            part = fragment.take(model)
+            return part, fragment.put(model, jax.tree.map(lambda x: 2 * x, part))
+
+        part, doubled = double(model)
+    assert part["layers"].sharding.is_equivalent_to(sharding, 3)
+    assert doubled["layers"].sharding.is_equivalent_to(sharding, 3)
+    kernel[::2] *= 2
+    np.testing.assert_array_equal(doubled["layers"], kernel)
+
+
+@pytest.mark.parametrize(
+    ("fragments", "error", "words"),
+    [
+        (0, ValueError, "expected at least 1"),
+        (2.0, TypeError, r"Pass for example fragments=4, or layer_fragments\(4"),
+        (True, TypeError, "expected an int or a function"),
+        (9, ValueError, "has 6 layers.*Pass at most fragments=7"),
+        (lambda path, leaf: -1, ValueError, "Count from 0"),
+        (lambda path, leaf: 2 * (path == "norm"), ValueError, "fragment 1 of 3 has no parameters"),
+        (lambda path, leaf: [0, 1], ValueError, "one number, or one for each row of axis 0"),
+        (
+            lambda path, leaf: [0, 0, 1, 0, 1, 1] if "layers" in path else 0,
+            ValueError,
+            r"rows \[0, 1, 3\].*expected equally spaced",
+        ),
+    ],
+)
+def test_invalid_fragments_raise(fragments, error, words):
+    with pytest.raises(error, match=words):
+        make_fragments(fragments, random_model())
+
+
+def test_a_model_without_stacked_layers_needs_a_function():
+    with pytest.raises(ValueError, match="under the key 'layers', pass a function"):
+        make_fragments(2, {"w": jnp.ones((3, 3))})
+    with pytest.raises(ValueError, match="expected 'strided' or 'sequential'"):
+        layer_fragments(2, "random")

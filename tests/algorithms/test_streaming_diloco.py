@@ -1,0 +1,337 @@
+"""Streaming DiLoCo: the paper's algorithm, its equality with DiLoCo, and what is sent when."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy_methods as reference
+import optax
+import pytest
+from method_problem import assert_close
+from numpy_methods import each, mean
+
+from fedpax import Cohort
+from fedpax.aggregators import quantized_mean
+from fedpax.algorithms import diloco
+from fedpax.algorithms.fragments import layer_fragments
+from fedpax.algorithms.streaming_diloco import streaming_diloco
+
+ISLANDS, BATCH, LAYERS = 3, 2, 4
+SHAPES = {"embedding": (3,), "layers/kernel": (LAYERS, 2), "layers/scale": (LAYERS,), "norm": ()}
+SIZES = {name: int(np.prod(shape)) for name, shape in SHAPES.items()}
+
+
+def unflatten(params):
+    """Make the model's pytree of a flat dict."""
+    layers = {name: params[f"layers/{name}"] for name in ("kernel", "scale")}
+    return {"embedding": params["embedding"], "layers": layers, "norm": params["norm"]}
+
+
+def flatten(params):
+    return {"embedding": params["embedding"], "norm": params["norm"]} | {
+        f"layers/{name}": leaf for name, leaf in params["layers"].items()
+    }
+
+
+def loss_fn(params, batch):
+    """Linear regression on all parameters at once, so that every fragment moves the others."""
+    flat = flatten(params)
+    predicted = sum(batch["x"][name].reshape(BATCH, -1) @ flat[name].reshape(-1) for name in SHAPES)
+    error = predicted - batch["y"]
+    return 0.5 * jnp.mean(error**2), {"error": jnp.mean(error)}
+
+
+def numpy_gradient(flat, batch):
+    error = sum(batch["x"][k].reshape(BATCH, -1) @ flat[k].reshape(-1) for k in SHAPES) - batch["y"]
+    gradient = {k: np.tensordot(error, batch["x"][k], axes=1) / BATCH for k in SHAPES}
+    return gradient, {"loss": 0.5 * np.mean(error**2), "error": np.mean(error)}
+
+
+def random_params(seed=0):
+    rng = np.random.default_rng((seed, 0))
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+def random_rounds(rounds, steps, seed=0):
+    rng = np.random.default_rng((seed, 1))
+    front = (ISLANDS, steps, BATCH)
+    center = rng.normal(size=(ISLANDS, 1, 1))
+    return [
+        {
+            "x": {k: rng.normal(size=front + s).astype(np.float32) for k, s in SHAPES.items()},
+            "y": (rng.normal(size=front) + center).astype(np.float32),
+        }
+        for _ in range(rounds)
+    ]
+
+
+def batch_of(batches, island, step):
+    return {
+        "x": {name: x[island, step] for name, x in batches["x"].items()},
+        "y": batches["y"][island, step],
+    }
+
+
+def as_the_paper(flat, rounds, inner, outer, fragment_of, num_fragments, delay, mixing):
+    """Run algorithm 2 step by step, with a clock, masks, and transfers that arrive later.
+
+    `fragment_of[name]` holds the fragment of each entry of a parameter.
+    """
+    steps = rounds[0]["y"].shape[1]  # H
+    gap = max(steps // num_fragments, 1)
+    together = num_fragments // min(steps, num_fragments)
+    offset = {p: (p // together + 1) * gap - delay for p in range(num_fragments)}
+
+    inside = [each(lambda of, p=p: of == p, fragment_of) for p in range(num_fragments)]
+
+    def part(tree, p):
+        return each(lambda a, z: np.where(a, z, 0), inside[p], tree)
+
+    def insert(tree, p, new):
+        return each(np.where, inside[p], new, tree)
+
+    x = {name: np.float64(leaf) for name, leaf in flat.items()}
+    y, states = [x] * ISLANDS, [inner.init(x)] * ISLANDS
+    outer_states = [outer.init(x) for _ in range(num_fragments)]
+    in_flight, history, clock = {}, [], 0
+    for batches in rounds:
+        reports = []
+        for step in range(steps):
+            clock += 1
+            for i in range(ISLANDS):
+                gradient, report = numpy_gradient(y[i], batch_of(batches, i, step))
+                y[i], states[i] = inner.step(y[i], gradient, states[i])
+                reports.append(report)
+            for p in range(num_fragments):
+                if (clock - offset[p]) % steps == 0:
+                    in_flight[p] = mean([each(np.subtract, part(x, p), part(z, p)) for z in y])
+            for p in range(num_fragments):
+                if (clock - offset[p] - delay) % steps == 0:
+                    moved, outer_states[p] = outer.step(
+                        part(x, p), in_flight.pop(p), outer_states[p]
+                    )
+                    x = insert(x, p, moved)
+                    y = [
+                        insert(z, p, each(lambda a, b: mixing * a + (1 - mixing) * b, z, x))
+                        for z in y
+                    ]
+        assert not in_flight  # nothing crosses the end of a round
+        history.append((x, list(y), mean(reports)))
+    return history
+
+
+def assigned(num_fragments, fragment_of):
+    """Return the fragment of each entry of each parameter."""
+    found = {}
+    for name, shape in SHAPES.items():
+        rows = np.asarray(fragment_of(name, jax.ShapeDtypeStruct(shape, np.float32)))
+        found[name] = np.broadcast_to(
+            rows.reshape(rows.shape + (1,) * (len(shape) - rows.ndim)), shape
+        )
+    assert set(np.concatenate([f.ravel() for f in found.values()])) == set(range(num_fragments))
+    return found
+
+
+def own_fragments(path, leaf):
+    """Assign the second half of the layers and the norm to the fragment that goes first."""
+    return [1, 1, 0, 0] if "layers" in path else int(path == "embedding")
+
+
+INNER = optax.adamw(0.05, b1=0.8, b2=0.9, eps=1e-6, weight_decay=0.1)
+OUTER = optax.sgd(0.6, momentum=0.7, nesterov=True)
+
+
+def algorithm(fragments, delay, mixing, **settings):
+    given = {"inner_optimizer": INNER, "outer_optimizer": OUTER} | settings
+    return streaming_diloco(
+        loss_fn, islands=ISLANDS, fragments=fragments, delay=delay, mixing=mixing, **given
+    )
+
+
+def run(method, rounds, **fields):
+    """Return the states and metrics of each round."""
+    state, step, history = method.init(unflatten(random_params())), jax.jit(method.round), []
+    for batches in rounds:
+        state, metrics = step(state, Cohort(batches, **fields))
+        history.append((state, metrics))
+    return history
+
+
+@pytest.mark.parametrize(
+    ("fragments", "num_fragments", "steps", "delay", "mixing"),
+    [
+        (layer_fragments(3), 3, 6, 1, 0.5),
+        *[
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (layer_fragments(3, "sequential"), 3, 9, 2, 0.0),
+                (own_fragments, 2, 4, 0, 0.25),
+                (layer_fragments(1), 1, 5, 4, 0.5),
+                (layer_fragments(1), 1, 3, 0, 0.0),
+                (layer_fragments(5), 5, 10, 1, 0.75),
+                (layer_fragments(4), 4, 2, 0, 0.5),
+                (own_fragments, 2, 8, 3, 0.9),
+            )
+        ],
+    ],
+)
+def test_equals_a_numpy_loop_of_the_papers_algorithm(
+    fragments, num_fragments, steps, delay, mixing
+):
+    """Islands' models and the outer model, over three rounds."""
+    rounds = random_rounds(3, steps)
+    expected = as_the_paper(
+        random_params(),
+        rounds,
+        reference.adam(0.05, 0.8, 0.9, 1e-6, decay=0.1),
+        reference.momentum(0.6, 0.7, nesterov=True),
+        assigned(num_fragments, fragments),
+        num_fragments,
+        delay,
+        mixing,
+    )
+    found = run(algorithm(fragments, delay, mixing), rounds)
+    for (state, metrics), (x, y, report) in zip(found, expected, strict=True):
+        assert_close(flatten(state.params), x)
+        for i in range(ISLANDS):
+            assert_close(flatten(jax.tree.map(lambda z, i=i: z[i], state.local_params)), y[i])
+        assert_close(metrics, report)
+
+
+def test_one_fragment_without_delay_is_diloco_bitwise():
+    plain = diloco(loss_fn, islands=ISLANDS, inner_optimizer=INNER, outer_optimizer=OUTER)
+    rounds = random_rounds(3, 4)
+    for (state, metrics), (wanted, expected) in zip(
+        run(algorithm(1, 0, 0.0), rounds), run(plain, rounds), strict=True
+    ):
+        for got, want in (
+            (state.params, wanted.params),
+            (state.outer_optimizer_state[0], wanted.outer_optimizer_state),
+            (state.inner_optimizer_state, wanted.inner_optimizer_state),
+            (metrics, expected),
+        ):
+            jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_fragments_that_synchronize_at_every_step_are_diloco():
+    """With H = 1 all fragments are synchronized together."""
+    plain = diloco(loss_fn, islands=ISLANDS, inner_optimizer=INNER, outer_optimizer=OUTER)
+    rounds = random_rounds(4, 1)
+    found = run(algorithm(5, 0, 0.0), rounds)
+    for (state, metrics), (wanted, expected) in zip(found, run(plain, rounds), strict=True):
+        assert_close((state.params, metrics), (wanted.params, expected))
+
+
+def test_padding_and_weights():
+    """Padded steps change nothing, islands weigh by their examples, absent ones not at all."""
+    steps, rounds = 4, random_rounds(1, 4)
+    num_steps = np.array([4, 3, 0], np.int32)
+    examples = np.array([1.0, 3.0, 5.0], np.float32)
+    inner = optax.sgd(0.1)
+    method = algorithm(own_fragments, 1, 0.5, inner_optimizer=inner)
+    [(state, metrics)] = run(method, rounds, num_steps=num_steps, num_examples=examples)
+
+    def masked(gradient_step):  # a plain loop with the same schedule, for two fragments
+        x = {name: np.float64(leaf) for name, leaf in random_params().items()}
+        y, losses = [x] * ISLANDS, [[] for _ in range(ISLANDS)]
+        fragment_of = assigned(2, own_fragments)
+        outer = [reference.momentum(0.6, 0.7, nesterov=True)] * 2
+        states = [o.init(x) for o in outer]
+        for step in range(steps):
+            for i in range(ISLANDS):
+                if step < num_steps[i]:
+                    gradient, report = numpy_gradient(y[i], batch_of(rounds[0], i, step))
+                    y[i] = gradient_step(y[i], gradient)
+                    losses[i].append(report["loss"])
+            if step in (0, 2):
+                p = step // 2
+                sent = reference.weighted_mean([each(np.subtract, x, z) for z in y], [1, 3, 0])
+            else:
+                moved, states[p] = outer[p].step(x, sent, states[p])
+                inside = {k: fragment_of[k] == p for k in SHAPES}
+                x = each(np.where, inside, moved, x)
+                y = [each(lambda a, z, x: np.where(a, (z + x) / 2, z), inside, z, x) for z in y]
+        return x, np.average([np.mean(losses[0]), np.mean(losses[1])], weights=[1, 3])
+
+    x, loss = masked(lambda y, g: each(lambda a, b: a - 0.1 * b, y, g))
+    assert_close(flatten(state.params), x)
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_an_aggregator_keeps_a_residual_for_each_fragment():
+    """With outer SGD of rate 1, quantization loses nothing: model and residuals telescope."""
+    exact = algorithm(3, 0, 0.0, inner_optimizer=optax.sgd(0.1), outer_optimizer=optax.sgd(1.0))
+    coarse = algorithm(
+        3,
+        0,
+        0.0,
+        inner_optimizer=optax.sgd(0.1),
+        outer_optimizer=optax.sgd(1.0),
+        aggregator=quantized_mean(4),
+    )
+    rounds = random_rounds(1, 3)
+    [(wanted, _)], [(state, _)] = run(exact, rounds), run(coarse, rounds)
+    # Fragment 0 is synchronized first, before quantization changes any gradient.
+    residual = state.aggregator_state[0].residual
+    for name in ("embedding", "norm"):
+        unsent = np.mean(residual[name], axis=0)
+        assert np.abs(unsent).max() > 1e-3
+        np.testing.assert_allclose(
+            state.params[name] - unsent, wanted.params[name], rtol=1e-5, atol=1e-6
+        )
+    shapes = [jax.tree.map(jnp.shape, s.residual) for s in state.aggregator_state]
+    assert shapes[1]["layers"] == {"kernel": (ISLANDS, 2, 2), "scale": (ISLANDS, 2)}
+    assert shapes[1]["embedding"] is None
+
+
+def test_the_islands_of_the_literal_recursion_drift_apart():
+    """Why the anchor is the outer model: own anchors are never brought together."""
+    rng = np.random.default_rng(0)
+    steps, islands = 4, 8
+    spread = {}
+    for anchored_by in ("outer model", "own model"):
+        x, y = 0.0, np.zeros(islands)
+        anchor, spreads = np.zeros(islands), []
+        for clock in range(1, 4001):
+            y = y + rng.normal(size=islands)
+            if clock % steps == 0:  # sent
+                base = np.full(islands, x) if anchored_by == "outer model" else anchor
+                delta, anchor = np.mean(base - y), y.copy()
+            elif clock % steps == 1 and clock > steps:  # used one step later
+                y = base - delta
+                x = np.mean(y)
+                spreads.append(np.std(y))
+        spread[anchored_by] = spreads[-1]
+    assert spread["outer model"] == 0 and spread["own model"] > 10
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"delay": 1.0}, TypeError, "expected an int: a number of inner steps"),
+        ({"delay": -1}, ValueError, "Pass delay=0 for no overlap"),
+        ({"mixing": 1.0}, ValueError, "Pass 0.0 or 0.5"),
+        ({"mixing": float("nan")}, ValueError, "Pass 0.0 or 0.5"),
+        ({"fragments": 0}, ValueError, "Pass fragments=1"),
+        ({"islands": 0}, ValueError, "expected at least one participant"),
+    ],
+)
+def test_invalid_settings_raise(settings, error, words):
+    valid = {"islands": 2, "inner_optimizer": INNER, "fragments": 2, "delay": 1, "mixing": 0.5}
+    with pytest.raises(error, match=words):
+        streaming_diloco(loss_fn, **valid | settings)
+
+
+@pytest.mark.parametrize(
+    ("fragments", "delay", "steps", "words"),
+    [
+        (3, 0, 4, "Make the number of steps .* a multiple of 3"),
+        (3, 2, 6, "expected below 2, .* Reduce delay, or use fewer fragments"),
+        (2, 1, 1, "expected below 1"),
+    ],
+)
+def test_rounds_that_do_not_fit_raise(fragments, delay, steps, words):
+    method = algorithm(fragments, delay, 0.0)
+    state = method.init(unflatten(random_params()))
+    with pytest.raises(ValueError, match=words):
+        method.round(state, Cohort(random_rounds(1, steps)[0]))

@@ -1,0 +1,196 @@
+"""Self-tuning: a method that learns its hyperparameters by gradient while it trains."""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Int
+
+from fedpax.algorithms.local_evaluation import accumulator, count_steps, mean_of
+from fedpax.algorithms.local_steps import fold_steps, gradient_and_metrics, participant_weights
+from fedpax.clients.cohort import Cohort
+from fedpax.primitives import federated_map, federated_mean, program
+from fedpax.primitives.placement import ChunkSize
+from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+
+Hyperparameters = Mapping[str, Float[Array, ""]]
+
+
+class SelfTuningState(NamedTuple):
+    """The state of a self-tuning method.
+
+    Attributes:
+        algorithm_state: the state of the tuned method.
+        log_hyperparameters: the logarithm of each hyperparameter, float32 scalars by name.
+        hyper_optimizer_state: the state of the optimizer of the hyperparameters.
+    """
+
+    algorithm_state: chex.ArrayTree
+    log_hyperparameters: dict[str, Float[Array, ""]]
+    hyper_optimizer_state: optax.OptState
+
+    @property
+    def params(self) -> Params:
+        """The server's model."""
+        return self.algorithm_state.params
+
+    @property
+    def hyperparameters(self) -> dict[str, Float[Array, ""]]:
+        """The hyperparameters of the next round."""
+        return jax.tree.map(jnp.exp, self.log_hyperparameters)
+
+
+def self_tuning(
+    make_algorithm: Callable[[Hyperparameters], FederatedAlgorithm],
+    hyperparameters: Mapping[str, float],
+    loss_fn: LossFn,
+    *,
+    hyper_optimizer: optax.GradientTransformation | None = None,
+    tuning_steps: int = 1,
+    placement: str = "clients",
+    chunk_size: ChunkSize = None,
+) -> FederatedAlgorithm:
+    """Tune positive hyperparameters of any method by the gradient of the loss after each round.
+
+    A round of the method with hyperparameters h takes the model x to x'(h). Each round ends with
+
+        log h <- log h - update(d/d log h mean_i f_i(x'(h))),
+
+    where f_i is the loss of participant i on its first batches, and `update` is an optimizer. The
+    derivative is the mean gradient of the f_i times the forward-mode derivative of x'(h).
+
+    - Hyperparameters of the server (learning rate, momentum) cost one gradient of the f_i in a
+      round. Their memory is flat in the number of participants.
+    - Hyperparameters of the participants (learning rate, FedProx's mu) also cost a second pass over
+      the local steps each, and store the values of the local steps for all participants.
+    - Cohorts with `num_steps` work.
+
+    Hyperparameters stay positive, because their logarithm is tuned. Express others by positive
+    ones, such as a momentum by its damping: `optax.sgd(rate, momentum=1 - h["damping"])`.
+
+    Args:
+        make_algorithm: makes the method from a dict of scalars, which can be traced, such as
+            `lambda h: fedavg(..., server_optimizer=optax.sgd(h["learning_rate"]))`. The structure
+            of its state must not depend on their values.
+        hyperparameters: initial values by name, positive.
+        loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`, usually that of the method.
+        hyper_optimizer: any optax optimizer. Default None: `optax.adam(0.05)`, which changes a
+            hyperparameter by about 5% in a round.
+        tuning_steps: number of a participant's first batches in f_i. The method trains on them
+            too.
+        placement: name of the method's placement: "clients" or "islands".
+        chunk_size: number of participants that a device evaluates at once; see `fedpax.program`.
+
+    Returns:
+        `init(params)` and `round(state, cohort)`. `state.hyperparameters` are the values of the
+        next round. Metrics: those of the method; the hyperparameters of the round as
+        `"hyperparameter/<name>"`; and `"loss_after"`, the mean of the f_i at the new model.
+
+    Raises:
+        ValueError: a hyperparameter is not positive, or there is none; `tuning_steps` below 1.
+
+    Example:
+        >>> import fedpax, jax, jax.numpy as jnp, optax
+        >>> from fedpax.algorithms import fedavg, self_tuning
+        >>> loss_fn = lambda w, x: (jnp.mean((w - x) ** 2), {})
+        >>> algorithm = self_tuning(
+        ...     lambda h: fedavg(
+        ...         loss_fn, cohort_size=2, client_optimizer=optax.sgd(0.1),
+        ...         server_optimizer=optax.sgd(h["learning_rate"]),
+        ...     ),
+        ...     {"learning_rate": 0.5},
+        ...     loss_fn,
+        ... )
+        >>> cohort = fedpax.Cohort(jnp.array([[[1.0]], [[5.0]]]))
+        >>> train = jax.jit(algorithm.round)
+        >>> state = algorithm.init(jnp.float32(0.0))
+        >>> for _ in range(20):
+        ...     state, metrics = train(state, cohort)
+        >>> state.hyperparameters["learning_rate"].item() > 0.8  # 0.5 was too small
+        True
+
+    Reference:
+        Rush et al., Federated Automatic Differentiation, arXiv:2301.07806 (hypergradients through
+        rounds); Baydin et al., Online Learning Rate Adaptation with Hypergradient Descent,
+        arXiv:1703.04782, algorithm 1. Built here: one gradient step in log h after each round, by
+        the loss on the round's own cohort.
+    """
+    optimizer = optax.adam(0.05) if hyper_optimizer is None else hyper_optimizer
+    _check(hyperparameters, tuning_steps)
+
+    def init(params: Params) -> SelfTuningState:
+        log = {name: jnp.float32(np.log(value)) for name, value in hyperparameters.items()}
+        algorithm_state = make_algorithm(jax.tree.map(jnp.exp, log)).init(params)
+        return SelfTuningState(algorithm_state, log, optimizer.init(log))
+
+    def self_tuning_round(
+        state: SelfTuningState, cohort: Cohort
+    ) -> tuple[SelfTuningState, Metrics]:
+        log = state.log_hyperparameters
+
+        def model_after(vector: Float[Array, " hyperparameters"]) -> tuple[Params, tuple]:
+            by_name = {name: jnp.exp(h) for name, h in zip(log, vector, strict=True)}
+            after, metrics = make_algorithm(by_name).round(state.algorithm_state, cohort)
+            return after.params, (after, metrics)
+
+        # The derivatives of the model have a last axis of hyperparameters.
+        vector = jnp.stack(list(log.values()))
+        derivatives, (after, metrics) = jax.jacfwd(model_after, has_aux=True)(vector)
+        loss, gradient = loss_and_gradient(after.params, cohort)
+        slopes = jax.tree.map(
+            lambda g, d: jnp.tensordot(g, d.astype(jnp.float32), g.ndim), gradient, derivatives
+        )
+        hypergradient = dict(zip(log, sum(jax.tree.leaves(slopes), 0 * vector), strict=True))
+        updates, optimizer_state = optimizer.update(hypergradient, state.hyper_optimizer_state, log)
+        reported = {f"hyperparameter/{name}": h for name, h in state.hyperparameters.items()}
+        metrics = metrics | reported | {"loss_after": loss}
+        log = optax.apply_updates(log, updates)
+        return SelfTuningState(after, log, optimizer_state), metrics
+
+    def loss_and_gradient(params: Params, cohort: Cohort) -> tuple[Float[Array, ""], Params]:
+        """Average loss and gradient over participants by weight, on their first batches."""
+        num_participants = jax.tree.leaves(cohort.batches)[0].shape[0]
+
+        @program(**{placement: num_participants}, chunk_size=chunk_size)
+        def evaluate(params: Params, cohort: Cohort) -> tuple[Float[Array, ""], Params]:
+            def local(
+                batches: chex.ArrayTree, num_steps: Int[Array, ""] | None
+            ) -> tuple[Float[Array, ""], Params]:
+                def add(total: Params, batch: chex.ArrayTree) -> tuple[Params, Metrics]:
+                    gradient, metrics = gradient_and_metrics(loss_fn, params, batch)
+                    return jax.tree.map(jnp.add, total, gradient), {"loss": metrics["loss"]}
+
+                first = jax.tree.map(lambda b: b[:tuning_steps], batches)
+                total, metrics = fold_steps(add, accumulator(params), first, num_steps)
+                return metrics["loss"], mean_of(total, count_steps(first, num_steps), params)
+
+            values = federated_map(local, cohort.batches, cohort.num_steps)
+            return federated_mean(values, participant_weights(cohort))
+
+        return evaluate(params, cohort)
+
+    return FederatedAlgorithm(init, self_tuning_round)
+
+
+def _check(hyperparameters: Mapping[str, float], tuning_steps: int) -> None:
+    if not hyperparameters:
+        raise ValueError(
+            "self_tuning: hyperparameters is empty, expected initial values by name. Pass for "
+            "example {'learning_rate': 1.0}."
+        )
+    for name, value in hyperparameters.items():
+        if not value > 0:
+            raise ValueError(
+                f"self_tuning: hyperparameters[{name!r}] is {value}, expected a positive number, "
+                "because its logarithm is tuned. Express it by a positive one, such as a momentum "
+                "by 1 - damping."
+            )
+    if tuning_steps < 1:
+        raise ValueError(
+            f"self_tuning: tuning_steps is {tuning_steps}, expected at least 1. It is the number "
+            "of each participant's batches that measure the loss after a round."
+        )

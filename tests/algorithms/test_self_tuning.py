@@ -1,0 +1,186 @@
+"""Self-tuning: hyperparameters follow the gradient of the loss after each round."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fedpax
+from fedpax.algorithms import diloco, fedavg, fedprox, self_tuning
+
+FEATURES = 6
+
+
+def loss_fn(w, batch):
+    return jnp.mean((batch["x"] @ w - batch["y"]) ** 2), {}
+
+
+def random_cohort(participants: int = 4, steps: int = 3, ragged: bool = False) -> fedpax.Cohort:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(participants, steps, 5, FEATURES)).astype(np.float32)
+    truth = rng.normal(size=(participants, FEATURES)) * 0.1 + np.arange(FEATURES)
+    y = np.einsum("csbf,cf->csb", x, truth).astype(np.float32)
+    num_steps = np.arange(participants) % steps + 1 if ragged else None
+    return fedpax.Cohort({"x": x, "y": y}, np.arange(1, participants + 1), num_steps)
+
+
+def fedavg_of(h, participants: int = 4):
+    server = optax.sgd(h["rate"], momentum=1 - h["damping"])
+    client = optax.sgd(h.get("client_rate", 0.02))
+    return fedavg(
+        loss_fn,
+        cohort_size=participants,
+        client_optimizer=client,
+        server_optimizer=server,
+        chunk_size=1,
+    )
+
+
+def loss_after(log_h, state, cohort):
+    """The loss on the first batches after a round, without fedpax's primitives around it."""
+    after, _ = fedavg_of({k: jnp.exp(v) for k, v in log_h.items()}).round(state, cohort)
+    first = {k: v[:, 0] for k, v in cohort.batches.items()}
+    losses = jax.vmap(lambda batch: loss_fn(after.params, batch)[0])(first)
+    return jnp.average(losses, weights=cohort.num_examples)
+
+
+@pytest.mark.parametrize(
+    ("names", "ragged"),
+    [
+        (("rate", "damping", "client_rate"), True),
+        *[
+            pytest.param(names, ragged, marks=pytest.mark.slow)
+            for names, ragged in [
+                (("rate", "damping", "client_rate"), False),
+                (("rate", "damping"), True),
+                (("rate", "damping"), False),
+            ]
+        ],
+    ],
+)
+def test_the_hypergradient_is_the_derivative_of_the_loss_after_the_round(names, ragged: bool):
+    start = {name: value for name, value in (("rate", 0.7), ("damping", 0.4), ("client_rate", 0.03))
+             if name in names}  # fmt: skip
+    algorithm = self_tuning(fedavg_of, start, loss_fn, hyper_optimizer=optax.sgd(1.0), chunk_size=1)
+    cohort = random_cohort(ragged=ragged)
+    train = jax.jit(algorithm.round)
+    state = algorithm.init(jnp.zeros(FEATURES))
+    for _ in range(2):
+        before, (state, metrics) = state, train(state, cohort)
+        log = before.log_hyperparameters
+        want = jax.jit(jax.jacfwd(loss_after))(log, before.algorithm_state, cohort)
+        moved = {k: log[k] - state.log_hyperparameters[k] for k in log}
+        chex.assert_trees_all_close(moved, want, rtol=1e-4, atol=1e-5)
+        value = loss_after(log, before.algorithm_state, cohort)
+        np.testing.assert_allclose(metrics["loss_after"], value, rtol=1e-5)
+        plain, _ = fedavg_of(before.hyperparameters).round(before.algorithm_state, cohort)
+        chex.assert_trees_all_close(state.params, plain.params, rtol=1e-5, atol=1e-6)
+        # A descent step of size 1 in log h shall not leave the range in which rounds are stable.
+        state = state._replace(log_hyperparameters=log)
+
+
+def test_fedavg_corrects_a_server_rate_that_is_too_small_and_one_that_is_too_large():
+    cohort = random_cohort()
+
+    def train(rate, hyper_optimizer):
+        algorithm = self_tuning(
+            lambda h: fedavg_of({**h, "damping": 1.0}),
+            {"rate": rate},
+            loss_fn,
+            hyper_optimizer=hyper_optimizer,
+        )
+        step, state = jax.jit(algorithm.round), algorithm.init(jnp.zeros(FEATURES))
+        for _ in range(25):
+            state, metrics = step(state, cohort)
+        return state.hyperparameters["rate"].item(), metrics["loss_after"].item()
+
+    for rate in (0.1, 30.0):
+        constant, untuned_loss = train(rate, optax.set_to_zero())
+        tuned, loss = train(rate, optax.adam(0.2))
+        assert abs(constant - rate) < 1e-3 * rate
+        assert (tuned > rate) == (rate < 1)
+        assert loss < 0.5 * untuned_loss, (loss, untuned_loss)
+
+
+def test_diloco_learns_its_outer_learning_rate_and_momentum():
+    def diloco_of(h):
+        outer = optax.sgd(h["rate"], momentum=1 - h["damping"], nesterov=True)
+        return diloco(loss_fn, islands=4, inner_optimizer=optax.adam(0.02), outer_optimizer=outer)
+
+    def train(hyper_optimizer):
+        algorithm = self_tuning(
+            diloco_of,
+            {"rate": 0.2, "damping": 0.9},
+            loss_fn,
+            placement="islands",
+            hyper_optimizer=hyper_optimizer,
+        )
+        step, state = jax.jit(algorithm.round), algorithm.init(jnp.zeros(FEATURES))
+        for _ in range(25):
+            state, metrics = step(state, random_cohort())
+        return state.hyperparameters, metrics
+
+    untuned, tuned = train(optax.set_to_zero()), train(None)
+    assert tuned[0]["rate"] > untuned[0]["rate"] and tuned[0]["damping"] < untuned[0]["damping"]
+    assert tuned[1]["loss_after"] < 0.7 * untuned[1]["loss_after"]
+    assert tuned[1]["hyperparameter/rate"] < tuned[0]["rate"]  # the round's own, before the update
+
+
+def test_memory_is_flat_in_the_number_of_clients():
+    def temporaries(clients: int) -> int:
+        algorithm = self_tuning(
+            functools.partial(fedavg_of, participants=clients),
+            {"rate": 1.0, "damping": 0.5},
+            loss_fn,
+            chunk_size=1,
+        )
+        state = jax.eval_shape(algorithm.init, jnp.zeros(FEATURES))
+        cohort = random_cohort(clients, ragged=True)
+        compiled = jax.jit(algorithm.round).lower(state, cohort).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporaries(512) == temporaries(64)
+
+
+def test_a_hyperparameter_of_the_server_costs_one_more_gradient():
+    cohort = random_cohort()
+    plain = fedavg_of({"rate": 1.0, "damping": 1.0})
+    tuned = self_tuning(fedavg_of, {"rate": 1.0, "damping": 1.0}, loss_fn)
+    params = jnp.zeros(FEATURES)
+    flops = [
+        fedpax.cost(a.round, a.init(params), cohort).placements["clients"].flops
+        for a in (plain, tuned)
+    ]
+    assert flops[1] < (1 + 1.2 / 3) * flops[0]  # three local steps
+
+
+def test_the_state_keeps_its_structure_and_can_be_donated():
+    algorithm = self_tuning(
+        lambda h: fedprox(loss_fn, cohort_size=4, client_optimizer=optax.sgd(0.02), mu=h["mu"]),
+        {"mu": 0.1},
+        loss_fn,
+    )
+    state = algorithm.init(jnp.zeros(FEATURES))
+    after, metrics = jax.jit(algorithm.round, donate_argnums=0)(state, random_cohort())
+    chex.assert_trees_all_equal_shapes_and_dtypes(after, algorithm.init(jnp.zeros(FEATURES)))
+    assert metrics["hyperparameter/mu"] > after.hyperparameters["mu"]  # mu slows this down
+    assert after.params is after.algorithm_state.params
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"hyperparameters": {}}, "is empty, .* Pass for example"),
+        ({"hyperparameters": {"rate": -1.0}}, r"\['rate'\] is -1.0, .* Express it by a positive"),
+        ({"hyperparameters": {"rate": 0.0}}, "expected a positive number"),
+        ({"tuning_steps": 0}, "tuning_steps is 0, expected at least 1"),
+    ],
+)
+def test_settings_that_cannot_be_tuned_are_refused(settings, words):
+    settings = {"hyperparameters": {"rate": 1.0}} | settings
+    with pytest.raises(ValueError, match=words):
+        self_tuning(fedavg_of, loss_fn=loss_fn, **settings)

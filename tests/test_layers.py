@@ -37,7 +37,7 @@ HEIGHT = {
 # What these layers may import besides the standard library and fedpax.
 LIBRARIES = {
     "primitives": {"jax", "numpy"},
-    "aggregators": {"jax", "jaxtyping", "chex", "optax"},
+    "aggregators": {"jax", "jaxtyping", "chex", "optax", "dp_accounting"},
     "algorithms": {"jax", "jaxtyping", "chex", "optax"},
 }
 # What algorithms may import of fedpax: the layers below that concern a method, and the contract.

@@ -1,15 +1,35 @@
 """Aggregators: combine the participants' updates into one."""
 
 from fedpax.aggregators.aggregator import Aggregator, mean
+from fedpax.aggregators.bulyan import bulyan
 from fedpax.aggregators.chain import AggregatorTransformation, chain
+from fedpax.aggregators.clipping import adaptive_clip, clip_by_norm
+from fedpax.aggregators.coordinate_means import coordinate_median, trimmed_mean
+from fedpax.aggregators.gaussian_noise import add_local_noise, add_noise
+from fedpax.aggregators.geometric_median import geometric_median
+from fedpax.aggregators.krum import krum
+from fedpax.aggregators.privacy_accounting import noise_multiplier_for, privacy_spent
+from fedpax.aggregators.private_mean import private_mean
 from fedpax.aggregators.quantized_mean import quantized_mean
 from fedpax.aggregators.sent import mark_sent
 
 __all__ = [
     "Aggregator",
     "AggregatorTransformation",
+    "adaptive_clip",
+    "add_local_noise",
+    "add_noise",
+    "bulyan",
     "chain",
+    "clip_by_norm",
+    "coordinate_median",
+    "geometric_median",
+    "krum",
     "mark_sent",
     "mean",
+    "noise_multiplier_for",
+    "privacy_spent",
+    "private_mean",
     "quantized_mean",
+    "trimmed_mean",
 ]

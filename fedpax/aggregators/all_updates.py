@@ -1,0 +1,154 @@
+"""Computations that need all updates at once, without a device that holds all updates.
+
+A placed value is sharded over its participants: a device holds all coordinates of some of them.
+These functions transpose this layout, so that a device holds some coordinates of all participants.
+That is one all-to-all over the placement's mesh axis.
+"""
+
+import math
+from collections.abc import Callable
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Shaped
+
+from fedpax.primitives.layout import explicit_axis, mesh_axis
+from fedpax.primitives.placement import resolve_placement
+
+
+def reduce_coordinates(
+    fn: Callable[[jax.Array], jax.Array], updates: chex.ArrayTree
+) -> chex.ArrayTree:
+    """Reduce each coordinate over all participants at once. Inside a program.
+
+    Args:
+        fn: `[participants, ...] -> [...]`, float32, elementwise in all axes but the first.
+        updates: placed pytree of arrays `[participants, ...]`.
+
+    Returns:
+        A server value of the structure and dtypes of `updates`.
+    """
+
+    def reduce_leaf(leaf: jax.Array) -> jax.Array:
+        reduced = fn(_transpose(leaf.astype(jnp.float32)))
+        return _restore(reduced, leaf).astype(leaf.dtype)
+
+    return jax.tree.map(reduce_leaf, updates)
+
+
+def squared_distances(updates: chex.ArrayTree) -> Float[Array, "participants participants"]:
+    """Compute the squared distances between all pairs of updates. Inside a program.
+
+    They follow from the inner products of all pairs: one matmul per leaf, and one all-reduce of
+    participants x participants numbers. In float32 they resolve distances above about 0.001 of the
+    updates' norms.
+
+    Args:
+        updates: placed pytree of arrays `[participants, ...]`.
+
+    Returns:
+        float32, a server value. Infinity for an update with a NaN or an infinity, or whose squared
+        norm overflows.
+    """
+    inner_products = sum(_inner_products(_transpose(x)) for x in jax.tree.leaves(updates))
+    squares = jnp.diagonal(inner_products)
+    distances = squares[:, None] + squares[None, :] - (inner_products + inner_products.T)
+    return jnp.where(jnp.isfinite(distances), jnp.maximum(distances, 0.0), jnp.inf)
+
+
+def known_to_all(values: Shaped[Array, " participants"]) -> Shaped[Array, " participants"]:
+    """Give every device the numbers of all participants. Inside a program."""
+    return jax.sharding.reshard(values, P(None)) if _explicit(values) else values
+
+
+def _inner_products(x: jax.Array) -> Float[Array, "participants participants"]:
+    axes = tuple(range(1, x.ndim))
+    return jax.lax.dot_general(
+        x,
+        x,
+        ((axes, axes), ((), ())),
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+        out_sharding=P(None, None) if _explicit(x) else None,
+    )
+
+
+def _transpose(leaf: jax.Array) -> jax.Array:
+    """Move the placement's mesh axis from the participants to the coordinates.
+
+    One axis of the leaf, of length l, is padded with zeros and split in two: `[ceil(l / d), d]` for
+    d devices, which then shard the second one. The entries of the axis are so dealt to the devices
+    in turn. If the axis is sharded over a model axis of the mesh, it keeps this sharding.
+    """
+    placement = resolve_placement("aggregate", None).placement
+    name = mesh_axis(placement)
+    if name is None:
+        return leaf
+    leaf = leaf if leaf.ndim > 1 else leaf[:, None]
+    axis, devices = _split(leaf, name)
+    if excess := -leaf.shape[axis] % devices:
+        leaf = jnp.pad(leaf, [(0, excess if i == axis else 0) for i in range(leaf.ndim)])
+    shape = leaf.shape[:axis], leaf.shape[axis + 1 :]
+    spec = tuple(jax.typeof(leaf).sharding.spec)
+    leaf = jax.lax.reshape(
+        leaf,
+        (*shape[0], leaf.shape[axis] // devices, devices, *shape[1]),
+        out_sharding=P(*spec[: axis + 1], None, *spec[axis + 1 :]) if _explicit(leaf) else None,
+    )
+    if explicit_axis(placement):
+        return jax.sharding.reshard(leaf, P(None, *spec[1 : axis + 1], name, *spec[axis + 1 :]))
+    free = P.UNCONSTRAINED
+    others = [name if i == axis + 1 else free for i in range(1, leaf.ndim)]
+    return jax.lax.with_sharding_constraint(leaf, P(None, *others))
+
+
+def _restore(reduced: jax.Array, leaf: jax.Array) -> jax.Array:
+    """Undo the split of `_transpose`, and give every participant's devices the result."""
+    placement = resolve_placement("aggregate", None).placement
+    name = mesh_axis(placement)
+    if name is None:
+        return reduced
+    shape = leaf.shape[1:]
+    axis, _ = _split(leaf if shape else leaf[:, None], name)
+    spec = list(jax.typeof(reduced).sharding.spec)
+    if explicit_axis(placement):
+        spec[axis] = None
+        reduced = jax.sharding.reshard(reduced, P(*spec))
+    else:
+        free = P.UNCONSTRAINED
+        where = P(*[None if i == axis else free for i in range(reduced.ndim)])
+        reduced = jax.lax.with_sharding_constraint(reduced, where)
+    whole = jax.lax.reshape(
+        reduced,
+        (
+            *reduced.shape[: axis - 1],
+            math.prod(reduced.shape[axis - 1 : axis + 1]),
+            *reduced.shape[axis + 1 :],
+        ),
+        out_sharding=P(*spec[:axis], *spec[axis + 1 :]) if _explicit(reduced) else None,
+    )
+    if not shape:
+        return whole[0]
+    return jax.lax.slice_in_dim(whole, 0, shape[axis - 1], axis=axis - 1)
+
+
+def _split(leaf: jax.Array, name: str) -> tuple[int, int]:
+    """Choose the axis to split, and return it with the number of devices.
+
+    The best axis needs no padding; then one that is not sharded; then the longest one.
+    """
+    devices = jax.sharding.get_abstract_mesh().shape[name]
+    spec = jax.typeof(leaf).sharding.spec
+
+    def cost(axis: int) -> tuple[bool, bool, int]:
+        length = leaf.shape[axis]
+        whole = -length % devices == 0
+        return not whole, spec[axis] is not None, -length
+
+    return min(range(1, leaf.ndim), key=cost), devices
+
+
+def _explicit(x: jax.Array) -> bool:
+    return any(entry is not None for entry in jax.typeof(x).sharding.spec)

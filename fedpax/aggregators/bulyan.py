@@ -1,0 +1,99 @@
+"""Bulyan: a selection by Krum, then a trimmed mean of each coordinate around its median."""
+
+import chex
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Num
+
+from fedpax.aggregators.aggregator import Aggregator, EmptyState
+from fedpax.aggregators.all_updates import known_to_all, reduce_coordinates, squared_distances
+from fedpax.aggregators.coordinate_means import median_of_sorted, sort_participants
+from fedpax.aggregators.krum import check_bound, check_count, krum_order
+from fedpax.aggregators.presence import num_participants, present
+
+
+def bulyan(num_byzantine: int) -> Aggregator:
+    """Select updates by Krum, and average each coordinate over the values next to its median.
+
+    With m present participants of whom f may send anything:
+
+    1. Krum selects an update; it is taken out, and Krum selects among the rest, until
+       `theta = m - 2 f` updates are selected.
+    2. Each coordinate is the mean of the `theta - 2 f` selected values closest to their median.
+
+    Krum alone bounds the distance of the selected update, which leaves room for a large error in
+    one coordinate; the second step bounds each coordinate. For n participants, the bound is
+    `n >= 4 f + 3`. Memory and communication are those of `krum` and of `coordinate_median`.
+
+    Args:
+        num_byzantine: f, number of participants that may send anything.
+
+    Returns:
+        An aggregator without state and metrics. Weights only tell who is present: not 0. NaN,
+        infinity and absent participants are treated as in `krum`. The result has the dtype of the
+        updates; 0 if no participant is present.
+
+    Raises:
+        TypeError: `num_byzantine` is not an int.
+        ValueError: it is negative; when the program is traced: too few participants for it.
+
+    Example:
+        >>> import fedpax
+        >>> aggregator = bulyan(1)
+        >>> @fedpax.program(clients=7)
+        ... def combine(updates):
+        ...     return aggregator.aggregate(aggregator.init(None), updates, None)[0]
+        >>> combine(jnp.array([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 1e9])).item()
+        3.0
+
+    Reference:
+        El Mhamdi et al., The Hidden Vulnerability of Distributed Learning in Byzantium,
+        arXiv:1802.07927, section 4. Where the paper's last selections leave fewer than `2 f + 3`
+        updates, the number of neighbours is at least 1. The median of an even number of values is
+        the mean of the middle two.
+    """
+    check_count("bulyan", "num_byzantine", num_byzantine, 0)
+
+    def init(params: chex.ArrayTree) -> EmptyState:
+        return EmptyState()
+
+    def aggregate(
+        state: EmptyState, updates: chex.ArrayTree, weights: Num[Array, " participants"] | None
+    ) -> tuple[chex.ArrayTree, EmptyState, dict[str, jax.Array]]:
+        n = num_participants(updates)
+        if not n:
+            return updates, state, {}
+        check_bound("bulyan", n, num_byzantine, 4)
+        here = known_to_all(present(updates, weights))
+        chosen = _select_repeatedly(squared_distances(updates), here, num_byzantine)
+        count = jnp.sum(chosen)
+        closest = jnp.maximum(count - 2 * num_byzantine, 1)
+
+        def reduce(x: Float[Array, "participants ..."]) -> Float[Array, "..."]:
+            x = sort_participants(x, chosen)
+            distance = jnp.abs(x - median_of_sorted(x, count)[None])
+            _, x = jax.lax.sort((distance, x), dimension=0, num_keys=1)
+            place = jax.lax.broadcasted_iota(jnp.int32, (n, *[1] * (x.ndim - 1)), 0)
+            mean = jnp.sum(jnp.where(place < closest, x, 0.0), 0) / closest
+            return jnp.where(count == 0, 0.0, mean)
+
+        return reduce_coordinates(reduce, updates), state, {}
+
+    return Aggregator(init, aggregate)
+
+
+def _select_repeatedly(
+    distances: Float[Array, "participants participants"],
+    here: Bool[Array, " participants"],
+    num_byzantine: int,
+) -> Bool[Array, " participants"]:
+    """Select `m - 2 f` of m present participants, at least one, by Krum, one after the other."""
+    wanted = jnp.maximum(jnp.sum(here) - 2 * num_byzantine, 1)
+
+    def add_best(i: jax.Array, chosen: jax.Array) -> jax.Array:
+        left = here & ~chosen
+        first = krum_order(distances, left, num_byzantine)[0]
+        return jnp.where(i < wanted, chosen | (left & (jnp.arange(left.size) == first)), chosen)
+
+    most = distances.shape[0] - 2 * num_byzantine
+    return jax.lax.fori_loop(0, most, add_best, jnp.zeros_like(here))

@@ -1,0 +1,240 @@
+"""Clipping of each participant's update to a norm, fixed or adapted to a quantile."""
+
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Float, Int, Num
+
+from fedpax.aggregators.aggregator import Aggregator
+from fedpax.aggregators.chain import AggregatorTransformation
+from fedpax.aggregators.gaussian_noise import check_at_least, round_key
+from fedpax.aggregators.presence import present
+from fedpax.primitives import federated_map, federated_mean, federated_sum
+
+
+def clip_by_norm(max_norm: float) -> AggregatorTransformation:
+    """Clip each participant's update to a norm: `u_i min(1, C / ||u_i||)`.
+
+    The norm is the Euclidean norm over all leaves. Without noise, this is norm bounding: it limits
+    the influence of a participant that sends a scaled-up update.
+
+    Args:
+        max_norm: C, the largest norm, above 0.
+
+    Returns:
+        A transformation without state of its own. It computes norms and scales in float32. An
+        update whose norm is infinite or NaN becomes 0. Metrics, over present participants:
+        `"clipped_fraction"`, the fraction whose norm is above C, and `"update_norm"`, the mean of
+        the norms before clipping. They are exact: do not publish them with a private mean.
+
+    Raises:
+        TypeError: `max_norm` is not a number.
+        ValueError: `max_norm` is not positive and finite.
+
+    Example:
+        >>> import fedpax
+        >>> from fedpax.aggregators import chain, mean
+        >>> aggregator = chain(clip_by_norm(1.0), mean())
+        >>> @fedpax.program(clients=2)
+        ... def average(updates):
+        ...     mean, state, metrics = aggregator.aggregate(aggregator.init(None), updates, None)
+        ...     return mean, metrics
+        >>> clipped_mean, metrics = average(jnp.array([[0.0, 0.5], [0.0, 8.0]]))
+        >>> clipped_mean.tolist()  # the mean of [0, 0.5] and [0, 1]
+        [0.0, 0.75]
+        >>> metrics["clipped_fraction"].item(), metrics["update_norm"].item()
+        (0.5, 4.25)
+
+    Reference:
+        Sun et al., Can You Really Backdoor Federated Learning?, arXiv:1911.07963, section 3 (norm
+        bounding).
+        McMahan et al., Learning Differentially Private Recurrent Language Models,
+        arXiv:1710.06963, section 2 (flat clipping).
+    """
+    check_positive("clip_by_norm", "max_norm", max_norm)
+
+    def transform(inner: Aggregator) -> Aggregator:
+        def aggregate(
+            state: chex.ArrayTree,
+            updates: chex.ArrayTree,
+            weights: Num[Array, " participants"] | None,
+        ) -> tuple[chex.ArrayTree, chex.ArrayTree, dict[str, jax.Array]]:
+            updates, norms = federated_map(lambda u: _clip_in_own_dtype(u, max_norm), updates)
+            metrics = _clipping_metrics(norms, max_norm, present(updates, weights))
+            aggregated, state, reported = inner.aggregate(state, updates, weights)
+            return aggregated, state, metrics | reported
+
+        return Aggregator(inner.init, aggregate)
+
+    return transform
+
+
+class AdaptiveClipState(NamedTuple):
+    """The state of `adaptive_clip`.
+
+    Attributes:
+        max_norm: float32 scalar, the norm of the next round.
+        round: int32 scalar, number of rounds so far. With the seed it determines the noise.
+        aggregator_state: the state of the inner aggregator.
+    """
+
+    max_norm: Float[Array, ""]
+    round: Int[Array, ""]
+    aggregator_state: chex.ArrayTree
+
+
+def adaptive_clip(
+    *,
+    initial_norm: float,
+    quantile: float = 0.5,
+    learning_rate: float = 0.2,
+    count_stddev: float = 0.0,
+    seed: int = 0,
+) -> AggregatorTransformation:
+    """Clip updates to a norm that follows a quantile of the participants' norms.
+
+    With quantile gamma, learning rate eta and m present participants, C is updated geometrically
+    after each round:
+
+        b = (sum_i [||u_i|| <= C] + N(0, count_stddev^2)) / m;   C <- C exp(-eta (b - gamma)).
+
+    It moves by a factor of at most exp(eta) per round, without noise. If no participant is present,
+    it does not move. `private_mean(quantile=...)` is the differentially private mean with this
+    clipping.
+
+    Args:
+        initial_norm: C of the first round, above 0. The paper uses 0.1.
+        quantile: gamma, between 0 and 1.
+        learning_rate: eta, at least 0.
+        count_stddev: standard deviation of the noise of the count. Default 0: an exact count.
+        seed: int, seed of that noise.
+
+    Returns:
+        A transformation with state `AdaptiveClipState`. It clips as `clip_by_norm` does and reports
+        the same metrics, and `"max_norm"`, the C of this round.
+
+    Raises:
+        TypeError: an argument is not a number.
+        ValueError: an argument is out of range.
+
+    Example:
+        >>> import fedpax
+        >>> from fedpax.aggregators import chain, mean
+        >>> aggregator = chain(adaptive_clip(initial_norm=1.0, quantile=0.75), mean())
+        >>> @fedpax.program(clients=4)
+        ... def average(state, updates):
+        ...     return aggregator.aggregate(state, updates, None)
+        >>> state = aggregator.init(None)
+        >>> for _ in range(100):
+        ...     _, state, metrics = average(state, jnp.array([2.0, 4.0, 6.0, 8.0]))
+        >>> bool(6.0 <= state.max_norm <= 8.0)  # three of four norms are at most C
+        True
+
+    Reference:
+        Andrew et al., Differentially Private Learning with Adaptive Clipping, arXiv:1905.03871,
+        algorithm 1, with geometric updates.
+    """
+    check_positive("adaptive_clip", "initial_norm", initial_norm)
+    check_quantile("adaptive_clip", quantile)
+    check_at_least("adaptive_clip", "learning_rate", learning_rate, 0.0)
+    check_at_least("adaptive_clip", "count_stddev", count_stddev, 0.0)
+
+    def transform(inner: Aggregator) -> Aggregator:
+        def init(params: chex.ArrayTree) -> AdaptiveClipState:
+            return AdaptiveClipState(jnp.float32(initial_norm), jnp.int32(0), inner.init(params))
+
+        def aggregate(
+            state: AdaptiveClipState,
+            updates: chex.ArrayTree,
+            weights: Num[Array, " participants"] | None,
+        ) -> tuple[chex.ArrayTree, AdaptiveClipState, dict[str, jax.Array]]:
+            norm = state.max_norm
+            updates, norms = federated_map(lambda u: _clip_in_own_dtype(u, norm), updates)
+            taken = present(updates, weights)
+            below = federated_map(lambda norm_i, here: here & (norm_i <= norm), norms, taken)
+            counted, total = federated_sum((below, taken))
+            key = round_key(seed, "quantile", state.round)
+            fraction = (counted + count_stddev * jax.random.normal(key)) / jnp.maximum(total, 1)
+            adapted = adapt_norm(norm, fraction, quantile, learning_rate)
+            metrics = _clipping_metrics(norms, norm, taken) | {"max_norm": norm}
+            aggregated, inner_state, reported = inner.aggregate(
+                state.aggregator_state, updates, weights
+            )
+            new_norm = jnp.where(total == 0, norm, adapted)
+            return (
+                aggregated,
+                AdaptiveClipState(new_norm, state.round + 1, inner_state),
+                metrics | reported,
+            )
+
+        return Aggregator(init, aggregate)
+
+    return transform
+
+
+def adapt_norm(
+    norm: Float[Array, ""], fraction: Float[Array, ""], quantile: float, learning_rate: float
+) -> Float[Array, ""]:
+    """Update a clipping norm geometrically, given the fraction of norms that are at most it."""
+    return norm * jnp.exp(-learning_rate * (fraction - quantile))
+
+
+def clip_update(
+    update: chex.ArrayTree, max_norm: float | Float[Array, ""]
+) -> tuple[chex.ArrayTree, Float[Array, ""]]:
+    """Clip one participant's update, and return it in float32 with its norm before clipping."""
+    wide = jax.tree.map(lambda u: u.astype(jnp.float32), update)
+    norm = jnp.asarray(optax.tree.norm(wide), jnp.float32)
+    scale = jnp.minimum(1.0, max_norm / jnp.where(norm > 0, norm, 1.0))
+    clipped = jax.tree.map(lambda u: jnp.where(jnp.isfinite(norm), scale * u, 0.0), wide)
+    return clipped, norm
+
+
+def _clip_in_own_dtype(
+    update: chex.ArrayTree, max_norm: float | Float[Array, ""]
+) -> tuple[chex.ArrayTree, Float[Array, ""]]:
+    clipped, norm = clip_update(update, max_norm)
+    return jax.tree.map(lambda c, u: c.astype(u.dtype), clipped, update), norm
+
+
+def _clipping_metrics(
+    norms: Float[Array, " participants"],
+    max_norm: float | Float[Array, ""],
+    taken: Bool[Array, " participants"],
+) -> dict[str, jax.Array]:
+    # A NaN norm counts as clipped.
+    clipped = federated_map(lambda norm: (~(norm <= max_norm)).astype(jnp.float32), norms)
+    own = {"clipped_fraction": clipped, "update_norm": norms}
+    own = federated_map(
+        lambda values, here: jax.tree.map(lambda v: jnp.where(here, v, 0.0), values), own, taken
+    )
+    return federated_mean(own, taken)
+
+
+def check_positive(function: str, argument: str, value: float) -> None:
+    """Check that an argument is a positive finite number.
+
+    Raises:
+        TypeError: it is not a number.
+        ValueError: it is not positive, or not finite.
+    """
+    check_at_least(function, argument, value, 0.0)
+    if value == 0:
+        raise ValueError(f"{function}(): {argument} is 0, expected a positive number.")
+
+
+def check_quantile(function: str, quantile: float) -> None:
+    """Check that a quantile is between 0 and 1.
+
+    Raises:
+        TypeError: it is not a number.
+        ValueError: it is not between 0 and 1.
+    """
+    check_at_least(function, "quantile", quantile, 0.0)
+    if quantile > 1:
+        raise ValueError(
+            f"{function}(): quantile is {quantile}, expected 0 to 1. The median is 0.5."
+        )

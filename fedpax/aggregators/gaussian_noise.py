@@ -1,0 +1,173 @@
+"""Gaussian noise, on the server or on each participant."""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, Num
+
+from fedpax.aggregators.aggregator import Aggregator
+from fedpax.aggregators.chain import AggregatorTransformation
+from fedpax.aggregators.presence import num_participants
+from fedpax.primitives import federated_map
+
+
+class NoiseState(NamedTuple):
+    """The state of `add_noise` and `add_local_noise`.
+
+    Attributes:
+        round: int32 scalar, number of rounds so far. With the seed it determines the noise.
+        aggregator_state: the state of the inner aggregator.
+    """
+
+    round: Int[Array, ""]
+    aggregator_state: chex.ArrayTree
+
+
+def add_noise(stddev: float, *, seed: int) -> AggregatorTransformation:
+    """Add Gaussian noise to the aggregate, on the server: `aggregate + N(0, stddev^2 I)`.
+
+    The noise is fresh in each round. It depends on the seed, the round and the leaf only, so it is
+    the same on every mesh. For differential privacy use `private_mean`, which fits the noise to the
+    sensitivity of the sum.
+
+    Args:
+        stddev: standard deviation of the noise of each coordinate, in the units of the update.
+        seed: int, seed of the noise. Choose another one for every other source of noise.
+
+    Returns:
+        A transformation with state `NoiseState`. Noise is added in float32, and the result has the
+        dtype of the inner aggregate.
+
+    Raises:
+        ValueError: `stddev` is negative or not finite.
+
+    Example:
+        >>> import fedpax
+        >>> from fedpax.aggregators import chain, mean
+        >>> aggregator = chain(add_noise(0.5, seed=0), mean())
+        >>> @fedpax.program(clients=4)
+        ... def average(updates):
+        ...     return aggregator.aggregate(aggregator.init(None), updates, None)[0]
+        >>> noise = average(jnp.zeros((4, 10_000)))
+        >>> round(noise.std().item(), 1)
+        0.5
+    """
+    check_at_least("add_noise", "stddev", stddev, 0.0)
+
+    def transform(inner: Aggregator) -> Aggregator:
+        def aggregate(
+            state: NoiseState, updates: chex.ArrayTree, weights: Num[Array, " participants"] | None
+        ) -> tuple[chex.ArrayTree, NoiseState, dict[str, jax.Array]]:
+            aggregated, inner_state, metrics = inner.aggregate(
+                state.aggregator_state, updates, weights
+            )
+            noisy = perturb(round_key(seed, "add_noise", state.round), aggregated, stddev)
+            return noisy, NoiseState(state.round + 1, inner_state), metrics
+
+        return Aggregator(_init(inner), aggregate)
+
+    return transform
+
+
+def add_local_noise(stddev: float, *, seed: int) -> AggregatorTransformation:
+    """Add independent Gaussian noise to each participant's update: `u_i + N(0, stddev^2 I)`.
+
+    After `clip_by_norm(C)` it is the Gaussian mechanism of local differential privacy: any two
+    updates of a participant are at most 2 C apart. In the mean of n participants the noise has
+    standard deviation `stddev / sqrt(n)`. So `stddev = noise_multiplier * C / sqrt(n)`, which
+    protects a participant only if nobody sees its update alone, gives the mean the noise of
+    `private_mean`. If k of n participants drop out, their share of the noise is missing.
+
+    Args:
+        stddev: standard deviation of the noise of each coordinate, in the units of the update.
+        seed: int, seed of the noise. Choose another one for every other source of noise.
+
+    Returns:
+        A transformation with state `NoiseState`. Noise is added in float32, and the result has the
+        dtype of the update. It is the same on every mesh and for every `chunk_size`.
+
+    Raises:
+        ValueError: `stddev` is negative or not finite.
+
+    Example:
+        >>> import fedpax
+        >>> from fedpax.aggregators import chain, clip_by_norm, mean
+        >>> aggregator = chain(clip_by_norm(1.0), add_local_noise(0.5, seed=0), mean())
+        >>> @fedpax.program(clients=4)
+        ... def average(updates):
+        ...     return aggregator.aggregate(aggregator.init(None), updates, None)[0]
+        >>> noise = average(jnp.zeros((4, 10_000)))
+        >>> round(noise.std().item(), 2)  # 0.5 / sqrt(4)
+        0.25
+    """
+    check_at_least("add_local_noise", "stddev", stddev, 0.0)
+
+    def transform(inner: Aggregator) -> Aggregator:
+        def aggregate(
+            state: NoiseState, updates: chex.ArrayTree, weights: Num[Array, " participants"] | None
+        ) -> tuple[chex.ArrayTree, NoiseState, dict[str, jax.Array]]:
+            key = round_key(seed, "add_local_noise", state.round)
+
+            def perturb_own(update: chex.ArrayTree, index: Int[Array, ""]) -> chex.ArrayTree:
+                return perturb(jax.random.fold_in(key, index), update, stddev)
+
+            updates = federated_map(perturb_own, updates, jnp.arange(num_participants(updates)))
+            aggregated, inner_state, metrics = inner.aggregate(
+                state.aggregator_state, updates, weights
+            )
+            return aggregated, NoiseState(state.round + 1, inner_state), metrics
+
+        return Aggregator(_init(inner), aggregate)
+
+    return transform
+
+
+def _init(inner: Aggregator) -> Callable[[chex.ArrayTree], NoiseState]:
+    return lambda params: NoiseState(jnp.int32(0), inner.init(params))
+
+
+PURPOSES = ("add_noise", "add_local_noise", "private_mean", "quantile", "masks", "skellam")
+"""The sources of randomness of this package: each draws from keys of its own for every seed."""
+
+
+def round_key(seed: int, purpose: str, round_number: Int[Array, ""]) -> jax.Array:
+    """Return the key of a source of randomness for a round."""
+    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), PURPOSES.index(purpose))
+    return jax.random.fold_in(key, round_number)
+
+
+def perturb(key: jax.Array, tree: chex.ArrayTree, stddev: float | jax.Array) -> chex.ArrayTree:
+    """Add independent `N(0, stddev^2)` noise to each coordinate of a pytree."""
+    leaves, structure = jax.tree.flatten(tree)
+    noisy = []
+    for i, leaf in enumerate(leaves):
+        noise = jax.random.normal(
+            jax.random.fold_in(key, i), leaf.shape, jnp.float32, out_sharding=known_sharding(leaf)
+        )
+        noisy.append((leaf.astype(jnp.float32) + stddev * noise).astype(leaf.dtype))
+    return jax.tree.unflatten(structure, noisy)
+
+
+def known_sharding(leaf: jax.Array) -> jax.sharding.NamedSharding | None:
+    """Return the sharding in an array's type, which explicit mesh axes have; else None."""
+    sharding = jax.typeof(leaf).sharding
+    return sharding if any(entry is not None for entry in sharding.spec) else None
+
+
+def check_at_least(function: str, argument: str, value: float, least: float) -> None:
+    """Check that an argument is a finite number of at least `least`.
+
+    Raises:
+        TypeError: it is not a number.
+        ValueError: it is smaller, or not finite.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{function}(): {argument} is {value!r}, expected a number.")
+    if not (least <= value and math.isfinite(value)):
+        raise ValueError(
+            f"{function}(): {argument} is {value}, expected a finite number of at least {least}."
+        )

@@ -1,0 +1,49 @@
+"""Weights of 0, which mark absent participants."""
+
+import chex
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Num
+
+from fedpax.primitives import federated_map
+
+
+def num_participants(updates: chex.ArrayTree) -> int:
+    """Return the number of participants of placed updates; 0 for a pytree without leaves."""
+    leaves = jax.tree.leaves(updates)
+    return leaves[0].shape[0] if leaves else 0
+
+
+def present(
+    updates: chex.ArrayTree, weights: Num[Array, " participants"] | None
+) -> Bool[Array, " participants"]:
+    """Return which participants take part: those of another weight than 0. Inside a program.
+
+    Args:
+        updates: placed pytree.
+        weights: the weights. Default None: everybody takes part.
+
+    Returns:
+        bool `[participants]`.
+    """
+    if weights is None:
+        return jnp.ones(num_participants(updates), bool)
+    return federated_map(lambda weight: weight != 0, weights)
+
+
+def select(
+    taken: Bool[Array, ""], update: chex.ArrayTree, dtype: jax.typing.DTypeLike | None = None
+) -> chex.ArrayTree:
+    """Return one participant's update, or zeros where it is not taken, even for NaN and infinity.
+
+    Args:
+        taken: whether to take the update.
+        update: the update of one participant.
+        dtype: dtype of the result. Default None: that of the update.
+
+    Returns:
+        A pytree of the structure of `update`.
+    """
+    return jax.tree.map(
+        lambda u: jnp.where(taken, u, jnp.zeros_like(u)).astype(dtype or u.dtype), update
+    )

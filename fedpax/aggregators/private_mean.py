@@ -1,0 +1,183 @@
+"""The mean of DP-FedAvg: clipped updates, equal weights, and Gaussian noise on the server."""
+
+import math
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Num
+
+from fedpax.aggregators.aggregator import Aggregator
+from fedpax.aggregators.clipping import adapt_norm, check_positive, check_quantile, clip_update
+from fedpax.aggregators.gaussian_noise import check_at_least, perturb, round_key
+from fedpax.aggregators.presence import num_participants, present
+from fedpax.primitives import federated_map, federated_sum
+
+
+class PrivateMeanState(NamedTuple):
+    """The state of `private_mean`.
+
+    Attributes:
+        round: int32 scalar, number of rounds so far. With the seed it determines the noise.
+        max_norm: float32 scalar, the clipping norm C of the next round.
+    """
+
+    round: Int[Array, ""]
+    max_norm: Float[Array, ""]
+
+
+def private_mean(
+    *,
+    max_norm: float,
+    noise_multiplier: float,
+    seed: int,
+    expected_participants: float | None = None,
+    quantile: float | None = None,
+    learning_rate: float = 0.2,
+    count_stddev: float | None = None,
+) -> Aggregator:
+    """Average updates with central differential privacy for participants, as DP-FedAvg does.
+
+    With clipping norm C, noise multiplier z and m expected participants:
+
+        mean = (sum_i u_i min(1, C / ||u_i||) + N(0, (z C)^2 I)) / m.
+
+    Adding or removing one participant changes the sum by at most C. Therefore every present
+    participant weighs 1, whatever its number of examples, and m is fixed: it does not depend on
+    who is present. `privacy_spent` and `noise_multiplier_for` relate z to epsilon.
+
+    With `quantile` gamma, C follows this quantile of the norms. A second noisy sum counts the norms
+    that are at most C, each as 1/2 and every other one as -1/2:
+
+        b = 1/2 + (sum_i ([||u_i|| <= C] - 1/2) + N(0, s^2)) / m;  C <- C exp(-eta (b - gamma)).
+
+    The privacy of both sums together is that of one sum with noise multiplier z. For this, the
+    noise of the updates is increased to `z' C` with `z' = (z^-2 - (2 s)^-2)^(-1/2)`.
+
+    The guarantee covers the aggregate and the metrics of this aggregator. It does not cover other
+    metrics of the round, such as `"loss"`, which are averaged without noise. The noise comes from
+    JAX's pseudo-random generator with a known seed: use it for simulation.
+
+    Args:
+        max_norm: C, above 0; with `quantile`, its initial value.
+        noise_multiplier: z, at least 0.
+        seed: int, seed of the noise. Choose another one for every other source of noise.
+        expected_participants: m. Default None: the placement's size, right for a cohort of fixed
+            size. With Poisson sampling from a population of N: `sampling_probability * N`, and a
+            placement large enough for every cohort, whose empty slots have weight 0.
+        quantile: gamma, between 0 and 1. Default None: keep C. The paper uses 0.5.
+        learning_rate: eta, at least 0.
+        count_stddev: s, above `noise_multiplier / 2`. Default None: m / 20, as in the paper.
+
+    Returns:
+        An aggregator with state `PrivateMeanState`. Weights only tell who is present: not 0. Sums
+        and noise are float32, and the result has the dtype of the updates. An update whose norm is
+        infinite or NaN counts as 0. The noise is the same on every mesh. Metrics: `"max_norm"`, C,
+        and `"noise_stddev"`, the standard deviation of each coordinate of the mean.
+
+    Raises:
+        TypeError: an argument is not a number.
+        ValueError: an argument is out of range; `count_stddev` is given without `quantile`, or the
+            noise of the count alone spends more privacy than `noise_multiplier` allows. The default
+            of `count_stddev` is checked when the program is traced.
+
+    Example:
+        >>> import fedpax
+        >>> aggregator = private_mean(max_norm=1.0, noise_multiplier=0.5, seed=0)
+        >>> @fedpax.program(clients=10)
+        ... def average(state, updates):
+        ...     return aggregator.aggregate(state, updates, None)
+        >>> updates = jax.random.normal(jax.random.key(1), (10, 1000))
+        >>> mean, state, metrics = average(aggregator.init(None), updates)
+        >>> f"{metrics['noise_stddev']:.3f}", f"{mean.std():.2f}"  # 0.5 / 10
+        ('0.050', '0.05')
+
+    Reference:
+        McMahan et al., Learning Differentially Private Recurrent Language Models,
+        arXiv:1710.06963, algorithm 1: the fixed-denominator estimator with all weights 1.
+        Andrew et al., Differentially Private Learning with Adaptive Clipping, arXiv:1905.03871,
+        algorithm 1 and theorem 1.
+    """
+    name = "private_mean"
+    check_positive(name, "max_norm", max_norm)
+    check_at_least(name, "noise_multiplier", noise_multiplier, 0.0)
+    check_at_least(name, "learning_rate", learning_rate, 0.0)
+    if expected_participants is not None:
+        check_positive(name, "expected_participants", expected_participants)
+    if quantile is not None:
+        check_quantile(name, quantile)
+    if count_stddev is not None:
+        check_at_least(name, "count_stddev", count_stddev, 0.0)
+        if quantile is None:
+            raise ValueError(
+                f"{name}(): count_stddev is {count_stddev}, but quantile is None, so nothing is "
+                "counted. Pass quantile=0.5, or leave count_stddev out."
+            )
+        split_noise(noise_multiplier, count_stddev)
+
+    def init(params: chex.ArrayTree) -> PrivateMeanState:
+        return PrivateMeanState(jnp.int32(0), jnp.float32(max_norm))
+
+    def aggregate(
+        state: PrivateMeanState,
+        updates: chex.ArrayTree,
+        weights: Num[Array, " participants"] | None,
+    ) -> tuple[chex.ArrayTree, PrivateMeanState, dict[str, jax.Array]]:
+        expected = expected_participants or num_participants(updates)
+        norm, multiplier = state.max_norm, noise_multiplier
+
+        def bound(update: chex.ArrayTree, here: jax.Array) -> tuple[chex.ArrayTree, jax.Array]:
+            clipped, own_norm = clip_update(update, norm)
+            clipped = jax.tree.map(lambda c: jnp.where(here, c, 0.0), clipped)
+            return clipped, jnp.where(here, jnp.where(own_norm <= norm, 0.5, -0.5), 0.0)
+
+        total, count = federated_sum(federated_map(bound, updates, present(updates, weights)))
+        new_norm = norm
+        if quantile is not None:
+            stddev = expected / 20 if count_stddev is None else count_stddev
+            multiplier = split_noise(noise_multiplier, stddev)
+            key = round_key(seed, "quantile", state.round)
+            fraction = 0.5 + (count + stddev * jax.random.normal(key)) / expected
+            new_norm = adapt_norm(norm, fraction, quantile, learning_rate)
+        noisy = perturb(round_key(seed, name, state.round), total, multiplier * norm)
+        mean = jax.tree.map(lambda t, u: (t / expected).astype(u.dtype), noisy, updates)
+        metrics = {"max_norm": norm, "noise_stddev": multiplier * norm / expected}
+        return mean, PrivateMeanState(state.round + 1, new_norm), metrics
+
+    return Aggregator(init, aggregate)
+
+
+def split_noise(noise_multiplier: float, count_stddev: float) -> float:
+    """Return the noise multiplier of the updates that leaves room for the noisy count.
+
+    The count has sensitivity 1/2, so that `1 / z^2 = 1 / z'^2 + 1 / (2 s)^2` for the noise
+    multiplier z of both sums together.
+
+    Args:
+        noise_multiplier: z.
+        count_stddev: s.
+
+    Returns:
+        z'.
+
+    Raises:
+        ValueError: `2 s <= z`: the count alone needs more noise.
+
+    Example:
+        >>> round(split_noise(noise_multiplier=1.0, count_stddev=5.0), 4)
+        1.005
+
+    Reference:
+        Andrew et al., Differentially Private Learning with Adaptive Clipping, arXiv:1905.03871,
+        theorem 1.
+    """
+    if noise_multiplier == 0:
+        return 0.0
+    if 2 * count_stddev <= noise_multiplier:
+        raise ValueError(
+            f"private_mean(): count_stddev is {count_stddev}, expected more than noise_multiplier "
+            f"/ 2 = {noise_multiplier / 2}: the count alone would spend the privacy budget. Pass a "
+            "larger count_stddev."
+        )
+    return 1 / math.sqrt(noise_multiplier**-2 - (2 * count_stddev) ** -2)

@@ -17,6 +17,7 @@ TINY_TRANSFORMER = (
     "--model.num_heads=2",
     "--model.num_kv_heads=1",
     "--model.mlp_dim=52",
+    "--model.scale_embeddings=False",
     "--data.seq_len=16",
     "--data.heldout_tokens=1024",
 )

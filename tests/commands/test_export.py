@@ -1,0 +1,144 @@
+"""Tests of `fedpax export`."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from conftest import Command
+
+from fedpax.data import train_tokenizer
+from fedpax.models import huggingface
+from fedpax.models.huggingface.config import differing_fields
+from fedpax.training.checkpoint import load_params
+from fedpax.training.configuration import read_configuration
+from fedpax.training.job_dir import JobDirLock
+
+
+def assert_same_bits(tree: Any, other: Any) -> None:
+    assert jax.tree.structure(tree) == jax.tree.structure(other)
+    for one, two in zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True):
+        assert (one.dtype, np.asarray(one).tobytes()) == (two.dtype, np.asarray(two).tobytes())
+
+
+def test_the_exported_model_is_the_trained_one_bit_by_bit(
+    command: Command, text: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "models" / "exported"
+    status, output, errors = command("export", f"--job_log_dir={text}", f"--out={out}")
+    assert status == 0 and "exporting round 2" in errors
+    assert output.endswith(f"parameters in {out}: config.json, model.safetensors\n")
+    config, params = huggingface.load(out)
+    _, experiment = read_configuration(text)
+    assert differing_fields(config, experiment.model) == []
+    assert_same_bits(params, load_params(text))
+    assert [path.name for path in out.parent.iterdir()] == ["exported"]  # no draft is left
+
+    status, output, errors = command("export", f"--job_log_dir={text}", f"--out={out}")
+    assert (status, output) == (2, "")
+    assert "has files, expected a new or an empty folder. Give another --out" in errors
+
+
+def test_a_model_can_be_exported_while_it_trains_and_cast(
+    command: Command, text: Path, tmp_path: Path
+) -> None:
+    with JobDirLock(text):
+        status, _, _ = command(
+            "export", f"--job_log_dir={text}", f"--out={tmp_path}/new", "--dtype=bfloat16"
+        )
+    _, params = huggingface.load(tmp_path / "new")
+    assert status == 0
+    assert_same_bits(params, jax.tree.map(lambda x: x.astype(jnp.bfloat16), load_params(text)))
+
+
+def test_the_tokenizer_and_the_files_beside_it_are_exported(
+    command: Command, text: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("tokenizers")
+    path = tmp_path / "original" / "tokenizer.json"
+    path.parent.mkdir()
+    train_tokenizer(["to be or not"], vocab_size=257, path=path)
+    (path.parent / "tokenizer_config.json").write_text("{}")
+    status, output, _ = command(
+        "export", f"--job_log_dir={text}", f"--out={tmp_path}/new", f"--data.tokenizer={path}"
+    )
+    assert status == 0
+    assert "config.json, model.safetensors, tokenizer.json, tokenizer_config.json" in output
+    assert (tmp_path / "new" / "tokenizer.json").read_bytes() == path.read_bytes()
+
+
+def test_any_model_can_be_exported_as_a_checkpoint_of_its_own(
+    command: Command, regression: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()  # an empty folder is as good as none
+    arguments = ("export", f"--job_log_dir={regression}", f"--out={out}")
+    status, output, errors = command(*arguments)
+    assert (status, output) == (2, "")
+    assert "a Regression, expected a transformer for --format=huggingface" in errors
+    assert "--format=orbax writes the parameters of any model" in errors
+    status, output, _ = command(*arguments, "--format=orbax", "--round=2")
+    assert status == 0 and output.endswith("config.json, params\n")
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(out / "params")
+    assert_same_bits(restored, load_params(regression, 2))
+    assert read_configuration(out) == read_configuration(regression)
+
+
+def test_a_model_without_a_hugging_face_form_is_refused_with_the_reason(
+    command: Command, text: Path, tmp_path: Path
+) -> None:
+    arguments = (f"--job_log_dir={text}", f"--out={tmp_path}/new", "--model.scale_embeddings=True")
+    status, output, errors = command("export", *arguments)
+    assert (status, output) == (2, "")
+    assert "scale_embeddings=True: no supported Hugging Face family" in errors
+    assert "Only scale_embeddings=False can be saved. Train with this value" in errors
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "--job_log_dir is missing, expected a folder"),
+        (("--job_log_dir=nowhere",), "--job_log_dir=nowhere does not exist"),
+        (("--job_log_dir=.",), "--job_log_dir=. holds no run, expected a folder with config.json"),
+        (("--job_log_dir=.", "--format=onnx"), "--format"),
+    ],
+)
+def test_folders_that_are_refused(command: Command, arguments: Any, words: str) -> None:
+    status, output, errors = command("export", *arguments)
+    assert (status, output) == (2, "") and words in errors
+
+
+def test_a_missing_out_and_a_file_in_its_place_are_refused(
+    command: Command, text: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    for arguments, words in (
+        ((), "--out is missing, expected a new folder. Give for example --out=exported"),
+        ((f"--out={tmp_path}/file",), "is a file, expected a new or an empty folder"),
+    ):
+        status, _, errors = command("export", f"--job_log_dir={text}", *arguments)
+        assert status == 2 and words in errors
+
+
+def test_a_damaged_run_is_refused_and_leaves_nothing(
+    command: Command, text: Path, tmp_path: Path
+) -> None:
+    out = f"--out={tmp_path}/new"
+    largest = max((text / "checkpoints" / "2").rglob("d/*"), key=os.path.getsize)
+    largest.write_bytes(bytes(byte ^ 1 for byte in largest.read_bytes()))
+    status, output, errors = command("export", f"--job_log_dir={text}", out)
+    assert (status, output) == (2, "") and "checkpoint of round 2 is damaged" in errors
+    shutil.rmtree(text / "checkpoints")
+    status, _, errors = command("export", f"--job_log_dir={text}", out)
+    assert status == 2 and "has no complete checkpoint" in errors
+    (text / "config.json").write_text('{"version": 1, "exp"')
+    status, _, errors = command("export", f"--job_log_dir={text}", out)
+    assert status == 2 and "config.json cannot be read" in errors
+    assert not list(tmp_path.glob("*new*"))

@@ -6,12 +6,14 @@
   `DirichletClients` generates clients, and `ClientSampler` samples the clients of each round.
 - Rounds: `cohort_rounds`, `example_rounds` (labeled images) and `token_rounds` (text) are endless
   streams that yield one `fedpax.Cohort` per round. A stream's position can be saved and restored,
-  so that a resumed run sees the batches of an uninterrupted one.
+  so that a resumed run sees the batches of an uninterrupted one. `unreliable_rounds` adds clients
+  that drop out and rounds with a deadline.
 - Evaluation: `read_examples` and `example_batches` (labeled images) and `heldout_token_batches`
   (text) return finite data.
 - Text: `load_tokenizer` and `train_tokenizer`; `pack` makes rows of equal length from documents.
 """
 
+from fedpax.data.populations.availability import DailyAvailability, RecordedAvailability
 from fedpax.data.populations.client_sampler import ClientSampler
 from fedpax.data.populations.label_skew import (
     partition_by_shards,
@@ -35,6 +37,7 @@ from fedpax.data.rounds.labeled_examples import example_batches, read_examples
 from fedpax.data.rounds.scheduling import balanced_order, idle_fraction
 from fedpax.data.rounds.stream import LazyStream
 from fedpax.data.rounds.token_rounds import TokenRounds, token_round_shapes, token_rounds
+from fedpax.data.rounds.unreliable import RoundOutcome, UnreliableRounds, unreliable_rounds
 from fedpax.data.sources.source import Source, load
 from fedpax.data.text.byte_tokenizer import SEPARATOR, VOCAB_SIZE, decode, encode
 from fedpax.data.text.packing import pack
@@ -51,14 +54,18 @@ __all__ = [
     "VOCAB_SIZE",
     "ClientSampler",
     "CohortRounds",
+    "DailyAvailability",
     "DirichletClients",
     "ExampleRounds",
     "LazyStream",
     "Partition",
     "PartitionStatistics",
+    "RecordedAvailability",
+    "RoundOutcome",
     "Source",
     "TokenRounds",
     "Tokenizer",
+    "UnreliableRounds",
     "balanced_order",
     "cohort_rounds",
     "decode",
@@ -83,4 +90,5 @@ __all__ = [
     "token_round_shapes",
     "token_rounds",
     "train_tokenizer",
+    "unreliable_rounds",
 ]

@@ -130,7 +130,8 @@ def agnostic(
         ascent, present = federated_sum((ascent, is_present))
         rate = mixture_learning_rate * population_size / jnp.maximum(present, 1)
         state, metrics = server.step(state, pseudo_gradients, metrics, weights)
-        return state._replace(mixture=project_to_simplex(mixture + rate * ascent)), metrics
+        ascended = project_to_simplex(mixture + rate * ascent)
+        return state._replace(mixture=jnp.where(present > 0, ascended, mixture)), metrics
 
     return FederatedAlgorithm(init, agnostic_round)
 

@@ -136,9 +136,10 @@ def feddyn(
         )
         weights = participant_weights(cohort)
         mean, state, reported = server.aggregate(state, pseudo_gradients, weights)
-        fraction = federated_sum(takes_part) / population_size
-        drift = optax.tree.add(state.drift, scale(alpha * fraction, mean))
-        inverse = jnp.where(alpha > 0, 1 / jnp.where(alpha > 0, alpha, 1), 0)
+        present = federated_sum(takes_part)
+        drift = optax.tree.add(state.drift, scale(alpha * present / population_size, mean))
+        is_drawn = (alpha > 0) & (present > 0)  # a round without a client moves nothing
+        inverse = jnp.where(is_drawn, 1 / jnp.where(alpha > 0, alpha, 1), 0)
         state = server.descend(state, optax.tree.add(mean, scale(inverse, drift)))
         return state._replace(
             drift=drift,

@@ -1,119 +1,39 @@
 """Every method with settings for the tests, and the small random problem that they train on.
 
-A new method joins `METHODS` and so has to pass the whole suite.
+A new method joins `METHODS` and so has to pass the whole suite. The methods in `OFTEN` stand for
+the others in the quick tests: `every_method` marks the rest as slow.
 """
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy_methods as reference
 import optax
+import pytest
+from federated_method_table import FEDERATED_METHODS
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from method_problem import (
+    PARAMS,
+    PARTICIPANTS,
+    Method,
+    Rates,
+    loss_fn,
+    random_params,
+    random_rounds,
+    random_weights,
+)
+from method_problem import assert_close as assert_close
 
 from fedpax import Cohort
 from fedpax.algorithms import data_parallel, diloco, fedavg, server_adam
 from fedpax.training.algorithm import FederatedAlgorithm
 from fedpax.training.shardings import state_shardings
-
-TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
-
-
-def assert_close(got: Any, want: Any) -> None:
-    """Compare trees to the tolerance."""
-    chex.assert_trees_all_close(got, want, **TOLERANCE)
-
-
-PARTICIPANTS, STEPS, BATCH, FEATURES, HIDDEN, CLASSES = 8, 3, 4, 6, 10, 5
-
-
-def loss_fn(params: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Compute the cross-entropy of softmax(scale * (tanh(x W + b) V)), and two metrics."""
-    params = jax.tree.map(gather, params)
-    hidden = jnp.tanh(batch["x"] @ params["kernel"] + params["bias"])
-    logits = params["scale"] * (hidden @ params["out"])
-    label = jax.nn.one_hot(batch["label"], CLASSES, dtype=logits.dtype)
-    loss = -jnp.mean(jnp.sum(label * jax.nn.log_softmax(logits), axis=-1))
-    return loss, {
-        "confidence": jnp.mean(jnp.max(jax.nn.softmax(logits), axis=-1)),
-        "correct": jnp.sum(jnp.argmax(logits, axis=-1) == batch["label"]),
-    }
-
-
-def gather(leaf: jax.Array) -> jax.Array:
-    """Replicate a parameter whose type says that it is sharded (explicit axes)."""
-    if all(axis is None for axis in jax.typeof(leaf).sharding.spec):
-        return leaf
-    return jax.sharding.reshard(leaf, P(*[None] * leaf.ndim))
-
-
-# Hidden units and features are sharded over fsdp.
-PARAMS = {"kernel": ("fsdp", None), "bias": ("fsdp",), "out": (None, None), "scale": ()}
-
-
-def random_params(seed: int = 0) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng((seed, 0))
-    shapes = {
-        "kernel": (FEATURES, HIDDEN),
-        "bias": (HIDDEN,),
-        "out": (HIDDEN, CLASSES),
-        "scale": (),
-    }
-    params = {name: 0.5 * rng.normal(size=shape) for name, shape in shapes.items()}
-    return {name: np.float32(p) for name, p in (params | {"scale": 1 + params["scale"]}).items()}
-
-
-def random_rounds(
-    rounds: int, participants: int = PARTICIPANTS, steps: int = STEPS, seed: int = 0
-) -> list[dict[str, np.ndarray]]:
-    """Draw batches of several rounds, `[participants, steps, batch, ...]`; participants differ."""
-    rng = np.random.default_rng((seed, 1))
-    shape = (rounds, participants, steps, BATCH)
-    center = rng.normal(size=(1, participants, 1, 1, FEATURES))
-    x = np.float32(rng.normal(size=(*shape, FEATURES)) + center)
-    label = np.int32(rng.integers(CLASSES, size=shape))
-    return [{"x": x[r], "label": label[r]} for r in range(rounds)]
-
-
-def random_weights(rounds: int, participants: int = PARTICIPANTS, seed: int = 0) -> np.ndarray:
-    """Draw numbers of examples, `[rounds, participants]`."""
-    rng = np.random.default_rng((seed, 2))
-    return rng.integers(1, 50, size=(rounds, participants)).astype(np.int32)
-
-
-class Rates(NamedTuple):
-    """The learning rates of a method: of its participants, and of its server if it has one."""
-
-    local: Any
-    server: Any
-
-
-class Method(NamedTuple):
-    """A method with settings, and the reference of the same settings."""
-
-    placement: str
-    rates: Rates
-    build: Callable[[int, Rates], FederatedAlgorithm]
-    refer: Callable[..., list[reference.Round]]  # (params, rounds, weights, rates)
-    weighted: bool = False
-
-    def algorithm(self, participants: int = PARTICIPANTS, rates: Rates | None = None):
-        return self.build(participants, rates or self.rates)
-
-    def cohort(self, batches: Any, weights: Any) -> Cohort:
-        """Make the cohort of a round; weights count where the method's test weighs participants."""
-        return Cohort(batches, np.int32(weights) if self.weighted else None)
-
-    def reference(self, params: Any, rounds: Any, weights: Any, rates: Rates | None = None):
-        rates = rates or self.rates
-        params = {name: np.asarray(p, np.float64) for name, p in params.items()}
-        return self.refer(params, rounds, weights, rates)
 
 
 def _fedavg(rates: Rates, client: Callable, server: Callable | None, refer: tuple) -> Method:
@@ -172,6 +92,18 @@ METHODS = {
         ),
     ),
 }
+
+METHODS |= FEDERATED_METHODS
+
+OFTEN = ("FedAvg", "FedAdam", "DiLoCo", "data parallelism")
+
+
+def mark_slow(names: Iterable[str]) -> list[Any]:
+    """Return names as parameters of a test, those outside `OFTEN` marked as slow."""
+    return [n if n in OFTEN else pytest.param(n, marks=pytest.mark.slow) for n in names]
+
+
+every_method = pytest.mark.parametrize("name", mark_slow(METHODS))
 
 
 # ---- meshes: the placement's axis over 8 devices, or over 4 and fsdp over 2; axes of each type

@@ -171,8 +171,9 @@ def adagrad(rate: float, start: float = 0.1, epsilon: float = 1e-7) -> Optimizer
 
 
 def participant(batches: Tree, i: int) -> list[dict[str, np.ndarray]]:
-    """Return one participant's batches, as a list over its steps."""
-    return [each(lambda b, t=t: b[i, t], batches) for t in range(batches["label"].shape[1])]
+    """Return one participant's batches, as a list over the steps that a mask does not exclude."""
+    steps = [each(lambda b, t=t: b[i, t], batches) for t in range(batches["label"].shape[1])]
+    return [step for step in steps if np.any(step.pop("mask", True))]
 
 
 def train(

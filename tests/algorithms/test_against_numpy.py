@@ -1,8 +1,10 @@
 """Every method equals its NumPy reference on random data: eager and jitted, on every mesh."""
 
+import method_table
 import numpy as np
 import pytest
-from method_table import MESHES, METHODS, TOLERANCE, problem, run_eager, trainer
+from method_problem import TOLERANCE
+from method_table import MESHES, METHODS, every_method, problem, run_eager, trainer
 
 # On one worker, where each method is compiled once for all of these tests.
 pytestmark = pytest.mark.xdist_group("algorithms")
@@ -22,10 +24,18 @@ def check(history: list, expected: list) -> None:
                 np.testing.assert_allclose(got[name], want[name], err_msg=name, **TOLERANCE)
 
 
+def is_quick(name: str, mesh: str) -> bool:
+    return mesh == "none" or (name in method_table.OFTEN and mesh in OFTEN)
+
+
 @pytest.mark.parametrize(
-    "mesh", [m if m in OFTEN else pytest.param(m, marks=pytest.mark.slow) for m in MESHES]
+    ("name", "mesh"),
+    [
+        pytest.param(name, mesh, marks=() if is_quick(name, mesh) else pytest.mark.slow)
+        for name in METHODS
+        for mesh in MESHES
+    ],
 )
-@pytest.mark.parametrize("name", METHODS)
 def test_jitted(name: str, mesh: str):
     check(trainer(name, mesh).run(*problem(ROUNDS)), METHODS[name].reference(*problem(ROUNDS)))
 
@@ -33,6 +43,6 @@ def test_jitted(name: str, mesh: str):
 @pytest.mark.parametrize(
     "mesh", ["8 automatic", *[pytest.param(m, marks=pytest.mark.slow) for m in OFTEN]]
 )
-@pytest.mark.parametrize("name", METHODS)
+@every_method
 def test_eager(name: str, mesh: str):
     check(run_eager(name, mesh, *problem(ROUNDS)), METHODS[name].reference(*problem(ROUNDS)))

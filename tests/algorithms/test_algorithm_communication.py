@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax.sharding import AxisType
+from method_problem import STEPS, loss_fn
 from method_table import (
     METHODS,
-    STEPS,
     fresh_state,
-    loss_fn,
+    mark_slow,
     mesh_of,
     place_batches,
     place_params,
@@ -33,7 +33,13 @@ METRICS = 3
 # Of a model whose kernel and bias are cut over two devices.
 SHARDS = Counter({"f32[3,10]": 1, "f32[5]": 1, "f32[10,5]": 1})
 WHOLE = Counter({"f32[6,10]": 1, "f32[10]": 1, "f32[10,5]": 1})
-AT_THE_END = [name for name in METHODS if name != "data parallelism"]
+# Methods whose participants send one model per round.
+AT_THE_END = (
+    "FedAvg",
+    "FedAdam",
+    "DiLoCo",
+    *["FedProx", "FedNova", "local SGD", "APFL", "Ditto", "Per-FedAvg", "Reptile"],
+)
 
 
 def between(name: str, mesh: str) -> list[Collective]:
@@ -70,7 +76,7 @@ def check_operands(found: list[Collective], name: str, mesh: str) -> None:
         *[pytest.param(f"8 {k}", marks=pytest.mark.slow) for k in ("automatic", "explicit")],
     ],
 )
-@pytest.mark.parametrize("name", AT_THE_END)
+@pytest.mark.parametrize("name", mark_slow(AT_THE_END))
 def test_participants_communicate_once_per_round(name: str, mesh: str):
     found = between(name, mesh)
     assert all(c.executions == 1 and not c.in_loop for c in found)

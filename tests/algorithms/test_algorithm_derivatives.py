@@ -11,19 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from method_table import (
-    MESHES,
-    METHODS,
-    Method,
-    Rates,
-    mesh_of,
-    place,
-    place_params,
-    random_params,
-    random_rounds,
-    random_weights,
-    use,
-)
+from method_problem import Method, Rates, random_params, random_rounds, random_weights
+from method_table import MESHES, METHODS, mesh_of, place, place_params, use
 
 from fedpax import Cohort
 
@@ -59,6 +48,7 @@ def along(params: dict[str, Any], module: Any) -> Any:
 
 def differentiable(method: Method, mesh: Any) -> Callable[[dict[str, Any]], jax.Array]:
     rounds = jax.tree.map(lambda *b: np.stack(b), *random_rounds(ROUNDS, CLIENTS, STEPS))
+    sizes = jnp.asarray(random_weights(ROUNDS, CLIENTS))
     rounds = jax.tree.map(lambda b: place(b, mesh, (None, method.placement, None, "fsdp")), rounds)
 
     def objective(point):
@@ -66,10 +56,12 @@ def differentiable(method: Method, mesh: Any) -> Callable[[dict[str, Any]], jax.
         algorithm = method.algorithm(CLIENTS, rates)
 
         def step(state, given):
-            batches, weights = given
-            return algorithm.round(state, Cohort(batches, weights if method.weighted else None))
+            batches, weights, client_ids = given
+            weights = weights if method.weighted else None
+            client_ids = client_ids if method.keeps_client_state else None
+            return algorithm.round(state, Cohort(batches, weights, client_ids=client_ids))
 
-        given = (rounds, point.get("weights", jnp.zeros(ROUNDS)))
+        given = (rounds, point.get("weights", sizes), sizes - 1)
         state, metrics = jax.lax.scan(step, algorithm.init(params), given)
         return along(state.params, jnp) + metrics["loss"].sum()
 
@@ -81,7 +73,8 @@ def reference(method: Method) -> Callable[[dict[str, Any]], float]:
 
     def objective(point):
         params, rates = split(point)
-        history = method.reference(params, rounds, point.get("weights"), rates)
+        sizes = random_weights(ROUNDS, CLIENTS)
+        history = method.reference(params, rounds, point.get("weights", sizes), rates)
         losses = sum(metrics["loss"] for _, metrics in history)
         return along(history[-1][0], np) + losses
 

@@ -4,11 +4,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import method_problem
 import method_table
 import numpy as np
 import optax
 import pytest
-from method_table import METHODS, assert_close, mesh_of, place_batches, place_params, problem, use
+from method_problem import assert_close
+from method_table import METHODS, every_method, mesh_of, place_batches, place_params, problem, use
 
 from fedpax import Cohort
 from fedpax.algorithms import data_parallel, diloco, fedavg
@@ -136,13 +138,13 @@ def test_random_keys_in_batches_and_nested_trees(name: str, mesh_name: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", METHODS)
+@every_method
 def test_several_models_at_once(name: str):
     """`vmap` over models equals training each model alone."""
     method = METHODS[name]
     algorithm = method.algorithm()
     _, (batches,), (weights,) = problem(1)
-    models = [method_table.random_params(seed) for seed in (0, 1, 2)]
+    models = [method_problem.random_params(seed) for seed in (0, 1, 2)]
 
     def train(params):
         return algorithm.round(algorithm.init(params), method.cohort(batches, weights))

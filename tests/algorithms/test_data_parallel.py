@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from method_table import METHODS, PARTICIPANTS, TOLERANCE, loss_fn, problem, trainer
+from method_problem import PARTICIPANTS, TOLERANCE, loss_fn
+from method_table import METHODS, problem, trainer
 
 from fedpax import Cohort
 from fedpax.algorithms import data_parallel

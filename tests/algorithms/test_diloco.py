@@ -6,20 +6,8 @@ import numpy as np
 import numpy_methods as reference
 import optax
 import pytest
-from method_table import (
-    PARTICIPANTS,
-    STEPS,
-    TOLERANCE,
-    assert_close,
-    fresh_state,
-    loss_fn,
-    mesh_of,
-    place_batches,
-    problem,
-    random_rounds,
-    trainer,
-    use,
-)
+from method_problem import PARTICIPANTS, STEPS, TOLERANCE, assert_close, loss_fn, random_rounds
+from method_table import fresh_state, mesh_of, place_batches, problem, trainer, use
 
 from fedpax import Cohort
 from fedpax.aggregators import quantized_mean

@@ -8,18 +8,8 @@ import numpy as np
 import numpy_methods as reference
 import optax
 import pytest
-from method_table import (
-    BATCH,
-    PARTICIPANTS,
-    STEPS,
-    assert_close,
-    loss_fn,
-    mesh_of,
-    place_batches,
-    place_params,
-    problem,
-    use,
-)
+from method_problem import BATCH, PARTICIPANTS, STEPS, assert_close, loss_fn
+from method_table import mesh_of, place_batches, place_params, problem, use
 
 from fedpax import Cohort
 from fedpax.algorithms import fedavg, local_steps

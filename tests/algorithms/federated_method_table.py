@@ -1,0 +1,177 @@
+"""The federated methods beside FedAvg, with settings and references."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy_federated_methods as reference
+import numpy_methods
+import optax
+from method_problem import POPULATION, Method, Rates, loss_fn
+
+from fedpax.algorithms import (
+    FedAcRates,
+    agnostic,
+    apfl,
+    ditto,
+    fedac,
+    feddyn,
+    fednova,
+    fedprox,
+    hypcluster,
+    local_sgd,
+    mime,
+    mime_lite,
+    per_fedavg,
+    reptile,
+    scaffold,
+)
+from fedpax.training.algorithm import FederatedAlgorithm
+
+RATE = 0.2
+
+
+def _method(
+    algorithm: Callable[..., FederatedAlgorithm],
+    refer: Callable[..., Any],
+    *,
+    server: float | None = None,
+    client: Callable[[Any], optax.GradientTransformation] = optax.sgd,
+    **settings: Any,
+) -> Method:
+    """Make a method of clients without state, weighted; `refer` takes the rates last."""
+    return Method(
+        "clients",
+        Rates(RATE, server),
+        lambda clients, r: algorithm(
+            loss_fn, cohort_size=clients, client_optimizer=client(r.local), **settings
+        ),
+        lambda x, rounds, n, r: refer(x, rounds, n, r.local),
+        weighted=True,
+    )
+
+
+def _stateful(
+    algorithm: Callable[..., FederatedAlgorithm], refer: Callable[..., Any], **settings: Any
+) -> Method:
+    """Make a method whose clients keep state, in uniform means."""
+    method = _method(algorithm, refer, population_size=POPULATION, **settings)
+    return method._replace(weighted=False, keeps_client_state=True)
+
+
+def _scaffold(option: str) -> Method:
+    return Method(
+        "clients",
+        Rates(RATE, 0.5),
+        lambda clients, r: scaffold(
+            loss_fn,
+            cohort_size=clients,
+            population_size=POPULATION,
+            client_optimizer=optax.sgd(r.local),
+            server_optimizer=optax.sgd(r.server),
+            option=option,
+        ),
+        lambda x, rounds, n, r: reference.scaffold(x, rounds, n, r.local, r.server, option),
+        keeps_client_state=True,
+    )
+
+
+def other_model(params: Any) -> Any:
+    """Return the start of HypCluster's second model."""
+    return {**params, "out": params["out"][:, ::-1]}
+
+
+def _hypcluster(loss: Any, **settings: Any) -> FederatedAlgorithm:
+    algorithm = hypcluster(loss, num_clusters=2, **settings)
+
+    def init(params: Any) -> Any:
+        pair = params, other_model(params)
+        return algorithm.init(jax.tree.map(lambda *p: jnp.stack(p), *pair))
+
+    return FederatedAlgorithm(init, algorithm.round)
+
+
+FEDERATED_METHODS = {
+    "FedProx": _method(
+        fedprox, lambda x, rounds, n, rate: reference.fedprox(x, rounds, n, rate, 0.7), mu=0.7
+    ),
+    "SCAFFOLD I": _scaffold("I"),
+    "SCAFFOLD": _scaffold("II"),
+    "FedNova": _method(
+        fednova,
+        lambda x, rounds, n, rate: reference.fednova(
+            x,
+            rounds,
+            n,
+            numpy_methods.momentum(rate, 0.6),
+            reference.momentum_length(rate, 0.6),
+        ),
+        client=lambda rate: optax.sgd(rate, momentum=0.6),
+    ),
+    "FedDyn": _stateful(
+        feddyn, lambda x, rounds, n, rate: reference.feddyn(x, rounds, n, rate, 0.3), alpha=0.3
+    ),
+    "Mime": _method(
+        mime,
+        lambda x, rounds, n, rate: reference.mime(x, rounds, n, rate, 0.6, is_corrected=True),
+        client=lambda rate: optax.sgd(rate, momentum=0.6),
+    ),
+    "MimeLite": _method(
+        mime_lite,
+        lambda x, rounds, n, rate: reference.mime(x, rounds, n, rate, 0.6, is_corrected=False),
+        client=lambda rate: optax.sgd(rate, momentum=0.6),
+    ),
+    "FedAc": Method(
+        "clients",
+        Rates(RATE, 0.4),
+        lambda clients, r: fedac(
+            loss_fn, cohort_size=clients, rates=FedAcRates(r.local, r.server, 2.5, 3.5)
+        ),
+        lambda x, rounds, n, r: reference.fedac(x, rounds, n, r.local, r.server, 2.5, 3.5),
+        weighted=True,
+    ),
+    "local SGD": Method(
+        "islands",
+        Rates(RATE, None),
+        lambda islands, r: local_sgd(loss_fn, islands=islands, optimizer=optax.sgd(r.local)),
+        lambda x, rounds, n, r: reference.fedprox(x, rounds, np.ones_like(n), r.local, 0.0),
+    ),
+    "agnostic": _stateful(
+        agnostic,
+        lambda x, rounds, n, rate: reference.agnostic(x, rounds, n, rate, 0.004),
+        mixture_learning_rate=0.004,
+    ),
+    "APFL": _stateful(
+        apfl,
+        lambda x, rounds, n, rate: reference.apfl(x, rounds, n, rate, 0.4, 0.5),
+        mixing=0.4,
+        mixing_learning_rate=0.5,
+    ),
+    "Ditto": _stateful(
+        ditto, lambda x, rounds, n, rate: reference.ditto(x, rounds, n, rate, 0.3), lam=0.3
+    ),
+    "HypCluster": _method(
+        _hypcluster,
+        lambda x, rounds, n, rate: reference.hypcluster((x, other_model(x)), rounds, n, rate),
+    ),
+    "Per-FedAvg": _method(
+        per_fedavg,
+        lambda x, rounds, n, rate: reference.per_fedavg(x, rounds, n, rate, 0.3, first_order=False),
+        adaptation_learning_rate=0.3,
+    ),
+    "Per-FedAvg (FO)": _method(
+        per_fedavg,
+        lambda x, rounds, n, rate: reference.per_fedavg(x, rounds, n, rate, 0.3, first_order=True),
+        adaptation_learning_rate=0.3,
+        first_order=True,
+    ),
+    "Reptile": _method(
+        reptile,
+        lambda x, rounds, n, rate: numpy_methods.fedavg(
+            x, rounds, n, numpy_methods.sgd(rate), numpy_methods.sgd(0.4)
+        ),
+        meta_learning_rate=0.4,
+    ),
+}

@@ -200,11 +200,20 @@ def resolve_clients_axis(mesh: MeshConfig, cohort_size: int) -> MeshConfig:
         mesh: the sizes of the mesh.
         cohort_size: number of clients in a round.
 
+    Raises:
+        ValueError: `clients` is a number that does not divide the cohort.
+
     Example:
         >>> resolve_clients_axis(MeshConfig(clients=2), cohort_size=10).clients
         2
     """
     if mesh.clients != -1:
+        if cohort_size % mesh.clients:
+            raise ValueError(
+                f"--mesh.clients={mesh.clients} does not divide --cohort.size={cohort_size}. Set "
+                f"--cohort.size to a multiple of {mesh.clients}, or --mesh.clients=-1 for the "
+                "largest axis that divides the cohort."
+            )
         return mesh
     available = len(available_devices()) // dataclasses.replace(mesh, clients=1).size
     size = max(d for d in range(1, max(available, 1) + 1) if cohort_size % d == 0)

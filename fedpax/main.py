@@ -1,12 +1,14 @@
 """The command line, `fedpax`: choose the command, and turn errors and signals into exit codes."""
 
+import dis
+import errno
 import importlib
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 
-from fedpax.training.console import discard_output, print_error
+from fedpax.training.console import discard_output, open_closed_streams, print_error
 from fedpax.training.preemption import exit_on_signals
 
 USAGE = """\
@@ -31,6 +33,10 @@ fedpax: federated and multi-island training on JAX
   fedpax generate --job_log_dir=DIR --prompt=TEXT [--num_tokens=100] [--temperature=1] [--top_p=1]
               [--seed=0] [--round=N] [--FIELD=VALUE ...]
       Continue a text with the model of a run on text.
+  fedpax export --job_log_dir=DIR --out=FOLDER [--format=huggingface] [--dtype=bfloat16] [--round=N]
+              [--FIELD=VALUE ...]
+      Write the model of a run to a new folder: config.json, safetensors and tokenizer.json, or with
+      --format=orbax a checkpoint of the parameters. Adapters are merged into their model.
 
   --exp             a name from `fedpax list`, my_package.my_module:function or
                     path/to/file.py:function; the function has no arguments and returns an
@@ -46,12 +52,16 @@ fedpax: federated and multi-island training on JAX
                     JAX_NUM_PROCESSES and JAX_PROCESS_ID name them)
   --FIELD=VALUE     overrides a field of the experiment, such as --model.num_layers=4;
                     `fedpax train --exp=NAME --help` shows all fields
+  --model.weights   the Hugging Face folder that an experiment on text begins from, with its
+                    architecture and tokenizer; --lora.rank=8 trains adapters of it (LoRA)
   --topology        v5e:16x16, v4:4x4x4 (also v5p, v6e, tpu7x) with libtpu installed; cpu:8; gpu
   --slices          the number of slices, joined by the data center's network
   --json            the file for the report or the metrics
   --picture         the PNG for the mesh (plan) or the losses (show)
   --hlo             the file for the compiled text (HLO) of the round
   --round           the checkpoint's round; default: the newest
+  --format          huggingface (default) or orbax
+  --dtype           casts the exported parameters: float32, bfloat16 or float16
   --temperature     sampling temperature; 0 always takes the most likely token
   --top_p           samples from the smallest set of tokens with this total probability
 
@@ -79,6 +89,7 @@ COMMANDS = {
     "show": "fedpax.commands.show:show",
     "evaluate": "fedpax.commands.evaluate:evaluate",
     "generate": "fedpax.commands.generate:generate",
+    "export": "fedpax.commands.export:export",
 }
 
 
@@ -97,6 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ...
         status 0
     """
+    open_closed_streams()
     with exit_on_signals():
         try:
             status = _run(list(sys.argv[1:] if argv is None else argv))
@@ -109,6 +121,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             print_error("fedpax: SIGINT: stopped without saving.")
             return 128 + signal.SIGINT
         except Exception as error:
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                discard_output(sys.stdout)
+                where = error.filename or "the output"
+                print_error(
+                    f"fedpax: {where} cannot be written: {error.strerror}. Make room on the disk, "
+                    "or write to another one."
+                )
+                return STOPPED
             if (failure := _status_of(error)) is None:
                 raise
             print_error(f"fedpax: {error}")
@@ -121,7 +141,7 @@ def _run(arguments: list[str]) -> int:
         return USAGE_ERROR
     command, *rest = arguments
     # With an experiment, --help shows its fields.
-    named = "--job_log_dir" if command in ("evaluate", "generate") else "--exp"
+    named = "--job_log_dir" if command in ("evaluate", "generate", "export") else "--exp"
     help_only = {"--help", "-h"} & set(rest) and not any(named in word for word in rest)
     if command in ("--help", "-h", "help", "--helpfull") or (command in COMMANDS and help_only):
         print(USAGE, end="")
@@ -143,12 +163,13 @@ def _run(arguments: list[str]) -> int:
 def _status_of(error: Exception) -> int | None:
     """Return the exit status of an error whose message is enough. None: show a traceback.
 
-    The message is enough for errors of the command line, and for ValueErrors and OSErrors that
-    fedpax raises itself, such as for a cohort larger than the population. An error that passed
-    through the code of the user or of another library, except JAX and a reader of data, needs its
-    traceback.
+    The message is enough for errors of the command line, and for ValueErrors, TypeErrors and
+    OSErrors that fedpax raises itself, such as for a cohort larger than the population. An error
+    that passed through the code of the user or of another library, except JAX and a reader of data,
+    needs its traceback.
     """
     from fedpax.commands.options import UsageError
+    from fedpax.parallel.mesh import MeshSizeError
     from fedpax.planning import MemoryOverflowError, PlanError, TopologyError
     from fedpax.training.configuration import ConfigurationError
     from fedpax.training.logging import NonFiniteError
@@ -156,15 +177,28 @@ def _status_of(error: Exception) -> int | None:
 
     if isinstance(error, NonFiniteError | StorageError | MemoryOverflowError):
         return STOPPED
-    if isinstance(error, UsageError | ConfigurationError | TopologyError | PlanError):
+    usage = UsageError | ConfigurationError | MeshSizeError | TopologyError | PlanError
+    if isinstance(error, usage):
         return USAGE_ERROR
-    if not isinstance(error, ValueError | OSError):
+    if not isinstance(error, ValueError | TypeError | OSError):
         return None
+    if isinstance(error, TypeError) and not _was_raised_by_statement(error):
+        return None  # raised by Python itself: an error in the code
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame in frames]
     own = {"fedpax", "__main__"}
     known = {*own, *sys.stdlib_module_names, "grain", "jax"}
     return USAGE_ERROR if packages[-1] in own and known.issuperset(packages) else None
+
+
+def _was_raised_by_statement(error: Exception) -> bool:
+    """Return whether a `raise` statement made an error, and not an operation like `None[0]`."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return False
+    return dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
 
 
 if __name__ == "__main__":

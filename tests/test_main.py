@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 import fedpax.data
 import fedpax.experiments
+from fedpax.__main__ import main as program
 from fedpax.commands.options import configure
 from fedpax.experiments.catalog import experiments, find_experiment
 from fedpax.main import main
@@ -127,6 +129,7 @@ def test_no_arguments_show_the_help_as_an_error(run: Run) -> None:
             "tensor=1000000 needs 8,000,000 devices, but there are 8 (cpu). Make the mesh smaller",
         ),
         (["compare", f"--exp={REGRESSION},{REGRESSION}", "--job_log_dir=x"], "two experiments"),
+        (["train", "--exp=a,b", "--job_log_dir=x"], "names several experiments, expected one"),
     ],
 )
 def test_commands_that_are_refused(run: Run, arguments: list[str], words: str) -> None:
@@ -146,6 +149,7 @@ def test_commands_that_are_refused(run: Run, arguments: list[str], words: str) -
         ("diloco_text", "--data.batch_size=5", "does not divide --data.batch_size=5"),
         ("diloco_text", "--data.tokenizer=nowhere.json", "no such file"),
         ("fedavg_digits", "--cohort.size=31", "take 30 or fewer"),
+        ("fedavg_digits", "--mesh.clients=3", "--mesh.clients=3 does not divide --cohort.size=10"),
     ],
 )
 def test_settings_that_do_not_fit_give_a_message_without_a_traceback(
@@ -197,6 +201,72 @@ def test_errors_in_the_code_of_a_user_keep_their_traceback(
     )
     with pytest.raises(ValueError):
         run("train", f"--exp={name}:mine", f"--job_log_dir={tmp_path / 'run'}")
+
+
+@pytest.mark.parametrize(
+    ("statement", "words"),
+    [
+        (
+            "algorithm=single, cohorts=rounds",
+            "loss_fn returned an array float32[], expected a pair (loss, metrics)",
+        ),
+        (
+            "algorithm=named, cohorts=rounds",
+            "loss_fn returned a metric 'name' of a str, expected a scalar",
+        ),
+        (
+            "evaluate=lambda params: None",
+            "Run.evaluate returns a NoneType, expected a dict of metrics",
+        ),
+        ("mesh=self.mesh.make()", "make_mesh(clients=-1, fsdp=-1): only one axis can take"),
+        (None, "Mine.build returns a NoneType, expected a fedpax.training.experiment.Run"),
+    ],
+)
+def test_mistakes_in_an_own_experiment_are_told_in_words(
+    run: Run, tmp_path: Path, statement: str | None, words: str
+) -> None:
+    sys.path.append(os.getcwd())  # for small_regression; restored by the fixture
+    name = f"own_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(
+        OWN.format(run=statement and f"super().build()._replace({statement})")
+    )
+    status, output, errors = run(
+        "train", f"--exp={tmp_path / name}.py:own", f"--job_log_dir={tmp_path / 'run'}"
+    )
+    assert (status, output) == (2, "") and "Traceback" not in errors
+    assert errors.splitlines()[-1].startswith(f"fedpax: {words}")
+
+
+OWN = """
+import dataclasses, optax
+from fedpax import Cohort
+from fedpax.algorithms import fedavg
+from fedpax.parallel.mesh import MeshConfig
+from small_regression import RandomRounds, Regression, regression
+
+class Rounds(RandomRounds):
+    def __next__(self):
+        return Cohort(super().__next__())
+
+def loss(params, batch):
+    return ((batch["x"] @ params["hidden"] @ params["out"] - batch["y"]) ** 2).mean()
+
+def algorithm(loss_fn):
+    return fedavg(loss_fn, cohort_size=1, client_optimizer=optax.sgd(0.01))
+
+rounds = Rounds((1, 2, 8), features=16, seed=0)
+single = algorithm(loss)
+named = algorithm(lambda params, batch: (loss(params, batch), {{"name": "text"}}))
+
+class Mine(Regression):
+    def build(self):
+        return {run}
+
+def own():
+    training = dataclasses.replace(regression().training, rounds=1)
+    mesh = MeshConfig(clients=-1, fsdp=-1) if "mesh" in "{run}" else MeshConfig()
+    return Mine(training=training, mesh=mesh, clients=1)
+"""
 
 
 @pytest.mark.parametrize(
@@ -349,6 +419,40 @@ def test_a_closed_pipe_gives_no_traceback() -> None:
     )
     os.close(writer)
     assert (process.returncode, process.stderr) == (141, "")
+
+
+def test_closed_streams_give_no_traceback(tmp_path: Path) -> None:
+    """As with `fedpax --help >&- 2>&-`; `fedpax` alone prints its help on stderr."""
+    program = f"{sys.executable} -m fedpax"
+    opened = (
+        "from fedpax.training.console import open_closed_streams; open_closed_streams(); "
+        "print(open('x', 'w').fileno())"
+    )
+    script = f"""
+        {program} --help >&-; echo $?
+        {program} 2>&-; echo $?
+        {program} --help <&- >&- 2>&-; echo $?
+        {program} --help >/dev/full; echo $?
+        {sys.executable} -c "{opened}" <&- 2>&-
+    """
+    process = subprocess.run(["sh", "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert process.stdout.split() == ["0", "2", "0", "1", "3"]
+    assert process.stderr.splitlines() == [
+        "fedpax: the output cannot be written: No space left on device. Make room on the disk, or "
+        "write to another one."
+    ]
+
+
+def test_ctrl_c_during_the_first_imports_gives_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    class Interrupted(types.ModuleType):
+        def __getattr__(self, name: str) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "fedpax.main", Interrupted("fedpax.main"))
+    assert program() == 130
+    assert capsys.readouterr().err == "fedpax: SIGINT: stopped; there was nothing to save.\n"
 
 
 def test_a_run_is_trained_resumed_and_refused(run: Run, tmp_path: Path) -> None:

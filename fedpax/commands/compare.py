@@ -11,7 +11,7 @@ from fedpax.commands.options import (
     define_training_flags,
     parse,
 )
-from fedpax.training.checkpoint import latest_round
+from fedpax.training.checkpoint import check_latest_round, latest_round
 from fedpax.training.compare import write_comparison
 from fedpax.training.configuration import ConfigurationError, resolve_job_log_dir
 from fedpax.training.console import print_error, print_line
@@ -48,6 +48,7 @@ def compare(arguments: Sequence[str]) -> int:
         )
     for folder, name in by_folder.items():
         if (latest_round(folders[folder]) or 0) >= experiments[name].training.rounds:
+            check_latest_round(folders[folder])
             print_error(f"{name} is finished already.")
             continue
         # One process each, because a process can set the number of simulated devices only once.

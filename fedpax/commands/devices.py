@@ -1,6 +1,7 @@
 """Provide the devices of a training command: simulated on a CPU, or of several processes."""
 
 import dataclasses
+import math
 import os
 
 import jax
@@ -38,8 +39,8 @@ def join_processes() -> None:
 def provide_devices(mesh: MeshConfig) -> None:
     """Simulate the devices of a mesh on a CPU, unless the environment sets their number.
 
-    A mesh that takes all devices (-1) gets one device per core: clients that run one after another
-    on a device occupy one core.
+    A mesh that takes all devices (-1) gets one device per core, as far as the other axes divide
+    them: clients that run one after another on a device occupy one core.
 
     Args:
         mesh: the sizes of the mesh's axes.
@@ -49,7 +50,8 @@ def provide_devices(mesh: MeshConfig) -> None:
     """
     sizes = dataclasses.asdict(mesh)
     takes_all = -1 in sizes.values()
-    needed = _num_cores() if takes_all else mesh.size
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    needed = max(_num_cores() // fixed, 1) * fixed if takes_all else mesh.size
     chosen = "JAX_NUM_CPU_DEVICES" in os.environ
     chosen |= "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     # On a mesh with one axis every collective runs over all devices.

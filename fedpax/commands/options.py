@@ -98,6 +98,11 @@ def configure(
         SystemExit: status 2 for an unknown field or a value that does not fit, and 0 for
             `--help`; the text has been printed.
     """
+    if "," in exp:
+        raise UsageError(
+            f"--exp={exp} names several experiments, expected one. Only `fedpax compare` takes "
+            "several; run this command once for each of them."
+        )
     function = find_experiment(exp)
     experiment = function()
     if not isinstance(experiment, Experiment):

@@ -19,6 +19,7 @@ from fedpax.training.checkpoint import (
     complete_rounds,
     load_params,
 )
+from fedpax.training.checksums import find_damage
 from fedpax.training.compiled_round import with_shardings
 from fedpax.training.configuration import (
     class_name,
@@ -166,8 +167,10 @@ def load_saved_params(saved: SavedRun, run: Run, round_number: int) -> Params:
     try:
         return load_params(saved.folder, round_number, like)
     except DamagedCheckpointError as error:
-        before = [n for n in complete_rounds(saved.folder / FOLDER) if n < round_number]
-        other = f" --round={before[-1]} reads the one before it." if before else ""
+        folder = saved.folder / FOLDER
+        before = [n for n in reversed(complete_rounds(folder)) if n < round_number]
+        whole = next((n for n in before if find_damage(folder / str(n)) is None), None)
+        other = "" if whole is None else f" --round={whole} reads the newest whole one before it."
         raise UsageError(f"{error}{other}") from error
 
 

@@ -22,6 +22,10 @@ _DEFAULT_DEVICES: ContextVar[tuple[jax.Device, ...] | None] = ContextVar(
 )
 
 
+class MeshSizeError(ValueError):
+    """The sizes of a `MeshConfig` do not fit the devices; the message names the flags."""
+
+
 @contextlib.contextmanager
 def default_devices(devices: Sequence[jax.Device]) -> Iterator[None]:
     """Set the default devices of meshes, such as the devices of a pod to compile for.
@@ -166,17 +170,21 @@ class MeshConfig:
             The mesh; all its axes are automatic.
 
         Raises:
-            ValueError: if the sizes do not fit the devices or the slices.
+            MeshSizeError: if the sizes do not fit the devices or the slices.
         """
         devices = list(available_devices() if devices is None else devices)
         sizes = asdict(self)
         larger = {name: size for name, size in sizes.items() if size != 1}
         # Devices are arranged along the larger axes: axes of size 1 do not change their order.
-        mesh = (
-            make_mesh(devices=devices, **larger)
-            if larger
-            else make_mesh(devices=devices[:1], data=1)
-        )
+        try:
+            mesh = (
+                make_mesh(devices=devices, **larger)
+                if larger
+                else make_mesh(devices=devices[:1], data=1)
+            )
+        except ValueError as error:
+            flags = _join([f"--mesh.{name}" for name in larger])
+            raise MeshSizeError(f"{error} On the command line, change {flags}.") from None
         shape = tuple(mesh.shape.get(name, 1) for name in sizes)
         return Mesh(mesh.devices.reshape(shape), tuple(sizes), (AxisType.Auto,) * len(sizes))
 
@@ -277,8 +285,8 @@ def _fitting(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> str:
         text += f" To use {taken} of them, pass devices=jax.devices()[:{taken}]."
     if taken > total and devices[0].platform == "cpu":
         text += (
-            f' jax.config.update("jax_num_cpu_devices", {taken}), before JAX is first used, '
-            "simulates more on a CPU."
+            f" To simulate more on a CPU, set JAX_NUM_CPU_DEVICES={taken} in the environment, or "
+            f'call jax.config.update("jax_num_cpu_devices", {taken}) before JAX is first used.'
         )
     return text
 

@@ -1,7 +1,6 @@
 """Checkpoints of a run: state, position in the data, round and configuration, saved together."""
 
 import base64
-import logging
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -19,6 +18,7 @@ from fedpax.training.algorithm import Params, State
 from fedpax.training.checksums import find_damage, has_checksums, write_checksums
 from fedpax.training.configuration import resolve_job_log_dir
 from fedpax.training.console import print_error
+from fedpax.training.failed_saves import QuietFailedSaves
 
 FOLDER = "checkpoints"
 
@@ -59,9 +59,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             ),
             item_names=("state", "progress"),
         )
-        # Orbax logs the traceback of a failed save, and raises the error as well.
-        self._absl_logger = logging.getLogger("absl")
-        self._absl_logger.addFilter(_is_no_orbax_traceback)
+        self._quiet = QuietFailedSaves().__enter__()
 
     def latest_round(self) -> int | None:
         """Return the round of the newest complete checkpoint, or None if there is none."""
@@ -221,11 +219,12 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         """Wait for the running save and close. Its failure must not hide the run's own error."""
         try:
             self._manager.close()
-        except Exception:
+        except Exception as failure:
             if kind is None:
+                kind = type(failure)
                 raise
         finally:
-            self._absl_logger.removeFilter(_is_no_orbax_traceback)
+            self._quiet.__exit__(kind)
 
 
 def complete_rounds(folder: Path) -> list[int]:
@@ -255,13 +254,35 @@ def latest_round(job_log_dir: str | Path) -> int | None:
     return rounds[-1] if rounds else None
 
 
+def check_latest_round(job_log_dir: str | Path) -> None:
+    """Compare the newest complete checkpoint of a run with its checksums.
+
+    Args:
+        job_log_dir: a run's folder.
+
+    Raises:
+        DamagedCheckpointError: the checkpoint is damaged.
+    """
+    folder = resolve_job_log_dir(job_log_dir) / FOLDER
+    for step in complete_rounds(folder)[-1:]:
+        if damage := find_damage(folder / str(step)):
+            raise damaged_checkpoint(folder, step, damage)
+
+
 def damaged_checkpoint(folder: Path, step: int, damage: str) -> DamagedCheckpointError:
-    """Make the error for a damaged checkpoint, which names the checkpoint before it."""
-    before = [number for number in complete_rounds(folder) if number < step]
+    """Make the error for a damaged checkpoint, which names the newest undamaged one before it."""
+    delete = [str(folder / str(step))]
+    before = None
+    for number in reversed(complete_rounds(folder)):
+        if number < step:
+            if find_damage(folder / str(number)) is None:
+                before = number
+                break
+            delete.append(str(folder / str(number)))
     remedy = (
-        f"delete {folder / str(step)} to resume from the checkpoint of round {before[-1]}"
-        if before
-        else f"delete {folder / str(step)} to start again, since no earlier checkpoint is kept"
+        f"delete {' and '.join(delete)} to resume from the checkpoint of round {before}"
+        if before is not None
+        else f"delete {' and '.join(delete)} to start again, since no earlier checkpoint is whole"
     )
     return DamagedCheckpointError(
         f"The checkpoint of round {step} is damaged: {damage}, expected the files as they were "
@@ -288,10 +309,6 @@ def _set_aside_unfinished(folder: Path) -> None:
             f"Moved {path} to {aside}: the checkpoint is unfinished or incomplete, it has no "
             "checksums.json. If a copy left that file out, copy it back."
         )
-
-
-def _is_no_orbax_traceback(record: logging.LogRecord) -> bool:
-    return record.exc_info is None or "orbax" not in record.pathname
 
 
 def _saved_struct(

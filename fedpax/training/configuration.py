@@ -208,7 +208,7 @@ def read_configuration_json(folder: str | Path) -> tuple[str, dict[str, Any]] | 
         content = json.loads(path.read_text())
         version, exp, configuration = (content[k] for k in ("version", "exp", "configuration"))
         configuration["class"]  # as to_json writes it
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OSError) as error:
         raise ConfigurationError(
             f"{path} cannot be read ({type(error).__name__}: {error}), expected a configuration as "
             "fedpax writes it. Another program has changed it. Delete it to resume with the "

@@ -5,6 +5,20 @@ import sys
 from typing import TextIO
 
 
+def open_closed_streams() -> None:
+    """Open the null device in place of each standard stream that is closed, as after `>&-`.
+
+    Python sets such a stream to None. Worse, its descriptor would go to the next file that is
+    opened, and what libraries print would be written into that file.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    for number, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, closefd=False))
+
+
 def print_line(text: str) -> None:
     """Print a line on stdout, or drop it where stdout is closed.
 

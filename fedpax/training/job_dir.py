@@ -25,6 +25,7 @@ from fedpax.training.configuration import (
     to_json,
 )
 from fedpax.training.experiment import Experiment
+from fedpax.training.metrics import read_metrics, select
 
 if sys.platform != "win32":
     import fcntl
@@ -37,6 +38,8 @@ class JobDirLock(AbstractContextManager["JobDirLock"]):
 
     The operating system releases the lock when the process ends, however it ends, so a killed
     process leaves no lock behind. Of a job with several processes, process 0 holds the lock.
+
+    On exit the lock's file is deleted, and so is the folder if it was created here and is empty.
 
     Args:
         folder: the run's folder; created if it is missing.
@@ -52,6 +55,8 @@ class JobDirLock(AbstractContextManager["JobDirLock"]):
 
     def __init__(self, folder: Path) -> None:
         self._file: int | None = None
+        self._path = folder / LOCK
+        self._created = [path for path in (folder, *folder.parents) if not path.exists()]
         refusal: ConfigurationError | None = None
         if jax.process_index() == 0:
             try:
@@ -70,8 +75,9 @@ class JobDirLock(AbstractContextManager["JobDirLock"]):
     def _lock(self, folder: Path) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
+            self._remove_created()
             raise ConfigurationError(
                 f"--job_log_dir={folder} cannot hold a run ({error.strerror}), expected a folder "
                 "in which files can be created. Set another --job_log_dir."
@@ -82,7 +88,8 @@ class JobDirLock(AbstractContextManager["JobDirLock"]):
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             holder = os.read(self._file, 1000).decode(errors="replace").strip()
-            self.__exit__()
+            os.close(self._file)
+            self._file = None
             raise ConfigurationError(
                 f"--job_log_dir={folder} is in use by another process"
                 f"{f' ({holder})' if holder else ''}, expected a folder that no process trains in. "
@@ -90,17 +97,40 @@ class JobDirLock(AbstractContextManager["JobDirLock"]):
             ) from error
         except OSError:
             return  # a file system without locks
+        if not self._is_current():
+            # The former holder deleted the file between the two calls above.
+            os.close(self._file)
+            self._lock(folder)
+            return
         started = time.strftime("%Y-%m-%d %H:%M:%S")
         holder = f"process {os.getpid()} on {socket.gethostname()}, since {started}\n"
         with contextlib.suppress(OSError):  # a full disk; the text only helps the other process
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, holder.encode(), 0)
 
+    def _is_current(self) -> bool:
+        """Return whether the locked file is still the one in the folder."""
+        assert self._file is not None
+        try:
+            return os.path.samestat(os.fstat(self._file), os.stat(self._path))
+        except FileNotFoundError:
+            return False
+
     def __exit__(self, *error: object) -> None:
-        """Release the lock. The file stays, since another process may have opened it by now."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        """Delete the file and release the lock: in this order no other process locks it."""
+        if self._file is None:
+            return
+        if sys.platform != "win32":
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
+        os.close(self._file)
+        self._file = None
+        self._remove_created()
+
+    def _remove_created(self) -> None:
+        with contextlib.suppress(OSError):  # not empty
+            for path in self._created:
+                path.rmdir()
 
 
 def is_in_use(folder: Path) -> bool:
@@ -186,7 +216,9 @@ def check_configuration(
 def _changes(folder: Path, old: Experiment, new: Experiment) -> dict[str, str]:
     """Return the fields that differ, except for more rounds of a finished run."""
     changes = differences(old, new)
-    finished = (latest_round(folder) or 0) >= old.training.rounds
+    # A checkpoint may have been deleted since then, because it was damaged.
+    logged = (line["round"] for line in select(read_metrics(folder), "training"))
+    finished = max(latest_round(folder) or 0, *logged, 0) >= old.training.rounds
     if finished and new.training.rounds > old.training.rounds:
         changes.pop("training.rounds", None)
     return changes

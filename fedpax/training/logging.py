@@ -58,22 +58,21 @@ class RoundLogger:
         self._clock = time.perf_counter()
 
     def log_run(self, num_parameters: int, num_participants: int, item_unit: str) -> None:
-        """Log the sizes of the run, unless an earlier process has.
+        """Log the sizes of the run, unless `metrics.jsonl` has them already.
 
         Args:
             num_parameters: numbers in the server's model.
             num_participants: participants in a round.
             item_unit: the unit of the items: `"tokens"` or `"examples"`.
         """
-        if not self._metrics.kept:
-            sizes: dict[str, float | str] = {
-                "num_parameters": num_parameters,
-                "num_participants": num_participants,
-                "item_unit": item_unit,
-                "items_per_round": self._items_per_round,
-                "bytes_across_placement_per_round": self._bytes_across_placement,
-            }
-            self._metrics.write("run", 0, sizes)
+        sizes: dict[str, float | str] = {
+            "num_parameters": num_parameters,
+            "num_participants": num_participants,
+            "item_unit": item_unit,
+            "items_per_round": self._items_per_round,
+            "bytes_across_placement_per_round": self._bytes_across_placement,
+        }
+        self._metrics.write_sizes(sizes)
 
     def is_device_busy(self) -> bool:
         """Return whether the devices still compute the round that was dispatched last."""
@@ -175,6 +174,11 @@ class RoundLogger:
 
 
 def _as_floats(values: Mapping[str, float]) -> dict[str, float]:
+    if not isinstance(values, Mapping):
+        raise ValueError(
+            f"Run.evaluate returns a {type(values).__name__}, expected a dict of metrics with the "
+            'key "loss". Return for example {"loss": float(loss)}.'
+        )
     if "loss" not in values:
         raise ValueError(
             f'Run.evaluate returns the metrics {sorted(values)}, expected the key "loss". Add the '

@@ -5,7 +5,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.record_writer import RecordWriter
 from tensorboardX.summary import scalar
 
-from fedpax.training.configuration import write_atomically
+from fedpax.training.configuration import ConfigurationError, write_atomically
 from fedpax.training.console import print_error
 
 FILE = "metrics.jsonl"
@@ -47,6 +47,16 @@ def read_metrics(job_log_dir: str | Path) -> list[dict[str, Any]]:
         [{'kind': 'training', 'round': 1, 'loss': 2.5}]
     """
     return _read(job_log_dir)[0]
+
+
+def name_lines(numbers: Sequence[int]) -> str:
+    """Name the lines of a file.
+
+    Example:
+        >>> name_lines([8]), name_lines([8, 9])
+        ('line 8', 'lines 8, 9')
+    """
+    return f"line{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def damaged_lines(job_log_dir: str | Path) -> list[int]:
@@ -107,10 +117,9 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
         if not enabled:
             return
         if damaged and after > 0:
-            numbers = ", ".join(map(str, damaged))
             print_error(
-                f"{folder / FILE}: line {numbers} is damaged (expected a JSON object with kind and "
-                "round) and is removed; all other lines are kept."
+                f"{folder / FILE}: {name_lines(damaged)} cannot be read (expected a JSON object "
+                "with kind and round) and will be removed; all other lines are kept."
             )
         path = folder / FILE
         write_atomically(path, "".join(json.dumps(line) + "\n" for line in self.kept))
@@ -138,15 +147,37 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
         """
         if not self._enabled:
             return
-        finite = {key: v if _is_json(v) else None for key, v in values.items()}
-        self._file.write(json.dumps({"kind": kind, "round": round_number, **finite}) + "\n")
+        line = {"kind": kind, "round": round_number, **_json_values(values)}
+        self._file.write(json.dumps(line) + "\n")
         self._file.flush()
-        for key, value in values.items():
-            if not isinstance(value, str):
-                self._add_event(round_number, summary=scalar(f"{kind}/{key}", value))
+        self._add_scalars(kind, round_number, values)
         if time.monotonic() - self._flushed > SECONDS_BETWEEN_FLUSHES:
             self._events.flush()
             self._flushed = time.monotonic()
+
+    def write_sizes(self, sizes: Mapping[str, float | str]) -> None:
+        """Write the line of kind `run`, the first of the file, unless the file has it already.
+
+        Args:
+            sizes: sizes of the model and of a round, by name.
+
+        Raises:
+            OSError: the line cannot be written, for example because the disk is full.
+        """
+        if not self._enabled or select(self.kept, "run"):
+            return
+        path = Path(self._file.name)
+        self._file.close()
+        # Where lines are kept, an earlier process has written this line, and it was lost.
+        self.kept.insert(0, {"kind": "run", "round": 0, **_json_values(sizes)})
+        write_atomically(path, "".join(json.dumps(line) + "\n" for line in self.kept))
+        self._file = path.open("a")
+        self._add_scalars("run", 0, sizes)
+
+    def _add_scalars(self, kind: str, round_number: int, values: Mapping[str, float | str]) -> None:
+        for key, value in values.items():
+            if not isinstance(value, str):
+                self._add_event(round_number, summary=scalar(f"{kind}/{key}", value))
 
     def _add_event(self, step: int, **content: Any) -> None:
         event = Event(wall_time=time.time(), step=step, **content)
@@ -181,8 +212,15 @@ def _read(job_log_dir: str | Path) -> tuple[list[dict[str, Any]], list[int]]:
     damaged: list[int] = []
     if not path.exists():
         return lines, damaged
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigurationError(
+            f"{path} cannot be read ({error.strerror}), expected the file that `fedpax train` "
+            "writes. Move it away to train on without the earlier metrics, or restore it."
+        ) from error
     # A kill can leave a part of a line after the last newline: it is not counted as damage.
-    for number, text in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+    for number, text in enumerate(content.split(b"\n")[:-1], start=1):
         try:
             line = json.loads(text)
         except ValueError:
@@ -194,5 +232,6 @@ def _read(job_log_dir: str | Path) -> tuple[list[dict[str, Any]], list[int]]:
     return lines, damaged
 
 
-def _is_json(value: float | str) -> bool:
-    return isinstance(value, str) or math.isfinite(value)
+def _json_values(values: Mapping[str, float | str]) -> dict[str, float | str | None]:
+    """Replace NaN and infinities, which JSON does not have, by None."""
+    return {k: v if isinstance(v, str) or math.isfinite(v) else None for k, v in values.items()}

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from fedpax.training.checkpoint import latest_round
 from fedpax.training.configuration import (
@@ -14,7 +14,7 @@ from fedpax.training.configuration import (
 )
 from fedpax.training.job_dir import is_in_use
 from fedpax.training.metrics import FILE as METRICS
-from fedpax.training.metrics import damaged_lines, read_metrics, select, throughput
+from fedpax.training.metrics import damaged_lines, name_lines, read_metrics, select, throughput
 from fedpax.training.table import (
     format_bytes,
     format_seconds,
@@ -70,10 +70,15 @@ def report_run(folder: Path) -> RunReport:
             total_rounds = total if isinstance(total, int) else None
     except ConfigurationError as error:
         damage.append(str(error))
-    if numbers := damaged_lines(folder):
-        listing = ", ".join(map(str, numbers))
-        damage.append(f"{folder / METRICS}: line {listing} cannot be read and is left out.")
-    lines = read_metrics(folder)
+    lines: list[dict[str, Any]] = []
+    try:
+        lines = read_metrics(folder)
+        if numbers := damaged_lines(folder):
+            left_out = "are left out" if len(numbers) > 1 else "is left out"
+            which = name_lines(numbers)
+            damage.append(f"{folder / METRICS}: {which} cannot be read and {left_out}.")
+    except ConfigurationError as error:
+        damage.append(str(error))
     rounds, evaluations = select(lines, "training"), select(lines, "evaluation")
     last = rounds[-1] if rounds else {}
     saved = latest_round(folder) or 0

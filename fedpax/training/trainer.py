@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fedpax.clients.cohort_stream import CohortStream
-from fedpax.training.checkpoint import Checkpoints, latest_round
+from fedpax.training.checkpoint import Checkpoints, check_latest_round, latest_round
 from fedpax.training.compiled_round import compile_round, init_state
 from fedpax.training.configuration import (
     resolve_job_log_dir,
@@ -83,6 +83,7 @@ def train(
 
     Raises:
         ConfigurationError: the folder holds another configuration, or another process trains there.
+        DamagedCheckpointError: the newest checkpoint is damaged.
         ValueError: there are too few devices, or the algorithm breaks its contract.
         NonFiniteError: the loss or a parameter is not finite.
         StorageError: the folder cannot be written, for example because the disk is full.
@@ -94,6 +95,7 @@ def train(
         check_configuration(folder, experiment, exp, allow_config_change=allow_config_change)
         done = latest_round(folder) or 0
         if done >= experiment.training.rounds:
+            check_latest_round(folder)
             return TrainingResult(done, True, rounds_trained=0, signal=None, evaluation=None)
         try:
             return _train(experiment, folder, exp, allow_config_change)
@@ -111,6 +113,11 @@ def _train(
     primary = jax.process_index() == 0
     first = done = saved = latest_round(folder) or 0
     run = experiment.build()
+    if not isinstance(run, Run):
+        raise ValueError(
+            f"{type(experiment).__name__}.build returns a {type(run).__name__}, expected a "
+            "fedpax.training.experiment.Run. Return one from build."
+        )
     configuration = to_json(experiment)
     evaluation: dict[str, float] | None = None
     with (

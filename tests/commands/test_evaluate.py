@@ -124,7 +124,10 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_offered(
     largest.write_bytes(bytes(byte ^ 1 for byte in largest.read_bytes()))
     status, output, errors = command("evaluate", f"--job_log_dir={regression}")
     assert (status, output) == (2, "")
-    assert "checkpoint of round 4 is damaged" in errors and "--round=2 reads the one" in errors
+    assert (
+        "checkpoint of round 4 is damaged" in errors
+        and "--round=2 reads the newest whole one" in errors
+    )
     assert command("evaluate", f"--job_log_dir={regression}", "--round=2")[0] == 0
 
 

@@ -73,6 +73,14 @@ def test_damaged_files_are_named_and_the_rest_is_shown(command: Command, regress
     assert f"{regression / FILE}: line 3 cannot be read and is left out." in errors
 
 
+def test_a_folder_in_place_of_the_metrics_is_named(command: Command, regression: Path) -> None:
+    (regression / FILE).unlink()
+    (regression / FILE).mkdir()
+    status, output, errors = command("show", f"--job_log_dir={regression}")
+    assert status == 0 and cells(output)[2][1] == "4/4"
+    assert f"{FILE} cannot be read (Is a directory)" in errors
+
+
 def test_several_runs_are_shown_in_one_table_and_one_picture(
     command: Command, regression: Path, text: Path, tmp_path: Path
 ) -> None:

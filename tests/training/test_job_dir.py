@@ -63,6 +63,37 @@ def test_a_folder_that_cannot_be_created_is_refused(tmp_path: Path) -> None:
             JobDirLock(folder)
 
 
+def test_a_refused_start_leaves_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "a"
+    with JobDirLock(folder):
+        assert (folder / job_dir.LOCK).exists()
+    assert list(tmp_path.iterdir()) == []
+    with JobDirLock(folder):
+        (folder / "metrics.jsonl").touch()
+    assert [path.name for path in folder.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_lock_whose_file_was_deleted_meanwhile_is_taken_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The former holder deletes the file after this process opened it."""
+    former = JobDirLock(tmp_path)
+    flock, calls = job_dir.fcntl.flock, []
+
+    def late(file: int, operation: int) -> None:
+        if not calls:
+            former.__exit__()
+        calls.append(file)
+        flock(file, operation)
+
+    monkeypatch.setattr(job_dir.fcntl, "flock", late)
+    with JobDirLock(tmp_path):
+        monkeypatch.undo()
+        assert len(calls) == 2 and (tmp_path / job_dir.LOCK).exists()
+        with pytest.raises(ConfigurationError, match="in use"):
+            JobDirLock(tmp_path)
+
+
 def changed(**fields: object) -> Regression:
     return dataclasses.replace(regression(), **fields)
 

@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
+from fedpax.training.configuration import ConfigurationError
 from fedpax.training.metrics import FILE, MetricsWriter, read_metrics, select
 
 
 def write_rounds(folder: Path, first: int, last: int, **writer: object) -> None:
     with MetricsWriter(folder, **writer) as metrics:
-        if not metrics.kept:
-            metrics.write("run", 0, {"num_parameters": 3, "item_unit": "tokens"})
+        metrics.write_sizes({"num_parameters": 3, "item_unit": "tokens"})
         for number in range(first, last + 1):
             metrics.write("training", number, {"loss": 1 / number})
             if number % 2 == 0:
@@ -93,7 +93,27 @@ def test_a_damaged_line_loses_no_other_line(
     write_rounds(tmp_path / "damaged", 6, 6, after=5)
     expected = read_metrics(tmp_path / "whole")
     assert read_metrics(tmp_path / "damaged") == expected[:2] + expected[3:]
-    assert "line 3 is damaged" in capsys.readouterr().err
+    assert "line 3 cannot be read" in capsys.readouterr().err
+
+
+def test_the_line_of_sizes_is_written_again_where_it_was_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    write_rounds(tmp_path / "whole", 1, 6)
+    write_rounds(tmp_path / "damaged", 1, 5)
+    path = tmp_path / "damaged" / FILE
+    first, *others = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([first[:20] + b"\n", b"[]\n", *others]))
+    write_rounds(tmp_path / "damaged", 6, 6, after=5)
+    assert "lines 1, 2 cannot be read" in capsys.readouterr().err
+    assert path.read_bytes() == (tmp_path / "whole" / FILE).read_bytes()
+
+
+def test_a_folder_in_place_of_the_file_is_told_in_words(tmp_path: Path) -> None:
+    (tmp_path / FILE).mkdir()
+    for read in (read_metrics, MetricsWriter):
+        with pytest.raises(ConfigurationError, match=r"Is a directory.*Move it away to train"):
+            read(tmp_path)
 
 
 def scalars(folder: Path) -> list[tuple[str, int, float]]:

@@ -1,6 +1,7 @@
 """Runs on a full disk and with damaged files: one sentence, and the last checkpoint stays whole."""
 
 import dataclasses
+import gc
 import os
 import resource
 import subprocess
@@ -13,7 +14,7 @@ from typing import Any
 import chex
 import numpy as np
 import pytest
-from small_regression import Regression, regression
+from small_regression import ModelConfig, Regression, regression
 
 from fedpax.main import main
 from fedpax.training.checkpoint import DamagedCheckpointError, latest_round, load_params
@@ -25,7 +26,8 @@ HERE = Path(__file__).parent
 
 def short(rounds: int) -> Regression:
     training = dataclasses.replace(regression().training, rounds=rounds, checkpoint_every=2)
-    return dataclasses.replace(regression(), training=training)
+    # Several arrays do not fit a small disk, so several writes of a checkpoint fail.
+    return dataclasses.replace(regression(), training=training, model=ModelConfig(hidden=256))
 
 
 @contextmanager
@@ -54,9 +56,14 @@ def folder(four_rounds: Path, tmp_path: Path) -> Path:
 
 
 def test_a_disk_that_is_full_for_checkpoints_keeps_the_last_one(
-    folder: Path, capfd: pytest.CaptureFixture
+    folder: Path,
+    capfd: pytest.CaptureFixture,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = load_params(folder)
+    unraisable: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
     with largest_file(8000), pytest.raises(StorageError) as caught:  # too small for the state
         train(short(8), folder, exp="small_regression:regression")
     assert str(caught.value) == (
@@ -64,6 +71,9 @@ def test_a_disk_that_is_full_for_checkpoints_keeps_the_last_one(
         f"{folder}. Make room on the disk, then run the same command again to resume."
     )
     assert "Traceback" not in capfd.readouterr().err
+    del caught
+    gc.collect()  # asyncio logs the errors of the other writes when their futures are collected
+    assert [record for record in caplog.records if record.exc_info] == unraisable == []
     chex.assert_trees_all_equal(load_params(folder), before)
     assert train(short(8), folder, exp="small_regression:regression").rounds_trained == 4
     assert latest_round(folder) == 8
@@ -87,7 +97,7 @@ def test_the_command_line_says_it_in_one_line(
 ) -> None:
     monkeypatch.chdir(HERE)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    fields = ["--training.rounds=6", "--training.checkpoint_every=2"]
+    fields = ["--training.rounds=6", "--training.checkpoint_every=2", "--model.hidden=256"]
     command = ["train", "--exp=small_regression:regression", f"--job_log_dir={folder}", *fields]
     with largest_file(8000):
         assert main(command) == 1
@@ -142,9 +152,34 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_offered(
         train(short(6), folder)
     assert newest.exists()  # nothing is deleted without the user
     subprocess.run(["rm", "-r", newest], check=True)
-    result = train(short(6), folder, allow_config_change=["training.rounds"])
+    result = train(short(6), folder)  # the run was finished: more rounds need no permission
     assert (result.rounds, result.rounds_trained) == (6, 4)
     assert [x["round"] for x in read_metrics(folder) if x["kind"] == "training"] == [*range(1, 7)]
+
+
+def reverse_bytes(checkpoint: Path) -> None:
+    path = max(files(checkpoint / "state"), key=lambda path: path.stat().st_size)
+    path.write_bytes(path.read_bytes()[::-1])
+
+
+def test_a_damaged_checkpoint_is_not_offered(folder: Path) -> None:
+    checkpoints = folder / "checkpoints"
+    subprocess.run(["cp", "-r", checkpoints / "2", checkpoints / "1"], check=True)
+    reverse_bytes(checkpoints / "4")
+    reverse_bytes(checkpoints / "2")
+    words = f"delete {checkpoints / '4'} and {checkpoints / '2'} to resume from the .* of round 1"
+    with pytest.raises(DamagedCheckpointError, match=words):
+        load_params(folder)
+    reverse_bytes(checkpoints / "1")
+    with pytest.raises(DamagedCheckpointError, match="start again, since no earlier checkpoint is"):
+        load_params(folder)
+
+
+def test_a_finished_run_with_a_damaged_checkpoint_is_not_called_finished(folder: Path) -> None:
+    assert train(short(4), folder).rounds_trained == 0
+    reverse_bytes(folder / "checkpoints" / "4")
+    with pytest.raises(DamagedCheckpointError, match=r"round 4 is damaged.*from the .* of round 2"):
+        train(short(4), folder)
 
 
 def test_the_only_checkpoint_is_damaged(folder: Path) -> None:

@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import tensorflow_datasets as tfds
 
+from fedpax.data.sources._dataset_info import LocalDatasetInfo
+
 
 def is_test(index: int) -> bool:
     """Return whether an image, by its index in scikit-learn's order, is in the split `test`."""
@@ -29,7 +31,7 @@ class Digits(tfds.core.GeneratorBasedBuilder):
     VERSION = tfds.core.Version("1.0.0")
 
     def _info(self) -> tfds.core.DatasetInfo:
-        return tfds.core.DatasetInfo(
+        return LocalDatasetInfo(
             builder=self,
             description="The 1,797 handwritten digits of scikit-learn, 8 x 8 pixels.",
             features=tfds.features.FeaturesDict(

@@ -31,6 +31,7 @@ import numpy as np
 import tensorflow_datasets as tfds
 from tensorflow_datasets.core.utils.tqdm_utils import tqdm
 
+from fedpax.data.sources._dataset_info import LocalDatasetInfo
 from fedpax.data.sources.federated_archive import (
     Archive,
     ArchiveError,
@@ -83,7 +84,7 @@ class FederatedSource(tfds.core.ShardBasedBuilder):
         self, description: str, fields: Mapping[str, Any], homepage: str
     ) -> tfds.core.DatasetInfo:
         """Describe the data set, with the field `client` added."""
-        return tfds.core.DatasetInfo(
+        return LocalDatasetInfo(
             builder=self,
             description=description,
             features=tfds.features.FeaturesDict({**fields, "client": tfds.features.Text()}),

@@ -28,6 +28,8 @@ from pathlib import Path
 
 import tensorflow_datasets as tfds
 
+from fedpax.data.sources._dataset_info import LocalDatasetInfo
+
 _EXCLUDED_FOLDERS = (
     "__pycache__",
     "dist-packages",
@@ -79,7 +81,7 @@ class StdlibText(tfds.core.GeneratorBasedBuilder):
     ]
 
     def _info(self) -> tfds.core.DatasetInfo:
-        return tfds.core.DatasetInfo(
+        return LocalDatasetInfo(
             builder=self,
             description="The source files of the Python standard library, without its tests.",
             features=tfds.features.FeaturesDict(

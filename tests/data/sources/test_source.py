@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 from fedpax.data import Source, load, partition_by_field, partition_natural
+from fedpax.data.sources.source import _builder
 
 VERSION = f"{sys.implementation.name}-{sys.version.split()[0]}"
 
@@ -318,6 +320,15 @@ def test_a_name_without_similar_ones_raises_with_the_embedded_names(tmp_path: Pa
 def test_an_unknown_configuration_or_version_raises(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match=rf"cannot open data set '{name}'.*(not found|cannot be)"):
         load(name, "train", data_dir=tmp_path)
+
+
+@pytest.mark.parametrize("name", ["digits", "stdlib_text", "federated_shakespeare"])
+def test_no_temporary_folder_is_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert not _builder(name, tmp_path / "prepared").data_path.exists()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_unknown_and_empty_splits_raise(data_dir: Path, digits: Callable[[str], Source]) -> None:

@@ -6,7 +6,9 @@ from fedpax.algorithms.data_parallel import data_parallel
 from fedpax.algorithms.diloco import diloco
 from fedpax.algorithms.ditto import ditto
 from fedpax.algorithms.fedac import FedAcRates, fedac, fedac_i, fedac_ii
+from fedpax.algorithms.fedasync import fedasync
 from fedpax.algorithms.fedavg import fedavg
+from fedpax.algorithms.fedbuff import fedbuff
 from fedpax.algorithms.feddyn import feddyn
 from fedpax.algorithms.fednova import fednova
 from fedpax.algorithms.fedopt import server_adagrad, server_adam, server_yogi
@@ -20,6 +22,7 @@ from fedpax.algorithms.maml import per_fedavg, reptile
 from fedpax.algorithms.mime import mime, mime_lite
 from fedpax.algorithms.scaffold import scaffold
 from fedpax.algorithms.self_tuning import self_tuning
+from fedpax.algorithms.staleness import hinge_staleness, polynomial_staleness
 from fedpax.algorithms.streaming_diloco import streaming_diloco
 
 __all__ = [
@@ -34,11 +37,14 @@ __all__ = [
     "fedac",
     "fedac_i",
     "fedac_ii",
+    "fedasync",
     "fedavg",
+    "fedbuff",
     "feddyn",
     "fednova",
     "fedprox",
     "fine_tuning_evaluation",
+    "hinge_staleness",
     "hypcluster",
     "layer_fragments",
     "local_sgd",
@@ -47,6 +53,7 @@ __all__ = [
     "mime_lite",
     "participant_weights",
     "per_fedavg",
+    "polynomial_staleness",
     "reptile",
     "scaffold",
     "self_tuning",

@@ -1,11 +1,15 @@
 """Clients: the cohort of a round, and the state that clients keep between rounds."""
 
 from fedpax.clients.cohort import Cohort, check_cohort
+from fedpax.clients.schedule import ArrivalOrder, Arrivals, Syncs
 from fedpax.clients.store import ClientStore, client_store, gather_clients, scatter_clients
 
 __all__ = [
+    "ArrivalOrder",
+    "Arrivals",
     "ClientStore",
     "Cohort",
+    "Syncs",
     "check_cohort",
     "client_store",
     "gather_clients",

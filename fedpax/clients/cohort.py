@@ -20,7 +20,7 @@ class Cohort(NamedTuple):
 
     The leading axis of every array is the participants. The `round` of every algorithm takes a
     cohort: `round(state, cohort)`. Islands, and clients of equal size, need only the batches:
-    `Cohort(batches)`. `fedpax.data.cohort_rounds` sets all fields.
+    `Cohort(batches)`. `fedpax.data.cohort_rounds` sets all fields but `schedule`.
 
     If `batches` is a dict with a field `"mask"`, an example (or token) whose mask is 0 or False is
     padding. A step with only padding has no effect on parameters, optimizer state, step count and
@@ -37,6 +37,9 @@ class Cohort(NamedTuple):
             reverse-mode derivative of a `while_loop`; forward mode works.
         client_ids: int `[participants]`, each client's index in its population; -1 for an empty
             slot of the cohort. Default None: unknown, for algorithms without client state.
+        schedule: when participants arrive, for a method that runs over simulated time: `Arrivals`,
+            `ArrivalOrder` or `Syncs` of `fedpax.clients`. Default None: participants are equally
+            fast and never fail.
 
     Example:
         >>> import numpy as np
@@ -50,21 +53,26 @@ class Cohort(NamedTuple):
     num_examples: Num[jax.Array | np.ndarray, " participants"] | None = None
     num_steps: Int[jax.Array | np.ndarray, " participants"] | None = None
     client_ids: Int[jax.Array | np.ndarray, " participants"] | None = None
+    schedule: chex.ArrayTree | None = None
 
 
-def check_cohort(algorithm: str, cohort: Any, num_participants: int) -> None:
+def check_cohort(
+    algorithm: str, cohort: Any, num_participants: int, schedule_type: type | None = None
+) -> None:
     """Check that the argument of a round is a `Cohort` with consistent shapes.
 
     Args:
         algorithm: the algorithm's name, for the message.
         cohort: the second argument of the algorithm's `round`.
         num_participants: size of the algorithm's placement.
+        schedule_type: the type of schedule that the algorithm takes. Default None: it takes none.
 
     Raises:
-        TypeError: `cohort` is not a `Cohort`, or the dtype of `num_steps` or `client_ids` is not an
-            integer dtype.
+        TypeError: `cohort` is not a `Cohort`, the dtype of `num_steps` or `client_ids` is not an
+            integer dtype, or `schedule` has another type.
         ValueError: no batches, a leaf without the axes `[participants, steps]`, leaves with
-            different numbers of steps, or a field of another shape than `[participants]`.
+            different numbers of steps, a field of another shape than `[participants]`, or a
+            schedule without this axis.
 
     Example:
         >>> check_cohort("fedavg", {"x": np.ones((2, 1))}, 2)
@@ -120,4 +128,29 @@ def check_cohort(algorithm: str, cohort: Any, num_participants: int) -> None:
             raise TypeError(
                 f"{algorithm}: cohort.{field} has dtype {dtype}, expected integers. Cast it with "
                 ".astype(int)."
+            )
+    if cohort.schedule is not None:
+        _check_schedule(algorithm, cohort.schedule, num_participants, schedule_type)
+
+
+def _check_schedule(
+    algorithm: str, schedule: Any, num_participants: int, schedule_type: type | None
+) -> None:
+    """Check a schedule that is not None."""
+    found = type(schedule).__name__
+    if schedule_type is None:
+        raise TypeError(
+            f"{algorithm}: cohort.schedule is a {found}, but {algorithm} is synchronous. Leave "
+            "schedule=None, or use an asynchronous method, such as fedbuff or async_diloco."
+        )
+    if not isinstance(schedule, schedule_type):
+        raise TypeError(
+            f"{algorithm}: cohort.schedule is a {found}, expected a {schedule_type.__name__} of "
+            "fedpax.clients. fedpax.simulation makes one for each method."
+        )
+    for name, array in schedule._asdict().items():  # type: ignore[attr-defined]
+        if np.shape(array)[:1] != (num_participants,):
+            raise ValueError(
+                f"{algorithm}: cohort.schedule.{name} has shape {list(np.shape(array))}, expected "
+                f"{num_participants} participants along axis 0. Pass the schedule of one round."
             )

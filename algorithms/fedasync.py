@@ -1,0 +1,144 @@
+"""FedAsync: the server mixes each client's model into its own when it arrives."""
+
+from typing import Literal, NamedTuple
+
+import chex
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Int
+
+from fedpax.algorithms.checks import check_setting
+from fedpax.algorithms.gradient_terms import proximal_term
+from fedpax.algorithms.history import History, start_history
+from fedpax.algorithms.local_steps import (
+    local_update,
+    participant_weights,
+    scale,
+    subtract,
+)
+from fedpax.algorithms.staleness import StalenessFn, polynomial_staleness
+from fedpax.clients import Arrivals
+from fedpax.clients.cohort import Cohort, check_cohort
+from fedpax.primitives import federated_map, federated_mean, program
+from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+
+
+class FedAsyncState(NamedTuple):
+    """The state of FedAsync.
+
+    Attributes:
+        params: the server's model.
+        history: the last versions of the server's model, `max_staleness + 1` of them.
+    """
+
+    params: Params
+    history: History
+
+
+def fedasync(
+    loss_fn: LossFn,
+    *,
+    max_staleness: int,
+    client_optimizer: optax.GradientTransformation,
+    mixing: float,
+    staleness_fn: StalenessFn | None = None,
+    proximal: float = 0.0,
+    update: Literal["model", "difference"] = "model",
+) -> FederatedAlgorithm:
+    """Mix the model of one client at a time into the server's, the less the staler it is.
+
+    A client received the model when it was version t - s, x_(t - s), takes its local steps from
+    there and ends at y. It arrives at a server whose model is now x_t:
+
+        x_(t+1) = (1 - a) x_t + a y,    a = mixing (1 + s)^(-1/2)       update="model"
+        x_(t+1) = x_t + a (y - x_(t - s))                               update="difference"
+
+    The first line is the paper's. The second one is `fedbuff` with `buffer_size=1` and a server
+    that takes steps of size `mixing`. Both are the same for s = 0.
+
+    A round is one arrival; run them in `jax.lax.scan`, with the schedule that
+    `fedpax.simulation.buffered_arrivals` computes with `buffer_size=1`.
+
+    Memory: `max_staleness + 1` versions of the model beside the model itself.
+
+    Args:
+        loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
+        max_staleness: the largest staleness that is used; a staler client changes nothing.
+        client_optimizer: any optax optimizer; it starts anew at each client.
+        mixing: alpha, the share of a client's model without staleness, from 0 to 1.
+        staleness_fn: the factor of `mixing` by staleness. Default None: `polynomial_staleness(0.5)`
+            of `fedpax.algorithms`, which also has the paper's `hinge_staleness`.
+        proximal: rho; `rho / 2 |w - x_(t - s)|^2` is added to the client's loss. Default 0.0:
+            nothing, option I of the paper.
+        update: "model", the default, or "difference".
+
+    Returns:
+        `init(params)` and `round(state, cohort)`. The leaves of `cohort.batches` are
+        `[1, steps, batch, ...]`; `cohort.schedule` is an `Arrivals`, or None for staleness 0.
+        Metrics, all float32 scalars: `"loss"` and the metrics of `loss_fn`, averaged over the
+        client's steps, and `"staleness"`.
+
+    Raises:
+        ValueError: a setting is out of range; in a round, a cohort of more than one client.
+
+    Example:
+        >>> import fedpax, jax
+        >>> loss_fn = lambda w, x: (jnp.mean((w - x) ** 2), {})
+        >>> algorithm = fedasync(
+        ...     loss_fn, max_staleness=3, client_optimizer=optax.sgd(0.5), mixing=0.5
+        ... )
+        >>> state, step = algorithm.init(jnp.float32(0.0)), jax.jit(algorithm.round)
+        >>> for example, staleness in ((4.0, 0), (8.0, 1)):  # each client ends at its example
+        ...     arrivals = fedpax.clients.Arrivals(jnp.array([staleness]))
+        ...     cohort = fedpax.Cohort(jnp.full((1, 1, 1), example), schedule=arrivals)
+        ...     state, metrics = step(state, cohort)
+        >>> round(state.params.item(), 4)  # 2 + 0.5 * 2^(-1/2) * (8 - 2)
+        4.1213
+
+    Reference:
+        Xie et al., Asynchronous Federated Optimization, arXiv:1903.03934, algorithm 1.
+    """
+    check_setting("fedasync", "max_staleness", max_staleness)
+    check_setting("fedasync", "mixing", mixing, most=1)
+    check_setting("fedasync", "proximal", proximal)
+    if update not in ("model", "difference"):
+        raise ValueError(f'fedasync: update is {update!r}, expected "model" or "difference".')
+    weigh = polynomial_staleness() if staleness_fn is None else staleness_fn
+
+    @program(clients=1)
+    def init(params: Params) -> FedAsyncState:
+        return FedAsyncState(params, start_history(params, max_staleness + 1))
+
+    @program(clients=1)
+    def fedasync_round(state: FedAsyncState, cohort: Cohort) -> tuple[FedAsyncState, Metrics]:
+        check_cohort("fedasync", cohort, 1, Arrivals)
+        if cohort.schedule is None:
+            staleness = jnp.zeros(1, jnp.int32)
+        else:
+            staleness = cohort.schedule.staleness
+
+        def train(
+            staleness: Int[Array, ""],
+            batches: chex.ArrayTree,
+            num_steps: Int[Array, ""] | None,
+        ) -> tuple[Params, Metrics]:
+            start = state.history.read(staleness)
+            optimizer = optax.chain(proximal_term(proximal, start), client_optimizer)
+            difference, metrics = local_update(loss_fn, optimizer, start, batches, num_steps)
+            if update == "model":
+                difference = optax.tree.add(subtract(state.params, start), difference)
+            stale = staleness.astype(jnp.float32)
+            return scale(mixing * weigh(stale), difference), metrics | {"staleness": stale}
+
+        trained = federated_map(train, staleness, cohort.batches, cohort.num_steps)
+        weights = participant_weights(cohort)
+        weights = federated_map(
+            lambda s, weight: jnp.where(s <= max_staleness, weight, 0.0),
+            staleness,
+            jnp.ones(1) if weights is None else weights,
+        )
+        pseudo_gradient, metrics = federated_mean(trained, weights)
+        params = subtract(state.params, pseudo_gradient)
+        return FedAsyncState(params, state.history.append(params)), metrics
+
+    return FederatedAlgorithm(init, fedasync_round)

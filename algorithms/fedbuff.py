@@ -1,0 +1,145 @@
+"""FedBuff: asynchronous clients, whose updates the server buffers and applies together."""
+
+from typing import NamedTuple
+
+import chex
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Int
+
+from fedpax.aggregators import Aggregator
+from fedpax.algorithms.checks import check_setting
+from fedpax.algorithms.history import History, start_history
+from fedpax.algorithms.local_steps import local_update, participant_weights, scale
+from fedpax.algorithms.server import make_server
+from fedpax.algorithms.staleness import StalenessFn, polynomial_staleness
+from fedpax.clients import Arrivals
+from fedpax.clients.cohort import Cohort, check_cohort
+from fedpax.primitives import federated_map, program
+from fedpax.primitives.placement import ChunkSize
+from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+
+
+class FedBuffState(NamedTuple):
+    """The state of FedBuff.
+
+    Attributes:
+        params: the server's model.
+        server_optimizer_state: the state of the server optimizer.
+        aggregator_state: the state of the aggregator.
+        history: the last versions of the server's model, `max_staleness + 1` of them.
+    """
+
+    params: Params
+    server_optimizer_state: optax.OptState
+    aggregator_state: chex.ArrayTree
+    history: History
+
+
+def fedbuff(
+    loss_fn: LossFn,
+    *,
+    buffer_size: int,
+    max_staleness: int,
+    client_optimizer: optax.GradientTransformation,
+    server_optimizer: optax.GradientTransformation | None = None,
+    staleness_fn: StalenessFn | None = None,
+    aggregator: Aggregator | None = None,
+    chunk_size: ChunkSize = None,
+) -> FederatedAlgorithm:
+    """Update the server's model after every K arrivals of clients that train at their own pace.
+
+    Client i received the model when it was version t - s_i, takes its local steps from there and
+    ends at y_i. It arrives at a server whose model is now version t. After K arrivals,
+
+        x_(t+1) = x_t - eta / K sum_i (1 + s_i)^(-1/2) (x_(t - s_i) - y_i).
+
+    A round is one server update: K arrivals. None of them depends on another, so that they train
+    at once as the clients of `fedavg` do, on any mesh, and `jax.lax.scan` over rounds runs a whole
+    schedule as one program. Which clients arrive and how stale they are is data:
+    `fedpax.simulation.buffered_arrivals` computes it. Without a schedule this is `fedavg`.
+
+    Memory: `max_staleness + 1` versions of the model beside the model itself, sharded as it is.
+    With C clients at work, staleness is about C / K, and more for slow ones. This is less than the
+    C models in flight.
+
+    Args:
+        loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
+        buffer_size: K, number of arrivals in a round. The paper's experiments have 10.
+        max_staleness: the largest staleness that is used; a staler update has weight 0. With 0, as
+            without a schedule, all clients start from the current model.
+        client_optimizer: any optax optimizer; it starts anew at each client.
+        server_optimizer: any optax optimizer; the paper's is SGD with learning rate eta. Default
+            None: `optax.sgd(1.0)`.
+        staleness_fn: the factor of an update by its staleness. Default None: the paper's
+            `polynomial_staleness(0.5)`.
+        aggregator: combines the scaled pseudo-gradients. Default None: their weighted mean.
+        chunk_size: number of clients that a device runs at once; see `fedpax.program`.
+
+    Returns:
+        `init(params)` and `round(state, cohort)`, as in `fedavg`, with `cohort.schedule` an
+        `Arrivals` or None. The paper's mean is uniform: leave `cohort.num_examples` None, or set it
+        to weigh clients. Metrics, as in `fedavg`, and with a schedule `"staleness"`, the mean.
+
+    Raises:
+        ValueError: `max_staleness` below 0; and as in `fedavg`.
+
+    Example:
+        >>> import fedpax, jax
+        >>> loss_fn = lambda w, x: (jnp.mean((w - x) ** 2), {})
+        >>> algorithm = fedbuff(
+        ...     loss_fn, buffer_size=2, max_staleness=3, client_optimizer=optax.sgd(0.5)
+        ... )
+        >>> state, step = algorithm.init(jnp.float32(0.0)), jax.jit(algorithm.round)
+        >>> batches = jnp.array([[[1.0]], [[5.0]]])  # two clients, one step, one example
+        >>> for staleness in ([0, 0], [1, 0]):  # the first client misses one update
+        ...     arrivals = fedpax.clients.Arrivals(jnp.array(staleness))
+        ...     state, metrics = step(state, fedpax.Cohort(batches, schedule=arrivals))
+        >>> round(state.params.item(), 4)  # 3 + (2^(-1/2) (1 - 0) + (5 - 3)) / 2
+        4.3536
+
+    Reference:
+        Nguyen et al., Federated Learning with Buffered Asynchronous Aggregation, arXiv:2106.06639,
+        algorithm 1.
+    """
+    check_setting("fedbuff", "max_staleness", max_staleness)
+    weigh = polynomial_staleness() if staleness_fn is None else staleness_fn
+    server = make_server(server_optimizer, aggregator)
+
+    @program(clients=buffer_size)
+    def init(params: Params) -> FedBuffState:
+        history = start_history(params, max_staleness + 1)
+        return FedBuffState(params, *server.init(params), history)
+
+    @program(clients=buffer_size, chunk_size=chunk_size)
+    def fedbuff_round(state: FedBuffState, cohort: Cohort) -> tuple[FedBuffState, Metrics]:
+        check_cohort("fedbuff", cohort, buffer_size, Arrivals)
+        weights = participant_weights(cohort)
+
+        def train_from(
+            start: Params, batches: chex.ArrayTree, num_steps: Int[Array, ""] | None
+        ) -> tuple[Params, Metrics]:
+            return local_update(loss_fn, client_optimizer, start, batches, num_steps)
+
+        if cohort.schedule is None:
+            updates, metrics = federated_map(
+                lambda *own: train_from(state.params, *own), cohort.batches, cohort.num_steps
+            )
+        else:
+
+            def train(staleness: Int[Array, ""], *own: chex.ArrayTree) -> tuple[Params, Metrics]:
+                update, metrics = train_from(state.history.read(staleness), *own)
+                stale = staleness.astype(jnp.float32)
+                return scale(weigh(stale), update), metrics | {"staleness": stale}
+
+            staleness = cohort.schedule.staleness
+            updates, metrics = federated_map(train, staleness, cohort.batches, cohort.num_steps)
+            weights = federated_map(
+                lambda s, weight: jnp.where(s <= max_staleness, weight, 0.0),
+                staleness,
+                jnp.ones(buffer_size) if weights is None else weights,
+            )
+        state, metrics = server.step(state, updates, metrics, weights)
+        return state._replace(history=state.history.append(state.params)), metrics
+
+    return FederatedAlgorithm(init, fedbuff_round)

@@ -1,0 +1,69 @@
+"""Schedules: what a round of an asynchronous method knows about time.
+
+The order of events depends on the participants' speeds and failures, and not on parameters.
+`fedpax.simulation` computes it on the host, as arrays. The arrays of one round are the field
+`schedule` of its `Cohort`; without them, participants are equally fast and never fail.
+"""
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+
+class Arrivals(NamedTuple):
+    """Arrivals of clients at a server, which updates its model once per round.
+
+    Attributes:
+        staleness: int `[participants]`, number of server updates between the model that a client
+            trained from and the model that its update is applied to.
+
+    Example:
+        >>> Arrivals(np.array([0, 3, 1])).staleness.max().item()
+        3
+    """
+
+    staleness: Int[jax.Array | np.ndarray, " participants"]
+
+
+class ArrivalOrder(NamedTuple):
+    """The order in which islands arrive at a server, each at most once per round.
+
+    Attributes:
+        position: int `[islands]`, an island's position in the order of the round's arrivals, from
+            0; -1 for an island that does not arrive. Islands that arrive at the same time have the
+            same position, and no position is left out.
+
+    Example:
+        >>> order = ArrivalOrder(np.array([1, 0, -1, 0]))  # 1 and 3 together, then 0
+        >>> (order.position >= 0).tolist()
+        [True, True, False, True]
+    """
+
+    position: Int[jax.Array | np.ndarray, " islands"]
+
+
+class Syncs(NamedTuple):
+    """The synchronizations of a round, one per fragment of the model.
+
+    Attributes:
+        num_steps: int `[islands, fragments]`, number of inner steps between the previous
+            synchronization and this one; 0 while an island is down.
+        weights: float `[islands, fragments]`, weight of an island's fragment in the merge; 0 if the
+            island is not part of it.
+        receives: bool `[islands, fragments]`, whether the island is up and takes the merged
+            fragment.
+        rejoins: bool `[islands, fragments]`, whether the island comes back before these steps, and
+            begins them from the whole outer model.
+
+    Example:
+        >>> one, yes = np.ones((2, 1)), np.ones((2, 1), bool)
+        >>> Syncs(5 * one.astype(int), one, receives=yes, rejoins=~yes).num_steps.sum().item()
+        10
+    """
+
+    num_steps: Int[jax.Array | np.ndarray, "islands fragments"]
+    weights: Float[jax.Array | np.ndarray, "islands fragments"]
+    receives: Bool[jax.Array | np.ndarray, "islands fragments"]
+    rejoins: Bool[jax.Array | np.ndarray, "islands fragments"]

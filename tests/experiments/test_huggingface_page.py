@@ -1,0 +1,63 @@
+"""The commands of docs/huggingface.md, run one after another in an empty folder."""
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedpax.main import main
+from fedpax.models import huggingface
+from fedpax.training.metrics import read_metrics, select
+
+PAGE = Path(__file__).parents[2] / "docs" / "huggingface.md"
+# The weights of Llama are not here, and a whole run takes minutes.
+NOT_RUN = "models/llama"
+FEWER = {
+    "pretrain_text": ["--training.rounds=6"],
+    "fedavg_lora_text": ["--training.rounds=6"],
+    "diloco_text": ["--training.rounds=20", "--training.evaluate_every=10"],
+}
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page_run_and_adapters_lower_the_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    commands = [line for line in "".join(blocks).splitlines() if NOT_RUN not in line]
+    assert len(commands) == 6
+    for command in commands:
+        program, *arguments = shlex.split(command)
+        exp = next((word.partition("=")[2] for word in arguments if "--exp=" in word), "")
+        assert program == "fedpax" and main([*arguments, *FEWER.get(exp, [])]) == 0
+
+    def losses(run: str) -> list[float]:
+        lines: list[dict[str, Any]] = select(read_metrics(tmp_path / "runs" / run), "evaluation")
+        return [line["loss"] for line in lines]
+
+    base = losses("base")[-1]
+    assert losses("lora")[-1] < base - 0.02
+    assert losses("diloco_lora")[-1] < base - 0.02
+    config, params = huggingface.load("models/base")
+    merged_config, merged = huggingface.load("models/adapted")
+    assert merged_config == config
+    query, other = (tree["layers"]["attention"]["query"] for tree in (params, merged))
+    assert query.dtype == other.dtype == np.float32 and (query != other).any()
+    # A run that goes on from the merged model begins at the adapters' loss, and resumes without it.
+    continued = ["train", "--exp=pretrain_text", "--model.weights=models/adapted"]
+    continued += ["--job_log_dir=runs/continued", "--optimizer.learning_rate=1e-9"]
+    assert main([*continued, "--training.rounds=1", "--data.local_steps=1"]) == 0
+    assert losses("continued")[-1] == pytest.approx(losses("lora")[-1], abs=1e-3)
+    Path("models/adapted").rename("models/moved")
+    assert main([*continued, "--training.rounds=2", "--data.local_steps=1"]) == 0
+    assert len(losses("continued")) == 2
+    assert main(["evaluate", "--job_log_dir=runs/continued"]) == 0
+    # Adapters need the folder; it may have moved.
+    Path("models/base").rename("models/base2")
+    assert main(["evaluate", "--job_log_dir=runs/lora"]) == 2
+    moved = ["--job_log_dir=runs/lora", "--model.weights=models/base2"]
+    assert main(["generate", *moved, "--prompt=def ", "--num_tokens=5"]) == 0

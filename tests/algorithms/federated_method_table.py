@@ -169,9 +169,7 @@ FEDERATED_METHODS = {
     ),
     "Reptile": _method(
         reptile,
-        lambda x, rounds, n, rate: numpy_methods.fedavg(
-            x, rounds, n, numpy_methods.sgd(rate), numpy_methods.sgd(0.4)
-        ),
+        lambda x, rounds, n, rate: reference.fedprox(x, rounds, n, rate, 0.0, 0.4),
         meta_learning_rate=0.4,
     ),
 }

@@ -59,7 +59,10 @@ def at(x: Tree, batches: Sequence[Tree]) -> tuple[Tree, Metrics]:
     return mean([g for g, _ in found]), mean([metrics for _, metrics in found])
 
 
-def fedprox(x: Tree, rounds: Any, weights: Any, rate: float, mu: float) -> list[Round]:
+def fedprox(
+    x: Tree, rounds: Any, weights: Any, rate: float, mu: float, server_rate: float = 1.0
+) -> list[Round]:
+    """FedProx; with mu = 0 and a server rate, Reptile."""
     history = []
     for batches, n in zip(rounds, weights, strict=True):
         ends, reports, shares = [], [], []
@@ -68,7 +71,7 @@ def fedprox(x: Tree, rounds: Any, weights: Any, rate: float, mu: float) -> list[
             ends.append(y)
             reports.append(metrics)
             shares.append(examples)
-        x = weighted_mean(ends, shares)
+        x = add(x, add(weighted_mean(ends, shares), x, -1), server_rate)
         history.append((x, weighted_mean(reports, shares)))
     return history
 

@@ -3,7 +3,8 @@
 `transformer`, `mlp` and `cnn` make a `FunctionalModel` from a configuration; `transformer_loss` and
 `classification_loss` make the loss to train it. `fedpax.models.attention` has the implementations
 of attention, `fedpax.models.presets` the configurations of known transformers.
-`fedpax.models.huggingface` reads and writes weights in Hugging Face folders.
+`fedpax.models.huggingface` reads and writes weights in Hugging Face folders, and
+`fedpax.models.lora` trains low-rank adapters of them.
 """
 
 from fedpax.models.accumulation import accumulate_gradients

@@ -1,0 +1,209 @@
+"""A mean of integers under masks, as secure aggregation computes it."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Num
+
+from fedpax.aggregators.aggregator import Aggregator
+from fedpax.aggregators.all_updates import known_to_all
+from fedpax.aggregators.clipping import check_positive
+from fedpax.aggregators.gaussian_noise import round_key
+from fedpax.aggregators.krum import check_count
+from fedpax.aggregators.masks import make_graph, mask
+from fedpax.aggregators.presence import num_participants, present, select
+from fedpax.aggregators.sent import mark_sent
+from fedpax.primitives import federated_map, federated_mean, federated_sum
+
+
+class SecureMeanState(NamedTuple):
+    """The state of `secure_mean`.
+
+    Attributes:
+        round: int32 scalar, number of rounds so far. With the seed it determines the masks.
+    """
+
+    round: Int[Array, ""]
+
+
+def secure_mean(
+    *, max_value: float, bits: int = 16, num_neighbors: int | None = None, seed: int = 0
+) -> Aggregator:
+    """Average updates as secure aggregation does: as integers under masks that cancel in the sum.
+
+    Each participant quantizes its update to multiples of `s = r / (2^(bits - 1) - 1)`, with
+    `r = max_value`, adds masks modulo 2^32, and sends y_i, which alone looks uniformly random:
+
+        k_i = round(clip(u_i, -r, r) / s);   y_i = k_i + masks_i mod 2^32;   mean = s sum_i k_i / m.
+
+    Pairs of participants share masks of opposite signs. A participant of weight 0 drops out after
+    the masks are agreed on: the server then recomputes the masks that its neighbours have added,
+    and the self masks of the m present participants. The integer sum is exact for any set of
+    dropouts, so the only error is that of quantization: at most s / 2 in each entry.
+
+    This simulates the protocol's arithmetic, for its cost, quantization and dropouts. It has no key
+    agreement or secret sharing, and the masks come from JAX's generator with a known seed: it
+    protects nobody. A participant generates one pseudo-random vector per neighbour: n - 1 times the
+    update's size without `num_neighbors`, n of them for all. With a constant or logarithmic number
+    of neighbours, the cost per participant is the same or grows slowly.
+
+    Args:
+        max_value: r, above 0. Entries are clipped to [-r, r].
+        bits: bits per entry before masking, 2 to 24. The sum of n participants needs
+            `n (2^(bits - 1) - 1) < 2^31`.
+        num_neighbors: number of participants that each participant shares masks with: even, on a
+            random ring that changes every round. Default None: all others.
+        seed: int, seed of the masks. The result does not depend on it.
+
+    Returns:
+        An aggregator with state `SecureMeanState`. Weights only tell who is present: not 0; present
+        participants weigh the same. A NaN entry is sent as 0. The result has the dtype of the
+        updates; 0 if no participant is present. Metrics: `"clipped_fraction"`, the fraction of the
+        entries of present participants outside [-r, r], and `"num_present"`.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of range; when the program is traced: the sum could
+            overflow, or there are not more than `num_neighbors` participants.
+
+    Example:
+        >>> import fedpax
+        >>> aggregator = secure_mean(max_value=1.0)
+        >>> @fedpax.program(clients=3)
+        ... def average(updates, weights):
+        ...     return aggregator.aggregate(aggregator.init(None), updates, weights)
+        >>> updates = jnp.array([[0.5, -0.25], [0.9, 0.9], [0.25, 0.75]])
+        >>> mean, state, metrics = average(updates, jnp.array([1, 0, 1]))  # the second drops out
+        >>> mean.round(4).tolist()
+        [0.375, 0.25]
+
+    Reference:
+        Bonawitz et al., Practical Secure Aggregation for Federated Learning on User-Held Data,
+        arXiv:1611.04482, section 3 (double masking).
+        Bell et al., Secure Single-Server Aggregation with (Poly)Logarithmic Overhead, CCS 2020,
+        IACR ePrint 2020/704, section 3 (a random Harary graph of neighbours).
+    """
+    check_positive("secure_mean", "max_value", max_value)
+    check_bits("secure_mean", bits)
+    if num_neighbors is not None:
+        check_count("secure_mean", "num_neighbors", num_neighbors, 2)
+        if num_neighbors % 2:
+            raise ValueError(
+                f"secure_mean(): num_neighbors is {num_neighbors}, expected an even number: half "
+                f"of them on either side of a ring. Use {num_neighbors + 1}."
+            )
+    largest = 2 ** (bits - 1) - 1
+    step = max_value / largest
+
+    def init(params: chex.ArrayTree) -> SecureMeanState:
+        return SecureMeanState(jnp.int32(0))
+
+    def quantize(u: jax.Array) -> jax.Array:
+        clipped = jnp.clip(jnp.nan_to_num(u.astype(jnp.float32), nan=0.0), -max_value, max_value)
+        return jnp.round(clipped / step).astype(jnp.int32)
+
+    def encode(update: chex.ArrayTree, index: Int[Array, ""]) -> chex.ArrayTree:
+        return jax.tree.map(quantize, update)
+
+    def clipped_entries(update: chex.ArrayTree, here: Bool[Array, ""]) -> Float[Array, ""]:
+        outside = [jnp.mean(~(jnp.abs(u) <= max_value)) * u.size for u in jax.tree.leaves(update)]
+        size = sum(u.size for u in jax.tree.leaves(update))
+        return jnp.where(here, sum(outside) / max(size, 1), 0.0)
+
+    def aggregate(
+        state: SecureMeanState, updates: chex.ArrayTree, weights: Num[Array, " participants"] | None
+    ) -> tuple[chex.ArrayTree, SecureMeanState, dict[str, jax.Array]]:
+        if not num_participants(updates):
+            return updates, SecureMeanState(state.round + 1), {}
+        here = present(updates, weights)
+        check_sum("secure_mean", num_participants(updates), largest)
+        key = round_key(seed, "masks", state.round)
+        total = secure_sum(encode, updates, here, key, num_neighbors)
+        count = federated_sum(here)
+
+        def decode(total: jax.Array, u: jax.Array) -> jax.Array:
+            return (step * total / jnp.maximum(count, 1)).astype(u.dtype)
+
+        clipped = federated_mean(federated_map(clipped_entries, updates, here), here)
+        metrics = {"clipped_fraction": clipped, "num_present": count}
+        mean = jax.tree.map(decode, total, updates)
+        return mean, SecureMeanState(state.round + 1), metrics
+
+    return Aggregator(init, aggregate)
+
+
+def secure_sum(
+    encode: Callable[[chex.ArrayTree, Int[Array, ""]], chex.ArrayTree],
+    updates: chex.ArrayTree,
+    here: Bool[Array, " participants"],
+    key: jax.Array,
+    num_neighbors: int | None,
+) -> chex.ArrayTree:
+    """Sum integers over present participants under masks: exactly, modulo 2^32.
+
+    Args:
+        encode: `(update, index) -> pytree of int32 arrays` of the same structure, the integers of a
+            participant. Runs on the participant.
+        updates: placed pytree.
+        here: which participants are present.
+        key: PRNG key of the round.
+        num_neighbors: number of participants that each one shares masks with. Default None: all.
+
+    Returns:
+        int32 server value, the sums.
+
+    Raises:
+        ValueError: there are not more than `num_neighbors` participants.
+    """
+    n = num_participants(updates)
+    if num_neighbors is not None and num_neighbors >= max(n, 1):
+        raise ValueError(
+            f"secure_mean(): num_neighbors is {num_neighbors}, expected fewer than the {n} "
+            "participants. Leave it None for all of them."
+        )
+    graph = make_graph(key, n, num_neighbors)
+    everyone = known_to_all(here)
+
+    def send(
+        update: chex.ArrayTree, index: Int[Array, ""], present: Bool[Array, ""]
+    ) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+        codes, tree = jax.tree.flatten(encode(update, index))
+        words = [code.astype(jnp.uint32) for code in codes]
+        masked, left = mask(words, index, graph, everyone)
+        sent = mark_sent(jax.tree.unflatten(tree, masked), instead_of=update)
+        return select(present, sent), select(present, jax.tree.unflatten(tree, left))
+
+    def unmask(masked: jax.Array, left: jax.Array) -> jax.Array:
+        return jax.lax.bitcast_convert_type((masked - left).astype(jnp.uint32), jnp.int32)
+
+    masked, left = federated_sum(federated_map(send, updates, jnp.arange(n), here))
+    return jax.tree.map(unmask, masked, left)
+
+
+def check_bits(function: str, bits: int) -> None:
+    """Check the number of bits of an entry.
+
+    Raises:
+        TypeError: it is not an int.
+        ValueError: it is below 2 or above 24.
+    """
+    check_count(function, "bits", bits, 2)
+    if bits > 24:
+        raise ValueError(f"{function}(): bits is {bits}, expected at most 24: updates are float32.")
+
+
+def check_sum(function: str, participants: int, largest: int) -> None:
+    """Check that sums of codes of at most `largest` in absolute value fit an int32.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if participants * largest >= 2**31:
+        most = ((2**31 - 1) // participants + 1).bit_length()
+        raise ValueError(
+            f"{function}(): the sum of {participants:,} participants' integers of up to "
+            f"{largest:,} does not fit 32 bits. Use at most bits={most}."
+        )

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from fedpax.commands.options import (
     UsageError,
@@ -31,7 +32,10 @@ def compare(arguments: Sequence[str]) -> int:
     """
     options, fields = parse("compare", arguments, define_training_flags)
     names = [name for name in options.exp.split(",") if name]
-    experiments = {name: configure(name, fields) for name in names}
+    into = Path(options.job_log_dir) if options.job_log_dir else None
+    experiments = {
+        name: configure(name, fields, into and into / name.rpartition(":")[2]) for name in names
+    }
     check_job_log_dir(options)
     by_folder = {name.rpartition(":")[2]: name for name in names}
     if len(by_folder) < len(names):

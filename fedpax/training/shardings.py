@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from fedpax.clients.store import ClientStore
 from fedpax.training.algorithm import Params, State
 
 ShardingTree: TypeAlias = NamedSharding | Iterable["ShardingTree"] | Mapping[Any, "ShardingTree"]
@@ -29,10 +30,11 @@ def state_shardings(
     participant, and the first of them is sharded over the placement's mesh axis.
 
     A leaf may also hold some rows of a parameter, such as the momentum of a fragment of stacked
-    layers: its first axis is shorter than the parameter's, which is not sharded. Rows of a matrix
-    are not told from one vector per participant if they are as many as the participants.
+    layers: its first axis is shorter than the parameter's, which is not sharded. As many vectors
+    as participants are such rows if they lie in a tree with rows of stacked matrices.
 
-    A leaf that belongs to no parameter, but whose first axis has one entry per participant (such
+    The rows of a `ClientStore` are sharded over the placement's mesh axis, as `client_store` makes
+    them. A leaf that belongs to no parameter, but whose first axis has one entry per participant (such
     as the islands' step counts), is sharded over the placement's mesh axis. All other leaves are
     replicated.
 
@@ -81,29 +83,48 @@ def state_shardings(
     known.sort(key=lambda entry: -len(entry[0]))
     divides = placement in mesh.shape and num_participants % mesh.shape[placement] == 0
 
-    def holds(
-        leaf: tuple[int, ...], before: int, shape: tuple[int, ...], spec: PartitionSpec
-    ) -> bool:
-        """Return whether the last axes of a leaf are those of a parameter, or of its rows."""
-        own = leaf[before:]
-        if len(shape) < 2 or own == shape:
-            return own == shape
-        is_vector_per_participant = len(leaf) == 2 and leaf[0] == num_participants
-        fewer_rows = own[1:] == shape[1:] and own[0] < shape[0] and tuple(spec)[:1] in ((), (None,))
-        return fewer_rows and not is_vector_per_participant
-
-    def sharding_of(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-        own: tuple[Any, ...] = ()
-        front = leaf.shape
+    def parameter_of(path: tuple[Any, ...], leaf: Any) -> tuple[Any, int, PartitionSpec] | None:
+        """Return the path before the parameter's, the axes before the parameter's, and its spec."""
         for name, shape, spec in known:
-            before = leaf.ndim - len(shape)
-            belongs = path[len(path) - len(name) :] == name
-            if belongs and before >= 0 and holds(leaf.shape, before, shape, spec):
-                own, front = tuple(spec), leaf.shape[:before]
-                break
-        placed = divides and front[:1] == (num_participants,)
+            front, before = path[: len(path) - len(name)], leaf.ndim - len(shape)
+            if path[len(front) :] != name or before < 0:
+                continue
+            own = leaf.shape[before:]
+            unsharded = tuple(spec)[:1] in ((), (None,))
+            is_rows = len(shape) > 1 and own[1:] == shape[1:] and own[0] < shape[0] and unsharded
+            if is_rows and leaf.shape[:1] == own[:1] == (num_participants,) and leaf.ndim == 2:
+                is_rows = front in fragments
+            if own == shape or is_rows:
+                return front, before, spec
+        return None
+
+    # Trees that hold rows of stacked matrices hold rows of stacked vectors too.
+    fragments: set[tuple[Any, ...]] = set()
+    for path, leaf in jax.tree.leaves_with_path(state):
+        found = parameter_of(path, leaf)
+        if found and found[1] == 0 and leaf.ndim > 2:
+            fragments.add(found[0])
+
+    def sharding_of(
+        path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, *, is_row: bool = False
+    ) -> NamedSharding:
+        found = parameter_of(path, leaf)
+        own = tuple(found[2]) if found else ()
+        front = leaf.shape[: found[1]] if found else leaf.shape
+        placed = (is_row and placement in mesh.shape) or (
+            divides and front[:1] == (num_participants,)
+        )
         first = ((placement if placed else None),) + (None,) * (len(front) - 1) if front else ()
         spec = PartitionSpec(*first, *own) if placed or own else PartitionSpec()
         return NamedSharding(mesh, spec)
 
-    return jax.tree_util.tree_map_with_path(sharding_of, state)
+    def shardings_of(path: tuple[Any, ...], node: Any) -> Any:
+        if not isinstance(node, ClientStore):
+            return sharding_of(path, node)
+        return jax.tree_util.tree_map_with_path(
+            lambda end, leaf: sharding_of((*path, *end), leaf, is_row=True), node
+        )
+
+    return jax.tree_util.tree_map_with_path(
+        shardings_of, state, is_leaf=lambda node: isinstance(node, ClientStore)
+    )

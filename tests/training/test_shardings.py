@@ -92,7 +92,7 @@ def test_rows_of_stacked_layers_are_sharded_as_the_layers(rows: int) -> None:
     server = {"stack": like(rows, 8, 2), "scale": like(rows, 8), "bias": like(NUM_ISLANDS)}
     placed = {"stack": like(4, rows, 8, 2), "scale": like(4, rows, 8)}
     result = state_shardings(
-        {"server": server, "placed": placed},
+        {"server": server, "placed": placed, "vectors": {"scale": like(rows, 8)}},
         params,
         jax.tree.map(lambda spec: NamedSharding(mesh, spec), given),
         mesh,
@@ -102,8 +102,9 @@ def test_rows_of_stacked_layers_are_sharded_as_the_layers(rows: int) -> None:
     spec = jax.tree.map(lambda sharding: sharding.spec, result)
     assert spec["server"]["stack"] == PartitionSpec(None, "fsdp")
     assert spec["server"]["bias"] == PartitionSpec("islands")
+    assert spec["server"]["scale"] == PartitionSpec(None, "fsdp")
     as_rows, as_vectors = PartitionSpec(None, "fsdp"), PartitionSpec("islands", None)
-    assert spec["server"]["scale"] == (as_vectors if rows == NUM_ISLANDS else as_rows)
+    assert spec["vectors"]["scale"] == (as_vectors if rows == NUM_ISLANDS else as_rows)
     for leaf in spec["placed"].values():
         assert leaf == PartitionSpec("islands", None, "fsdp")
 

@@ -4,6 +4,7 @@ from fedpax.aggregators.aggregator import Aggregator, mean
 from fedpax.aggregators.bulyan import bulyan
 from fedpax.aggregators.chain import AggregatorTransformation, chain
 from fedpax.aggregators.clipping import adaptive_clip, clip_by_norm
+from fedpax.aggregators.compressed_mean import compressed_mean
 from fedpax.aggregators.coordinate_means import coordinate_median, trimmed_mean
 from fedpax.aggregators.gaussian_noise import add_local_noise, add_noise
 from fedpax.aggregators.geometric_median import geometric_median
@@ -23,6 +24,7 @@ __all__ = [
     "bulyan",
     "chain",
     "clip_by_norm",
+    "compressed_mean",
     "coordinate_median",
     "geometric_median",
     "krum",

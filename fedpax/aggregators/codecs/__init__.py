@@ -1,0 +1,26 @@
+"""Codecs: send an update in few bits. `fedpax.aggregators.compressed_mean` uses them."""
+
+from fedpax.aggregators.codecs.blocks import wire_bits
+from fedpax.aggregators.codecs.codec import Codec, float32
+from fedpax.aggregators.codecs.drive import drive
+from fedpax.aggregators.codecs.e3m0 import e3m0
+from fedpax.aggregators.codecs.random_k import random_k
+from fedpax.aggregators.codecs.rotated import rotated
+from fedpax.aggregators.codecs.sign import sign
+from fedpax.aggregators.codecs.terngrad import terngrad
+from fedpax.aggregators.codecs.top_k import top_k
+from fedpax.aggregators.codecs.uniform import uniform
+
+__all__ = [
+    "Codec",
+    "drive",
+    "e3m0",
+    "float32",
+    "random_k",
+    "rotated",
+    "sign",
+    "terngrad",
+    "top_k",
+    "uniform",
+    "wire_bits",
+]

@@ -1,0 +1,142 @@
+"""Cut the leaves of an update into blocks for a codec, and put them together again."""
+
+import functools
+import math
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from fedpax.aggregators.codecs.codec import Codec
+
+SMALL_LEAF = 2**16  # entries; gathering a leaf of this size from other devices costs nothing
+SHORT_AXIS = 128  # blocks along a shorter axis would have more scales than the codes are worth
+
+
+class Blocks(NamedTuple):
+    """How a leaf is cut into blocks.
+
+    Attributes:
+        axis: the axis that is cut into blocks of adjacent entries; the others stay as they are.
+            None: the leaf is flattened first.
+        count: number of blocks along the axis.
+        size: number of entries of a block. The last block may be padded with zeros.
+    """
+
+    axis: int | None
+    count: int
+    size: int
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_blocks(codec: Codec, shape: tuple[int, ...]) -> Blocks:
+    """Choose how a leaf is cut, from its shape alone: the same on every mesh.
+
+    A large leaf is cut along its longest major axis, so that its words have the leaf's minor axis,
+    which fills the TPU's tiles and which mesh axes can shard. A leaf of at most 65,536
+    entries, or without a major axis of 128 entries, is flattened. Blocks have the codec's block
+    size if it divides the axis. Otherwise they are of about equal size: at most the codec's, its
+    half or its quarter, whichever has the fewest words.
+
+    Args:
+        codec: the codec.
+        shape: shape of the leaf.
+
+    Returns:
+        The choice.
+
+    Example:
+        >>> from fedpax.aggregators.codecs import e3m0, rotated
+        >>> choose_blocks(e3m0(), (32, 4096, 11008))
+        Blocks(axis=1, count=4, size=1024)
+        >>> choose_blocks(rotated(e3m0()), (768, 3072))  # a rotation needs a power of two
+        Blocks(axis=0, count=3, size=256)
+        >>> choose_blocks(e3m0(), (3, 3, 16))
+        Blocks(axis=None, count=1, size=144)
+    """
+    total = math.prod(shape)
+    axis = max(range(max(len(shape) - 1, 1)), key=lambda a: shape[a]) if shape else None
+    if axis is None or total <= SMALL_LEAF or shape[axis] < SHORT_AXIS:
+        axis, entries = None, max(total, 1)
+    else:
+        entries = shape[axis]
+    whole = entries % codec.block_size == 0
+    limits = [codec.block_size >> i for i in range(1 if whole else 3)]
+    counts = {-(-entries // limit) for limit in limits if limit}
+    sizes = {count: -(-entries // count) for count in counts}
+    count = min(counts, key=lambda c: (c * _num_words(codec, sizes[c]), c))
+    return Blocks(axis, count, sizes[count])
+
+
+def wire_bits(codec: Codec, updates: chex.ArrayTree) -> int:
+    """Count the bits of one participant's encoded update.
+
+    Args:
+        codec: the codec.
+        updates: one participant's update, or the parameters; their types are enough.
+
+    Returns:
+        The number of bits, scales and padding included.
+
+    Example:
+        >>> from fedpax.aggregators.codecs import drive
+        >>> params = {"kernel": jax.ShapeDtypeStruct((1024, 4096), "float32")}
+        >>> wire_bits(drive(), params) / (1024 * 4096)  # 1 bit, and a float per 1024 entries
+        1.03125
+    """
+    bits = 0
+    for leaf in jax.tree.leaves(updates):
+        blocks = choose_blocks(codec, tuple(jnp.shape(leaf)))
+        others = 1 if blocks.axis is None else math.prod(leaf.shape) // leaf.shape[blocks.axis]
+        bits += 32 * _num_words(codec, blocks.size) * blocks.count * others
+    return bits
+
+
+@functools.lru_cache(maxsize=4096)
+def _num_words(codec: Codec, size: int) -> int:
+    """Return the number of words of a block."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    return jax.eval_shape(codec.encode, key, jax.ShapeDtypeStruct((size,), jnp.float32)).shape[0]
+
+
+def to_blocks(leaf: Float[Array, "..."], blocks: Blocks) -> Float[Array, "entries ..."]:
+    """Cut a leaf into blocks.
+
+    Args:
+        leaf: floats `[...]`.
+        blocks: how to cut it.
+
+    Returns:
+        `[size, count]` for a flattened leaf; else `[size, ...]` with the axes of the leaf, and the
+        number of blocks in place of the entries of the axis that is cut.
+    """
+    axis = blocks.axis or 0
+    whole = leaf.reshape(-1) if blocks.axis is None else leaf
+    missing = blocks.count * blocks.size - whole.shape[axis]
+    if missing:
+        whole = jnp.pad(whole, [(0, missing if i == axis else 0) for i in range(whole.ndim)])
+    shape = (*whole.shape[:axis], blocks.count, blocks.size, *whole.shape[axis + 1 :])
+    return jnp.moveaxis(whole.reshape(shape), axis + 1, 0)
+
+
+def from_blocks(
+    values: Float[Array, "entries ..."], blocks: Blocks, shape: tuple[int, ...]
+) -> Float[Array, "..."]:
+    """Put a leaf together from its blocks.
+
+    Args:
+        values: the blocks, as `to_blocks` returns them.
+        blocks: how the leaf was cut.
+        shape: shape of the leaf.
+
+    Returns:
+        The leaf.
+    """
+    axis = blocks.axis or 0
+    split = jnp.moveaxis(values, 0, axis + 1)
+    entries = blocks.count * blocks.size
+    whole = split.reshape(*split.shape[:axis], entries, *split.shape[axis + 2 :])
+    length = math.prod(shape) if blocks.axis is None else shape[axis]
+    return jax.lax.slice_in_dim(whole, 0, length, axis=axis).reshape(shape)

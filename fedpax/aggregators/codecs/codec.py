@@ -1,0 +1,117 @@
+"""The contract of a codec, and the exact one."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key, UInt32
+
+BLOCK_SIZE = 1024
+"""Default number of entries that share a scale: 32 bits of scale are 0.03 bits per entry."""
+
+
+class Codec(NamedTuple):
+    """A lossy code for blocks of floats, as a pair of pure functions.
+
+    A block is a vector. Blocks lie along the leading axis of an array `[entries, ...]`, so that an
+    array of blocks keeps the shape and the sharding of its other axes. Both functions get the same
+    random key: what they draw from it, such as a rotation, need not be sent.
+
+    A block of zeros must be decoded to zeros: a participant of weight 0 sends it.
+
+    Attributes:
+        encode: `(key, blocks) -> words`. `blocks` are float32 `[entries, ...]`. `words` are uint32
+            `[words, ...]`: codes and scales in one buffer, which is everything that is sent.
+        decode: `(key, words, entries) -> blocks`, float32 `[entries, ...]`.
+        block_size: largest number of entries of a block.
+        contractive: whether `E ||x - decode(encode(x))||^2 < ||x||^2` for every block x other than
+            0. Error feedback keeps its residual bounded for such codecs only.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fedpax.aggregators import codecs
+        >>> codec, key = codecs.e3m0(), jax.random.key(0)
+        >>> words = codec.encode(key, jnp.array([2.0, -0.9, 0.3, 0.001]))
+        >>> words.shape, words.dtype  # the scale, and one word for up to eight codes of 4 bits
+        ((2,), dtype('uint32'))
+        >>> codec.decode(key, words, 4).tolist()
+        [2.0, -1.0, 0.25, 0.0]
+    """
+
+    encode: Callable[[Key[Array, ""], Float[Array, "entries ..."]], UInt32[Array, "words ..."]]
+    decode: Callable[[Key[Array, ""], UInt32[Array, "words ..."], int], Float[Array, "entries ..."]]
+    block_size: int
+    contractive: bool
+
+
+def float32(block_size: int = BLOCK_SIZE) -> Codec:
+    """Send float32 values as they are: 32 bits a value, exact.
+
+    Args:
+        block_size: largest number of entries of a block.
+
+    Returns:
+        The codec, the reference for the lossy ones.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> codec, key = float32(), jax.random.key(0)
+        >>> codec.decode(key, codec.encode(key, jnp.array([0.1, -3.0])), 2).tolist() == [
+        ...     float(jnp.float32(0.1)), -3.0]
+        True
+    """
+    return Codec(
+        encode=lambda key, blocks: float_words(blocks),
+        decode=lambda key, words, entries: word_floats(words),
+        block_size=check_block_size(block_size),
+        contractive=True,
+    )
+
+
+def float_words(x: Float[Array, "..."]) -> UInt32[Array, "..."]:
+    """Return the bits of float32 values as words."""
+    return jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+
+
+def word_floats(words: UInt32[Array, "..."]) -> Float[Array, "..."]:
+    """Return the float32 values whose bits are words."""
+    return jax.lax.bitcast_convert_type(words, jnp.float32)
+
+
+def divide(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Return `x / y`, and 0 where y is 0."""
+    return jnp.where(y == 0, 0.0, x / jnp.where(y == 0, 1.0, y))
+
+
+def check_block_size(block_size: int) -> int:
+    """Return a block size.
+
+    Raises:
+        TypeError: it is not an int.
+        ValueError: it is below 1.
+    """
+    return check_int("block_size", block_size, 1, None, "Use a power of two, such as 1024.")
+
+
+def check_int(name: str, value: int, low: int, high: int | None, remedy: str) -> int:
+    """Return an int argument.
+
+    Args:
+        name: name of the argument.
+        value: its value.
+        low: the smallest valid value.
+        high: the largest valid value; None for no limit.
+        remedy: what the user can do, for messages.
+
+    Raises:
+        TypeError: it is not an int.
+        ValueError: it is out of range.
+    """
+    limits = f"{low} or more" if high is None else f"{low} to {high}"
+    message = f"{name} is {value!r}, expected an int, {limits}. {remedy}"
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(message)
+    if value < low or (high is not None and value > high):
+        raise ValueError(message)
+    return value

@@ -1,0 +1,28 @@
+"""Random numbers for stochastic rounding."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key
+
+
+def dither(key: Key[Array, ""], shape: tuple[int, ...]) -> Float[Array, "entries ..."]:
+    """Draw numbers in (0, 1) of 16 random bits, two from each random word.
+
+    Random words are most of the cost of stochastic rounding. With 16 bits, a probability of
+    rounding up is exact to 2^-17.
+
+    Args:
+        key: a random key.
+        shape: shape of the result; its first axis is not empty.
+
+    Returns:
+        float32 numbers (i + 1/2) / 2^16.
+
+    Example:
+        >>> u = dither(jax.random.key(0), (1001, 3))
+        >>> u.shape, bool((u > 0).all() & (u < 1).all()), round(u.mean().item(), 2)
+        ((1001, 3), True, 0.5)
+    """
+    words = jax.random.bits(key, ((shape[0] + 1) // 2, *shape[1:]), jnp.uint32)
+    halves = jnp.concatenate([words >> 16, words & 0xFFFF])[: shape[0]]
+    return (halves.astype(jnp.float32) + 0.5) / 2**16

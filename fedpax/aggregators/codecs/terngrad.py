@@ -1,0 +1,91 @@
+"""TernGrad: stochastic quantization to three levels."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key, UInt32
+
+from fedpax.aggregators.codecs.bit_packing import pack_bits, unpack_bits
+from fedpax.aggregators.codecs.codec import (
+    BLOCK_SIZE,
+    Codec,
+    check_block_size,
+    divide,
+    float_words,
+    word_floats,
+)
+from fedpax.aggregators.codecs.dither import dither
+
+PER_BYTE = 5  # 3^5 = 243 codes fit one byte
+
+
+def terngrad(*, clip: float | None = None, block_size: int = BLOCK_SIZE) -> Codec:
+    """Send each entry as -s, 0 or s, where s is the block's largest magnitude.
+
+    With a block x:
+
+        s = max |x|;   t_j = sign(x_j) b_j,  b_j ~ Bernoulli(|x_j| / s);   decode(t)_j = s t_j.
+
+    It is unbiased without `clip`, with the variance sum_j |x_j| (s - |x_j|). Five codes share a
+    byte: 1.6 bits per entry, and one float per block.
+
+    Args:
+        clip: entries are clipped to this many standard deviations of their block first. It lowers
+            the variance and adds a bias. Default None: no clipping. The paper uses 2.5.
+        block_size: largest number of entries of a block. Default 1024. The paper uses one block per
+            layer.
+
+    Returns:
+        The codec. It is not contractive, so it cannot be used with error feedback.
+
+    Raises:
+        TypeError: `block_size` is not an int.
+        ValueError: `block_size` is below 1; `clip` is not positive.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> codec, key = terngrad(), jax.random.key(1)
+        >>> x = jnp.array([-2.0, 0.0, 2.0, 0.5])
+        >>> codec.decode(key, codec.encode(key, x), 4).tolist()[:3]
+        [-2.0, 0.0, 2.0]
+
+    Reference:
+        Wen et al., TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep
+        Learning, arXiv:1705.07878, equations 1 to 3; equation 10 (clipping).
+    """
+    if clip is not None and not clip > 0:
+        raise ValueError(
+            f"clip is {clip!r}, expected a positive number of standard deviations. Use 2.5, as the "
+            "paper does, or None for no clipping."
+        )
+
+    def encode(
+        key: Key[Array, ""], blocks: Float[Array, "entries ..."]
+    ) -> UInt32[Array, "words ..."]:
+        magnitude = jnp.abs(blocks)
+        if clip is not None:
+            magnitude = jnp.minimum(magnitude, clip * jnp.std(blocks, axis=0, keepdims=True))
+        scale = jnp.max(magnitude, axis=0, keepdims=True)
+        keep = dither(key, blocks.shape) < divide(magnitude, scale)
+        trits = jnp.where(keep, jnp.where(blocks < 0, 2, 1), 0).astype(jnp.uint32)
+        rows = -(-trits.shape[0] // PER_BYTE)
+        padding = [(0, rows * PER_BYTE - trits.shape[0]), *[(0, 0)] * (trits.ndim - 1)]
+        split = jnp.pad(trits, padding).reshape(PER_BYTE, rows, *trits.shape[1:])
+        codes = jnp.sum(split * _powers(split.ndim), axis=0, dtype=jnp.uint32)
+        return jnp.concatenate([float_words(scale), pack_bits(codes, 8)])
+
+    def decode(
+        key: Key[Array, ""], words: UInt32[Array, "words ..."], entries: int
+    ) -> Float[Array, "entries ..."]:
+        rows = -(-entries // PER_BYTE)
+        codes = unpack_bits(words[1:], 8, rows)[None]
+        trits = codes // _powers(codes.ndim) % jnp.uint32(3)
+        trits = trits.reshape(PER_BYTE * rows, *words.shape[1:])[:entries]
+        signs = jnp.where(trits == 2, -1.0, trits.astype(jnp.float32))
+        return word_floats(words[:1]) * signs
+
+    return Codec(encode, decode, check_block_size(block_size), contractive=False)
+
+
+def _powers(ndim: int) -> UInt32[Array, "..."]:
+    """Return the powers of 3 along the leading axis."""
+    powers = jnp.array([3**i for i in range(PER_BYTE)], jnp.uint32)
+    return powers.reshape(-1, *[1] * (ndim - 1))

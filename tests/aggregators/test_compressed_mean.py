@@ -1,0 +1,363 @@
+"""The mean of compressed updates: against NumPy, by its laws, and on the wire."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import fedpax
+from fedpax.aggregators import Aggregator, chain, codecs, compressed_mean
+from fedpax.aggregators.compressed_mean import CompressedMeanState
+from fedpax.algorithms import diloco, fedavg
+from fedpax.hlo.collectives import collectives
+
+N = 4
+SPARSELOCO = codecs.top_k(1 / 16, values=codecs.sign(bits=2), block_size=512)
+
+
+def exchange(aggregator, participants=N, chunk_size=None):
+    """Make `(state, updates, weights=None) -> (mean, state)`, a jitted program."""
+
+    @jax.jit
+    @fedpax.program(islands=participants, chunk_size=chunk_size)
+    def exchange(state, updates, weights=None):
+        mean, state, metrics = aggregator.aggregate(state, updates, weights)
+        assert metrics == {}
+        return mean, state
+
+    return exchange
+
+
+def initial(aggregator, params, participants=N):
+    return fedpax.program(islands=participants)(aggregator.init)(params)
+
+
+def draw(*shape, seed=0):
+    return np.float32(np.random.default_rng(seed).standard_normal(shape))
+
+
+def zero_state(updates):
+    return CompressedMeanState(
+        jnp.int32(0), jax.tree.map(lambda x: np.zeros(x.shape, np.float32), updates)
+    )
+
+
+def test_equals_numpy_over_rounds_with_weights_and_absent_participants():
+    decay, weights = 0.9, np.array([[1, 5, 2, 0], [0, 1, 0, 3], [1, 1, 1, 1]], np.int32)
+    step = exchange(compressed_mean(codecs.top_k(0.25), error_feedback=True, decay=decay))
+    x = draw(3, N, 3, 8)
+    x[0, 3] = np.nan  # absent
+    state, residual = zero_state(x[0]), np.zeros((N, 3, 8))
+    for r in range(3):
+        mean, state = step(state, x[r], weights[r])
+        expected = np.zeros((3, 8))
+        for i in np.flatnonzero(weights[r]):
+            unsent = N * weights[r, i] / weights[r].sum() * np.float64(x[r, i])
+            unsent += decay * residual[i]
+            largest = np.argsort(-np.abs(unsent), axis=None)[:6]
+            sent = np.zeros(24)
+            sent[largest] = unsent.ravel()[largest]
+            residual[i] = unsent - sent.reshape(3, 8)
+            expected += sent.reshape(3, 8) / N
+        np.testing.assert_allclose(mean, expected, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(state.residual, residual, rtol=1e-4, atol=1e-5)
+        assert state.round == r + 1
+
+
+@pytest.mark.parametrize(
+    "codec", [codecs.sign(), codecs.rotated(codecs.e3m0()), SPARSELOCO], ids=range(3)
+)
+def test_the_error_telescopes_and_stays_bounded(codec):
+    """The means sum up to the exact weighted ones but for the mean residual."""
+    rounds, rng = 60, np.random.default_rng(0)
+    x, weights = draw(rounds, N, 40), np.float32(rng.integers(0, 4, (rounds, N)))
+    weights[:, 0] += 1
+    step = exchange(compressed_mean(codec, error_feedback=True))
+    state, total, exact, sizes = zero_state(x[0]), 0.0, 0.0, []
+    for own, w in zip(x, weights, strict=True):
+        mean, state = step(state, own, w)
+        total = total + np.float64(mean)
+        exact = exact + np.average(np.float64(own), axis=0, weights=w)
+        sizes.append(np.linalg.norm(state.residual))
+    np.testing.assert_allclose(total + np.mean(state.residual, axis=0), exact, atol=1e-4)
+    assert 0 < np.mean(sizes[40:]) < 1.3 * np.mean(sizes[20:40])
+
+
+def test_unbiased_and_better_with_more_participants():
+    participants, rounds = 16, 200
+    aggregator = compressed_mean(codecs.rotated(codecs.uniform(1)), seed=3)
+    x = np.broadcast_to(draw(50), (participants, 50))  # all equal: the errors are the codec's
+    step = exchange(aggregator, participants)
+    state, means = initial(aggregator, jnp.zeros(50), participants), []
+    assert state == CompressedMeanState(0, None)
+    for _ in range(rounds):
+        mean, state = step(state, x)
+        means.append(np.float64(mean))
+    means = np.array(means)
+    error = means.std(0) / np.sqrt(rounds)
+    assert np.all(np.abs(means.mean(0) - x[0]) < 5 * error)
+    # Participants' errors are independent, so the mean's is 1/16 of that of one participant.
+    codec = codecs.rotated(codecs.uniform(1))
+    once = lambda key: codec.decode(key, codec.encode(key, x[0]), 50)
+    alone = jax.jit(jax.vmap(once))(jax.random.split(jax.random.key(0), 1000))
+    ratio = np.mean((alone - x[0]) ** 2) / np.mean((means - x[0]) ** 2)
+    assert ratio == pytest.approx(participants, rel=0.15)
+
+
+def test_keys_differ_by_seed_round_and_leaf():
+    x = {"a": draw(N, 60), "b": draw(N, 60)}
+    x["b"] = x["a"]
+    aggregators = [compressed_mean(codecs.terngrad(), seed=seed) for seed in (0, 1)]
+    (first, after), (other, _) = [exchange(a)(CompressedMeanState(0, None), x) for a in aggregators]
+    second, _ = exchange(aggregators[0])(after, x)
+    again, _ = exchange(aggregators[0])(CompressedMeanState(jnp.int32(0), None), x)
+    chex.assert_trees_all_equal(first, again)
+    for a, b in ((first["a"], first["b"]), (first["a"], second["a"]), (first["a"], other["a"])):
+        assert np.any(np.abs(a - b) > 1e-3)
+
+
+def test_weights_that_sum_to_zero_send_nothing():
+    aggregator = compressed_mean(codecs.sign(), error_feedback=True)
+    state = CompressedMeanState(jnp.int32(7), draw(N, 5))
+    mean, after = exchange(aggregator)(state, np.full((N, 5), np.nan, np.float32), np.zeros(N))
+    assert not np.any(mean)
+    chex.assert_trees_all_equal(after.residual, state.residual)
+
+
+def test_bfloat16_updates_and_an_empty_tree():
+    aggregator = compressed_mean(codecs.e3m0(), error_feedback=True)
+    params = {"w": jnp.ones((3, 2), jnp.bfloat16), "b": jnp.bfloat16(1)}
+    state = initial(aggregator, params)
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.residual)} == {jnp.dtype("float32")}
+    x = jax.tree.map(lambda p: draw(N, *p.shape).astype(jnp.bfloat16), params)
+    mean, state = exchange(aggregator)(state, x)
+    for own, sent, left in zip(*map(jax.tree.leaves, (x, mean, state.residual)), strict=True):
+        assert sent.dtype == left.dtype == jnp.float32
+        np.testing.assert_allclose(sent + left.mean(0), np.float32(own).mean(0), atol=1e-6)
+    assert exchange(aggregator)(initial(aggregator, {}), {})[0] == {}
+
+
+def test_the_derivative_is_zero():
+    aggregator = compressed_mean(codecs.drive(unbiased=False), error_feedback=True)
+    step, x = exchange(aggregator), draw(N, 30)
+
+    def loss(x):
+        mean, state = step(zero_state(x), x)
+        return jnp.sum(mean**2) + jnp.sum(state.residual)
+
+    assert not np.any(jax.grad(loss)(x))
+
+
+# ---- in programs and methods
+
+
+def test_streaming_equals_unfused():
+    aggregator = compressed_mean(codecs.rotated(codecs.uniform(4)))
+    x, weights = draw(N, 300), np.float32([1, 0, 2, 5])
+    results = [
+        exchange(aggregator, chunk_size=size)(CompressedMeanState(0, None), x, weights)[0]
+        for size in (None, 1, 3)
+    ]
+    for other in results[1:]:
+        np.testing.assert_allclose(other, results[0], rtol=1e-5, atol=1e-6)
+
+
+def test_memory_does_not_grow_with_the_clients():
+    """Each client makes an update of 1 MB from a number."""
+    aggregator = compressed_mean(codecs.e3m0())
+
+    def temporaries(clients):
+        @fedpax.program(clients=clients, chunk_size=1)
+        def average(params, scales):
+            updates = fedpax.federated_map(lambda scale: scale * jnp.sin(params), scales)
+            return aggregator.aggregate(CompressedMeanState(0, None), updates, None)[0]
+
+        types = (
+            jax.ShapeDtypeStruct((2**18,), "float32"),
+            jax.ShapeDtypeStruct((clients,), "float32"),
+        )
+        return jax.jit(average).lower(*types).compile().memory_analysis().temp_size_in_bytes
+
+    few, many = temporaries(64), temporaries(1024)
+    assert few < 64 * 2**20 / 2
+    assert many < few + 1024 * 16
+
+
+def halve(inner):
+    def aggregate(state, updates, weights):
+        updates = fedpax.federated_map(lambda u: jax.tree.map(lambda x: x / 2, u), updates)
+        return inner.aggregate(state, updates, weights)
+
+    return Aggregator(inner.init, aggregate)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "diloco"])
+def test_methods_take_it_in_a_chain(method):
+    """With exact values it is the mean; with signs the model still learns."""
+    loss = lambda w, batch: (jnp.mean((batch @ w - jnp.sum(batch, axis=-1)) ** 2), {})
+    cohort = fedpax.Cohort(draw(N, 3, 8, 5))
+
+    def build(aggregator):
+        if method == "fedavg":
+            return fedavg(
+                loss, cohort_size=N, client_optimizer=optax.sgd(0.1), aggregator=aggregator
+            )
+        return diloco(
+            loss,
+            islands=N,
+            inner_optimizer=optax.sgd(0.1),
+            outer_optimizer=optax.sgd(1.0),
+            aggregator=aggregator,
+        )
+
+    def train(aggregator, rounds):
+        algorithm = build(aggregator)
+        state, step = algorithm.init(jnp.zeros(5)), jax.jit(algorithm.round)
+        for _ in range(rounds):
+            state, metrics = step(state, cohort)
+        return state, metrics["loss"]
+
+    (exact, _), (plain, start) = (train(a, 1) for a in (compressed_mean(codecs.float32()), None))
+    np.testing.assert_allclose(exact.params, plain.params, rtol=1e-5, atol=1e-6)
+    state, loss_after = train(chain(halve, compressed_mean(codecs.sign(), error_feedback=True)), 20)
+    assert loss_after < start / 4
+    assert state.aggregator_state.round == 20
+    chex.assert_shape(state.aggregator_state.residual, (N, 5))
+
+
+# ---- on the wire
+
+SHAPES = {"up": (512, 256), "down": (256, 512), "norm": (24,), "scale": ()}
+SPECS = {"up": ("fsdp", None), "down": (None, "fsdp"), "norm": ("fsdp",), "scale": ()}
+
+
+def run_on(mesh, aggregator, updates):
+    """Return the mean, the state and the collectives between islands, on a mesh (islands, fsdp)."""
+    participants = len(updates["up"])
+    step = exchange(aggregator, participants)
+    with jax.set_mesh(mesh):
+        placed = {
+            name: jax.device_put(x, NamedSharding(mesh, P("islands", *SPECS[name])))
+            for name, x in updates.items()
+        }
+        state = zero_state(placed)
+        state = state._replace(
+            residual=jax.tree.map(
+                lambda x, e: jax.device_put(e, x.sharding), placed, state.residual
+            )
+        )
+        compiled = step.lower(state, placed).compile()
+        mean, state = compiled(state, placed)
+    found = [c for c in collectives(compiled.as_text(), mesh) if "islands" in c.axes]
+    return mean, state, found
+
+
+@functools.cache
+def updates(participants=N):
+    return {name: draw(participants, *shape) for name, shape in SHAPES.items()}
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize(
+    "codec",
+    [
+        codecs.e3m0(),
+        pytest.param(codecs.rotated(codecs.uniform(5)), marks=pytest.mark.slow),
+        pytest.param(SPARSELOCO, marks=pytest.mark.slow),
+    ],
+    ids=range(3),
+)
+def test_islands_gather_words(codec, kind):
+    aggregator = compressed_mean(codec, error_feedback=True)
+    mesh = jax.make_mesh((4, 2), ("islands", "fsdp"), axis_types=(kind, kind))
+    mean, state, found = run_on(mesh, aggregator, updates())
+    expected, expected_state = exchange(aggregator)(zero_state(updates()), updates())
+    chex.assert_trees_all_close((mean, state), (expected, expected_state), rtol=1e-5, atol=2e-5)
+    assert {c.kind for c in found} == {"all-gather"}
+    assert all(shape.startswith("u32") for c in found for shape in c.shapes)
+    assert all(c.executions == 1 for c in found)
+    # Two devices of an island send half each; the small leaves are sent by both.
+    bits = codecs.wire_bits(codec, {name: x[0] for name, x in updates().items()})
+    sent = 2 * 8 * sum(c.bytes for c in found)
+    assert bits <= sent < 1.01 * bits
+
+
+@pytest.mark.parametrize(("participants", "words"), [(12, True), (16, False)])
+def test_words_are_gathered_where_they_are_fewer_bits(participants, words):
+    """At a little more than 4 bits, 64 bits are those of 15 participants."""
+    mesh = jax.make_mesh((4, 1), ("islands", "fsdp"), devices=jax.devices()[:4])
+    aggregator = compressed_mean(codecs.e3m0(), error_feedback=True)
+    mean, _, found = run_on(mesh, aggregator, updates(participants))
+    expected, _ = exchange(aggregator, participants)(
+        zero_state(updates(participants)), updates(participants)
+    )
+    chex.assert_trees_all_close(mean, expected, rtol=1e-5, atol=1e-5)
+    values = sum(np.prod(shape, dtype=int) for shape in SHAPES.values())
+    sent = 8 * sum(c.bytes for c in found) / values
+    if words:
+        assert {c.kind for c in found} == {"all-gather"}
+        assert sent == pytest.approx(3 * (4 + 32 / 512), rel=0.03)  # three islands on each device
+    else:
+        assert {c.kind for c in found} == {"all-reduce"}
+        assert sent == 32
+
+
+@pytest.mark.slow
+def test_a_tpu_pads_no_words(tpu_devices):
+    """The words of a large parameter fill the tiles of 128 lanes; nothing else is sent."""
+    mesh = jax.sharding.Mesh(np.array(tpu_devices("v5e:2x4")).reshape(4, 2), ("islands", "fsdp"))
+    codec = codecs.top_k(1 / 64, values=codecs.sign(bits=2))
+    step = exchange(compressed_mean(codec, error_feedback=True))
+    with jax.set_mesh(mesh):
+        sharding = NamedSharding(mesh, P("islands", "fsdp"))
+        x = jax.ShapeDtypeStruct((4, 4096, 1024), jnp.float32, sharding=sharding)
+        state = CompressedMeanState(jax.ShapeDtypeStruct((), jnp.int32), x)
+        text = step.lower(state, x).compile().as_text()
+    (gather,) = [c for c in collectives(text, mesh) if "islands" in c.axes]
+    (shape,) = gather.shapes
+    assert shape.startswith("u32") and shape.endswith(",512]")
+    assert 2 * 8 * gather.bytes == codecs.wire_bits(codec, jax.ShapeDtypeStruct((4096, 1024), "f4"))
+    # A TPU selects the largest entries on each device's part.
+    within = [c for c in collectives(text, mesh) if c.axes == ("fsdp",)]
+    assert {c.kind for c in within} <= {"all-to-all"}
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        ((4,), {}, TypeError, "codec is a int, expected a codec"),
+        ((codecs.e3m0,), {}, TypeError, r"codec is a function.*Call its function"),
+        ((codecs.sign(),), {"decay": 0.5}, ValueError, "Set error_feedback=True, or leave decay"),
+        (
+            (codecs.sign(),),
+            {"decay": 1.5, "error_feedback": True},
+            ValueError,
+            r"decay is 1\.5.*Use 1\.0 to forget nothing",
+        ),
+        (
+            (codecs.drive(),),
+            {"error_feedback": True},
+            ValueError,
+            r"not contractive.*drive\(unbiased=False\)",
+        ),
+    ],
+)
+def test_arguments_are_checked(arguments, options, error, message):
+    with pytest.raises(error, match=message):
+        compressed_mean(*arguments, **options)
+
+
+def test_integers_are_refused():
+    with pytest.raises(TypeError, match=r"updates\['n'\] has dtype int32.*Use .*mean\(\)"):
+        exchange(compressed_mean(codecs.e3m0()))(
+            CompressedMeanState(0, None), {"n": np.ones(N, np.int32)}
+        )

@@ -18,9 +18,12 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Int
+
+from fedpax.transforms.sent import KEPT
 
 if TYPE_CHECKING:  # chex imports absl.flags
     import chex
@@ -133,7 +136,7 @@ def gather_clients(
         [[1.0, 1.0], [0.0, 0.0], [0.0, 0.0]]
     """
     _check_call("gather_clients", store, client_ids, placement)
-    return _gather(store, client_ids, placement)
+    return _mark_kept(_gather(store, client_ids, placement))
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -197,7 +200,7 @@ def scatter_clients(
         [9.0, 0.0, 0.0, 7.0, 0.0]
     """
     _check_call("scatter_clients", store, client_ids, placement)
-    return _scatter(store, client_ids, states, placement)
+    return _scatter(store, client_ids, _mark_kept(states), placement)
 
 
 @functools.partial(jax.jit, static_argnums=3)
@@ -229,6 +232,11 @@ def _scatter(
     in_specs = (P(axis), P(), P(axis))
     rows = _on_devices(on_device, axis, in_specs)(store.rows, _replicated(client_ids), states)
     return ClientStore(rows, store.num_clients)
+
+
+def _mark_kept(states: State) -> State:
+    """Mark states as the participants' own, for `fedpax.cost`."""
+    return jax.tree.map(lambda x: checkpoint_name(x, KEPT), states)
 
 
 def _take(rows: jax.Array, client_ids: jax.Array, start: Any, others: Any) -> jax.Array:

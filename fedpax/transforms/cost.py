@@ -26,7 +26,7 @@ from fedpax.transforms.flops import NO_FLOPS, Flops, equation_flops
 from fedpax.transforms.inlining import inline, is_federated, placements_of
 from fedpax.transforms.loop_reductions import LoopReduction
 from fedpax.transforms.phases import StreamingPlan, plan_phases
-from fedpax.transforms.sent import Sent, sent_by_results
+from fedpax.transforms.sent import Sent, kept_values, sent_by_results
 
 
 class Transfer(NamedTuple):
@@ -126,7 +126,8 @@ def cost(program: Callable[..., Any], *args: Any, **kwargs: Any) -> Cost:
     receives and the values that it sends. A server value that several maps read is received once.
     For islands, one on each device, they are the bytes of the operands of the compiled program's
     collectives along the placement's mesh axis. An aggregator's compressed values count as sent
-    bytes if it marks them with `fedpax.aggregators.mark_sent`.
+    bytes if it marks them with `fedpax.aggregators.mark_sent`. Client states in a store are neither
+    received nor sent: `gather_clients` and `scatter_clients` read and write what clients keep.
 
     `cost` traces the program, and compiles it for the devices of the current mesh (for the peak
     memory). It does not run it.
@@ -268,8 +269,13 @@ class _Counter:
         own = self.placements.setdefault(placement.name, _Participant(placement.size))
         work = list({id(one.eqn): one for one in plan.producer.values()}.values())
         received: dict[Var, None] = {}
+        reads, _ = kept_values(plan)
         for one in work:
-            for v, axis in zip(plan.operands(one.eqn), one.axes.operands, strict=True):
+            for v, axis in (
+                ()
+                if id(one.eqn) in reads
+                else zip(plan.operands(one.eqn), one.axes.operands, strict=True)
+            ):
                 if axis is None and isinstance(v, Var):
                     received[v] = None
             if one.eqn.primitive is federated_map_p:
@@ -295,9 +301,9 @@ class _Counter:
 def _reduced(plan: StreamingPlan, names: "_Names", executions: int) -> Iterator[Transfer]:
     """Yield the values that a participant sends, the compressed ones last."""
     weighted: set[Var] = set()
-    gathered: set[Var] = set()
     compressed: dict[Sent, str] = {}
     sent = sent_by_results(plan)
+    _, gathered = kept_values(plan)  # the states that participants keep are not sent
     for eqn in plan.jaxpr.eqns:
         reduction = plan.candidates.get(id(eqn))
         operands = [v for v in plan.operands(eqn) if isinstance(v, Var)]

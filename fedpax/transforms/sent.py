@@ -1,15 +1,22 @@
-"""The values that participants send in place of their updates, as aggregators mark them."""
+"""The values that participants send in place of their updates, and those that they keep.
+
+Aggregators mark encoded updates (`fedpax.aggregators.mark_sent`), and the client store marks the
+states that it reads and writes.
+"""
 
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from fedpax.primitives._jax import Jaxpr, Var, aval_of, inner_jaxprs
+from fedpax.primitives._jax import SHAPE_PRIMITIVES, Jaxpr, JaxprEqn, Var, aval_of, inner_jaxprs
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.peak_memory import num_bytes
 from fedpax.transforms.phases import StreamingPlan
 
 SENT = "fedpax_sent"
 """The name in the jaxpr of a sent value, followed by the bytes that it replaces."""
+
+KEPT = "fedpax_kept"
+"""The name in the jaxpr of a placed value that participants keep between rounds."""
 
 
 class Sent(NamedTuple):
@@ -48,6 +55,31 @@ def sent_by_results(plan: StreamingPlan) -> dict[Var, tuple[Sent, ...]]:
     return found
 
 
+def kept_values(plan: StreamingPlan) -> tuple[set[int], set[Var]]:
+    """Find the participants' own states, which they neither receive nor send.
+
+    Returns:
+        The identities of the equations that read the states from a store, and the values that are
+        written back to one.
+    """
+    by_result = {v: eqn for eqn in plan.jaxpr.eqns for v in eqn.outvars}
+    reads: set[int] = set()
+    written: set[Var] = set()
+    for eqn in plan.jaxpr.eqns:
+        if eqn.primitive.name == "name" and eqn.params["name"] == KEPT:
+            written.update(eqn.outvars)
+            waiting = [eqn]
+            while waiting:
+                one = waiting.pop()
+                if id(one) in reads or one.primitive is federated_map_p:
+                    continue
+                reads.add(id(one))
+                waiting += [by_result[v] for v in _variables(one) if v in by_result]
+        elif eqn.primitive.name in SHAPE_PRIMITIVES and written.intersection(_variables(eqn)):
+            written.update(eqn.outvars)
+    return reads, written
+
+
 def _marks(jaxpr: Jaxpr, map_id: int) -> list[tuple[Sent, ...]]:
     """Return the marked values that each result of a mapped function is computed from."""
     count = 0
@@ -73,6 +105,10 @@ def _marks(jaxpr: Jaxpr, map_id: int) -> list[tuple[Sent, ...]]:
 
     found = visit(jaxpr, 1)
     return [found.get(v, ()) if isinstance(v, Var) else () for v in jaxpr.outvars]
+
+
+def _variables(eqn: JaxprEqn) -> list[Var]:
+    return [v for v in eqn.invars if isinstance(v, Var)]
 
 
 def _union(groups: Iterable[tuple[Sent, ...]]) -> tuple[Sent, ...]:

@@ -11,7 +11,7 @@ import pytest
 import fedpax
 from fedpax import federated_broadcast, federated_map, federated_max, federated_mean, federated_sum
 from fedpax.aggregators import Aggregator, mark_sent, quantized_mean
-from fedpax.algorithms import diloco, fedavg
+from fedpax.algorithms import diloco, fedavg, scaffold
 from fedpax.hlo.collectives import operand_bytes_along
 from fedpax.transforms.flops import count_flops
 
@@ -224,3 +224,14 @@ def test_a_function_without_participants_is_refused():
 def test_flops_of_operations(fn, shapes, expected):
     jaxpr = jax.make_jaxpr(fn)(*[jnp.ones(shape) for shape in shapes])
     assert count_flops(jaxpr.jaxpr).number == expected
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 8}, {"clients": 8}])
+def test_client_states_in_a_store_are_neither_received_nor_sent(sizes):
+    loss = lambda w, x: (jnp.mean((x @ w) ** 2), {})
+    algorithm = scaffold(loss, cohort_size=N, population_size=100, client_optimizer=optax.sgd(0.1))
+    cohort = fedpax.Cohort(X[:, None, None], client_ids=np.arange(N))
+    with jax.set_mesh(fedpax.make_mesh(**sizes)):
+        clients = fedpax.cost(algorithm.round, algorithm.init(W), cohort).placements["clients"]
+    assert clients.broadcast_bytes == 2 * 60  # model and control variate
+    assert clients.sent_bytes == 2 * 60 + 4  # their changes, and the loss

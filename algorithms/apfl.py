@@ -192,7 +192,7 @@ def _personal_steps(
             scale(alpha, at_mixture), state.optimizer_state, v
         )
         if mixing_rate:
-            slope = optax.tree.vdot(subtract(v, w), at_mixture)
+            slope = optax.tree.sum(optax.tree.mul(subtract(v, w), at_mixture))
             adapted = jnp.clip(alpha - mixing_rate * slope, 0, 1).astype(alpha.dtype)
             alpha = jnp.where(state.is_first, adapted, alpha)
         personal = Personal(optax.apply_updates(v, updates), alpha)

@@ -98,7 +98,7 @@ def count_steps(
 def accumulator(params: Params) -> Params:
     """Return zeros to sum gradients in, of at least float32."""
     return jax.tree.map(
-        lambda p: jnp.zeros(jnp.shape(p), jnp.promote_types(p.dtype, jnp.float32)), params
+        lambda p: jnp.zeros_like(p, dtype=jnp.promote_types(p.dtype, jnp.float32)), params
     )
 
 

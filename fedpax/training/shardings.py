@@ -34,9 +34,9 @@ def state_shardings(
     as participants are such rows if they lie in a tree with rows of stacked matrices.
 
     The rows of a `ClientStore` are sharded over the placement's mesh axis, as `client_store` makes
-    them. A leaf that belongs to no parameter, but whose first axis has one entry per participant (such
-    as the islands' step counts), is sharded over the placement's mesh axis. All other leaves are
-    replicated.
+    them. A leaf that belongs to no parameter, but whose first axis has one entry per participant
+    (such as the islands' step counts), is sharded over the placement's mesh axis. All other leaves
+    are replicated.
 
     The compiler cannot infer these shardings: the zeros of a new optimizer state do not depend on
     the parameters.

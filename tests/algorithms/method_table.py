@@ -16,6 +16,7 @@ import numpy_methods as reference
 import optax
 import pytest
 from federated_method_table import FEDERATED_METHODS
+from island_method_table import ISLAND_METHODS
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from method_problem import (
@@ -93,7 +94,7 @@ METHODS = {
     ),
 }
 
-METHODS |= FEDERATED_METHODS
+METHODS |= FEDERATED_METHODS | ISLAND_METHODS
 
 OFTEN = ("FedAvg", "FedAdam", "DiLoCo", "data parallelism")
 
@@ -208,7 +209,10 @@ def trainer(name: str, mesh_name: str) -> Trainer:
         state = fresh_state(algorithm, method.placement, random_params(), mesh)
         cohort = method.cohort(random_rounds(1)[0], random_weights(1)[0])
         cohort = place_batches(cohort, mesh, method.placement)
-        compiled = jax.jit(algorithm.round, donate_argnums=0).lower(state, cohort).compile()
+        # As in training. The compiler finds these shardings by itself for the methods in `OFTEN`.
+        ends = None if name in OFTEN or mesh is None else jax.tree.map(lambda x: x.sharding, state)
+        step = jax.jit(algorithm.round, donate_argnums=0, out_shardings=(ends, None))
+        compiled = step.lower(state, cohort).compile()
     return Trainer(method, mesh, algorithm, compiled)
 
 

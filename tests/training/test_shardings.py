@@ -1,3 +1,4 @@
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -6,6 +7,7 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from fedpax.clients import client_store
 from fedpax.parallel.mesh import make_mesh
 from fedpax.training.shardings import state_shardings
 
@@ -129,3 +131,24 @@ def test_shardings_of_another_structure_raise() -> None:
     mesh = make_mesh(islands=4, fsdp=2)
     with pytest.raises(ValueError, match="Pass one NamedSharding for each parameter"):
         specs(mesh, PARAMS, SPECS | {"extra": PartitionSpec()})
+
+
+def test_rows_of_a_client_store_are_sharded_over_the_placement() -> None:
+    """The population's size is another than the cohort's; a store as long as it is no exception."""
+    mesh = make_mesh(islands=4, fsdp=2)
+    for num_clients in (NUM_ISLANDS, 50):
+        with jax.set_mesh(mesh):
+            make = functools.partial(client_store, num_clients=num_clients, placement="islands")
+            store = jax.eval_shape(make, {"kept": PARAMS, "steps": like()})
+        result = state_shardings(
+            {"clients": store},
+            PARAMS,
+            jax.tree.map(lambda spec: NamedSharding(mesh, spec), SPECS),
+            mesh,
+            placement="islands",
+            num_participants=NUM_ISLANDS,
+        )
+        spec = jax.tree.map(lambda sharding: sharding.spec, result)["clients"].rows
+        assert spec["kept"]["w"] == PartitionSpec("islands", "fsdp")
+        assert spec["kept"]["layer"]["w"] == PartitionSpec("islands", None, None, "fsdp")
+        assert spec["steps"] == PartitionSpec("islands")

@@ -9,19 +9,33 @@ from fedpax.simulation.distributions import (
     transfer_seconds,
     uniform,
 )
+from fedpax.simulation.goodput import (
+    Cluster,
+    Failures,
+    Goodput,
+    decoupled_goodput,
+    draw_failures,
+    restart_goodput,
+)
 from fedpax.simulation.trace import Trace, draw_trace
 from fedpax.simulation.trace_files import load_trace, save_trace
 
 __all__ = [
     "BufferedArrivals",
+    "Cluster",
     "Distribution",
+    "Failures",
+    "Goodput",
     "Trace",
     "buffered_arrivals",
     "constant",
+    "decoupled_goodput",
+    "draw_failures",
     "draw_trace",
     "exponential",
     "load_trace",
     "lognormal",
+    "restart_goodput",
     "save_trace",
     "transfer_seconds",
     "uniform",

@@ -2,9 +2,15 @@
 
 from fedpax.algorithms.agnostic import agnostic
 from fedpax.algorithms.apfl import apfl, apfl_models
+from fedpax.algorithms.branch_train_merge import (
+    branch_train_merge,
+    cached_prior,
+    ensemble_log_likelihood,
+)
 from fedpax.algorithms.data_parallel import data_parallel
 from fedpax.algorithms.diloco import diloco
 from fedpax.algorithms.ditto import ditto
+from fedpax.algorithms.easgd import easgd
 from fedpax.algorithms.fedac import FedAcRates, fedac, fedac_i, fedac_ii
 from fedpax.algorithms.fedasync import fedasync
 from fedpax.algorithms.fedavg import fedavg
@@ -20,8 +26,13 @@ from fedpax.algorithms.local_sgd import local_sgd
 from fedpax.algorithms.local_steps import local_steps, participant_weights, valid_steps
 from fedpax.algorithms.maml import per_fedavg, reptile
 from fedpax.algorithms.mime import mime, mime_lite
+from fedpax.algorithms.muloco import muloco
+from fedpax.algorithms.noloco import noloco
+from fedpax.algorithms.papa import papa, papa_2, papa_all
+from fedpax.algorithms.population import greedy_soup, merge
 from fedpax.algorithms.scaffold import scaffold
 from fedpax.algorithms.self_tuning import self_tuning
+from fedpax.algorithms.sparseloco import sparseloco
 from fedpax.algorithms.staleness import hinge_staleness, polynomial_staleness
 from fedpax.algorithms.streaming_diloco import streaming_diloco
 
@@ -30,10 +41,14 @@ __all__ = [
     "agnostic",
     "apfl",
     "apfl_models",
+    "branch_train_merge",
+    "cached_prior",
     "choose_cluster",
     "data_parallel",
     "diloco",
     "ditto",
+    "easgd",
+    "ensemble_log_likelihood",
     "fedac",
     "fedac_i",
     "fedac_ii",
@@ -44,13 +59,20 @@ __all__ = [
     "fednova",
     "fedprox",
     "fine_tuning_evaluation",
+    "greedy_soup",
     "hinge_staleness",
     "hypcluster",
     "layer_fragments",
     "local_sgd",
     "local_steps",
+    "merge",
     "mime",
     "mime_lite",
+    "muloco",
+    "noloco",
+    "papa",
+    "papa_2",
+    "papa_all",
     "participant_weights",
     "per_fedavg",
     "polynomial_staleness",
@@ -60,6 +82,7 @@ __all__ = [
     "server_adagrad",
     "server_adam",
     "server_yogi",
+    "sparseloco",
     "streaming_diloco",
     "valid_steps",
 ]

@@ -38,6 +38,7 @@ AT_THE_END = (
     "FedAvg",
     "FedAdam",
     "DiLoCo",
+    *["Streaming DiLoCo", "PAPA", "PAPA-all", "EASGD"],
     *["FedProx", "FedNova", "local SGD", "APFL", "Ditto", "Per-FedAvg", "Reptile"],
 )
 

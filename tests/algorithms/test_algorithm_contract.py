@@ -9,7 +9,15 @@ import numpy as np
 import optax
 import pytest
 from method_problem import PARTICIPANTS, assert_close, loss_fn, random_params, random_rounds
-from method_table import METHODS, every_method, place_batches, problem, run_eager, trainer
+from method_table import (
+    METHODS,
+    every_method,
+    mark_slow,
+    place_batches,
+    problem,
+    run_eager,
+    trainer,
+)
 
 from fedpax import Cohort
 from fedpax.algorithms import data_parallel, diloco, fedavg
@@ -20,6 +28,9 @@ pytestmark = pytest.mark.xdist_group("algorithms")
 
 
 on_each_kind_of_mesh = pytest.mark.parametrize("mesh", ["none", "4x2 automatic", "4x2 explicit"])
+
+# Methods whose participants choose partners by their place.
+BY_POSITION = ("NoLoCo", "PAPA-2")
 
 
 @on_each_kind_of_mesh
@@ -123,7 +134,7 @@ def test_metrics_are_scalars_with_the_loss_and_what_the_loss_function_reports(na
         assert 0 <= metrics["correct"] <= method_problem.BATCH
 
 
-@every_method
+@pytest.mark.parametrize("name", mark_slow(n for n in METHODS if n not in BY_POSITION))
 def test_the_order_of_participants_does_not_matter(name: str):
     """Permuted participants, with their placed state, give the permuted placed state."""
     it = trainer(name, "none")

@@ -1,0 +1,182 @@
+"""Branch-Train-Merge: experts that train apart, and are merged or used as an ensemble."""
+
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int
+
+from fedpax.algorithms.local_steps import local_steps, participant_weights
+from fedpax.algorithms.population import population_mean
+from fedpax.clients.cohort import Cohort, check_cohort
+from fedpax.primitives import federated_broadcast, federated_map, federated_mean, program
+from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+
+
+class BranchTrainMergeState(NamedTuple):
+    """The state of Branch-Train-Merge.
+
+    Attributes:
+        expert_params: the experts, placed.
+        optimizer_state: each expert's state of its optimizer, placed.
+    """
+
+    expert_params: Params
+    optimizer_state: optax.OptState
+
+    @property
+    def params(self) -> Params:
+        """The experts merged with equal weights. Computed when read: a round does not merge."""
+        return population_mean(self.expert_params)
+
+
+def branch_train_merge(
+    loss_fn: LossFn, *, islands: int, optimizer: optax.GradientTransformation
+) -> FederatedAlgorithm:
+    """Train experts, one per island and domain, that never communicate.
+
+    1. Branch: `init(params)` copies a model to every expert, such as a seed model, or experts of
+       before merged by `merge(state.expert_params, weights)`.
+    2. Train: expert j takes all steps of its rounds on the data of its domain, island j's.
+    3. Merge: `merge(state.expert_params, weights)` is one model, `sum_j w_j theta_j`; or the
+       experts are an ensemble, whose likelihood is `ensemble_log_likelihood`.
+
+    A round communicates the metrics alone. The paper's gains need experts of different domains:
+    with random splits of the data, experts do poorly.
+
+    `state.params` is the merge with equal weights. It is a property, computed when it is read, and
+    not part of checkpoints.
+
+    Args:
+        loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
+        islands: number of experts.
+        optimizer: any optax optimizer. Its state stays with the expert.
+
+    Returns:
+        `init(params)` and `round(state, cohort)`. The leaves of `cohort.batches` are
+        `[islands, steps, batch, ...]`. Metrics, all float32 scalars: `"loss"` and the metrics of
+        `loss_fn`, averaged over steps and experts.
+
+    Raises:
+        TypeError: `islands` is not an int; the argument of a round is not a `fedpax.Cohort`.
+        ValueError: `islands` below 1; in a round, batches without an axis of size `islands`.
+
+    Example:
+        >>> import fedpax
+        >>> from fedpax.algorithms import merge
+        >>> loss_fn = lambda w, x: (jnp.mean((w - x) ** 2), {})
+        >>> algorithm = branch_train_merge(loss_fn, islands=2, optimizer=optax.sgd(0.5))
+        >>> state = algorithm.init(jnp.float32(0.0))
+        >>> state, _ = jax.jit(algorithm.round)(state, fedpax.Cohort(jnp.array([[[1.0]], [[5.0]]])))
+        >>> state.params.item(), merge(state.expert_params, [1, 3]).item()
+        (3.0, 4.0)
+
+    Reference:
+        Li et al., Branch-Train-Merge: Embarrassingly Parallel Training of Expert Language Models,
+        arXiv:2208.03306, section 3.
+    """
+
+    @program(islands=islands)
+    def init(params: Params) -> BranchTrainMergeState:
+        experts = federated_broadcast(params)
+        return BranchTrainMergeState(experts, federated_map(optimizer.init, experts))
+
+    @program(islands=islands)
+    def branch_train_merge_round(
+        state: BranchTrainMergeState, cohort: Cohort
+    ) -> tuple[BranchTrainMergeState, Metrics]:
+        check_cohort("branch_train_merge", cohort, islands)
+
+        def train(
+            params: Params,
+            optimizer_state: optax.OptState,
+            batches: chex.ArrayTree,
+            num_steps: Int[Array, ""] | None,
+        ) -> tuple[Any, optax.OptState, Metrics]:
+            return local_steps(loss_fn, optimizer, params, optimizer_state, batches, num_steps)
+
+        experts, optimizer_state, metrics = federated_map(
+            train, state.expert_params, state.optimizer_state, cohort.batches, cohort.num_steps
+        )
+        after = BranchTrainMergeState(experts, optimizer_state)
+        return after, federated_mean(metrics, participant_weights(cohort))
+
+    return FederatedAlgorithm(init, branch_train_merge_round)
+
+
+def ensemble_log_likelihood(
+    log_likelihoods: Float[Array, "experts *batch tokens"],
+    log_prior: Float[Array, " experts"] | None = None,
+) -> tuple[Float[Array, "*batch tokens"], Float[Array, "experts *batch tokens"]]:
+    """Mix the experts' next-token likelihoods by the posterior of their domains.
+
+        p(x_t | x_<t) = sum_j p(x_t | x_<t, D = j) p(D = j | x_<t),
+        p(D = j | x_<t) proportional to p(x_<t | D = j) p(D = j).
+
+    Args:
+        log_likelihoods: `log p(x_t | x_<t, D = j)` of the tokens of a text, by expert.
+        log_prior: `log p(D = j)`. Default None: uniform. The paper uses `cached_prior`.
+
+    Returns:
+        `log p(x_t | x_<t)` of the ensemble, and `log p(D = j | x_<t)`, both float32.
+
+    Example:
+        >>> log_likelihoods = jnp.log(jnp.array([[0.5, 0.9], [0.25, 0.3]]))
+        >>> mixed, posterior = ensemble_log_likelihood(log_likelihoods)
+        >>> print(jnp.exp(mixed).round(3), jnp.exp(posterior[:, 1]).round(3))
+        [0.375 0.7  ] [0.667 0.333]
+
+    Reference:
+        arXiv:2208.03306, section 2.2 (equations of the ensemble), after Gururangan et al., DEMix
+        Layers, arXiv:2108.05036, section 3.
+    """
+    log_likelihoods = log_likelihoods.astype(jnp.float32)
+    num_experts = log_likelihoods.shape[0]
+    if log_prior is None:
+        log_prior = jnp.full(num_experts, -jnp.log(jnp.float32(num_experts)))
+    elif log_prior.shape != (num_experts,):
+        raise ValueError(
+            f"log_prior has shape {list(log_prior.shape)}, expected [{num_experts}], one entry for "
+            "each expert along the first axis of log_likelihoods."
+        )
+    seen = jnp.cumsum(log_likelihoods, axis=-1) - log_likelihoods  # log p(x_<t | D = j)
+    joint = seen + log_prior.reshape(-1, *[1] * (seen.ndim - 1))
+    posterior = joint - jax.nn.logsumexp(joint, axis=0)
+    return jax.nn.logsumexp(log_likelihoods + posterior, axis=0), posterior
+
+
+def cached_prior(
+    log_likelihoods: Float[Array, "experts texts tokens"], decay: float = 0.3
+) -> Float[Array, " experts"]:
+    """Estimate the prior of the domains from texts of the target domain, one after another.
+
+        p(D = j) = sum_i lambda^i p(D = j | x^(i)) / sum_i lambda^i,   i = 1 to N,
+
+    where p(D = j | x^(i)) is the posterior after all tokens of text i, from a uniform prior.
+
+    Args:
+        log_likelihoods: of the tokens of N texts, by expert.
+        decay: lambda, above 0 and at most 1. Default 0.3, as in the paper, with 100 texts.
+
+    Returns:
+        float32 `[experts]`, `log p(D = j)`, for `ensemble_log_likelihood`.
+
+    Raises:
+        ValueError: `decay` is out of range.
+
+    Example:
+        >>> log_likelihoods = jnp.log(jnp.array([[[0.3], [0.2]], [[0.1], [0.6]]]))
+        >>> print(jnp.exp(cached_prior(log_likelihoods, decay=0.5)).round(4))
+        [0.5833 0.4167]
+
+    Reference:
+        arXiv:2208.03306, section 2.2 (cached prior).
+    """
+    if not 0 < decay <= 1:
+        raise ValueError(f"decay is {decay}, expected above 0 and at most 1. Pass 0.3.")
+    total = jnp.sum(log_likelihoods.astype(jnp.float32), axis=-1)
+    posterior = jax.nn.log_softmax(total, axis=0)
+    weights = decay ** jnp.arange(1, posterior.shape[1] + 1, dtype=jnp.float32)
+    return jax.nn.logsumexp(posterior, axis=1, b=weights / jnp.sum(weights))

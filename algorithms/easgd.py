@@ -1,0 +1,126 @@
+"""EASGD: islands tied to a center variable by an elastic force."""
+
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import optax
+from jaxtyping import Array, Int
+
+from fedpax.aggregators import Aggregator, mean
+from fedpax.algorithms.local_steps import local_steps, participant_weights, subtract
+from fedpax.clients.cohort import Cohort, check_cohort
+from fedpax.primitives import federated_broadcast, federated_map, federated_mean, program
+from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+
+
+class EASGDState(NamedTuple):
+    """The state of EASGD.
+
+    Attributes:
+        params: the center variable.
+        local_params: each island's model x_i, placed.
+        optimizer_state: each island's state of the local optimizer, placed.
+        aggregator_state: the state of the aggregator.
+    """
+
+    params: Params
+    local_params: Params
+    optimizer_state: optax.OptState
+    aggregator_state: chex.ArrayTree
+
+
+def easgd(
+    loss_fn: LossFn,
+    *,
+    islands: int,
+    optimizer: optax.GradientTransformation,
+    beta: float = 0.9,
+    aggregator: Aggregator | None = None,
+) -> FederatedAlgorithm:
+    """Train islands whose models and a center pull at each other: elastic averaging SGD.
+
+    Each island i takes tau local steps from its own x_i, one per batch. Then, with n islands and
+    alpha = beta / n,
+
+        d_i = x_i - c;   x_i <- x_i - alpha d_i;   c <- c + beta mean_i d_i.
+
+    Islands explore: they are never replaced by the center. This is the synchronous form, in which
+    both updates use the values of before, with the period tau of the paper's asynchronous form.
+    With tau = 1 the paper takes gradient and elastic step at the same point; here the elastic
+    step follows the local ones. Momentum in the optimizer gives EAMSGD.
+
+    Args:
+        loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
+        islands: number of islands, n.
+        optimizer: any optax optimizer.
+        beta: n alpha, how far the center moves toward the mean of the islands, above 0 and at most
+            1. Default 0.9, as in the paper.
+        aggregator: combines the islands' differences d_i. Default None: their mean.
+
+    Returns:
+        `init(params)` and `round(state, cohort)`. The leaves of `cohort.batches` are
+        `[islands, tau, batch, ...]`. An island without a valid step has weight 0 in the mean, and
+        its model is pulled nevertheless. Metrics, all float32 scalars: `"loss"` and the metrics of
+        `loss_fn`, averaged over steps and islands, and the aggregator's.
+
+    Raises:
+        TypeError: `islands` is not an int; the argument of a round is not a `fedpax.Cohort`.
+        ValueError: `islands` below 1 or `beta` out of range; in a round, batches without an axis of
+            size `islands`.
+
+    Example:
+        >>> import fedpax, jax.numpy as jnp
+        >>> loss_fn = lambda w, x: (jnp.mean((w - x) ** 2), {})
+        >>> algorithm = easgd(loss_fn, islands=2, optimizer=optax.sgd(0.5), beta=0.5)
+        >>> state = algorithm.init(jnp.float32(0.0))
+        >>> cohort = fedpax.Cohort(jnp.array([[[1.0]], [[5.0]]]))  # x = 1 and 5
+        >>> state, metrics = jax.jit(algorithm.round)(state, cohort)
+        >>> state.params.item(), state.local_params.tolist()
+        (1.5, [0.75, 3.75])
+
+    Reference:
+        Zhang, Choromanska, LeCun, Deep learning with Elastic Averaging SGD, arXiv:1412.6651,
+        section 3, equations 5 and 6, and algorithm 1 (the period).
+    """
+    if not 0 < beta <= 1:
+        raise ValueError(f"beta is {beta}, expected above 0 and at most 1. Pass 0.9, as the paper.")
+    combine = mean() if aggregator is None else aggregator
+
+    @program(islands=islands)
+    def init(params: Params) -> EASGDState:
+        models = federated_broadcast(params)
+        return EASGDState(
+            params, models, federated_map(optimizer.init, models), combine.init(params)
+        )
+
+    @program(islands=islands)
+    def easgd_round(state: EASGDState, cohort: Cohort) -> tuple[EASGDState, Metrics]:
+        check_cohort("easgd", cohort, islands)
+        center, alpha = state.params, beta / islands
+
+        def explore(
+            x: Params,
+            optimizer_state: optax.OptState,
+            batches: chex.ArrayTree,
+            num_steps: Int[Array, ""] | None,
+        ) -> tuple[Any, Any, optax.OptState, Metrics]:
+            x, optimizer_state, metrics = local_steps(
+                loss_fn, optimizer, x, optimizer_state, batches, num_steps
+            )
+            difference = subtract(x, center)
+            x = jax.tree.map(lambda own, d: own - alpha * d, x, difference)
+            return difference, x, optimizer_state, metrics
+
+        differences, models, optimizer_state, metrics = federated_map(
+            explore, state.local_params, state.optimizer_state, cohort.batches, cohort.num_steps
+        )
+        weights = participant_weights(cohort)
+        difference, aggregator_state, reported = combine.aggregate(
+            state.aggregator_state, differences, weights
+        )
+        center = optax.apply_updates(center, jax.tree.map(lambda d: beta * d, difference))
+        after = EASGDState(center, models, optimizer_state, aggregator_state)
+        return after, federated_mean(metrics, weights) | reported
+
+    return FederatedAlgorithm(init, easgd_round)

@@ -1,0 +1,93 @@
+"""Exchange placed values between participants directly, without a reduction."""
+
+from collections.abc import Sequence
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Int
+
+
+def exchange(
+    values: chex.ArrayTree,
+    choices: Sequence[Sequence[int]],
+    choice: Int[Array, ""],
+    *,
+    placement: str,
+) -> chex.ArrayTree:
+    """Give each participant the value of another one: `out[i] = x[choices[choice][i]]`.
+
+    Inside a program. Where the placement's mesh axis holds one participant per device group, this
+    is one `collective-permute` per leaf, and each participant sends its value once. The choices
+    are known to the compiler, and one of them is taken at run time.
+
+    Args:
+        values: placed, a pytree of arrays `[n, ...]`.
+        choices: permutations of `range(n)`: for each participant, the one that it receives from.
+        choice: int32 scalar, index of the permutation that is taken; a server value.
+        placement: name of the placement.
+
+    Returns:
+        The exchanged values, placed.
+
+    Example:
+        >>> import fedpax
+        >>> rotate = fedpax.program(islands=3)(
+        ...     lambda x: exchange(x, [(1, 2, 0)], jnp.int32(0), placement="islands"))
+        >>> rotate(jnp.array([10.0, 20.0, 30.0])).tolist()
+        [20.0, 30.0, 10.0]
+    """
+    branches = [lambda x, sources=sources: _permute(x, sources, placement) for sources in choices]
+    if len(branches) == 1:
+        return branches[0](values)
+    return jax.lax.switch(choice, branches, values)
+
+
+def perfect_matchings(n: int) -> list[tuple[int, ...]]:
+    """Divide n participants into pairs, in all ways of a round-robin tournament.
+
+    In the result every two participants are partners exactly once. If n is odd, one participant of
+    each matching is its own partner.
+
+    Args:
+        n: number of participants.
+
+    Returns:
+        For each matching the partner of each participant; one matching of singles for n = 1.
+
+    Example:
+        >>> perfect_matchings(4)
+        [(3, 2, 1, 0), (1, 0, 3, 2), (2, 3, 0, 1)]
+    """
+    players = n + n % 2  # with n odd, one has nobody to play: itself
+    last = players - 1
+    matchings = []
+    for c in range(max(last, 1)):
+        partner = [(c - i) % max(last, 1) for i in range(players)]
+        if players > 1:
+            alone = next(i for i in range(last) if (2 * i - c) % last == 0)
+            partner[alone], partner[last] = last, alone
+        matchings.append(tuple(p if p < n else i for i, p in enumerate(partner[:n])))
+    return matchings
+
+
+def _permute(values: chex.ArrayTree, sources: Sequence[int], placement: str) -> chex.ArrayTree:
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.shape.get(placement) == len(sources) > 1:
+        pairs = [(source, target) for target, source in enumerate(sources)]
+        return jax.shard_map(
+            lambda x: jax.tree.map(lambda leaf: jax.lax.ppermute(leaf, placement, pairs), x),
+            axis_names={placement},
+            in_specs=P(placement),
+            out_specs=P(placement),
+        )(values)
+    index = jnp.array(sources)
+
+    def take(leaf: jax.Array) -> jax.Array:
+        spec = jax.typeof(leaf).sharding.spec
+        if all(axis is None for axis in spec):
+            return leaf[index]
+        return leaf.at[index].get(out_sharding=spec)
+
+    return jax.tree.map(take, values)

@@ -1,0 +1,152 @@
+"""NoLoCo: islands that gossip in random pairs, without an all-reduce."""
+
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Int
+
+from fedpax.algorithms.exchange import exchange, perfect_matchings
+from fedpax.algorithms.local_steps import local_steps, participant_weights
+from fedpax.algorithms.population import population_mean
+from fedpax.clients.cohort import Cohort, check_cohort
+from fedpax.primitives import federated_broadcast, federated_map, federated_mean, program
+from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+
+
+class NoLoCoState(NamedTuple):
+    """The state of NoLoCo.
+
+    Attributes:
+        local_params: each island's slow weights phi_i, placed.
+        momentum: each island's outer momentum delta_i, placed.
+        inner_optimizer_state: each island's state of the inner optimizer, placed.
+        round: int32 scalar, number of rounds so far; the pairs are drawn from it.
+    """
+
+    local_params: Params
+    momentum: Params
+    inner_optimizer_state: optax.OptState
+    round: Int[Array, ""]
+
+    @property
+    def params(self) -> Params:
+        """The mean of the islands' models. Computed when read: a round does not communicate it."""
+        return population_mean(self.local_params)
+
+
+def noloco(
+    loss_fn: LossFn,
+    *,
+    islands: int,
+    inner_optimizer: optax.GradientTransformation,
+    learning_rate: float = 0.7,
+    momentum: float = 0.5,
+    pull: float | None = None,
+    seed: int = 0,
+) -> FederatedAlgorithm:
+    """Train islands that exchange models with one random partner per round.
+
+    Island i takes H inner steps from phi_i to y_i. With its partner j of this round:
+
+        Delta = ((y_i - phi_i) + (y_j - phi_j)) / 2;   phi = (phi_i + phi_j) / 2;
+        delta_i <- beta delta_i + eta Delta - gamma (phi_i - phi);   phi_i <- phi_i + delta_i.
+
+    The term of gamma pulls the models of a pair together. No model is shared by all islands, and
+    their spread stays bounded. A round communicates phi_i and y_i between partners, and the metrics
+    among all islands; it has no all-reduce of a model.
+
+    The pairs are drawn from the matchings of a round-robin tournament, in which every two islands
+    are partners equally often. With an odd number of islands, one is alone in each round.
+
+    `state.params` is the mean of all islands. It is a property, computed when it is read, and not
+    part of checkpoints.
+
+    Args:
+        loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
+        islands: number of islands.
+        inner_optimizer: any optax optimizer; the paper uses Adam.
+        learning_rate: eta, the outer learning rate. Default 0.7, as in the paper.
+        momentum: beta, the outer momentum. Default 0.5, as in the paper.
+        pull: gamma. Default None: `learning_rate`, as in the authors' code.
+        seed: seed of the random pairs.
+
+    Returns:
+        `init(params)` and `round(state, cohort)`. The leaves of `cohort.batches` are
+        `[islands, H, batch, ...]`. Metrics, all float32 scalars: `"loss"` and the metrics of
+        `loss_fn`, averaged over inner steps and islands.
+
+    Raises:
+        TypeError: `islands` is not an int; the argument of a round is not a `fedpax.Cohort`.
+        ValueError: `islands` below 1; in a round, batches without an axis of size `islands`.
+
+    Example:
+        >>> import fedpax
+        >>> loss_fn = lambda w, x: (jnp.mean((w - x) ** 2), {})
+        >>> algorithm = noloco(
+        ...     loss_fn, islands=2, inner_optimizer=optax.sgd(0.5), learning_rate=0.5, momentum=0.0)
+        >>> state = algorithm.init(jnp.float32(0.0))
+        >>> cohort = fedpax.Cohort(jnp.array([[[1.0]], [[5.0]]]))  # y = 1 and 5
+        >>> state, metrics = jax.jit(algorithm.round)(state, cohort)
+        >>> state.local_params.tolist(), state.params.item()
+        ([1.5, 1.5], 1.5)
+
+    Reference:
+        Kolehmainen et al., NoLoCo: No-all-reduce Low Communication Training Method for Large
+        Models, arXiv:2506.10911, section 3. The paper's random routing through pipeline stages is
+        not part of this method.
+    """
+    gamma = learning_rate if pull is None else pull
+
+    @program(islands=islands)
+    def init(params: Params) -> NoLoCoState:
+        local_params = federated_broadcast(params)
+        return NoLoCoState(
+            local_params,
+            federated_map(lambda x: jax.tree.map(jnp.zeros_like, x), local_params),
+            federated_map(inner_optimizer.init, local_params),
+            jnp.int32(0),
+        )
+
+    @program(islands=islands)
+    def noloco_round(state: NoLoCoState, cohort: Cohort) -> tuple[NoLoCoState, Metrics]:
+        check_cohort("noloco", cohort, islands)
+
+        def inner_steps(
+            phi: Params,
+            inner_state: optax.OptState,
+            batches: chex.ArrayTree,
+            num_steps: Int[Array, ""] | None,
+        ) -> tuple[Any, optax.OptState, Metrics]:
+            return local_steps(loss_fn, inner_optimizer, phi, inner_state, batches, num_steps)
+
+        trained, inner_state, metrics = federated_map(
+            inner_steps,
+            state.local_params,
+            state.inner_optimizer_state,
+            cohort.batches,
+            cohort.num_steps,
+        )
+        own = state.local_params, trained
+        matchings = perfect_matchings(islands)
+        key = jax.random.fold_in(jax.random.key(seed), state.round)
+        matching = jax.random.randint(key, (), 0, len(matchings), jnp.int32)
+        partner = exchange(own, matchings, matching, placement="islands")
+
+        def outer_step(own: Any, partner: Any, delta: Params) -> tuple[Params, Params]:
+            def step(
+                phi: jax.Array, y: jax.Array, phi_j: jax.Array, y_j: jax.Array, delta: jax.Array
+            ) -> jax.Array:
+                progress = ((y - phi) + (y_j - phi_j)) / 2
+                return momentum * delta + learning_rate * progress - gamma * (phi - phi_j) / 2
+
+            delta = jax.tree.map(step, *own, *partner, delta)
+            return optax.apply_updates(own[0], delta), delta
+
+        local_params, delta = federated_map(outer_step, own, partner, state.momentum)
+        after = NoLoCoState(local_params, delta, inner_state, state.round + 1)
+        return after, federated_mean(metrics, participant_weights(cohort))
+
+    return FederatedAlgorithm(init, noloco_round)

@@ -1,0 +1,233 @@
+"""PAPA: a population of models that are pushed toward their average."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Int
+
+from fedpax.algorithms.exchange import exchange
+from fedpax.algorithms.local_steps import local_steps, participant_weights
+from fedpax.clients.cohort import Cohort, check_cohort
+from fedpax.primitives import federated_broadcast, federated_map, federated_mean, program
+from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+
+
+class PapaState(NamedTuple):
+    """The state of PAPA.
+
+    Attributes:
+        params: the average of the population; evaluate this one, or the ensemble of the models.
+        local_params: the models w_i, placed.
+        optimizer_state: each model's state of its optimizer, placed.
+        round: int32 scalar, number of rounds so far.
+    """
+
+    params: Params
+    local_params: Params
+    optimizer_state: optax.OptState
+    round: Int[Array, ""]
+
+
+Combine = Callable[[Params, Params, Int[Array, ""]], Params]
+"""`(models, their mean, round) -> models`; models are placed."""
+
+
+def papa(
+    loss_fn: LossFn,
+    *,
+    islands: int,
+    optimizer: optax.GradientTransformation,
+    alpha: float | optax.Schedule = 0.99,
+) -> FederatedAlgorithm:
+    """Train a population whose models are pushed slowly toward their average.
+
+    Each model i takes the steps of a round on its own data, ending at w_i; then
+
+        w_i <- alpha w_i + (1 - alpha) mean_j w_j.
+
+    A round is one averaging period: the paper's are 10 steps. The models differ by their data, by
+    what a batch tells their loss (augmentations, regularization), and by their initial values if
+    `state.local_params` is replaced.
+
+    Args:
+        loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
+        islands: number of models; the paper uses 5 to 10.
+        optimizer: any optax optimizer.
+        alpha: share of its own weights that a model keeps, or a function of the round's index,
+            from 0. Default 0.99. The paper decreases 1 - alpha in proportion to the learning rate:
+            `lambda r: 1 - 0.01 * learning_rate(10 * r) / learning_rate(0)`. 0 is `papa_all`.
+
+    Returns:
+        `init(params)` and `round(state, cohort)`. The leaves of `cohort.batches` are
+        `[islands, steps, batch, ...]`. Models count equally in the average; those without a valid
+        step too. Metrics, all float32 scalars: `"loss"` and the metrics of `loss_fn`, averaged
+        over steps and models.
+
+    Raises:
+        TypeError: `islands` is not an int; the argument of a round is not a `fedpax.Cohort`.
+        ValueError: `islands` below 1 or `alpha` outside 0 to 1; in a round, batches without an axis
+            of size `islands`.
+
+    Example:
+        >>> import fedpax
+        >>> loss_fn = lambda w, x: (jnp.mean((w - x) ** 2), {})
+        >>> algorithm = papa(loss_fn, islands=2, optimizer=optax.sgd(0.5), alpha=0.75)
+        >>> state = algorithm.init(jnp.float32(0.0))
+        >>> cohort = fedpax.Cohort(jnp.array([[[1.0]], [[5.0]]]))  # w = 1 and 5
+        >>> state, metrics = jax.jit(algorithm.round)(state, cohort)
+        >>> state.local_params.tolist(), state.params.item()
+        ([1.5, 4.5], 3.0)
+
+    Reference:
+        Jolicoeur-Martineau et al., PopulAtion Parameter Averaging (PAPA), arXiv:2304.03094,
+        algorithm 1. Permutation alignment and REPAIR, which the paper does without, are not built.
+    """
+    if not callable(alpha) and not 0 <= alpha <= 1:
+        raise ValueError(f"alpha is {alpha}, expected 0 to 1. Pass 0.99, or 0.0 for papa_all.")
+
+    def combine(models: Params, mean: Params, index: Int[Array, ""]) -> Params:
+        share = alpha(index) if callable(alpha) else alpha
+        return federated_map(
+            lambda w: jax.tree.map(
+                lambda own, shared: (share * own + (1 - share) * shared).astype(own.dtype), w, mean
+            ),
+            models,
+        )
+
+    return _population("papa", loss_fn, islands, optimizer, combine)
+
+
+def papa_all(
+    loss_fn: LossFn, *, islands: int, optimizer: optax.GradientTransformation
+) -> FederatedAlgorithm:
+    """Train a population whose models are replaced by their average at the end of each round.
+
+        w_i <- mean_j w_j.
+
+    The optimizers' states stay. The paper averages every few epochs: a round has all their steps.
+
+    Args:
+        loss_fn: as in `papa`.
+        islands: as in `papa`.
+        optimizer: as in `papa`.
+
+    Returns:
+        As in `papa`.
+
+    Raises:
+        TypeError: as in `papa`.
+        ValueError: as in `papa`.
+
+    Example:
+        >>> import fedpax
+        >>> loss_fn = lambda w, x: (jnp.mean((w - x) ** 2), {})
+        >>> algorithm = papa_all(loss_fn, islands=2, optimizer=optax.sgd(0.5))
+        >>> state = algorithm.init(jnp.float32(0.0))
+        >>> state, _ = algorithm.round(state, fedpax.Cohort(jnp.array([[[1.0]], [[5.0]]])))
+        >>> state.local_params.tolist()
+        [3.0, 3.0]
+
+    Reference:
+        arXiv:2304.03094, algorithm 2 (PAPA-all).
+    """
+
+    def combine(models: Params, mean: Params, index: Int[Array, ""]) -> Params:
+        return federated_broadcast(mean)
+
+    return _population("papa_all", loss_fn, islands, optimizer, combine)
+
+
+def papa_2(
+    loss_fn: LossFn,
+    *,
+    islands: int,
+    optimizer: optax.GradientTransformation,
+    seed: int = 0,
+) -> FederatedAlgorithm:
+    """Train a population whose models are replaced by averages of random pairs of them.
+
+        w_i <- (w_i + w_j(i)) / 2,   j(i) = i + c mod n,   c uniform from 1 to n - 1.
+
+    The paper draws n pairs at random. Here the pairs of a round are rotations: all pairs are
+    equally probable, each model is in two of them (in one pair, twice, if c = n / 2), and a model
+    is sent once, to the one that receives it.
+
+    Args:
+        loss_fn: as in `papa`.
+        islands: as in `papa`.
+        optimizer: as in `papa`.
+        seed: seed of the random pairs.
+
+    Returns:
+        As in `papa`.
+
+    Raises:
+        TypeError: as in `papa`.
+        ValueError: as in `papa`.
+
+    Example:
+        >>> import fedpax
+        >>> loss_fn = lambda w, x: (jnp.mean((w - x) ** 2), {})
+        >>> algorithm = papa_2(loss_fn, islands=2, optimizer=optax.sgd(0.5))
+        >>> state = algorithm.init(jnp.float32(0.0))
+        >>> state, _ = algorithm.round(state, fedpax.Cohort(jnp.array([[[1.0]], [[5.0]]])))
+        >>> state.local_params.tolist()
+        [3.0, 3.0]
+
+    Reference:
+        arXiv:2304.03094, algorithm 2 (PAPA-2).
+    """
+
+    def combine(models: Params, mean: Params, index: Int[Array, ""]) -> Params:
+        rotations = [tuple((i + c) % islands for i in range(islands)) for c in range(1, islands)]
+        if not rotations:
+            return models
+        key = jax.random.fold_in(jax.random.key(seed), index)
+        rotation = jax.random.randint(key, (), 0, len(rotations), jnp.int32)
+        partners = exchange(models, rotations, rotation, placement="islands")
+        return federated_map(
+            lambda w, other: jax.tree.map(lambda a, b: (a + b) / 2, w, other), models, partners
+        )
+
+    return _population("papa_2", loss_fn, islands, optimizer, combine)
+
+
+def _population(
+    name: str,
+    loss_fn: LossFn,
+    islands: int,
+    optimizer: optax.GradientTransformation,
+    combine: Combine,
+) -> FederatedAlgorithm:
+    """Make a method that trains models apart, and combines them at the end of a round."""
+
+    @program(islands=islands)
+    def init(params: Params) -> PapaState:
+        models = federated_broadcast(params)
+        return PapaState(params, models, federated_map(optimizer.init, models), jnp.int32(0))
+
+    @program(islands=islands)
+    def papa_round(state: PapaState, cohort: Cohort) -> tuple[PapaState, Metrics]:
+        check_cohort(name, cohort, islands)
+
+        def train(
+            params: Params,
+            optimizer_state: optax.OptState,
+            batches: chex.ArrayTree,
+            num_steps: Int[Array, ""] | None,
+        ) -> tuple[Any, optax.OptState, Metrics]:
+            return local_steps(loss_fn, optimizer, params, optimizer_state, batches, num_steps)
+
+        models, optimizer_state, metrics = federated_map(
+            train, state.local_params, state.optimizer_state, cohort.batches, cohort.num_steps
+        )
+        mean = federated_mean(models)  # combining does not change it
+        models = combine(models, mean, state.round)
+        after = PapaState(mean, models, optimizer_state, state.round + 1)
+        return after, federated_mean(metrics, participant_weights(cohort))
+
+    return FederatedAlgorithm(init, papa_round)

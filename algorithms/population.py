@@ -1,0 +1,107 @@
+"""A population of models without a server's model: means, soups."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Num
+
+
+def population_mean(models: chex.ArrayTree) -> chex.ArrayTree:
+    """Average models that are stacked along the first axis. Outside a round too.
+
+    Args:
+        models: a pytree of arrays or abstract arrays `[n, ...]`.
+
+    Returns:
+        The same pytree with leaves `[...]`, in their own dtype.
+
+    Example:
+        >>> population_mean({"w": jnp.array([[1.0, 2.0], [3.0, 6.0]])})["w"].tolist()
+        [2.0, 4.0]
+    """
+
+    def average(leaf: Any) -> Any:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+        return leaf.mean(0)
+
+    return jax.tree.map(average, models)
+
+
+def merge(
+    models: chex.ArrayTree, weights: Num[Array, " models"] | Sequence[float] | None = None
+) -> chex.ArrayTree:
+    """Merge models into one: `theta = sum_j w_j theta_j / sum_j w_j`.
+
+    With equal weights this is the uniform soup; with the posterior of domains, or a one at one
+    expert, it is branch-train-merge's merge, which also starts a new expert.
+
+    Args:
+        models: a pytree of float arrays `[n, ...]`, such as `state.expert_params`.
+        weights: `[n]`, not negative, with a positive sum. Default None: equal weights.
+
+    Returns:
+        The same pytree with leaves `[...]`, averaged in float32, in their own dtype.
+
+    Raises:
+        ValueError: `weights` does not have one entry for each model.
+
+    Example:
+        >>> merge(jnp.array([[1.0, 2.0], [3.0, 6.0]]), [1, 3]).tolist()
+        [2.5, 5.0]
+
+    Reference:
+        Wortsman et al., Model soups, arXiv:2203.05482, section 2 (uniform soup).
+        Li et al., Branch-Train-Merge, arXiv:2208.03306, section 3.
+    """
+    count = jax.tree.leaves(models)[0].shape[0]
+    shares = jnp.ones(count) if weights is None else jnp.asarray(weights, jnp.float32)
+    if shares.shape != (count,):
+        raise ValueError(
+            f"weights has shape {list(shares.shape)}, expected [{count}], one entry for each model "
+            "along the first axis."
+        )
+    shares = shares / jnp.sum(shares)
+    return jax.tree.map(
+        lambda leaf: jnp.tensordot(shares, leaf.astype(jnp.float32), axes=1).astype(leaf.dtype),
+        models,
+    )
+
+
+def greedy_soup(
+    models: chex.ArrayTree, score: Callable[[chex.ArrayTree], float]
+) -> tuple[chex.ArrayTree, list[int]]:
+    """Average the models that improve the average, added from the best to the worst.
+
+    On the host, outside of `jax.jit`: the models are sorted by their own scores. Each joins the
+    soup if the score of the soup with it is not worse than without it.
+
+    Args:
+        models: a pytree of float arrays `[n, ...]`.
+        score: a held-out score of one model; larger is better, such as an accuracy or minus a loss.
+
+    Returns:
+        The soup, and the indices of its models in the order in which they joined.
+
+    Example:
+        >>> score = lambda w: -abs(float(w) - 2.0)
+        >>> soup, used = greedy_soup(jnp.array([9.0, 1.5, 2.75]), score)
+        >>> float(soup), used
+        (2.125, [1, 2])
+
+    Reference:
+        Wortsman et al., Model soups: averaging weights of multiple fine-tuned models improves
+        accuracy without increasing inference time, arXiv:2203.05482, recipe 1.
+    """
+    count = jax.tree.leaves(models)[0].shape[0]
+    alone = [score(jax.tree.map(lambda leaf, i=i: leaf[i], models)) for i in range(count)]
+    first, *others = sorted(range(count), key=lambda i: -alone[i])
+    used, best = [first], alone[first]
+    for index in others:
+        with_it = score(merge(models, [i in (*used, index) for i in range(count)]))
+        if with_it >= best:
+            used, best = [*used, index], with_it
+    return merge(models, [i in used for i in range(count)]), used

@@ -1,0 +1,127 @@
+"""Streaming DiLoCo on text: islands that synchronize fragment by fragment, in 4 bits."""
+
+import dataclasses
+from typing import Literal
+
+import optax
+
+from fedpax.aggregators import Aggregator, codecs, compressed_mean
+from fedpax.algorithms import layer_fragments, streaming_diloco
+from fedpax.experiments.diloco_text import diloco_text
+from fedpax.experiments.optimizers import OptimizerConfig
+from fedpax.experiments.pretrain import diloco_c4_1b, diloco_llama_8b
+from fedpax.experiments.ranges import COUNT, COUNT_OR_ZERO, DECAY, POSITIVE, check_ranges
+from fedpax.experiments.text import TextExperiment
+from fedpax.training.algorithm import FederatedAlgorithm, LossFn
+from fedpax.training.experiment import TrainingConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamingConfig:
+    """Streaming DiLoCo: its fragments, its outer optimizer, and what is sent.
+
+    Attributes:
+        fragments: number of fragments, P: one for the embeddings and the final norm, the others for
+            the layers. `data.local_steps` is a multiple of it.
+        pattern: how layers are dealt to fragments.
+        delay: inner steps between the start of a transfer and its use, tau; below local steps / P.
+        mixing: share of its own fragment that an island keeps, alpha.
+        compression: format of an outer gradient on the wire.
+        learning_rate: outer learning rate.
+        momentum: Nesterov momentum of the outer optimizer; 0 is plain SGD.
+    """
+
+    fragments: int = 4
+    pattern: Literal["strided", "sequential"] = "strided"
+    delay: int = 1
+    mixing: float = 0.5
+    compression: Literal["float32", "e3m0"] = "e3m0"
+    learning_rate: float = 0.4
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        """Check the ranges.
+
+        Raises:
+            ValueError: a number is NaN or out of range.
+        """
+        check_ranges(
+            self,
+            "streaming",
+            fragments=COUNT,
+            delay=COUNT_OR_ZERO,
+            mixing=DECAY,
+            learning_rate=POSITIVE,
+            momentum=DECAY,
+        )
+
+    def aggregator(self) -> Aggregator | None:
+        """Make the aggregator of the outer gradients; None for a mean in float32."""
+        return compressed_mean(codecs.e3m0()) if self.compression == "e3m0" else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StreamingDiLoCoText(TextExperiment):
+    """Islands that synchronize each fragment of the model once in `data.local_steps` steps.
+
+    Attributes:
+        streaming: the method's settings.
+    """
+
+    streaming: StreamingConfig = StreamingConfig()
+
+    def make_algorithm(
+        self, loss_fn: LossFn, optimizer: optax.GradientTransformation
+    ) -> FederatedAlgorithm:
+        """Make Streaming DiLoCo."""
+        streaming = self.streaming
+        return streaming_diloco(
+            loss_fn,
+            islands=self.islands,
+            inner_optimizer=optimizer,
+            outer_optimizer=optax.sgd(
+                streaming.learning_rate, momentum=streaming.momentum, nesterov=True
+            ),
+            fragments=layer_fragments(streaming.fragments, streaming.pattern),
+            delay=streaming.delay,
+            mixing=streaming.mixing,
+            aggregator=streaming.aggregator(),
+        )
+
+
+def streaming_diloco_text() -> StreamingDiLoCoText:
+    """Streaming DiLoCo: the islands, model and data of diloco_text, 16 local steps per round.
+
+    Four fragments, one every four steps, each sent in 4 bits (E3M0) under one local step.
+    """
+    base = diloco_text()
+    return dataclasses.replace(
+        _stream(base, StreamingConfig(fragments=4, delay=1)),
+        data=dataclasses.replace(base.data, local_steps=16),
+        optimizer=OptimizerConfig(learning_rate=2e-3),
+        training=TrainingConfig(rounds=55, evaluate_every=7, checkpoint_every=28),
+    )
+
+
+def streaming_diloco_c4_1b() -> StreamingDiLoCoText:
+    """Streaming DiLoCo of the 1B model on C4: diloco_c4_1b in 5 fragments of 4 bits, delay 5.
+
+    The 13 layers are dealt to four fragments, the fifth holds the embeddings. A fragment is sent
+    every 20 steps.
+    """
+    return _stream(diloco_c4_1b(), StreamingConfig(fragments=5, delay=5))
+
+
+def streaming_diloco_llama_8b() -> StreamingDiLoCoText:
+    """Streaming DiLoCo of Llama 3.1 8B: diloco_llama_8b in 5 fragments of 4 bits, delay 5.
+
+    Four fragments of 8 layers, and one of the embeddings. A fragment is sent every 20 steps.
+    """
+    return _stream(diloco_llama_8b(), StreamingConfig(fragments=5, delay=5))
+
+
+def _stream(base: TextExperiment, streaming: StreamingConfig) -> StreamingDiLoCoText:
+    """Return an experiment with all settings of another one but its method."""
+    names = {field.name for field in dataclasses.fields(TextExperiment)}
+    settings = {name: getattr(base, name) for name in names}
+    return StreamingDiLoCoText(**settings, streaming=streaming)

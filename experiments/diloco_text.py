@@ -10,6 +10,7 @@ from fedpax.experiments.optimizers import OptimizerConfig
 from fedpax.experiments.ranges import DECAY, POSITIVE, check_ranges
 from fedpax.experiments.text import TextConfig, TextExperiment
 from fedpax.models import presets
+from fedpax.models.lora import LoRAConfig
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn
 from fedpax.training.experiment import TrainingConfig
@@ -122,3 +123,29 @@ def data_parallel_text() -> DataParallelText:
 def single_island_text() -> DataParallelText:
     """One island alone: the local batch and steps of diloco_text, a quarter of the tokens."""
     return dataclasses.replace(data_parallel_text(), islands=1, mesh=MeshConfig(fsdp=2))
+
+
+def diloco_lora_text() -> DiLoCoText:
+    """DiLoCo of adapters (LoRA) on 4 islands, synchronized every 10 steps. Needs weights.
+
+    Islands send adapters of rank 8 and not the model, which `--model.weights` names: a Hugging Face
+    folder, such as `fedpax export` writes from a run of `pretrain_text`. Outer gradients are
+    quantized to 16 levels with error feedback. In a run of 20 rounds, DiLoCo's outer momentum of
+    0.9 raises the loss of trained weights; 0.5 lowers it.
+    """
+    return DiLoCoText(
+        islands=4,
+        mesh=MeshConfig(islands=4, fsdp=2),
+        model=presets.base_1m(),
+        data=TextConfig(
+            local_steps=10,
+            batch_size=4,
+            seq_len=64,
+            heldout_batch_size=32,
+            heldout_tokens=32_768,
+        ),
+        lora=LoRAConfig(rank=8),
+        optimizer=OptimizerConfig(learning_rate=3e-3, weight_decay=0.0),
+        outer=OuterConfig(momentum=0.5, num_levels=16),
+        training=TrainingConfig(rounds=20, evaluate_every=5, checkpoint_every=10),
+    )

@@ -18,7 +18,7 @@ NOT_RUN = "models/llama"
 FEWER = {
     "pretrain_text": ["--training.rounds=6"],
     "fedavg_lora_text": ["--training.rounds=6"],
-    "diloco_text": ["--training.rounds=20", "--training.evaluate_every=10"],
+    "diloco_lora_text": ["--training.rounds=8"],
 }
 
 

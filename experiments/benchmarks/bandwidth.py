@@ -1,0 +1,168 @@
+"""Bandwidth between two sites for a compute utilization: the table of Streaming DiLoCo's paper.
+
+    python -m fedpax.experiments.benchmarks.bandwidth --plot=bandwidth.png
+
+The published figures are those of table 4 of arXiv:2501.18512. The model is that of
+`fedpax.planning.compute_utilization`, with H = 100 steps, fragments of 3 layers (strided), and one
+step of overlap. Two sites exchange 16 bits of a parameter, 4 bits in the last row.
+
+The paper does not state how many of a model's parameters are exchanged. One constant is fitted:
+0.83 of them. `--params=1` counts all.
+"""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from fedpax.planning.compute_utilization import (
+    Exchange,
+    Workload,
+    compute_utilization,
+    required_bandwidth,
+)
+from fedpax.training.table import markdown_table
+
+GRID = tuple(np.logspace(-1, 3, 50) * 1e9)
+"""The bandwidths of the paper's table: 50 from 0.1 to 1,000 Gbit/s, a factor of 1.207 apart."""
+
+UTILIZATIONS = (0.95, 0.99)
+
+MODELS = {
+    "1B": Workload(num_params=1e9, num_layers=24, step_seconds=0.1),
+    "10B": Workload(num_params=10e9, num_layers=48, step_seconds=0.8),
+    "100B": Workload(num_params=100e9, num_layers=108, step_seconds=4.9),
+}
+
+# Gbit/s for 95% and 99%, by method and model.
+PUBLISHED = {
+    "data parallel": {"1B": (222, 569), "10B": (268, 472), "100B": (391, 472)},
+    "DiLoCo": {"1B": (23.3, 86.8), "10B": (33.9, 104.8), "100B": (49.4, 184)},
+    "streaming": {"1B": (16, 28.1), "10B": (13.3, 19.3), "100B": (11, 19.3)},
+    "+ overlap": {"1B": (9.1, 11), "10B": (6.2, 7.5), "100B": (5.2, 5.2)},
+    "+ 4 bits": {"1B": (2.0, 3.0), "10B": (1.4, 1.7), "100B": (1.1, 1.4)},
+}
+
+
+def exchange(method: str, num_layers: int) -> Exchange:
+    """Return what a method of the table exchanges."""
+    fragments = num_layers // 3
+    match method:
+        case "data parallel":
+            return Exchange()
+        case "DiLoCo":
+            return Exchange(period=100)
+        case "streaming":
+            return Exchange(period=100, fragments=fragments)
+        case "+ overlap":
+            return Exchange(period=100, fragments=fragments, overlap_steps=1)
+        case "+ 4 bits":
+            return Exchange(period=100, fragments=fragments, overlap_steps=1, bits=4)
+    raise ValueError(f"unknown method {method!r}, expected one of {', '.join(PUBLISHED)}.")
+
+
+class Cell(NamedTuple):
+    """A bandwidth of the table.
+
+    Attributes:
+        method: name of the method.
+        model: name of the model.
+        utilization: the compute utilization to reach.
+        computed: Gbit/s by the model.
+        published: Gbit/s in the paper.
+        steps: steps of the grid between them.
+    """
+
+    method: str
+    model: str
+    utilization: float
+    computed: float
+    published: float
+    steps: int
+
+
+def cells(params: float = 0.83) -> Iterator[Cell]:
+    """Compute the table.
+
+    Args:
+        params: the part of a model's parameters that is exchanged.
+    """
+    ratio = np.log(GRID[1] / GRID[0])
+    for method, models in PUBLISHED.items():
+        for name, published in models.items():
+            model = MODELS[name]
+            model = Workload(
+                num_params=params * model.num_params,
+                num_layers=model.num_layers,
+                step_seconds=model.step_seconds,
+            )
+            for utilization, paper in zip(UTILIZATIONS, published, strict=True):
+                own = exchange(method, model.num_layers)
+                computed = required_bandwidth(model, own, utilization, GRID) / 1e9
+                steps = round(float(np.log(computed / paper) / ratio))
+                yield Cell(method, name, utilization, computed, paper, steps)
+
+
+def table(found: Sequence[Cell]) -> str:
+    """Format computed and published bandwidths as a Markdown table."""
+    head = ["Gbit/s, computed (published)"]
+    head += [f"{model}, {utilization:.0%}" for model in MODELS for utilization in UTILIZATIONS]
+    rows = []
+    for method in PUBLISHED:
+        own = [cell for cell in found if cell.method == method]
+        rows.append([method, *[f"{c.computed:.1f} ({c.published:g})" for c in own]])
+    return markdown_table(head, rows)
+
+
+def draw(params: float) -> Figure:
+    """Draw the compute utilization of each method over the bandwidth, by model."""
+    figure = Figure(figsize=(11, 3.6), layout="constrained", dpi=110)
+    bandwidths = np.logspace(-1, 3, 400) * 1e9
+    for axes, (name, model) in zip(
+        figure.subplots(1, len(MODELS), sharey=True), MODELS.items(), strict=True
+    ):
+        model = Workload(
+            num_params=params * model.num_params,
+            num_layers=model.num_layers,
+            step_seconds=model.step_seconds,
+        )
+        for method in PUBLISHED:
+            own = exchange(method, model.num_layers)
+            values = [compute_utilization(model, own, b) for b in bandwidths]
+            axes.plot(bandwidths / 1e9, values, label=method)
+        axes.set_xscale("log")
+        axes.set_title(f"{name} parameters, {model.step_seconds:g} s a step", fontsize="medium")
+        axes.set_xlabel("Gbit/s between two sites")
+        axes.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("compute utilization")
+    figure.axes[0].legend(frameon=False, fontsize="small")
+    return figure
+
+
+def main() -> None:
+    """Print the table, and how far it is from the published one."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--params", type=float, default=0.83, help="part of the parameters that is exchanged"
+    )
+    parser.add_argument("--plot", help="file for the figure, such as bandwidth.png")
+    options = parser.parse_args()
+    if not options.params > 0:
+        parser.error(f"--params is {options.params}, expected a number above 0")
+    found = list(cells(options.params))
+    print(table(found))
+    distances = [abs(cell.steps) for cell in found]
+    print(
+        f"Of {len(found)} bandwidths, {distances.count(0)} equal the published ones on the grid, "
+        f"and the largest distance is {max(distances)} of its steps."
+    )
+    if options.plot:
+        draw(options.params).savefig(options.plot)
+
+
+if __name__ == "__main__":
+    main()

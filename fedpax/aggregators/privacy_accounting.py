@@ -1,5 +1,6 @@
 """Epsilon of `private_mean` over rounds, computed by the dp-accounting library."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -91,7 +92,8 @@ def noise_multiplier_for(
         population_size: as in `privacy_spent`.
 
     Returns:
-        The noise multiplier, at most 0.0001 above the smallest one.
+        The noise multiplier, at most 0.001 above the smallest one. With Poisson sampling, the
+        search takes some seconds.
 
     Raises:
         ImportError: the dp-accounting library is not installed.
@@ -126,7 +128,7 @@ def noise_multiplier_for(
             epsilon,
             delta,
             dp.LowerEndpointAndGuess(0.0, 1.0),
-            tol=1e-4,
+            tol=1e-3,
         )
     except dp.mechanism_calibration.NoBracketIntervalFoundError as error:
         raise ValueError(
@@ -198,10 +200,8 @@ def _mechanism(
         return dp.SampledWithoutReplacementDpEvent(population_size, cohort_size, event)
 
     replace_one = dp.NeighboringRelation.REPLACE_ONE
-    return _Mechanism(
-        lambda: dp.rdp.RdpAccountant(neighboring_relation=replace_one),
-        _repeated(num_rounds, fixed_size),
-    )
+    accountant = functools.partial(dp.rdp.RdpAccountant, neighboring_relation=replace_one)
+    return _Mechanism(accountant, _repeated(num_rounds, fixed_size))
 
 
 def _repeated(num_rounds: int, one_round: Callable[[float], Any]) -> Callable[[float], Any]:

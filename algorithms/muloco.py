@@ -25,7 +25,7 @@ def muloco(
     can be compressed to 2 bits with error feedback:
 
         muloco(loss_fn, islands=4,
-               aggregator=compressed_mean(codecs.uniform(2), error_feedback=True))
+               aggregator=compressed_mean(codecs.sign(bits=2), error_feedback=True))
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.

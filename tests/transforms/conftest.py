@@ -5,16 +5,10 @@ from collections.abc import Iterator
 import pytest
 from jax.sharding import Mesh
 from mesh_kinds import under
+from program_table import slow
 
 
-@pytest.fixture(
-    params=[
-        pytest.param("no mesh", marks=pytest.mark.slow),
-        "automatic",
-        "explicit",
-        pytest.param("clients explicit", marks=pytest.mark.slow),
-    ]
-)
+@pytest.fixture(params=[slow("no mesh"), "automatic", "explicit", slow("clients explicit")])
 def current_mesh(request: pytest.FixtureRequest) -> Iterator[Mesh | None]:
     """Run a test without a mesh, and on 4 x 2 meshes (clients, fsdp) of several kinds."""
     yield from under(request.param)

@@ -1,6 +1,7 @@
 """Programs written once, to be run with fedpax's functions and in plain JAX."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from fedpax import (
 )
 
 N = 12
+MESHES = ["no mesh", "automatic", "explicit", "clients explicit"]
 
 
 def normal(*shape, seed=0):
@@ -29,6 +31,15 @@ W, X, WEIGHTS = normal(3, 2), normal(N, 5, 3, seed=1), np.abs(normal(N, seed=2))
 
 def slow(value):
     return pytest.param(value, marks=pytest.mark.slow)
+
+
+def cases(*values, fast):
+    """Return all combinations of the parameters' values; those that are not named are slow."""
+    assert fast <= set(itertools.product(*values)), fast
+    return [
+        pytest.param(*case, marks=[] if case in fast else pytest.mark.slow)
+        for case in itertools.product(*values)
+    ]
 
 
 def local(w, x):

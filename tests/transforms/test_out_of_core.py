@@ -7,18 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from program_table import (
+    MESHES,
     PROGRAMS,
     WEIGHTS,
     N,
     Rematerialized,
     W,
     X,
+    cases,
     close,
     expected,
     federated,
     gradient_of,
     local,
     normal,
+    slow,
 )
 
 import fedpax
@@ -32,21 +35,32 @@ WITHOUT_MAPS = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - WITHOUT_MAPS))
+# Each phase of each program is compiled for two sizes of chunks.
+FAST = {
+    *["metrics_beside_deltas", "two_phases", "weights_of_a_later_phase", "reductions_of_numpy"],
+    *["elementwise_between", "server_arrays_between", "several_maps_on_shared_inputs"],
+    *["constants_among_the_results", "small_and_boolean_types"],
+}
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in FAST else slow(n) for n in sorted(PROGRAMS.keys() - WITHOUT_MAPS)]
+)
 def test_chunks_equal_the_whole_program(name):
     close(fedpax.out_of_core(federated(name), chunk_size=5)(W, X, WEIGHTS), expected(name))
 
 
-@pytest.mark.parametrize("name", ["two_phases", "variance", "weights_of_a_later_phase"])
+@pytest.mark.parametrize("name", [slow("two_phases"), slow("variance"), "weights_of_a_later_phase"])
 def test_chunks_of_rematerialized_programs(name):
     """Later phases rematerialize the maps of a chunk."""
     program = federated(name, functions=Rematerialized)
     close(fedpax.out_of_core(program, chunk_size=5)(W, X, WEIGHTS), expected(name))
     gradient = gradient_of(program)
-    close(fedpax.out_of_core(gradient, chunk_size=5)(W, X, WEIGHTS), gradient(W, X, WEIGHTS), 1e-4)
+    found = fedpax.out_of_core(gradient, chunk_size=5)(W, X, WEIGHTS)
+    close(found, jax.jit(gradient)(W, X, WEIGHTS), 1e-4)
 
 
-@pytest.mark.parametrize("name", ["average", "values_per_participant", "two_phases"])
+@pytest.mark.parametrize("name", [slow("average"), "values_per_participant", slow("two_phases")])
 def test_chunks_on_every_mesh(name, current_mesh):
     close(fedpax.out_of_core(federated(name), chunk_size=8)(W, X, WEIGHTS), expected(name))
 
@@ -241,10 +255,16 @@ def test_a_round_of_an_algorithm_runs_out_of_core():
 
 
 @pytest.mark.parametrize(
-    "work", [lambda y: jnp.where(y > 0, y, y * y), lambda y: (y - fedpax.federated_max(y)) ** 2]
+    ("work", "current_mesh"),
+    cases(["where", "maximum"], MESHES, fast={("where", "automatic"), ("maximum", "explicit")}),
+    indirect=["current_mesh"],
 )
 def test_chunks_of_second_derivatives(work, current_mesh):
     """They have a phase without a loop between two loops."""
+    work = {
+        "where": lambda y: jnp.where(y > 0, y, y * y),
+        "maximum": lambda y: (y - fedpax.federated_max(y)) ** 2,
+    }[work]
     w, x = normal(6), normal(8, 6)
 
     @fedpax.program(clients=8, chunk_size=2)
@@ -253,4 +273,4 @@ def test_chunks_of_second_derivatives(work, current_mesh):
         return fedpax.federated_mean(work(moved))
 
     hessian = jax.jacfwd(jax.grad(lambda w, x: jnp.sum(program(w, x) ** 2)))
-    close(fedpax.out_of_core(hessian, chunk_size=4)(w, x), hessian(w, x))
+    close(fedpax.out_of_core(hessian, chunk_size=4)(w, x), jax.jit(hessian)(w, x))

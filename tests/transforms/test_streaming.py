@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from program_table import (
+    MESHES,
     PROGRAMS,
     WEIGHTS,
     Federated,
@@ -18,11 +19,13 @@ from program_table import (
     Rematerialized,
     W,
     X,
+    cases,
     close,
     expected,
     federated,
     gradient_of,
     normal,
+    slow,
 )
 
 import fedpax
@@ -57,7 +60,9 @@ def test_programs_on_every_mesh(name, current_mesh):
 
 
 @pytest.mark.parametrize("chunk_size", [None, "auto", 5, N])
-@pytest.mark.parametrize("name", ["metrics_beside_deltas", "two_phases", "values_per_participant"])
+@pytest.mark.parametrize(
+    "name", [slow("metrics_beside_deltas"), "two_phases", slow("values_per_participant")]
+)
 def test_chunks(name, chunk_size):
     close(federated(name, chunk_size)(W, X, WEIGHTS), expected(name))
 
@@ -72,10 +77,23 @@ SMOOTH = [
     "clipped_twice",
     "variance",
 ]
+# A gradient compiles for more than a second. Of two programs only gradients on all meshes are slow:
+# `rounds_in_a_scan` calls `average`, and `two_phases` reads a mean of its own as `variance` does.
+FAST_GRADIENTS = {
+    ("weights_from_the_map", Federated, "automatic"),
+    ("two_phases", Rematerialized, "explicit"),
+    ("values_per_participant", Federated, "explicit"),
+    ("rounds_in_a_scan", Federated, "automatic"),
+    ("extremes", Rematerialized, "explicit"),
+    ("clipped_twice", Rematerialized, "automatic"),
+}
 
 
-@pytest.mark.parametrize("functions", [Federated, Rematerialized])
-@pytest.mark.parametrize("name", SMOOTH)
+@pytest.mark.parametrize(
+    ("name", "functions", "current_mesh"),
+    cases(SMOOTH, [Federated, Rematerialized], MESHES, fast=FAST_GRADIENTS),
+    indirect=["current_mesh"],
+)
 def test_gradients(name, functions, current_mesh):
     found = gradient_of(federated(name, functions=functions))
     plain = gradient_of(functools.partial(PROGRAMS[name], Plain))
@@ -87,11 +105,11 @@ def test_rematerialized_programs(name):
     close(federated(name, functions=Rematerialized)(W, X, WEIGHTS), expected(name))
 
 
-@pytest.mark.parametrize("name", ["two_phases", "extremes", "clipped_twice"])
+@pytest.mark.parametrize("name", [slow("two_phases"), slow("extremes"), "clipped_twice"])
 def test_second_derivatives_of_rematerialized_programs(name):
     def along(fn):
         inside = lambda w: gradient_of(fn, 0)(w, X, WEIGHTS)
-        return jax.jvp(inside, (W,), (np.cos(W),))[1]
+        return jax.jit(lambda w: jax.jvp(inside, (w,), (jnp.cos(w),))[1])(W)
 
     found = along(federated(name, functions=Rematerialized))
     close(found, along(functools.partial(PROGRAMS[name], Plain)), 1e-3)

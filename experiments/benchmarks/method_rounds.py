@@ -1,0 +1,177 @@
+"""Rounds of the federated methods against FedAvg's: time and memory.
+
+    python -m fedpax.experiments.benchmarks.method_rounds --model=cnn --clients=16
+
+A method computes some gradients per batch where FedAvg computes one. `passes` is their cost in
+gradients, with a forward pass as a third of one and a Hessian-vector product as two. The last
+column divides the time by that of so many FedAvg rounds: 1 means that nothing is computed twice.
+"""
+
+import argparse
+import functools
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fedpax import Cohort
+from fedpax.algorithms import (
+    FedAcRates,
+    agnostic,
+    apfl,
+    ditto,
+    fedac,
+    fedavg,
+    feddyn,
+    fednova,
+    fedprox,
+    hypcluster,
+    mime,
+    mime_lite,
+    per_fedavg,
+    reptile,
+    scaffold,
+)
+from fedpax.experiments.benchmarks.timing import (
+    compile_for,
+    interleaved,
+    on_devices,
+    paired_ratio,
+    write,
+)
+from fedpax.experiments.benchmarks.workloads import LEARNING_RATE, WORKLOADS
+from fedpax.models.losses import classification_loss
+from fedpax.parallel.mesh import make_mesh
+from fedpax.primitives.placement import ChunkSize
+from fedpax.training.algorithm import FederatedAlgorithm
+
+FORWARD = 1 / 3
+NUM_CLUSTERS = 2
+
+
+class Row(NamedTuple):
+    """A round of a method.
+
+    Attributes:
+        method: the method's name.
+        passes: cost of its gradients, in those of FedAvg.
+        temporary_bytes: bytes of the round's temporaries on one device.
+        seconds: seconds of each call.
+        ratio: seconds divided by those of FedAvg (paired).
+    """
+
+    method: str
+    passes: float
+    temporary_bytes: int
+    seconds: list[float]
+    ratio: float
+
+
+def methods(loss_fn: Any, clients: int) -> dict[str, tuple[float, FederatedAlgorithm]]:
+    """Return each method's cost in gradients, and the method, for a cohort that is the population.
+
+    Args:
+        loss_fn: the clients' loss.
+        clients: number of clients.
+    """
+
+    def build(algorithm: Callable[..., FederatedAlgorithm], **settings: Any) -> FederatedAlgorithm:
+        return algorithm(
+            loss_fn, cohort_size=clients, client_optimizer=optax.sgd(LEARNING_RATE), **settings
+        )
+
+    stored = functools.partial(build, population_size=clients)
+    rates = FedAcRates(LEARNING_RATE, 2 * LEARNING_RATE, 2.0, 3.0)
+    meta = functools.partial(build, per_fedavg, adaptation_learning_rate=LEARNING_RATE)
+    return {
+        "FedAvg": (1, build(fedavg)),
+        "FedProx": (1, build(fedprox, mu=0.1)),
+        "SCAFFOLD II": (1, stored(scaffold)),
+        "SCAFFOLD I": (2, stored(scaffold, option="I")),
+        "FedNova": (1, build(fednova)),
+        "FedDyn": (1, stored(feddyn, alpha=0.1)),
+        "Mime": (3, build(mime)),
+        "MimeLite": (2, build(mime_lite)),
+        "FedAc": (1, fedac(loss_fn, cohort_size=clients, rates=rates)),
+        "agnostic": (1 + FORWARD, stored(agnostic, mixture_learning_rate=0.01)),
+        "APFL": (2, stored(apfl, mixing=0.5)),
+        "Ditto": (2, stored(ditto, lam=0.1)),
+        "HypCluster": (1 + NUM_CLUSTERS * FORWARD, build(hypcluster, num_clusters=NUM_CLUSTERS)),
+        # Gradients of half a batch each: one to adapt, one at the adapted model.
+        "Per-FedAvg (FO)": (1, meta(first_order=True)),
+        "Per-FedAvg": (2, meta()),
+        "Reptile": (1, build(reptile, meta_learning_rate=0.5)),
+    }
+
+
+def measure(model: str, clients: int, chunk_size: ChunkSize, repetitions: int) -> list[Row]:
+    """Time interleaved rounds of all methods, on the devices of this process.
+
+    Args:
+        model: a name in `WORKLOADS`.
+        clients: number of clients in the round.
+        chunk_size: clients that a device runs at once.
+        repetitions: number of timed calls of each method.
+    """
+    workload = WORKLOADS[model]()
+    loss_fn = classification_loss(workload.model.apply)
+    mesh = make_mesh(clients=-1)
+    with jax.set_mesh(mesh):
+        params, batches, num_examples = workload.random_arguments(clients, mesh)
+        cohort = Cohort(batches, num_examples, client_ids=jnp.arange(clients))
+        calls, temporaries, passes = {}, {}, {}
+        for name, (cost, algorithm) in methods(loss_fn, clients).items():
+            start = params
+            if name == "HypCluster":
+                start = jax.tree.map(lambda p: jnp.stack([p * s for s in (1, 0.9)]), params)
+            state = algorithm.init(start)
+            step: Any = algorithm.round
+            compiled = compile_for(step.with_options(chunk_size=chunk_size), state, cohort)
+            calls[name] = functools.partial(compiled.call, state, cohort)
+            temporaries[name], passes[name] = compiled.temporary_bytes, cost
+        seconds = interleaved(calls, (), repetitions)
+    return [
+        Row(name, passes[name], temporaries[name], took, paired_ratio(took, seconds["FedAvg"]))
+        for name, took in seconds.items()
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure as the arguments say, and print a table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", choices=WORKLOADS, default="cnn", help="the clients' model")
+    parser.add_argument("--clients", type=int, default=16, help="number of clients in the round")
+    parser.add_argument(
+        "--devices", type=int, default=1, help="number of devices; simulated on a CPU"
+    )
+    parser.add_argument(
+        "--chunk_size", type=int, default=1, help="clients that a device runs at once"
+    )
+    parser.add_argument("--repetitions", type=int, default=5, help="timed calls of each method")
+    parser.add_argument(
+        "--json", help="JSON file for the measurements; without it they are printed"
+    )
+    options = parser.parse_args(argv)
+    rows = on_devices(
+        options.devices,
+        measure,
+        options.model,
+        options.clients,
+        options.chunk_size,
+        options.repetitions,
+    )
+    print("method            temporaries   median s   FedAvg = 1   passes   ratio / passes")
+    for row in rows:
+        print(
+            f"{row.method:16} {row.temporary_bytes:12,} {statistics.median(row.seconds):10.4f} "
+            f"{row.ratio:12.2f} {row.passes:8.2f} {row.ratio / row.passes:16.2f}"
+        )
+    write(options.json, rows, **vars(options))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -2,6 +2,7 @@
 
 from fedpax.algorithms.agnostic import agnostic
 from fedpax.algorithms.apfl import apfl, apfl_models
+from fedpax.algorithms.async_diloco import async_diloco
 from fedpax.algorithms.branch_train_merge import (
     branch_train_merge,
     cached_prior,
@@ -41,6 +42,7 @@ __all__ = [
     "agnostic",
     "apfl",
     "apfl_models",
+    "async_diloco",
     "branch_train_merge",
     "cached_prior",
     "choose_cluster",

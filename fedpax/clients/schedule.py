@@ -33,7 +33,9 @@ class ArrivalOrder(NamedTuple):
     Attributes:
         position: int `[islands]`, an island's position in the order of the round's arrivals, from
             0; -1 for an island that does not arrive. Islands that arrive at the same time have the
-            same position, and no position is left out.
+            same position, and no position is left out. An island without a step
+            (`Cohort.num_steps`) comes back from a failure: it takes the model at this position and
+            contributes nothing.
 
     Example:
         >>> order = ArrivalOrder(np.array([1, 0, -1, 0]))  # 1 and 3 together, then 0

@@ -17,6 +17,11 @@ from fedpax.simulation.goodput import (
     draw_failures,
     restart_goodput,
 )
+from fedpax.simulation.island_arrivals import (
+    IslandArrivals,
+    dynamic_local_steps,
+    island_arrivals,
+)
 from fedpax.simulation.trace import Trace, draw_trace
 from fedpax.simulation.trace_files import load_trace, save_trace
 
@@ -26,13 +31,16 @@ __all__ = [
     "Distribution",
     "Failures",
     "Goodput",
+    "IslandArrivals",
     "Trace",
     "buffered_arrivals",
     "constant",
     "decoupled_goodput",
     "draw_failures",
     "draw_trace",
+    "dynamic_local_steps",
     "exponential",
+    "island_arrivals",
     "load_trace",
     "lognormal",
     "restart_goodput",

@@ -2,13 +2,13 @@
 
 import heapq
 import itertools
-from bisect import bisect_right
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float64, Int, Int32
 
 from fedpax.clients.schedule import Arrivals
+from fedpax.simulation.presence import TRIES, Presence
 from fedpax.simulation.trace import Trace
 
 
@@ -118,7 +118,7 @@ def buffered_arrivals(
             "clients at least one step, or transfers that take time."
         )
     limit = num_rounds if max_staleness is None else max_staleness
-    presence = _Presence(trace)
+    presence = Presence(trace)
     generator = np.random.default_rng(seed)
     uniforms: list[float] = []
     idle = list(range(population))
@@ -183,38 +183,3 @@ def buffered_arrivals(
         num_failed=failed,
         num_discarded=discarded,
     )
-
-
-TRIES = 32
-"""Number of draws of an idle client before all idle clients are looked at."""
-
-
-class _Presence:
-    """When each participant of a trace is up, as lists, which are faster than arrays one by one."""
-
-    def __init__(self, trace: Trace) -> None:
-        self.has_failures = trace.downtimes.shape[1] > 0
-        self._failures = trace.downtimes[..., 0].tolist()
-        self._returns = trace.downtimes[..., 1].tolist()
-
-    def next_up(self, client: int, now: float) -> float:
-        """Return `now` if the client is up, or else when it returns."""
-        after = bisect_right(self._failures[client], now)
-        return max(now, self._returns[client][after - 1]) if after else now
-
-    def next_failure(self, client: int, now: float) -> float:
-        """Return when a client that is up fails next; infinity for never."""
-        failures = self._failures[client]
-        after = bisect_right(failures, now)
-        return failures[after] if after < len(failures) else np.inf
-
-    def draw(self, idle: list[int], now: float, uniforms: list[float]) -> int:
-        """Draw the place in `idle` of a client that is up; -1 if there is none."""
-        if not self.has_failures:
-            return int(uniforms.pop() * len(idle))
-        for _ in range(TRIES):
-            place = int(uniforms.pop() * len(idle))
-            if self.next_up(idle[place], now) <= now:
-                return place
-        up = [k for k, client in enumerate(idle) if self.next_up(client, now) <= now]
-        return up[int(uniforms.pop() * len(up))] if up else -1

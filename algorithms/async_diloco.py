@@ -1,0 +1,217 @@
+"""Asynchronous DiLoCo: islands at their own pace, with delayed Nesterov momentum."""
+
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Float, Int
+
+from fedpax.algorithms.checks import check_setting
+from fedpax.algorithms.delayed_nesterov import DelayedNesterov, DelayedNesterovState
+from fedpax.algorithms.local_steps import local_steps, placed_valid_steps, subtract
+from fedpax.clients import ArrivalOrder
+from fedpax.clients.cohort import Cohort, check_cohort
+from fedpax.primitives import (
+    federated_broadcast,
+    federated_map,
+    federated_max,
+    federated_mean,
+    federated_sum,
+    program,
+)
+from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+
+
+class AsyncDiLoCoState(NamedTuple):
+    """The state of asynchronous DiLoCo.
+
+    Attributes:
+        params: the server's model.
+        outer_optimizer_state: momentum and accumulated outer gradients.
+        local_params: the model that each island trains from, placed.
+        inner_optimizer_state: each island's state of the inner optimizer, placed.
+    """
+
+    params: Params
+    outer_optimizer_state: DelayedNesterovState
+    local_params: Params
+    inner_optimizer_state: optax.OptState
+
+
+def async_diloco(
+    loss_fn: LossFn,
+    *,
+    islands: int,
+    inner_optimizer: optax.GradientTransformation,
+    learning_rate: float = 0.7,
+    momentum: float = 0.9,
+    period: int | None = None,
+    activation: float = 0.0,
+) -> FederatedAlgorithm:
+    """Apply each island's outer gradient when it arrives, and the momentum once in N arrivals.
+
+    Island i trains from the model x_(s_i) that it received after its last arrival, and arrives
+    with g = x_(s_i) - y_i at a server whose model is now x. Delayed Nesterov with c = 0:
+
+        each arrival:       x <- x - eta g / N;   D <- D + g
+        every N-th arrival: m <- beta m + D / N;  x <- x - eta beta m;  D <- 0
+
+    The island goes on from the new x. Its inner optimizer's state stays where it is.
+
+    A round is a stretch of arrivals in which no island arrives twice, so that all of its islands
+    train at the same time; then the server applies their gradients in the order of
+    `cohort.schedule`. `fedpax.simulation.island_arrivals` computes this order and the islands'
+    numbers of steps, `cohort.num_steps`, which may follow the paper's dynamic local updates.
+    Without a schedule all islands arrive together: with N = islands this is `diloco` with Nesterov
+    momentum. Arrivals at the same position are applied together, before the momentum.
+
+    Communication: a sum over the islands per position. Memory: each island holds the model that it
+    trains from. `jax.grad` through a round with a schedule raises, as with `num_steps`.
+
+    Args:
+        loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
+        islands: number of islands.
+        inner_optimizer: any optax optimizer; the paper uses AdamW.
+        learning_rate: eta. Default 0.7.
+        momentum: beta, from 0 to 1. Default 0.9.
+        period: N, number of arrivals between two updates of the momentum. Default None: `islands`.
+        activation: c, from 0 to 1 / N: the share of the momentum that each arrival applies. Default
+            0.0, the paper's choice: all of it in every N-th.
+
+    Returns:
+        `init(params)` and `round(state, cohort)`. The leaves of `cohort.batches` are
+        `[islands, H, batch, ...]`. `cohort.schedule` is an `ArrivalOrder` or None. All arrivals
+        weigh the same: `cohort.num_examples` is not used. An island without a valid step
+        contributes nothing. Metrics, all float32 scalars: `"loss"` and the metrics of `loss_fn`,
+        averaged over inner steps and arriving islands, and `"arrivals"`, their number.
+
+    Raises:
+        TypeError: `islands` is not an int; in a round, a schedule of another type.
+        ValueError: a setting is out of range; in a round, batches without an axis of size
+            `islands`.
+
+    Example:
+        >>> import fedpax
+        >>> loss_fn = lambda w, x: (jnp.mean((w - x) ** 2), {})
+        >>> algorithm = async_diloco(
+        ...     loss_fn, islands=2, inner_optimizer=optax.sgd(0.5), learning_rate=1.0, momentum=0.5
+        ... )
+        >>> state, step = algorithm.init(jnp.float32(0.0)), jax.jit(algorithm.round)
+        >>> batches = jnp.array([[[1.0]], [[5.0]]])  # two islands, H = 1; y_i is the example
+        >>> order = fedpax.clients.ArrivalOrder(jnp.array([1, 0]))
+        >>> state, metrics = step(state, fedpax.Cohort(batches, schedule=order))
+        >>> state.params.item()  # 2.5, then 2.5 + 0.5 + 0.5 * 3
+        4.5
+        >>> state.local_params.tolist()
+        [4.5, 2.5]
+
+    Reference:
+        Liu et al., Asynchronous Local-SGD Training for Language Modeling, arXiv:2401.09135,
+        delayed Nesterov and dynamic local updates.
+    """
+    every = islands if period is None else period
+    check_setting("async_diloco", "period", every, least=1)
+    check_setting("async_diloco", "momentum", momentum, most=1)
+    check_setting("async_diloco", "activation", activation, most=1 / every)
+    outer = DelayedNesterov(learning_rate, momentum, every, activation)
+
+    @program(islands=islands)
+    def init(params: Params) -> AsyncDiLoCoState:
+        local_params = federated_broadcast(params)
+        return AsyncDiLoCoState(
+            params,
+            outer.init(params),
+            local_params,
+            federated_map(inner_optimizer.init, local_params),
+        )
+
+    @program(islands=islands)
+    def async_diloco_round(
+        state: AsyncDiLoCoState, cohort: Cohort
+    ) -> tuple[AsyncDiLoCoState, Metrics]:
+        check_cohort("async_diloco", cohort, islands, ArrivalOrder)
+        cohort = _without_absent(cohort)
+
+        def inner_steps(
+            start: Params,
+            inner_state: optax.OptState,
+            batches: chex.ArrayTree,
+            num_steps: Int[Array, ""] | None,
+        ) -> tuple[Params, optax.OptState, Metrics]:
+            end, inner_state, metrics = local_steps(
+                loss_fn, inner_optimizer, start, inner_state, batches, num_steps
+            )
+            return subtract(start, end), inner_state, metrics
+
+        gradients, inner_state, metrics = federated_map(
+            inner_steps,
+            state.local_params,
+            state.inner_optimizer_state,
+            cohort.batches,
+            cohort.num_steps,
+        )
+        sends = _sends(cohort, islands)
+        arrivals = federated_sum(federated_map(lambda s: s.astype(jnp.float32), sends))
+        metrics = federated_mean(metrics, federated_map(lambda s: s.astype(jnp.float32), sends))
+        metrics |= {"arrivals": arrivals}
+
+        def apply(
+            position: Int[Array, ""] | None,
+            params: Params,
+            outer_state: DelayedNesterovState,
+            local_params: Params,
+        ) -> tuple[Params, DelayedNesterovState, Params]:
+            """Apply the gradients that arrive at a position; None: all of them."""
+
+            def is_here(own: Int[Array, ""] | None) -> Bool[Array, ""]:
+                return jnp.bool_(True) if own is None else own == position
+
+            def send(
+                gradient: Params, sends: Bool[Array, ""], own: Int[Array, ""] | None
+            ) -> tuple[Params, Float[Array, ""]]:
+                taken = sends & is_here(own)
+                sent = jax.tree.map(lambda g: jnp.where(taken, g, jnp.zeros_like(g)), gradient)
+                return sent, taken.astype(jnp.float32)
+
+            total, count = federated_sum(federated_map(send, gradients, sends, positions))
+            params, outer_state = outer.update(total, count, outer_state, params)
+
+            def receive(held: Params, own: Int[Array, ""] | None) -> Params:
+                return jax.tree.map(lambda h, x: jnp.where(is_here(own), x, h), held, params)
+
+            return params, outer_state, federated_map(receive, local_params, positions)
+
+        start = state.params, state.outer_optimizer_state, state.local_params
+        if cohort.schedule is None:
+            positions = None
+            params, outer_state, local_params = apply(None, *start)
+        else:
+            positions = cohort.schedule.position
+            params, outer_state, local_params = jax.lax.fori_loop(
+                0, federated_max(positions) + 1, lambda k, carry: apply(k, *carry), start
+            )
+        return AsyncDiLoCoState(params, outer_state, local_params, inner_state), metrics
+
+    return FederatedAlgorithm(init, async_diloco_round)
+
+
+def _without_absent(cohort: Cohort) -> Cohort:
+    """Give islands that do not arrive in this round no steps."""
+    if cohort.schedule is None:
+        return cohort
+    most = jax.tree.leaves(cohort.batches)[0].shape[1]
+
+    def steps(position: Int[Array, ""], own: Int[Array, ""] | None) -> Int[Array, ""]:
+        return jnp.where(position >= 0, most if own is None else own, 0)
+
+    return cohort._replace(
+        num_steps=federated_map(steps, cohort.schedule.position, cohort.num_steps)
+    )
+
+
+def _sends(cohort: Cohort, islands: int) -> Bool[Array, " islands"]:
+    """Return which islands have a valid step, and so an update to send."""
+    valid = placed_valid_steps(cohort)
+    return jnp.ones(islands, bool) if valid is None else federated_map(jnp.any, valid)

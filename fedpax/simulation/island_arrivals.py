@@ -1,0 +1,163 @@
+"""The order in which islands arrive at a server that updates its model at each arrival."""
+
+import heapq
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float64, Int32, Int64
+
+from fedpax.clients.schedule import ArrivalOrder
+from fedpax.simulation.presence import Presence
+from fedpax.simulation.trace import Trace
+
+
+class IslandArrivals(NamedTuple):
+    """Arrivals of islands, in rounds in which an island arrives at most once.
+
+    Attributes:
+        position: int32 `[rounds, islands]`, the position of an island's arrival in the round, from
+            0; -1 where it does not arrive.
+        num_steps: int32 `[rounds, islands]`, the steps that it took for this arrival; 0 where it
+            does not arrive, or comes back from a failure.
+        staleness: int32 `[rounds, islands]`, number of updates that the server applied between an
+            island's start and its arrival; -1 where it sends none.
+        seconds: float64 `[rounds, islands]`, when it arrives; infinity where it does not.
+    """
+
+    position: Int32[np.ndarray, "rounds islands"]
+    num_steps: Int32[np.ndarray, "rounds islands"]
+    staleness: Int32[np.ndarray, "rounds islands"]
+    seconds: Float64[np.ndarray, "rounds islands"]
+
+    @property
+    def schedule(self) -> ArrivalOrder:
+        """The schedules of all rounds, for `Cohort.schedule`: leaves `[rounds, islands]`."""
+        return ArrivalOrder(self.position)
+
+
+def dynamic_local_steps(trace: Trace, num_steps: int) -> Int64[np.ndarray, " islands"]:
+    """Give each island a number of local steps in proportion to its speed (DyLU).
+
+    `H_i = max(1, floor(v_i / v_max H))` for a speed of v_i steps per second. Islands then need
+    nearly the same time, and the fastest takes H steps.
+
+    Args:
+        trace: the islands' speeds.
+        num_steps: H, at least 1.
+
+    Returns:
+        int64 `[islands]`.
+
+    Raises:
+        ValueError: `num_steps` is below 1.
+
+    Example:
+        >>> dynamic_local_steps(Trace(np.array([1.0, 1.5, 4.0])), 30).tolist()
+        [30, 20, 7]
+
+    Reference:
+        Liu et al., Asynchronous Local-SGD Training for Language Modeling, arXiv:2401.09135.
+    """
+    if num_steps < 1:
+        raise ValueError(f"dynamic_local_steps(): num_steps is {num_steps}, expected at least 1.")
+    speed = trace.seconds_per_step.min() / trace.seconds_per_step
+    # 1e-9: a ratio that is whole but for its rounding is not rounded down.
+    return np.maximum(1, np.floor(speed * num_steps + 1e-9)).astype(np.int64)
+
+
+def island_arrivals(
+    trace: Trace,
+    *,
+    num_rounds: int,
+    num_steps: int | Int64[np.ndarray, " islands"],
+    grace_seconds: float = 0.0,
+) -> IslandArrivals:
+    """Order the arrivals of islands that train at their own pace.
+
+    An island receives the model, takes its steps, and sends its update. The server applies it at
+    once, and the island goes on from the model that results. Updates that arrive at the same time
+    are applied together. With `grace_seconds` the server waits that long after an arrival for
+    others, but no longer than until all islands have arrived.
+
+    An island that fails loses the steps since its last arrival. When it returns, it takes the
+    model of that time.
+
+    A round is a stretch of arrivals in which no island arrives twice. All arrivals of a round
+    train at the same time on the islands' devices, and are applied in their order.
+
+    Args:
+        trace: speeds and failures of the islands.
+        num_rounds: number of rounds.
+        num_steps: H, number of local steps between arrivals, for all islands or int `[islands]`, as
+            `dynamic_local_steps` gives it. At least 1.
+        grace_seconds: how long an update waits for others. Default 0.0.
+
+    Returns:
+        The arrivals.
+
+    Raises:
+        ValueError: a number is out of range, or all islands fail for good before the last round.
+
+    Example:
+        >>> order = island_arrivals(Trace(np.array([1.0, 1.0, 2.0])), num_rounds=2, num_steps=5)
+        >>> order.position.tolist()  # at 5 s: 0 and 1; at 10 s: all
+        [[0, 0, -1], [0, 0, 0]]
+        >>> order.staleness[1].tolist(), order.seconds[1].tolist()
+        ([0, 0, 2], [10.0, 10.0, 10.0])
+    """
+    islands = trace.num_participants
+    steps = np.broadcast_to(np.asarray(num_steps), (islands,))
+    if num_rounds < 1 or np.any(steps < 1) or not 0 <= grace_seconds < np.inf:
+        raise ValueError(
+            f"island_arrivals(): num_rounds is {num_rounds}, the smallest num_steps {steps.min()} "
+            f"and grace_seconds {grace_seconds}, expected at least 1, at least 1 and at least 0."
+        )
+    durations = trace.seconds_to_receive + steps * trace.seconds_per_step + trace.seconds_to_send
+    presence = Presence(trace)
+    events: list[tuple[float, int, bool]] = []  # (time, island, whether it sends an update)
+
+    def begin(island: int, now: float) -> None:
+        """Add the next event of an island that can begin now."""
+        end = now + durations[island]
+        up = presence.next_up(island, now)
+        if up > now:
+            event = (up, island, False)
+        elif (failure := presence.next_failure(island, now)) < end:
+            event = (presence.next_up(island, failure), island, False)
+        else:
+            event = (end, island, True)
+        if event[0] < np.inf:
+            heapq.heappush(events, event)
+
+    shape = num_rounds, islands
+    position, staleness = np.full(shape, -1, np.int32), np.full(shape, -1, np.int32)
+    taken, seconds = np.zeros(shape, np.int32), np.full(shape, np.inf)
+    started = np.zeros(islands, np.int64)  # number of updates in the model that an island has
+    applied, current, next_position = 0, 0, 0
+    for island in range(islands):
+        begin(island, 0.0)
+    while events:
+        group = [heapq.heappop(events)]
+        until = group[0][0] + grace_seconds
+        while events and events[0][0] <= until:
+            group.append(heapq.heappop(events))
+        now = group[-1][0] if len(group) == islands else until
+        members = [island for _, island, _ in group]
+        if np.any(position[current, members] >= 0):
+            current, next_position = current + 1, 0
+            if current == num_rounds:
+                return IslandArrivals(position, taken, staleness, seconds)
+        for _, island, sends in group:
+            position[current, island], seconds[current, island] = next_position, now
+            if sends:
+                taken[current, island] = steps[island]
+                staleness[current, island] = applied - started[island]
+        applied += sum(sends for *_, sends in group)
+        next_position += 1
+        for island in members:
+            started[island] = applied
+            begin(island, now)
+    raise ValueError(
+        f"island_arrivals(): all islands are down for good in round {current} of {num_rounds}. Ask "
+        "for fewer rounds, or draw a trace with time_to_return=."
+    )

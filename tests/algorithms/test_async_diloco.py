@@ -1,0 +1,178 @@
+"""Asynchronous DiLoCo: against NumPy in float64, and its laws."""
+
+import functools
+
+import jax
+import numpy as np
+import numpy_methods as reference
+import optax
+import pytest
+from asynchronous_problem import cohorts, float64_params, jax_params
+from jax.sharding import AxisType
+from method_problem import STEPS, assert_close, loss_fn, random_rounds
+
+from fedpax import Cohort
+from fedpax.algorithms import async_diloco, diloco
+from fedpax.clients import ArrivalOrder
+from fedpax.simulation import (
+    Trace,
+    draw_trace,
+    dynamic_local_steps,
+    exponential,
+    island_arrivals,
+    lognormal,
+)
+
+ISLANDS, ROUNDS, RATE, ETA, BETA = 4, 6, 0.05, 0.6, 0.8
+
+
+@functools.cache
+def method(period=None, activation=0.0):
+    algorithm = async_diloco(
+        loss_fn,
+        islands=ISLANDS,
+        inner_optimizer=optax.adam(RATE, b1=0.9, b2=0.99, eps=1e-6),
+        learning_rate=ETA,
+        momentum=BETA,
+        period=period,
+        activation=activation,
+    )
+    return algorithm, jax.jit(algorithm.round)
+
+
+def unreliable_order(rounds=ROUNDS, seed=29):
+    """Order islands of different speeds, some of which fail and return."""
+    trace = draw_trace(
+        ISLANDS,
+        seed=seed,
+        seconds_per_step=lognormal(1.0, 0.5),
+        time_to_failure=exponential(8.0),
+        time_to_return=exponential(5.0),
+        horizon=500.0,
+    )
+    steps = dynamic_local_steps(trace, STEPS)
+    return island_arrivals(trace, num_rounds=rounds, num_steps=steps)
+
+
+def numpy_run(batches, order, period, c):
+    """Process arrivals one group at a time; c is the activation of the momentum."""
+    inner = reference.adam(RATE, 0.9, 0.99, 1e-6)
+    x = float64_params()
+    zeros = reference.each(np.zeros_like, x)
+    held, states = [x] * ISLANDS, [inner.init(x) for _ in range(ISLANDS)]
+    m, accumulated, since, history = zeros, [], 0, []
+    for own, position, num_steps in zip(batches, order.position, order.num_steps, strict=True):
+        for k in range(position.max() + 1):
+            here = np.flatnonzero(position == k)
+            gradients = []
+            for i in here[num_steps[here] > 0]:
+                mine = reference.participant(own, i)[: num_steps[i]]
+                y, states[i], _ = reference.train(held[i], inner, states[i], mine)
+                gradients.append(reference.each(np.subtract, held[i], y))
+            for number, g in enumerate(gradients):
+                accumulated.append(g)
+                since += 1
+                share = c
+                if number == len(gradients) - 1 and since >= period:
+                    total = reference.each(lambda *leaves: sum(leaves), *accumulated)
+                    m = reference.each(lambda m, d: BETA * m + d / period, m, total)
+                    share, accumulated, since = 1 - c * period + c, [], since % period
+                x = reference.each(
+                    lambda x, g, m, s=share: x - ETA * (g / period + s * BETA * m), x, g, m
+                )
+            for i in here:
+                held[i] = x
+        history.append((x, list(held), len([i for i in range(ISLANDS) if num_steps[i]])))
+    return history
+
+
+@pytest.mark.parametrize(
+    ("period", "activation"), [(None, 0.0), pytest.param(3, 0.2, marks=pytest.mark.slow)]
+)
+def test_an_unreliable_run_equals_its_reference(period, activation):
+    order, batches = unreliable_order(), random_rounds(ROUNDS, ISLANDS)
+    returned = (order.position >= 0) & (order.num_steps == 0)
+    assert returned.any() and (order.position < 0).any() and order.position.max() > 0
+    algorithm, step = method(period, activation)
+    state = algorithm.init(jax_params())
+    expected = numpy_run(batches, order, period or ISLANDS, activation)
+    rounds = cohorts(batches, order.schedule, order.num_steps)
+    for cohort, (x, held, arrivals) in zip(rounds, expected, strict=True):
+        state, metrics = step(state, cohort)
+        assert_close(state.params, x)
+        for i in range(ISLANDS):
+            assert_close(jax.tree.map(lambda leaf, i=i: leaf[i], state.local_params), held[i])
+        assert metrics["arrivals"] == arrivals
+    assert step._cache_size() == 1  # one program for any set of live islands
+
+
+def test_equal_speeds_are_diloco():
+    order = island_arrivals(Trace(np.full(ISLANDS, 0.3)), num_rounds=3, num_steps=STEPS)
+    batches = random_rounds(3, ISLANDS)
+    algorithm, step = method()
+    other = diloco(
+        loss_fn,
+        islands=ISLANDS,
+        inner_optimizer=optax.adam(RATE, b1=0.9, b2=0.99, eps=1e-6),
+        outer_optimizer=optax.sgd(ETA, momentum=BETA, nesterov=True),
+    )
+    synchronous_step = jax.jit(other.round)
+    state, without, synchronous = (a.init(jax_params()) for a in (algorithm, algorithm, other))
+    for cohort in cohorts(batches, order.schedule, order.num_steps):
+        state, metrics = step(state, cohort)
+        plain = Cohort(cohort.batches)
+        without, plain_metrics = step(without, plain)
+        synchronous, wanted = synchronous_step(synchronous, plain)
+        assert metrics.pop("arrivals") == plain_metrics.pop("arrivals") == ISLANDS
+        assert_close((state.params, metrics), (synchronous.params, wanted))
+        assert_close((without.params, plain_metrics), (synchronous.params, wanted))
+        assert_close(state.inner_optimizer_state, synchronous.inner_optimizer_state)
+
+
+def test_who_does_not_arrive_keeps_its_state():
+    algorithm, step = method()
+    batches = random_rounds(1, ISLANDS)
+    old = algorithm.init(jax_params())
+    order = ArrivalOrder(np.int32([-1, 0, -1, 1]))
+    steps = np.full(ISLANDS, STEPS, np.int32)  # -1 leaves them out, whatever is here
+    new, metrics = step(old, Cohort(batches[0], num_steps=steps, schedule=order))
+    assert metrics["arrivals"] == 2
+    for name in ("local_params", "inner_optimizer_state"):
+        before, after = getattr(old, name), getattr(new, name)
+        for was, now in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+            np.testing.assert_array_equal(was[np.array([0, 2])], now[np.array([0, 2])])
+            changed = np.any(np.reshape(was != now, (ISLANDS, -1)), axis=1)
+            assert changed.tolist() == [False, True, False, True]
+
+
+@pytest.mark.parametrize(
+    "kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)]
+)
+def test_a_mesh_gives_the_same(kind):
+    order, batches = unreliable_order(3), random_rounds(3, ISLANDS)
+    algorithm, step = method()
+    state, expected = algorithm.init(jax_params()), []
+    rounds = cohorts(batches, order.schedule, order.num_steps)
+    for cohort in rounds:
+        state, metrics = step(state, cohort)
+        expected.append(jax.device_get((state.params, metrics)))
+    devices = jax.devices()[:ISLANDS]
+    with jax.set_mesh(jax.make_mesh((ISLANDS,), ("islands",), axis_types=(kind,), devices=devices)):
+        spread = algorithm.init(jax_params())
+        compiled = jax.jit(algorithm.round)
+        for cohort, wanted in zip(rounds, expected, strict=True):
+            spread, metrics = compiled(spread, cohort)
+            assert_close((spread.params, metrics), wanted)
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"period": 0}, "period is 0, expected a number of at least 1"),
+        ({"momentum": 1.5}, "momentum is 1.5, expected a number from 0 to 1"),
+        ({"activation": 0.5}, "activation is 0.5, expected a number from 0 to 0.25"),
+    ],
+)
+def test_bad_settings_raise(setting, words):
+    with pytest.raises(ValueError, match=words):
+        async_diloco(loss_fn, islands=ISLANDS, inner_optimizer=optax.sgd(1.0), **setting)

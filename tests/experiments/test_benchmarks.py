@@ -32,7 +32,7 @@ def quick_compilation():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_every_implementation_of_the_round_has_a_row(devices):
     baselines = ["scan", "vmap"] + ["drjax"] * timing.is_installed("drjax")
     rows = fedavg_round.measure("tiny", devices, 4, ("auto", 2), baselines, repetitions=2)

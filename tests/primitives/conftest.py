@@ -7,10 +7,13 @@ from jax.sharding import Mesh
 from mesh_kinds import KINDS, under
 
 MAIN = ("automatic", "explicit")
-FAST = ("no mesh", *MAIN, "clients explicit")
 
 
-@pytest.fixture(params=[k if k in FAST else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
+@pytest.fixture(
+    params=[
+        k if k in ("no mesh", *MAIN) else pytest.param(k, marks=pytest.mark.slow) for k in KINDS
+    ]
+)
 def current_mesh(request: pytest.FixtureRequest) -> Iterator[Mesh | None]:
     """Run a test without a mesh, and on the 4 x 2 mesh (clients, fsdp) of every kind."""
     yield from under(request.param)
@@ -23,7 +26,11 @@ def main_mesh(request: pytest.FixtureRequest) -> Iterator[Mesh | None]:
 
 
 @pytest.fixture(
-    params=[k if k in FAST else pytest.param(k, marks=pytest.mark.slow) for k in KINDS if KINDS[k]]
+    params=[
+        k if k in (*MAIN, "clients explicit") else pytest.param(k, marks=pytest.mark.slow)
+        for k in KINDS
+        if KINDS[k]
+    ]
 )
 def mesh_only(request: pytest.FixtureRequest) -> Iterator[Mesh | None]:
     """Run as `current_mesh`, but always with a mesh."""

@@ -187,9 +187,19 @@ def by_hand_of_stacked(model, batch):
     return jax.tree.map(lambda x: jnp.expand_dims(x, 0), training_step(model, batch))
 
 
-@pytest.mark.parametrize("chunk_size", [None, 1])
-@pytest.mark.parametrize("islands_axis", [False, True], ids=["no mesh", "mesh"])
-@pytest.mark.parametrize("averaged", [True, False], ids=["averaged", "stacked"])
+@pytest.mark.parametrize(
+    ("averaged", "islands_axis", "chunk_size"),
+    [
+        (True, True, None),
+        (True, False, 1),
+        (False, True, 1),
+        (False, False, None),
+        pytest.param(True, True, 1, marks=pytest.mark.slow),
+        pytest.param(True, False, None, marks=pytest.mark.slow),
+        pytest.param(False, True, None, marks=pytest.mark.slow),
+        pytest.param(False, False, 1, marks=pytest.mark.slow),
+    ],
+)
 def test_one_participant_is_the_plain_function(averaged, islands_axis, chunk_size):
     """The same temporary memory as the function written by hand, and no copy of the batch."""
     model, batch = [normal(COLUMNS, COLUMNS, seed=i) for i in range(3)], normal(1, ROWS, COLUMNS)

@@ -86,7 +86,8 @@ def test_the_transpose_is_the_adjoint(name, n, shape, seed):
 @functools.cache
 def of_copies(n):
     reductions = federated_sum, federated_mean, federated_max
-    return fedpax.program(clients=n)(lambda x: [f(federated_broadcast(x)) for f in reductions])
+    program = fedpax.program(clients=n)(lambda x: [f(federated_broadcast(x)) for f in reductions])
+    return jax.jit(program)
 
 
 @given(SIZES, SHAPES, SEEDS)
@@ -95,6 +96,7 @@ def test_the_sum_of_copies_is_n_times_the_value(n, shape, seed):
     assert_close(of_copies(n)(x), [n * x, x, x])
 
 
+@jax.jit
 @fedpax.program(clients=4)
 def everything(x, w):
     return federated_mean(x, w), [f(x) for f in REDUCTIONS.values()]
@@ -106,8 +108,8 @@ def test_the_order_of_participants_does_not_matter(seed, order):
     assert_close(everything(x[order], w[order]), everything(x, w))
 
 
-mean_of_four = fedpax.program(clients=4)(federated_mean)
-mean_of_five = fedpax.program(clients=5)(federated_mean)
+mean_of_four = jax.jit(fedpax.program(clients=4)(federated_mean))
+mean_of_five = jax.jit(fedpax.program(clients=5)(federated_mean))
 
 
 @given(SEEDS, st.floats(0.1, 10))
@@ -137,6 +139,7 @@ def test_chunks_of_any_size_change_nothing(seed, chunk_size):
     assert_close(in_chunks(chunk_size)(w, x), in_chunks(None)(w, x))
 
 
+@jax.jit
 @fedpax.program(clients=4)
 def composed(x):
     one_after_another = federated_map(jnp.sin, federated_map(lambda x: x**2, x))
@@ -154,6 +157,7 @@ DTYPES = ["float32", "bfloat16", "float16", "int8", "uint16", "int32", "bool", "
 
 @functools.cache
 def typed(name):
+    @jax.jit
     @fedpax.program(clients=4)
     def program(x, *weights):
         reduced = REDUCTIONS[name](x, *weights)

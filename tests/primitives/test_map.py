@@ -207,7 +207,9 @@ def work_and_gradient(chunk_size):
     return jax.jit(jax.grad(score, argnums=(0, 1), has_aux=True))(x, w)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 3, 4, 8, 9, "auto"])
+@pytest.mark.parametrize(
+    "chunk_size", [1, 3, *(pytest.param(c, marks=pytest.mark.slow) for c in (4, 8, 9)), "auto"]
+)
 def test_results_do_not_depend_on_the_chunk_size(chunk_size):
     assert_close(work_and_gradient(chunk_size), work_and_gradient(None))
 

@@ -125,7 +125,6 @@ def test_stopped_runs_end_bitwise_as_an_uninterrupted_one(
     assert stop(tmp_path, when_training(rng, tmp_path), signal.SIGTERM) == 128 + signal.SIGTERM
     saved = latest_round(tmp_path)
     assert saved is not None and saved == read_metrics(tmp_path)[-1]["round"] < 24
-    stop(tmp_path, when_started(rng, tmp_path), signal.SIGKILL)
     finish(tmp_path)
     assert_same_run(uninterrupted, tmp_path)
 

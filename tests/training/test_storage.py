@@ -135,7 +135,15 @@ def test_a_flipped_bit_in_any_file_of_a_checkpoint_is_found(folder: Path) -> Non
     chex.assert_trees_all_equal(load_params(folder), expected)
 
 
-@pytest.mark.parametrize("damage", ["missing", "longer", "shorter", "other bytes"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "missing",
+        pytest.param("longer", marks=pytest.mark.slow),
+        pytest.param("shorter", marks=pytest.mark.slow),
+        "other bytes",
+    ],
+)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_offered(
     folder: Path, damage: str
 ) -> None:
@@ -191,7 +199,7 @@ def test_the_only_checkpoint_is_damaged(folder: Path) -> None:
         load_params(folder)
 
 
-@pytest.mark.parametrize("content", [None, "state"])
+@pytest.mark.parametrize("content", [pytest.param(None, marks=pytest.mark.slow), "state"])
 def test_an_unfinished_checkpoint_is_no_finished_run(
     folder: Path, content: str | None, capfd: pytest.CaptureFixture
 ) -> None:

@@ -16,9 +16,11 @@ demo: $(INSTALLED)  ## Train DiLoCo, data parallelism and one island alone, and 
 	$(BIN)/fedpax compare --exp=diloco_text,data_parallel_text,single_island_text --job_log_dir=runs/demo
 
 # The fast tests spend most of their time in the compiler. These options shorten it: XLA's simple
-# fusion emitters, and LLVM without its expensive passes. `make test-all` compiles as users do.
+# fusion emitters, LLVM without its expensive passes, and one LLVM module for each program in place
+# of up to 32 that compile in parallel. `make test-all` compiles as users do.
 HURRY := JAX_DISABLE_MOST_OPTIMIZATIONS=1 \
-	XLA_FLAGS="$(XLA_FLAGS) --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+	XLA_FLAGS="$(XLA_FLAGS) --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters \
+	--xla_cpu_parallel_codegen_split_count=1"
 
 test: lint typecheck  ## Lint, check types and run the fast tests.
 	$(HURRY) $(PYTEST) -m "not slow"

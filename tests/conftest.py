@@ -1,5 +1,6 @@
 """Eight simulated CPU devices, and the meshes that the tests share."""
 
+import gc
 import os
 import tempfile
 from collections.abc import Callable
@@ -22,6 +23,9 @@ simulate_devices(8)
 # Tests compile anew, and leave the user's cache of compiled programs alone.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
 jax.config.update("jax_enable_compilation_cache", False)
+
+# Tracing allocates many small objects. By default they are collected after every 700th.
+gc.set_threshold(100_000, 20)
 
 # Datasets are prepared anew, in one folder for all workers, and by the code under test.
 if "PYTEST_XDIST_WORKER" not in os.environ:

@@ -140,7 +140,7 @@ def compressed_mean(
             update: list[jax.Array],
             residual: list[jax.Array] | None,
             share: Float[Array, ""] | None,
-        ) -> tuple[list[jax.Array], list[jax.Array] | None]:
+        ) -> tuple[chex.ArrayTree, list[jax.Array] | None]:
             unsent = [x.astype(jnp.float32) * (1.0 if share is None else share) for x in update]
             if residual is not None:
                 unsent = [x + decay * e for x, e in zip(unsent, residual, strict=True)]
@@ -156,14 +156,17 @@ def compressed_mean(
                         jnp.where(share == 0, e, x) for x, e in zip(left, residual, strict=True)
                     ]
                 residual = left
-            return words if gathers else decoded, residual
+            return tree.unflatten(words if gathers else decoded), residual
 
         residual = None if state.residual is None else tree.flatten_up_to(state.residual)
         shares = None if weights is None else _shares(weights)
         sent, residual = federated_map(send, _indices(placement), leaves, residual, shares)
-        mean = _mean_of_words(sent, coder, placement) if gathers else federated_mean(sent)
+        if gathers:
+            mean = tree.unflatten(_mean_of_words(jax.tree.leaves(sent), coder, placement))
+        else:
+            mean = federated_mean(sent)
         residual = None if residual is None else tree.unflatten(residual)
-        return tree.unflatten(mean), CompressedMeanState(state.round + 1, residual), {}
+        return mean, CompressedMeanState(state.round + 1, residual), {}
 
     return Aggregator(init, aggregate)
 

@@ -242,6 +242,20 @@ def test_methods_take_it_in_a_chain(method):
     chex.assert_shape(state.aggregator_state.residual, (N, 5))
 
 
+def test_the_cost_of_a_program_counts_encoded_bytes():
+    aggregator = compressed_mean(SPARSELOCO, error_feedback=True)
+    params = {"w": jnp.zeros((40, 50)), "b": jnp.zeros(7)}
+    x = jax.tree.map(lambda p: draw(N, *p.shape), params)
+
+    @fedpax.program(clients=N)
+    def average(state, updates):
+        return aggregator.aggregate(state, updates, None)
+
+    cost = fedpax.cost(average, zero_state(x), x).placements["clients"]
+    assert 8 * cost.sent_bytes == codecs.wire_bits(SPARSELOCO, params)
+    assert cost.reduced_bytes == 4 * 2007
+
+
 # ---- on the wire
 
 SHAPES = {"up": (512, 256), "down": (256, 512), "norm": (24,), "scale": ()}

@@ -11,6 +11,7 @@ from jaxtyping import Array, Int
 
 from fedpax.algorithms.exchange import exchange
 from fedpax.algorithms.local_steps import local_steps, participant_weights
+from fedpax.algorithms.population import population_mean
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_broadcast, federated_map, federated_mean, program
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
@@ -20,20 +21,23 @@ class PapaState(NamedTuple):
     """The state of PAPA.
 
     Attributes:
-        params: the average of the population; evaluate this one, or the ensemble of the models.
         local_params: the models w_i, placed.
         optimizer_state: each model's state of its optimizer, placed.
         round: int32 scalar, number of rounds so far.
     """
 
-    params: Params
     local_params: Params
     optimizer_state: optax.OptState
     round: Int[Array, ""]
 
+    @property
+    def params(self) -> Params:
+        """The average of the population, computed when it is read."""
+        return population_mean(self.local_params)
 
-Combine = Callable[[Params, Params, Int[Array, ""]], Params]
-"""`(models, their mean, round) -> models`; models are placed."""
+
+Combine = Callable[[Params, Int[Array, ""]], Params]
+"""`(models, round) -> models`; the models are placed."""
 
 
 def papa(
@@ -52,6 +56,9 @@ def papa(
     A round is one averaging period: the paper's are 10 steps. The models differ by their data, by
     what a batch tells their loss (augmentations, regularization), and by their initial values if
     `state.local_params` is replaced.
+
+    `state.params` is the average of the population. It is a property, computed when it is read, and
+    not part of checkpoints.
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
@@ -89,8 +96,8 @@ def papa(
     if not callable(alpha) and not 0 <= alpha <= 1:
         raise ValueError(f"alpha is {alpha}, expected 0 to 1. Pass 0.99, or 0.0 for papa_all.")
 
-    def combine(models: Params, mean: Params, index: Int[Array, ""]) -> Params:
-        share = alpha(index) if callable(alpha) else alpha
+    def combine(models: Params, index: Int[Array, ""]) -> Params:
+        share, mean = alpha(index) if callable(alpha) else alpha, federated_mean(models)
         return federated_map(
             lambda w: jax.tree.map(
                 lambda own, shared: (share * own + (1 - share) * shared).astype(own.dtype), w, mean
@@ -135,8 +142,8 @@ def papa_all(
         arXiv:2304.03094, algorithm 2 (PAPA-all).
     """
 
-    def combine(models: Params, mean: Params, index: Int[Array, ""]) -> Params:
-        return federated_broadcast(mean)
+    def combine(models: Params, index: Int[Array, ""]) -> Params:
+        return federated_broadcast(federated_mean(models))
 
     return _population("papa_all", loss_fn, islands, optimizer, combine)
 
@@ -182,7 +189,7 @@ def papa_2(
         arXiv:2304.03094, algorithm 2 (PAPA-2).
     """
 
-    def combine(models: Params, mean: Params, index: Int[Array, ""]) -> Params:
+    def combine(models: Params, index: Int[Array, ""]) -> Params:
         rotations = [tuple((i + c) % islands for i in range(islands)) for c in range(1, islands)]
         if not rotations:
             return models
@@ -208,7 +215,7 @@ def _population(
     @program(islands=islands)
     def init(params: Params) -> PapaState:
         models = federated_broadcast(params)
-        return PapaState(params, models, federated_map(optimizer.init, models), jnp.int32(0))
+        return PapaState(models, federated_map(optimizer.init, models), jnp.int32(0))
 
     @program(islands=islands)
     def papa_round(state: PapaState, cohort: Cohort) -> tuple[PapaState, Metrics]:
@@ -225,9 +232,7 @@ def _population(
         models, optimizer_state, metrics = federated_map(
             train, state.local_params, state.optimizer_state, cohort.batches, cohort.num_steps
         )
-        mean = federated_mean(models)  # combining does not change it
-        models = combine(models, mean, state.round)
-        after = PapaState(mean, models, optimizer_state, state.round + 1)
+        after = PapaState(combine(models, state.round), optimizer_state, state.round + 1)
         return after, federated_mean(metrics, participant_weights(cohort))
 
     return FederatedAlgorithm(init, papa_round)

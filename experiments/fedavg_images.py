@@ -6,11 +6,21 @@ from collections.abc import Callable
 from typing import Literal
 
 import jax
+import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
+from numpy.typing import NDArray
 
 from fedpax.algorithms import fedavg, server_adagrad, server_adam, server_yogi
-from fedpax.data import ClientSampler, cohort_rounds, example_batches, load, read_examples
+from fedpax.data import (
+    ClientSampler,
+    Partition,
+    Source,
+    cohort_rounds,
+    example_batches,
+    load,
+    read_examples,
+)
 from fedpax.experiments.populations import (
     DirichletPopulation,
     NaturalPopulation,
@@ -129,14 +139,23 @@ class FedAvgImages(Experiment):
         """Check the ranges."""
         check_ranges(self, "", heldout_batch_size=COUNT, client_learning_rate=POSITIVE)
 
+    def read_population(self) -> tuple[Partition, NDArray[np.integer]]:
+        """Return the indices of each client's examples, and the label of each example."""
+        source = self._read_source()
+        return self.population.make(source, self.cohort.seed), read_examples(source)["label"]
+
+    def _read_source(self) -> Source:
+        source = load(self.dataset, "train", data_dir=self.data_dir)
+        check_has_fields(source, "image", "label")
+        return source
+
     def build(self) -> Run:
         """Load the images, and make the population, cohorts, model, algorithm and mesh."""
         cohort = self.cohort
         mesh_config = resolve_clients_axis(self.mesh, cohort.size)
         mesh = mesh_config.make(available_devices()[: mesh_config.size])
         num_devices = mesh.shape.get("clients", 1)
-        source = load(self.dataset, "train", data_dir=self.data_dir)
-        check_has_fields(source, "image", "label")
+        source = self._read_source()
         population = self.population.make(source, cohort.seed)
         rounds = cohort_rounds(
             read_examples(source) if self.in_memory else source,

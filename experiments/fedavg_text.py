@@ -14,8 +14,9 @@ from collections.abc import Callable
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fedpax.algorithms import fedavg
-from fedpax.data import ClientSampler, cohort_rounds
+from fedpax.data import ClientSampler, Partition, Source, Tokenizer, cohort_rounds
 from fedpax.data.rounds.client_rows import pack_clients, preprocess_rows
+from fedpax.data.rounds.preprocess import Arrays
 from fedpax.experiments.fedavg_images import CohortConfig, ServerConfig, resolve_clients_axis
 from fedpax.experiments.language_model import (
     LanguageModelExperiment,
@@ -64,22 +65,31 @@ class FedAvgText(LanguageModelExperiment):
     server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=lambda: MeshConfig(clients=-1))
 
-    def build(self) -> Run:
-        """Read the text, and make the population, cohorts, model, algorithm and mesh."""
-        data, cohort = self.data, self.cohort
-        mesh_config = resolve_clients_axis(self.mesh, cohort.size)
-        mesh = mesh_config.make(available_devices()[: mesh_config.size])
-        num_devices = mesh.shape.get("clients", 1)
-        trainable = self.trainable(mesh)
+    def read_population(self) -> tuple[Partition, None]:
+        """Return the indices of each client's rows; text has no labels."""
         tokenizer = self.read_tokenizer()
-        training, heldout = self.read_text(tokenizer)
-        rows, population = pack_clients(
+        return self._pack(self.read_text(tokenizer)[0], tokenizer)[1], None
+
+    def _pack(self, training: Source, tokenizer: Tokenizer) -> tuple[Arrays, Partition]:
+        data = self.data
+        return pack_clients(
             training,
             seq_len=data.seq_len,
             field=data.field,
             client_field=data.client_field,
             tokenizer=tokenizer,
         )
+
+    def build(self) -> Run:
+        """Read the text, and make the population, cohorts, model, algorithm and mesh."""
+        cohort = self.cohort
+        mesh_config = resolve_clients_axis(self.mesh, cohort.size)
+        mesh = mesh_config.make(available_devices()[: mesh_config.size])
+        num_devices = mesh.shape.get("clients", 1)
+        trainable = self.trainable(mesh)
+        tokenizer = self.read_tokenizer()
+        training, heldout = self.read_text(tokenizer)
+        rows, population = self._pack(training, tokenizer)
         rounds = cohort_rounds(
             rows,
             population,
@@ -127,7 +137,7 @@ class FedAvgText(LanguageModelExperiment):
             evaluate=lambda params: heldout_evaluator()(params),
             mesh=mesh,
             shardings=Shardings(params=trainable.shardings, cohort=over_clients),
-            items_per_round=rounds.items_per_round * data.seq_len,
+            items_per_round=rounds.items_per_round * self.data.seq_len,
             item_unit="tokens",
             placement="clients",
             cohort_shapes=rounds.shapes,

@@ -21,11 +21,11 @@ from fedpax.models.lora import LoRAConfig
 from fedpax.models.transformer import TransformerConfig, transformer
 from fedpax.parallel.axes import shardings
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.training.checkpoint import latest_round
 from fedpax.training.compiled_round import with_shardings
 from fedpax.training.configuration import read_configuration
 from fedpax.training.experiment import Experiment
 from fedpax.training.frozen import StoredParams, with_frozen_argument
+from fedpax.training.saved_rounds import latest_round
 from fedpax.training.shardings import ShardingTree
 
 TOKENIZER = "tokenizer.json"

@@ -8,6 +8,8 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 
+from fedpax import __version__
+from fedpax.commands import COMMANDS
 from fedpax.training.console import discard_output, open_closed_streams, print_error
 from fedpax.training.preemption import exit_on_signals
 
@@ -37,6 +39,14 @@ fedpax: federated and multi-island training on JAX
               [--FIELD=VALUE ...]
       Write the model of a run to a new folder: config.json, safetensors and tokenizer.json, or with
       --format=orbax a checkpoint of the parameters. Adapters are merged into their model.
+  fedpax partition --exp=NAME [--picture=FILE.png] [--FIELD=VALUE ...]
+      Show how the clients of an experiment differ in the amounts and labels of their examples.
+  fedpax doctor
+      Show versions, devices, caches and extras, and what is broken.
+  fedpax completion bash
+      Print a script that completes commands, flags and fields, for bash or zsh:
+      source <(fedpax completion bash)
+  fedpax --version
 
   --exp             a name from `fedpax list`, my_package.my_module:function or
                     path/to/file.py:function; the function has no arguments and returns an
@@ -57,7 +67,7 @@ fedpax: federated and multi-island training on JAX
   --topology        v5e:16x16, v4:4x4x4 (also v5p, v6e, tpu7x) with libtpu installed; cpu:8; gpu
   --slices          the number of slices, joined by the data center's network
   --json            the file for the report or the metrics
-  --picture         the PNG for the mesh (plan) or the losses (show)
+  --picture         the PNG for the mesh (plan), the losses (show) or the clients (partition)
   --hlo             the file for the compiled text (HLO) of the round
   --round           the checkpoint's round; default: the newest
   --format          huggingface (default) or orbax
@@ -71,8 +81,8 @@ JAX_COMPILATION_CACHE_DIR=DIR names another folder.
 
 Exit status:
     0  finished
-    1  stopped: the loss is not finite, the disk is full, or a planned round does not fit the
-       devices' memory
+    1  stopped: the loss is not finite, the disk is full, a planned round does not fit the
+       devices' memory, or `fedpax doctor` found a problem
     2  usage error, or a folder or configuration that cannot be used; the message names the remedy
   130  Ctrl-C, and 143 SIGTERM: completed rounds are saved, and the same command resumes
   141  SIGPIPE: the program that read the output has exited
@@ -80,17 +90,6 @@ Exit status:
 
 STOPPED = 1
 USAGE_ERROR = 2
-
-COMMANDS = {
-    "list": "fedpax.commands.list_experiments:list_experiments",
-    "train": "fedpax.commands.train:train",
-    "compare": "fedpax.commands.compare:compare",
-    "plan": "fedpax.commands.plan:plan",
-    "show": "fedpax.commands.show:show",
-    "evaluate": "fedpax.commands.evaluate:evaluate",
-    "generate": "fedpax.commands.generate:generate",
-    "export": "fedpax.commands.export:export",
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -145,6 +144,9 @@ def _run(arguments: list[str]) -> int:
     help_only = {"--help", "-h"} & set(rest) and not any(named in word for word in rest)
     if command in ("--help", "-h", "help", "--helpfull") or (command in COMMANDS and help_only):
         print(USAGE, end="")
+        return 0
+    if command in ("--version", "version"):
+        print(f"fedpax {__version__}")
         return 0
     # Here, because the command's imports take seconds: signals are handled by now.
     if command not in COMMANDS:

@@ -33,6 +33,7 @@ HEIGHT = {
     "experiments": 8,
     "commands": 9,
     "main": 10,
+    "__main__": 11,
 }
 # What these layers may import besides the standard library and fedpax.
 LIBRARIES = {

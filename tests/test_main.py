@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import fedpax
 import fedpax.data
 import fedpax.experiments
 from fedpax.__main__ import main as program
@@ -94,6 +95,51 @@ def test_help_is_printed(run: Run, arguments: list[str]) -> None:
         "--allow_config_change",
     ):
         assert words in output
+
+
+def test_the_version_is_printed(run: Run) -> None:
+    assert run("--version") == (0, f"fedpax {fedpax.__version__}\n", "")
+
+
+def test_imports_are_light() -> None:
+    """What a start imports decides how long `fedpax list`, and each command's first word, take."""
+    code = """
+import sys
+import fedpax
+for name in fedpax.__all__:
+    getattr(fedpax, name)
+heavy = {
+    "flax", "grain", "matplotlib", "optax", "orbax.checkpoint", "pandas", "scipy.stats",
+    "sklearn", "tensorboardX", "tensorflow_datasets", "tqdm", "tyro",
+}
+print(sorted(heavy & sys.modules.keys()))
+from fedpax.main import main
+main(["list"])
+print(sorted(heavy & sys.modules.keys() - {"flax", "optax", "tyro"}))
+"""
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    lines = process.stdout.splitlines()
+    assert (lines[0], lines[-1], process.stderr) == ("[]", "[]", "")
+
+
+@pytest.mark.parametrize(
+    ("stderr_is_a_terminal", "no_color", "colors"),
+    [(True, "", True), (True, "1", False), (False, "", False)],
+)
+def test_colors_are_for_terminals(
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    stderr_is_a_terminal: bool,
+    no_color: str,
+    colors: bool,
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: stderr_is_a_terminal)
+    status, output, errors = run("train", f"--exp={REGRESSION}", "--job_log_dir=x", "--nope=1")
+    assert status == 2 and ("\x1b[" in output + errors) == colors
+    assert os.environ["TERM"] == "xterm"
 
 
 def test_no_arguments_show_the_help_as_an_error(run: Run) -> None:

@@ -1,1 +1,19 @@
-"""The commands of `fedpax`, one per module; `fedpax.main` dispatches to them."""
+"""The commands of `fedpax`, one per module; `fedpax.main` dispatches to them.
+
+A module has a function that executes its command, and, if the command has flags, `define_flags`.
+"""
+
+COMMANDS = {
+    "list": "fedpax.commands.list_experiments:list_experiments",
+    "train": "fedpax.commands.train:train",
+    "compare": "fedpax.commands.compare:compare",
+    "plan": "fedpax.commands.plan:plan",
+    "show": "fedpax.commands.show:show",
+    "evaluate": "fedpax.commands.evaluate:evaluate",
+    "generate": "fedpax.commands.generate:generate",
+    "export": "fedpax.commands.export:export",
+    "partition": "fedpax.commands.partition:partition",
+    "doctor": "fedpax.commands.doctor:doctor",
+    "completion": "fedpax.commands.completion:completion",
+}
+"""The function that executes each command: its module, which is imported when it runs, and name."""

@@ -4,6 +4,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from absl import flags
+
 from fedpax.commands.options import (
     UsageError,
     allowed_changes,
@@ -12,13 +14,13 @@ from fedpax.commands.options import (
     define_training_flags,
     parse,
 )
-from fedpax.training.checkpoint import check_latest_round, latest_round
 from fedpax.training.compare import write_comparison
 from fedpax.training.configuration import ConfigurationError, resolve_job_log_dir
 from fedpax.training.console import print_error, print_line
 from fedpax.training.experiment import Experiment
 from fedpax.training.job_dir import check_configuration, check_field_names
 from fedpax.training.preemption import run_subprocess
+from fedpax.training.saved_rounds import check_latest_round, latest_round
 
 
 def compare(arguments: Sequence[str]) -> int:
@@ -30,7 +32,7 @@ def compare(arguments: Sequence[str]) -> int:
     Returns:
         The exit status.
     """
-    options, fields = parse("compare", arguments, define_training_flags)
+    options, fields = parse("compare", arguments, define_flags)
     names = [name for name in options.exp.split(",") if name]
     into = Path(options.job_log_dir) if options.job_log_dir else None
     experiments = {
@@ -64,6 +66,11 @@ def compare(arguments: Sequence[str]) -> int:
     print_line(write_comparison(folders, destination))
     print_line(f"\nSee {destination / 'comparison.png'} and {destination / 'comparison.json'}.")
     return 0
+
+
+def define_flags(options: flags.FlagValues) -> None:
+    """Define the flags of the command."""
+    define_training_flags(options)
 
 
 def _allowed_by_experiment(

@@ -1,8 +1,12 @@
 """Provide the devices of a training command: simulated on a CPU, or of several processes."""
 
+import contextlib
 import dataclasses
+import importlib.metadata
+import importlib.util
 import math
 import os
+from pathlib import Path
 
 import jax
 
@@ -36,6 +40,39 @@ def join_processes() -> None:
         ) from None
 
 
+def skip_absent_tpus() -> None:
+    """Let JAX use the CPU at once where libtpu is installed and there is neither TPU nor GPU.
+
+    libtpu serves plans there. The search for its TPUs takes a second and prints warnings and
+    errors. `JAX_PLATFORMS` or `JAX_FORCE_TPU_INIT` in the environment ask for that search.
+    """
+    asked = jax.config.values["jax_platforms"] or "JAX_FORCE_TPU_INIT" in os.environ
+    if asked or importlib.util.find_spec("libtpu") is None:
+        return
+    other_devices = importlib.metadata.entry_points(group="jax_plugins")
+    if not other_devices and not has_tpu(Path("/")):
+        jax.config.update("jax_platforms", "cpu")
+
+
+def has_tpu(root: Path) -> bool:
+    """Return whether the machine may have a TPU: a device file, or a PCI device of Google.
+
+    Google's virtual disks and network cards, which every machine of its cloud has, are left out.
+
+    Args:
+        root: the root of the file system.
+    """
+    if list(root.glob("dev/accel*")) or list(root.glob("dev/vfio/[0-9]*")):
+        return True
+    storage_or_network = ("0x01", "0x02")  # classes of the PCI standard
+    for device in root.glob("sys/bus/pci/devices/*"):
+        with contextlib.suppress(OSError):
+            is_google = (device / "vendor").read_text().strip() == "0x1ae0"
+            if is_google and not (device / "class").read_text().startswith(storage_or_network):
+                return True
+    return False
+
+
 def provide_devices(mesh: MeshConfig) -> None:
     """Simulate the devices of a mesh on a CPU, unless the environment sets their number.
 
@@ -48,10 +85,11 @@ def provide_devices(mesh: MeshConfig) -> None:
     Raises:
         UsageError: there are fewer devices than the mesh needs.
     """
+    skip_absent_tpus()
     sizes = dataclasses.asdict(mesh)
     takes_all = -1 in sizes.values()
     fixed = math.prod(size for size in sizes.values() if size != -1)
-    needed = max(_num_cores() // fixed, 1) * fixed if takes_all else mesh.size
+    needed = max(num_cores() // fixed, 1) * fixed if takes_all else mesh.size
     chosen = "JAX_NUM_CPU_DEVICES" in os.environ
     chosen |= "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     # On a mesh with one axis every collective runs over all devices.
@@ -65,7 +103,14 @@ def provide_devices(mesh: MeshConfig) -> None:
             simulate_devices(needed, subgroups=subgroups)
         except RuntimeError:  # JAX is in use already, with the devices that it has
             chosen = True
-    if not takes_all and jax.device_count() < mesh.size:
+    try:
+        available = jax.device_count()
+    except RuntimeError as error:
+        raise UsageError(
+            f"JAX cannot use its devices ({error}), expected those of JAX_PLATFORMS. Correct or "
+            "unset JAX_PLATFORMS; `fedpax doctor` shows what JAX finds without it."
+        ) from error
+    if not takes_all and available < mesh.size:
         axes = ", ".join(f"{name}={size}" for name, size in sizes.items() if size != 1)
         remedy = "Make the mesh smaller, for example with --mesh.fsdp=-1 for all available devices"
         if too_many:
@@ -73,12 +118,12 @@ def provide_devices(mesh: MeshConfig) -> None:
         elif chosen:
             remedy += ", or unset XLA_FLAGS and JAX_NUM_CPU_DEVICES to simulate more"
         raise UsageError(
-            f"the mesh {axes} needs {mesh.size:,} devices, but there are {jax.device_count()} "
+            f"the mesh {axes} needs {mesh.size:,} devices, but there are {available} "
             f"({jax.default_backend()}). {remedy}."
         )
 
 
-def _num_cores() -> int:
+def num_cores() -> int:
     """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

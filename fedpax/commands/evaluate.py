@@ -30,7 +30,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     Returns:
         The exit status.
     """
-    options, fields = parse("evaluate", arguments, _define, needs_exp=False)
+    options, fields = parse("evaluate", arguments, define_flags, needs_exp=False)
     saved = read_saved_run("evaluate", options, fields)
     number = checkpoint_round("evaluate", saved, options.round)
     run = build_run(saved.experiment)
@@ -50,6 +50,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _define(options: flags.FlagValues) -> None:
+def define_flags(options: flags.FlagValues) -> None:
+    """Define the flags of the command."""
     define_saved_run_flags(options)
     flags.DEFINE_string("json", None, "A file for the metrics.", flag_values=options)

@@ -43,7 +43,7 @@ def export(arguments: Sequence[str]) -> int:
     Raises:
         UsageError: `--out` is missing or has files, or no Hugging Face model is like the run's.
     """
-    options, fields = parse("export", arguments, _define, needs_exp=False)
+    options, fields = parse("export", arguments, define_flags, needs_exp=False)
     saved = read_saved_run("export", options, fields)
     number = checkpoint_round("export", saved, options.round)
     out = _new_folder(options.out)
@@ -131,7 +131,8 @@ def _write_orbax(folder: Path, saved: SavedRun, params: Params) -> None:
 _WRITERS = {"huggingface": _write_huggingface, "orbax": _write_orbax}
 
 
-def _define(options: flags.FlagValues) -> None:
+def define_flags(options: flags.FlagValues) -> None:
+    """Define the flags of the command."""
     define_saved_run_flags(options)
     flags.DEFINE_string("out", None, "The folder to write.", flag_values=options)
     flags.DEFINE_enum("format", FORMATS[0], FORMATS, "The format.", flag_values=options)

@@ -36,7 +36,7 @@ def generate(arguments: Sequence[str]) -> int:
     Raises:
         UsageError: the experiment is not one on text.
     """
-    options, fields = parse("generate", arguments, _define, needs_exp=False)
+    options, fields = parse("generate", arguments, define_flags, needs_exp=False)
     saved = read_saved_run("generate", options, fields)
     experiment = saved.experiment
     if not isinstance(experiment, LanguageModelExperiment):
@@ -80,7 +80,8 @@ def generate(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _define(options: flags.FlagValues) -> None:
+def define_flags(options: flags.FlagValues) -> None:
+    """Define the flags of the command."""
     define_saved_run_flags(options)
     flags.DEFINE_string("prompt", None, "The text to continue.", flag_values=options)
     flags.DEFINE_integer("num_tokens", 100, "The number of new tokens.", flag_values=options)

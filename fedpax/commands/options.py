@@ -1,7 +1,10 @@
 """Options that the commands share: the command's own flags, and the experiment's fields."""
 
+import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import tyro
@@ -139,14 +142,34 @@ def override(
     """
 
     def parse(default: Experiment) -> Experiment:
-        return tyro.cli(
-            type(default),
-            default=default,
-            args=list(overrides),
-            prog=command,
-            description=description,
-            use_underscores=True,
-            config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands),
-        )
+        with _colors_on_terminals_alone():
+            return tyro.cli(
+                type(default),
+                default=default,
+                args=list(overrides),
+                prog=command,
+                description=description,
+                use_underscores=True,
+                config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands),
+            )
 
     return parse(experiment).resolve(experiment, parse, job_log_dir)
+
+
+@contextlib.contextmanager
+def _colors_on_terminals_alone() -> Iterator[None]:
+    """Let tyro print no colors if `NO_COLOR` is set or stderr is no terminal.
+
+    tyro itself looks at stdout alone, and at `TERM`.
+    """
+    if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
+        yield
+        return
+    former = os.environ.get("TERM")
+    os.environ["TERM"] = "dumb"
+    try:
+        yield
+    finally:
+        del os.environ["TERM"]
+        if former is not None:
+            os.environ["TERM"] = former

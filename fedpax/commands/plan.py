@@ -32,7 +32,7 @@ def plan(arguments: Sequence[str]) -> int:
     Raises:
         MemoryOverflowError: the round does not fit the devices' memory.
     """
-    options, fields = parse("plan", arguments, _define)
+    options, fields = parse("plan", arguments, define_flags)
     if not options.topology:
         raise UsageError(
             "--topology is missing, expected the devices to plan for. Set for example "
@@ -64,7 +64,8 @@ def plan(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _define(options: flags.FlagValues) -> None:
+def define_flags(options: flags.FlagValues) -> None:
+    """Define the flags of the command."""
     flags.DEFINE_string("topology", None, "The devices.", flag_values=options)
     flags.DEFINE_integer("slices", 1, "The number of slices.", flag_values=options)
     flags.DEFINE_string("json", None, "A file for the report.", flag_values=options)

@@ -28,7 +28,7 @@ def show(arguments: Sequence[str]) -> int:
     Raises:
         UsageError: a folder holds no run, or an argument is unknown.
     """
-    options, unknown = parse("show", arguments, _define, needs_exp=False)
+    options, unknown = parse("show", arguments, define_flags, needs_exp=False)
     if unknown or options.exp:
         raise UsageError(
             f"`fedpax show` got {unknown[0] if unknown else f'--exp={options.exp}'!r}, expected "
@@ -90,6 +90,7 @@ def _short(folder: Path) -> str:
     return str(folder.relative_to(Path.cwd()) if below else folder)
 
 
-def _define(options: flags.FlagValues) -> None:
+def define_flags(options: flags.FlagValues) -> None:
+    """Define the flags of the command."""
     flags.DEFINE_multi_string("job_log_dir", [], "The runs' folders.", flag_values=options)
     flags.DEFINE_string("picture", None, "A PNG file for the losses.", flag_values=options)

@@ -29,12 +29,7 @@ def train(arguments: Sequence[str]) -> int:
     Returns:
         The exit status.
     """
-
-    def define(options: flags.FlagValues) -> None:
-        define_training_flags(options)
-        flags.DEFINE_bool("multihost", False, "Train with all processes.", flag_values=options)
-
-    options, fields = parse("train", arguments, define)
+    options, fields = parse("train", arguments, define_flags)
     experiment = configure(options.exp, fields, options.job_log_dir)
     check_job_log_dir(options)
     folder = resolve_job_log_dir(options.job_log_dir)
@@ -48,6 +43,12 @@ def train(arguments: Sequence[str]) -> int:
     )
     print_line(describe(result, experiment.training.rounds, options.job_log_dir))
     return 0 if result.signal is None else 128 + result.signal
+
+
+def define_flags(options: flags.FlagValues) -> None:
+    """Define the flags of the command."""
+    define_training_flags(options)
+    flags.DEFINE_bool("multihost", False, "Train with all processes.", flag_values=options)
 
 
 def describe(result: TrainingResult, rounds: int, folder: str) -> str:

@@ -19,12 +19,22 @@ from fedpax.training.checksums import find_damage, has_checksums, write_checksum
 from fedpax.training.configuration import resolve_job_log_dir
 from fedpax.training.console import print_error
 from fedpax.training.failed_saves import QuietFailedSaves
+from fedpax.training.saved_rounds import (
+    FOLDER,
+    DamagedCheckpointError,
+    complete_rounds,
+    damaged_checkpoint,
+    latest_round,
+)
 
-FOLDER = "checkpoints"
-
-
-class DamagedCheckpointError(OSError):
-    """A checkpoint whose files have changed since they were saved; the message names the remedy."""
+__all__ = [
+    "FOLDER",
+    "Checkpoints",
+    "DamagedCheckpointError",
+    "complete_rounds",
+    "latest_round",
+    "load_params",
+]
 
 
 class Checkpoints(AbstractContextManager["Checkpoints"]):
@@ -225,69 +235,6 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
                 raise
         finally:
             self._quiet.__exit__(kind)
-
-
-def complete_rounds(folder: Path) -> list[int]:
-    """Return the rounds of the complete checkpoints in a folder, in increasing order.
-
-    Args:
-        folder: a run's `checkpoints` folder, which may be missing.
-    """
-    if not folder.is_dir():
-        return []
-    steps = [path for path in folder.iterdir() if path.name.isdecimal()]
-    return sorted(int(path.name) for path in steps if has_checksums(path))
-
-
-def latest_round(job_log_dir: str | Path) -> int | None:
-    """Return the round of the newest complete checkpoint of a run, or None if there is none.
-
-    Args:
-        job_log_dir: a run's folder, which may be missing.
-
-    Example:
-        >>> import tempfile
-        >>> print(latest_round(tempfile.mkdtemp()))
-        None
-    """
-    rounds = complete_rounds(resolve_job_log_dir(job_log_dir) / FOLDER)
-    return rounds[-1] if rounds else None
-
-
-def check_latest_round(job_log_dir: str | Path) -> None:
-    """Compare the newest complete checkpoint of a run with its checksums.
-
-    Args:
-        job_log_dir: a run's folder.
-
-    Raises:
-        DamagedCheckpointError: the checkpoint is damaged.
-    """
-    folder = resolve_job_log_dir(job_log_dir) / FOLDER
-    for step in complete_rounds(folder)[-1:]:
-        if damage := find_damage(folder / str(step)):
-            raise damaged_checkpoint(folder, step, damage)
-
-
-def damaged_checkpoint(folder: Path, step: int, damage: str) -> DamagedCheckpointError:
-    """Make the error for a damaged checkpoint, which names the newest undamaged one before it."""
-    delete = [str(folder / str(step))]
-    before = None
-    for number in reversed(complete_rounds(folder)):
-        if number < step:
-            if find_damage(folder / str(number)) is None:
-                before = number
-                break
-            delete.append(str(folder / str(number)))
-    remedy = (
-        f"delete {' and '.join(delete)} to resume from the checkpoint of round {before}"
-        if before is not None
-        else f"delete {' and '.join(delete)} to start again, since no earlier checkpoint is whole"
-    )
-    return DamagedCheckpointError(
-        f"The checkpoint of round {step} is damaged: {damage}, expected the files as they were "
-        f"saved. Restore them from a copy, or {remedy}."
-    )
 
 
 def _set_aside_unfinished(folder: Path) -> None:

@@ -14,7 +14,6 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from fedpax.training.checkpoint import latest_round
 from fedpax.training.configuration import (
     ConfigurationError,
     class_name,
@@ -26,6 +25,7 @@ from fedpax.training.configuration import (
 )
 from fedpax.training.experiment import Experiment
 from fedpax.training.metrics import read_metrics, select
+from fedpax.training.saved_rounds import latest_round
 
 if sys.platform != "win32":
     import fcntl

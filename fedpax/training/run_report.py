@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from fedpax.training.checkpoint import latest_round
 from fedpax.training.configuration import (
     FILE,
     ConfigurationError,
@@ -15,6 +14,7 @@ from fedpax.training.configuration import (
 from fedpax.training.job_dir import is_in_use
 from fedpax.training.metrics import FILE as METRICS
 from fedpax.training.metrics import damaged_lines, name_lines, read_metrics, select, throughput
+from fedpax.training.saved_rounds import latest_round
 from fedpax.training.table import (
     format_bytes,
     format_seconds,

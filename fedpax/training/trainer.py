@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fedpax.clients.cohort_stream import CohortStream
-from fedpax.training.checkpoint import Checkpoints, check_latest_round, latest_round
+from fedpax.training.checkpoint import Checkpoints
 from fedpax.training.compiled_round import compile_round, init_state
 from fedpax.training.configuration import (
     resolve_job_log_dir,
@@ -28,6 +28,7 @@ from fedpax.training.metrics import SCALARS, MetricsWriter
 from fedpax.training.preemption import PreemptionGuard
 from fedpax.training.prefetch import Prefetch
 from fedpax.training.progress import Progress, describe_devices
+from fedpax.training.saved_rounds import check_latest_round, latest_round
 
 
 class StorageError(OSError):

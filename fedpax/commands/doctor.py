@@ -1,0 +1,195 @@
+"""`fedpax doctor`: what is installed, which devices there are, and what is broken.
+
+It imports no library before it has checked it: a broken one must not stop the report.
+"""
+
+import importlib.metadata
+import os
+import platform
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import fedpax
+
+DISTRIBUTION = "fedpax"
+
+# The packages whose versions a report of a defect needs.
+PACKAGES = (
+    "jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint", "chex", "grain",
+    "tensorflow-datasets",
+)  # fmt: skip
+
+
+class Extra(NamedTuple):
+    """An optional dependency.
+
+    Attributes:
+        package: the distribution that it installs.
+        use: what it adds.
+    """
+
+    package: str
+    use: str
+
+
+EXTRAS = {
+    "tpu": Extra("libtpu", "training on TPUs, and plans of TPU pods without one"),
+    "cuda": Extra("jax-cuda13-plugin", "training on NVIDIA GPUs"),
+    "huggingface": Extra("safetensors", "weights in Hugging Face folders"),
+    "tokenizers": Extra("tokenizers", "subword vocabularies"),
+    "quantization": Extra("qwix", "int8 and fp8 matmuls"),
+    "privacy": Extra("dp-accounting", "epsilon of private means"),
+    "bench": Extra("drjax", "benchmarks against DrJAX"),
+}
+
+
+class Finding(NamedTuple):
+    """A line of the report.
+
+    Attributes:
+        name: what was looked at.
+        text: what was found.
+        problem: what is broken and its remedy; None if nothing essential is.
+    """
+
+    name: str
+    text: str
+    problem: str | None = None
+
+
+def doctor(arguments: Sequence[str]) -> int:
+    """Print the report.
+
+    Args:
+        arguments: none are allowed.
+
+    Returns:
+        The exit status: 1 if something essential is broken.
+
+    Raises:
+        UsageError: there is an argument.
+    """
+    if arguments:
+        from fedpax.commands.options import UsageError
+
+        raise UsageError(
+            f"`fedpax doctor` got {arguments[0]!r}, expected no arguments. Leave it out."
+        )
+    findings = list(examine())
+    width = max(len(finding.name) for finding in findings)
+    for finding in findings:
+        print(f"{finding.name.ljust(width)}  {finding.text}")
+    problems = [finding.problem for finding in findings if finding.problem]
+    print("\n" + ("\n".join(f"Problem: {text}" for text in problems) or "No problems found."))
+    return 1 if problems else 0
+
+
+def examine() -> Iterator[Finding]:
+    """Yield what was found: versions, devices, folders and extras."""
+    yield Finding(DISTRIBUTION, f"{fedpax.__version__} in {Path(fedpax.__file__).parent}")
+    yield Finding("python", f"{platform.python_version()} on {platform.platform()}")
+    requirements = _requirements()
+    for package in (*PACKAGES, *sorted(requirements.keys() - set(PACKAGES))):
+        found, needed = _version(package), requirements.get(package, "")
+        problem = None
+        if found is None or _numbers(found) < _numbers(needed):
+            problem = f"{package} {found or 'is missing'}, expected {needed or 'any version'} or "
+            problem += f'newer. Run: pip install "{package}>={needed or 0}"'
+        if problem or package in PACKAGES:
+            yield Finding(package, found or "missing", problem)
+    yield _guarded("devices", _devices, "Correct JAX_PLATFORMS, or install JAX again.")
+    yield _guarded("cores", _cores, "")
+    yield _guarded(
+        "compiled programs", _cache, "Set XDG_CACHE_HOME to a folder that can be written."
+    )
+    yield Finding("data sets", _data_sets())
+    for name, extra in EXTRAS.items():
+        found = _version(extra.package)
+        remedy = f'pip install "fedpax[{name}]" for {extra.use}'
+        yield Finding(
+            f"extra {name}", f"{extra.package} {found}" if found else f"not here: {remedy}"
+        )
+
+
+def _guarded(name: str, look: Callable[[], str], remedy: str) -> Finding:
+    """Turn an error into a problem, whatever it is."""
+    try:
+        return Finding(name, look())
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        return Finding(name, f"broken ({reason})", f"{name}: {reason}. {remedy}")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _requirements() -> dict[str, str]:
+    """Return the oldest version of each package that fedpax requires, as installed."""
+    try:
+        lines = importlib.metadata.requires(DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:  # on PYTHONPATH, not installed
+        return {}
+    found = [
+        re.match(r"([\w.-]+)(?:>=([\d.]+))?", line) for line in lines if "extra ==" not in line
+    ]
+    return {match[1]: match[2] or "" for match in found if match}
+
+
+def _numbers(version: str) -> list[int]:
+    """Return the leading numbers of a version.
+
+    Example:
+        >>> _numbers("0.10.2.dev3") < _numbers("0.11")
+        True
+    """
+    leading = re.match(r"[\d.]*", version)
+    return [int(part) for part in (leading[0] if leading else "").split(".") if part]
+
+
+def _devices() -> str:
+    import jax
+
+    from fedpax.commands.devices import skip_absent_tpus
+
+    skip_absent_tpus()
+    kinds = [device.device_kind for device in jax.devices()]
+    counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+    return f"{counts} ({jax.default_backend()})"
+
+
+def _cores() -> str:
+    from fedpax.commands.devices import num_cores
+
+    return str(num_cores())
+
+
+def _cache() -> str:
+    import jax
+
+    from fedpax.commands.compilation_cache import enable_compilation_cache
+
+    enable_compilation_cache()
+    if not jax.config.values["jax_enable_compilation_cache"]:
+        return "not kept (JAX_ENABLE_COMPILATION_CACHE=0)"
+    folder = jax.config.values["jax_compilation_cache_dir"]
+    if not folder:
+        raise OSError("no folder for them can be created")
+    if "://" in folder:
+        return folder
+    files = [path for path in Path(folder).glob("*-cache") if path.is_file()]
+    size = sum(path.stat().st_size for path in files)
+    if not os.access(folder, os.W_OK):
+        raise OSError(f"{folder} cannot be written")
+    return f"{len(files)}, {size / 1e6:.1f} MB in {folder}"
+
+
+def _data_sets() -> str:
+    folder = Path(os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets").expanduser()
+    names = sorted(p.name for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
+    return f"{', '.join(names) or 'none prepared'} in {folder}"

@@ -1,0 +1,50 @@
+"""`fedpax partition`: the clients of an experiment, as a table and a picture."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import flags
+
+from fedpax.commands.options import UsageError, configure, parse
+from fedpax.data import partition_statistics, plot_partition
+
+
+def partition(arguments: Sequence[str]) -> int:
+    """Print how an experiment's clients differ, and draw the picture that is asked for.
+
+    The experiment has a method `read_population`, without arguments, that returns for each client
+    the indices of its examples, and the label of each example or None.
+
+    Args:
+        arguments: the arguments after `partition`.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        UsageError: the experiment has no population, or the picture is not a PNG.
+    """
+    options, fields = parse("partition", arguments, define_flags)
+    if options.picture and not options.picture.endswith(".png"):
+        raise UsageError(
+            f"--picture={options.picture} is not a PNG, expected a name that ends with .png. Set "
+            "for example --picture=clients.png."
+        )
+    experiment = configure(options.exp, fields)
+    read_population = getattr(experiment, "read_population", None)
+    if read_population is None:
+        raise UsageError(
+            f"--exp={options.exp} has no population, expected an experiment with a method "
+            "read_population, such as fedavg_digits. Choose another one from `fedpax list`."
+        )
+    population, labels = read_population()
+    print(partition_statistics(population, labels))
+    if options.picture:
+        Path(options.picture).parent.mkdir(parents=True, exist_ok=True)
+        plot_partition(population, labels, options.picture)
+    return 0
+
+
+def define_flags(options: flags.FlagValues) -> None:
+    """Define the flags of the command."""
+    flags.DEFINE_string("picture", None, "A PNG file for the clients.", flag_values=options)

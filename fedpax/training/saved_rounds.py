@@ -1,0 +1,75 @@
+"""The rounds of a run's complete checkpoints, and damage to them, without reading any state."""
+
+from pathlib import Path
+
+from fedpax.training.checksums import find_damage, has_checksums
+from fedpax.training.configuration import resolve_job_log_dir
+
+FOLDER = "checkpoints"
+
+
+class DamagedCheckpointError(OSError):
+    """A checkpoint whose files have changed since they were saved; the message names the remedy."""
+
+
+def complete_rounds(folder: Path) -> list[int]:
+    """Return the rounds of the complete checkpoints in a folder, in increasing order.
+
+    Args:
+        folder: a run's `checkpoints` folder, which may be missing.
+    """
+    if not folder.is_dir():
+        return []
+    steps = [path for path in folder.iterdir() if path.name.isdecimal()]
+    return sorted(int(path.name) for path in steps if has_checksums(path))
+
+
+def latest_round(job_log_dir: str | Path) -> int | None:
+    """Return the round of the newest complete checkpoint of a run, or None if there is none.
+
+    Args:
+        job_log_dir: a run's folder, which may be missing.
+
+    Example:
+        >>> import tempfile
+        >>> print(latest_round(tempfile.mkdtemp()))
+        None
+    """
+    rounds = complete_rounds(resolve_job_log_dir(job_log_dir) / FOLDER)
+    return rounds[-1] if rounds else None
+
+
+def check_latest_round(job_log_dir: str | Path) -> None:
+    """Compare the newest complete checkpoint of a run with its checksums.
+
+    Args:
+        job_log_dir: a run's folder.
+
+    Raises:
+        DamagedCheckpointError: the checkpoint is damaged.
+    """
+    folder = resolve_job_log_dir(job_log_dir) / FOLDER
+    for step in complete_rounds(folder)[-1:]:
+        if damage := find_damage(folder / str(step)):
+            raise damaged_checkpoint(folder, step, damage)
+
+
+def damaged_checkpoint(folder: Path, step: int, damage: str) -> DamagedCheckpointError:
+    """Make the error for a damaged checkpoint, which names the newest undamaged one before it."""
+    delete = [str(folder / str(step))]
+    before = None
+    for number in reversed(complete_rounds(folder)):
+        if number < step:
+            if find_damage(folder / str(number)) is None:
+                before = number
+                break
+            delete.append(str(folder / str(number)))
+    remedy = (
+        f"delete {' and '.join(delete)} to resume from the checkpoint of round {before}"
+        if before is not None
+        else f"delete {' and '.join(delete)} to start again, since no earlier checkpoint is whole"
+    )
+    return DamagedCheckpointError(
+        f"The checkpoint of round {step} is damaged: {damage}, expected the files as they were "
+        f"saved. Restore them from a copy, or {remedy}."
+    )

@@ -1,0 +1,68 @@
+"""Tests of the search for TPUs, which libtpu makes noisy on machines without one."""
+
+import importlib.util
+from pathlib import Path
+
+import jax
+import pytest
+
+from fedpax.commands import devices
+
+
+def pci_device(root: Path, name: str, vendor: str, kind: str) -> None:
+    folder = root / "sys" / "bus" / "pci" / "devices" / name
+    folder.mkdir(parents=True)
+    (folder / "vendor").write_text(f"{vendor}\n")
+    (folder / "class").write_text(f"{kind}\n")
+
+
+def test_a_machine_without_a_tpu(tmp_path: Path) -> None:
+    assert not devices.has_tpu(tmp_path)
+    pci_device(tmp_path, "0000:00:01.0", "0x8086", "0x060000")
+    pci_device(tmp_path, "0000:00:02.0", "0x1ae0", "0x020000")  # Google's network card
+    pci_device(tmp_path, "0000:00:03.0", "0x1ae0", "0x010802")  # its disk
+    (tmp_path / "sys/bus/pci/devices/broken").mkdir()
+    (tmp_path / "dev" / "vfio").mkdir(parents=True)
+    (tmp_path / "dev" / "vfio" / "vfio").touch()
+    assert not devices.has_tpu(tmp_path)
+
+
+@pytest.mark.parametrize("found", ["dev/accel0", "dev/vfio/0", "pci"])
+def test_a_machine_with_a_tpu(tmp_path: Path, found: str) -> None:
+    if found == "pci":
+        pci_device(tmp_path, "0000:00:05.0", "0x1ae0", "0x088000")
+    else:
+        (tmp_path / found).parent.mkdir(parents=True)
+        (tmp_path / found).touch()
+    assert devices.has_tpu(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("libtpu", "plugins", "tpu", "asked", "expected"),
+    [
+        (True, [], False, None, "cpu"),
+        (False, [], False, None, None),
+        (True, ["cuda"], False, None, None),  # the GPU's own messages matter
+        (True, [], True, None, None),
+        (True, [], False, "tpu", "tpu"),
+    ],
+)
+def test_tpus_are_skipped_only_where_there_are_none(
+    monkeypatch: pytest.MonkeyPatch,
+    libtpu: bool,
+    plugins: list[str],
+    tpu: bool,
+    asked: str | None,
+    expected: str | None,
+) -> None:
+    before = jax.config.values["jax_platforms"]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: libtpu or None)
+    monkeypatch.setattr(devices.importlib.metadata, "entry_points", lambda group: plugins)
+    monkeypatch.setattr(devices, "has_tpu", lambda root: tpu)
+    monkeypatch.delenv("JAX_FORCE_TPU_INIT", raising=False)
+    try:
+        jax.config.update("jax_platforms", asked)
+        devices.skip_absent_tpus()
+        assert jax.config.values["jax_platforms"] == expected
+    finally:
+        jax.config.update("jax_platforms", before)

@@ -1,0 +1,78 @@
+"""Tests of `fedpax doctor`."""
+
+import tomllib
+from pathlib import Path
+
+import jax
+import pytest
+from conftest import Command
+
+import fedpax
+from fedpax.commands import doctor
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_a_whole_installation_has_no_problems(command: Command) -> None:
+    status, output, errors = command("doctor")
+    assert (status, errors) == (0, "")
+    lines = dict(line.split(maxsplit=1) for line in output.splitlines() if line)
+    assert lines["fedpax"] == f"{fedpax.__version__} in {ROOT / 'fedpax'}"
+    assert lines["jax"] == jax.__version__
+    assert lines["devices"] == f"{jax.device_count()} cpu (cpu)"
+    assert "compiled programs    not kept (JAX_ENABLE_COMPILATION_CACHE=0)" in output
+    assert output.endswith("\nNo problems found.\n")
+
+
+def test_every_extra_of_the_project_is_listed(command: Command) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert doctor.EXTRAS.keys() == project["optional-dependencies"].keys() - {"dev"}
+    output = command("doctor")[1]
+    for name, extra in doctor.EXTRAS.items():
+        (line,) = (line for line in output.splitlines() if line.startswith(f"extra {name} "))
+        found = doctor._version(extra.package)
+        expected = f"{extra.package} {found}" if found else f'pip install "fedpax[{name}]" for '
+        assert expected in line
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "words"),
+    [
+        ("optax", None, 'optax is missing, expected {} or newer. Run: pip install "optax>={}"'),
+        ("grain", "0.0.9", 'grain 0.0.9, expected {} or newer. Run: pip install "grain>={}"'),
+        ("tqdm", None, 'tqdm is missing, expected {} or newer. Run: pip install "tqdm>={}"'),
+    ],
+)
+def test_a_missing_or_old_package_is_a_problem(
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    package: str,
+    version: str | None,
+    words: str,
+) -> None:
+    installed, oldest = doctor._version, doctor._requirements()[package]
+    monkeypatch.setattr(
+        doctor, "_version", lambda name: version if name == package else installed(name)
+    )
+    status, output, _ = command("doctor")
+    assert status == 1
+    assert output.splitlines()[-1] == f"Problem: {words.format(oldest, oldest)}"
+
+
+def test_devices_that_cannot_be_used_are_a_problem(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> None:
+        raise RuntimeError("Unable to initialize backend 'tpu'\nmore lines")
+
+    monkeypatch.setattr(jax, "devices", broken)
+    status, output, _ = command("doctor")
+    assert status == 1
+    reason = "RuntimeError: Unable to initialize backend 'tpu'"
+    assert f"devices              broken ({reason})" in output
+    assert f"Problem: devices: {reason}. Correct JAX_PLATFORMS" in output
+
+
+def test_an_argument_is_refused(command: Command) -> None:
+    status, _, errors = command("doctor", "now")
+    assert status == 2 and "got 'now', expected no arguments" in errors

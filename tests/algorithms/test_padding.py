@@ -50,7 +50,13 @@ def cohorts(method, batches, weights, places):
         yield "num_steps", cohort._replace(batches=pad(batches, places, marked=False))
 
 
-@pytest.mark.parametrize("places", [[STEPS, STEPS], [0, 2]], ids=["at the end", "in between"])
+@pytest.mark.parametrize(
+    "places",
+    [
+        pytest.param([STEPS, STEPS], id="at the end", marks=pytest.mark.slow),
+        pytest.param([0, 2], id="in between"),
+    ],
+)
 @every_method
 def test_padded_steps_change_nothing(name, places):
     """Parameters, moments, step counts and metrics are those of the cohort without padding."""
@@ -93,8 +99,15 @@ def test_a_round_of_padding_alone_changes_nothing(name):
     chex.assert_trees_all_equal(after, state)
 
 
-@pytest.mark.parametrize("optimizer", [optax.sgd(0.2, momentum=0.8), optax.adam(0.05)])
-@pytest.mark.parametrize("marked_by", ["mask", "num_steps"])
+@pytest.mark.parametrize(
+    ("marked_by", "optimizer"),
+    [
+        ("mask", optax.adam(0.05)),
+        ("num_steps", optax.sgd(0.2, momentum=0.8)),
+        pytest.param("mask", optax.sgd(0.2, momentum=0.8), marks=pytest.mark.slow),
+        pytest.param("num_steps", optax.adam(0.05), marks=pytest.mark.slow),
+    ],
+)
 def test_clients_of_unequal_size_train_on_their_own_steps(optimizer, marked_by):
     """Against each client alone, on its own batches; a client without any has weight 0."""
     params, (batches,), (weights,) = problem(1)
@@ -157,7 +170,10 @@ def test_an_islands_weight_is_its_number_of_examples():
     assert_close((state.params, metrics), (wanted.params, expected))
 
 
-@pytest.mark.parametrize("optimizer", [optax.sgd(0.1, momentum=0.9), optax.adam(0.01)])
+@pytest.mark.parametrize(
+    "optimizer",
+    [pytest.param(optax.sgd(0.1, momentum=0.9), marks=pytest.mark.slow), optax.adam(0.01)],
+)
 def test_a_cohort_of_the_data_trains_alike_with_the_mask_alone(optimizer):
     """The mask alone marks the padding of a population of clients of unequal size."""
     rng = np.random.default_rng(0)

@@ -18,7 +18,12 @@ from fedpax.hlo.collectives import collectives
 NUM_CLIENTS, COHORT = 21, 8
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(
+    params=[
+        k if k in ("no mesh", "automatic", "explicit") else pytest.param(k, marks=pytest.mark.slow)
+        for k in KINDS
+    ]
+)
 def current_mesh(request):
     yield from under(request.param)
 

@@ -177,7 +177,7 @@ def incomplete(data_dir: Path) -> Iterator[Path]:
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="POSIX only")
-@pytest.mark.parametrize("delay", [0.0, 0.05])
+@pytest.mark.parametrize("delay", [pytest.param(0.0, marks=pytest.mark.slow), 0.05])
 def test_the_remains_of_a_killed_preparation_are_never_read(
     tmp_path: Path, text: Callable[[str], Source], delay: float
 ) -> None:

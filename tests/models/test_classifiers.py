@@ -52,7 +52,14 @@ def jax_convolution(x: Any, kernel: Any) -> Any:
 assert_close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("shape", [(2, 5, 6, 3, 4), (1, 3, 3, 1, 2), (3, 7, 4, 2, 1)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (2, 5, 6, 3, 4),
+        pytest.param((1, 3, 3, 1, 2), marks=pytest.mark.slow),
+        pytest.param((3, 7, 4, 2, 1), marks=pytest.mark.slow),
+    ],
+)
 def test_convolution_equals_jax_with_both_derivatives(shape: tuple[int, ...]) -> None:
     batch, height, width, inputs, outputs = shape
     random = np.random.default_rng(3)
@@ -142,8 +149,15 @@ def test_images_one_by_one_equal_a_batch(monkeypatch: pytest.MonkeyPatch) -> Non
     assert loops == [[False, False], [True, False]]
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("axis", ["data", "clients"])
+@pytest.mark.parametrize(
+    ("axis", "axis_type"),
+    [
+        ("data", AxisType.Explicit),
+        ("clients", AxisType.Auto),
+        pytest.param("data", AxisType.Auto, marks=pytest.mark.slow),
+        pytest.param("clients", AxisType.Explicit, marks=pytest.mark.slow),
+    ],
+)
 def test_no_image_moves_between_devices(
     axis: str, axis_type: AxisType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,7 +82,9 @@ def test_logits_equal_those_of_transformers(name: str) -> None:
     np.testing.assert_allclose(logits, expected["logits"], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("max_shard_bytes", [5 * 10**9, 10_000, 1])
+@pytest.mark.parametrize(
+    "max_shard_bytes", [pytest.param(5 * 10**9, marks=pytest.mark.slow), 10_000, 1]
+)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_round_trip_is_bitwise(name: str, max_shard_bytes: int, tmp_path: Path) -> None:
     config, params = huggingface.load(fixture(name))
@@ -117,10 +119,10 @@ def test_files_are_filled_in_the_order_of_the_layers(params: Any, tmp_path: Path
 @pytest.mark.parametrize(
     ("sizes", "kind"),
     [
-        ({"fsdp": 2, "tensor": 2, "data": 2}, AUTO),
+        pytest.param({"fsdp": 2, "tensor": 2, "data": 2}, AUTO, marks=pytest.mark.slow),
         ({"fsdp": 2, "tensor": 2, "data": 2}, EXPLICIT),
         ({"expert": 2, "stage": 4}, AUTO),
-        ({"clients": 2, "fsdp": 4}, AUTO),
+        pytest.param({"clients": 2, "fsdp": 4}, AUTO, marks=pytest.mark.slow),
     ],
     ids=str,
 )

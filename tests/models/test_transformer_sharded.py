@@ -62,7 +62,7 @@ def take(tree: Any, i: int) -> Any:
 @pytest.mark.parametrize(
     ("sizes", "types"),
     [
-        ({"fsdp": 2, "tensor": 2}, (AUTO, AUTO)),
+        pytest.param({"fsdp": 2, "tensor": 2}, (AUTO, AUTO), marks=pytest.mark.slow),
         ({"fsdp": 2, "tensor": 2}, (EXPLICIT, EXPLICIT)),
         pytest.param(
             {"data": 2, "sequence": 2, "tensor": 2}, (AUTO, AUTO, AUTO), marks=pytest.mark.slow

@@ -55,7 +55,7 @@ def lowered(config: TransformerConfig, sizes: dict[str, int]) -> str:
 @pytest.mark.parametrize(
     ("change", "sizes"),
     [
-        ({}, {"islands": 2, "fsdp": 4}),
+        pytest.param({}, {"islands": 2, "fsdp": 4}, marks=pytest.mark.slow),
         ({"sliding_window": 64}, {"islands": 2, "fsdp": 2, "tensor": 2}),
         pytest.param(
             {"num_experts": 2}, {"islands": 2, "expert": 2, "tensor": 2}, marks=pytest.mark.slow

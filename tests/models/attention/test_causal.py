@@ -54,7 +54,13 @@ def plain(sliding_window: int | None, packed: bool) -> Any:
 
 @pytest.mark.parametrize("implementation", ["einsum", "xla", "auto"])
 @pytest.mark.parametrize(
-    ("sliding_window", "packed"), [(None, True), (5, False), (5, True), (40, True)]
+    ("sliding_window", "packed"),
+    [
+        (None, True),
+        pytest.param(5, False, marks=pytest.mark.slow),
+        (5, True),
+        pytest.param(40, True, marks=pytest.mark.slow),
+    ],
 )
 def test_implementations_equal_masked_attention(
     implementation: Any, sliding_window: int | None, packed: bool, monkeypatch: pytest.MonkeyPatch
@@ -75,7 +81,14 @@ def test_implementations_equal_masked_attention(
     close(with_gradient(function, *args), with_gradient(plain(sliding_window, packed), *args))
 
 
-@pytest.mark.parametrize(("sliding_window", "packed"), [(None, True), (100, False), (130, True)])
+@pytest.mark.parametrize(
+    ("sliding_window", "packed"),
+    [
+        pytest.param(None, True, marks=pytest.mark.slow),
+        pytest.param(100, False, marks=pytest.mark.slow),
+        (130, True),
+    ],
+)
 def test_splash_equals_masked_attention(sliding_window: int | None, packed: bool) -> None:
     args = draw(256, head_dim=64, batch=1)
 
@@ -88,7 +101,9 @@ def test_splash_equals_masked_attention(sliding_window: int | None, packed: bool
     close(with_gradient(function, *args), with_gradient(plain(sliding_window, packed), *args))
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    "axis_type", [pytest.param(AxisType.Auto, marks=pytest.mark.slow), AxisType.Explicit]
+)
 def test_splash_runs_on_sharded_rows_and_heads(axis_type: AxisType) -> None:
     """On 2 x 4 devices: 4 along tensor share 2 key heads, so each head is repeated on 2 of them."""
     args = draw(128, head_dim=64)

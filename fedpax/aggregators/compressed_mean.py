@@ -156,16 +156,17 @@ def compressed_mean(
                         jnp.where(share == 0, e, x) for x, e in zip(left, residual, strict=True)
                     ]
                 residual = left
-            return tree.unflatten(words if gathers else decoded), residual
+            return jax.tree.unflatten(tree, words if gathers else decoded), residual
 
-        residual = None if state.residual is None else tree.flatten_up_to(state.residual)
+        residual = None if state.residual is None else jax.tree.leaves(state.residual)
         shares = None if weights is None else _shares(weights)
         sent, residual = federated_map(send, _indices(placement), leaves, residual, shares)
         if gathers:
-            mean = tree.unflatten(_mean_of_words(jax.tree.leaves(sent), coder, placement))
+            mean = _mean_of_words(jax.tree.leaves(sent), coder, placement)
+            mean = jax.tree.unflatten(tree, mean)
         else:
             mean = federated_mean(sent)
-        residual = None if residual is None else tree.unflatten(residual)
+        residual = None if residual is None else jax.tree.unflatten(tree, residual)
         return mean, CompressedMeanState(state.round + 1, residual), {}
 
     return Aggregator(init, aggregate)

@@ -21,12 +21,12 @@ class Blocks(NamedTuple):
     Attributes:
         axis: the axis that is cut into blocks of adjacent entries; the others stay as they are.
             None: the leaf is flattened first.
-        count: number of blocks along the axis.
+        num_blocks: number of blocks along the axis.
         size: number of entries of a block. The last block may be padded with zeros.
     """
 
     axis: int | None
-    count: int
+    num_blocks: int
     size: int
 
 
@@ -50,11 +50,11 @@ def choose_blocks(codec: Codec, shape: tuple[int, ...]) -> Blocks:
     Example:
         >>> from fedpax.aggregators.codecs import e3m0, rotated
         >>> choose_blocks(e3m0(), (32, 4096, 11008))
-        Blocks(axis=1, count=4, size=1024)
+        Blocks(axis=1, num_blocks=4, size=1024)
         >>> choose_blocks(rotated(e3m0()), (768, 3072))  # a rotation needs a power of two
-        Blocks(axis=0, count=3, size=256)
+        Blocks(axis=0, num_blocks=3, size=256)
         >>> choose_blocks(e3m0(), (3, 3, 16))
-        Blocks(axis=None, count=1, size=144)
+        Blocks(axis=None, num_blocks=1, size=144)
     """
     total = math.prod(shape)
     axis = max(range(max(len(shape) - 1, 1)), key=lambda a: shape[a]) if shape else None
@@ -90,7 +90,7 @@ def wire_bits(codec: Codec, updates: chex.ArrayTree) -> int:
     for leaf in jax.tree.leaves(updates):
         blocks = choose_blocks(codec, tuple(jnp.shape(leaf)))
         others = 1 if blocks.axis is None else math.prod(leaf.shape) // leaf.shape[blocks.axis]
-        bits += 32 * _num_words(codec, blocks.size) * blocks.count * others
+        bits += 32 * _num_words(codec, blocks.size) * blocks.num_blocks * others
     return bits
 
 
@@ -109,15 +109,15 @@ def to_blocks(leaf: Float[Array, "..."], blocks: Blocks) -> Float[Array, "entrie
         blocks: how to cut it.
 
     Returns:
-        `[size, count]` for a flattened leaf; else `[size, ...]` with the axes of the leaf, and the
-        number of blocks in place of the entries of the axis that is cut.
+        `[size, num_blocks]` for a flattened leaf; else `[size, ...]` with the axes of the leaf, and
+        the number of blocks in place of the entries of the axis that is cut.
     """
     axis = blocks.axis or 0
     whole = leaf.reshape(-1) if blocks.axis is None else leaf
-    missing = blocks.count * blocks.size - whole.shape[axis]
+    missing = blocks.num_blocks * blocks.size - whole.shape[axis]
     if missing:
         whole = jnp.pad(whole, [(0, missing if i == axis else 0) for i in range(whole.ndim)])
-    shape = (*whole.shape[:axis], blocks.count, blocks.size, *whole.shape[axis + 1 :])
+    shape = (*whole.shape[:axis], blocks.num_blocks, blocks.size, *whole.shape[axis + 1 :])
     return jnp.moveaxis(whole.reshape(shape), axis + 1, 0)
 
 
@@ -136,7 +136,7 @@ def from_blocks(
     """
     axis = blocks.axis or 0
     split = jnp.moveaxis(values, 0, axis + 1)
-    entries = blocks.count * blocks.size
+    entries = blocks.num_blocks * blocks.size
     whole = split.reshape(*split.shape[:axis], entries, *split.shape[axis + 2 :])
     length = math.prod(shape) if blocks.axis is None else shape[axis]
     return jax.lax.slice_in_dim(whole, 0, length, axis=axis).reshape(shape)

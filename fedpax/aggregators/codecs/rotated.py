@@ -83,7 +83,7 @@ def hadamard_transform(x: Float[Array, "entries ..."]) -> Float[Array, "entries 
         [1.0, 1.0, 1.0, 1.0]
     """
     entries = x.shape[0]
-    factors = []
+    factors: list[int] = []
     while math.prod(factors) < entries:
         factors.append(min(FACTOR, entries // math.prod(factors)))
     y = x.reshape(*factors, *x.shape[1:])

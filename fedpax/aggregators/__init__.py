@@ -11,6 +11,7 @@ from fedpax.aggregators.geometric_median import geometric_median
 from fedpax.aggregators.krum import krum
 from fedpax.aggregators.privacy_accounting import noise_multiplier_for, privacy_spent
 from fedpax.aggregators.private_mean import private_mean
+from fedpax.aggregators.private_secure_mean import private_secure_mean
 from fedpax.aggregators.quantized_mean import quantized_mean
 from fedpax.aggregators.secure_mean import secure_mean
 from fedpax.aggregators.sent import mark_sent
@@ -33,6 +34,7 @@ __all__ = [
     "noise_multiplier_for",
     "privacy_spent",
     "private_mean",
+    "private_secure_mean",
     "quantized_mean",
     "secure_mean",
     "trimmed_mean",

@@ -124,7 +124,8 @@ def adaptive_clip(
         >>> import fedpax
         >>> from fedpax.aggregators import chain, mean
         >>> aggregator = chain(adaptive_clip(initial_norm=1.0, quantile=0.75), mean())
-        >>> @fedpax.program(clients=4)
+        >>> @jax.jit
+        ... @fedpax.program(clients=4)
         ... def average(state, updates):
         ...     return aggregator.aggregate(state, updates, None)
         >>> state = aggregator.init(None)

@@ -130,7 +130,14 @@ def _init(inner: Aggregator) -> Callable[[chex.ArrayTree], NoiseState]:
     return lambda params: NoiseState(jnp.int32(0), inner.init(params))
 
 
-PURPOSES = ("add_noise", "add_local_noise", "private_mean", "quantile", "masks", "skellam")
+PURPOSES = (
+    "add_noise",
+    "add_local_noise",
+    "private_mean",
+    "quantile",
+    "masks",
+    "discrete_gaussian",
+)
 """The sources of randomness of this package: each draws from keys of its own for every seed."""
 
 

@@ -16,6 +16,7 @@ def privacy_spent(
     sampling_probability: float | None = None,
     cohort_size: int | None = None,
     population_size: int | None = None,
+    discrete: bool = False,
 ) -> float:
     """Compute the epsilon of (epsilon, delta)-differential privacy after some rounds.
 
@@ -40,6 +41,8 @@ def privacy_spent(
         sampling_probability: probability of joining a round. Default None: no Poisson sampling.
         cohort_size: number of participants of a round. Default None: no sampling of a fixed size.
         population_size: number of participants to draw from; given with `cohort_size`.
+        discrete: the noise is discrete Gaussian, as in `private_secure_mean`: accounted by
+            concentrated differential privacy, without sampling. Default False: Gaussian noise.
 
     Returns:
         Epsilon; infinity if `noise_multiplier` is 0.
@@ -47,7 +50,8 @@ def privacy_spent(
     Raises:
         ImportError: the dp-accounting library is not installed.
         TypeError: an argument is not a number.
-        ValueError: an argument is out of range, or the two kinds of sampling are mixed.
+        ValueError: an argument is out of range, or the two kinds of sampling are mixed, or either
+            is given for discrete noise.
 
     Example:
         >>> epsilon = privacy_spent(
@@ -62,10 +66,17 @@ def privacy_spent(
         arXiv:1808.00087, theorem 27 (fixed size).
         Koskela et al., Computing Tight Differential Privacy Guarantees Using FFT,
         arXiv:1906.03049 (privacy loss distributions).
+        Kairouz et al., arXiv:2102.06387, proposition 14 (discrete noise).
     """
     check_at_least("privacy_spent", "noise_multiplier", noise_multiplier, 0.0)
     mechanism = _mechanism(
-        "privacy_spent", num_rounds, delta, sampling_probability, cohort_size, population_size
+        "privacy_spent",
+        num_rounds,
+        delta,
+        sampling_probability,
+        cohort_size,
+        population_size,
+        discrete,
     )
     accountant = mechanism.make_accountant()
     accountant.compose(mechanism.make_event(noise_multiplier))
@@ -80,6 +91,7 @@ def noise_multiplier_for(
     sampling_probability: float | None = None,
     cohort_size: int | None = None,
     population_size: int | None = None,
+    discrete: bool = False,
 ) -> float:
     """Find the smallest noise multiplier that spends at most epsilon: inverts `privacy_spent`.
 
@@ -90,6 +102,7 @@ def noise_multiplier_for(
         sampling_probability: as in `privacy_spent`.
         cohort_size: as in `privacy_spent`.
         population_size: as in `privacy_spent`.
+        discrete: as in `privacy_spent`.
 
     Returns:
         The noise multiplier, at most 0.001 above the smallest one. With Poisson sampling, the
@@ -98,8 +111,8 @@ def noise_multiplier_for(
     Raises:
         ImportError: the dp-accounting library is not installed.
         TypeError: an argument is not a number.
-        ValueError: an argument is out of range, the two kinds of sampling are mixed, or no noise
-            multiplier reaches epsilon: the accountants' bounds do not go to 0.
+        ValueError: as for `privacy_spent`, or no noise multiplier reaches epsilon: the accountants'
+            bounds do not go to 0.
 
     Example:
         >>> noise_multiplier = noise_multiplier_for(epsilon=2.0, num_rounds=1, delta=1e-6)
@@ -119,6 +132,7 @@ def noise_multiplier_for(
         sampling_probability,
         cohort_size,
         population_size,
+        discrete,
     )
     dp = _import_dp_accounting()
     try:
@@ -152,6 +166,7 @@ def _mechanism(
     sampling_probability: float | None,
     cohort_size: int | None,
     population_size: int | None,
+    discrete: bool,
 ) -> _Mechanism:
     """Check the arguments that describe the rounds."""
     _check_int(function, "num_rounds", num_rounds)
@@ -162,6 +177,16 @@ def _mechanism(
             "population's size, such as 1e-6."
         )
     dp = _import_dp_accounting()
+    if discrete:
+        if (sampling_probability, cohort_size, population_size) != (None, None, None):
+            raise ValueError(
+                f"{function}(): discrete noise is accounted without sampling. Leave out "
+                "sampling_probability, cohort_size and population_size."
+            )
+        return _Mechanism(
+            dp.rdp.RdpAccountant,
+            _repeated(num_rounds, lambda noise: dp.ZCDpEvent(rho=1 / (2 * noise**2))),
+        )
     if (cohort_size is None) != (population_size is None):
         raise ValueError(
             f"{function}(): cohort_size is {cohort_size} and population_size is {population_size}, "

@@ -88,13 +88,7 @@ def secure_mean(
     """
     check_positive("secure_mean", "max_value", max_value)
     check_bits("secure_mean", bits)
-    if num_neighbors is not None:
-        check_count("secure_mean", "num_neighbors", num_neighbors, 2)
-        if num_neighbors % 2:
-            raise ValueError(
-                f"secure_mean(): num_neighbors is {num_neighbors}, expected an even number: half "
-                f"of them on either side of a ring. Use {num_neighbors + 1}."
-            )
+    check_neighbors("secure_mean", num_neighbors)
     largest = 2 ** (bits - 1) - 1
     step = max_value / largest
 
@@ -181,6 +175,23 @@ def secure_sum(
 
     masked, left = federated_sum(federated_map(send, updates, jnp.arange(n), here))
     return jax.tree.map(unmask, masked, left)
+
+
+def check_neighbors(function: str, num_neighbors: int | None) -> None:
+    """Check a number of neighbours.
+
+    Raises:
+        TypeError: it is not an int.
+        ValueError: it is below 2, or odd.
+    """
+    if num_neighbors is None:
+        return
+    check_count(function, "num_neighbors", num_neighbors, 2)
+    if num_neighbors % 2:
+        raise ValueError(
+            f"{function}(): num_neighbors is {num_neighbors}, expected an even number: half of "
+            f"them on either side of a ring. Use {num_neighbors + 1}."
+        )
 
 
 def check_bits(function: str, bits: int) -> None:

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fedpax
-from fedpax.aggregators import add_local_noise, add_noise, chain, clip_by_norm, mean, private_mean
+from fedpax.aggregators import add_local_noise, add_noise, chain, mean, private_mean
 from fedpax.aggregators.private_mean import split_noise
 from fedpax.algorithms import diloco, fedavg
 

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from fedpax.clients.cohort import Cohort
@@ -48,4 +49,4 @@ def required_client_ids(method: str, cohort: Cohort) -> Int[Array, " participant
             "client_ids to each participant's index in the population, an integer array "
             "[participants], -1 where absent; fedpax.data.cohort_rounds sets it."
         )
-    return cohort.client_ids
+    return jnp.asarray(cohort.client_ids)

@@ -123,7 +123,8 @@ def fedac(
             state.aggregator_state, differences, weights
         )
         metrics = federated_mean(metrics, weights) | reported
-        return FedAcState(*subtract(start, difference), aggregator_state), metrics
+        params, main = subtract(start, difference)
+        return FedAcState(params, main, aggregator_state), metrics
 
     return FederatedAlgorithm(init, fedac_round)
 

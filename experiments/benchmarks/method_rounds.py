@@ -78,10 +78,11 @@ def methods(loss_fn: Any, clients: int) -> dict[str, tuple[float, FederatedAlgor
         clients: number of clients.
     """
 
-    def build(algorithm: Callable[..., FederatedAlgorithm], **settings: Any) -> FederatedAlgorithm:
-        return algorithm(
-            loss_fn, cohort_size=clients, client_optimizer=optax.sgd(LEARNING_RATE), **settings
-        )
+    def build(
+        algorithm: Callable[..., FederatedAlgorithm], momentum: float | None = None, **settings: Any
+    ) -> FederatedAlgorithm:
+        optimizer = optax.sgd(LEARNING_RATE, momentum)
+        return algorithm(loss_fn, cohort_size=clients, client_optimizer=optimizer, **settings)
 
     stored = functools.partial(build, population_size=clients)
     rates = FedAcRates(LEARNING_RATE, 2 * LEARNING_RATE, 2.0, 3.0)
@@ -93,8 +94,8 @@ def methods(loss_fn: Any, clients: int) -> dict[str, tuple[float, FederatedAlgor
         "SCAFFOLD I": (2, stored(scaffold, option="I")),
         "FedNova": (1, build(fednova)),
         "FedDyn": (1, stored(feddyn, alpha=0.1)),
-        "Mime": (3, build(mime)),
-        "MimeLite": (2, build(mime_lite)),
+        "Mime": (3, build(mime, momentum=0.9)),
+        "MimeLite": (2, build(mime_lite, momentum=0.9)),
         "FedAc": (1, fedac(loss_fn, cohort_size=clients, rates=rates)),
         "agnostic": (1 + FORWARD, stored(agnostic, mixture_learning_rate=0.01)),
         "APFL": (2, stored(apfl, mixing=0.5)),

@@ -39,7 +39,7 @@ AT_THE_END = (
     "FedAdam",
     "DiLoCo",
     *["Streaming DiLoCo", "PAPA", "PAPA-all", "EASGD"],
-    *["FedProx", "FedNova", "local SGD", "APFL", "Ditto", "Per-FedAvg", "Reptile"],
+    *["FedProx", "FedNova", "local SGD", "Reptile"],
 )
 
 

@@ -18,7 +18,7 @@ from fedpax.aggregators.codecs.update_coder import UpdateCoder
 from fedpax.aggregators.sent import mark_sent
 from fedpax.primitives import federated_broadcast, federated_map, federated_mean, federated_sum
 from fedpax.primitives.layout import explicit_axis, mesh_axis, unplaced_aval
-from fedpax.primitives.placement import Placement, resolve_placement
+from fedpax.primitives.placement import Placement, active_placements, resolve_placement
 
 
 class CompressedMeanState(NamedTuple):
@@ -132,7 +132,7 @@ def compressed_mean(
         placement = resolve_placement("compressed_mean", None).placement
         types = [unplaced_aval(jax.typeof(leaf)) for leaf in leaves]
         round_key = jax.random.fold_in(jax.random.key(seed), state.round)
-        coder = UpdateCoder(codec, round_key, types, _model_axes(placement))
+        coder = UpdateCoder(codec, round_key, types, _model_axes())
         gathers = _gathers_words(codec, types, placement)
 
         def send(
@@ -176,11 +176,12 @@ def _indices(placement: Placement) -> Int[Array, " participants"]:
     return jnp.arange(placement.size, dtype=jnp.int32)
 
 
-def _model_axes(placement: Placement) -> tuple[str, ...]:
-    """Return the mesh axes other than the placement's, without manual ones."""
+def _model_axes() -> tuple[str, ...]:
+    """Return the mesh axes that bear no placement's name, without manual ones."""
     mesh = jax.sharding.get_abstract_mesh()
+    placements = {active.placement.name for active in active_placements()}
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return tuple(n for n, kind in kinds if n != placement.name and kind != AxisType.Manual)
+    return tuple(n for n, kind in kinds if n not in placements and kind != AxisType.Manual)
 
 
 def _gathers_words(codec: Codec, types: list[Any], placement: Placement) -> bool:

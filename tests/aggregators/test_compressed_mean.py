@@ -330,6 +330,31 @@ def test_words_are_gathered_where_they_are_fewer_bits(participants, words):
         assert sent == 32
 
 
+def test_clients_of_islands_gather_words_within_their_island():
+    aggregator = compressed_mean(codecs.sign())
+
+    @jax.jit
+    @fedpax.program(islands=2, clients=4)
+    def average(x):
+        def island(x):
+            state = CompressedMeanState(jnp.int32(0), None)
+            return aggregator.aggregate(state, x, None)[0]
+
+        return fedpax.federated_map(island, x, placement="islands")
+
+    x = draw(2, 4, 512, 256)
+    mesh = jax.make_mesh((2, 4), ("islands", "clients"))
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, NamedSharding(mesh, P("islands", "clients")))
+        compiled = average.lower(placed).compile()
+        got = compiled(placed)
+    found = collectives(compiled.as_text(), mesh)
+    assert {(c.kind, c.axes) for c in found} == {("all-gather", ("clients",))}
+    # One block of 512 entries for each of 256 columns.
+    scale = np.abs(x).mean(2, keepdims=True)
+    np.testing.assert_allclose(got, np.mean(np.copysign(scale, x), axis=1), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.slow
 def test_a_tpu_pads_no_words(tpu_devices):
     """The words of a large parameter fill the tiles of 128 lanes; nothing else is sent."""

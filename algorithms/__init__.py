@@ -9,8 +9,11 @@ from fedpax.algorithms.branch_train_merge import (
     ensemble_log_likelihood,
 )
 from fedpax.algorithms.data_parallel import data_parallel
+from fedpax.algorithms.decoupled_diloco import decoupled_diloco
 from fedpax.algorithms.diloco import diloco
+from fedpax.algorithms.directional_mean import directional_mean
 from fedpax.algorithms.ditto import ditto
+from fedpax.algorithms.eager_diloco import eager_diloco
 from fedpax.algorithms.easgd import easgd
 from fedpax.algorithms.fedac import FedAcRates, fedac, fedac_i, fedac_ii
 from fedpax.algorithms.fedasync import fedasync
@@ -47,8 +50,11 @@ __all__ = [
     "cached_prior",
     "choose_cluster",
     "data_parallel",
+    "decoupled_diloco",
     "diloco",
+    "directional_mean",
     "ditto",
+    "eager_diloco",
     "easgd",
     "ensemble_log_likelihood",
     "fedac",

@@ -9,6 +9,7 @@ from fedpax.simulation.distributions import (
     transfer_seconds,
     uniform,
 )
+from fedpax.simulation.fragment_syncs import FragmentSyncs, fragment_syncs
 from fedpax.simulation.goodput import (
     Cluster,
     Failures,
@@ -30,6 +31,7 @@ __all__ = [
     "Cluster",
     "Distribution",
     "Failures",
+    "FragmentSyncs",
     "Goodput",
     "IslandArrivals",
     "Trace",
@@ -40,6 +42,7 @@ __all__ = [
     "draw_trace",
     "dynamic_local_steps",
     "exponential",
+    "fragment_syncs",
     "island_arrivals",
     "load_trace",
     "lognormal",

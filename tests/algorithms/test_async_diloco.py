@@ -23,6 +23,9 @@ from fedpax.simulation import (
     lognormal,
 )
 
+# On one worker, where each method is compiled once for all of these tests.
+pytestmark = pytest.mark.xdist_group("async_diloco")
+
 ISLANDS, ROUNDS, RATE, ETA, BETA = 4, 6, 0.05, 0.6, 0.8
 
 

@@ -24,6 +24,9 @@ from fedpax.algorithms import (
 from fedpax.clients import ArrivalOrder, Arrivals
 from fedpax.simulation import Trace, buffered_arrivals, constant, draw_trace, lognormal
 
+# On one worker, where each method is compiled once for all of these tests.
+pytestmark = pytest.mark.xdist_group("fedbuff")
+
 RATE, BUFFER, LONGEST, ROUNDS = 0.2, 4, 3, 9
 
 
@@ -176,7 +179,9 @@ def test_a_staler_update_than_the_longest_is_left_out():
     assert metrics["staleness"] == 0
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    "kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)]
+)
 def test_a_mesh_gives_the_same_with_one_all_reduce(kind):
     algorithm, step = buffered()
     rounds = cohorts(random_rounds(3, BUFFER), Arrivals(random_staleness(3)))

@@ -1,0 +1,278 @@
+"""Decoupled DiLoCo: islands that no other island can stop, merged by a quorum."""
+
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Float, Int
+
+from fedpax.aggregators import Aggregator
+from fedpax.algorithms.directional_mean import directional_mean
+from fedpax.algorithms.fragments import Fragment, FragmentFn, make_fragments
+from fedpax.algorithms.local_steps import local_steps, subtract, valid_steps
+from fedpax.algorithms.streaming_diloco import StreamingDiLoCoState, streaming_diloco
+from fedpax.clients import Syncs
+from fedpax.clients.cohort import Cohort, check_cohort
+from fedpax.primitives import federated_map, federated_mean, federated_sum, program
+from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+
+
+class _Totals(NamedTuple):
+    """The sums of an island's metrics over its steps, and the number of these steps."""
+
+    metrics: Metrics
+    steps: Float[Array, ""]
+
+
+def decoupled_diloco(
+    loss_fn: LossFn,
+    *,
+    islands: int,
+    inner_optimizer: optax.GradientTransformation,
+    outer_optimizer: optax.GradientTransformation | None = None,
+    fragments: int | FragmentFn = 1,
+    delay: int = 0,
+    aggregator: Aggregator | None = None,
+) -> FederatedAlgorithm:
+    """Merge one fragment of the model at a time, from the islands that are there.
+
+    A syncer holds the outer model x. When it merges fragment p, island i has done c_i steps since
+    its last part in a merge of p, on t_i tokens. With w_i = t_i^2 / c_i, and w_i = 0 for an island
+    that is down or has sent nothing,
+
+        Delta_i = x_p - y_ip;   Delta = merge(w, Delta);   x_p <- Outer_p(x_p, Delta),
+
+    and each island that is up takes the new x_p `delay` steps after it has sent y_ip. `merge` is
+    the `directional_mean`, which averages embeddings plainly. An island that comes back takes the
+    whole outer model, and keeps its inner optimizer's state, as from a checkpoint of its own.
+
+    A round merges each fragment once. Who takes part, with which weight and after how many steps,
+    is data, `cohort.schedule`: `fedpax.simulation.fragment_syncs` computes it from the islands'
+    speeds and failures, a quorum and a grace window. The same compiled round runs for any set of
+    live islands. Without a schedule, all islands are equally fast and none fails: this is
+    `streaming_diloco` with the same aggregator, and with one fragment `diloco`.
+
+    The paper's tau of 2 steps may reach over several merges. Here the transfer of a fragment ends
+    before the next one begins: `delay` is below the number of steps between merges. An island that
+    takes fewer than all of these steps sends before its last `delay` ones or at its end.
+
+    Compile time grows with P: a round has 2 P loops of inner steps (P without delay).
+
+    Args:
+        loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
+        islands: number of islands.
+        inner_optimizer: any optax optimizer; the paper uses AdamW.
+        outer_optimizer: any optax optimizer, applied to each fragment with a state of its own.
+            Default None: as in `streaming_diloco`, SGD with Nesterov momentum, learning rate 0.4,
+            momentum 0.9. The paper's values are not known here.
+        fragments: P, or a function `(path, leaf) -> fragment`, as in `streaming_diloco`. Default 1:
+            the whole model. The paper has 24.
+        delay: tau, number of inner steps between sending a fragment and taking the merged one, as
+            in `streaming_diloco`. Default 0: nothing overlaps.
+        aggregator: merges the Delta_i, with a state per fragment. Default None: `directional_mean`.
+
+    Returns:
+        `init(params)` and `round(state, cohort)`; the state is that of `streaming_diloco`. The
+        leaves of `cohort.batches` are `[islands, P * S, batch, ...]`: for each merge the S steps
+        that an island may take before it, `max_steps_per_sync` of the schedule. With a schedule,
+        `cohort.num_examples` and `cohort.num_steps` are not used. Metrics, all float32 scalars:
+        `"loss"` and the metrics of `loss_fn`, averaged over all steps; with a schedule
+        `"participants"`, the islands in a merge, averaged over merges; and the aggregator's.
+
+    Raises:
+        TypeError: a setting has another type; in a round, the schedule has another type.
+        ValueError: as in `streaming_diloco`; in a round, a schedule for another number of
+            fragments.
+
+    Example:
+        >>> import fedpax
+        >>> loss_fn = lambda w, x: (jnp.mean((w - x) ** 2), {})
+        >>> algorithm = decoupled_diloco(
+        ...     loss_fn,
+        ...     islands=3,
+        ...     inner_optimizer=optax.sgd(0.5),
+        ...     outer_optimizer=optax.sgd(1.0),
+        ...     aggregator=fedpax.aggregators.mean(),
+        ... )
+        >>> state, step = algorithm.init(jnp.float32(0.0)), jax.jit(algorithm.round)
+        >>> batches = jnp.array([[[1.0]], [[5.0]], [[9.0]]])  # y_i is the example
+        >>> up = jnp.array([[True], [True], [False]])  # the third island is down
+        >>> syncs = fedpax.clients.Syncs(
+        ...     num_steps=up.astype(int), weights=3.0 * up, receives=up, rejoins=~up & False
+        ... )
+        >>> state, metrics = step(state, fedpax.Cohort(batches, schedule=syncs))
+        >>> state.params.item(), state.local_params.tolist(), metrics["participants"].item()
+        (3.0, [3.0, 3.0, 0.0], 2.0)
+
+    Reference:
+        Douillard et al., Decoupled DiLoCo for Resilient Distributed Pre-training, arXiv:2604.21428.
+    """
+    outer = (
+        optax.sgd(0.4, momentum=0.9, nesterov=True) if outer_optimizer is None else outer_optimizer
+    )
+    merge = directional_mean() if aggregator is None else aggregator
+    synchronous = streaming_diloco(
+        loss_fn,
+        islands=islands,
+        inner_optimizer=inner_optimizer,
+        outer_optimizer=outer,
+        fragments=fragments,
+        delay=delay,
+        aggregator=merge,
+    )
+
+    def take_inner_steps(
+        state: StreamingDiLoCoState, batches: chex.ArrayTree, num_steps: Int[Array, " islands"]
+    ) -> tuple[StreamingDiLoCoState, _Totals]:
+        def inner_steps(
+            params: Params,
+            inner_state: optax.OptState,
+            batches: chex.ArrayTree,
+            num_steps: Int[Array, ""],
+        ) -> tuple[Params, optax.OptState, _Totals]:
+            params, inner_state, metrics = local_steps(
+                loss_fn, inner_optimizer, params, inner_state, batches, num_steps
+            )
+            taken = jnp.sum(valid_steps(batches, num_steps), dtype=jnp.float32)
+            return params, inner_state, _Totals(jax.tree.map(lambda m: taken * m, metrics), taken)
+
+        params, inner_state, totals = federated_map(
+            inner_steps, state.local_params, state.inner_optimizer_state, batches, num_steps
+        )
+        return state._replace(local_params=params, inner_optimizer_state=inner_state), totals
+
+    def send(
+        state: StreamingDiLoCoState, p: int, fragment: Fragment, weights: Float[Array, " islands"]
+    ) -> tuple[Params, StreamingDiLoCoState, Metrics]:
+        """Merge fragment p of the islands' outer gradients."""
+        x = fragment.take(state.params)
+        gradients = federated_map(lambda y: subtract(x, fragment.take(y)), state.local_params)
+        delta, own, metrics = merge.aggregate(state.aggregator_state[p], gradients, weights)
+        states = _with_entry(state.aggregator_state, p, own)
+        return delta, state._replace(aggregator_state=states), metrics
+
+    def receive(
+        state: StreamingDiLoCoState,
+        p: int,
+        fragment: Fragment,
+        delta: Params,
+        participants: Float[Array, ""],
+        receives: Bool[Array, " islands"],
+    ) -> StreamingDiLoCoState:
+        """Step fragment p of the outer model, and give it to the islands that are up."""
+        x, outer_state = fragment.take(state.params), state.outer_optimizer_state[p]
+        updates, stepped = outer.update(delta, outer_state, x)
+        # Without a participant nothing moves, not even by momentum.
+        x, outer_state = jax.tree.map(
+            lambda new, old: jnp.where(participants > 0, new, old),
+            (optax.apply_updates(x, updates), stepped),
+            (x, outer_state),
+        )
+
+        def take(y: Params, takes: Bool[Array, ""]) -> Params:
+            return _select(takes, fragment.put(y, x), y)
+
+        return state._replace(
+            params=fragment.put(state.params, x),
+            outer_optimizer_state=_with_entry(state.outer_optimizer_state, p, outer_state),
+            local_params=federated_map(take, state.local_params, receives),
+        )
+
+    @program(islands=islands)
+    def scheduled_round(
+        state: StreamingDiLoCoState, cohort: Cohort
+    ) -> tuple[StreamingDiLoCoState, Metrics]:
+        check_cohort("decoupled_diloco", cohort, islands, Syncs)
+        parts = make_fragments(fragments, state.params)
+        most = _steps_per_merge(cohort, len(parts), delay)
+        totals: list[_Totals] = []
+        present: list[Float[Array, ""]] = []
+        reports: list[Metrics] = []
+        for p, fragment in enumerate(parts):
+            num_steps, weights, receives, rejoins = _merge_of(cohort.schedule, p)
+            x = state.params
+            local_params = federated_map(
+                lambda y, back, x=x: _select(back, x, y), state.local_params, rejoins
+            )
+            state = state._replace(local_params=local_params)
+
+            begin, pause, end = p * most, (p + 1) * most - delay, (p + 1) * most
+            state, total = take_inner_steps(state, _steps(cohort, begin, pause), num_steps)
+            totals.append(total)
+            delta, state, report = send(state, p, fragment, weights)
+            reports.append(report)
+            participants = federated_sum(
+                federated_map(lambda w: (w > 0).astype(jnp.float32), weights)
+            )
+            present.append(participants)
+            if delay:  # nothing here needs delta
+                rest = federated_map(lambda n: jnp.maximum(n - (most - delay), 0), num_steps)
+                state, total = take_inner_steps(state, _steps(cohort, pause, end), rest)
+                totals.append(total)
+            state = receive(state, p, fragment, delta, participants, receives)
+
+        # Reduced once, after the last transfer, as in streaming_diloco.
+        state, totals = jax.lax.optimization_barrier((state, totals))
+        averages, steps = federated_map(_average, totals)
+        metrics = federated_mean(averages, steps)
+        metrics |= {"participants": sum(present) / len(present)}
+        return state, metrics | jax.tree.map(lambda *m: sum(m) / len(m), *reports)
+
+    def decoupled_diloco_round(
+        state: StreamingDiLoCoState, cohort: Cohort
+    ) -> tuple[StreamingDiLoCoState, Metrics]:
+        if isinstance(cohort, Cohort) and cohort.schedule is not None:
+            return scheduled_round(state, cohort)
+        return synchronous.round(state, cohort)
+
+    return FederatedAlgorithm(synchronous.init, decoupled_diloco_round)
+
+
+def _steps_per_merge(cohort: Cohort, num_fragments: int, delay: int) -> int:
+    """Return the number of batches of an island between two merges."""
+    found = jnp.shape(cohort.schedule.num_steps)[1:]
+    num_steps = jax.tree.leaves(cohort.batches)[0].shape[1]
+    if found != (num_fragments,):
+        raise ValueError(
+            f"decoupled_diloco: cohort.schedule has arrays [islands, {', '.join(map(str, found))}],"
+            f" expected [islands, {num_fragments}]: the model has {num_fragments} fragments. Pass "
+            f"num_fragments={num_fragments} to fedpax.simulation.fragment_syncs."
+        )
+    if num_steps % num_fragments or delay >= num_steps // num_fragments:
+        raise ValueError(
+            f"decoupled_diloco: a round has {num_steps} steps for {num_fragments} fragments and a "
+            f"delay of {delay}, expected a multiple of {num_fragments} and more than delay for "
+            "each. Give cohort.batches num_fragments * max_steps_per_sync steps (axis 1)."
+        )
+    return num_steps // num_fragments
+
+
+def _merge_of(schedule: Syncs, p: int) -> Syncs:
+    """Return the schedule of the merge of fragment p: arrays `[islands]`."""
+    return Syncs(*(federated_map(lambda row: row[p], jnp.asarray(array)) for array in schedule))
+
+
+def _steps(cohort: Cohort, start: int, stop: int) -> chex.ArrayTree:
+    """Return the batches of some steps, placed."""
+    return federated_map(
+        lambda batches: jax.tree.map(lambda batch: batch[start:stop], batches), cohort.batches
+    )
+
+
+def _average(totals: list[_Totals]) -> tuple[Metrics, Float[Array, ""]]:
+    """Average an island's metrics over its steps, and return their number."""
+    steps = sum(total.steps for total in totals)
+    return jax.tree.map(
+        lambda *values: sum(values) / jnp.maximum(steps, 1),
+        *[total.metrics for total in totals],
+    ), steps
+
+
+def _select(condition: Bool[Array, ""], new: Params, old: Params) -> Params:
+    return jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)
+
+
+def _with_entry(entries: tuple[Any, ...], index: int, value: Any) -> tuple[Any, ...]:
+    return (*entries[:index], value, *entries[index + 1 :])

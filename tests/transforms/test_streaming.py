@@ -1,6 +1,7 @@
 """A streamed program computes what plain JAX computes."""
 
 import functools
+import itertools
 import subprocess
 import sys
 
@@ -54,7 +55,23 @@ print(run.memory_analysis().temp_size_in_bytes)
     assert int(found.stdout) < 64 * 1000 * 4
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+# Programs with server arrays, control flow or calls between maps, for the partitioner to lay out.
+ON_AUTOMATIC = [
+    *["two_phases", "elementwise_between", "server_arrays_between", "rounds_in_a_scan"],
+    *["values_per_participant", "gradient_inside", "under_a_condition", "behind_calls"],
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "current_mesh"),
+    cases(
+        PROGRAMS,
+        MESHES,
+        fast={*itertools.product(PROGRAMS, ["explicit"])}
+        | {*itertools.product(ON_AUTOMATIC, ["automatic"])},
+    ),
+    indirect=["current_mesh"],
+)
 def test_programs_on_every_mesh(name, current_mesh):
     close(federated(name)(W, X, WEIGHTS), expected(name))
 

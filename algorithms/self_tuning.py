@@ -1,12 +1,12 @@
 """Self-tuning: a method that learns its hyperparameters by gradient while it trains."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 
@@ -123,7 +123,7 @@ def self_tuning(
     _check(hyperparameters, tuning_steps)
 
     def init(params: Params) -> SelfTuningState:
-        log = {name: jnp.float32(np.log(value)) for name, value in hyperparameters.items()}
+        log = {name: jnp.float32(math.log(value)) for name, value in hyperparameters.items()}
         algorithm_state = make_algorithm(jax.tree.map(jnp.exp, log)).init(params)
         return SelfTuningState(algorithm_state, log, optimizer.init(log))
 

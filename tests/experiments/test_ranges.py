@@ -18,7 +18,7 @@ from fedpax.experiments.ranges import COUNT, check_ranges
 ANY_INTEGER = {"seed"}
 MAY_BE_ZERO = {
     *("warmup_steps", "final_lr_ratio", "b1", "b2", "momentum", "weight_decay", "sigma"),
-    *("z_loss_weight", "load_balance_weight"),
+    *("z_loss_weight", "load_balance_weight", "delay", "mixing"),
     *("evaluate_every", "checkpoint_every", "num_experts", "rank"),
 }
 

@@ -1,5 +1,6 @@
 """Streaming DiLoCo: islands that synchronize fragment by fragment while they train."""
 
+import functools
 from typing import Any, NamedTuple, TypeAlias
 
 import chex
@@ -266,7 +267,7 @@ def _average(reports: list[Report]) -> Metrics:
 
 
 def _mean(*values: jax.Array) -> jax.Array:
-    return sum(values) / len(values)
+    return functools.reduce(jnp.add, values) / len(values)
 
 
 def _with_entry(entries: tuple[Any, ...], index: int, value: Any) -> tuple[Any, ...]:

@@ -11,6 +11,7 @@ from method_problem import Method, Rates, loss_fn
 
 from fedpax.algorithms import (
     branch_train_merge,
+    eager_diloco,
     easgd,
     noloco,
     papa,
@@ -77,6 +78,22 @@ ISLAND_METHODS = {
             mixing=0.0,
         ),
         lambda x, rounds, _, r: numpy_methods.diloco(x, rounds, _adam(r.local)[1], r.server, 0.8),
+    ),
+    "Eager DiLoCo": Method(
+        "islands",
+        Rates(0.01, 0.5),
+        lambda islands, r: eager_diloco(
+            loss_fn,
+            islands=islands,
+            inner_optimizer=_adam(r.local)[0],
+            outer_optimizer=optax.sgd(r.server, momentum=0.8, nesterov=True),
+        ),
+        lambda x, rounds, _, r: reference.eager_diloco(
+            x,
+            rounds,
+            _adam(r.local)[1],
+            numpy_methods.momentum(r.server, 0.8, nesterov=True),
+        ),
     ),
     "PAPA": _method(
         papa,

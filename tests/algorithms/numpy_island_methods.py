@@ -77,6 +77,28 @@ def branch_train_merge(x: Tree, rounds: Sequence[Tree], optimizer: Optimizer) ->
     return history
 
 
+def eager_diloco(
+    x: Tree, rounds: Sequence[Tree], inner: Optimizer, outer: Optimizer
+) -> list[Round]:
+    """Step along one's own new outer gradient and the others' last ones, each divided by M."""
+    n = len(rounds[0]["label"])
+    population, history = Population(x, n, inner), []
+    last: list[Any] = [each(np.zeros_like, x)] * n
+    states = [outer.init(x)] * n
+    for batches in rounds:
+        models = population.models
+        trained, metrics = population.train(batches)
+        fresh = [each(np.subtract, m, y) for m, y in zip(models, trained, strict=True)]
+        moved = []
+        for i in range(n):
+            used = [fresh[j] if j == i else last[j] for j in range(n)]
+            model, states[i] = outer.step(models[i], mean(used), states[i])
+            moved.append(model)
+        population.models, last = moved, fresh
+        history.append((mean(moved), metrics))
+    return history
+
+
 def noloco(
     x: Tree,
     rounds: Sequence[Tree],

@@ -1,0 +1,168 @@
+"""Eager DiLoCo: islands that do not wait for an average, and use their own progress at once."""
+
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Int
+
+from fedpax.aggregators import Aggregator, mean
+from fedpax.algorithms.local_steps import local_steps, participant_weights, subtract
+from fedpax.algorithms.population import population_mean
+from fedpax.clients.cohort import Cohort, check_cohort
+from fedpax.primitives import federated_broadcast, federated_map, federated_mean, program
+from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+
+
+class EagerDiLoCoState(NamedTuple):
+    """The state of eager DiLoCo.
+
+    Attributes:
+        local_params: each island's outer model x_i, placed.
+        outer_gradient: each island's outer gradient of the last round, placed; sent in the next.
+        outer_optimizer_state: each island's state of the outer optimizer, placed.
+        inner_optimizer_state: each island's state of the inner optimizer, placed.
+        aggregator_state: the state of the aggregator.
+    """
+
+    local_params: Params
+    outer_gradient: Params
+    outer_optimizer_state: optax.OptState
+    inner_optimizer_state: optax.OptState
+    aggregator_state: chex.ArrayTree
+
+    @property
+    def params(self) -> Params:
+        """The mean of the islands' outer models, computed when it is read."""
+        return population_mean(self.local_params)
+
+
+def eager_diloco(
+    loss_fn: LossFn,
+    *,
+    islands: int,
+    inner_optimizer: optax.GradientTransformation,
+    outer_optimizer: optax.GradientTransformation | None = None,
+    aggregator: Aggregator | None = None,
+) -> FederatedAlgorithm:
+    """Train as DiLoCo does, and hide the average of a round behind the inner steps of the next one.
+
+    In round t, island i starts to average the outer gradients of round t - 1, and takes its H inner
+    steps from x_i to y_i meanwhile. Its outer step uses its own outer gradient of now and those of
+    the M - 1 others of before:
+
+        Delta_i^t = x_i - y_i;
+        x_i <- Outer_i(x_i, mean_j Delta_j^(t-1) + (Delta_i^t - Delta_i^(t-1)) / M).
+
+    A transfer has a whole inner phase to complete. Every outer gradient of every island reaches all
+    islands, so that their models differ by less than one round's outer gradients, for an outer
+    optimizer that is linear, such as SGD with Nesterov momentum. In the first round the gradients
+    of before are 0. With one island this is `diloco`.
+
+    `state.params` is the mean of the islands' models. It is a property, computed when it is read,
+    and not part of checkpoints.
+
+    Args:
+        loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
+        islands: number of islands, M.
+        inner_optimizer: any optax optimizer; the paper uses AdamW.
+        outer_optimizer: any optax optimizer; each island has a state of it. Default None: SGD with
+            Nesterov momentum, learning rate 0.4 and momentum 0.9.
+        aggregator: combines the islands' outer gradients of the last round. Default None: their
+            mean in float32.
+
+    Returns:
+        `init(params)` and `round(state, cohort)`. The leaves of `cohort.batches` are
+        `[islands, H, batch, ...]`. Islands count equally. Metrics, all float32 scalars: `"loss"`
+        and the metrics of `loss_fn`, averaged over inner steps and islands, and the aggregator's.
+
+    Raises:
+        TypeError: `islands` is not an int; the argument of a round is not a `fedpax.Cohort`.
+        ValueError: `islands` below 1; in a round, batches without an axis of size `islands`.
+
+    Example:
+        >>> import fedpax
+        >>> loss_fn = lambda w, x: (jnp.mean((w - x) ** 2), {})
+        >>> algorithm = eager_diloco(
+        ...     loss_fn, islands=2, inner_optimizer=optax.sgd(0.5), outer_optimizer=optax.sgd(1.0)
+        ... )
+        >>> state = algorithm.init(jnp.float32(0.0))
+        >>> cohort = fedpax.Cohort(jnp.array([[[1.0]], [[5.0]]]))  # y_i is 1 and 5
+        >>> state, metrics = jax.jit(algorithm.round)(state, cohort)
+        >>> state.local_params.tolist()  # half of its own progress, nothing of the other's yet
+        [0.5, 2.5]
+
+    Reference:
+        Kale et al., Eager Updates For Overlapped Communication and Computation in DiLoCo,
+        arXiv:2502.12996, algorithm of eager updates.
+    """
+    outer = (
+        optax.sgd(0.4, momentum=0.9, nesterov=True) if outer_optimizer is None else outer_optimizer
+    )
+    combine = mean() if aggregator is None else aggregator
+
+    @program(islands=islands)
+    def init(params: Params) -> EagerDiLoCoState:
+        models = federated_broadcast(params)
+        return EagerDiLoCoState(
+            models,
+            federated_map(lambda x: jax.tree.map(jnp.zeros_like, x), models),
+            federated_map(outer.init, models),
+            federated_map(inner_optimizer.init, models),
+            combine.init(params),
+        )
+
+    @program(islands=islands)
+    def eager_diloco_round(
+        state: EagerDiLoCoState, cohort: Cohort
+    ) -> tuple[EagerDiLoCoState, Metrics]:
+        check_cohort("eager_diloco", cohort, islands)
+        # The transfer starts here ...
+        average, aggregator_state, reported = combine.aggregate(
+            state.aggregator_state, state.outer_gradient, None
+        )
+
+        def inner_steps(
+            x: Params,
+            inner_state: optax.OptState,
+            batches: chex.ArrayTree,
+            num_steps: Int[Array, ""] | None,
+        ) -> tuple[Any, optax.OptState, Metrics]:
+            y, inner_state, metrics = local_steps(
+                loss_fn, inner_optimizer, x, inner_state, batches, num_steps
+            )
+            return subtract(x, y), inner_state, metrics
+
+        fresh, inner_state, metrics = federated_map(
+            inner_steps,
+            state.local_params,
+            state.inner_optimizer_state,
+            cohort.batches,
+            cohort.num_steps,
+        )
+
+        # ... and is used here.
+        def outer_step(
+            x: Params, fresh: Params, stale: Params, outer_state: optax.OptState
+        ) -> tuple[Any, optax.OptState]:
+            gradient = jax.tree.map(
+                lambda a, new, old: a + (new - old) / islands, average, fresh, stale
+            )
+            updates, outer_state = outer.update(gradient, outer_state, x)
+            return optax.apply_updates(x, updates), outer_state
+
+        models, outer_state = federated_map(
+            outer_step,
+            state.local_params,
+            fresh,
+            state.outer_gradient,
+            state.outer_optimizer_state,
+        )
+        after = EagerDiLoCoState(models, fresh, outer_state, inner_state, aggregator_state)
+        # Last: the compiler would combine a reduction beside the transfer with it.
+        after, metrics = jax.lax.optimization_barrier((after, metrics))
+        return after, federated_mean(metrics, participant_weights(cohort)) | reported
+
+    return FederatedAlgorithm(init, eager_diloco_round)

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from overlap import check_overlap, transfers
 
 from fedpax import Cohort
-from fedpax.algorithms import streaming_diloco
+from fedpax.algorithms import eager_diloco, streaming_diloco
 from fedpax.parallel.mesh import make_mesh
 from fedpax.training.shardings import state_shardings
 
@@ -24,10 +24,9 @@ def loss_fn(params, batch):
     return jnp.mean(x**2), {}
 
 
-def compiled_text(devices, islands, width):
-    """Compile a round of blocks of four steps, two of which each transfer may take."""
-    mesh = make_mesh(devices=devices, islands=islands, fsdp=-1)
-    algorithm = streaming_diloco(
+def streaming(islands):
+    """Make a method whose blocks have four steps, two of which each transfer may take."""
+    return streaming_diloco(
         loss_fn,
         islands=islands,
         inner_optimizer=optax.adamw(1e-3),
@@ -35,6 +34,11 @@ def compiled_text(devices, islands, width):
         delay=DELAY,
         mixing=0.5,
     )
+
+
+def compiled_text(algorithm, devices, islands, width):
+    """Compile a round for TPU slices, an island on each."""
+    mesh = make_mesh(devices=devices, islands=islands, fsdp=-1)
 
     def typed(shape, *axes):
         sharding = NamedSharding(mesh, P(*axes))
@@ -87,7 +91,7 @@ def compiled_text(devices, islands, width):
     ],
 )
 def test_each_fragment_is_sent_under_its_local_steps(tpu_devices, topology, slices, width):
-    text = compiled_text(tpu_devices(topology, slices), slices, width)
+    text = compiled_text(streaming(slices), tpu_devices(topology, slices), slices, width)
     check_overlap(text, FRAGMENTS)
 
 
@@ -98,8 +102,18 @@ def test_metrics_beside_the_last_transfer_would_expose_it(
 ):
     """The negative control: without the barrier the metrics join the last fragment's transfer."""
     monkeypatch.setattr(jax.lax, "optimization_barrier", lambda values: values)
-    text = compiled_text(tpu_devices(topology, 2), 2, width)
+    text = compiled_text(streaming(2), tpu_devices(topology, 2), 2, width)
     found, loops = transfers(text)
     assert loops == 2 * FRAGMENTS and len(found) >= FRAGMENTS
     with pytest.raises(AssertionError):
         check_overlap(text, FRAGMENTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2", "v5p:2x2x1"])
+def test_eager_diloco_sends_under_its_whole_inner_phase(tpu_devices, topology):
+    algorithm = eager_diloco(loss_fn, islands=2, inner_optimizer=optax.adamw(1e-3))
+    found, loops = transfers(compiled_text(algorithm, tpu_devices(topology, 2), 2, 512))
+    assert loops == 1
+    assert {(t.started, t.completed) for t in found} == {(0, 1), (1, 1)}, found  # (1, 1): metrics
+    assert sum(t.started == 1 for t in found) == 1

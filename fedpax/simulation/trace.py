@@ -1,14 +1,15 @@
 """Trace: the speeds, transfers, failures, returns and arrivals of a population."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Float64
+from numpy.typing import ArrayLike
 
 from fedpax.simulation.distributions import Distribution, constant
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, init=False)
 class Trace:
     """How fast the participants of a population are, and when each is down.
 
@@ -37,15 +38,19 @@ class Trace:
     """
 
     seconds_per_step: Float64[np.ndarray, " participants"]
-    seconds_to_receive: Float64[np.ndarray, " participants"] = None  # type: ignore[assignment]
-    seconds_to_send: Float64[np.ndarray, " participants"] = None  # type: ignore[assignment]
-    downtimes: Float64[np.ndarray, "participants number 2"] = field(
-        default=None  # type: ignore[assignment]
-    )
+    seconds_to_receive: Float64[np.ndarray, " participants"]
+    seconds_to_send: Float64[np.ndarray, " participants"]
+    downtimes: Float64[np.ndarray, "participants number 2"]
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        seconds_per_step: ArrayLike,
+        seconds_to_receive: ArrayLike | None = None,
+        seconds_to_send: ArrayLike | None = None,
+        downtimes: ArrayLike | None = None,
+    ) -> None:
         """Convert the arrays, fill in the defaults, and check both."""
-        steps = np.asarray(self.seconds_per_step, np.float64)
+        steps = np.asarray(seconds_per_step, np.float64)
         if steps.ndim != 1 or not len(steps) or not np.all(np.isfinite(steps) & (steps > 0)):
             raise ValueError(
                 f"seconds_per_step has shape {list(steps.shape)}"
@@ -53,8 +58,8 @@ class Trace:
                 + ", expected one finite number above 0 per participant."
             )
         object.__setattr__(self, "seconds_per_step", steps)
-        for name in ("seconds_to_receive", "seconds_to_send"):
-            given = getattr(self, name)
+        transfers = {"seconds_to_receive": seconds_to_receive, "seconds_to_send": seconds_to_send}
+        for name, given in transfers.items():
             seconds = np.zeros_like(steps) if given is None else np.asarray(given, np.float64)
             if seconds.shape != steps.shape or not np.all(np.isfinite(seconds) & (seconds >= 0)):
                 raise ValueError(
@@ -62,8 +67,8 @@ class Trace:
                     "of at least 0: one per participant, as seconds_per_step."
                 )
             object.__setattr__(self, name, seconds)
-        given = self.downtimes
-        downtimes = np.zeros((len(steps), 0, 2)) if given is None else np.asarray(given, np.float64)
+        none = np.zeros((len(steps), 0, 2))
+        downtimes = none if downtimes is None else np.asarray(downtimes, np.float64)
         if downtimes.ndim != 3 or downtimes.shape[::2] != (len(steps), 2):
             raise ValueError(
                 f"downtimes has shape {list(downtimes.shape)}, expected [{len(steps)}, number, 2]: "

@@ -74,7 +74,7 @@ def load_trace(path: str | Path) -> Trace:
         with np.load(path) as arrays:
             if missing := {*FIELDS, "downtimes"} - set(arrays.files):
                 raise ValueError(f"{path} has no {min(missing)}. Write it with save_trace.")
-            return Trace(*(arrays[name] for name in FIELDS), arrays["downtimes"])
+            return Trace(**{name: arrays[name] for name in (*FIELDS, "downtimes")})
     entries = [
         _entry(path, number, line)
         for number, line in enumerate(path.read_text().splitlines(), start=1)
@@ -85,9 +85,9 @@ def load_trace(path: str | Path) -> Trace:
     for i, entry in enumerate(entries):
         for k, (start, end) in enumerate(entry["downtimes"]):
             downtimes[i, k] = start, np.inf if end is None else end
-    values = ([entry[name] for entry in entries] for name in FIELDS)
+    values = {name: np.array([entry[name] for entry in entries], np.float64) for name in FIELDS}
     try:
-        return Trace(*(np.array(value, np.float64) for value in values), downtimes)
+        return Trace(**values, downtimes=downtimes)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
@@ -110,7 +110,8 @@ def _entry(path: Path, number: int, line: str) -> dict[str, Any]:
             f"{path}, line {number}: expected an object with seconds_per_step and, if need be, "
             f"{', '.join(sorted(known - {'seconds_per_step'}))}. Name the fields so."
         )
-    entry = dict.fromkeys(FIELDS, 0.0) | {"downtimes": []} | entry
+    defaults: dict[str, Any] = {**dict.fromkeys(FIELDS, 0.0), "downtimes": []}
+    entry = defaults | entry
     if not all(isinstance(entry[name], int | float) for name in FIELDS) or not all(
         isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], int | float)
         for pair in entry["downtimes"]

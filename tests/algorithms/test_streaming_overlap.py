@@ -1,5 +1,8 @@
 """Transfers of Streaming DiLoCo hide behind local steps, by the scheduled text for TPU slices."""
 
+import math
+import re
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -9,11 +12,13 @@ from jax.sharding import PartitionSpec as P
 from overlap import check_overlap, transfers
 
 from fedpax import Cohort
+from fedpax.aggregators import codecs, compressed_mean
 from fedpax.algorithms import eager_diloco, streaming_diloco
 from fedpax.parallel.mesh import make_mesh
 from fedpax.training.shardings import state_shardings
 
 FRAGMENTS, DELAY, LAYERS = 3, 2, 4
+UNFUSED = {"xla_tpu_enable_async_collective_fusion_fuse_all_gather": "false"}
 
 
 def loss_fn(params, batch):
@@ -24,7 +29,7 @@ def loss_fn(params, batch):
     return jnp.mean(x**2), {}
 
 
-def streaming(islands):
+def streaming(islands, aggregator=None):
     """Make a method whose blocks have four steps, two of which each transfer may take."""
     return streaming_diloco(
         loss_fn,
@@ -33,10 +38,11 @@ def streaming(islands):
         fragments=FRAGMENTS,
         delay=DELAY,
         mixing=0.5,
+        aggregator=aggregator,
     )
 
 
-def compiled_text(algorithm, devices, islands, width):
+def compiled_text(algorithm, devices, islands, width, **options):
     """Compile a round for TPU slices, an island on each."""
     mesh = make_mesh(devices=devices, islands=islands, fsdp=-1)
 
@@ -70,7 +76,7 @@ def compiled_text(algorithm, devices, islands, width):
             donate_argnums=0,
             out_shardings=(shardings, NamedSharding(mesh, P())),
         )
-        return step.lower(state, cohort).compile().as_text()
+        return step.lower(state, cohort).compile(compiler_options=options).as_text()
 
 
 @pytest.mark.parametrize(
@@ -93,6 +99,23 @@ def compiled_text(algorithm, devices, islands, width):
 def test_each_fragment_is_sent_under_its_local_steps(tpu_devices, topology, slices, width):
     text = compiled_text(streaming(slices), tpu_devices(topology, slices), slices, width)
     check_overlap(text, FRAGMENTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("topology", "options"), [("v5e:2x2", UNFUSED), ("v6e:2x2", {}), ("v5p:2x2x1", {})]
+)
+def test_four_bits_are_sent_under_the_local_steps_too(tpu_devices, topology, options):
+    """Without the option, the compiler for v5e completes the first transfer before its steps."""
+    algorithm, width = streaming(2, compressed_mean(codecs.e3m0())), 512
+    text = compiled_text(algorithm, tpu_devices(topology, 2), 2, width, **options)
+    check_overlap(text, FRAGMENTS)
+    sent = re.findall(
+        r" = \(u32\[([\d,]+)\][^()]*(?:\([^()]*\)[^()]*)*, u32\[\], token\[\]\) send\(", text
+    )
+    words = sum(math.prod(map(int, shape.split(","))) for shape in sent)
+    bits = 32 * words / ((1 + LAYERS) * width**2 / 4)  # a device sends its quarter of the model
+    assert 4 < bits < 4.5
 
 
 @pytest.mark.slow

@@ -52,7 +52,8 @@ def squared_distances(updates: chex.ArrayTree) -> Float[Array, "participants par
         float32, a server value. Infinity for an update with a NaN or an infinity, or whose squared
         norm overflows.
     """
-    inner_products = sum(_inner_products(_transpose(x)) for x in jax.tree.leaves(updates))
+    first, *rest = [_inner_products(_transpose(x)) for x in jax.tree.leaves(updates)]
+    inner_products = sum(rest, first)
     squares = jnp.diagonal(inner_products)
     distances = squares[:, None] + squares[None, :] - (inner_products + inner_products.T)
     return jnp.where(jnp.isfinite(distances), jnp.maximum(distances, 0.0), jnp.inf)

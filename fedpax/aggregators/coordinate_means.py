@@ -1,5 +1,7 @@
 """Robust means by coordinate: the median and the trimmed mean."""
 
+from collections.abc import Callable
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -121,7 +123,11 @@ def median_of_sorted(
     return jnp.where(low == high, low, 0.5 * low + 0.5 * high)
 
 
-def _coordinate_mean(mean_of_sorted) -> Aggregator:
+def _coordinate_mean(
+    mean_of_sorted: Callable[[Float[Array, "participants ..."], Int[Array, ""]], jax.Array],
+) -> Aggregator:
+    """Make an aggregator from a function of the sorted values and the number of present ones."""
+
     def init(params: chex.ArrayTree) -> EmptyState:
         return EmptyState()
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int, Num
 
 from fedpax.aggregators.aggregator import Aggregator
@@ -159,10 +160,10 @@ def perturb(key: jax.Array, tree: chex.ArrayTree, stddev: float | jax.Array) -> 
     return jax.tree.unflatten(structure, noisy)
 
 
-def known_sharding(leaf: jax.Array) -> jax.sharding.NamedSharding | None:
-    """Return the sharding in an array's type, which explicit mesh axes have; else None."""
-    sharding = jax.typeof(leaf).sharding
-    return sharding if any(entry is not None for entry in sharding.spec) else None
+def known_sharding(leaf: jax.Array) -> P | None:
+    """Return the partition spec in an array's type, which explicit mesh axes have; else None."""
+    spec = jax.typeof(leaf).sharding.spec
+    return spec if any(entry is not None for entry in spec) else None
 
 
 def check_at_least(function: str, argument: str, value: float, least: float) -> None:

@@ -1,10 +1,11 @@
 """Masks of secure aggregation, which cancel in an integer sum modulo 2^32."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int, UInt32
 
 from fedpax.aggregators.gaussian_noise import known_sharding
@@ -48,9 +49,7 @@ def make_graph(key: jax.Array, participants: int, num_neighbors: int | None) -> 
     return MaskGraph(key, order, jnp.argsort(order), num_neighbors)
 
 
-def mask(
-    codes: Leaves, index: Int[Array, ""], graph: MaskGraph, here: Bool[Array, " n"]
-) -> tuple[Leaves, Leaves]:
+def mask(codes: Leaves, index: Int[Array, ""], graph: MaskGraph) -> Leaves:
     """Mask the codes of one participant. Inside a mapped function.
 
     With neighbours A(i), a pseudo-random vector p_ij that i and j share, and a vector p_ii of its
@@ -58,46 +57,80 @@ def mask(
 
         y_i = k_i + p_ii + sum_{j in A(i), j > i} p_ij - sum_{j in A(i), j < i} p_ij.
 
-    In the sum over present participants, the vectors of two present neighbours cancel. The server
-    recomputes the rest, from the seeds that the participants have shared secretly: p_ii of present
-    ones, and the p_ij between a present and an absent one.
+    In a sum over present participants, the vectors of two present neighbours cancel.
 
     Args:
         codes: uint32 arrays, k_i.
         index: i.
         graph: the pairs.
-        here: the participants that are present. Only the second result depends on it.
 
     Returns:
-        The masked codes y_i, and the part of the mask that does not cancel.
+        The masked codes y_i.
     """
-    n = graph.order.shape[0]
+    draw = _vectors(index, graph, [(code.shape, known_sharding(code)) for code in codes])
 
-    def vector(other: Int[Array, ""]) -> list[jax.Array]:
+    def add_neighbor(t: Int[Array, ""], masked: list[jax.Array]) -> list[jax.Array]:
+        return _add(masked, draw(_neighbor(index, t, graph)))
+
+    masked = _add(codes, draw(index))
+    return jax.lax.fori_loop(0, graph.num_neighbors, add_neighbor, masked)
+
+
+def left_over(
+    shapes: Sequence[tuple[tuple[int, ...], P | None]],
+    index: Int[Array, ""],
+    graph: MaskGraph,
+    here: Bool[Array, " n"],
+) -> Leaves:
+    """Recompute the part of a present participant's masks that does not cancel.
+
+    The server does this after it knows who is present, from the seeds that the participants have
+    shared secretly: p_ii, and the p_ij of absent neighbours.
+
+    Args:
+        shapes: shape and partition spec (None: not sharded) of each array of codes.
+        index: i.
+        graph: the pairs.
+        here: the participants that are present.
+
+    Returns:
+        uint32 arrays.
+    """
+    draw = _vectors(index, graph, shapes)
+
+    def add_absent(t: Int[Array, ""], left: list[jax.Array]) -> list[jax.Array]:
+        other = _neighbor(index, t, graph)
+        vectors = [jnp.where(here[other], jnp.zeros_like(p), p) for p in draw(other)]
+        return _add(left, vectors)
+
+    return jax.lax.fori_loop(0, graph.num_neighbors, add_absent, draw(index))
+
+
+def _neighbor(index: Int[Array, ""], t: Int[Array, ""], graph: MaskGraph) -> Int[Array, ""]:
+    """Return neighbour t: 1, -1, 2, -2, ... steps along the ring."""
+    n = graph.order.shape[0]
+    step = jnp.where(t % 2 == 0, t // 2 + 1, n - t // 2 - 1)
+    return graph.order[(graph.position[index] + step) % n]
+
+
+def _vectors(
+    index: Int[Array, ""],
+    graph: MaskGraph,
+    shapes: Sequence[tuple[tuple[int, ...], P | None]],
+) -> Callable[[Int[Array, ""]], list[jax.Array]]:
+    """Return the function j -> p_ij for j >= i, and -p_ij for j < i."""
+
+    def draw(other: Int[Array, ""]) -> list[jax.Array]:
         pair = jax.random.fold_in(graph.key, jnp.minimum(index, other))
         pair = jax.random.fold_in(pair, jnp.maximum(index, other))
-        return [
-            jax.random.bits(
-                jax.random.fold_in(pair, leaf),
-                code.shape,
-                jnp.uint32,
-                out_sharding=known_sharding(code),
-            )
-            for leaf, code in enumerate(codes)
+        vectors = [
+            jax.random.bits(jax.random.fold_in(pair, i), shape, jnp.uint32, out_sharding=spec)
+            for i, (shape, spec) in enumerate(shapes)
         ]
+        return [jnp.where(other >= index, p, -p) for p in vectors]
 
-    def add_neighbor(
-        t: Int[Array, ""], carry: tuple[list[jax.Array], list[jax.Array]]
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
-        masked, left = carry
-        # Steps 1, -1, 2, -2, ... along the ring; for an odd number the last one is n / 2.
-        step = jnp.where(t % 2 == 0, t // 2 + 1, n - t // 2 - 1)
-        other = graph.order[(graph.position[index] + step) % n]
-        shared = [jnp.where(other > index, p, -p) for p in vector(other)]
-        masked = [m + p for m, p in zip(masked, shared, strict=True)]
-        left = [jnp.where(here[other], u, u + p) for u, p in zip(left, shared, strict=True)]
-        return masked, left
+    return draw
 
-    own = vector(index)
-    masked = [code + p for code, p in zip(codes, own, strict=True)]
-    return jax.lax.fori_loop(0, graph.num_neighbors, add_neighbor, (masked, own))
+
+def _add(x: Leaves, y: Leaves) -> list[jax.Array]:
+    return [a + b for a, b in zip(x, y, strict=True)]

@@ -5,8 +5,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Num
 
-from fedpax.primitives import federated_map
-
 
 def num_participants(updates: chex.ArrayTree) -> int:
     """Return the number of participants of placed updates; 0 for a pytree without leaves."""
@@ -28,7 +26,7 @@ def present(
     """
     if weights is None:
         return jnp.ones(num_participants(updates), bool)
-    return federated_map(lambda weight: weight != 0, weights)
+    return jnp.asarray(weights) != 0
 
 
 def select(

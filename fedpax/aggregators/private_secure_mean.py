@@ -184,7 +184,9 @@ def discrete_gaussian(key: jax.Array, like: jax.Array, stddev: float) -> Int[Arr
     sharding = known_sharding(like)
     bound = (MOST_DEVIATIONS * stddev + 0.25) / (2 * stddev**2)
 
-    def draw(carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+    def draw(
+        carry: tuple[jax.Array, jax.Array, jax.Array],
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         key, accepted, drawn = carry
         key, normal_key, uniform_key = jax.random.split(key, 3)
         t = stddev * jax.random.normal(normal_key, like.shape, out_sharding=sharding)
@@ -195,4 +197,5 @@ def discrete_gaussian(key: jax.Array, like: jax.Array, stddev: float) -> Int[Arr
         return key, accepted | accept, jnp.where(accepted, drawn, k.astype(jnp.int32))
 
     nothing = jnp.zeros_like(like, bool), jnp.zeros_like(like, jnp.int32)
-    return jax.lax.while_loop(lambda carry: ~jnp.all(carry[1]), draw, (key, *nothing))[2]
+    _, _, drawn = jax.lax.while_loop(lambda carry: ~jnp.all(carry[1]), draw, (key, *nothing))
+    return drawn

@@ -1,11 +1,12 @@
 """A mean of integers under masks, as secure aggregation computes it."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from fedpax.aggregators.aggregator import Aggregator
@@ -13,10 +14,11 @@ from fedpax.aggregators.all_updates import known_to_all
 from fedpax.aggregators.clipping import check_positive
 from fedpax.aggregators.gaussian_noise import round_key
 from fedpax.aggregators.krum import check_count
-from fedpax.aggregators.masks import make_graph, mask
+from fedpax.aggregators.masks import Leaves, left_over, make_graph, mask
 from fedpax.aggregators.presence import num_participants, present, select
 from fedpax.aggregators.sent import mark_sent
 from fedpax.primitives import federated_map, federated_mean, federated_sum
+from fedpax.primitives.layout import unplaced_aval
 
 
 class SecureMeanState(NamedTuple):
@@ -46,9 +48,9 @@ def secure_mean(
 
     This simulates the protocol's arithmetic, for its cost, quantization and dropouts. It has no key
     agreement or secret sharing, and the masks come from JAX's generator with a known seed: it
-    protects nobody. A participant generates one pseudo-random vector per neighbour: n - 1 times the
-    update's size without `num_neighbors`, n of them for all. With a constant or logarithmic number
-    of neighbours, the cost per participant is the same or grows slowly.
+    protects nobody. A participant generates one pseudo-random vector per neighbour, each as large
+    as the update, and the server's recovery as many again: 2 n^2 vectors in a round without
+    `num_neighbors`. Memory is flat in the number of participants.
 
     Args:
         max_value: r, above 0. Entries are clipped to [-r, r].
@@ -159,22 +161,36 @@ def secure_sum(
             "participants. Leave it None for all of them."
         )
     graph = make_graph(key, n, num_neighbors)
-    everyone = known_to_all(here)
 
     def send(
         update: chex.ArrayTree, index: Int[Array, ""], present: Bool[Array, ""]
-    ) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+    ) -> chex.ArrayTree:
         codes, tree = jax.tree.flatten(encode(update, index))
-        words = [code.astype(jnp.uint32) for code in codes]
-        masked, left = mask(words, index, graph, everyone)
-        sent = mark_sent(jax.tree.unflatten(tree, masked), instead_of=update)
-        return select(present, sent), select(present, jax.tree.unflatten(tree, left))
+        masked = mask([code.astype(jnp.uint32) for code in codes], index, graph)
+        return select(present, mark_sent(jax.tree.unflatten(tree, masked), instead_of=update))
 
-    def unmask(masked: jax.Array, left: jax.Array) -> jax.Array:
-        return jax.lax.bitcast_convert_type((masked - left).astype(jnp.uint32), jnp.int32)
+    masked = federated_sum(federated_map(send, updates, jnp.arange(n), here))
 
-    masked, left = federated_sum(federated_map(send, updates, jnp.arange(n), here))
-    return jax.tree.map(unmask, masked, left)
+    # The server's part, in parallel over the participants' devices.
+    slices = [unplaced_aval(jax.typeof(leaf)) for leaf in jax.tree.leaves(updates)]
+    shapes = [(aval.shape, _spec(aval)) for aval in slices]
+    everyone = known_to_all(here)
+
+    def recompute(index: Int[Array, ""], present: Bool[Array, ""]) -> Leaves:
+        return select(present, left_over(shapes, index, graph, everyone))
+
+    left = federated_sum(federated_map(recompute, jnp.arange(n), here))
+    left = jax.tree.unflatten(jax.tree.structure(updates), left)
+    return jax.tree.map(
+        lambda m, u: jax.lax.bitcast_convert_type((m - u).astype(jnp.uint32), jnp.int32),
+        masked,
+        left,
+    )
+
+
+def _spec(aval: Any) -> P | None:
+    spec = aval.sharding.spec
+    return spec if any(entry is not None for entry in spec) else None
 
 
 def check_neighbors(function: str, num_neighbors: int | None) -> None:

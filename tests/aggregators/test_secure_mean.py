@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import fedpax
 from fedpax.aggregators import chain, clip_by_norm, secure_mean
-from fedpax.aggregators.masks import make_graph, mask
+from fedpax.aggregators.masks import left_over, make_graph, mask
 from fedpax.algorithms import diloco, fedavg
 
 N, R, BITS = 8, 2.0, 12
@@ -86,9 +86,9 @@ def test_liars_are_clipped_and_nan_is_zero():
 
 @pytest.mark.parametrize("num_neighbors", [None, 2])
 def test_a_masked_update_looks_uniform_and_independent_of_the_update(num_neighbors):
-    size, here = 4096, jnp.ones(N, bool)
+    size = 4096
     graph = make_graph(jax.random.key(0), N, num_neighbors)
-    masked = jax.jit(jax.vmap(lambda codes, i: mask([codes], i, graph, here)[0][0]))
+    masked = jax.jit(jax.vmap(lambda codes, i: mask([codes], i, graph)[0]))
     rng = np.random.default_rng(0)
     small = np.uint32(rng.integers(0, 100, (N, size)))
     zeros = np.zeros((N, size), np.uint32)
@@ -112,9 +112,9 @@ def test_masks_are_those_of_pairs_and_fresh_each_round():
     @functools.partial(jax.jit, static_argnums=1)
     def masks(key, num_neighbors):
         graph = make_graph(key, N, num_neighbors)
-        pairs = jax.vmap(lambda codes, i: mask([codes], i, graph, jnp.ones(N, bool)))
-        masked, own = pairs(zeros, np.arange(N))
-        return masked[0], own[0]
+        masked = jax.vmap(lambda codes, i: mask([codes], i, graph)[0])(zeros, np.arange(N))
+        own = jax.vmap(lambda i: left_over([((8,), None)], i, graph, jnp.ones(N, bool))[0])
+        return masked, own(np.arange(N))
 
     for num_neighbors in (None, 4):
         masked, own = masks(jax.random.key(1), num_neighbors)
@@ -129,7 +129,7 @@ def test_neighbours_are_mutual(num_neighbors):
     graph = make_graph(jax.random.key(1), N, num_neighbors)
 
     def left(i, absent):
-        return mask([jnp.zeros(2, jnp.uint32)], i, graph, jnp.arange(N) != absent)[1][0]
+        return left_over([((2,), None)], i, graph, jnp.arange(N) != absent)[0]
 
     pairs = jax.vmap(jax.vmap(left, (None, 0)), (0, None))(jnp.arange(N), jnp.arange(N))
     nobody = jax.vmap(left, (0, None))(jnp.arange(N), -1)

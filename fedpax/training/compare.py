@@ -1,6 +1,7 @@
 """Comparison of several runs: a table, a picture and a JSON file from their logged metrics."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -27,7 +28,7 @@ class RunSummary(NamedTuple):
         items: tokens or examples that the model was trained on.
         items_per_second: throughput over all rounds, without compilation, evaluation and saving.
         item_unit: the unit of `items`: `"tokens"` or `"examples"`.
-        num_parameters: numbers in the model.
+        num_parameters: numbers in the model; NaN if the line of the run's sizes is lost.
         wall_seconds: total time of all processes that trained the run.
     """
 
@@ -37,7 +38,7 @@ class RunSummary(NamedTuple):
     items: int
     items_per_second: float
     item_unit: str
-    num_parameters: int
+    num_parameters: float
     wall_seconds: float
 
 
@@ -56,19 +57,20 @@ def summarize_run(name: str, job_log_dir: str | Path) -> RunSummary:
     """
     lines = read_metrics(job_log_dir)
     runs, rounds, evaluations = (select(lines, kind) for kind in ("run", "training", "evaluation"))
-    if not (runs and rounds and evaluations):
+    if not (rounds and evaluations):
         raise ValueError(
             f"{job_log_dir} has no evaluation of {name}, expected at least one. Train it there "
             f"first: fedpax train --exp={name} --job_log_dir={job_log_dir}"
         )
+    sizes = runs[0] if runs else {}
     return RunSummary(
         name=name,
         loss=number_or_nan(evaluations[-1]["loss"]),
         bytes_across_placement=number_or_nan(rounds[-1]["bytes_across_placement"]),
         items=rounds[-1]["items"],
         items_per_second=throughput(rounds),
-        item_unit=runs[0]["item_unit"],
-        num_parameters=runs[0]["num_parameters"],
+        item_unit=sizes.get("item_unit", "items"),
+        num_parameters=number_or_nan(sizes.get("num_parameters")),
         wall_seconds=lines[-1]["wall_seconds"],
     )
 
@@ -100,7 +102,7 @@ def format_table(runs: Sequence[RunSummary]) -> str:
             f"{run.loss:.4f}",
             format_bytes(run.bytes_across_placement),
             f"{run.items_per_second:,.0f}" + (f" {run.item_unit}/s" if units else ""),
-            f"{run.num_parameters:,}",
+            "-" if math.isnan(run.num_parameters) else f"{run.num_parameters:,.0f}",
             format_seconds(run.wall_seconds),
         )
         for run in runs

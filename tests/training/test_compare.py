@@ -13,7 +13,7 @@ from fedpax.training.compare import (
     summarize_run,
     write_comparison,
 )
-from fedpax.training.metrics import MetricsWriter
+from fedpax.training.metrics import FILE, MetricsWriter
 
 
 def record(
@@ -63,6 +63,16 @@ def test_a_run_is_summarized_from_its_metrics(folders: dict[str, Path]) -> None:
 def test_a_run_without_evaluation_raises(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Train it there first"):
         summarize_run("x", record(tmp_path, [1.0], 1.0, 1.0))
+
+
+def test_a_run_without_its_line_of_sizes_is_compared(tmp_path: Path) -> None:
+    path = record(tmp_path, [3.0, 2.0], 1e3, 0.5) / FILE
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
+    row = write_comparison({"lost": tmp_path}, tmp_path).splitlines()[-1]
+    assert row.split("|")[2:6:2] == ["        2.5000 ", "   2,000 "]
+    assert row.split("|")[5].strip() == "-"
+    (content,) = json.loads((tmp_path / "comparison.json").read_text())
+    assert content["num_parameters"] is None and content["item_unit"] == "items"
 
 
 def test_the_table_is_aligned(folders: dict[str, Path]) -> None:

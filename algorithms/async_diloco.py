@@ -85,7 +85,8 @@ def async_diloco(
         `[islands, H, batch, ...]`. `cohort.schedule` is an `ArrivalOrder` or None. All arrivals
         weigh the same: `cohort.num_examples` is not used. An island without a valid step
         contributes nothing. Metrics, all float32 scalars: `"loss"` and the metrics of `loss_fn`,
-        averaged over inner steps and arriving islands, and `"arrivals"`, their number.
+        averaged over inner steps and arriving islands, and with a schedule `"arrivals"`, their
+        number.
 
     Raises:
         TypeError: `islands` is not an int; in a round, a schedule of another type.
@@ -153,9 +154,10 @@ def async_diloco(
             cohort.num_steps,
         )
         sends = _sends(cohort, islands)
-        arrivals = federated_sum(federated_map(lambda s: s.astype(jnp.float32), sends))
-        metrics = federated_mean(metrics, federated_map(lambda s: s.astype(jnp.float32), sends))
-        metrics |= {"arrivals": arrivals}
+        weights = federated_map(lambda s: s.astype(jnp.float32), sends)
+        metrics = federated_mean(metrics, weights)
+        if cohort.schedule is not None:
+            metrics |= {"arrivals": federated_sum(weights)}
 
         def apply(
             position: Int[Array, ""] | None,
@@ -166,7 +168,7 @@ def async_diloco(
             """Apply the gradients that arrive at a position; None: all of them."""
 
             def is_here(own: Int[Array, ""] | None) -> Bool[Array, ""]:
-                return jnp.bool_(True) if own is None else own == position
+                return jnp.asarray(True if own is None else own == position)
 
             def send(
                 gradient: Params, sends: Bool[Array, ""], own: Int[Array, ""] | None

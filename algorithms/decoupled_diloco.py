@@ -135,7 +135,9 @@ def decoupled_diloco(
             params, inner_state, metrics = local_steps(
                 loss_fn, inner_optimizer, params, inner_state, batches, num_steps
             )
-            taken = jnp.sum(valid_steps(batches, num_steps), dtype=jnp.float32)
+            valid = valid_steps(batches, num_steps)
+            assert valid is not None  # num_steps is given
+            taken = jnp.sum(valid, dtype=jnp.float32)
             return params, inner_state, _Totals(jax.tree.map(lambda m: taken * m, metrics), taken)
 
         params, inner_state, totals = federated_map(
@@ -186,12 +188,13 @@ def decoupled_diloco(
     ) -> tuple[StreamingDiLoCoState, Metrics]:
         check_cohort("decoupled_diloco", cohort, islands, Syncs)
         parts = make_fragments(fragments, state.params)
-        most = _steps_per_merge(cohort, len(parts), delay)
+        schedule: Any = cohort.schedule
+        most = _steps_per_merge(cohort.batches, schedule, len(parts), delay)
         totals: list[_Totals] = []
         present: list[Float[Array, ""]] = []
         reports: list[Metrics] = []
         for p, fragment in enumerate(parts):
-            num_steps, weights, receives, rejoins = _merge_of(cohort.schedule, p)
+            num_steps, weights, receives, rejoins = _merge_of(schedule, p)
             x = state.params
             local_params = federated_map(
                 lambda y, back, x=x: _select(back, x, y), state.local_params, rejoins
@@ -230,10 +233,12 @@ def decoupled_diloco(
     return FederatedAlgorithm(synchronous.init, decoupled_diloco_round)
 
 
-def _steps_per_merge(cohort: Cohort, num_fragments: int, delay: int) -> int:
+def _steps_per_merge(
+    batches: chex.ArrayTree, schedule: Syncs, num_fragments: int, delay: int
+) -> int:
     """Return the number of batches of an island between two merges."""
-    found = jnp.shape(cohort.schedule.num_steps)[1:]
-    num_steps = jax.tree.leaves(cohort.batches)[0].shape[1]
+    found = jnp.shape(schedule.num_steps)[1:]
+    num_steps = jax.tree.leaves(batches)[0].shape[1]
     if found != (num_fragments,):
         raise ValueError(
             f"decoupled_diloco: cohort.schedule has arrays [islands, {', '.join(map(str, found))}],"
@@ -249,9 +254,9 @@ def _steps_per_merge(cohort: Cohort, num_fragments: int, delay: int) -> int:
     return num_steps // num_fragments
 
 
-def _merge_of(schedule: Syncs, p: int) -> Syncs:
-    """Return the schedule of the merge of fragment p: arrays `[islands]`."""
-    return Syncs(*(federated_map(lambda row: row[p], jnp.asarray(array)) for array in schedule))
+def _merge_of(schedule: Syncs, p: int) -> tuple[Any, ...]:
+    """Return the four arrays of the merge of fragment p, `[islands]`."""
+    return tuple(federated_map(lambda row: row[p], jnp.asarray(array)) for array in schedule)
 
 
 def _steps(cohort: Cohort, start: int, stop: int) -> chex.ArrayTree:
@@ -263,7 +268,7 @@ def _steps(cohort: Cohort, start: int, stop: int) -> chex.ArrayTree:
 
 def _average(totals: list[_Totals]) -> tuple[Metrics, Float[Array, ""]]:
     """Average an island's metrics over its steps, and return their number."""
-    steps = sum(total.steps for total in totals)
+    steps = sum((total.steps for total in totals), start=jnp.float32(0))
     return jax.tree.map(
         lambda *values: sum(values) / jnp.maximum(steps, 1),
         *[total.metrics for total in totals],

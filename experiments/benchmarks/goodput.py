@@ -143,11 +143,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         own = simulate(Cluster(chips, **given), options.days, options.seed)
         rows += own
         for row in own if chips in table else ():
-            known = row.published is not None
+            published = row.published
             print(
                 f"{row.chips:9,}  {row.method:22}  {row.goodput:7.1%}  "
-                + (f"{row.published:9.0%}  " if known else " " * 11)
-                + (f"{100 * (row.goodput - row.published):+10.1f}" if known else " " * 10)
+                + (" " * 11 if published is None else f"{published:9.0%}  ")
+                + (" " * 10 if published is None else f"{100 * (row.goodput - published):+10.1f}")
                 + f"  {row.uptime:8.3%}",
                 flush=True,
             )

@@ -92,7 +92,7 @@ def compare(settings: Settings) -> list[Curve]:
         A curve per method.
     """
     train = read_examples(load("digits", "train"))
-    heldout = read_examples(load("digits", "test"))
+    heldout = jax.tree.map(jnp.asarray, read_examples(load("digits", "test")))
     parts = partition_dirichlet(
         train["label"], settings.clients, alpha=0.3, min_examples=4, seed=settings.seed
     )

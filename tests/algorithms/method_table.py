@@ -15,6 +15,7 @@ import numpy as np
 import numpy_methods as reference
 import optax
 import pytest
+from asynchronous_method_table import ASYNCHRONOUS_METHODS
 from federated_method_table import FEDERATED_METHODS
 from island_method_table import ISLAND_METHODS
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -94,7 +95,7 @@ METHODS = {
     ),
 }
 
-METHODS |= FEDERATED_METHODS | ISLAND_METHODS
+METHODS |= FEDERATED_METHODS | ISLAND_METHODS | ASYNCHRONOUS_METHODS
 
 OFTEN = ("FedAvg", "FedAdam", "DiLoCo", "data parallelism")
 

@@ -126,7 +126,7 @@ def test_equal_speeds_are_diloco():
         plain = Cohort(cohort.batches)
         without, plain_metrics = step(without, plain)
         synchronous, wanted = synchronous_step(synchronous, plain)
-        assert metrics.pop("arrivals") == plain_metrics.pop("arrivals") == ISLANDS
+        assert metrics.pop("arrivals") == ISLANDS
         assert_close((state.params, metrics), (synchronous.params, wanted))
         assert_close((without.params, plain_metrics), (synchronous.params, wanted))
         assert_close(state.inner_optimizer_state, synchronous.inner_optimizer_state)

@@ -81,12 +81,12 @@ def layer_fragments(
     *,
     layers: str = "layers",
 ) -> FragmentFn:
-    """Assign stacked layers to fragments, and all other parameters to fragment 0.
+    """Assign stacked layers to fragments, and all other parameters to the last fragment.
 
     A parameter belongs to the layers if a key of its path is `layers`. Its first axis is the layer.
-    With P fragments, fragment 0 holds the parameters outside the layers, such as embeddings, and
-    fragments 1 to P - 1 share the L layers. "strided" deals layer l to fragment 1 + l mod (P - 1);
-    "sequential" gives each fragment adjacent layers.
+    With P fragments, the L layers are shared by the first P - 1, and the last one holds the
+    parameters outside the layers, such as embeddings. "strided" deals layer l to fragment
+    l mod (P - 1); "sequential" gives each fragment adjacent layers.
 
     Args:
         num_fragments: P, number of fragments. 1: all parameters in one fragment.
@@ -103,11 +103,11 @@ def layer_fragments(
     Example:
         >>> stack = jax.ShapeDtypeStruct((6, 8, 8), jnp.float32)
         >>> layer_fragments(4)("layers/kernel", stack)
-        [1, 2, 3, 1, 2, 3]
+        [0, 1, 2, 0, 1, 2]
         >>> layer_fragments(4, "sequential")("layers/kernel", stack)
-        [1, 1, 2, 2, 3, 3]
+        [0, 0, 1, 1, 2, 2]
         >>> layer_fragments(4)("embedding", stack)
-        0
+        3
 
     Reference:
         Douillard et al., Streaming DiLoCo with overlapping communication, arXiv:2501.18512,
@@ -127,17 +127,17 @@ def layer_fragments(
 
     def fragment_of(path: str, leaf: Any) -> int | list[int]:
         if not groups or layers not in path.split("/"):
-            return 0
+            return groups
         count = leaf.shape[0] if leaf.ndim else 1
         if count < groups:
             raise ValueError(
-                f"fragments is {num_fragments}, but {path} has {count} layers: fragment 0 holds "
-                f"the other parameters, and {groups} fragments share the layers. Pass at most "
+                f"fragments is {num_fragments}, but {path} has {count} layers, which {groups} "
+                "fragments share; the last one holds the other parameters. Pass at most "
                 f"fragments={count + 1}."
             )
         if pattern == "strided":
-            return [1 + layer % groups for layer in range(count)]
-        return [1 + layer * groups // count for layer in range(count)]
+            return [layer % groups for layer in range(count)]
+        return [layer * groups // count for layer in range(count)]
 
     return fragment_of
 
@@ -160,8 +160,8 @@ def make_fragments(fragments: int | FragmentFn, params: Params) -> tuple[Fragmen
     Example:
         >>> params = {"embedding": jnp.zeros((8, 2)), "layers": jnp.zeros((4, 2, 2))}
         >>> [jax.tree.map(jnp.shape, f.take(params)) for f in make_fragments(3, params)]
-        [{'embedding': (8, 2), 'layers': None}, {'embedding': None, 'layers': (2, 2, 2)}, \
-{'embedding': None, 'layers': (2, 2, 2)}]
+        [{'embedding': None, 'layers': (2, 2, 2)}, {'embedding': None, 'layers': (2, 2, 2)}, \
+{'embedding': (8, 2), 'layers': None}]
     """
     fragment_of = fragments if callable(fragments) else layer_fragments(fragments)
     parts = [

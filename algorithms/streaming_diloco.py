@@ -89,8 +89,8 @@ def streaming_diloco(
         outer_optimizer: any optax optimizer, applied to each fragment with a state of its own.
             Default None: the paper's SGD with Nesterov momentum, learning rate 0.4, momentum 0.9.
         fragments: P, the number of fragments: the stacked layers in strides, and the other
-            parameters in fragment 0, by `layer_fragments`. Or a function `(path, leaf) -> fragment`
-            for another assignment.
+            parameters in the last one, by `layer_fragments`. Or a function
+            `(path, leaf) -> fragment` for another assignment.
         delay: tau, number of inner steps between the start of a transfer and its use, at least 0
             and below H / P. With 0 nothing overlaps. With `mixing=0.0`, an island drops its last
             tau steps on the fragment.

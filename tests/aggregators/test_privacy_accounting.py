@@ -49,6 +49,7 @@ def test_poisson_sampling_is_as_private_as_published_and_tighter(
     assert 0.7 * published < epsilon < published
 
 
+@pytest.mark.slow
 def test_fixed_size_cohorts_are_those_of_the_library():
     arguments = {"num_rounds": 100, "delta": 1e-6, "cohort_size": 50, "population_size": 5000}
     epsilon = privacy_spent(noise_multiplier=2.0, **arguments)
@@ -72,6 +73,7 @@ def test_fixed_size_cohorts_are_those_of_the_library():
     assert exact < all_of_them < 1.3 * exact
 
 
+@pytest.mark.slow
 def test_epsilon_falls_with_noise_and_rises_with_rounds_and_sampling():
     def spent(noise_multiplier=2.0, num_rounds=10, sampling_probability=0.1):
         return privacy_spent(

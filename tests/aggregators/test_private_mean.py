@@ -81,6 +81,7 @@ def test_the_noise_has_the_stated_variance_and_is_fresh_each_round(name):
     assert not np.isin(first["b"], first["a"]).all()
 
 
+@pytest.mark.slow
 def test_seeds_and_kinds_of_noise_are_independent():
     noises = {}
     for seed in (1, 2):
@@ -230,6 +231,7 @@ def test_the_noise_is_the_same_on_any_mesh(kind, names):
     jax.tree.map(lambda f, e: np.testing.assert_allclose(f, e, rtol=1e-5), found, expected)
 
 
+@pytest.mark.slow
 def test_bfloat16_updates():
     updates = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), draw(scale=0.02))
     for name in ("private",):

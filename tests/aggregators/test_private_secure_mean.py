@@ -39,7 +39,7 @@ def draw(scale=1.0, size=SIZE):
     return np.float32(scale * np.random.default_rng(0).standard_normal((N, size)))
 
 
-@pytest.mark.parametrize("stddev", [3.0, 40.0])
+@pytest.mark.parametrize("stddev", [3.0, pytest.param(40.0, marks=pytest.mark.slow)])
 def test_the_noise_is_discrete_gaussian(stddev):
     """Against the exact probabilities, by chi-square, and by variance and tails."""
     size = 100_000
@@ -77,6 +77,7 @@ def test_the_mean_has_the_stated_noise_and_clips():
     assert abs(np.corrcoef(again - expected, noise)[0, 1]) < 5 / math.sqrt(SIZE)
 
 
+@pytest.mark.slow
 def test_dropouts_down_to_the_threshold_leave_at_least_the_stated_noise():
     zeros = np.zeros((N, SIZE), np.float32)
     one_absent = np.float32([1, 0, 3, 1])

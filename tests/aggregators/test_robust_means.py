@@ -152,6 +152,7 @@ def test_weight_zero_means_absent(name):
     assert all(not np.any(x) for x in jax.tree.leaves(none))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", AGGREGATORS)
 @hypothesis.given(order=st.permutations(range(N)), seed=st.integers(0, 99))
 @hypothesis.settings(max_examples=5)

@@ -22,7 +22,7 @@ STEP = R / (2 ** (BITS - 1) - 1)
 
 
 @functools.cache
-def combine(num_neighbors=None, bits=BITS):
+def combine(num_neighbors=2, bits=BITS):
     """Make `(updates, weights=None, round=0) -> (mean, metrics)`, compiled."""
     aggregator = secure_mean(max_value=R, bits=bits, num_neighbors=num_neighbors, seed=3)
 
@@ -54,7 +54,7 @@ def integer_sum(updates, present):
     return {k: np.int64(x)[present].sum(0) for k, x in codes.items()}
 
 
-@pytest.mark.parametrize("num_neighbors", [None, 2])
+@pytest.mark.parametrize("num_neighbors", [pytest.param(None, marks=pytest.mark.slow), 2])
 @hypothesis.given(present=st.lists(st.booleans(), min_size=N, max_size=N), seed=st.integers(0, 99))
 @hypothesis.settings(max_examples=15)
 def test_masks_cancel_to_the_bit_for_any_dropouts(num_neighbors, present, seed):
@@ -84,7 +84,7 @@ def test_liars_are_clipped_and_nan_is_zero():
     np.testing.assert_array_equal(mean["w"], combine()(updates)[0]["w"])
 
 
-@pytest.mark.parametrize("num_neighbors", [None, 2])
+@pytest.mark.parametrize("num_neighbors", [pytest.param(None, marks=pytest.mark.slow), 2])
 def test_a_masked_update_looks_uniform_and_independent_of_the_update(num_neighbors):
     size = 4096
     graph = make_graph(jax.random.key(0), N, num_neighbors)
@@ -123,6 +123,7 @@ def test_masks_are_those_of_pairs_and_fresh_each_round():
         assert (masked != masks(jax.random.key(2), num_neighbors)[0]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_neighbors", [4, None])
 def test_neighbours_are_mutual(num_neighbors):
     """Each has the stated number of neighbours, found by whose absence changes the masks left."""
@@ -179,7 +180,8 @@ def test_cost_counts_32_bit_words_per_entry():
     assert (masked.num_bytes, masked.sent_bytes) == (2 * 6, 4 * 6)
 
 
-@pytest.mark.parametrize("method", ["fedavg", pytest.param("diloco", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fedavg", "diloco"])
 def test_a_method_with_secure_aggregation_learns(method):
     truth = np.float32([1.0, -2.0, 3.0])
     x = np.float32(np.random.default_rng(0).standard_normal((N, 2, 16, 3)))
@@ -241,6 +243,7 @@ def test_sums_that_can_overflow_and_too_many_neighbours_are_refused(
         jax.eval_shape(combine, jax.ShapeDtypeStruct((participants, 2), jnp.float32))
 
 
+@pytest.mark.slow
 def test_the_largest_sum_does_not_overflow():
     aggregator = secure_mean(max_value=1.0, bits=21, num_neighbors=2)
 

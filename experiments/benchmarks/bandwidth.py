@@ -37,7 +37,7 @@ MODELS = {
 }
 
 # Gbit/s for 95% and 99%, by method and model.
-PUBLISHED = {
+PUBLISHED: dict[str, dict[str, tuple[float, float]]] = {
     "data parallel": {"1B": (222, 569), "10B": (268, 472), "100B": (391, 472)},
     "DiLoCo": {"1B": (23.3, 86.8), "10B": (33.9, 104.8), "100B": (49.4, 184)},
     "streaming": {"1B": (16, 28.1), "10B": (13.3, 19.3), "100B": (11, 19.3)},

@@ -44,7 +44,7 @@ from fedpax.data import (
 from fedpax.data.populations.logistic_clients import logistic_clients
 from fedpax.models.classifiers import MLPConfig, mlp
 from fedpax.models.losses import classification_loss
-from fedpax.training.algorithm import FederatedAlgorithm, LossFn
+from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Params
 from fedpax.training.table import format_bytes, markdown_table
 
 
@@ -128,7 +128,7 @@ PROBLEMS = {"digits": digits, "synthetic": synthetic}
 def methods(problem: Problem) -> dict[str, Callable[[float], FederatedAlgorithm]]:
     """Return the methods by name, as functions of the client learning rate."""
     loss_fn = problem.loss_fn
-    cohort = {"cohort_size": problem.cohort_size, "chunk_size": 1}
+    cohort: dict[str, Any] = {"cohort_size": problem.cohort_size, "chunk_size": 1}
     clients = {**cohort, "population_size": problem.num_clients}
 
     def tuned(rate: float) -> FederatedAlgorithm:
@@ -216,12 +216,18 @@ def _train(
     problem: Problem, name: str, algorithm: FederatedAlgorithm, rate: float, num_rounds: int
 ) -> Row:
     step = jax.jit(algorithm.round, donate_argnums=0)
-    accuracy_of = jax.jit(lambda params: problem.loss_fn(params, problem.heldout)[1]["accuracy"])
+
+    @jax.jit
+    def accuracy_of(params: Params) -> jax.Array:
+        metrics = problem.loss_fn(params, problem.heldout)[1]
+        assert metrics is not None  # `classification_loss` returns the accuracy
+        return metrics["accuracy"]
+
     state = jax.jit(algorithm.init)(problem.params)
     rounds, accuracies, steps = problem.make_rounds(), [], []
     for _ in range(num_rounds):
         cohort = next(rounds)
-        steps.append(cohort.num_steps.sum())
+        steps.append(np.asarray(cohort.num_steps).sum())
         state, _ = step(state, cohort)
         accuracies.append(float(accuracy_of(state.params)))
     cost = fedpax.cost(algorithm.round, state, cohort._replace(num_steps=None))

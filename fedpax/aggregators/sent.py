@@ -28,7 +28,7 @@ def mark_sent(values: chex.ArrayTree, *, instead_of: chex.ArrayTree) -> chex.Arr
     """
     replaced = [jnp.size(x) * jnp.result_type(x).itemsize for x in jax.tree.leaves(instead_of)]
     leaves, tree = jax.tree.flatten(values)
-    if jax.tree.structure(instead_of) != tree:
+    if str(jax.tree.structure(instead_of)) != str(tree):
         replaced = [sum(replaced), *[0] * (len(leaves) - 1)]  # the first value counts for all
     marked = [checkpoint_name(x, f"{SENT} {n}") for x, n in zip(leaves, replaced, strict=True)]
     return jax.tree.unflatten(tree, marked)

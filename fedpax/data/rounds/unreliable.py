@@ -74,9 +74,10 @@ class UnreliableRounds:
         ids = np.asarray(cohort.client_ids, np.int64)
         self.outcome = self._play(round_number, ids, np.asarray(cohort.num_steps))
         reported = self.outcome.reported
+        num_examples, num_steps = np.asarray(cohort.num_examples), np.asarray(cohort.num_steps)
         return cohort._replace(
-            num_examples=np.where(reported, cohort.num_examples, 0).astype(np.int32),
-            num_steps=np.where(reported, cohort.num_steps, 0).astype(np.int32),
+            num_examples=np.where(reported, num_examples, 0).astype(np.int32),
+            num_steps=np.where(reported, num_steps, 0).astype(np.int32),
             client_ids=np.where(reported, ids, -1).astype(np.int32),
         )
 

@@ -1,0 +1,66 @@
+"""Tests of the experiments with Streaming DiLoCo."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from fedpax.commands.options import configure
+from fedpax.experiments import streaming_diloco_text as module
+from fedpax.experiments.pretrain import diloco_c4_1b
+from fedpax.models.transformer import TransformerConfig
+from fedpax.training.experiment import TrainingConfig
+from fedpax.training.metrics import read_metrics, select
+from fedpax.training.trainer import train
+
+
+def test_fragments_divide_the_local_steps():
+    for make in (
+        module.streaming_diloco_text,
+        module.streaming_diloco_c4_1b,
+        module.streaming_diloco_llama_8b,
+    ):
+        experiment = make()
+        streaming, steps = experiment.streaming, experiment.data.local_steps
+        assert steps % streaming.fragments == 0 and streaming.delay < steps // streaming.fragments
+        assert experiment.model.num_layers >= streaming.fragments - 1
+
+
+def test_the_large_ones_differ_from_diloco_by_the_method_alone():
+    streaming, plain = module.streaming_diloco_c4_1b(), diloco_c4_1b()
+    for name in ("islands", "mesh", "model", "data", "loss", "optimizer", "training"):
+        assert getattr(streaming, name) == getattr(plain, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compression", ["float32", "e3m0"])
+def test_it_learns(compression, tmp_path):
+    base = module.streaming_diloco_text()
+    experiment = dataclasses.replace(
+        base,
+        model=TransformerConfig(
+            vocab_size=256, num_layers=3, embed_dim=24, num_heads=2, num_kv_heads=1, mlp_dim=52
+        ),
+        data=dataclasses.replace(base.data, seq_len=16, heldout_tokens=1024),
+        streaming=dataclasses.replace(base.streaming, compression=compression),
+        training=TrainingConfig(rounds=4, evaluate_every=2, checkpoint_every=0),
+    )
+    train(experiment, tmp_path)
+    losses = [line["loss"] for line in select(read_metrics(tmp_path), "evaluation")]
+    assert np.log(256) > losses[0] > losses[1]
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("--streaming.fragments=0", "streaming.fragments=0: expected at least 1"),
+        ("--streaming.delay=-1", "streaming.delay=-1: expected at least 0"),
+        ("--streaming.mixing=1.0", "at least 0 and below 1"),
+        ("--streaming.compression=e2m1", "invalid choice"),
+    ],
+)
+def test_the_command_line_rejects_numbers_out_of_range(capsys, override, words):
+    with pytest.raises(SystemExit) as stop:
+        configure("streaming_diloco_text", [override])
+    assert stop.value.code == 2
+    assert words in " ".join(capsys.readouterr().err.replace("│", "").split())

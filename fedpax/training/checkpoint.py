@@ -67,7 +67,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
                 cleanup_tmp_directories=True,
                 async_options=ocp.AsyncOptions(post_finalization_callback=callback),
             ),
-            item_names=("state", "progress"),
+            item_names=("state", "progress", "params"),
         )
         self._quiet = QuietFailedSaves().__enter__()
 
@@ -99,17 +99,17 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             "stream": _text_from_bytes(stream_state),
             "configuration": configuration,
         }
+        items: dict[str, ocp.args.CheckpointArgs] = {
+            "state": ocp.args.StandardSave(state),
+            "progress": ocp.args.JsonSave(progress),
+        }
+        if "params" not in getattr(state, "_fields", ("params",)):
+            # A model that the state computes from its fields, such as the islands' mean.
+            items["params"] = ocp.args.StandardSave(state.params)
         self.wait()
         self._saving = round_number
         with self._writing():
-            self._manager.save(
-                round_number,
-                args=ocp.args.Composite(
-                    state=ocp.args.StandardSave(state),
-                    progress=ocp.args.JsonSave(progress),
-                ),
-                force=True,
-            )
+            self._manager.save(round_number, args=ocp.args.Composite(**items), force=True)
 
     def _write_checksums(self) -> None:
         """Write the checksums of the checkpoint that is being saved, before it is renamed."""
@@ -320,21 +320,32 @@ def load_params(
         round_number = rounds[-1]
     if damage := find_damage(folder / str(round_number)):
         raise damaged_checkpoint(folder, round_number, damage)
-    handlers = {"state": ocp.PyTreeCheckpointHandler(), "progress": ocp.JsonCheckpointHandler()}
+    handlers = {
+        "state": ocp.PyTreeCheckpointHandler(),
+        "params": ocp.PyTreeCheckpointHandler(),
+        "progress": ocp.JsonCheckpointHandler(),
+    }
     options = ocp.CheckpointManagerOptions(create=False)
     with ocp.CheckpointManager(folder, options=options, item_handlers=handlers) as manager:
-        saved = manager.item_metadata(round_number)["state"]["params"]
+        metadata = manager.item_metadata(round_number)
+        in_state = "params" in metadata["state"]
+        saved = metadata["state"]["params"] if in_state else metadata["params"]
         item = jax.tree.map(lambda leaf: 0, saved)
         if like is None:
             arguments = jax.tree.map(lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray), item)
         else:
             flat = _restore_args(saved, like, round_number)
             arguments = ocp.tree.from_flat_dict(flat, target=item)
-        restore = ocp.args.PyTreeRestore(
-            item={"params": item}, restore_args={"params": arguments}, partial_restore=True
-        )
-        restored = manager.restore(round_number, args=ocp.args.Composite(state=restore))
-    params = restored["state"]["params"]
+        if in_state:
+            restore = ocp.args.PyTreeRestore(
+                item={"params": item}, restore_args={"params": arguments}, partial_restore=True
+            )
+            composite = ocp.args.Composite(state=restore)
+            params = manager.restore(round_number, args=composite)["state"]["params"]
+        else:
+            restore = ocp.args.PyTreeRestore(item=item, restore_args=arguments)
+            composite = ocp.args.Composite(params=restore)
+            params = manager.restore(round_number, args=composite)["params"]
     if like is None:
         return params
     return ocp.tree.from_flat_dict(ocp.tree.to_flat_dict(params), target=like)

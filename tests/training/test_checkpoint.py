@@ -150,6 +150,36 @@ def test_params_are_loaded_as_numpy_without_the_state(
     assert_same_bits(params, state.params)
 
 
+class ComputedParams(NamedTuple):
+    """A state whose model is computed from its fields, as that of PAPA or of self-tuning."""
+
+    models: dict[str, jax.Array]
+
+    @property
+    def params(self) -> dict[str, jax.Array]:
+        return jax.tree.map(lambda x: x.mean(axis=0), self.models)
+
+
+def test_params_that_a_state_computes_are_loaded(tmp_path: Path, sharding: NamedSharding) -> None:
+    values = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+    state = ComputedParams({"w": jax.device_put(values, sharding), "b": jnp.arange(2.0)})
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(3, state, {}, {})
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        assert_same_bits(checkpoints.restore_state(like(state)), state)
+    assert_same_bits(load_params(tmp_path), jax.tree.map(np.asarray, state.params))
+    over_clients = NamedSharding(sharding.mesh, PartitionSpec("clients"))
+    wanted = {
+        "w": jax.ShapeDtypeStruct((4,), jnp.float32, sharding=over_clients),
+        "b": jax.ShapeDtypeStruct(
+            (), jnp.float32, sharding=NamedSharding(sharding.mesh, PartitionSpec())
+        ),
+    }
+    loaded = load_params(tmp_path, like=wanted)
+    assert_same_bits(loaded, state.params)
+    assert loaded["w"].sharding == over_clients
+
+
 @pytest.mark.parametrize("round_number", [None, 4])
 def test_a_missing_checkpoint_raises(tmp_path: Path, round_number: int | None) -> None:
     with pytest.raises(FileNotFoundError, match="Train there first"):

@@ -1,4 +1,4 @@
-"""Branch-Train-Merge: experts that train apart, and are merged or used as an ensemble."""
+"""Branch-Train-Merge: experts that train separately, and are merged or used as an ensemble."""
 
 from typing import Any, NamedTuple
 
@@ -37,13 +37,13 @@ def branch_train_merge(
 ) -> FederatedAlgorithm:
     """Train experts, one per island and domain, that never communicate.
 
-    1. Branch: `init(params)` copies a model to every expert, such as a seed model, or experts of
-       before merged by `merge(state.expert_params, weights)`.
+    1. Branch: `init(params)` copies a model to every expert: a seed model, or earlier experts
+       merged by `merge(state.expert_params, weights)`.
     2. Train: expert j takes all steps of its rounds on the data of its domain, island j's.
-    3. Merge: `merge(state.expert_params, weights)` is one model, `sum_j w_j theta_j`; or the
-       experts are an ensemble, whose likelihood is `ensemble_log_likelihood`.
+    3. Merge: `merge(state.expert_params, weights)` is one model, `sum_j w_j theta_j`. Or use the
+       experts as an ensemble, by `ensemble_log_likelihood`.
 
-    A round communicates the metrics alone. The paper's gains need experts of different domains:
+    A round communicates only the metrics. The paper's gains need experts of different domains:
     with random splits of the data, experts do poorly.
 
     `state.params` is the merge with equal weights. It is a property, computed when it is read, and

@@ -1,4 +1,4 @@
-"""Decoupled DiLoCo: islands that no other island can stop, merged by a quorum."""
+"""Decoupled DiLoCo: islands that fail and return, merged when a quorum has sent."""
 
 from typing import Any, NamedTuple
 
@@ -36,27 +36,28 @@ def decoupled_diloco(
     delay: int = 0,
     aggregator: Aggregator | None = None,
 ) -> FederatedAlgorithm:
-    """Merge one fragment of the model at a time, from the islands that are there.
+    """Merge one fragment of the model at a time, from the islands that are up.
 
-    A syncer holds the outer model x. When it merges fragment p, island i has done c_i steps since
-    its last part in a merge of p, on t_i tokens. With w_i = t_i^2 / c_i, and w_i = 0 for an island
-    that is down or has sent nothing,
+    A syncer holds the outer model x. When it merges fragment p, island i has taken c_i steps, on
+    t_i tokens, since it last took part in a merge of p. With w_i = t_i^2 / c_i, and w_i = 0 for an
+    island that is down or has sent nothing,
 
         Delta_i = x_p - y_ip;   Delta = merge(w, Delta);   x_p <- Outer_p(x_p, Delta),
 
     and each island that is up takes the new x_p `delay` steps after it has sent y_ip. `merge` is
-    the `directional_mean`, which averages embeddings plainly. An island that comes back takes the
-    whole outer model, and keeps its inner optimizer's state, as from a checkpoint of its own.
+    the `directional_mean`, with the plain mean for embeddings. An island that returns takes the
+    whole outer model. Its inner optimizer's state is kept, as from a checkpoint of its own.
 
-    A round merges each fragment once. Who takes part, with which weight and after how many steps,
-    is data, `cohort.schedule`: `fedpax.simulation.fragment_syncs` computes it from the islands'
-    speeds and failures, a quorum and a grace window. The same compiled round runs for any set of
-    live islands. Without a schedule, all islands are equally fast and none fails: this is
-    `streaming_diloco` with the same aggregator, and with one fragment `diloco`.
+    A round merges each fragment once. `cohort.schedule` holds which islands take part, their
+    weights and their numbers of steps. `fedpax.simulation.fragment_syncs` computes it from the
+    islands' speeds and failures, a quorum and a grace window. The same compiled round runs for any
+    set of islands that are up. Without a schedule, all islands are equally fast and none fails:
+    this is `streaming_diloco` with the same aggregator, and with one fragment `diloco`.
 
-    The paper's tau of 2 steps may reach over several merges. Here the transfer of a fragment ends
-    before the next one begins: `delay` is below the number of steps between merges. An island that
-    takes fewer than all of these steps sends before its last `delay` ones or at its end.
+    In the paper, tau is 2 steps, and a transfer may last over several merges. Here the transfer of
+    a fragment ends before the next one begins: `delay` is below S, the largest number of steps
+    between merges. An island sends after S - `delay` steps, or after its last one if it takes
+    fewer.
 
     Compile time grows with P: a round has 2 P loops of inner steps (P without delay).
 
@@ -66,7 +67,7 @@ def decoupled_diloco(
         inner_optimizer: any optax optimizer; the paper uses AdamW.
         outer_optimizer: any optax optimizer, applied to each fragment with a state of its own.
             Default None: as in `streaming_diloco`, SGD with Nesterov momentum, learning rate 0.4,
-            momentum 0.9. The paper's values are not known here.
+            momentum 0.9. The paper's values are not known.
         fragments: P, or a function `(path, leaf) -> fragment`, as in `streaming_diloco`. Default 1:
             the whole model. The paper has 24.
         delay: tau, number of inner steps between sending a fragment and taking the merged one, as
@@ -76,9 +77,9 @@ def decoupled_diloco(
     Returns:
         `init(params)` and `round(state, cohort)`; the state is that of `streaming_diloco`. The
         leaves of `cohort.batches` are `[islands, P * S, batch, ...]`: for each merge the S steps
-        that an island may take before it, `max_steps_per_sync` of the schedule. With a schedule,
-        `cohort.num_examples` and `cohort.num_steps` are not used. Metrics, all float32 scalars:
-        `"loss"` and the metrics of `loss_fn`, averaged over all steps; with a schedule
+        that an island may take before it, `max_steps_per_sync` of `fragment_syncs`. With a
+        schedule, `cohort.num_examples` and `cohort.num_steps` are not used. Metrics, all float32
+        scalars: `"loss"` and the metrics of `loss_fn`, averaged over all steps; with a schedule
         `"participants"`, the islands in a merge, averaged over merges; and the aggregator's.
 
     Raises:

@@ -54,14 +54,14 @@ def fedbuff(
 
         x_(t+1) = x_t - eta / K sum_i (1 + s_i)^(-1/2) (x_(t - s_i) - y_i).
 
-    A round is one server update: K arrivals. None of them depends on another, so that they train
-    at once as the clients of `fedavg` do, on any mesh, and `jax.lax.scan` over rounds runs a whole
-    schedule as one program. Which clients arrive and how stale they are is data:
-    `fedpax.simulation.buffered_arrivals` computes it. Without a schedule this is `fedavg`.
+    A round is one server update: K arrivals. They do not depend on each other, so these clients
+    train at the same time, as those of `fedavg` do, on any mesh. `jax.lax.scan` over rounds runs a
+    whole schedule as one program. `fedpax.simulation.buffered_arrivals` computes which clients
+    arrive and their staleness. Without a schedule this is `fedavg`.
 
-    Memory: `max_staleness + 1` versions of the model beside the model itself, sharded as it is.
-    With C clients at work, staleness is about C / K, and more for slow ones. This is less than the
-    C models in flight.
+    Memory: `max_staleness + 1` versions of the model besides the model itself, with its sharding.
+    If C clients train at a time, staleness is about C / K, and larger for slow clients: usually far
+    fewer versions than the C models in flight.
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.

@@ -51,7 +51,7 @@ def feddyn(
     aggregator: Aggregator | None = None,
     chunk_size: ChunkSize = None,
 ) -> FederatedAlgorithm:
-    """Train clients on a loss whose linear term moves with their own past updates.
+    """Train clients on a loss with a linear term that sums their own past updates.
 
     From the server's model x, each client i of the cohort takes one optimizer step per batch on
 
@@ -72,10 +72,10 @@ def feddyn(
         population_size: N, number of clients in the population.
         client_optimizer: any optax optimizer.
         alpha: weight of the regularization, at least 0. With 0 there is none, h / alpha counts as
-            0, and it is `fedavg`. It can be traced, to differentiate in it.
+            0, and the method is `fedavg`. It can be a traced scalar, for `jax.grad`.
         server_optimizer: steps along x - mean_i y_i + h / alpha. Default None: `optax.sgd(1.0)`.
-        aggregator: combines the pseudo-gradients x - y_i, for x and for h. Default None: their
-            weighted mean.
+        aggregator: combines the pseudo-gradients x - y_i. The result updates x and h. Default
+            None: their weighted mean.
         chunk_size: number of clients that a device runs at once; see `fedpax.program`.
 
     Returns:

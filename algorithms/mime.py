@@ -49,14 +49,15 @@ def mime(
 ) -> FederatedAlgorithm:
     """Mimic centralized training: fixed optimizer state, and local gradients without client bias.
 
-    An optimizer is a pair of U, the update, and V, the next state. With c = mean_i grad f_i(x) of
-    the cohort, each client i takes one step per batch z, and the server updates s once:
+    An optimizer is a pair of functions: U computes the update, V the next state. With
+    c = mean_i grad f_i(x) of the cohort, each client i takes one step per batch z, and the server
+    updates s once:
 
         y_i <- y_i + U(grad f_i(y_i; z) - grad f_i(x; z) + c, s)    from x
         x   <- mean_i y_i;   s <- V(c, s)
 
-    A round communicates twice: c, then the y_i. It computes three gradients per batch: for c, and
-    in each step at y_i and at x.
+    A round communicates twice: c, then the y_i. It computes three gradients per batch: one for c,
+    then in each step one at y_i and one at x.
 
     Args:
         loss_fn: f, `(params, batch) -> (scalar loss, dict of scalars)`.
@@ -116,7 +117,7 @@ def mime_lite(
     """Take local steps with the server's fixed optimizer state, without correcting client bias.
 
     As `mime`, with uncorrected local steps y_i <- y_i + U(grad f_i(y_i; z), s). A round computes
-    two gradients per batch: at y_i, and at x for c = mean_i grad f_i(x), which updates s.
+    two gradients per batch: one at y_i, and one at x for c = mean_i grad f_i(x), which updates s.
 
     Args:
         loss_fn: as in `mime`.

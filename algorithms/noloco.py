@@ -54,12 +54,12 @@ def noloco(
         Delta = ((y_i - phi_i) + (y_j - phi_j)) / 2;   phi = (phi_i + phi_j) / 2;
         delta_i <- beta delta_i + eta Delta - gamma (phi_i - phi);   phi_i <- phi_i + delta_i.
 
-    The term of gamma pulls the models of a pair together. No model is shared by all islands, and
+    The gamma term pulls the models of a pair together. No model is shared by all islands, and
     their spread stays bounded. A round communicates phi_i and y_i between partners, and the metrics
     among all islands; it has no all-reduce of a model.
 
-    The pairs are drawn from the matchings of a round-robin tournament, in which every two islands
-    are partners equally often. With an odd number of islands, one is alone in each round.
+    The pairs are drawn from the matchings of a round-robin tournament, so that all pairs are
+    equally probable. With an odd number of islands, one has no partner in each round.
 
     `state.params` is the mean of all islands. It is a property, computed when it is read, and not
     part of checkpoints.

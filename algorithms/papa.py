@@ -53,9 +53,9 @@ def papa(
 
         w_i <- alpha w_i + (1 - alpha) mean_j w_j.
 
-    A round is one averaging period: the paper's are 10 steps. The models differ by their data, by
-    what a batch tells their loss (augmentations, regularization), and by their initial values if
-    `state.local_params` is replaced.
+    A round is one averaging period; the paper's has 10 steps. The models differ by their data, by
+    settings that their batches carry to the loss (augmentation, regularization), and by their
+    initial values if `state.local_params` is replaced.
 
     `state.params` is the average of the population. It is a property, computed when it is read, and
     not part of checkpoints.
@@ -70,9 +70,9 @@ def papa(
 
     Returns:
         `init(params)` and `round(state, cohort)`. The leaves of `cohort.batches` are
-        `[islands, steps, batch, ...]`. Models count equally in the average; those without a valid
-        step too. Metrics, all float32 scalars: `"loss"` and the metrics of `loss_fn`, averaged
-        over steps and models.
+        `[islands, steps, batch, ...]`. All models have the same weight in the average, also those
+        without a valid step. Metrics, all float32 scalars: `"loss"` and the metrics of `loss_fn`,
+        averaged over steps and models.
 
     Raises:
         TypeError: `islands` is not an int; the argument of a round is not a `fedpax.Cohort`.
@@ -91,7 +91,7 @@ def papa(
 
     Reference:
         Jolicoeur-Martineau et al., PopulAtion Parameter Averaging (PAPA), arXiv:2304.03094,
-        algorithm 1. Permutation alignment and REPAIR, which the paper does without, are not built.
+        algorithm 1. Permutation alignment and REPAIR, which the paper omits, are not implemented.
     """
     if not callable(alpha) and not 0 <= alpha <= 1:
         raise ValueError(f"alpha is {alpha}, expected 0 to 1. Pass 0.99, or 0.0 for papa_all.")
@@ -115,7 +115,8 @@ def papa_all(
 
         w_i <- mean_j w_j.
 
-    The optimizers' states stay. The paper averages every few epochs: a round has all their steps.
+    The optimizers' states do not change. The paper averages every few epochs: give a round the
+    steps of these epochs.
 
     Args:
         loss_fn: as in `papa`.
@@ -160,8 +161,8 @@ def papa_2(
         w_i <- (w_i + w_j(i)) / 2,   j(i) = i + c mod n,   c uniform from 1 to n - 1.
 
     The paper draws n pairs at random. Here the pairs of a round are rotations: all pairs are
-    equally probable, each model is in two of them (in one pair, twice, if c = n / 2), and a model
-    is sent once, to the one that receives it.
+    equally probable, and each model is sent to one other model. Each model is in two pairs; if
+    c = n / 2, these are the same pair.
 
     Args:
         loss_fn: as in `papa`.
@@ -210,7 +211,7 @@ def _population(
     optimizer: optax.GradientTransformation,
     combine: Combine,
 ) -> FederatedAlgorithm:
-    """Make a method that trains models apart, and combines them at the end of a round."""
+    """Make a method that trains models separately, and combines them at the end of a round."""
 
     @program(islands=islands)
     def init(params: Params) -> PapaState:

@@ -1,4 +1,4 @@
-"""SCAFFOLD: control variates that correct the drift of clients with unlike data."""
+"""SCAFFOLD: control variates that correct the drift of clients whose data differ."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -50,7 +50,7 @@ def scaffold(
     aggregator: Aggregator | None = None,
     chunk_size: ChunkSize = None,
 ) -> FederatedAlgorithm:
-    """Correct each local gradient by the difference of the server's and the client's control.
+    """Correct each local gradient by the server's control variate minus the client's.
 
     From the server's model x, each client i of the cohort takes K local steps; then S of N clients
     are aggregated:
@@ -60,9 +60,10 @@ def scaffold(
                c_i - c + (x - y_i) / (K eta_l)                      option II
         x   <- x + eta_g mean_i (y_i - x);   c <- c + S / N mean_i (new c_i - old c_i)
 
-    Option II is built as the mean of the K local gradients, grad f_i(y_i) before the correction.
-    With SGD this equals the formula, and it needs no learning rate, so `client_optimizer` can be
-    any optimizer and have a schedule. Option I costs one more gradient per batch, at x.
+    Option II computes the new c_i as the mean of the K local gradients, grad f_i(y_i) before the
+    correction. With SGD this equals the formula, and it needs no learning rate, so
+    `client_optimizer` can be any optimizer and have a schedule. Option I costs one more gradient
+    per batch, at x.
 
     Args:
         loss_fn: f, `(params, batch) -> (scalar loss, dict of scalars)`.
@@ -73,13 +74,13 @@ def scaffold(
         server_optimizer: any optax optimizer; the paper's is SGD with learning rate eta_g. Default
             None: `optax.sgd(1.0)`.
         aggregator: combines the pseudo-gradients x - y_i. Default None: their weighted mean. The
-            controls' differences are always averaged exactly.
+            differences new c_i - old c_i are always averaged exactly.
         chunk_size: number of clients that a device runs at once; see `fedpax.program`.
 
     Returns:
         `init(params)` and `round(state, cohort)`, as in `fedavg`. All controls start at 0. A round
         needs `cohort.client_ids`. The paper averages uniformly: leave `cohort.num_examples` None,
-        or set it to weigh the y_i. The mean of the controls is always uniform. A client without a
+        or set it to weigh the y_i. The mean over the c_i is always uniform. A client without a
         step keeps its c_i.
 
     Raises:

@@ -63,21 +63,22 @@ def self_tuning(
     where f_i is the loss of participant i on its first batches, and `update` is an optimizer. The
     derivative is the mean gradient of the f_i times the forward-mode derivative of x'(h).
 
-    - Hyperparameters of the server (learning rate, momentum) cost one gradient of the f_i in a
-      round. Their memory is flat in the number of participants.
-    - Hyperparameters of the participants (learning rate, FedProx's mu) also cost a second pass over
-      the local steps each, and store the values of the local steps for all participants.
-    - Cohorts with `num_steps` work.
+    - Hyperparameters of the server (learning rate, momentum) cost one gradient of the f_i per
+      round. Memory is flat in the number of participants.
+    - Hyperparameters of the participants (learning rate, FedProx's mu) also cost one more pass over
+      the local steps for each hyperparameter. The values of the local steps are stored for all
+      participants: memory grows with their number.
+    - Cohorts with `num_steps` work, because forward mode differentiates loops of variable length.
 
-    Hyperparameters stay positive, because their logarithm is tuned. Express others by positive
-    ones, such as a momentum by its damping: `optax.sgd(rate, momentum=1 - h["damping"])`.
+    Hyperparameters stay positive, because their logarithm is tuned. Express other settings by
+    positive ones, such as a momentum: `optax.sgd(rate, momentum=1 - h["damping"])`.
 
     Args:
         make_algorithm: makes the method from a dict of scalars, which can be traced, such as
             `lambda h: fedavg(..., server_optimizer=optax.sgd(h["learning_rate"]))`. The structure
             of its state must not depend on their values.
         hyperparameters: initial values by name, positive.
-        loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`, usually that of the method.
+        loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`, usually the method's own.
         hyper_optimizer: any optax optimizer. Default None: `optax.adam(0.05)`, which changes a
             hyperparameter by about 5% in a round.
         tuning_steps: number of a participant's first batches in f_i. The method trains on them

@@ -55,7 +55,7 @@ def streaming_diloco(
     mixing: float = 0.0,
     aggregator: Aggregator | None = None,
 ) -> FederatedAlgorithm:
-    """Train islands that synchronize one fragment of the model at a time, and train meanwhile.
+    """Synchronize one fragment of the model at a time, while the islands train.
 
     A round has H steps and P fragments. It is divided into P blocks of H / P steps, and block p
     ends with the synchronization of fragment p. The transfer starts tau steps before the end:
@@ -65,20 +65,20 @@ def streaming_diloco(
                                                y_ip <- alpha y_ip + (1 - alpha) x_p.
 
     y_i is the model of island i, on which it takes its inner steps, and x is the outer model. Each
-    fragment is synchronized once a round, at a step of its own: the peak bandwidth is P times lower
-    than that of DiLoCo. The average is not needed before tau further steps are done, and no step
-    depends on it, so that the compiler can send while the islands compute. The whole round, with
-    all of its transfers, is one program, and no transfer is in flight at its end. The metrics are
-    averaged once, at the end of the round, because a reduction beside a transfer would have to wait
-    for the steps.
+    fragment is synchronized once a round, at a different step: the peak bandwidth is P times lower
+    than that of DiLoCo. The average is first used tau steps later, and no step before depends on
+    it, so that the compiler can send while the islands compute. The whole round, with all of its
+    transfers, is one program, and no transfer is in flight at its end. The metrics are averaged
+    once, at the end of the round, because the compiler would combine an earlier reduction with a
+    transfer, and both would wait for the steps.
 
     With one fragment, `delay=0` and `mixing=0.0` this is `diloco`.
 
-    The paper writes the anchor of Delta_p as each island's theta^(t-H), the model when the fragment
-    was sent last. Here it is the outer model, which every island has received, as in DiLoCo and in
-    the authors' later method (arXiv:2604.21428). With `delay=0` and `mixing=0.0` both are the same.
-    Otherwise an island's own theta^(t-H) would differ from the others' by its local steps, no
-    update would remove this difference, and the islands would drift apart.
+    Delta_p is a difference to the outer model x, which every island has received, as in DiLoCo and
+    in the authors' later method (arXiv:2604.21428). The paper writes each island's own theta^(t-H)
+    instead, its model when it last sent the fragment. With `delay=0` and `mixing=0.0` both are the
+    same. Otherwise theta^(t-H) differs between islands by their local steps, no update removes this
+    difference, and the islands drift apart.
 
     Compile time grows with P: a round has 2 P loops of inner steps (P without delay).
 
@@ -88,12 +88,12 @@ def streaming_diloco(
         inner_optimizer: any optax optimizer; the paper uses AdamW.
         outer_optimizer: any optax optimizer, applied to each fragment with a state of its own.
             Default None: the paper's SGD with Nesterov momentum, learning rate 0.4, momentum 0.9.
-        fragments: P, the number of fragments: the stacked layers in strides, and the other
-            parameters in the last one, by `layer_fragments`. Or a function
+        fragments: P, the number of fragments: `layer_fragments(P)` distributes the stacked layers
+            in strides, and puts the other parameters in the last fragment. Or a function
             `(path, leaf) -> fragment` for another assignment.
         delay: tau, number of inner steps between the start of a transfer and its use, at least 0
-            and below H / P. With 0 nothing overlaps. With `mixing=0.0`, an island drops its last
-            tau steps on the fragment.
+            and below H / P. With 0 nothing overlaps. With `mixing=0.0`, the new fragment replaces
+            an island's own, and its last tau steps on it are lost.
         mixing: alpha, share of an island's own fragment that it keeps, at least 0 and below 1. The
             paper uses 0 and 0.5.
         aggregator: combines the islands' outer gradients x_p - y_ip into Delta_p, with a state for

@@ -15,7 +15,7 @@ from fedpax.aggregators.presence import num_participants, present
 def bulyan(num_byzantine: int) -> Aggregator:
     """Select updates by Krum, and average each coordinate over the values next to its median.
 
-    With m present participants of whom f may send anything:
+    With m present participants, f of which may send wrong updates:
 
     1. Krum selects an update; it is taken out, and Krum selects among the rest, until
        `theta = m - 2 f` updates are selected.
@@ -26,12 +26,12 @@ def bulyan(num_byzantine: int) -> Aggregator:
     `n >= 4 f + 3`. Memory and communication are those of `krum` and of `coordinate_median`.
 
     Args:
-        num_byzantine: f, number of participants that may send anything.
+        num_byzantine: f, number of participants that may send wrong updates.
 
     Returns:
-        An aggregator without state and metrics. Weights only tell who is present: not 0. NaN,
-        infinity and absent participants are treated as in `krum`. The result has the dtype of the
-        updates; 0 if no participant is present.
+        An aggregator without state and metrics. A participant is present if its weight is not 0;
+        the weights have no other effect. NaN, infinity and absent participants are treated as in
+        `krum`. The result has the dtype of the updates; 0 if no participant is present.
 
     Raises:
         TypeError: `num_byzantine` is not an int.

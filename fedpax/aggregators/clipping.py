@@ -101,16 +101,16 @@ def adaptive_clip(
 
         b = (sum_i [||u_i|| <= C] + N(0, count_stddev^2)) / m;   C <- C exp(-eta (b - gamma)).
 
-    It moves by a factor of at most exp(eta) per round, without noise. If no participant is present,
-    it does not move. `private_mean(quantile=...)` is the differentially private mean with this
-    clipping.
+    Without noise, C changes by a factor of at most exp(eta) per round. If no participant is
+    present, it does not change. `private_mean(quantile=...)` is the differentially private mean
+    with this clipping.
 
     Args:
         initial_norm: C of the first round, above 0. The paper uses 0.1.
         quantile: gamma, between 0 and 1.
         learning_rate: eta, at least 0.
         count_stddev: standard deviation of the noise of the count. Default 0: an exact count.
-        seed: int, seed of that noise.
+        seed: int, seed of the noise of the count.
 
     Returns:
         A transformation with state `AdaptiveClipState`. It clips as `clip_by_norm` does and reports

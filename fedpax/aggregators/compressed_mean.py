@@ -46,7 +46,7 @@ def compressed_mean(
 
     Without error feedback, the e_i are 0 and the mean is as unbiased as the codec. With it, the
     error telescopes if decay is 1: summed over rounds, the means differ from the exact ones only by
-    the current mean residual, whatever the weights. A participant of weight 0 is absent: it
+    the current mean residual, for any weights. A participant of weight 0 is absent: it
     contributes nothing and keeps its residual. Weights need one small all-reduce before the updates
     are sent.
 

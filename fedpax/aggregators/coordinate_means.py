@@ -24,9 +24,9 @@ def coordinate_median() -> Aggregator:
     all-to-all gives each device some coordinates of all participants, which it sorts locally.
 
     Returns:
-        An aggregator without state and metrics. Weights only tell who is present: not 0. A NaN
-        counts as infinity, the largest value. The result has the dtype of the updates; 0 if no
-        participant is present.
+        An aggregator without state and metrics. A participant is present if its weight is not 0;
+        the weights have no other effect. A NaN counts as infinity, the largest value. The result
+        has the dtype of the updates; 0 if no participant is present.
 
     Example:
         >>> import fedpax
@@ -47,18 +47,18 @@ def coordinate_median() -> Aggregator:
 def trimmed_mean(trim_fraction: float) -> Aggregator:
     """Average each coordinate without its largest and smallest values.
 
-    Of m present participants, the `floor(trim_fraction * m)` largest and as many smallest values
-    of each coordinate are left out. So many participants cannot move a coordinate beyond the values
-    of the others. Layout and cost are those of `coordinate_median`.
+    With m present participants, the k = `floor(trim_fraction * m)` largest and the k smallest
+    values of each coordinate are left out. k faulty participants cannot move a coordinate beyond
+    the values of the other ones. Layout and cost are those of `coordinate_median`.
 
     Args:
-        trim_fraction: fraction to leave out at each end, at least 0 and below 1/2. Default: none,
-            choose the largest fraction of faulty participants to protect against.
+        trim_fraction: fraction to leave out at each end, at least 0 and below 1/2: the largest
+            fraction of faulty participants to protect against.
 
     Returns:
-        An aggregator without state and metrics. Weights only tell who is present: not 0. A NaN
-        counts as infinity, the largest value. The result has the dtype of the updates; 0 if no
-        participant is present.
+        An aggregator without state and metrics. A participant is present if its weight is not 0;
+        the weights have no other effect. A NaN counts as infinity, the largest value. The result
+        has the dtype of the updates; 0 if no participant is present.
 
     Raises:
         TypeError: `trim_fraction` is not a number.

@@ -80,7 +80,7 @@ def add_local_noise(stddev: float, *, seed: int) -> AggregatorTransformation:
     After `clip_by_norm(C)` it is the Gaussian mechanism of local differential privacy: any two
     updates of a participant are at most 2 C apart. In the mean of n participants the noise has
     standard deviation `stddev / sqrt(n)`. So `stddev = noise_multiplier * C / sqrt(n)`, which
-    protects a participant only if nobody sees its update alone, gives the mean the noise of
+    protects a participant only if its single update stays hidden, gives the mean the noise of
     `private_mean`. If k of n participants drop out, their share of the noise is missing.
 
     Args:

@@ -14,25 +14,25 @@ from fedpax.primitives import federated_map, federated_mean
 def krum(num_byzantine: int, *, num_selected: int = 1) -> Aggregator:
     """Select the update that is closest to its neighbours (Krum), or average several (Multi-Krum).
 
-    With m present participants of whom f may send anything, the score of an update is the sum of
-    the squared distances to its `m - f - 2` nearest neighbours. The `num_selected` updates with the
-    smallest scores are averaged. For n participants, Krum's bound is `n >= 2 f + 3`.
+    With m present participants, f of which may send wrong updates, the score of an update is the
+    sum of the squared distances to its `m - f - 2` nearest neighbours. The `num_selected` updates
+    with the smallest scores are averaged. For n participants, Krum's bound is `n >= 2 f + 3`.
 
     It needs all updates at once: memory grows with the number of participants. On a mesh, one
     all-to-all gives each device some coordinates of all participants, for one matmul per leaf and
-    an all-reduce of the n x n distances. They are in float32 and resolve differences above about
-    0.001 of the updates' norms.
+    an all-reduce of the n x n distances. The distances are float32: they resolve differences above
+    about 0.001 of the updates' norms.
 
     Args:
-        num_byzantine: f, number of participants that may send anything.
+        num_byzantine: f, number of participants that may send wrong updates.
         num_selected: number of updates to average. Default 1: Krum. At most `n - f - 2`.
 
     Returns:
-        An aggregator without state and metrics. Weights only tell who is present: not 0; the
-        selected updates are averaged with equal weights. An update with a NaN or an infinity is
-        infinitely far from every other one. Absent participants count neither as neighbours nor in
-        the score: if fewer than `2 f + 3` are present, there is no guarantee. The result has the
-        dtype of the updates; 0 if no participant is present.
+        An aggregator without state and metrics. A participant is present if its weight is
+        not 0; the selected updates are averaged with equal weights. An update with a NaN or an
+        infinity is infinitely far from every other one. Absent participants count neither as
+        neighbours nor in the score: if fewer than `2 f + 3` are present, there is no guarantee. The
+        result has the dtype of the updates; 0 if no participant is present.
 
     Raises:
         TypeError: an argument is not an int.
@@ -86,8 +86,8 @@ def krum_order(
 ) -> Int[Array, " participants"]:
     """Order participants by the sum of squared distances to their nearest neighbours.
 
-    The neighbours are the `m - f - 2` nearest, at least one. Two participants that are each other's
-    single neighbour have the same score: then the next neighbour decides.
+    The neighbours are the `m - f - 2` nearest, at least one. If scores are equal, as those of two
+    participants that are each other's single neighbour, the next neighbour decides.
 
     Args:
         distances: the squared distances of all pairs.

@@ -84,8 +84,8 @@ def left_over(
 ) -> Leaves:
     """Recompute the part of a present participant's masks that does not cancel.
 
-    The server does this after it knows who is present, from the seeds that the participants have
-    shared secretly: p_ii, and the p_ij of absent neighbours.
+    The server does this after it knows which participants are present, from the seeds that the
+    participants have shared secretly: p_ii, and the p_ij of absent neighbours.
 
     Args:
         shapes: shape and partition spec (None: not sharded) of each array of codes.

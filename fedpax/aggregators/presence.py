@@ -19,7 +19,7 @@ def present(
 
     Args:
         updates: placed pytree.
-        weights: the weights. Default None: everybody takes part.
+        weights: the weights. Default None: all participants take part.
 
     Returns:
         bool `[participants]`.

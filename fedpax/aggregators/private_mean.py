@@ -44,8 +44,9 @@ def private_mean(
         mean = (sum_i u_i min(1, C / ||u_i||) + N(0, (z C)^2 I)) / m.
 
     Adding or removing one participant changes the sum by at most C. Therefore every present
-    participant weighs 1, whatever its number of examples, and m is fixed: it does not depend on
-    who is present. `privacy_spent` and `noise_multiplier_for` relate z to epsilon.
+    participant has weight 1, for any number of examples, and m is fixed: it does not depend on
+    the number of present participants. `privacy_spent` and `noise_multiplier_for` relate z to
+    epsilon.
 
     With `quantile` gamma, C follows this quantile of the norms. A second noisy sum counts the norms
     that are at most C, each as 1/2 and every other one as -1/2:
@@ -63,18 +64,19 @@ def private_mean(
         max_norm: C, above 0; with `quantile`, its initial value.
         noise_multiplier: z, at least 0.
         seed: int, seed of the noise. Choose another one for every other source of noise.
-        expected_participants: m. Default None: the placement's size, right for a cohort of fixed
-            size. With Poisson sampling from a population of N: `sampling_probability * N`, and a
-            placement large enough for every cohort, whose empty slots have weight 0.
+        expected_participants: m. Default None: the placement's size, for cohorts of fixed size.
+            With Poisson sampling from a population of N, pass `sampling_probability * N`, and
+            declare a placement that is large enough for every cohort; empty slots have weight 0.
         quantile: gamma, between 0 and 1. Default None: keep C. The paper uses 0.5.
         learning_rate: eta, at least 0.
         count_stddev: s, above `noise_multiplier / 2`. Default None: m / 20, as in the paper.
 
     Returns:
-        An aggregator with state `PrivateMeanState`. Weights only tell who is present: not 0. Sums
-        and noise are float32, and the result has the dtype of the updates. An update whose norm is
-        infinite or NaN counts as 0. The noise is the same on every mesh. Metrics: `"max_norm"`, C,
-        and `"noise_stddev"`, the standard deviation of each coordinate of the mean.
+        An aggregator with state `PrivateMeanState`. A participant is present if its weight is not
+        0; the weights have no other effect. Sums and noise are float32, and the result has the
+        dtype of the updates. An update whose norm is infinite or NaN counts as 0. The noise is the
+        same on every mesh. Metrics: `"max_norm"`, C, and `"noise_stddev"`, the standard deviation
+        of each coordinate of the mean.
 
     Raises:
         TypeError: an argument is not a number.

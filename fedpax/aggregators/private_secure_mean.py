@@ -64,10 +64,10 @@ def private_secure_mean(
         num_neighbors: as in `secure_mean`.
 
     Returns:
-        An aggregator with state `PrivateSecureMeanState`. Weights only tell who is present: not 0.
-        An update whose norm is infinite or NaN counts as 0. The result has the dtype of the
-        updates. Metrics: `"noise_stddev"`, the standard deviation of each coordinate of the mean,
-        and `"num_present"`.
+        An aggregator with state `PrivateSecureMeanState`. A participant is present if its
+        weight is not 0; the weights have no other effect. An update whose norm is infinite or NaN
+        counts as 0. The result has the dtype of the updates. Metrics: `"noise_stddev"`, the
+        standard deviation of each coordinate of the mean, and `"num_present"`.
 
     Raises:
         TypeError: an argument has the wrong type.

@@ -1,4 +1,4 @@
-"""A mean of integers under masks, as secure aggregation computes it."""
+"""A mean of integers under masks: the arithmetic of secure aggregation."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -46,25 +46,26 @@ def secure_mean(
     and the self masks of the m present participants. The integer sum is exact for any set of
     dropouts, so the only error is that of quantization: at most s / 2 in each entry.
 
-    This simulates the protocol's arithmetic, for its cost, quantization and dropouts. It has no key
-    agreement or secret sharing, and the masks come from JAX's generator with a known seed: it
-    protects nobody. A participant generates one pseudo-random vector per neighbour, each as large
-    as the update, and the server's recovery as many again: 2 n^2 vectors in a round without
+    This simulates the arithmetic of the protocol: its cost, quantization and dropouts. It has no
+    key agreement or secret sharing, and the masks come from JAX's generator with a known seed: it
+    gives no security. A participant generates one pseudo-random vector per neighbour, each as large
+    as the update. The server generates as many again for recovery: 2 n^2 vectors per round without
     `num_neighbors`. Memory is flat in the number of participants.
 
     Args:
         max_value: r, above 0. Entries are clipped to [-r, r].
         bits: bits per entry before masking, 2 to 24. The sum of n participants needs
             `n (2^(bits - 1) - 1) < 2^31`.
-        num_neighbors: number of participants that each participant shares masks with: even, on a
-            random ring that changes every round. Default None: all others.
+        num_neighbors: number of participants that each participant shares masks with, an even
+            number. They are its neighbours on a random ring that changes every round. Default None:
+            all other participants.
         seed: int, seed of the masks. The result does not depend on it.
 
     Returns:
-        An aggregator with state `SecureMeanState`. Weights only tell who is present: not 0; present
-        participants weigh the same. A NaN entry is sent as 0. The result has the dtype of the
-        updates; 0 if no participant is present. Metrics: `"clipped_fraction"`, the fraction of the
-        entries of present participants outside [-r, r], and `"num_present"`.
+        An aggregator with state `SecureMeanState`. A participant is present if its weight is
+        not 0; all present participants have the same weight. A NaN entry is sent as 0. The result
+        has the dtype of the updates; 0 if no participant is present. Metrics: `"clipped_fraction"`,
+        the fraction of the entries of present participants outside [-r, r], and `"num_present"`.
 
     Raises:
         TypeError: an argument has the wrong type.

@@ -58,7 +58,7 @@ def fragment_syncs(
 
     An island goes on with its steps while the syncer waits, up to `max_steps_per_sync` between two
     merges; then it waits. With `max_steps_per_sync == steps_per_sync` and a quorum of all islands,
-    all take the same steps, whatever their speeds: without failures this is `streaming_diloco`.
+    all take the same steps at any speeds: without failures this is `streaming_diloco`.
 
     An island that fails loses its steps since the previous merge. When it returns, it receives the
     whole outer model and goes on from there. One that fails while the syncer waits for others is

@@ -25,7 +25,7 @@ class Trace:
             None: 0.
         downtimes: float64 `[participants, number, 2]`: the intervals `[failure, return)` in which a
             participant is down, in seconds, in order, not overlapping; rows are filled up with
-            infinity. Default None: nobody fails.
+            infinity. Default None: no failures.
 
     Raises:
         ValueError: an array has another shape, a negative entry or NaN, or intervals are not in
@@ -120,12 +120,12 @@ def draw_trace(
         seconds_to_receive: distribution of the seconds to receive the model. Default None: 0.
         seconds_to_send: distribution of the seconds to send an update. Default None: 0.
         time_to_failure: distribution of the seconds between a return and the next failure. Default
-            None: nobody fails.
+            None: no failures.
         time_to_return: distribution of the seconds between a failure and the return. Default None:
-            who fails does not return.
-        arrival: distribution of the second in which a participant arrives. Default None: everybody
-            is there at second 0.
-        horizon: the second up to which failures are drawn; nobody fails later. Required with
+            a participant that fails does not return.
+        arrival: distribution of the second in which a participant arrives. Default None: all
+            participants are there at second 0.
+        horizon: the second up to which failures are drawn; there are none later. Required with
             `time_to_failure`.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Cut the leaves of an update into blocks for a codec, and put them together again."""
+"""Divide the leaves of an update into blocks for a codec, and join blocks to leaves."""
 
 import functools
 import math
@@ -16,10 +16,10 @@ SHORT_AXIS = 128  # blocks along a shorter axis would have more scales than the 
 
 
 class Blocks(NamedTuple):
-    """How a leaf is cut into blocks.
+    """The division of a leaf into blocks.
 
     Attributes:
-        axis: the axis that is cut into blocks of adjacent entries; the others stay as they are.
+        axis: the axis that is divided into blocks of adjacent entries; other axes do not change.
             None: the leaf is flattened first.
         num_blocks: number of blocks along the axis.
         size: number of entries of a block. The last block may be padded with zeros.
@@ -32,10 +32,10 @@ class Blocks(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def choose_blocks(codec: Codec, shape: tuple[int, ...]) -> Blocks:
-    """Choose how a leaf is cut, from its shape alone: the same on every mesh.
+    """Choose the blocks of a leaf from its shape alone, so that they are the same on every mesh.
 
-    A large leaf is cut along its longest major axis, so that its words have the leaf's minor axis,
-    which fills the TPU's tiles and which mesh axes can shard. A leaf of at most 65,536
+    A large leaf is divided along its longest major axis, so that its words have the leaf's minor
+    axis, which fills the TPU's tiles and which mesh axes can shard. A leaf of at most 65,536
     entries, or without a major axis of 128 entries, is flattened. Blocks have the codec's block
     size if it divides the axis. Otherwise they are of about equal size: at most the codec's, its
     half or its quarter, whichever has the fewest words.
@@ -102,15 +102,15 @@ def _num_words(codec: Codec, size: int) -> int:
 
 
 def to_blocks(leaf: Float[Array, "..."], blocks: Blocks) -> Float[Array, "entries ..."]:
-    """Cut a leaf into blocks.
+    """Divide a leaf into blocks.
 
     Args:
         leaf: floats `[...]`.
-        blocks: how to cut it.
+        blocks: its division, from `choose_blocks`.
 
     Returns:
         `[size, num_blocks]` for a flattened leaf; else `[size, ...]` with the axes of the leaf, and
-        the number of blocks in place of the entries of the axis that is cut.
+        the number of blocks in place of the entries of the divided axis.
     """
     axis = blocks.axis or 0
     whole = leaf.reshape(-1) if blocks.axis is None else leaf
@@ -124,11 +124,11 @@ def to_blocks(leaf: Float[Array, "..."], blocks: Blocks) -> Float[Array, "entrie
 def from_blocks(
     values: Float[Array, "entries ..."], blocks: Blocks, shape: tuple[int, ...]
 ) -> Float[Array, "..."]:
-    """Put a leaf together from its blocks.
+    """Join the blocks of a leaf.
 
     Args:
         values: the blocks, as `to_blocks` returns them.
-        blocks: how the leaf was cut.
+        blocks: the division of the leaf.
         shape: shape of the leaf.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The contract of a codec, and the exact one."""
+"""The contract of a codec, and the exact codec."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -46,7 +46,7 @@ class Codec(NamedTuple):
 
 
 def float32(block_size: int = BLOCK_SIZE) -> Codec:
-    """Send float32 values as they are: 32 bits a value, exact.
+    """Send exact float32 values: 32 bits per value.
 
     Args:
         block_size: largest number of entries of a block.

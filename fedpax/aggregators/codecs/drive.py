@@ -17,11 +17,11 @@ def drive(*, unbiased: bool = True, block_size: int = BLOCK_SIZE) -> Codec:
         decode = S R^T sign(R x),   S = ||x||^2 / ||R x||_1   (unbiased)
                                  or S = ||R x||_1 / d         (least squared error).
 
-    The unbiased scale has the squared error (pi/2 - 1) ||x||^2 on average, which averaging over
-    participants divides by their number; the other one (1 - 2/pi) ||x||^2, which is the smallest
-    for one participant. These figures, and the lack of bias, hold for a uniformly random rotation.
+    On average, the unbiased scale has the squared error (pi/2 - 1) ||x||^2, and a mean of n
+    participants divides it by n. The other scale has (1 - 2/pi) ||x||^2, the smallest error of a
+    single participant. These figures, and the lack of bias, hold for a uniformly random rotation.
     The randomized Hadamard transform, used here and in the paper's experiments, comes close for
-    blocks in which no few entries dominate. A block of two entries is biased.
+    blocks that are not dominated by a few entries. A block of two entries is biased.
 
     Args:
         unbiased: which scale to send. Default True: the unbiased one, for many participants. With

@@ -1,4 +1,4 @@
-"""Entries at random places, which are not sent."""
+"""Entries at random places. The places are not sent."""
 
 import math
 
@@ -23,7 +23,8 @@ def random_k(
     """Send a random subset of the entries of each block; the others are decoded to 0.
 
     Of d entries, k = ceil(fraction d) are sent. Their places come from the shared key and are not
-    sent. They differ between participants and rounds, and are shared by the blocks of a parameter.
+    sent. The places differ between participants and rounds. All blocks of a parameter have the same
+    places.
 
     Args:
         fraction: fraction of the entries that is sent, above 0 and at most 1.

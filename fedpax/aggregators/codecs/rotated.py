@@ -21,8 +21,8 @@ def rotated(codec: Codec) -> Codec:
     The rotation spreads large entries over the block: the range of z is small, about
     ||x|| sqrt(log(d) / d), and with it the error of a uniform quantizer. It keeps norms, so it
     keeps an inner codec unbiased or contractive. A block whose length is not a power of two is
-    padded with zeros. Nothing more is sent: D comes from the shared key. It differs between
-    participants and rounds, and is shared by the blocks of a parameter. The paper draws one
+    padded with zeros. D is not sent: it comes from the shared key. It differs between
+    participants and rounds. All blocks of a parameter have the same D. The paper draws one
     rotation for all participants.
 
     Args:
@@ -112,5 +112,5 @@ def _random_signs(key: Key[Array, ""], size: int, ndim: int) -> Float[Array, "..
 
 
 def _power_of_two(entries: int) -> int:
-    """Return the smallest power of two that is not below a number."""
+    """Return the smallest power of two that is at least `entries`."""
     return 1 << (entries - 1).bit_length()

@@ -22,15 +22,17 @@ def sign(bits: int = 1, *, block_size: int = BLOCK_SIZE) -> Codec:
 
         decode_j = (||x||_1 / d) sign(x_j),   sign(0) = 1.
 
-    With more bits, the other bits - 1 of a code say in which of 2^(bits - 1) equal intervals
-    between min |x| and max |x| the magnitude lies, and each interval is decoded to the mean of the
-    magnitudes in it. It is biased. It is a projection, so ||decode - x||^2 <= (1 - ||x||_1^2 /
-    (d ||x||^2)) ||x||^2 for any number of bits.
+    With b = `bits` > 1, the range from min |x| to max |x| is divided into 2^(b - 1) equal
+    intervals. A code is the sign and the b - 1 bits of the interval of |x_j|. An interval is
+    decoded to the mean of the magnitudes in it. The code is biased. It is a projection, so that for
+    any number of bits
+
+        ||decode - x||^2 <= (1 - ||x||_1^2 / (d ||x||^2)) ||x||^2.
 
     On the wire a block has `bits` bits per entry and 2^(bits - 1) floats.
 
     Args:
-        bits: bits of a code, 1 to 4. With 2 bits after `top_k`, it is an update of SparseLoCo.
+        bits: bits of a code, 1 to 4. SparseLoCo sends `top_k(1 / 64, values=sign(bits=2))`.
         block_size: largest number of entries of a block. Default 1024.
 
     Returns:
@@ -84,7 +86,7 @@ def sign(bits: int = 1, *, block_size: int = BLOCK_SIZE) -> Codec:
 
 
 def _interval(magnitude: Float[Array, "entries ..."], bins: int) -> Float[Array, "entries ..."]:
-    """Return the index of the interval, of equal intervals of a block's range, of each entry."""
+    """Return the index of each entry's interval, of equal intervals of the block's range."""
     if bins == 1:
         return jnp.zeros_like(magnitude)
     low = jnp.min(magnitude, axis=0, keepdims=True)

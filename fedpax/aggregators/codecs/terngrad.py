@@ -24,7 +24,7 @@ def terngrad(*, clip: float | None = None, block_size: int = BLOCK_SIZE) -> Code
 
         s = max |x|;   t_j = sign(x_j) b_j,  b_j ~ Bernoulli(|x_j| / s);   decode(t)_j = s t_j.
 
-    It is unbiased without `clip`, with the variance sum_j |x_j| (s - |x_j|). Five codes share a
+    Without `clip` it is unbiased, with the variance sum_j |x_j| (s - |x_j|). Five codes share a
     byte: 1.6 bits per entry, and one float per block.
 
     Args:

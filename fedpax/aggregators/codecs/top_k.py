@@ -16,7 +16,7 @@ def top_k(
     """Send the entries of largest magnitude of each block; the others are decoded to 0.
 
     Of d entries, k = ceil(fraction d) are sent: k values and k indices of ceil(log2 d) bits. With
-    blocks of 4,096 entries, an index has 12 bits. It is biased, and it is the best k-sparse
+    blocks of 4,096 entries, an index has 12 bits. The code is biased. It is the best k-sparse
     approximation: ||decode - x||^2 <= (1 - k/d) ||x||^2.
 
     Args:

@@ -16,7 +16,7 @@ from fedpax.aggregators.codecs.codec import Codec
 class UpdateCoder(NamedTuple):
     """A codec for the updates of one round.
 
-    The words of a large leaf have its minor axis sharded over the model axes, however these shard
+    The words of a large leaf have its minor axis sharded over the model axes, for any sharding of
     the leaf: no block spans two devices, and each device sends its part.
 
     Attributes:

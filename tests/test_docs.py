@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -32,6 +33,20 @@ MODULES = sorted(
     }
 )
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# They compile a transformer or whole experiments, whose tests are among the fast ones.
+SLOW = {
+    "docs/from_pax.md",
+    "docs/huggingface.md",
+    "docs/troubleshooting.md",
+    "fedpax.experiments.language_model",
+    "fedpax.models.classifiers",
+    "fedpax.models.generation",
+    "fedpax.models.huggingface.reading",
+    "fedpax.models.huggingface.writing",
+    "fedpax.models.lora",
+    "fedpax.models.mixture",
+    "fedpax.models.quantization",
+}
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE_NAME = re.compile(r"# (\w+\.py)\n")
 
@@ -72,13 +87,19 @@ def run_page(path: Path) -> int:
     return len(blocks)
 
 
-@pytest.mark.parametrize("name", MODULES)
+def fast_or_slow(name: str, value: Any) -> Any:
+    return pytest.param(value, id=name, marks=[pytest.mark.slow] if name in SLOW else [])
+
+
+@pytest.mark.parametrize("name", [fast_or_slow(name, name) for name in MODULES])
 def test_examples_of_module(name: str) -> None:
     result = doctest.testmod(importlib.import_module(name), optionflags=FLAGS)
     assert result.failed == 0, f"{result.failed} examples of {name} failed: see the output above"
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize(
+    "path", [fast_or_slow(path.relative_to(ROOT).as_posix(), path) for path in PAGES]
+)
 @pytest.mark.usefixtures("empty_folder")
 def test_examples_of_page(path: Path) -> None:
     run_page(path)

@@ -21,7 +21,7 @@ def snapshot(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("kind", ["regression", "text"])
+@pytest.mark.parametrize("kind", ["regression", pytest.param("text", marks=pytest.mark.slow)])
 def test_the_metrics_are_those_of_the_runs_own_evaluations(
     command: Command, request: pytest.FixtureRequest, tmp_path: Path, kind: str
 ) -> None:

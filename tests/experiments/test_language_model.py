@@ -145,6 +145,7 @@ def small_fedavg(folder: Path) -> FedAvgText:
     )
 
 
+@pytest.mark.slow  # tests/models/test_lora.py and tests/training/test_frozen.py hold its parts
 def test_fedavg_trains_and_sends_adapters_alone(tmp_path: Path) -> None:
     run = small_fedavg(write_model(tmp_path, dtype="float32", num_layers=1)).build()
     assert run.frozen is not None and run.whole_model is not None

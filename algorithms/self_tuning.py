@@ -64,7 +64,7 @@ def self_tuning(
     derivative is the mean gradient of the f_i times the forward-mode derivative of x'(h).
 
     - Hyperparameters of the server (learning rate, momentum) cost one gradient of the f_i per
-      round. Memory is flat in the number of participants.
+      round. With `chunk_size`, memory is flat in the number of participants.
     - Hyperparameters of the participants (learning rate, FedProx's mu) also cost one more pass over
       the local steps for each hyperparameter. The values of the local steps are stored for all
       participants: memory grows with their number.

@@ -58,7 +58,8 @@ def compressed_mean(
       receives n b (d - 1) / d bits per value, and 64 (d - 1) / d in an all-reduce of float32. So
       words are sent if n b < 64: among up to 15 islands at 4 bits, up to 60 at 1 bit.
     - Otherwise participants are simulated: each update is encoded and decoded where it is made,
-      and the mean is a `federated_mean`, whose memory does not grow with the participants.
+      and the mean is a `federated_mean`. With a `chunk_size`, its memory does not grow with the
+      number of participants.
 
     Both give the same mean, up to rounding in its last bits. `fedpax.cost` counts the encoded
     bytes. The derivative is zero, as that of rounding is.

@@ -50,7 +50,7 @@ def async_diloco(
     period: int | None = None,
     activation: float = 0.0,
 ) -> FederatedAlgorithm:
-    """Apply each island's outer gradient when it arrives, and the momentum once in N arrivals.
+    """Apply each outer gradient when it arrives, and the momentum at every N-th arrival.
 
     Island i trains from the model x_(s_i) that it received after its last arrival, and arrives
     with g = x_(s_i) - y_i at a server whose model is now x. Delayed Nesterov with c = 0:
@@ -60,12 +60,12 @@ def async_diloco(
 
     The island goes on from the new x. Its inner optimizer's state stays where it is.
 
-    A round is a stretch of arrivals in which no island arrives twice, so that all of its islands
-    train at the same time; then the server applies their gradients in the order of
-    `cohort.schedule`. `fedpax.simulation.island_arrivals` computes this order and the islands'
-    numbers of steps, `cohort.num_steps`, which may follow the paper's dynamic local updates.
-    Without a schedule all islands arrive together: with N = islands this is `diloco` with Nesterov
-    momentum. Arrivals at the same position are applied together, before the momentum.
+    A round is a sequence of arrivals in which no island arrives twice. All of its islands train at
+    the same time; then the server applies their gradients in the order of `cohort.schedule`.
+    `fedpax.simulation.island_arrivals` computes this order and the islands' numbers of steps,
+    `cohort.num_steps`, which may follow the paper's dynamic local updates. Without a schedule all
+    islands arrive together: with N = islands this is `diloco` with Nesterov momentum. Arrivals at
+    the same position are applied together, before the momentum.
 
     Communication: a sum over the islands per position. Memory: each island holds the model that it
     trains from. `jax.grad` through a round with a schedule raises, as with `num_steps`.
@@ -78,12 +78,12 @@ def async_diloco(
         momentum: beta, from 0 to 1. Default 0.9.
         period: N, number of arrivals between two updates of the momentum. Default None: `islands`.
         activation: c, from 0 to 1 / N: the share of the momentum that each arrival applies. Default
-            0.0, the paper's choice: all of it in every N-th.
+            0.0, the paper's choice: every N-th arrival applies all of it.
 
     Returns:
         `init(params)` and `round(state, cohort)`. The leaves of `cohort.batches` are
         `[islands, H, batch, ...]`. `cohort.schedule` is an `ArrivalOrder` or None. All arrivals
-        weigh the same: `cohort.num_examples` is not used. An island without a valid step
+        have the same weight: `cohort.num_examples` is not used. An island without a valid step
         contributes nothing. Metrics, all float32 scalars: `"loss"` and the metrics of `loss_fn`,
         averaged over inner steps and arriving islands, and with a schedule `"arrivals"`, their
         number.

@@ -61,8 +61,8 @@ def eager_diloco(
     optimizer that is linear, such as SGD with Nesterov momentum. In the first round the gradients
     of before are 0. With one island this is `diloco`.
 
-    `state.params` is the mean of the islands' models. It is a property, computed when it is read,
-    and not part of checkpoints.
+    `state.params` is the mean of the islands' models. It is a property, computed when it is read
+    and when a checkpoint is saved.
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.

@@ -61,8 +61,8 @@ def noloco(
     The pairs are drawn from the matchings of a round-robin tournament, so that all pairs are
     equally probable. With an odd number of islands, one has no partner in each round.
 
-    `state.params` is the mean of all islands. It is a property, computed when it is read, and not
-    part of checkpoints.
+    `state.params` is the mean of all islands. It is a property, computed when it is read and
+    when a checkpoint is saved.
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.

@@ -57,8 +57,8 @@ def papa(
     settings that their batches carry to the loss (augmentation, regularization), and by their
     initial values if `state.local_params` is replaced.
 
-    `state.params` is the average of the population. It is a property, computed when it is read, and
-    not part of checkpoints.
+    `state.params` is the average of the population. It is a property, computed when it is read and
+    when a checkpoint is saved.
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.

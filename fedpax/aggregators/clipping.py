@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 from fedpax.aggregators.aggregator import Aggregator
 from fedpax.aggregators.chain import AggregatorTransformation
 from fedpax.aggregators.gaussian_noise import check_at_least, round_key
-from fedpax.aggregators.presence import present
+from fedpax.aggregators.presence import mean_dtype, present
 from fedpax.primitives import federated_map, federated_mean, federated_sum
 
 
@@ -62,7 +62,7 @@ def clip_by_norm(max_norm: float) -> AggregatorTransformation:
             updates: chex.ArrayTree,
             weights: Num[Array, " participants"] | None,
         ) -> tuple[chex.ArrayTree, chex.ArrayTree, dict[str, jax.Array]]:
-            updates, norms = federated_map(lambda u: _clip_in_own_dtype(u, max_norm), updates)
+            updates, norms = federated_map(lambda u: _clip_and_cast(u, max_norm), updates)
             metrics = _clipping_metrics(norms, max_norm, present(updates, weights))
             aggregated, state, reported = inner.aggregate(state, updates, weights)
             return aggregated, state, metrics | reported
@@ -153,7 +153,7 @@ def adaptive_clip(
             weights: Num[Array, " participants"] | None,
         ) -> tuple[chex.ArrayTree, AdaptiveClipState, dict[str, jax.Array]]:
             norm = state.max_norm
-            updates, norms = federated_map(lambda u: _clip_in_own_dtype(u, norm), updates)
+            updates, norms = federated_map(lambda u: _clip_and_cast(u, norm), updates)
             taken = present(updates, weights)
             below = federated_map(lambda norm_i, here: here & (norm_i <= norm), norms, taken)
             counted, total = federated_sum((below, taken))
@@ -194,11 +194,11 @@ def clip_update(
     return clipped, norm
 
 
-def _clip_in_own_dtype(
+def _clip_and_cast(
     update: chex.ArrayTree, max_norm: float | Float[Array, ""]
 ) -> tuple[chex.ArrayTree, Float[Array, ""]]:
     clipped, norm = clip_update(update, max_norm)
-    return jax.tree.map(lambda c, u: c.astype(u.dtype), clipped, update), norm
+    return jax.tree.map(lambda c, u: c.astype(mean_dtype(u)), clipped, update), norm
 
 
 def _clipping_metrics(

@@ -12,7 +12,7 @@ from jaxtyping import Array, Int, Num
 
 from fedpax.aggregators.aggregator import Aggregator
 from fedpax.aggregators.chain import AggregatorTransformation
-from fedpax.aggregators.presence import num_participants
+from fedpax.aggregators.presence import mean_dtype, num_participants
 from fedpax.primitives import federated_map
 
 
@@ -156,7 +156,7 @@ def perturb(key: jax.Array, tree: chex.ArrayTree, stddev: float | jax.Array) -> 
         noise = jax.random.normal(
             jax.random.fold_in(key, i), leaf.shape, jnp.float32, out_sharding=known_sharding(leaf)
         )
-        noisy.append((leaf.astype(jnp.float32) + stddev * noise).astype(leaf.dtype))
+        noisy.append((leaf.astype(jnp.float32) + stddev * noise).astype(mean_dtype(leaf)))
     return jax.tree.unflatten(structure, noisy)
 
 

@@ -12,6 +12,11 @@ def num_participants(updates: chex.ArrayTree) -> int:
     return leaves[0].shape[0] if leaves else 0
 
 
+def mean_dtype(leaf: jax.Array) -> jnp.dtype:
+    """Return the dtype of a leaf's mean, as in `federated_mean`: float32 for integers."""
+    return leaf.dtype if jnp.issubdtype(leaf.dtype, jnp.inexact) else jnp.dtype(jnp.float32)
+
+
 def present(
     updates: chex.ArrayTree, weights: Num[Array, " participants"] | None
 ) -> Bool[Array, " participants"]:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, Num
 from fedpax.aggregators.aggregator import Aggregator
 from fedpax.aggregators.clipping import adapt_norm, check_positive, check_quantile, clip_update
 from fedpax.aggregators.gaussian_noise import check_at_least, perturb, round_key
-from fedpax.aggregators.presence import num_participants, present
+from fedpax.aggregators.presence import mean_dtype, num_participants, present
 from fedpax.primitives import federated_map, federated_sum
 
 
@@ -74,9 +74,9 @@ def private_mean(
     Returns:
         An aggregator with state `PrivateMeanState`. A participant is present if its weight is not
         0; the weights have no other effect. Sums and noise are float32, and the result has the
-        dtype of the updates. An update whose norm is infinite or NaN counts as 0. The noise is the
-        same on every mesh. Metrics: `"max_norm"`, C, and `"noise_stddev"`, the standard deviation
-        of each coordinate of the mean.
+        dtype of the updates, float32 for integers. An update whose norm is infinite or NaN counts
+        as 0. The noise is the same on every mesh. Metrics: `"max_norm"`, C, and `"noise_stddev"`,
+        the standard deviation of each coordinate of the mean.
 
     Raises:
         TypeError: an argument is not a number.
@@ -143,7 +143,7 @@ def private_mean(
             fraction = 0.5 + (count + stddev * jax.random.normal(key)) / expected
             new_norm = adapt_norm(norm, fraction, quantile, learning_rate)
         noisy = perturb(round_key(seed, name, state.round), total, multiplier * norm)
-        mean = jax.tree.map(lambda t, u: (t / expected).astype(u.dtype), noisy, updates)
+        mean = jax.tree.map(lambda t, u: (t / expected).astype(mean_dtype(u)), noisy, updates)
         metrics = {"max_norm": norm, "noise_stddev": multiplier * norm / expected}
         return mean, PrivateMeanState(state.round + 1, new_norm), metrics
 

@@ -12,7 +12,7 @@ from fedpax.aggregators.aggregator import Aggregator
 from fedpax.aggregators.clipping import check_positive, clip_update
 from fedpax.aggregators.gaussian_noise import known_sharding, round_key
 from fedpax.aggregators.krum import check_count
-from fedpax.aggregators.presence import num_participants, present
+from fedpax.aggregators.presence import mean_dtype, num_participants, present
 from fedpax.aggregators.secure_mean import check_neighbors, secure_sum
 from fedpax.primitives import federated_sum
 
@@ -66,8 +66,9 @@ def private_secure_mean(
     Returns:
         An aggregator with state `PrivateSecureMeanState`. A participant is present if its
         weight is not 0; the weights have no other effect. An update whose norm is infinite or NaN
-        counts as 0. The result has the dtype of the updates. Metrics: `"noise_stddev"`, the
-        standard deviation of each coordinate of the mean, and `"num_present"`.
+        counts as 0. The result has the dtype of the updates, float32 for integers. Metrics:
+        `"noise_stddev"`, the standard deviation of each coordinate of the mean, and
+        `"num_present"`.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -136,7 +137,7 @@ def private_secure_mean(
         total = secure_sum(encode, updates, here, masks_key, num_neighbors)
         count = federated_sum(here)
         scale = jnp.where(count < least, 0.0, max_norm / resolution / jnp.maximum(count, 1))
-        mean = jax.tree.map(lambda t, u: (scale * t).astype(u.dtype), total, updates)
+        mean = jax.tree.map(lambda t, u: (scale * t).astype(mean_dtype(u)), total, updates)
         metrics = {
             "noise_stddev": scale * local_stddev * jnp.sqrt(count),
             "num_present": count,

@@ -15,7 +15,7 @@ from fedpax.aggregators.clipping import check_positive
 from fedpax.aggregators.gaussian_noise import round_key
 from fedpax.aggregators.krum import check_count
 from fedpax.aggregators.masks import Leaves, left_over, make_graph, mask
-from fedpax.aggregators.presence import num_participants, present, select
+from fedpax.aggregators.presence import mean_dtype, num_participants, present, select
 from fedpax.aggregators.sent import mark_sent
 from fedpax.primitives import federated_map, federated_mean, federated_sum
 from fedpax.primitives.layout import unplaced_aval
@@ -64,8 +64,9 @@ def secure_mean(
     Returns:
         An aggregator with state `SecureMeanState`. A participant is present if its weight is
         not 0; all present participants have the same weight. A NaN entry is sent as 0. The result
-        has the dtype of the updates; 0 if no participant is present. Metrics: `"clipped_fraction"`,
-        the fraction of the entries of present participants outside [-r, r], and `"num_present"`.
+        has the dtype of the updates, float32 for integers; 0 if no participant is present.
+        Metrics: `"clipped_fraction"`, the fraction of the entries of present participants outside
+        [-r, r], and `"num_present"`.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -122,7 +123,7 @@ def secure_mean(
         count = federated_sum(here)
 
         def decode(total: jax.Array, u: jax.Array) -> jax.Array:
-            return (step * total / jnp.maximum(count, 1)).astype(u.dtype)
+            return (step * total / jnp.maximum(count, 1)).astype(mean_dtype(u))
 
         clipped = federated_mean(federated_map(clipped_entries, updates, here), here)
         metrics = {"clipped_fraction": clipped, "num_present": count}

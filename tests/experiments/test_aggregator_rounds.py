@@ -1,0 +1,40 @@
+"""Tests of the benchmark of FedAvg's rounds with each aggregator."""
+
+import pytest
+
+from fedpax.experiments.benchmarks import aggregator_rounds, timing
+from fedpax.experiments.benchmarks.workloads import WORKLOADS, Workload
+from fedpax.models.classifiers import MLPConfig, mlp
+
+
+@pytest.mark.parametrize("chosen", [["sign"], pytest.param(None, marks=pytest.mark.slow)])
+def test_every_aggregator_has_a_row_that_is_paired_with_the_mean(chosen, monkeypatch, capsys):
+    tiny = Workload(mlp(MLPConfig(layer_sizes=(6, 5, 3))), (6,), 3)
+    monkeypatch.setitem(WORKLOADS, "tiny", lambda: tiny)
+    monkeypatch.setattr(aggregator_rounds, "on_devices", lambda _, fn, *args: fn(*args))
+    rows = []
+    monkeypatch.setattr(aggregator_rounds, "write", lambda path, found, **_: rows.extend(found))
+    arguments = ["--model=tiny", "--clients=8", "--repetitions=2"]
+    arguments += [] if chosen is None else [f"--aggregators={';'.join(chosen)}"]
+    assert aggregator_rounds.main(arguments) == 0
+    names = chosen or [name for name in aggregator_rounds.aggregators(8) if name != "mean"]
+    assert [row.aggregator for row in rows] == ["mean", *names]
+    assert rows[0].ratio == 1
+    printed = capsys.readouterr().out
+    for row in rows:
+        assert row.ratio == timing.paired_ratio(row.seconds, rows[0].seconds)
+        assert f"| {row.aggregator} " in printed
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("--aggregators=Sign", "unknown aggregators"),
+        ("--clients=1", "expected at least 2"),
+        ("--repetitions=0", "expected at least 1"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(argument: str, words: str, capsys):
+    with pytest.raises(SystemExit):
+        aggregator_rounds.main([argument])
+    assert words in capsys.readouterr().err

@@ -15,8 +15,9 @@ from fedpax.aggregators.codecs.blocks import wire_bits
 from fedpax.aggregators.codecs.codec import Codec
 from fedpax.aggregators.codecs.rotated import check_codec
 from fedpax.aggregators.codecs.update_coder import UpdateCoder
+from fedpax.aggregators.encodable import check_floats, normalized_weights
 from fedpax.aggregators.sent import mark_sent
-from fedpax.primitives import federated_broadcast, federated_map, federated_mean, federated_sum
+from fedpax.primitives import federated_broadcast, federated_map, federated_mean
 from fedpax.primitives.layout import explicit_axis, mesh_axis, unplaced_aval
 from fedpax.primitives.placement import Placement, active_placements, resolve_placement
 
@@ -126,7 +127,7 @@ def compressed_mean(
         updates: chex.ArrayTree,
         weights: Num[Array, " participants"] | None,
     ) -> tuple[chex.ArrayTree, CompressedMeanState, dict[str, jax.Array]]:
-        _check_floats(updates)
+        check_floats("compressed_mean", updates)
         leaves, tree = jax.tree.flatten(updates)
         if not leaves:
             return updates, state, {}
@@ -160,7 +161,7 @@ def compressed_mean(
             return jax.tree.unflatten(tree, words if gathers else decoded), residual
 
         residual = None if state.residual is None else jax.tree.leaves(state.residual)
-        shares = None if weights is None else _shares(weights)
+        shares = None if weights is None else normalized_weights(weights)
         sent, residual = federated_map(send, _indices(placement), leaves, residual, shares)
         if gathers:
             mean = _mean_of_words(jax.tree.leaves(sent), coder, placement)
@@ -208,13 +209,6 @@ def _mean_of_words(
     return [total / placement.size for total in totals]
 
 
-def _shares(weights: Num[Array, " participants"]) -> Float[Array, " participants"]:
-    """Scale weights to a mean of 1; all 0 where they sum to 0."""
-    total, n = federated_sum(weights.astype(jnp.float32)), weights.shape[0]
-    scale = jnp.where(total == 0, 0.0, n / jnp.where(total == 0, 1.0, total))
-    return federated_map(lambda w: w.astype(jnp.float32) * scale, weights)
-
-
 def _check_arguments(codec: Codec, error_feedback: bool, decay: float) -> None:
     check_codec("compressed_mean", "codec", codec)
     if not 0 < decay <= 1:
@@ -234,13 +228,3 @@ def _check_arguments(codec: Codec, error_feedback: bool, decay: float) -> None:
             "random_k(..., unbiased=False)), more bits or smaller blocks, or "
             "error_feedback=False."
         )
-
-
-def _check_floats(updates: chex.ArrayTree) -> None:
-    for path, leaf in jax.tree.leaves_with_path(updates):
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-            raise TypeError(
-                f"compressed_mean(): updates{jax.tree_util.keystr(path)} has dtype "
-                f"{jnp.result_type(leaf)}, expected floats. Use fedpax.aggregators.mean() for "
-                "other dtypes."
-            )

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 
 from fedpax.aggregators.aggregator import Aggregator
+from fedpax.aggregators.encodable import check_floats, normalized_weights
 from fedpax.aggregators.integer_packing import (
     Packing,
     choose_packing,
@@ -104,10 +105,10 @@ def quantized_mean(num_levels: int) -> Aggregator:
         updates: chex.ArrayTree,
         weights: Num[Array, " participants"] | None,
     ) -> tuple[chex.ArrayTree, QuantizedMeanState, dict[str, jax.Array]]:
-        _check_floats(updates)
+        check_floats("quantized_mean", updates)
         if not jax.tree.leaves(updates):
             return updates, state, {}
-        shares = None if weights is None else _normalized_weights(weights)
+        shares = None if weights is None else normalized_weights(weights)
         mean, residual = _quantize_and_average(updates, state.residual, shares, num_levels)
         return mean, QuantizedMeanState(residual), {}
 
@@ -125,23 +126,6 @@ def check_num_levels(num_levels: int) -> None:
         raise TypeError(f"num_levels is {num_levels!r}, expected an int from 2 to 256.")
     if not 2 <= num_levels <= 256:
         raise ValueError(f"num_levels is {num_levels}, expected 2 (signs) to 256.")
-
-
-def _check_floats(updates: chex.ArrayTree) -> None:
-    for path, leaf in jax.tree.leaves_with_path(updates):
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-            raise TypeError(
-                f"quantized_mean(): updates{jax.tree_util.keystr(path)} has dtype "
-                f"{jnp.result_type(leaf)}, expected floats. Use fedpax.aggregators.mean() for "
-                "other dtypes."
-            )
-
-
-def _normalized_weights(weights: Num[Array, " participants"]) -> Float[Array, " participants"]:
-    """Scale weights to a mean of 1; all 0 where they sum to 0."""
-    total, n = federated_sum(weights.astype(jnp.float32)), weights.shape[0]
-    scale = jnp.where(total == 0, 0.0, n / jnp.where(total == 0, 1.0, total))
-    return federated_map(lambda w: w.astype(jnp.float32) * scale, weights)
 
 
 def _quantize_and_average(

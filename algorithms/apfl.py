@@ -27,7 +27,7 @@ from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Param
 
 
 class Personal(NamedTuple):
-    """What a client of APFL keeps.
+    """State that a client of APFL keeps.
 
     Attributes:
         params: v_i, its local model.

@@ -153,7 +153,7 @@ def noise_multiplier_for(
 
 
 class _Mechanism(NamedTuple):
-    """How cohorts are drawn: an accountant for it, and the event of all rounds by their noise."""
+    """Sampling of cohorts: its accountant, and the event of all rounds by their noise."""
 
     make_accountant: Callable[[], Any]
     make_event: Callable[[float], Any]

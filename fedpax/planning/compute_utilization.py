@@ -37,7 +37,7 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """What is exchanged, how often, and how long it may take.
+    """Content, period and overlap of the exchanges between sites.
 
     Attributes:
         period: H, number of steps between two exchanges of a layer. 1 is data parallelism.

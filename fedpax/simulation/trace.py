@@ -11,7 +11,7 @@ from fedpax.simulation.distributions import Distribution, constant
 
 @dataclass(frozen=True, eq=False, init=False)
 class Trace:
-    """How fast the participants of a population are, and when each is down.
+    """Speeds of the participants of a population, and the times at which each is down.
 
     A trace has no randomness left: what is computed from it is the same every time. Make one with
     `draw_trace` or `load_trace`, or from arrays. A participant that arrives late is down until it

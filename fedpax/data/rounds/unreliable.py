@@ -17,7 +17,7 @@ _DROPOUT, _DELAY = 1, 2  # part of the keys, so that the draws are independent o
 
 
 class RoundOutcome(NamedTuple):
-    """What happened to the clients of a round.
+    """Outcome of a round for its clients.
 
     Attributes:
         reported: booleans `[clients]`, True where the server received the client's update.

@@ -39,6 +39,7 @@ EXTRAS = {
     "cuda": Extra("jax-cuda13-plugin", "training on NVIDIA GPUs"),
     "huggingface": Extra("safetensors", "weights in Hugging Face folders"),
     "tokenizers": Extra("tokenizers", "subword vocabularies"),
+    "sites": Extra("grpcio", "islands with runtimes of their own"),
     "quantization": Extra("qwix", "int8 and fp8 matmuls"),
     "privacy": Extra("dp-accounting", "epsilon of private means"),
     "bench": Extra("drjax", "benchmarks against DrJAX"),

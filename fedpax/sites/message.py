@@ -44,7 +44,7 @@ class Message(NamedTuple):
     """
 
     header: Mapping[str, Any]
-    arrays: Mapping[str, np.ndarray] = {}  # noqa: RUF012  (never written to)
+    arrays: Mapping[str, np.ndarray] = {}
 
 
 class MessageError(ValueError):

@@ -1,0 +1,84 @@
+"""Why a server does not accept a connection, in words: gRPC only says that the socket closed."""
+
+import socket
+import ssl
+import time
+from pathlib import Path
+
+_HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+
+
+def find_refusal(
+    address: str, certificates: Path | None, server_name: str, timeout: float
+) -> str | None:
+    """Connect to a server like gRPC does, and explain a handshake that fails for good.
+
+    Args:
+        address: `HOST:PORT` of the server.
+        certificates: this site's folder of `fedpax certificates`. None: no encryption.
+        server_name: the name that the server's certificate has to bear.
+        timeout: seconds for each of at most two attempts.
+
+    Returns:
+        The reason and its remedy. None: the server accepts the connection, or cannot be reached at
+        the moment.
+    """
+    refusal = _attempt(address, certificates, server_name, timeout)
+    if refusal is None:
+        return None
+    # A server that exits closes connections too, but does not accept the next one.
+    time.sleep(0.2)
+    return _attempt(address, certificates, server_name, timeout)
+
+
+def _attempt(
+    address: str, certificates: Path | None, server_name: str, timeout: float
+) -> str | None:
+    host, _, port = address.rpartition(":")
+    try:
+        connected = socket.create_connection((host.strip("[]"), int(port)), timeout)
+    except OSError:
+        return None
+    with connected:
+        try:
+            if certificates is None:
+                return _ask_for_settings(connected, address, "without certificates")
+            context = ssl.create_default_context(cafile=certificates / "authority.pem")
+            context.load_cert_chain(certificates / "certificate.pem", certificates / "key.pem")
+            context.set_alpn_protocols(["h2"])
+            with context.wrap_socket(connected, server_hostname=server_name) as encrypted:
+                name = f"with the certificate in {certificates}"
+                return _ask_for_settings(encrypted, address, name)
+        except ssl.SSLCertVerificationError as error:
+            return (
+                f"the certificate of the server at {address} is not accepted: "
+                f"{error.verify_message}. Use certificates of one authority on both sides "
+                "(`fedpax certificates`), and for the server one with the name "
+                f"{server_name!r}."
+            )
+        except ssl.SSLError as error:
+            if error.reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE"):
+                return (
+                    f"the server at {address} does not use TLS. Start it with --certificates, or "
+                    "check the port."
+                )
+            return None
+        except OSError:
+            return None
+
+
+def _ask_for_settings(connected: socket.socket, address: str, credentials: str) -> str | None:
+    """Begin HTTP/2. A server that accepts the credentials answers with its settings at once."""
+    try:
+        connected.sendall(_HTTP2_PREFACE)
+        accepted = bool(connected.recv(1))
+    except TimeoutError:
+        return None
+    except OSError:  # the server closed the connection before it read everything
+        accepted = False
+    if accepted:
+        return None
+    return (
+        f"the server at {address} refuses connections {credentials}. Use a certificate of the "
+        "server's authority that has not expired (`fedpax certificates`)."
+    )

@@ -1,0 +1,409 @@
+"""Calls from islands to a syncer, over gRPC: `serve` at the syncer, `connect` at an island."""
+
+import concurrent.futures
+import contextlib
+import ipaddress
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from fedpax.sites.handshake import find_refusal
+from fedpax.sites.message import (
+    CHECKSUM_BYTES,
+    CHUNK_BYTES,
+    ChecksumError,
+    Message,
+    MessageError,
+    decode,
+    encode,
+)
+
+if TYPE_CHECKING:
+    import grpc
+
+MAX_MESSAGE_BYTES = 1 << 30
+"""Default limit on the arrays of a message: 1 GiB."""
+
+Handler = Callable[[str, Message], Message]
+"""Answers a message: called with the peer's name from its certificate (without certificates "")
+and the message. It runs in several threads at once. `RefusedError` sends its text to the peer."""
+
+_SERVICE, _METHOD = "fedpax.Sites", "Call"
+_MAX_WORDS = 2000  # of a refusal; gRPC limits the metadata in which it travels to 8 KB
+_logger = logging.getLogger(__name__)
+
+
+class RefusedError(ValueError):
+    """A call that the other side refuses, with its reason; do not repeat the call."""
+
+
+class DisconnectedError(ConnectionError):
+    """A call that got no answer in time; the other side may have handled it. Repeat it later."""
+
+
+class Server:
+    """A server of messages, made by `serve`.
+
+    Attributes:
+        port: the port it listens at; with `HOST:0` one that the operating system chose.
+    """
+
+    def __init__(self, server: "grpc.Server", port: int) -> None:
+        self.port = port
+        self._server = server
+
+    def close(self, grace: float = 1.0) -> None:
+        """Stop: refuse new calls, and let those in progress finish.
+
+        Args:
+            grace: seconds until calls in progress are aborted.
+        """
+        self._server.stop(grace).wait()
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class Connection:
+    """A connection to a server, made by `connect`; threads may share it.
+
+    It connects at the first call, and again after a failure.
+    """
+
+    def __init__(
+        self,
+        channel: "grpc.Channel",
+        address: str,
+        certificates: Path | None,
+        server_name: str,
+        max_message_bytes: int,
+    ) -> None:
+        self.address = address
+        self._channel = channel
+        self._certificates = certificates
+        self._server_name = server_name
+        self._max_message_bytes = max_message_bytes
+        self._stream = channel.stream_stream(f"/{_SERVICE}/{_METHOD}")
+
+    def call(self, message: Message, timeout: float) -> Message:
+        """Send a message and wait for its answer.
+
+        Several threads may call at once; no call waits for another one.
+
+        Args:
+            message: the message. Do not write to its arrays before the call ends.
+            timeout: seconds for message and answer together.
+
+        Returns:
+            The answer.
+
+        Raises:
+            RefusedError: the other side refuses the message or this site's certificate, and says
+                why. Do not repeat the call.
+            DisconnectedError: there was no answer in time, or the connection failed. The message
+                may have been handled. Repeat the call later.
+            MessageError: the message cannot be encoded, or the answer does not conform to the
+                format.
+        """
+        import grpc
+
+        chunks = encode(message, self._max_message_bytes)
+        call = self._stream(chunks, timeout=timeout)
+        try:
+            return decode(call, self._max_message_bytes)
+        except grpc.RpcError as error:
+            failure = error
+        except ChecksumError as error:
+            raise DisconnectedError(f"the answer of {self.address}: {error}") from None
+        finally:
+            call.cancel()  # does nothing to a call that has finished
+        code, details = failure.code(), failure.details() or ""
+        if code in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT):
+            raise RefusedError(details)
+        if code == grpc.StatusCode.UNIMPLEMENTED:
+            raise RefusedError(
+                f"the server at {self.address} is not a syncer of fedpax. Pass the address of "
+                "`fedpax syncer --listen`."
+            )
+        if code == grpc.StatusCode.UNAVAILABLE:
+            seconds = min(timeout, 3.0)
+            if refusal := find_refusal(
+                self.address, self._certificates, self._server_name, seconds
+            ):
+                raise RefusedError(refusal)
+        if code == grpc.StatusCode.DEADLINE_EXCEEDED:
+            details = f"no answer within {timeout:g} s"
+        raise DisconnectedError(f"{self.address}: {details or code.name}. Try again later.")
+
+    def close(self) -> None:
+        """Close the connection; calls in progress raise `DisconnectedError`."""
+        self._channel.close()
+
+    def __enter__(self) -> "Connection":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def serve(
+    handler: Handler,
+    address: str,
+    *,
+    certificates: Path | str | None = None,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    max_calls: int = 128,
+    keepalive: float = 5.0,
+) -> Server:
+    """Serve messages: call `handler` for each, in threads, and send its result back.
+
+    An exception of `handler` other than `RefusedError` is logged with its traceback; the peer gets
+    a `DisconnectedError`, and the server continues. A malformed message is refused and logged.
+    Memory for messages is at most `max_calls * max_message_bytes`, and grows as bytes arrive: gRPC
+    stops reading from a peer whose chunks are not consumed.
+
+    Args:
+        handler: answers a message; see `Handler`.
+        address: `HOST:PORT` to listen at, such as `0.0.0.0:7000`. Port 0: any free port.
+        certificates: the server's folder of `fedpax certificates`. Clients need a certificate of
+            the same authority. Default None: no encryption, and only a loopback address is
+            accepted.
+        max_message_bytes: limit on the arrays of a message, in both directions.
+        max_calls: number of calls handled at once; further ones wait.
+        keepalive: seconds without traffic after which a peer is asked for a sign of life, and the
+            seconds it has for the answer.
+
+    Returns:
+        The server, a context manager that closes it.
+
+    Raises:
+        ValueError: the address is malformed, or not a loopback address and there are no
+            certificates.
+        OSError: the address is in use or not of this machine, or the folder cannot be read.
+
+    Example:
+        >>> import numpy as np
+        >>> def double(peer, message):
+        ...     return Message({"kind": "doubled"}, {"x": 2 * message.arrays["x"]})
+        >>> with serve(double, "localhost:0") as server:
+        ...     with connect(f"localhost:{server.port}") as connection:
+        ...         message = Message({"kind": "double"}, {"x": np.array([1.5, 4.0])})
+        ...         answer = connection.call(message, timeout=10.0)
+        >>> answer.header["kind"], answer.arrays["x"].tolist()
+        ('doubled', [3.0, 8.0])
+    """
+    grpc = _import_grpc()
+    check_address("address", address, certificates, any_port=True)
+
+    method = grpc.stream_stream_rpc_method_handler(_respond(handler, max_message_bytes))
+    server = grpc.server(
+        concurrent.futures.ThreadPoolExecutor(max_calls, "fedpax-call"),
+        handlers=[grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: method})],
+        options=[
+            *_options(keepalive),
+            ("grpc.so_reuseport", 0),  # a second syncer at this port has to fail
+            ("grpc.http2.min_ping_interval_without_data_ms", 100),
+            ("grpc.http2.max_ping_strikes", 0),
+            ("grpc.server_handshake_timeout_ms", 10_000),
+        ],
+    )
+    credentials = _server_credentials(Path(certificates)) if certificates else None
+    try:
+        if credentials:
+            port = server.add_secure_port(address, credentials)
+        else:
+            port = server.add_insecure_port(address)
+    except RuntimeError:
+        port = 0
+    if not port:
+        raise OSError(
+            f"address={address!r} cannot be listened at: it is in use, or not an address of this "
+            "machine. Stop the other server, or choose another port."
+        )
+    server.start()
+    return Server(server, port)
+
+
+def connect(
+    address: str,
+    *,
+    certificates: Path | str | None = None,
+    server_name: str | None = None,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    keepalive: float = 5.0,
+) -> Connection:
+    """Make a connection to a server; nothing is sent before the first call.
+
+    Args:
+        address: `HOST:PORT` of the server.
+        certificates: this site's folder of `fedpax certificates`. Default None: no encryption, and
+            only a loopback address is accepted.
+        server_name: the name in the server's certificate. Default None: the host of `address`. Set
+            it if the server is reached through a tunnel or by another name.
+        max_message_bytes: limit on the arrays of a message, in both directions.
+        keepalive: seconds without traffic after which the server is asked for a sign of life, and
+            the seconds it has for the answer.
+
+    Returns:
+        The connection, a context manager that closes it.
+
+    Raises:
+        ValueError: the address is malformed, or not a loopback address and there are no
+            certificates.
+        OSError: the folder cannot be read.
+
+    Example: see `serve`.
+    """
+    grpc = _import_grpc()
+    host = check_address("address", address, certificates)
+    server_name = server_name or host
+    options = [
+        *_options(keepalive),
+        ("grpc.use_local_subchannel_pool", 1),  # connections do not share a socket
+        ("grpc.enable_retries", 0),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 10_000),  # time for a connection attempt
+        ("grpc.max_reconnect_backoff_ms", 2000),
+    ]
+    if certificates is None:
+        options.append(("grpc.enable_http_proxy", 0))
+        return Connection(
+            grpc.insecure_channel(address, options), address, None, host, max_message_bytes
+        )
+    folder = Path(certificates)
+    options.append(("grpc.ssl_target_name_override", server_name))
+    credentials = grpc.ssl_channel_credentials(*_read(folder))
+    channel = grpc.secure_channel(address, credentials, options)
+    return Connection(channel, address, folder, server_name, max_message_bytes)
+
+
+def check_address(
+    argument: str, address: str, certificates: Path | str | None, *, any_port: bool = False
+) -> str:
+    """Check an address, and that it is a loopback address if there are no certificates.
+
+    Args:
+        argument: the argument's name, for the error.
+        address: `HOST:PORT`, IPv6 hosts in brackets.
+        certificates: the folder, or None.
+        any_port: accept port 0.
+
+    Returns:
+        The host, without brackets.
+
+    Raises:
+        ValueError: the address is malformed, or not a loopback address without certificates.
+
+    Example:
+        >>> check_address("syncer", "[::1]:7000", None)
+        '::1'
+        >>> check_address("syncer", "example.org:7000", None)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        ValueError: syncer='example.org:7000' is not a loopback address, ...
+    """
+    host, colon, port = address.rpartition(":")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    valid_port = port.isascii() and port.isdigit() and (not any_port) <= int(port) <= 65535
+    if not colon or not bare or not valid_port or (":" in bare and bare == host) or "/" in bare:
+        raise ValueError(
+            f"{argument}={address!r} is not an address, expected HOST:PORT such as localhost:7000 "
+            "or [::1]:7000."
+        )
+    if certificates is None and not _is_loopback(bare):
+        raise ValueError(
+            f"{argument}={address!r} is not a loopback address, and there are no certificates, "
+            "expected localhost, 127.0.0.1 or [::1]. Make certificates with `fedpax certificates` "
+            "and pass them on both sides to communicate between machines."
+        )
+    return bare
+
+
+def _import_grpc() -> Any:
+    # Its own log repeats each failed handshake. A user's setting remains.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    try:
+        import grpc
+    except ImportError:
+        raise ModuleNotFoundError(
+            "syncers and islands communicate over gRPC, and grpcio is not installed. Install it: "
+            "pip install 'fedpax[sites]'."
+        ) from None
+    return grpc
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return False
+
+
+def _options(keepalive: float) -> list[tuple[str, Any]]:
+    return [
+        ("grpc.max_receive_message_length", CHECKSUM_BYTES + CHUNK_BYTES),
+        ("grpc.max_send_message_length", CHECKSUM_BYTES + CHUNK_BYTES),
+        ("grpc.keepalive_time_ms", round(1000 * keepalive)),
+        ("grpc.keepalive_timeout_ms", round(1000 * keepalive)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+
+
+def _respond(handler: Handler, max_message_bytes: int) -> Callable[..., Iterator[bytes]]:
+    """Return a gRPC method that decodes a message, calls the handler and encodes its answer."""
+    import grpc
+
+    def respond(chunks: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        peer = _peer_name(context)
+        sender = peer or context.peer()
+        try:
+            message = decode(chunks, max_message_bytes)
+        except MessageError as error:
+            _logger.warning("a message of %s is refused: %s", sender, error)
+            damaged = isinstance(error, ChecksumError)
+            code = grpc.StatusCode.DATA_LOSS if damaged else grpc.StatusCode.INVALID_ARGUMENT
+            _abort(context, code, str(error))
+        except grpc.RpcError:  # the peer has cancelled the call, or is gone
+            return iter(())
+        try:
+            return encode(handler(peer, message), max_message_bytes)
+        except RefusedError as error:
+            _abort(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        except Exception:
+            _logger.exception("a message of %s could not be handled", sender)
+            _abort(context, grpc.StatusCode.INTERNAL, "internal error: see the log of the server")
+
+    return respond
+
+
+def _abort(context: Any, code: Any, words: str) -> NoReturn:
+    context.abort(code, words[:_MAX_WORDS])
+    raise AssertionError("abort raises")
+
+
+def _peer_name(context: Any) -> str:
+    names = context.auth_context().get("x509_common_name", [])
+    return names[0].decode() if names else ""
+
+
+def _read(folder: Path) -> tuple[bytes, bytes, bytes]:
+    """Read authority, key and certificate of a site, in the order in which gRPC takes them."""
+    return (
+        (folder / "authority.pem").read_bytes(),
+        (folder / "key.pem").read_bytes(),
+        (folder / "certificate.pem").read_bytes(),
+    )
+
+
+def _server_credentials(folder: Path) -> "grpc.ServerCredentials":
+    import grpc
+
+    authority, key, certificate = _read(folder)
+    return grpc.ssl_server_credentials([(key, certificate)], authority, require_client_auth=True)

@@ -41,6 +41,9 @@ fedpax: federated and multi-island training on JAX
       --format=orbax a checkpoint of the parameters. Adapters are merged into their model.
   fedpax partition --exp=NAME [--picture=FILE.png] [--FIELD=VALUE ...]
       Show how the clients of an experiment differ in the amounts and labels of their examples.
+  fedpax certificates --out=DIR --names=HOST,NAME,... [--days=365] [--authority=DIR/authority]
+      Make the certificates of a syncer and its islands: HOST is the syncer's host name, each
+      further NAME a site. --authority adds sites to an existing authority.
   fedpax doctor
       Show versions, devices, caches and extras, and what is broken.
   fedpax completion bash

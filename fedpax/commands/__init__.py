@@ -13,6 +13,7 @@ COMMANDS = {
     "generate": "fedpax.commands.generate:generate",
     "export": "fedpax.commands.export:export",
     "partition": "fedpax.commands.partition:partition",
+    "certificates": "fedpax.commands.certificates:certificates",
     "doctor": "fedpax.commands.doctor:doctor",
     "completion": "fedpax.commands.completion:completion",
 }

@@ -21,7 +21,7 @@ from fedpax.experiments.catalog import experiments
 SHELLS = ("bash", "zsh")
 GLOBAL_WORDS = ("--help", "--version")
 # The flags whose values are files or folders: the shell completes them itself.
-PATHS = ("job_log_dir", "json", "picture", "hlo", "out")
+PATHS = ("job_log_dir", "json", "picture", "hlo", "out", "authority")
 
 
 def completion(arguments: Sequence[str]) -> int:
@@ -56,8 +56,8 @@ def script(shell: str) -> str:
     by_command = []
     for command, target in COMMANDS.items():
         words = _flag_words(target.partition(":")[0])
-        if command == "show":
-            words.remove("--exp=")  # it takes folders alone
+        if command in ("show", "certificates"):
+            words.remove("--exp=")  # they take folders alone
         elif words:
             words += [f"--exp={name}" for name in names]
         if command == "completion":

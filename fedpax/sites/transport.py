@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import importlib
 import ipaddress
 import logging
 import os
@@ -22,6 +23,8 @@ from fedpax.sites.message import (
 
 if TYPE_CHECKING:
     import grpc
+
+    from fedpax.sites.certificates import Certificates
 
 MAX_MESSAGE_BYTES = 1 << 30
 """Default limit on the arrays of a message: 1 GiB."""
@@ -212,12 +215,14 @@ def serve(
             ("grpc.server_handshake_timeout_ms", 10_000),
         ],
     )
-    credentials = _server_credentials(Path(certificates)) if certificates else None
+    credentials = grpc.insecure_server_credentials()
+    if certificates is not None:
+        own = _read_certificates(certificates)
+        credentials = grpc.ssl_server_credentials(
+            [(own.key, own.certificate)], own.authority, require_client_auth=True
+        )
     try:
-        if credentials:
-            port = server.add_secure_port(address, credentials)
-        else:
-            port = server.add_insecure_port(address)
+        port = server.add_secure_port(address, credentials)
     except RuntimeError:
         port = 0
     if not port:
@@ -272,14 +277,13 @@ def connect(
     ]
     if certificates is None:
         options.append(("grpc.enable_http_proxy", 0))
-        return Connection(
-            grpc.insecure_channel(address, options), address, None, host, max_message_bytes
-        )
-    folder = Path(certificates)
+        channel = grpc.insecure_channel(address, options)
+        return Connection(channel, address, None, host, max_message_bytes)
+    own = _read_certificates(certificates)
     options.append(("grpc.ssl_target_name_override", server_name))
-    credentials = grpc.ssl_channel_credentials(*_read(folder))
+    credentials = grpc.ssl_channel_credentials(own.authority, own.key, own.certificate)
     channel = grpc.secure_channel(address, credentials, options)
-    return Connection(channel, address, folder, server_name, max_message_bytes)
+    return Connection(channel, address, Path(certificates), server_name, max_message_bytes)
 
 
 def check_address(
@@ -327,14 +331,24 @@ def check_address(
 def _import_grpc() -> Any:
     # Its own log repeats each failed handshake. A user's setting remains.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    return _import_extra("grpc", "grpcio")
+
+
+def _read_certificates(folder: Path | str) -> "Certificates":
+    _import_extra("cryptography", "cryptography")
+    from fedpax.sites.certificates import read_certificates
+
+    return read_certificates(folder)
+
+
+def _import_extra(module: str, package: str) -> Any:
     try:
-        import grpc
+        return importlib.import_module(module)
     except ImportError:
         raise ModuleNotFoundError(
-            "syncers and islands communicate over gRPC, and grpcio is not installed. Install it: "
+            f"syncers and islands need the package {package}, and it is not installed. Install it: "
             "pip install 'fedpax[sites]'."
         ) from None
-    return grpc
 
 
 def _is_loopback(host: str) -> bool:
@@ -391,19 +405,3 @@ def _abort(context: Any, code: Any, words: str) -> NoReturn:
 def _peer_name(context: Any) -> str:
     names = context.auth_context().get("x509_common_name", [])
     return names[0].decode() if names else ""
-
-
-def _read(folder: Path) -> tuple[bytes, bytes, bytes]:
-    """Read authority, key and certificate of a site, in the order in which gRPC takes them."""
-    return (
-        (folder / "authority.pem").read_bytes(),
-        (folder / "key.pem").read_bytes(),
-        (folder / "certificate.pem").read_bytes(),
-    )
-
-
-def _server_credentials(folder: Path) -> "grpc.ServerCredentials":
-    import grpc
-
-    authority, key, certificate = _read(folder)
-    return grpc.ssl_server_credentials([(key, certificate)], authority, require_client_auth=True)

@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -10,7 +9,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from fedpax.algorithms.checks import check_setting
 from fedpax.algorithms.delayed_nesterov import DelayedNesterov, DelayedNesterovState
-from fedpax.algorithms.local_steps import local_steps, placed_valid_steps, subtract
+from fedpax.algorithms.inner_steps import make_outer_gradient
+from fedpax.algorithms.local_steps import placed_valid_steps
 from fedpax.clients import ArrivalOrder
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import (
@@ -135,19 +135,8 @@ def async_diloco(
         check_cohort("async_diloco", cohort, islands, ArrivalOrder)
         cohort = _without_absent(cohort)
 
-        def inner_steps(
-            start: Params,
-            inner_state: optax.OptState,
-            batches: chex.ArrayTree,
-            num_steps: Int[Array, ""] | None,
-        ) -> tuple[Params, optax.OptState, Metrics]:
-            end, inner_state, metrics = local_steps(
-                loss_fn, inner_optimizer, start, inner_state, batches, num_steps
-            )
-            return subtract(start, end), inner_state, metrics
-
         gradients, inner_state, metrics = federated_map(
-            inner_steps,
+            make_outer_gradient(loss_fn, inner_optimizer),
             state.local_params,
             state.inner_optimizer_state,
             cohort.batches,

@@ -1,6 +1,6 @@
 """Decoupled DiLoCo: islands that fail and return, merged when a quorum has sent."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import chex
 import jax
@@ -11,19 +11,13 @@ from jaxtyping import Array, Bool, Float, Int
 from fedpax.aggregators import Aggregator
 from fedpax.algorithms.directional_mean import directional_mean
 from fedpax.algorithms.fragments import Fragment, FragmentFn, make_fragments
-from fedpax.algorithms.local_steps import local_steps, subtract, valid_steps
+from fedpax.algorithms.inner_steps import InnerReport, average_reports, make_inner_steps
+from fedpax.algorithms.local_steps import subtract
 from fedpax.algorithms.streaming_diloco import StreamingDiLoCoState, streaming_diloco
 from fedpax.clients import Syncs
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_map, federated_mean, federated_sum, program
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-
-
-class _Totals(NamedTuple):
-    """The sums of an island's metrics over its steps, and the number of these steps."""
-
-    metrics: Metrics
-    steps: Float[Array, ""]
 
 
 def decoupled_diloco(
@@ -126,25 +120,15 @@ def decoupled_diloco(
 
     def take_inner_steps(
         state: StreamingDiLoCoState, batches: chex.ArrayTree, num_steps: Int[Array, " islands"]
-    ) -> tuple[StreamingDiLoCoState, _Totals]:
-        def inner_steps(
-            params: Params,
-            inner_state: optax.OptState,
-            batches: chex.ArrayTree,
-            num_steps: Int[Array, ""],
-        ) -> tuple[Params, optax.OptState, _Totals]:
-            params, inner_state, metrics = local_steps(
-                loss_fn, inner_optimizer, params, inner_state, batches, num_steps
-            )
-            valid = valid_steps(batches, num_steps)
-            assert valid is not None  # num_steps is given
-            taken = jnp.sum(valid, dtype=jnp.float32)
-            return params, inner_state, _Totals(jax.tree.map(lambda m: taken * m, metrics), taken)
-
-        params, inner_state, totals = federated_map(
-            inner_steps, state.local_params, state.inner_optimizer_state, batches, num_steps
+    ) -> tuple[StreamingDiLoCoState, InnerReport]:
+        params, inner_state, report = federated_map(
+            make_inner_steps(loss_fn, inner_optimizer),
+            state.local_params,
+            state.inner_optimizer_state,
+            batches,
+            num_steps,
         )
-        return state._replace(local_params=params, inner_optimizer_state=inner_state), totals
+        return state._replace(local_params=params, inner_optimizer_state=inner_state), report
 
     def send(
         state: StreamingDiLoCoState, p: int, fragment: Fragment, weights: Float[Array, " islands"]
@@ -191,7 +175,7 @@ def decoupled_diloco(
         parts = make_fragments(fragments, state.params)
         schedule: Any = cohort.schedule
         most = _steps_per_merge(cohort.batches, schedule, len(parts), delay)
-        totals: list[_Totals] = []
+        inner_reports: list[InnerReport] = []
         present: list[Float[Array, ""]] = []
         reports: list[Metrics] = []
         for p, fragment in enumerate(parts):
@@ -203,8 +187,8 @@ def decoupled_diloco(
             state = state._replace(local_params=local_params)
 
             begin, pause, end = p * most, (p + 1) * most - delay, (p + 1) * most
-            state, total = take_inner_steps(state, _steps(cohort, begin, pause), num_steps)
-            totals.append(total)
+            state, inner = take_inner_steps(state, _steps(cohort, begin, pause), num_steps)
+            inner_reports.append(inner)
             delta, state, report = send(state, p, fragment, weights)
             reports.append(report)
             participants = federated_sum(
@@ -213,14 +197,13 @@ def decoupled_diloco(
             present.append(participants)
             if delay:  # nothing here needs delta
                 rest = federated_map(lambda n: jnp.maximum(n - (most - delay), 0), num_steps)
-                state, total = take_inner_steps(state, _steps(cohort, pause, end), rest)
-                totals.append(total)
+                state, inner = take_inner_steps(state, _steps(cohort, pause, end), rest)
+                inner_reports.append(inner)
             state = receive(state, p, fragment, delta, participants, receives)
 
         # Reduced once, after the last transfer, as in streaming_diloco.
-        state, totals = jax.lax.optimization_barrier((state, totals))
-        averages, steps = federated_map(_average, totals)
-        metrics = federated_mean(averages, steps)
+        state, inner_reports = jax.lax.optimization_barrier((state, inner_reports))
+        metrics = federated_mean(*federated_map(average_reports, inner_reports))
         metrics |= {"participants": sum(present) / len(present)}
         return state, metrics | jax.tree.map(lambda *m: sum(m) / len(m), *reports)
 
@@ -265,15 +248,6 @@ def _steps(cohort: Cohort, start: int, stop: int) -> chex.ArrayTree:
     return federated_map(
         lambda batches: jax.tree.map(lambda batch: batch[start:stop], batches), cohort.batches
     )
-
-
-def _average(totals: list[_Totals]) -> tuple[Metrics, Float[Array, ""]]:
-    """Average an island's metrics over its steps, and return their number."""
-    steps = sum((total.steps for total in totals), start=jnp.float32(0))
-    return jax.tree.map(
-        lambda *values: sum(values) / jnp.maximum(steps, 1),
-        *[total.metrics for total in totals],
-    ), steps
 
 
 def _select(condition: Bool[Array, ""], new: Params, old: Params) -> Params:

@@ -1,13 +1,14 @@
 """DiLoCo: islands that take many local steps apart, synchronized by an outer optimizer."""
 
-from typing import Any, NamedTuple
+import functools
+from typing import NamedTuple
 
 import chex
 import optax
-from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator, mean
-from fedpax.algorithms.local_steps import local_steps, participant_weights, subtract
+from fedpax.algorithms.inner_steps import make_outer_gradient
+from fedpax.algorithms.local_steps import participant_weights
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_broadcast, federated_map, federated_mean, program
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
@@ -87,6 +88,7 @@ def diloco(
         optax.sgd(0.7, momentum=0.9, nesterov=True) if outer_optimizer is None else outer_optimizer
     )
     combine = mean() if aggregator is None else aggregator
+    outer_gradient = make_outer_gradient(loss_fn, inner_optimizer)
 
     @program(islands=islands)
     def init(params: Params) -> DiLoCoState:
@@ -97,25 +99,18 @@ def diloco(
     def diloco_round(state: DiLoCoState, cohort: Cohort) -> tuple[DiLoCoState, Metrics]:
         check_cohort("diloco", cohort, islands)
 
-        def inner_steps(
-            inner_state: optax.OptState, batches: chex.ArrayTree, num_steps: Int[Array, ""] | None
-        ) -> tuple[Any, optax.OptState, Metrics]:
-            params, inner_state, metrics = local_steps(
-                loss_fn, inner_optimizer, state.params, inner_state, batches, num_steps
-            )
-            return subtract(state.params, params), inner_state, metrics
-
         outer_gradients, inner_state, metrics = federated_map(
-            inner_steps, state.inner_optimizer_state, cohort.batches, cohort.num_steps
+            functools.partial(outer_gradient, state.params),
+            state.inner_optimizer_state,
+            cohort.batches,
+            cohort.num_steps,
         )
         weights = participant_weights(cohort)
-        outer_gradient, aggregator_state, reported = combine.aggregate(
+        delta, aggregator_state, reported = combine.aggregate(
             state.aggregator_state, outer_gradients, weights
         )
         metrics = federated_mean(metrics, weights) | reported
-        updates, outer_state = outer.update(
-            outer_gradient, state.outer_optimizer_state, state.params
-        )
+        updates, outer_state = outer.update(delta, state.outer_optimizer_state, state.params)
         params = optax.apply_updates(state.params, updates)
         return DiLoCoState(params, outer_state, inner_state, aggregator_state), metrics
 

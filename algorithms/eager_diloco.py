@@ -1,15 +1,15 @@
 """Eager DiLoCo: islands that do not wait for an average, and use their own progress at once."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator, mean
-from fedpax.algorithms.local_steps import local_steps, participant_weights, subtract
+from fedpax.algorithms.inner_steps import make_outer_gradient
+from fedpax.algorithms.local_steps import participant_weights
 from fedpax.algorithms.population import population_mean
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_broadcast, federated_map, federated_mean, program
@@ -124,19 +124,8 @@ def eager_diloco(
             state.aggregator_state, state.outer_gradient, None
         )
 
-        def inner_steps(
-            x: Params,
-            inner_state: optax.OptState,
-            batches: chex.ArrayTree,
-            num_steps: Int[Array, ""] | None,
-        ) -> tuple[Any, optax.OptState, Metrics]:
-            y, inner_state, metrics = local_steps(
-                loss_fn, inner_optimizer, x, inner_state, batches, num_steps
-            )
-            return subtract(x, y), inner_state, metrics
-
         fresh, inner_state, metrics = federated_map(
-            inner_steps,
+            make_outer_gradient(loss_fn, inner_optimizer),
             state.local_params,
             state.inner_optimizer_state,
             cohort.batches,
@@ -146,7 +135,7 @@ def eager_diloco(
         # ... and is used here.
         def outer_step(
             x: Params, fresh: Params, stale: Params, outer_state: optax.OptState
-        ) -> tuple[Any, optax.OptState]:
+        ) -> tuple[Params, optax.OptState]:
             gradient = jax.tree.map(
                 lambda a, new, old: a + (new - old) / islands, average, fresh, stale
             )

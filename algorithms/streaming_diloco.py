@@ -7,11 +7,12 @@ import chex
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Int, Num
 
 from fedpax.aggregators import Aggregator, mean
 from fedpax.algorithms.fragments import Fragment, FragmentFn, layer_fragments, make_fragments
-from fedpax.algorithms.local_steps import local_steps, participant_weights, subtract, valid_steps
+from fedpax.algorithms.inner_steps import InnerReport, average_reports, make_inner_steps
+from fedpax.algorithms.local_steps import participant_weights, subtract
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_broadcast, federated_map, federated_mean, program
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
@@ -35,13 +36,6 @@ class StreamingDiLoCoState(NamedTuple):
     local_params: Params
     inner_optimizer_state: optax.OptState
     aggregator_state: tuple[chex.ArrayTree, ...]
-
-
-class Report(NamedTuple):
-    """The metrics of an island, averaged over some inner steps, and the number of these steps."""
-
-    metrics: Metrics
-    taken: Float[Array, ""]
 
 
 def streaming_diloco(
@@ -141,6 +135,7 @@ def streaming_diloco(
         optax.sgd(0.4, momentum=0.9, nesterov=True) if outer_optimizer is None else outer_optimizer
     )
     combine = mean() if aggregator is None else aggregator
+    inner_steps = make_inner_steps(loss_fn, inner_optimizer)
 
     @program(islands=islands)
     def init(params: Params) -> StreamingDiLoCoState:
@@ -156,26 +151,21 @@ def streaming_diloco(
 
     def take_inner_steps(
         state: StreamingDiLoCoState, cohort: Cohort, start: int, stop: int
-    ) -> tuple[StreamingDiLoCoState, Report]:
+    ) -> tuple[StreamingDiLoCoState, InnerReport]:
         """Take the inner steps `start` to `stop` of a round on all islands."""
 
-        def inner_steps(
+        def some_inner_steps(
             params: Params,
             inner_state: optax.OptState,
             batches: chex.ArrayTree,
             num_steps: Int[Array, ""] | None,
-        ) -> tuple[Params, optax.OptState, Report]:
+        ) -> tuple[Params, optax.OptState, InnerReport]:
             batches = jax.tree.map(lambda batch: batch[start:stop], batches)
             own = None if num_steps is None else num_steps - start
-            params, inner_state, metrics = local_steps(
-                loss_fn, inner_optimizer, params, inner_state, batches, own
-            )
-            valid = valid_steps(batches, own)
-            taken = jnp.full((), stop - start) if valid is None else jnp.sum(valid)
-            return params, inner_state, Report(metrics, taken.astype(jnp.float32))
+            return inner_steps(params, inner_state, batches, own)
 
         params, inner_state, report = federated_map(
-            inner_steps,
+            some_inner_steps,
             state.local_params,
             state.inner_optimizer_state,
             cohort.batches,
@@ -227,7 +217,7 @@ def streaming_diloco(
         num_blocks = _number_of_blocks(num_steps, len(parts), delay)
         steps_per_block, per_block = num_steps // num_blocks, len(parts) // num_blocks
         weights = participant_weights(cohort)
-        reports: list[Report] = []
+        reports: list[InnerReport] = []
         aggregator_reports: list[Metrics] = []
 
         for block in range(num_blocks):
@@ -248,22 +238,12 @@ def streaming_diloco(
         # Reduced once, and after the last transfer: the compiler combines reductions that do not
         # depend on each other, and a transfer combined with the metrics would wait for the steps.
         state, reports = jax.lax.optimization_barrier((state, reports))
-        metrics = federated_mean(federated_map(_average, reports), weights)
+        metrics = federated_mean(
+            federated_map(lambda own: average_reports(own).metrics, reports), weights
+        )
         return state, metrics | jax.tree.map(_mean, *aggregator_reports)
 
     return FederatedAlgorithm(init, streaming_diloco_round)
-
-
-def _average(reports: list[Report]) -> Metrics:
-    """Average an island's metrics over the steps that it took."""
-    if len(reports) == 1:
-        return reports[0].metrics
-    total = jnp.maximum(sum(report.taken for report in reports), 1)
-    shares = [report.taken / total for report in reports]
-    return jax.tree.map(
-        lambda *values: sum(share * value for share, value in zip(shares, values, strict=True)),
-        *[report.metrics for report in reports],
-    )
 
 
 def _mean(*values: jax.Array) -> jax.Array:

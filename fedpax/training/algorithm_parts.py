@@ -1,0 +1,92 @@
+"""The parts of a multi-island method, for islands with runtimes of their own."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import chex
+import jax
+import optax
+from jaxtyping import Array, Float
+
+from fedpax.aggregators import Aggregator
+from fedpax.aggregators.codecs import Codec
+from fedpax.training.algorithm import Metrics, Params
+
+
+class FragmentLike(Protocol):
+    """A part of the parameters, such as a `fedpax.algorithms.fragments.Fragment`."""
+
+    def take(self, tree: chex.ArrayTree) -> chex.ArrayTree:
+        """Return the part of a pytree, with None for leaves outside of it."""
+        ...
+
+    def put(self, tree: chex.ArrayTree, part: chex.ArrayTree) -> chex.ArrayTree:
+        """Replace the part in a pytree."""
+        ...
+
+
+class Report(Protocol):
+    """The metrics of some inner steps, averaged, and their number."""
+
+    @property
+    def metrics(self) -> Metrics:
+        """Scalars by name, with `"loss"`."""
+        ...
+
+    @property
+    def num_steps(self) -> Float[Array, ""]:
+        """The number of steps."""
+        ...
+
+
+class AlgorithmParts(NamedTuple):
+    """A multi-island method in parts: the inner steps of one island, and the merge at a syncer.
+
+    `FederatedAlgorithm` runs all islands as one program. Islands with runtimes of their own
+    (`fedpax.sites`) need the parts: each island takes the same inner steps on its own devices, and
+    a syncer merges one fragment of the model after another.
+
+    A round has P merges, one per fragment. After every `steps_per_sync` inner steps, an island
+    sends the fragment that is merged next. The syncer merges it as soon as `quorum` islands have
+    sent it, and waits at most `grace_seconds` longer for the other islands that are up. An update
+    that arrives later is part of the next merge of its fragment.
+
+    Attributes:
+        islands: number of shards of the data, and the largest number of islands.
+        init_inner: `params -> inner_state` of one island.
+        inner_steps: `(params, inner_state, batches, num_steps) -> (params, inner_state, report)`
+            of one island; leaves of `batches` are `[steps, batch, ...]`.
+        make_fragments: `params -> fragments`; only the parameters' structure and shapes are read.
+        outer_optimizer: steps each fragment of the outer model, with a state of its own.
+        aggregator: merges the islands' outer gradients of a fragment, weighted by tokens^2 / steps.
+        steps_per_sync: S, inner steps between two updates of an island.
+        codec: the format of an update on the wire. Default None: float32.
+        error_feedback: whether an island adds what the codec dropped to its next update of the
+            same fragment. Default False.
+        quorum: K, islands that have to send a fragment before it is merged. Default 1.
+        grace_seconds: seconds that the syncer waits beyond the quorum. Default 0.0.
+        max_steps_ahead: inner steps that an island takes at most beyond the last merge that it has
+            received; then it waits. At least S. With S, islands wait for each merge, as in one
+            program without delay. Default None: 32 S.
+        max_staleness: an update is dropped if its fragment was merged more often than this since
+            the island took the update's first step. Default 4.
+        max_norm: an update with a larger L2 norm is dropped. Default None: any finite norm.
+    """
+
+    islands: int
+    init_inner: Callable[[Params], optax.OptState]
+    inner_steps: Callable[
+        [Params, optax.OptState, chex.ArrayTree, jax.Array | None],
+        tuple[Params, optax.OptState, Report],
+    ]
+    make_fragments: Callable[[Params], Sequence[FragmentLike]]
+    outer_optimizer: optax.GradientTransformation
+    aggregator: Aggregator
+    steps_per_sync: int
+    codec: Codec | None = None
+    error_feedback: bool = False
+    quorum: int = 1
+    grace_seconds: float = 0.0
+    max_steps_ahead: int | None = None
+    max_staleness: int = 4
+    max_norm: float | None = None

@@ -26,6 +26,8 @@ class BranchTrainMergeState(NamedTuple):
     expert_params: Params
     optimizer_state: optax.OptState
 
+    fixed_participants = "each expert belongs to a domain"
+
     @property
     def params(self) -> Params:
         """The experts merged with equal weights. Computed when read: a round does not merge."""

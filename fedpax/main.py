@@ -60,6 +60,10 @@ fedpax: federated and multi-island training on JAX
                     fields whose values may differ from those in the folder, separated by commas,
                     such as training.rounds,mesh; mesh allows all mesh.* fields. Raising
                     --training.rounds of a finished run does not need this flag
+  --participant_states
+                    what islands and clients keep between rounds when a run resumes with another
+                    number of them: average (default) keeps its mean, copy gives island i the
+                    state of saved island i modulo their number
   --multihost       train with all processes of a pod or a cluster, each of which gets the same
                     command (`jax.distributed.initialize` finds them, or JAX_COORDINATOR_ADDRESS,
                     JAX_NUM_PROCESSES and JAX_PROCESS_ID name them)

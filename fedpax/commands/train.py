@@ -39,7 +39,11 @@ def train(arguments: Sequence[str]) -> int:
     else:
         provide_devices(experiment.mesh)
     result = train_experiment(
-        experiment, folder, exp=options.exp, allow_config_change=allowed_changes(options)
+        experiment,
+        folder,
+        exp=options.exp,
+        allow_config_change=allowed_changes(options),
+        participant_states=options.participant_states,
     )
     print_line(describe(result, experiment.training.rounds, options.job_log_dir))
     return 0 if result.signal is None else 128 + result.signal
@@ -48,6 +52,13 @@ def train(arguments: Sequence[str]) -> int:
 def define_flags(options: flags.FlagValues) -> None:
     """Define the flags of the command."""
     define_training_flags(options)
+    flags.DEFINE_enum(
+        "participant_states",
+        "average",
+        ("average", "copy"),
+        "States for another number of participants.",
+        flag_values=options,
+    )
     flags.DEFINE_bool("multihost", False, "Train with all processes.", flag_values=options)
 
 

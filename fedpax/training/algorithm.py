@@ -43,6 +43,11 @@ class FederatedAlgorithm(NamedTuple):
     inside it: a leading axis of the placement's size. `round` returns a state of the same
     structure, shapes, dtypes and shardings, so that the caller can donate the old one.
 
+    A run can resume with another number of participants: placed values are then averaged or copied
+    (`fedpax.training.participant_states`). If this makes no sense for a method, the class of its
+    state has an attribute `fixed_participants` with the reason, such as "each expert belongs to a
+    domain". Resuming then raises.
+
     Attributes:
         init: `params -> state`.
         round: `(state, cohort) -> (state, metrics)`. `cohort` is a `fedpax.Cohort`; every leaf of

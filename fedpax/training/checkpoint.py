@@ -12,13 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding, PartitionSpec
 
 from fedpax.training.algorithm import Params, State
 from fedpax.training.checksums import find_damage, has_checksums, write_checksums
 from fedpax.training.configuration import resolve_job_log_dir
 from fedpax.training.console import print_error
 from fedpax.training.failed_saves import QuietFailedSaves
+from fedpax.training.participant_states import (
+    ParticipantRule,
+    check_resizable,
+    resize_participants,
+    saved_placed_struct,
+)
 from fedpax.training.saved_rounds import (
     FOLDER,
     DamagedCheckpointError,
@@ -82,6 +87,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         state: State,
         stream_state: dict[str, Any] | bytes,
         configuration: Mapping[str, Any],
+        num_participants: int | None = None,
     ) -> None:
         """Start to save a checkpoint; return when the arrays may be donated.
 
@@ -90,6 +96,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             state: the algorithm's state.
             stream_state: the position of the stream of cohorts after that round.
             configuration: the experiment as JSON.
+            num_participants: the placement's size. Default None: not recorded.
 
         Raises:
             OSError: this checkpoint, or the one before, cannot be written.
@@ -98,6 +105,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             "round": round_number,
             "stream": _text_from_bytes(stream_state),
             "configuration": configuration,
+            "participants": num_participants,
         }
         items: dict[str, ocp.args.CheckpointArgs] = {
             "state": ocp.args.StandardSave(state),
@@ -123,21 +131,40 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             FileNotFoundError: there is no checkpoint.
             DamagedCheckpointError: its files are damaged.
         """
-        progress = ocp.args.Composite(progress=ocp.args.JsonRestore())
         step = self._verified_round()
         with self._reading(step):
-            return _bytes_from_text(self._manager.restore(step, args=progress).progress["stream"])
+            return _bytes_from_text(self._saved_progress(step)["stream"])
 
-    def restore_state(self, like: State, num_participants: int | None = None) -> State:
+    def saved_participants(self) -> int | None:
+        """Return the number of participants of the newest checkpoint; None: not recorded."""
+        step = self._verified_round()
+        with self._reading(step):
+            number: int | None = self._saved_progress(step).get("participants")
+            return number
+
+    def _saved_progress(self, step: int) -> dict[str, Any]:
+        progress = ocp.args.Composite(progress=ocp.args.JsonRestore())
+        found: dict[str, Any] = self._manager.restore(step, args=progress).progress
+        return found
+
+    def restore_state(
+        self,
+        like: State,
+        num_participants: int | None = None,
+        rule: ParticipantRule = "average",
+    ) -> State:
         """Restore the state of the newest checkpoint.
 
-        If the state was saved with n participants and n has changed, new participant i gets the
-        saved state of participant i mod n.
+        Server values, such as the model and the state of the outer optimizer, are restored bit by
+        bit. If the number of participants has changed, placed values are made by
+        `fedpax.training.participant_states.resize_participants`.
 
         Args:
             like: the state's abstract values, each a `jax.ShapeDtypeStruct` with its sharding. The
                 mesh may differ from the mesh on which the state was saved.
             num_participants: the number of participants now. Default None: the saved number.
+            rule: how to make the states of another number of participants: "average" keeps their
+                mean, "copy" gives participant i the state of saved participant i mod n.
 
         Returns:
             The state on these shardings.
@@ -145,23 +172,30 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         Raises:
             FileNotFoundError: there is no checkpoint.
             DamagedCheckpointError: its files are damaged.
-            ValueError: the saved state belongs to another model or method.
+            ValueError: the saved state belongs to another model or method, or the method does not
+                allow another number of participants.
         """
         wanted = ocp.tree.to_flat_dict(like)
         step = self._verified_round()
         with self._reading(step):
             saved = self._saved_shapes(step)
+        num_saved = self.saved_participants()
         _check_same_leaves(wanted, saved, step)
         stored = {
-            path: _saved_struct(leaf, saved[path], num_participants, path)
+            path: _saved_struct(leaf, saved[path], path, num_participants, num_saved)
             for path, leaf in wanted.items()
         }
+        for path, leaf in wanted.items():
+            if stored[path] is not leaf:
+                check_resizable(like, stored[path].shape[0], leaf.shape[0])
         restore = ocp.args.Composite(
             state=ocp.args.StandardRestore(ocp.tree.from_flat_dict(stored, target=like))
         )
         with self._reading(step):
-            restored = self._manager.restore(step, args=restore).state
-        return jax.tree.map(_repeat_participants, restored, like)
+            leaves, tree = jax.tree.flatten(self._manager.restore(step, args=restore).state)
+        for i, leaf in enumerate(jax.tree.leaves(like)):  # frees each saved array after its use
+            leaves[i] = resize_participants(leaves[i], leaf, rule)
+        return jax.tree.unflatten(tree, leaves)
 
     def _verified_round(self) -> int:
         """Return the newest complete checkpoint's round, after its checksums were compared."""
@@ -261,31 +295,29 @@ def _set_aside_unfinished(folder: Path) -> None:
 def _saved_struct(
     leaf: jax.ShapeDtypeStruct,
     saved: tuple[int, ...],
-    num_participants: int | None,
     path: tuple[str, ...],
+    num_participants: int | None = None,
+    num_saved: int | None = None,
 ) -> jax.ShapeDtypeStruct:
     """Return a leaf's abstract value with the number of participants that was saved."""
-    # Random keys are saved as numbers, with one more axis.
-    if leaf.shape == saved or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        saved = saved[: leaf.ndim]  # random keys are saved as numbers, with one more axis
+    if leaf.shape == saved:
         return leaf
-    placed = leaf.shape[:1] == (num_participants,) and leaf.shape[1:] == saved[1:] and saved != ()
-    if not placed:
+    is_placed = (
+        path[0] != "params"
+        and leaf.shape[:1] == (num_participants,)
+        and saved != ()
+        and num_saved in (None, saved[0])
+        and leaf.shape[1:] == saved[1:]
+    )
+    if not is_placed:
         raise ValueError(
             f"The checkpoint's {'.'.join(path)} has shape {list(saved)}, expected "
             f"{list(leaf.shape)} as in the experiment. Use the model that was saved, or another "
             "--job_log_dir."
         )
-    sharding: Any = leaf.sharding
-    spec = PartitionSpec(None, *sharding.spec[1:])
-    return jax.ShapeDtypeStruct(saved, leaf.dtype, sharding=NamedSharding(sharding.mesh, spec))
-
-
-def _repeat_participants(restored: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """Copy saved entry i mod n to participant i, where n entries were saved."""
-    if restored.shape == like.shape:
-        return restored
-    turns = jnp.arange(like.shape[0]) % restored.shape[0]
-    return jax.jit(lambda x: jnp.take(x, turns, axis=0), out_shardings=like.sharding)(restored)
+    return saved_placed_struct(leaf, saved[0])
 
 
 def load_params(
@@ -358,7 +390,7 @@ def _restore_args(
     found, wanted = ocp.tree.to_flat_dict(saved), ocp.tree.to_flat_dict(like)
     _check_same_leaves(wanted, found, step)
     for path, leaf in wanted.items():
-        _saved_struct(leaf, tuple(found[path].shape), None, path)  # raises where shapes differ
+        _saved_struct(leaf, tuple(found[path].shape), path)  # raises where shapes differ
     # Shapes need no restore argument: they are equal.
     restore_args = ocp.ArrayRestoreArgs
     return {p: restore_args(sharding=x.sharding, dtype=x.dtype) for p, x in wanted.items()}

@@ -25,6 +25,7 @@ from fedpax.training.experiment import Experiment, Run
 from fedpax.training.job_dir import JobDirLock, check_configuration
 from fedpax.training.logging import NonFiniteError, RoundLogger
 from fedpax.training.metrics import SCALARS, MetricsWriter
+from fedpax.training.participant_states import ParticipantRule, check_rule
 from fedpax.training.preemption import PreemptionGuard
 from fedpax.training.prefetch import Prefetch
 from fedpax.training.progress import Progress, describe_devices
@@ -59,6 +60,7 @@ def train(
     *,
     exp: str = "",
     allow_config_change: Collection[str] = (),
+    participant_states: ParticipantRule = "average",
 ) -> TrainingResult:
     """Train an experiment in a folder, or resume the run that the folder holds.
 
@@ -78,6 +80,11 @@ def train(
         allow_config_change: paths of fields that may differ from the folder's configuration, such
             as `["mesh", "optimizer.learning_rate"]`. A path allows all fields below it. Default:
             only `training.rounds` may grow, once the run is finished.
+        participant_states: how to make the states that participants keep between rounds, such as
+            islands' inner optimizers, when the run resumes with another number of participants:
+            "average" keeps their mean, "copy" gives participant i the state of saved participant
+            i mod n (`fedpax.training.participant_states`). The model and the state of the outer
+            optimizer are those of the checkpoint in any case.
 
     Returns:
         The progress. `fedpax.training.checkpoint.load_params` loads the model.
@@ -85,12 +92,14 @@ def train(
     Raises:
         ConfigurationError: the folder holds another configuration, or another process trains there.
         DamagedCheckpointError: the newest checkpoint is damaged.
-        ValueError: there are too few devices, or the algorithm breaks its contract.
+        ValueError: there are too few devices, the algorithm breaks its contract, or it does not
+            allow another number of participants.
         NonFiniteError: the loss or a parameter is not finite.
         StorageError: the folder cannot be written, for example because the disk is full.
     """
     if isinstance(allow_config_change, str):
         allow_config_change = allow_config_change.split(",")
+    check_rule(participant_states)
     folder = resolve_job_log_dir(job_log_dir)
     with JobDirLock(folder):
         check_configuration(folder, experiment, exp, allow_config_change=allow_config_change)
@@ -99,7 +108,7 @@ def train(
             check_latest_round(folder)
             return TrainingResult(done, True, rounds_trained=0, signal=None, evaluation=None)
         try:
-            return _train(experiment, folder, exp, allow_config_change)
+            return _train(experiment, folder, exp, allow_config_change, participant_states)
         except Exception as error:
             if (reason := _storage_failure(error)) is None:
                 raise
@@ -107,7 +116,11 @@ def train(
 
 
 def _train(
-    experiment: Experiment, folder: Path, exp: str, allow_config_change: Collection[str]
+    experiment: Experiment,
+    folder: Path,
+    exp: str,
+    allow_config_change: Collection[str],
+    participant_states: ParticipantRule,
 ) -> TrainingResult:
     started = time.perf_counter()
     training = experiment.training
@@ -144,7 +157,14 @@ def _train(
             progress.note("compiling")
             compiled = compile_round(run, cohort)
             if first:
-                state = checkpoints.restore_state(compiled.state, compiled.num_participants)
+                participants = compiled.num_participants
+                state = checkpoints.restore_state(compiled.state, participants, participant_states)
+                before = checkpoints.saved_participants()
+                if before not in (None, participants):
+                    progress.note(
+                        f"{participants} {run.placement} continue from the states of {before} "
+                        f"(--participant_states={participant_states})"
+                    )
             else:
                 state = init_state(run, compiled, training.seed, initial)
             logger = RoundLogger(
@@ -165,7 +185,9 @@ def _train(
                 logger.flush()
                 logger.check_params(done, state.params)
                 metrics.sync()
-                checkpoints.save(done, state, stream_state, configuration)
+                checkpoints.save(
+                    done, state, stream_state, configuration, compiled.num_participants
+                )
 
             # Until here there is nothing to save, and a signal stops the process immediately.
             with PreemptionGuard() as preemption:

@@ -214,8 +214,12 @@ def test_a_state_is_restored_for_another_number_of_participants(
             checkpoints.restore_state(like({"w": other["w"]}))
     np.testing.assert_array_equal(restored["w"], values["w"])
     assert restored["momentum"].sharding == other["momentum"].sharding
-    for i in range(islands):
-        np.testing.assert_array_equal(restored["momentum"][i], values["momentum"][i % 4])
+    saved_momentum = values["momentum"]
+    if islands == 2:
+        expected = (saved_momentum[::2] + saved_momentum[1::2]) / 2
+    else:
+        expected = np.repeat(saved_momentum, 2, axis=0)
+    np.testing.assert_allclose(restored["momentum"], expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("damage", ["progress", "state", "array"])

@@ -1,0 +1,180 @@
+"""Participants' states for another number of participants: averaged, or copied."""
+
+from collections.abc import Iterator
+from typing import Any, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jaxtyping import Float
+
+from fedpax.training.algorithm import State
+
+ParticipantRule: TypeAlias = Literal["average", "copy"]
+"""How participants' states are made from those of another number of participants."""
+
+FIXED = "fixed_participants"
+"""A state's class names by this attribute why its number of participants cannot change."""
+
+
+def participant_weights(
+    num_saved: int, num_participants: int, rule: ParticipantRule = "average"
+) -> Float[np.ndarray, "participants saved"]:
+    """Return the weight of each saved participant in the state of each new one.
+
+    With n saved and m new participants, counted from 0, the weights of "average" are
+
+        W_ij = m |[i / m, (i + 1) / m) intersected with [j / n, (j + 1) / n)|.
+
+    Both divide the interval from 0 to 1 into equal parts, and a new participant averages the saved
+    ones that its part overlaps. 4 -> 2 averages neighbors, 2 -> 4 copies each state to two, and
+    4 -> 3 mixes 3 : 1, 2 : 2 and 1 : 3. Rows sum to 1 and columns to m / n, so the mean over
+    participants is kept: that of the models, and that of the updates that error feedback has not
+    sent yet.
+
+    "copy" gives new participant i the state of saved participant i mod n. With m < n, the states of
+    the last n - m participants are dropped, and the mean changes.
+
+    Args:
+        num_saved: n.
+        num_participants: m.
+        rule: "average" or "copy".
+
+    Returns:
+        The weights W, float64 `[m, n]`.
+
+    Raises:
+        ValueError: `rule` is none of these.
+
+    Example:
+        >>> participant_weights(4, 3).tolist()
+        [[0.75, 0.25, 0.0, 0.0], [0.0, 0.5, 0.5, 0.0], [0.0, 0.0, 0.25, 0.75]]
+        >>> participant_weights(2, 3, "copy").tolist()
+        [[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]]
+    """
+    check_rule(rule)
+    new, saved = np.arange(num_participants)[:, None], np.arange(num_saved)[None, :]
+    if rule == "copy":
+        return (new % num_saved == saved).astype(np.float64)
+    # In units of 1 / (n m), in which all ends are integers.
+    stop = np.minimum((new + 1) * num_saved, (saved + 1) * num_participants)
+    start = np.maximum(new * num_saved, saved * num_participants)
+    return np.maximum(stop - start, 0) / num_saved
+
+
+def check_rule(rule: str) -> None:
+    """Check the name of a rule.
+
+    Raises:
+        ValueError: it is neither "average" nor "copy".
+    """
+    if rule not in ("average", "copy"):
+        raise ValueError(
+            f"participant_states={rule!r}, expected 'average' or 'copy'. Set "
+            "--participant_states=average to keep the mean over participants."
+        )
+
+
+def resize_participants(
+    saved: jax.Array, like: jax.ShapeDtypeStruct, rule: ParticipantRule = "average"
+) -> jax.Array:
+    """Make a placed array for another number of participants.
+
+    Floating-point values are weighted by `participant_weights`, accumulated in float32 or wider and
+    rounded once; a state that is only copied keeps its bits. Values that cannot be averaged, such
+    as step counts, come from the saved participant of the largest weight, the first of several.
+    Random keys do so too, and are folded with the participant's index to differ.
+
+    Args:
+        saved: `[n, ...]`.
+        like: the abstract value of the result, `[m, ...]`, with its sharding.
+        rule: as in `participant_weights`.
+
+    Returns:
+        The array `[m, ...]`; `saved` itself if n = m.
+
+    Example:
+        >>> from jax.sharding import SingleDeviceSharding
+        >>> here = SingleDeviceSharding(jax.devices()[0])
+        >>> like = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=here)
+        >>> resize_participants(jnp.array([4.0, 8.0, 0.0, -4.0]), like).tolist()
+        [5.0, 4.0, -3.0]
+    """
+    if saved.shape == like.shape:
+        return saved
+    weights = participant_weights(saved.shape[0], like.shape[0], rule)
+    copied_alone = bool(np.all(weights.max(axis=1) == 1))
+    is_key = jnp.issubdtype(saved.dtype, jax.dtypes.prng_key)
+
+    def resize(saved: jax.Array) -> jax.Array:
+        if copied_alone or not jnp.issubdtype(saved.dtype, jnp.inexact):
+            chosen = saved[weights.argmax(axis=1)]
+            if not is_key:
+                return chosen
+            fold = jnp.vectorize(jax.random.fold_in)
+            index = jnp.arange(len(chosen)).reshape(-1, *[1] * (chosen.ndim - 1))
+            return fold(chosen, index)
+        total: Any = 0
+        wide = jnp.promote_types(saved.dtype, jnp.float32)
+        for j, column in enumerate(weights.T):
+            factor = jnp.asarray(column, wide).reshape(-1, *[1] * (saved.ndim - 1))
+            # A weight of 0 does not remove the NaN of another participant; a select does.
+            total += jnp.where(factor > 0, factor * saved[j].astype(wide), 0)
+        return total.astype(saved.dtype)
+
+    mesh = jax.typeof(saved).sharding.mesh
+    if AxisType.Explicit in mesh.axis_types:  # slices of a sharded axis need automatic axes
+        resize = jax.sharding.auto_axes(resize, out_sharding=like.sharding.spec)
+    return jax.jit(resize, out_shardings=like.sharding)(saved)
+
+
+def saved_placed_struct(leaf: jax.ShapeDtypeStruct, num_saved: int) -> jax.ShapeDtypeStruct:
+    """Return a placed leaf's abstract value with another number of participants.
+
+    The participants stay sharded over the placement's mesh axis if it divides their number, so that
+    a device reads only its share of them; otherwise each device reads all.
+
+    Args:
+        leaf: the abstract value `[m, ...]`, with its sharding.
+        num_saved: n.
+    """
+    sharding: Any = leaf.sharding
+    axis = tuple(sharding.spec)[:1]
+    first = axis[0] if axis and axis[0] is not None else None
+    if first is not None and num_saved % _axis_size(sharding, first):
+        first = None
+    spec = PartitionSpec(first, *sharding.spec[1:])
+    sharding = NamedSharding(sharding.mesh, spec)
+    return jax.ShapeDtypeStruct((num_saved, *leaf.shape[1:]), leaf.dtype, sharding=sharding)
+
+
+def _axis_size(sharding: NamedSharding, axes: Any) -> int:
+    names = axes if isinstance(axes, tuple) else (axes,)
+    return int(np.prod([sharding.mesh.shape[name] for name in names]))
+
+
+def check_resizable(state: State, num_saved: int, num_participants: int) -> None:
+    """Check that a method allows another number of participants.
+
+    Args:
+        state: the method's state, or its abstract values. A `NamedTuple` in it with the attribute
+            `fixed_participants`, a reason in words, forbids it.
+        num_saved: the number with which the state was saved.
+        num_participants: the number now.
+
+    Raises:
+        ValueError: the method forbids it.
+    """
+    for reason in _reasons(state):
+        raise ValueError(
+            f"The checkpoint was saved with {num_saved} participants and the experiment has "
+            f"{num_participants}, expected the same number: {reason}. Set the former number, or "
+            "start a new run from the exported model (`fedpax export`, --model.weights)."
+        )
+
+
+def _reasons(state: State) -> Iterator[str]:
+    """Yield the reason of each part of a state that fixes the number of participants."""
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: hasattr(node, FIXED))
+    return (getattr(node, FIXED) for node in nodes if hasattr(node, FIXED))

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from fedpax.training.algorithm import Params, State
+from fedpax.training.algorithm import State
 from fedpax.training.checksums import find_damage, has_checksums, write_checksums
 from fedpax.training.configuration import resolve_job_log_dir
 from fedpax.training.console import print_error
@@ -22,8 +21,9 @@ from fedpax.training.participant_states import (
     ParticipantRule,
     check_resizable,
     resize_participants,
-    saved_placed_struct,
 )
+from fedpax.training.saved_leaves import check_same_leaves, saved_struct
+from fedpax.training.saved_params import load_params
 from fedpax.training.saved_rounds import (
     FOLDER,
     DamagedCheckpointError,
@@ -180,9 +180,9 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         with self._reading(step):
             saved = self._saved_shapes(step)
         num_saved = self.saved_participants()
-        _check_same_leaves(wanted, saved, step)
+        check_same_leaves(wanted, saved, step)
         stored = {
-            path: _saved_struct(leaf, saved[path], path, num_participants, num_saved)
+            path: saved_struct(leaf, saved[path], path, num_participants, num_saved)
             for path, leaf in wanted.items()
         }
         for path, leaf in wanted.items():
@@ -289,123 +289,6 @@ def _set_aside_unfinished(folder: Path) -> None:
         print_error(
             f"Moved {path} to {aside}: the checkpoint is unfinished or incomplete, it has no "
             "checksums.json. If a copy left that file out, copy it back."
-        )
-
-
-def _saved_struct(
-    leaf: jax.ShapeDtypeStruct,
-    saved: tuple[int, ...],
-    path: tuple[str, ...],
-    num_participants: int | None = None,
-    num_saved: int | None = None,
-) -> jax.ShapeDtypeStruct:
-    """Return a leaf's abstract value with the number of participants that was saved."""
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-        saved = saved[: leaf.ndim]  # random keys are saved as numbers, with one more axis
-    if leaf.shape == saved:
-        return leaf
-    is_placed = (
-        path[0] != "params"
-        and leaf.shape[:1] == (num_participants,)
-        and saved != ()
-        and num_saved in (None, saved[0])
-        and leaf.shape[1:] == saved[1:]
-    )
-    if not is_placed:
-        raise ValueError(
-            f"The checkpoint's {'.'.join(path)} has shape {list(saved)}, expected "
-            f"{list(leaf.shape)} as in the experiment. Use the model that was saved, or another "
-            "--job_log_dir."
-        )
-    return saved_placed_struct(leaf, saved[0])
-
-
-def load_params(
-    job_log_dir: str | Path, round_number: int | None = None, like: Params | None = None
-) -> Params:
-    """Load the server's model of a run, to use it after the training.
-
-    Args:
-        job_log_dir: the run's folder.
-        round_number: the checkpoint's round. Default None: the newest checkpoint.
-        like: the parameters' abstract values, each a `jax.ShapeDtypeStruct` with its sharding; a
-            device then reads only its shard. Default None: return NumPy arrays.
-
-    Returns:
-        The parameters: JAX arrays in the structure of `like`, or nested dicts (and lists) of NumPy
-        arrays.
-
-    Raises:
-        FileNotFoundError: there is no such checkpoint.
-        DamagedCheckpointError: its files are damaged.
-        ValueError: `like` has other leaves, or another shape, than the saved parameters.
-    """
-    folder = resolve_job_log_dir(job_log_dir) / FOLDER
-    rounds = complete_rounds(folder)
-    if not rounds or (round_number is not None and round_number not in rounds):
-        wanted = "" if round_number is None else f" of round {round_number}"
-        raise FileNotFoundError(
-            f"{folder} has complete checkpoints of the rounds {rounds}, expected one{wanted}. "
-            "Train there first: fedpax train --exp=... --job_log_dir=..."
-        )
-    if round_number is None:
-        round_number = rounds[-1]
-    if damage := find_damage(folder / str(round_number)):
-        raise damaged_checkpoint(folder, round_number, damage)
-    handlers = {
-        "state": ocp.PyTreeCheckpointHandler(),
-        "params": ocp.PyTreeCheckpointHandler(),
-        "progress": ocp.JsonCheckpointHandler(),
-    }
-    options = ocp.CheckpointManagerOptions(create=False)
-    with ocp.CheckpointManager(folder, options=options, item_handlers=handlers) as manager:
-        metadata = manager.item_metadata(round_number)
-        in_state = "params" in metadata["state"]
-        saved = metadata["state"]["params"] if in_state else metadata["params"]
-        item = jax.tree.map(lambda leaf: 0, saved)
-        if like is None:
-            arguments = jax.tree.map(lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray), item)
-        else:
-            flat = _restore_args(saved, like, round_number)
-            arguments = ocp.tree.from_flat_dict(flat, target=item)
-        if in_state:
-            restore = ocp.args.PyTreeRestore(
-                item={"params": item}, restore_args={"params": arguments}, partial_restore=True
-            )
-            composite = ocp.args.Composite(state=restore)
-            params = manager.restore(round_number, args=composite)["state"]["params"]
-        else:
-            restore = ocp.args.PyTreeRestore(item=item, restore_args=arguments)
-            composite = ocp.args.Composite(params=restore)
-            params = manager.restore(round_number, args=composite)["params"]
-    if like is None:
-        return params
-    return ocp.tree.from_flat_dict(ocp.tree.to_flat_dict(params), target=like)
-
-
-def _restore_args(
-    saved: Params, like: Params, step: int
-) -> dict[tuple[str, ...], ocp.ArrayRestoreArgs]:
-    """Say for each saved parameter on which sharding and as which dtype to restore it."""
-    found, wanted = ocp.tree.to_flat_dict(saved), ocp.tree.to_flat_dict(like)
-    _check_same_leaves(wanted, found, step)
-    for path, leaf in wanted.items():
-        _saved_struct(leaf, tuple(found[path].shape), path)  # raises where shapes differ
-    # Shapes need no restore argument: they are equal.
-    restore_args = ocp.ArrayRestoreArgs
-    return {p: restore_args(sharding=x.sharding, dtype=x.dtype) for p, x in wanted.items()}
-
-
-def _check_same_leaves(
-    wanted: Mapping[tuple[str, ...], Any], saved: Mapping[tuple[str, ...], Any], step: int
-) -> None:
-    if wanted.keys() != saved.keys():
-        names = sorted(".".join(path) for path in wanted.keys() ^ saved.keys())
-        raise ValueError(
-            f"The checkpoint of round {step} and the experiment have different states: "
-            f"{', '.join(names[:5])} {'and others ' if len(names) > 5 else ''}in only one of "
-            "them, expected the same leaves. Use the model and the method that were saved, or "
-            "another --job_log_dir."
         )
 
 

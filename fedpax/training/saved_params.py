@@ -1,0 +1,89 @@
+"""The server's model of a checkpoint, read without the rest of the state."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from fedpax.training.algorithm import Params
+from fedpax.training.checksums import find_damage
+from fedpax.training.configuration import resolve_job_log_dir
+from fedpax.training.saved_leaves import check_same_leaves, saved_struct
+from fedpax.training.saved_rounds import FOLDER, complete_rounds, damaged_checkpoint
+
+
+def load_params(
+    job_log_dir: str | Path, round_number: int | None = None, like: Params | None = None
+) -> Params:
+    """Load the server's model of a run, to use it after the training.
+
+    Args:
+        job_log_dir: the run's folder.
+        round_number: the checkpoint's round. Default None: the newest checkpoint.
+        like: the parameters' abstract values, each a `jax.ShapeDtypeStruct` with its sharding; a
+            device then reads only its shard. Default None: return NumPy arrays.
+
+    Returns:
+        The parameters: JAX arrays in the structure of `like`, or nested dicts (and lists) of NumPy
+        arrays.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+        DamagedCheckpointError: its files are damaged.
+        ValueError: `like` has other leaves, or another shape, than the saved parameters.
+    """
+    folder = resolve_job_log_dir(job_log_dir) / FOLDER
+    rounds = complete_rounds(folder)
+    if not rounds or (round_number is not None and round_number not in rounds):
+        wanted = "" if round_number is None else f" of round {round_number}"
+        raise FileNotFoundError(
+            f"{folder} has complete checkpoints of the rounds {rounds}, expected one{wanted}. "
+            "Train there first: fedpax train --exp=... --job_log_dir=..."
+        )
+    if round_number is None:
+        round_number = rounds[-1]
+    if damage := find_damage(folder / str(round_number)):
+        raise damaged_checkpoint(folder, round_number, damage)
+    handlers = {
+        "state": ocp.PyTreeCheckpointHandler(),
+        "params": ocp.PyTreeCheckpointHandler(),
+        "progress": ocp.JsonCheckpointHandler(),
+    }
+    options = ocp.CheckpointManagerOptions(create=False)
+    with ocp.CheckpointManager(folder, options=options, item_handlers=handlers) as manager:
+        metadata = manager.item_metadata(round_number)
+        in_state = "params" in metadata["state"]
+        saved = metadata["state"]["params"] if in_state else metadata["params"]
+        item = jax.tree.map(lambda leaf: 0, saved)
+        if like is None:
+            arguments = jax.tree.map(lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray), item)
+        else:
+            flat = _restore_args(saved, like, round_number)
+            arguments = ocp.tree.from_flat_dict(flat, target=item)
+        if in_state:
+            restore = ocp.args.PyTreeRestore(
+                item={"params": item}, restore_args={"params": arguments}, partial_restore=True
+            )
+            composite = ocp.args.Composite(state=restore)
+            params = manager.restore(round_number, args=composite)["state"]["params"]
+        else:
+            restore = ocp.args.PyTreeRestore(item=item, restore_args=arguments)
+            composite = ocp.args.Composite(params=restore)
+            params = manager.restore(round_number, args=composite)["params"]
+    if like is None:
+        return params
+    return ocp.tree.from_flat_dict(ocp.tree.to_flat_dict(params), target=like)
+
+
+def _restore_args(
+    saved: Params, like: Params, step: int
+) -> dict[tuple[str, ...], ocp.ArrayRestoreArgs]:
+    """Say for each saved parameter on which sharding and as which dtype to restore it."""
+    found, wanted = ocp.tree.to_flat_dict(saved), ocp.tree.to_flat_dict(like)
+    check_same_leaves(wanted, found, step)
+    for path, leaf in wanted.items():
+        saved_struct(leaf, tuple(found[path].shape), path)  # raises where shapes differ
+    # Shapes need no restore argument: they are equal.
+    restore_args = ocp.ArrayRestoreArgs
+    return {p: restore_args(sharding=x.sharding, dtype=x.dtype) for p, x in wanted.items()}

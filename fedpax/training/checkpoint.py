@@ -53,9 +53,10 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
     Args:
         job_log_dir: the run's folder.
         keep: number of checkpoints to keep, the newest ones.
+        keep_every: checkpoints of rounds that are a multiple of it are kept too. Default 0: none.
     """
 
-    def __init__(self, job_log_dir: str | Path, *, keep: int) -> None:
+    def __init__(self, job_log_dir: str | Path, *, keep: int, keep_every: int = 0) -> None:
         self._folder = resolve_job_log_dir(job_log_dir) / FOLDER
         self._primary = jax.process_index() == 0
         if self._primary:
@@ -69,6 +70,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             self._folder,
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=keep,
+                keep_period=keep_every or None,
                 cleanup_tmp_directories=True,
                 async_options=ocp.AsyncOptions(post_finalization_callback=callback),
             ),

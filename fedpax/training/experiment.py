@@ -90,6 +90,8 @@ class TrainingConfig:
         checkpoint_every: rounds between checkpoints; 0: only after the last round. A run that is
             killed resumes from its last checkpoint.
         keep_checkpoints: number of checkpoints to keep, the newest ones.
+        keep_every: rounds between checkpoints that are kept forever, beside the newest ones; these
+            rounds are saved even if `checkpoint_every` does not divide them. 0: keep none.
         seed: seed of the initial parameters.
         stop_on_non_finite: stop with an error when the loss or a parameter is NaN or infinite.
 
@@ -102,6 +104,7 @@ class TrainingConfig:
     evaluate_every: int
     checkpoint_every: int
     keep_checkpoints: int = 3
+    keep_every: int = 0
     seed: int = 0
     stop_on_non_finite: bool = True
 
@@ -111,7 +114,13 @@ class TrainingConfig:
         Raises:
             ValueError: a number is too small.
         """
-        least = {"rounds": 1, "evaluate_every": 0, "checkpoint_every": 0, "keep_checkpoints": 1}
+        least = {
+            "rounds": 1,
+            "evaluate_every": 0,
+            "checkpoint_every": 0,
+            "keep_checkpoints": 1,
+            "keep_every": 0,
+        }
         for name, lowest in least.items():
             value = getattr(self, name)
             if value < lowest:

@@ -136,7 +136,9 @@ def _train(
     evaluation: dict[str, float] | None = None
     with (
         jax.set_mesh(run.mesh),
-        Checkpoints(folder, keep=training.keep_checkpoints) as checkpoints,
+        Checkpoints(
+            folder, keep=training.keep_checkpoints, keep_every=training.keep_every
+        ) as checkpoints,
         MetricsWriter(folder, after=first, enabled=primary) as metrics,
         Progress(
             exp or type(experiment).__name__,
@@ -204,7 +206,9 @@ def _train(
                             logger.flush()
                             evaluation = run.evaluate(state.params)
                             logger.log_evaluation(done, evaluation)
-                        if _is_due(done, training.checkpoint_every, training.rounds):
+                        if _is_due(
+                            done, training.checkpoint_every, training.rounds, training.keep_every
+                        ):
                             save()
                             logger.restart_clock()
                             saved = done
@@ -268,9 +272,10 @@ def _restore_stream(stream: CohortStream, saved: Any, allow_config_change: Colle
             print_error(f"The data start again from their first round: {error}")
 
 
-def _is_due(round_number: int, every: int, rounds: int) -> bool:
+def _is_due(round_number: int, every: int, rounds: int, also_every: int = 0) -> bool:
     """Return whether an action that runs every few rounds, and after the last, runs now."""
-    return round_number == rounds or (every > 0 and round_number % every == 0)
+    periods = [period for period in (every, also_every) if period > 0]
+    return round_number == rounds or any(round_number % period == 0 for period in periods)
 
 
 def _storage_failure(error: BaseException) -> str | None:

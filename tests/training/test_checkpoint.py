@@ -1,4 +1,5 @@
 import shutil
+import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,7 +11,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fedpax.parallel.mesh import make_mesh
-from fedpax.training.checkpoint import Checkpoints, latest_round, load_params
+from fedpax.training import checkpoint
+from fedpax.training.checkpoint import Checkpoints, complete_rounds, latest_round, load_params
+from fedpax.training.checksums import write_checksums
 
 
 class State(NamedTuple):
@@ -117,6 +120,41 @@ def test_the_newest_checkpoints_are_kept(tmp_path: Path, sharding: NamedSharding
     assert latest_round(tmp_path) == 11
     assert float(load_params(tmp_path)["layers"][1]) == 11.0
     assert float(load_params(tmp_path, 5)["layers"][1]) == 5.0
+
+
+def test_every_nth_checkpoint_is_kept_beside_the_newest_also_after_a_restart(
+    tmp_path: Path, sharding: NamedSharding
+) -> None:
+    state = random_state(1, sharding)
+    for rounds in ((3, 4, 5, 8, 9), (10, 11, 12, 13)):
+        with Checkpoints(tmp_path, keep=2, keep_every=4) as checkpoints:
+            for number in rounds:
+                checkpoints.save(number, state, {}, {})
+    assert complete_rounds(tmp_path / "checkpoints") == [4, 8, 12, 13]
+
+
+def test_training_continues_while_a_checkpoint_is_written(
+    tmp_path: Path, sharding: NamedSharding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`save` returns before its files are complete; the next `save` waits for them."""
+    released, reached = threading.Event(), threading.Event()
+
+    def write_checksums_late(folder: Path) -> None:
+        reached.set()
+        assert released.wait(60)
+        write_checksums(folder)
+
+    monkeypatch.setattr(checkpoint, "write_checksums", write_checksums_late)
+    state = random_state(1, sharding)
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(1, state, {}, {})
+        assert reached.wait(60)
+        trained = jax.jit(lambda x: x + 1)(state.params["w"])  # a round
+        assert np.isfinite(trained).all() and checkpoints.latest_round() is None
+        released.set()
+        checkpoints.save(2, state, {}, {})
+        assert checkpoints.latest_round() == 1
+    assert latest_round(tmp_path) == 2
 
 
 def test_a_checkpoint_that_a_kill_left_unfinished_does_not_count(

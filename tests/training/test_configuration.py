@@ -138,7 +138,9 @@ def test_a_later_version_raises(tmp_path: Path) -> None:
         read_configuration(tmp_path)
 
 
-@pytest.mark.parametrize("change", [{"rounds": 0}, {"evaluate_every": -1}, {"keep_checkpoints": 0}])
+@pytest.mark.parametrize(
+    "change", [{"rounds": 0}, {"evaluate_every": -1}, {"keep_checkpoints": 0}, {"keep_every": -1}]
+)
 def test_training_settings_out_of_range_raise(change: dict) -> None:
     (name,) = change
     with pytest.raises(ValueError, match=f"--training.{name} to"):

@@ -102,6 +102,14 @@ def test_a_finished_run_is_left_unchanged(uninterrupted: Path) -> None:
     assert (uninterrupted / "metrics.jsonl").read_bytes() == before
 
 
+def test_rounds_that_are_kept_forever_are_saved_too(tmp_path: Path) -> None:
+    train(
+        settings(regression(), rounds=8, checkpoint_every=3, keep_checkpoints=1, keep_every=2),
+        tmp_path,
+    )
+    assert {p.name for p in (tmp_path / "checkpoints").iterdir()} == {"2", "4", "6", "8"}
+
+
 @dataclasses.dataclass(frozen=True)
 class Interrupted(Regression):
     """Receives a signal while the cohort of some round is drawn."""

@@ -8,13 +8,16 @@ import jax
 import optax
 
 from fedpax.experiments.ranges import (
+    COUNT,
     COUNT_OR_ZERO,
     DECAY,
+    FRACTION,
     NON_NEGATIVE,
     POSITIVE,
     POSITIVE_OR_INFINITE,
     check_ranges,
 )
+from fedpax.experiments.schedules import stable_decay, warm_restarts
 
 STACKED_AXES = {"layers", "repeats", "experts"}
 """Logical axes along which a parameter stacks matrices, each of which Muon updates separately."""
@@ -25,12 +28,16 @@ class OptimizerConfig:
     """An optimizer after gradient clipping, with linear warmup and a learning rate schedule.
 
     Attributes:
-        name: the optimizer, one of optax's.
+        name: the optimizer, one of optax's. optax 0.2.8 has neither Shampoo nor SOAP.
         learning_rate: peak learning rate.
-        schedule: shape of the learning rate after the warmup.
+        schedule: shape of the learning rate after the warmup: "cosine", "linear", "constant", "wsd"
+            (warmup-stable-decay) or "warm_restarts"; see `learning_rate_schedule`.
         warmup_steps: steps of the linear warmup from 0 to the peak.
-        final_lr_ratio: learning rate of the last step divided by the peak. The schedule "constant"
-            ignores it.
+        final_lr_ratio: lowest learning rate of the schedule divided by the peak. The schedule
+            "constant" ignores it.
+        decay_fraction: "wsd": fraction of the run's steps that decay, at its end.
+        restart_steps: "warm_restarts": steps of the first cycle.
+        restart_factor: "warm_restarts": length of a cycle divided by that of the one before.
         b1: decay rate of the first moment, or of the momentum.
         b2: decay rate of the second moment.
         weight_decay: decoupled weight decay, multiplied by the learning rate.
@@ -42,9 +49,12 @@ class OptimizerConfig:
 
     name: Literal["adamw", "adafactor", "lamb", "lars", "lion", "muon", "sgd"] = "adamw"
     learning_rate: float = 3e-3
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    schedule: Literal["cosine", "linear", "constant", "wsd", "warm_restarts"] = "cosine"
     warmup_steps: int = 20
     final_lr_ratio: float = 0.05
+    decay_fraction: float = 0.1
+    restart_steps: int = 1000
+    restart_factor: int = 2
     b1: float = 0.9
     b2: float = 0.99
     weight_decay: float = 0.1
@@ -58,6 +68,9 @@ class OptimizerConfig:
             learning_rate=POSITIVE,
             warmup_steps=COUNT_OR_ZERO,
             final_lr_ratio=NON_NEGATIVE,
+            decay_fraction=FRACTION,
+            restart_steps=COUNT,
+            restart_factor=COUNT,
             b1=DECAY,
             b2=DECAY,
             weight_decay=NON_NEGATIVE,
@@ -115,10 +128,26 @@ class OptimizerConfig:
         return optax.chain(optax.clip_by_global_norm(self.grad_clip_norm), rule)
 
     def learning_rate_schedule(self, num_steps: int) -> optax.Schedule:
-        """Return the learning rate as a function of the step.
+        """Return the learning rate as a function of the number of steps so far.
+
+        In the first W = `warmup_steps` steps it rises from 0 to the peak, `peak t / W`. With t
+        steps after the warmup, N = `num_steps` - W and `final = final_lr_ratio peak`:
+
+            cosine         final + (peak - final) (1 + cos(pi t / N)) / 2
+            linear         peak - (peak - final) t / N
+            constant       peak
+            wsd            peak, and in the last `decay_fraction num_steps` steps
+                           `fedpax.experiments.schedules.stable_decay`
+            warm_restarts  `fedpax.experiments.schedules.warm_restarts`
 
         Args:
             num_steps: optimizer steps of the whole run.
+
+        Returns:
+            The schedule.
+
+        Reference:
+            Cosine: Loshchilov and Hutter, arXiv:1608.03983, with one cycle.
         """
         peak, warmup = self.learning_rate, self.warmup_steps
         final, decay_steps = self.final_lr_ratio * peak, max(num_steps - warmup, 1)
@@ -129,6 +158,19 @@ class OptimizerConfig:
                 decay = optax.linear_schedule(peak, final, decay_steps)
             case "constant":
                 decay = optax.constant_schedule(peak)
+            case "wsd":
+                cooldown = min(round(self.decay_fraction * num_steps), decay_steps)
+                decay = stable_decay(
+                    peak, final, stable_steps=decay_steps - cooldown, decay_steps=cooldown
+                )
+            case "warm_restarts":
+                decay = warm_restarts(
+                    peak,
+                    final,
+                    num_steps=decay_steps,
+                    first_cycle=self.restart_steps,
+                    factor=self.restart_factor,
+                )
         rise = optax.linear_schedule(0.0, peak, warmup)
         return optax.join_schedules([rise, decay], [warmup]) if warmup else decay
 

@@ -22,6 +22,7 @@ POSITIVE = Range(lambda x: 0 < x < math.inf, "a positive finite number")
 NON_NEGATIVE = Range(lambda x: 0 <= x < math.inf, "a finite number of at least 0")
 POSITIVE_OR_INFINITE = Range(lambda x: x > 0, "a positive number or inf")
 DECAY = Range(lambda x: 0 <= x < 1, "a number of at least 0 and below 1")
+FRACTION = Range(lambda x: 0 <= x <= 1, "a number from 0 to 1")
 COUNT = Range(lambda x: x >= 1, "at least 1")
 COUNT_OR_ZERO = Range(lambda x: x >= 0, "at least 0")
 

@@ -48,6 +48,77 @@ def test_each_optimizer_decreases_a_quadratic_loss(name: str) -> None:
     assert np.isfinite(losses).all() and losses[-1] < 0.8 * losses[0]
 
 
+def numpy_rate(config: OptimizerConfig, num_steps: int, step: int) -> float:
+    """Return the learning rate of a step by the formulas, in float64."""
+    peak, final = config.learning_rate, config.final_lr_ratio * config.learning_rate
+    if step < config.warmup_steps:
+        return peak * step / config.warmup_steps
+    t, n = step - config.warmup_steps, num_steps - config.warmup_steps
+    cooldown = min(round(config.decay_fraction * num_steps), n)
+    length = config.restart_steps
+    if config.schedule == "warm_restarts":
+        while t >= length:
+            t, length = t - length, length * config.restart_factor
+    fraction = {
+        "constant": 1.0,
+        "linear": 1 - t / n,
+        "cosine": (1 + np.cos(np.pi * t / n)) / 2,
+        "wsd": 1.0 if t < n - cooldown else 1 - np.sqrt((t - n + cooldown) / cooldown),
+        "warm_restarts": (1 + np.cos(np.pi * t / length)) / 2,
+    }[config.schedule]
+    return peak if config.schedule == "constant" else final + (peak - final) * fraction
+
+
+SCHEDULES = typing.get_args(typing.get_type_hints(OptimizerConfig)["schedule"])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"warmup_steps": 0, "decay_fraction": 0.25, "restart_steps": 7, "restart_factor": 1},
+        {"warmup_steps": 40, "decay_fraction": 1.0, "restart_steps": 1, "restart_factor": 3},
+    ],
+)
+def test_schedules_equal_their_formulas_at_every_step(schedule: Any, fields: Any) -> None:
+    config = OptimizerConfig(
+        **{"learning_rate": 0.3, "warmup_steps": 13, "final_lr_ratio": 0.1, "restart_steps": 10}
+        | fields,
+        schedule=schedule,
+    )
+    steps = np.arange(150)
+    found = jax.jit(jax.vmap(config.learning_rate_schedule(150)))(steps)
+    expected = [numpy_rate(config, 150, int(step)) for step in steps]
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-7)
+
+
+def test_the_stable_phase_does_not_depend_on_the_length_of_the_run() -> None:
+    config = OptimizerConfig(schedule="wsd", warmup_steps=10, decay_fraction=0.2)
+    steps = np.arange(100)
+    short, long = (jax.vmap(config.learning_rate_schedule(n))(steps) for n in (100, 400))
+    assert (short[:81] == long[:81]).all()
+    assert short[99] < 0.2 * long[99] == 0.2 * np.float32(config.learning_rate)
+
+
+def test_a_decay_of_no_steps_ends_the_run_at_the_peak() -> None:
+    rate = OptimizerConfig(schedule="wsd", decay_fraction=0.0).learning_rate_schedule(100)
+    assert rate(99) == np.float32(3e-3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"decay_fraction": 1.5}, r"optimizer\.decay_fraction=1\.5: expected a number from 0 to 1"),
+        ({"restart_steps": 0}, r"Set --optimizer\.restart_steps"),
+        ({"restart_factor": 0}, r"Set --optimizer\.restart_factor"),
+    ],
+)
+def test_settings_of_schedules_out_of_range_raise(fields: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        OptimizerConfig(**fields)
+
+
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
 def test_schedules_warm_up_and_end_at_the_final_ratio(schedule: Any) -> None:
     config = OptimizerConfig(

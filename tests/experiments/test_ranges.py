@@ -19,7 +19,7 @@ ANY_INTEGER = {"seed"}
 MAY_BE_ZERO = {
     *("warmup_steps", "final_lr_ratio", "b1", "b2", "momentum", "weight_decay", "sigma"),
     *("z_loss_weight", "load_balance_weight", "delay", "mixing"),
-    *("evaluate_every", "checkpoint_every", "num_experts", "rank"),
+    *("evaluate_every", "checkpoint_every", "keep_every", "decay_fraction", "num_experts", "rank"),
 }
 
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import jax
 from jax.experimental import topologies
 
+from fedpax.parallel.chips import CHIPS, Chip, chip_of
 from fedpax.parallel.simulated_devices import MAX_SIMULATED_DEVICES, simulate_devices
-from fedpax.planning.chips import CHIPS, Chip, chip_of
 
 TPUS = [name for name, chip in CHIPS.items() if chip.torus_dimensions]
 

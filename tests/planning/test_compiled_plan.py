@@ -10,7 +10,7 @@ from communicating_programs import STEPS, compile_text, shard_bytes, training_ro
 from jax.sharding import AxisType, Mesh
 
 from fedpax.parallel.mesh import make_mesh
-from fedpax.planning.chips import CHIPS
+from fedpax.parallel.chips import CHIPS
 from fedpax.planning.compiled_plan import CompiledPlan, DeviceMemory, Roofline, Workload, make_plan
 from fedpax.planning.draw_mesh import _grids, draw_mesh
 from fedpax.planning.json_report import to_json

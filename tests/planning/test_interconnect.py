@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 from fedpax.hlo.collectives import Collective
-from fedpax.planning.chips import CHIPS
+from fedpax.parallel.chips import CHIPS
 from fedpax.planning.interconnect import Route, axis_routes, find_route, min_seconds
 from fedpax.planning.topology import Topology
 

@@ -3,7 +3,7 @@ import importlib.util
 import jax
 import pytest
 
-from fedpax.planning.chips import CHIPS, chip_of
+from fedpax.parallel.chips import CHIPS, chip_of
 from fedpax.planning.topology import TopologyError, find_topology
 
 

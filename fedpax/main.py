@@ -23,10 +23,11 @@ fedpax: federated and multi-island training on JAX
   fedpax compare --exp=NAME,NAME,... --job_log_dir=DIR [--FIELD=VALUE ...]
       Train each experiment in DIR/NAME, print a table, and write DIR/comparison.png and
       DIR/comparison.json.
-  fedpax plan --exp=NAME --topology=v5p:4x8x8 [--slices=4] [--json=FILE] [--picture=FILE.png]
-              [--hlo=FILE] [--FIELD=VALUE ...]
+  fedpax plan --exp=NAME --topology=v5p:4x8x8 [--slices=4] [--bandwidth=GBIT] [--json=FILE]
+              [--picture=FILE.png] [--hlo=FILE] [--FIELD=VALUE ...]
       Compile an experiment's round without the hardware, and report its memory,
-      collectives, bytes between slices, and a lower bound on the step time.
+      collectives, a lower bound on the step time, and for each transfer between slices the
+      local steps that hide it and the time that stays exposed.
   fedpax show --job_log_dir=DIR,DIR,... [--picture=FILE.png]
       Show the progress of runs, running or finished, and draw their losses over items, bytes and
       wall time.
@@ -64,15 +65,19 @@ fedpax: federated and multi-island training on JAX
                     what islands and clients keep between rounds when a run resumes with another
                     number of them: average (default) keeps its mean, copy gives island i the
                     state of saved island i modulo their number
-  --multihost       train with all processes of a pod or a cluster, each of which gets the same
-                    command (`jax.distributed.initialize` finds them, or JAX_COORDINATOR_ADDRESS,
-                    JAX_NUM_PROCESSES and JAX_PROCESS_ID name them)
+  --multihost       train with all processes of a cluster, each started with the same command. They
+                    find each other by JAX_COORDINATOR_ADDRESS=HOST:PORT (of process 0),
+                    JAX_NUM_PROCESSES and JAX_PROCESS_ID (from 0), else in a Slurm step (srun) or
+                    on a TPU pod by themselves
+  --join_timeout    seconds to wait for the other processes (default 300)
   --FIELD=VALUE     overrides a field of the experiment, such as --model.num_layers=4;
                     `fedpax train --exp=NAME --help` shows all fields
   --model.weights   the Hugging Face folder that an experiment on text begins from, with its
                     architecture and tokenizer; --lora.rank=8 trains adapters of it (LoRA)
   --topology        v5e:16x16, v4:4x4x4 (also v5p, v6e, tpu7x) with libtpu installed; cpu:8; gpu
   --slices          the number of slices, joined by the data center's network
+  --bandwidth       Gbit/s out of a slice, in each direction; default: the published bandwidth of
+                    its chips together
   --json            the file for the report or the metrics
   --picture         the PNG for the mesh (plan), the losses (show) or the clients (partition)
   --hlo             the file for the compiled text (HLO) of the round

@@ -1,6 +1,7 @@
 """`fedpax plan`: compile a round without the hardware, and report its costs."""
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -43,12 +44,23 @@ def plan(arguments: Sequence[str]) -> int:
             f"--picture={options.picture} is not a PNG, expected a name that ends with .png. Set "
             "for example --picture=mesh.png."
         )
+    if options.bandwidth is not None and not 0 < options.bandwidth < math.inf:
+        raise UsageError(
+            f"--bandwidth={options.bandwidth:g}: expected Gbit/s out of a slice, above 0. Set for "
+            "example --bandwidth=100, or leave it out for the published bandwidth of the chips."
+        )
+    if options.bandwidth is not None and options.slices == 1:
+        raise UsageError(
+            f"--bandwidth={options.bandwidth:g} is the bandwidth between slices, but there is one "
+            "slice. Set --slices=2 or more, or leave --bandwidth out."
+        )
     experiment = configure(options.exp, fields)
     topology = find_topology(options.topology, options.slices)
     result, run = plan_experiment(
         experiment,
         topology,
         exp=options.exp,
+        slice_bandwidth=None if options.bandwidth is None else options.bandwidth * 1e9 / 8,
         program_file=options.hlo,
         progress=print_error,
     )
@@ -68,6 +80,7 @@ def define_flags(options: flags.FlagValues) -> None:
     """Define the flags of the command."""
     flags.DEFINE_string("topology", None, "The devices.", flag_values=options)
     flags.DEFINE_integer("slices", 1, "The number of slices.", flag_values=options)
+    flags.DEFINE_float("bandwidth", None, "Gbit/s out of a slice.", flag_values=options)
     flags.DEFINE_string("json", None, "A file for the report.", flag_values=options)
     flags.DEFINE_string("picture", None, "A PNG file for the mesh.", flag_values=options)
     flags.DEFINE_string(

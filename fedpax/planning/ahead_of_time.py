@@ -29,6 +29,7 @@ def plan_experiment(
     topology: Topology,
     *,
     exp: str = "",
+    slice_bandwidth: float | None = None,
     program_file: str | Path | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> tuple[CompiledPlan, Run]:
@@ -38,6 +39,8 @@ def plan_experiment(
         experiment: the experiment.
         topology: the devices to compile for.
         exp: name of the experiment in the report. Default "": the name of its class.
+        slice_bandwidth: bytes per second out of a slice, for the time that transfers stay exposed.
+            Default None: the published bandwidth of its chips together.
         program_file: path to write the compiled text to. Default None: do not write it.
         progress: called with a line of text at each stage of the work. Default: ignore the lines.
 
@@ -101,7 +104,8 @@ def plan_experiment(
         item_unit=run.item_unit,
         flops_per_item=run.flops_per_item,
     )
-    plan = make_plan(text, run.mesh, topology, workload, memory_of(compiled.round, topology))
+    memory = memory_of(compiled.round, topology)
+    plan = make_plan(text, run.mesh, topology, workload, memory, slice_bandwidth)
     report("done")
     return plan, run
 

@@ -7,15 +7,17 @@ bottleneck.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 
-from fedpax.hlo import costs, parsing
+from fedpax.hlo import costs, parsing, transfers
 from fedpax.hlo.collectives import Collective, collectives
 from fedpax.planning import interconnect
 from fedpax.planning.interconnect import DCN, ICI
+from fedpax.planning.overlap import Overlap, find_overlap
 from fedpax.planning.topology import Topology
 
 
@@ -150,6 +152,11 @@ class Roofline(NamedTuple):
         return self.times[self.bottleneck]
 
     @property
+    def seconds_within_slices(self) -> float:
+        """Seconds of a round in which all resources but DCN overlap."""
+        return max(time for name, time in self.times.items() if name != interconnect.DCN)
+
+    @property
     def no_overlap_seconds(self) -> float:
         """Seconds of a round in which matmuls, memory and collectives follow one another."""
         return self.compute_seconds + self.memory_seconds + self.collective_seconds
@@ -175,6 +182,8 @@ class CompiledPlan(NamedTuple):
         collectives: the collectives of the compiled program.
         roofline: lower bounds on the time of a round; None if the chip's specifications are
             unknown.
+        overlap: the transfers between slices and the local steps that hide them; None without
+            transfers, without matmuls, or if the chip's specifications are unknown.
     """
 
     workload: Workload
@@ -190,6 +199,7 @@ class CompiledPlan(NamedTuple):
     unknown_trip_counts: tuple[str, ...]
     collectives: tuple[TimedCollective, ...]
     roofline: Roofline | None
+    overlap: Overlap | None
 
     def operand_bytes(
         self, network: str | None = None, axis: str | None = None, in_loop: bool | None = None
@@ -239,8 +249,7 @@ class CompiledPlan(NamedTuple):
         chip = self.topology.chip
         if self.roofline is None or chip is None or DCN not in self.roofline.network_seconds:
             return None
-        others = {name: time for name, time in self.roofline.network_seconds.items() if name != DCN}
-        rest = self.roofline._replace(network_seconds=others).full_overlap_seconds
+        rest = self.roofline.seconds_within_slices
         return self.roofline.network_seconds[DCN] * chip.dcn_bandwidth / rest
 
 
@@ -268,7 +277,12 @@ def memory_of(compiled: jax.stages.Compiled, topology: Topology) -> DeviceMemory
 
 
 def make_plan(
-    text: str, mesh: jax.sharding.Mesh, topology: Topology, workload: Workload, memory: DeviceMemory
+    text: str,
+    mesh: jax.sharding.Mesh,
+    topology: Topology,
+    workload: Workload,
+    memory: DeviceMemory,
+    slice_bandwidth: float | None = None,
 ) -> CompiledPlan:
     """Make the plan of a round from its compiled text.
 
@@ -278,6 +292,8 @@ def make_plan(
         topology: the devices of the mesh.
         workload: the work of the round.
         memory: the memory that it needs on a device, from `memory_of`.
+        slice_bandwidth: bytes per second out of a slice. Default None: the published bandwidth of
+            its chips together.
 
     Returns:
         The plan.
@@ -291,7 +307,8 @@ def make_plan(
         route = interconnect.find_route(collective.groups, mesh, topology)
         seconds = interconnect.min_seconds(collective, route, mesh, topology)
         timed.append(TimedCollective(collective, route.network, seconds))
-    counted = costs.count_costs(parsing.parse(text))
+    module = parsing.parse(text)
+    counted = costs.count_costs(module)
     # An axis of one device has no collectives.
     axes = [item for item in mesh.shape.items() if item[1] > 1] or list(mesh.shape.items())[:1]
     plan = CompiledPlan(
@@ -311,8 +328,10 @@ def make_plan(
         unknown_trip_counts=counted.unknown_trip_counts,
         collectives=tuple(timed),
         roofline=None,
+        overlap=None,
     )
-    return plan._replace(roofline=_roofline(plan))
+    plan = plan._replace(roofline=_roofline(plan))
+    return plan._replace(overlap=_overlap(plan, module, mesh, slice_bandwidth))
 
 
 def _roofline(plan: CompiledPlan) -> Roofline | None:
@@ -338,3 +357,35 @@ def _roofline(plan: CompiledPlan) -> Roofline | None:
         network_seconds=networks,
         collective_seconds=sum(t.executions * (t.seconds or 0.0) for t in plan.collectives),
     )
+
+
+def _overlap(
+    plan: CompiledPlan, module: parsing.Module, mesh: jax.sharding.Mesh, bandwidth: float | None
+) -> Overlap | None:
+    chip, topology = plan.topology.chip, plan.topology
+    if plan.roofline is None or chip is None:
+        return None
+    steps = plan.workload.local_steps
+    return find_overlap(
+        transfers.schedule(module),
+        {
+            timed.collective.name: _bytes_out_of_slice(timed, mesh, topology)
+            for timed in plan.collectives
+            if timed.network == DCN
+        },
+        num_steps=steps,
+        step_seconds=plan.roofline.seconds_within_slices / steps,
+        bandwidth=bandwidth or chip.dcn_bandwidth * topology.chips / topology.slices,
+    )
+
+
+def _bytes_out_of_slice(
+    timed: TimedCollective, mesh: jax.sharding.Mesh, topology: Topology
+) -> float:
+    """Return the bytes that leave the slice which sends most, in one execution; a lower bound."""
+    chip, collective = topology.chip, timed.collective
+    assert chip is not None and timed.seconds is not None
+    permute = collective.kind == "collective-permute"
+    senders = {member for group in collective.groups for member in group[: 1 if permute else None]}
+    by_slice = Counter(interconnect.slice_or_host(mesh.devices.flat[s]) for s in senders)
+    return timed.seconds * chip.dcn_bandwidth * max(by_slice.values()) / chip.devices_per_chip

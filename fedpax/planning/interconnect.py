@@ -69,7 +69,7 @@ def axis_routes(mesh: jax.sharding.Mesh, axis: str, topology: Topology) -> list[
     for line in lines:
         members: dict[int, list[int]] = {}
         for position in line:
-            members.setdefault(_slice_or_host(devices[position]), []).append(position)
+            members.setdefault(slice_or_host(devices[position]), []).append(position)
         within += [part for part in members.values() if len(part) > 1]
         between = max(between, len(members))
     routes = [find_route(within, mesh, topology)] if within else []
@@ -91,7 +91,7 @@ def find_route(
         The route of the widest group.
     """
     devices = mesh.devices.flat
-    parts = max(len({_slice_or_host(devices[p]) for p in group}) for group in groups)
+    parts = max(len({slice_or_host(devices[p]) for p in group}) for group in groups)
     if parts > 1:
         return Route(DCN, parts)
     chips = max(len({_chip(devices[p]) for p in group}) for group in groups)
@@ -150,7 +150,7 @@ def min_seconds(
     share = devices_per_chip / chip.devices_per_chip
     size = float(collective.bytes)
     if route.network == DCN:
-        slices = len({_slice_or_host(device) for device in devices})
+        slices = len({slice_or_host(device) for device in devices})
         bandwidth = chip.dcn_bandwidth * share
         if collective.kind in ("all-reduce", "reduce-scatter"):
             size *= slices / len(devices)
@@ -181,7 +181,7 @@ def min_seconds(
             return size / bandwidth
 
 
-def _slice_or_host(device: jax.Device) -> int:
+def slice_or_host(device: jax.Device) -> int:
     """Return the index of a TPU's slice or a GPU's host; DCN joins devices that differ in it."""
     if device.platform == "gpu":
         return device.process_index
@@ -190,4 +190,4 @@ def _slice_or_host(device: jax.Device) -> int:
 
 def _chip(device: jax.Device) -> tuple[int, ...]:
     """Return the identity of a device's chip; a TPU chip can have two devices."""
-    return (_slice_or_host(device), *getattr(device, "coords", (device.id,)))
+    return (slice_or_host(device), *getattr(device, "coords", (device.id,)))

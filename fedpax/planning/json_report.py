@@ -6,6 +6,7 @@ from typing import Any
 
 from fedpax.planning.compiled_plan import CompiledPlan
 from fedpax.planning.interconnect import DCN
+from fedpax.planning.overlap import Overlap
 from fedpax.planning.report import assumptions
 
 
@@ -61,6 +62,7 @@ def to_json(plan: CompiledPlan) -> dict[str, Any]:
         "between_slices": {
             **_operand_bytes(plan, network=DCN),
             "bytes_per_second_per_chip_for_overlap": plan.bandwidth_for_overlap,
+            "overlap": None if plan.overlap is None else _overlap(plan.overlap),
         },
         "roofline": _roofline(plan),
     }
@@ -76,6 +78,33 @@ def _operand_bytes(
         "operand_bytes_per_device_per_round_inside_loops": plan.operand_bytes(
             network, axis, in_loop=True
         ),
+    }
+
+
+def _overlap(overlap: Overlap) -> dict[str, Any]:
+    return {
+        "bytes_per_second_out_of_slice": overlap.bandwidth,
+        "seconds_per_step": overlap.step_seconds,
+        "exposed_seconds_per_round": overlap.exposed_seconds,
+        "compute_utilization": overlap.compute_utilization,
+        "bytes_out_of_slice_per_round": overlap.bytes_per_round,
+        "mean_bytes_per_second": overlap.mean_bytes_per_second,
+        "peak_bytes_per_second": overlap.peak_bytes_per_second,
+        "required_bytes_per_second": {
+            f"{share:.0%}": needed for share, needed in overlap.required_bandwidth.items()
+        },
+        "transfers": [
+            {
+                "name": transfer.name,
+                "bytes_out_of_slice_per_execution": transfer.bytes,
+                "executions_per_round": transfer.executions,
+                "in_loop": transfer.in_loop,
+                "starts_after_step": None if transfer.in_loop else transfer.start,
+                "local_steps": transfer.local_steps,
+                "exposed_seconds_per_round": transfer.exposed_seconds,
+            }
+            for transfer in overlap.transfers
+        ],
     }
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from fedpax.planning.compiled_plan import CompiledPlan, TimedCollective
 from fedpax.planning.interconnect import DCN
+from fedpax.planning.overlap import Overlap, grouped
 
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
 
@@ -22,7 +23,10 @@ def to_text(plan: CompiledPlan) -> str:
         Sections with headings, separated by empty lines.
     """
     sections = [_head(plan), _mesh(plan), _memory(plan), _computation(plan), _collectives(plan)]
-    sections += [_networks(plan), _roofline(plan)]
+    sections.append(_networks(plan))
+    if plan.overlap is not None:
+        sections.append(_overlap(plan, plan.overlap))
+    sections.append(_roofline(plan))
     return "\n\n".join(sections) + "\n"
 
 
@@ -63,6 +67,12 @@ def assumptions(plan: CompiledPlan) -> list[str]:
         lines.append(
             f"Between slices a chip sends {_bits(chip.dcn_bandwidth)}, its share of its host's "
             "network, and the slices form a ring."
+        )
+    if plan.overlap is not None:
+        lines.append(
+            "A local step that waits for no transfer between slices takes its full overlap below "
+            "without DCN. Transfers use the bandwidth out of a slice one after another, in the "
+            "order of their starts."
         )
     if plan.int8_flops or plan.fp8_flops:
         lines.append("MFU is relative to the bfloat16 peak, so it can be more than 100%.")
@@ -233,15 +243,51 @@ def _networks(plan: CompiledPlan) -> str:
     rows = _operand_bytes(plan, dcn, plan.operand_bytes(DCN, in_loop=True))
     devices = len(topology.devices) // topology.slices
     rows.insert(1, ("", f"{_bytes(dcn * devices)} per slice", ""))
-    needed = plan.bandwidth_for_overlap
-    if needed is not None and chip is not None:
-        chips = topology.chips // topology.slices
-        rows += [
-            ("needed", f"{_bits(needed)} per chip", "to overlap with the rest of the round"),
-            ("", f"{_bits(needed * chips)} per slice", ""),
-            ("available", f"{_bits(chip.dcn_bandwidth)} per chip", f"published for {chip.name}"),
-        ]
+    if chip is not None:
+        available = f"{_bits(chip.dcn_bandwidth)} per chip"
+        rows.append(("available", available, f"published for {chip.name}"))
     return "\n\n".join([*sections, _section("Between slices", rows)])
+
+
+def _overlap(plan: CompiledPlan, overlap: Overlap) -> str:
+    """Format the transfers between slices, those of the same local steps on one line."""
+    rows: list[tuple[str, ...]] = [
+        ("starts", "number", "executions", "out of a slice", "local steps", "exposed, ms")
+    ]
+    for group in grouped(overlap.transfers):
+        one = group[0]
+        rows.append(
+            (
+                "in a loop" if one.in_loop else f"after step {one.start:,.4g}",
+                f"{len(group):,}",
+                f"{sum(transfer.executions for transfer in group):,}",
+                _bytes(sum(transfer.bytes * transfer.executions for transfer in group)),
+                f"{one.local_steps:,.2f}",
+                f"{1e3 * sum(transfer.exposed_seconds for transfer in group):,.3f}",
+            )
+        )
+    title = (
+        "Transfers between slices: number of transfers, their executions and bytes out of a slice\n"
+        "  per round, local steps between start and completion, time that the round waits for them"
+    )
+    table = _section(title, rows, right={1, 2, 3, 4, 5})
+    chips = plan.topology.chips // plan.topology.slices
+    rows = [
+        ("used", _bits(overlap.bandwidth), f"{_bits(overlap.bandwidth / chips)} per chip"),
+        (
+            "",
+            f"{overlap.compute_utilization:.2%}",
+            f"of the time computes: a round waits {1e3 * overlap.exposed_seconds:,.3f} ms "
+            f"in {overlap.num_steps:,} steps of {1e3 * overlap.step_seconds:,.3f} ms",
+        ),
+        ("mean", _bits(overlap.mean_bytes_per_second), "over the round"),
+        ("peak", _bits(overlap.peak_bytes_per_second), "to spread each transfer over its steps"),
+        *[
+            (f"for {share:.0%}", _bits(needed), "of the time to compute")
+            for share, needed in overlap.required_bandwidth.items()
+        ],
+    ]
+    return f"{table}\n\n{_section('Bandwidth out of a slice', rows)}"
 
 
 def _operand_bytes(plan: CompiledPlan, total: int, inside: int) -> list[tuple[str, str, str]]:

@@ -9,8 +9,8 @@ import pytest
 from communicating_programs import STEPS, compile_text, shard_bytes, training_round
 from jax.sharding import AxisType, Mesh
 
-from fedpax.parallel.mesh import make_mesh
 from fedpax.parallel.chips import CHIPS
+from fedpax.parallel.mesh import make_mesh
 from fedpax.planning.compiled_plan import CompiledPlan, DeviceMemory, Roofline, Workload, make_plan
 from fedpax.planning.draw_mesh import _grids, draw_mesh
 from fedpax.planning.json_report import to_json
@@ -120,6 +120,40 @@ def test_at_the_bandwidth_for_overlap_dcn_takes_as_long_as_the_rest(
         if transfer.network == "DCN"
     )
     assert sent / plan.bandwidth_for_overlap == pytest.approx(rest)
+
+
+def test_a_mean_at_the_end_of_a_round_is_exposed_at_any_bandwidth(
+    recorded: tuple[CompiledPlan, Mesh],
+):
+    plan, mesh = recorded
+    chip, chips = plan.topology.chip, 4
+    published = chip.dcn_bandwidth * chips
+    rest = max(time for name, time in plan.roofline.times.items() if name != "DCN")
+    overlap = plan.overlap
+    assert overlap.bandwidth == published
+    assert {(one.local_steps, one.start, one.in_loop) for one in overlap.transfers} == {
+        (0, STEPS, False)
+    }
+    # Two slices: a chip sends its operands once, in a ring all-reduce.
+    assert overlap.bytes_per_round == pytest.approx(plan.operand_bytes("DCN") * chips)
+    seconds = overlap.bytes_per_round / published
+    assert overlap.exposed_seconds == pytest.approx(seconds)
+    assert overlap.compute_utilization == pytest.approx(rest / (rest + seconds))
+    assert overlap.peak_bytes_per_second == pytest.approx(overlap.bytes_per_round / rest * STEPS)
+    for share, needed in overlap.required_bandwidth.items():
+        assert needed == pytest.approx(overlap.bytes_per_round / rest * share / (1 - share))
+    islands = mesh.shape["islands"]
+    text = (RECORDED / f"tpu_two_slices_{islands}x{8 // islands}_round.hlo").read_text()
+    slower = make_plan(
+        text, mesh, plan.topology, plan.workload, plan.memory, slice_bandwidth=published / 7
+    )
+    assert slower.overlap.exposed_seconds == pytest.approx(7 * seconds)
+    assert slower.overlap.required_bandwidth == overlap.required_bandwidth
+    report, content = to_text(slower), json.loads(json.dumps(to_json(slower)))["between_slices"]
+    assert f"{slower.overlap.compute_utilization:.2%}" in report and "after step 5 " in report
+    assert content["overlap"]["exposed_seconds_per_round"] == slower.overlap.exposed_seconds
+    assert content["overlap"]["required_bytes_per_second"].keys() == {"95%", "99%"}
+    assert [one["local_steps"] for one in content["overlap"]["transfers"]] == [0, 0]
 
 
 def test_the_text_report_has_the_values_of_the_plan(recorded: tuple[CompiledPlan, Mesh]):

@@ -93,6 +93,10 @@ def test_the_command_reports_a_plan_on_simulated_devices(run: Run, tmp_path: Pat
         (["plan", EXP, "--topology=cpu:8", "--slices=many"], ["slices"]),
         (["plan", EXP, "--topology=cpu:8", "--picture=x.txt"], ["--picture=x.txt", "mesh.png"]),
         (["plan", EXP, "--topology=cpu:8", "--slices=2"], ["only TPUs"]),
+        (["plan", EXP, "--topology=cpu:8", "--bandwidth=100"], ["one slice", "--slices=2"]),
+        (["plan", EXP, "--topology=cpu:8", "--bandwidth=0"], ["above 0", "--bandwidth=100"]),
+        (["plan", EXP, "--topology=cpu:8", "--bandwidth=nan"], ["above 0", "--bandwidth=100"]),
+        (["plan", EXP, "--topology=cpu:8", "--bandwidth=fast"], ["bandwidth"]),
         (["plan", EXP, "--topology=gpu"], ["0 GPUs"]),
         (["plan", EXP, "--topology=v5e:4x4x4"], ["2 dimensions"]),
         (

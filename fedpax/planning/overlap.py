@@ -1,0 +1,269 @@
+"""Transfers between slices: the local steps that hide them, and the time that stays exposed.
+
+Matmuls and transfers follow the schedule of the compiled program. A local step takes the plan's
+bound, and transfers share the bandwidth out of a slice, one after another, in the order of their
+starts. Where the program waits for a transfer, time is *exposed*.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from fedpax.hlo import transfers as schedules
+from fedpax.hlo.transfers import Completion, Event, Loop, Start, Work
+
+UTILIZATIONS = (0.95, 0.99)
+"""Shares of the time that computes, for which a plan reports the bandwidth."""
+
+
+class SliceTransfer(NamedTuple):
+    """A transfer between slices.
+
+    Attributes:
+        name: name of the collective in the compiled text.
+        bytes: bytes that leave a slice in one execution, a lower bound.
+        executions: executions per round.
+        start: local steps of the round before its start. Inside a loop: before the loop.
+        end: local steps of the round before its completion. Inside a loop: before the loop's end.
+        in_loop: whether it is inside a loop.
+        local_steps: local steps between start and completion of one execution: the matmul FLOPs
+            that the schedule has between them, divided by those of a local step.
+        exposed_seconds: seconds of a round in which the program waits for it.
+    """
+
+    name: str
+    bytes: float
+    executions: int
+    start: float
+    end: float
+    in_loop: bool
+    local_steps: float
+    exposed_seconds: float
+
+    @property
+    def bytes_per_step(self) -> float:
+        """Bytes per local step if they are spread from start to completion, at least one step."""
+        return self.bytes * self.executions / max(1.0, self.end - self.start)
+
+
+class Overlap(NamedTuple):
+    """The transfers between slices of a round, at a bandwidth.
+
+    Attributes:
+        bandwidth: bytes per second out of a slice.
+        step_seconds: seconds of a local step, the bound without transfers between slices.
+        num_steps: local steps of a round.
+        transfers: the transfers, in the order of their starts.
+        required_bandwidth: the share of the time that computes, such as 0.95 -> the smallest
+            bandwidth that reaches it.
+    """
+
+    bandwidth: float
+    step_seconds: float
+    num_steps: int
+    transfers: tuple[SliceTransfer, ...]
+    required_bandwidth: Mapping[float, float]
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Seconds of a round in which the program waits for transfers."""
+        return sum(transfer.exposed_seconds for transfer in self.transfers)
+
+    @property
+    def compute_utilization(self) -> float:
+        """Share of the time that computes, from 0 to 1."""
+        computing = self.num_steps * self.step_seconds
+        return computing / (computing + self.exposed_seconds)
+
+    @property
+    def bytes_per_round(self) -> float:
+        """Bytes that leave a slice in a round."""
+        return sum(transfer.bytes * transfer.executions for transfer in self.transfers)
+
+    @property
+    def mean_bytes_per_second(self) -> float:
+        """Bytes per second out of a slice, averaged over the round."""
+        return self.bytes_per_round / (self.num_steps * self.step_seconds + self.exposed_seconds)
+
+    @property
+    def peak_bytes_per_second(self) -> float:
+        """The largest sum of the rates of transfers that are in flight at the same local step.
+
+        The rate of a transfer is its bytes divided by the time from start to completion, at least
+        one local step.
+        """
+        rates = (
+            sum(one.bytes_per_step for one in self.transfers if one.start <= at < _last(one))
+            for at in {transfer.start for transfer in self.transfers}
+        )
+        return max(rates, default=0.0) / self.step_seconds
+
+
+def find_overlap(
+    events: Sequence[Event],
+    slice_bytes: Mapping[str, float],
+    *,
+    num_steps: int,
+    step_seconds: float,
+    bandwidth: float,
+) -> Overlap | None:
+    """Find the local steps that hide each transfer, and the time that stays exposed.
+
+    Args:
+        events: the schedule of a round, from `fedpax.hlo.transfers.schedule`.
+        slice_bytes: name of a transfer's `send` -> bytes that leave a slice in one execution.
+        num_steps: local steps of a round.
+        step_seconds: seconds of a local step.
+        bandwidth: bytes per second out of a slice.
+
+    Returns:
+        The overlap; None without transfers, or without matmuls to measure local steps by.
+
+    Raises:
+        ValueError: `bandwidth` is not above 0.
+
+    Example:
+        >>> block = [Work(15e12), Start("a"), Work(5e12), Completion("a")]  # 20 steps of 1 TFLOP
+        >>> found = find_overlap(
+        ...     block, {"a": 30e9}, num_steps=20, step_seconds=0.1, bandwidth=10e9
+        ... )
+        >>> found.transfers[0].start, found.transfers[0].local_steps
+        (15.0, 5.0)
+        >>> round(found.exposed_seconds, 6)  # 3 s on the link, 0.5 s of them hidden
+        2.5
+        >>> found.peak_bytes_per_second / 1e9, round(found.required_bandwidth[0.95] / 1e9, 1)
+        (60.0, 49.6)
+    """
+    if not 0 < bandwidth < math.inf:
+        raise ValueError(
+            f"bandwidth is {bandwidth}, expected a finite number of bytes per second above 0."
+        )
+    flops = schedules.total_flops(events)
+    if not flops or not schedules.transfers(events):
+        return None
+    flops_per_step = flops / num_steps
+    seconds_per_flop = step_seconds / flops_per_step
+
+    def exposed(bandwidth: float) -> dict[str, float]:
+        seconds = {name: count / bandwidth for name, count in slice_bytes.items()}
+        return _exposed(events, seconds, lambda work: work * seconds_per_flop)
+
+    waits = exposed(bandwidth)
+    found = [
+        one._replace(exposed_seconds=waits[one.name])
+        for one in _place(events, slice_bytes, flops_per_step)
+    ]
+    computing = num_steps * step_seconds
+
+    def required(utilization: float) -> float:
+        """Bisect the bandwidths, in powers of 2."""
+        allowed = computing * (1 / utilization - 1)
+        low, high = -20.0, 80.0
+        while high - low > 1e-6:
+            middle = (low + high) / 2
+            reached = sum(exposed(2**middle).values()) <= allowed
+            low, high = (low, middle) if reached else (middle, high)
+        return 2**high
+
+    return Overlap(
+        bandwidth=bandwidth,
+        step_seconds=step_seconds,
+        num_steps=num_steps,
+        transfers=tuple(found),
+        required_bandwidth={share: required(share) for share in UTILIZATIONS},
+    )
+
+
+def _last(transfer: SliceTransfer) -> float:
+    return max(transfer.end, transfer.start + 1)
+
+
+def _place(
+    events: Sequence[Event], slice_bytes: Mapping[str, float], flops_per_step: float
+) -> list[SliceTransfer]:
+    """Place the transfers among the local steps of a round; nothing is exposed yet."""
+    found: dict[str, SliceTransfer] = {}
+    now = 0.0
+
+    def place(events: Sequence[Event], executions: int, loop: tuple[float, float] | None) -> None:
+        nonlocal now
+        starts: dict[str, float] = {}
+        for event in events:
+            match event:
+                case Work(flops):
+                    now += flops / flops_per_step
+                case Start(send):
+                    starts[send] = now
+                case Completion(send):
+                    begin, end = loop or (starts[send], now)
+                    found[send] = SliceTransfer(
+                        name=send,
+                        bytes=slice_bytes[send],
+                        executions=executions,
+                        start=begin,
+                        end=end,
+                        in_loop=loop is not None,
+                        local_steps=now - starts[send],
+                        exposed_seconds=0.0,
+                    )
+                case Loop(times, inner):
+                    after = now + event.flops / flops_per_step
+                    place(inner, executions * times, loop or (now, after))
+                    now = after
+
+    place(events, 1, None)
+    return [found[name] for name in schedules.transfers(events)]
+
+
+def _exposed(
+    events: Sequence[Event],
+    transfer_seconds: Mapping[str, float],
+    seconds: Callable[[float], float],
+) -> dict[str, float]:
+    """Return the seconds of a round in which the program waits for each transfer."""
+    waits = dict.fromkeys(schedules.transfers(events), 0.0)
+    arrival: dict[str, float] = {}
+    now = link = 0.0  # the times at which the program, and the link, have done all so far
+
+    def run(events: Sequence[Event], executions: int) -> None:
+        nonlocal now, link
+        for event in events:
+            match event:
+                case Work(flops):
+                    now += seconds(flops)
+                case Start(send):
+                    arrival[send] = link = max(link, now) + transfer_seconds[send]
+                case Completion(send):
+                    wait = max(0.0, arrival[send] - now)
+                    waits[send] += wait * executions
+                    now += wait
+                case Loop(times, inner):
+                    # The first iteration can wait for earlier transfers. Each ends with an idle
+                    # link, because its own transfers complete in it, so all others are equal.
+                    run(inner, executions)
+                    if times > 1:
+                        before = now
+                        run(inner, executions * (times - 1))
+                        now += (now - before) * (times - 2)
+
+    run(events, 1)
+    return waits
+
+
+def grouped(transfers: Sequence[SliceTransfer]) -> list[list[SliceTransfer]]:
+    """Group the transfers of one overlap: the same place in the round, the same local steps.
+
+    Args:
+        transfers: the transfers of an `Overlap`.
+
+    Returns:
+        The groups, in the order of their starts.
+    """
+
+    def key(one: SliceTransfer) -> tuple[float, bool, float]:
+        return round(one.start, 2), one.in_loop, round(one.local_steps, 2)
+
+    return [list(group) for _, group in itertools.groupby(sorted(transfers, key=key), key)]

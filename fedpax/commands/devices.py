@@ -1,4 +1,4 @@
-"""Provide the devices of a training command: simulated on a CPU, or of several processes."""
+"""Provide the devices of a training command, simulated on a CPU where there are no others."""
 
 import contextlib
 import dataclasses
@@ -17,27 +17,6 @@ from fedpax.parallel.simulated_devices import (
     provide_worker_threads,
     simulate_devices,
 )
-
-
-def join_processes() -> None:
-    """Join the processes that train together, before JAX is asked for a device.
-
-    Raises:
-        UsageError: there are no other processes.
-    """
-    count, own = (os.environ.get(name) for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"))
-    try:
-        # Collectives between CPU processes need gloo; other devices bring their own.
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(
-            num_processes=int(count) if count else None, process_id=int(own) if own else None
-        )
-    except (ValueError, RuntimeError) as error:
-        raise UsageError(
-            f"--multihost found no other processes ({error}), expected those of a TPU pod, a Slurm "
-            "job or the environment. Elsewhere set JAX_COORDINATOR_ADDRESS=HOST:PORT, "
-            "JAX_NUM_PROCESSES and JAX_PROCESS_ID."
-        ) from None
 
 
 def skip_absent_tpus() -> None:
@@ -73,14 +52,16 @@ def has_tpu(root: Path) -> bool:
     return False
 
 
-def provide_devices(mesh: MeshConfig) -> None:
+def provide_devices(mesh: MeshConfig, num_processes: int = 1) -> None:
     """Simulate the devices of a mesh on a CPU, unless the environment sets their number.
 
     A mesh that takes all devices (-1) gets one device per core, as far as the other axes divide
-    them: clients that run one after another on a device occupy one core.
+    them: clients that run one after another on a device occupy one core. Several processes simulate
+    the same number of devices each.
 
     Args:
         mesh: the sizes of the mesh's axes.
+        num_processes: number of processes whose devices form the mesh; they are joined already.
 
     Raises:
         UsageError: there are fewer devices than the mesh needs.
@@ -100,7 +81,7 @@ def provide_devices(mesh: MeshConfig) -> None:
         provide_worker_threads(needed)
     if not chosen and not too_many:
         try:
-            simulate_devices(needed, subgroups=subgroups)
+            simulate_devices(math.ceil(needed / num_processes), subgroups=subgroups)
         except RuntimeError:  # JAX is in use already, with the devices that it has
             chosen = True
     try:

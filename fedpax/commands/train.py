@@ -3,10 +3,11 @@
 import math
 from collections.abc import Sequence
 
+import jax
 from absl import flags
 
 from fedpax.commands.compilation_cache import enable_compilation_cache
-from fedpax.commands.devices import join_processes, provide_devices
+from fedpax.commands.devices import provide_devices
 from fedpax.commands.options import (
     allowed_changes,
     check_job_log_dir,
@@ -14,6 +15,7 @@ from fedpax.commands.options import (
     define_training_flags,
     parse,
 )
+from fedpax.commands.processes import join_processes, leave_on_failure
 from fedpax.training.configuration import resolve_job_log_dir
 from fedpax.training.console import print_line
 from fedpax.training.trainer import TrainingResult
@@ -34,18 +36,20 @@ def train(arguments: Sequence[str]) -> int:
     check_job_log_dir(options)
     folder = resolve_job_log_dir(options.job_log_dir)
     enable_compilation_cache()
-    if options.multihost:
-        join_processes()
-    else:
-        provide_devices(experiment.mesh)
-    result = train_experiment(
-        experiment,
-        folder,
-        exp=options.exp,
-        allow_config_change=allowed_changes(options),
-        participant_states=options.participant_states,
-    )
-    print_line(describe(result, experiment.training.rounds, options.job_log_dir))
+    with leave_on_failure():
+        num_processes = join_processes(options.join_timeout) if options.multihost else 1
+        # Where only JAX knows the number of processes, it knows their devices too.
+        if num_processes is not None:
+            provide_devices(experiment.mesh, num_processes)
+        result = train_experiment(
+            experiment,
+            folder,
+            exp=options.exp,
+            allow_config_change=allowed_changes(options),
+            participant_states=options.participant_states,
+        )
+    if jax.process_index() == 0:
+        print_line(describe(result, experiment.training.rounds, options.job_log_dir))
     return 0 if result.signal is None else 128 + result.signal
 
 
@@ -60,6 +64,9 @@ def define_flags(options: flags.FlagValues) -> None:
         flag_values=options,
     )
     flags.DEFINE_bool("multihost", False, "Train with all processes.", flag_values=options)
+    flags.DEFINE_float(
+        "join_timeout", 300.0, "Seconds to wait for the other processes.", flag_values=options
+    )
 
 
 def describe(result: TrainingResult, rounds: int, folder: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fedpax.clients.cohort_stream import CohortStream
+from fedpax.training.agreement import check_agreement
 from fedpax.training.checkpoint import Checkpoints
 from fedpax.training.compiled_round import compile_round, init_state
 from fedpax.training.configuration import (
@@ -102,6 +103,7 @@ def train(
     check_rule(participant_states)
     folder = resolve_job_log_dir(job_log_dir)
     with JobDirLock(folder):
+        check_agreement(folder, experiment)
         check_configuration(folder, experiment, exp, allow_config_change=allow_config_change)
         done = latest_round(folder) or 0
         if done >= experiment.training.rounds:

@@ -1,0 +1,109 @@
+"""Join the processes of a job that `fedpax train --multihost` was started in."""
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+
+import jax
+
+from fedpax.commands.options import UsageError
+from fedpax.parallel.cluster import Cluster, ClusterError, find_cluster
+from fedpax.parallel.roll_call import call_roll
+from fedpax.training.console import print_error
+
+USAGE_ERROR = 2
+SECONDS_TO_LEAVE = 10.0
+"""How long a process that failed waits for the others to end too."""
+
+
+def join_processes(timeout: float) -> int | None:
+    """Join the processes that train together, before JAX is asked for a device.
+
+    Args:
+        timeout: seconds to wait for the other processes.
+
+    Returns:
+        The number of processes; None if only JAX knows it, as on a TPU pod.
+
+    Raises:
+        UsageError: a process is missing, or there are no other processes.
+    """
+    if timeout <= 0:
+        raise UsageError(
+            f"--join_timeout={timeout:g}: expected a positive number of seconds, such as 300."
+        )
+    # Collectives between CPU processes need gloo; other devices bring their own.
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    try:
+        cluster = find_cluster()
+        if cluster is not None:
+            call_roll(cluster, timeout)
+    except ClusterError as error:
+        raise UsageError(f"--multihost: {error}") from None
+    with _exit_after(timeout):
+        _initialize(cluster, timeout)
+    return cluster and cluster.num_processes
+
+
+def _initialize(cluster: Cluster | None, timeout: float) -> None:
+    # JAX's own timeout aborts the process without a word about the remedy: it comes later.
+    initialization_timeout = int(timeout) + 60
+    try:
+        if cluster is None:
+            jax.distributed.initialize(initialization_timeout=initialization_timeout)
+            return
+        # JAX still reads from Slurm which GPU belongs to the process. In Kubernetes it would ask
+        # for a package that finds no more than the variables say.
+        kubernetes = "KUBERNETES_SERVICE_HOST" in os.environ
+        jax.distributed.initialize(
+            cluster.coordinator,
+            cluster.num_processes,
+            cluster.process_id,
+            cluster_detection_method="deactivate" if kubernetes else None,
+            initialization_timeout=initialization_timeout,
+        )
+    except (ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"--multihost found no other processes ({error}), expected those of a TPU pod, a Slurm "
+            "step (srun) or the environment. Elsewhere set JAX_COORDINATOR_ADDRESS=HOST:PORT, "
+            "JAX_NUM_PROCESSES and JAX_PROCESS_ID. docs/several_hosts.md has a script for each."
+        ) from None
+
+
+@contextlib.contextmanager
+def _exit_after(timeout: float) -> Iterator[None]:
+    """Exit with a message if the block takes longer: JAX cannot be interrupted in another way."""
+
+    def stop() -> None:
+        print_error(
+            f"fedpax: --multihost: the other processes did not come within {timeout:g} s. Read "
+            "their logs; all of them need the same command. If they start later, raise "
+            "--join_timeout."
+        )
+        os._exit(USAGE_ERROR)
+
+    timer = threading.Timer(timeout, stop)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextlib.contextmanager
+def leave_on_failure() -> Iterator[None]:
+    """End this process soon after an error, even if the other processes go on.
+
+    At exit JAX waits for the other processes, for five minutes. They in turn wait for this one in
+    the next collective. Without it they notice its end and stop.
+    """
+    try:
+        yield
+    except BaseException:
+        if jax.distributed.is_initialized():
+            timer = threading.Timer(SECONDS_TO_LEAVE, os._exit, [1])
+            timer.daemon = True
+            timer.start()
+        raise

@@ -1,0 +1,101 @@
+"""Agreement: check before a run that all its processes were started alike."""
+
+import json
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+import fedpax
+from fedpax.training.configuration import ConfigurationError, flatten, to_json
+from fedpax.training.experiment import Experiment
+from fedpax.training.job_dir import LOCK
+from fedpax.training.saved_rounds import latest_round
+
+SECONDS_UNTIL_VISIBLE = 10.0
+"""How long network file systems may take to show a file that another host has created."""
+
+
+def check_agreement(folder: Path, experiment: Experiment) -> None:
+    """Check that the processes have one experiment, one folder and one version of fedpax and JAX.
+
+    With a difference they would run different programs and wait for each other forever. With one
+    process there is nothing to check.
+
+    Args:
+        folder: the run's folder, which process 0 has locked (`JobDirLock`).
+        experiment: the experiment.
+
+    Raises:
+        ConfigurationError: a process differs from process 0, in every process of the job.
+    """
+    if jax.process_count() == 1:
+        return
+    lock = folder / LOCK
+    deadline = time.monotonic() + SECONDS_UNTIL_VISIBLE
+    while not lock.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    own = {
+        "the version of fedpax": fedpax.__version__,
+        "the version of jax": jax.__version__,
+        **{f"--{path}": repr(value) for path, value in flatten(to_json(experiment))},
+        "what process 0 writes into --job_log_dir": "present" if lock.exists() else "missing",
+        "the newest checkpoint in --job_log_dir": f"round {latest_round(folder) or 0}",
+    }
+    everyone = _gather({**own, "host": socket.gethostname()})
+    if difference := describe_difference(everyone):
+        raise ConfigurationError(difference)
+
+
+def describe_difference(everyone: list[Mapping[str, str]]) -> str | None:
+    """Describe how processes differ from process 0.
+
+    Args:
+        everyone: the settings of each process by name, with the name of its `"host"`.
+
+    Returns:
+        The differences and the remedy in a few lines, or None if there are none.
+
+    Example:
+        >>> one, other = {"host": "a", "--clients": "8"}, {"host": "b", "--clients": "9"}
+        >>> print(describe_difference([one, other]))
+        The processes of the job differ, expected the same in all of them:
+          process 1 on b: --clients is 9, in process 0 on a it is 8
+        Start every process with the same command and the same installation.
+        Set a --job_log_dir on a file system that all hosts share.
+        >>> describe_difference([one, {**one, "host": "b"}])
+    """
+    first = everyone[0]
+    lines = [
+        f"  process {number} on {one['host']}: {name} is {one.get(name, 'missing')}, in process 0 "
+        f"on {first['host']} it is {first.get(name, 'missing')}"
+        for number, one in enumerate(everyone)
+        for name in sorted(one.keys() | first.keys())
+        if name != "host" and one.get(name) != first.get(name)
+    ]
+    if not lines:
+        return None
+    more = [f"  and {len(lines) - 10} more differences"] if len(lines) > 10 else []
+    return "\n".join(
+        [
+            "The processes of the job differ, expected the same in all of them:",
+            *lines[:10],
+            *more,
+            "Start every process with the same command and the same installation.",
+            "Set a --job_log_dir on a file system that all hosts share.",
+        ]
+    )
+
+
+def _gather(settings: Mapping[str, str]) -> list[Mapping[str, str]]:
+    """Return the settings of all processes, in their order."""
+    text = np.frombuffer(json.dumps(settings).encode(), np.uint8)
+    lengths = multihost_utils.process_allgather(np.int32(text.size))
+    padded = np.zeros(lengths.max(), np.uint8)
+    padded[: text.size] = text
+    rows = multihost_utils.process_allgather(padded)
+    return [json.loads(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)]

@@ -1,0 +1,165 @@
+"""Several processes train one run, as on several hosts: same result, one writer, one end."""
+
+import dataclasses
+import re
+import signal
+import time
+from pathlib import Path
+
+import chex
+import jax
+import numpy as np
+import pytest
+from several_processes import finish, start, wait_for_rounds
+from small_regression import RandomRounds, Regression, regression
+
+from fedpax.training.agreement import describe_difference
+from fedpax.training.checkpoint import complete_rounds, latest_round, load_params
+from fedpax.training.experiment import Run
+from fedpax.training.metrics import read_metrics, select
+from fedpax.training.trainer import train
+
+ENDLESS = ("--pause=0.1", "--training.rounds=100000", "--training.checkpoint_every=0")
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the same run in one process."""
+    folder = tmp_path_factory.mktemp("one")
+    train(regression(), folder)
+    return folder
+
+
+def check_equal(folder: Path, one: Path) -> None:
+    """Check parameters and losses: collectives between processes add in another order."""
+    chex.assert_trees_all_close(load_params(folder), load_params(one), rtol=0, atol=1e-6)
+    losses = [
+        [line["loss"] for line in select(read_metrics(path), "training")] for path in (folder, one)
+    ]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+def test_two_processes_give_the_result_of_one_and_only_process_0_prints(
+    tmp_path: Path, one: Path
+) -> None:
+    (status, output, errors), other = finish(start(2, tmp_path))
+    assert status == 0, errors
+    assert re.fullmatch(r"Finished 12 of 12 rounds in .*: held-out loss \d\.\d+\.\n", output)
+    assert "8 cpu devices, mesh clients=4, fsdp=2" in errors
+    assert other == (0, "", "")
+    check_equal(tmp_path, one)
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_with_fewer_processes(tmp_path: Path, one: Path) -> None:
+    for count, rounds in [(4, 5), (2, 8)]:
+        processes = start(count, tmp_path, "--pause=0.3", "--allow_config_change=pause")
+        wait_for_rounds(tmp_path, rounds, processes)
+        for process in processes:
+            process.kill()
+        assert {status for status, _, _ in finish(processes)} == {-signal.SIGKILL}
+    assert 3 <= (latest_round(tmp_path) or 0) < 12
+    allowed = dataclasses.replace(regression(), pause=0.0)
+    train(allowed, tmp_path, allow_config_change="pause")
+    check_equal(tmp_path, one)
+
+
+@pytest.mark.slow
+def test_four_processes_resume_what_one_began(tmp_path: Path, one: Path) -> None:
+    training = dataclasses.replace(regression().training, rounds=6)
+    train(dataclasses.replace(regression(), training=training), tmp_path)
+    (status, output, errors), *others = finish(start(4, tmp_path))
+    assert status == 0 and output.startswith("Finished 12 of 12 rounds"), errors
+    assert others == [(0, "", "")] * 3
+    check_equal(tmp_path, one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "to"), [(signal.SIGTERM, [1]), (signal.SIGTERM, [0, 1]), (signal.SIGINT, [1])]
+)
+def test_a_signal_makes_all_save_the_same_round_once(
+    tmp_path: Path, number: signal.Signals, to: list[int]
+) -> None:
+    processes = start(2, tmp_path, *ENDLESS)
+    wait_for_rounds(tmp_path, 5, processes)
+    for process in to:
+        processes[process].send_signal(number)
+    (status, output, errors), other = finish(processes)
+    saved = latest_round(tmp_path)
+    assert complete_rounds(tmp_path / "checkpoints") == [saved]
+    assert read_metrics(tmp_path)[-1]["round"] == saved
+    assert status == 143, errors
+    assert f"SIGTERM: saved {saved} of 100000 rounds" in output
+    assert other[:2] == (128 + (number if to == [1] else signal.SIGTERM), "")
+
+
+@pytest.mark.slow
+def test_a_killed_process_ends_the_job_which_the_same_command_resumes(
+    tmp_path: Path, one: Path
+) -> None:
+    processes = start(2, tmp_path, "--pause=0.3")
+    wait_for_rounds(tmp_path, 5, processes)
+    processes[1].kill()
+    killed = time.monotonic()
+    (status, output, _), _ = finish(processes)
+    assert status != 0 and "Finished" not in output
+    assert time.monotonic() - killed < 60
+    assert [status for status, _, _ in finish(start(2, tmp_path, "--pause=0.3"))] == [0, 0]
+    check_equal(tmp_path, one)
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_alone_ends_the_job(tmp_path: Path) -> None:
+    began = time.monotonic()
+    processes = start(2, tmp_path, exp="test_several_processes:broken_shard")
+    (status, _, _), (other, _, errors) = finish(processes)
+    assert "the shard of process 1 is broken" in errors
+    assert status != 0 and other != 0
+    assert time.monotonic() - began < 120  # and not the 300 s for which JAX waits at exit
+
+
+class BrokenRounds(RandomRounds):
+    def __next__(self) -> dict[str, np.ndarray]:
+        if self.round == 5 and jax.process_index() == 1:
+            raise RuntimeError("the shard of process 1 is broken")
+        return super().__next__()
+
+
+class BrokenShard(Regression):
+    """A run whose data end in process 1."""
+
+    def build(self) -> Run:
+        run = super().build()
+        run.cohorts.__class__ = BrokenRounds
+        return run
+
+
+def broken_shard() -> BrokenShard:
+    """Local SGD whose data end in process 1."""
+    return BrokenShard(training=regression().training, mesh=regression().mesh)
+
+
+@pytest.mark.slow
+def test_processes_that_differ_say_so(tmp_path: Path) -> None:
+    ends = finish(start(2, tmp_path / "a", of_one=["--learning_rate=0.5"]))
+    for status, _, errors in ends:
+        assert status == 2
+        assert "process 1 on " in errors and "--learning_rate is 0.5" in errors
+        assert "it is 0.01" in errors and "Start every process with the same command" in errors
+    ends = finish(start(2, tmp_path / "b", of_one=[f"--job_log_dir={tmp_path / 'c'}"]))
+    for status, _, errors in ends:
+        assert status == 2
+        assert "what process 0 writes into --job_log_dir is missing" in errors
+        assert "Set a --job_log_dir on a file system that all hosts share." in errors
+    assert not (tmp_path / "a").exists() and not (tmp_path / "b").exists()
+
+
+def test_differences_are_listed_up_to_ten() -> None:
+    random = np.random.default_rng(0)
+    settings = {f"--{i}": str(random.integers(100)) for i in range(30)}
+    alike = [{**settings, "host": name} for name in "abc"]
+    assert describe_difference(alike) is None
+    changed = {**settings, **{f"--{i}": "x" for i in random.choice(30, 13, replace=False)}}
+    text = describe_difference([*alike, {**changed, "host": "d"}]) or ""
+    assert text.count("process 3 on d: --") == 10 and "and 3 more differences" in text

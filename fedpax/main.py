@@ -93,9 +93,10 @@ JAX_COMPILATION_CACHE_DIR=DIR names another folder.
 
 Exit status:
     0  finished
-    1  stopped: the loss is not finite, the disk is full, a planned round does not fit the
-       devices' memory, or `fedpax doctor` found a problem
+    1  stopped: the loss is not finite or spikes repeatedly, the disk is full, a planned round does
+       not fit the devices' memory, or `fedpax doctor` found a problem
     2  usage error, or a folder or configuration that cannot be used; the message names the remedy
+   70  a round hung, with --training.on_hang=exit; the same command resumes
   130  Ctrl-C, and 143 SIGTERM: completed rounds are saved, and the same command resumes
   141  SIGPIPE: the program that read the output has exited
 """
@@ -187,9 +188,11 @@ def _status_of(error: Exception) -> int | None:
     from fedpax.planning import MemoryOverflowError, PlanError, TopologyError
     from fedpax.training.configuration import ConfigurationError
     from fedpax.training.logging import NonFiniteError
+    from fedpax.training.spikes import RepeatedSpikesError
     from fedpax.training.trainer import StorageError
 
-    if isinstance(error, NonFiniteError | StorageError | MemoryOverflowError):
+    stopped = NonFiniteError | RepeatedSpikesError | StorageError | MemoryOverflowError
+    if isinstance(error, stopped):
         return STOPPED
     usage = UsageError | ConfigurationError | MeshSizeError | TopologyError | PlanError
     if isinstance(error, usage):

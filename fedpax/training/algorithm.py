@@ -7,6 +7,7 @@ import chex
 import jax
 
 from fedpax.clients.cohort import Cohort
+from fedpax.training.algorithm_parts import AlgorithmParts
 
 Params: TypeAlias = chex.ArrayTree
 """The server's model: a pytree of arrays."""
@@ -29,6 +30,17 @@ RESERVED_METRICS = frozenset(
         "seconds",
         "input_wait_fraction",
         "items_per_second",
+        "mfu",
+        "update_norm",
+        "spikes",
+        "skipped_rounds",
+        "non_finite_rounds",
+        "input_seconds",
+        "compile_seconds",
+        "step_seconds",
+        "evaluate_seconds",
+        "save_seconds",
+        "lost_seconds",
         "wall_seconds",
     }
 )
@@ -38,7 +50,7 @@ RESERVED_METRICS = frozenset(
 class FederatedAlgorithm(NamedTuple):
     """A federated method: the initial state, and the round that advances it.
 
-    Both functions are pure and can be jitted. The state is an immutable `NamedTuple` whose field
+    Both are pure functions and can be jitted. The state is an immutable `NamedTuple` whose field
     `params` is the server's model. State that participants keep between rounds is a placed value
     inside it: a leading axis of the placement's size. `round` returns a state of the same
     structure, shapes, dtypes and shardings, so that the caller can donate the old one.
@@ -55,8 +67,12 @@ class FederatedAlgorithm(NamedTuple):
             that holds at least `"loss"`, the mean training loss over the round. The training loop
             adds keys of its own, and raises if a metric has one of these names
             (`RESERVED_METRICS`): `kind`, `round`, `items`, `bytes_across_placement`, `seconds`,
-            `input_wait_fraction`, `items_per_second`, `wall_seconds`. A step whose batch is
-            padding alone changes neither state nor metrics.
+            `input_wait_fraction`, `items_per_second`, `mfu`, `update_norm`, `spikes`,
+            `skipped_rounds`, `non_finite_rounds`, `wall_seconds` and its parts `input_seconds`,
+            `compile_seconds`, `step_seconds`, `evaluate_seconds`, `save_seconds`, `lost_seconds`. A
+            step whose batch is padding alone changes neither state nor metrics.
+        parts: the method in parts, for islands with runtimes of their own (`fedpax join`). Default
+            None: it runs as one program only.
 
     Example:
         Gradient descent on a quadratic is a method with one participant and one local step:
@@ -78,3 +94,4 @@ class FederatedAlgorithm(NamedTuple):
 
     init: Callable[[Params], State]
     round: Callable[[State, Cohort], tuple[State, Metrics]]
+    parts: AlgorithmParts | None = None

@@ -121,6 +121,26 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         with self._writing():
             self._manager.save(round_number, args=ocp.args.Composite(**items), force=True)
 
+    def delete_after(self, round_number: int) -> int:
+        """Return to a checkpoint: delete the newer ones.
+
+        Args:
+            round_number: the round to return to.
+
+        Returns:
+            The round of the newest checkpoint that is not later; if there is none, that of the
+            newest checkpoint; 0 if there is none at all.
+        """
+        rounds = complete_rounds(self._folder)
+        before = [number for number in rounds if number <= round_number]
+        to = (before or rounds or [0])[-1] if round_number else 0
+        if jax.process_count() > 1:
+            to = int(multihost_utils.broadcast_one_to_all(np.int32(to)))
+        for number in self._manager.all_steps():
+            if number > to:
+                self._manager.delete(number)
+        return to
+
     def _write_checksums(self) -> None:
         """Write the checksums of the checkpoint that is being saved, before it is renamed."""
         (draft,) = self._folder.glob(f"{self._saving}.orbax-checkpoint-tmp*")

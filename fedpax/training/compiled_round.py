@@ -13,7 +13,9 @@ from fedpax.hlo.collectives import operand_bytes_along
 from fedpax.parallel.divisibility import check_divisible
 from fedpax.training.algorithm import RESERVED_METRICS, Metrics, Params, State
 from fedpax.training.experiment import Run
+from fedpax.training.norms import report_update_norm
 from fedpax.training.shardings import ShardingTree, state_shardings
+from fedpax.training.spikes import skip_spikes as guard_against_spikes
 
 
 class CompiledRound(NamedTuple):
@@ -21,7 +23,8 @@ class CompiledRound(NamedTuple):
 
     Attributes:
         round: `(state, cohort) -> (state, metrics)`, or `(state, cohort, frozen) -> ...` if the run
-            has frozen values; the input state's buffers are donated.
+            has frozen values; the input state's buffers are donated. A round that skips spikes has
+            one more argument after the state, the threshold.
         state: the state's abstract values, each with its sharding.
         num_parameters: numbers in the server's model.
         num_participants: the placement's size.
@@ -37,13 +40,19 @@ class CompiledRound(NamedTuple):
     bytes_across_placement: float
 
 
-def compile_round(run: Run, cohort: Cohort) -> CompiledRound:
+def compile_round(
+    run: Run, cohort: Cohort, *, update_norm: bool = False, skip_spikes: bool = False
+) -> CompiledRound:
     """Compile a run's round for its mesh and shardings.
 
     Args:
         run: the run; its mesh must be set.
         cohort: the cohort of one round, on the devices, or its abstract values with shardings. All
             rounds have the same structure, shapes and dtypes.
+        update_norm: add the norm of the model's change to the metrics
+            (`fedpax.training.norms.report_update_norm`).
+        skip_spikes: keep the former state where the loss spikes
+            (`fedpax.training.spikes.skip_spikes`).
 
     Returns:
         The compiled round.
@@ -65,10 +74,17 @@ def compile_round(run: Run, cohort: Cohort) -> CompiledRound:
     check_divisible("cohort", cohort, run.shardings.cohort)
     check_divisible("state", state, shardings)
     state = with_shardings(state, shardings)
-    arguments = (state, cohort) if run.frozen is None else (state, cohort, run.frozen.shapes)
+    arguments: tuple[Any, ...] = (state, cohort)
+    if run.frozen is not None:
+        arguments = (*arguments, run.frozen.shapes)
     _check_round(state, *jax.eval_shape(run.algorithm.round, *arguments))
     replicated = NamedSharding(run.mesh, PartitionSpec())
-    step = jax.jit(run.algorithm.round, donate_argnums=0, out_shardings=(shardings, replicated))
+    round = report_update_norm(run.algorithm.round) if update_norm else run.algorithm.round
+    if skip_spikes:
+        round = guard_against_spikes(round)
+        threshold = jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated)
+        arguments = (state, threshold, *arguments[1:])
+    step = jax.jit(round, donate_argnums=0, out_shardings=(shardings, replicated))
     compiled = step.lower(*arguments).compile()
     return CompiledRound(
         round=compiled,

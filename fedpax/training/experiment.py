@@ -2,9 +2,10 @@
 
 import abc
 import dataclasses
+import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, NamedTuple, Self
+from typing import Literal, NamedTuple, Self, get_args
 
 import chex
 import jax
@@ -14,7 +15,10 @@ from fedpax.clients.cohort_stream import CohortStream
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.training.algorithm import FederatedAlgorithm, Params
 from fedpax.training.frozen import StoredParams
+from fedpax.training.profile import parse_profile_at
 from fedpax.training.shardings import ShardingTree
+from fedpax.training.spikes import OnSpike
+from fedpax.training.watchdog import OnHang
 
 
 class Shardings(NamedTuple):
@@ -54,7 +58,9 @@ class Run(NamedTuple):
         cohort_shapes: a cohort's shapes and dtypes, a tree of `jax.ShapeDtypeStruct`. With them the
             round compiles without data (`fedpax plan`). Default None: unknown without data.
         flops_per_item: floating-point operations of the model per item, forward and
-            backward, without recomputation. Default None: unknown.
+            backward, without recomputation. Default None: unknown. The run reports its model FLOPs
+            utilization (MFU) if they are known, and the peak of its chips.
+        flops_convention: what `flops_per_item` counts, in words, to be printed with the MFU.
         initial: the initial parameters, if they are read from a folder. A run that resumes does not
             read them again. Default None: make them by `init`.
         frozen: values that the round reads and does not change, such as the model below adapters.
@@ -75,6 +81,7 @@ class Run(NamedTuple):
     item_unit: Literal["tokens", "examples"] = "examples"
     cohort_shapes: chex.ArrayTree | None = None
     flops_per_item: float | None = None
+    flops_convention: str = "forward and backward, without recomputation"
     initial: StoredParams | None = None
     frozen: StoredParams | None = None
     whole_model: Callable[[Params], Params] | None = None
@@ -94,6 +101,25 @@ class TrainingConfig:
             rounds are saved even if `checkpoint_every` does not divide them. 0: keep none.
         seed: seed of the initial parameters.
         stop_on_non_finite: stop with an error when the loss or a parameter is NaN or infinite.
+        on_spike: what to do when the loss of a round spikes, which means that it is not finite, or
+            `spike_deviations` robust standard deviations above the median of the last
+            `spike_window` rounds. "ignore": count it. "skip": discard the round's update. The
+            devices keep the former state, so they need memory for both. "roll_back": return to the
+            newest checkpoint before it and go on with the data after it.
+        spike_window: number of losses that a loss is compared with; the round just before is not
+            one of them. Until there are as many, only a loss that is not finite is a spike.
+        spike_deviations: deviations above the median; a deviation is 1.4826 times the median
+            absolute deviation, at least 0.1% of the median.
+        spike_limit: number of skipped rounds in a row, or of roll backs to one checkpoint, after
+            which the next stops the run with an error.
+        update_norm: add the norm of the change of the server's model to the metrics of each round,
+            as `update_norm`. It can need memory for the former model beside the new one.
+        profile_at: rounds to profile, `ROUND` or `ROUND:COUNT`, such as "50:3" for rounds 50, 51
+            and 52. Default None: none.
+        hang_after: seconds without progress in a round after which it hangs: the stacks of all
+            threads are written to the folder (`fedpax.training.watchdog`). None: do not watch.
+        on_hang: "report" goes on waiting after the report; "exit" ends the process with status 70,
+            so that a supervisor can start it again.
 
     Example:
         >>> TrainingConfig(rounds=100, evaluate_every=10, checkpoint_every=20).keep_checkpoints
@@ -107,12 +133,20 @@ class TrainingConfig:
     keep_every: int = 0
     seed: int = 0
     stop_on_non_finite: bool = True
+    on_spike: OnSpike = "ignore"
+    spike_window: int = 32
+    spike_deviations: float = 6.0
+    spike_limit: int = 3
+    update_norm: bool = False
+    profile_at: str | None = None
+    hang_after: float | None = 1800.0
+    on_hang: OnHang = "report"
 
     def __post_init__(self) -> None:
         """Check the ranges.
 
         Raises:
-            ValueError: a number is too small.
+            ValueError: a number is too small, or a setting is none of its values.
         """
         least = {
             "rounds": 1,
@@ -120,6 +154,8 @@ class TrainingConfig:
             "checkpoint_every": 0,
             "keep_checkpoints": 1,
             "keep_every": 0,
+            "spike_window": 2,
+            "spike_limit": 1,
         }
         for name, lowest in least.items():
             value = getattr(self, name)
@@ -128,6 +164,27 @@ class TrainingConfig:
                     f"training.{name}={value} is too small: expected at least {lowest}. "
                     f"Set --training.{name} to {lowest} or more."
                 )
+        for name in ("spike_deviations", "hang_after"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(
+                    f"training.{name}={value} is no positive number, expected one. Set for example "
+                    f"--training.{name}={getattr(TrainingConfig, name)}."
+                )
+        for name, choices in (("on_spike", OnSpike), ("on_hang", OnHang)):
+            if (value := getattr(self, name)) not in get_args(choices):
+                raise ValueError(
+                    f"training.{name}={value!r} is unknown, expected one of {get_args(choices)}. "
+                    f"Set --training.{name}={get_args(choices)[-1]}."
+                )
+        if self.on_spike == "roll_back" and not (self.checkpoint_every or self.keep_every):
+            raise ValueError(
+                "training.on_spike='roll_back' has no checkpoint to return to with "
+                "training.checkpoint_every=0, expected at least 1. Set --training.checkpoint_every "
+                "to the number of rounds that a spike may cost."
+            )
+        if self.profile_at is not None:
+            parse_profile_at(self.profile_at)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

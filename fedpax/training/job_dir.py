@@ -32,6 +32,9 @@ if sys.platform != "win32":
 
 LOCK = ".lock"
 
+WITHOUT_EFFECT = frozenset({"training.profile_at", "training.hang_after", "training.on_hang"})
+"""Fields that may always change, because they have no effect on what is trained."""
+
 
 class JobDirLock(AbstractContextManager["JobDirLock"]):
     """A lock on a run's folder, so that only one job trains in it; a context manager.
@@ -175,7 +178,8 @@ def check_configuration(
         exp: its name on the command line.
         allow_config_change: paths of fields that may differ from the configuration in the folder.
             A path allows all fields below it: `"mesh"` allows `"mesh.clients"`. A larger
-            `training.rounds` is always allowed once all rounds of the former one are done.
+            `training.rounds` is always allowed once all rounds of the former one are done, and so
+            is any change of the fields in `WITHOUT_EFFECT`.
 
     Raises:
         ConfigurationError: the folder holds another experiment, a field differs that is not
@@ -214,11 +218,13 @@ def check_configuration(
 
 
 def _changes(folder: Path, old: Experiment, new: Experiment) -> dict[str, str]:
-    """Return the fields that differ, except for more rounds of a finished run."""
+    """Return the fields that differ, but for `WITHOUT_EFFECT` and more rounds of a finished run."""
     changes = differences(old, new)
     # A checkpoint may have been deleted since then, because it was damaged.
     logged = (line["round"] for line in select(read_metrics(folder), "training"))
     finished = max(latest_round(folder) or 0, *logged, 0) >= old.training.rounds
+    for path in WITHOUT_EFFECT:
+        changes.pop(path, None)
     if finished and new.training.rounds > old.training.rounds:
         changes.pop("training.rounds", None)
     return changes

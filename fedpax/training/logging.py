@@ -6,11 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from fedpax.training.algorithm import RESERVED_METRICS, Metrics, Params
+from fedpax.training.goodput import GoodputClock, line_values
 from fedpax.training.metrics import MetricsWriter
+from fedpax.training.norms import all_finite
 from fedpax.training.progress import Progress
+from fedpax.training.spikes import SpikeHistory
+from fedpax.training.utilization import Utilization
+
+_all_finite = jax.jit(all_finite)
 
 
 class NonFiniteError(ArithmeticError):
@@ -26,11 +31,13 @@ class RoundLogger:
     Args:
         metrics: the writer of lines and scalars.
         progress: the progress that the user sees.
-        started: the `time.perf_counter()` at which this process began to train.
+        clock: the clock that counts the run's time.
+        history: the losses and spikes of the run.
         items_per_round: tokens or examples per round.
         bytes_across_placement: bytes per round, as in `CompiledRound`; logged as the sum over all
             rounds so far.
-        stop_on_non_finite: raise when the loss or a parameter is not finite.
+        stop_on_non_finite: raise when a parameter is not finite, or a loss that `history` ignores.
+        utilization: what MFU is computed from. Default None: log no MFU.
     """
 
     def __init__(
@@ -38,16 +45,18 @@ class RoundLogger:
         metrics: MetricsWriter,
         progress: Progress,
         *,
-        started: float,
+        clock: GoodputClock,
+        history: SpikeHistory,
         items_per_round: int,
         bytes_across_placement: float,
         stop_on_non_finite: bool,
+        utilization: Utilization | None = None,
     ) -> None:
         self._metrics = metrics
         self._progress = progress
-        # The time of earlier processes of this run counts too.
-        before = max((line.get("wall_seconds", 0.0) for line in metrics.kept), default=0.0)
-        self._started = started - before
+        self._goodput = clock
+        self._history = history
+        self._utilization = utilization
         # Bytes per round can differ between processes: they depend on the number of devices.
         self._before = [line for line in metrics.kept if line["kind"] == "training"][-1:]
         self._items_per_round = items_per_round
@@ -96,46 +105,57 @@ class RoundLogger:
 
         Raises:
             NonFiniteError: its loss is not finite and `stop_on_non_finite` is True.
+            Spike: it is a spike, and the run rolls back.
+            RepeatedSpikesError: too many rounds in a row were skipped.
             OSError: the line cannot be written.
         """
         if self._pending is None:
             return
         (round_number, metrics), self._pending = self._pending, None
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        # Of this round; logged is their number in all rounds.
+        found = values.pop("spikes", None)
+        loss = values["loss"]
+        is_spike = self._history.add(round_number, loss, None if found is None else bool(found))
         now = time.perf_counter()
         seconds, idle = now - self._clock, self._idle
         self.restart_clock(now)
         items_per_second = self._items_per_round / seconds
+        mfu = None if self._utilization is None else self._utilization.mfu(items_per_second)
         self._metrics.write(
             "training",
             round_number,
             {
                 **values,
+                **self._history.counts._asdict(),
                 **self._counts(round_number),
                 "seconds": seconds,
                 "input_wait_fraction": idle / seconds,
                 "items_per_second": items_per_second,
-                "wall_seconds": now - self._started,
+                **({} if mfu is None else {"mfu": mfu}),
+                **line_values(self._goodput.seconds()),
             },
         )
-        self._progress.show_round(round_number, values["loss"], items_per_second)
-        if self._stop_on_non_finite and not math.isfinite(values["loss"]):
-            raise NonFiniteError(f"the loss of round {round_number} is {values['loss']}")
+        self._progress.show_round(round_number, loss, items_per_second, mfu)
+        self._history.check(round_number, loss, is_spike)
+        ignored = self._history.on_spike == "ignore"
+        if self._stop_on_non_finite and ignored and not math.isfinite(loss):
+            raise NonFiniteError(f"the loss of round {round_number} is {loss}")
 
-    def log_evaluation(self, round_number: int, values: Mapping[str, float]) -> None:
+    def log_evaluation(self, round_number: int, metrics: Mapping[str, float]) -> None:
         """Log the metrics on held-out data.
 
         Args:
             round_number: the round after which they were measured.
-            values: the metrics by name, as floats, with `"loss"`.
+            metrics: the metrics by name, as floats, with `"loss"`.
 
         Raises:
             ValueError: a metric is not a number or has a reserved name, or there is no `"loss"`.
             OSError: the line cannot be written.
         """
-        floats = _as_floats(values)
-        counts = self._counts(round_number) | {"wall_seconds": time.perf_counter() - self._started}
-        self._metrics.write("evaluation", round_number, floats | counts)
+        floats = _as_floats(metrics)
+        values = floats | self._counts(round_number) | line_values(self._goodput.seconds())
+        self._metrics.write("evaluation", round_number, values)
         self._progress.show_evaluation(round_number, floats)
         self.restart_clock()
 
@@ -159,9 +179,15 @@ class RoundLogger:
 
         Raises:
             NonFiniteError: a parameter is not finite and `stop_on_non_finite` is True.
+            Spike: a parameter is not finite and the run rolls back.
         """
-        if self._stop_on_non_finite and not _all_finite(params):
-            raise NonFiniteError(f"a parameter is not finite after round {round_number}")
+        rolls_back = self._history.on_spike == "roll_back"
+        if not (self._stop_on_non_finite or rolls_back) or _all_finite(params):
+            return
+        what = f"a parameter is not finite after round {round_number}"
+        if rolls_back:
+            raise self._history.spike_of_params(round_number, what)
+        raise NonFiniteError(what)
 
     def restart_clock(self, now: float | None = None) -> None:
         """Exclude the time since the last round from the throughput.
@@ -201,16 +227,6 @@ def _as_floats(values: Mapping[str, float]) -> dict[str, float]:
                 "metric per number, for example its mean."
             ) from error
     return floats
-
-
-@jax.jit
-def _all_finite(params: Params) -> jax.Array:
-    finite = [
-        jnp.all(jnp.isfinite(leaf))
-        for leaf in jax.tree.leaves(params)
-        if jnp.issubdtype(leaf.dtype, jnp.inexact)
-    ]
-    return jnp.all(jnp.array(finite))
 
 
 def _number(value: float | None) -> float:

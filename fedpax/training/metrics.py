@@ -16,11 +16,15 @@ from tensorboardX.summary import scalar
 
 from fedpax.training.configuration import ConfigurationError, write_atomically
 from fedpax.training.console import print_error
+from fedpax.training.goodput import BUCKETS
 
 FILE = "metrics.jsonl"
 SCALARS = "tensorboard"
 
-TIMINGS = frozenset({"seconds", "items_per_second", "input_wait_fraction", "wall_seconds"})
+TIMINGS = frozenset(
+    {"seconds", "items_per_second", "input_wait_fraction", "mfu", "wall_seconds"}
+    | {f"{bucket}_seconds" for bucket in BUCKETS}
+)
 """Metrics that differ between two runs of one configuration: timings. All others are equal."""
 
 SECONDS_BETWEEN_FLUSHES = 30.0
@@ -111,8 +115,10 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
     def __init__(self, job_log_dir: str | Path, *, after: int = 0, enabled: bool = True) -> None:
         folder = Path(job_log_dir)
         lines, damaged = _read(folder)
-        # The line of round 0 describes the run; a new run writes its own.
-        self.kept = [line for line in lines if after > 0 and line["round"] <= after]
+        # The line of round 0 describes the run; a new run writes its own. Roll backs stay.
+        self.kept = [
+            line for line in lines if line["round"] <= after and (after or line["kind"] == "spike")
+        ]
         self._enabled = enabled
         if not enabled:
             return
@@ -138,7 +144,7 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
         A number that is not finite is written as `null`, because JSON has no NaN and no infinity.
 
         Args:
-            kind: `"run"`, `"training"` or `"evaluation"`.
+            kind: `"run"`, `"training"`, `"evaluation"` or `"spike"`.
             round_number: the round after which the values were measured.
             values: numbers and texts by name.
 

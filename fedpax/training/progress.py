@@ -60,17 +60,34 @@ class Progress(AbstractContextManager["Progress"]):
         elif self._enabled:
             print_error(f"{self._name}: {text}")
 
-    def show_round(self, number: int, loss: float, items_per_second: float) -> None:
+    def restart(self, rounds_done: int, reason: str) -> None:
+        """Continue from an earlier round.
+
+        Args:
+            rounds_done: number of rounds that are completed.
+            reason: a line for the user.
+        """
+        self._clock = None
+        if self._bar is not None:
+            self._bar.n = rounds_done
+            self._bar.refresh()
+        self.note(reason)
+
+    def show_round(
+        self, number: int, loss: float, items_per_second: float, mfu: float | None = None
+    ) -> None:
         """Show a completed round.
 
         Args:
             number: the round, from 1.
             loss: its mean training loss.
             items_per_second: its throughput.
+            mfu: its model FLOPs utilization. Default None: unknown.
         """
         if self._clock is None:
             self._clock = (number, time.perf_counter())
         text = f"loss {loss:.4f}, {items_per_second:,.0f} {self._item_unit}/s"
+        text += "" if mfu is None else f", MFU {mfu:.1%}"
         if self._bar is not None:
             self._bar.set_postfix_str(text + self._evaluation, refresh=False)
             self._bar.update()

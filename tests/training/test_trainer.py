@@ -19,10 +19,14 @@ from fedpax.training.algorithm import RESERVED_METRICS, FederatedAlgorithm
 from fedpax.training.checkpoint import load_params
 from fedpax.training.configuration import ConfigurationError, read_configuration
 from fedpax.training.experiment import Experiment, Run, TrainingConfig
+from fedpax.training.goodput import GoodputClock
 from fedpax.training.logging import NonFiniteError, RoundLogger
 from fedpax.training.metrics import TIMINGS, MetricsWriter, read_metrics, select
 from fedpax.training.progress import Progress
-from fedpax.training.trainer import _restore_stream, train
+from fedpax.training.round_loop import restore_stream
+from fedpax.training.spikes import SpikeHistory
+from fedpax.training.trainer import train
+from fedpax.training.utilization import Utilization
 
 
 def settings(experiment: Regression, **changes: Any) -> Regression:
@@ -219,8 +223,8 @@ def test_changed_data_keep_the_round_where_they_can(
     old, new = Checked((8, 2, 8), 3, seed=0), Checked((4, 2, 8), 3, seed=0)
     old.round = 7
     with pytest.raises(ValueError, match="shape is"):
-        _restore_stream(new, old.get_state(), [])
-    _restore_stream(new, old.get_state(), ["cohort.size"])
+        restore_stream(new, old.get_state(), [])
+    restore_stream(new, old.get_state(), ["cohort.size"])
     assert new.round == after
     assert "shape is (4, 2, 8) and was [8, 2, 8]" in capsys.readouterr().err
 
@@ -266,10 +270,12 @@ def round_logger(folder: Path, stop_on_non_finite: bool = True) -> Iterator[Roun
         yield RoundLogger(
             metrics,
             progress,
-            started=0.0,
+            clock=GoodputClock(folder, enabled=False),
+            history=SpikeHistory([], on_spike="ignore", window=8, deviations=6.0, limit=3),
             items_per_round=1,
             bytes_across_placement=0.0,
             stop_on_non_finite=stop_on_non_finite,
+            utilization=Utilization(6.0, "6 N", num_chips=1, chip="v5e", peak_flops=1e12),
         )
 
 
@@ -294,7 +300,8 @@ def test_held_out_metrics_that_cannot_be_logged_raise(
 
 def test_reserved_metrics_are_the_keys_that_the_training_loop_adds(tmp_path: Path) -> None:
     with round_logger(tmp_path) as logger:
-        logger.log_round(1, {"loss": jax.numpy.float32(0.5)}, idle_seconds=0.0)
+        values = {"loss": jax.numpy.float32(0.5), "update_norm": jax.numpy.float32(2.0)}
+        logger.log_round(1, values, idle_seconds=0.0)
         logger.flush()
         logger.log_evaluation(1, {"loss": 0.5})
     assert set().union(*read_metrics(tmp_path)) == RESERVED_METRICS | {"loss"}

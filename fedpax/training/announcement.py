@@ -1,0 +1,45 @@
+"""The lines that a run prints before it compiles."""
+
+import math
+import shlex
+from pathlib import Path
+
+import jax
+
+from fedpax.training.experiment import Run
+from fedpax.training.metrics import SCALARS
+from fedpax.training.progress import Progress, describe_devices
+from fedpax.training.utilization import Utilization
+
+
+def announce(
+    progress: Progress, run: Run, folder: Path, first: int, utilization: Utilization | None
+) -> None:
+    """Tell the user what is about to run, and where to see it.
+
+    Args:
+        progress: prints the lines.
+        run: the run.
+        folder: its folder.
+        first: the number of rounds that are trained already.
+        utilization: what MFU is computed from; None: unknown.
+    """
+    params = jax.eval_shape(run.init, jax.random.key(0))
+    num_parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+    progress.note(f"{num_parameters:,} parameters on {describe_devices(run.mesh)}")
+    progress.note(
+        f"folder {folder}; live view: tensorboard --logdir {shlex.quote(str(folder / SCALARS))}"
+    )
+    if utilization is not None:
+        progress.note(utilization.describe(run.item_unit))
+    elif run.flops_per_item is not None:
+        kind = run.mesh.devices.flat[0].device_kind
+        progress.note(f"no MFU: the peak FLOP/s of the device {kind!r} are not known")
+    if run.frozen is not None:
+        size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(run.frozen.shapes))
+        progress.note(f"reading {size:,} frozen parameters, {run.frozen.source}")
+    if first:
+        kept = "" if run.initial is None else f"; not reading {run.initial.source} again"
+        progress.note(f"resuming from round {first}{kept}")
+    elif run.initial is not None:
+        progress.note(f"reading the initial parameters, {run.initial.source}")

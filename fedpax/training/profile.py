@@ -1,0 +1,107 @@
+"""Profiles on demand: a trace of chosen rounds in the run's folder."""
+
+import re
+import shlex
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import jax
+
+from fedpax.training.configuration import ConfigurationError
+
+FOLDER = "profile"
+
+
+class Profile(AbstractContextManager["Profile"]):
+    """A trace of some rounds by `jax.profiler`, in the folder `profile/`; a context manager.
+
+    The devices finish all earlier rounds before the trace starts, and the traced rounds before it
+    ends, so these rounds do not overlap with others. Each round is a step of the trace.
+
+    Args:
+        profile_at: `"ROUND"` or `"ROUND:COUNT"`, see `parse_profile_at`; None: trace nothing.
+        job_log_dir: the run's folder.
+        note: prints a line for the user.
+
+    Example:
+        >>> import tempfile
+        >>> folder, lines = Path(tempfile.mkdtemp()), []
+        >>> with Profile("2:1", folder, lines.append) as profile:
+        ...     for number in (1, 2, 3):
+        ...         profile.before(number, wait=lambda: None)
+        ...         profile.after(number, wait=lambda: None)
+        >>> print(lines[-1].partition(" in ")[0], len(list(folder.rglob("*.xplane.pb"))))
+        profile of rounds 2 to 2 1
+    """
+
+    def __init__(
+        self, profile_at: str | None, job_log_dir: Path, note: Callable[[str], None]
+    ) -> None:
+        self._first, count = (0, 0) if profile_at is None else parse_profile_at(profile_at)
+        self._last = self._first + count - 1
+        self._folder = job_log_dir / FOLDER
+        self._note = note
+        self._started: int | None = None
+
+    def before(self, round_number: int, wait: Callable[[], None]) -> None:
+        """Start the trace before its first round, or before a later one if the run resumes there.
+
+        Args:
+            round_number: the round that is about to be dispatched.
+            wait: waits until the rounds before it are finished.
+        """
+        if self._started is None and self._first <= round_number <= self._last:
+            wait()
+            self._started = round_number
+            jax.profiler.start_trace(self._folder)
+
+    def after(self, round_number: int, wait: Callable[[], None]) -> None:
+        """End the trace after its last round.
+
+        Args:
+            round_number: the round that was dispatched.
+            wait: waits until it is finished.
+        """
+        if self._started is not None and round_number == self._last:
+            wait()
+            self._stop(round_number)
+
+    def _stop(self, last: int) -> None:
+        jax.profiler.stop_trace()
+        started, self._started, self._last = self._started, None, 0
+        where = shlex.quote(str(self._folder))
+        self._note(
+            f"profile of rounds {started} to {last} in {where}; open it with: "
+            f"xprof --logdir {where} (pip install xprof)"
+        )
+
+    def __exit__(self, *error: object) -> None:
+        """End a trace that the end of the run interrupts."""
+        if self._started is not None:
+            self._stop(self._last)
+
+
+def parse_profile_at(text: str) -> tuple[int, int]:
+    """Read the rounds to profile.
+
+    Args:
+        text: `"ROUND"`, one round, or `"ROUND:COUNT"`.
+
+    Returns:
+        The first round, from 1, and the number of rounds.
+
+    Raises:
+        ConfigurationError: the text has another form.
+
+    Example:
+        >>> parse_profile_at("50"), parse_profile_at("50:3")
+        ((50, 1), (50, 3))
+    """
+    match = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", text)
+    if match is None:
+        raise ConfigurationError(
+            f"training.profile_at={text!r} is no round, expected ROUND or ROUND:COUNT with numbers "
+            "from 1. Set for example --training.profile_at=50:3 to profile rounds 50, 51 and 52."
+        )
+    return int(match[1]), int(match[2] or 1)

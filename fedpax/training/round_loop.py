@@ -1,0 +1,334 @@
+"""The loop of rounds from a checkpoint on, which rolls back to one where a loss spikes."""
+
+from collections.abc import Collection
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fedpax.clients.cohort_stream import CohortStream
+from fedpax.training.algorithm import State
+from fedpax.training.announcement import announce
+from fedpax.training.checkpoint import Checkpoints
+from fedpax.training.compiled_round import CompiledRound, compile_round, init_state
+from fedpax.training.configuration import to_json, write_configuration
+from fedpax.training.console import print_error
+from fedpax.training.experiment import Experiment, Run
+from fedpax.training.goodput import GoodputClock, line_values
+from fedpax.training.logging import RoundLogger
+from fedpax.training.metrics import MetricsWriter
+from fedpax.training.participant_states import ParticipantRule
+from fedpax.training.preemption import PreemptionGuard
+from fedpax.training.prefetch import Prefetch, put_on_mesh
+from fedpax.training.profile import Profile
+from fedpax.training.progress import Progress
+from fedpax.training.saved_rounds import latest_round
+from fedpax.training.spikes import Spike, SpikeHistory
+from fedpax.training.stream_state import gather_stream_state
+from fedpax.training.utilization import utilization_of
+
+
+class Changes(NamedTuple):
+    """What may have changed since the folder's checkpoint was saved.
+
+    Attributes:
+        allow_config_change: paths of fields of the configuration.
+        participant_states: how to make states for another number of participants.
+    """
+
+    allow_config_change: Collection[str]
+    participant_states: ParticipantRule
+
+
+class RoundLoop(AbstractContextManager["RoundLoop"]):
+    """The rounds of a run, from the newest checkpoint in its folder on; a context manager.
+
+    `start` moves state, data and metrics to a checkpoint or to the beginning, both for a run that
+    resumes and for one that rolls back: a kill after a roll back changes nothing.
+
+    Args:
+        experiment: the experiment.
+        run: what it has built; its mesh is set.
+        folder: the run's folder.
+        exp: the experiment's name on the command line.
+        checkpoints: the checkpoints in the folder.
+        progress: the progress that the user sees.
+        clock: the clock that counts the run's time.
+        changes: what may have changed since the checkpoint was saved.
+
+    Attributes:
+        done: number of completed rounds.
+        evaluation: the newest held-out metrics of this process, or None.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        run: Run,
+        folder: Path,
+        exp: str,
+        *,
+        checkpoints: Checkpoints,
+        progress: Progress,
+        clock: GoodputClock,
+        changes: Changes,
+    ) -> None:
+        self._experiment, self._training = experiment, experiment.training
+        self._run, self._folder, self._exp = run, folder, exp
+        self._checkpoints, self._progress, self._clock = checkpoints, progress, clock
+        self._changes = changes
+        self._configuration = to_json(experiment)
+        self._skips = self._training.on_spike == "skip"
+        self._replicated = NamedSharding(run.mesh, PartitionSpec())
+        self.done = self._first = latest_round(folder) or 0
+        self._dispatched = self._first  # unlike `done`, it never decreases
+        self.evaluation: dict[str, float] | None = None
+        self._compiled: CompiledRound | None = None
+        self._frozen: tuple[Any, ...] = ()
+        # Taken before any cohort is drawn: the position of round 0, for a roll back to it.
+        rolls_back = self._training.on_spike == "roll_back"
+        self._beginning = gather_stream_state(run.cohorts.get_state()) if rolls_back else None
+        self._resources = ExitStack()
+
+    @property
+    def rounds_trained(self) -> int:
+        """Number of rounds that this process has added to the run."""
+        return max(0, self.done - self._first)
+
+    def start(self) -> None:
+        """Move state, data and metrics to round `done`; compile the round the first time.
+
+        Raises:
+            DamagedCheckpointError: the checkpoint is damaged.
+            ValueError: the algorithm breaks its contract.
+        """
+        run, training = self._run, self._training
+        primary = jax.process_index() == 0
+        self._resources = ExitStack()
+        enter = self._resources.enter_context
+        self._metrics = enter(MetricsWriter(self._folder, after=self.done, enabled=primary))
+        self._history = SpikeHistory(
+            self._metrics.kept,
+            on_spike=training.on_spike,
+            window=training.spike_window,
+            deviations=training.spike_deviations,
+            limit=training.spike_limit,
+        )
+        self._move_stream()
+        rounds_left = training.rounds - self.done
+        self._prefetch = enter(Prefetch(run.cohorts, run.shardings.cohort, rounds_left))
+        cohort = self._prefetch.peek()
+        is_first = self._compiled is None
+        utilization = utilization_of(run)
+        if is_first:
+            announce(self._progress, run, self._folder, self.done, utilization)
+            # Before the compilation, which takes long: these folders can be missing or damaged.
+            self._frozen = () if run.frozen is None else (run.frozen.load(),)
+        initial = None if self.done or run.initial is None else run.initial.load()
+        if is_first:
+            self._progress.note("compiling")
+            self._compiled = compile_round(
+                run, cohort, skip_spikes=self._skips, update_norm=training.update_norm
+            )
+        compiled = self._compiled
+        assert compiled is not None
+        if self.done:
+            self._state = self._restore_state(compiled)
+        else:
+            self._state = init_state(run, compiled, training.seed, initial)
+        self._logger = RoundLogger(
+            self._metrics,
+            self._progress,
+            clock=self._clock,
+            history=self._history,
+            items_per_round=run.items_per_round,
+            bytes_across_placement=compiled.bytes_across_placement,
+            stop_on_non_finite=training.stop_on_non_finite,
+            utilization=utilization,
+        )
+        # Only now, because a configuration that cannot run must not bind the folder.
+        if primary:
+            write_configuration(self._folder, self._experiment, self._exp)
+        self._logger.log_run(compiled.num_parameters, compiled.num_participants, run.item_unit)
+        self._saved = self.done
+        self._clock.mark_checkpoint(self.done)
+
+    def _move_stream(self) -> None:
+        """Move the data to round `done`, and past the cohorts that led to spikes from there."""
+        stream = self._run.cohorts
+        if self.done:
+            saved = self._checkpoints.restore_stream_state()
+            restore_stream(stream, saved, self._changes.allow_config_change)
+        elif self._dispatched:
+            stream.set_state(self._beginning)
+        for _ in range(self._history.cohorts_left_out(self.done)):
+            next(stream)
+
+    def _restore_state(self, compiled: CompiledRound) -> State:
+        participants, rule = compiled.num_participants, self._changes.participant_states
+        state = self._checkpoints.restore_state(compiled.state, participants, rule)
+        before = self._checkpoints.saved_participants()
+        if before not in (None, participants):
+            self._progress.note(
+                f"{participants} {self._run.placement} continue from the states of {before} "
+                f"(--participant_states={rule})"
+            )
+        return state
+
+    def train(self, preemption: PreemptionGuard) -> None:
+        """Train until the last round or a signal, and save. A spike rolls back if it shall.
+
+        Args:
+            preemption: says when to stop.
+
+        Raises:
+            NonFiniteError: the loss or a parameter is not finite.
+            RepeatedSpikesError: too many spikes.
+            OSError: a checkpoint or the metrics cannot be written.
+        """
+        with Profile(self._training.profile_at, self._folder, self._progress.note) as profile:
+            while True:
+                try:
+                    self._train_rounds(preemption, profile)
+                    break
+                except Spike as spike:
+                    self._roll_back(spike)
+        self._clock.enter("save")
+        self._checkpoints.wait()
+        self._clock.mark_checkpoint(self.done)
+
+    def _train_rounds(self, preemption: PreemptionGuard, profile: Profile) -> None:
+        training, logger, clock = self._training, self._logger, self._clock
+        assert self._compiled is not None
+        logger.restart_clock()
+        while self.done < training.rounds and not preemption.should_stop(self._dispatched):
+            number = self.done + 1
+            profile.before(number, wait=logger.flush)
+            clock.enter("input")
+            cohort, self._stream_state = self._prefetch.next()
+            busy = logger.is_device_busy()
+            waited = clock.enter("step")
+            if busy:
+                clock.move(waited, "input", "step")
+            threshold = (self._spike_threshold(number),) if self._skips else ()
+            with jax.profiler.StepTraceAnnotation("round", step_num=number):
+                self._state, values = self._compiled.round(
+                    self._state, *threshold, cohort, *self._frozen
+                )
+            self.done = number
+            self._dispatched += 1
+            logger.log_round(number, values, idle_seconds=0.0 if busy else waited)
+            profile.after(number, wait=logger.flush)
+            if is_due(number, training.rounds, training.evaluate_every):
+                self._evaluate()
+            if is_due(number, training.rounds, training.checkpoint_every, training.keep_every):
+                self._save()
+        if self.done > self._saved:
+            self._save()
+
+    def _spike_threshold(self, number: int) -> jax.Array:
+        """Return the threshold of a round, on the devices."""
+        threshold = np.asarray(self._history.threshold(number), np.float32)
+        return put_on_mesh(threshold, self._replicated)
+
+    def _evaluate(self) -> None:
+        self._logger.flush()
+        self._clock.enter("evaluate")
+        self.evaluation = self._run.evaluate(self._state.params)
+        self._logger.log_evaluation(self.done, self.evaluation)
+        self._clock.enter("step")
+
+    def _save(self) -> None:
+        assert self._compiled is not None
+        self._logger.flush()
+        self._clock.enter("save")
+        self._logger.check_params(self.done, self._state.params)
+        # The metrics first: a run that resumes from a checkpoint must find its lines.
+        self._metrics.sync()
+        self._checkpoints.save(
+            self.done,
+            self._state,
+            self._stream_state,
+            self._configuration,
+            self._compiled.num_participants,
+        )
+        self._saved = self.done
+        self._clock.mark_checkpoint(self.done)
+        self._clock.enter("step")
+        self._logger.restart_clock()
+
+    def _roll_back(self, spike: Spike) -> None:
+        """Return to a checkpoint before a spike, and leave out the data that led from it there."""
+        self._checkpoints.wait()
+        to = self._checkpoints.delete_after(self._scheduled_before(spike.round))
+        self._clock.lose_since(to)
+        record = self._history.roll_back(to, spike)
+        self._metrics.write("spike", to, record | line_values(self._clock.seconds()))
+        self._metrics.sync()
+        self._resources.close()
+        del self._state  # its memory is needed for the restored one
+        self.done = to
+        self._progress.restart(to, f"{spike}; rolled back to round {to}")
+        self.start()
+
+    def _scheduled_before(self, round_number: int) -> int:
+        """Return the last round before another after which a checkpoint is saved by schedule.
+
+        A signal saves after other rounds too. Such a checkpoint is not used, because the run shall
+        not depend on signals.
+        """
+        training = self._training
+        before = range(round_number - 1, 0, -1)
+        every = (training.checkpoint_every, training.keep_every)
+        return next((number for number in before if is_due(number, 0, *every)), 0)
+
+    def __exit__(self, *error: Any) -> None:
+        """Close the metrics and stop to draw cohorts."""
+        self._resources.__exit__(*error)
+
+
+def is_due(round_number: int, rounds: int, *periods: int) -> bool:
+    """Return whether an action that runs every few rounds, and after the last, runs now.
+
+    Args:
+        round_number: the round.
+        rounds: the last round.
+        *periods: rounds between two runs of the action; 0: never.
+
+    Example:
+        >>> [number for number in range(1, 12) if is_due(number, 11, 5, 4)]
+        [4, 5, 8, 10, 11]
+    """
+    periods = tuple(period for period in periods if period > 0)
+    return round_number == rounds or any(round_number % period == 0 for period in periods)
+
+
+def restore_stream(stream: CohortStream, saved: Any, allow_config_change: Collection[str]) -> None:
+    """Move a stream to a saved position, or to the same round if its settings were changed.
+
+    A stream whose cohorts depend on its settings and the round alone has the round in its state.
+    Another stream has no position that corresponds to the saved one: it restarts.
+
+    Args:
+        stream: the stream.
+        saved: a result of its `get_state`.
+        allow_config_change: paths of fields that may have changed; if empty, a position that does
+            not fit raises.
+
+    Raises:
+        ValueError: the position does not fit the stream.
+    """
+    try:
+        stream.set_state(saved)
+    except ValueError as error:
+        if not allow_config_change:
+            raise
+        fresh = stream.get_state()
+        if isinstance(fresh, dict) and isinstance(saved, dict) and "round" in fresh.keys() & saved:
+            stream.set_state({**fresh, "round": saved["round"]})
+            print_error(f"The data continue after round {saved['round']}, but differ: {error}")
+        else:
+            print_error(f"The data start again from their first round: {error}")

@@ -1,0 +1,279 @@
+"""Loss spikes: when a round is one, and what a run does about it."""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from fedpax.training.algorithm import Metrics, State
+from fedpax.training.norms import all_finite, has_params_field
+
+OnSpike: TypeAlias = Literal["ignore", "skip", "roll_back"]
+
+# A window of equal losses has no deviation: let it have at least this fraction of its median.
+LEAST_RELATIVE_DEVIATION = 1e-3
+# The standard deviation of a normal distribution over its median absolute deviation.
+DEVIATION_PER_MAD = 1.4826
+
+
+class RepeatedSpikesError(ArithmeticError):
+    """Skipping rounds or rolling back did not help; the message names the remedy."""
+
+
+class Spike(Exception):
+    """A spike in a run that rolls back.
+
+    Attributes:
+        round: the round.
+        loss: its loss.
+    """
+
+    def __init__(self, round_number: int, loss: float, what: str = "") -> None:
+        super().__init__(what or f"the loss of round {round_number} is {loss}")
+        self.round = round_number
+        self.loss = loss
+
+
+def spike_threshold(losses: Sequence[float], deviations: float) -> float:
+    """Return the loss above which a round is a spike, in robust deviations over a window.
+
+    median + k max(1.4826 MAD, 0.001 |median|), where MAD is the median of the distances from the
+    median. Outliers among the losses move neither much.
+
+    Args:
+        losses: the losses of the window, finite.
+        deviations: k.
+
+    Example:
+        >>> spike_threshold([2.0, 2.2, 1.8, 2.1, 50.0], deviations=6.0)
+        2.98956
+    """
+    window = np.asarray(losses, np.float64)
+    median = np.median(window)
+    mad = np.median(np.abs(window - median))
+    deviation = max(DEVIATION_PER_MAD * mad, LEAST_RELATIVE_DEVIATION * abs(median))
+    return round(float(median + deviations * deviation), 12)
+
+
+class SpikeCounts(NamedTuple):
+    """Numbers of rounds since the start of a run, among them those that a roll back threw away.
+
+    Attributes:
+        spikes: rounds that spiked.
+        skipped_rounds: rounds whose update was skipped.
+        non_finite_rounds: rounds whose loss was NaN or infinite.
+    """
+
+    spikes: int = 0
+    skipped_rounds: int = 0
+    non_finite_rounds: int = 0
+
+
+class SpikeHistory:
+    """The losses of a run, its spikes, and the data that its roll backs leave out.
+
+    A round is a spike if its loss is not finite, or above the `spike_threshold` of the newest
+    losses before it. (`skip_spikes` also tests the parameters.) The round just before does not
+    count among them: its loss may not be known when the round is dispatched, and every process and
+    every repetition of the run must decide alike.
+
+    Args:
+        lines: the lines of `metrics.jsonl` up to the round from which the run starts.
+        on_spike: what to do: "ignore", "skip" the round's update, or "roll_back".
+        window: number of losses, of the newest rounds whose update was kept. With fewer losses
+            only a round that is not finite is a spike.
+        deviations: robust deviations above the median of the window.
+        limit: number of skipped rounds in a row, or of roll backs to one checkpoint, that are
+            accepted.
+
+    Attributes:
+        on_spike: as given.
+        counts: the numbers so far.
+
+    Example:
+        >>> line = lambda number, loss: {"kind": "training", "round": number, "loss": loss}
+        >>> lines = [line(number, loss) for number, loss in enumerate([2.0, 2.2, 1.8, 2.1, 9.0])]
+        >>> history = SpikeHistory(lines, on_spike="skip", window=4, deviations=6.0, limit=3)
+        >>> history.threshold(4)  # of the losses of rounds 0, 1 and 2: too few
+        inf
+        >>> round(history.threshold(5), 4)  # of rounds 0 to 3
+        2.9396
+    """
+
+    def __init__(
+        self,
+        lines: Iterable[Mapping[str, Any]],
+        *,
+        on_spike: OnSpike,
+        window: int,
+        deviations: float,
+        limit: int,
+    ) -> None:
+        self.on_spike: OnSpike = on_spike
+        self._window = window
+        self._deviations = deviations
+        self._limit = limit
+        # One more than the window: the newest loss may be that of the round before.
+        self._losses: deque[tuple[int, float]] = deque(maxlen=window + 1)
+        self._skipped_in_a_row = 0
+        self._roll_backs: list[tuple[int, int]] = []  # (checkpoint's round, cohorts to leave out)
+        self.counts = SpikeCounts()
+        for line in lines:
+            if line["kind"] in ("training", "spike"):
+                before = self.counts
+                self.counts = SpikeCounts(*(line.get(name, 0) for name in SpikeCounts._fields))
+                if line["kind"] == "spike":
+                    self._roll_backs.append((line["round"], line["cohorts_left_out"]))
+                else:
+                    skipped = self.counts.skipped_rounds > before.skipped_rounds
+                    self._add_loss(line["round"], line["loss"], skipped)
+
+    def _add_loss(self, round_number: int, loss: float | None, skipped: bool) -> None:
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        if loss is not None and math.isfinite(loss) and not skipped:
+            self._losses.append((round_number, loss))
+
+    def threshold(self, round_number: int) -> float:
+        """Return the loss above which a round is a spike; infinity while the window is not full.
+
+        Args:
+            round_number: the round.
+        """
+        known = [loss for number, loss in self._losses if number < round_number - 1]
+        if len(known) < self._window:
+            return math.inf
+        return spike_threshold(known[-self._window :], self._deviations)
+
+    def add(self, round_number: int, loss: float, found: bool | None = None) -> bool:
+        """Add a round.
+
+        Args:
+            round_number: the round.
+            loss: its loss.
+            found: whether the compiled round found it to be a spike. Default None: decide here.
+
+        Returns:
+            Whether it is a spike.
+        """
+        finite = math.isfinite(loss)
+        is_spike = not finite or bool(loss > np.float32(self.threshold(round_number)))
+        is_spike = is_spike if found is None else found
+        skipped = is_spike and self.on_spike == "skip"
+        spikes, skipped_rounds, non_finite_rounds = self.counts
+        self.counts = SpikeCounts(
+            spikes + is_spike, skipped_rounds + skipped, non_finite_rounds + (not finite)
+        )
+        self._add_loss(round_number, loss, skipped)
+        return is_spike
+
+    def check(self, round_number: int, loss: float, is_spike: bool) -> None:
+        """Raise if the run cannot go on after a round that was added.
+
+        Args:
+            round_number: the round.
+            loss: its loss.
+            is_spike: whether it is a spike.
+
+        Raises:
+            Spike: the run rolls back.
+            RepeatedSpikesError: too many rounds in a row were skipped.
+        """
+        if is_spike and self.on_spike == "roll_back":
+            raise Spike(round_number, loss)
+        if self._skipped_in_a_row > self._limit:
+            raise RepeatedSpikesError(
+                f"the last {self._skipped_in_a_row} rounds were skipped, the last of them with a "
+                f"loss of {loss}, expected at most {self._limit} in a row"
+            )
+
+    def spike_of_params(self, round_number: int, what: str) -> Spike:
+        """Count a spike that parameters show which are not finite, after a finite loss.
+
+        Args:
+            round_number: the newest round.
+            what: a description.
+
+        Returns:
+            The spike, to raise.
+        """
+        self.counts = self.counts._replace(spikes=self.counts.spikes + 1)
+        return Spike(round_number, math.nan, what)
+
+    def roll_back(self, to: int, spike: Spike) -> dict[str, float]:
+        """Return the line of `metrics.jsonl` that records a roll back.
+
+        Args:
+            to: the round of the checkpoint.
+            spike: the spike.
+
+        Raises:
+            RepeatedSpikesError: too many roll backs to this checkpoint.
+        """
+        count = sum(round_number == to for round_number, _ in self._roll_backs)
+        if count >= self._limit:
+            raise RepeatedSpikesError(
+                f"{spike}, after {count} roll backs to round {to}, expected at most {self._limit}"
+            )
+        return {
+            "loss": spike.loss,
+            "spike_round": spike.round,
+            "cohorts_left_out": self.cohorts_left_out(to) + spike.round - to,
+            **self.counts._asdict(),
+        }
+
+    def cohorts_left_out(self, after: int) -> int:
+        """Return how many cohorts after a checkpoint's position in the data led to spikes.
+
+        Args:
+            after: the checkpoint's round.
+        """
+        return max((left for number, left in self._roll_backs if number == after), default=0)
+
+
+def skip_spikes(
+    round: Callable[..., tuple[State, Metrics]],
+) -> Callable[..., tuple[State, Metrics]]:
+    """Let a round keep the former state if its loss or its model is a spike.
+
+    The choice is made on the devices, so that the host waits for nothing. It needs memory for the
+    former state beside the new one.
+
+    Args:
+        round: `(state, cohort, *frozen) -> (state, metrics)`.
+
+    Returns:
+        `(state, threshold, cohort, *frozen) -> (state, metrics)`, where `threshold` is a float32
+        scalar. `metrics["spikes"]` is 1 if the loss is above the threshold or not finite, or if a
+        parameter is not finite (where `params` is a field of the state), and otherwise 0.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> class State(NamedTuple):
+        ...     params: jax.Array
+        >>> descend = lambda state, cohort: (State(state.params - cohort), {"loss": cohort.sum()})
+        >>> guarded = skip_spikes(descend)
+        >>> for threshold in (9.0, 6.0):
+        ...     cohort = jnp.array([3.0, 4.0])
+        ...     state, metrics = guarded(State(jnp.zeros(2)), jnp.float32(threshold), cohort)
+        ...     state.params.tolist(), metrics["spikes"].item()
+        ([-3.0, -4.0], 0)
+        ([0.0, 0.0], 1)
+    """
+
+    def guarded(
+        state: State, threshold: Float[Array, ""], cohort: Any, *frozen: Any
+    ) -> tuple[State, Metrics]:
+        after, metrics = round(state, cohort, *frozen)
+        loss = metrics["loss"].astype(jnp.float32)
+        is_spike = ~jnp.isfinite(loss) | (loss > threshold)
+        if has_params_field(state):
+            is_spike |= ~all_finite(after.params)
+        after = jax.tree.map(lambda new, old: jnp.where(is_spike, old, new), after, state)
+        return after, metrics | {"spikes": is_spike.astype(jnp.int32)}
+
+    return guarded

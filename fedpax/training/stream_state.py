@@ -1,0 +1,56 @@
+"""The position of a stream of which every process knows a part."""
+
+import json
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+StreamState = dict[str, Any] | bytes
+"""The position of a stream, as its `get_state` returns it."""
+
+
+def gather_stream_state(state: StreamState) -> StreamState:
+    """Complete a stream's position from the parts that other processes know.
+
+    None in a state is a value that this process does not know, such as the position in documents
+    that only another process reads. All processes must call this in the same round.
+
+    Args:
+        state: this process's state.
+
+    Returns:
+        The state with all values that any process knows. A state of bytes is returned as it is:
+        every process has all of it.
+    """
+    if jax.process_count() == 1 or isinstance(state, bytes):
+        return state
+    text = np.frombuffer(json.dumps(state).encode(), np.uint8)
+    lengths = multihost_utils.process_allgather(np.int32(text.size))
+    padded = np.zeros(lengths.max(), np.uint8)
+    padded[: text.size] = text
+    complete: Any = state
+    for row, length in zip(multihost_utils.process_allgather(padded), lengths, strict=True):
+        complete = merge(complete, json.loads(row[:length].tobytes()))
+    return complete
+
+
+def merge(state: Any, other: Any) -> Any:
+    """Replace every None in a state by the value of another process.
+
+    Args:
+        state: a tree of dicts, lists and JSON values.
+        other: a tree of the same structure, but for values in the place of None.
+
+    Example:
+        >>> merge({"shards": [[3, 0], None], "round": 2}, {"shards": [None, [5, 1]], "round": 2})
+        {'shards': [[3, 0], [5, 1]], 'round': 2}
+    """
+    if state is None:
+        return other
+    if isinstance(state, dict) and isinstance(other, dict):
+        return {name: merge(value, other.get(name)) for name, value in state.items()}
+    if isinstance(state, list) and isinstance(other, list):
+        return [merge(*values) for values in zip(state, other, strict=True)]
+    return state

@@ -1,0 +1,78 @@
+"""Model FLOPs utilization (MFU) of a run, where the peak of its chips is known."""
+
+from typing import NamedTuple
+
+from fedpax.models.utilization import model_flops_utilization
+from fedpax.parallel.chips import chip_of
+from fedpax.training.experiment import Run
+
+
+class Utilization(NamedTuple):
+    """What MFU is computed from: items/s x FLOPs per item / (chips x peak FLOPs per second).
+
+    Attributes:
+        flops_per_item: FLOPs of the model per item, as `Run.flops_per_item` counts them.
+        convention: what they count, in words.
+        num_chips: chips of the mesh.
+        chip: name of the chip.
+        peak_flops: dense bfloat16 matmul FLOPs per second of one chip.
+    """
+
+    flops_per_item: float
+    convention: str
+    num_chips: int
+    chip: str
+    peak_flops: float
+
+    def mfu(self, items_per_second: float) -> float:
+        """Return the fraction of the peak that the model uses.
+
+        Args:
+            items_per_second: throughput of all chips together.
+
+        Example:
+            >>> v5e = Utilization(6e9, "6 N", num_chips=4, chip="v5e", peak_flops=197e12)
+            >>> round(v5e.mfu(60_000.0), 3)
+            0.457
+        """
+        return model_flops_utilization(
+            items_per_second, self.flops_per_item, self.num_chips, self.peak_flops
+        )
+
+    def describe(self, item_unit: str) -> str:
+        """Describe the convention in one line.
+
+        Args:
+            item_unit: the unit of the items, such as "tokens".
+
+        Example:
+            >>> print(Utilization(6e9, "6 N", 4, "v5e", 197e12).describe("tokens"))
+            MFU counts 6e+09 FLOPs per token (6 N), of 4 v5e with 197 bfloat16 TFLOP/s each
+        """
+        return (
+            f"MFU counts {self.flops_per_item:.4g} FLOPs per {item_unit.removesuffix('s')} "
+            f"({self.convention}), of {self.num_chips} {self.chip} with "
+            f"{self.peak_flops / 1e12:.4g} bfloat16 TFLOP/s each"
+        )
+
+
+def utilization_of(run: Run) -> Utilization | None:
+    """Return what a run's MFU is computed from.
+
+    Args:
+        run: the run.
+
+    Returns:
+        None where MFU is unknown: the run has no `flops_per_item`, or the table of chips does not
+        have its devices. It has TPUs and some GPUs, and no CPU.
+    """
+    chip = chip_of(run.mesh.devices.flat[0].device_kind)
+    if run.flops_per_item is None or chip is None:
+        return None
+    return Utilization(
+        run.flops_per_item,
+        run.flops_convention,
+        run.mesh.size // chip.devices_per_chip,
+        chip.name,
+        chip.peak_flops,
+    )

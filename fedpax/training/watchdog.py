@@ -1,0 +1,149 @@
+"""A watchdog that tells a hang from slowness, and writes the stacks of all threads."""
+
+import faulthandler
+import io
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import jax
+
+from fedpax.training.console import print_error
+from fedpax.training.goodput import Bucket, GoodputClock
+
+OnHang: TypeAlias = Literal["report", "exit"]
+HANG_STATUS = 70
+"""The exit status after a hang with `on_hang="exit"`."""
+
+SLOWER_THAN_BEFORE = 4
+SLOWER_THAN_ROUNDS = 10
+
+ACTIVITIES: dict[Bucket, str] = {
+    "input": "waiting for its cohort",
+    "step": "waiting for the devices",
+    "compile": "building, restoring or compiling",
+    "evaluate": "evaluating",
+    "save": "saving a checkpoint",
+    "lost": "rolling back",
+}
+
+
+class Watchdog(AbstractContextManager["Watchdog"]):
+    """A thread that reports when a run makes no progress; a context manager.
+
+    The run makes progress whenever it enters a bucket of its `GoodputClock`: at least twice in
+    each round. One occurrence of an activity hangs if it takes
+
+    - longer than `hang_after` seconds, or than ten times as long if it is not a round's (it builds,
+      restores, compiles, evaluates or saves), and
+    - longer than 4 times the longest earlier occurrence of the same activity in this process.
+
+    The second condition is for slowness: rounds that take 15 minutes are no hang with
+    `hang_after=600`, once the first has ended.
+
+    The report names the round, the activity and the longest earlier occurrence. It goes to stderr
+    and, with the stacks of all threads, to `hang_round_R.txt` in the folder
+    (`hang_round_R_process_P.txt` with several processes). The stacks tell a hang of the input from
+    one of the devices. They are also printed on stderr.
+
+    Args:
+        clock: the clock of the run.
+        folder: the run's folder.
+        round_number: returns the number of the round that is trained now.
+        hang_after: seconds; None: watch nothing.
+        on_hang: "report" goes on after the report, and reports again when twice the time has
+            passed. "exit" ends the process with status 70, without saving.
+
+    Example:
+        >>> import tempfile
+        >>> clock = GoodputClock(Path(tempfile.mkdtemp()))
+        >>> with Watchdog(clock, Path(tempfile.mkdtemp()), lambda: 3, hang_after=60.0) as watchdog:
+        ...     watchdog.limit("step"), watchdog.limit("evaluate")
+        (60.0, 600.0)
+    """
+
+    def __init__(
+        self,
+        clock: GoodputClock,
+        folder: Path,
+        round_number: Callable[[], int],
+        *,
+        hang_after: float | None,
+        on_hang: OnHang = "report",
+    ) -> None:
+        self._clock = clock
+        self._folder = folder
+        self._round_number = round_number
+        self._hang_after = hang_after
+        self._on_hang = on_hang
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def limit(self, bucket: Bucket) -> float:
+        """Return the seconds after which an activity hangs.
+
+        Args:
+            bucket: the bucket of the activity.
+        """
+        assert self._hang_after is not None
+        is_round = bucket in ("step", "input")
+        least = self._hang_after * (1 if is_round else SLOWER_THAN_ROUNDS)
+        return max(least, SLOWER_THAN_BEFORE * self._clock.longest(bucket))
+
+    def _watch(self) -> None:
+        assert self._hang_after is not None
+        reported, times = None, 1
+        while not self._done.wait(min(self._hang_after / 10, 5.0)):
+            bucket, entered = self._clock.current()
+            seconds = self._clock.now() - entered
+            if entered != reported:
+                times = 1
+            if seconds > times * self.limit(bucket):
+                reported, times = entered, 2 * times
+                self._report(bucket, seconds)
+
+    def _report(self, bucket: Bucket, seconds: float) -> None:
+        """Write the report; with `on_hang="exit"` end the process."""
+        number = self._round_number()
+        process = f"_process_{jax.process_index()}" if jax.process_count() > 1 else ""
+        path = self._folder / f"hang_round_{number}{process}.txt"
+        before = self._clock.longest(bucket)
+        known = f"before, at most {before:.1f} s" if before else "for the first time"
+        text = (
+            f"no progress for {seconds:.1f} s in round {number} while {ACTIVITIES[bucket]} "
+            f"({known}). The stacks of all threads are in {path}"
+        )
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+        try:
+            with path.open("a") as file:
+                file.write(f"{stamp}: {text}\n")
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
+        except OSError as error:
+            text += f", which cannot be written ({error.strerror})"
+        ends = self._on_hang == "exit"
+        print_error(f"fedpax: hang: {text}. {'Exiting.' if ends else 'Still waiting.'}")
+        try:
+            faulthandler.dump_traceback(sys.stderr, all_threads=True)
+        except (OSError, ValueError, AttributeError, io.UnsupportedOperation):
+            pass  # stderr is closed, or not a file
+        if ends:
+            self._clock.write()
+            os._exit(HANG_STATUS)  # sys.exit would end this thread alone
+
+    def __enter__(self) -> "Watchdog":
+        """Start to watch, unless `hang_after` is None."""
+        if self._hang_after is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Stop to watch."""
+        self._done.set()
+        if self._hang_after is not None:
+            self._thread.join()

@@ -11,7 +11,8 @@ class CohortStream(Protocol):
     Every round's cohort has the same structure, shapes and dtypes. Its leaves are NumPy arrays that
     later rounds do not overwrite: the training loop still reads a cohort while the next one is
     made. With several processes, every process draws the same whole cohort and keeps the rows of
-    its own devices.
+    its own devices. A stream may instead return leaves of the global shape from which a process can
+    index only its own rows (`fedpax.data.LocalRows`).
     """
 
     def __next__(self) -> Cohort:
@@ -19,7 +20,10 @@ class CohortStream(Protocol):
         ...
 
     def get_state(self) -> dict[str, Any] | bytes:
-        """Return the position in the stream, as values that JSON can represent or as bytes."""
+        """Return the position in the stream, as values that JSON can represent or as bytes.
+
+        In a dict, None is a value that only another process knows.
+        """
         ...
 
     def set_state(self, state: Any) -> None:

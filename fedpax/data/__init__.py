@@ -34,9 +34,12 @@ from fedpax.data.rounds.cohort_rounds import CohortRounds, cohort_rounds
 from fedpax.data.rounds.example_rounds import ExampleRounds, example_rounds
 from fedpax.data.rounds.heldout import heldout_token_batches
 from fedpax.data.rounds.labeled_examples import example_batches, read_examples
+from fedpax.data.rounds.local_rows import LocalRows, addressable_rows
+from fedpax.data.rounds.mixture import Mixture
 from fedpax.data.rounds.scheduling import balanced_order, idle_fraction
 from fedpax.data.rounds.stream import LazyStream
-from fedpax.data.rounds.token_rounds import TokenRounds, token_round_shapes, token_rounds
+from fedpax.data.rounds.token_rounds import token_round_shapes, token_rounds
+from fedpax.data.rounds.token_stream import TokenRounds
 from fedpax.data.rounds.unreliable import RoundOutcome, UnreliableRounds, unreliable_rounds
 from fedpax.data.sources.source import Source, load
 from fedpax.data.text.byte_tokenizer import SEPARATOR, VOCAB_SIZE, decode, encode
@@ -58,6 +61,8 @@ __all__ = [
     "DirichletClients",
     "ExampleRounds",
     "LazyStream",
+    "LocalRows",
+    "Mixture",
     "Partition",
     "PartitionStatistics",
     "RecordedAvailability",
@@ -66,6 +71,7 @@ __all__ = [
     "TokenRounds",
     "Tokenizer",
     "UnreliableRounds",
+    "addressable_rows",
     "balanced_order",
     "cohort_rounds",
     "decode",

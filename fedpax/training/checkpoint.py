@@ -31,6 +31,7 @@ from fedpax.training.saved_rounds import (
     damaged_checkpoint,
     latest_round,
 )
+from fedpax.training.stream_state import gather_stream_state
 
 __all__ = [
     "FOLDER",
@@ -96,7 +97,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         Args:
             round_number: number of completed rounds.
             state: the algorithm's state.
-            stream_state: the position of the stream of cohorts after that round.
+            stream_state: the position of the stream of cohorts after that round, as this process
+                knows it (`gather_stream_state`).
             configuration: the experiment as JSON.
             num_participants: the placement's size. Default None: not recorded.
 
@@ -105,7 +107,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         """
         progress = {
             "round": round_number,
-            "stream": _text_from_bytes(stream_state),
+            "stream": _text_from_bytes(gather_stream_state(stream_state)),
             "configuration": configuration,
             "participants": num_participants,
         }

@@ -2,7 +2,7 @@
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 
@@ -10,9 +10,7 @@ from fedpax.clients.cohort import Cohort
 from fedpax.clients.cohort_stream import CohortStream
 from fedpax.parallel.divisibility import check_divisible
 from fedpax.training.shardings import ShardingTree
-
-StreamState = dict[str, Any] | bytes
-"""The position of a stream, as its `get_state` returns it."""
+from fedpax.training.stream_state import StreamState
 
 Tree = TypeVar("Tree")
 
@@ -110,7 +108,9 @@ def put_on_mesh(tree: Tree, sharding: ShardingTree) -> Tree:
     """Copy arrays from the host to the mesh.
 
     Args:
-        tree: a pytree of NumPy arrays; every process holds all of it.
+        tree: a pytree of NumPy arrays that every process holds, or of values with a shape and a
+            dtype whose blocks are read by indexing, such as `fedpax.data.LocalRows`. Of these a
+            process reads only the blocks of its own devices.
         sharding: a `NamedSharding`, or a tree of them that is a prefix of `tree`.
 
     Returns:

@@ -1,212 +1,28 @@
-"""token_rounds: an endless stream of packed text, one shard of the documents per island.
+"""token_rounds: an endless stream of packed text."""
 
-Each island iterates over its own documents, in a new random order in every epoch, packs them into
-rows, and shuffles the rows within a window, so that the rows of a batch come from many documents.
-An island's position is three integers; restoring it reads only the current window again.
-"""
-
-import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import zlib
 
 import jax
 import numpy as np
-from jaxtyping import Int64, UInt64
+from jaxtyping import UInt64
 
-from fedpax.clients.cohort import MASK, Cohort
+from fedpax.clients.cohort import Cohort
 from fedpax.data.populations.partition import (
     Examples,
-    Indices,
     Partition,
     check_partition,
     get_field,
     partition_checksum,
-    partition_iid,
 )
-from fedpax.data.rounds.stream import check_sizes, check_state, source_name
-from fedpax.data.shuffle import hash_key, shuffled_index
-from fedpax.data.text.packing import Batch, TokenPairs, Tokens, concatenate, to_batch
+from fedpax.data.rounds.local_rows import RowMask
+from fedpax.data.rounds.mixture import Mixture
+from fedpax.data.rounds.stream import check_sizes, source_name
+from fedpax.data.rounds.token_stream import IN_MIXTURE, DataSet, TokenRounds, without_mask
+from fedpax.data.shuffle import hash_key
+from fedpax.data.text.packing import TokenPairs, to_batch
 from fedpax.data.text.tokenizer import BYTE_TOKENIZER, Tokenizer
 
 _ARRAYS, _BYTES = 4, 4  # inputs, targets, segments, positions; each int32
-
-
-class _Position(NamedTuple):
-    """An island's position: the next row of a window, and the pair at which the window starts.
-
-    Attributes:
-        document: the window's first document; numbers continue over epochs.
-        offset: the window's first pair within that document.
-        row: the next row of the window.
-    """
-
-    document: int
-    offset: int
-    row: int
-
-
-class _Window(NamedTuple):
-    """The rows of a window, their order, and the position of the next window."""
-
-    rows: TokenPairs
-    order: Int64[np.ndarray, " rows"]
-    end: _Position
-
-
-class _Island:
-    """The endless sequence of rows of one island."""
-
-    def __init__(
-        self,
-        examples: Examples,
-        field: str,
-        indices: Indices,
-        key: UInt64[np.ndarray, ""],
-        seq_len: int,
-        shuffle_tokens: int,
-        tokenizer: Tokenizer,
-    ) -> None:
-        self._examples = examples
-        self._field = field
-        self._indices = indices
-        self._key = key
-        self._seq_len = seq_len
-        self._shuffle_tokens = shuffle_tokens
-        self._tokenizer = tokenizer
-        self._epoch: tuple[int, Indices] = (-1, indices)
-        self._cache: dict[int, Tokens] = {}  # tokens by example
-        self._window: _Window | None = None
-        self._position = _Position(0, 0, 0)
-
-    @property
-    def position(self) -> _Position:
-        return self._position
-
-    @position.setter
-    def position(self, position: _Position) -> None:
-        self._position = position
-        self._window = None
-
-    def take(self, count: int) -> list[TokenPairs]:
-        """Return the next `count` rows, as a list of parts."""
-        pieces = []
-        while count:
-            window = self._window = self._window or self._next_window()
-            row = self._position.row
-            chosen = window.order[row : row + count]
-            pieces.append(window.rows.take(chosen))
-            count -= len(chosen)
-            if row + len(chosen) < len(window.order):
-                self._position = self._position._replace(row=row + len(chosen))
-            else:
-                self.position = window.end
-        return pieces
-
-    def _next_window(self) -> _Window:
-        """Read the documents of a window: at most one epoch, and at least one row."""
-        document, offset, _ = self._position
-        documents: list[Tokens] = []
-        available = -offset
-        while available < self._seq_len or (
-            available < self._shuffle_tokens and len(documents) < len(self._indices)
-        ):
-            index = self._example_index(document + len(documents))
-            documents.append(self._tokens(index))
-            available += len(documents[-1]) + 1
-        if sum(map(len, self._cache.values())) > self._shuffle_tokens:
-            self._cache = {index: documents[-1]}  # the next window starts within this document
-        count = max(1, min(self._shuffle_tokens, available) // self._seq_len)
-        stop = offset + count * self._seq_len
-        rows = concatenate(documents, self._tokenizer.separator).map(
-            lambda x: x[offset:stop].reshape(count, self._seq_len)
-        )
-        ends = np.cumsum([len(tokens) + 1 for tokens in documents])
-        finished = int(np.searchsorted(ends, stop, side="right"))  # documents read to their end
-        next_offset = stop - int(ends[finished - 1]) if finished else stop
-        end = _Position(document + finished, next_offset, 0)
-        order = shuffled_index(np.arange(count), count, hash_key(self._key, 1, document, offset))
-        return _Window(rows, order, end)
-
-    def _tokens(self, index: int) -> Tokens:
-        """Return the tokens of an example; a shard that fits in a window is read only once."""
-        tokens = self._cache.get(index)
-        if tokens is None:
-            tokens = self._tokenizer.encode(get_field(self._examples[index], self._field))
-            self._cache[index] = tokens
-        return tokens
-
-    def _example_index(self, document: int) -> int:
-        """Return the example that is the n-th document, counted over all epochs."""
-        epoch, position = divmod(document, len(self._indices))
-        if self._epoch[0] != epoch:
-            size = len(self._indices)
-            order = shuffled_index(np.arange(size), size, hash_key(self._key, 0, epoch))
-            self._epoch = (epoch, self._indices[order])
-        return int(self._epoch[1][position])
-
-
-class TokenRounds:
-    """An endless iterator over rounds of packed text; made by `token_rounds`.
-
-    Attributes:
-        shape: `(islands, local_steps, batch_size, seq_len)`, the shape of every array of a round.
-        items_per_round: the number of target tokens in a round, over all islands.
-        item_unit: `"tokens"`, the unit of `items_per_round`.
-        settings: the settings that determine the stream. A state can only be restored into a stream
-            with equal settings.
-    """
-
-    item_unit = "tokens"
-
-    def __init__(self, islands: Sequence[_Island], settings: dict[str, int | str]) -> None:
-        self._islands = islands
-        self.settings = settings
-        self.shape = tuple(
-            int(settings[name]) for name in ("islands", "local_steps", "batch_size", "seq_len")
-        )
-        self.items_per_round = math.prod(self.shape)
-
-    def __iter__(self) -> "TokenRounds":
-        return self
-
-    def __next__(self) -> Cohort:
-        """Return the cohort of the next round, in new arrays."""
-        _, steps, batch_size, _ = self.shape
-        before = [island.position for island in self._islands]
-        try:
-            parts = [part for island in self._islands for part in island.take(steps * batch_size)]
-        except BaseException:  # a damaged file, or Ctrl-C: all islands must be at the same round
-            for island, position in zip(self._islands, before, strict=True):
-                island.position = position
-            raise
-        pairs = TokenPairs(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
-        return Cohort(
-            {
-                name: rows.reshape(self.shape)
-                for name, rows in _without_mask(to_batch(pairs)).items()
-            }
-        )
-
-    def get_state(self) -> dict[str, Any]:
-        """Return the stream's position after the last round, as JSON values."""
-        return {
-            "settings": dict(self.settings),
-            "islands": [list(island.position) for island in self._islands],
-        }
-
-    def set_state(self, state: Any) -> None:
-        """Move to a saved position; the following rounds are bitwise those of the saved stream.
-
-        Args:
-            state: a state from `get_state`, of this process or another, of a stream with the same
-                settings over the same source.
-
-        Raises:
-            ValueError: the state was saved by another stream; the message lists the differences.
-        """
-        positions = check_state(state, self.settings, "islands")
-        for island, position in zip(self._islands, positions, strict=True):
-            island.position = _Position(*(int(number) for number in position))
 
 
 def token_round_shapes(*, islands: int, local_steps: int, batch_size: int, seq_len: int) -> Cohort:
@@ -232,18 +48,13 @@ def token_round_shapes(*, islands: int, local_steps: int, batch_size: int, seq_l
     return Cohort(
         {
             name: jax.ShapeDtypeStruct(shape, array.dtype)
-            for name, array in _without_mask(empty).items()
+            for name, array in without_mask(empty).items()
         }
     )
 
 
-def _without_mask(batch: Batch) -> Batch:
-    """Drop the mask: all rows of a round are full."""
-    return {name: rows for name, rows in batch.items() if name != MASK}
-
-
 def token_rounds(
-    source: Examples,
+    source: Examples | Mixture,
     *,
     islands: int,
     local_steps: int,
@@ -252,39 +63,53 @@ def token_rounds(
     seed: int = 0,
     partition: Partition | None = None,
     shuffle_tokens: int = 2**22,
+    num_shards: int | None = None,
     field: str = "text",
     tokenizer: Tokenizer = BYTE_TOKENIZER,
+    rows: RowMask | None = None,
 ) -> TokenRounds:
-    """Make an endless stream of language-model rounds from a source of texts.
+    """Make an endless stream of language-model rounds from texts.
 
-    Documents are divided among the islands; by default each island has a random sample of them.
-    Streams with equal arguments yield the same tokens in the same order, so DiLoCo can be compared
-    with data-parallel training. A single island (`islands=1`) has all documents.
+    Row n of the run, counted step by step and within a step island by island, depends on the seed,
+    the sources, `seq_len`, `shuffle_tokens`, `num_shards` and n alone. So DiLoCo can be compared
+    with data parallelism on the same tokens, and a run can resume with another number of processes,
+    devices or islands.
 
     Args:
-        source: the documents: a source from `load`, or a list of dicts.
+        source: the documents: a source from `load`, a list of dicts, a `grain.MapDataset` of dicts,
+            or a `Mixture` of several.
         islands: the number of islands.
         local_steps: steps per island and round.
         batch_size: rows per step and island.
         seq_len: tokens per row.
-        seed: the random seed of the default partition and of all orders.
+        seed: the random seed of all orders.
         partition: the indices of each island's documents, as the `partition_...` functions return
-            them. Default None: `partition_iid`. For islands with different data use
-            `partition_by_field(source, "client", islands)`.
-        shuffle_tokens: the window within which an island shuffles its rows, in tokens; at most one
-            epoch. It takes about 4 bytes of memory per token. With 1, rows are not shuffled.
+            them, for islands with different data: `partition_by_field(source, "client", islands)`.
+            Rows are then counted by island. Default None: rows of all documents are dealt out.
+        shuffle_tokens: the window within which rows of a data set (or an island's part) are
+            shuffled, in tokens, over all shards; at most one epoch. It takes 4 to 13 bytes per
+            token, divided among the processes. With 1, rows of a shard are not shuffled.
+        num_shards: parts of a data set (or of an island's part) that are read separately. Processes
+            read nothing twice if the rows of a step divide it. A shard has at least 64 documents;
+            of smaller data sets the largest possible divisor of `num_shards` is used. Default
+            None: the rows of a step (those of an island, with a partition); a restored stream has
+            those of the state.
         field: the field of an example with its text, a string or UTF-8 bytes.
         tokenizer: the tokenizer.
+        rows: the rows that this process needs, bool `[islands, local_steps, batch_size]`, from
+            `addressable_rows`. Default None: all.
 
     Returns:
         An iterator over `fedpax.Cohort`. Its batches are a dict of int32 arrays `[islands,
         local_steps, batch_size, seq_len]`: `inputs`, `targets`, `segments` and `positions`, as
-        `fedpax.data.pack` describes them. All rows are full, so there is no mask.
+        `fedpax.data.pack` describes them. All rows are full, so there is no mask. If `rows` leaves
+        some out, arrays are `fedpax.data.rounds.local_rows.LocalRows`, of the same shape.
 
     Raises:
-        KeyError: at the first round, the examples have no such field.
-        ValueError: a size is below 1 or does not fit the memory, there are fewer documents than
-            islands, or the partition does not fit the source.
+        KeyError: the examples have no such field.
+        TypeError: the field is not a text.
+        ValueError: a size is below 1 or does not fit the memory, there are no documents, or the
+            partition does not fit the source.
 
     Example:
         >>> from fedpax.data import decode
@@ -299,34 +124,75 @@ def token_rounds(
         >>> bool((next(rounds).batches["inputs"] == following.batches["inputs"]).all())
         True
     """
-    import grain  # here because it is slow to import
-
-    sizes = {
-        "islands": islands,
-        "local_steps": local_steps,
-        "batch_size": batch_size,
-        "seq_len": seq_len,
-    }
-    check_sizes(_ARRAYS * _BYTES, **sizes)
-    check_sizes(1, shuffle_tokens=shuffle_tokens)
-    if partition is None:
-        partition = partition_iid(len(source), islands, seed=seed)
-    partition = check_partition(partition, islands, len(source), "islands")
+    shape = (islands, local_steps, batch_size, seq_len)
+    names = ("islands", "local_steps", "batch_size", "seq_len")
+    check_sizes(0, **dict(zip(names, shape, strict=True)))
+    rows = np.ones(shape[:3], np.bool_) if rows is None else rows
+    if rows.shape != shape[:3] or rows.dtype != np.bool_ or not rows.any():
+        raise ValueError(
+            f"rows is {rows.dtype}{list(rows.shape)} with {np.count_nonzero(rows)} rows, expected "
+            f"bool{list(shape[:3])} with at least one: make it by addressable_rows."
+        )
+    check_sizes(_ARRAYS * _BYTES, rows=int(rows.sum()), seq_len=seq_len)
+    check_sizes(0, shuffle_tokens=shuffle_tokens)
+    if num_shards is not None:
+        check_sizes(0, num_shards=num_shards)
     settings: dict[str, int | str] = {
-        "source": source_name(source),
-        "num_documents": len(source),
-        **sizes,
         "seed": seed,
-        "partition": partition_checksum(partition),
+        "seq_len": seq_len,
         "shuffle_tokens": shuffle_tokens,
-        "field": field,
         "tokenizer": tokenizer.name,
     }
-    examples = grain.MapDataset.source(source)
+    if isinstance(source, Mixture):
+        if partition is not None:
+            raise ValueError(
+                "partition divides one source, but source is a Mixture: leave partition out."
+            )
+        mixture = source
+        data_sets = [
+            DataSet(name, one, mixture.fields.get(name, field), len(one), _named_key(seed, name))
+            for name, one in mixture.sources.items()
+        ]
+        for one in data_sets:
+            settings[IN_MIXTURE + one.name] = (
+                f"{source_name(one.source)}, {one.documents} documents, field {one.field!r}"
+            )
+    else:
+        name = source_name(source)
+        if not len(source):
+            raise ValueError(f"{name} has no documents: load another split.")
+        mixture = Mixture({name: source}, {name: 1.0})
+        settings |= {"source": name, "num_documents": len(source), "field": field}
+        if partition is None:
+            data_sets = [DataSet(name, source, field, len(source), hash_key(seed))]
+        else:
+            partition = check_partition(partition, islands, len(source), "islands")
+            settings |= {"islands": islands, "partition": partition_checksum(partition)}
+            data_sets = [
+                DataSet(f"island {k}", source, field, indices, hash_key(seed, k))
+                for k, indices in enumerate(partition)
+            ]
+    for name, one in mixture.sources.items():
+        _check_text(one, mixture.fields.get(name, field), tokenizer)
     return TokenRounds(
-        [
-            _Island(examples, field, indices, hash_key(seed, k), seq_len, shuffle_tokens, tokenizer)
-            for k, indices in enumerate(partition)
-        ],
-        settings,
+        mixture,
+        data_sets,
+        shape,
+        rows,
+        by_island=partition is not None,
+        seed=seed,
+        shuffle_tokens=shuffle_tokens,
+        num_shards=num_shards,
+        tokenizer=tokenizer,
+        settings=settings,
     )
+
+
+def _named_key(seed: int, name: str) -> UInt64[np.ndarray, ""]:
+    """Return a key by name, so that a data set's order does not depend on the others."""
+    return hash_key(seed, zlib.crc32(name.encode()))
+
+
+def _check_text(source: Examples, field: str, tokenizer: Tokenizer) -> None:
+    """Encode a data set's first text, so that a wrong field raises before the training."""
+    tokenizer.encode(get_field(source[0], field))

@@ -60,6 +60,18 @@ class Source(Sequence[dict[str, Any]]):
             )
         return self._read(self._records.__getitem__, position % len(self))
 
+    def __getitems__(self, indices: Sequence[int]) -> Sequence[Any]:
+        """Return several examples, read in parallel."""
+        positions = [operator.index(index) for index in indices]
+        in_range = all(-len(self) <= position < len(self) for position in positions)
+        if in_range and hasattr(self._records, "__getitems__"):
+            with contextlib.suppress(Exception):  # one by one, to name the example
+                found: Sequence[Any] = self._records.__getitems__(
+                    [p % len(self) for p in positions]
+                )
+                return found
+        return [self[position] for position in positions]
+
     def column(self, field: str) -> Iterator[Any]:
         """Yield one field of every example, in order.
 

@@ -88,8 +88,8 @@ def to_batch(pairs: TokenPairs, valid: Bool[np.ndarray, "*rows seq_len"] | None 
     column = np.arange(pairs.inputs.shape[-1], dtype=np.int32)
     begins = pairs.starts & (column > 0)  # the document that reaches into the row is segment 1
     batch: Batch = {
-        "inputs": pairs.inputs.astype(np.int32),
-        "targets": pairs.targets.astype(np.int32),
+        "inputs": pairs.inputs.astype(np.int32, copy=False),
+        "targets": pairs.targets.astype(np.int32, copy=False),
         "segments": 1 + np.cumsum(begins, axis=-1, dtype=np.int32),
         "positions": column - np.maximum.accumulate(np.where(begins, column, 0), axis=-1),
         "mask": np.ones(pairs.inputs.shape, np.float32),

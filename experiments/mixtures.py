@@ -1,0 +1,71 @@
+"""Mixtures of data sets on the command line: one text for each data set."""
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from fedpax.data.rounds.mixture import Weight, check_weights
+
+_ITEM = re.compile(r"(?P<name>[^#=]+)(#(?P<field>[^#=]+))?=(?P<weight>[^#=]+)")
+_REMEDY = "Write NAME=WEIGHT, NAME#FIELD=WEIGHT or NAME=WEIGHT@ROUND,WEIGHT@ROUND,..."
+
+
+class MixtureItem(NamedTuple):
+    """One data set of a mixture.
+
+    Attributes:
+        name: a name for `fedpax.data.load`.
+        weight: its weight.
+        field: the field with its text. None: the configuration's.
+    """
+
+    name: str
+    weight: Weight
+    field: str | None
+
+
+def parse_mixture(items: Sequence[str]) -> list[MixtureItem]:
+    """Parse the data sets of a mixture.
+
+    Args:
+        items: for each data set `"NAME=WEIGHT"`, with `"NAME#FIELD"` if its text is in another
+            field. Weights that change are points `"NAME=WEIGHT@ROUND,WEIGHT@ROUND"`, as in
+            `fedpax.data.Mixture`.
+
+    Raises:
+        ValueError: an item is malformed, names no data set or one twice, or weights are negative or
+            sum to 0.
+
+    Example:
+        >>> for item in parse_mixture(["c4/en:3.1.0=3", "gsm8k#question=0@900,1@1000"]):
+        ...     print(item)
+        MixtureItem(name='c4/en:3.1.0', weight=3.0, field=None)
+        MixtureItem(name='gsm8k', weight=((900, 0.0), (1000, 1.0)), field='question')
+    """
+    parsed: dict[str, MixtureItem] = {}
+    for text in items:
+        found = _ITEM.fullmatch(text.strip())
+        if found is None or not found["name"].strip():
+            raise ValueError(f"data.mixture has {text!r}, which names no data set. {_REMEDY}.")
+        name = found["name"].strip()
+        if name in parsed:
+            raise ValueError(f"data.mixture names {name!r} twice: add its weights up.")
+        parsed[name] = MixtureItem(name, _parse_weight(text, found["weight"]), found["field"])
+    if parsed:
+        try:
+            check_weights({name: item.weight for name, item in parsed.items()})
+        except ValueError as error:
+            raise ValueError(f"data.mixture={tuple(items)}: {error}") from error
+    return list(parsed.values())
+
+
+def _parse_weight(item: str, text: str) -> Weight:
+    points = [point.partition("@") for point in text.split(",")]
+    try:
+        if len(points) == 1 and not points[0][1]:
+            return float(text)
+        return tuple((int(round_number), float(weight)) for weight, _, round_number in points)
+    except ValueError:
+        raise ValueError(
+            f"data.mixture has {item!r}, whose weight {text!r} is no number. {_REMEDY}."
+        ) from None

@@ -1,0 +1,295 @@
+"""TokenRounds: the stream of `token_rounds`, and how it numbers rows.
+
+Documents are divided among shards (`fedpax.data.rounds.shard`). Rows are numbered over the whole
+run, and row n is the next row of shard n mod the number of shards, so the rows of a round depend on
+the seed and on the number of earlier rows, and not on processes, islands or devices. A process
+reads only the shards of its own rows.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int64, UInt64
+
+from fedpax.clients.cohort import MASK, Cohort
+from fedpax.data.populations.partition import Examples, Indices
+from fedpax.data.rounds.local_rows import LocalRows, RowMask
+from fedpax.data.rounds.mixture import Mixture, apportion
+from fedpax.data.rounds.shard import DocumentOrder, Position, Shard
+from fedpax.data.rounds.stream import check_state
+from fedpax.data.shuffle import hash_key, shuffled_index
+from fedpax.data.text.packing import Batch, TokenPairs, to_batch
+from fedpax.data.text.tokenizer import Tokenizer
+
+_MIN_DOCUMENTS = 64  # of a shard, so that epochs of all shards have similar lengths
+IN_MIXTURE = "mixture: "
+"""Prefix of the settings of one of several data sets."""
+
+
+class DataSet(NamedTuple):
+    """A part of the data with its own shards: a data set, or the documents of an island.
+
+    Attributes:
+        name: its name in the state.
+        source: the examples.
+        field: the field with the text.
+        documents: the documents' indices in the source, or their number if they are all.
+        key: selects the order of documents and rows.
+    """
+
+    name: str
+    source: Examples
+    field: str
+    documents: Indices | int
+    key: UInt64[np.ndarray, ""]
+
+    def num_shards(self, most: int) -> int:
+        """Return the largest divisor of `most` that leaves each shard enough documents."""
+        total = self.documents if isinstance(self.documents, int) else len(self.documents)
+        limit = max(1, min(most, total // _MIN_DOCUMENTS))
+        return next(number for number in range(limit, 0, -1) if most % number == 0)
+
+
+class _Progress(NamedTuple):
+    """The position of a stream, but for its shards.
+
+    Attributes:
+        rounds: rounds so far.
+        steps: steps so far.
+        rows: rows so far, over all islands.
+        credits: rows that each data set is owed, see `apportion`.
+    """
+
+    rounds: int
+    steps: int
+    rows: int
+    credits: list[float]
+
+
+class TokenRounds:
+    """An endless iterator over rounds of packed text; made by `token_rounds`.
+
+    Attributes:
+        shape: `(islands, local_steps, batch_size, seq_len)`, the shape of every array of a round.
+        items_per_round: the number of target tokens in a round, over all islands.
+        item_unit: `"tokens"`, the unit of `items_per_round`.
+        settings: the settings that determine the rows. A state can only be restored into a stream
+            with equal settings.
+    """
+
+    item_unit = "tokens"
+
+    def __init__(
+        self,
+        mixture: Mixture,
+        data_sets: list[DataSet],
+        shape: tuple[int, int, int, int],
+        rows: RowMask,
+        *,
+        by_island: bool,
+        seed: int,
+        shuffle_tokens: int,
+        num_shards: int | None,
+        tokenizer: Tokenizer,
+        settings: dict[str, int | str],
+    ) -> None:
+        self.shape = shape
+        self.items_per_round = math.prod(shape)
+        self.settings = settings
+        self._mixture = mixture
+        self._data_sets = data_sets
+        self._mask = rows
+        places = np.full(rows.shape, -1)  # in this process's arrays
+        places[rows] = np.arange(rows.sum())
+        self._places = places.transpose(1, 0, 2).ravel()  # steps, islands, batch
+        self._by_island = by_island
+        self._seed = seed
+        self._shuffle_tokens = shuffle_tokens
+        self._fixed_shards = num_shards
+        self._tokenizer = tokenizer
+        islands, _, batch_size, _ = shape
+        # Rows of a step that are numbered together.
+        self._rows_per_step = batch_size if by_island else islands * batch_size
+        self._open(
+            num_shards or self._rows_per_step, {}, _Progress(0, 0, 0, [0.0] * len(data_sets))
+        )
+
+    def _open(
+        self, num_shards: int, positions: Mapping[str, list[Any]], progress: _Progress
+    ) -> None:
+        """Move to a position: open the shards of this process's rows."""
+        self._num_shards = num_shards
+        self._progress = progress
+        self._counts = [data_set.num_shards(num_shards) for data_set in self._data_sets]
+        self._shards = {
+            (number, shard): self._shard(data_set, shard, self._counts[number])
+            for number, data_set in enumerate(self._data_sets)
+            for shard in self._own_shards(number)
+        }
+        for (number, shard), opened in self._shards.items():
+            saved = positions.get(self._data_sets[number].name)
+            if saved is not None and saved[shard] is not None:
+                opened.position = Position(*map(int, saved[shard]))
+
+    def _own_shards(self, number: int) -> list[int]:
+        """Return the shards of a data set that rows of this process come from, in any round."""
+        slots = self._mask.any(axis=1)  # islands, batch
+        if self._by_island:
+            slots = slots[number]
+        count = self._counts[number]
+        common = math.gcd(self._rows_per_step, count)
+        residues = {(self._first_row + slot) % common for slot in np.flatnonzero(slots).tolist()}
+        return [shard for shard in range(count) if shard % common in residues]
+
+    def _shard(self, data_set: DataSet, shard: int, count: int) -> Shard:
+        return Shard(
+            data_set.source,
+            DocumentOrder(data_set.documents, shard, count, data_set.key),
+            hash_key(data_set.key, 2, shard),
+            field=data_set.field,
+            tokenizer=self._tokenizer,
+            seq_len=self.shape[-1],
+            window_tokens=max(1, self._shuffle_tokens // count),
+        )
+
+    @property
+    def _first_row(self) -> int:
+        """The number of the next round's first row."""
+        rows = self._progress.rows
+        return rows // self.shape[0] if self._by_island else rows
+
+    def __iter__(self) -> "TokenRounds":
+        return self
+
+    def __next__(self) -> Cohort:
+        """Return the cohort of the next round, in new arrays."""
+        before = {name: shard.position for name, shard in self._shards.items()}
+        try:
+            data_sets, credits = self._assign()
+            pairs = self._read(data_sets)
+        except BaseException:  # a damaged file, or Ctrl-C: all shards must be at the same round
+            for name, position in before.items():
+                self._shards[name].position = position
+            raise
+        rounds, steps, rows, _ = self._progress
+        steps_per_round = self.shape[1]
+        num_rows = math.prod(self.shape[:3])
+        self._progress = _Progress(rounds + 1, steps + steps_per_round, rows + num_rows, credits)
+        batch = without_mask(to_batch(pairs))
+        if self._mask.all():
+            return Cohort({name: rows.reshape(self.shape) for name, rows in batch.items()})
+        return Cohort({name: LocalRows(rows, self._mask) for name, rows in batch.items()})
+
+    def _assign(self) -> tuple[Int64[np.ndarray, "steps islands batch"], list[float]]:
+        """Choose the data set of each row of the next round; return the credits afterwards."""
+        islands, num_steps, batch_size, _ = self.shape
+        progress = self._progress
+        if self._by_island:
+            own = np.arange(islands)[None, :, None]
+            return np.broadcast_to(own, (num_steps, islands, batch_size)), progress.credits
+        if len(self._data_sets) == 1:
+            return np.zeros((num_steps, islands, batch_size), np.int64), progress.credits
+        size = islands * batch_size
+        shares = self._mixture.shares(progress.rounds)
+        chosen, credits = apportion(progress.credits, shares, num_steps * size)
+        # In another order in each step: no island and no shard may always get the same data set.
+        keys = hash_key(self._seed, 3, progress.steps + np.arange(num_steps))
+        order = shuffled_index(np.arange(size), size, keys[:, None])
+        mixed = np.take_along_axis(chosen.reshape(num_steps, size), order, axis=1)
+        return mixed.reshape(num_steps, islands, batch_size), credits
+
+    def _read(self, data_sets: Int64[np.ndarray, "steps islands batch"]) -> TokenPairs:
+        """Read this process's rows of the next round, in the order islands, steps, batch."""
+        islands, num_steps, batch_size, seq_len = self.shape
+        numbers = self._first_row + np.arange(num_steps * self._rows_per_step)
+        rows_of_step = 1 if self._by_island else islands
+        numbers = numbers.reshape(num_steps, rows_of_step, batch_size)
+        shards = np.broadcast_to(numbers, data_sets.shape) % np.array(self._counts)[data_sets]
+        starts = np.concatenate([[0], np.cumsum(self._counts)])
+        codes = (starts[data_sets] + shards).ravel()
+        order = np.argsort(codes, kind="stable")
+        ends = np.searchsorted(codes[order], np.arange(starts[-1] + 1))
+        num_own = int(self._mask.sum())
+        pairs = TokenPairs(
+            np.empty((num_own, seq_len), np.int32),
+            np.empty((num_own, seq_len), np.int32),
+            np.empty((num_own, seq_len), np.bool_),
+        )
+        for (number, shard), opened in self._shards.items():
+            code = starts[number] + shard
+            rows = self._places[order[ends[code] : ends[code + 1]]]
+            for part in opened.take(len(rows)):
+                place, rows = rows[: len(part.inputs)], rows[len(part.inputs) :]
+                own = place >= 0  # the others are rows of other processes
+                for array, values in zip(pairs, part, strict=True):
+                    array[place[own]] = values[own]
+        return pairs
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the stream's position after the last round, as JSON values.
+
+        With several processes, None is the position of a shard that only other processes read.
+        `fedpax.training.stream_state.gather_stream_state` completes it.
+        """
+        progress = self._progress
+        names = [data_set.name for data_set in self._data_sets]
+
+        def position(number: int, shard: int) -> list[int] | None:
+            opened = self._shards.get((number, shard))
+            return None if opened is None else list(opened.position)
+
+        return {
+            "settings": dict(self.settings),
+            "rounds": progress.rounds,
+            "steps": progress.steps,
+            "rows": progress.rows,
+            "credits": dict(zip(names, progress.credits, strict=True)),
+            "num_shards": self._num_shards,
+            "shards": {
+                name: [position(number, shard) for shard in range(count)]
+                for number, (name, count) in enumerate(zip(names, self._counts, strict=True))
+            },
+        }
+
+    def set_state(self, state: Any) -> None:
+        """Move to a saved position; the following rows are bitwise those of the saved stream.
+
+        The number of processes, islands, local steps and rows per step may be another one. A data
+        set that is new in a mixture starts at its beginning.
+
+        Args:
+            state: a state from `get_state`, of this process or another, of a stream with the same
+                settings over the same sources.
+
+        Raises:
+            ValueError: the state was saved by another stream; the message lists the differences.
+        """
+        if isinstance(state, Mapping) and {"settings", "islands"} <= state.keys():
+            raise ValueError(
+                "The state was saved by an earlier version of fedpax, which ordered rows by "
+                "island: those rows cannot be continued. Start the data again with "
+                "--allow_config_change=data, or resume with the version that saved the state."
+            )
+        settings = self.settings
+        if isinstance(state, Mapping) and isinstance(saved := state.get("settings"), Mapping):
+            one_sided = {n for n in settings.keys() ^ saved.keys() if n.startswith(IN_MIXTURE)}
+            settings = {name: x for name, x in settings.items() if name not in one_sided}
+            saved = {name: x for name, x in saved.items() if name not in one_sided}
+            state = {**state, "settings": saved}
+        positions = check_state(state, settings, "shards")
+        num_shards = int(state["num_shards"])
+        if self._fixed_shards not in (None, num_shards):
+            raise ValueError(
+                f"The state was saved by a stream with num_shards={num_shards}, but this stream "
+                f"has {self._fixed_shards}: set num_shards to {num_shards}, or leave it out."
+            )
+        credits = [float(state["credits"].get(d.name, 0.0)) for d in self._data_sets]
+        counters = (int(state[name]) for name in ("rounds", "steps", "rows"))
+        self._open(num_shards, positions, _Progress(*counters, credits))
+
+
+def without_mask(batch: Batch) -> Batch:
+    """Drop the mask: all rows of a round are full."""
+    return {name: rows for name, rows in batch.items() if name != MASK}

@@ -64,10 +64,10 @@ def _answer_all(cluster: Cluster, deadline: float, timeout: float) -> None:
             connections.enter_context(connection)
             connection.settimeout(SECONDS_TO_TALK)
             greeting = _receive(connection)
-            if greeting.get("greeting") != GREETING:
+            number, count, host = (greeting.get(key) for key in ("process", "count", "host"))
+            if greeting.get("greeting") != GREETING or not isinstance(number, int):
                 connection.close()  # a port scanner, or a process of something else
                 continue
-            number, count, host = (greeting.get(key) for key in ("process", "count", "host"))
             if number in waiting and _is_closed(waiting[number]):
                 del hosts[number]  # it ended while it waited, and was started again
             if refusal := _refusal(cluster, hosts, number, count):
@@ -104,7 +104,7 @@ def _listen(cluster: Cluster) -> socket.socket:
         ) from None
 
 
-def _refusal(cluster: Cluster, hosts: dict[int, str], number: Any, count: Any) -> str | None:
+def _refusal(cluster: Cluster, hosts: dict[int, str], number: int, count: Any) -> str | None:
     """Return why a process does not belong to the job, or None if it does."""
     if count != cluster.num_processes:
         return (

@@ -18,6 +18,7 @@ from fedpax.data import ClientSampler, Partition, Source, Tokenizer, cohort_roun
 from fedpax.data.rounds.client_rows import pack_clients, preprocess_rows
 from fedpax.data.rounds.preprocess import Arrays
 from fedpax.experiments.fedavg_images import CohortConfig, ServerConfig, resolve_clients_axis
+from fedpax.experiments.heldout import heldout_evaluator
 from fedpax.experiments.language_model import (
     LanguageModelExperiment,
     TextDataConfig,
@@ -29,7 +30,6 @@ from fedpax.models.lora import LoRAConfig
 from fedpax.models.losses import transformer_loss
 from fedpax.parallel.mesh import MeshConfig, available_devices
 from fedpax.training.algorithm import Params
-from fedpax.training.evaluation import evaluator
 from fedpax.training.experiment import Run, Shardings, TrainingConfig
 
 
@@ -109,9 +109,9 @@ class FedAvgText(LanguageModelExperiment):
 
         # Made at the first evaluation: `fedpax plan` compiles for devices that cannot hold data.
         @functools.cache
-        def heldout_evaluator() -> Callable[[Params], dict[str, float]]:
+        def evaluate_heldout() -> Callable[[Params], dict[str, float]]:
             return trainable.evaluate(
-                lambda loss_fn: evaluator(
+                lambda loss_fn: heldout_evaluator(
                     loss_fn,
                     heldout,
                     placement="clients",
@@ -134,7 +134,7 @@ class FedAvgText(LanguageModelExperiment):
             ),
             init=trainable.init,
             cohorts=rounds,
-            evaluate=lambda params: heldout_evaluator()(params),
+            evaluate=lambda params: evaluate_heldout()(params),
             mesh=mesh,
             shardings=Shardings(params=trainable.shardings, cohort=over_clients),
             items_per_round=rounds.items_per_round * self.data.seq_len,

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from fedpax.data import Source, Tokenizer, heldout_token_batches, load, load_tokenizer
 from fedpax.data.text.byte_tokenizer import VOCAB_SIZE
 from fedpax.data.text.packing import Batch
+from fedpax.experiments.heldout import HeldoutBatches, parse_heldout_sets
 from fedpax.experiments.ranges import COUNT, check_ranges
 from fedpax.models import lora
 from fedpax.models.huggingface import load_config, load_params
@@ -43,7 +44,10 @@ class TextDataConfig:
         tokenizer: "bytes", or the path of a `tokenizer.json`.
         seq_len: tokens in a row.
         heldout_batch_size: rows that a participant evaluates at once.
-        heldout_tokens: number of tokens to evaluate on; None: the whole split.
+        heldout_tokens: number of tokens of each set to evaluate on; None: the whole split.
+        heldout_sets: further texts to evaluate on, as "NAME=DATASET", "NAME=DATASET@SPLIT" or
+            "NAME=DATASET#FIELD@SPLIT". Their metrics are "heldout/NAME/loss" and
+            "heldout/NAME/perplexity". Defaults: `heldout_split` and `field`.
         data_dir: the folder of prepared data sets. Default None: that of TensorFlow Datasets.
     """
 
@@ -54,14 +58,16 @@ class TextDataConfig:
     seq_len: int = 128
     heldout_batch_size: int = 16
     heldout_tokens: int | None = 65_536
+    heldout_sets: tuple[str, ...] = ()
     data_dir: str | None = None
 
     def __post_init__(self) -> None:
-        """Check the ranges.
+        """Check the ranges and the held-out sets.
 
         Raises:
-            ValueError: a size is below 1.
+            ValueError: a size is below 1, or a held-out set has another form.
         """
+        parse_heldout_sets(self.heldout_sets)
         sizes = ("seq_len", "heldout_batch_size", "heldout_tokens")
         check_ranges(self, "data", **dict.fromkeys(sizes, COUNT))
 
@@ -270,25 +276,32 @@ class LanguageModelExperiment(Experiment):
             )
         return tokenizer
 
-    def read_text(self, tokenizer: Tokenizer) -> tuple[Source, list[Batch]]:
+    def read_text(self, tokenizer: Tokenizer) -> tuple[Source, HeldoutBatches]:
         """Open the training split, and read the batches to evaluate on.
 
-        Both at once, so that a missing held-out split raises before training.
+        Both at once, so that a missing held-out set raises before training.
 
         Args:
             tokenizer: the tokenizer.
         """
         data = self.data
         training = load(data.dataset, "train", data_dir=data.data_dir)
-        heldout = heldout_token_batches(
-            load(data.dataset, data.heldout_split, data_dir=data.data_dir),
-            batch_size=data.heldout_batch_size,
-            seq_len=data.seq_len,
-            max_tokens=data.heldout_tokens,
-            field=data.field,
-            tokenizer=tokenizer,
-        )
-        return training, heldout
+
+        def read(dataset: str, split: str | None, field: str | None) -> list[Batch]:
+            return heldout_token_batches(
+                load(dataset, split or data.heldout_split, data_dir=data.data_dir),
+                batch_size=data.heldout_batch_size,
+                seq_len=data.seq_len,
+                max_tokens=data.heldout_tokens,
+                field=field or data.field,
+                tokenizer=tokenizer,
+            )
+
+        others = {
+            heldout.name: read(heldout.dataset, heldout.split, heldout.field)
+            for heldout in parse_heldout_sets(data.heldout_sets)
+        }
+        return training, HeldoutBatches(read(data.dataset, None, None), others)
 
 
 def stored_weights(config: TransformerConfig, shapes: Params) -> StoredParams:

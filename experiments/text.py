@@ -11,7 +11,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fedpax.data import LazyStream, TokenRounds, token_round_shapes, token_rounds
-from fedpax.data.text.packing import Batch
+from fedpax.experiments.heldout import HeldoutBatches, heldout_evaluator
 from fedpax.experiments.language_model import (
     LanguageModelExperiment,
     TextDataConfig,
@@ -23,7 +23,6 @@ from fedpax.models.accumulation import accumulate_gradients
 from fedpax.models.losses import transformer_loss
 from fedpax.parallel.axes import partition_spec
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Params
-from fedpax.training.evaluation import evaluator
 from fedpax.training.experiment import Run, Shardings
 
 
@@ -140,7 +139,7 @@ class TextExperiment(LanguageModelExperiment):
         }
 
         @functools.cache
-        def read() -> tuple[TokenRounds, list[Batch]]:
+        def read() -> tuple[TokenRounds, HeldoutBatches]:
             tokenizer = self.read_tokenizer()
             training, heldout = self.read_text(tokenizer)
             rounds = token_rounds(
@@ -149,9 +148,9 @@ class TextExperiment(LanguageModelExperiment):
             return rounds, heldout
 
         @functools.cache
-        def heldout_evaluator() -> Callable[[Params], dict[str, float]]:
+        def evaluate_heldout() -> Callable[[Params], dict[str, float]]:
             return trainable.evaluate(
-                lambda loss_fn: evaluator(
+                lambda loss_fn: heldout_evaluator(
                     loss_fn,
                     read()[1],
                     placement="islands",
@@ -171,7 +170,7 @@ class TextExperiment(LanguageModelExperiment):
             ),
             init=trainable.init,
             cohorts=LazyStream(lambda: read()[0]),
-            evaluate=lambda params: heldout_evaluator()(params),
+            evaluate=lambda params: evaluate_heldout()(params),
             mesh=mesh,
             shardings=Shardings(params=trainable.shardings, cohort=batch_sharding(data.batch_size)),
             items_per_round=math.prod(sizes.values()),

@@ -1,7 +1,9 @@
 """Tests of `fedpax evaluate`."""
 
 import json
+import math
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,12 @@ from fedpax.training.checkpoint import load_params
 from fedpax.training.compiled_round import with_shardings
 from fedpax.training.job_dir import JobDirLock
 from fedpax.training.metrics import read_metrics, select
+
+
+def heldout_loss(output: str) -> float:
+    found = re.search(r"held-out loss ([0-9.]+)", output)
+    assert found
+    return float(found[1])
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
@@ -35,10 +43,11 @@ def test_the_metrics_are_those_of_the_runs_own_evaluations(
     )
     content = json.loads((tmp_path / "new" / "metrics.json").read_text())
     assert status == 0
-    assert content["metrics"] == {"loss": rounds[newest]["loss"]}
+    names = {"loss"} if kind == "regression" else {"loss", "perplexity"}
+    assert content["metrics"] == {name: rounds[newest][name] for name in names}
     assert (content["round"], content["job_log_dir"]) == (newest, str(folder))
     loss = f"{rounds[newest]['loss']:.4f}"
-    assert output == f"{content['exp']} round {newest}: held-out loss {loss}\n"
+    assert output.startswith(f"{content['exp']} round {newest}: held-out loss {loss}")
     assert f"evaluating round {newest} on 8 cpu devices" in errors
     assert snapshot(folder) == before
 
@@ -57,9 +66,14 @@ def test_fields_can_be_overridden(command: Command, text: Path) -> None:
         "evaluate", folder, "--mesh.islands=4", "--mesh.fsdp=1", "--mesh.data=2"
     )
     assert status == 0 and "on 8 cpu devices, mesh islands=4, data=2" in errors
-    assert float(output.split()[-1]) == pytest.approx(whole, abs=1e-3)
-    status, output, _ = command("evaluate", folder, "--data.heldout_tokens=128")
-    assert status == 0 and float(output.split()[-1]) != pytest.approx(whole, abs=1e-4)
+    assert heldout_loss(output) == pytest.approx(whole, abs=1e-3)
+    again = ("--data.heldout_tokens=128", "--data.heldout_sets", "again=stdlib_text")
+    status, output, _ = command("evaluate", folder, *again)
+    loss = heldout_loss(output)
+    assert status == 0 and loss != pytest.approx(whole, abs=1e-4)
+    perplexity = f"{math.exp(loss):.1f}"
+    assert f", perplexity {perplexity}" in output
+    assert f", heldout/again/loss {loss:.4f}, heldout/again/perplexity {perplexity}" in output
 
 
 def test_a_run_can_be_evaluated_while_it_trains(command: Command, regression: Path) -> None:

@@ -178,8 +178,8 @@ def _run(arguments: list[str]) -> int:
 def _status_of(error: Exception) -> int | None:
     """Return the exit status of an error whose message is enough. None: show a traceback.
 
-    The message is enough for errors of the command line, and for ValueErrors, TypeErrors and
-    OSErrors that fedpax raises itself, such as for a cohort larger than the population. An error
+    The message is enough for errors of the command line, and for ValueErrors, TypeErrors, OSErrors
+    and ImportErrors that fedpax raises itself, such as for a missing extra. An error
     that passed through the code of the user or of another library, except JAX and a reader of data,
     needs its traceback.
     """
@@ -197,9 +197,9 @@ def _status_of(error: Exception) -> int | None:
     usage = UsageError | ConfigurationError | MeshSizeError | TopologyError | PlanError
     if isinstance(error, usage):
         return USAGE_ERROR
-    if not isinstance(error, ValueError | TypeError | OSError):
+    if not isinstance(error, ValueError | TypeError | OSError | ImportError):
         return None
-    if isinstance(error, TypeError) and not _was_raised_by_statement(error):
+    if isinstance(error, TypeError | ImportError) and not _was_raised_by_statement(error):
         return None  # raised by Python itself: an error in the code
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame in frames]

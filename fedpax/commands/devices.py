@@ -86,9 +86,10 @@ def provide_devices(mesh: MeshConfig, num_processes: int = 1) -> None:
             chosen = True
     try:
         available = jax.device_count()
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:  # an assertion, without a plugin for cuda
+        reason = str(error) or f"JAX_PLATFORMS={jax.config.values['jax_platforms']} has none here"
         raise UsageError(
-            f"JAX cannot use its devices ({error}), expected those of JAX_PLATFORMS. Correct or "
+            f"JAX cannot use its devices ({reason}), expected those of JAX_PLATFORMS. Correct or "
             "unset JAX_PLATFORMS; `fedpax doctor` shows what JAX finds without it."
         ) from error
     if not takes_all and available < mesh.size:

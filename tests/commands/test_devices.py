@@ -7,6 +7,8 @@ import jax
 import pytest
 
 from fedpax.commands import devices
+from fedpax.commands.options import UsageError
+from fedpax.parallel.mesh import MeshConfig
 
 
 def pci_device(root: Path, name: str, vendor: str, kind: str) -> None:
@@ -66,3 +68,21 @@ def test_tpus_are_skipped_only_where_there_are_none(
         assert jax.config.values["jax_platforms"] == expected
     finally:
         jax.config.update("jax_platforms", before)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (RuntimeError("Unable to initialize backend 'tpu'"), "Unable to initialize backend 'tpu'"),
+        (AssertionError(), "JAX_PLATFORMS=cpu has none here"),  # JAX's, for cuda without a plugin
+    ],
+)
+def test_platforms_that_are_not_there_are_told_in_words(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
+) -> None:
+    def device_count() -> int:
+        raise error
+
+    monkeypatch.setattr(jax, "device_count", device_count)
+    with pytest.raises(UsageError, match=f"{words}.*Correct or unset JAX_PLATFORMS"):
+        devices.provide_devices(MeshConfig(fsdp=2))

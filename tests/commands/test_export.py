@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,16 @@ def test_the_tokenizer_and_the_files_beside_it_are_exported(
     assert status == 0
     assert "config.json, model.safetensors, tokenizer.json, tokenizer_config.json" in output
     assert (tmp_path / "new" / "tokenizer.json").read_bytes() == path.read_bytes()
+
+
+def test_a_missing_package_is_named_without_a_traceback(
+    command: Command, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)  # as if it were not installed
+    status, output, errors = command("export", f"--job_log_dir={text}", f"--out={tmp_path}/new")
+    assert (status, output) == (2, "") and "Traceback" not in errors
+    assert "package safetensors, which is not installed: install fedpax[huggingface]" in errors
+    assert not (tmp_path / "new").exists()
 
 
 def test_any_model_can_be_exported_as_a_checkpoint_of_its_own(

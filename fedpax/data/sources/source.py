@@ -5,6 +5,7 @@
 - The federated ones (EMNIST, Shakespeare, Stack Overflow, CIFAR-100) are prepared from TensorFlow
   Federated's archives, by download or from a local copy.
 - All others are TFDS's own. Preparing them needs a network once.
+- Texts in other array_record files are opened by the path of the files.
 """
 
 import contextlib
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from fedpax.data.sources._reachability import unreachable_hosts
+from fedpax.data.sources.text_records import SUFFIX, TextRecords
 
 EMBEDDED = {
     "stdlib_text": "fedpax.data.sources.stdlib_text",
@@ -94,6 +96,9 @@ class Source(Sequence[dict[str, Any]]):
             >>> list(source.column("client")) == [example["client"] for example in source]
             True
         """
+        if isinstance(self._records, TextRecords):
+            yield from (self[index][field] for index in range(len(self)))
+            return
         from tensorflow_datasets.proto import tf_example_pb2
 
         def read_record(index: int) -> Any:
@@ -138,7 +143,10 @@ def load(name: str, split: str, *, data_dir: str | os.PathLike[str] | None = Non
             - a federated one: `"federated_cifar100"`, `"federated_emnist"`,
               `"federated_emnist/digits"`, `"federated_shakespeare"` or
               `"federated_stackoverflow"`;
-            - any name in TFDS's catalog, such as `"mnist"` or `"wikipedia/20230601.en"`.
+            - any name in TFDS's catalog, such as `"mnist"` or `"wikipedia/20230601.en"`;
+            - the path of array_record files, with patterns and with `{split}` in the place of the
+              split: `"corpus/{split}-*.array_record"`. A record is a text in UTF-8 (the field
+              `"text"`) or a `tf.train.Example`.
         split: a split's name, or a part of a split in TFDS's notation, such as `"train[:90%]"`.
         data_dir: the folder of prepared data sets. Default None: the environment variable
             `TFDS_DATA_DIR`, or `~/tensorflow_datasets` if it is not set.
@@ -150,6 +158,7 @@ def load(name: str, split: str, *, data_dir: str | os.PathLike[str] | None = Non
         ValueError: the data set or split does not exist, or the split has no examples.
         ConnectionError: the data set must be downloaded and there is no network.
         RuntimeError: preparing fails for another reason.
+        FileNotFoundError: no array_record file matches.
         OSError: the prepared files cannot be read.
 
     Example:
@@ -157,6 +166,8 @@ def load(name: str, split: str, *, data_dir: str | os.PathLike[str] | None = Non
         >>> sorted(source[0])
         ['client', 'path', 'text']
     """
+    if name.endswith(SUFFIX):
+        return _open_records(name.replace("{split}", split))
     root = Path(data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets")
     root = root.expanduser().absolute()
     builder = _builder(name, root)
@@ -164,6 +175,24 @@ def load(name: str, split: str, *, data_dir: str | os.PathLike[str] | None = Non
         _prepare(name, split, root)
         builder = _builder(name, root)  # a new builder reads the new files
     return _open(builder, split)
+
+
+def _open_records(pattern: str) -> Source:
+    """Open array_record files by their path."""
+    folder = Path(pattern).expanduser().absolute().parent
+    try:
+        records = TextRecords(pattern)
+    except FileNotFoundError:
+        raise
+    except Exception as error:
+        raise OSError(
+            f"The files {pattern!r} cannot be read as array_record: write them with "
+            f"array_record's ArrayRecordWriter. ({_one_line(error)})"
+        ) from error
+    if not len(records):
+        raise ValueError(f"The files {pattern!r} have no records: write them again.")
+    # The name does not depend on the folder, which may be another one when a run resumes.
+    return Source(Path(pattern).name, folder, records)
 
 
 def _builder(name: str, root: Path) -> Any:

@@ -1,0 +1,66 @@
+"""Texts in array_record files that TFDS did not prepare."""
+
+import glob
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+SUFFIX = ".array_record"
+
+
+class TextRecords(Sequence[dict[str, Any]]):
+    """The records of array_record files, in the order of the files' names, as dicts.
+
+    A record is a text in UTF-8, which becomes the field `"text"`, or a serialized
+    `tf.train.Example` whose features of one value become fields: texts are bytes, numbers are
+    Python's. The first record decides.
+
+    Args:
+        pattern: the path of a file, or a pattern such as `"corpus/train-*.array_record"`.
+
+    Raises:
+        FileNotFoundError: no file matches.
+    """
+
+    def __init__(self, pattern: str) -> None:
+        from grain.sources import ArrayRecordDataSource  # here because it is slow to import
+
+        self.paths = sorted(glob.glob(str(Path(pattern).expanduser())))
+        if not self.paths:
+            raise FileNotFoundError(
+                f"No file matches {pattern!r}: name files that end with {SUFFIX}. {{split}} in the "
+                "name stands for the split, such as 'corpus/{split}-*.array_record'."
+            )
+        self._files = ArrayRecordDataSource(self.paths)
+        self._are_examples = len(self._files) > 0 and bool(_features(self._files[0]))
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a record as a dict."""
+        return self._decode(self._files[index])
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """Return several records, read in parallel."""
+        return [self._decode(record) for record in self._files.__getitems__(indices)]
+
+    def _decode(self, record: bytes) -> dict[str, Any]:
+        return (_features(record) or {}) if self._are_examples else {"text": record}
+
+
+def _features(record: bytes) -> dict[str, Any] | None:
+    """Return the features of a `tf.train.Example`; None if the record is not one."""
+    from google.protobuf.message import DecodeError
+    from tensorflow_datasets.proto import tf_example_pb2
+
+    try:
+        example = tf_example_pb2.Example.FromString(record)
+    except DecodeError:
+        return None
+    found: dict[str, Any] = {}
+    for name, feature in example.features.feature.items():
+        kind = feature.WhichOneof("kind")
+        values = getattr(feature, kind).value if kind else []
+        found[name] = values[0] if len(values) == 1 else list(values)
+    return found or None

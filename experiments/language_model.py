@@ -38,10 +38,11 @@ class TextDataConfig:
     """The text to train and to evaluate on.
 
     Attributes:
-        dataset: a name for `fedpax.data.load`, with the splits `train` and `heldout_split`.
+        dataset: a name for `fedpax.data.load`, with the splits `train` and `heldout_split`, such as
+            "c4/en:3.1.0" or "corpus/{split}-*.array_record".
         heldout_split: the split to evaluate on.
         field: the field of an example that contains its text.
-        tokenizer: "bytes", or the path of a `tokenizer.json`.
+        tokenizer: "bytes", or the path of a `tokenizer.json` or of a SentencePiece model.
         seq_len: tokens in a row.
         heldout_batch_size: rows that a participant evaluates at once.
         heldout_tokens: number of tokens of each set to evaluate on; None: the whole split.
@@ -260,7 +261,8 @@ class LanguageModelExperiment(Experiment):
         """Load the tokenizer, and check that the model has its tokens.
 
         Raises:
-            ValueError: the tokenizer has more tokens than the model.
+            ValueError: the tokenizer has more tokens than the model, or less than half of those of
+                weights that were trained before.
         """
         data, config = self.data, self.model
         tokenizer = load_tokenizer(data.tokenizer)
@@ -273,6 +275,13 @@ class LanguageModelExperiment(Experiment):
             raise ValueError(
                 f"data.tokenizer={data.tokenizer!r} has {tokenizer.vocab_size:,} tokens, but "
                 f"model.vocab_size={config.vocab_size:,}. {remedy}"
+            )
+        # Vocabularies of published models are padded, but by far less.
+        if config.weights is not None and tokenizer.vocab_size < config.vocab_size / 2:
+            raise ValueError(
+                f"data.tokenizer={data.tokenizer!r} has {tokenizer.vocab_size:,} tokens, but "
+                f"the weights in model.weights={config.weights!r} are for {config.vocab_size:,}. "
+                "Set --data.tokenizer to that of the weights."
             )
         return tokenizer
 

@@ -10,13 +10,22 @@ from typing import Any
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fedpax.data import LazyStream, TokenRounds, token_round_shapes, token_rounds
+from fedpax.data import (
+    LazyStream,
+    Mixture,
+    TokenRounds,
+    addressable_rows,
+    load,
+    token_round_shapes,
+    token_rounds,
+)
 from fedpax.experiments.heldout import HeldoutBatches, heldout_evaluator
 from fedpax.experiments.language_model import (
     LanguageModelExperiment,
     TextDataConfig,
     without_token_count,
 )
+from fedpax.experiments.mixtures import parse_mixture
 from fedpax.experiments.optimizers import OptimizerConfig
 from fedpax.experiments.ranges import COUNT, NON_NEGATIVE, check_ranges
 from fedpax.models.accumulation import accumulate_gradients
@@ -33,21 +42,32 @@ class TextConfig(TextDataConfig):
     Attributes:
         local_steps: optimizer steps of an island per round, H.
         batch_size: rows in a step of an island.
-        seed: random seed of the assignment of documents to islands and of their order.
+        seed: random seed of the order of documents and rows.
+        mixture: the data sets to train on, as "NAME=WEIGHT", "NAME#FIELD=WEIGHT" or
+            "NAME=WEIGHT@ROUND,WEIGHT@ROUND,..." with weights that are interpolated between rounds.
+            Weights are shares of the tokens and need not sum to 1. Default (): `dataset` alone.
+        shuffle_tokens: the window within which rows of a data set are shuffled, in tokens, over all
+            processes.
+        num_shards: parts of a data set that are read separately. Default None: the rows of a step.
     """
 
     local_steps: int = 20
     batch_size: int = 8
     seed: int = 0
+    mixture: tuple[str, ...] = ()
+    shuffle_tokens: int = 2**22
+    num_shards: int | None = None
 
     def __post_init__(self) -> None:
-        """Check the ranges.
+        """Check the ranges and the mixture.
 
         Raises:
-            ValueError: a size is below 1.
+            ValueError: a size is below 1, or the mixture is malformed.
         """
         super().__post_init__()
-        check_ranges(self, "data", local_steps=COUNT, batch_size=COUNT)
+        sizes = ("local_steps", "batch_size", "shuffle_tokens", "num_shards")
+        check_ranges(self, "data", **dict.fromkeys(sizes, COUNT))
+        parse_mixture(self.mixture)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +163,14 @@ class TextExperiment(LanguageModelExperiment):
             tokenizer = self.read_tokenizer()
             training, heldout = self.read_text(tokenizer)
             rounds = token_rounds(
-                training, seed=data.seed, field=data.field, tokenizer=tokenizer, **sizes
+                self.read_mixture() if data.mixture else training,
+                seed=data.seed,
+                field=data.field,
+                tokenizer=tokenizer,
+                shuffle_tokens=data.shuffle_tokens,
+                num_shards=data.num_shards,
+                rows=addressable_rows(batch_sharding(data.batch_size), tuple(sizes.values())),
+                **sizes,
             )
             return rounds, heldout
 
@@ -181,6 +208,15 @@ class TextExperiment(LanguageModelExperiment):
             initial=trainable.initial,
             frozen=trainable.frozen,
             whole_model=trainable.whole_model,
+        )
+
+    def read_mixture(self) -> Mixture:
+        """Open the training splits of the data sets in `data.mixture`."""
+        data, items = self.data, parse_mixture(self.data.mixture)
+        return Mixture(
+            {item.name: load(item.name, "train", data_dir=data.data_dir) for item in items},
+            {item.name: item.weight for item in items},
+            {item.name: item.field for item in items if item.field is not None},
         )
 
     def _check_divisibility(self, mesh: Mapping[str, int]) -> None:

@@ -1,0 +1,108 @@
+"""The input of experiments on text: mixtures, restarts on other meshes, and what is refused."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from array_record.python.array_record_module import ArrayRecordWriter
+from numpy.typing import NDArray
+
+from fedpax.commands.options import configure
+from fedpax.experiments.mixtures import parse_mixture
+from fedpax.experiments.pretrain import Pretraining, pretrain_text
+from fedpax.parallel.mesh import MeshConfig, default_devices
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two corpora of texts of one letter each, in files of one's own."""
+    folder = tmp_path_factory.mktemp("corpora")
+    for letter in "ab":
+        for split in ("train", "heldout"):
+            writer = ArrayRecordWriter(f"{folder}/{letter}-{split}.array_record", "group_size:1")
+            for n in range(40):
+                writer.write(letter.encode() * (100 + n))
+            writer.close()
+    return folder
+
+
+def experiment(corpora: Path, **data: Any) -> Pretraining:
+    base = pretrain_text()
+    sizes = {"local_steps": 3, "batch_size": 8, "seq_len": 16, "heldout_tokens": 256}
+    named = {"dataset": f"{corpora}/a-{{split}}.array_record"}
+    changed = dataclasses.replace(base.data, **sizes | named | data)
+    return dataclasses.replace(base, data=changed)
+
+
+def in_order(cohort: Any) -> NDArray[np.int32]:
+    """Return the rows of a round by number."""
+    inputs = cohort.batches["inputs"]
+    return inputs.transpose(1, 0, 2, 3).reshape(-1, inputs.shape[-1])
+
+
+def test_a_mixture_trains_on_its_data_sets_in_their_shares(corpora: Path) -> None:
+    names = [f"{corpora}/{letter}-{{split}}.array_record" for letter in "ab"]
+    mixed = experiment(corpora, mixture=(f"{names[0]}=1", f"{names[1]}#text=0@0,3@1"))
+    cohorts = mixed.build().cohorts
+    shares = [(in_order(next(cohorts)) == ord("b")).any(axis=1).mean() for _ in range(2)]
+    assert shares == [0.0, 0.75]
+
+
+def test_a_run_continues_on_other_islands_and_devices_with_the_next_rows(corpora: Path) -> None:
+    four = dataclasses.replace(experiment(corpora), islands=4, mesh=MeshConfig(islands=4, fsdp=2))
+    four = dataclasses.replace(four, data=dataclasses.replace(four.data, batch_size=2))
+    cohorts = four.build().cohorts
+    next(cohorts)
+    state, expected = json.loads(json.dumps(cohorts.get_state())), in_order(next(cohorts))
+    with default_devices(jax.devices()[:2]):
+        one = dataclasses.replace(experiment(corpora), mesh=MeshConfig(fsdp=2)).build().cohorts
+    one.set_state(state)
+    np.testing.assert_array_equal(in_order(next(one)), expected)
+
+
+def test_a_data_set_without_the_field_is_refused_before_training(corpora: Path) -> None:
+    name = f"{corpora}/b-train.array_record"
+    cohorts = experiment(corpora, mixture=(f"{name}#body=1",)).build().cohorts
+    with pytest.raises(KeyError, match="no field 'body', but 'text': name one of these"):
+        next(cohorts)
+    cohorts = experiment(corpora, mixture=("stdlib_txt=1",)).build().cohorts
+    with pytest.raises(ValueError, match=r"no data set 'stdlib_txt'.*Similar names: stdlib_text"):
+        next(cohorts)
+
+
+@pytest.mark.parametrize(
+    ("items", "words"),
+    [
+        (["=0.5"], "has '=0.5', which names no data set. Write NAME=WEIGHT"),
+        (["c4/en"], "has 'c4/en', which names no data set"),
+        (["a=1", "a=2"], "names 'a' twice: add its weights up"),
+        (["a=much"], "has 'a=much', whose weight 'much' is no number. Write"),
+        (["a=1,2@3"], "has 'a=1,2@3', whose weight '1,2@3' is no number"),
+        (["a=-1"], "weight of 'a' is -1.0 at round 0"),
+        (["a=0", "b=0"], "weights of 'a', 'b' sum to 0 in round 0, expected a positive sum"),
+        (["a=1@0,0@50"], "weights of 'a' sum to 0 in round 50"),
+    ],
+)
+def test_malformed_mixtures_are_refused_on_the_command_line(
+    capsys: pytest.CaptureFixture[str], items: list[str], words: str
+) -> None:
+    with pytest.raises(ValueError):
+        parse_mixture(items)
+    with pytest.raises(SystemExit) as stop:
+        configure("pretrain_text", ["--data.mixture", *items])
+    assert stop.value.code == 2
+    assert words in " ".join(capsys.readouterr().err.replace("│", "").split())
+
+
+def test_a_tokenizer_of_another_size_than_the_weights_is_refused() -> None:
+    base = pretrain_text()
+    trained = dataclasses.replace(base.model, vocab_size=32_000, weights="models/base")
+    with pytest.raises(ValueError, match=r"has 256 tokens.*for 32,000.*that of the weights"):
+        dataclasses.replace(base, model=trained).read_tokenizer()
+    larger = dataclasses.replace(base.model, vocab_size=200)
+    with pytest.raises(ValueError, match=r"model.vocab_size=200.*Set --model.vocab_size to at"):
+        dataclasses.replace(base, model=larger).read_tokenizer()

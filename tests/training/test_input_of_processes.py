@@ -1,0 +1,58 @@
+"""Several processes each read their own rows of a text, and resume with another number."""
+
+import json
+from pathlib import Path
+
+import chex
+import pytest
+from several_processes import finish, start
+
+from fedpax.commands.options import configure
+from fedpax.training.checkpoint import load_params
+from fedpax.training.trainer import train
+
+pytestmark = pytest.mark.slow
+
+ARGUMENTS = (
+    "--islands=2",
+    "--mesh.islands=2",
+    "--mesh.fsdp=4",
+    "--data.batch_size=4",
+    "--data.seq_len=16",
+    "--data.heldout_tokens=1024",
+    "--data.heldout_batch_size=4",
+    "--data.mixture",
+    "stdlib_text=2",
+    "stdlib_text:1.0.0=1",
+    "--model.num_layers=1",
+    "--model.embed_dim=16",
+    "--model.mlp_dim=32",
+    "--training.evaluate_every=0",
+    "--training.checkpoint_every=0",
+)
+
+
+def arguments(rounds: int) -> list[str]:
+    return [*ARGUMENTS, f"--training.rounds={rounds}"]
+
+
+def stream_of(folder: Path, round_number: int) -> dict:
+    """Return the stream's position in a checkpoint."""
+    (path,) = (folder / "checkpoints" / str(round_number)).glob("progress/metadata")
+    return json.loads(path.read_text())["stream"]
+
+
+def test_processes_read_the_rows_of_one_process_and_resume_each_other(tmp_path: Path) -> None:
+    one, several = tmp_path / "one", tmp_path / "several"
+    train(configure("diloco_text", arguments(6)), one, exp="diloco_text")
+    for processes, rounds in ((2, 2), (1, 4), (4, 6)):
+        if processes == 1:
+            train(configure("diloco_text", arguments(rounds)), several, exp="diloco_text")
+            continue
+        ends = finish(start(processes, several, *arguments(rounds), exp="diloco_text"))
+        assert [status for status, _, _ in ends] == [0] * processes, ends
+        known = stream_of(several, rounds)["shards"]
+        assert all(None not in positions for positions in known.values())
+    assert stream_of(several, 6) == stream_of(one, 6)
+    # Collectives between processes add in another order.
+    chex.assert_trees_all_close(load_params(several), load_params(one), rtol=0, atol=1e-5)

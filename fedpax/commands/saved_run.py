@@ -29,6 +29,7 @@ from fedpax.training.configuration import (
 )
 from fedpax.training.console import print_error
 from fedpax.training.experiment import Experiment, Run
+from fedpax.training.job_dir import is_in_use
 
 
 class SavedRun(NamedTuple):
@@ -160,14 +161,24 @@ def load_saved_params(saved: SavedRun, run: Run, round_number: int) -> Params:
         The parameters, as `run.init` returns them.
 
     Raises:
-        UsageError: the checkpoint's files are damaged.
+        UsageError: the checkpoint's files are damaged, or a run that trains has removed them.
         ValueError: the parameters are those of another model.
     """
     like = with_shardings(jax.eval_shape(run.init, jax.random.key(0)), run.shardings.params)
     try:
         return load_params(saved.folder, round_number, like)
-    except DamagedCheckpointError as error:
+    except (DamagedCheckpointError, FileNotFoundError) as error:
         folder = saved.folder / FOLDER
+        rounds = complete_rounds(folder)
+        if is_in_use(saved.folder) and max(rounds, default=0) > round_number:
+            raise UsageError(
+                f"The checkpoint of round {round_number} cannot be read: the run in {saved.folder} "
+                "trains, and has removed it or was removing it. Run the command again for the "
+                f"newest, of round {rounds[-1]}, or give a --round that the run keeps "
+                "(--training.keep_every)."
+            ) from error
+        if isinstance(error, FileNotFoundError):
+            raise
         before = [n for n in reversed(complete_rounds(folder)) if n < round_number]
         whole = next((n for n in before if find_damage(folder / str(n)) is None), None)
         other = "" if whole is None else f" --round={whole} reads the newest whole one before it."

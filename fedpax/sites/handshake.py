@@ -42,22 +42,21 @@ def _attempt(
     with connected:
         try:
             if certificates is None:
-                return _ask_for_settings(connected, address, "without certificates")
+                return _ask_for_tls(connected, address)
             context = ssl.create_default_context(cafile=certificates / "authority.pem")
             context.load_cert_chain(certificates / "certificate.pem", certificates / "key.pem")
             context.set_alpn_protocols(["h2"])
             with context.wrap_socket(connected, server_hostname=server_name) as encrypted:
-                name = f"with the certificate in {certificates}"
-                return _ask_for_settings(encrypted, address, name)
+                return _ask_for_settings(encrypted, address, certificates)
         except ssl.SSLCertVerificationError as error:
             return (
                 f"the certificate of the server at {address} is not accepted: "
-                f"{error.verify_message}. Use certificates of one authority on both sides "
-                "(`fedpax certificates`), and for the server one with the name "
+                f"{error.verify_message.rstrip('.')}. Use certificates of one authority on both "
+                "sides (`fedpax certificates`), and for the server one with the name "
                 f"{server_name!r}."
             )
         except ssl.SSLError as error:
-            if error.reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE"):
+            if certificates is not None and error.reason == "WRONG_VERSION_NUMBER":
                 return (
                     f"the server at {address} does not use TLS. Start it with --certificates, or "
                     "check the port."
@@ -67,8 +66,20 @@ def _attempt(
             return None
 
 
-def _ask_for_settings(connected: socket.socket, address: str, credentials: str) -> str | None:
-    """Begin HTTP/2. A server that accepts the credentials answers with its settings at once."""
+def _ask_for_tls(connected: socket.socket, address: str) -> str:
+    """Begin TLS. Only a server with certificates answers; others raise an OSError."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    context.wrap_socket(connected).close()
+    return (
+        f"the server at {address} refuses connections without certificates. Pass this site's "
+        "folder of `fedpax certificates` as --certificates."
+    )
+
+
+def _ask_for_settings(connected: socket.socket, address: str, certificates: Path) -> str | None:
+    """Begin HTTP/2. A server that accepts the certificate answers with its settings at once."""
     try:
         connected.sendall(_HTTP2_PREFACE)
         accepted = bool(connected.recv(1))
@@ -79,6 +90,6 @@ def _ask_for_settings(connected: socket.socket, address: str, credentials: str) 
     if accepted:
         return None
     return (
-        f"the server at {address} refuses connections {credentials}. Use a certificate of the "
+        f"the server at {address} refuses the certificate in {certificates}. Use one of the "
         "server's authority that has not expired (`fedpax certificates`)."
     )

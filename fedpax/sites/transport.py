@@ -6,6 +6,7 @@ import importlib
 import ipaddress
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -145,7 +146,11 @@ class Connection:
 
     def close(self) -> None:
         """Close the connection; calls in progress raise `DisconnectedError`."""
-        self._channel.close()
+        # gRPC waits until the operating system has taken what it sends: on a stalled network, until
+        # keepalive closes the socket.
+        closing = threading.Thread(target=self._channel.close, daemon=True)
+        closing.start()
+        closing.join(1.0)
 
     def __enter__(self) -> "Connection":
         return self
@@ -178,8 +183,9 @@ def serve(
             accepted.
         max_message_bytes: limit on the arrays of a message, in both directions.
         max_calls: number of calls handled at once; further ones wait.
-        keepalive: seconds without traffic after which a peer is asked for a sign of life, and the
-            seconds it has for the answer.
+        keepalive: seconds without traffic after which a peer is asked for a sign of life. It has
+            three times as long for the answer, since a slow network can hold it back; then its
+            connection is closed.
 
     Returns:
         The server, a context manager that closes it.
@@ -251,8 +257,9 @@ def connect(
         server_name: the name in the server's certificate. Default None: the host of `address`. Set
             it if the server is reached through a tunnel or by another name.
         max_message_bytes: limit on the arrays of a message, in both directions.
-        keepalive: seconds without traffic after which the server is asked for a sign of life, and
-            the seconds it has for the answer.
+        keepalive: seconds without traffic after which the server is asked for a sign of life. It
+            has three times as long for the answer; then calls raise `DisconnectedError`, whatever
+            their timeout. A connection that the server's machine closes is noticed at once.
 
     Returns:
         The connection, a context manager that closes it.
@@ -273,7 +280,7 @@ def connect(
         ("grpc.enable_retries", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 10_000),  # time for a connection attempt
-        ("grpc.max_reconnect_backoff_ms", 2000),
+        ("grpc.max_reconnect_backoff_ms", 1000),
     ]
     if certificates is None:
         options.append(("grpc.enable_http_proxy", 0))
@@ -364,7 +371,8 @@ def _options(keepalive: float) -> list[tuple[str, Any]]:
         ("grpc.max_receive_message_length", CHECKSUM_BYTES + CHUNK_BYTES),
         ("grpc.max_send_message_length", CHECKSUM_BYTES + CHUNK_BYTES),
         ("grpc.keepalive_time_ms", round(1000 * keepalive)),
-        ("grpc.keepalive_timeout_ms", round(1000 * keepalive)),
+        ("grpc.keepalive_timeout_ms", round(3000 * keepalive)),  # also TCP's user timeout
+        ("grpc.http2.ping_timeout_ms", round(3000 * keepalive)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
     ]

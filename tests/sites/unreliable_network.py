@@ -1,0 +1,115 @@
+"""A TCP proxy that cuts, stalls, delays and throttles the connections through it."""
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+
+class UnreliableNetwork:
+    """A proxy from a local port to a server. Set its attributes at any time.
+
+    Attributes:
+        port: the port of the proxy on 127.0.0.1.
+        delay: seconds that each block of bytes waits, in each direction.
+        bytes_per_second: the rate of each connection and direction; None: no limit.
+        is_cut: connections are closed, and new ones at once.
+        is_stalled: nothing is forwarded, and no connection is closed.
+        num_connections: number of connections so far.
+    """
+
+    def __init__(self, server_port: int) -> None:
+        self.delay = 0.0
+        self.bytes_per_second: float | None = None
+        self.is_cut = False
+        self.is_stalled = False
+        self.num_connections = 0
+        self._server_port = server_port
+        self._closed = False
+        self._pairs: set[tuple[socket.socket, socket.socket]] = set()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> None:
+        """Close all connections, and new ones at once."""
+        self.is_cut = True
+        for pair in list(self._pairs):
+            _close(*pair)
+
+    def restore(self) -> None:
+        """Accept connections again, and forward without limits."""
+        self.is_cut = self.is_stalled = False
+        self.delay, self.bytes_per_second = 0.0, None
+
+    def close(self) -> None:
+        """Close the proxy and all connections."""
+        self._closed = True
+        _close(self._listener)
+        self.cut()
+
+    def __enter__(self) -> "UnreliableNetwork":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            self.num_connections += 1
+            try:
+                if self.is_cut:
+                    raise ConnectionError
+                server = socket.create_connection(("127.0.0.1", self._server_port), 5)
+                server.settimeout(None)
+            except OSError:
+                client.close()
+                continue
+            pair = client, server
+            self._pairs.add(pair)
+            for source, sink in (pair, pair[::-1]):
+                # Small buffers: otherwise they hide a slow network for megabytes.
+                for end in pair:
+                    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+                threading.Thread(
+                    target=self._forward, args=(source, sink, pair), daemon=True
+                ).start()
+
+    def _forward(
+        self,
+        source: socket.socket,
+        sink: socket.socket,
+        pair: tuple[socket.socket, socket.socket],
+    ) -> None:
+        with contextlib.suppress(OSError):
+            while block := source.recv(1 << 14 if self.bytes_per_second else 1 << 18):
+                if self.bytes_per_second:
+                    time.sleep(len(block) / self.bytes_per_second)
+                if self.delay:
+                    time.sleep(self.delay)
+                while self.is_stalled and not self.is_cut:
+                    time.sleep(0.01)
+                sink.sendall(block)
+        _close(*pair)
+        self._pairs.discard(pair)
+
+
+def _close(*ends: socket.socket) -> None:
+    for end in ends:
+        with contextlib.suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
+        end.close()
+
+
+@contextlib.contextmanager
+def raw_connection(port: int, content: bytes) -> Iterator[socket.socket]:
+    """Connect to a port and send bytes, as a stranger does."""
+    with socket.create_connection(("127.0.0.1", port), 5) as stranger:
+        with contextlib.suppress(OSError):
+            stranger.sendall(content)
+        yield stranger

@@ -10,6 +10,7 @@ from fedpax.algorithms.branch_train_merge import (
 )
 from fedpax.algorithms.data_parallel import data_parallel
 from fedpax.algorithms.decoupled_diloco import decoupled_diloco
+from fedpax.algorithms.decoupled_parts import decoupled_diloco_parts
 from fedpax.algorithms.diloco import diloco
 from fedpax.algorithms.directional_mean import directional_mean
 from fedpax.algorithms.ditto import ditto
@@ -51,6 +52,7 @@ __all__ = [
     "choose_cluster",
     "data_parallel",
     "decoupled_diloco",
+    "decoupled_diloco_parts",
     "diloco",
     "directional_mean",
     "ditto",

@@ -8,6 +8,8 @@ COMMANDS = {
     "train": "fedpax.commands.train:train",
     "compare": "fedpax.commands.compare:compare",
     "plan": "fedpax.commands.plan:plan",
+    "syncer": "fedpax.commands.syncer:syncer",
+    "join": "fedpax.commands.join:join",
     "show": "fedpax.commands.show:show",
     "evaluate": "fedpax.commands.evaluate:evaluate",
     "generate": "fedpax.commands.generate:generate",

@@ -1,7 +1,7 @@
 """The parts of a multi-island method, for islands with runtimes of their own."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import chex
 import jax
@@ -10,7 +10,6 @@ from jaxtyping import Array, Float
 
 from fedpax.aggregators import Aggregator
 from fedpax.aggregators.codecs import Codec
-from fedpax.training.algorithm import Metrics, Params
 
 
 class FragmentLike(Protocol):
@@ -29,7 +28,7 @@ class Report(Protocol):
     """The metrics of some inner steps, averaged, and their number."""
 
     @property
-    def metrics(self) -> Metrics:
+    def metrics(self) -> dict[str, jax.Array]:
         """Scalars by name, with `"loss"`."""
         ...
 
@@ -55,7 +54,8 @@ class AlgorithmParts(NamedTuple):
         islands: number of shards of the data, and the largest number of islands.
         init_inner: `params -> inner_state` of one island.
         inner_steps: `(params, inner_state, batches, num_steps) -> (params, inner_state, report)`
-            of one island; leaves of `batches` are `[steps, batch, ...]`.
+            of one island; leaves of `batches` are `[steps, batch, ...]`. In a run with frozen
+            values (`with_frozen_argument`) they are one more argument.
         make_fragments: `params -> fragments`; only the parameters' structure and shapes are read.
         outer_optimizer: steps each fragment of the outer model, with a state of its own.
         aggregator: merges the islands' outer gradients of a fragment, weighted by tokens^2 / steps.
@@ -74,12 +74,9 @@ class AlgorithmParts(NamedTuple):
     """
 
     islands: int
-    init_inner: Callable[[Params], optax.OptState]
-    inner_steps: Callable[
-        [Params, optax.OptState, chex.ArrayTree, jax.Array | None],
-        tuple[Params, optax.OptState, Report],
-    ]
-    make_fragments: Callable[[Params], Sequence[FragmentLike]]
+    init_inner: Callable[[chex.ArrayTree], optax.OptState]
+    inner_steps: Callable[..., tuple[Any, optax.OptState, Report]]
+    make_fragments: Callable[[chex.ArrayTree], Sequence[FragmentLike]]
     outer_optimizer: optax.GradientTransformation
     aggregator: Aggregator
     steps_per_sync: int

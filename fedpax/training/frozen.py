@@ -38,7 +38,8 @@ def with_frozen_argument(
 
     Returns:
         `init(params)` and `round(state, cohort, frozen)`. A `Run` with this algorithm has the
-        frozen values as `Run.frozen`.
+        frozen values as `Run.frozen`. The inner steps of its `parts`, if the method has some, take
+        them as their last argument.
 
     Example:
         Clients learn an offset; the frozen value scales it:
@@ -67,5 +68,15 @@ def with_frozen_argument(
     ) -> tuple[State, Metrics]:
         return make(frozen).round(state, cohort)
 
+    def inner_steps_with_frozen(*arguments: Any) -> Any:
+        *others, frozen = arguments
+        parts = make(frozen).parts
+        assert parts is not None
+        return parts.inner_steps(*others)
+
     frozen_round: Any = round_with_frozen
-    return FederatedAlgorithm(make(shapes).init, frozen_round)
+    algorithm = make(shapes)
+    parts = algorithm.parts
+    if parts is not None:
+        parts = parts._replace(inner_steps=inner_steps_with_frozen)
+    return FederatedAlgorithm(algorithm.init, frozen_round, parts)

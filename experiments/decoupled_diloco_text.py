@@ -1,0 +1,162 @@
+"""Decoupled DiLoCo on text: islands with runtimes of their own, or simulated in one program."""
+
+import dataclasses
+from typing import Literal
+
+import optax
+
+from fedpax.aggregators import Aggregator, codecs, coordinate_median, mean, trimmed_mean
+from fedpax.algorithms import (
+    decoupled_diloco,
+    decoupled_diloco_parts,
+    directional_mean,
+    layer_fragments,
+)
+from fedpax.experiments.diloco_text import diloco_text
+from fedpax.experiments.optimizers import OptimizerConfig
+from fedpax.experiments.ranges import (
+    COUNT,
+    COUNT_OR_ZERO,
+    DECAY,
+    NON_NEGATIVE,
+    POSITIVE,
+    check_ranges,
+)
+from fedpax.experiments.text import TextExperiment
+from fedpax.parallel.mesh import MeshConfig
+from fedpax.training.algorithm import FederatedAlgorithm, LossFn
+from fedpax.training.experiment import TrainingConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoupledConfig:
+    """Decoupled DiLoCo: its fragments, its merge, and when the syncer merges.
+
+    Attributes:
+        fragments: number of fragments, P, as in `StreamingConfig`. `data.local_steps` is a multiple
+            of it.
+        pattern: how layers are dealt to fragments.
+        merge: how the islands' outer gradients are combined. A median or a trimmed mean bounds the
+            influence of a few islands that send anything.
+        compression: format of an update on the wire, for `fedpax join`. `fedpax train` computes
+            with float32.
+        error_feedback: whether an island adds what the compression dropped to its next update.
+        learning_rate: outer learning rate.
+        momentum: Nesterov momentum of the outer optimizer; 0 is plain SGD.
+        quorum: islands that have to send a fragment before it is merged.
+        grace_seconds: seconds that the syncer waits for the other islands beyond the quorum.
+        max_steps_ahead: inner steps that an island takes at most beyond the last merge that it has
+            received; at least local steps / P, which waits for every merge.
+        max_staleness: an update is dropped if its fragment was merged more often than this since.
+        max_norm: an update with a larger L2 norm is dropped. Default None: any finite norm.
+    """
+
+    fragments: int = 4
+    pattern: Literal["strided", "sequential"] = "strided"
+    merge: Literal["directional", "mean", "median", "trimmed_mean"] = "directional"
+    compression: Literal["float32", "e3m0"] = "float32"
+    error_feedback: bool = False
+    learning_rate: float = 0.4
+    momentum: float = 0.9
+    quorum: int = 1
+    grace_seconds: float = 0.5
+    max_steps_ahead: int | None = None
+    max_staleness: int = 4
+    max_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check the ranges.
+
+        Raises:
+            ValueError: a number is NaN or out of range.
+        """
+        check_ranges(
+            self,
+            "decoupled",
+            fragments=COUNT,
+            learning_rate=POSITIVE,
+            momentum=DECAY,
+            quorum=COUNT,
+            grace_seconds=NON_NEGATIVE,
+            max_steps_ahead=COUNT,
+            max_staleness=COUNT_OR_ZERO,
+            max_norm=POSITIVE,
+        )
+
+    def aggregator(self) -> Aggregator:
+        """Make the aggregator of the outer gradients."""
+        return {
+            "directional": directional_mean,
+            "mean": mean,
+            "median": coordinate_median,
+            "trimmed_mean": lambda: trimmed_mean(0.25),
+        }[self.merge]()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoupledDiLoCoText(TextExperiment):
+    """Islands whose fragments a syncer merges when a quorum has sent them.
+
+    Attributes:
+        decoupled: the method's settings.
+    """
+
+    decoupled: DecoupledConfig = DecoupledConfig()
+
+    def make_algorithm(
+        self, loss_fn: LossFn, optimizer: optax.GradientTransformation
+    ) -> FederatedAlgorithm:
+        """Make Decoupled DiLoCo, with its parts for `fedpax syncer` and `fedpax join`."""
+        decoupled, local_steps = self.decoupled, self.data.local_steps
+        if local_steps % decoupled.fragments:
+            raise ValueError(
+                f"data.local_steps={local_steps} is no multiple of decoupled.fragments="
+                f"{decoupled.fragments}, expected the same number of steps before each merge. Set "
+                f"--data.local_steps to a multiple of {decoupled.fragments}."
+            )
+        outer = optax.sgd(decoupled.learning_rate, momentum=decoupled.momentum, nesterov=True)
+        fragments = layer_fragments(decoupled.fragments, decoupled.pattern)
+        parts = decoupled_diloco_parts(
+            loss_fn,
+            islands=self.islands,
+            inner_optimizer=optimizer,
+            steps_per_sync=local_steps // decoupled.fragments,
+            outer_optimizer=outer,
+            fragments=fragments,
+            aggregator=decoupled.aggregator(),
+            codec=codecs.e3m0() if decoupled.compression == "e3m0" else None,
+            error_feedback=decoupled.error_feedback,
+            quorum=decoupled.quorum,
+            grace_seconds=decoupled.grace_seconds,
+            max_steps_ahead=decoupled.max_steps_ahead,
+            max_staleness=decoupled.max_staleness,
+            max_norm=decoupled.max_norm,
+        )
+        algorithm = decoupled_diloco(
+            loss_fn,
+            islands=self.islands,
+            inner_optimizer=optimizer,
+            outer_optimizer=outer,
+            fragments=fragments,
+            aggregator=decoupled.aggregator(),
+        )
+        return algorithm._replace(parts=parts)
+
+
+def decoupled_diloco_text() -> DecoupledDiLoCoText:
+    """Decoupled DiLoCo: 4 islands, one device each, a merge every 8 steps.
+
+    For `fedpax syncer` and `fedpax join`; `fedpax train` runs it with islands that never fail. A
+    round merges each of 4 fragments once. A fragment is merged when 2 islands have sent it, and all
+    others that are up, or half a second later.
+    """
+    base = diloco_text()
+    return DecoupledDiLoCoText(
+        islands=4,
+        mesh=MeshConfig(islands=4),
+        model=base.model,
+        data=dataclasses.replace(base.data, local_steps=32),
+        optimizer=OptimizerConfig(learning_rate=2e-3),
+        decoupled=DecoupledConfig(quorum=2),
+        training=TrainingConfig(rounds=28, evaluate_every=7, checkpoint_every=4),
+    )

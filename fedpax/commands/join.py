@@ -1,0 +1,71 @@
+"""`fedpax join`: train one island of an experiment, which a syncer merges with others."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from absl import flags
+
+from fedpax.commands.compilation_cache import enable_compilation_cache
+from fedpax.commands.devices import provide_devices
+from fedpax.commands.options import (
+    UsageError,
+    allowed_changes,
+    check_job_log_dir,
+    configure,
+    define_training_flags,
+    parse,
+)
+from fedpax.training.configuration import resolve_job_log_dir
+from fedpax.training.console import print_line
+
+
+def join(arguments: Sequence[str]) -> int:
+    """Train an island until its syncer has finished, and print the result.
+
+    Args:
+        arguments: the arguments after `join`.
+
+    Returns:
+        The exit status.
+    """
+    options, fields = parse("join", arguments, define_flags)
+    experiment = configure(options.exp, fields, options.job_log_dir)
+    check_job_log_dir(options)
+    if not options.syncer:
+        raise UsageError(
+            "`fedpax join` has no --syncer, expected the address of a `fedpax syncer`. Give for "
+            "example --syncer=127.0.0.1:7000."
+        )
+    enable_compilation_cache()
+    provide_devices(dataclasses.replace(experiment.mesh, islands=1))
+    from fedpax.sites.join import join as join_syncer
+
+    result = join_syncer(
+        experiment,
+        resolve_job_log_dir(options.job_log_dir),
+        options.syncer,
+        exp=options.exp,
+        name=options.name,
+        shard=options.shard,
+        certificates=options.certificates,
+        server_name=options.server_name,
+        allow_config_change=allowed_changes(options),
+    )
+    trained = f"{result.rounds} rounds of this island are saved in {options.job_log_dir}"
+    if result.signal is not None:
+        print_line(f"{result.signal.name}: {trained}. Run the same command again to return.")
+        return 128 + result.signal
+    print_line(f"Finished: the syncer has done all merges; {trained}.")
+    return 0
+
+
+def define_flags(options: flags.FlagValues) -> None:
+    """Define the flags of the command."""
+    define_training_flags(options)
+    flags.DEFINE_string("syncer", None, "HOST:PORT of the syncer.", flag_values=options)
+    flags.DEFINE_string("name", None, "The island's name.", flag_values=options)
+    flags.DEFINE_integer("shard", None, "The shard of the data.", 0, flag_values=options)
+    flags.DEFINE_string("certificates", None, "The certificate's folder.", flag_values=options)
+    flags.DEFINE_string(
+        "server_name", None, "The name in the syncer's certificate.", flag_values=options
+    )

@@ -1,0 +1,74 @@
+"""`fedpax syncer`: serve the outer model of an experiment to islands that join."""
+
+import os
+from collections.abc import Sequence
+
+from absl import flags
+
+from fedpax.commands.options import (
+    UsageError,
+    allowed_changes,
+    check_job_log_dir,
+    configure,
+    define_training_flags,
+    parse,
+)
+from fedpax.training.configuration import resolve_job_log_dir
+from fedpax.training.console import print_line
+
+
+def syncer(arguments: Sequence[str]) -> int:
+    """Serve an experiment until all of its merges are done, and print the result.
+
+    Args:
+        arguments: the arguments after `syncer`.
+
+    Returns:
+        The exit status.
+    """
+    options, fields = parse("syncer", arguments, define_flags)
+    experiment = configure(options.exp, fields, options.job_log_dir)
+    check_job_log_dir(options)
+    if not options.listen:
+        raise UsageError(
+            "`fedpax syncer` has no --listen, expected the address for islands. Give for example "
+            "--listen=127.0.0.1:7000, or with --certificates --listen=0.0.0.0:7000."
+        )
+    # The outer model lies in the host's memory: leave accelerators to others.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from fedpax.commands.compilation_cache import enable_compilation_cache
+    from fedpax.sites.run_syncer import run_syncer
+
+    enable_compilation_cache()
+    result = run_syncer(
+        experiment,
+        resolve_job_log_dir(options.job_log_dir),
+        options.listen,
+        exp=options.exp,
+        certificates=options.certificates,
+        allow_config_change=allowed_changes(options),
+        heartbeat_seconds=options.heartbeat_seconds,
+    )
+    completed = f"{result.rounds} of {experiment.training.rounds} rounds"
+    if result.signal is not None:
+        print_line(
+            f"{result.signal.name}: every merge so far is saved in {options.job_log_dir}, "
+            f"{completed}. Run the same command again to resume."
+        )
+        return 128 + result.signal
+    print_line(f"Finished {completed} in {options.job_log_dir}.")
+    return 0
+
+
+def define_flags(options: flags.FlagValues) -> None:
+    """Define the flags of the command."""
+    define_training_flags(options)
+    flags.DEFINE_string("listen", None, "HOST:PORT to listen at.", flag_values=options)
+    flags.DEFINE_string("certificates", None, "The certificate's folder.", flag_values=options)
+    flags.DEFINE_float(
+        "heartbeat_seconds",
+        1.0,
+        "Seconds between an island's heartbeats.",
+        lower_bound=0.05,
+        flag_values=options,
+    )

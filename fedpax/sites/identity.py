@@ -1,0 +1,94 @@
+"""The identity of a run: what syncer and islands must have in common."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+import fedpax
+from fedpax.training.algorithm import Params
+from fedpax.training.configuration import flatten, to_json
+from fedpax.training.experiment import Experiment
+
+LOCAL = (
+    "mesh",
+    "training.checkpoint_every",
+    "training.evaluate_every",
+    "training.keep_checkpoints",
+    "training.stop_on_non_finite",
+    "data.data_dir",
+    "model.weights",
+)
+"""Fields of an experiment that may differ between sites; a path stands for all fields below it."""
+
+
+class Identity(NamedTuple):
+    """What syncer and islands must have in common.
+
+    Attributes:
+        version: the version of fedpax.
+        experiment: the fields of the experiment by path, except `LOCAL`.
+        model: dtype and shape of each parameter by path.
+    """
+
+    version: str
+    experiment: Mapping[str, Any]
+    model: Mapping[str, str]
+
+
+def identify(experiment: Experiment, params: Params) -> Identity:
+    """Return the identity of a run.
+
+    Args:
+        experiment: the experiment.
+        params: the parameters, or their shapes and dtypes.
+    """
+    fields = {
+        path: value
+        for path, value in flatten(to_json(experiment))
+        if not any(path == name or path.startswith(f"{name}.") for name in LOCAL)
+    }
+    model = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): f"{x.dtype}{list(x.shape)}"
+        for path, x in jax.tree.leaves_with_path(params)
+    }
+    return Identity(fedpax.__version__, fields, model)
+
+
+def find_difference(own: Identity, other: Mapping[str, Any]) -> str | None:
+    """Compare the identity of an island with that of the syncer.
+
+    Args:
+        own: the syncer's.
+        other: the island's, as `Identity._asdict` returns it.
+
+    Returns:
+        The first differences in words, with the remedy; None if there is none.
+
+    Example:
+        >>> own = Identity("1.0", {"islands": 4}, {"w": "float32[3]"})
+        >>> find_difference(own, own._replace(experiment={"islands": 2})._asdict())
+        'this island has another configuration: islands is 2, and 4 at the syncer. Give `fedpax \
+join` the flags of `fedpax syncer`.'
+    """
+    if other.get("version") != own.version:
+        return (
+            f"this island has fedpax {str(other.get('version'))[:50]}, and the syncer has "
+            f"{own.version}. Install the same version on both sides."
+        )
+    for field, name, remedy in (
+        ("experiment", "configuration", "Give `fedpax join` the flags of `fedpax syncer`."),
+        ("model", "model", "Use the same code and the same flags on both sides."),
+    ):
+        mine, found = getattr(own, field), other.get(field)
+        theirs = found if isinstance(found, dict) else {}
+        paths = [path for path in {**mine, **theirs} if mine.get(path) != theirs.get(path)]
+        if paths:
+            shown = ", ".join(
+                f"{path} is {theirs.get(path, 'missing')}, and {mine.get(path, 'missing')} at the "
+                "syncer"
+                for path in paths[:5]
+            )
+            more = f", and {len(paths) - 5} more differ" if len(paths) > 5 else ""
+            return f"this island has another {name}: {shown[:1000]}{more}. {remedy}"
+    return None

@@ -1,0 +1,177 @@
+"""An island: takes inner steps, sends its progress, and adds the merged fragments to its model."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import chex
+
+from fedpax.sites.link import Link
+from fedpax.sites.local_model import LocalModel, LocalState
+from fedpax.sites.progress_ledger import Ledger
+from fedpax.training.algorithm_parts import AlgorithmParts, Report
+
+DEFAULT_PHASES_AHEAD = 32
+"""Multiple of S that an island trains beyond its last merge, if `max_steps_ahead` is None."""
+
+
+class Island:
+    """The training of one island, one phase of S inner steps at a time.
+
+    No call waits for the network. `is_ahead` says when the next phase has to wait for a merge.
+
+    Args:
+        parts: the method.
+        model: the compiled functions of the island.
+        link: the link to the syncer.
+        shard: the island's shard.
+        process: identifies this process, the `incarnation` of its messages.
+        tokens_per_step: tokens of an inner step.
+
+    Attributes:
+        state: the island's state, on its devices.
+        ledger: what was sent and what was not.
+        steps: inner steps of this process.
+        dropped: reasons for which the syncer has not applied updates, with their numbers.
+    """
+
+    def __init__(
+        self,
+        parts: AlgorithmParts,
+        model: LocalModel,
+        link: Link,
+        *,
+        shard: int,
+        process: str,
+        tokens_per_step: float,
+    ) -> None:
+        self._parts, self._model, self._link = parts, model, link
+        self._shard, self._process, self._tokens = shard, process, tokens_per_step
+        self._most_ahead = parts.max_steps_ahead or DEFAULT_PHASES_AHEAD * parts.steps_per_sync
+        self._steps_since_merge = 0
+        self._clock = time.monotonic()
+        self._unsent: list[tuple[dict[str, Any], Mapping[str, Any], Report]] = []
+        self._report: Report | None = None
+        self.ledger = Ledger(len(model.formats), parts.steps_per_sync)
+        self.state: LocalState = model.init()
+        self.steps = 0
+        self.dropped: dict[str, int] = {}
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a phase now would exceed the steps that may be taken without a merge."""
+        return self._steps_since_merge + self._parts.steps_per_sync > self._most_ahead
+
+    @property
+    def has_model(self) -> bool:
+        """Whether all fragments of the outer model have arrived."""
+        return min(self.ledger.versions()) >= 0
+
+    def restore(
+        self, state: LocalState, ledger: Mapping[str, Any], received: Mapping[int, tuple[str, int]]
+    ) -> None:
+        """Restore a saved state, without the progress that the syncer may have already.
+
+        Args:
+            state: the saved state.
+            ledger: the saved ledger.
+            received: the newest update of each fragment that the syncer has from this island. A
+                fragment of which another one was the newest when the state was saved loses its
+                unsent progress: a part of it was sent after that.
+        """
+        self.ledger.restore(dict(ledger))
+        fragments = self.ledger.fragments
+        changed = frozenset(
+            p
+            for p, fragment in enumerate(fragments)
+            if received.get(p, ("", 0)) != fragment.last_sent
+        )
+        self.state = self._model.forget(state, changed)
+        for p in changed:
+            fragments[p].forget()
+
+    def receive(self) -> None:
+        """Add the fragments that have arrived to the model."""
+        for reason, merge in self._link.take_dropped():
+            self.ledger.was_dropped(merge)
+            self.dropped[reason] = self.dropped.get(reason, 0) + 1
+            self._steps_since_merge = 0  # else an island that waits for this merge never goes on
+        for fragment in self._link.take_fragments():
+            self.state = self._model.receive(self.state, fragment.index, fragment.arrays)
+            self.ledger.received(fragment.index, fragment.version)
+            self._steps_since_merge = 0
+
+    def train(self, batches: chex.ArrayTree, start: int = 0, *frozen: Any) -> Report:
+        """Take the S inner steps of a phase, and send a fragment if its time has come.
+
+        The devices compute the phase while the arrays of the phase before are sent.
+
+        Args:
+            batches: the batches, `[steps, batch, ...]`.
+            start: the first of the S batches of this phase. Default 0.
+            *frozen: the run's frozen values, if it has some.
+
+        Returns:
+            The report of the steps, still being computed.
+        """
+        self.state, report = self._model.take_steps(self.state, batches, start, *frozen)
+        self._report = report
+        self.steps += self._parts.steps_per_sync
+        self._steps_since_merge += self._parts.steps_per_sync
+        self.ledger.add_steps(self._parts.steps_per_sync, self._parts.steps_per_sync * self._tokens)
+        self._hand_over()  # the phase before: the devices have the next one now
+        self.receive()
+        self.send()
+        now = time.monotonic()
+        self._link.report(self.steps, now - self._clock)
+        self._clock = now
+        return report
+
+    def send(self) -> None:
+        """Encode the fragment that is merged next, if it has progress and the link is free."""
+        if self._report is None or self._unsent or not self._link.can_send:
+            return
+        count = len(self.ledger.fragments)
+        merge = self.ledger.next_merge(self._link.merges)
+        if merge is not None and self.ledger.fragments[merge % count].steps:
+            self._encode(merge % count, merge)
+        starved = self.ledger.starved_fragment(but=None if merge is None else merge % count)
+        if starved is not None:
+            self._encode(starved, None)
+        if self.is_ahead:
+            self._hand_over()
+
+    def _encode(self, p: int, merge: int | None) -> None:
+        """Dispatch the encoding of fragment p behind the steps so far."""
+        assert self._report is not None
+        own = self.ledger.fragments[p]
+        header = {
+            "fragment": p,
+            "target": merge,
+            # A fragment that is sent beside counts as late.
+            "merge": max(self._link.merges - 1, 0) if merge is None else merge,
+            "count": own.version,
+            "base": own.base,
+            "tokens": own.tokens,
+            "update_steps": own.steps,
+        }
+        self.state, arrays = self._model.encode(self.state, p, self._shard, own.version)
+        for array in arrays.values():
+            array.copy_to_host_async()
+        self.ledger.sent(p, self._process, merge)
+        header["sequence"] = self.ledger.sequence
+        self._unsent.append((header, arrays, self._report))
+
+    def finish(self, seconds: float) -> None:
+        """Send what is encoded, and wait until the syncer has it, at most some seconds."""
+        self._hand_over()
+        deadline = time.monotonic() + seconds
+        while not self._link.can_send and time.monotonic() < deadline and self._link.connected:
+            time.sleep(0.01)
+
+    def _hand_over(self) -> None:
+        """Give the encoded updates to the link, with the loss of their last phase."""
+        for header, arrays, report in self._unsent:
+            loss = float(report.metrics["loss"])
+            self._link.send({**header, "loss": loss if abs(loss) < float("inf") else None}, arrays)
+        self._unsent = []

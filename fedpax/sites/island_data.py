@@ -1,0 +1,73 @@
+"""The data of one island: its row of the cohorts that an experiment draws."""
+
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fedpax.clients.cohort import Cohort
+from fedpax.clients.cohort_stream import CohortStream
+from fedpax.training.shardings import ShardingTree
+
+
+class IslandRows:
+    """A stream of one island's batches, `[steps, batch, ...]`: shard k of a stream of cohorts.
+
+    Island k so trains on the same batches, in the same order, as island k of `fedpax train`.
+
+    Args:
+        stream: the cohorts of all islands.
+        shard: k.
+
+    Example:
+        >>> import numpy as np
+        >>> rounds = iter([Cohort(np.arange(6).reshape(3, 2))])
+        >>> next(IslandRows(rounds, shard=1)).batches.tolist()
+        [2, 3]
+    """
+
+    def __init__(self, stream: CohortStream, shard: int) -> None:
+        self._stream, self._shard = stream, shard
+
+    def __next__(self) -> Cohort:
+        """Return the island's batches of the next round.
+
+        Raises:
+            ValueError: islands take different numbers of steps in a round.
+        """
+        cohort = next(self._stream)
+        if cohort.num_steps is not None:
+            raise ValueError(
+                "the experiment's cohorts have num_steps, expected None: islands with runtimes of "
+                "their own take every step of a round. Mark padding in a field 'mask'."
+            )
+        return Cohort(jax.tree.map(lambda x: x[self._shard], cohort.batches))
+
+    def get_state(self) -> dict[str, Any] | bytes:
+        """Return the stream's position."""
+        return self._stream.get_state()
+
+    def set_state(self, state: Any) -> None:
+        """Move to a position from `get_state`."""
+        self._stream.set_state(state)
+
+
+def row_shardings(cohort: ShardingTree) -> ShardingTree:
+    """Return the shardings of one row of a cohort.
+
+    Args:
+        cohort: the shardings of the cohort: one `NamedSharding`, or a tree of them.
+
+    Example:
+        >>> mesh = jax.make_mesh((1, 1), ("islands", "fsdp"))
+        >>> tuple(row_shardings(NamedSharding(mesh, PartitionSpec("islands", None, "fsdp"))).spec)
+        (None, 'fsdp')
+    """
+
+    def row(sharding: Any) -> NamedSharding:
+        return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+
+    if isinstance(cohort, NamedSharding):
+        return row(cohort)
+    rows: ShardingTree = Cohort(jax.tree.map(row, cohort.batches))  # type: ignore[attr-defined]
+    return rows

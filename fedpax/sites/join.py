@@ -1,0 +1,288 @@
+"""The process of an island: joins a syncer and trains until the syncer has finished."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import secrets
+import signal
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from fedpax.sites.identity import identify
+from fedpax.sites.island import Island
+from fedpax.sites.island_data import IslandRows, row_shardings
+from fedpax.sites.island_log import IslandLog
+from fedpax.sites.link import Call, Link, Membership
+from fedpax.sites.local_model import LocalModel
+from fedpax.sites.run_syncer import build_parts, tokens_per_step
+from fedpax.sites.transport import DisconnectedError, connect
+from fedpax.training.algorithm import Metrics
+from fedpax.training.checkpoint import Checkpoints
+from fedpax.training.configuration import (
+    resolve_job_log_dir,
+    to_json,
+    write_atomically,
+    write_configuration,
+)
+from fedpax.training.experiment import Experiment
+from fedpax.training.job_dir import JobDirLock, check_configuration
+from fedpax.training.metrics import MetricsWriter
+from fedpax.training.preemption import PreemptionGuard
+from fedpax.training.prefetch import Prefetch
+from fedpax.training.progress import Progress, describe_devices
+from fedpax.training.saved_rounds import latest_round
+
+FILE = "island.json"
+SECONDS_TO_FLUSH = 5.0
+SECONDS_BETWEEN_NOTES = 10.0
+ENDLESS = 2**31
+
+
+class JoinResult(NamedTuple):
+    """The result of a call of `join`.
+
+    Attributes:
+        rounds: rounds of inner steps that this island has trained, over all of its processes.
+        finished: whether the syncer has done all merges.
+        signal: the signal that stopped the call, or None.
+    """
+
+    rounds: int
+    finished: bool
+    signal: signal.Signals | None
+
+
+class _Member(NamedTuple):
+    """What an island's folder remembers: who it is, its run, and whether that is finished."""
+
+    folder: str
+    run: str | None = None
+    finished: bool = False
+
+
+def join(
+    experiment: Experiment,
+    job_log_dir: str | Path,
+    syncer: str,
+    *,
+    exp: str = "",
+    name: str | None = None,
+    shard: int | None = None,
+    certificates: str | Path | None = None,
+    server_name: str | None = None,
+    allow_config_change: Collection[str] = (),
+) -> JoinResult:
+    """Train one island of an experiment, which a syncer merges with others.
+
+    The island trains on this process's devices, with the inner steps that `fedpax train` takes, on
+    its own shard of the data. Updates and fragments travel in threads beside the steps. While the
+    syncer does not answer, the island trains on for `max_steps_ahead` steps, then waits for it.
+
+    The folder gets `config.json`, `metrics.jsonl`, `tensorboard/`, `checkpoints/` (model, inner
+    optimizer, position in the data, unsent progress) and `island.json`. An island that is killed
+    returns with its inner optimizer, its shard and its place in the data, and takes the newest
+    outer model. It loses the steps since its last checkpoint or update.
+
+    Args:
+        experiment: the experiment; its mesh is that of this island, without the axis of islands.
+        job_log_dir: this island's folder.
+        syncer: the syncer's `HOST:PORT`.
+        exp: the experiment's name on the command line, recorded in `config.json`.
+        name: the island's name. Default None: the name of its folder.
+        shard: the shard of the data. Default None: the syncer chooses one.
+        certificates: the folder of this site's certificate. Default None: no encryption.
+        server_name: the name in the syncer's certificate. Default None: the host of `syncer`.
+        allow_config_change: as in `fedpax.training.trainer.train`.
+
+    Returns:
+        The progress.
+
+    Raises:
+        ConfigurationError: the folder holds another configuration, or another process uses it; or
+            the method cannot be divided into parts.
+        RefusedError: the syncer does not want this island, for example because it has another
+            experiment.
+        NonFiniteError: the loss or a parameter is not finite.
+    """
+    folder = resolve_job_log_dir(job_log_dir)
+    with JobDirLock(folder):
+        check_configuration(folder, experiment, exp, allow_config_change=allow_config_change)
+        member = _read_member(folder)
+        if member.finished:
+            return JoinResult(latest_round(folder) or 0, True, None)
+        header = {
+            "island": name or folder.name,
+            "incarnation": secrets.token_hex(8),
+            "folder": member.folder,
+            "run": member.run,
+            "shard": shard,
+        }
+        connection = connect(syncer, certificates=certificates, server_name=server_name)
+        try:
+            return _join(experiment, folder, connection.call, header, exp, syncer)
+        finally:
+            connection.close()
+
+
+def _join(
+    experiment: Experiment,
+    folder: Path,
+    call: Call,
+    header: dict[str, Any],
+    exp: str,
+    syncer: str,
+) -> JoinResult:
+    started = time.perf_counter()
+    training = experiment.training
+    first = done = saved = latest_round(folder) or 0
+    run = build_parts(experiment, dataclasses.replace(experiment.mesh, islands=1), exp)
+    parts = run.algorithm.parts
+    assert parts is not None
+    params = jax.eval_shape(run.init, jax.random.key(0))
+    header["identity"] = identify(experiment, params)._asdict()
+    with (
+        jax.set_mesh(run.mesh),
+        Checkpoints(folder, keep=training.keep_checkpoints) as checkpoints,
+        MetricsWriter(folder, after=first) as metrics,
+        Progress(
+            f"{exp or type(experiment).__name__} {header['island']}",
+            rounds_done=first,
+            rounds=training.rounds,
+            item_unit=run.item_unit,
+        ) as progress,
+        contextlib.ExitStack() as stack,
+    ):
+        model = LocalModel(run)
+        position: dict[str, Any] = checkpoints.restore_stream_state() if first else {}
+        versions = [-1] * len(model.formats)
+        if first:
+            versions = [fragment["version"] for fragment in position["ledger"]["fragments"]]
+        link = Link(call, header, model.formats, versions)
+        member = _join_patiently(link, progress, syncer)
+        link.start()  # already now, because data and compilation take long
+        stack.callback(link.close)
+        progress.note(f"joined {syncer} with shard {member.shard} of {parts.islands}")
+        _write_member(folder, _Member(header["folder"], member.run))
+        header["run"] = member.run
+        rows = IslandRows(run.cohorts, member.shard)
+        if first and position["shard"] == member.shard:
+            rows.set_state(position["stream"])
+        rate = tokens_per_step(run, parts, len(model.formats))
+        island = Island(
+            parts,
+            model,
+            link,
+            shard=member.shard,
+            process=header["incarnation"],
+            tokens_per_step=rate,
+        )
+        if first:
+            progress.note(f"resuming after its round {first}")
+            state = checkpoints.restore_state(model.shapes, parts.islands)
+            island.restore(state, position["ledger"], member.received)
+        phases = len(model.formats)
+        write_configuration(folder, experiment, exp)
+        size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+        log = IslandLog(
+            metrics,
+            progress,
+            link,
+            started=started,
+            items_per_round=run.items_per_round // parts.islands,
+            stop_on_non_finite=training.stop_on_non_finite,
+        )
+        log.write_sizes(size, run.item_unit)
+        progress.note(f"{size:,} parameters on {describe_devices(run.mesh)}; folder {folder}")
+        frozen = () if run.frozen is None else (run.frozen.load(),)
+
+        def save(stream_state: Any) -> None:
+            log.flush()
+            metrics.sync()
+            position = {
+                "stream": stream_state,
+                "shard": member.shard,
+                "ledger": island.ledger.to_json(),
+            }
+            checkpoints.save(done, island.state, position, to_json(experiment))
+
+        with (
+            Prefetch(rows, row_shardings(run.shardings.cohort), ENDLESS) as prefetch,
+            PreemptionGuard() as preemption,
+        ):
+            stream_state: Any = None
+            while not link.finished and preemption.signal is None:
+                cohort, stream_state = prefetch.next()
+                waited, reports = 0.0, []
+                for phase in range(phases):
+                    waited += _wait_for_merge(island, link, preemption, progress)
+                    if link.finished or preemption.signal is not None:
+                        break
+                    start = phase * parts.steps_per_sync
+                    reports.append(island.train(cohort.batches, start, *frozen))
+                if len(reports) < phases:
+                    break  # the data of an unfinished round are drawn again after a restart
+                done += 1
+                log.add(done, _mean([report.metrics for report in reports]), waited)
+                if training.checkpoint_every and done % training.checkpoint_every == 0:
+                    save(stream_state)
+                    saved = done
+            island.finish(SECONDS_TO_FLUSH)
+            if done > saved:
+                save(stream_state)
+        checkpoints.wait()
+        if link.finished:
+            _write_member(folder, _Member(header["folder"], member.run, finished=True))
+    return JoinResult(done, link.finished, None if link.finished else preemption.signal)
+
+
+def _join_patiently(link: Link, progress: Progress, syncer: str) -> Membership:
+    """Join, and wait for a syncer that does not answer yet."""
+    noted = -math.inf
+    while True:
+        try:
+            return link.join()
+        except DisconnectedError as error:
+            if time.monotonic() - noted > SECONDS_BETWEEN_NOTES:
+                noted = time.monotonic()
+                progress.note(f"waiting for the syncer at {syncer}: {error}")
+            time.sleep(0.2)
+
+
+def _wait_for_merge(
+    island: Island, link: Link, preemption: PreemptionGuard, progress: Progress
+) -> float:
+    """Wait until the island may take its next steps; return the seconds that it took."""
+    link.check()
+    began = noted = time.perf_counter()
+    while not island.has_model or island.is_ahead:
+        if link.finished or preemption.signal is not None:
+            break
+        island.send()
+        link.wait(0.05)
+        island.receive()
+        if time.perf_counter() - noted > SECONDS_BETWEEN_NOTES:
+            noted = time.perf_counter()
+            reason = "a merge" if link.connected else "the syncer, which does not answer"
+            progress.note(f"waiting for {reason}")
+    return time.perf_counter() - began
+
+
+@jax.jit
+def _mean(metrics: list[Metrics]) -> Metrics:
+    return jax.tree.map(lambda *values: sum(values) / len(values), *metrics)
+
+
+def _read_member(folder: Path) -> _Member:
+    path = folder / FILE
+    if not path.exists():
+        return _Member(secrets.token_hex(8))
+    return _Member(**json.loads(path.read_bytes()))
+
+
+def _write_member(folder: Path, member: _Member) -> None:
+    write_atomically(folder / FILE, json.dumps(member._asdict()) + "\n")

@@ -1,0 +1,324 @@
+"""The link of an island to its syncer: sends updates and receives fragments beside the steps."""
+
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedpax.sites.fragment_format import FragmentFormat, check_arrays
+from fedpax.sites.message import Message
+from fedpax.sites.transport import DisconnectedError, RefusedError
+
+Call = Callable[[Message, float], Message]
+"""Sends a message and returns the answer, within a number of seconds."""
+
+MAX_OUTBOX = 4
+"""Updates that an island holds until they are in the syncer's saved model."""
+
+FIRST_POLL, LONGEST_POLL = 0.01, 0.25
+LONGEST_BACKOFF = 2.0
+CALL_TIMEOUT, TRANSFER_TIMEOUT = 10.0, 600.0
+
+
+class Fragment(NamedTuple):
+    """Outer parameters that have arrived.
+
+    Attributes:
+        index: the fragment.
+        version: its number of merges.
+        arrays: its parameters by name.
+    """
+
+    index: int
+    version: int
+    arrays: Mapping[str, np.ndarray]
+
+
+class Membership(NamedTuple):
+    """What the syncer says when an island joins.
+
+    Attributes:
+        run: identifies the syncer's run.
+        shard: the island's shard of the data.
+        received: process and sequence number of the newest update of each fragment that the syncer
+            has from this island.
+    """
+
+    run: str
+    shard: int
+    received: Mapping[int, tuple[str, int]]
+
+
+class _Outgoing:
+    """An update until it is in the syncer's saved model."""
+
+    def __init__(self, header: dict[str, Any], arrays: Mapping[str, Any]) -> None:
+        self.header, self.arrays, self.acknowledged = header, arrays, False
+
+
+class Link:
+    """The exchange of one island with its syncer.
+
+    `start` runs it in threads; each exchange can also be done by a call of `exchange`. A syncer
+    that is gone is called again and again, with pauses of up to two seconds. Updates are sent
+    again to a syncer that has restarted, until its saved model has them; it applies none twice.
+
+    Args:
+        call: calls the syncer, such as `Connection.call`.
+        identity: the header of this island's messages: `island`, `incarnation`, and for joining
+            `folder`, `identity`, `run` and `shard`.
+        formats: the wire formats of the fragments.
+        versions: the versions of the fragments that the island has already; -1 for none.
+
+    Attributes:
+        merges: number of merges that the syncer has done, as far as known.
+        finished: whether the syncer has done all of them.
+        heartbeat_seconds: seconds between heartbeats, as the syncer asks.
+        connected: whether the last call got an answer.
+        failure: the error that ended the exchange; the island must stop.
+        sent_bytes: bytes of the arrays of sent updates.
+        received_bytes: bytes of the arrays of received fragments.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        identity: Mapping[str, Any],
+        formats: list[FragmentFormat],
+        versions: list[int],
+    ) -> None:
+        self._call, self._identity, self._formats = call, identity, formats
+        self._versions = list(versions)
+        self._lock = threading.Lock()
+        self._outbox: dict[int, _Outgoing] = {}
+        self._inbox: list[Fragment] = []
+        self._dropped: list[tuple[str, int | None]] = []
+        self._joined, self._closed = False, threading.Event()
+        self._wake, self._arrived = threading.Event(), threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._steps, self._seconds_per_update = 0, 0.0
+        self.merges, self.finished, self.connected = 0, False, False
+        self.heartbeat_seconds = 1.0
+        self.failure: Exception | None = None
+        self.sent_bytes = self.received_bytes = 0
+
+    # Calls of the training thread: none of them waits for the network.
+
+    @property
+    def can_send(self) -> bool:
+        """Whether the updates so far have been acknowledged, and there is room for another."""
+        with self._lock:
+            return len(self._outbox) < MAX_OUTBOX and all(
+                update.acknowledged for update in self._outbox.values()
+            )
+
+    def send(self, header: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
+        """Hand over an update.
+
+        Args:
+            header: the fields of the message, with `sequence`, `fragment` and `merge`.
+            arrays: its arrays, which may still be computed.
+        """
+        with self._lock:
+            self._outbox[header["sequence"]] = _Outgoing(dict(header), arrays)
+        self._wake.set()
+
+    def take_fragments(self) -> list[Fragment]:
+        """Return the fragments that have arrived since the last call."""
+        with self._lock:
+            arrived, self._inbox = self._inbox, []
+            self._arrived.clear()
+        return arrived
+
+    def take_dropped(self) -> list[tuple[str, int | None]]:
+        """Return reason and merge of the updates that the syncer has not applied."""
+        with self._lock:
+            dropped, self._dropped = self._dropped, []
+        return dropped
+
+    def report(self, steps: int, seconds_per_update: float) -> None:
+        """Set what the heartbeats report."""
+        self._steps, self._seconds_per_update = steps, seconds_per_update
+
+    def wait(self, seconds: float) -> None:
+        """Wait until a fragment arrives, at most some seconds; raise what has ended the link."""
+        self._arrived.wait(seconds)
+        self.check()
+
+    def check(self) -> None:
+        """Raise the error that has ended the link.
+
+        Raises:
+            RefusedError: the syncer does not want this island.
+        """
+        if self.failure is not None:
+            raise self.failure
+
+    # The exchange.
+
+    def start(self) -> None:
+        """Start the threads of the exchange."""
+        for name, loop in (("exchange", self._exchange_loop), ("heartbeat", self._heartbeat_loop)):
+            thread = threading.Thread(target=loop, name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def close(self, seconds: float = 5.0) -> None:
+        """Say goodbye to the syncer if it answers, and stop the threads."""
+        self._closed.set()
+        self._wake.set()
+        for thread in self._threads:
+            thread.join(seconds)
+        if self.connected and self.failure is None:
+            with contextlib.suppress(DisconnectedError, RefusedError):
+                self._request("leave", timeout=2.0)
+
+    def join(self) -> Membership:
+        """Join the syncer, or join it again.
+
+        Raises:
+            RefusedError: the syncer does not want this island.
+            DisconnectedError: it does not answer.
+        """
+        header = self._request("join", **self._identity).header
+        with self._lock:
+            for update in self._outbox.values():
+                update.acknowledged = False
+        self.heartbeat_seconds, self._joined = header["heartbeat_seconds"], True
+        received = {int(p): (process, n) for p, (process, n) in header["received"].items()}
+        return Membership(header["run"], header["shard"], received)
+
+    def exchange(self) -> bool:
+        """Send the updates that wait, and receive the fragments that are new.
+
+        Returns:
+            Whether there was something to send or to receive.
+
+        Raises:
+            RefusedError: the syncer does not want this island.
+            DisconnectedError: it does not answer.
+        """
+        if not self._joined:
+            self.join()
+        busy = False
+        for update in self._unacknowledged():
+            arrays = {name: np.asarray(x) for name, x in update.arrays.items()}
+            update.arrays = arrays  # frees the device's memory
+            answer = self._request("push", arrays, TRANSFER_TIMEOUT, **update.header)
+            if answer.header["status"] == "join":
+                return True
+            self.sent_bytes += sum(x.nbytes for x in arrays.values())
+            self._acknowledge(update, answer.header["status"])
+            busy = True
+        while not self._closed.is_set():
+            answer = self._request("pull", {}, TRANSFER_TIMEOUT, versions=self._versions)
+            if "fragment" not in answer.header:
+                break
+            self._accept(answer)
+            busy = True
+            if not answer.header["more"]:
+                break
+        return busy
+
+    def _request(
+        self,
+        kind: str,
+        arrays: Mapping[str, np.ndarray] | None = None,
+        timeout: float = CALL_TIMEOUT,
+        **fields: Any,
+    ) -> Message:
+        header = {
+            "kind": kind,
+            "island": self._identity["island"],
+            "incarnation": self._identity["incarnation"],
+            "steps": self._steps,
+            **fields,
+        }
+        try:
+            answer = self._call(Message(header, arrays or {}), timeout)
+        except DisconnectedError:
+            self.connected = False
+            raise
+        self.connected = True
+        if answer.header["status"] == "join":
+            self._joined = False
+            return answer
+        self.merges, self.finished = answer.header["merges"], answer.header["finished"]
+        saved = {int(p): sequence for p, sequence in answer.header["saved"].items()}
+        with self._lock:
+            for sequence, update in list(self._outbox.items()):
+                if sequence <= saved.get(update.header["fragment"], 0):
+                    del self._outbox[sequence]
+        return answer
+
+    def _unacknowledged(self) -> Iterator[_Outgoing]:
+        with self._lock:
+            waiting = [self._outbox[n] for n in sorted(self._outbox)]
+        yield from (update for update in waiting if not update.acknowledged)
+
+    def _acknowledge(self, update: _Outgoing, status: str) -> None:
+        with self._lock:
+            update.acknowledged = True
+            if status not in ("accepted", "late", "repeated"):
+                header = update.header
+                self._outbox.pop(header["sequence"], None)
+                self._dropped.append((status, header["target"]))
+                self._arrived.set()
+
+    def _accept(self, answer: Message) -> None:
+        p, version = answer.header["fragment"], answer.header["version"]
+        if difference := check_arrays(answer.arrays, self._formats[p].shapes):
+            raise RefusedError(
+                f"the syncer sent other parameters in fragment {p}: {difference}. Use the same "
+                "model and the same version of fedpax on both sides."
+            )
+        self._versions[p] = version
+        self.received_bytes += sum(x.nbytes for x in answer.arrays.values())
+        with self._lock:
+            # An older version that was not taken yet is obsolete.
+            self._inbox = [fragment for fragment in self._inbox if fragment.index != p]
+            self._inbox.append(Fragment(p, version, answer.arrays))
+            self._arrived.set()
+
+    def _exchange_loop(self) -> None:
+        pause, backoff = FIRST_POLL, 0.1
+        while not self._closed.is_set():
+            try:
+                busy = self.exchange()
+                pause = FIRST_POLL if busy else min(2 * pause, LONGEST_POLL)
+                backoff = 0.1
+            except DisconnectedError:
+                # At random, so that the islands of a syncer that returns do not call all at once.
+                pause = backoff * random.uniform(0.5, 1.0)
+                backoff = min(2 * backoff, LONGEST_BACKOFF)
+                self._closed.wait(pause)
+                continue
+            except Exception as error:
+                self._fail(error)
+                return
+            self._wake.wait(pause)
+            self._wake.clear()
+
+    def _heartbeat_loop(self) -> None:
+        while not self._closed.is_set():
+            began = time.monotonic()
+            if self._joined:
+                try:
+                    self._request(
+                        "heartbeat", timeout=5.0, seconds_per_update=self._seconds_per_update
+                    )
+                except DisconnectedError:
+                    pass
+                except Exception as error:
+                    self._fail(error)
+                    return
+            self._closed.wait(max(self.heartbeat_seconds - (time.monotonic() - began), 0.05))
+
+    def _fail(self, error: Exception) -> None:
+        if not self._closed.is_set():
+            self.failure = error
+            self._arrived.set()

@@ -1,0 +1,146 @@
+"""The outer model of a syncer: its parameters and optimizer, merged fragment by fragment."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from fedpax.primitives import program
+from fedpax.sites.fragment_format import FragmentFormat
+from fedpax.training.algorithm import Params
+from fedpax.training.algorithm_parts import AlgorithmParts
+
+
+class FragmentState(NamedTuple):
+    """The state of one fragment. Arrays are replaced, never written to.
+
+    Attributes:
+        params: the outer parameters of the fragment, float32 in the host's memory.
+        outer_optimizer_state: the state of the outer optimizer for them.
+        aggregator_state: the state of the aggregator for them.
+        version: number of merges of the fragment.
+    """
+
+    params: Params
+    outer_optimizer_state: optax.OptState
+    aggregator_state: chex.ArrayTree
+    version: int
+
+
+class Contribution(NamedTuple):
+    """What one island adds to a merge.
+
+    Attributes:
+        shard: the island's shard.
+        gradient: the outer gradient of a fragment.
+        weight: its weight.
+    """
+
+    shard: int
+    gradient: Params
+    weight: float
+
+
+class OuterModel:
+    """The outer parameters, divided into fragments that are merged one at a time.
+
+    Args:
+        parts: the method.
+        params: the initial parameters; they are kept in float32.
+
+    Attributes:
+        formats: the wire format of each fragment.
+        fragments: the state of each fragment.
+    """
+
+    def __init__(self, parts: AlgorithmParts, params: Params) -> None:
+        self._parts = parts
+        self._split = parts.make_fragments(params)
+        self._like = params
+        params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
+        taken = [fragment.take(params) for fragment in self._split]
+        self.formats = [FragmentFormat(parts, part) for part in taken]
+        self._merge = jax.jit(self._make_merge())
+        start = jax.jit(self._make_init())
+        self.fragments = [self._on_host(part, *start(part), version=0) for part in taken]
+
+    def params(self, fragments: Sequence[FragmentState] | None = None) -> Params:
+        """Return the whole model, in the dtypes of the initial parameters.
+
+        Args:
+            fragments: the states of the fragments at some time. Default None: the current ones.
+        """
+        whole = self._like
+        states = self.fragments if fragments is None else fragments
+        for fragment, state in zip(self._split, states, strict=True):
+            part = jax.tree.map(
+                lambda x, like: jnp.asarray(x, like.dtype), state.params, fragment.take(whole)
+            )
+            whole = fragment.put(whole, part)
+        return whole
+
+    def merge(
+        self, p: int, contributions: Sequence[Contribution]
+    ) -> tuple[FragmentState, Mapping[str, float]]:
+        """Merge outer gradients into fragment p. The model does not change until `put`.
+
+        Args:
+            p: the fragment.
+            contributions: at least one, each of another shard.
+
+        Returns:
+            The fragment's new state, and the aggregator's metrics.
+        """
+        state = self.fragments[p]
+        rows: list[Any] = [None] * self._parts.islands
+        weights = np.zeros(self._parts.islands, np.float32)
+        for shard, gradient, weight in contributions:
+            rows[shard], weights[shard] = gradient, weight
+        zeros = jax.tree.map(np.zeros_like, state.params)
+        stacked = jax.tree.map(
+            lambda *leaves: np.stack(leaves), *[zeros if row is None else row for row in rows]
+        )
+        *new, metrics = self._merge(*state[:3], stacked, weights)
+        values = {name: float(value) for name, value in metrics.items()}
+        return self._on_host(*new, version=state.version + 1), values
+
+    def put(self, p: int, state: FragmentState) -> None:
+        """Replace the state of a fragment."""
+        self.fragments[p] = state
+
+    def _make_merge(self) -> Any:
+        parts = self._parts
+
+        @program(islands=parts.islands)
+        def merge(
+            x: Params,
+            outer_state: optax.OptState,
+            aggregator_state: chex.ArrayTree,
+            gradients: Params,
+            weights: jax.Array,
+        ) -> tuple[Params, optax.OptState, chex.ArrayTree, dict[str, jax.Array]]:
+            delta, aggregator_state, metrics = parts.aggregator.aggregate(
+                aggregator_state, gradients, weights
+            )
+            updates, outer_state = parts.outer_optimizer.update(delta, outer_state, x)
+            return optax.apply_updates(x, updates), outer_state, aggregator_state, metrics
+
+        return merge
+
+    def _make_init(self) -> Any:
+        parts = self._parts
+
+        @program(islands=parts.islands)
+        def init(part: Params) -> tuple[optax.OptState, chex.ArrayTree]:
+            return parts.outer_optimizer.init(part), parts.aggregator.init(part)
+
+        return init
+
+    @staticmethod
+    def _on_host(*state: Any, version: int) -> FragmentState:
+        # Copies, because an array of JAX on the CPU can share the memory of its NumPy view.
+        return FragmentState(*jax.tree.map(lambda x: np.array(x), state), version=version)

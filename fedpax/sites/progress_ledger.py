@@ -1,0 +1,122 @@
+"""The ledger of an island: what it has sent of each fragment, and what it still has to send."""
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass
+class FragmentLedger:
+    """One fragment's account.
+
+    Attributes:
+        version: number of merges of the outer parameters that the island has; -1 for none yet.
+        base: that number at the first step that is not sent.
+        steps: inner steps that are not sent.
+        tokens: their tokens.
+        last_sent: process and sequence number of the newest update.
+    """
+
+    version: int = -1
+    base: int = -1
+    steps: int = 0
+    tokens: float = 0.0
+    last_sent: tuple[str, int] = ("", 0)
+
+    def forget(self) -> None:
+        """Count no step as unsent."""
+        self.steps, self.tokens, self.base = 0, 0.0, self.version
+
+
+class Ledger:
+    """The accounts of all fragments, and the rule for which of them is sent next.
+
+    An island sends the fragment that the syncer merges next, or the one after it if it has sent
+    that one already. An island that has fallen behind so skips to the syncer's place. A fragment
+    that was skipped for two rounds of the island's own steps is sent beside, so that none is left
+    out for good.
+
+    Args:
+        num_fragments: P.
+        steps_per_sync: S.
+
+    Example:
+        >>> ledger = Ledger(num_fragments=2, steps_per_sync=4)
+        >>> ledger.add_steps(4, tokens=64.0)
+        >>> ledger.next_merge(merges=0)
+        0
+        >>> ledger.sent(0, process="a", merge=0)
+        >>> ledger.fragments[0].steps, ledger.fragments[1].steps, ledger.sequence
+        (0, 4, 1)
+        >>> ledger.next_merge(merges=0), ledger.next_merge(merges=5)
+        (1, 5)
+    """
+
+    def __init__(self, num_fragments: int, steps_per_sync: int) -> None:
+        self.fragments = [FragmentLedger() for _ in range(num_fragments)]
+        self.sequence = 0
+        self.last_merge = -1
+        self._starved = 2 * num_fragments * steps_per_sync
+
+    def add_steps(self, steps: int, tokens: float) -> None:
+        """Count inner steps and their tokens."""
+        for fragment in self.fragments:
+            fragment.steps += steps
+            fragment.tokens += tokens
+
+    def next_merge(self, merges: int) -> int | None:
+        """Return the merge that the next update is meant for; None: it is too early for one.
+
+        Args:
+            merges: number of merges that the syncer has done.
+        """
+        merge = max(self.last_merge + 1, merges)
+        return merge if merge <= merges + 1 else None
+
+    def starved_fragment(self, but: int | None) -> int | None:
+        """Return a fragment, other than `but`, that was not sent for two rounds, or None."""
+        starved = [
+            p
+            for p, fragment in enumerate(self.fragments)
+            if p != but and fragment.steps >= self._starved
+        ]
+        return max(starved, key=lambda p: self.fragments[p].steps, default=None)
+
+    def sent(self, p: int, process: str, merge: int | None) -> None:
+        """Record that an update of fragment p was made."""
+        self.sequence += 1
+        self.fragments[p].last_sent = process, self.sequence
+        self.fragments[p].forget()
+        if merge is not None:
+            self.last_merge = merge
+
+    def was_dropped(self, merge: int | None) -> None:
+        """Record that the syncer did not apply the update for a merge: it needs another one."""
+        if merge is not None:
+            self.last_merge = min(self.last_merge, merge - 1)
+
+    def received(self, p: int, version: int) -> None:
+        """Record outer parameters of fragment p."""
+        fragment = self.fragments[p]
+        fragment.version = version
+        if not fragment.steps:
+            fragment.base = version
+
+    def versions(self) -> list[int]:
+        """Return the version of each fragment."""
+        return [fragment.version for fragment in self.fragments]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the ledger as JSON values."""
+        return {
+            "sequence": self.sequence,
+            "last_merge": self.last_merge,
+            "fragments": [dataclasses.asdict(fragment) for fragment in self.fragments],
+        }
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Restore a ledger from the result of `to_json`."""
+        self.sequence, self.last_merge = saved["sequence"], saved["last_merge"]
+        self.fragments = [
+            FragmentLedger(**{**fragment, "last_sent": tuple(fragment["last_sent"])})
+            for fragment in saved["fragments"]
+        ]

@@ -1,0 +1,330 @@
+"""The process of a syncer: serves islands until all merges are done."""
+
+import dataclasses
+import json
+import queue
+import signal
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+from fedpax.parallel.mesh import MeshConfig
+from fedpax.sites.identity import identify
+from fedpax.sites.outer_model import FragmentState, OuterModel
+from fedpax.sites.syncer import IslandReport, MergeReport, Syncer, Totals
+from fedpax.sites.syncer_store import SyncerStore
+from fedpax.sites.transport import serve
+from fedpax.training.algorithm import Params
+from fedpax.training.algorithm_parts import AlgorithmParts
+from fedpax.training.checkpoint import Checkpoints
+from fedpax.training.configuration import (
+    ConfigurationError,
+    resolve_job_log_dir,
+    to_json,
+    write_atomically,
+    write_configuration,
+)
+from fedpax.training.experiment import Experiment, Run
+from fedpax.training.job_dir import JobDirLock, check_configuration
+from fedpax.training.metrics import MetricsWriter
+from fedpax.training.preemption import PreemptionGuard
+from fedpax.training.progress import Progress
+from fedpax.training.saved_rounds import latest_round
+from fedpax.training.table import format_seconds, markdown_table
+
+ISLANDS = "islands.json"
+SECONDS_BETWEEN_TICKS = 0.02
+SECONDS_BETWEEN_TABLES = 10.0
+SECONDS_TO_SAY_GOODBYE = 15.0
+
+
+class SyncerState(NamedTuple):
+    """What the checkpoints of a syncer hold, for `fedpax evaluate`, `generate` and `export`."""
+
+    params: Params
+
+
+class SyncerResult(NamedTuple):
+    """The result of a call of `run_syncer`.
+
+    Attributes:
+        rounds: completed rounds of the run, of one merge per fragment.
+        finished: whether these are all rounds.
+        signal: the signal that stopped the call, or None.
+    """
+
+    rounds: int
+    finished: bool
+    signal: signal.Signals | None
+
+
+def build_parts(experiment: Experiment, mesh: MeshConfig, exp: str = "") -> Run:
+    """Build an experiment on a site's own mesh.
+
+    Args:
+        experiment: the experiment.
+        mesh: the sizes of the mesh's axes.
+        exp: the experiment's name, for the message.
+
+    Raises:
+        ConfigurationError: its method cannot be divided into parts.
+    """
+    run = dataclasses.replace(experiment, mesh=mesh).build()
+    if run.algorithm.parts is None:
+        raise ConfigurationError(
+            f"--exp={exp or type(experiment).__name__} runs as one program only, expected an "
+            "experiment whose algorithm has parts. Use one of Decoupled DiLoCo, such as "
+            "--exp=decoupled_diloco_text, or set FederatedAlgorithm.parts."
+        )
+    return run
+
+
+def run_syncer(
+    experiment: Experiment,
+    job_log_dir: str | Path,
+    listen: str,
+    *,
+    exp: str = "",
+    certificates: str | Path | None = None,
+    allow_config_change: Collection[str] = (),
+    heartbeat_seconds: float = 1.0,
+) -> SyncerResult:
+    """Serve the outer model of an experiment to islands, until all of its merges are done.
+
+    No accelerator is needed: the outer model lies in the host's memory. Each merge is saved before
+    an island sees it, so a syncer that is killed resumes where it was, while the islands train on.
+    The folder gets `config.json`, `metrics.jsonl`, `tensorboard/`, `islands.json`, `syncer/` (the
+    state of the newest merge) and `checkpoints/` (the outer model).
+
+    Args:
+        experiment: the experiment.
+        job_log_dir: the run's folder.
+        listen: `HOST:PORT`; without certificates a loopback address.
+        exp: the experiment's name on the command line, recorded in `config.json`.
+        certificates: the folder of this site's certificate. Default None: no encryption.
+        allow_config_change: as in `fedpax.training.trainer.train`.
+        heartbeat_seconds: seconds between an island's heartbeats. Default 1.0.
+
+    Returns:
+        The progress.
+
+    Raises:
+        ConfigurationError: the folder holds another configuration, or another process uses it; or
+            the method cannot be divided into parts.
+        DamagedStateError: the saved state is damaged.
+        NonFiniteError: a merge made a parameter NaN or infinite.
+        OSError: the state cannot be saved.
+    """
+    folder = resolve_job_log_dir(job_log_dir)
+    with JobDirLock(folder):
+        check_configuration(folder, experiment, exp, allow_config_change=allow_config_change)
+        rounds = experiment.training.rounds
+        if (done := latest_round(folder) or 0) >= rounds:
+            return SyncerResult(done, True, None)
+        run = build_parts(experiment, MeshConfig(), exp)
+        parts = run.algorithm.parts
+        assert parts is not None
+        with jax.set_mesh(run.mesh):
+            if run.initial is None:
+                params = jax.jit(run.init)(jax.random.key(experiment.training.seed))
+            else:
+                params = run.initial.load()
+            params = jax.device_get(params)
+        model = OuterModel(parts, params)
+        reports: queue.SimpleQueue[tuple[MergeReport, Sequence[FragmentState]]] = (
+            queue.SimpleQueue()
+        )
+        phases = len(model.fragments)
+        syncer = Syncer(
+            parts,
+            model,
+            identify(experiment, params),
+            num_merges=rounds * phases,
+            tokens_per_step=tokens_per_step(run, parts, phases),
+            store=SyncerStore(folder),
+            heartbeat_seconds=heartbeat_seconds,
+            on_merge=lambda report: reports.put((report, list(model.fragments))),
+        )
+        write_configuration(folder, experiment, exp)
+        first = syncer.merges // phases
+        with (
+            MetricsWriter(folder, after=first) as metrics,
+            Checkpoints(folder, keep=experiment.training.keep_checkpoints) as checkpoints,
+            Progress(
+                exp or type(experiment).__name__,
+                rounds_done=first,
+                rounds=rounds,
+                item_unit=run.item_unit,
+            ) as progress,
+            serve(syncer.handle, listen, certificates=certificates) as server,
+            PreemptionGuard() as preemption,
+        ):
+            address = f"{listen.rpartition(':')[0]}:{server.port}"
+            progress.note(f"listening at {address}; folder {folder}")
+            if syncer.merges:
+                progress.note(f"resuming after merge {syncer.merges} of {rounds * phases}")
+            sizes = sum(leaf.size for leaf in jax.tree.leaves(params))
+            metrics.write_sizes(
+                {
+                    "num_parameters": sizes,
+                    "num_participants": parts.islands,
+                    "item_unit": run.item_unit,
+                    "items_per_round": run.items_per_round,
+                }
+            )
+            log = _RoundLog(metrics, progress, phases, syncer.totals)
+            watch = _IslandWatch(folder, progress)
+            every, done = experiment.training.checkpoint_every, first
+            while preemption.signal is None:
+                syncer.advance()
+                while not reports.empty():
+                    report, fragments = reports.get()
+                    log.add(report, syncer.totals)
+                    if report.merge % phases:
+                        continue
+                    done = report.merge // phases
+                    if done == rounds or (every and done % every == 0):
+                        metrics.sync()
+                        state = SyncerState(model.params(fragments))
+                        checkpoints.save(done, state, {}, to_json(experiment))
+                watch.update(syncer.islands())
+                if syncer.failure is not None:
+                    raise syncer.failure
+                if syncer.finished and reports.empty():
+                    break
+                time.sleep(SECONDS_BETWEEN_TICKS)
+            if syncer.finished:
+                _say_goodbye(syncer, preemption)
+            watch.update(syncer.islands(), force=True)
+        return SyncerResult(done, syncer.finished, None if syncer.finished else preemption.signal)
+
+
+def tokens_per_step(run: Run, parts: AlgorithmParts, num_fragments: int) -> float:
+    """Return the tokens of an inner step of one island."""
+    return run.items_per_round / parts.islands / (parts.steps_per_sync * num_fragments)
+
+
+def _say_goodbye(syncer: Syncer, preemption: PreemptionGuard) -> None:
+    """Answer islands until they have received the final model and left, or do not answer."""
+    deadline = time.monotonic() + SECONDS_TO_SAY_GOODBYE
+    while time.monotonic() < deadline and preemption.signal is None:
+        if all(island.state in ("left", "silent") for island in syncer.islands()):
+            return
+        time.sleep(SECONDS_BETWEEN_TICKS)
+
+
+class _RoundLog:
+    """Writes a line of metrics for each round, from the reports of its merges."""
+
+    def __init__(
+        self, metrics: MetricsWriter, progress: Progress, phases: int, totals: Totals
+    ) -> None:
+        self._metrics, self._progress, self._phases = metrics, progress, phases
+        before = max((line.get("wall_seconds", 0.0) for line in metrics.kept), default=0.0)
+        self._clock = time.perf_counter()
+        self._started = self._clock - before
+        self._reports: list[MergeReport] = []
+        self._tokens = totals.tokens
+
+    def add(self, report: MergeReport, totals: Totals) -> None:
+        """Add a merge; write a line after the last one of a round."""
+        self._reports.append(report)
+        if report.merge % self._phases:
+            return
+        reports, self._reports = self._reports, []
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
+        tokens = sum(r.tokens for r in reports)
+        self._tokens += tokens
+        steps = sum(r.steps for r in reports)
+        names = {name for r in reports for name in r.metrics}
+        loss = sum(r.loss * r.steps for r in reports) / steps
+        number = report.merge // self._phases
+        self._metrics.write(
+            "training",
+            number,
+            {name: sum(r.metrics[name] for r in reports) / len(reports) for name in names}
+            | {
+                "loss": loss,
+                "participants": sum(len(r.islands) for r in reports) / len(reports),
+                "late": sum(r.late for r in reports),
+                "staleness": max(r.staleness for r in reports),
+                "repeated": totals.repeated,
+                "dropped": totals.stale + totals.not_finite + totals.too_large,
+                # A step is part of one update of each fragment.
+                "items": self._tokens / self._phases,
+                "bytes_across_placement": totals.received_bytes + totals.sent_bytes,
+                "seconds": seconds,
+                "items_per_second": tokens / self._phases / seconds,
+                "wall_seconds": now - self._started,
+            },
+        )
+        self._progress.show_round(number, loss, tokens / self._phases / seconds)
+
+
+class _IslandWatch:
+    """Notes islands that come, go and fall silent; a table of them, and `islands.json`."""
+
+    def __init__(self, folder: Path, progress: Progress) -> None:
+        self._path, self._progress = folder / ISLANDS, progress
+        self._states: dict[str, str] = {}
+        self._next_table = time.monotonic() + SECONDS_BETWEEN_TABLES
+        self._next_file = 0.0
+
+    def update(self, islands: Sequence[IslandReport], force: bool = False) -> None:
+        """Compare the islands with those of the last call, and report the changes."""
+        for island in islands:
+            if self._states.get(island.name) != island.state:
+                self._states[island.name] = island.state
+                self._progress.note(f"island {island.name} (shard {island.shard}): {island.state}")
+        now = time.monotonic()
+        if now >= self._next_table and islands:
+            self._next_table = now + SECONDS_BETWEEN_TABLES
+            self._progress.note("islands\n" + format_islands(islands))
+        if now >= self._next_file or force:
+            self._next_file = now + 1.0
+            content = [island._replace(seconds_since_message=0.0)._asdict() for island in islands]
+            write_atomically(self._path, json.dumps(content, indent=2) + "\n")
+
+
+def format_islands(islands: Sequence[IslandReport]) -> str:
+    """Format the islands of a syncer as a Markdown table.
+
+    Example:
+        >>> island = IslandReport("paris", "training", 0, 640, 2.5, 39, 1, 0, 0.2)
+        >>> for line in format_islands([island]).splitlines()[::2]:
+        ...     print(line[:60])
+        | island | state    | shard | steps | loss   | merged | late
+        | paris  | training |     0 |   640 | 2.5000 |     39 |    1
+    """
+    head = (
+        "island",
+        "state",
+        "shard",
+        "steps",
+        "loss",
+        "merged",
+        "late",
+        "dropped",
+        "last message",
+    )
+    rows = [
+        (
+            island.name,
+            island.state,
+            str(island.shard),
+            f"{island.steps:,}",
+            "-" if island.loss is None else f"{island.loss:.4f}",
+            str(island.contributed),
+            str(island.late),
+            str(island.dropped),
+            "-"
+            if island.seconds_since_message == float("inf")
+            else f"{format_seconds(island.seconds_since_message)} ago",
+        )
+        for island in islands
+    ]
+    return markdown_table(head, rows)

@@ -71,5 +71,6 @@ def check_same_leaves(
             f"The checkpoint of round {step} and the experiment have different states: "
             f"{', '.join(names[:5])} {'and others ' if len(names) > 5 else ''}in only one of "
             "them, expected the same leaves. Use the model and the method that were saved, or "
-            "another --job_log_dir."
+            "another --job_log_dir; `fedpax export` and --model.weights start a new run from this "
+            "model."
         )

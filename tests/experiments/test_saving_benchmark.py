@@ -1,0 +1,22 @@
+"""Tests of the benchmark that measures how long training waits for a checkpoint."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fedpax.experiments.benchmarks import saving
+
+
+def test_each_save_is_measured_until_it_returns_and_until_it_is_complete(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saving.main(["--megabytes=1", "--saves=2", f"--folder={tmp_path}"])
+    head, *saves, share = capsys.readouterr().out.splitlines()
+    assert head.startswith("1 MB in 48 arrays")
+    assert len(saves) == 2
+    for line in saves:
+        found = re.fullmatch(r"training waits ([\d.]+) s, complete after ([\d.]+) s", line)
+        assert found and 0 < float(found[1]) < float(found[2])
+    assert 0 < float(share.rpartition(" ")[2]) < 1
+    assert not list(tmp_path.iterdir())  # the folder is left as it was

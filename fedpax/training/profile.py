@@ -8,8 +8,6 @@ from pathlib import Path
 
 import jax
 
-from fedpax.training.configuration import ConfigurationError
-
 FOLDER = "profile"
 
 
@@ -43,6 +41,7 @@ class Profile(AbstractContextManager["Profile"]):
         self._folder = job_log_dir / FOLDER
         self._note = note
         self._started: int | None = None
+        self._dispatched = 0
 
     def before(self, round_number: int, wait: Callable[[], None]) -> None:
         """Start the trace before its first round, or before a later one if the run resumes there.
@@ -63,13 +62,14 @@ class Profile(AbstractContextManager["Profile"]):
             round_number: the round that was dispatched.
             wait: waits until it is finished.
         """
-        if self._started is not None and round_number == self._last:
+        self._dispatched = round_number
+        if self._started is not None and round_number >= self._last:
             wait()
-            self._stop(round_number)
+            self._stop()
 
-    def _stop(self, last: int) -> None:
+    def _stop(self) -> None:
         jax.profiler.stop_trace()
-        started, self._started, self._last = self._started, None, 0
+        started, last, self._started, self._last = self._started, self._dispatched, None, 0
         where = shlex.quote(str(self._folder))
         self._note(
             f"profile of rounds {started} to {last} in {where}; open it with: "
@@ -79,7 +79,7 @@ class Profile(AbstractContextManager["Profile"]):
     def __exit__(self, *error: object) -> None:
         """End a trace that the end of the run interrupts."""
         if self._started is not None:
-            self._stop(self._last)
+            self._stop()
 
 
 def parse_profile_at(text: str) -> tuple[int, int]:
@@ -92,7 +92,7 @@ def parse_profile_at(text: str) -> tuple[int, int]:
         The first round, from 1, and the number of rounds.
 
     Raises:
-        ConfigurationError: the text has another form.
+        ValueError: the text has another form.
 
     Example:
         >>> parse_profile_at("50"), parse_profile_at("50:3")
@@ -100,7 +100,7 @@ def parse_profile_at(text: str) -> tuple[int, int]:
     """
     match = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", text)
     if match is None:
-        raise ConfigurationError(
+        raise ValueError(
             f"training.profile_at={text!r} is no round, expected ROUND or ROUND:COUNT with numbers "
             "from 1. Set for example --training.profile_at=50:3 to profile rounds 50, 51 and 52."
         )

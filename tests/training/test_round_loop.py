@@ -1,0 +1,239 @@
+"""Runs that skip spikes, roll back, are killed between, and report the use of their time."""
+
+import dataclasses
+import itertools
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from small_regression import ModelConfig, RandomRounds, Regression
+
+from fedpax.parallel.mesh import MeshConfig
+from fedpax.training import round_loop
+from fedpax.training.checkpoint import load_params
+from fedpax.training.compiled_round import compile_round
+from fedpax.training.configuration import read_configuration
+from fedpax.training.experiment import Run, TrainingConfig
+from fedpax.training.goodput import BUCKETS, read_goodput
+from fedpax.training.metrics import TIMINGS, read_metrics, select
+from fedpax.training.spikes import RepeatedSpikesError
+from fedpax.training.trainer import train
+
+BAD = 5
+"""The cohort, from 0, whose targets are huge."""
+
+
+class Killed(RuntimeError):
+    """Raised while a cohort is drawn; the process saves nothing after it."""
+
+
+class Spiky(RandomRounds):
+    """A stream with bad cohorts, which leaves out some and can end the run at others."""
+
+    bad: tuple[int, ...] = ()
+    left_out: tuple[int, ...] = ()
+    scale: float = 1.0
+    interrupt: ClassVar[dict[int, Any]] = {}
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        while self.round in self.left_out:
+            self.round += 1
+        event = self.interrupt.pop(self.round, None)
+        if event is Killed:
+            raise Killed
+        if event is not None:
+            os.kill(os.getpid(), event)
+        is_bad = self.round in self.bad
+        batch = super().__next__()
+        return {**batch, "y": batch["y"] * np.float32(self.scale)} if is_bad else batch
+
+
+@dataclasses.dataclass(frozen=True)
+class SpikyRegression(Regression):
+    """One client on one device.
+
+    Attributes:
+        bad: cohorts with huge targets.
+        left_out: cohorts that the stream leaves out.
+        scale: factor of the targets of bad cohorts.
+    """
+
+    bad: tuple[int, ...] = (BAD,)
+    left_out: tuple[int, ...] = ()
+    scale: float = 1e4
+
+    def build(self) -> Run:
+        run = super().build()
+        stream: Any = run.cohorts
+        stream.__class__ = Spiky
+        stream.bad, stream.left_out, stream.scale = self.bad, self.left_out, self.scale
+        return run
+
+
+BASE = TrainingConfig(
+    rounds=10,
+    evaluate_every=4,
+    checkpoint_every=4,
+    spike_window=2,
+    spike_deviations=50.0,
+    spike_limit=2,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_once() -> Iterator[None]:
+    """Share compiled rounds among the runs, which differ in their data alone."""
+    compiled: dict[Any, Any] = {}
+
+    def compile_cached(run: Run, cohort: Any, **options: bool) -> Any:
+        key = tuple(options.items())
+        if key not in compiled:
+            compiled[key] = compile_round(run, cohort, **options)
+        return compiled[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(round_loop, "compile_round", compile_cached)
+        yield
+
+
+def experiment(rounds: int = 10, **fields: Any) -> SpikyRegression:
+    names = {field.name for field in dataclasses.fields(SpikyRegression)}
+    training = {name: value for name, value in fields.items() if name not in names}
+    own = {name: value for name, value in fields.items() if name in names}
+    return SpikyRegression(
+        training=dataclasses.replace(BASE, rounds=rounds, **training),
+        model=ModelConfig(features=4, hidden=4),
+        clients=1,
+        mesh=MeshConfig(clients=1),
+        **own,
+    )
+
+
+def params_of(folder: Path) -> dict[str, bytes]:
+    return {name: value.tobytes() for name, value in load_params(folder).items()}
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in line.items() if k not in TIMINGS} for line in read_metrics(folder)]
+
+
+def test_skipping_equals_a_run_without_the_rounds_update(tmp_path: Path) -> None:
+    assert train(experiment(on_spike="skip"), tmp_path / "skipped").finished
+    assert train(experiment(9, on_spike="skip", left_out=(BAD,)), tmp_path / "without").finished
+    assert params_of(tmp_path / "skipped") == params_of(tmp_path / "without")
+    lines = select(read_metrics(tmp_path / "skipped"), "training")
+    assert [line["skipped_rounds"] for line in lines] == [0] * 5 + [1] * 5
+    assert lines[BAD]["loss"] > 1e3 * lines[BAD + 1]["loss"]
+
+    # The choice is made in the program: the host gets the flag with the metrics of the round.
+    Spiky.interrupt[BAD + 2] = Killed
+    with pytest.raises(Killed):
+        train(experiment(on_spike="skip"), tmp_path / "killed")
+    assert train(experiment(on_spike="skip"), tmp_path / "killed").finished
+    assert params_of(tmp_path / "killed") == params_of(tmp_path / "skipped")
+    assert lines_of(tmp_path / "killed") == lines_of(tmp_path / "skipped")
+
+
+@pytest.fixture(scope="module")
+def rolled_back(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rolled_back")
+    assert train(experiment(on_spike="roll_back"), folder).finished
+    return folder
+
+
+def test_a_roll_back_goes_on_with_the_data_after_the_spike(
+    rolled_back: Path, tmp_path: Path
+) -> None:
+    # Round 6 spikes: back to the checkpoint of round 4, without cohorts 4 and 5.
+    train(experiment(on_spike="roll_back", left_out=(4, BAD)), tmp_path)
+    assert params_of(rolled_back) == params_of(tmp_path)
+    (spike,) = select(read_metrics(rolled_back), "spike")
+    assert (spike["round"], spike["spike_round"], spike["cohorts_left_out"]) == (4, 6, 2)
+    training = select(read_metrics(rolled_back), "training")
+    assert [line["round"] for line in training] == list(range(1, 11))
+    assert [line["spikes"] for line in training] == [0] * 4 + [1] * 6
+
+
+@pytest.mark.parametrize(
+    "interrupt",
+    [
+        {BAD + 1: Killed},  # about when the spike is found
+        {BAD + 3: Killed},  # after the roll back
+        {BAD: signal.SIGTERM, 8: signal.SIGTERM},  # saves between the checkpoints that are due
+    ],
+)
+def test_a_run_that_rolls_back_resumes_identically(
+    rolled_back: Path, tmp_path: Path, interrupt: dict[int, Any]
+) -> None:
+    Spiky.interrupt.update(interrupt)
+    for _ in range(len(interrupt) + 1):
+        try:
+            result = train(experiment(on_spike="roll_back"), tmp_path)
+        except Killed:
+            pass
+    assert result.finished and not Spiky.interrupt
+    assert params_of(tmp_path) == params_of(rolled_back)
+    assert lines_of(tmp_path) == lines_of(rolled_back)
+
+
+def test_a_spike_before_the_first_checkpoint_returns_to_the_beginning(tmp_path: Path) -> None:
+    train(experiment(5, on_spike="roll_back", bad=(), left_out=(0, 1, 2)), tmp_path / "without")
+    folder = tmp_path / "rolled_back"
+    # The square of such a target is infinite, which is a spike before the window is full.
+    spiking = experiment(5, on_spike="roll_back", bad=(2,), scale=1e30)
+    Spiky.interrupt[5] = Killed
+    with pytest.raises(Killed):
+        train(spiking, folder)
+    train(spiking, folder)
+    assert params_of(folder) == params_of(tmp_path / "without")
+    (spike,) = select(read_metrics(folder), "spike")
+    assert (spike["round"], spike["cohorts_left_out"], spike["loss"]) == (0, 3, None)
+    assert (spike["spikes"], spike["non_finite_rounds"]) == (1, 1)
+
+
+def test_spikes_that_recur_stop_the_run(tmp_path: Path) -> None:
+    always = experiment(on_spike="roll_back", bad=tuple(range(BAD, 100)))
+    with pytest.raises(RepeatedSpikesError, match="after 2 roll backs to round 4") as caught:
+        train(always, tmp_path / "rolled_back")
+    assert "The checkpoint of round 4 is kept in" in str(caught.value)
+    assert "--training.spike_limit and --allow_config_change=training." in str(caught.value)
+    skipping = experiment(on_spike="skip", bad=tuple(range(BAD, 100)))
+    with pytest.raises(RepeatedSpikesError, match="the last 3 rounds were skipped"):
+        train(skipping, tmp_path / "skipped")
+
+
+def test_the_buckets_of_each_line_add_up_to_the_wall_time(rolled_back: Path) -> None:
+    lines = [line for line in read_metrics(rolled_back) if line["kind"] != "run"]
+    for before, line in itertools.pairwise(lines):
+        parts = [line[f"{bucket}_seconds"] for bucket in BUCKETS]
+        assert sum(parts) == pytest.approx(line["wall_seconds"], abs=1e-6)
+        assert min(parts) > -1e-6
+        assert line["wall_seconds"] >= before["wall_seconds"]
+    assert lines[-1]["lost_seconds"] > 0
+    seconds, _ = read_goodput(rolled_back)
+    assert sum(seconds.values()) >= lines[-1]["wall_seconds"]
+
+
+def test_update_norms_are_logged_on_request(tmp_path: Path) -> None:
+    train(experiment(2, update_norm=True, checkpoint_every=1), tmp_path)
+    before, after = load_params(tmp_path, 1), load_params(tmp_path, 2)
+    squares = [np.sum((after[name] - before[name]) ** 2, dtype=np.float64) for name in after]
+    line = select(read_metrics(tmp_path), "training")[1]
+    assert line["update_norm"] == pytest.approx(np.sqrt(sum(squares)), rel=1e-5)
+    assert not {"mfu"} & line.keys()  # a CPU has no known peak
+
+
+def test_rounds_are_profiled_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(experiment(4, profile_at="2:2"), tmp_path)
+    assert len(list((tmp_path / "profile").rglob("*.xplane.pb"))) == 1
+    errors = capsys.readouterr().err
+    assert f"profile of rounds 2 to 3 in {tmp_path / 'profile'}; open it with: xprof" in errors
+    assert "goodput " in errors.splitlines()[-1]
+    # These settings have no effect on the training, so a run resumes with others.
+    result = train(experiment(6, profile_at="6:9", hang_after=60.0, on_hang="exit"), tmp_path)
+    assert result.finished and "profile of rounds 6 to 6 in" in capsys.readouterr().err
+    assert read_configuration(tmp_path)[1].training.profile_at == "6:9"

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import grpc
 import pytest
-from unreliable_network import UnreliableNetwork
 
+from fedpax.experiments.benchmarks.unreliable_network import UnreliableNetwork
 from fedpax.sites import certificates as module
 from fedpax.sites.certificates import make_certificates, read_certificates
 from fedpax.sites.message import Message

@@ -1,5 +1,6 @@
 """Calls from islands to a syncer: over broken streams, failing networks, and by many threads."""
 
+import contextlib
 import logging
 import os
 import signal
@@ -14,8 +15,8 @@ import grpc
 import numpy as np
 import pytest
 from test_message import MALFORMED
-from unreliable_network import UnreliableNetwork, raw_connection
 
+from fedpax.experiments.benchmarks.unreliable_network import UnreliableNetwork
 from fedpax.sites.message import CHUNK_BYTES, Message, MessageError, encode
 from fedpax.sites.transport import (
     Connection,
@@ -131,6 +132,15 @@ def test_answers_over_the_limit_are_refused(server: Server, connection: Connecti
         with connect(f"localhost:{other.port}", max_message_bytes=100) as smaller:
             with pytest.raises(MessageError, match="have 4000 bytes, expected at most"):
                 smaller.call(Message({}), timeout=10)
+
+
+@contextlib.contextmanager
+def raw_connection(port: int, content: bytes) -> Iterator[socket.socket]:
+    """Connect to a port and send bytes, as a stranger does."""
+    with socket.create_connection(("127.0.0.1", port), 5) as stranger:
+        with contextlib.suppress(OSError):
+            stranger.sendall(content)
+        yield stranger
 
 
 def raw_call(port: int, chunks: list[bytes], method: str = METHOD) -> grpc.StatusCode:

@@ -4,7 +4,6 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator
 
 
 class UnreliableNetwork:
@@ -104,12 +103,3 @@ def _close(*ends: socket.socket) -> None:
         with contextlib.suppress(OSError):
             end.shutdown(socket.SHUT_RDWR)
         end.close()
-
-
-@contextlib.contextmanager
-def raw_connection(port: int, content: bytes) -> Iterator[socket.socket]:
-    """Connect to a port and send bytes, as a stranger does."""
-    with socket.create_connection(("127.0.0.1", port), 5) as stranger:
-        with contextlib.suppress(OSError):
-            stranger.sendall(content)
-        yield stranger

@@ -161,13 +161,14 @@ class RoundLogger:
 
     def _counts(self, round_number: int) -> dict[str, float]:
         """Return the items and bytes of all rounds so far."""
-        rounds, exchanged = 0, 0.0
-        for line in self._before:
-            rounds, exchanged = line["round"], _number(line["bytes_across_placement"])
+        rounds, items, exchanged = 0, 0, 0.0
+        for line in self._before:  # of another mesh, or other numbers of participants and items
+            rounds, items = line["round"], line["items"]
+            exchanged = _number(line["bytes_across_placement"])
+        added = round_number - rounds
         return {
-            "items": round_number * self._items_per_round,
-            "bytes_across_placement": exchanged
-            + (round_number - rounds) * self._bytes_across_placement,
+            "items": items + added * self._items_per_round,
+            "bytes_across_placement": exchanged + added * self._bytes_across_placement,
         }
 
     def check_params(self, round_number: int, params: Params) -> None:

@@ -345,7 +345,10 @@ def test_a_run_continues_from_the_resized_state_at_the_same_round_of_the_data(
 
     resized = {name: jax.tree.map(resize, getattr(state, name)) for name in PLACED[method]}
     state, further = plain_rounds(method, state._replace(**resized), new.islands, range(3, 5))
-    found = [line["loss"] for line in select(read_metrics(tmp_path), "training")]
+    lines = select(read_metrics(tmp_path), "training")
+    items = np.cumsum([STEPS * BATCH * n for n in [old.islands] * 3 + [new.islands] * 2])
+    assert [line["items"] for line in lines] == items.tolist()
+    found = [line["loss"] for line in lines]
     np.testing.assert_allclose(found, losses + further, rtol=2e-4)
     chex.assert_trees_all_close(
         load_params(tmp_path), jax.device_get(state.params), rtol=2e-3, atol=2e-4

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Int, Num
 
 from fedpax.clients.cohort import MASK, Cohort
 from fedpax.primitives import federated_map
-from fedpax.training.algorithm import LossFn, Metrics, Params
+from fedpax.training.algorithm import LossFn, Metrics, Params, WithGradientNorm
 
 Carry = TypeVar("Carry", bound=chex.ArrayTree)
 
@@ -265,12 +265,13 @@ def gradient_and_metrics(
         batch: the second argument of `loss_fn`.
 
     Returns:
-        The gradient, of the structure of `params`, and a dict of the metrics with `"loss"`.
+        The gradient, of the structure of `params`, and a dict of the metrics with `"loss"`; if
+        `loss_fn` is a `fedpax.training.algorithm.WithGradientNorm`, with the gradient's norm too.
 
     Raises:
         TypeError: `loss_fn` does not return a pair, its loss or a metric is not a scalar, or its
             metrics are not a dict.
-        ValueError: a metric is called `"loss"`.
+        ValueError: a metric is called `"loss"`, or as one of the gradient's.
 
     Example:
         >>> import jax.numpy as jnp
@@ -282,6 +283,18 @@ def gradient_and_metrics(
     gradient, metrics = jax.grad(functools.partial(loss_and_metrics, loss_fn), has_aux=True)(
         params, batch
     )
+    if isinstance(loss_fn, WithGradientNorm):
+        norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), gradient))
+        measured = {
+            "gradient_norm": norm,
+            "non_finite_step_fraction": (~jnp.isfinite(norm)).astype(jnp.float32),
+        }
+        if taken := sorted(measured.keys() & metrics):
+            raise ValueError(
+                f"loss_fn returned the metrics {taken}, which WithGradientNorm adds itself. Rename "
+                "them, or pass the loss without WithGradientNorm."
+            )
+        metrics = {**metrics, **measured}
     return gradient, metrics
 
 

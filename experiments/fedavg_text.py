@@ -20,6 +20,7 @@ from fedpax.data.rounds.preprocess import Arrays
 from fedpax.experiments.fedavg_images import CohortConfig, ServerConfig, resolve_clients_axis
 from fedpax.experiments.heldout import heldout_evaluator
 from fedpax.experiments.language_model import (
+    FLOPS_CONVENTION,
     LanguageModelExperiment,
     TextDataConfig,
     without_token_count,
@@ -142,6 +143,7 @@ class FedAvgText(LanguageModelExperiment):
             placement="clients",
             cohort_shapes=rounds.shapes,
             flops_per_item=trainable.flops_per_token,
+            flops_convention=FLOPS_CONVENTION,
             initial=trainable.initial,
             frozen=trainable.frozen,
             whole_model=trainable.whole_model,

@@ -73,6 +73,13 @@ class TextDataConfig:
         check_ranges(self, "data", **dict.fromkeys(sizes, COUNT))
 
 
+FLOPS_CONVENTION = (
+    "6 N + 12 L H d T for N parameters in matmuls: attention over all query-key pairs, no "
+    "recomputation"
+)
+"""What `TransformerConfig.flops_per_token` counts, as its runs print it beside their MFU."""
+
+
 class Trainable(NamedTuple):
     """The parameters that a run trains: a whole transformer, or adapters of a frozen one.
 

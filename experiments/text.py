@@ -21,6 +21,7 @@ from fedpax.data import (
 )
 from fedpax.experiments.heldout import HeldoutBatches, heldout_evaluator
 from fedpax.experiments.language_model import (
+    FLOPS_CONVENTION,
     LanguageModelExperiment,
     TextDataConfig,
     without_token_count,
@@ -31,7 +32,7 @@ from fedpax.experiments.ranges import COUNT, NON_NEGATIVE, check_ranges
 from fedpax.models.accumulation import accumulate_gradients
 from fedpax.models.losses import transformer_loss
 from fedpax.parallel.axes import partition_spec
-from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Params
+from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Params, WithGradientNorm
 from fedpax.training.experiment import Run, Shardings
 
 
@@ -78,11 +79,14 @@ class LossConfig:
         z_loss_weight: weight of the squared logarithm of the softmax's normalizer (z-loss).
         load_balance_weight: weight of the load-balancing loss of a mixture of experts.
         grad_accum_steps: microbatches of a step; their gradients accumulate one after another.
+        gradient_norm: add the norm of the gradient, and the fraction of steps where it is not
+            finite, to the metrics (`fedpax.training.algorithm.WithGradientNorm`).
     """
 
     z_loss_weight: float = 0.0
     load_balance_weight: float = 0.01
     grad_accum_steps: int = 1
+    gradient_norm: bool = False
 
     def __post_init__(self) -> None:
         """Check the ranges.
@@ -192,7 +196,9 @@ class TextExperiment(LanguageModelExperiment):
         )
         return Run(
             algorithm=trainable.algorithm(
-                lambda loss_fn: self.make_algorithm(loss_fn, optimizer),
+                lambda loss_fn: self.make_algorithm(
+                    WithGradientNorm(loss_fn) if loss.gradient_norm else loss_fn, optimizer
+                ),
                 without_token_count(training_loss),
             ),
             init=trainable.init,
@@ -205,6 +211,7 @@ class TextExperiment(LanguageModelExperiment):
             placement="islands",
             cohort_shapes=token_round_shapes(**sizes),
             flops_per_item=trainable.flops_per_token,
+            flops_convention=FLOPS_CONVENTION,
             initial=trainable.initial,
             frozen=trainable.frozen,
             whole_model=trainable.whole_model,

@@ -11,11 +11,11 @@ from fedpax.commands.saved_run import existing_folder
 from fedpax.training.console import print_error
 from fedpax.training.metrics import read_metrics, select
 from fedpax.training.plot import Axis, plot_losses
-from fedpax.training.run_report import format_reports, holds_run, report_run
+from fedpax.training.run_report import format_goodput, format_reports, holds_run, report_run
 
 
 def show(arguments: Sequence[str]) -> int:
-    """Print a table of runs, and draw the picture that is asked for.
+    """Print tables of runs and of the use of their time, and draw the picture that is asked for.
 
     The runs may be running, finished, stopped or damaged; nothing in their folders changes.
 
@@ -54,6 +54,8 @@ def show(arguments: Sequence[str]) -> int:
         for run, folder in zip(reports, folders, strict=True)
     ]
     print(format_reports(reports))
+    if goodput := format_goodput(reports):
+        print(f"\nUse of the wall time:\n{goodput}")
     for text in (text for run in reports for text in run.damage):
         print_error(text)
     if options.picture:

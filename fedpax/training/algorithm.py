@@ -1,5 +1,6 @@
 """The contract of a federated method: a pair of pure functions, as in optax."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
@@ -20,6 +21,41 @@ Metrics: TypeAlias = dict[str, jax.Array]
 
 LossFn: TypeAlias = Callable[[Params, chex.ArrayTree], tuple[jax.Array, Metrics | None]]
 """A loss: `(params, batch) -> (scalar loss, dict of scalar metrics, or None)`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WithGradientNorm:
+    """A loss whose gradients are measured: local steps add two metrics to those of the loss.
+
+    - `"gradient_norm"`: the Euclidean norm of a participant's gradient in float32, before the
+      optimizer clips it; averaged over steps and participants as all metrics are.
+    - `"non_finite_step_fraction"`: the fraction of steps whose gradient has NaN or infinity.
+
+    Methods that take `fedpax.algorithms.local_steps`, and all others that get their gradients from
+    its `gradient_and_metrics`, report them. Wrap a loss last, because a function around it hides
+    the wish.
+
+    Attributes:
+        loss_fn: the loss.
+
+    Example:
+        >>> import fedpax, jax.numpy as jnp, optax
+        >>> from fedpax.algorithms import fedavg
+        >>> loss_fn = lambda w, x: (jnp.sum(w * jnp.mean(x, axis=0)), {})
+        >>> method = fedavg(
+        ...     WithGradientNorm(loss_fn), cohort_size=1, client_optimizer=optax.sgd(0.1))
+        >>> cohort = fedpax.Cohort(jnp.array([[[[3.0, 4.0]], [[6.0, 8.0]]]]))  # two steps
+        >>> metrics = method.round(method.init(jnp.zeros(2)), cohort)[1]
+        >>> metrics["gradient_norm"].item(), metrics["non_finite_step_fraction"].item()
+        (7.5, 0.0)
+    """
+
+    loss_fn: LossFn
+
+    def __call__(self, params: Params, batch: chex.ArrayTree) -> tuple[jax.Array, Metrics | None]:
+        """Return the loss and its metrics."""
+        return self.loss_fn(params, batch)
+
 
 RESERVED_METRICS = frozenset(
     {

@@ -1,8 +1,9 @@
 """The progress of runs, read from their folders while they train and afterwards."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from fedpax.training.configuration import (
@@ -11,6 +12,7 @@ from fedpax.training.configuration import (
     flatten,
     read_configuration_json,
 )
+from fedpax.training.goodput import BUCKETS, Bucket, read_goodput
 from fedpax.training.job_dir import is_in_use
 from fedpax.training.metrics import FILE as METRICS
 from fedpax.training.metrics import damaged_lines, name_lines, read_metrics, select, throughput
@@ -38,6 +40,8 @@ class RunReport(NamedTuple):
         item_unit: the unit of items: `"tokens"` or `"examples"`.
         bytes_across_placement: bytes that participants exchanged in all rounds; NaN if unknown.
         wall_seconds: total time of all processes that trained the run.
+        goodput: seconds by use (`fedpax.training.goodput`); empty if they are unknown.
+        spikes: number of rounds that spiked.
         damage: what cannot be read, in words.
     """
 
@@ -51,6 +55,8 @@ class RunReport(NamedTuple):
     item_unit: str
     bytes_across_placement: float
     wall_seconds: float
+    goodput: Mapping[Bucket, float] = MappingProxyType({})
+    spikes: int = 0
     damage: tuple[str, ...] = ()
 
 
@@ -84,6 +90,9 @@ def report_run(folder: Path) -> RunReport:
     saved = latest_round(folder) or 0
     finished = total_rounds is not None and saved >= total_rounds
     sizes = (select(lines, "run") or [{}])[0]
+    goodput = read_goodput(folder)
+    seconds = goodput[0] if goodput else {}
+    logged = number_or_nan(lines[-1].get("wall_seconds") if lines else None)
     return RunReport(
         name=name,
         state="running" if is_in_use(folder) else "finished" if finished else "stopped",
@@ -94,7 +103,10 @@ def report_run(folder: Path) -> RunReport:
         items_per_second=throughput(rounds),
         item_unit=str(sizes.get("item_unit", "items")),
         bytes_across_placement=number_or_nan(last.get("bytes_across_placement")),
-        wall_seconds=number_or_nan(lines[-1].get("wall_seconds") if lines else None),
+        # The file is newer than the last line, unless it is missing or was left by an old version.
+        wall_seconds=max(sum(seconds.values()), logged) if seconds else logged,
+        goodput=seconds,
+        spikes=int(last.get("spikes", 0)),
         damage=tuple(damage),
     )
 
@@ -132,6 +144,32 @@ def format_reports(reports: Sequence[RunReport]) -> str:
         for run in reports
     ]
     return markdown_table(head, rows)
+
+
+def format_goodput(reports: Sequence[RunReport]) -> str:
+    """Format the use of the runs' wall time as a Markdown table, one run per line.
+
+    Args:
+        reports: the runs; those whose use of time is unknown are left out.
+
+    Returns:
+        The table, or an empty text without such a run.
+
+    Example:
+        >>> known = {"input": 1.0, "compile": 4.0, "step": 90.0, "evaluate": 3.0, "save": 2.0}
+        >>> run = RunReport("diloco", "running", 30, 440, 2.5, math.nan, 9e3, "tokens", 3.2e6, 60.0)
+        >>> print(format_goodput([run._replace(goodput={**known, "lost": 0.0}), run]))
+        | experiment | step (goodput) | input | compile | evaluate | save | lost | spikes |
+        |------------|----------------|-------|---------|----------|------|------|--------|
+        | diloco     |          90.0% |  1.0% |    4.0% |     3.0% | 2.0% | 0.0% |      0 |
+    """
+    rest = [bucket for bucket in BUCKETS if bucket != "step"]
+    rows = []
+    for run in reports:
+        if total := sum(run.goodput.values()):
+            shares = [f"{run.goodput[bucket] / total:.1%}" for bucket in ("step", *rest)]
+            rows.append((run.name, *shares, f"{run.spikes:,}"))
+    return markdown_table(("experiment", "step (goodput)", *rest, "spikes"), rows) if rows else ""
 
 
 def _or_dash(number: float, text: str) -> str:

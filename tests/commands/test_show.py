@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 from conftest import REGRESSION, Command
 
+from fedpax.training.goodput import read_goodput
 from fedpax.training.job_dir import JobDirLock
 from fedpax.training.metrics import FILE, read_metrics, select
 
 
 def cells(output: str) -> list[list[str]]:
-    rows = [line for line in output.splitlines() if line.startswith("|")]
+    """Return the cells of the first table."""
+    rows = [line for line in output.partition("\n\n")[0].splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
 
 
@@ -31,6 +33,20 @@ def test_a_finished_run_is_shown(command: Command, regression: Path) -> None:
     assert row[3] == f"{select(lines, 'evaluation')[-1]['loss']:.4f}"
     assert row[4].endswith(" examples/s") and row[5].endswith(" kB") and row[6].endswith(" s")
     assert row[7] == "finished"
+
+
+def test_the_use_of_the_wall_time_is_shown(command: Command, regression: Path) -> None:
+    seconds, _ = read_goodput(regression)
+    output = command("show", f"--job_log_dir={regression}")[1]
+    head, _, row = cells(output.partition("Use of the wall time:\n")[2])
+    assert head[:3] == ["experiment", "step (goodput)", "input"]
+    assert row[0] == REGRESSION and row[-1] == "0"
+    total = sum(seconds.values())
+    shares = dict(zip(head[1:-1], row[1:-1], strict=True))
+    assert shares.pop("step (goodput)") == f"{seconds['step'] / total:.1%}"
+    assert shares == {name: f"{seconds[name] / total:.1%}" for name in shares}
+    (regression / "goodput.json").unlink()
+    assert "Use of the wall time" not in command("show", f"--job_log_dir={regression}")[1]
 
 
 def test_a_running_run_is_shown_and_left_alone(command: Command, regression: Path) -> None:

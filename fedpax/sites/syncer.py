@@ -504,6 +504,7 @@ class Syncer:
                 "totals": totals._asdict(),
             }
         if self._store:
+            self._store.log({"merge": report.merge, "fragment": p, "time": time.time()}, updates)
             self._store.save(p, state, manifest)
         with self._lock:
             self._model.put(p, state)

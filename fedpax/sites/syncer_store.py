@@ -2,19 +2,23 @@
 
 import json
 import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from zipfile import BadZipFile
 
 import jax
 import numpy as np
 
+from fedpax.sites.merge_log import append_merge, forget_merges
 from fedpax.sites.outer_model import FragmentState, OuterModel
 from fedpax.training.configuration import write_atomically
 
 FOLDER = "syncer"
 MANIFEST = "state.json"
 VERSION = 1
+LOGGED = ("island", "incarnation", "sequence", "steps", "tokens", "base", "count")
+"""What `merges.jsonl` says of an update."""
 
 
 class DamagedStateError(OSError):
@@ -34,6 +38,18 @@ class SyncerStore:
 
     def __init__(self, job_log_dir: Path) -> None:
         self._folder = job_log_dir / FOLDER
+
+    def log(self, merge: Mapping[str, Any], updates: Iterable[NamedTuple]) -> None:
+        """Append a merge to `merges.jsonl`, with its updates without their arrays.
+
+        `load` removes it again, if the process is killed before the merge is saved.
+
+        Raises:
+            OSError: the line cannot be written.
+        """
+        fields = [update._asdict() for update in updates]
+        content = [{name: own[name] for name in LOGGED} for own in fields]
+        append_merge(self._folder.parent, {**merge, "updates": content})
 
     def save(self, p: int, state: FragmentState, manifest: dict[str, Any]) -> None:
         """Save one fragment and the manifest, on the disk when this returns.
@@ -85,6 +101,7 @@ class SyncerStore:
                 f"`fedpax syncer` saved. Restore the folder {self._folder} from a copy, or start "
                 "in an empty --job_log_dir."
             ) from error
+        forget_merges(self._folder.parent, after=manifest["merges"])
         return manifest
 
     def _save_fragment(self, p: int, state: FragmentState) -> None:

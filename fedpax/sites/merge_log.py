@@ -1,0 +1,69 @@
+"""The log of a syncer's merges: a line for each, with every update that is part of it."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedpax.training.configuration import write_atomically
+
+FILE = "merges.jsonl"
+
+
+def read_merges(job_log_dir: str | Path) -> list[dict[str, Any]]:
+    """Read the merges of a syncer's run.
+
+    Args:
+        job_log_dir: the run's folder.
+
+    Returns:
+        For each merge: `merge` (its number, from 1), `fragment`, `time` (seconds since 1970) and
+        `updates`, each with `island`, `incarnation` (its process), `sequence` (the update's number
+        in this process), `steps` (inner steps), `tokens`, `base` and `count` (merges of the
+        fragment at its first step, and when it was encoded). Empty if there is no file. A last line
+        that is incomplete, because the syncer was killed, is left out.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> append_merge(folder, {"merge": 1, "fragment": 0, "time": 5.0, "updates": []})
+        >>> append_merge(folder, {"merge": 2, "fragment": 1, "time": 6.0, "updates": []})
+        >>> forget_merges(folder, after=1)
+        >>> [merge["merge"] for merge in read_merges(folder)]
+        [1]
+    """
+    path = Path(job_log_dir) / FILE
+    if not path.exists():
+        return []
+    *lines, _ = path.read_text().split("\n")
+    return [json.loads(line) for line in lines]
+
+
+def append_merge(job_log_dir: Path, merge: Mapping[str, Any]) -> None:
+    """Append a line, before the state of the syncer that includes this merge is saved.
+
+    Args:
+        job_log_dir: the run's folder.
+        merge: JSON values, as `read_merges` returns them.
+
+    Raises:
+        OSError: the line cannot be written.
+    """
+    with (job_log_dir / FILE).open("a") as file:
+        file.write(json.dumps(merge) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def forget_merges(job_log_dir: Path, after: int) -> None:
+    """Remove the merges that the syncer's saved state does not include.
+
+    Args:
+        job_log_dir: the run's folder.
+        after: number of merges in the saved state.
+    """
+    path = job_log_dir / FILE
+    if path.exists():
+        kept = [merge for merge in read_merges(job_log_dir) if merge["merge"] <= after]
+        write_atomically(path, "".join(json.dumps(merge) + "\n" for merge in kept))

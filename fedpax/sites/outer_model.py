@@ -54,6 +54,7 @@ class OuterModel:
 
     Attributes:
         formats: the wire format of each fragment.
+        decode: for each fragment, `(arrays, shard, count) -> outer gradient`, compiled.
         fragments: the state of each fragment.
     """
 
@@ -64,6 +65,7 @@ class OuterModel:
         params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
         taken = [fragment.take(params) for fragment in self._split]
         self.formats = [FragmentFormat(parts, part) for part in taken]
+        self.decode = [jax.jit(form.decode) for form in self.formats]
         self._merge = jax.jit(self._make_merge())
         start = jax.jit(self._make_init())
         self.fragments = [self._on_host(part, *start(part), version=0) for part in taken]

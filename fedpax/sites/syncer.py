@@ -167,7 +167,6 @@ class Syncer:
         self._merging = threading.Lock()
         self._pending: list[dict[int, list[Update]]] = [{} for _ in model.fragments]
         self._deadline: float | None = None
-        self._decode = [jax.jit(fragment.decode) for fragment in model.formats]
         self._islands: dict[str, Island] = {}
         self.merges, self.run, self.totals = 0, secrets.token_hex(8), Totals()
         self.failure: Exception | None = None
@@ -275,6 +274,8 @@ class Syncer:
                 self._islands[name] = island
             island.joined, island.left, island.last_step = True, False, now
             island.saw(now)
+            if self._store:  # else a syncer that restarts would give its shard to another one
+                self._store.save_manifest(self._manifest())
             return self._answer(
                 island,
                 run=self.run,
@@ -372,7 +373,7 @@ class Syncer:
                 "model and the same version of fedpax on both sides."
             )
         # Outside of the lock, because it takes long.
-        gradient = self._decode[p](dict(arrays), island.shard, update.count)
+        gradient = self._model.decode[p](dict(arrays), island.shard, update.count)
         squares = [np.sum(np.square(x, dtype=np.float64)) for x in jax.tree.leaves(gradient)]
         norm, limit = math.sqrt(sum(squares)), self._parts.max_norm
         with self._lock:
@@ -535,7 +536,7 @@ class Syncer:
     def _contribution(self, p: int, shard: int, updates: list[Update]) -> Contribution:
         """Add the updates of one island: its steps since its last part in a merge."""
         decoded = [
-            jax.device_get(self._decode[p](dict(update.arrays), shard, update.count))
+            jax.device_get(self._model.decode[p](dict(update.arrays), shard, update.count))
             for update in updates
         ]
         gradient = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *decoded)

@@ -63,14 +63,14 @@ class SyncerStore:
             OSError: a file cannot be written, for example because the disk is full.
         """
         self._save_fragment(p, state)
-        self._save_manifest(manifest)
+        self.save_manifest(manifest)
         self._remove_others(manifest["versions"])
 
     def save_all(self, model: OuterModel, manifest: dict[str, Any]) -> None:
         """Save all fragments and the manifest."""
         for p, state in enumerate(model.fragments):
             self._save_fragment(p, state)
-        self._save_manifest(manifest)
+        self.save_manifest(manifest)
         self._remove_others(manifest["versions"])
 
     def load(self, model: OuterModel) -> dict[str, Any] | None:
@@ -121,7 +121,8 @@ class SyncerStore:
             raise ValueError("it holds arrays of another model or outer optimizer")
         return FragmentState(*jax.tree.unflatten(tree, leaves), version=version)
 
-    def _save_manifest(self, manifest: dict[str, Any]) -> None:
+    def save_manifest(self, manifest: dict[str, Any]) -> None:
+        """Save the manifest alone, with the versions of saved fragments."""
         write_atomically(
             self._folder / MANIFEST, json.dumps({"format": VERSION, **manifest}) + "\n"
         )

@@ -1,5 +1,7 @@
 """A syncer and its islands in one process, without sockets and threads, on a clock of their own."""
 
+import contextlib
+import functools
 from typing import Any
 
 import jax
@@ -77,14 +79,25 @@ def make_run(parts: Any) -> Run:
     )
 
 
-class Sites:
-    """A syncer and its islands; each exchange happens when a test asks for it."""
+@functools.cache
+def compiled(parts: Any) -> tuple[Run, LocalModel, OuterModel, list[Any]]:
+    """Compile a method once for all tests: the models, and the initial state of the outer one."""
+    run, outer = make_run(parts), OuterModel(parts, random_params())
+    return run, LocalModel(run), outer, list(outer.fragments)
 
-    def __init__(self, parts: Any, *, num_merges: int = 10**6, store: Any = None) -> None:
-        self.parts, self.now, self.reports = parts, 0.0, []
+
+class Sites:
+    """A syncer and its islands; each exchange happens when a test asks for it.
+
+    The rules of the syncer in `policy`, such as the quorum, replace those of `parts`.
+    """
+
+    def __init__(
+        self, parts: Any, *, num_merges: int = 10**6, store: Any = None, **policy: Any
+    ) -> None:
+        self.run, self.model, self.outer, self.initial = compiled(parts)
+        self.parts, self.now, self.reports = parts._replace(**policy), 0.0, []
         self.store, self.num_merges = store, num_merges
-        self.run = make_run(parts)
-        self.model = LocalModel(self.run)
         self.islands: list[Island] = []
         self.links: list[Link] = []
         self.messages: list[Message] = []
@@ -92,7 +105,7 @@ class Sites:
         self.start_syncer()
 
     def start_syncer(self) -> None:
-        self.outer = OuterModel(self.parts, random_params())
+        self.outer.fragments[:] = self.initial
         self.syncer = Syncer(
             self.parts,
             self.outer,
@@ -142,17 +155,23 @@ class Sites:
         self.links.append(link)
         return island
 
-    def phase(self, island: Island, batches: Any) -> None:
+    def phase(self, island: Island, batches: Any = None) -> None:
         """Take a phase on an island, and send what it has to send."""
         with jax.set_mesh(self.run.mesh):
-            island.train(batches)
+            island.train(random_batches((2,), seed=island.steps) if batches is None else batches)
             island._hand_over()
-        island._link.exchange()
+        with contextlib.suppress(DisconnectedError):
+            island._link.exchange()
 
     def receive(self, island: Island) -> None:
         with jax.set_mesh(self.run.mesh):
-            island._link.exchange()
+            with contextlib.suppress(DisconnectedError):
+                island._link.exchange()
             island.receive()
+
+    def params(self) -> dict[str, np.ndarray]:
+        """Return the outer model."""
+        return jax.tree.map(np.asarray, self.outer.params())
 
     def round(self, batches: Any) -> None:
         """Take a phase on every island, each on its row of `[islands, S, batch, ...]`."""

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from several_processes import finish, start
 from small_regression import RandomRounds
 
 from fedpax import Cohort
@@ -90,6 +91,7 @@ LAYOUTS = {
     "4 islands, islands 2 x fsdp 4": Layout(4, MeshConfig(islands=2, fsdp=4)),
 }
 THREE = Layout(3, MeshConfig(islands=3, fsdp=2))
+TWO_OF_FOUR = Layout(2, MeshConfig(islands=2, fsdp=4))
 
 
 def init_params(key: jax.Array) -> Any:
@@ -353,3 +355,40 @@ def test_a_run_continues_from_the_resized_state_at_the_same_round_of_the_data(
     chex.assert_trees_all_close(
         load_params(tmp_path), jax.device_get(state.params), rtol=2e-3, atol=2e-4
     )
+
+
+def diloco_islands() -> Islands:
+    """DiLoCo with error feedback on four islands of two devices."""
+    return experiment_of("diloco", LAYOUTS[FOUR], 3)
+
+
+@pytest.mark.slow
+def test_other_islands_and_other_processes_at_once(tmp_path: Path) -> None:
+    """4 islands in 2 processes, 2 islands in 2, 4 in 1: as all of it in one process."""
+    layouts = [(2, LAYOUTS[FOUR], 3), (2, TWO_OF_FOUR, 5), (1, LAYOUTS[FOUR], 7)]
+    allowed = ["islands", "mesh", "training.rounds"]
+    for count, layout, rounds in layouts:
+        experiment = experiment_of("diloco", layout, rounds)
+        train(experiment, tmp_path / "one", allow_config_change=allowed)
+        if count == 1:
+            train(experiment, tmp_path / "several", allow_config_change=allowed)
+            continue
+        fields = (
+            f"--islands={layout.islands}",
+            f"--mesh.islands={layout.mesh.islands}",
+            f"--mesh.fsdp={layout.mesh.fsdp}",
+            f"--training.rounds={rounds}",
+            f"--allow_config_change={','.join(allowed)}",
+        )
+        exp = "test_resume_on_other_islands:diloco_islands"
+        for status, _, errors in finish(start(count, tmp_path / "several", *fields, exp=exp)):
+            assert status == 0, errors
+    chex.assert_trees_all_close(
+        load_params(tmp_path / "several"), load_params(tmp_path / "one"), rtol=1e-3, atol=1e-5
+    )
+    losses = [
+        [line["loss"] for line in select(read_metrics(tmp_path / name), "training")]
+        for name in ("several", "one")
+    ]
+    assert len(losses[0]) == 7
+    np.testing.assert_allclose(*losses, rtol=1e-4)

@@ -1,6 +1,7 @@
 """A mean of updates that are sent in few bits."""
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import chex
@@ -14,6 +15,7 @@ from fedpax.aggregators.aggregator import Aggregator
 from fedpax.aggregators.codecs.blocks import wire_bits
 from fedpax.aggregators.codecs.codec import Codec
 from fedpax.aggregators.codecs.rotated import check_codec
+from fedpax.aggregators.codecs.tiles import from_tiles, to_tiles
 from fedpax.aggregators.codecs.update_coder import UpdateCoder
 from fedpax.aggregators.encodable import check_floats, normalized_weights
 from fedpax.aggregators.sent import mark_sent
@@ -68,8 +70,9 @@ def compressed_mean(
     A parameter of more than 65,536 entries is encoded with its minor axis sharded over the mesh
     axes within a participant, such as `fsdp`, however these shard the parameter: each device sends
     its part, and the resharding stays within the participant. Smaller parameters are gathered, and
-    each device sends the whole. One exception: a CPU gathers a parameter for `top_k`; a TPU sorts
-    each part where it is.
+    each device sends the whole. On a mesh with automatic axes, a device sends rows of 128 words,
+    whatever the shape of a parameter: a TPU pads other shapes to tiles. One exception: a CPU
+    gathers a parameter for `top_k`; a TPU sorts each part where it is.
 
     Use error feedback with a fixed set of participants, such as islands. With sampled clients, the
     residual of one client is added to the update of another.
@@ -199,13 +202,20 @@ def _mean_of_words(
 ) -> list[Float[Array, "..."]]:
     """All-gather the participants' words; decode and add them one participant at a time."""
 
-    def gather(words: jax.Array) -> jax.Array:
+    def gather(words: jax.Array, like: Any) -> jax.Array:
         if explicit_axis(placement):
             return jax.sharding.reshard(words, P(None, *jax.typeof(words).sharding.spec[1:]))
-        spec = P(None, *[P.UNCONSTRAINED] * (words.ndim - 1))
-        return jax.lax.with_sharding_constraint(words, spec)
+        axes = coder.minor_axes(like)
+        if axes is None:  # explicit axes within a participant
+            spec = P(None, *[P.UNCONSTRAINED] * (words.ndim - 1))
+            return jax.lax.with_sharding_constraint(words, spec)
+        tiles = to_tiles(words, math.prod(jax.sharding.get_abstract_mesh().shape[a] for a in axes))
+        for participants in (mesh_axis(placement), None):  # before the transfer, and after it
+            tiles = jax.lax.with_sharding_constraint(tiles, P(participants, axes or None))
+        return from_tiles(tiles, words.shape)
 
-    totals = coder.decode_sum(_indices(placement), [gather(own) for own in words])
+    gathered = [gather(own, like) for own, like in zip(words, coder.types, strict=True)]
+    totals = coder.decode_sum(_indices(placement), gathered)
     return [total / placement.size for total in totals]
 
 

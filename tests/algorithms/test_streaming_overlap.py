@@ -109,6 +109,7 @@ def test_four_bits_are_sent_under_the_local_steps_too(tpu_devices, topology):
     sent = re.findall(
         r" = \(u32\[([\d,]+)\][^()]*(?:\([^()]*\)[^()]*)*, u32\[\], token\[\]\) send\(", text
     )
+    assert sent and all(shape.endswith(",128") for shape in sent)  # no tile is padded
     words = sum(math.prod(map(int, shape.split(","))) for shape in sent)
     bits = 32 * words / ((1 + LAYERS) * width**2 / 4)  # a device sends its quarter of the model
     assert 4 < bits < 4.5

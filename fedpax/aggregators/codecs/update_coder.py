@@ -70,6 +70,15 @@ class UpdateCoder(NamedTuple):
         keys = jax.vmap(self._keys)(indices)
         return self._with_automatic_axes(decode_sum, specs)(keys, words)
 
+    def minor_axes(self, like: Any) -> tuple[str, ...] | None:
+        """Return the mesh axes over which a leaf's words are sharded; None if some are explicit."""
+        mesh = jax.sharding.get_abstract_mesh()
+        kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+        if any(kinds[name] == AxisType.Explicit for name in self.model_axes):
+            return None
+        spec = self._spec(like)
+        return () if spec is None or spec[-1] is None else spec[-1]
+
     def _keys(self, index: Int[Array, ""]) -> Key[Array, " leaves"]:
         """Return the random keys that a participant and the server share, one per leaf."""
         return jax.random.split(jax.random.fold_in(self.round_key, index), len(self.types))

@@ -139,14 +139,18 @@ def _quantize_and_average(
 
     def add_residual(
         update: chex.ArrayTree, residual: chex.ArrayTree, share: Float[Array, ""] | None
-    ) -> tuple[chex.ArrayTree, jax.Array]:
+    ) -> chex.ArrayTree:
         scale = 1.0 if share is None else share
-        unsent = jax.tree.map(lambda x, e: x.astype(jnp.float32) * scale + e, update, residual)
-        return unsent, jnp.stack([jnp.mean(jnp.abs(c)) for c in jax.tree.leaves(unsent)])
+        return jax.tree.map(lambda x, e: x.astype(jnp.float32) * scale + e, update, residual)
 
-    unsent, magnitudes = federated_map(add_residual, updates, residual, shares)
-    best = list(_best_step(num_levels) * federated_mean(magnitudes))
-    steps = jax.tree.unflatten(jax.tree.structure(updates), best)
+    def mean_magnitudes(unsent: chex.ArrayTree) -> Float[Array, " leaves"]:
+        return jnp.stack([jnp.mean(jnp.abs(c)) for c in jax.tree.leaves(unsent)])
+
+    def by_leaf(steps: Float[Array, " leaves"]) -> chex.ArrayTree:
+        return jax.tree.unflatten(jax.tree.structure(updates), list(steps))
+
+    unsent = federated_map(add_residual, updates, residual, shares)
+    steps = _best_step(num_levels) * federated_mean(federated_map(mean_magnitudes, unsent))
 
     def encode(c: jax.Array, step: jax.Array) -> jax.Array:
         # A step of 0 means that every entry is 0; a NaN in an entry makes the step NaN.
@@ -154,8 +158,8 @@ def _quantize_and_average(
         return jnp.clip(jnp.round(place + middle), 0, num_levels - 1)
 
     def send(unsent: chex.ArrayTree) -> tuple[chex.ArrayTree, chex.ArrayTree]:
-        codes = jax.tree.map(encode, unsent, steps)
-        residual = jax.tree.map(lambda c, s, k: c - s * (k - middle), unsent, steps, codes)
+        codes = jax.tree.map(encode, unsent, by_leaf(steps))
+        residual = jax.tree.map(lambda c, s, k: c - s * (k - middle), unsent, by_leaf(steps), codes)
         words = jax.tree.map(pack, codes, packings)
         return mark_sent(words, instead_of=unsent), residual
 
@@ -170,7 +174,7 @@ def _quantize_and_average(
         updates,
     )
     words, residual = federated_map(send, unsent)
-    return jax.tree.map(receive, steps, federated_sum(words), updates, packings), residual
+    return jax.tree.map(receive, by_leaf(steps), federated_sum(words), updates, packings), residual
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from fedpax.aggregators.gaussian_noise import round_key
 from fedpax.aggregators.krum import check_count
 from fedpax.aggregators.masks import Leaves, left_over, make_graph, mask
 from fedpax.aggregators.presence import mean_dtype, num_participants, present, select
-from fedpax.aggregators.sent import mark_sent
+from fedpax.aggregators.sent import mark_sent, mark_server
 from fedpax.primitives import federated_map, federated_mean, federated_sum
 from fedpax.primitives.layout import unplaced_aval
 
@@ -179,7 +179,7 @@ def secure_sum(
     everyone = known_to_all(here)
 
     def recompute(index: Int[Array, ""], present: Bool[Array, ""]) -> Leaves:
-        return select(present, left_over(shapes, index, graph, everyone))
+        return mark_server(select(present, left_over(shapes, index, graph, everyone)))
 
     left = federated_sum(federated_map(recompute, jnp.arange(n), here))
     left = jax.tree.unflatten(jax.tree.structure(updates), left)

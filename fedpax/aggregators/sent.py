@@ -1,11 +1,11 @@
-"""Mark the values that a participant sends, for `fedpax.cost`."""
+"""Mark the values that a participant sends, and those of the server, for `fedpax.cost`."""
 
 import chex
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from fedpax.transforms.sent import SENT
+from fedpax.transforms.sent import SENT, SERVER
 
 
 def mark_sent(values: chex.ArrayTree, *, instead_of: chex.ArrayTree) -> chex.ArrayTree:
@@ -32,3 +32,24 @@ def mark_sent(values: chex.ArrayTree, *, instead_of: chex.ArrayTree) -> chex.Arr
         replaced = [sum(replaced), *[0] * (len(leaves) - 1)]  # the first value counts for all
     marked = [checkpoint_name(x, f"{SENT} {n}") for x, n in zip(leaves, replaced, strict=True)]
     return jax.tree.unflatten(tree, marked)
+
+
+def mark_server(values: chex.ArrayTree) -> chex.ArrayTree:
+    """Mark values as computed by the server. Inside a mapped function.
+
+    A server with much work, such as the recovery of masks, shares it among the participants'
+    devices by a map of its own. `fedpax.cost` counts the FLOPs of a map with marked values as the
+    server's, and no bytes. The mark does not change the compiled program.
+
+    Args:
+        values: a pytree of arrays.
+
+    Returns:
+        The same values.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> mark_server(jnp.array([3, 5])).tolist()
+        [3, 5]
+    """
+    return jax.tree.map(lambda x: checkpoint_name(x, SERVER), values)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -22,101 +22,12 @@ from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.peak_memory import num_bytes
 from fedpax.primitives.placement import Placement
 from fedpax.primitives.reduction import REDUCTIONS
+from fedpax.transforms.cost_table import Cost, PlacementCost, Transfer
 from fedpax.transforms.flops import NO_FLOPS, Flops, equation_flops
 from fedpax.transforms.inlining import inline, is_federated, placements_of
 from fedpax.transforms.loop_reductions import LoopReduction
 from fedpax.transforms.phases import StreamingPlan, plan_phases
-from fedpax.transforms.sent import Sent, kept_values, sent_by_results
-
-
-class Transfer(NamedTuple):
-    """A value that each participant receives from the server, or sends to it.
-
-    Attributes:
-        name: the value's name: the path of an argument, the path of a mapped function's result, or
-            the operation that computes it.
-        operation: "broadcast", "sum", "mean", "max", "min", or "gather" where the server reads the
-            values of all participants one by one.
-        type: dtype and shape of the value of one participant.
-        num_bytes: bytes of one participant in one execution. The terms of a reduction count in the
-            dtype in which they are accumulated.
-        sent_bytes: the same after compression.
-        executions: number of executions in one execution of the program.
-    """
-
-    name: str
-    operation: str
-    type: str
-    num_bytes: int
-    sent_bytes: int
-    executions: int
-
-
-@dataclasses.dataclass(frozen=True)
-class PlacementCost:
-    """The costs of one participant of a placement.
-
-    Attributes:
-        name: name of the placement.
-        size: number of participants. For a nested placement, in each participant of the outer one.
-        broadcast: the values that the participant receives.
-        reduced: the values that it sends.
-        flops: its floating-point operations, as `fedpax.transforms.flops.count_flops` counts them.
-    """
-
-    name: str
-    size: int
-    broadcast: tuple[Transfer, ...]
-    reduced: tuple[Transfer, ...]
-    flops: float
-
-    @property
-    def broadcast_bytes(self) -> int:
-        """The bytes that a participant receives."""
-        return sum(t.sent_bytes * t.executions for t in self.broadcast)
-
-    @property
-    def reduced_bytes(self) -> int:
-        """The bytes that a participant sends, before compression."""
-        return sum(t.num_bytes * t.executions for t in self.reduced)
-
-    @property
-    def sent_bytes(self) -> int:
-        """The bytes that a participant sends, after compression."""
-        return sum(t.sent_bytes * t.executions for t in self.reduced)
-
-
-@dataclasses.dataclass(frozen=True)
-class Cost:
-    """The costs of one execution of a program. `str` formats them as a table.
-
-    Attributes:
-        placements: the costs of a participant, by the name of its placement.
-        server_flops: floating-point operations outside the participants. Each reduction counts one
-            for each entry of each participant.
-        peak_bytes: peak memory of a device in the compiled program: arguments, results, the values
-            in between and code.
-        flops_are_exact: False if a loop has a number of steps that is known only at run time, as
-            with `Cohort.num_steps`; the body of such a loop counts once.
-    """
-
-    placements: dict[str, PlacementCost]
-    server_flops: float
-    peak_bytes: int
-    flops_are_exact: bool
-
-    def __str__(self) -> str:
-        lines: list[str] = []
-        for placement in self.placements.values():
-            lines += _table(placement)
-        unknown = "" if self.flops_are_exact else "; loops of unknown length count once"
-        for placement in self.placements.values():
-            lines.append(
-                f"FLOPs of a participant of {placement.name}: {placement.flops:,.0f}{unknown}"
-            )
-        lines.append(f"FLOPs of the server: {self.server_flops:,.0f}")
-        lines.append(f"peak memory of a device: {self.peak_bytes:,} bytes")
-        return "\n".join(lines)
+from fedpax.transforms.sent import Sent, kept_values, sent_by_results, server_work
 
 
 def cost(program: Callable[..., Any], *args: Any, **kwargs: Any) -> Cost:
@@ -220,11 +131,12 @@ class _Counter:
         """
         jaxpr = closed.jaxpr
         by_participants: set[int] = set()
+        server = NO_FLOPS
         for placement in placements_of(jaxpr):
             plan = plan_phases(jaxpr, placement)
-            by_participants |= {id(one.eqn) for one in plan.producer.values()}
+            of_server, _ = server_work(plan)
+            by_participants |= {id(one.eqn) for one in plan.producer.values()} - of_server
             self._count_placement(plan, placement, _Names(jaxpr, names), executions)
-        server = NO_FLOPS
         for eqn in jaxpr.eqns:
             if id(eqn) in by_participants:
                 continue
@@ -267,7 +179,12 @@ class _Counter:
         self, plan: StreamingPlan, placement: Placement, names: "_Names", executions: int
     ) -> None:
         own = self.placements.setdefault(placement.name, _Participant(placement.size))
-        work = list({id(one.eqn): one for one in plan.producer.values()}.values())
+        of_server, _ = server_work(plan)
+        work = [
+            one
+            for key, one in {id(one.eqn): one for one in plan.producer.values()}.items()
+            if key not in of_server
+        ]
         received: dict[Var, None] = {}
         reads, _ = kept_values(plan)
         for one in work:
@@ -304,10 +221,11 @@ def _reduced(plan: StreamingPlan, names: "_Names", executions: int) -> Iterator[
     compressed: dict[Sent, str] = {}
     sent = sent_by_results(plan)
     _, gathered = kept_values(plan)  # the states that participants keep are not sent
+    _, of_server = server_work(plan)
     for eqn in plan.jaxpr.eqns:
         reduction = plan.candidates.get(id(eqn))
         operands = [v for v in plan.operands(eqn) if isinstance(v, Var)]
-        if any(v in plan.producer for v in eqn.outvars):
+        if any(v in plan.producer for v in eqn.outvars) or of_server.intersection(operands):
             continue
         if reduction is not None:
             first, *weights = operands
@@ -375,30 +293,3 @@ def _type(v: Var | Literal, placed: int = 0) -> str:
     """Return dtype and shape of a value; of one participant's slice if `placed` is 1."""
     aval = aval_of(v)
     return f"{aval.dtype}[{','.join(map(str, aval.shape[placed:]))}]"
-
-
-def _table(placement: PlacementCost) -> list[str]:
-    """Format the transfers of a placement."""
-
-    def bytes_of(transfer: Transfer, size: int) -> str:
-        times = f"{transfer.executions} x " if transfer.executions > 1 else ""
-        return f"{times}{size:,}"
-
-    rows = [("  each receives", "type", "bytes", "")]
-    rows += [(f"    {t.name}", t.type, bytes_of(t, t.num_bytes), "") for t in placement.broadcast]
-    if len(placement.broadcast) > 1:
-        rows.append(("    total", "", f"{placement.broadcast_bytes:,}", ""))
-    rows.append(("  each sends", "type", "bytes", "sent"))
-    rows += [
-        (f"    {t.name}", t.type, bytes_of(t, t.num_bytes), bytes_of(t, t.sent_bytes))
-        for t in placement.reduced
-    ]
-    if len(placement.reduced) > 1:
-        total = f"{placement.reduced_bytes:,}", f"{placement.sent_bytes:,}"
-        rows.append(("    total", "", *total))
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    lines = [
-        f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d:>{widths[3]}}".rstrip()
-        for a, b, c, d in rows
-    ]
-    return [f"{placement.name}: {placement.size:,} participants", *lines]

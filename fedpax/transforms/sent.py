@@ -1,7 +1,7 @@
 """The values that participants send in place of their updates, and those that they keep.
 
-Aggregators mark encoded updates (`fedpax.aggregators.mark_sent`), and the client store marks the
-states that it reads and writes.
+Aggregators mark encoded updates (`fedpax.aggregators.mark_sent`), and work of the server that runs
+on the participants' devices. The client store marks the states that it reads and writes.
 """
 
 from collections.abc import Iterable
@@ -17,6 +17,9 @@ SENT = "fedpax_sent"
 
 KEPT = "fedpax_kept"
 """The name in the jaxpr of a placed value that participants keep between rounds."""
+
+SERVER = "fedpax_server"
+"""The name in the jaxpr of a value that the server computes for a participant, on its device."""
 
 
 class Sent(NamedTuple):
@@ -78,6 +81,49 @@ def kept_values(plan: StreamingPlan) -> tuple[set[int], set[Var]]:
         elif eqn.primitive.name in SHAPE_PRIMITIVES and written.intersection(_variables(eqn)):
             written.update(eqn.outvars)
     return reads, written
+
+
+def server_work(plan: StreamingPlan) -> tuple[set[int], set[Var]]:
+    """Find the work of the server that runs on the participants' devices.
+
+    Returns:
+        The identities of the equations: maps whose functions mark a value as the server's, and the
+        equations that only compute their arguments or only read their results. And the values that
+        are computed from the results of such maps alone.
+    """
+    equations: set[int] = set()
+    values: set[Var] = set()
+    for eqn in plan.jaxpr.eqns:
+        if eqn.primitive is federated_map_p:
+            if not _has_mark(eqn.params["jaxpr"].jaxpr, SERVER):
+                continue
+        elif not any(v in plan.producer for v in eqn.outvars):
+            continue
+        else:
+            placed = [v for v in _variables(eqn) if v in plan.producer]
+            if not placed or not values.issuperset(placed):
+                continue
+        equations.add(id(eqn))
+        values.update(eqn.outvars)
+    if not equations:
+        return equations, values
+    others = {v for v in plan.jaxpr.outvars if isinstance(v, Var)}
+    for eqn in reversed(plan.jaxpr.eqns):  # what only the server's maps read is the server's too
+        if id(eqn) in equations:
+            continue
+        if any(v in plan.producer for v in eqn.outvars) and others.isdisjoint(eqn.outvars):
+            equations.add(id(eqn))
+        else:
+            others.update(_variables(eqn))
+    return equations, values
+
+
+def _has_mark(jaxpr: Jaxpr, mark: str) -> bool:
+    return any(
+        (eqn.primitive.name == "name" and eqn.params["name"] == mark)
+        or any(_has_mark(inner, mark) for inner in inner_jaxprs(eqn))
+        for eqn in jaxpr.eqns
+    )
 
 
 def _marks(jaxpr: Jaxpr, map_id: int) -> list[tuple[Sent, ...]]:

@@ -172,12 +172,11 @@ def test_cost_counts_32_bit_words_per_entry():
         updates = fedpax.federated_map(lambda x: {"w": x.astype(jnp.bfloat16)}, x)
         return aggregator.aggregate(aggregator.init(None), updates, None)[0]
 
-    (masked,) = [
-        t
-        for t in fedpax.cost(round, jnp.ones((N, 6))).placements["clients"].reduced
-        if t.sent_bytes != t.num_bytes
-    ]
-    assert (masked.num_bytes, masked.sent_bytes) == (2 * 6, 4 * 6)
+    clients = fedpax.cost(round, jnp.ones((N, 6))).placements["clients"]
+    sent = {t.name: (t.num_bytes, t.sent_bytes) for t in clients.reduced}
+    # The masks that the server recomputes are not among them.
+    assert sent.pop("sum of send['w']") == (2 * 6, 4 * 6)
+    assert max(sent.values()) <= (4, 4)
 
 
 @pytest.mark.slow

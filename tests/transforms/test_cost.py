@@ -11,6 +11,7 @@ import pytest
 import fedpax
 from fedpax import federated_broadcast, federated_map, federated_max, federated_mean, federated_sum
 from fedpax.aggregators import Aggregator, mark_sent, quantized_mean
+from fedpax.aggregators.sent import mark_server
 from fedpax.algorithms import diloco, fedavg, scaffold
 from fedpax.hlo.collectives import operand_bytes_along
 from fedpax.transforms.flops import count_flops
@@ -235,3 +236,17 @@ def test_client_states_in_a_store_are_neither_received_nor_sent(sizes):
         clients = fedpax.cost(algorithm.round, algorithm.init(W), cohort).placements["clients"]
     assert clients.broadcast_bytes == 2 * 60  # model and control variate
     assert clients.sent_bytes == 2 * 60 + 4  # their changes, and the loss
+
+
+def test_work_of_the_server_on_the_participants_devices_is_the_servers():
+    def program(w, x):
+        by_participants = federated_sum(federated_map(jnp.tanh, x))
+        recompute = lambda i: mark_server(jnp.sin(i * w))
+        return by_participants, federated_sum(federated_map(recompute, np.arange(N)))
+
+    found = cost(program, W, X)
+    clients = found.placements["clients"]
+    assert rows(clients.broadcast) == {}
+    assert rows(clients.reduced) == {"sum of tanh": ("float32[3]", 12, 1)}
+    assert clients.flops == 3
+    assert found.server_flops == N * (3 + 2 * 15 + 15)  # two sums, multiply and sine

@@ -6,10 +6,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Num
 
 from fedpax.aggregators.aggregator import Aggregator, EmptyState
-from fedpax.aggregators.all_updates import known_to_all, reduce_coordinates, squared_distances
+from fedpax.aggregators.all_updates import reduce_coordinates
 from fedpax.aggregators.coordinate_means import median_of_sorted, sort_participants
-from fedpax.aggregators.krum import check_bound, check_count, krum_order
-from fedpax.aggregators.presence import num_participants, present
+from fedpax.aggregators.krum import check_count, distances_of_present, krum_order
+from fedpax.aggregators.presence import num_participants
 
 
 def bulyan(num_byzantine: int) -> Aggregator:
@@ -63,9 +63,8 @@ def bulyan(num_byzantine: int) -> Aggregator:
         n = num_participants(updates)
         if not n:
             return updates, state, {}
-        check_bound("bulyan", n, num_byzantine, 4)
-        here = known_to_all(present(updates, weights))
-        chosen = _select_repeatedly(squared_distances(updates), here, num_byzantine)
+        distances, here = distances_of_present("bulyan", updates, weights, num_byzantine, 4)
+        chosen = _select_repeatedly(distances, here, num_byzantine)
         count = jnp.sum(chosen)
         closest = jnp.maximum(count - 2 * num_byzantine, 1)
 

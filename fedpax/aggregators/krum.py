@@ -64,19 +64,51 @@ def krum(num_byzantine: int, *, num_selected: int = 1) -> Aggregator:
         n = num_participants(updates)
         if not n:
             return updates, state, {}
-        check_bound("krum", n, num_byzantine, 2)
+        distances, here = distances_of_present("krum", updates, weights, num_byzantine, 2)
         if num_selected > n - num_byzantine - 2:
             raise ValueError(
                 f"krum(): num_selected is {num_selected}, expected at most n - num_byzantine - 2 = "
                 f"{n - num_byzantine - 2} for {n} participants. Select fewer."
             )
-        here = known_to_all(present(updates, weights))
-        order = krum_order(squared_distances(updates), here, num_byzantine)
+        order = krum_order(distances, here, num_byzantine)
         chosen = here & (jnp.argsort(order) < num_selected)
         selected = federated_map(lambda update, taken: select(taken, update), updates, chosen)
         return federated_mean(selected, chosen), state, {}
 
     return Aggregator(init, aggregate)
+
+
+def distances_of_present(
+    function: str,
+    updates: chex.ArrayTree,
+    weights: Num[Array, " participants"] | None,
+    num_byzantine: int,
+    factor: int,
+) -> tuple[Float[Array, "participants participants"], Bool[Array, " participants"]]:
+    """Compute the squared distances of all pairs of updates, and who is present. Inside a program.
+
+    Args:
+        function: name of the aggregator, for errors.
+        updates: placed pytree of arrays `[participants, ...]`.
+        weights: one per participant; a participant of weight 0 is absent. None: all are present.
+        num_byzantine: f.
+        factor: the aggregator's bound is `n >= factor * f + 3`.
+
+    Returns:
+        The distances, and which participants are present. Both are server values.
+
+    Raises:
+        ValueError: too few participants for f.
+    """
+    n = num_participants(updates)
+    if n < factor * num_byzantine + 3:
+        most = (n - 3) // factor
+        remedy = f"Use at most {most}, or more participants." if most >= 0 else "Use more."
+        raise ValueError(
+            f"{function}(): num_byzantine is {num_byzantine}, but {n} participants are "
+            f"fewer than {factor} * num_byzantine + 3 = {factor * num_byzantine + 3}. {remedy}"
+        )
+    return squared_distances(updates), known_to_all(present(updates, weights))
 
 
 def krum_order(
@@ -119,18 +151,3 @@ def check_count(function: str, argument: str, value: int, least: int) -> None:
         raise TypeError(f"{function}(): {argument} is {value!r}, expected an int.")
     if value < least:
         raise ValueError(f"{function}(): {argument} is {value}, expected at least {least}.")
-
-
-def check_bound(function: str, participants: int, num_byzantine: int, factor: int) -> None:
-    """Check that n participants tolerate f: `n >= factor * f + 3`.
-
-    Raises:
-        ValueError: they do not.
-    """
-    if participants < factor * num_byzantine + 3:
-        most = (participants - 3) // factor
-        remedy = f"Use at most {most}, or more participants." if most >= 0 else "Use more."
-        raise ValueError(
-            f"{function}(): num_byzantine is {num_byzantine}, but {participants} participants are "
-            f"fewer than {factor} * num_byzantine + 3 = {factor * num_byzantine + 3}. {remedy}"
-        )

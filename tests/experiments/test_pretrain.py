@@ -15,6 +15,7 @@ from fedpax.experiments import pretrain
 from fedpax.experiments.text import LossConfig, TextConfig
 from fedpax.models.transformer import TransformerConfig
 from fedpax.parallel.mesh import MeshConfig
+from fedpax.training.checkpoint import Checkpoints
 from fedpax.training.compiled_round import compile_round, with_shardings
 from fedpax.training.experiment import TrainingConfig
 from fedpax.training.metrics import read_metrics, select
@@ -115,6 +116,12 @@ def test_a_run_resumes_with_another_number_of_islands(
     )
     outcome = train(more, tmp_path, allow_config_change=["islands", "mesh"])
     assert (outcome.rounds, outcome.rounds_trained) == (4, 2)
-    assert "islands is 4 and was 2" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "4 islands continue from the states of 2" in told and "start again" not in told
+    with Checkpoints(tmp_path, keep=3) as checkpoints:
+        position = checkpoints.restore_stream_state()
+    # Each row of two rounds of 2 islands and two rounds of 4, once.
+    rows_of_island = few.data.local_steps * few.data.batch_size
+    assert (position["rounds"], position["rows"]) == (4, (2 * 2 + 2 * 4) * rows_of_island)
     losses = [line["loss"] for line in select(read_metrics(tmp_path), "evaluation")]
     assert losses[3] < losses[1]

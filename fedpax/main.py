@@ -42,6 +42,13 @@ fedpax: federated and multi-island training on JAX
       --format=orbax a checkpoint of the parameters. Adapters are merged into their model.
   fedpax partition --exp=NAME [--picture=FILE.png] [--FIELD=VALUE ...]
       Show how the clients of an experiment differ in the amounts and labels of their examples.
+  fedpax syncer --exp=NAME --listen=HOST:PORT --job_log_dir=DIR [--certificates=DIR]
+                [--heartbeat_seconds=1] [--FIELD=VALUE ...]
+      Hold the outer model of an experiment whose islands are processes of their own, and merge
+      their updates. Needs no accelerator; resumes after its last merge.
+  fedpax join --exp=NAME --syncer=HOST:PORT --job_log_dir=DIR [--certificates=DIR] [--name=NAME]
+              [--shard=K] [--server_name=NAME] [--FIELD=VALUE ...]
+      Train one island of an experiment on this machine's devices, until the syncer has finished.
   fedpax certificates --out=DIR --names=HOST,NAME,... [--days=365] [--authority=DIR/authority]
       Make the certificates of a syncer and its islands: HOST is the syncer's host name, each
       further NAME a site. --authority adds sites to an existing authority.
@@ -70,6 +77,12 @@ fedpax: federated and multi-island training on JAX
                     JAX_NUM_PROCESSES and JAX_PROCESS_ID (from 0), else in a Slurm step (srun) or
                     on a TPU pod by themselves
   --join_timeout    seconds to wait for the other processes (default 300)
+  --listen          the syncer's address for islands; without --certificates a loopback address
+  --syncer          the address of the syncer that an island joins
+  --certificates    this site's folder, as `fedpax certificates` makes one for each name
+  --name            the island's name; default: the name of its folder
+  --shard           the island's shard of the data, from 0; default: a free one
+  --server_name     the name in the syncer's certificate; default: the host of --syncer
   --FIELD=VALUE     overrides a field of the experiment, such as --model.num_layers=4;
                     `fedpax train --exp=NAME --help` shows all fields
   --model.weights   the Hugging Face folder that an experiment on text begins from, with its

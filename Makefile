@@ -12,8 +12,8 @@ PYTEST := $(BIN)/pytest -n $(WORKERS)
 help:  ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
-demo: $(INSTALLED)  ## Train DiLoCo, data parallelism and one island alone, and compare them.
-	$(BIN)/fedpax compare --exp=diloco_text,data_parallel_text,single_island_text --job_log_dir=runs/demo
+demo: $(INSTALLED)  ## Train DiLoCo, Streaming DiLoCo, data parallelism and one island, and compare them.
+	$(BIN)/fedpax compare --exp=diloco_text,streaming_diloco_text,data_parallel_text,single_island_text --job_log_dir=runs/demo
 
 # The fast tests spend most of their time in the compiler. These options shorten it: XLA's simple
 # fusion emitters, LLVM without its expensive passes, and one LLVM module for each program in place

@@ -12,7 +12,6 @@ from fedpax.algorithms import (
     directional_mean,
     layer_fragments,
 )
-from fedpax.experiments.diloco_text import diloco_text
 from fedpax.experiments.optimizers import OptimizerConfig
 from fedpax.experiments.ranges import (
     COUNT,
@@ -22,7 +21,8 @@ from fedpax.experiments.ranges import (
     POSITIVE,
     check_ranges,
 )
-from fedpax.experiments.text import TextExperiment
+from fedpax.experiments.text import TextConfig, TextExperiment
+from fedpax.models import presets
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn
 from fedpax.training.experiment import TrainingConfig
@@ -150,12 +150,17 @@ def decoupled_diloco_text() -> DecoupledDiLoCoText:
     round merges each of 4 fragments once. A fragment is merged when 2 islands have sent it, and all
     others that are up, or half a second later.
     """
-    base = diloco_text()
     return DecoupledDiLoCoText(
         islands=4,
         mesh=MeshConfig(islands=4),
-        model=base.model,
-        data=dataclasses.replace(base.data, local_steps=32),
+        model=presets.base_1m(),
+        data=TextConfig(
+            local_steps=32,
+            batch_size=2,
+            seq_len=32,
+            heldout_batch_size=32,
+            heldout_tokens=32_768,
+        ),
         optimizer=OptimizerConfig(learning_rate=2e-3),
         decoupled=DecoupledConfig(quorum=2),
         training=TrainingConfig(rounds=28, evaluate_every=7, checkpoint_every=4),

@@ -8,12 +8,10 @@ import optax
 from fedpax.aggregators import Aggregator, codecs, compressed_mean
 from fedpax.algorithms import layer_fragments, streaming_diloco
 from fedpax.experiments.diloco_text import diloco_text
-from fedpax.experiments.optimizers import OptimizerConfig
 from fedpax.experiments.pretrain import diloco_c4_1b, diloco_llama_8b
 from fedpax.experiments.ranges import COUNT, COUNT_OR_ZERO, DECAY, POSITIVE, check_ranges
 from fedpax.experiments.text import TextExperiment
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn
-from fedpax.training.experiment import TrainingConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,16 +88,12 @@ class StreamingDiLoCoText(TextExperiment):
 
 
 def streaming_diloco_text() -> StreamingDiLoCoText:
-    """Streaming DiLoCo: the islands, model and data of diloco_text, 16 local steps per round.
+    """Streaming DiLoCo: the islands, model and data of diloco_text, in 3 fragments of 4 bits.
 
-    Four fragments, one every four steps, each sent in 4 bits (E3M0) under one local step.
+    A fragment is synchronized every 6 steps, each sent in 4 bits (E3M0) under one local step.
     """
-    base = diloco_text()
-    return dataclasses.replace(
-        _stream(base, StreamingConfig(fragments=4, delay=1)),
-        data=dataclasses.replace(base.data, local_steps=16),
-        optimizer=OptimizerConfig(learning_rate=2e-3),
-        training=TrainingConfig(rounds=55, evaluate_every=7, checkpoint_every=28),
+    return _stream(
+        diloco_text(), StreamingConfig(fragments=3, delay=1, learning_rate=0.9, momentum=0.5)
     )
 
 

@@ -188,12 +188,12 @@ def test_commands_that_are_refused(run: Run, arguments: list[str], words: str) -
     ("exp", "override", "words"),
     [
         (
-            "diloco_text",
+            "diloco_text --mesh.fsdp=2",
             "--islands=3",
             "islands=4 does not divide --islands=3. Set --islands to a multiple",
         ),
-        ("diloco_text", "--data.batch_size=5", "does not divide --data.batch_size=5"),
-        ("diloco_text", "--data.tokenizer=nowhere.json", "no such file"),
+        ("diloco_text --mesh.fsdp=2", "--data.batch_size=5", "does not divide --data.batch_size=5"),
+        ("diloco_text --mesh.fsdp=2", "--data.tokenizer=nowhere.json", "no such file"),
         ("fedavg_digits", "--cohort.size=31", "take 30 or fewer"),
         ("fedavg_digits", "--mesh.clients=3", "--mesh.clients=3 does not divide --cohort.size=10"),
     ],
@@ -201,7 +201,8 @@ def test_commands_that_are_refused(run: Run, arguments: list[str], words: str) -
 def test_settings_that_do_not_fit_give_a_message_without_a_traceback(
     run: Run, tmp_path: Path, exp: str, override: str, words: str
 ) -> None:
-    status, _, errors = run("train", f"--exp={exp}", f"--job_log_dir={tmp_path}", override)
+    arguments = (*f"--exp={exp}".split(), f"--job_log_dir={tmp_path}", override)
+    status, _, errors = run("train", *arguments)
     assert status == 2
     assert errors.startswith("fedpax: ") and words in errors and "Traceback" not in errors
     assert not (tmp_path / "config.json").exists()  # so another configuration can use the folder

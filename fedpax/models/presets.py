@@ -8,8 +8,22 @@ from __future__ import annotations
 from fedpax.models.transformer_config import TransformerConfig
 
 
+def base_100k() -> TransformerConfig:
+    """Return the byte-level transformer of the experiment `diloco_text`: 0.1 million parameters."""
+    return TransformerConfig(
+        vocab_size=256,
+        num_layers=2,
+        embed_dim=64,
+        num_heads=4,
+        num_kv_heads=2,
+        mlp_dim=160,
+        rope_base=50.0,
+        unroll=2,
+    )
+
+
 def base_1m() -> TransformerConfig:
-    """Return the byte-level transformer of the experiment `diloco_text`: 1.1 million parameters."""
+    """Return the byte-level transformer of the experiment `pretrain_text`: 1.1 million parameters."""
     return TransformerConfig(
         vocab_size=256,
         num_layers=3,

@@ -9,6 +9,7 @@ from fedpax.commands.options import configure
 from fedpax.experiments import streaming_diloco_text as module
 from fedpax.experiments.pretrain import diloco_c4_1b
 from fedpax.models.transformer import TransformerConfig
+from fedpax.parallel.mesh import MeshConfig
 from fedpax.training.experiment import TrainingConfig
 from fedpax.training.metrics import read_metrics, select
 from fedpax.training.trainer import train
@@ -42,6 +43,7 @@ def test_it_learns(compression, tmp_path):
             vocab_size=256, num_layers=3, embed_dim=24, num_heads=2, num_kv_heads=1, mlp_dim=52
         ),
         data=dataclasses.replace(base.data, seq_len=16, heldout_tokens=1024),
+        mesh=MeshConfig(islands=4, fsdp=2),
         streaming=dataclasses.replace(base.streaming, compression=compression),
         training=TrainingConfig(rounds=4, evaluate_every=2, checkpoint_every=0),
     )

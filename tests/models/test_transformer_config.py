@@ -42,6 +42,7 @@ def test_parameters_are_counted(change: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("preset", "total", "active"),
     [
+        (presets.base_100k, 1.03e5, 1.03e5),
         (presets.base_1m, 1.10e6, 1.10e6),
         (presets.base_100m, 102e6, 102e6),
         (presets.pax_c4_1b, 1.10e9, 1.10e9),

@@ -77,6 +77,10 @@ fedpax: federated and multi-island training on JAX
                     JAX_NUM_PROCESSES and JAX_PROCESS_ID (from 0), else in a Slurm step (srun) or
                     on a TPU pod by themselves
   --join_timeout    seconds to wait for the other processes (default 300)
+  --heartbeat_timeout
+                    seconds until a process that sends nothing counts as dead (default 100)
+  --elastic         restart from the newest checkpoint with the processes that are left when one
+                    dies, and with it when it returns; the processes are those of --multihost
   --listen          the syncer's address for islands; without --certificates a loopback address
   --syncer          the address of the syncer that an island joins
   --certificates    this site's folder, as `fedpax certificates` makes one for each name

@@ -17,11 +17,13 @@ SECONDS_TO_LEAVE = 10.0
 """How long a process that failed waits for the others to end too."""
 
 
-def join_processes(timeout: float) -> int | None:
+def join_processes(timeout: float, heartbeat_timeout: int) -> int | None:
     """Join the processes that train together, before JAX is asked for a device.
 
     Args:
         timeout: seconds to wait for the other processes.
+        heartbeat_timeout: seconds after which a process that sends nothing counts as dead, and the
+            others end.
 
     Returns:
         The number of processes; None if only JAX knows it, as on a TPU pod.
@@ -42,16 +44,19 @@ def join_processes(timeout: float) -> int | None:
     except ClusterError as error:
         raise UsageError(f"--multihost: {error}") from None
     with _exit_after(timeout):
-        _initialize(cluster, timeout)
+        _initialize(cluster, timeout, heartbeat_timeout)
     return cluster and cluster.num_processes
 
 
-def _initialize(cluster: Cluster | None, timeout: float) -> None:
+def _initialize(cluster: Cluster | None, timeout: float, heartbeat_timeout: int) -> None:
     # JAX's own timeout aborts the process without a word about the remedy: it comes later.
     initialization_timeout = int(timeout) + 60
     try:
         if cluster is None:
-            jax.distributed.initialize(initialization_timeout=initialization_timeout)
+            jax.distributed.initialize(
+                initialization_timeout=initialization_timeout,
+                heartbeat_timeout_seconds=heartbeat_timeout,
+            )
             return
         # JAX still reads from Slurm which GPU belongs to the process. In Kubernetes it would ask
         # for a package that finds no more than the variables say.
@@ -62,6 +67,7 @@ def _initialize(cluster: Cluster | None, timeout: float) -> None:
             cluster.process_id,
             cluster_detection_method="deactivate" if kubernetes else None,
             initialization_timeout=initialization_timeout,
+            heartbeat_timeout_seconds=heartbeat_timeout,
         )
     except (ValueError, RuntimeError) as error:
         raise UsageError(

@@ -8,6 +8,7 @@ from absl import flags
 
 from fedpax.commands.compilation_cache import enable_compilation_cache
 from fedpax.commands.devices import provide_devices
+from fedpax.commands.elastic import train_elastically
 from fedpax.commands.options import (
     allowed_changes,
     check_job_log_dir,
@@ -35,9 +36,13 @@ def train(arguments: Sequence[str]) -> int:
     experiment = configure(options.exp, fields, options.job_log_dir)
     check_job_log_dir(options)
     folder = resolve_job_log_dir(options.job_log_dir)
+    if options.elastic:
+        return train_elastically(options, arguments, experiment, folder)
     enable_compilation_cache()
     with leave_on_failure():
-        num_processes = join_processes(options.join_timeout) if options.multihost else 1
+        num_processes: int | None = 1
+        if options.multihost:
+            num_processes = join_processes(options.join_timeout, options.heartbeat_timeout)
         # Where only JAX knows the number of processes, it knows their devices too.
         if num_processes is not None:
             provide_devices(experiment.mesh, num_processes)
@@ -66,6 +71,12 @@ def define_flags(options: flags.FlagValues) -> None:
     flags.DEFINE_bool("multihost", False, "Train with all processes.", flag_values=options)
     flags.DEFINE_float(
         "join_timeout", 300.0, "Seconds to wait for the other processes.", flag_values=options
+    )
+    flags.DEFINE_integer(
+        "heartbeat_timeout", 100, "Seconds until a silent process is lost.", 5, flag_values=options
+    )
+    flags.DEFINE_bool(
+        "elastic", False, "Train with the processes that are left.", flag_values=options
     )
 
 

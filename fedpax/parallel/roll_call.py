@@ -50,7 +50,7 @@ def _answer_all(cluster: Cluster, deadline: float, timeout: float) -> None:
     hosts = {0: socket.gethostname()}
     turned_away: list[str] = []
     with contextlib.ExitStack() as connections:
-        server = connections.enter_context(_listen(cluster))
+        server = connections.enter_context(listen(cluster))
         waiting: dict[int, socket.socket] = {}
         while len(hosts) < cluster.num_processes:
             server.settimeout(max(deadline - time.monotonic(), 0.01))
@@ -84,20 +84,32 @@ def _answer_all(cluster: Cluster, deadline: float, timeout: float) -> None:
                 one.recv(1)
 
 
-def _listen(cluster: Cluster) -> socket.socket:
-    """Listen on the coordinator's port, on all addresses of this host."""
+def listen(cluster: Cluster, port: int | None = None) -> socket.socket:
+    """Listen on all addresses of this host, the host of process 0.
+
+    Args:
+        cluster: the processes.
+        port: the port. Default None: the coordinator's.
+
+    Returns:
+        The socket.
+
+    Raises:
+        ClusterError: the port is in use.
+    """
+    port = cluster.port if port is None else port
     try:
         if socket.has_dualstack_ipv6():
             return socket.create_server(
-                ("", cluster.port),
+                ("", port),
                 family=socket.AF_INET6,
                 dualstack_ipv6=True,
                 backlog=cluster.num_processes,
             )
-        return socket.create_server(("", cluster.port), backlog=cluster.num_processes)
+        return socket.create_server(("", port), backlog=cluster.num_processes)
     except OSError as error:
         raise ClusterError(
-            f"process 0 cannot listen on port {cluster.port} of {socket.gethostname()} "
+            f"process 0 cannot listen on port {port} of {socket.gethostname()} "
             f"({error.strerror}), expected a free port. Another job or program may use it: choose "
             "another port in JAX_COORDINATOR_ADDRESS (with Slurm also JAX_COORDINATOR_PORT), the "
             "same in every process."

@@ -40,18 +40,23 @@ def start(
 ) -> list[subprocess.Popen]:
     """Start `fedpax train --multihost`; `of_one` are arguments of process 1 alone."""
     port = free_port()
-    command = [*FEDPAX, "train", f"--exp={exp}", f"--job_log_dir={folder}", "--multihost"]
+    command = ["train", f"--exp={exp}", f"--job_log_dir={folder}", "--multihost", *arguments]
     return [
-        subprocess.Popen(
-            [*command, *arguments, *(of_one if number == 1 else ())],
-            env=environment(number, count, port),
-            cwd=HERE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        start_one([*command, *(of_one if number == 1 else ())], environment(number, count, port))
         for number in range(count)
     ]
+
+
+def start_one(arguments: Sequence[str], variables: dict[str, str]) -> subprocess.Popen:
+    """Start fedpax in a folder that has the tests' experiments."""
+    return subprocess.Popen(
+        [*FEDPAX, *arguments],
+        env=variables,
+        cwd=HERE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def finish(processes: Sequence[subprocess.Popen]) -> list[tuple[int, str, str]]:

@@ -98,7 +98,7 @@ def test_a_signal_makes_all_save_the_same_round_once(
 def test_a_killed_process_ends_the_job_which_the_same_command_resumes(
     tmp_path: Path, one: Path
 ) -> None:
-    processes = start(2, tmp_path, "--pause=0.3")
+    processes = start(2, tmp_path, "--pause=0.3", "--heartbeat_timeout=10")
     wait_for_rounds(tmp_path, 5, processes)
     processes[1].kill()
     killed = time.monotonic()
@@ -112,7 +112,8 @@ def test_a_killed_process_ends_the_job_which_the_same_command_resumes(
 @pytest.mark.slow
 def test_a_process_that_fails_alone_ends_the_job(tmp_path: Path) -> None:
     began = time.monotonic()
-    processes = start(2, tmp_path, exp="test_several_processes:broken_shard")
+    exp = "test_several_processes:broken_shard"
+    processes = start(2, tmp_path, "--heartbeat_timeout=10", exp=exp)
     (status, _, _), (other, _, errors) = finish(processes)
     assert "the shard of process 1 is broken" in errors
     assert status != 0 and other != 0

@@ -1,0 +1,313 @@
+"""The keeper: a process of an elastic job that decides which processes train together.
+
+Each host runs a supervisor, which uses no accelerator and starts the process that trains. The
+supervisors are connected to the keeper. A **generation** is a run of the training processes that
+ends when one of them ends, or when a supervisor leaves or joins; the next generation has the
+supervisors that are there. All that the keeper knows is in their messages, one line of JSON each:
+
+| supervisor to keeper | |
+|---|---|
+| `process`, `count`, `host` | it is there |
+| `beat` | it still is |
+| `ended`, `generation`, `round` | its training process ended with this status; newest checkpoint |
+| `signal` | it was asked to stop, with this status |
+
+| keeper to supervisor | |
+|---|---|
+| `start`, `members`, `port` | start a training process for this generation of members |
+| `save` or `kill` | make the training process save and end, or end it at once |
+| `stop`, `reason` | the job ends with this status |
+| `beat` | the keeper is there |
+"""
+
+import contextlib
+import json
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from fedpax.parallel.cluster import Cluster, ClusterError
+from fedpax.parallel.roll_call import listen
+
+FINISHED, FAILED, CANNOT_RUN = 0, 1, 2
+SIGNALS = (143, 130)
+MOST_FAILURES = 3
+SECONDS_TO_END = 30.0
+TICK = 0.1
+
+
+class Lines:
+    """A socket that carries a JSON value per line, in both directions.
+
+    Args:
+        connection: the socket.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.settimeout(5)
+        self.connection = connection
+        self._rest = b""
+        self.heard = time.monotonic()
+        self.closed = False
+
+    def send(self, **message: Any) -> None:
+        """Send a message; a connection that fails counts as closed."""
+        try:
+            self.connection.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:
+            self.closed = True
+
+    def receive(self) -> list[dict[str, Any]]:
+        """Return the messages that have arrived, when the socket is readable."""
+        try:
+            part = self.connection.recv(65536)
+        except OSError:
+            part = b""
+        if not part:
+            self.closed = True
+            return []
+        self.heard = time.monotonic()
+        *lines, self._rest = (self._rest + part).split(b"\n")
+        try:
+            messages = [json.loads(line) for line in lines]
+        except ValueError:
+            messages = [None]
+        if len(self._rest) > 65536 or not all(isinstance(one, dict) for one in messages):
+            self.closed = True  # a stranger
+            return []
+        return messages
+
+
+class Keeper:
+    """The keeper, which runs in a thread until the job ends.
+
+    Args:
+        cluster: the processes of the job; the keeper listens at the coordinator's port.
+        join_timeout: seconds after which the first generation starts without those who are missing.
+        heartbeat_timeout: seconds after which a silent supervisor counts as lost.
+        tell: prints a line.
+
+    Raises:
+        ClusterError: the port is in use.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        join_timeout: float,
+        heartbeat_timeout: float,
+        tell: Callable[[str], None],
+    ) -> None:
+        self._cluster, self._tell = cluster, tell
+        self._heartbeat_timeout = heartbeat_timeout
+        self._start_by = time.monotonic() + join_timeout
+        self._strangers: list[Lines] = []
+        self._members: dict[int, Lines] = {}
+        self._hosts: dict[int, str] = {}
+        self._generation = 0
+        self._trained: list[int] = []  # the members of the generation
+        self._ended: dict[int, int] = {}  # the statuses of those whose process has ended
+        self._order: str | None = None
+        self._ended_since: float | None = None
+        self._failures = 0
+        self._round = -1
+        self._most = cluster.num_processes
+        self._signal: int | None = None
+        self._stopped = False
+        self._server = listen(cluster)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._server, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait until the job has ended."""
+        self._thread.join()
+
+    def _run(self) -> None:
+        last_beat = 0.0
+        while not self._stopped:
+            for key, _ in self._selector.select(TICK):
+                if key.fileobj is self._server:
+                    connection, _ = self._server.accept()
+                    lines = Lines(connection)
+                    self._selector.register(connection, selectors.EVENT_READ, lines)
+                    self._strangers.append(lines)
+                else:
+                    self._read(key.data)
+            if time.monotonic() - last_beat > 1:
+                last_beat = time.monotonic()
+                for member in self._members.values():
+                    member.send(beat=True)
+            self._forget_lost()
+            self._decide()
+        time.sleep(0.2)  # the last messages are on their way
+        for key in list(self._selector.get_map().values()):
+            key.fileobj.close()  # type: ignore[union-attr]
+
+    def _read(self, lines: Lines) -> None:
+        for message in lines.receive():
+            if lines in self._strangers:
+                self._admit(lines, message)
+            elif "signal" in message:
+                self._signal = int(message["signal"])
+            elif "ended" in message and message.get("generation") == self._generation:
+                number = next(i for i, member in self._members.items() if member is lines)
+                self._ended[number] = int(message["ended"])
+                self._note_progress(int(message["round"]))
+
+    def _admit(self, lines: Lines, message: dict[str, Any]) -> None:
+        number, count = message.get("process"), message.get("count")
+        refusal = None
+        if count != self._cluster.num_processes:
+            refusal = (
+                f"it was started with {count} processes, process 0 with "
+                f"{self._cluster.num_processes}. Set the same number in every process"
+            )
+        elif not isinstance(number, int) or number in self._members:
+            refusal = (
+                f"number {number} is that of a process on {self._hosts.get(number or 0)}, "
+                "expected one supervisor per number. End the other one"
+            )
+        if refusal is not None or not isinstance(number, int):
+            lines.send(stop=CANNOT_RUN, reason=refusal)
+            lines.closed = True
+        else:
+            self._strangers.remove(lines)
+            self._members[number] = lines
+            self._hosts[number] = str(message.get("host"))
+            self._most = self._cluster.num_processes  # a new device may make a mesh fit again
+            if self._generation:
+                self._tell(f"process {number} on {self._hosts[number]} has joined")
+
+    def _forget_lost(self) -> None:
+        """Forget supervisors whose connection is closed, or that are silent."""
+        now = time.monotonic()
+        for lines in [*self._strangers, *self._members.values()]:
+            silent = now - lines.heard > self._heartbeat_timeout
+            if not lines.closed and not silent:
+                continue
+            self._selector.unregister(lines.connection)
+            lines.connection.close()
+            if lines in self._strangers:
+                self._strangers.remove(lines)
+                continue
+            number = next(i for i, member in self._members.items() if member is lines)
+            del self._members[number]
+            why = "is silent" if silent else "is gone"
+            self._tell(f"process {number} on {self._hosts[number]} {why}")
+            if number in self._running():
+                self._ended[number] = -1
+                self._kill()
+
+    def _running(self) -> list[int]:
+        """Return the members of the generation whose training process has not ended."""
+        return [number for number in self._trained if number not in self._ended]
+
+    def _decide(self) -> None:
+        """Begin or end a generation where that is due."""
+        if not self._running():
+            if self._signal is not None:
+                self._stop(self._signal, "")
+            elif self._trained:
+                self._conclude()
+            else:
+                self._begin_first()
+            return
+        if any(status not in (0, *SIGNALS) for status in self._ended.values()):
+            self._kill()
+        elif self._ended and self._order != "kill":
+            # The others follow at once, unless one was stopped before it could tell them.
+            self._ended_since = self._ended_since or time.monotonic()
+            finished = all(status == 0 for status in self._ended.values())
+            if not finished and time.monotonic() - self._ended_since > SECONDS_TO_END:
+                self._kill()
+        elif self._joining() and self._order is None and self._signal is None:
+            self._order = "save"
+            self._members[self._running()[0]].send(save=self._generation)
+
+    def _joining(self) -> bool:
+        """Return whether there are members that could train, but do not."""
+        return len(self._trained) < min(len(self._members), self._most)
+
+    def _kill(self) -> None:
+        if self._order != "kill":
+            self._order = "kill"
+            for number in self._running():
+                self._members[number].send(kill=self._generation)
+
+    def _begin_first(self) -> None:
+        complete = len(self._members) == self._cluster.num_processes
+        late = time.monotonic() > self._start_by
+        if complete or (late and 0 in self._members):
+            self._begin()
+
+    def _begin(self) -> None:
+        self._generation += 1
+        self._trained = sorted(self._members)[: self._most]
+        self._ended, self._order, self._ended_since = {}, None, None
+        if self._generation > 1 or len(self._trained) < self._cluster.num_processes:
+            self._tell(
+                f"start {self._generation}: {len(self._trained)} of {self._cluster.num_processes} "
+                f"processes train"
+            )
+        port = self._free_port()
+        for number in self._trained:
+            self._members[number].send(
+                start=self._generation,
+                members=self._trained,
+                port=port,
+            )
+
+    def _free_port(self) -> int:
+        """Return a port for the coordinator of the training processes, which is on this host."""
+        for port in range(self._cluster.port - 1, max(self._cluster.port - 100, 1024), -1):
+            with contextlib.suppress(ClusterError), listen(self._cluster, port):
+                return port
+        return self._cluster.port - 1
+
+    def _conclude(self) -> None:
+        """Decide after the end of a generation what follows."""
+        statuses = [self._ended[number] for number in self._trained]
+        full = len(self._trained) == self._cluster.num_processes
+        if all(status == 0 for status in statuses):
+            self._stop(FINISHED, "")
+        elif self._order is None and any(status in SIGNALS for status in statuses):
+            self._stop(max(status for status in statuses if status in SIGNALS), "")
+        elif CANNOT_RUN in statuses:
+            # The configuration is wrong, or does not fit this number of processes.
+            if full or len(self._trained) == 1:
+                self._stop(CANNOT_RUN, "the training processes cannot run; see the message above")
+                return
+            self._most = len(self._trained) - 1
+            self._tell(f"the mesh does not fit {len(self._trained)} processes")
+            self._begin()
+        elif self._order != "save" and self._count_failure() >= MOST_FAILURES:
+            self._stop(
+                FAILED,
+                f"the training processes ended {MOST_FAILURES} times without a new checkpoint. "
+                "Correct the cause, which their messages above name, or lower "
+                "--training.checkpoint_every if they only had too little time",
+            )
+        elif self._members:
+            self._begin()
+        else:
+            self._trained = []
+
+    def _note_progress(self, round_number: int) -> None:
+        if round_number > self._round:
+            self._round, self._failures = round_number, 0
+
+    def _count_failure(self) -> int:
+        # A host that is lost is no failure of the program.
+        self._failures += all(status >= 0 for status in self._ended.values())
+        return self._failures
+
+    def _stop(self, status: int, reason: str) -> None:
+        for member in self._members.values():
+            member.send(stop=status, reason=reason)
+        self._stopped = True

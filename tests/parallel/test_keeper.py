@@ -1,0 +1,234 @@
+"""The keeper of an elastic job, with supervisors that are sockets of this test."""
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from fedpax.parallel.cluster import Cluster, ClusterError
+from fedpax.parallel.keeper import Keeper, Lines
+
+HEARTBEAT = 3.0
+
+
+class Supervisor:
+    """A supervisor of no process: the test says how its training process ends."""
+
+    def __init__(self, port: int, number: int, count: int) -> None:
+        self.lines = Lines(socket.create_connection(("localhost", port)))
+        self.lines.send(process=number, count=count, host=f"host{number}")
+        self.lines.connection.settimeout(0.02)
+        self.messages: list[dict[str, Any]] = []
+        self.generation = 0
+
+    def expect(self, key: str, *, skip: str = "beat") -> dict[str, Any]:
+        """Return the next message with a key; none but beats, and `skip`, may precede it."""
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            while self.messages:
+                message = self.messages.pop(0)
+                if not {"beat", skip} & message.keys():
+                    assert key in message, message
+                    self.generation = message.get("start", self.generation)
+                    return message
+            self.read()
+        raise AssertionError(f"no message with {key}")
+
+    def read(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            part = self.lines.connection.recv(65536)
+            self.lines._rest += part
+            *lines, self.lines._rest = self.lines._rest.split(b"\n")
+            self.messages += [json.loads(line) for line in lines]
+
+    def end(self, status: int, round_number: int = 0) -> None:
+        self.lines.send(ended=status, generation=self.generation, round=round_number)
+
+    def leave(self) -> None:
+        self.lines.connection.close()
+
+
+Start = Callable[[int], tuple[Supervisor, ...]]
+
+
+@pytest.fixture
+def told() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def start(told: list[str]) -> Iterator[Start]:
+    """Start a keeper and its supervisors, all of which train in the first generation."""
+    supervisors: list[Supervisor] = []
+
+    def begin(count: int) -> tuple[Supervisor, ...]:
+        with socket.create_server(("localhost", 0)) as free:
+            port = free.getsockname()[1]
+        cluster = Cluster(f"localhost:{port}", count, 0, "JAX_*")
+        Keeper(cluster, join_timeout=1.0, heartbeat_timeout=HEARTBEAT, tell=told.append)
+        supervisors.extend(Supervisor(port, number, count) for number in range(count))
+        for supervisor in supervisors:
+            assert supervisor.expect("start")["members"] == list(range(count))
+        return tuple(supervisors)
+
+    yield begin
+    for supervisor in supervisors:
+        supervisor.leave()
+
+
+def join(supervisors: tuple[Supervisor, ...], number: int) -> Supervisor:
+    port = supervisors[0].lines.connection.getpeername()[1]
+    return Supervisor(port, number, len(supervisors))
+
+
+def test_a_job_that_finishes(start: Start) -> None:
+    everyone = start(3)
+    for one in everyone:
+        one.end(0)
+    assert [one.expect("stop")["stop"] for one in everyone] == [0, 0, 0]
+
+
+def test_those_that_are_left_train_and_the_lost_one_rejoins(start: Start, told: list[str]) -> None:
+    everyone = start(3)
+    first, lost, last = everyone
+    lost.leave()
+    for one in (first, last):
+        assert one.expect("kill")["kill"] == 1
+        one.end(137)
+    again = [one.expect("start") for one in (first, last)]
+    assert [message["members"] for message in again] == [[0, 2], [0, 2]]
+    assert len({message["port"] for message in again}) == 1
+    back = join(everyone, 1)
+    assert first.expect("save")["save"] == 2  # one saves, and JAX makes the other save too
+    for one in (first, last):
+        one.end(143, round_number=7)
+    for one in (first, last, back):
+        assert one.expect("start")["members"] == [0, 1, 2]
+    assert told == [
+        "process 1 on host1 is gone",
+        "start 2: 2 of 3 processes train",
+        "process 1 on host1 has joined",
+        "start 3: 3 of 3 processes train",
+    ]
+    back.leave()
+
+
+def test_all_but_one_are_lost_at_once(start: Start) -> None:
+    first, *others = start(4)
+    for one in others:
+        one.leave()
+    first.expect("kill")
+    first.end(137)
+    message = first.expect("start")
+    while message["members"] != [0]:  # those that the keeper had not missed yet
+        first.end(137)
+        message = first.expect("start")
+    first.end(0)
+    assert first.expect("stop")["stop"] == 0
+
+
+def test_a_training_process_that_dies_starts_again_with_the_others(start: Start) -> None:
+    first, other = start(2)
+    other.end(137)
+    first.expect("kill")
+    first.end(137)
+    assert first.expect("start")["members"] == other.expect("start")["members"] == [0, 1]
+
+
+def test_three_failures_without_a_new_checkpoint_end_the_job(start: Start) -> None:
+    (one,) = start(1)
+    for round_number in (3, 3, 6, 6):  # two failures, progress, and two failures
+        one.end(1, round_number)
+        one.expect("start")
+    one.end(1, 6)
+    message = one.expect("stop")
+    assert message["stop"] == 1
+    assert "3 times without a new checkpoint. Correct the cause" in message["reason"]
+
+
+def test_a_configuration_that_is_wrong_ends_the_job(start: Start) -> None:
+    first, other = start(2)
+    first.end(2)
+    other.expect("kill")
+    other.end(2)
+    assert (first.expect("stop")["stop"], other.expect("stop")["stop"]) == (2, 2)
+
+
+def test_a_mesh_that_does_not_fit_gets_fewer_processes(start: Start, told: list[str]) -> None:
+    *fit, spare, lost = everyone = start(4)
+    lost.leave()
+    for one in (*fit, spare):
+        one.expect("kill")
+        one.end(137)
+    for one in (*fit, spare):
+        assert one.expect("start")["members"] == [0, 1, 2]
+    for one in (*fit, spare):
+        one.end(2)
+    for one in fit:
+        assert one.expect("start", skip="kill")["members"] == [0, 1]
+    assert "the mesh does not fit 3 processes" in told
+    # The fourth makes the mesh fit again.
+    back = join(everyone, 3)
+    fit[0].expect("save")
+    for one in fit:
+        one.end(143, 5)
+    for one in (*fit, spare, back):
+        assert one.expect("start", skip="kill")["members"] == [0, 1, 2, 3]
+    back.leave()
+
+
+def test_a_signal_stops_all(start: Start) -> None:
+    first, other = start(2)
+    other.lines.send(signal=143)
+    other.end(143, 4)
+    first.end(143, 4)
+    assert (first.expect("stop")["stop"], other.expect("stop")["stop"]) == (143, 143)
+
+
+def test_a_silent_supervisor_is_lost(start: Start, told: list[str]) -> None:
+    first, _silent = start(2)
+    for _ in range(int(HEARTBEAT * 10 + 20)):
+        first.lines.send(beat=True)
+        first.read()
+        if told:
+            break
+        time.sleep(0.1)
+    assert told == ["process 1 on host1 is silent"]
+    first.expect("kill")
+
+
+def test_strangers_and_wrong_counts_are_refused(start: Start) -> None:
+    first, other = everyone = start(2)
+    twice = join(everyone, 1)
+    assert "expected one supervisor per number" in twice.expect("stop")["reason"]
+    port = first.lines.connection.getpeername()[1]
+    wrong = Supervisor(port, 1, 3)
+    assert "started with 3 processes, process 0 with 2" in wrong.expect("stop")["reason"]
+    with socket.create_connection(("localhost", port)) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    for one in (first, other):
+        one.end(0)
+    assert first.expect("stop")["stop"] == other.expect("stop")["stop"] == 0
+    for one in (twice, wrong):
+        one.leave()
+
+
+def test_the_job_starts_without_those_that_do_not_come(told: list[str]) -> None:
+    with socket.create_server(("localhost", 0)) as used:
+        port = used.getsockname()[1]
+        cluster = Cluster(f"localhost:{port}", 3, 0, "JAX_*")
+        with pytest.raises(ClusterError, match=f"cannot listen on port {port}"):
+            Keeper(cluster, join_timeout=0.3, heartbeat_timeout=HEARTBEAT, tell=told.append)
+    Keeper(cluster, join_timeout=0.3, heartbeat_timeout=HEARTBEAT, tell=told.append)
+    present = [Supervisor(port, number, 3) for number in (0, 2)]
+    for one in present:
+        assert one.expect("start")["members"] == [0, 2]
+        one.end(0)
+    assert told == ["start 1: 2 of 3 processes train"]
+    for one in present:
+        one.expect("stop")
+        one.leave()

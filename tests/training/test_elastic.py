@@ -1,0 +1,244 @@
+"""`fedpax train --elastic` with real processes: killed, stopped, lost and returned."""
+
+import dataclasses
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import chex
+import pytest
+from several_processes import environment, finish, free_port, start_one, without_gloo
+from small_regression import Regression, regression
+
+from fedpax.commands.fitting_mesh import fit_mesh
+from fedpax.experiments.diloco_text import diloco_text
+from fedpax.parallel.mesh import MeshConfig
+from fedpax.training.checkpoint import load_params
+from fedpax.training.metrics import FILE, read_metrics, select
+from fedpax.training.trainer import train
+
+ROUNDS = 60
+SETTINGS = (
+    "--clients=6",
+    "--mesh.clients=3",
+    "--mesh.fsdp=1",
+    f"--training.rounds={ROUNDS}",
+    "--training.checkpoint_every=2",
+    "--training.evaluate_every=0",
+)
+
+
+def without_pause() -> Regression:
+    """Return the run of `SETTINGS`, for one process."""
+    base = regression()
+    training = dataclasses.replace(
+        base.training, rounds=ROUNDS, evaluate_every=0, checkpoint_every=2
+    )
+    return dataclasses.replace(base, clients=6, mesh=MeshConfig(clients=3), training=training)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the same run in one process that nothing disturbs."""
+    folder = tmp_path_factory.mktemp("one")
+    train(without_pause(), folder)
+    return folder
+
+
+class Job:
+    """An elastic job of several hosts, each of them a supervisor on this machine."""
+
+    def __init__(self, folder: Path, count: int, *arguments: str) -> None:
+        self.folder, self.count, self.port = folder, count, free_port()
+        self.arguments = (
+            "train",
+            "--elastic",
+            "--exp=small_regression:regression",
+            f"--job_log_dir={folder}",
+            "--heartbeat_timeout=8",
+            *SETTINGS,
+            *arguments,
+        )
+        self.ended: list[subprocess.Popen] = []
+        self.processes = [self.launch(number) for number in range(count)]
+
+    def launch(self, number: int) -> subprocess.Popen:
+        return start_one(self.arguments, environment(number, self.count, self.port))
+
+    def return_of(self, number: int) -> None:
+        """Start a supervisor again."""
+        self.ended.append(self.processes[number])
+        self.processes[number] = self.launch(number)
+
+    def training_process(self, number: int) -> int:
+        """Return the training process of a supervisor."""
+        found = subprocess.run(
+            ["ps", "-o", "pid=", "--ppid", str(self.processes[number].pid)],
+            capture_output=True,
+            text=True,
+        )
+        return int(found.stdout.split()[0])
+
+    def last_round(self) -> int:
+        lines = select(read_metrics(self.folder), "training")
+        return int(lines[-1]["round"]) if (self.folder / FILE).exists() and lines else 0
+
+    def wait_for(self, more: int) -> float:
+        """Wait for rounds after the present one; return the seconds."""
+        began, target = time.monotonic(), min(self.last_round() + more, ROUNDS)
+        while self.last_round() < target:
+            assert time.monotonic() - began < 240
+            assert self.processes[0].poll() is None
+            time.sleep(0.05)
+        return time.monotonic() - began
+
+
+@pytest.fixture
+def jobs() -> Iterator[list[Job]]:
+    """Kill what a test has left."""
+    made: list[Job] = []
+    yield made
+    for job in made:
+        for process in [*job.processes, *job.ended]:
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+            process.wait()
+
+
+def check_finished(job: Job, one: Path) -> str:
+    """Check that a job ends by itself with the result of an undisturbed run; return its errors."""
+    ends = finish(job.processes)
+    status, output, errors = ends[0]
+    assert status == 0, errors
+    assert f"Finished {ROUNDS} of {ROUNDS} rounds" in output
+    chex.assert_trees_all_close(load_params(job.folder), load_params(one), rtol=0, atol=1e-5)
+    return errors
+
+
+@pytest.mark.slow
+def test_every_host_but_the_keeper_dies_once_and_returns(
+    tmp_path: Path, one: Path, jobs: list[Job]
+) -> None:
+    job = Job(tmp_path, 3, "--pause=1.0")
+    jobs.append(job)
+    job.wait_for(4)
+    for number in (1, 2):
+        child = job.training_process(number)
+        job.processes[number].kill()
+        seconds = job.wait_for(3)
+        assert not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text()
+        print(f"killed host {number}: 3 more rounds after {seconds:.1f} s")
+        job.return_of(number)
+        print(f"host {number} returned: 3 more rounds after {job.wait_for(3):.1f} s")
+    errors = check_finished(job, one)
+    assert errors.count("is gone.") == errors.count("has joined.") == 2
+    assert "2 of 3 processes train." in errors and "3 of 3 processes train." in errors
+
+
+@pytest.mark.slow
+def test_all_but_one_die(tmp_path: Path, one: Path, jobs: list[Job]) -> None:
+    job = Job(tmp_path, 3, "--pause=0.3")
+    jobs.append(job)
+    job.wait_for(4)
+    job.processes[1].kill()
+    job.processes[2].kill()
+    job.processes = job.processes[:1]
+    errors = check_finished(job, one)
+    assert "1 of 3 processes train." in errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_training_process_is_killed_or_stopped(
+    tmp_path: Path, one: Path, jobs: list[Job], number: signal.Signals
+) -> None:
+    job = Job(tmp_path, 3, "--pause=0.3")
+    jobs.append(job)
+    job.wait_for(4)
+    os.kill(job.training_process(2), number)
+    errors = check_finished(job, one)
+    assert "start 2: 3 of 3 processes train." in errors
+
+
+@pytest.mark.slow
+def test_a_host_is_frozen(tmp_path: Path, one: Path, jobs: list[Job]) -> None:
+    job = Job(tmp_path, 3, "--pause=0.3")
+    jobs.append(job)
+    job.wait_for(4)
+    child = job.training_process(1)
+    os.kill(child, signal.SIGSTOP)
+    job.processes[1].send_signal(signal.SIGSTOP)
+    frozen = job.processes.pop(1)
+    errors = check_finished(job, one)
+    assert "is silent." in errors and "2 of 3 processes train." in errors
+    # It thaws after the end: the keeper is gone, and its training process ends with it.
+    frozen.send_signal(signal.SIGCONT)
+    (status, _, errors) = finish([frozen])[0]
+    assert status == 75 and "Start all processes again: the run resumes from round" in errors
+    assert not Path(f"/proc/{child}").exists()
+
+
+@pytest.mark.slow
+def test_the_keeper_dies_and_the_same_commands_resume(
+    tmp_path: Path, one: Path, jobs: list[Job]
+) -> None:
+    job = Job(tmp_path, 3, "--pause=0.3")
+    jobs.append(job)
+    job.wait_for(5)
+    children = [job.training_process(number) for number in range(3)]
+    job.processes[0].kill()
+    ends = finish(job.processes)
+    assert [status for status, _, _ in ends] == [-signal.SIGKILL, 75, 75]
+    for _, _, errors in ends[1:]:
+        assert "the keeper, process 0 at localhost:" in errors
+        assert re.search(r"the run resumes from round \d+\.", errors)
+    assert not any(Path(f"/proc/{child}/cmdline").exists() for child in children)
+    again = Job(tmp_path, 3, "--pause=0.3")
+    jobs.append(again)
+    check_finished(again, one)
+
+
+@pytest.mark.slow
+def test_a_signal_saves_and_ends_all(tmp_path: Path, jobs: list[Job]) -> None:
+    job = Job(tmp_path, 2, "--clients=4", "--mesh.clients=2", "--pause=0.3")
+    jobs.append(job)
+    job.wait_for(3)
+    job.processes[1].send_signal(signal.SIGTERM)
+    ends = finish(job.processes)
+    assert [status for status, _, _ in ends] == [143, 143]
+    assert re.search(r"SIGTERM: saved \d+ of 60 rounds", without_gloo(ends[0][1]))
+
+
+@pytest.mark.slow
+def test_one_process_is_restarted_and_a_lasting_failure_ends_the_job(
+    tmp_path: Path, one: Path, jobs: list[Job]
+) -> None:
+    job = Job(tmp_path, 1, "--pause=0.3")
+    jobs.append(job)
+    job.wait_for(4)
+    os.kill(job.training_process(0), signal.SIGKILL)
+    assert "start 2: 1 of 1 processes train." in check_finished(job, one)
+    broken = Job(tmp_path / "other", 1, "--training.rounds=0x")
+    jobs.append(broken)
+    assert finish(broken.processes)[0][0] == 2
+
+
+def test_a_mesh_shrinks_with_its_processes() -> None:
+    islands = diloco_text()
+    assert fit_mesh(islands, 4, 4) == []
+    assert fit_mesh(islands, 1, 4) == ["--mesh.islands=1", "--islands=1"]
+    assert fit_mesh(islands, 4, 8) == ["--mesh.islands=2", "--islands=2"]
+    assert fit_mesh(islands, 7, 8) is None  # half an island
+    plain = dataclasses.replace(regression(), mesh=MeshConfig(data=2, fsdp=4))
+    assert fit_mesh(plain, 1, 2) == ["--mesh.data=1"]
+    sharded = dataclasses.replace(plain, mesh=MeshConfig(fsdp=8))
+    assert fit_mesh(sharded, 3, 4) == ["--mesh.fsdp=6"]
+    assert fit_mesh(dataclasses.replace(plain, mesh=MeshConfig(fsdp=-1)), 3, 4) == []
+    assert fit_mesh(dataclasses.replace(plain, mesh=MeshConfig(tensor=2)), 1, 2) is None
+    # More islands than the mesh has are kept: each device trains several.
+    two_each = dataclasses.replace(islands, mesh=MeshConfig(islands=2))
+    assert fit_mesh(two_each, 1, 2) == ["--mesh.islands=1"]

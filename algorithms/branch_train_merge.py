@@ -26,7 +26,10 @@ class BranchTrainMergeState(NamedTuple):
     expert_params: Params
     optimizer_state: optax.OptState
 
-    fixed_participants = "each expert belongs to a domain"
+    @property
+    def fixed_participants(self) -> str:
+        """Why a run cannot resume with another number of islands."""
+        return "each expert belongs to a domain"
 
     @property
     def params(self) -> Params:

@@ -92,8 +92,8 @@ class FederatedAlgorithm(NamedTuple):
     structure, shapes, dtypes and shardings, so that the caller can donate the old one.
 
     A run can resume with another number of participants: placed values are then averaged or copied
-    (`fedpax.training.participant_states`). If this makes no sense for a method, the class of its
-    state has an attribute `fixed_participants` with the reason, such as "each expert belongs to a
+    (`fedpax.training.participant_states`). If this makes no sense for a method, its state has a
+    property `fixed_participants` that returns the reason, such as "each expert belongs to a
     domain". Resuming then raises.
 
     Attributes:

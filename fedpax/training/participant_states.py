@@ -15,7 +15,7 @@ ParticipantRule: TypeAlias = Literal["average", "copy"]
 """How participants' states are made from those of another number of participants."""
 
 FIXED = "fixed_participants"
-"""A state's class names by this attribute why its number of participants cannot change."""
+"""The property by which a state says why its number of participants cannot change."""
 
 
 def participant_weights(
@@ -159,7 +159,7 @@ def check_resizable(state: State, num_saved: int, num_participants: int) -> None
 
     Args:
         state: the method's state, or its abstract values. A `NamedTuple` in it with the attribute
-            `fixed_participants`, a reason in words, forbids it.
+            or property `fixed_participants`, a reason in words, forbids it.
         num_saved: the number with which the state was saved.
         num_participants: the number now.
 

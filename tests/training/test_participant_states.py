@@ -121,7 +121,10 @@ def test_a_device_reads_its_share_where_the_axis_divides_the_saved_number(
 
 class Experts(NamedTuple):
     params: jax.Array
-    fixed_participants = "each expert belongs to a domain"
+
+    @property
+    def fixed_participants(self) -> str:
+        return "each expert belongs to a domain"
 
 
 def test_a_method_that_fixes_its_number_raises_with_its_reason() -> None:

@@ -1,7 +1,11 @@
 """The islands of a syncer: who they are, what they have sent, and whether they are alive."""
 
 import dataclasses
-from typing import Any, Literal
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, NamedTuple
+
+from fedpax.sites.transport import RefusedError
 
 State = Literal["starting", "training", "stalled", "silent", "left"]
 
@@ -111,3 +115,193 @@ class Island:
         """Restore an island that has not joined yet."""
         merged = {int(p): (process, number) for p, (process, number) in saved["merged"].items()}
         return cls(**{**saved, "name": name, "merged": merged})
+
+
+class IslandReport(NamedTuple):
+    """One island in a table: its name, state, shard, and counts as in `members.Island`."""
+
+    name: str
+    state: State
+    shard: int
+    steps: int
+    loss: float | None
+    contributed: int
+    late: int
+    dropped: int
+    seconds_since_message: float
+
+
+class Members:
+    """The islands of a run, each with a shard of its own.
+
+    Args:
+        num_shards: number of shards, and the largest number of islands.
+        heartbeat_seconds: seconds between an island's heartbeats.
+    """
+
+    def __init__(self, num_shards: int, heartbeat_seconds: float) -> None:
+        self._num_shards, self._heartbeat = num_shards, heartbeat_seconds
+        self._islands: dict[str, Island] = {}
+
+    def __iter__(self) -> Iterator[Island]:
+        return iter(self._islands.values())
+
+    def restore(self, saved: Mapping[str, dict[str, Any]]) -> None:
+        """Restore islands, none of which has joined, from the result of `to_json`."""
+        for name, island in saved.items():
+            self._islands[name] = Island.from_json(name, island)
+
+    def to_json(self) -> dict[str, dict[str, Any]]:
+        """Return what is saved of each island."""
+        return {name: island.to_json() for name, island in self._islands.items()}
+
+    def update_merged(self, saved: Mapping[str, dict[str, Any]]) -> None:
+        """Record the merged updates of islands as they are saved now."""
+        for name, island in self._islands.items():
+            if name in saved and saved[name]["folder"] == island.folder:
+                now = Island.from_json(name, saved[name])
+                island.merged, island.contributed = now.merged, now.contributed
+
+    def find(self, name: str, peer: str, incarnation: str) -> Island | None:
+        """Return the island that sent a message.
+
+        Args:
+            name: its name.
+            peer: the name in its certificate.
+            incarnation: its process.
+
+        Returns:
+            The island; None if it has to join first.
+
+        Raises:
+            RefusedError: another process or another site has joined under this name.
+        """
+        island = self._islands.get(name)
+        if island is None:
+            return None
+        if peer != island.peer or incarnation != island.incarnation:
+            known = incarnation in island.incarnations and peer == island.peer
+            raise RefusedError(
+                f"this process of island {name[:100]!r} was replaced by a newer one. Stop it."
+                if known
+                else f"island {name[:100]!r} is another process. Join first."
+            )
+        return island if island.joined else None
+
+    def join(
+        self,
+        name: str,
+        peer: str,
+        folder: str,
+        incarnation: str,
+        shard: int | None,
+        now: float,
+    ) -> Island:
+        """Add an island, or the new process of a known one.
+
+        Args:
+            name: its name.
+            peer: the name in its certificate.
+            folder: identifies its folder.
+            incarnation: its process.
+            shard: the shard that it asks for; None: any free one.
+            now: the time on the syncer's clock.
+
+        Returns:
+            The island.
+
+        Raises:
+            RefusedError: the name or all shards are taken, or the process was replaced.
+        """
+        island = self._islands.get(name)
+        if island is None:
+            shard = self._free_shard(shard, now)
+            island = self._islands[name] = Island(name, shard, peer, folder, [incarnation])
+        else:
+            self._check_return(island, peer, folder, incarnation, now)
+            if incarnation != island.incarnation:
+                island.incarnations.append(incarnation)
+                island.dropped_sequences, island.steps = {}, 0
+        island.joined, island.left, island.last_step = True, False, now
+        island.saw(now)
+        return island
+
+    def reports(self, now: float) -> list[IslandReport]:
+        """Return the islands for a table, by shard."""
+        return [
+            IslandReport(
+                island.name,
+                island.state(now, self._heartbeat),
+                island.shard,
+                island.steps,
+                island.loss,
+                island.contributed,
+                island.late,
+                island.dropped,
+                now - island.last_message if island.joined else math.inf,
+            )
+            for island in sorted(self, key=lambda island: island.shard)
+        ]
+
+    def _check_return(
+        self, island: Island, peer: str, folder: str, incarnation: str, now: float
+    ) -> None:
+        if peer != island.peer:
+            raise RefusedError(
+                f"island {island.name!r} belongs to the certificate {island.peer!r}, not to "
+                f"{peer!r}. Give --name another name."
+            )
+        if folder != island.folder:
+            alive = island.state(now, self._heartbeat) in ("starting", "training", "stalled")
+            if alive:
+                raise RefusedError(
+                    f"an island called {island.name!r} is training already, in another folder. "
+                    "Give --name another name."
+                )
+            island.folder = folder
+        if incarnation in island.incarnations[:-1]:
+            raise RefusedError(
+                f"this process of island {island.name!r} was replaced by a newer one. Stop it."
+            )
+
+    def _free_shard(self, wanted: int | None, now: float) -> int:
+        count = self._num_shards
+        if wanted is not None and wanted >= count:
+            raise RefusedError(
+                f"--shard={wanted} is no shard of this run, expected 0 to {count - 1}. Leave out "
+                "--shard to take a free one."
+            )
+        holders = {island.shard: island for island in self._islands.values()}
+        free = [k for k in range(count) if k not in holders]
+        absent = [
+            k
+            for k, island in holders.items()
+            if island.state(now, self._heartbeat) in ("silent", "left")
+        ]
+        absent.sort(key=lambda k: holders[k].last_message)
+        candidates = [k for k in (*free, *absent) if wanted in (None, k)]
+        if not candidates:
+            held = f"shard {wanted} is" if wanted is not None else f"all {count} shards are"
+            raise RefusedError(
+                f"{held} in use by other islands ({', '.join(sorted(self._islands))[:300]}). Wait "
+                "until one leaves, or start a run with more --islands."
+            )
+        shard = candidates[0]
+        if shard in holders:
+            del self._islands[holders[shard].name]
+        return shard
+
+
+def note_merged(island: dict[str, Any], fragment: int, incarnation: str, sequence: int) -> None:
+    """Note in what is saved of an island that an update is in the saved model.
+
+    Args:
+        island: an entry of `Members.to_json`; changed in place.
+        fragment: the update's fragment.
+        incarnation: the process that sent it.
+        sequence: its sequence number.
+    """
+    process, number = island["merged"].get(str(fragment), ("", 0))
+    newest = max(sequence, number) if process == incarnation else sequence
+    island["merged"][str(fragment)] = [incarnation, newest]
+    island["contributed"] += 1

@@ -13,10 +13,12 @@ import jax
 
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.sites.identity import identify
+from fedpax.sites.members import IslandReport
 from fedpax.sites.outer_model import FragmentState, OuterModel
-from fedpax.sites.syncer import IslandReport, MergeReport, Syncer, Totals
+from fedpax.sites.syncer import Syncer
 from fedpax.sites.syncer_store import SyncerStore
 from fedpax.sites.transport import serve
+from fedpax.sites.updates import MergeReport, Totals
 from fedpax.training.algorithm import Params
 from fedpax.training.algorithm_parts import AlgorithmParts
 from fedpax.training.checkpoint import Checkpoints

@@ -5,117 +5,22 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
 from fedpax.sites.fragment_format import check_arrays
 from fedpax.sites.identity import Identity, find_difference
-from fedpax.sites.members import Island, State
+from fedpax.sites.members import Island, IslandReport, Members, note_merged
 from fedpax.sites.message import Message
 from fedpax.sites.outer_model import Contribution, OuterModel
 from fedpax.sites.requests import Request
 from fedpax.sites.syncer_store import SyncerStore
 from fedpax.sites.transport import RefusedError
+from fedpax.sites.updates import MergeReport, Totals, Update
 from fedpax.training.algorithm_parts import AlgorithmParts
 from fedpax.training.logging import NonFiniteError
-
-UNKNOWN_SHARD = -1
-
-
-class Update(NamedTuple):
-    """An update of a fragment that waits for its merge.
-
-    Attributes:
-        island: the island's name.
-        incarnation: its process.
-        sequence: its number, which grows with each update of the process.
-        merge: the merge that the island meant it for.
-        count: number of merges of the fragment when it was encoded.
-        base: number of merges of the fragment at its first step.
-        tokens: tokens of its steps.
-        steps: its inner steps.
-        loss: mean loss of these steps.
-        arrays: the encoded outer gradient.
-    """
-
-    island: str
-    incarnation: str
-    sequence: int
-    merge: int
-    count: int
-    base: int
-    tokens: float
-    steps: int
-    loss: float
-    arrays: Mapping[str, np.ndarray]
-
-
-class MergeReport(NamedTuple):
-    """What one merge did.
-
-    Attributes:
-        merge: its number, from 1.
-        islands: names of the islands in it.
-        updates: number of updates in it.
-        late: how many of them had missed an earlier merge.
-        steps: inner steps in it.
-        tokens: tokens of these steps.
-        loss: mean loss of these steps.
-        staleness: the largest number of merges of the fragment that an update missed.
-        metrics: the metrics of the aggregator.
-    """
-
-    merge: int
-    islands: tuple[str, ...]
-    updates: int
-    late: int
-    steps: int
-    tokens: float
-    loss: float
-    staleness: int
-    metrics: Mapping[str, float]
-
-
-class Totals(NamedTuple):
-    """Counts since the run began, over all processes of the syncer.
-
-    Attributes:
-        tokens: tokens of merged updates.
-        received_bytes: bytes of the arrays of updates.
-        sent_bytes: bytes of the arrays of fragments.
-        repeated: updates that came again and were not applied again.
-        stale: updates dropped because their fragment had been merged too often since.
-        not_finite: updates dropped because a value was NaN or infinite.
-        too_large: updates dropped because their norm was above `max_norm`.
-    """
-
-    tokens: float = 0.0
-    received_bytes: int = 0
-    sent_bytes: int = 0
-    repeated: int = 0
-    stale: int = 0
-    not_finite: int = 0
-    too_large: int = 0
-
-    def add(self, **counts: float) -> "Totals":
-        """Add to some of the counts."""
-        return self._replace(**{name: getattr(self, name) + n for name, n in counts.items()})
-
-
-class IslandReport(NamedTuple):
-    """One island in a table: its name, state, shard, and counts as in `members.Island`."""
-
-    name: str
-    state: State
-    shard: int
-    steps: int
-    loss: float | None
-    contributed: int
-    late: int
-    dropped: int
-    seconds_since_message: float
 
 
 class Syncer:
@@ -167,15 +72,16 @@ class Syncer:
         self._merging = threading.Lock()
         self._pending: list[dict[int, list[Update]]] = [{} for _ in model.fragments]
         self._deadline: float | None = None
-        self._islands: dict[str, Island] = {}
+        self._members = Members(parts.islands, heartbeat_seconds)
+        self._in_merge: dict[int, list[Update]] = {}
+        self._merging_fragment: int | None = None
         self.merges, self.run, self.totals = 0, secrets.token_hex(8), Totals()
         self.failure: Exception | None = None
         saved = store and store.load(model)
         if saved:
             self.merges, self.run = saved["merges"], saved["run"]
             self.totals = Totals(**saved["totals"])
-            for name, island in saved["islands"].items():
-                self._islands[name] = Island.from_json(name, island)
+            self._members.restore(saved["islands"])
         elif store:
             store.save_all(model, self._manifest())
 
@@ -187,21 +93,7 @@ class Syncer:
     def islands(self) -> list[IslandReport]:
         """Return the islands for a table, by shard."""
         with self._lock:
-            now = self._clock()
-            return [
-                IslandReport(
-                    island.name,
-                    island.state(now, self._heartbeat),
-                    island.shard,
-                    island.steps,
-                    island.loss,
-                    island.contributed,
-                    island.late,
-                    island.dropped,
-                    now - island.last_message if island.joined else math.inf,
-                )
-                for island in sorted(self._islands.values(), key=lambda island: island.shard)
-            ]
+            return self._members.reports(self._clock())
 
     def handle(self, peer: str, message: Message) -> Message:
         """Answer a message of an island.
@@ -227,7 +119,8 @@ class Syncer:
                 "leave. Use the same version of fedpax on both sides."
             )
         with self._lock:
-            island = self._member(peer, request)
+            name, incarnation = request.text("island"), request.text("incarnation")
+            island = self._members.find(name, peer, incarnation)
             if island is None:
                 return Message({"status": "join"})
             island.saw(self._clock(), request.count("steps"))
@@ -260,20 +153,10 @@ class Syncer:
                 f"({self.run}). Give `fedpax join` an empty --job_log_dir, or `fedpax syncer` the "
                 "folder of that run."
             )
-        with self._lock:
-            now = self._clock()
-            island = self._islands.get(name)
-            if island is not None:
-                self._check_return(island, peer, folder, incarnation, now)
-                if incarnation != island.incarnation:
-                    island.incarnations.append(incarnation)
-                    island.dropped_sequences, island.steps = {}, 0
-            else:
-                shard = self._free_shard(name, request.optional_count("shard"))
-                island = Island(name, shard, peer, folder, [incarnation])
-                self._islands[name] = island
-            island.joined, island.left, island.last_step = True, False, now
-            island.saw(now)
+        # No merge may save its manifest between this one's making and its saving.
+        with self._merging, self._lock:
+            shard = request.optional_count("shard")
+            island = self._members.join(name, peer, folder, incarnation, shard, self._clock())
             if self._store:  # else a syncer that restarts would give its shard to another one
                 self._store.save_manifest(self._manifest())
             return self._answer(
@@ -287,59 +170,16 @@ class Syncer:
     def _newest_updates(self, island: Island) -> dict[str, list[Any]]:
         """Return process and sequence number of the island's newest update of each fragment."""
         newest = dict(island.merged)
-        for p, waiting in enumerate(self._pending):
-            for update in waiting.get(island.shard, []):
+        for p in range(len(self._pending)):
+            for update in self._unmerged(p, island.shard):
                 if update.island == island.name:
                     newest[p] = update.incarnation, update.sequence
         return {str(p): list(sent) for p, sent in newest.items()}
 
-    def _check_return(
-        self, island: Island, peer: str, folder: str, incarnation: str, now: float
-    ) -> None:
-        if peer != island.peer:
-            raise RefusedError(
-                f"island {island.name!r} belongs to the certificate {island.peer!r}, not to "
-                f"{peer!r}. Give --name another name."
-            )
-        if folder != island.folder:
-            alive = island.state(now, self._heartbeat) in ("starting", "training", "stalled")
-            if alive:
-                raise RefusedError(
-                    f"an island called {island.name!r} is training already, in another folder. "
-                    "Give --name another name."
-                )
-            island.folder = folder
-        if incarnation in island.incarnations[:-1]:
-            raise RefusedError(
-                f"this process of island {island.name!r} was replaced by a newer one. Stop it."
-            )
-
-    def _free_shard(self, name: str, wanted: int | None) -> int:
-        count, now = self._parts.islands, self._clock()
-        if wanted is not None and wanted >= count:
-            raise RefusedError(
-                f"--shard={wanted} is no shard of this run, expected 0 to {count - 1}. Leave out "
-                "--shard to take a free one."
-            )
-        holders = {island.shard: island for island in self._islands.values()}
-        free = [k for k in range(count) if k not in holders]
-        absent = [
-            k
-            for k, island in holders.items()
-            if island.state(now, self._heartbeat) in ("silent", "left")
-        ]
-        absent.sort(key=lambda k: holders[k].last_message)
-        candidates = [k for k in (*free, *absent) if wanted in (None, k)]
-        if not candidates:
-            held = f"shard {wanted} is" if wanted is not None else f"all {count} shards are"
-            raise RefusedError(
-                f"{held} in use by other islands ({', '.join(sorted(self._islands))[:300]}). Wait "
-                "until one leaves, or start a run with more --islands."
-            )
-        shard = candidates[0]
-        if shard in holders:
-            del self._islands[holders[shard].name]
-        return shard
+    def _unmerged(self, p: int, shard: int) -> list[Update]:
+        """Return the updates of an island that wait for a merge, or are just being merged."""
+        waiting = self._pending[p].get(shard, [])
+        return waiting if p != self._merging_fragment else waiting + self._in_merge.get(shard, [])
 
     def _push(self, island: Island, request: Request, arrays: Mapping[str, np.ndarray]) -> Message:
         p = request.fragment(len(self._model.fragments))
@@ -379,10 +219,10 @@ class Syncer:
         with self._lock:
             size = sum(array.nbytes for array in arrays.values())
             self.totals = self.totals.add(received_bytes=size)
-            waiting = self._pending[p].setdefault(island.shard, [])
-            known = [u.sequence for u in waiting if u.incarnation == update.incarnation]
             if update.incarnation != island.incarnation:
                 return Message({"status": "join"})
+            unmerged = self._unmerged(p, island.shard)
+            known = [u.sequence for u in unmerged if u.incarnation == update.incarnation]
             if update.sequence <= max([island.last_sequence(p), *known]):
                 self.totals = self.totals.add(repeated=1)
                 return self._answer(island, status="repeated")
@@ -399,7 +239,7 @@ class Syncer:
                 island.dropped += 1
                 island.dropped_sequences[p] = update.sequence
                 return self._answer(island, status=reason)
-            waiting.append(update)
+            self._pending[p].setdefault(island.shard, []).append(update)
             island.loss = update.loss
             late = update.merge < self.merges
             island.late += late
@@ -429,21 +269,6 @@ class Syncer:
             island.seconds_per_update = request.number("seconds_per_update")
             return self._answer(island)
 
-    def _member(self, peer: str, request: Request) -> Island | None:
-        """Return the island that sent a message; None if it has to join first."""
-        name, incarnation = request.text("island"), request.text("incarnation")
-        island = self._islands.get(name)
-        if island is None:
-            return None
-        if peer != island.peer or incarnation != island.incarnation:
-            known = incarnation in island.incarnations and peer == island.peer
-            raise RefusedError(
-                f"this process of island {name[:100]!r} was replaced by a newer one. Stop it."
-                if known
-                else f"island {name[:100]!r} is another process. Join first."
-            )
-        return island if island.joined else None
-
     def _answer(self, island: Island, **fields: Any) -> Message:
         saved = {
             str(p): sequence
@@ -463,7 +288,7 @@ class Syncer:
             if self.finished or not self._is_due(p):
                 return False
             waiting, self._pending[p] = self._pending[p], {}
-            self._deadline = None
+            self._in_merge, self._merging_fragment, self._deadline = waiting, p, None
             version = self._model.fragments[p].version
             updates = [update for own in waiting.values() for update in own]
         contributions = [
@@ -489,13 +314,10 @@ class Syncer:
             metrics=metrics,
         )
         with self._lock:
+            islands = self._members.to_json()
             for update in updates:
-                island = self._islands.get(update.island)
-                if island is not None:  # else its shard was given to another island
-                    before = island.merged.get(p, ("", 0))
-                    sequence = max(update.sequence, before[1] * (before[0] == update.incarnation))
-                    island.merged[p] = update.incarnation, sequence
-                    island.contributed += 1
+                if update.island in islands:  # else its shard was given to another island
+                    note_merged(islands[update.island], p, update.incarnation, update.sequence)
             totals = self.totals.add(tokens=report.tokens)
             versions = [fragment.version for fragment in self._model.fragments]
             versions[p] = state.version
@@ -503,13 +325,16 @@ class Syncer:
                 "merges": self.merges + 1,
                 "versions": versions,
                 "totals": totals._asdict(),
+                "islands": islands,
             }
         if self._store:
             self._store.log({"merge": report.merge, "fragment": p, "time": time.time()}, updates)
             self._store.save(p, state, manifest)
-        with self._lock:
+        with self._lock:  # only now: islands forget what the saved model has
+            self._members.update_merged(islands)
             self._model.put(p, state)
             self.merges, self.totals = self.merges + 1, self.totals.add(tokens=report.tokens)
+            self._in_merge, self._merging_fragment = {}, None
         self._on_merge(report)
         return True
 
@@ -528,7 +353,7 @@ class Syncer:
             self._deadline = now + self._parts.grace_seconds
         alive = {
             island.shard
-            for island in self._islands.values()
+            for island in self._members
             if island.state(now, self._heartbeat) in ("starting", "training")
         }
         return now >= self._deadline or alive <= on_time
@@ -548,6 +373,6 @@ class Syncer:
             "run": self.run,
             "merges": self.merges,
             "versions": [state.version for state in self._model.fragments],
-            "islands": {name: island.to_json() for name, island in self._islands.items()},
+            "islands": self._members.to_json(),
             "totals": self.totals._asdict(),
         }

@@ -1,0 +1,86 @@
+"""The updates of islands: what they carry, what a merge of them did, and what was counted."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Update(NamedTuple):
+    """An update of a fragment that waits for its merge.
+
+    Attributes:
+        island: the island's name.
+        incarnation: its process.
+        sequence: its number, which grows with each update of the process.
+        merge: the merge that the island meant it for.
+        count: number of merges of the fragment when it was encoded.
+        base: number of merges of the fragment at its first step.
+        tokens: tokens of its steps.
+        steps: its inner steps.
+        loss: mean loss of these steps.
+        arrays: the encoded outer gradient.
+    """
+
+    island: str
+    incarnation: str
+    sequence: int
+    merge: int
+    count: int
+    base: int
+    tokens: float
+    steps: int
+    loss: float
+    arrays: Mapping[str, np.ndarray]
+
+
+class MergeReport(NamedTuple):
+    """What one merge did.
+
+    Attributes:
+        merge: its number, from 1.
+        islands: names of the islands in it.
+        updates: number of updates in it.
+        late: how many of them had missed an earlier merge.
+        steps: inner steps in it.
+        tokens: tokens of these steps.
+        loss: mean loss of these steps.
+        staleness: the largest number of merges of the fragment that an update missed.
+        metrics: the metrics of the aggregator.
+    """
+
+    merge: int
+    islands: tuple[str, ...]
+    updates: int
+    late: int
+    steps: int
+    tokens: float
+    loss: float
+    staleness: int
+    metrics: Mapping[str, float]
+
+
+class Totals(NamedTuple):
+    """Counts since the run began, over all processes of the syncer.
+
+    Attributes:
+        tokens: tokens of merged updates.
+        received_bytes: bytes of the arrays of updates.
+        sent_bytes: bytes of the arrays of fragments.
+        repeated: updates that came again and were not applied again.
+        stale: updates dropped because their fragment had been merged too often since.
+        not_finite: updates dropped because a value was NaN or infinite.
+        too_large: updates dropped because their norm was above `max_norm`.
+    """
+
+    tokens: float = 0.0
+    received_bytes: int = 0
+    sent_bytes: int = 0
+    repeated: int = 0
+    stale: int = 0
+    not_finite: int = 0
+    too_large: int = 0
+
+    def add(self, **counts: float) -> "Totals":
+        """Add to some of the counts."""
+        return self._replace(**{name: getattr(self, name) + n for name, n in counts.items()})

@@ -79,7 +79,13 @@ def plan_experiment(
         # Without the hardware, the mesh's devices run nothing. With the concrete mesh set, JAX
         # would run the small computations of tracing on them.
         with _repeated(report, "still compiling"), use_abstract_mesh(run.mesh.abstract_mesh):
-            compiled = compile_round(run, cohort)
+            training = experiment.training
+            compiled = compile_round(
+                run,
+                cohort,
+                update_norm=training.update_norm,
+                skip_spikes=training.on_spike == "skip",
+            )
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

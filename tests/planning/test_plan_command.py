@@ -139,13 +139,16 @@ def test_unknown_flops_are_reported(run: Run) -> None:
     assert status == 0 and "no flops_per_item" in output
 
 
-def test_the_planned_program_is_the_trained_one() -> None:
+@pytest.mark.parametrize("on_spike", ["ignore", "skip"])
+def test_the_planned_program_is_the_trained_one(on_spike: str) -> None:
     """`plan` compiles under an abstract mesh the same program as training under the real one."""
     experiment = stacked_layers.stack()
+    training = dataclasses.replace(experiment.training, on_spike=on_spike)
+    experiment = dataclasses.replace(experiment, training=training)
     run = experiment.build()
     batches = with_shardings(run.cohort_shapes, run.shardings.cohort)
     with set_mesh(run.mesh):
-        trained = compile_round(run, batches)
+        trained = compile_round(run, batches, skip_spikes=on_spike == "skip")
     plan, _ = plan_experiment(experiment, find_topology("cpu:8"))
     found: dict = dict.fromkeys(("argument", "output", "alias", "temp"))
     for name in found:
@@ -200,7 +203,7 @@ def test_memory_overflow_is_reported_with_remedies(
 ) -> None:
     message, words = OVERFLOWS[kind]
 
-    def overflow(*_: object) -> None:
+    def overflow(*_: object, **__: object) -> None:
         raise jax.errors.JaxRuntimeError(message)
 
     monkeypatch.setattr(ahead_of_time, "compile_round", overflow)
@@ -251,7 +254,7 @@ def test_a_round_that_compiles_and_does_not_fit(run: Run, monkeypatch: pytest.Mo
 
 
 def test_other_errors_of_the_compiler_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise jax.errors.JaxRuntimeError("INTERNAL: a bug")
 
     monkeypatch.setattr(ahead_of_time, "compile_round", fail)

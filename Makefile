@@ -28,8 +28,9 @@ test: lint typecheck  ## Lint, check types and run the fast tests.
 test-all: lint typecheck  ## The same with the slow tests.
 	$(PYTEST)
 
-lint: $(INSTALLED)  ## Run ruff.
+lint: $(INSTALLED)  ## Run ruff, and check the format of code and pages.
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 
 # Check the types of the wheel, since users import the installed package. mypy treats a folder on
 # PYTHONPATH as installed: without py.typed it would find no types there.

@@ -34,7 +34,10 @@ federated_program_p.multiple_results = True
 OPTIONS = ("placements", "chunk_size", "static_argnums", "static_argnames")
 
 # A keyword that contains one of these words names a setting and not a group of participants.
-SETTING_WORDS = frozenset("argnames argnums batch chunk num number per size sizes static".split())
+SETTING_WORDS = frozenset(
+    "argnames argnums batch chunk cohort epochs num number per population rounds seed size sizes "
+    "static steps".split()
+)
 
 
 class Program(Protocol):

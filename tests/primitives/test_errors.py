@@ -324,6 +324,8 @@ def test_a_shape_error_contains_no_tracer():
         ({"clients_per_step": 1}, None),
         ({"num_clients": 8}, None),
         ({"cohort_size": 8}, None),
+        ({"cohort": 2}, None),
+        ({"population": 100}, None),
     ],
 )
 def test_a_misspelt_option_is_not_a_placement(keywords, suggestion):

@@ -148,9 +148,10 @@ def _check_schedule(
             f"{algorithm}: cohort.schedule is a {found}, expected a {schedule_type.__name__} of "
             "fedpax.clients. fedpax.simulation makes one for each method."
         )
-    for name, array in schedule._asdict().items():  # type: ignore[attr-defined]
+    for path, array in jax.tree.leaves_with_path(schedule):
         if np.shape(array)[:1] != (num_participants,):
+            name, shape = jax.tree_util.keystr(path), list(np.shape(array))
             raise ValueError(
-                f"{algorithm}: cohort.schedule.{name} has shape {list(np.shape(array))}, expected "
+                f"{algorithm}: cohort.schedule{name} has shape {shape}, expected "
                 f"{num_participants} participants along axis 0. Pass the schedule of one round."
             )

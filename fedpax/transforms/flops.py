@@ -1,7 +1,7 @@
 """Floating-point operations of a jaxpr."""
 
+import dataclasses
 import math
-from typing import NamedTuple
 
 from fedpax.primitives._jax import Jaxpr, JaxprEqn, Literal, Var, aval_of, inner_jaxprs
 from fedpax.primitives.map import federated_map_p
@@ -27,7 +27,8 @@ CUMULATIVE = frozenset(
 )
 
 
-class Flops(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Flops:
     """Floating-point operations, and whether all loops were counted.
 
     Attributes:
@@ -39,7 +40,7 @@ class Flops(NamedTuple):
     number: float = 0
     is_exact: bool = True
 
-    def __add__(self, other: "Flops") -> "Flops":  # type: ignore[override]
+    def __add__(self, other: "Flops") -> "Flops":
         """Add two counts."""
         return Flops(self.number + other.number, self.is_exact and other.is_exact)
 

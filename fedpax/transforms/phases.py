@@ -5,7 +5,7 @@ one loop over the participants. An operation that depends on the result of a red
 later phase than the operands of that reduction.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
 from fedpax.primitives._jax import Jaxpr, JaxprEqn, Literal, Var, aval_of, is_rematerialized
 from fedpax.primitives.broadcast import federated_broadcast_p, federated_index_p
@@ -200,7 +200,7 @@ class StreamingPlan:
 
 
 def plan_phases(
-    jaxpr: Jaxpr, placement: Placement, computed_by_server: frozenset[Var] = frozenset()
+    jaxpr: Jaxpr, placement: Placement, computed_by_server: Set[Var] = frozenset()
 ) -> StreamingPlan:
     """Divide the equations of a jaxpr into phases.
 
@@ -220,9 +220,13 @@ def plan_phases(
         federated = eqn.params.get("placement") == placement
         # Federated equations work along axis 0. If the participants of an operand are on another
         # axis of the same size, the loop needs the whole value.
-        swapped = [v for v, axis in zip(operands, known, strict=True) if axis] if federated else []
+        swapped = {
+            v
+            for v, axis in zip(operands, known, strict=True)
+            if federated and axis and isinstance(v, Var)
+        }
         if swapped:
-            return plan_phases(jaxpr, placement, computed_by_server | {*swapped})  # type: ignore
+            return plan_phases(jaxpr, placement, computed_by_server | swapped)
         one: Unstacked | None = None
         if _is_map(eqn, placement):
             one = _federated(eqn, 0)

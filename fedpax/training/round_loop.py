@@ -231,8 +231,9 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
 
     def _spike_threshold(self, number: int) -> jax.Array:
         """Return the threshold of a round, on the devices."""
-        threshold = np.asarray(self._history.threshold(number), np.float32)
-        return put_on_mesh(threshold, self._replicated)
+        threshold: Any = np.asarray(self._history.threshold(number), np.float32)
+        on_devices: jax.Array = put_on_mesh(threshold, self._replicated)
+        return on_devices
 
     def _evaluate(self) -> None:
         self._logger.flush()

@@ -167,7 +167,8 @@ def format_goodput(reports: Sequence[RunReport]) -> str:
     rows = []
     for run in reports:
         if total := sum(run.goodput.values()):
-            shares = [f"{run.goodput[bucket] / total:.1%}" for bucket in ("step", *rest)]
+            seconds = [run.goodput["step"], *(run.goodput[bucket] for bucket in rest)]
+            shares = [f"{part / total:.1%}" for part in seconds]
             rows.append((run.name, *shares, f"{run.spikes:,}"))
     return markdown_table(("experiment", "step (goodput)", *rest, "spikes"), rows) if rows else ""
 

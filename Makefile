@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 PYTEST := $(BIN)/pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint typecheck clean
+.PHONY: help demo test fast-tests test-all lint typecheck clean
 
 help:  ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -22,7 +22,11 @@ HURRY := JAX_DISABLE_MOST_OPTIMIZATIONS=1 \
 	XLA_FLAGS="$(XLA_FLAGS) --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters \
 	--xla_cpu_parallel_codegen_split_count=1"
 
-test: lint typecheck  ## Lint, check types and run the fast tests.
+# mypy runs on one core, so it runs beside the tests.
+test: lint  ## Lint, check types and run the fast tests.
+	@$(MAKE) --no-print-directory -j 2 typecheck fast-tests
+
+fast-tests: $(INSTALLED)
 	$(HURRY) $(PYTEST) -m "not slow"
 
 test-all: lint typecheck  ## The same with the slow tests.

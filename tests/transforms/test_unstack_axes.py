@@ -190,7 +190,7 @@ def random_program(seed):
     return body
 
 
-FAST_SEEDS = {0, 2, 3, 7}  # programs of six steps
+FAST_SEEDS = {3, 7}  # programs of six steps
 
 
 @pytest.mark.parametrize(

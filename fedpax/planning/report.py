@@ -70,8 +70,8 @@ def assumptions(plan: CompiledPlan) -> list[str]:
         )
     if plan.overlap is not None:
         lines.append(
-            "A local step that waits for no transfer between slices takes its full overlap below "
-            "without DCN. Transfers use the bandwidth out of a slice one after another, in the "
+            "A local step that waits for no transfer between slices takes the largest bound but "
+            "that of DCN. Transfers use the bandwidth out of a slice one after another, in the "
             "order of their starts."
         )
     if plan.int8_flops or plan.fp8_flops:

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -45,7 +46,9 @@ class Spiky(RandomRounds):
         event = self.interrupt.pop(self.round, None)
         if event is Killed:
             raise Killed
-        if event is not None:
+        if callable(event):
+            event()
+        elif event is not None:
             os.kill(os.getpid(), event)
         is_bad = self.round in self.bad
         batch = super().__next__()
@@ -237,3 +240,17 @@ def test_rounds_are_profiled_on_request(tmp_path: Path, capsys: pytest.CaptureFi
     result = train(experiment(6, profile_at="6:9", hang_after=60.0, on_hang="exit"), tmp_path)
     assert result.finished and "profile of rounds 6 to 6 in" in capsys.readouterr().err
     assert read_configuration(tmp_path)[1].training.profile_at == "6:9"
+
+
+def test_a_run_whose_data_stop_is_reported_and_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "hang_round_4.txt"
+
+    def stop_until_reported() -> None:
+        deadline = time.monotonic() + 60
+        while not path.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    Spiky.interrupt[3] = stop_until_reported  # the cohort of round 4
+    assert train(experiment(5, bad=(), hang_after=0.2), tmp_path).finished
+    text = path.read_text()
+    assert "in round 4 while waiting for its cohort" in text and "stop_until_reported" in text

@@ -8,6 +8,7 @@ from absl import flags
 
 from fedpax.commands.options import UsageError, parse
 from fedpax.commands.saved_run import existing_folder
+from fedpax.sites.island_table import format_islands, read_islands
 from fedpax.training.console import print_error
 from fedpax.training.metrics import read_metrics, select
 from fedpax.training.plot import Axis, plot_losses
@@ -56,6 +57,9 @@ def show(arguments: Sequence[str]) -> int:
     print(format_reports(reports))
     if goodput := format_goodput(reports):
         print(f"\nUse of the wall time:\n{goodput}")
+    for folder in folders:
+        if islands := read_islands(folder):
+            print(f"\nIslands of the syncer in {_short(folder)}:\n{format_islands(islands)}")
     for text in (text for run in reports for text in run.damage):
         print_error(text)
     if options.picture:

@@ -42,7 +42,7 @@ class FragmentFormat:
         >>> fragment = FragmentFormat(parts, gradient)
         >>> words = fragment.encode(gradient, shard=1, count=7)
         >>> words["w"].dtype, fragment.wire_shapes["w"].shape
-        (dtype('uint32'), (2,))
+        (dtype('uint32'), (2, 1))
         >>> fragment.decode(words, shard=1, count=7)["w"].tolist()
         [2.0, -1.0, 0.25]
     """

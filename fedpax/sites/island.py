@@ -9,10 +9,7 @@ import chex
 from fedpax.sites.link import Link
 from fedpax.sites.local_model import LocalModel, LocalState
 from fedpax.sites.progress_ledger import Ledger
-from fedpax.training.algorithm_parts import AlgorithmParts, Report
-
-DEFAULT_PHASES_AHEAD = 32
-"""Multiple of S that an island trains beyond its last merge, if `max_steps_ahead` is None."""
+from fedpax.training.algorithm_parts import AlgorithmParts, Report, most_phases_ahead
 
 
 class Island:
@@ -47,8 +44,7 @@ class Island:
     ) -> None:
         self._parts, self._model, self._link = parts, model, link
         self._shard, self._process, self._tokens = shard, process, tokens_per_step
-        self._most_ahead = parts.max_steps_ahead or DEFAULT_PHASES_AHEAD * parts.steps_per_sync
-        self._steps_since_merge = 0
+        self._phases_since_merge = 0
         self._clock = time.monotonic()
         self._unsent: list[tuple[dict[str, Any], Mapping[str, Any], Report]] = []
         self._report: Report | None = None
@@ -60,7 +56,7 @@ class Island:
     @property
     def is_ahead(self) -> bool:
         """Whether a phase now would exceed the steps that may be taken without a merge."""
-        return self._steps_since_merge + self._parts.steps_per_sync > self._most_ahead
+        return self._phases_since_merge >= most_phases_ahead(self._parts)
 
     @property
     def has_model(self) -> bool:
@@ -95,11 +91,11 @@ class Island:
         for reason, merge in self._link.take_dropped():
             self.ledger.was_dropped(merge)
             self.dropped[reason] = self.dropped.get(reason, 0) + 1
-            self._steps_since_merge = 0  # else an island that waits for this merge never goes on
+            self._phases_since_merge = 0  # it waits for a merge that needs another update
         for fragment in self._link.take_fragments():
             self.state = self._model.receive(self.state, fragment.index, fragment.arrays)
             self.ledger.received(fragment.index, fragment.version)
-            self._steps_since_merge = 0
+            self._phases_since_merge = 0
 
     def train(self, batches: chex.ArrayTree, start: int = 0, *frozen: Any) -> Report:
         """Take the S inner steps of a phase, and send a fragment if its time has come.
@@ -117,7 +113,7 @@ class Island:
         self.state, report = self._model.take_steps(self.state, batches, start, *frozen)
         self._report = report
         self.steps += self._parts.steps_per_sync
-        self._steps_since_merge += self._parts.steps_per_sync
+        self._phases_since_merge += 1
         self.ledger.add_steps(self._parts.steps_per_sync, self._parts.steps_per_sync * self._tokens)
         self._hand_over()  # the phase before: the devices have the next one now
         self.receive()

@@ -1,7 +1,6 @@
 """The process of a syncer: serves islands until all merges are done."""
 
 import dataclasses
-import json
 import queue
 import signal
 import time
@@ -13,7 +12,7 @@ import jax
 
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.sites.identity import identify
-from fedpax.sites.members import IslandReport
+from fedpax.sites.island_table import IslandWatch
 from fedpax.sites.outer_model import FragmentState, OuterModel
 from fedpax.sites.syncer import Syncer
 from fedpax.sites.syncer_store import SyncerStore
@@ -26,7 +25,6 @@ from fedpax.training.configuration import (
     ConfigurationError,
     resolve_job_log_dir,
     to_json,
-    write_atomically,
     write_configuration,
 )
 from fedpax.training.experiment import Experiment, Run
@@ -35,11 +33,8 @@ from fedpax.training.metrics import MetricsWriter
 from fedpax.training.preemption import PreemptionGuard
 from fedpax.training.progress import Progress
 from fedpax.training.saved_rounds import latest_round
-from fedpax.training.table import format_seconds, markdown_table
 
-ISLANDS = "islands.json"
 SECONDS_BETWEEN_TICKS = 0.02
-SECONDS_BETWEEN_TABLES = 10.0
 SECONDS_TO_SAY_GOODBYE = 15.0
 
 
@@ -178,7 +173,7 @@ def run_syncer(
                 }
             )
             log = _RoundLog(metrics, progress, phases, syncer.totals)
-            watch = _IslandWatch(folder, progress)
+            watch = IslandWatch(folder, progress)
             every, done = experiment.training.checkpoint_every, first
             while preemption.signal is None:
                 syncer.advance()
@@ -265,68 +260,3 @@ class _RoundLog:
             },
         )
         self._progress.show_round(number, loss, tokens / self._phases / seconds)
-
-
-class _IslandWatch:
-    """Notes islands that come, go and fall silent; a table of them, and `islands.json`."""
-
-    def __init__(self, folder: Path, progress: Progress) -> None:
-        self._path, self._progress = folder / ISLANDS, progress
-        self._states: dict[str, str] = {}
-        self._next_table = time.monotonic() + SECONDS_BETWEEN_TABLES
-        self._next_file = 0.0
-
-    def update(self, islands: Sequence[IslandReport], force: bool = False) -> None:
-        """Compare the islands with those of the last call, and report the changes."""
-        for island in islands:
-            if self._states.get(island.name) != island.state:
-                self._states[island.name] = island.state
-                self._progress.note(f"island {island.name} (shard {island.shard}): {island.state}")
-        now = time.monotonic()
-        if now >= self._next_table and islands:
-            self._next_table = now + SECONDS_BETWEEN_TABLES
-            self._progress.note("islands\n" + format_islands(islands))
-        if now >= self._next_file or force:
-            self._next_file = now + 1.0
-            content = [island._replace(seconds_since_message=0.0)._asdict() for island in islands]
-            write_atomically(self._path, json.dumps(content, indent=2) + "\n")
-
-
-def format_islands(islands: Sequence[IslandReport]) -> str:
-    """Format the islands of a syncer as a Markdown table.
-
-    Example:
-        >>> island = IslandReport("paris", "training", 0, 640, 2.5, 39, 1, 0, 0.2)
-        >>> for line in format_islands([island]).splitlines()[::2]:
-        ...     print(line[:60])
-        | island | state    | shard | steps | loss   | merged | late
-        | paris  | training |     0 |   640 | 2.5000 |     39 |    1
-    """
-    head = (
-        "island",
-        "state",
-        "shard",
-        "steps",
-        "loss",
-        "merged",
-        "late",
-        "dropped",
-        "last message",
-    )
-    rows = [
-        (
-            island.name,
-            island.state,
-            str(island.shard),
-            f"{island.steps:,}",
-            "-" if island.loss is None else f"{island.loss:.4f}",
-            str(island.contributed),
-            str(island.late),
-            str(island.dropped),
-            "-"
-            if island.seconds_since_message == float("inf")
-            else f"{format_seconds(island.seconds_since_message)} ago",
-        )
-        for island in islands
-    ]
-    return markdown_table(head, rows)

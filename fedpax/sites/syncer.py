@@ -19,8 +19,11 @@ from fedpax.sites.requests import Request
 from fedpax.sites.syncer_store import SyncerStore
 from fedpax.sites.transport import RefusedError
 from fedpax.sites.updates import MergeReport, Totals, Update
-from fedpax.training.algorithm_parts import AlgorithmParts
+from fedpax.training.algorithm_parts import AlgorithmParts, most_phases_ahead
 from fedpax.training.logging import NonFiniteError
+
+MAX_WAITING = 16
+"""Updates of one island and fragment that may wait for a merge, so that memory is bounded."""
 
 
 class Syncer:
@@ -66,6 +69,9 @@ class Syncer:
     ) -> None:
         self._parts, self._model, self._identity = parts, model, identity
         self._num_merges, self._tokens_per_step = num_merges, tokens_per_step
+        # An island that claims more steps than it can have taken gets no more weight than this.
+        phases = len(model.fragments) + most_phases_ahead(parts)
+        self._max_weight = tokens_per_step**2 * parts.steps_per_sync * 4 * phases
         self._store, self._heartbeat = store, heartbeat_seconds
         self._clock, self._on_merge = clock, on_merge
         self._lock = threading.RLock()
@@ -226,6 +232,11 @@ class Syncer:
             if update.sequence <= max([island.last_sequence(p), *known]):
                 self.totals = self.totals.add(repeated=1)
                 return self._answer(island, status="repeated")
+            if len(unmerged) >= MAX_WAITING:
+                raise RefusedError(
+                    f"{len(unmerged)} updates of fragment {p} of this island wait for a merge, "
+                    f"expected at most {MAX_WAITING}. Stop this island, and start it again later."
+                )
             version = self._model.fragments[p].version
             reason = None
             if not math.isfinite(norm) or not math.isfinite(update.loss):
@@ -366,7 +377,7 @@ class Syncer:
         ]
         gradient = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *decoded)
         steps, tokens = sum(u.steps for u in updates), sum(u.tokens for u in updates)
-        return Contribution(shard, gradient, tokens**2 / steps)
+        return Contribution(shard, gradient, min(tokens**2 / steps, self._max_weight))
 
     def _manifest(self) -> dict[str, Any]:
         return {

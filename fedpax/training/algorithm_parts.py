@@ -87,3 +87,17 @@ class AlgorithmParts(NamedTuple):
     max_steps_ahead: int | None = None
     max_staleness: int = 4
     max_norm: float | None = None
+
+
+def most_phases_ahead(parts: AlgorithmParts) -> int:
+    """Return how often an island takes S steps at most beyond the last merge it has received.
+
+    Args:
+        parts: the method.
+
+    Returns:
+        `max_steps_ahead / S`, rounded down; 32 if that is None.
+    """
+    if parts.max_steps_ahead is None:
+        return 32
+    return parts.max_steps_ahead // parts.steps_per_sync

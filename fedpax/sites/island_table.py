@@ -1,0 +1,110 @@
+"""The table of a syncer's islands, as text, and as `islands.json` for `fedpax show`."""
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from fedpax.sites.members import IslandReport
+from fedpax.training.configuration import write_atomically
+from fedpax.training.progress import Progress
+from fedpax.training.table import format_seconds, markdown_table
+
+FILE = "islands.json"
+SECONDS_BETWEEN_TABLES = 10.0
+
+
+def read_islands(job_log_dir: str | Path) -> list[IslandReport]:
+    """Read the islands of a syncer's run, as of its last second.
+
+    Args:
+        job_log_dir: a run's folder.
+
+    Returns:
+        The islands; none if no syncer has used the folder, or the file is damaged.
+    """
+    try:
+        content = json.loads((Path(job_log_dir) / FILE).read_bytes())
+        islands = [IslandReport(**island) for island in content]
+    except (OSError, ValueError, TypeError):
+        return []
+    return [
+        island
+        if island.seconds_since_message is not None
+        else island._replace(seconds_since_message=math.inf)
+        for island in islands
+    ]
+
+
+class IslandWatch:
+    """A reporter of islands that come, go and fall silent, with a table and `islands.json`.
+
+    Args:
+        folder: the syncer's folder.
+        progress: the progress that the user sees.
+    """
+
+    def __init__(self, folder: Path, progress: Progress) -> None:
+        self._path, self._progress = folder / FILE, progress
+        self._states: dict[str, str] = {}
+        self._next_table = time.monotonic() + SECONDS_BETWEEN_TABLES
+        self._next_file = 0.0
+
+    def update(self, islands: Sequence[IslandReport], force: bool = False) -> None:
+        """Compare the islands with those of the last call, and report the changes."""
+        for island in islands:
+            if self._states.get(island.name) != island.state:
+                self._states[island.name] = island.state
+                self._progress.note(f"island {island.name} (shard {island.shard}): {island.state}")
+        now = time.monotonic()
+        if now >= self._next_table and islands:
+            self._next_table = now + SECONDS_BETWEEN_TABLES
+            self._progress.note("islands\n" + format_islands(islands))
+        if now >= self._next_file or force:
+            self._next_file = now + 1.0
+            content = [island._asdict() for island in islands]
+            for island in content:
+                if math.isinf(island["seconds_since_message"]):  # JSON has no infinity
+                    island["seconds_since_message"] = None
+            write_atomically(self._path, json.dumps(content, indent=2) + "\n")
+
+
+def format_islands(islands: Sequence[IslandReport]) -> str:
+    """Format the islands of a syncer as a Markdown table.
+
+    Example:
+        >>> island = IslandReport("paris", "training", 0, 640, 2.5, 39, 1, 0, 0.2)
+        >>> for line in format_islands([island]).splitlines()[::2]:
+        ...     print(line[:60])
+        | island | state    | shard | steps | loss   | merged | late
+        | paris  | training |     0 |   640 | 2.5000 |     39 |    1
+    """
+    head = (
+        "island",
+        "state",
+        "shard",
+        "steps",
+        "loss",
+        "merged",
+        "late",
+        "dropped",
+        "last message",
+    )
+    rows = [
+        (
+            island.name,
+            island.state,
+            str(island.shard),
+            f"{island.steps:,}",
+            "-" if island.loss is None else f"{island.loss:.4f}",
+            str(island.contributed),
+            str(island.late),
+            str(island.dropped),
+            "-"
+            if math.isinf(island.seconds_since_message)
+            else f"{format_seconds(island.seconds_since_message)} ago",
+        )
+        for island in islands
+    ]
+    return markdown_table(head, rows)

@@ -1,0 +1,41 @@
+"""The table of islands: written by a syncer, shown by `fedpax show`."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from fedpax.commands.show import show
+from fedpax.sites.island_table import FILE, IslandWatch, read_islands
+from fedpax.sites.members import IslandReport
+from fedpax.training.metrics import MetricsWriter
+from fedpax.training.progress import Progress
+
+PARIS = IslandReport("paris", "training", 0, 640, 2.5, 39, 1, 0, 0.2)
+OSLO = IslandReport("oslo", "silent", 1, 12, None, 0, 0, 2, math.inf)
+
+
+def test_show_prints_the_islands_of_a_syncer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with MetricsWriter(tmp_path) as metrics:
+        metrics.write("training", 1, {"loss": 2.5})
+    assert read_islands(tmp_path) == []
+    with Progress("x", rounds_done=0, rounds=1) as progress:
+        watch = IslandWatch(tmp_path, progress)
+        watch.update([PARIS, OSLO])
+        watch.update([PARIS._replace(state="stalled"), OSLO])
+    assert "island paris (shard 0): training" in (noted := capsys.readouterr().err)
+    assert "island paris (shard 0): stalled" in noted and noted.count("oslo") == 1
+    assert read_islands(tmp_path) == [PARIS, OSLO]
+    assert show([f"--job_log_dir={tmp_path}"]) == 0
+    printed = capsys.readouterr().out
+    assert "| paris  | training |     0 |   640 | 2.5000 |" in printed
+    assert "| oslo   |   silent |     1 |    12 |      - |" in printed
+
+
+@pytest.mark.parametrize("content", ["", "[1]", json.dumps([{"name": "paris"}])])
+def test_a_damaged_table_is_no_error(tmp_path: Path, content: str) -> None:
+    (tmp_path / FILE).write_text(content)
+    assert read_islands(tmp_path) == []

@@ -14,6 +14,7 @@ on a thread.
 """
 
 import argparse
+import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
+from jax.sharding import NamedSharding, PartitionSpec
 
 from fedpax.data import Source, Tokenizer, TokenRounds, load, load_tokenizer, train_tokenizer
 from fedpax.data import token_rounds as make_rounds
@@ -61,7 +63,8 @@ class Row(NamedTuple):
         pack: CPU nanoseconds per token for all else: order, shuffle, packing.
         tokens_per_core: tokens per second of CPU time.
         cores: cores that are busy with input at the rate that is needed.
-        waiting: fraction of the time in which the loop waits for input at this rate.
+        waiting: fraction of the time in which the loop waits for input at this rate, in the median
+            round, because other load on the machine delays single ones.
     """
 
     tokenizer: str
@@ -234,17 +237,18 @@ def measure(source: Source, tokenizer: Tokenizer, options: argparse.Namespace, n
         count += 1
     total = time.process_time() - start
     per_token = {stage: 1e9 * s / (count * tokens) for stage, s in timer.seconds.items()}
-    waited = computed = 0.0
+    waited, computing = [], tokens / need.tokens_per_second
     stream = HostRows(share_of_host(source, tokenizer, options, need.hosts), rows)
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    mesh = jax.make_mesh((1,), ("devices",), devices=jax.devices()[:1])
+    device = NamedSharding(mesh, PartitionSpec())
     with Prefetch(stream, device, options.rounds) as cohorts:
         cohorts.peek()
         for _ in range(options.rounds):
             asked = time.perf_counter()
             cohorts.next()
-            waited += time.perf_counter() - asked
-            computed += tokens / need.tokens_per_second
-            time.sleep(tokens / need.tokens_per_second)
+            waited.append(time.perf_counter() - asked)
+            time.sleep(computing)
+    waiting = statistics.median(waited)
     every = 1e9 * total / (count * tokens)
     read, tokenize = per_token.get("read", 0.0), per_token.get("tokenize", 0.0)
     return Row(
@@ -255,7 +259,7 @@ def measure(source: Source, tokenizer: Tokenizer, options: argparse.Namespace, n
         pack=every - read - tokenize,
         tokens_per_core=1e9 / every,
         cores=need.tokens_per_second * every / 1e9,
-        waiting=waited / (waited + computed),
+        waiting=waiting / (waiting + computing),
     )
 
 

@@ -172,8 +172,8 @@ def token_rounds(
                 DataSet(f"island {k}", source, field, indices, hash_key(seed, k))
                 for k, indices in enumerate(partition)
             ]
-    for name, one in mixture.sources.items():
-        _check_text(one, mixture.fields.get(name, field), tokenizer)
+    for data_set in data_sets[: len(mixture.sources)]:  # the islands have one source
+        _check_text(data_set.source, data_set.field, tokenizer)
     return TokenRounds(
         mixture,
         data_sets,

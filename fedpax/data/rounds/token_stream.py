@@ -135,9 +135,8 @@ class TokenRounds:
 
     def _own_shards(self, number: int) -> list[int]:
         """Return the shards of a data set that rows of this process come from, in any round."""
-        slots = self._mask.any(axis=1)  # islands, batch
-        if self._by_island:
-            slots = slots[number]
+        rows = self._mask[number] if self._by_island else self._mask
+        slots = rows.any(axis=-2)  # islands, batch; or batch
         count = self._counts[number]
         common = math.gcd(self._rows_per_step, count)
         residues = {(self._first_row + slot) % common for slot in np.flatnonzero(slots).tolist()}
@@ -203,10 +202,11 @@ class TokenRounds:
     def _read(self, data_sets: Int64[np.ndarray, "steps islands batch"]) -> TokenPairs:
         """Read this process's rows of the next round, in the order islands, steps, batch."""
         islands, num_steps, batch_size, seq_len = self.shape
-        numbers = self._first_row + np.arange(num_steps * self._rows_per_step)
-        rows_of_step = 1 if self._by_island else islands
-        numbers = numbers.reshape(num_steps, rows_of_step, batch_size)
-        shards = np.broadcast_to(numbers, data_sets.shape) % np.array(self._counts)[data_sets]
+        counted_islands = 1 if self._by_island else islands
+        numbers = np.arange(num_steps * self._rows_per_step).reshape(
+            num_steps, counted_islands, batch_size
+        )
+        shards = (self._first_row + numbers) % np.array(self._counts)[data_sets]
         starts = np.concatenate([[0], np.cumsum(self._counts)])
         codes = (starts[data_sets] + shards).ravel()
         order = np.argsort(codes, kind="stable")
@@ -286,8 +286,8 @@ class TokenRounds:
                 f"has {self._fixed_shards}: set num_shards to {num_shards}, or leave it out."
             )
         credits = [float(state["credits"].get(d.name, 0.0)) for d in self._data_sets]
-        counters = (int(state[name]) for name in ("rounds", "steps", "rows"))
-        self._open(num_shards, positions, _Progress(*counters, credits))
+        rounds, steps, rows = (int(state[name]) for name in ("rounds", "steps", "rows"))
+        self._open(num_shards, positions, _Progress(rounds, steps, rows, credits))
 
 
 def without_mask(batch: Batch) -> Batch:

@@ -51,12 +51,12 @@ class TextRecords(Sequence[dict[str, Any]]):
 
 def _features(record: bytes) -> dict[str, Any] | None:
     """Return the features of a `tf.train.Example`; None if the record is not one."""
-    from google.protobuf.message import DecodeError
     from tensorflow_datasets.proto import tf_example_pb2
 
+    example = tf_example_pb2.Example()
     try:
-        example = tf_example_pb2.Example.FromString(record)
-    except DecodeError:
+        example.ParseFromString(record)
+    except Exception:  # protobuf's own type, which has no stubs
         return None
     found: dict[str, Any] = {}
     for name, feature in example.features.feature.items():

@@ -1,0 +1,26 @@
+"""Tests of the benchmark of elastic restarts."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fedpax.experiments.benchmarks import elastic_restarts
+
+
+@pytest.mark.slow
+def test_every_event_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    path = tmp_path / "rows.json"
+    assert elastic_restarts.main(["--processes=2", "--repetitions=1", f"--json={path}"]) == 0
+    rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
+    assert tuple(rows) == elastic_restarts.EVENTS
+    assert rows["start"]["ratio"] == 1
+    assert all(0 < row["seconds"][0] < elastic_restarts.LONGEST for row in rows.values())
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows)
+
+
+@pytest.mark.parametrize("wrong", ["--processes=1", "--repetitions=0"])
+def test_settings_that_measure_nothing(wrong: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        elastic_restarts.main([wrong])
+    assert "--processes of at least 2 and --repetitions of at least 1" in capsys.readouterr().err

@@ -93,8 +93,8 @@ class Island:
             self.dropped[reason] = self.dropped.get(reason, 0) + 1
             self._phases_since_merge = 0  # it waits for a merge that needs another update
         for fragment in self._link.take_fragments():
-            self.state = self._model.receive(self.state, fragment.index, fragment.arrays)
-            self.ledger.received(fragment.index, fragment.version)
+            self.state = self._model.receive(self.state, fragment.number, fragment.arrays)
+            self.ledger.received(fragment.number, fragment.version)
             self._phases_since_merge = 0
 
     def train(self, batches: chex.ArrayTree, start: int = 0, *frozen: Any) -> Report:

@@ -69,5 +69,6 @@ def row_shardings(cohort: ShardingTree) -> ShardingTree:
 
     if isinstance(cohort, NamedSharding):
         return row(cohort)
-    rows: ShardingTree = Cohort(jax.tree.map(row, cohort.batches))  # type: ignore[attr-defined]
+    whole: Any = cohort
+    rows: Any = Cohort(jax.tree.map(row, whole.batches))
     return rows

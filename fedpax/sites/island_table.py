@@ -64,9 +64,9 @@ class IslandWatch:
         if now >= self._next_file or force:
             self._next_file = now + 1.0
             content = [island._asdict() for island in islands]
-            for island in content:
-                if math.isinf(island["seconds_since_message"]):  # JSON has no infinity
-                    island["seconds_since_message"] = None
+            for fields in content:
+                if math.isinf(fields["seconds_since_message"]):  # JSON has no infinity
+                    fields["seconds_since_message"] = None
             write_atomically(self._path, json.dumps(content, indent=2) + "\n")
 
 

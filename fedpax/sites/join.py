@@ -220,12 +220,12 @@ def _join(
                 waited, reports = 0.0, []
                 for phase in range(phases):
                     waited += _wait_for_merge(island, link, preemption, progress)
-                    if link.finished or preemption.signal is not None:
-                        break
+                    if link.finished or island.is_ahead or not island.has_model:
+                        break  # finished, or stopped while it waited
                     start = phase * parts.steps_per_sync
                     reports.append(island.train(cohort.batches, start, *frozen))
                 if len(reports) < phases:
-                    break  # the data of an unfinished round are drawn again after a restart
+                    break
                 done += 1
                 log.add(done, _mean([report.metrics for report in reports]), waited)
                 if training.checkpoint_every and done % training.checkpoint_every == 0:

@@ -28,12 +28,12 @@ class Fragment(NamedTuple):
     """Outer parameters that have arrived.
 
     Attributes:
-        index: the fragment.
+        number: the fragment.
         version: its number of merges.
         arrays: its parameters by name.
     """
 
-    index: int
+    number: int
     version: int
     arrays: Mapping[str, np.ndarray]
 
@@ -280,7 +280,7 @@ class Link:
         self.received_bytes += sum(x.nbytes for x in answer.arrays.values())
         with self._lock:
             # An older version that was not taken yet is obsolete.
-            self._inbox = [fragment for fragment in self._inbox if fragment.index != p]
+            self._inbox = [fragment for fragment in self._inbox if fragment.number != p]
             self._inbox.append(Fragment(p, version, answer.arrays))
             self._arrived.set()
 

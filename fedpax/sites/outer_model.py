@@ -145,4 +145,5 @@ class OuterModel:
     @staticmethod
     def _on_host(*state: Any, version: int) -> FragmentState:
         # Copies, because an array of JAX on the CPU can share the memory of its NumPy view.
-        return FragmentState(*jax.tree.map(lambda x: np.array(x), state), version=version)
+        params, outer_state, aggregator_state = jax.tree.map(lambda x: np.array(x), state)
+        return FragmentState(params, outer_state, aggregator_state, version)

@@ -119,7 +119,8 @@ class SyncerStore:
         types = [(x.shape, x.dtype) for x in leaves]
         if types != [(x.shape, x.dtype) for x in expected]:
             raise ValueError("it holds arrays of another model or outer optimizer")
-        return FragmentState(*jax.tree.unflatten(tree, leaves), version=version)
+        params, outer_state, aggregator_state = jax.tree.unflatten(tree, leaves)
+        return FragmentState(params, outer_state, aggregator_state, version)
 
     def save_manifest(self, manifest: dict[str, Any]) -> None:
         """Save the manifest alone, with the versions of saved fragments."""

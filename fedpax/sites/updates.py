@@ -26,7 +26,7 @@ class Update(NamedTuple):
     incarnation: str
     sequence: int
     merge: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nothing uses
     base: int
     tokens: float
     steps: int

@@ -1,0 +1,298 @@
+"""Train with real processes that are killed, stopped and cut off at random moments.
+
+    python -m fedpax.experiments.benchmarks.chaos --picture=chaos.png
+
+A syncer and its islands run twice, as `fedpax syncer` and `fedpax join` on CPU: once undisturbed,
+and once with failures. Islands and the syncer get `kill -9` and are started again; islands get
+SIGSTOP and SIGCONT; networks are cut and throttled, by a proxy between each island and the syncer.
+Kinds, moments and durations follow from a seed.
+
+Each island's data come at a fixed rate, which sets the time of a step. So an island that is gone
+leaves no CPU time to the others, as on machines of their own. Useful time is the inner steps in
+merges per second, relative to the undisturbed run. Restarted data parallelism is computed: each
+failure except a throttled network stops all islands until the failed one has restarted, as fast as
+an island of this run, and loses the steps since the last checkpoint.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+from matplotlib.figure import Figure
+
+from fedpax.clients.cohort import Cohort
+from fedpax.clients.cohort_stream import CohortStream
+from fedpax.experiments.benchmarks.chaos_sites import (
+    SYNCER,
+    Failure,
+    Kind,
+    Outcome,
+    Sites,
+    draw_failures,
+    play,
+)
+from fedpax.experiments.benchmarks.timing import write
+from fedpax.experiments.decoupled_diloco_text import DecoupledDiLoCoText, decoupled_diloco_text
+from fedpax.experiments.text import TextConfig
+from fedpax.training.experiment import Run, TrainingConfig
+
+LOCAL_STEPS, CHECKPOINT_ROUNDS = 8, 2
+
+
+class PacedStream:
+    """A stream of cohorts of which each comes at least some seconds after the one before."""
+
+    def __init__(self, stream: CohortStream, seconds: float) -> None:
+        self._stream, self._seconds = stream, seconds
+        self._next = 0.0
+
+    def __next__(self) -> Cohort:
+        """Return the next cohort when its time has come."""
+        cohort = next(self._stream)
+        time.sleep(max(0.0, self._next - time.monotonic()))
+        self._next = time.monotonic() + self._seconds
+        return cohort
+
+    def get_state(self) -> Any:
+        """Return the position of the stream."""
+        return self._stream.get_state()
+
+    def set_state(self, state: Any) -> None:
+        """Move to a position."""
+        self._stream.set_state(state)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PacedText(DecoupledDiLoCoText):
+    """Decoupled DiLoCo on text, at a fixed rate.
+
+    Attributes:
+        round_seconds: seconds that a round takes an island, at least.
+    """
+
+    round_seconds: float = 1.0
+
+    def build(self) -> Run:
+        """Make the run, with a paced stream of data."""
+        run = super().build()
+        return run._replace(cohorts=PacedStream(run.cohorts, self.round_seconds))
+
+
+def paced_text() -> PacedText:
+    """Four islands that train a small transformer, a round of 8 steps each second."""
+    base = decoupled_diloco_text()
+    model = dataclasses.replace(
+        base.model, num_layers=2, embed_dim=32, num_heads=2, num_kv_heads=1, mlp_dim=64
+    )
+    return PacedText(
+        islands=4,
+        mesh=base.mesh,
+        model=model,
+        data=TextConfig(local_steps=LOCAL_STEPS, batch_size=4, seq_len=64, heldout_tokens=1 << 15),
+        optimizer=base.optimizer,
+        decoupled=dataclasses.replace(base.decoupled, fragments=2, quorum=1),
+        training=TrainingConfig(rounds=120, evaluate_every=0, checkpoint_every=CHECKPOINT_ROUNDS),
+    )
+
+
+def restarted_data_parallelism(
+    failures: Sequence[Failure],
+    seconds: float,
+    restart_seconds: float,
+    checkpoint_seconds: float,
+) -> float:
+    """Compute the useful fraction of time if each failure stops all islands.
+
+    Training stops at a failure, returns to the last checkpoint, and goes on `restart_seconds` after
+    the failure has ended. Another failure meanwhile begins the restart again. A throttled network
+    costs nothing here.
+
+    Args:
+        failures: the failures.
+        seconds: the length of the run.
+        restart_seconds: from the start of a process to its first round.
+        checkpoint_seconds: seconds of training between checkpoints, which take no time.
+
+    Returns:
+        Seconds of training that are kept, divided by `seconds`.
+
+    Example:
+        >>> failures = [Failure(25.0, "kill", 0, 1.0), Failure(30.0, "cut", 1, 2.0)]
+        >>> restarted_data_parallelism(failures, 100.0, 8.0, checkpoint_seconds=10.0)
+        0.8
+    """
+    kept, running_since = 0.0, 0.0
+    for failure in failures:
+        if failure.kind == "throttle" or failure.time >= seconds:
+            continue
+        if failure.time > running_since:
+            trained = failure.time - running_since
+            kept += trained - trained % checkpoint_seconds
+        running_since = max(running_since, failure.time + failure.seconds + restart_seconds)
+    return (kept + max(seconds - running_since, 0.0)) / seconds
+
+
+def heldout_loss(sites: Sites) -> float:
+    """Return the held-out loss of the outer model, by `fedpax evaluate`."""
+    file = sites.folder / "evaluation.json"
+    command = ["evaluate", f"--job_log_dir={sites.run_folder(SYNCER)}", f"--json={file}"]
+    subprocess.run(
+        [sys.executable, "-m", "fedpax", *command], check=True, stdout=subprocess.DEVNULL
+    )
+    return float(json.loads(file.read_text())["loss"])
+
+
+def draw(quiet: Outcome, chaotic: Outcome, path: Path) -> None:
+    """Draw the failures, and the inner steps in merges over time with and without them."""
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    above, below = figure.subplots(2, sharex=True, height_ratios=[1, 1.6])
+    colors = dict(zip(get_args(Kind), ("C3", "C1", "C0", "C9", "C4"), strict=True))
+    named = set()
+    for failure in chaotic.failures:
+        label = None if failure.kind in named else failure.kind
+        named.add(failure.kind)
+        above.barh(
+            failure.island,
+            failure.seconds,
+            left=failure.time,
+            color=colors[failure.kind],
+            label=label,
+        )
+    for restart in chaotic.restarts:
+        ended = next(f for f in chaotic.failures if (f.island, f.time) == restart[:2]).seconds
+        above.barh(
+            restart.process,
+            restart.seconds,
+            left=restart.time + ended,
+            color="C3",
+            alpha=0.3,
+            label=None if "restart" in named else "until its first round or merge",
+        )
+        named.add("restart")
+    islands = range(SYNCER, len(chaotic.statuses) - 1)
+    above.set_yticks(list(islands), ["syncer", *(f"island {island}" for island in islands[1:])])
+    if named:
+        above.legend(fontsize="small", ncols=3, loc="upper right")
+    for name, outcome in (("undisturbed", quiet), ("with failures", chaotic)):
+        times, counts = zip(*outcome.merges, strict=True)
+        total = [sum(counts[: i + 1]) for i in range(len(counts))]
+        below.plot(times, total, label=name)
+    below.set_xlabel("seconds")
+    below.set_ylabel("inner steps in merges")
+    below.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+class Row(NamedTuple):
+    """The result of the comparison.
+
+    Attributes:
+        seed: the seed of the failures.
+        failures: number of failures, by kind.
+        seconds: length of the run with failures.
+        useful: useful time of the islands, relative to the undisturbed run.
+        data_parallel: useful time of restarted data parallelism, computed.
+        restart_seconds: from an island's start to its first round, median.
+        repeated: updates applied twice.
+        lost_updates: updates that were lost of islands that were never killed; see `Outcome`.
+        loss: held-out loss with failures.
+        quiet_loss: held-out loss without.
+    """
+
+    seed: int
+    failures: dict[str, int]
+    seconds: float
+    useful: float
+    data_parallel: float
+    restart_seconds: float
+    repeated: int
+    lost_updates: int
+    loss: float
+    quiet_loss: float
+
+
+def compare(
+    seed: int,
+    outcomes: tuple[Outcome, Outcome],
+    losses: tuple[float, float],
+    checkpoint_seconds: float,
+) -> Row:
+    """Compare a run with failures with an undisturbed one, which is the first of each pair."""
+    quiet, chaotic = outcomes
+    restarts = [r.seconds for r in chaotic.restarts if r.process != SYNCER]
+    restart = statistics.median(restarts) if restarts else 0.0
+    return Row(
+        seed,
+        dict(Counter(failure.kind for failure in chaotic.failures)),
+        chaotic.seconds,
+        chaotic.steps_per_second / quiet.steps_per_second,
+        restarted_data_parallelism(chaotic.failures, chaotic.seconds, restart, checkpoint_seconds),
+        restart,
+        chaotic.repeated,
+        sum(chaotic.lost_updates.values()),
+        losses[1],
+        losses[0],
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> Row:
+    """Run both, print a table, and draw the picture."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--seed", type=int, default=0, help="of the failures")
+    parser.add_argument("--rounds", type=int, default=120, help="rounds of the run")
+    parser.add_argument("--round_seconds", type=float, default=1.0, help="seconds of a round")
+    parser.add_argument("--mean_seconds", type=float, default=8.0, help="between failures, mean")
+    parser.add_argument("--islands", type=int, default=4, help="number of islands")
+    parser.add_argument("--limit_seconds", type=float, default=1800.0, help="for each run")
+    parser.add_argument("--folder", help="a new folder for runs and logs; default: temporary")
+    parser.add_argument("--picture", help="a PNG")
+    parser.add_argument("--out", help="a JSON file for the result")
+    options = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the processes too
+    fields = [
+        "--exp=fedpax.experiments.benchmarks.chaos:paced_text",
+        f"--training.rounds={options.rounds}",
+        f"--round_seconds={options.round_seconds}",
+    ]
+    failures = draw_failures(
+        options.seed, options.islands, options.rounds * options.round_seconds, options.mean_seconds
+    )
+    results = []
+    with contextlib.ExitStack() as stack:
+        folder = Path(options.folder or stack.enter_context(tempfile.TemporaryDirectory()))
+        for name, schedule in (("quiet", []), ("chaotic", failures)):
+            with Sites(folder / name, options.islands, fields, local_steps=LOCAL_STEPS) as sites:
+                outcome = play(sites, schedule, options.limit_seconds)
+                results.append((outcome, heldout_loss(sites)))
+    (quiet, quiet_loss), (chaotic, loss) = results
+    checkpoint_seconds = CHECKPOINT_ROUNDS * options.round_seconds
+    row = compare(options.seed, (quiet, chaotic), (quiet_loss, loss), checkpoint_seconds)
+    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(row.failures.items()))
+    print(f"failures: {sum(row.failures.values())} in {row.seconds:.0f} s ({kinds})")
+    print(f"useful time of the islands: {row.useful:.1%}")
+    print(f"restarted data parallelism: {row.data_parallel:.1%} (computed)")
+    print(f"restart of an island until its first round: {row.restart_seconds:.1f} s (median)")
+    print(f"updates applied twice: {row.repeated}")
+    print(f"updates lost of islands that were never killed: {row.lost_updates}")
+    print(f"held-out loss: {row.loss:.4f}, undisturbed {row.quiet_loss:.4f}")
+    if options.picture:
+        draw(quiet, chaotic, Path(options.picture))
+    if options.out:
+        write(options.out, [row], **vars(options))
+    return row
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,361 @@
+"""A syncer and islands as processes that are killed, stopped and cut off at given moments."""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+from fedpax.experiments.benchmarks.unreliable_network import UnreliableNetwork
+from fedpax.sites.merge_log import read_merges
+from fedpax.training.metrics import read_metrics, select
+
+SYNCER = -1  # in place of an island's number
+Kind = Literal["kill", "stop", "cut", "throttle", "kill syncer"]
+"""A process gets SIGKILL and is started again; an island gets SIGSTOP and SIGCONT; the network
+between an island and the syncer is cut, or throttled."""
+
+
+class Failure(NamedTuple):
+    """A failure.
+
+    Attributes:
+        time: seconds since all islands train.
+        kind: what happens.
+        island: the island, or `SYNCER`.
+        seconds: duration. A killed process is started again after this time.
+    """
+
+    time: float
+    kind: Kind
+    island: int
+    seconds: float
+
+
+def draw_failures(
+    seed: int, islands: int, total_seconds: float, mean_seconds: float
+) -> list[Failure]:
+    """Draw the failures of a run.
+
+    Args:
+        seed: the seed.
+        islands: number of islands.
+        total_seconds: when failures end.
+        mean_seconds: mean of the exponential times between failures, of all processes together.
+
+    Returns:
+        Failures, by time. All kinds are equally likely, and all islands. The durations are uniform
+        from 0.5 to 3 seconds.
+
+    Example:
+        >>> failures = draw_failures(seed=0, islands=4, total_seconds=1000.0, mean_seconds=5.0)
+        >>> 150 < len(failures) < 250
+        True
+        >>> failures == draw_failures(seed=0, islands=4, total_seconds=1000.0, mean_seconds=5.0)
+        True
+    """
+    rng = random.Random(seed)
+    failures: list[Failure] = []
+    now = rng.expovariate(1 / mean_seconds)
+    while now < total_seconds:
+        kind = rng.choice(get_args(Kind))
+        island = SYNCER if kind == "kill syncer" else rng.randrange(islands)
+        failures.append(Failure(now, kind, island, rng.uniform(0.5, 3.0)))
+        now += rng.expovariate(1 / mean_seconds)
+    return failures
+
+
+class Restart(NamedTuple):
+    """A process that was started again.
+
+    Attributes:
+        process: an island, or `SYNCER`.
+        time: when it was killed, in seconds since all islands train.
+        seconds: seconds from its start until it had trained a round, or done a merge.
+    """
+
+    process: int
+    time: float
+    seconds: float
+
+
+class Outcome(NamedTuple):
+    """What a run of processes did.
+
+    Attributes:
+        seconds: from the moment at which all islands train until the syncer exits.
+        merges: for each merge in that time, its second and the inner steps in it.
+        repeated: updates that were part of more than one merge; none, if all is well.
+        lost_updates: for each island that was never killed, how many of its updates are in no
+            merge, and were not dropped for being stale either, though later ones are in one.
+        last_steps: for each of these islands, its inner steps in no merge of some fragment. They
+            were taken while the last merges were done.
+        restarts: the processes that were started again and have trained or merged since.
+        statuses: exit statuses of the syncer and the islands.
+        failures: the failures that happened.
+    """
+
+    seconds: float
+    merges: list[tuple[float, float]]
+    repeated: int
+    lost_updates: dict[int, int]
+    last_steps: dict[int, int]
+    restarts: list[Restart]
+    statuses: list[int]
+    failures: list[Failure]
+
+    @property
+    def steps_per_second(self) -> float:
+        """Inner steps in merges per second, over all islands."""
+        return sum(steps for _, steps in self.merges) / self.seconds
+
+
+class Sites:
+    """The processes of a syncer and its islands, with a proxy before each island.
+
+    Args:
+        folder: a new folder for their runs and logs.
+        islands: number of islands.
+        fields: arguments of both commands, such as `--exp=NAME` and `--training.rounds=9`.
+        local_steps: inner steps of a round.
+        working_directory: the working directory of the processes. Default None: this one's.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        islands: int,
+        fields: Sequence[str],
+        *,
+        local_steps: int,
+        working_directory: Path | None = None,
+    ) -> None:
+        self.folder, self.local_steps = folder, local_steps
+        self._fields, self._cwd = [*fields, f"--islands={islands}"], working_directory
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self._port = free.getsockname()[1]
+        self.networks = [UnreliableNetwork(self._port) for _ in range(islands)]
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._logs = contextlib.ExitStack()
+        folder.mkdir(parents=True)
+
+    def __enter__(self) -> "Sites":
+        """Return itself."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Kill all processes."""
+        for process in self._processes.values():
+            process.kill()
+            process.wait()
+        for network in self.networks:
+            network.close()
+        self._logs.close()
+
+    def start(self, island: int) -> None:
+        """Start an island, or the syncer."""
+        if island == SYNCER:
+            command = ["syncer", f"--listen=127.0.0.1:{self._port}"]
+        else:
+            port = self.networks[island].port
+            command = ["join", f"--syncer=127.0.0.1:{port}", f"--shard={island}"]
+        run = self.run_folder(island)
+        log = self._logs.enter_context((self.folder / f"{run.name}.log").open("ab"))
+        self._processes[island] = subprocess.Popen(
+            [sys.executable, "-m", "fedpax", *command, f"--job_log_dir={run}", *self._fields],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd=self._cwd,
+            env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "XLA_FLAGS": ""},
+        )
+
+    def run_folder(self, island: int) -> Path:
+        """Return the `--job_log_dir` of an island or of the syncer."""
+        return self.folder / ("syncer" if island == SYNCER else f"island-{island}")
+
+    def signal(self, island: int, number: signal.Signals) -> None:
+        """Send a signal to a process, if it is running."""
+        process = self._processes[island]
+        if process.poll() is None:
+            process.send_signal(number)
+
+    def kill(self, island: int) -> None:
+        """Kill a process with SIGKILL, and reap it."""
+        self._processes[island].kill()
+        self._processes[island].wait()
+
+    def status(self, island: int) -> int | None:
+        """Return the exit status of a process; None while it is running."""
+        return self._processes[island].poll()
+
+    def rounds(self, island: int) -> int:
+        """Return the number of rounds that an island has trained."""
+        return len(select(read_metrics(self.run_folder(island)), "training"))
+
+    def progress(self, process: int) -> int:
+        """Return the rounds of an island, or the merges of the syncer."""
+        return len(self.merges()) if process == SYNCER else self.rounds(process)
+
+    def steps(self, island: int) -> int:
+        """Return the number of inner steps that an island has trained and kept."""
+        return self.rounds(island) * self.local_steps
+
+    def dropped(self, island: int) -> int:
+        """Return how many updates of an island the syncer has counted and not applied."""
+        islands = json.loads((self.run_folder(SYNCER) / "islands.json").read_text())
+        name = self.run_folder(island).name
+        return sum(own["dropped"] for own in islands if own["name"] == name)
+
+    def merges(self) -> list[dict[str, Any]]:
+        """Return the syncer's merges, as `merges.jsonl` lists them."""
+        return read_merges(self.run_folder(SYNCER))
+
+
+def play(sites: Sites, failures: Sequence[Failure], limit_seconds: float) -> Outcome:
+    """Run a syncer and its islands to the end, with failures.
+
+    Args:
+        sites: the processes, none of which runs.
+        failures: the failures, by time. Those after the end do not happen, nor those of a process
+            that is down already, or has not trained or merged yet since it was started again.
+        limit_seconds: seconds after which the run has to have ended.
+
+    Returns:
+        What they did.
+
+    Raises:
+        TimeoutError: the run did not end by itself.
+    """
+    islands = range(len(sites.networks))
+    deadline = time.monotonic() + limit_seconds
+    for process in (SYNCER, *islands):
+        sites.start(process)
+    while not all(sites.rounds(island) >= 2 for island in islands):
+        _check(sites, deadline)
+        time.sleep(0.3)
+    begin, first_merge = time.monotonic(), len(sites.merges())
+    waiting = list(failures)
+    agenda: list[tuple[float, Failure]] = []  # what ends, and when
+    happened: list[Failure] = []
+    starting: dict[int, tuple[float, float, int]] = {}  # killed, started, least progress
+    restarts: list[Restart] = []
+    busy: set[int] = set()
+    while sites.status(SYNCER) is None or SYNCER in busy:
+        _check(sites, deadline, except_for=busy)
+        now = time.monotonic() - begin
+        for end, failure in [entry for entry in agenda if entry[0] <= now]:
+            agenda.remove((end, failure))
+            busy.discard(failure.island)
+            _end(sites, failure)
+            if failure.kind in ("kill", "kill syncer"):
+                starting[failure.island] = failure.time, now, sites.progress(failure.island)
+        while waiting and waiting[0].time <= now:
+            failure = waiting.pop(0)
+            down = failure.island in busy or failure.island in starting
+            if not down and sites.status(failure.island) is None:
+                _begin(sites, failure)
+                busy.add(failure.island)
+                happened.append(failure)
+                agenda.append((now + failure.seconds, failure))
+        for process, (killed, started, least) in list(starting.items()):
+            progress = sites.progress(process)  # it forgets what it has not saved first
+            starting[process] = killed, started, min(progress, least)
+            if progress > least:
+                restarts.append(Restart(process, killed, now - started))
+                del starting[process]
+        time.sleep(0.2)
+    seconds = time.monotonic() - begin
+    for _, failure in agenda:
+        _end(sites, failure)
+    while any(sites.status(island) is None for island in islands):
+        _check(sites, deadline)
+        time.sleep(0.3)
+    statuses = [sites.status(process) or 0 for process in (SYNCER, *islands)]
+    return _summarize(sites, first_merge, seconds, happened, restarts, statuses)
+
+
+def _check(sites: Sites, deadline: float, except_for: Collection[int] = ()) -> None:
+    if time.monotonic() > deadline:
+        raise TimeoutError(f"the run did not end in time: see the logs in {sites.folder}")
+    for process in (SYNCER, *range(len(sites.networks))):
+        if process not in except_for and sites.status(process) not in (None, 0):
+            raise RuntimeError(
+                f"{sites.run_folder(process).name} ended with status {sites.status(process)}: see "
+                f"the logs in {sites.folder}"
+            )
+
+
+def _begin(sites: Sites, failure: Failure) -> None:
+    match failure.kind:
+        case "kill" | "kill syncer":
+            sites.kill(failure.island)
+        case "stop":
+            sites.signal(failure.island, signal.SIGSTOP)
+        case "cut":
+            sites.networks[failure.island].cut()
+        case "throttle":
+            network = sites.networks[failure.island]
+            network.bytes_per_second, network.delay = 2e5, 0.02
+
+
+def _end(sites: Sites, failure: Failure) -> None:
+    match failure.kind:
+        case "kill" | "kill syncer":
+            sites.start(failure.island)
+        case "stop":
+            sites.signal(failure.island, signal.SIGCONT)
+        case "cut" | "throttle":
+            sites.networks[failure.island].restore()
+
+
+def _summarize(
+    sites: Sites,
+    first_merge: int,
+    seconds: float,
+    failures: list[Failure],
+    restarts: list[Restart],
+    statuses: list[int],
+) -> Outcome:
+    merges = sites.merges()
+    fragments = 1 + max(merge["fragment"] for merge in merges)
+    times = [merge["time"] for merge in merges]
+    sent = Counter(
+        (update["island"], update["incarnation"], update["sequence"], merge["fragment"])
+        for merge in merges
+        for update in merge["updates"]
+    )
+    killed = {failure.island for failure in failures if failure.kind == "kill"}
+    lost, last = {}, {}
+    for island in set(range(len(sites.networks))) - killed:
+        own = [
+            (merge["fragment"], update["sequence"], update["steps"])
+            for merge in merges
+            for update in merge["updates"]
+            if update["island"] == sites.run_folder(island).name
+        ]
+        newest = [max(n for q, n, _ in own if q == p) for p in range(fragments)]
+        missing = min(newest) - sum(n <= min(newest) for _, n, _ in own)
+        lost[island] = max(missing - sites.dropped(island), 0)
+        merged = [sum(steps for q, _, steps in own if q == p) for p in range(fragments)]
+        last[island] = sites.steps(island) - min(merged)
+    # A step is part of one update of each fragment.
+    steps = [sum(update["steps"] for update in merge["updates"]) / fragments for merge in merges]
+    return Outcome(
+        seconds,
+        [(seconds + at - times[-1], n) for at, n in zip(times, steps, strict=True)][first_merge:],
+        sum(count - 1 for count in sent.values()),
+        lost,
+        last,
+        restarts,
+        statuses,
+        failures,
+    )

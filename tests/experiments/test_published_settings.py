@@ -1,0 +1,75 @@
+"""Experiments with the settings of papers, on data sets that are downloaded."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from fedpax.experiments.fedavg_images import fedadam_emnist, fedyogi_cifar100
+from fedpax.experiments.fedavg_text import fedyogi_shakespeare
+from fedpax.models.classifiers import cnn
+from fedpax.models.losses import classification_loss
+from fedpax.training.metrics import read_metrics, select
+from fedpax.training.trainer import train
+
+
+@pytest.mark.parametrize(
+    ("make", "archive"),
+    [
+        (fedadam_emnist, "emnist_all"),
+        (fedyogi_cifar100, "cifar100"),
+        (fedyogi_shakespeare, "shakespeare"),
+    ],
+)
+def test_without_a_network_the_error_names_the_archive_and_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[], Any], archive: str
+) -> None:
+    for variable in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+        monkeypatch.setenv(variable, "http://127.0.0.1:9")  # a port without a listener
+    for variable in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(variable, raising=False)
+    experiment = make()
+    if hasattr(experiment, "data"):
+        data = dataclasses.replace(experiment.data, data_dir=str(tmp_path))
+        experiment = dataclasses.replace(experiment, data=data)
+    else:
+        experiment = dataclasses.replace(experiment, data_dir=str(tmp_path))
+    words = rf"cannot be reached\. Put https://.*/{archive}\S* into {tmp_path}/downloads/manual"
+    with pytest.raises(ConnectionError, match=words):
+        experiment.build()
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "classes"),
+    [(fedadam_emnist, (28, 28, 1), 62), (fedyogi_cifar100, (32, 32, 3), 100)],
+)
+def test_the_network_takes_the_images_of_the_data_set(
+    make: Callable[[], Any], shape: tuple[int, ...], classes: int
+) -> None:
+    model = cnn(make().model)
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    images = jax.ShapeDtypeStruct((20, *shape), jnp.uint8)
+    assert jax.eval_shape(model.apply, params, images).shape == (20, classes)
+    batch = {"image": images, "label": jax.ShapeDtypeStruct((20,), jnp.int32)}
+    loss, _ = jax.eval_shape(classification_loss(model.apply), params, batch)
+    assert loss.shape == ()
+
+
+@pytest.mark.slow
+def test_fedyogi_with_the_settings_for_shakespeare_learns_text(tmp_path: Path) -> None:
+    base = fedyogi_shakespeare()
+    experiment = dataclasses.replace(
+        base,
+        data=dataclasses.replace(
+            base.data, dataset="stdlib_text", heldout_split="heldout", heldout_tokens=2048
+        ),
+        cohort=dataclasses.replace(base.cohort, max_steps=4),
+        training=dataclasses.replace(base.training, rounds=4, evaluate_every=4),
+    )
+    train(experiment, tmp_path)
+    losses = [line["loss"] for line in select(read_metrics(tmp_path), "training")]
+    assert losses[-1] < losses[0] - 0.3

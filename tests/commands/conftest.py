@@ -60,7 +60,8 @@ def trained_regression(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def trained_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    settings = (*TINY_TRANSFORMER, "--training.rounds=2", "--training.evaluate_every=1")
+    mesh = ("--mesh.islands=4", "--mesh.fsdp=2")  # all simulated devices, as later commands need
+    settings = (*TINY_TRANSFORMER, *mesh, "--training.rounds=2", "--training.evaluate_every=1")
     return train_once(tmp_path_factory.mktemp("text"), "--exp=diloco_text", *settings)
 
 

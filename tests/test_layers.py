@@ -81,7 +81,7 @@ def imports(node: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def is_within(name: str, *packages: str) -> bool:
-    """Whether a dotted name is one of the packages, or inside one."""
+    """Tell if a dotted name is one of the packages, or inside one."""
     return any(name == package or name.startswith(f"{package}.") for package in packages)
 
 

@@ -102,7 +102,7 @@ def test_the_version_is_printed(run: Run) -> None:
 
 
 def test_imports_are_light() -> None:
-    """What a start imports decides how long `fedpax list`, and each command's first word, take."""
+    """Bound the imports of a start: they decide how long `fedpax list` takes."""
     code = """
 import sys
 import fedpax
@@ -458,7 +458,7 @@ def test_signals_are_handled_before_jax_is_imported(tmp_path: Path, number: sign
 
 
 def test_a_closed_pipe_gives_no_traceback() -> None:
-    """As with `fedpax --help | head -1`."""
+    """Close the pipe early, as `fedpax --help | head -1` does."""
     reader, writer = os.pipe()
     os.close(reader)
     process = subprocess.run(
@@ -472,7 +472,7 @@ def test_a_closed_pipe_gives_no_traceback() -> None:
 
 
 def test_closed_streams_give_no_traceback(tmp_path: Path) -> None:
-    """As with `fedpax --help >&- 2>&-`; `fedpax` alone prints its help on stderr."""
+    """Close both streams, as `fedpax --help >&- 2>&-` does; `fedpax` alone prints on stderr."""
     program = f"{sys.executable} -m fedpax"
     opened = (
         "from fedpax.training.console import open_closed_streams; open_closed_streams(); "

@@ -1,4 +1,4 @@
-"""What the tests of asynchronous methods share: parameters, cohorts, and a run in one scan."""
+"""The problem of the asynchronous methods' tests: parameters, cohorts, a run in one scan."""
 
 import jax
 import jax.numpy as jnp

@@ -116,7 +116,7 @@ def test_fednova_with_equal_steps_is_fedavg(client: Any):
 
 
 def test_fednova_does_not_depend_on_how_often_clients_repeat_a_step():
-    """Where the gradient is constant, a client's number of steps changes the length alone."""
+    """Check a constant gradient: a client's number of steps changes the length alone."""
     linear = lambda w, batch: (jnp.vdot(w, batch["x"].mean(0)), {})
     cohort = random_cohort()
     same = jax.tree.map(lambda b: np.repeat(b[:, :1], STEPS, axis=1), cohort.batches)

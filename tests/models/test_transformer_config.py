@@ -74,7 +74,7 @@ def test_presets_have_the_published_sizes(preset: Any, total: float, active: flo
 def test_presets_have_the_published_norm_epsilon_and_embedding_scale(
     preset: Any, norm_eps: float, scale_embeddings: bool
 ) -> None:
-    """As in the published configurations: `rms_norm_eps`, praxis' `scale_sqrt_depth`."""
+    """Compare with published configurations: `rms_norm_eps`, praxis' `scale_sqrt_depth`."""
     config = preset()
     assert (config.norm_eps, config.scale_embeddings) == (norm_eps, scale_embeddings)
 

@@ -228,7 +228,7 @@ def test_a_checkpoint_that_lost_its_checksums_is_not_deleted(
 def test_a_closed_pipe_does_not_stop_the_training(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with `fedpax train ... 2>&1 | head -1`, after `head` has exited."""
+    """Close the pipe early, as `fedpax train ... 2>&1 | head -1` does."""
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as pipe:

@@ -119,7 +119,7 @@ def test_an_axis_of_the_same_size_is_no_participants_axis():
 
 
 def test_an_argument_can_be_read_along_two_axes():
-    """As a placed value, and as a server value whose columns are aligned with participants."""
+    """Test a placed value, and a server value whose columns are aligned with participants."""
     x, w = normal(N, N), normal(N, N)
 
     def body(f, x, w):

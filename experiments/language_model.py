@@ -29,7 +29,7 @@ from fedpax.training.frozen import StoredParams, with_frozen_argument
 from fedpax.training.saved_rounds import latest_round
 from fedpax.training.shardings import ShardingTree
 
-TOKENIZER = "tokenizer.json"
+TOKENIZER, SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
 NO_ADAPTERS = LoRAConfig(rank=0)
 
 
@@ -157,8 +157,8 @@ class LanguageModelExperiment(Experiment):
         """Begin from the weights in a Hugging Face folder.
 
         The architecture and the dtype of the layers are those of its config.json, and its
-        tokenizer.json is `data.tokenizer`. A model of bytes, with 256 tokens, needs no
-        tokenizer.json.
+        tokenizer.json (or tokenizer.model) is `data.tokenizer`. A model of bytes, with 256 tokens,
+        needs none.
 
         Args:
             folder: the folder.
@@ -183,6 +183,8 @@ class LanguageModelExperiment(Experiment):
         """
         folder = Path(folder).expanduser().absolute()
         config, tokenizer = load_config(folder), folder / TOKENIZER
+        if not tokenizer.is_file() and (folder / SENTENCEPIECE).is_file():
+            tokenizer = folder / SENTENCEPIECE
         needed = tokenizer.is_file() or config.vocab_size != VOCAB_SIZE
         return self._with_architecture(
             config, folder, str(tokenizer) if needed else self.data.tokenizer

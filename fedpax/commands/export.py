@@ -17,7 +17,11 @@ from fedpax.commands.saved_run import (
     load_whole_model,
     read_saved_run,
 )
-from fedpax.experiments.language_model import TOKENIZER, LanguageModelExperiment
+from fedpax.experiments.language_model import (
+    SENTENCEPIECE,
+    TOKENIZER,
+    LanguageModelExperiment,
+)
 from fedpax.models import huggingface
 from fedpax.models.huggingface.config import to_entries
 from fedpax.training.algorithm import Params
@@ -114,7 +118,8 @@ def _write_huggingface(folder: Path, saved: SavedRun, params: Params) -> None:
     huggingface.save(folder, experiment.model, params, original_folder=original)
     tokenizer = Path(experiment.data.tokenizer).expanduser()
     if tokenizer.is_file():  # not "bytes"
-        shutil.copyfile(tokenizer, folder / TOKENIZER)
+        is_model = not tokenizer.read_bytes().lstrip().startswith(b"{")  # of SentencePiece
+        shutil.copyfile(tokenizer, folder / (SENTENCEPIECE if is_model else TOKENIZER))
         for name in TOKENIZER_FILES:
             if (tokenizer.parent / name).is_file():
                 shutil.copyfile(tokenizer.parent / name, folder / name)

@@ -7,7 +7,8 @@
 - Rounds: `cohort_rounds`, `example_rounds` (labeled images) and `token_rounds` (text) are endless
   streams that yield one `fedpax.Cohort` per round. A stream's position can be saved and restored,
   so that a resumed run sees the batches of an uninterrupted one. `unreliable_rounds` adds clients
-  that drop out and rounds with a deadline.
+  that drop out and rounds with a deadline. `token_rounds` reads one source or a `Mixture` of
+  several, and with `addressable_rows` only the rows of a process.
 - Evaluation: `read_examples` and `example_batches` (labeled images) and `heldout_token_batches`
   (text) return finite data.
 - Text: `load_tokenizer` and `train_tokenizer`; `pack` makes rows of equal length from documents.

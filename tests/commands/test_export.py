@@ -57,20 +57,26 @@ def test_a_model_can_be_exported_while_it_trains_and_cast(
     assert_same_bits(params, jax.tree.map(lambda x: x.astype(jnp.bfloat16), load_params(text)))
 
 
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", pytest.param("tokenizer.model", marks=pytest.mark.slow)]
+)
 def test_the_tokenizer_and_the_files_beside_it_are_exported(
-    command: Command, text: Path, tmp_path: Path
+    command: Command, text: Path, tmp_path: Path, name: str
 ) -> None:
     pytest.importorskip("tokenizers")
-    path = tmp_path / "original" / "tokenizer.json"
+    path = tmp_path / "original" / name
     path.parent.mkdir()
     train_tokenizer(["to be or not"], vocab_size=257, path=path)
+    if name == "tokenizer.model":
+        path.write_bytes(b"\nmodel")  # SentencePiece's; it is only copied
     (path.parent / "tokenizer_config.json").write_text("{}")
     status, output, _ = command(
         "export", f"--job_log_dir={text}", f"--out={tmp_path}/new", f"--data.tokenizer={path}"
     )
     assert status == 0
-    assert "config.json, model.safetensors, tokenizer.json, tokenizer_config.json" in output
-    assert (tmp_path / "new" / "tokenizer.json").read_bytes() == path.read_bytes()
+    listed = ", ".join(sorted([name, "tokenizer_config.json"]))
+    assert f"config.json, model.safetensors, {listed}" in output
+    assert (tmp_path / "new" / name).read_bytes() == path.read_bytes()
 
 
 def test_a_missing_package_is_named_without_a_traceback(

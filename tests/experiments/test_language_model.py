@@ -104,6 +104,8 @@ def test_the_tokenizer_is_that_of_the_folder(tmp_path: Path) -> None:
     run = configure("pretrain_text", flags).build()
     with pytest.raises(FileNotFoundError, match=r"tokenizer.json': there is no such file. Pass"):
         next(run.cohorts)
+    (folder / "tokenizer.model").write_bytes(b"")
+    assert pretrain_text().with_weights(folder).data.tokenizer == str(folder / "tokenizer.model")
     pytest.importorskip("tokenizers")
     train_tokenizer(["to be or not to be"] * 9, vocab_size=262, path=folder / "tokenizer.json")
     experiment: Any = configure("pretrain_text", flags)

@@ -1,0 +1,105 @@
+"""Tests of the benchmarks of sites: what failures cost, and the rate of the transport."""
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("grpc")
+
+from fedpax import Cohort
+from fedpax.experiments.benchmarks import site_transport
+from fedpax.experiments.benchmarks.chaos import (
+    PacedStream,
+    compare,
+    draw,
+    restarted_data_parallelism,
+)
+from fedpax.experiments.benchmarks.chaos_sites import (
+    SYNCER,
+    Outcome,
+    Restart,
+    draw_failures,
+)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_restarted_data_parallelism_equals_a_simulation_in_small_steps(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    seconds, restart, checkpoint = 100.0, rng.uniform(1, 10), rng.uniform(1, 10)
+    failures = draw_failures(seed, 4, 150.0, mean_seconds=9.0)
+    # Thousandths of a second, one after another.
+    kept, unsaved, down_until, step = 0.0, 0.0, 0.0, 1e-3
+    events = [f for f in failures if f.kind != "throttle"]
+    for now in np.arange(0.0, seconds, step):
+        while events and events[0].time <= now:
+            failure = events.pop(0)
+            down_until = max(down_until, failure.time + failure.seconds + restart)
+            unsaved = 0.0
+        if now >= down_until:
+            unsaved += step
+            if unsaved >= checkpoint:
+                kept, unsaved = kept + checkpoint, unsaved - checkpoint
+    want = (kept + unsaved) / seconds
+    got = restarted_data_parallelism(failures, seconds, restart, checkpoint)
+    assert got == pytest.approx(want, abs=2e-3)
+    assert restarted_data_parallelism([], seconds, restart, checkpoint) == 1.0
+
+
+def outcome(seed: int, rate: float, failing: bool) -> Outcome:
+    rng = np.random.default_rng(seed)
+    failures = draw_failures(seed, 4, 90.0, mean_seconds=6.0) if failing else []
+    kills = [f for f in failures if f.kind in ("kill", "kill syncer")]
+    restarts = [Restart(f.island, f.time, float(rng.uniform(2, 9))) for f in kills]
+    merges = [(float(t), rate) for t in np.sort(rng.uniform(0, 100, 50))]
+    return Outcome(100.0, merges, 0, {0: 1, 2: 2}, {0: 7}, restarts, [0] * 5, failures)
+
+
+def test_a_run_with_failures_is_compared_with_an_undisturbed_one(tmp_path: Path) -> None:
+    quiet, chaotic = outcome(1, 16.0, failing=False), outcome(2, 12.0, failing=True)
+    row = compare(2, (quiet, chaotic), (2.5, 2.6), checkpoint_seconds=3.0)
+    assert row.useful == pytest.approx(0.75)
+    restarts = [r.seconds for r in chaotic.restarts if r.process != SYNCER]
+    assert row.restart_seconds == pytest.approx(np.median(restarts))
+    assert row.data_parallel == restarted_data_parallelism(
+        chaotic.failures, 100.0, row.restart_seconds, 3.0
+    )
+    assert sum(row.failures.values()) == len(chaotic.failures)
+    assert (row.quiet_loss, row.loss, row.lost_updates) == (2.5, 2.6, 3)
+    draw(quiet, chaotic, tmp_path / "new" / "chaos.png")
+    assert (tmp_path / "new" / "chaos.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_paced_stream_keeps_its_rate_and_position() -> None:
+    class Numbers:
+        place = 0
+
+        def __next__(self) -> Cohort:
+            self.place += 1
+            return Cohort(np.array(self.place))
+
+        def get_state(self) -> dict[str, int]:
+            return {"place": self.place}
+
+        def set_state(self, state: dict[str, int]) -> None:
+            self.place = state["place"]
+
+    stream = PacedStream(Numbers(), seconds=0.05)
+    stream.set_state({"place": 6})
+    begin = time.monotonic()
+    assert [int(next(stream).batches) for _ in range(4)] == [7, 8, 9, 10]
+    assert time.monotonic() - begin >= 0.15  # the first one comes at once
+    assert stream.get_state() == {"place": 10}
+
+
+@pytest.mark.slow
+def test_the_rate_of_the_transport_is_measured(tmp_path: Path) -> None:
+    out = tmp_path / "rates.json"
+    arguments = ["--megabytes=0.5", "--islands=2", "--repeats=2", f"--out={out}"]
+    rates = site_transport.main(arguments)
+    assert [rate.tls for rate in rates] == [False, True]
+    assert all(
+        0 < rate.push <= rate.best_push and 0 < rate.pull <= rate.best_pull for rate in rates
+    )
+    assert out.exists()

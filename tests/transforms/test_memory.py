@@ -1,8 +1,6 @@
 """Memory of streamed programs: which values are stored, and how large temporaries are."""
 
-import contextlib
 import functools
-import math
 import re
 
 import jax
@@ -25,7 +23,6 @@ from program_table import (
     gradient_of,
     local,
     normal,
-    slow,
 )
 
 import fedpax
@@ -172,105 +169,6 @@ def test_a_forward_derivative_of_an_extremum_is_streamed():
     assert is_flat(make)
 
 
-def nested(levels, chunk_size):
-    """Return a program of nested means, over the participants of each level."""
-
-    def inside(names, w, x):
-        if not names:
-            return w * jnp.mean(jnp.sin(x @ w))
-        name, *others = names
-        each = jax.checkpoint(functools.partial(inside, others))
-        moved = federated_map(each, federated_broadcast(w, placement=name), x, placement=name)
-        return w + federated_mean(moved, placement=name)
-
-    names = list(levels)
-    return fedpax.program(placements=levels, chunk_size=chunk_size)(
-        functools.partial(inside, names)
-    )
-
-
-def nested_plainly(w, x):
-    if x.ndim == 2:
-        return w * jnp.mean(jnp.sin(x @ w))
-    return w + jnp.mean(jax.vmap(nested_plainly, (None, 0))(w, x), 0)
-
-
-def on_mesh(axes):
-    if not axes:
-        return contextlib.nullcontext()
-    devices = jax.devices()[: math.prod(axes.values())]
-    return jax.set_mesh(fedpax.make_mesh(**axes, devices=devices))
-
-
-LEVELS = [{"islands": 4, "clients": 6}, {"regions": 2, "islands": 4, "clients": 6}]
-
-
-@pytest.mark.parametrize("levels", [slow(LEVELS[0]), LEVELS[1]], ids=len)
-@pytest.mark.parametrize("chunk_size", [1, slow(3), slow("auto"), slow(None)])
-@pytest.mark.parametrize(
-    "axes", [{}, slow({"islands": 2}), slow({"clients": 2}), {"islands": 2, "clients": 3}]
-)
-def test_nested_placements_equal_nested_vmaps(levels, chunk_size, axes):
-    w, x = normal(7), normal(*levels.values(), 5, 7)
-
-    def value_and_gradient(fn):
-        def total(w, x):
-            value = fn(w, x)
-            return jnp.sum(jnp.sin(value)), value
-
-        return jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))
-
-    expected = value_and_gradient(nested_plainly)(w, x)
-    with on_mesh(axes):
-        found = value_and_gradient(nested(levels, chunk_size))(w, x)
-    close(found, expected)
-
-
-@pytest.mark.parametrize("levels", [slow(LEVELS[0]), LEVELS[1]], ids=len)
-@pytest.mark.parametrize("chunk_size", [1, slow(2), slow("auto")])
-@pytest.mark.parametrize("axes", [{}, slow({"islands": 2})])
-def test_inner_loops_read_their_arguments_without_a_copy(levels, chunk_size, axes):
-    def temporaries(clients, make):
-        sizes = levels | {"clients": clients}
-        args = normal(16), np.ones((*sizes.values(), 8, 16), np.float32)
-        compiled = jax.jit(make(nested(sizes, chunk_size))).lower(*args).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
-
-    with on_mesh(axes):
-        for make in (lambda fn: fn, lambda fn: jax.grad(lambda *args: jnp.sum(fn(*args) ** 2))):
-            few, many = temporaries(12, make), temporaries(768, make)
-            assert many <= 1.05 * few, (few, many)
-
-
-@pytest.mark.parametrize("chunk_size", [1, slow(2), slow("auto")])
-def test_nested_programs_read_their_arguments_without_a_copy(chunk_size):
-    def make(clients):
-        @fedpax.program(clients=clients, chunk_size=chunk_size)
-        def of_island(w, x):
-            each = jax.checkpoint(lambda w, x: w * jnp.mean(jnp.sin(x @ w)))
-            return w + federated_mean(federated_map(each, federated_broadcast(w), x))
-
-        @fedpax.program(islands=4, chunk_size=chunk_size)
-        def program(w, x):
-            return federated_mean(
-                federated_map(jax.checkpoint(of_island), federated_broadcast(w), x)
-            )
-
-        return jax.value_and_grad(lambda w, x: jnp.sum(program(w, x) ** 2))
-
-    def arguments(clients):
-        return normal(7), normal(4, clients, 5, 7)
-
-    def temporaries(clients):
-        compiled = jax.jit(make(clients)).lower(*arguments(clients)).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
-
-    w, x = arguments(6)
-    total, gradient = jax.value_and_grad(lambda w: jnp.sum((nested_plainly(w, x) - w) ** 2))(w)
-    close(make(6)(w, x), (total, gradient))
-    assert temporaries(768) == temporaries(12)
-
-
 def test_a_program_under_checkpoint_stores_nothing_for_its_gradient():
     def make(size):
         body = jax.checkpoint(functools.partial(PROGRAMS["clipped_twice"], Federated))
@@ -400,46 +298,3 @@ def test_a_rematerialized_map_keeps_its_chunk_size():
     assert "phase 1: 1 map, 1 rematerialized map, 2 reductions, chunk_size=3" in fedpax.explain(
         program, W, X
     )
-
-
-def stateful(participants, chunk_size):
-    """Return a program with two states of one type, and data of the same type."""
-
-    def client(state, x, w):
-        first = jnp.tanh(state["first"] * w + x)
-        return {"first": first, "second": state["second"] + first * x}, jnp.sum(first)
-
-    @fedpax.program(clients=participants, chunk_size=chunk_size)
-    def program(states, x, w):
-        states, sums = federated_map(client, states, x, federated_broadcast(w))
-        return states, federated_mean(sums)
-
-    def plain(states, x, w):
-        states, sums = jax.vmap(client, (0, 0, None))(states, x, w)
-        return states, jnp.mean(sums)
-
-    return program, plain
-
-
-@pytest.mark.parametrize("chunk_size", [1, 5, N])
-def test_donated_states_are_updated_in_place(chunk_size, current_mesh):
-    program, plain = stateful(N, chunk_size)
-    states = {"first": normal(N, 8), "second": normal(N, 8, seed=1)}
-    x, w = normal(N, 8, seed=2), normal(8)
-    close(jax.jit(program)(states, x, w), plain(states, x, w))
-    layout = jax.sharding.NamedSharding(current_mesh, jax.P("clients")) if current_mesh else None
-    donated = jax.device_put(states, layout)
-    expected = plain(states, x, w)
-    close(jax.jit(program, donate_argnums=0)(donated, x, w), expected)
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(donated))
-
-
-@pytest.mark.parametrize("chunk_size", [1, 7])
-def test_donated_states_have_no_second_buffer(chunk_size):
-    def temporaries(size):
-        states = {"first": normal(size, 256), "second": normal(size, 256)}
-        step = jax.jit(stateful(size, chunk_size)[0], donate_argnums=0)
-        compiled = step.lower(states, normal(size, 256), normal(256)).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
-
-    assert temporaries(2048) == temporaries(64)

@@ -5,7 +5,7 @@ one loop over the participants. An operation that depends on the result of a red
 later phase than the operands of that reduction.
 """
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 
 from fedpax.primitives._jax import Jaxpr, JaxprEqn, Literal, Var, aval_of, is_rematerialized
 from fedpax.primitives.broadcast import federated_broadcast_p, federated_index_p
@@ -200,7 +200,7 @@ class StreamingPlan:
 
 
 def plan_phases(
-    jaxpr: Jaxpr, placement: Placement, computed_by_server: Set[Var] = frozenset()
+    jaxpr: Jaxpr, placement: Placement, computed_by_server: frozenset[Var] = frozenset()
 ) -> StreamingPlan:
     """Divide the equations of a jaxpr into phases.
 

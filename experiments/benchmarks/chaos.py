@@ -45,6 +45,7 @@ from fedpax.experiments.benchmarks.chaos_sites import (
 from fedpax.experiments.benchmarks.timing import write
 from fedpax.experiments.decoupled_diloco_text import DecoupledDiLoCoText, decoupled_diloco_text
 from fedpax.experiments.text import TextConfig
+from fedpax.parallel.mesh import MeshConfig
 from fedpax.training.experiment import Run, TrainingConfig
 
 LOCAL_STEPS, CHECKPOINT_ROUNDS = 8, 2
@@ -97,7 +98,7 @@ def paced_text() -> PacedText:
     )
     return PacedText(
         islands=4,
-        mesh=base.mesh,
+        mesh=MeshConfig(islands=1),  # of `fedpax evaluate`; each island has one device
         model=model,
         data=TextConfig(local_steps=LOCAL_STEPS, batch_size=4, seq_len=64, heldout_tokens=1 << 15),
         optimizer=base.optimizer,

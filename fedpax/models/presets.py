@@ -23,7 +23,7 @@ def base_100k() -> TransformerConfig:
 
 
 def base_1m() -> TransformerConfig:
-    """Return the byte-level transformer of the experiment `pretrain_text`: 1.1 million parameters."""
+    """Return the byte-level transformer of `pretrain_text`: 1.1 million parameters."""
     return TransformerConfig(
         vocab_size=256,
         num_layers=3,

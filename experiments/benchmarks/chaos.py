@@ -159,7 +159,7 @@ def draw(quiet: Outcome, chaotic: Outcome, path: Path) -> None:
     figure = Figure(figsize=(9, 6), layout="constrained")
     above, below = figure.subplots(2, sharex=True, height_ratios=[1, 1.6])
     colors = dict(zip(get_args(Kind), ("C3", "C1", "C0", "C9", "C4"), strict=True))
-    named = set()
+    named: set[str] = set()
     for failure in chaotic.failures:
         label = None if failure.kind in named else failure.kind
         named.add(failure.kind)

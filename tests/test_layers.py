@@ -30,10 +30,10 @@ HEIGHT = {
     "algorithms": 7,
     "sites": 8,
     "deploy": 8,
-    "experiments": 8,
-    "commands": 9,
-    "main": 10,
-    "__main__": 11,
+    "experiments": 9,
+    "commands": 10,
+    "main": 11,
+    "__main__": 12,
 }
 # What these layers may import besides the standard library and fedpax.
 LIBRARIES = {

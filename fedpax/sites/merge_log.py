@@ -1,7 +1,6 @@
 """The log of a syncer's merges: a line for each, with every update that is part of it."""
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -43,6 +42,8 @@ def read_merges(job_log_dir: str | Path) -> list[dict[str, Any]]:
 def append_merge(job_log_dir: Path, merge: Mapping[str, Any]) -> None:
     """Append a line, before the state of the syncer that includes this merge is saved.
 
+    The line survives the death of the process. After a power failure the last lines can be missing.
+
     Args:
         job_log_dir: the run's folder.
         merge: JSON values, as `read_merges` returns them.
@@ -52,8 +53,6 @@ def append_merge(job_log_dir: Path, merge: Mapping[str, Any]) -> None:
     """
     with (job_log_dir / FILE).open("a") as file:
         file.write(json.dumps(merge) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def forget_merges(job_log_dir: Path, after: int) -> None:

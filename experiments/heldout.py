@@ -47,7 +47,7 @@ def parse_heldout_sets(texts: Sequence[str]) -> tuple[HeldoutSet, ...]:
     """Parse data sets to evaluate on, as `data.heldout_sets` has them.
 
     Args:
-        texts: for each of them "NAME=DATASET", "NAME=DATASET@SPLIT", "NAME=DATASET#FIELD" or
+        texts: for each set "NAME=DATASET", "NAME=DATASET@SPLIT", "NAME=DATASET#FIELD" or
             "NAME=DATASET#FIELD@SPLIT". NAME consists of letters, digits and "_.+-".
 
     Returns:

@@ -33,8 +33,8 @@ def parse_mixture(items: Sequence[str]) -> list[MixtureItem]:
             `fedpax.data.Mixture`.
 
     Raises:
-        ValueError: an item is malformed, names no data set or one twice, or weights are negative or
-            sum to 0.
+        ValueError: an item is malformed or names no data set, two items name the same data set, or
+            weights are negative, not in order, or sum to 0.
 
     Example:
         >>> for item in parse_mixture(["c4/en:3.1.0=3", "gsm8k#question=0@900,1@1000"]):

@@ -62,7 +62,7 @@ def warm_restarts(
     Args:
         peak: learning rate at the start of each cycle.
         final: learning rate that a cycle approaches at its end.
-        num_steps: steps of the whole run, at least 1; the last cycle can be incomplete.
+        num_steps: steps of the schedule, at least 1; the last cycle can be incomplete.
         first_cycle: T_0, steps of the first cycle, at least 1.
         factor: f, T_mult in the paper, at least 1: with 1 all cycles have the same length.
 

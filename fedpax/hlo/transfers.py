@@ -72,16 +72,16 @@ def schedule(module: Module) -> tuple[Event, ...]:
 
     A compiled text is a schedule: a device executes the instructions in their order. A transfer is
     in flight from its last `send` or `recv` to its first `send-done` or `recv-done`. A transfer
-    that completes in another computation than it started in, such as in the next iteration of a
-    loop, counts as completed at the end of the first one.
+    that completes in another computation, such as in the next iteration of a loop, counts as
+    completed at the end of the computation that starts it.
 
     Args:
         module: the program, compiled for several TPU slices.
 
     Returns:
         The events of one execution. Matmuls between two other events are one `Work`, loops
-        without transfers included. Calls are inlined. Of the branches of a conditional, one is
-        listed: one with transfers if any has, then the one with the most FLOPs.
+        without transfers included. Calls are inlined. One branch of a conditional is listed: if
+        branches have transfers, the one of these with the most FLOPs, otherwise the one of all.
 
     Example:
         >>> import jax, jax.numpy as jnp

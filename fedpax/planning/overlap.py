@@ -1,8 +1,8 @@
 """Transfers between slices: the local steps that hide them, and the time that stays exposed.
 
 Matmuls and transfers follow the schedule of the compiled program. A local step takes the plan's
-bound, and transfers share the bandwidth out of a slice, one after another, in the order of their
-starts. Where the program waits for a transfer, time is *exposed*.
+bound. Transfers use the bandwidth out of a slice one after another, in the order of their starts.
+Time in which the program waits for a transfer is *exposed*.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fedpax.hlo import transfers as schedules
 from fedpax.hlo.transfers import Completion, Event, Loop, Start, Work
 
 UTILIZATIONS = (0.95, 0.99)
-"""Shares of the time that computes, for which a plan reports the bandwidth."""
+"""Compute utilizations for which a plan reports the smallest bandwidth."""
 
 
 class SliceTransfer(NamedTuple):
@@ -57,8 +57,8 @@ class Overlap(NamedTuple):
         step_seconds: seconds of a local step, the bound without transfers between slices.
         num_steps: local steps of a round.
         transfers: the transfers, in the order of their starts.
-        required_bandwidth: the share of the time that computes, such as 0.95 -> the smallest
-            bandwidth that reaches it.
+        required_bandwidth: a compute utilization, such as 0.95 -> the smallest bandwidth that
+            reaches it, in bytes per second.
     """
 
     bandwidth: float
@@ -74,7 +74,7 @@ class Overlap(NamedTuple):
 
     @property
     def compute_utilization(self) -> float:
-        """Share of the time that computes, from 0 to 1."""
+        """Fraction of the round in which the devices compute, from 0 to 1."""
         computing = self.num_steps * self.step_seconds
         return computing / (computing + self.exposed_seconds)
 
@@ -123,7 +123,7 @@ def find_overlap(
         The overlap; None without transfers, or without matmuls to measure local steps by.
 
     Raises:
-        ValueError: `bandwidth` is not above 0.
+        ValueError: `bandwidth` is not above 0, or not finite.
 
     Example:
         >>> block = [Work(15e12), Start("a"), Work(5e12), Completion("a")]  # 20 steps of 1 TFLOP
@@ -254,7 +254,7 @@ def _exposed(
 
 
 def grouped(transfers: Sequence[SliceTransfer]) -> list[list[SliceTransfer]]:
-    """Group the transfers of one overlap: the same place in the round, the same local steps.
+    """Group transfers with the same start and the same local steps until completion.
 
     Args:
         transfers: the transfers of an `Overlap`.

@@ -1,4 +1,4 @@
-"""Agreement: check before a run that all its processes were started alike."""
+"""Agreement: check before a run that all its processes have equal settings and versions."""
 
 import json
 import socket
@@ -23,15 +23,15 @@ SECONDS_UNTIL_VISIBLE = 10.0
 def check_agreement(folder: Path, experiment: Experiment) -> None:
     """Check that the processes have one experiment, one folder and one version of fedpax and JAX.
 
-    With a difference they would run different programs and wait for each other forever. With one
-    process there is nothing to check.
+    If they differed, they would run different programs and wait for each other forever. With one
+    process, nothing is checked.
 
     Args:
         folder: the run's folder, which process 0 has locked (`JobDirLock`).
         experiment: the experiment.
 
     Raises:
-        ConfigurationError: a process differs from process 0, in every process of the job.
+        ConfigurationError: a process differs from process 0; every process of the job raises.
     """
     if jax.process_count() == 1:
         return

@@ -32,10 +32,11 @@ class GoodputClock(AbstractContextManager["GoodputClock"]):
     | `compile` | the process starts: it builds, restores and compiles |
     | `evaluate` | the model is evaluated |
     | `save` | training waits for a checkpoint |
-    | `lost` | rounds were computed whose results are gone, since a kill or a roll back |
+    | `lost` | the devices computed rounds whose results a kill or a roll back discarded |
 
-    The buckets add up to the wall time of all processes that trained the run, without the time
-    between two processes. Goodput is the fraction of `step`.
+    The buckets add up to the wall time of all processes that trained the run, each counted from the
+    construction of its clock, without the time between two processes. Goodput is the fraction of
+    `step`.
 
     `goodput.json` in the run's folder has the seconds up to now and at each of the newest
     checkpoints. It is written every ten seconds, so a kill leaves at most ten seconds unknown. The
@@ -109,7 +110,7 @@ class GoodputClock(AbstractContextManager["GoodputClock"]):
             return self._bucket, self._entered
 
     def longest(self, bucket: Bucket) -> float:
-        """Return the longest time between entering a bucket and the next call, in this process.
+        """Return the longest time from entering a bucket to the next `enter`, in this process.
 
         Args:
             bucket: the bucket.
@@ -123,7 +124,7 @@ class GoodputClock(AbstractContextManager["GoodputClock"]):
         Args:
             seconds: seconds that were counted in `source`.
             source: their bucket.
-            target: the bucket in which they shall count.
+            target: the bucket in which they count from now on.
         """
         with self._lock:
             self._seconds[source] -= seconds
@@ -136,7 +137,7 @@ class GoodputClock(AbstractContextManager["GoodputClock"]):
             return {bucket: self._seconds[bucket] + current.get(bucket, 0.0) for bucket in BUCKETS}
 
     def mark_checkpoint(self, round_number: int) -> None:
-        """Record the seconds at a checkpoint: what comes later is lost if the run returns to it.
+        """Record the seconds at a checkpoint: time after it is lost if the run returns to it.
 
         Args:
             round_number: the checkpoint's round; 0 for the initial state.
@@ -148,7 +149,7 @@ class GoodputClock(AbstractContextManager["GoodputClock"]):
         self.write()
 
     def lose_since(self, round_number: int) -> None:
-        """Count the time since a checkpoint as lost, and from now on too.
+        """Move the time since a checkpoint to `lost`, and count in `lost` from now on.
 
         Time in which a process started and compiled stays in `compile`.
 

@@ -34,7 +34,8 @@ def read_metrics(job_log_dir: str | Path) -> list[dict[str, Any]]:
     """Read the lines of `metrics.jsonl`.
 
     Each line has `"kind"` and `"round"`. The kinds are `run` (the first line: sizes of the model
-    and of a round), `training` (one per round) and `evaluation`. Damaged lines are left out.
+    and of a round), `training` (one per round), `evaluation` and `spike` (one per roll back).
+    Damaged lines are left out.
 
     Args:
         job_log_dir: a run's folder.

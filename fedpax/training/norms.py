@@ -22,7 +22,7 @@ def report_update_norm(
         round: `(state, cohort, *frozen) -> (state, metrics)`.
 
     Returns:
-        The same with the metric, a float32 scalar.
+        The round with this metric, a float32 scalar.
 
     Example:
         >>> from typing import NamedTuple

@@ -15,7 +15,7 @@ ParticipantRule: TypeAlias = Literal["average", "copy"]
 """How participants' states are made from those of another number of participants."""
 
 FIXED = "fixed_participants"
-"""The property by which a state says why its number of participants cannot change."""
+"""The property of a state that returns why its number of participants cannot change."""
 
 
 def participant_weights(
@@ -83,8 +83,9 @@ def resize_participants(
 
     Floating-point values are weighted by `participant_weights`, accumulated in float32 or wider and
     rounded once; a state that is only copied keeps its bits. Values that cannot be averaged, such
-    as step counts, come from the saved participant of the largest weight, the first of several.
-    Random keys do so too, and are folded with the participant's index to differ.
+    as step counts, come from the saved participant of the largest weight; of several, the first.
+    Random keys come from the same participant, and are folded with the new participant's index, so
+    that they differ.
 
     Args:
         saved: `[n, ...]`.

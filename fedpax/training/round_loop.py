@@ -32,7 +32,7 @@ from fedpax.training.utilization import utilization_of
 
 
 class Changes(NamedTuple):
-    """What may have changed since the folder's checkpoint was saved.
+    """Allowed changes since the folder's checkpoint was saved.
 
     Attributes:
         allow_config_change: paths of fields of the configuration.
@@ -46,21 +46,21 @@ class Changes(NamedTuple):
 class RoundLoop(AbstractContextManager["RoundLoop"]):
     """The rounds of a run, from the newest checkpoint in its folder on; a context manager.
 
-    `start` moves state, data and metrics to a checkpoint or to the beginning, both for a run that
-    resumes and for one that rolls back: a kill after a roll back changes nothing.
+    `start` moves state, data and metrics to a checkpoint or to the beginning. Resuming and rolling
+    back both call it, so a kill after a roll back does not change the result.
 
     Args:
         experiment: the experiment.
-        run: what it has built; its mesh is set.
+        run: the run that the experiment has built; its mesh is set.
         folder: the run's folder.
         exp: the experiment's name on the command line.
         checkpoints: the checkpoints in the folder.
         progress: the progress that the user sees.
         clock: the clock that counts the run's time.
-        changes: what may have changed since the checkpoint was saved.
+        changes: the allowed changes since the checkpoint was saved.
 
     Attributes:
-        done: number of completed rounds.
+        done: number of rounds that are completed or dispatched to the devices.
         evaluation: the newest held-out metrics of this process, or None.
     """
 
@@ -179,7 +179,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         return state
 
     def train(self, preemption: PreemptionGuard) -> None:
-        """Train until the last round or a signal, and save. A spike rolls back if it shall.
+        """Train until the last round or a signal, and save. Roll back at spikes if so configured.
 
         Args:
             preemption: says when to stop.
@@ -262,7 +262,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         self._logger.restart_clock()
 
     def _roll_back(self, spike: Spike) -> None:
-        """Return to a checkpoint before a spike, and leave out the data that led from it there."""
+        """Return to a checkpoint before a spike, and leave out the cohorts up to the spike."""
         self._checkpoints.wait()
         to = self._checkpoints.delete_after(self._scheduled_before(spike.round))
         self._clock.lose_since(to)
@@ -276,10 +276,10 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         self.start()
 
     def _scheduled_before(self, round_number: int) -> int:
-        """Return the last round before another after which a checkpoint is saved by schedule.
+        """Return the last round before a given one after which the schedule saves a checkpoint.
 
-        A signal saves after other rounds too. Such a checkpoint is not used, because the run shall
-        not depend on signals.
+        A signal saves after other rounds too. Its checkpoint is used only if no earlier one is
+        left: a run must not depend on signals.
         """
         training = self._training
         before = range(round_number - 1, 0, -1)
@@ -287,7 +287,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         return next((number for number in before if is_due(number, 0, *every)), 0)
 
     def __exit__(self, *error: Any) -> None:
-        """Close the metrics and stop to draw cohorts."""
+        """Close the metrics and stop drawing cohorts."""
         self._resources.__exit__(*error)
 
 

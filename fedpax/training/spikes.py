@@ -1,4 +1,4 @@
-"""Loss spikes: when a round is one, and what a run does about it."""
+"""Loss spikes: detection, skipping of rounds, and roll backs."""
 
 import math
 from collections import deque
@@ -43,7 +43,7 @@ def spike_threshold(losses: Sequence[float], deviations: float) -> float:
     """Return the loss above which a round is a spike, in robust deviations over a window.
 
     median + k max(1.4826 MAD, 0.001 |median|), where MAD is the median of the distances from the
-    median. Outliers among the losses move neither much.
+    median. A few outliers among the losses change the median and the MAD little.
 
     Args:
         losses: the losses of the window, finite.
@@ -61,7 +61,7 @@ def spike_threshold(losses: Sequence[float], deviations: float) -> float:
 
 
 class SpikeCounts(NamedTuple):
-    """Numbers of rounds since the start of a run, among them those that a roll back threw away.
+    """Numbers of rounds since the start of a run, including rounds that a roll back discarded.
 
     Attributes:
         spikes: rounds that spiked.
@@ -78,9 +78,9 @@ class SpikeHistory:
     """The losses of a run, its spikes, and the data that its roll backs leave out.
 
     A round is a spike if its loss is not finite, or above the `spike_threshold` of the newest
-    losses before it. (`skip_spikes` also tests the parameters.) The round just before does not
-    count among them: its loss may not be known when the round is dispatched, and every process and
-    every repetition of the run must decide alike.
+    losses before it. (`skip_spikes` also tests the parameters.) The window leaves out the round
+    just before: its loss may not be known when the round is dispatched, and every process and every
+    repetition of the run must come to the same result.
 
     Args:
         lines: the lines of `metrics.jsonl` up to the round from which the run starts.
@@ -172,7 +172,7 @@ class SpikeHistory:
         return is_spike
 
     def check(self, round_number: int, loss: float, is_spike: bool) -> None:
-        """Raise if the run cannot go on after a round that was added.
+        """Raise if the run cannot continue after a round that was added.
 
         Args:
             round_number: the round.
@@ -192,7 +192,7 @@ class SpikeHistory:
             )
 
     def spike_of_params(self, round_number: int, what: str) -> Spike:
-        """Count a spike that parameters show which are not finite, after a finite loss.
+        """Count a spike for a parameter that is not finite, where no loss has spiked.
 
         Args:
             round_number: the newest round.
@@ -227,7 +227,7 @@ class SpikeHistory:
         }
 
     def cohorts_left_out(self, after: int) -> int:
-        """Return how many cohorts after a checkpoint's position in the data led to spikes.
+        """Return the number of cohorts to leave out after a checkpoint's position in the data.
 
         Args:
             after: the checkpoint's round.
@@ -238,7 +238,7 @@ class SpikeHistory:
 def skip_spikes(
     round: Callable[..., tuple[State, Metrics]],
 ) -> Callable[..., tuple[State, Metrics]]:
-    """Let a round keep the former state if its loss or its model is a spike.
+    """Make a round keep the former state if its loss spikes or its model is not finite.
 
     The choice is made on the devices, so that the host waits for nothing. It needs memory for the
     former state beside the new one.

@@ -1,4 +1,4 @@
-"""The position of a stream of which every process knows a part."""
+"""The position of a stream, collected from processes that each know a part of it."""
 
 import json
 from typing import Any
@@ -41,7 +41,7 @@ def merge(state: Any, other: Any) -> Any:
 
     Args:
         state: a tree of dicts, lists and JSON values.
-        other: a tree of the same structure, but for values in the place of None.
+        other: a tree of the same structure, with values in the place of None.
 
     Example:
         >>> merge({"shards": [[3, 0], None], "round": 2}, {"shards": [None, [5, 1]], "round": 2})

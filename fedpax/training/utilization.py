@@ -8,11 +8,11 @@ from fedpax.training.experiment import Run
 
 
 class Utilization(NamedTuple):
-    """What MFU is computed from: items/s x FLOPs per item / (chips x peak FLOPs per second).
+    """The terms of MFU = items/s x FLOPs per item / (chips x peak FLOPs per second).
 
     Attributes:
         flops_per_item: FLOPs of the model per item, as `Run.flops_per_item` counts them.
-        convention: what they count, in words.
+        convention: what `flops_per_item` counts, in words.
         num_chips: chips of the mesh.
         chip: name of the chip.
         peak_flops: dense bfloat16 matmul FLOPs per second of one chip.
@@ -57,14 +57,14 @@ class Utilization(NamedTuple):
 
 
 def utilization_of(run: Run) -> Utilization | None:
-    """Return what a run's MFU is computed from.
+    """Return the terms of a run's MFU.
 
     Args:
         run: the run.
 
     Returns:
-        None where MFU is unknown: the run has no `flops_per_item`, or the table of chips does not
-        have its devices. It has TPUs and some GPUs, and no CPU.
+        The terms. None if MFU is unknown: the run has no `flops_per_item`, or its devices are not
+        in the table of chips, which has TPUs and some GPUs, and no CPU.
     """
     chip = chip_of(run.mesh.devices.flat[0].device_kind)
     if run.flops_per_item is None or chip is None:

@@ -43,8 +43,8 @@ class Watchdog(AbstractContextManager["Watchdog"]):
       restores, compiles, evaluates or saves), and
     - longer than 4 times the longest earlier occurrence of the same activity in this process.
 
-    The second condition is for slowness: rounds that take 15 minutes are no hang with
-    `hang_after=600`, once the first has ended.
+    The second condition is for slow runs: with `hang_after=600` and rounds that take 15 minutes,
+    only the first round is reported.
 
     The report names the round, the activity and the longest earlier occurrence. It goes to stderr
     and, with the stacks of all threads, to `hang_round_R.txt` in the folder
@@ -56,8 +56,8 @@ class Watchdog(AbstractContextManager["Watchdog"]):
         folder: the run's folder.
         round_number: returns the number of the round that is trained now.
         hang_after: seconds; None: watch nothing.
-        on_hang: "report" goes on after the report, and reports again when twice the time has
-            passed. "exit" ends the process with status 70, without saving.
+        on_hang: "report" continues to wait, and reports again when twice the time has passed.
+            "exit" ends the process with status 70, without saving.
 
     Example:
         >>> import tempfile
@@ -137,13 +137,13 @@ class Watchdog(AbstractContextManager["Watchdog"]):
             os._exit(HANG_STATUS)  # sys.exit would end this thread alone
 
     def __enter__(self) -> "Watchdog":
-        """Start to watch, unless `hang_after` is None."""
+        """Start watching, unless `hang_after` is None."""
         if self._hang_after is not None:
             self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Stop to watch."""
+        """Stop watching."""
         self._done.set()
         if self._hang_after is not None:
             self._thread.join()

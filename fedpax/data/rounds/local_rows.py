@@ -1,4 +1,4 @@
-"""Rows of a round that a process holds, so that it makes no others."""
+"""Rows of a round: which of them a process needs, and arrays of these rows alone."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -2,7 +2,7 @@
 
 A shard iterates over its own documents, in a new random order in every epoch, packs them into rows,
 and shuffles the rows within a window, so that consecutive rows come from many documents. Its
-position is three integers; restoring it reads only the current window again.
+position is three integers. After a restore, only documents from the current window on are read.
 """
 
 from collections.abc import Callable, Sequence
@@ -210,9 +210,9 @@ class Shard:
 
 
 def read(source: Examples, indices: Sequence[int]) -> Sequence[Any]:
-    """Read examples, in one call if the source has one for several.
+    """Read examples, in one call if the source has `__getitems__`.
 
-    Sources of array_record files do, and read in parallel.
+    Sources of array_record files have it, and read in parallel.
 
     Args:
         source: the examples.

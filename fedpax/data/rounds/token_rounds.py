@@ -72,8 +72,8 @@ def token_rounds(
 
     Row n of the run, counted step by step and within a step island by island, depends on the seed,
     the sources, `seq_len`, `shuffle_tokens`, `num_shards` and n alone. So DiLoCo can be compared
-    with data parallelism on the same tokens, and a run can resume with another number of processes,
-    devices or islands.
+    with data parallelism on the same tokens, if both have the same number of rows in a step or the
+    same `num_shards`. A run can resume with another number of processes, devices or islands.
 
     Args:
         source: the documents: a source from `load`, a list of dicts, a `grain.MapDataset` of dicts,
@@ -85,15 +85,15 @@ def token_rounds(
         seed: the random seed of all orders.
         partition: the indices of each island's documents, as the `partition_...` functions return
             them, for islands with different data: `partition_by_field(source, "client", islands)`.
-            Rows are then counted by island. Default None: rows of all documents are dealt out.
+            Rows are then counted by island. Default None: islands share all documents.
         shuffle_tokens: the window within which rows of a data set (or an island's part) are
             shuffled, in tokens, over all shards; at most one epoch. It takes 4 to 13 bytes per
             token, divided among the processes. With 1, rows of a shard are not shuffled.
         num_shards: parts of a data set (or of an island's part) that are read separately. Processes
             read nothing twice if the rows of a step divide it. A shard has at least 64 documents;
-            of smaller data sets the largest possible divisor of `num_shards` is used. Default
-            None: the rows of a step (those of an island, with a partition); a restored stream has
-            those of the state.
+            a smaller data set has the largest possible divisor of `num_shards`. Default None: the
+            number of rows in a step (of an island, with a partition); a restored stream has the
+            number of shards of the state.
         field: the field of an example with its text, a string or UTF-8 bytes.
         tokenizer: the tokenizer.
         rows: the rows that this process needs, bool `[islands, local_steps, batch_size]`, from
@@ -108,8 +108,8 @@ def token_rounds(
     Raises:
         KeyError: the examples have no such field.
         TypeError: the field is not a text.
-        ValueError: a size is below 1 or does not fit the memory, there are no documents, or the
-            partition does not fit the source.
+        ValueError: a size is below 1 or does not fit the memory, there are no documents, the
+            partition does not fit the source or comes with a mixture, or `rows` is not such a mask.
 
     Example:
         >>> from fedpax.data import decode

@@ -1,9 +1,9 @@
 """TokenRounds: the stream of `token_rounds`, and how it numbers rows.
 
 Documents are divided among shards (`fedpax.data.rounds.shard`). Rows are numbered over the whole
-run, and row n is the next row of shard n mod the number of shards, so the rows of a round depend on
-the seed and on the number of earlier rows, and not on processes, islands or devices. A process
-reads only the shards of its own rows.
+run, and row n is the next row of shard n mod the number of shards. So the rows of a round depend on
+the seed, the number of shards and the number of earlier rows, and not on processes or devices. They
+depend on islands only with a partition. A process reads only the shards of its own rows.
 """
 
 import math
@@ -35,7 +35,7 @@ class DataSet(NamedTuple):
         name: its name in the state.
         source: the examples.
         field: the field with the text.
-        documents: the documents' indices in the source, or their number if they are all.
+        documents: the documents' indices in the source; for all documents, their number.
         key: selects the order of documents and rows.
     """
 
@@ -256,8 +256,8 @@ class TokenRounds:
     def set_state(self, state: Any) -> None:
         """Move to a saved position; the following rows are bitwise those of the saved stream.
 
-        The number of processes, islands, local steps and rows per step may be another one. A data
-        set that is new in a mixture starts at its beginning.
+        The number of processes, local steps and rows per step may differ, and without a partition
+        the number of islands too. A data set that is new in a mixture starts at its beginning.
 
         Args:
             state: a state from `get_state`, of this process or another, of a stream with the same

@@ -11,9 +11,10 @@ SUFFIX = ".array_record"
 class TextRecords(Sequence[dict[str, Any]]):
     """The records of array_record files, in the order of the files' names, as dicts.
 
-    A record is a text in UTF-8, which becomes the field `"text"`, or a serialized
-    `tf.train.Example` whose features of one value become fields: texts are bytes, numbers are
-    Python's. The first record decides.
+    A record is a text in UTF-8, which becomes the field `"text"` (as bytes), or a serialized
+    `tf.train.Example`, whose features become fields. A feature of one value becomes this value, a
+    text as bytes and a number as Python's; any other feature becomes a list. The first record
+    decides for all.
 
     Args:
         pattern: the path of a file, or a pattern such as `"corpus/train-*.array_record"`.

@@ -105,16 +105,19 @@ def test_a_process_that_ended_while_it_waited_can_come_again() -> None:
 @pytest.mark.parametrize("text", [b"GET / HTTP/1.1\r\n\r\n", b"", b"[1]\n", b"\xff\n", b"9" * 9000])
 def test_strangers_at_the_port_are_ignored(text: bytes) -> None:
     port = free_port()
-
-    def knock() -> None:
+    first: list[str] = []
+    listener = threading.Thread(target=lambda: first.extend(results([process(port, 0, 2)])))
+    listener.start()
+    for _ in range(200):  # until process 0 listens
+        with contextlib.suppress(ConnectionRefusedError):
+            connection = socket.create_connection(("localhost", port))
+            break
         time.sleep(0.05)
-        with socket.create_connection(("localhost", port)) as connection:
-            connection.sendall(text)
-
-    thread = threading.Thread(target=knock)
-    thread.start()
-    assert results([process(port, 0, 2), process(port, 1, 2)]) == ["", ""]
-    thread.join()
+    with connection:
+        connection.sendall(text)
+    assert results([process(port, 1, 2)]) == [""]
+    listener.join()
+    assert first == [""]
 
 
 def test_nobody_listens() -> None:

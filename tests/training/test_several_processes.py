@@ -46,7 +46,9 @@ def test_two_processes_give_the_result_of_one_and_only_process_0_prints(
     assert status == 0, errors
     assert re.fullmatch(r"Finished 12 of 12 rounds in .*: held-out loss \d\.\d+\.\n", output)
     assert "8 cpu devices, mesh clients=4, fsdp=2" in errors
-    assert other == (0, "", "")
+    # On a slow disk, Orbax warns in every process that a save waits for the one before.
+    warnings = r"(WARNING:absl:Waiting for previous save to complete.*\n)*"
+    assert other[:2] == (0, "") and re.fullmatch(warnings, other[2])
     check_equal(tmp_path, one)
 
 

@@ -32,14 +32,14 @@ def decoupled_diloco_parts(
     """Make the parts of Decoupled DiLoCo, for `fedpax syncer` and `fedpax join`.
 
     The inner steps, the fragments, the outer optimizer and the merge are those of
-    `decoupled_diloco`. What that method reads from a schedule of simulated time happens here in
-    real time. Three rules differ, so that no step of an island is lost:
+    `decoupled_diloco`. That method reads the times of steps and failures from a schedule; here they
+    are real. Three rules differ, so that a late island loses no step within `max_staleness`:
 
-    - An island keeps the steps that it takes while a fragment is on its way. They are added to the
-      merged fragment, and are part of its next update.
+    - An island keeps the steps that it takes during the transfer of a fragment. They are added to
+      the merged fragment, and are part of its next update.
     - An update that arrives after its merge is part of the next merge of its fragment. Its outer
       gradient is the difference to the outer model that the island had, not to the newest one.
-    - An update counts the steps since the island's previous update of the fragment, with weight
+    - An update has the steps since the island's previous update of the fragment. Its weight is
       tokens^2 / steps, as in the paper.
 
     With a quorum of all islands and `max_steps_ahead=steps_per_sync` this is `decoupled_diloco`
@@ -54,10 +54,10 @@ def decoupled_diloco_parts(
         fragments: as in `decoupled_diloco`. Default 1: the whole model.
         aggregator: merges the outer gradients of a fragment. Default None: `directional_mean`.
         codec: the format of an update on the wire. Default None: float32.
-        error_feedback: whether an island adds what the codec dropped to its next update of the
-            fragment. Default False.
-        quorum: K, islands that have to send a fragment before it is merged. Default 1.
-        grace_seconds: seconds that the syncer waits beyond the quorum. Default 0.0.
+        error_feedback: whether an island adds the codec's error to its next update of the fragment.
+            Without a codec it has no effect. Default False.
+        quorum: K, number of islands that must send a fragment before it is merged. Default 1.
+        grace_seconds: the most seconds that the syncer waits after the quorum. Default 0.0.
         max_steps_ahead: as in `AlgorithmParts`. Default None: 32 S.
         max_staleness: as in `AlgorithmParts`. Default 4 merges of the fragment.
         max_norm: an update with a larger L2 norm is dropped. Default None: any finite norm.
@@ -66,7 +66,8 @@ def decoupled_diloco_parts(
         The parts, for `FederatedAlgorithm.parts`.
 
     Raises:
-        ValueError: a setting is out of range; error feedback with a codec that is not contractive.
+        ValueError: a setting is out of range, or `error_feedback` is True and the codec is not
+            contractive.
 
     Example:
         >>> import jax.numpy as jnp

@@ -14,7 +14,7 @@ from fedpax.training.algorithm import LossFn, Metrics, Params
 
 
 class InnerReport(NamedTuple):
-    """The metrics of an island, averaged over some inner steps, and the number of these steps."""
+    """The metrics of an island, averaged over inner steps, and the number of these steps."""
 
     metrics: Metrics
     num_steps: Float[Array, ""]
@@ -36,8 +36,8 @@ OuterGradient: TypeAlias = Callable[
 def make_inner_steps(loss_fn: LossFn, inner_optimizer: optax.GradientTransformation) -> InnerSteps:
     """Make the function that takes an island's inner steps, one per batch.
 
-    The methods map it over their islands, and an island with a runtime of its own
-    (`fedpax.sites`) compiles it alone: both take the same steps.
+    The methods of the DiLoCo family map it over their islands. An island with a runtime of its own
+    (`fedpax.sites`) compiles it without a map. Both take the same steps.
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
@@ -112,13 +112,13 @@ def make_outer_gradient(
 
 
 def average_reports(reports: Sequence[InnerReport]) -> InnerReport:
-    """Average an island's metrics over the steps that it took, and count these steps.
+    """Average an island's metrics over its steps, and count these steps.
 
     Args:
-        reports: the reports of consecutive phases.
+        reports: the reports of consecutive phases; at least one.
 
     Returns:
-        The report of all of them; metrics are 0 if there was no step.
+        The report of all phases. With several reports and no step, the metrics are 0.
 
     Example:
         >>> one, three = jnp.float32(1.0), jnp.float32(3.0)

@@ -1,4 +1,4 @@
-"""`fedpax certificates`: certificates for a syncer and its islands."""
+"""`fedpax certificates`: make the certificates of a syncer and its islands."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,8 +19,8 @@ def certificates(arguments: Sequence[str]) -> int:
 
     Raises:
         UsageError: a flag is missing or unknown, or an extra is not installed.
-        ValueError: as `fedpax.sites.certificates.make_certificates` does.
-        OSError: likewise.
+        ValueError: as in `fedpax.sites.certificates.make_certificates`.
+        OSError: as in `make_certificates`.
     """
     options, unknown = parse("certificates", arguments, define_flags, needs_exp=False)
     if unknown or options.exp:

@@ -1,8 +1,8 @@
-"""`fedpax train --elastic`: supervise the training process of a host, and restart it with others.
+"""`fedpax train --elastic`: supervise a training process, and restart it when processes change.
 
 The supervisor uses no device. It starts a training process, `fedpax train --multihost`, when the
-keeper tells it to (`fedpax.parallel.keeper`), reports how that process ended, and ends it when
-another set of processes shall train. The supervisor of process 0 runs the keeper.
+keeper requests it (`fedpax.parallel.keeper`), reports the exit status of that process, and ends it
+when the set of training processes changes. The supervisor of process 0 runs the keeper.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ KEEPER_IS_GONE = 75  # EX_TEMPFAIL of sysexits.h: the same command can succeed l
 def train_elastically(
     options: flags.FlagValues, arguments: Sequence[str], experiment: Experiment, folder: Path
 ) -> int:
-    """Supervise the training process of this host until the job ends.
+    """Supervise a training process on this host until the job ends.
 
     Args:
         options: the command's flags.
@@ -46,7 +46,8 @@ def train_elastically(
         The exit status.
 
     Raises:
-        UsageError: the keeper's port is in use, or the keeper is not there.
+        UsageError: the variables of the launcher are wrong, the keeper's port is in use, or no
+            keeper answers within `--join_timeout`.
     """
     try:
         cluster = find_cluster() or Cluster(f"localhost:{_free_port()}", 1, 0, "no variables")
@@ -70,7 +71,7 @@ def train_elastically(
 
 
 class Supervisor:
-    """The supervisor of one host's training process.
+    """The supervisor of one training process.
 
     Args:
         options: the command's flags.
@@ -80,7 +81,7 @@ class Supervisor:
         cluster: the processes of the job; process 0 runs the keeper.
 
     Raises:
-        UsageError: the keeper is not there in time.
+        UsageError: no keeper answers within `--join_timeout`.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class Supervisor:
         """Follow the keeper until the job ends.
 
         Args:
-            preemption: notices that this process is asked to stop.
+            preemption: has the signal to stop that this process received.
 
         Returns:
             The exit status.
@@ -217,7 +218,7 @@ class Supervisor:
 
 
 def _end_with_parent() -> None:
-    """Make Linux kill this process when its parent ends, so that none trains unsupervised."""
+    """Make Linux kill this process when its parent ends, so that it never trains unsupervised."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 

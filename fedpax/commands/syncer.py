@@ -18,7 +18,7 @@ from fedpax.training.console import print_line
 
 
 def syncer(arguments: Sequence[str]) -> int:
-    """Serve an experiment until all of its merges are done, and print the result.
+    """Serve the outer model until all merges are done, and print the result.
 
     Args:
         arguments: the arguments after `syncer`.
@@ -34,7 +34,7 @@ def syncer(arguments: Sequence[str]) -> int:
             "`fedpax syncer` has no --listen, expected the address for islands. Give for example "
             "--listen=127.0.0.1:7000, or with --certificates --listen=0.0.0.0:7000."
         )
-    # The outer model lies in the host's memory: leave accelerators to others.
+    # The outer model is in the host's memory: leave accelerators to other programs.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from fedpax.commands.compilation_cache import enable_compilation_cache
     from fedpax.sites.run_syncer import run_syncer

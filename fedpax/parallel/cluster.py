@@ -10,7 +10,7 @@ SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", 
 
 
 class ClusterError(Exception):
-    """Processes that do not form a job; the message names the remedy."""
+    """The processes do not form a job; the message names the remedy."""
 
 
 class Cluster(NamedTuple):
@@ -20,7 +20,7 @@ class Cluster(NamedTuple):
         coordinator: `HOST:PORT`; process 0 listens there.
         num_processes: number of processes of the job.
         process_id: this process's number, from 0.
-        source: the variables that were read, for messages.
+        source: the names of the variables that were read, for messages.
     """
 
     coordinator: str
@@ -43,18 +43,18 @@ def find_cluster(environment: Mapping[str, str] | None = None) -> Cluster | None
     """Read the processes of the job from the environment.
 
     `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID` take precedence over the
-    variables of a Slurm step. The coordinator of a Slurm step is its first host, with the port that
-    JAX uses too: `JAX_COORDINATOR_PORT`, or a port above 61,440 that depends on the job's number.
+    variables of a Slurm step. The coordinator of a Slurm step is its first host. Its port is the
+    one that JAX uses: `JAX_COORDINATOR_PORT`, or 61,440 plus the job's number modulo 4,096.
 
     Args:
         environment: the variables. Default None: those of this process.
 
     Returns:
-        The processes, or None if neither kind of variable is set: JAX may know the cluster, for
-        example a TPU pod.
+        The processes. None if neither the explicit nor the Slurm variables are set: JAX may find
+        the processes itself, for example on a TPU pod.
 
     Raises:
-        ClusterError: variables are missing, or have values that do not fit each other.
+        ClusterError: a variable is missing or malformed, or the values contradict each other.
 
     Example:
         >>> find_cluster({

@@ -1,23 +1,23 @@
 """The keeper: a process of an elastic job that decides which processes train together.
 
-Each host runs a supervisor, which uses no accelerator and starts the process that trains. The
-supervisors are connected to the keeper. A **generation** is a run of the training processes that
-ends when one of them ends, or when a supervisor leaves or joins; the next generation has the
-supervisors that are there. All that the keeper knows is in their messages, one line of JSON each:
+Each process of the job is a supervisor, which uses no accelerator and starts a training process.
+The supervisors are connected to the keeper. A **generation** is a run of the training processes. It
+ends when one of them ends, or when a supervisor leaves or joins. The next generation has the
+supervisors that are connected then. A message is one line of JSON:
 
 | supervisor to keeper | |
 |---|---|
-| `process`, `count`, `host` | it is there |
-| `beat` | it still is |
+| `process`, `count`, `host` | the supervisor joins |
+| `beat` | the supervisor runs |
 | `ended`, `generation`, `round` | its training process ended with this status; newest checkpoint |
-| `signal` | it was asked to stop, with this status |
+| `signal` | the supervisor received a signal to stop; the job's status |
 
 | keeper to supervisor | |
 |---|---|
 | `start`, `members`, `port` | start a training process for this generation of members |
 | `save` or `kill` | make the training process save and end, or end it at once |
 | `stop`, `reason` | the job ends with this status |
-| `beat` | the keeper is there |
+| `beat` | the keeper runs |
 """
 
 import contextlib
@@ -86,9 +86,9 @@ class Keeper:
 
     Args:
         cluster: the processes of the job; the keeper listens at the coordinator's port.
-        join_timeout: seconds after which the first generation starts without those who are missing.
+        join_timeout: seconds after which the first generation starts without missing supervisors.
         heartbeat_timeout: seconds after which a silent supervisor counts as lost.
-        tell: prints a line.
+        tell: a function that prints a line.
 
     Raises:
         ClusterError: the port is in use.
@@ -185,7 +185,7 @@ class Keeper:
                 self._tell(f"process {number} on {self._hosts[number]} has joined")
 
     def _forget_lost(self) -> None:
-        """Forget supervisors whose connection is closed, or that are silent."""
+        """Remove supervisors whose connection is closed, or that are silent."""
         now = time.monotonic()
         for lines in [*self._strangers, *self._members.values()]:
             silent = now - lines.heard > self._heartbeat_timeout
@@ -209,7 +209,7 @@ class Keeper:
         return [number for number in self._trained if number not in self._ended]
 
     def _decide(self) -> None:
-        """Begin or end a generation where that is due."""
+        """Begin or end a generation if it is due."""
         if not self._running():
             if self._signal is not None:
                 self._stop(self._signal, "")
@@ -231,7 +231,7 @@ class Keeper:
             self._members[self._running()[0]].send(save=self._generation)
 
     def _joining(self) -> bool:
-        """Return whether there are members that could train, but do not."""
+        """Return whether members are connected that could train, but do not."""
         return len(self._trained) < min(len(self._members), self._most)
 
     def _kill(self) -> None:
@@ -271,7 +271,7 @@ class Keeper:
         return self._cluster.port - 1
 
     def _conclude(self) -> None:
-        """Decide after the end of a generation what follows."""
+        """Begin the next generation after the end of one, or stop the job."""
         statuses = [self._ended[number] for number in self._trained]
         full = len(self._trained) == self._cluster.num_processes
         if all(status == 0 for status in statuses):

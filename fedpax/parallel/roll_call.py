@@ -1,9 +1,10 @@
 """The roll call: find the missing process of a job, before JAX connects them.
 
-JAX aborts the process without naming anyone if another process does not come, and crashes if the
-coordinator's port is in use. Process 0 therefore first listens on that port itself. Each process
-connects and gives its number and its count of processes; process 0 answers once all are there, or
-tells all of them which ones are missing. The port is free again when the function returns.
+If a process is missing, JAX aborts the other processes without naming it. If the coordinator's port
+is in use, JAX crashes. Therefore process 0 first listens on that port itself. Each process connects
+and sends its number and its count of processes. Process 0 answers when all have connected, or sends
+the numbers of the missing processes to those that have. The port is free again when the function
+returns.
 """
 
 import contextlib
@@ -14,21 +15,21 @@ from typing import Any
 
 from fedpax.parallel.cluster import Cluster, ClusterError
 
-# What a process sends and receives is one line of JSON, so that a stranger's bytes are told apart.
+# A process sends and receives one line of JSON, so that bytes of another program are recognized.
 GREETING = "fedpax roll call 1"
 LONGEST_LINE = 8192
 SECONDS_TO_TALK = 2.0
 
 
 def call_roll(cluster: Cluster, timeout: float) -> None:
-    """Wait until all processes of a job are there.
+    """Wait until all processes of a job have connected.
 
-    A process that names another count, or a number that another process has, is turned away at
-    once; the others go on waiting for the right one.
+    If a process sends another count, or the number of another process, it raises at once. The other
+    processes continue to wait for the right one.
 
     Args:
         cluster: the processes.
-        timeout: seconds after which the wait ends.
+        timeout: seconds to wait.
 
     Raises:
         ClusterError: a process is missing, this process does not belong to the job, nothing
@@ -135,7 +136,7 @@ def _refusal(cluster: Cluster, hosts: dict[int, str], number: int, count: Any) -
 def _missing(
     cluster: Cluster, hosts: dict[int, str], turned_away: list[str], timeout: float
 ) -> str:
-    """Name the processes that did not come."""
+    """Return a message that names the missing processes."""
     absent = [str(i) for i in range(cluster.num_processes) if i not in hosts]
     listed = ", ".join(absent[:20]) + (" and others" if len(absent) > 20 else "")
     present = ", ".join(f"{i} on {host}" for i, host in sorted(hosts.items())[:20])

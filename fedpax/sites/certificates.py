@@ -57,20 +57,21 @@ def make_certificates(
 ) -> dict[str, datetime.datetime]:
     """Make an authority, and a certificate and a private key for each name.
 
-    `OUT/NAME/` has `authority.pem`, `certificate.pem` and `key.pem`: what the site of this name
-    needs. `OUT/authority/` has the authority's `certificate.pem` and `key.pem`. Whoever can read
-    this key can make certificates, so keep it off the sites. All files have mode 0600 and all
-    folders mode 0700. Keys are elliptic (P-256), signatures ECDSA with SHA-256.
+    `OUT/NAME/` has the files that the site of this name needs: `authority.pem`, `certificate.pem`
+    and `key.pem`. `OUT/authority/` has the authority's `certificate.pem` and `key.pem`. This key
+    makes certificates: keep it off the sites. All files have mode 0600 and all folders mode 0700.
+    Keys are elliptic (P-256), signatures ECDSA with SHA-256.
 
     Args:
         out: the folder to make.
         names: host names, IP addresses or, for sites that only connect, any names of letters,
             digits, hyphens and dots. The syncer's name is the host by which islands reach it.
-        days: days until the certificates expire. The authority expires after 3650 days.
+        days: days until the certificates expire, at the latest with the authority. Default 365. A
+            new authority expires after 3650 days.
         authority: the folder of an existing authority, to add sites. Default None: make a new one.
 
     Returns:
-        The time at which each certificate expires, UTC, by name; that of a new authority under
+        The time at which each certificate expires, UTC, by name. A new authority has the name
         `"authority"`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The format of a fragment on the wire: outer parameters in float32, updates as a codec encodes."""
+"""The format of a fragment on the wire: float32 outer parameters, and updates of a codec."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -65,7 +65,7 @@ class FragmentFormat:
         Args:
             gradient: the outer gradient, of the structure of the fragment.
             shard: the island's shard.
-            count: number of merges of the fragment when the island sends it.
+            count: number of merges of the fragment that the island has when it sends the update.
         """
         leaves = [x.astype(jnp.float32) for x in jax.tree.leaves(gradient)]
         if self._codec is not None:
@@ -88,7 +88,7 @@ class FragmentFormat:
             arrays: the arrays by name, as `encode` returns them.
             shard: as in `encode`.
             count: as in `encode`.
-            axes: the mesh axes that shard the fragment. Default: none.
+            axes: the mesh axes that shard the fragment. Default (): none.
 
         Returns:
             The outer gradient, of the structure of the fragment.

@@ -1,4 +1,4 @@
-"""Why a server does not accept a connection, in words: gRPC only says that the socket closed."""
+"""Find out why a server does not accept a connection: gRPC only reports a closed socket."""
 
 import socket
 import ssl
@@ -11,12 +11,12 @@ _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 
 def find_refusal(
     address: str, certificates: Path | None, server_name: str, timeout: float
 ) -> str | None:
-    """Connect to a server like gRPC does, and explain a handshake that fails for good.
+    """Connect to a server like gRPC does, and explain a handshake that always fails.
 
     Args:
         address: `HOST:PORT` of the server.
         certificates: this site's folder of `fedpax certificates`. None: no encryption.
-        server_name: the name that the server's certificate has to bear.
+        server_name: the name that the server's certificate must have.
         timeout: seconds for each of at most two attempts.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The identity of a run: what syncer and islands must have in common."""
+"""The identity of a run: its version, experiment and model, equal at syncer and islands."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ LOCAL = (
 
 
 class Identity(NamedTuple):
-    """What syncer and islands must have in common.
+    """The version, experiment and model, which must be equal at syncer and islands.
 
     Attributes:
         version: the version of fedpax.
@@ -59,8 +59,8 @@ def find_difference(own: Identity, other: Mapping[str, Any]) -> str | None:
     """Compare the identity of an island with that of the syncer.
 
     Args:
-        own: the syncer's.
-        other: the island's, as `Identity._asdict` returns it.
+        own: the identity of the syncer.
+        other: the identity of the island, as `Identity._asdict` returns it.
 
     Returns:
         The first differences in words, with the remedy; None if there is none.

@@ -15,7 +15,7 @@ from fedpax.training.algorithm_parts import AlgorithmParts, Report, most_phases_
 class Island:
     """The training of one island, one phase of S inner steps at a time.
 
-    No call waits for the network. `is_ahead` says when the next phase has to wait for a merge.
+    Only `finish` waits for the network. If `is_ahead`, the next phase must wait for a merge.
 
     Args:
         parts: the method.
@@ -27,9 +27,9 @@ class Island:
 
     Attributes:
         state: the island's state, on its devices.
-        ledger: what was sent and what was not.
-        steps: inner steps of this process.
-        dropped: reasons for which the syncer has not applied updates, with their numbers.
+        ledger: the sent and the unsent progress of each fragment.
+        steps: number of inner steps of this process.
+        dropped: number of updates that the syncer has dropped, by reason.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Island:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether a phase now would exceed the steps that may be taken without a merge."""
+        """Whether another phase would exceed the limit of steps without a merge."""
         return self._phases_since_merge >= most_phases_ahead(self._parts)
 
     @property
@@ -68,12 +68,14 @@ class Island:
     ) -> None:
         """Restore a saved state, without the progress that the syncer may have already.
 
+        If a fragment's newest update at the syncer is not the newest one of the saved ledger, the
+        fragment loses its unsent progress, because a part of it may have been sent since the save.
+
         Args:
             state: the saved state.
             ledger: the saved ledger.
-            received: the newest update of each fragment that the syncer has from this island. A
-                fragment of which another one was the newest when the state was saved loses its
-                unsent progress: a part of it was sent after that.
+            received: process and sequence number of the newest update of each fragment that the
+                syncer has from this island.
         """
         self.ledger.restore(dict(ledger))
         fragments = self.ledger.fragments
@@ -98,9 +100,9 @@ class Island:
             self._phases_since_merge = 0
 
     def train(self, batches: chex.ArrayTree, start: int = 0, *frozen: Any) -> Report:
-        """Take the S inner steps of a phase, and send a fragment if its time has come.
+        """Take the S inner steps of a phase, and send a fragment if its merge is due.
 
-        The devices compute the phase while the arrays of the phase before are sent.
+        The devices compute the phase while the arrays of the previous phase are sent.
 
         Args:
             batches: the batches, `[steps, batch, ...]`.
@@ -108,7 +110,7 @@ class Island:
             *frozen: the run's frozen values, if it has some.
 
         Returns:
-            The report of the steps, still being computed.
+            The report of the steps, which may still be computed.
         """
         self.state, report = self._model.take_steps(self.state, batches, start, *frozen)
         self._report = report
@@ -124,7 +126,7 @@ class Island:
         return report
 
     def send(self) -> None:
-        """Encode the fragment that is merged next, if it has progress and the link is free."""
+        """Encode the fragment of the next merge, if it has progress and the link is free."""
         if self._report is None or self._unsent or not self._link.can_send:
             return
         count = len(self.ledger.fragments)
@@ -159,7 +161,7 @@ class Island:
         self._unsent.append((header, arrays, self._report))
 
     def finish(self, seconds: float) -> None:
-        """Send what is encoded, and wait until the syncer has it, at most some seconds."""
+        """Send the encoded updates, and wait at most `seconds` until the syncer has them."""
         self._hand_over()
         deadline = time.monotonic() + seconds
         while not self._link.can_send and time.monotonic() < deadline and self._link.connected:

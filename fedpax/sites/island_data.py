@@ -13,7 +13,7 @@ from fedpax.training.shardings import ShardingTree
 class IslandRows:
     """A stream of one island's batches, `[steps, batch, ...]`: shard k of a stream of cohorts.
 
-    Island k so trains on the same batches, in the same order, as island k of `fedpax train`.
+    Thus island k trains on the same batches, in the same order, as island k of `fedpax train`.
 
     Args:
         stream: the cohorts of all islands.
@@ -33,7 +33,7 @@ class IslandRows:
         """Return the island's batches of the next round.
 
         Raises:
-            ValueError: islands take different numbers of steps in a round.
+            ValueError: the islands of a cohort take different numbers of steps.
         """
         cohort = next(self._stream)
         if cohort.num_steps is not None:

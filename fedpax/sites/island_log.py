@@ -13,13 +13,13 @@ from fedpax.training.progress import Progress
 
 
 class IslandLog:
-    """A writer of an island's metrics, fetched from the devices one round late.
+    """A writer of an island's metrics, which it fetches from the devices one round later.
 
     Args:
         metrics: the writer of lines and scalars.
         progress: the progress that the user sees.
-        link: the link to the syncer, whose bytes are counted.
-        started: the `time.perf_counter()` at which the process began.
+        link: the link to the syncer, which counts its bytes.
+        started: the `time.perf_counter()` at the start of the process.
         items_per_round: tokens of a round of this island.
         stop_on_non_finite: raise when the loss is not finite.
     """

@@ -16,13 +16,13 @@ SECONDS_BETWEEN_TABLES = 10.0
 
 
 def read_islands(job_log_dir: str | Path) -> list[IslandReport]:
-    """Read the islands of a syncer's run, as of its last second.
+    """Read the islands of a syncer's run, as the syncer last wrote them.
 
     Args:
         job_log_dir: a run's folder.
 
     Returns:
-        The islands; none if no syncer has used the folder, or the file is damaged.
+        The islands. Empty if no syncer has used the folder, or the file is damaged.
     """
     try:
         content = json.loads((Path(job_log_dir) / FILE).read_bytes())
@@ -38,7 +38,7 @@ def read_islands(job_log_dir: str | Path) -> list[IslandReport]:
 
 
 class IslandWatch:
-    """A reporter of islands that come, go and fall silent, with a table and `islands.json`.
+    """A reporter of changes in the islands' states, with a table and `islands.json`.
 
     Args:
         folder: the syncer's folder.

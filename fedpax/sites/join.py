@@ -47,7 +47,7 @@ class JoinResult(NamedTuple):
     """The result of a call of `join`.
 
     Attributes:
-        rounds: rounds of inner steps that this island has trained, over all of its processes.
+        rounds: number of rounds of inner steps of this island, over all of its processes.
         finished: whether the syncer has done all merges.
         signal: the signal that stopped the call, or None.
     """
@@ -58,7 +58,7 @@ class JoinResult(NamedTuple):
 
 
 class _Member(NamedTuple):
-    """What an island's folder remembers: who it is, its run, and whether that is finished."""
+    """The content of `island.json`: the folder's identity, its run, and whether it is finished."""
 
     folder: str
     run: str | None = None
@@ -79,17 +79,18 @@ def join(
 ) -> JoinResult:
     """Train one island of an experiment, which a syncer merges with others.
 
-    The island trains on this process's devices, with the inner steps that `fedpax train` takes, on
-    its own shard of the data. Updates and fragments travel in threads beside the steps. While the
-    syncer does not answer, the island trains on for `max_steps_ahead` steps, then waits for it.
+    The island trains on this process's devices and on its own shard of the data. It takes the same
+    inner steps as `fedpax train`. Threads send updates and receive fragments during the steps. If
+    the syncer does not answer, the island trains on for `max_steps_ahead` steps, and then waits.
 
     The folder gets `config.json`, `metrics.jsonl`, `tensorboard/`, `checkpoints/` (model, inner
     optimizer, position in the data, unsent progress) and `island.json`. An island that is killed
-    returns with its inner optimizer, its shard and its place in the data, and takes the newest
-    outer model. It loses the steps since its last checkpoint or update.
+    returns with its shard, with the inner optimizer and the position in the data of its last
+    checkpoint, and with the newest outer model. It loses the steps since its last checkpoint or
+    update.
 
     Args:
-        experiment: the experiment; its mesh is that of this island, without the axis of islands.
+        experiment: the experiment. Its mesh is the mesh of this island; `islands` is set to 1.
         job_log_dir: this island's folder.
         syncer: the syncer's `HOST:PORT`.
         exp: the experiment's name on the command line, recorded in `config.json`.
@@ -100,14 +101,17 @@ def join(
         allow_config_change: as in `fedpax.training.trainer.train`.
 
     Returns:
-        The progress.
+        The number of rounds of this island, and the signal that stopped the call. If the run of
+        this folder is finished already, the call returns at once.
 
     Raises:
         ConfigurationError: the folder holds another configuration, or another process uses it; or
             the method cannot be divided into parts.
-        RefusedError: the syncer does not want this island, for example because it has another
+        RefusedError: the syncer refuses this island, for example because it has another
             experiment.
-        NonFiniteError: the loss or a parameter is not finite.
+        NonFiniteError: the loss is not finite, and `training.stop_on_non_finite` is True.
+        OSError: the certificates cannot be read.
+        ValueError: the address is malformed, or certificates are missing or cannot be used.
     """
     folder = resolve_job_log_dir(job_log_dir)
     with JobDirLock(folder):
@@ -256,7 +260,7 @@ def _join_patiently(link: Link, progress: Progress, syncer: str) -> Membership:
 def _wait_for_merge(
     island: Island, link: Link, preemption: PreemptionGuard, progress: Progress
 ) -> float:
-    """Wait until the island may take its next steps; return the seconds that it took."""
+    """Wait until the island may take its next steps; return the seconds of the wait."""
     link.check()
     began = noted = time.perf_counter()
     while not island.has_model or island.is_ahead:

@@ -39,7 +39,7 @@ class Fragment(NamedTuple):
 
 
 class Membership(NamedTuple):
-    """What the syncer says when an island joins.
+    """The answer of the syncer to an island that joins.
 
     Attributes:
         run: identifies the syncer's run.
@@ -63,23 +63,24 @@ class _Outgoing:
 class Link:
     """The exchange of one island with its syncer.
 
-    `start` runs it in threads; each exchange can also be done by a call of `exchange`. A syncer
-    that is gone is called again and again, with pauses of up to two seconds. Updates are sent
-    again to a syncer that has restarted, until its saved model has them; it applies none twice.
+    `start` runs it in threads. Without threads, a call of `exchange` does one exchange. If the
+    syncer does not answer, the link calls it again, with pauses of up to two seconds. After a
+    restart of the syncer, the link sends each update again that the saved model does not have. The
+    syncer applies no update twice.
 
     Args:
         call: calls the syncer, such as `Connection.call`.
-        identity: the header of this island's messages: `island`, `incarnation`, and for joining
-            `folder`, `identity`, `run` and `shard`.
+        identity: the header of this island's messages: `island` and `incarnation`, and for the
+            message `join` also `folder`, `identity`, `run` and `shard`.
         formats: the wire formats of the fragments.
         versions: the versions of the fragments that the island has already; -1 for none.
 
     Attributes:
         merges: number of merges that the syncer has done, as far as known.
-        finished: whether the syncer has done all of them.
-        heartbeat_seconds: seconds between heartbeats, as the syncer asks.
+        finished: whether the syncer has done all merges.
+        heartbeat_seconds: seconds between heartbeats, as the syncer requests.
         connected: whether the last call got an answer.
-        failure: the error that ended the exchange; the island must stop.
+        failure: the error that ended the exchange, after which the island must stop; None before.
         sent_bytes: bytes of the arrays of sent updates.
         received_bytes: bytes of the arrays of received fragments.
     """
@@ -117,11 +118,12 @@ class Link:
             )
 
     def send(self, header: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
-        """Hand over an update.
+        """Queue an update for sending.
 
         Args:
-            header: the fields of the message, with `sequence`, `fragment` and `merge`.
-            arrays: its arrays, which may still be computed.
+            header: the fields of the message. The link reads `sequence`, `fragment` and `target`,
+                the merge that the update is for, or None.
+            arrays: the arrays of the update, which may still be computed.
         """
         with self._lock:
             self._outbox[header["sequence"]] = _Outgoing(dict(header), arrays)
@@ -135,17 +137,17 @@ class Link:
         return arrived
 
     def take_dropped(self) -> list[tuple[str, int | None]]:
-        """Return reason and merge of the updates that the syncer has not applied."""
+        """Return reason and target merge of each update that the syncer has dropped."""
         with self._lock:
             dropped, self._dropped = self._dropped, []
         return dropped
 
     def report(self, steps: int, seconds_per_update: float) -> None:
-        """Set what the heartbeats report."""
+        """Set the numbers that the heartbeats report."""
         self._steps, self._seconds_per_update = steps, seconds_per_update
 
     def wait(self, seconds: float) -> None:
-        """Wait until a fragment arrives, at most some seconds; raise what has ended the link."""
+        """Wait at most `seconds` for a fragment; raise the error that has ended the link."""
         self._arrived.wait(seconds)
         self.check()
 
@@ -168,7 +170,7 @@ class Link:
             self._threads.append(thread)
 
     def close(self, seconds: float = 5.0) -> None:
-        """Say goodbye to the syncer if it answers, and stop the threads."""
+        """Stop the threads, and tell the syncer that the island leaves, if it answers."""
         self._closed.set()
         self._wake.set()
         for thread in self._threads:
@@ -193,7 +195,7 @@ class Link:
         return Membership(header["run"], header["shard"], received)
 
     def exchange(self) -> bool:
-        """Send the updates that wait, and receive the fragments that are new.
+        """Send the queued updates, and receive the new fragments.
 
         Returns:
             Whether there was something to send or to receive.

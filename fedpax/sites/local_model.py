@@ -23,10 +23,12 @@ class LocalState(NamedTuple):
 
     Attributes:
         params: the island's model y.
-        sent_params: the model r from which its unsent progress r - y counts: of each fragment the
-            outer parameters it has received, or its own when it last sent the fragment.
+        sent_params: the model r, so that the unsent progress is r - y. Each fragment of r is the
+            outer fragment that the island last received, or its own fragment when it last sent it,
+            whichever is newer.
         inner_optimizer_state: the state of the inner optimizer.
-        residual: with error feedback, the float32 part of its updates that was not sent; else None.
+        residual: with error feedback, the float32 part of the updates that the codec dropped; else
+            None.
     """
 
     params: Params
@@ -43,12 +45,13 @@ class LocalModel:
         send:      Delta_p = r_p - y_p;   r_p <- y_p
         receive:   y_p <- x_p + (y_p - r_p);   r_p <- x_p
 
-    So every inner step is part of exactly one Delta_p, in whatever order fragments are sent and
-    received. Steps and transfers do not wait for each other: `encode` returns arrays that are
-    still computed, and the next steps are dispatched behind it.
+    Thus every inner step is part of exactly one Delta_p, for any order of sends and receives.
+    Steps and transfers do not wait for each other: `encode` returns before its arrays are
+    computed, and the next steps are dispatched behind it.
 
     Args:
-        run: what the experiment builds, whose algorithm has parts; its mesh must be set.
+        run: the run that the experiment builds. Its algorithm must have parts, and its mesh must be
+            set.
 
     Attributes:
         formats: the wire format of each fragment.
@@ -93,9 +96,9 @@ class LocalModel:
         )
 
     def init(self) -> LocalState:
-        """Return a state with an inner optimizer that has taken no step; no progress is unsent.
+        """Return a state with a new inner optimizer and without unsent progress.
 
-        Its parameters are new ones: the island receives those of the syncer before it trains.
+        Its parameters are new: the island receives the parameters of the syncer before it trains.
         """
         make = jax.jit(
             lambda key: self._make_state(self._run.init(key)), out_shardings=self._shardings
@@ -129,10 +132,10 @@ class LocalModel:
             state: the state.
             p: the fragment.
             shard: the island's shard.
-            count: number of merges of the fragment that the island knows of.
+            count: number of merges of the fragment that the island has.
 
         Returns:
-            The new state, and the arrays of the update, still being computed.
+            The new state, and the arrays of the update, which may still be computed.
         """
         new: tuple[LocalState, dict[str, jax.Array]] = self._encode[p](state, shard, count)
         return new

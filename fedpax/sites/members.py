@@ -1,4 +1,4 @@
-"""The islands of a syncer: who they are, what they have sent, and whether they are alive."""
+"""The islands of a syncer: their identities, merged updates and states."""
 
 import dataclasses
 import math
@@ -22,27 +22,27 @@ LEAST_STALL_SECONDS = 30.0
 class Island:
     """An island, as the syncer knows it.
 
-    The first group of fields is saved with the model, so that a syncer that restarts applies no
-    update a second time. The other fields describe the present.
+    `to_json` returns the fields that are saved with the model, so that a restarted syncer applies
+    no update a second time. The other fields describe the current processes.
 
     Attributes:
         name: its name.
         shard: its shard of the data.
         peer: the name in its certificate; "" without certificates.
-        folder: identifies the folder that it trains in, over all its processes.
+        folder: identifies its folder, over all of its processes.
         incarnations: identifies each of its processes, the newest last.
         merged: for each fragment, process and sequence number of its newest update in the saved
             model.
         joined: whether its newest process has joined this syncer process.
-        left: whether it has said goodbye.
-        last_message: when its last message came, on the syncer's clock.
-        last_step: when its number of steps last grew.
+        left: whether it has told the syncer that it leaves.
+        last_message: time of its last message, on the syncer's clock.
+        last_step: time of the last message with a larger number of steps.
         steps: inner steps of its process.
-        seconds_per_update: seconds between its updates, as it measures them.
+        seconds_per_update: seconds between its phases of S steps, as it measures them.
         loss: its training loss, as it reports it.
-        contributed: updates that were merged.
-        late: updates that came after their merge; they are part of a later one.
-        dropped: updates that were not applied.
+        contributed: number of updates that were merged.
+        late: number of updates that arrived after their merge and are part of a later one.
+        dropped: number of updates that were not applied.
         dropped_sequences: for each fragment, the sequence number of the newest dropped update.
     """
 
@@ -70,13 +70,13 @@ class Island:
         return self.incarnations[-1]
 
     def last_sequence(self, fragment: int) -> int:
-        """Return the newest sequence number of a fragment that needs no other treatment."""
+        """Return the largest sequence number of a fragment's merged and dropped updates."""
         process, sequence = self.merged.get(fragment, ("", 0))
         merged = sequence if process == self.incarnation else 0
         return max(merged, self.dropped_sequences.get(fragment, 0))
 
     def state(self, now: float, heartbeat_seconds: float) -> State:
-        """Return what the island does now.
+        """Return the state of the island.
 
         Args:
             now: the time on the syncer's clock.
@@ -152,11 +152,11 @@ class Members:
             self._islands[name] = Island.from_json(name, island)
 
     def to_json(self) -> dict[str, dict[str, Any]]:
-        """Return what is saved of each island."""
+        """Return the saved fields of each island."""
         return {name: island.to_json() for name, island in self._islands.items()}
 
     def update_merged(self, saved: Mapping[str, dict[str, Any]]) -> None:
-        """Record the merged updates of islands as they are saved now."""
+        """Record the merged updates of islands from their newly saved fields."""
         for name, island in self._islands.items():
             if name in saved and saved[name]["folder"] == island.folder:
                 now = Island.from_json(name, saved[name])
@@ -293,7 +293,7 @@ class Members:
 
 
 def note_merged(island: dict[str, Any], fragment: int, incarnation: str, sequence: int) -> None:
-    """Note in what is saved of an island that an update is in the saved model.
+    """Record in the saved fields of an island that an update is in the saved model.
 
     Args:
         island: an entry of `Members.to_json`; changed in place.

@@ -1,4 +1,4 @@
-"""The log of a syncer's merges: a line for each, with every update that is part of it."""
+"""The log of a syncer's merges: a line for each merge, with all of its updates."""
 
 import json
 from collections.abc import Mapping
@@ -19,9 +19,9 @@ def read_merges(job_log_dir: str | Path) -> list[dict[str, Any]]:
     Returns:
         For each merge: `merge` (its number, from 1), `fragment`, `time` (seconds since 1970) and
         `updates`, each with `island`, `incarnation` (its process), `sequence` (the update's number
-        in this process), `steps` (inner steps), `tokens`, `base` and `count` (merges of the
-        fragment at its first step, and when it was encoded). Empty if there is no file. A last line
-        that is incomplete, because the syncer was killed, is left out.
+        in this process), `steps` (inner steps), `tokens`, `base` and `count` (the island's number
+        of merges of the fragment at the update's first step, and when it was encoded). Empty if
+        there is no file. An incomplete last line, of a killed syncer, is left out.
 
     Example:
         >>> import tempfile

@@ -38,9 +38,10 @@ class Message(NamedTuple):
     """A message between a syncer and an island.
 
     Attributes:
-        header: JSON values by name, at most a few KB; `header["kind"]` names the message.
-        arrays: arrays by name, of any dtype of JAX. Default: none. Arrays of a received message
-            are writable and belong to its receiver.
+        header: JSON values by name. With the arrays' names and shapes, they have at most
+            `CHUNK_BYTES`. `header["kind"]` names a message of an island.
+        arrays: arrays by name, of any dtype of JAX. Default {}: none. The arrays of a received
+            message are writable, and are not shared.
     """
 
     header: Mapping[str, Any]
@@ -48,11 +49,11 @@ class Message(NamedTuple):
 
 
 class MessageError(ValueError):
-    """A message that does not conform to the format; the text says where."""
+    """A message that does not conform to the format; the text names the difference."""
 
 
 class ChecksumError(MessageError):
-    """A message that was damaged or truncated on its way; sending it again can succeed."""
+    """A message that was damaged or truncated during the transfer. Send it again."""
 
 
 def encode(message: Message, max_bytes: int) -> Iterator[bytes]:
@@ -69,8 +70,8 @@ def encode(message: Message, max_bytes: int) -> Iterator[bytes]:
         max_bytes: raise if the arrays of the message have more bytes.
 
     Returns:
-        An iterator over the chunks. It reads the arrays without a copy of more than a chunk, so do
-        not write to them before it ends. All errors are raised by `encode` itself.
+        An iterator over the chunks. It copies one chunk of the arrays at a time, so do not write to
+        them before it ends. All errors are raised by `encode`, not by the iterator.
 
     Raises:
         MessageError: the header is not JSON or does not fit into a chunk, an array has a dtype that
@@ -104,7 +105,7 @@ def encode(message: Message, max_bytes: int) -> Iterator[bytes]:
 
 
 def decode(chunks: Iterable[bytes], max_bytes: int) -> Message:
-    """Decode a message from chunks, which may come from anybody.
+    """Decode a message from the chunks of an untrusted sender.
 
     Declared dtypes and shapes are checked before memory for them is allocated.
 

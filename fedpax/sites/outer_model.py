@@ -20,8 +20,8 @@ class FragmentState(NamedTuple):
 
     Attributes:
         params: the outer parameters of the fragment, float32 in the host's memory.
-        outer_optimizer_state: the state of the outer optimizer for them.
-        aggregator_state: the state of the aggregator for them.
+        outer_optimizer_state: the state of the outer optimizer for these parameters.
+        aggregator_state: the state of the aggregator for these parameters.
         version: number of merges of the fragment.
     """
 
@@ -32,7 +32,7 @@ class FragmentState(NamedTuple):
 
 
 class Contribution(NamedTuple):
-    """What one island adds to a merge.
+    """The contribution of one island to a merge.
 
     Attributes:
         shard: the island's shard.
@@ -74,7 +74,7 @@ class OuterModel:
         """Return the whole model, in the dtypes of the initial parameters.
 
         Args:
-            fragments: the states of the fragments at some time. Default None: the current ones.
+            fragments: the states of the fragments. Default None: the current states.
         """
         whole = self._like
         states = self.fragments if fragments is None else fragments
@@ -92,7 +92,7 @@ class OuterModel:
 
         Args:
             p: the fragment.
-            contributions: at least one, each of another shard.
+            contributions: at least one, each of a different shard.
 
         Returns:
             The fragment's new state, and the aggregator's metrics.

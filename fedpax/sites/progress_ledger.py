@@ -1,4 +1,4 @@
-"""The ledger of an island: what it has sent of each fragment, and what it still has to send."""
+"""The ledger of an island: the sent and the unsent progress of each fragment."""
 
 import dataclasses
 from typing import Any
@@ -6,13 +6,13 @@ from typing import Any
 
 @dataclasses.dataclass
 class FragmentLedger:
-    """One fragment's account.
+    """The progress of one fragment.
 
     Attributes:
         version: number of merges of the outer parameters that the island has; -1 for none yet.
-        base: that number at the first step that is not sent.
-        steps: inner steps that are not sent.
-        tokens: their tokens.
+        base: the version at the first unsent step.
+        steps: number of unsent inner steps.
+        tokens: tokens of the unsent steps.
         last_sent: process and sequence number of the newest update.
     """
 
@@ -28,12 +28,11 @@ class FragmentLedger:
 
 
 class Ledger:
-    """The accounts of all fragments, and the rule for which of them is sent next.
+    """The progress of all fragments, and the rule that chooses the fragment to send next.
 
-    An island sends the fragment that the syncer merges next, or the one after it if it has sent
-    that one already. An island that has fallen behind so skips to the syncer's place. A fragment
-    that was skipped for two rounds of the island's own steps is sent beside, so that none is left
-    out for good.
+    An island sends the fragment that the syncer merges next. If it has sent this fragment already,
+    it sends the one after it. Thus an island that is late skips to the syncer's merge. A fragment
+    that an island has not sent for two rounds of its own steps is sent in addition.
 
     Args:
         num_fragments: P.
@@ -64,7 +63,7 @@ class Ledger:
             fragment.tokens += tokens
 
     def next_merge(self, merges: int) -> int | None:
-        """Return the merge that the next update is meant for; None: it is too early for one.
+        """Return the merge of the next update, or None if it is too early for an update.
 
         Args:
             merges: number of merges that the syncer has done.
@@ -90,7 +89,7 @@ class Ledger:
             self.last_merge = merge
 
     def was_dropped(self, merge: int | None) -> None:
-        """Record that the syncer did not apply the update for a merge: it needs another one."""
+        """Record that the syncer dropped the update for a merge: the merge needs another one."""
         if merge is not None:
             self.last_merge = min(self.last_merge, merge - 1)
 

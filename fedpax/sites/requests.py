@@ -1,4 +1,4 @@
-"""Checked access to the header of a message, which can come from any process that connects."""
+"""Checked access to the header of a message from an untrusted process."""
 
 import math
 from collections.abc import Mapping
@@ -12,7 +12,8 @@ MAX_TEXT = 200
 class Request:
     """The header of a message, whose fields are checked when they are read.
 
-    Every method raises a `RefusedError` if the field is missing or has another type.
+    Every method raises a `RefusedError` if the field has another type, or is missing and not
+    optional.
 
     Args:
         header: the header.
@@ -53,7 +54,7 @@ integer of at least 0. Use the same version of fedpax on both sides.
         return None if self._header.get(name) is None else self.count(name)
 
     def number(self, name: str) -> float:
-        """Return a finite number; NaN for null, which JSON has in its place."""
+        """Return a finite number, or NaN for null: JSON has no NaN."""
         value = self._header.get(name, "")
         if value is None:
             return math.nan

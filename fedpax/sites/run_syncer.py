@@ -39,7 +39,7 @@ SECONDS_TO_SAY_GOODBYE = 15.0
 
 
 class SyncerState(NamedTuple):
-    """What the checkpoints of a syncer hold, for `fedpax evaluate`, `generate` and `export`."""
+    """The content of a syncer's checkpoints, for `fedpax evaluate`, `generate` and `export`."""
 
     params: Params
 
@@ -48,8 +48,8 @@ class SyncerResult(NamedTuple):
     """The result of a call of `run_syncer`.
 
     Attributes:
-        rounds: completed rounds of the run, of one merge per fragment.
-        finished: whether these are all rounds.
+        rounds: completed rounds of the run. A round has one merge per fragment.
+        finished: whether all rounds are completed.
         signal: the signal that stopped the call, or None.
     """
 
@@ -67,7 +67,7 @@ def build_parts(experiment: Experiment, mesh: MeshConfig, exp: str = "") -> Run:
         exp: the experiment's name, for the message.
 
     Raises:
-        ConfigurationError: its method cannot be divided into parts.
+        ConfigurationError: the experiment's method cannot be divided into parts.
     """
     run = dataclasses.replace(experiment, mesh=mesh).build()
     if run.algorithm.parts is None:
@@ -91,10 +91,11 @@ def run_syncer(
 ) -> SyncerResult:
     """Serve the outer model of an experiment to islands, until all of its merges are done.
 
-    No accelerator is needed: the outer model lies in the host's memory. Each merge is saved before
-    an island sees it, so a syncer that is killed resumes where it was, while the islands train on.
-    The folder gets `config.json`, `metrics.jsonl`, `tensorboard/`, `islands.json`, `syncer/` (the
-    state of the newest merge) and `checkpoints/` (the outer model).
+    No accelerator is needed: the outer model is in the host's memory. Each merge is saved before
+    an island receives it. Thus a syncer that is killed resumes after its last merge, while the
+    islands train on. The folder gets `config.json`, `metrics.jsonl`, `tensorboard/`,
+    `merges.jsonl`, `islands.json`, `syncer/` (the state after the newest merge) and `checkpoints/`
+    (the outer model).
 
     Args:
         experiment: the experiment.
@@ -106,14 +107,16 @@ def run_syncer(
         heartbeat_seconds: seconds between an island's heartbeats. Default 1.0.
 
     Returns:
-        The progress.
+        The number of completed rounds, and the signal that stopped the call. If the folder holds
+        all rounds already, the call returns at once.
 
     Raises:
         ConfigurationError: the folder holds another configuration, or another process uses it; or
             the method cannot be divided into parts.
         DamagedStateError: the saved state is damaged.
         NonFiniteError: a merge made a parameter NaN or infinite.
-        OSError: the state cannot be saved.
+        OSError: the state cannot be saved, or the address is in use.
+        ValueError: the address is malformed, or certificates are missing or cannot be used.
     """
     folder = resolve_job_log_dir(job_log_dir)
     with JobDirLock(folder):
@@ -205,7 +208,7 @@ def tokens_per_step(run: Run, parts: AlgorithmParts, num_fragments: int) -> floa
 
 
 def _say_goodbye(syncer: Syncer, preemption: PreemptionGuard) -> None:
-    """Answer islands until they have received the final model and left, or do not answer."""
+    """Answer islands until each has left or is silent, at most 15 seconds."""
     deadline = time.monotonic() + SECONDS_TO_SAY_GOODBYE
     while time.monotonic() < deadline and preemption.signal is None:
         if all(island.state in ("left", "silent") for island in syncer.islands()):

@@ -23,35 +23,34 @@ from fedpax.training.algorithm_parts import AlgorithmParts, most_phases_ahead
 from fedpax.training.logging import NonFiniteError
 
 MAX_WAITING = 16
-"""Updates of one island and fragment that may wait for a merge, so that memory is bounded."""
+"""Largest number of updates of one island and fragment that wait for a merge."""
 
 
 class Syncer:
     """The outer model of a run, and the rules by which islands change it.
 
     `handle` answers one message and may be called by several threads. `advance` does the merges
-    that are due; `handle` calls it, and a timer has to, because a grace window ends without a
-    message. A merge is saved before any island sees it.
+    that are due. `handle` calls it after each update. A timer must call it too, because a grace
+    window ends without a message. A merge is saved before an island receives it.
 
     Args:
         parts: the method.
-        model: the outer model with its initial parameters; restored from `store` if that holds a
-            state.
-        identity: the experiment, which islands must have too.
+        model: the outer model with its initial parameters. If `store` holds a state, the model is
+            restored from it.
+        identity: the identity of the run, which each island must have too.
         num_merges: number of merges after which the run is finished.
-        tokens_per_step: tokens of an inner step of an island; an update that claims more is
-            refused.
-        store: where to save. Default None: nothing is saved.
+        tokens_per_step: tokens of an inner step of an island. An update that claims more is
+            refused. Default infinity: no limit.
+        store: the saved state. Default None: nothing is saved.
         heartbeat_seconds: seconds between an island's heartbeats. Default 1.0.
-        clock: seconds on a monotonic clock.
-        on_merge: called after each merge, in the thread that did it.
+        clock: returns seconds of a monotonic clock. Default `time.monotonic`.
+        on_merge: called after each merge, in the thread that did it. Default: do nothing.
 
     Attributes:
         merges: number of merges so far.
         run: identifies the run, over all processes of the syncer.
         totals: counts since the run began.
-        failure: the error that prevents further merges, such as a full disk; None while there is
-            none.
+        failure: the error that prevents further merges, such as a full disk; None before.
     """
 
     def __init__(
@@ -109,10 +108,10 @@ class Syncer:
             message: the message.
 
         Returns:
-            The answer. `{"status": "join"}` asks the island to join (again) first.
+            The answer. With `{"status": "join"}` the island must join, or join again, first.
 
         Raises:
-            RefusedError: the message is not one that an island of this run sends.
+            RefusedError: the message does not conform to this run, or its sender may not send it.
         """
         request = Request(message.header)
         kind = request.text("kind")
@@ -174,7 +173,7 @@ class Syncer:
             )
 
     def _newest_updates(self, island: Island) -> dict[str, list[Any]]:
-        """Return process and sequence number of the island's newest update of each fragment."""
+        """Return process and sequence number of the newest update of each fragment."""
         newest = dict(island.merged)
         for p in range(len(self._pending)):
             for update in self._unmerged(p, island.shard):
@@ -183,7 +182,7 @@ class Syncer:
         return {str(p): list(sent) for p, sent in newest.items()}
 
     def _unmerged(self, p: int, shard: int) -> list[Update]:
-        """Return the updates of an island that wait for a merge, or are just being merged."""
+        """Return the updates of an island that wait for a merge, or are in a current merge."""
         waiting = self._pending[p].get(shard, [])
         return waiting if p != self._merging_fragment else waiting + self._in_merge.get(shard, [])
 

@@ -18,7 +18,7 @@ FOLDER = "syncer"
 MANIFEST = "state.json"
 VERSION = 1
 LOGGED = ("island", "incarnation", "sequence", "steps", "tokens", "base", "count")
-"""What `merges.jsonl` says of an update."""
+"""The fields of an update in `merges.jsonl`."""
 
 
 class DamagedStateError(OSError):
@@ -42,7 +42,7 @@ class SyncerStore:
     def log(self, merge: Mapping[str, Any], updates: Iterable[NamedTuple]) -> None:
         """Append a merge to `merges.jsonl`, with its updates without their arrays.
 
-        `load` removes it again, if the process is killed before the merge is saved.
+        If the process is killed before the merge is saved, `load` removes the merge again.
 
         Raises:
             OSError: the line cannot be written.
@@ -52,7 +52,7 @@ class SyncerStore:
         append_merge(self._folder.parent, {**merge, "updates": content})
 
     def save(self, p: int, state: FragmentState, manifest: dict[str, Any]) -> None:
-        """Save one fragment and the manifest, on the disk when this returns.
+        """Save one fragment and the manifest; both are on the disk when this returns.
 
         Args:
             p: the fragment.

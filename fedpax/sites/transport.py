@@ -107,8 +107,8 @@ class Connection:
             The answer.
 
         Raises:
-            RefusedError: the other side refuses the message or this site's certificate, and says
-                why. Do not repeat the call.
+            RefusedError: the other side refuses the message or this site's certificate; the error
+                has the reason. Do not repeat the call.
             DisconnectedError: there was no answer in time, or the connection failed. The message
                 may have been handled. Repeat the call later.
             MessageError: the message cannot be encoded, or the answer does not conform to the
@@ -170,10 +170,10 @@ def serve(
 ) -> Server:
     """Serve messages: call `handler` for each, in threads, and send its result back.
 
-    An exception of `handler` other than `RefusedError` is logged with its traceback; the peer gets
-    a `DisconnectedError`, and the server continues. A malformed message is refused and logged.
-    Memory for messages is at most `max_calls * max_message_bytes`, and grows as bytes arrive: gRPC
-    stops reading from a peer whose chunks are not consumed.
+    If `handler` raises another exception than `RefusedError`, it is logged with its traceback, the
+    peer gets a `DisconnectedError`, and the server continues. A malformed message is refused and
+    logged. Memory for received messages is at most `max_calls * max_message_bytes`, and grows as
+    bytes arrive: gRPC stops reading from a peer whose chunks are not consumed.
 
     Args:
         handler: answers a message; see `Handler`.
@@ -182,10 +182,10 @@ def serve(
             the same authority. Default None: no encryption, and only a loopback address is
             accepted.
         max_message_bytes: limit on the arrays of a message, in both directions.
-        max_calls: number of calls handled at once; further ones wait.
-        keepalive: seconds without traffic after which a peer is asked for a sign of life. It has
-            three times as long for the answer, since a slow network can hold it back; then its
-            connection is closed.
+        max_calls: number of calls handled at once; further calls wait. Default 128.
+        keepalive: seconds without traffic after which the server sends a ping to a peer. If the
+            answer takes more than three times as long, the connection is closed. A slow network can
+            delay the answer. Default 5.0.
 
     Returns:
         The server, a context manager that closes it.
@@ -193,7 +193,8 @@ def serve(
     Raises:
         ValueError: the address is malformed, or not a loopback address and there are no
             certificates.
-        OSError: the address is in use or not of this machine, or the folder cannot be read.
+        OSError: the address is in use or not an address of this machine, or the folder cannot be
+            read.
 
     Example:
         >>> import numpy as np
@@ -257,9 +258,9 @@ def connect(
         server_name: the name in the server's certificate. Default None: the host of `address`. Set
             it if the server is reached through a tunnel or by another name.
         max_message_bytes: limit on the arrays of a message, in both directions.
-        keepalive: seconds without traffic after which the server is asked for a sign of life. It
-            has three times as long for the answer; then calls raise `DisconnectedError`, whatever
-            their timeout. A connection that the server's machine closes is noticed at once.
+        keepalive: seconds without traffic after which a ping is sent to the server. If the answer
+            takes more than three times as long, calls raise `DisconnectedError` before their
+            timeout. A connection that the server's machine closes is noticed at once. Default 5.0.
 
     Returns:
         The connection, a context manager that closes it.

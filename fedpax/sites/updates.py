@@ -1,4 +1,4 @@
-"""The updates of islands: what they carry, what a merge of them did, and what was counted."""
+"""The updates of islands, the report of a merge, and the counts of a run."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -13,12 +13,12 @@ class Update(NamedTuple):
         island: the island's name.
         incarnation: its process.
         sequence: its number, which grows with each update of the process.
-        merge: the merge that the island meant it for.
-        count: number of merges of the fragment when it was encoded.
-        base: number of merges of the fragment at its first step.
+        merge: the merge that the island sent it for.
+        count: the island's number of merges of the fragment when it encoded the update.
+        base: the island's number of merges of the fragment at the update's first step.
         tokens: tokens of its steps.
         steps: its inner steps.
-        loss: mean loss of these steps.
+        loss: mean loss of the island's last S steps; NaN if it is not finite.
         arrays: the encoded outer gradient.
     """
 
@@ -35,16 +35,16 @@ class Update(NamedTuple):
 
 
 class MergeReport(NamedTuple):
-    """What one merge did.
+    """The report of one merge.
 
     Attributes:
         merge: its number, from 1.
         islands: names of the islands in it.
         updates: number of updates in it.
-        late: how many of them had missed an earlier merge.
+        late: number of these updates that had missed an earlier merge.
         steps: inner steps in it.
         tokens: tokens of these steps.
-        loss: mean loss of these steps.
+        loss: mean of the updates' losses, weighted by their steps.
         staleness: the largest number of merges of the fragment that an update missed.
         metrics: the metrics of the aggregator.
     """
@@ -68,7 +68,8 @@ class Totals(NamedTuple):
         received_bytes: bytes of the arrays of updates.
         sent_bytes: bytes of the arrays of fragments.
         repeated: updates that came again and were not applied again.
-        stale: updates dropped because their fragment had been merged too often since.
+        stale: updates dropped because their fragment was merged more than `max_staleness` times
+            since their first step.
         not_finite: updates dropped because a value was NaN or infinite.
         too_large: updates dropped because their norm was above `max_norm`.
     """

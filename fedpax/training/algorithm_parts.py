@@ -16,7 +16,7 @@ class FragmentLike(Protocol):
     """A part of the parameters, such as a `fedpax.algorithms.fragments.Fragment`."""
 
     def take(self, tree: chex.ArrayTree) -> chex.ArrayTree:
-        """Return the part of a pytree, with None for leaves outside of it."""
+        """Return the part of a pytree, with None for leaves outside of the part."""
         ...
 
     def put(self, tree: chex.ArrayTree, part: chex.ArrayTree) -> chex.ArrayTree:
@@ -25,7 +25,7 @@ class FragmentLike(Protocol):
 
 
 class Report(Protocol):
-    """The metrics of some inner steps, averaged, and their number."""
+    """The averaged metrics of inner steps, and the number of these steps."""
 
     @property
     def metrics(self) -> dict[str, jax.Array]:
@@ -46,26 +46,26 @@ class AlgorithmParts(NamedTuple):
     a syncer merges one fragment of the model after another.
 
     A round has P merges, one per fragment. After every `steps_per_sync` inner steps, an island
-    sends the fragment that is merged next. The syncer merges it as soon as `quorum` islands have
-    sent it, and waits at most `grace_seconds` longer for the other islands that are up. An update
-    that arrives later is part of the next merge of its fragment.
+    sends the fragment that is merged next. When `quorum` islands have sent it, the syncer waits at
+    most `grace_seconds` for the other islands that are up, and merges it. An update that arrives
+    later is part of the next merge of its fragment.
 
     Attributes:
         islands: number of shards of the data, and the largest number of islands.
         init_inner: `params -> inner_state` of one island.
         inner_steps: `(params, inner_state, batches, num_steps) -> (params, inner_state, report)`
             of one island; leaves of `batches` are `[steps, batch, ...]`. In a run with frozen
-            values (`with_frozen_argument`) they are one more argument.
+            values (`with_frozen_argument`), these values are one more argument.
         make_fragments: `params -> fragments`; only the parameters' structure and shapes are read.
-        outer_optimizer: steps each fragment of the outer model, with a state of its own.
+        outer_optimizer: steps each fragment of the outer model, with one state per fragment.
         aggregator: merges the islands' outer gradients of a fragment, weighted by tokens^2 / steps.
         steps_per_sync: S, inner steps between two updates of an island.
         codec: the format of an update on the wire. Default None: float32.
-        error_feedback: whether an island adds what the codec dropped to its next update of the
-            same fragment. Default False.
-        quorum: K, islands that have to send a fragment before it is merged. Default 1.
-        grace_seconds: seconds that the syncer waits beyond the quorum. Default 0.0.
-        max_steps_ahead: inner steps that an island takes at most beyond the last merge that it has
+        error_feedback: whether an island adds the codec's error to its next update of the same
+            fragment. Default False.
+        quorum: K, number of islands that must send a fragment before it is merged. Default 1.
+        grace_seconds: the most seconds that the syncer waits after the quorum. Default 0.0.
+        max_steps_ahead: the most inner steps that an island takes after the last merge that it has
             received; then it waits. At least S. With S, islands wait for each merge, as in one
             program without delay. Default None: 32 S.
         max_staleness: an update is dropped if its fragment was merged more often than this since
@@ -90,13 +90,13 @@ class AlgorithmParts(NamedTuple):
 
 
 def most_phases_ahead(parts: AlgorithmParts) -> int:
-    """Return how often an island takes S steps at most beyond the last merge it has received.
+    """Return the most phases of S steps that an island takes after its last received merge.
 
     Args:
         parts: the method.
 
     Returns:
-        `max_steps_ahead / S`, rounded down; 32 if that is None.
+        `max_steps_ahead / S`, rounded down; 32 if `max_steps_ahead` is None.
     """
     if parts.max_steps_ahead is None:
         return 32

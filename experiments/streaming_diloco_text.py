@@ -90,11 +90,10 @@ class StreamingDiLoCoText(TextExperiment):
 def streaming_diloco_text() -> StreamingDiLoCoText:
     """Streaming DiLoCo: the islands, model and data of diloco_text, in 3 fragments of 4 bits.
 
-    A fragment is synchronized every 6 steps, each sent in 4 bits (E3M0) under one local step.
+    Every 6 steps, one fragment is sent in 4 bits per value (E3M0) during one local step.
     """
-    return _stream(
-        diloco_text(), StreamingConfig(fragments=3, delay=1, learning_rate=0.9, momentum=0.5)
-    )
+    streaming = StreamingConfig(fragments=3, mixing=0.0, learning_rate=0.9, momentum=0.7)
+    return _stream(diloco_text(), streaming)
 
 
 def streaming_diloco_c4_1b() -> StreamingDiLoCoText:

@@ -38,6 +38,9 @@ class RoundLogger:
             rounds so far.
         stop_on_non_finite: raise when a parameter is not finite, or a loss that `history` ignores.
         utilization: what MFU is computed from. Default None: log no MFU.
+
+    Attributes:
+        waits_for: the round whose metrics `flush` waits for now, or None.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class RoundLogger:
         self._bytes_across_placement = bytes_across_placement
         self._stop_on_non_finite = stop_on_non_finite
         self._pending: tuple[int, Metrics] | None = None
+        self.waits_for: int | None = None
         self._idle = 0.0  # seconds since the clock was restarted
         self._clock = time.perf_counter()
 
@@ -112,7 +116,9 @@ class RoundLogger:
         if self._pending is None:
             return
         (round_number, metrics), self._pending = self._pending, None
+        self.waits_for = round_number
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        self.waits_for = None
         # Of this round; logged is their number in all rounds.
         found = values.pop("spikes", None)
         loss = values["loss"]

@@ -84,6 +84,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         self._skips = self._training.on_spike == "skip"
         self._replicated = NamedSharding(run.mesh, PartitionSpec())
         self.done = self._first = latest_round(folder) or 0
+        self._current = self._first + 1
         self._dispatched = self._first  # unlike `done`, it never decreases
         self.evaluation: dict[str, float] | None = None
         self._compiled: CompiledRound | None = None
@@ -97,6 +98,16 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
     def rounds_trained(self) -> int:
         """Number of rounds that this process has added to the run."""
         return max(0, self.done - self._first)
+
+    @property
+    def current_round(self) -> int:
+        """The round that this process waits for, evaluates, saves or prepares.
+
+        The devices can be a round behind `done`.
+        """
+        logger: RoundLogger | None = getattr(self, "_logger", None)  # made by `start`
+        waits_for = None if logger is None else logger.waits_for
+        return self._current if waits_for is None else waits_for
 
     def start(self) -> None:
         """Move state, data and metrics to round `done`; compile the round the first time.
@@ -205,7 +216,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         assert self._compiled is not None
         logger.restart_clock()
         while self.done < training.rounds and not preemption.should_stop(self._dispatched):
-            number = self.done + 1
+            number = self._current = self.done + 1
             profile.before(number, wait=logger.flush)
             clock.enter("input")
             cohort, self._stream_state = self._prefetch.next()

@@ -159,7 +159,7 @@ def _train(experiment: Experiment, folder: Path, exp: str, changes: Changes) -> 
             Watchdog(
                 clock,
                 folder,
-                round_number=lambda: loop.done + 1,
+                round_number=lambda: loop.current_round,
                 hang_after=training.hang_after,
                 on_hang=training.on_hang,
             )

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+import jax
 import numpy as np
 import pytest
 from small_regression import ModelConfig, RandomRounds, Regression
@@ -23,6 +24,7 @@ from fedpax.training.goodput import BUCKETS, read_goodput
 from fedpax.training.metrics import TIMINGS, read_metrics, select
 from fedpax.training.spikes import RepeatedSpikesError
 from fedpax.training.trainer import train
+from fedpax.training.watchdog import Watchdog
 
 BAD = 5
 """The cohort, from 0, whose targets are huge."""
@@ -254,3 +256,24 @@ def test_a_run_whose_data_stop_is_reported_and_goes_on(tmp_path: Path) -> None:
     assert train(experiment(5, bad=(), hang_after=0.2), tmp_path).finished
     text = path.read_text()
     assert "in round 4 while waiting for its cohort" in text and "stop_until_reported" in text
+
+
+def test_the_watchdog_hears_of_the_round_that_the_process_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    waited, device_get = [], jax.device_get
+
+    def watch(clock: Any, folder: Path, round_number: Any, **settings: Any) -> Watchdog:
+        asked.append(round_number)
+        return Watchdog(clock, folder, round_number, **settings)
+
+    def wait(values: Any) -> Any:
+        if isinstance(values, dict) and "loss" in values:  # the devices are a round ahead by now
+            waited.append(asked[0]())
+        return device_get(values)
+
+    monkeypatch.setattr("fedpax.training.trainer.Watchdog", watch)
+    monkeypatch.setattr(jax, "device_get", wait)
+    train(experiment(rounds=4), tmp_path)
+    assert waited == [1, 2, 3, 4]

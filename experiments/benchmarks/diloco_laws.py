@@ -1,0 +1,249 @@
+"""DiLoCo's loss over local steps, islands, bits and seeds, at equal tokens on the embedded text.
+
+    python -m fedpax.experiments.benchmarks.diloco_laws --out=runs/laws --plot=diloco_laws.png
+
+Every run trains the model of `diloco_text` on the same number of tokens with the same global batch:
+with more islands, each has a smaller batch. The first table compares data parallelism, DiLoCo and
+Streaming DiLoCo in 4 bits over several seeds of model and data. The others change one setting of
+DiLoCo at a time, with the first seed.
+
+Each run has a folder below `--out`. An interrupted benchmark continues where it stopped, and
+a finished run is not repeated. The losses are those of the last evaluation.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
+
+import jax
+from matplotlib.figure import Figure
+
+from fedpax.experiments.diloco_text import data_parallel_text, diloco_text
+from fedpax.experiments.streaming_diloco_text import streaming_diloco_text
+from fedpax.experiments.text import TextExperiment
+from fedpax.parallel import simulate_devices
+from fedpax.parallel.mesh import MeshConfig
+from fedpax.training.compare import summarize_run
+from fedpax.training.table import format_bytes, markdown_table
+from fedpax.training.trainer import train
+
+BITS: dict[str, int | None] = {"float32": None, "4 bits": 16, "2 bits": 4, "1 bit": 2}
+"""Formats of an outer gradient, as `outer.num_levels` of `diloco_text`."""
+
+
+class Setting(NamedTuple):
+    """A run.
+
+    Attributes:
+        method: "data parallelism", "DiLoCo" or "Streaming DiLoCo".
+        local_steps: inner steps between two averages of a parameter, H.
+        islands: number of islands.
+        bits: a key of `BITS`.
+        seed: seed of the initial parameters and of the order of the data.
+    """
+
+    method: str
+    local_steps: int
+    islands: int
+    bits: str
+    seed: int = 0
+
+    @property
+    def folder(self) -> str:
+        """The name of the run's folder."""
+        return "-".join(str(value).replace(" ", "_") for value in self)
+
+    def experiment(self, num_tokens: int) -> TextExperiment:
+        """Make the experiment.
+
+        Args:
+            num_tokens: tokens of the run; it trains the whole rounds that they fill.
+
+        Raises:
+            ValueError: the tokens fill no round, or the islands do not divide the global batch.
+        """
+        base: TextExperiment
+        if self.method == "data parallelism":
+            base = data_parallel_text()
+        elif self.method == "Streaming DiLoCo":
+            base = streaming_diloco_text()
+        else:
+            diloco = diloco_text()
+            outer = dataclasses.replace(diloco.outer, num_levels=BITS[self.bits])
+            base = dataclasses.replace(diloco, outer=outer)
+        rows = base.islands * base.data.batch_size
+        if rows % self.islands:
+            raise ValueError(
+                f"{self.islands} islands do not divide the global batch of {rows} rows. Choose a "
+                f"divisor of {rows}."
+            )
+        rounds = num_tokens // (self.local_steps * rows * base.data.seq_len)
+        if not rounds:
+            raise ValueError(
+                f"{num_tokens:,} tokens fill no round of {self.local_steps} steps of {rows} rows "
+                f"of {base.data.seq_len} tokens. Pass more --tokens."
+            )
+        return dataclasses.replace(
+            base,
+            islands=self.islands,
+            mesh=MeshConfig(islands=min(self.islands, base.islands)),
+            data=dataclasses.replace(
+                base.data,
+                local_steps=self.local_steps,
+                batch_size=rows // self.islands,
+                seed=self.seed,
+            ),
+            training=dataclasses.replace(
+                base.training,
+                rounds=rounds,
+                evaluate_every=0,
+                checkpoint_every=0,
+                seed=self.seed,
+            ),
+        )
+
+
+class Result(NamedTuple):
+    """A finished run.
+
+    Attributes:
+        setting: its setting.
+        loss: held-out loss at the end, in nats per byte.
+        bytes_sent: bytes that islands exchanged in the run.
+    """
+
+    setting: Setting
+    loss: float
+    bytes_sent: float
+
+
+def settings(num_seeds: int) -> dict[str, list[Setting]]:
+    """Return the runs of each table by the table's name."""
+    streaming, diloco = streaming_diloco_text(), diloco_text()
+    local_steps, islands = diloco.data.local_steps, diloco.islands
+    base = Setting("DiLoCo", local_steps, islands, "4 bits")
+    seeds = range(num_seeds)
+    return {
+        "methods": [
+            Setting(method, steps, islands, bits, seed)
+            for method, steps, bits in (
+                ("data parallelism", local_steps, "float32"),
+                ("DiLoCo", local_steps, "4 bits"),
+                ("Streaming DiLoCo", streaming.data.local_steps, "4 bits"),
+            )
+            for seed in seeds
+        ],
+        "local_steps": [base._replace(local_steps=steps) for steps in (1, 6, local_steps, 54, 162)],
+        "islands": [base._replace(islands=count) for count in (1, 2, islands, 8)],
+        "bits": [base._replace(bits=bits) for bits in BITS],
+    }
+
+
+def measure(setting: Setting, num_tokens: int, out: Path) -> Result:
+    """Train a run, or read it if it is finished.
+
+    Args:
+        setting: the run.
+        num_tokens: tokens of the run.
+        out: the folder of all runs.
+    """
+    folder = out / f"{num_tokens}" / setting.folder
+    train(setting.experiment(num_tokens), folder)
+    run = summarize_run(setting.method, folder)
+    return Result(setting, run.loss, run.bytes_across_placement)
+
+
+def table(results: Sequence[Result], changed: Sequence[str], baseline: float) -> str:
+    """Format runs as a Markdown table, and average those that differ by their seeds alone.
+
+    Args:
+        results: the runs.
+        changed: the fields of `Setting` that are columns.
+        baseline: the mean loss of data parallelism.
+    """
+    groups: dict[Setting, list[Result]] = {}
+    for result in results:
+        groups.setdefault(result.setting._replace(seed=0), []).append(result)
+    rows = []
+    for setting, runs in groups.items():
+        losses = [run.loss for run in runs]
+        spread = f" ± {(max(losses) - min(losses)) / 2:.4f}" if len(losses) > 1 else ""
+        rows.append(
+            [
+                *(str(getattr(setting, name)) for name in changed),
+                f"{fmean(losses):.4f}{spread}",
+                f"{fmean(losses) / baseline - 1:+.2%}",
+                format_bytes(runs[0].bytes_sent),
+            ]
+        )
+    head = [*(name.replace("_", " ") for name in changed), "loss", "over DP", "sent"]
+    return markdown_table(head, rows)
+
+
+def draw(results: dict[str, list[Result]], baseline: float) -> Figure:
+    """Draw the loss over local steps, islands and bits.
+
+    Args:
+        results: the runs of each table.
+        baseline: the mean loss of data parallelism, a dashed line.
+    """
+    figure = Figure(figsize=(10, 3.4), layout="constrained", dpi=110)
+    panels = figure.subplots(1, 3, sharey=True)
+    for axes, name in zip(panels, ("local_steps", "islands", "bits"), strict=True):
+        runs = results.get(name, [])
+        places = [getattr(run.setting, name) for run in runs]
+        axes.plot(places, [run.loss for run in runs], marker="o", label="DiLoCo")
+        axes.axhline(baseline, color="gray", linestyle="--", label="data parallelism")
+        if name != "bits":
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(places, [str(place) for place in places])
+            axes.minorticks_off()
+        axes.set_xlabel(name.replace("_", " "))
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("held-out loss, nats per byte")
+    panels[0].legend(frameon=False, fontsize="small")
+    return figure
+
+
+def main() -> None:
+    """Train the runs, and print a table of each kind."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    tables = list(settings(1))
+    parser.add_argument("--out", required=True, help="folder of the runs")
+    parser.add_argument("--tokens", type=int, default=5_000_000, help="tokens of a run")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds of the first table")
+    parser.add_argument("--tables", default=",".join(tables), help=", ".join(tables))
+    parser.add_argument("--plot", help="PNG of the last three tables")
+    options = parser.parse_args()
+    if options.seeds < 1:
+        parser.error(f"--seeds is {options.seeds}, expected at least 1")
+    chosen = options.tables.split(",")
+    if unknown := set(chosen) - set(tables):
+        parser.error(f"unknown tables {sorted(unknown)}; choose from {', '.join(tables)}")
+    if "methods" not in chosen:
+        chosen = ["methods", *chosen]  # holds the baseline
+    simulate_devices(diloco_text().mesh.islands)
+    jax.config.update("jax_platforms", "cpu")
+
+    todo = settings(options.seeds)
+    results: dict[str, list[Result]] = {}
+    columns = {"methods": ["method", "local_steps", "bits"]}
+    baseline = float("nan")
+    for name in chosen:
+        results[name] = [measure(s, options.tokens, Path(options.out)) for s in todo[name]]
+        if name == "methods":
+            baseline = fmean(
+                run.loss for run in results[name] if run.setting.method == "data parallelism"
+            )
+        print(f"\n{table(results[name], columns.get(name, [name]), baseline)}", flush=True)
+    if options.plot:
+        draw(results, baseline).savefig(options.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -89,6 +89,8 @@ def decoupled_diloco_parts(
     check_setting(name, "quorum", quorum, least=1, most=islands)
     check_setting(name, "grace_seconds", grace_seconds, least=0)
     check_setting(name, "max_staleness", max_staleness, least=0)
+    if max_norm is not None:
+        check_setting(name, "max_norm", max_norm)
     if max_steps_ahead is not None:
         check_setting(name, "max_steps_ahead", max_steps_ahead, least=steps_per_sync)
     if error_feedback and codec is not None and not codec.contractive:

@@ -114,6 +114,7 @@ Exit status:
        not fit the devices' memory, or `fedpax doctor` found a problem
     2  usage error, or a folder or configuration that cannot be used; the message names the remedy
    70  a round hung, with --training.on_hang=exit; the same command resumes
+   75  the first process of an elastic job is gone; the same commands resume
   130  Ctrl-C, and 143 SIGTERM: completed rounds are saved, and the same command resumes
   141  SIGPIPE: the program that read the output has exited
 """

@@ -168,12 +168,17 @@ class Keeper:
                 f"it was started with {count} processes, process 0 with "
                 f"{self._cluster.num_processes}. Set the same number in every process"
             )
-        elif not isinstance(number, int) or number in self._members:
+        elif type(number) is not int or not 0 <= number < self._cluster.num_processes:
             refusal = (
-                f"number {number} is that of a process on {self._hosts.get(number or 0)}, "
-                "expected one supervisor per number. End the other one"
+                f"its number is {number!r}, expected 0 to {self._cluster.num_processes - 1}. "
+                "Number the processes from 0"
             )
-        if refusal is not None or not isinstance(number, int):
+        elif number in self._members:
+            refusal = (
+                f"number {number} is that of a process on {self._hosts[number]}, expected one "
+                "supervisor per number. End the other one"
+            )
+        if refusal is not None or number is None:
             lines.send(stop=CANNOT_RUN, reason=refusal)
             lines.closed = True
         else:

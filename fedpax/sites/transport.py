@@ -398,6 +398,7 @@ def _respond(handler: Handler, max_message_bytes: int) -> Callable[..., Iterator
         try:
             return encode(handler(peer, message), max_message_bytes)
         except RefusedError as error:
+            _logger.warning("%s is refused: %s", sender, error)
             _abort(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
         except Exception:
             _logger.exception("a message of %s could not be handled", sender)

@@ -17,6 +17,7 @@ from fedpax import Cohort
 from fedpax.aggregators import mean
 from fedpax.algorithms import (
     decoupled_diloco,
+    decoupled_diloco_parts,
     diloco,
     directional_mean,
     streaming_diloco,
@@ -252,3 +253,15 @@ def test_bad_schedules_raise():
     short = jax.tree.map(lambda batch: batch[:, :2], batches)
     with pytest.raises(ValueError, match=r"num_fragments \* max_steps_per_sync steps"):
         algorithm.round(state, Cohort(short, schedule=two))
+
+
+def test_a_negative_bound_of_updates_raises():
+    with pytest.raises(ValueError, match=r"max_norm is -1\.0, expected a number of at least 0"):
+        decoupled_diloco_parts(
+            lambda w, x: (jnp.mean((w - x) ** 2), {}),
+            islands=2,
+            inner_optimizer=optax.sgd(0.1),
+            steps_per_sync=2,
+            fragments=2,
+            max_norm=-1.0,
+        )

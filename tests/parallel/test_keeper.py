@@ -208,6 +208,10 @@ def test_strangers_and_wrong_counts_are_refused(start: Start) -> None:
     port = first.lines.connection.getpeername()[1]
     wrong = Supervisor(port, 1, 3)
     assert "started with 3 processes, process 0 with 2" in wrong.expect("stop")["reason"]
+    for number in (2, -1, [1], True, None):
+        with socket.create_connection(("localhost", port)) as stranger:
+            stranger.sendall(json.dumps({"process": number, "count": 2}).encode() + b"\n")
+            assert b"expected 0 to 1. Number the processes from 0" in stranger.recv(1000)
     with socket.create_connection(("localhost", port)) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
     for one in (first, other):

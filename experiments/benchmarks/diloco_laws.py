@@ -80,6 +80,8 @@ class Setting(NamedTuple):
                 f"{self.islands} islands do not divide the global batch of {rows} rows. Choose a "
                 f"divisor of {rows}."
             )
+        # All devices of the demo: an island has several where there are few islands.
+        on_axis = min(self.islands, base.islands)
         rounds = num_tokens // (self.local_steps * rows * base.data.seq_len)
         if not rounds:
             raise ValueError(
@@ -89,7 +91,7 @@ class Setting(NamedTuple):
         return dataclasses.replace(
             base,
             islands=self.islands,
-            mesh=MeshConfig(islands=min(self.islands, base.islands)),
+            mesh=MeshConfig(islands=on_axis, fsdp=base.islands // on_axis),
             data=dataclasses.replace(
                 base.data,
                 local_steps=self.local_steps,

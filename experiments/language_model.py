@@ -77,7 +77,7 @@ FLOPS_CONVENTION = (
     "6 N + 12 L H d T for N parameters in matmuls: attention over all query-key pairs, no "
     "recomputation"
 )
-"""What `TransformerConfig.flops_per_token` counts, as its runs print it beside their MFU."""
+"""The convention of `TransformerConfig.flops_per_token`, which runs print beside their MFU."""
 
 
 class Trainable(NamedTuple):

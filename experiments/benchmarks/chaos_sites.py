@@ -88,7 +88,7 @@ class Restart(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a run of processes did.
+    """The result of a run of processes.
 
     Attributes:
         seconds: from the moment at which all islands train until the syncer exits.

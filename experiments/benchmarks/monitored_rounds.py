@@ -1,4 +1,4 @@
-"""What a round costs that reports norms or skips spikes, compared with one that does not.
+"""Compare the cost of rounds that report norms or skip spikes with that of plain rounds.
 
     python -m fedpax.experiments.benchmarks.monitored_rounds
     python -m fedpax.experiments.benchmarks.monitored_rounds \

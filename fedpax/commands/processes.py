@@ -14,7 +14,7 @@ from fedpax.training.console import print_error
 
 USAGE_ERROR = 2
 SECONDS_TO_LEAVE = 10.0
-"""How long a process that failed waits for the others to end too."""
+"""Seconds that a process that failed waits for the others to end too."""
 
 
 def join_processes(timeout: float, heartbeat_timeout: int) -> int | None:

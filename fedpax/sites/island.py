@@ -55,12 +55,12 @@ class Island:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether another phase would exceed the limit of steps without a merge."""
+        """Tell whether another phase would exceed the limit of steps without a merge."""
         return self._phases_since_merge >= most_phases_ahead(self._parts)
 
     @property
     def has_model(self) -> bool:
-        """Whether all fragments of the outer model have arrived."""
+        """Tell whether all fragments of the outer model have arrived."""
         return min(self.ledger.versions()) >= 0
 
     def restore(

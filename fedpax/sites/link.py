@@ -111,7 +111,7 @@ class Link:
 
     @property
     def can_send(self) -> bool:
-        """Whether the updates so far have been acknowledged, and there is room for another."""
+        """Tell whether the updates so far have been acknowledged, and there is room for another."""
         with self._lock:
             return len(self._outbox) < MAX_OUTBOX and all(
                 update.acknowledged for update in self._outbox.values()

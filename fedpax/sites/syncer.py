@@ -92,7 +92,7 @@ class Syncer:
 
     @property
     def finished(self) -> bool:
-        """Whether all merges are done."""
+        """Tell whether all merges are done."""
         return self.merges >= self._num_merges
 
     def islands(self) -> list[IslandReport]:

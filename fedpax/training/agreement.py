@@ -1,23 +1,21 @@
 """Agreement: check before a run that all its processes have equal settings and versions."""
 
-import json
 import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 import fedpax
+from fedpax.parallel.gather import gather_json
 from fedpax.training.configuration import ConfigurationError, flatten, to_json
 from fedpax.training.experiment import Experiment
 from fedpax.training.job_dir import LOCK
 from fedpax.training.saved_rounds import latest_round
 
 SECONDS_UNTIL_VISIBLE = 10.0
-"""How long network file systems may take to show a file that another host has created."""
+"""Seconds that network file systems may take to show a file that another host has created."""
 
 
 def check_agreement(folder: Path, experiment: Experiment) -> None:
@@ -46,7 +44,7 @@ def check_agreement(folder: Path, experiment: Experiment) -> None:
         "what process 0 writes into --job_log_dir": "present" if lock.exists() else "missing",
         "the newest checkpoint in --job_log_dir": f"round {latest_round(folder) or 0}",
     }
-    everyone = _gather({**own, "host": socket.gethostname()})
+    everyone = gather_json({**own, "host": socket.gethostname()})
     if difference := describe_difference(everyone):
         raise ConfigurationError(difference)
 
@@ -89,13 +87,3 @@ def describe_difference(everyone: list[Mapping[str, str]]) -> str | None:
             "Set a --job_log_dir on a file system that all hosts share.",
         ]
     )
-
-
-def _gather(settings: Mapping[str, str]) -> list[Mapping[str, str]]:
-    """Return the settings of all processes, in their order."""
-    text = np.frombuffer(json.dumps(settings).encode(), np.uint8)
-    lengths = multihost_utils.process_allgather(np.int32(text.size))
-    padded = np.zeros(lengths.max(), np.uint8)
-    padded[: text.size] = text
-    rows = multihost_utils.process_allgather(padded)
-    return [json.loads(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)]

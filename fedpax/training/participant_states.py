@@ -12,7 +12,7 @@ from jaxtyping import Float
 from fedpax.training.algorithm import State
 
 ParticipantRule: TypeAlias = Literal["average", "copy"]
-"""How participants' states are made from those of another number of participants."""
+"""The rule that makes participants' states from those of another number of participants."""
 
 FIXED = "fixed_participants"
 """The property of a state that returns why its number of participants cannot change."""

@@ -1,11 +1,11 @@
 """The position of a stream, collected from processes that each know a part of it."""
 
-import json
+import functools
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
+
+from fedpax.parallel.gather import gather_json
 
 StreamState = dict[str, Any] | bytes
 """The position of a stream, as its `get_state` returns it."""
@@ -26,14 +26,7 @@ def gather_stream_state(state: StreamState) -> StreamState:
     """
     if jax.process_count() == 1 or isinstance(state, bytes):
         return state
-    text = np.frombuffer(json.dumps(state).encode(), np.uint8)
-    lengths = multihost_utils.process_allgather(np.int32(text.size))
-    padded = np.zeros(lengths.max(), np.uint8)
-    padded[: text.size] = text
-    complete: Any = state
-    for row, length in zip(multihost_utils.process_allgather(padded), lengths, strict=True):
-        complete = merge(complete, json.loads(row[:length].tobytes()))
-    return complete
+    return functools.reduce(merge, gather_json(state), state)
 
 
 def merge(state: Any, other: Any) -> Any:

@@ -27,7 +27,7 @@ from fedpax.training.profile import Profile
 from fedpax.training.progress import Progress
 from fedpax.training.saved_rounds import latest_round
 from fedpax.training.spikes import Spike, SpikeHistory
-from fedpax.training.stream_state import gather_stream_state
+from fedpax.training.stream_state import StreamState, gather_stream_state
 from fedpax.training.utilization import utilization_of
 
 
@@ -172,7 +172,9 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         stream = self._run.cohorts
         if self.done:
             saved = self._checkpoints.restore_stream_state()
-            restore_stream(stream, saved, self._changes.allow_config_change)
+            # A roll back can reach a checkpoint from before a change that was allowed then.
+            must_fit = self._compiled is None and not self._changes.allow_config_change
+            restore_stream(stream, saved, must_fit=must_fit, beginning=self._beginning)
         elif self._dispatched:
             stream.set_state(self._beginning)
         for _ in range(self._history.cohorts_left_out(self.done)):
@@ -318,7 +320,9 @@ def is_due(round_number: int, rounds: int, *periods: int) -> bool:
     return round_number == rounds or any(round_number % period == 0 for period in periods)
 
 
-def restore_stream(stream: CohortStream, saved: Any, allow_config_change: Collection[str]) -> None:
+def restore_stream(
+    stream: CohortStream, saved: Any, *, must_fit: bool, beginning: StreamState | None = None
+) -> None:
     """Move a stream to a saved position, or to the same round if its settings were changed.
 
     A stream whose cohorts depend on its settings and the round alone has the round in its state.
@@ -327,20 +331,21 @@ def restore_stream(stream: CohortStream, saved: Any, allow_config_change: Collec
     Args:
         stream: the stream.
         saved: a result of its `get_state`.
-        allow_config_change: paths of fields that may have changed; if empty, a position that does
-            not fit raises.
+        must_fit: raise if the position does not fit.
+        beginning: the stream's position before its first cohort. Default None: it is there.
 
     Raises:
-        ValueError: the position does not fit the stream.
+        ValueError: the position does not fit the stream, and must.
     """
     try:
         stream.set_state(saved)
     except ValueError as error:
-        if not allow_config_change:
+        if must_fit:
             raise
-        fresh = stream.get_state()
+        fresh = stream.get_state() if beginning is None else beginning
         if isinstance(fresh, dict) and isinstance(saved, dict) and "round" in fresh.keys() & saved:
             stream.set_state({**fresh, "round": saved["round"]})
             print_error(f"The data continue after round {saved['round']}, but differ: {error}")
         else:
+            stream.set_state(fresh)
             print_error(f"The data start again from their first round: {error}")

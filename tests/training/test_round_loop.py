@@ -40,6 +40,7 @@ class Spiky(RandomRounds):
     bad: tuple[int, ...] = ()
     left_out: tuple[int, ...] = ()
     scale: float = 1.0
+    settings: int = 0
     interrupt: ClassVar[dict[int, Any]] = {}
 
     def __next__(self) -> dict[str, np.ndarray]:
@@ -56,6 +57,14 @@ class Spiky(RandomRounds):
         batch = super().__next__()
         return {**batch, "y": batch["y"] * np.float32(self.scale)} if is_bad else batch
 
+    def get_state(self) -> dict[str, Any]:
+        return {"position": self.round, "settings": self.settings}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        if state["settings"] != self.settings:
+            raise ValueError("The data have other settings.")
+        self.round = state["position"]
+
 
 @dataclasses.dataclass(frozen=True)
 class SpikyRegression(Regression):
@@ -65,17 +74,20 @@ class SpikyRegression(Regression):
         bad: cohorts with huge targets.
         left_out: cohorts that the stream leaves out.
         scale: factor of the targets of bad cohorts.
+        settings: of the data; no position of other settings fits.
     """
 
     bad: tuple[int, ...] = (BAD,)
     left_out: tuple[int, ...] = ()
     scale: float = 1e4
+    settings: int = 0
 
     def build(self) -> Run:
         run = super().build()
         stream: Any = run.cohorts
         stream.__class__ = Spiky
         stream.bad, stream.left_out, stream.scale = self.bad, self.left_out, self.scale
+        stream.settings = self.settings
         return run
 
 
@@ -183,6 +195,29 @@ def test_a_run_that_rolls_back_resumes_identically(
     assert result.finished and not Spiky.interrupt
     assert params_of(tmp_path) == params_of(rolled_back)
     assert lines_of(tmp_path) == lines_of(rolled_back)
+
+
+def test_a_roll_back_to_data_of_other_settings_resumes_identically(tmp_path: Path) -> None:
+    other = experiment(8, on_spike="roll_back", bad=(1,), settings=1)
+    for name, interrupt in {
+        "killed": {4: Killed},
+        "signal": {1: signal.SIGTERM},
+        "none": {},
+    }.items():
+        train(experiment(4, on_spike="roll_back", bad=()), tmp_path / name)
+        Spiky.interrupt.update(interrupt)
+        changed = ["training", "settings", "bad"]
+        while True:
+            try:
+                if train(other, tmp_path / name, allow_config_change=changed).finished:
+                    break
+            except Killed:
+                continue
+            changed = []  # after a signal the run has a checkpoint with the new settings
+        assert not Spiky.interrupt
+        (spike,) = select(read_metrics(tmp_path / name), "spike")
+        assert (spike["round"], spike["spike_round"], spike["cohorts_left_out"]) == (4, 6, 2)
+        assert params_of(tmp_path / name) == params_of(tmp_path / "killed")
 
 
 def test_a_spike_before_the_first_checkpoint_returns_to_the_beginning(tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ def _run(arguments: list[str]) -> int:
         return 0
     # Here, because the command's imports take seconds: signals are handled by now.
     if command not in COMMANDS:
-        from fedpax.commands.options import UsageError
+        from fedpax.commands import UsageError
         from fedpax.experiments.catalog import did_you_mean
 
         raise UsageError(
@@ -201,7 +201,7 @@ def _status_of(error: Exception) -> int | None:
     that passed through the code of the user or of another library, except JAX and a reader of data,
     needs its traceback.
     """
-    from fedpax.commands.options import UsageError
+    from fedpax.commands import UsageError
     from fedpax.parallel.mesh import MeshSizeError
     from fedpax.planning import MemoryOverflowError, PlanError, TopologyError
     from fedpax.training.configuration import ConfigurationError

@@ -20,3 +20,7 @@ COMMANDS = {
     "completion": "fedpax.commands.completion:completion",
 }
 """The function that executes each command: its module, which is imported when it runs, and name."""
+
+
+class UsageError(Exception):
+    """A command line that cannot be executed; the message names the remedy."""

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from absl import flags
 
-from fedpax.commands.options import UsageError, parse
+from fedpax.commands import UsageError
+from fedpax.commands.options import parse
 
 
 def certificates(arguments: Sequence[str]) -> int:

@@ -14,8 +14,7 @@ from typing import Any
 
 from absl import flags
 
-from fedpax.commands import COMMANDS
-from fedpax.commands.options import UsageError
+from fedpax.commands import COMMANDS, UsageError
 from fedpax.experiments.catalog import experiments
 
 SHELLS = ("bash", "zsh")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax
 
-from fedpax.commands.options import UsageError
+from fedpax.commands import UsageError
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.parallel.simulated_devices import (
     MAX_SIMULATED_DEVICES,

@@ -73,7 +73,7 @@ def doctor(arguments: Sequence[str]) -> int:
         UsageError: there is an argument.
     """
     if arguments:
-        from fedpax.commands.options import UsageError
+        from fedpax.commands import UsageError
 
         raise UsageError(
             f"`fedpax doctor` got {arguments[0]!r}, expected no arguments. Leave it out."

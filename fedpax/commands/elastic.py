@@ -19,8 +19,8 @@ from pathlib import Path
 
 from absl import flags
 
+from fedpax.commands import UsageError
 from fedpax.commands.fitting_mesh import fit_mesh
-from fedpax.commands.options import UsageError
 from fedpax.parallel.cluster import Cluster, ClusterError, find_cluster
 from fedpax.parallel.keeper import CANNOT_RUN, Keeper, Lines
 from fedpax.training.console import print_error

@@ -8,7 +8,8 @@ import jax
 import orbax.checkpoint as ocp
 from absl import flags
 
-from fedpax.commands.options import UsageError, parse
+from fedpax.commands import UsageError
+from fedpax.commands.options import parse
 from fedpax.commands.saved_run import (
     SavedRun,
     build_run,

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from fedpax.commands.options import UsageError, parse
+from fedpax.commands import UsageError
+from fedpax.commands.options import parse
 from fedpax.commands.saved_run import (
     build_run,
     checkpoint_round,

@@ -1,10 +1,9 @@
 """`fedpax list`: the experiments that come with fedpax."""
 
-import inspect
 from collections.abc import Sequence
 
-from fedpax.commands.options import UsageError
-from fedpax.experiments.catalog import experiments
+from fedpax.commands import UsageError
+from fedpax.experiments.catalog import entries
 
 
 def list_experiments(arguments: Sequence[str]) -> int:
@@ -20,8 +19,8 @@ def list_experiments(arguments: Sequence[str]) -> int:
         raise UsageError(
             f"`fedpax list` got {arguments[0]!r}, expected no arguments. Leave it out."
         )
-    found = experiments()
+    found = entries()
     width = max(map(len, found), default=0)
-    for name, function in sorted(found.items()):
-        print(f"{name.ljust(width)}  {(inspect.getdoc(function) or '').partition(chr(10))[0]}")
+    for name, entry in sorted(found.items()):
+        print(f"{name.ljust(width)}  {entry.summary}")
     return 0

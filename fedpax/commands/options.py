@@ -10,12 +10,9 @@ from pathlib import Path
 import tyro
 from absl import flags
 
+from fedpax.commands import UsageError
 from fedpax.experiments.catalog import find_experiment
 from fedpax.training.experiment import Experiment
-
-
-class UsageError(Exception):
-    """A command line that cannot be executed; the message names the remedy."""
 
 
 def parse(

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from absl import flags
 
-from fedpax.commands.options import UsageError, configure, parse
+from fedpax.commands import UsageError
+from fedpax.commands.options import configure, parse
 from fedpax.data import partition_statistics, plot_partition
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from absl import flags
 
-from fedpax.commands.options import UsageError, configure, parse
+from fedpax.commands import UsageError
+from fedpax.commands.options import configure, parse
 from fedpax.planning import (
     MemoryOverflowError,
     find_topology,

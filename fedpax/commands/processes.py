@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import jax
 
-from fedpax.commands.options import UsageError
+from fedpax.commands import UsageError
 from fedpax.parallel.cluster import Cluster, ClusterError, find_cluster
 from fedpax.parallel.roll_call import call_roll
 from fedpax.training.console import print_error

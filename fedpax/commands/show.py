@@ -6,7 +6,8 @@ from pathlib import Path
 
 from absl import flags
 
-from fedpax.commands.options import UsageError, parse
+from fedpax.commands import UsageError
+from fedpax.commands.options import parse
 from fedpax.commands.saved_run import existing_folder
 from fedpax.sites.island_table import format_islands, read_islands
 from fedpax.training.console import print_error

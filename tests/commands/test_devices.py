@@ -6,8 +6,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from fedpax.commands import devices
-from fedpax.commands.options import UsageError
+from fedpax.commands import UsageError, devices
 from fedpax.parallel.mesh import MeshConfig
 
 

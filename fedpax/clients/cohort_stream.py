@@ -1,6 +1,6 @@
 """The protocol of training data: an endless stream of cohorts that can be saved and restored."""
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from fedpax.clients.cohort import Cohort
 
@@ -28,4 +28,22 @@ class CohortStream(Protocol):
 
     def set_state(self, state: Any) -> None:
         """Move to a position from `get_state`."""
+        ...
+
+
+@runtime_checkable
+class IslandStream(CohortStream, Protocol):
+    """A stream of cohorts that can read the rows of one island alone.
+
+    Without it, an island of `fedpax join` reads the rows of all islands and keeps its own.
+    """
+
+    def keep_island(self, island: int) -> None:
+        """Read only the rows of one island from now on.
+
+        Its rows do not change. Of the arrays of a cohort, other rows cannot be indexed then.
+
+        Args:
+            island: the island's number, the index of its rows in a cohort.
+        """
         ...

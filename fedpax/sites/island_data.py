@@ -1,19 +1,22 @@
 """The data of one island: its row of the cohorts that an experiment draws."""
 
+import operator
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fedpax.clients.cohort import Cohort
-from fedpax.clients.cohort_stream import CohortStream
+from fedpax.clients.cohort_stream import CohortStream, IslandStream
 from fedpax.training.shardings import ShardingTree
 
 
 class IslandRows:
     """A stream of one island's batches, `[steps, batch, ...]`: shard k of a stream of cohorts.
 
-    Thus island k trains on the same batches, in the same order, as island k of `fedpax train`.
+    Thus island k trains on the same batches, in the same order, as island k of `fedpax train`. If
+    the stream can read the rows of one island alone (`IslandStream`), other rows are not read.
 
     Args:
         stream: the cohorts of all islands.
@@ -28,6 +31,8 @@ class IslandRows:
 
     def __init__(self, stream: CohortStream, shard: int) -> None:
         self._stream, self._shard = stream, shard
+        if isinstance(stream, IslandStream):
+            stream.keep_island(shard)
 
     def __next__(self) -> Cohort:
         """Return the island's batches of the next round.
@@ -41,7 +46,9 @@ class IslandRows:
                 "the experiment's cohorts have num_steps, expected None: islands with runtimes of "
                 "their own take every step of a round. Mark padding in a field 'mask'."
             )
-        return Cohort(jax.tree.map(lambda x: x[self._shard], cohort.batches))
+        several = jax.process_count() > 1  # then a process has the rows of its devices alone
+        row = _Row if several else operator.getitem
+        return Cohort(jax.tree.map(lambda x: row(x, self._shard), cohort.batches))
 
     def get_state(self) -> dict[str, Any] | bytes:
         """Return the stream's position."""
@@ -50,6 +57,25 @@ class IslandRows:
     def set_state(self, state: Any) -> None:
         """Move to a position from `get_state`."""
         self._stream.set_state(state)
+
+
+class _Row:
+    """One row of an array, of which blocks are read by indexing: `array[row]` without reading it.
+
+    Args:
+        array: has a shape and a dtype, and can be indexed with slices.
+        row: the index of the row.
+    """
+
+    def __init__(self, array: Any, row: int) -> None:
+        self._array, self._row = array, row
+        self.shape, self.dtype = array.shape[1:], array.dtype
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        """Return a block of the row."""
+        index = index if isinstance(index, tuple) else (index,)
+        block: np.ndarray = self._array[(slice(self._row, self._row + 1), *index)][0]
+        return block
 
 
 def row_shardings(cohort: ShardingTree) -> ShardingTree:

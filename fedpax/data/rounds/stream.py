@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpax.clients.cohort import Cohort
-from fedpax.clients.cohort_stream import CohortStream
+from fedpax.clients.cohort_stream import CohortStream, IslandStream
 from fedpax.data.populations.partition import Examples
 
 Settings = Mapping[str, int | str]
@@ -38,6 +38,18 @@ class LazyStream:
 
     def __iter__(self) -> "LazyStream":
         return self
+
+    def keep_island(self, island: int) -> None:
+        """Read only the rows of one island, if the stream can: see `CohortStream`."""
+        whole = self._open
+
+        def open_island() -> CohortStream:
+            stream = whole()
+            if isinstance(stream, IslandStream):
+                stream.keep_island(island)
+            return stream
+
+        self._open = functools.cache(open_island)
 
     def __next__(self) -> Cohort:
         """Return the cohort of the next round."""

@@ -100,10 +100,7 @@ class TokenRounds:
         self.settings = settings
         self._mixture = mixture
         self._data_sets = data_sets
-        self._mask = rows
-        places = np.full(rows.shape, -1)  # in this process's arrays
-        places[rows] = np.arange(rows.sum())
-        self._places = places.transpose(1, 0, 2).ravel()  # steps, islands, batch
+        self._set_mask(rows)
         self._by_island = by_island
         self._seed = seed
         self._shuffle_tokens = shuffle_tokens
@@ -115,6 +112,34 @@ class TokenRounds:
         self._open(
             num_shards or self._rows_per_step, {}, _Progress(0, 0, 0, [0.0] * len(data_sets))
         )
+
+    def _set_mask(self, rows: RowMask) -> None:
+        self._mask = rows
+        places = np.full(rows.shape, -1)  # in this process's arrays
+        places[rows] = np.arange(rows.sum())
+        self._places = places.transpose(1, 0, 2).ravel()  # steps, islands, batch
+
+    def keep_island(self, island: int) -> None:
+        """Read only the rows of one island from now on; they are bitwise the same rows.
+
+        The arrays of a round are then `fedpax.data.LocalRows`, which have this island's rows.
+
+        Args:
+            island: the island's number.
+
+        Raises:
+            ValueError: this process has none of the island's rows.
+        """
+        rows = np.zeros_like(self._mask)
+        rows[island] = self._mask[island]
+        if not rows.any():
+            raise ValueError(
+                f"island is {island}, but this process has no row of it. Make the stream with "
+                "rows=None, or with rows of this island."
+            )
+        positions = self.get_state()["shards"]
+        self._set_mask(rows)
+        self._open(self._num_shards, positions, self._progress)
 
     def _open(
         self, num_shards: int, positions: Mapping[str, list[Any]], progress: _Progress

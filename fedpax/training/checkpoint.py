@@ -22,6 +22,7 @@ from fedpax.training.participant_states import (
     check_resizable,
     resize_participants,
 )
+from fedpax.training.retention import Retention
 from fedpax.training.saved_leaves import check_same_leaves, saved_struct
 from fedpax.training.saved_params import load_params
 from fedpax.training.saved_rounds import (
@@ -53,11 +54,10 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
 
     Args:
         job_log_dir: the run's folder.
-        keep: number of checkpoints to keep, the newest ones.
-        keep_every: checkpoints of rounds that are a multiple of it are kept too. Default 0: none.
+        keep: which checkpoints to keep. A number keeps this many, the newest ones.
     """
 
-    def __init__(self, job_log_dir: str | Path, *, keep: int, keep_every: int = 0) -> None:
+    def __init__(self, job_log_dir: str | Path, *, keep: int | Retention) -> None:
         self._folder = resolve_job_log_dir(job_log_dir) / FOLDER
         self._primary = jax.process_index() == 0
         if self._primary:
@@ -70,8 +70,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self._manager = ocp.CheckpointManager(
             self._folder,
             options=ocp.CheckpointManagerOptions(
-                max_to_keep=keep,
-                keep_period=keep_every or None,
+                preservation_policy=Retention(keep) if isinstance(keep, int) else keep,
                 cleanup_tmp_directories=True,
                 async_options=ocp.AsyncOptions(post_finalization_callback=callback),
             ),
@@ -158,6 +157,13 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         step = self._verified_round()
         with self._reading(step):
             return _bytes_from_text(self._saved_progress(step)["stream"])
+
+    def saved_configuration(self) -> dict[str, Any]:
+        """Return the experiment of the newest checkpoint as JSON."""
+        step = self._verified_round()
+        with self._reading(step):
+            configuration: dict[str, Any] = self._saved_progress(step)["configuration"]
+            return configuration
 
     def saved_participants(self) -> int | None:
         """Return the number of participants of the newest checkpoint; None: not recorded."""

@@ -96,7 +96,8 @@ class TrainingConfig:
         evaluate_every: rounds between evaluations on held-out data; 0: only after the last round.
         checkpoint_every: rounds between checkpoints; 0: only after the last round. A run that is
             killed resumes from its last checkpoint.
-        keep_checkpoints: number of checkpoints to keep, the newest ones.
+        keep_checkpoints: number of checkpoints to keep, the newest ones. A run that rolls back also
+            keeps the newest one of `checkpoint_every`, whatever signals have saved after it.
         keep_every: rounds between checkpoints that are kept forever, beside the newest ones; these
             rounds are saved even if `checkpoint_every` does not divide them. 0: keep none.
         seed: seed of the initial parameters.

@@ -172,13 +172,24 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         stream = self._run.cohorts
         if self.done:
             saved = self._checkpoints.restore_stream_state()
-            # A roll back can reach a checkpoint from before a change that was allowed then.
-            must_fit = self._compiled is None and not self._changes.allow_config_change
-            restore_stream(stream, saved, must_fit=must_fit, beginning=self._beginning)
+            restore_stream(
+                stream, saved, must_fit=not self._is_changed(), beginning=self._beginning
+            )
         elif self._dispatched:
             stream.set_state(self._beginning)
         for _ in range(self._history.cohorts_left_out(self.done)):
             next(stream)
+
+    def _is_changed(self) -> bool:
+        """Return whether a change of the configuration since the checkpoint was allowed.
+
+        An earlier process, from before a roll back or a kill, can have been allowed to make it.
+        """
+        saved = self._checkpoints.saved_configuration()
+        now = self._configuration
+        fields = (saved.keys() | now.keys()) - {"training"}
+        differs = any(saved.get(field) != now.get(field) for field in fields)
+        return differs or bool(self._changes.allow_config_change)
 
     def _restore_state(self, compiled: CompiledRound) -> State:
         participants, rule = compiled.num_participants, self._changes.participant_states

@@ -21,6 +21,7 @@ from fedpax.training.metrics import read_metrics
 from fedpax.training.participant_states import ParticipantRule, check_rule
 from fedpax.training.preemption import PreemptionGuard
 from fedpax.training.progress import Progress
+from fedpax.training.retention import Retention
 from fedpax.training.round_loop import Changes, RoundLoop
 from fedpax.training.saved_rounds import check_latest_round, latest_round
 from fedpax.training.spikes import RepeatedSpikesError
@@ -131,9 +132,12 @@ def _train(experiment: Experiment, folder: Path, exp: str, changes: Changes) -> 
                 "fedpax.training.experiment.Run. Return one from build."
             )
         enter(jax.set_mesh(run.mesh))
-        checkpoints = enter(
-            Checkpoints(folder, keep=training.keep_checkpoints, keep_every=training.keep_every)
+        retention = Retention(
+            training.keep_checkpoints,
+            every=training.keep_every,
+            scheduled=training.checkpoint_every if training.on_spike == "roll_back" else 0,
         )
+        checkpoints = enter(Checkpoints(folder, keep=retention))
         progress = enter(
             Progress(
                 name,

@@ -8,12 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fedpax.parallel.mesh import make_mesh
 from fedpax.training import checkpoint
 from fedpax.training.checkpoint import Checkpoints, complete_rounds, latest_round, load_params
 from fedpax.training.checksums import write_checksums
+from fedpax.training.retention import Retention
 
 
 class State(NamedTuple):
@@ -127,10 +130,29 @@ def test_every_nth_checkpoint_is_kept_beside_the_newest_also_after_a_restart(
 ) -> None:
     state = random_state(1, sharding)
     for rounds in ((3, 4, 5, 8, 9), (10, 11, 12, 13)):
-        with Checkpoints(tmp_path, keep=2, keep_every=4) as checkpoints:
+        with Checkpoints(tmp_path, keep=Retention(2, every=4)) as checkpoints:
             for number in rounds:
                 checkpoints.save(number, state, {}, {})
     assert complete_rounds(tmp_path / "checkpoints") == [4, 8, 12, 13]
+
+
+@given(
+    st.sets(st.integers(1, 60), min_size=1),
+    st.integers(1, 5),
+    st.integers(0, 7),
+    st.integers(0, 7),
+)
+def test_the_checkpoints_that_a_run_needs_are_kept(
+    rounds: set[int], newest: int, every: int, scheduled: int
+) -> None:
+    ordered = sorted(rounds)
+    kept = Retention(newest, every, scheduled).keeps(ordered)
+    found = {number for number, keeps in zip(ordered, kept, strict=True) if keeps}
+    due = [number for number in ordered if scheduled and number % scheduled == 0]
+    assert found >= {*ordered[-newest:], *due[-1:]}
+    assert found >= {number for number in ordered if every and number % every == 0}
+    spare = {number for number in found if not (every and number % every == 0)}
+    assert len(spare) <= newest + 1
 
 
 def test_training_continues_while_a_checkpoint_is_written(

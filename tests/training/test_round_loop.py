@@ -176,20 +176,22 @@ def test_a_roll_back_goes_on_with_the_data_after_the_spike(
 
 
 @pytest.mark.parametrize(
-    "interrupt",
+    ("interrupt", "keep"),
     [
-        {BAD + 1: Killed},  # about when the spike is found
-        {BAD + 3: Killed},  # after the roll back
-        {BAD: signal.SIGTERM, 8: signal.SIGTERM},  # saves between the checkpoints that are due
+        ({BAD + 1: Killed}, 3),  # about when the spike is found
+        ({BAD + 3: Killed}, 3),  # after the roll back
+        # A signal saves between the checkpoints that are due.
+        ({BAD: signal.SIGTERM, 8: signal.SIGTERM}, 3),
+        ({BAD: signal.SIGTERM}, 1),
     ],
 )
 def test_a_run_that_rolls_back_resumes_identically(
-    rolled_back: Path, tmp_path: Path, interrupt: dict[int, Any]
+    rolled_back: Path, tmp_path: Path, interrupt: dict[int, Any], keep: int
 ) -> None:
     Spiky.interrupt.update(interrupt)
     for _ in range(len(interrupt) + 1):
         try:
-            result = train(experiment(on_spike="roll_back"), tmp_path)
+            result = train(experiment(on_spike="roll_back", keep_checkpoints=keep), tmp_path)
         except Killed:
             pass
     assert result.finished and not Spiky.interrupt

@@ -2,11 +2,12 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+import jax
 from absl import flags
 
 from fedpax.commands.compilation_cache import enable_compilation_cache
-from fedpax.commands.devices import provide_devices
 from fedpax.commands.options import (
     UsageError,
     allowed_changes,
@@ -15,8 +16,17 @@ from fedpax.commands.options import (
     define_training_flags,
     parse,
 )
+from fedpax.commands.processes import (
+    define_process_flags,
+    leave_on_failure,
+    provide_processes,
+)
+from fedpax.parallel.cluster import ClusterError
 from fedpax.training.configuration import resolve_job_log_dir
 from fedpax.training.console import print_line
+
+if TYPE_CHECKING:
+    from fedpax.sites.join import JoinResult
 
 
 def join(arguments: Sequence[str]) -> int:
@@ -37,31 +47,51 @@ def join(arguments: Sequence[str]) -> int:
             "example --syncer=127.0.0.1:7000."
         )
     enable_compilation_cache()
-    provide_devices(dataclasses.replace(experiment.mesh, islands=1))
-    from fedpax.sites.join import join as join_syncer
+    with leave_on_failure():
+        provide_processes(options, dataclasses.replace(experiment.mesh, islands=1))
+        from fedpax.sites.join import join as join_syncer
 
-    result = join_syncer(
-        experiment,
-        resolve_job_log_dir(options.job_log_dir),
-        options.syncer,
-        exp=options.exp,
-        name=options.name,
-        shard=options.shard,
-        certificates=options.certificates,
-        server_name=options.server_name,
-        allow_config_change=allowed_changes(options),
-    )
-    trained = f"{result.rounds} rounds of this island are saved in {options.job_log_dir}"
+        try:
+            result = join_syncer(
+                experiment,
+                resolve_job_log_dir(options.job_log_dir),
+                options.syncer,
+                exp=options.exp,
+                name=options.name,
+                shard=options.shard,
+                certificates=options.certificates,
+                server_name=options.server_name,
+                allow_config_change=allowed_changes(options),
+            )
+        except ClusterError as error:
+            raise UsageError(f"--multihost: {error}") from None
+    if jax.process_index() == 0:
+        print_line(describe(result, options.job_log_dir))
+    return 0 if result.signal is None else 128 + result.signal
+
+
+def describe(result: "JoinResult", folder: str) -> str:
+    """Describe the result of an island in one sentence.
+
+    Args:
+        result: the result.
+        folder: the island's folder.
+
+    Example:
+        >>> from fedpax.sites.join import JoinResult
+        >>> describe(JoinResult(7, finished=True, signal=None), "runs/a")
+        'Finished: the syncer has done all merges; 7 rounds of this island are saved in runs/a.'
+    """
+    trained = f"{result.rounds} rounds of this island are saved in {folder}"
     if result.signal is not None:
-        print_line(f"{result.signal.name}: {trained}. Run the same command again to return.")
-        return 128 + result.signal
-    print_line(f"Finished: the syncer has done all merges; {trained}.")
-    return 0
+        return f"{result.signal.name}: {trained}. Run the same command again to return."
+    return f"Finished: the syncer has done all merges; {trained}."
 
 
 def define_flags(options: flags.FlagValues) -> None:
     """Define the flags of the command."""
     define_training_flags(options)
+    define_process_flags(options)
     flags.DEFINE_string("syncer", None, "HOST:PORT of the syncer.", flag_values=options)
     flags.DEFINE_string("name", None, "The island's name.", flag_values=options)
     flags.DEFINE_integer("shard", None, "The shard of the data.", 0, flag_values=options)

@@ -1,4 +1,4 @@
-"""Join the processes of a job that `fedpax train --multihost` was started in."""
+"""Join the processes of a job, of `fedpax train --multihost` or `fedpax join --multihost`."""
 
 import contextlib
 import os
@@ -6,15 +6,47 @@ import threading
 from collections.abc import Iterator
 
 import jax
+from absl import flags
 
 from fedpax.commands import UsageError
+from fedpax.commands.devices import provide_devices
 from fedpax.parallel.cluster import Cluster, ClusterError, find_cluster
+from fedpax.parallel.mesh import MeshConfig
 from fedpax.parallel.roll_call import call_roll
 from fedpax.training.console import print_error
 
 USAGE_ERROR = 2
 SECONDS_TO_LEAVE = 10.0
 """Seconds that a process that failed waits for the others to end too."""
+
+
+def define_process_flags(options: flags.FlagValues) -> None:
+    """Define the flags of the commands that several processes can run together."""
+    flags.DEFINE_bool("multihost", False, "Train with all processes.", flag_values=options)
+    flags.DEFINE_float(
+        "join_timeout", 300.0, "Seconds to wait for the other processes.", flag_values=options
+    )
+    flags.DEFINE_integer(
+        "heartbeat_timeout", 100, "Seconds until a silent process is lost.", 5, flag_values=options
+    )
+
+
+def provide_processes(options: flags.FlagValues, mesh: MeshConfig) -> None:
+    """Join the other processes with `--multihost`, and provide the devices of a mesh.
+
+    Args:
+        options: the flags of `define_process_flags`.
+        mesh: the sizes of the mesh's axes.
+
+    Raises:
+        UsageError: a process is missing, or there are fewer devices than the mesh needs.
+    """
+    num_processes: int | None = 1
+    if options.multihost:
+        num_processes = join_processes(options.join_timeout, options.heartbeat_timeout)
+    # Where only JAX knows the number of processes, it knows their devices too.
+    if num_processes is not None:
+        provide_devices(mesh, num_processes)
 
 
 def join_processes(timeout: float, heartbeat_timeout: int) -> int | None:

@@ -100,7 +100,7 @@ class FragmentFormat:
             leaves = coder.decode(jnp.asarray(shard, jnp.int32), leaves)
         return jax.tree.unflatten(self._tree, leaves)
 
-    def from_arrays(self, arrays: Mapping[str, np.ndarray]) -> Any:
+    def from_arrays(self, arrays: Mapping[str, Any]) -> Any:
         """Arrange arrays by name as the fragment's pytree."""
         return jax.tree.unflatten(self._tree, [arrays[name] for name in self.names])
 

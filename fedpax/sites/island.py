@@ -6,7 +6,8 @@ from typing import Any
 
 import chex
 
-from fedpax.sites.link import Link
+from fedpax.sites.exchange import Exchange
+from fedpax.sites.link import Link, News
 from fedpax.sites.local_model import LocalModel, LocalState
 from fedpax.sites.progress_ledger import Ledger
 from fedpax.training.algorithm_parts import AlgorithmParts, Report, most_phases_ahead
@@ -17,10 +18,13 @@ class Island:
 
     Only `finish` waits for the network. If `is_ahead`, the next phase must wait for a merge.
 
+    An island of several processes has an object of this class in each of them. Which programs it
+    dispatches depends on the news alone, and these are the same in all processes.
+
     Args:
         parts: the method.
         model: the compiled functions of the island.
-        link: the link to the syncer.
+        link: the link to the syncer, or the exchange that several processes share.
         shard: the island's shard.
         process: identifies this process, the `incarnation` of its messages.
         tokens_per_step: tokens of an inner step.
@@ -28,6 +32,7 @@ class Island:
     Attributes:
         state: the island's state, on its devices.
         ledger: the sent and the unsent progress of each fragment.
+        news: the newest news of the syncer.
         steps: number of inner steps of this process.
         dropped: number of updates that the syncer has dropped, by reason.
     """
@@ -36,7 +41,7 @@ class Island:
         self,
         parts: AlgorithmParts,
         model: LocalModel,
-        link: Link,
+        link: Link | Exchange,
         *,
         shard: int,
         process: str,
@@ -50,6 +55,7 @@ class Island:
         self._report: Report | None = None
         self.ledger = Ledger(len(model.formats), parts.steps_per_sync)
         self.state: LocalState = model.init()
+        self.news = News()
         self.steps = 0
         self.dropped: dict[str, int] = {}
 
@@ -62,6 +68,10 @@ class Island:
     def has_model(self) -> bool:
         """Tell whether all fragments of the outer model have arrived."""
         return min(self.ledger.versions()) >= 0
+
+    def must_stop(self) -> bool:
+        """Tell whether the syncer has finished, or a signal asks the island to stop."""
+        return self.news.finished or self.news.stop
 
     def restore(
         self, state: LocalState, ledger: Mapping[str, Any], received: Mapping[int, tuple[str, int]]
@@ -89,12 +99,13 @@ class Island:
             fragments[p].forget()
 
     def receive(self) -> None:
-        """Add the fragments that have arrived to the model."""
-        for reason, merge in self._link.take_dropped():
+        """Hear the news, and add the fragments that have arrived to the model."""
+        self.news = self._link.hear()
+        for reason, merge in self.news.dropped:
             self.ledger.was_dropped(merge)
             self.dropped[reason] = self.dropped.get(reason, 0) + 1
             self._phases_since_merge = 0  # it waits for a merge that needs another update
-        for fragment in self._link.take_fragments():
+        for fragment in self.news.fragments:
             self.state = self._model.receive(self.state, fragment.number, fragment.arrays)
             self.ledger.received(fragment.number, fragment.version)
             self._phases_since_merge = 0
@@ -127,10 +138,10 @@ class Island:
 
     def send(self) -> None:
         """Encode the fragment of the next merge, if it has progress and the link is free."""
-        if self._report is None or self._unsent or not self._link.can_send:
+        if self._report is None or self._unsent or not self.news.can_send:
             return
         count = len(self.ledger.fragments)
-        merge = self.ledger.next_merge(self._link.merges)
+        merge = self.ledger.next_merge(self.news.merges)
         if merge is not None and self.ledger.fragments[merge % count].steps:
             self._encode(merge % count, merge)
         starved = self.ledger.starved_fragment(but=None if merge is None else merge % count)
@@ -147,25 +158,21 @@ class Island:
             "fragment": p,
             "target": merge,
             # A fragment that is sent beside counts as late.
-            "merge": max(self._link.merges - 1, 0) if merge is None else merge,
+            "merge": max(self.news.merges - 1, 0) if merge is None else merge,
             "count": own.version,
             "base": own.base,
             "tokens": own.tokens,
             "update_steps": own.steps,
         }
         self.state, arrays = self._model.encode(self.state, p, self._shard, own.version)
-        for array in arrays.values():
-            array.copy_to_host_async()
         self.ledger.sent(p, self._process, merge)
         header["sequence"] = self.ledger.sequence
-        self._unsent.append((header, arrays, self._report))
+        self._unsent.append((header, self._link.prepare(arrays), self._report))
 
     def finish(self, seconds: float) -> None:
         """Send the encoded updates, and wait at most `seconds` until the syncer has them."""
         self._hand_over()
-        deadline = time.monotonic() + seconds
-        while not self._link.can_send and time.monotonic() < deadline and self._link.connected:
-            time.sleep(0.01)
+        self._link.drain(seconds)
 
     def _hand_over(self) -> None:
         """Give the encoded updates to the link, with the loss of their last phase."""

@@ -2,10 +2,10 @@
 
 import math
 import time
+from collections.abc import Callable
 
 import jax
 
-from fedpax.sites.link import Link
 from fedpax.training.algorithm import Metrics
 from fedpax.training.logging import NonFiniteError
 from fedpax.training.metrics import MetricsWriter, select
@@ -18,7 +18,7 @@ class IslandLog:
     Args:
         metrics: the writer of lines and scalars.
         progress: the progress that the user sees.
-        link: the link to the syncer, which counts its bytes.
+        transferred_bytes: returns the bytes that this process has exchanged with the syncer.
         started: the `time.perf_counter()` at the start of the process.
         items_per_round: tokens of a round of this island.
         stop_on_non_finite: raise when the loss is not finite.
@@ -28,13 +28,14 @@ class IslandLog:
         self,
         metrics: MetricsWriter,
         progress: Progress,
-        link: Link,
         *,
+        transferred_bytes: Callable[[], int],
         started: float,
         items_per_round: int,
         stop_on_non_finite: bool,
     ) -> None:
-        self._metrics, self._progress, self._link = metrics, progress, link
+        self._metrics, self._progress = metrics, progress
+        self._transferred_bytes = transferred_bytes
         self._items_per_round = items_per_round
         self._stop_on_non_finite = stop_on_non_finite
         before = (select(metrics.kept, "training") or [{}])[-1]
@@ -84,9 +85,7 @@ class IslandLog:
             {
                 **values,
                 "items": number * self._items_per_round,
-                "bytes_across_placement": self._bytes_before
-                + self._link.sent_bytes
-                + self._link.received_bytes,
+                "bytes_across_placement": self._bytes_before + self._transferred_bytes(),
                 "seconds": seconds,
                 "merge_wait_fraction": min(waited / seconds, 1.0),
                 "items_per_second": rate,

@@ -1,35 +1,41 @@
-"""The process of an island: joins a syncer and trains until the syncer has finished."""
+"""The processes of an island: join a syncer and train until the syncer has finished."""
 
 import contextlib
 import dataclasses
 import json
 import math
+import os
 import secrets
 import signal
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
+from fedpax.parallel.control_channel import ControlChannel
+from fedpax.sites.exchange import Exchange
 from fedpax.sites.identity import identify
 from fedpax.sites.island import Island
 from fedpax.sites.island_data import IslandRows, row_shardings
 from fedpax.sites.island_log import IslandLog
-from fedpax.sites.link import Call, Link, Membership
+from fedpax.sites.link import Link
 from fedpax.sites.local_model import LocalModel
 from fedpax.sites.run_syncer import build_parts, tokens_per_step
-from fedpax.sites.transport import DisconnectedError, connect
+from fedpax.sites.transport import Connection, DisconnectedError, connect
+from fedpax.training.agreement import check_agreement
 from fedpax.training.algorithm import Metrics
 from fedpax.training.checkpoint import Checkpoints
 from fedpax.training.configuration import (
+    ConfigurationError,
     resolve_job_log_dir,
     to_json,
     write_atomically,
     write_configuration,
 )
-from fedpax.training.experiment import Experiment
+from fedpax.training.console import print_error
+from fedpax.training.experiment import Experiment, Run
 from fedpax.training.job_dir import JobDirLock, check_configuration
 from fedpax.training.metrics import MetricsWriter
 from fedpax.training.preemption import PreemptionGuard
@@ -41,6 +47,7 @@ FILE = "island.json"
 SECONDS_TO_FLUSH = 5.0
 SECONDS_BETWEEN_NOTES = 10.0
 ENDLESS = 2**31
+PROCESS_ENDED = 75  # EX_TEMPFAIL of sysexits.h: the same command can succeed later
 
 
 class JoinResult(NamedTuple):
@@ -79,9 +86,13 @@ def join(
 ) -> JoinResult:
     """Train one island of an experiment, which a syncer merges with others.
 
-    The island trains on this process's devices and on its own shard of the data. It takes the same
-    inner steps as `fedpax train`. Threads send updates and receive fragments during the steps. If
-    the syncer does not answer, the island trains on for `max_steps_ahead` steps, and then waits.
+    The island trains on its own devices and on its own shard of the data. It takes the same inner
+    steps as `fedpax train`. Threads send updates and receive fragments during the steps. If the
+    syncer does not answer, the island trains on for `max_steps_ahead` steps, and then waits.
+
+    If `jax.distributed` is initialized, its processes form one island: all of them must call this
+    function, with a folder that all of them see. Only process 0 connects to the syncer. If one of
+    them ends, the others print this and exit with status 75.
 
     The folder gets `config.json`, `metrics.jsonl`, `tensorboard/`, `checkpoints/` (model, inner
     optimizer, position in the data, unsent progress) and `island.json`. An island that is killed
@@ -115,28 +126,33 @@ def join(
     """
     folder = resolve_job_log_dir(job_log_dir)
     with JobDirLock(folder):
+        check_agreement(folder, experiment)
         check_configuration(folder, experiment, exp, allow_config_change=allow_config_change)
-        member = _read_member(folder)
-        if member.finished:
-            return JoinResult(latest_round(folder) or 0, True, None)
-        header = {
-            "island": name or folder.name,
-            "incarnation": secrets.token_hex(8),
-            "folder": member.folder,
-            "run": member.run,
-            "shard": shard,
-        }
-        connection = connect(syncer, certificates=certificates, server_name=server_name)
-        try:
-            return _join(experiment, folder, connection.call, header, exp, syncer)
-        finally:
-            connection.close()
+        with ControlChannel(_exit_after(folder)) as channel:
+            member = _Member(**channel.broadcast(_read_member(folder)._asdict()))
+            if member.finished:
+                return JoinResult(latest_round(folder) or 0, True, None)
+            header = {
+                "island": name or folder.name,
+                "incarnation": secrets.token_hex(8),
+                "folder": member.folder,
+                "run": member.run,
+                "shard": shard,
+            }
+            header = channel.broadcast(header)
+            with contextlib.ExitStack() as stack:
+                connection = None
+                if channel.is_first:
+                    connection = connect(syncer, certificates=certificates, server_name=server_name)
+                    stack.callback(connection.close)
+                return _join(experiment, folder, connection, channel, header, exp, syncer)
 
 
 def _join(
     experiment: Experiment,
     folder: Path,
-    call: Call,
+    connection: Connection | None,
+    channel: ControlChannel,
     header: dict[str, Any],
     exp: str,
     syncer: str,
@@ -145,19 +161,22 @@ def _join(
     training = experiment.training
     first = done = saved = latest_round(folder) or 0
     run = build_parts(experiment, dataclasses.replace(experiment.mesh, islands=1), exp)
+    _check_devices(run)
     parts = run.algorithm.parts
     assert parts is not None
     params = jax.eval_shape(run.init, jax.random.key(0))
     header["identity"] = identify(experiment, params)._asdict()
+    preemption = PreemptionGuard()
     with (
         jax.set_mesh(run.mesh),
         Checkpoints(folder, keep=training.keep_checkpoints) as checkpoints,
-        MetricsWriter(folder, after=first) as metrics,
+        MetricsWriter(folder, after=first, enabled=channel.is_first) as metrics,
         Progress(
             f"{exp or type(experiment).__name__} {header['island']}",
             rounds_done=first,
             rounds=training.rounds,
             item_unit=run.item_unit,
+            enabled=channel.is_first,
         ) as progress,
         contextlib.ExitStack() as stack,
     ):
@@ -166,12 +185,18 @@ def _join(
         versions = [-1] * len(model.formats)
         if first:
             versions = [fragment["version"] for fragment in position["ledger"]["fragments"]]
-        link = Link(call, header, model.formats, versions)
-        member = _join_patiently(link, progress, syncer)
-        link.start()  # already now, because data and compilation take long
-        stack.callback(link.close)
+        link = None
+        if connection is not None:
+            link = Link(connection.call, header, model.formats, versions)
+        exchange = Exchange(link, channel, preemption)
+        stack.callback(exchange.close)
+        # Already now, because data and compilation take long.
+        member = exchange.join(_patience(progress, syncer))
+        if member is None:
+            return JoinResult(first, False, preemption.signal)
         progress.note(f"joined {syncer} with shard {member.shard} of {parts.islands}")
-        _write_member(folder, _Member(header["folder"], member.run))
+        if channel.is_first:
+            _write_member(folder, _Member(header["folder"], member.run))
         header["run"] = member.run
         rows = IslandRows(run.cohorts, member.shard)
         if first and position["shard"] == member.shard:
@@ -180,7 +205,7 @@ def _join(
         island = Island(
             parts,
             model,
-            link,
+            exchange,
             shard=member.shard,
             process=header["incarnation"],
             tokens_per_step=rate,
@@ -190,12 +215,13 @@ def _join(
             state = checkpoints.restore_state(model.shapes, parts.islands)
             island.restore(state, position["ledger"], member.received)
         phases = len(model.formats)
-        write_configuration(folder, experiment, exp)
+        if channel.is_first:
+            write_configuration(folder, experiment, exp)
         size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
         log = IslandLog(
             metrics,
             progress,
-            link,
+            transferred_bytes=lambda: exchange.transferred_bytes,
             started=started,
             items_per_round=run.items_per_round // parts.islands,
             stop_on_non_finite=training.stop_on_non_finite,
@@ -216,16 +242,16 @@ def _join(
 
         with (
             Prefetch(rows, row_shardings(run.shardings.cohort), ENDLESS) as prefetch,
-            PreemptionGuard() as preemption,
+            preemption,
         ):
             stream_state: Any = None
-            while not link.finished and preemption.signal is None:
+            while not island.must_stop():
                 cohort, stream_state = prefetch.next()
                 waited, reports = 0.0, []
                 for phase in range(phases):
-                    waited += _wait_for_merge(island, link, preemption, progress)
-                    if link.finished or island.is_ahead or not island.has_model:
-                        break  # finished, or stopped while it waited
+                    waited += _wait_for_merge(island, exchange, progress)
+                    if island.must_stop():
+                        break
                     start = phase * parts.steps_per_sync
                     reports.append(island.train(cohort.batches, start, *frozen))
                 if len(reports) < phases:
@@ -239,39 +265,64 @@ def _join(
             if done > saved:
                 save(stream_state)
         checkpoints.wait()
-        if link.finished:
+        finished = island.news.finished
+        if finished and channel.is_first:
             _write_member(folder, _Member(header["folder"], member.run, finished=True))
-    return JoinResult(done, link.finished, None if link.finished else preemption.signal)
+    return JoinResult(done, finished, None if finished else preemption.signal)
 
 
-def _join_patiently(link: Link, progress: Progress, syncer: str) -> Membership:
-    """Join, and wait for a syncer that does not answer yet."""
+def _check_devices(run: Run) -> None:
+    """Check that each process has devices of the mesh."""
+    processes = {device.process_index for device in run.mesh.devices.flat}
+    if len(processes) < jax.process_count():
+        raise ConfigurationError(
+            f"the mesh has {run.mesh.size} devices, all in {len(processes)} of the island's "
+            f"{jax.process_count()} processes, expected devices of every process. Set "
+            "--mesh.fsdp=-1 for all devices, or start fewer processes."
+        )
+
+
+def _exit_after(folder: Path) -> Callable[[str], None]:
+    """Return a function that ends this process, because another one of the island has ended."""
+
+    def end(reason: str) -> None:
+        kept = latest_round(folder)
+        print_error(
+            f"fedpax: {reason}, and without it the island cannot train. Read its log, then start "
+            "all processes of the island again: it returns with "
+            f"{f'the state after its round {kept}' if kept else 'the newest outer model'}."
+        )
+        os._exit(PROCESS_ENDED)  # the main thread may wait for the devices forever
+
+    return end
+
+
+def _patience(progress: Progress, syncer: str) -> Callable[[DisconnectedError], None]:
+    """Return a function that says, at times, that the syncer does not answer yet."""
     noted = -math.inf
-    while True:
-        try:
-            return link.join()
-        except DisconnectedError as error:
-            if time.monotonic() - noted > SECONDS_BETWEEN_NOTES:
-                noted = time.monotonic()
-                progress.note(f"waiting for the syncer at {syncer}: {error}")
-            time.sleep(0.2)
+
+    def note(error: DisconnectedError) -> None:
+        nonlocal noted
+        if time.monotonic() - noted > SECONDS_BETWEEN_NOTES:
+            noted = time.monotonic()
+            progress.note(f"waiting for the syncer at {syncer}: {error}")
+
+    return note
 
 
-def _wait_for_merge(
-    island: Island, link: Link, preemption: PreemptionGuard, progress: Progress
-) -> float:
+def _wait_for_merge(island: Island, exchange: Exchange, progress: Progress) -> float:
     """Wait until the island may take its next steps; return the seconds of the wait."""
-    link.check()
     began = noted = time.perf_counter()
     while not island.has_model or island.is_ahead:
-        if link.finished or preemption.signal is not None:
+        island.receive()
+        if island.must_stop():
             break
         island.send()
-        link.wait(0.05)
-        island.receive()
+        exchange.wait(0.05)
         if time.perf_counter() - noted > SECONDS_BETWEEN_NOTES:
             noted = time.perf_counter()
-            reason = "a merge" if link.connected else "the syncer, which does not answer"
+            connected = island.news.connected
+            reason = "a merge" if connected else "the syncer, which does not answer"
             progress.note(f"waiting for {reason}")
     return time.perf_counter() - began
 

@@ -4,9 +4,10 @@ import contextlib
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from fedpax.sites.fragment_format import FragmentFormat, check_arrays
@@ -30,12 +31,34 @@ class Fragment(NamedTuple):
     Attributes:
         number: the fragment.
         version: its number of merges.
-        arrays: its parameters by name.
+        arrays: its parameters by name; None in a process that does not have them.
     """
 
     number: int
     version: int
-    arrays: Mapping[str, np.ndarray]
+    arrays: Mapping[str, np.ndarray] | None
+
+
+class News(NamedTuple):
+    """What an island knows of its syncer at one point of its training.
+
+    Attributes:
+        merges: number of merges that the syncer has done, as far as known.
+        finished: whether the syncer has done all merges.
+        connected: whether the last call got an answer.
+        can_send: whether the updates so far have been acknowledged, and there is room for another.
+        fragments: the fragments that have arrived since the former news.
+        dropped: reason and target merge of each update that the syncer has dropped since then.
+        stop: whether a signal asks the island to save and stop.
+    """
+
+    merges: int = 0
+    finished: bool = False
+    connected: bool = False
+    can_send: bool = False
+    fragments: Sequence[Fragment] = ()
+    dropped: Sequence[tuple[str, int | None]] = ()
+    stop: bool = False
 
 
 class Membership(NamedTuple):
@@ -109,13 +132,37 @@ class Link:
 
     # Calls of the training thread: none of them waits for the network.
 
-    @property
-    def can_send(self) -> bool:
-        """Tell whether the updates so far have been acknowledged, and there is room for another."""
+    def hear(self) -> News:
+        """Return what has arrived since the last call, and the state of the exchange.
+
+        Raises:
+            RefusedError: the syncer does not want this island.
+        """
+        if self.failure is not None:
+            raise self.failure
         with self._lock:
-            return len(self._outbox) < MAX_OUTBOX and all(
-                update.acknowledged for update in self._outbox.values()
+            arrived, self._inbox = self._inbox, []
+            dropped, self._dropped = self._dropped, []
+            self._arrived.clear()
+            acknowledged = all(update.acknowledged for update in self._outbox.values())
+            return News(
+                merges=self.merges,
+                finished=self.finished,
+                connected=self.connected,
+                can_send=acknowledged and len(self._outbox) < MAX_OUTBOX,
+                fragments=arrived,
+                dropped=dropped,
             )
+
+    def prepare(self, arrays: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
+        """Start to copy the arrays of an update to the host, and return them.
+
+        Args:
+            arrays: the arrays, which may still be computed.
+        """
+        for array in arrays.values():
+            array.copy_to_host_async()
+        return arrays
 
     def send(self, header: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
         """Queue an update for sending.
@@ -129,36 +176,19 @@ class Link:
             self._outbox[header["sequence"]] = _Outgoing(dict(header), arrays)
         self._wake.set()
 
-    def take_fragments(self) -> list[Fragment]:
-        """Return the fragments that have arrived since the last call."""
-        with self._lock:
-            arrived, self._inbox = self._inbox, []
-            self._arrived.clear()
-        return arrived
-
-    def take_dropped(self) -> list[tuple[str, int | None]]:
-        """Return reason and target merge of each update that the syncer has dropped."""
-        with self._lock:
-            dropped, self._dropped = self._dropped, []
-        return dropped
-
     def report(self, steps: int, seconds_per_update: float) -> None:
         """Set the numbers that the heartbeats report."""
         self._steps, self._seconds_per_update = steps, seconds_per_update
 
     def wait(self, seconds: float) -> None:
-        """Wait at most `seconds` for a fragment; raise the error that has ended the link."""
+        """Wait at most `seconds` for a fragment, or for the end of the exchange."""
         self._arrived.wait(seconds)
-        self.check()
 
-    def check(self) -> None:
-        """Raise the error that has ended the link.
-
-        Raises:
-            RefusedError: the syncer does not want this island.
-        """
-        if self.failure is not None:
-            raise self.failure
+    def drain(self, seconds: float) -> None:
+        """Wait at most `seconds` until the syncer has received the queued updates."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and self.connected and any(self._unacknowledged()):
+            time.sleep(0.01)
 
     # The exchange.
 

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from fedpax.parallel.broadcast import Broadcast
 from fedpax.sites.fragment_format import FragmentFormat
 from fedpax.training.algorithm import Params
 from fedpax.training.algorithm_parts import Report
@@ -47,7 +48,10 @@ class LocalModel:
 
     Thus every inner step is part of exactly one Delta_p, for any order of sends and receives.
     Steps and transfers do not wait for each other: `encode` returns before its arrays are
-    computed, and the next steps are dispatched behind it.
+    computed, and the next steps are dispatched behind it. Every device holds the whole fragment
+    while it is encoded or received; the state is sharded over the mesh.
+
+    With several processes, all of them must call the same functions in the same order.
 
     Args:
         run: the run that the experiment builds. Its algorithm must have parts, and its mesh must be
@@ -68,6 +72,10 @@ class LocalModel:
         shapes = jax.eval_shape(self._make_state, params)
         self._shardings = run_state_shardings(run, params, shapes, self._parts.islands)
         self.shapes: Any = with_shardings(shapes, self._shardings)
+        self._broadcasts = [
+            {name: Broadcast(run.mesh, like) for name, like in form.shapes.items()}
+            for form in self.formats
+        ]
         replicated = NamedSharding(run.mesh, PartitionSpec())
         self._steps = jax.jit(
             self._take_steps, donate_argnums=0, out_shardings=(self._shardings, replicated)
@@ -140,9 +148,21 @@ class LocalModel:
         new: tuple[LocalState, dict[str, jax.Array]] = self._encode[p](state, shard, count)
         return new
 
-    def receive(self, state: LocalState, p: int, arrays: Mapping[str, np.ndarray]) -> LocalState:
-        """Replace fragment p by the outer parameters, and add its unsent progress to them."""
-        new: LocalState = self._receive[p](state, self.formats[p].from_arrays(arrays))
+    def receive(
+        self, state: LocalState, p: int, arrays: Mapping[str, np.ndarray] | None
+    ) -> LocalState:
+        """Replace fragment p by the outer parameters, and add its unsent progress to them.
+
+        Args:
+            state: the state, which is donated.
+            p: the fragment.
+            arrays: its outer parameters by name in process 0; not read in other processes.
+        """
+        rows = {
+            name: broadcast.lay_out(None if arrays is None else arrays[name])
+            for name, broadcast in self._broadcasts[p].items()
+        }
+        new: LocalState = self._receive[p](state, rows)
         return new
 
     def forget(self, state: LocalState, fragments: frozenset[int]) -> LocalState:
@@ -191,9 +211,13 @@ class LocalModel:
         sent_params = fragment.put(state.sent_params, own)
         return state._replace(sent_params=sent_params, residual=residual), arrays
 
-    def _receive_fragment(self, p: int, state: LocalState, new: Params) -> LocalState:
+    def _receive_fragment(
+        self, p: int, state: LocalState, rows: Mapping[str, jax.Array]
+    ) -> LocalState:
         fragment = self._split[p]
         own = fragment.take(state.params)
+        arrays = {name: self._broadcasts[p][name].read(x) for name, x in rows.items()}
+        new = self.formats[p].from_arrays(arrays)
         new = jax.tree.map(lambda x, y: x.astype(y.dtype), new, own)
         progressed = jax.tree.map(
             lambda x, y, r: x + (y - r), new, own, fragment.take(state.sent_params)

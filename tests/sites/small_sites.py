@@ -57,7 +57,9 @@ class SitesRegression(Experiment):
 
     def build(self) -> Run:
         mesh = self.mesh.make()
-        replicated = NamedSharding(mesh, PartitionSpec())
+
+        def sharding(*axes: str | None) -> NamedSharding:
+            return NamedSharding(mesh, PartitionSpec(*axes))
 
         def init(key: jax.Array) -> Any:
             first, second = jax.random.split(key)
@@ -85,8 +87,8 @@ class SitesRegression(Experiment):
             evaluate=lambda params: {"loss": 0.0},
             mesh=mesh,
             shardings=Shardings(
-                params={"hidden": replicated, "out": replicated},
-                cohort=NamedSharding(mesh, PartitionSpec("islands")),
+                params={"hidden": sharding(None, "fsdp"), "out": sharding("fsdp")},
+                cohort=sharding("islands", None, "fsdp"),
             ),
             items_per_round=self.islands * STEPS * BATCH,
             placement="islands",

@@ -1,0 +1,138 @@
+"""The exchange of an island of one or several processes with its syncer."""
+
+import itertools
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from fedpax.parallel.control_channel import ControlChannel
+from fedpax.sites.link import Fragment, Link, Membership, News
+from fedpax.sites.transport import DisconnectedError, RefusedError
+from fedpax.training.preemption import PreemptionGuard
+
+SECONDS_BETWEEN_JOINS = 0.2
+
+
+class Exchange:
+    """The exchange with the syncer, as all processes of an island see it.
+
+    Process 0 has the link to the syncer. The other processes hear its news over the control
+    channel, so that all processes dispatch the same programs in the same order. The channel does
+    not use the devices: an island hears the news of a phase while its devices compute.
+
+    All processes must call `join` and `hear` at the same points of their programs.
+
+    Args:
+        link: the link to the syncer in process 0; None in other processes.
+        channel: the control channel of the island's processes.
+        preemption: says when a signal asks the island to stop.
+    """
+
+    def __init__(
+        self, link: Link | None, channel: ControlChannel, preemption: PreemptionGuard
+    ) -> None:
+        self._link, self._channel, self._preemption = link, channel, preemption
+        self._count = itertools.count()
+
+    @property
+    def transferred_bytes(self) -> int:
+        """Bytes that this process has sent to the syncer and received from it."""
+        return 0 if self._link is None else self._link.sent_bytes + self._link.received_bytes
+
+    def join(self, on_wait: Callable[[DisconnectedError], None]) -> Membership | None:
+        """Join the syncer, and start to exchange; wait for a syncer that does not answer yet.
+
+        Args:
+            on_wait: called in process 0 after each attempt without an answer.
+
+        Returns:
+            The membership; None if a signal asks the island to stop.
+
+        Raises:
+            RefusedError: the syncer does not want this island.
+        """
+        while not self._preemption.should_stop(next(self._count)):
+            try:
+                membership = self._share(lambda link: link.join()._asdict())
+            except DisconnectedError as error:
+                on_wait(error)
+                membership = self._channel.broadcast(None)
+                time.sleep(SECONDS_BETWEEN_JOINS)
+            if membership is not None:
+                if self._link is not None:
+                    self._link.start()
+                return _read_membership(membership)
+        return None
+
+    def hear(self) -> News:
+        """Return the news of process 0's link, in all processes.
+
+        Raises:
+            RefusedError: the syncer does not want this island.
+        """
+        stop = self._preemption.should_stop(next(self._count))
+        fragments: list[Fragment] = []
+
+        def hear(link: Link) -> dict[str, Any]:
+            news = link.hear()
+            fragments.extend(news.fragments)
+            return news._replace(fragments=[f._replace(arrays=None) for f in fragments])._asdict()
+
+        news = News(**self._share(hear))
+        if self._link is None:
+            fragments = [Fragment(*fragment) for fragment in news.fragments]
+        return news._replace(fragments=fragments, stop=stop)
+
+    def _share(self, ask: Callable[[Link], dict[str, Any]]) -> Any:
+        """Return process 0's answer of the link in all processes, and raise its refusal in all."""
+        if self._link is None:
+            answer = self._channel.broadcast(None)
+            if answer is not None and "refusal" in answer:
+                raise RefusedError(answer["refusal"])
+            return answer
+        try:
+            return self._channel.broadcast(ask(self._link))
+        except RefusedError as error:
+            self._channel.broadcast({"refusal": str(error)})
+            raise
+
+    def wait(self, seconds: float) -> None:
+        """Wait at most `seconds` for a fragment in process 0; the others wait when they `hear`."""
+        if self._link is not None:
+            self._link.wait(seconds)
+
+    def prepare(self, arrays: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
+        """Start to copy the arrays of an update to the host of process 0.
+
+        Returns:
+            The arrays; none in other processes.
+        """
+        return {} if self._link is None else self._link.prepare(arrays)
+
+    def send(self, header: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
+        """Queue an update for sending, in process 0."""
+        if self._link is not None:
+            self._link.send(header, arrays)
+
+    def report(self, steps: int, seconds_per_update: float) -> None:
+        """Set the numbers that the heartbeats of process 0 report."""
+        if self._link is not None:
+            self._link.report(steps, seconds_per_update)
+
+    def drain(self, seconds: float) -> None:
+        """Wait at most `seconds` until the syncer has received the queued updates."""
+        if self._link is not None:
+            self._link.drain(seconds)
+
+    def close(self) -> None:
+        """Stop to exchange, and tell the syncer that the island leaves."""
+        if self._link is not None:
+            self._link.close()
+
+
+def _read_membership(fields: Mapping[str, Any]) -> Membership:
+    """Read a membership from JSON, which has texts as keys and lists instead of tuples."""
+    received = {int(p): (process, n) for p, (process, n) in fields["received"].items()}
+    return Membership(**{**fields, "received": received})

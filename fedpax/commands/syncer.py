@@ -48,6 +48,7 @@ def syncer(arguments: Sequence[str]) -> int:
         certificates=options.certificates,
         allow_config_change=allowed_changes(options),
         heartbeat_seconds=options.heartbeat_seconds,
+        goodbye_seconds=options.goodbye_seconds,
     )
     completed = f"{result.rounds} of {experiment.training.rounds} rounds"
     if result.signal is not None:
@@ -70,5 +71,12 @@ def define_flags(options: flags.FlagValues) -> None:
         1.0,
         "Seconds between an island's heartbeats.",
         lower_bound=0.05,
+        flag_values=options,
+    )
+    flags.DEFINE_float(
+        "goodbye_seconds",
+        15.0,
+        "Seconds after the end in which islands can learn it.",
+        lower_bound=0.0,
         flag_values=options,
     )

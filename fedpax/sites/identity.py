@@ -18,11 +18,14 @@ LOCAL = (
     "training.keep_checkpoints",
     "training.on_hang",
     "training.profile_at",
+    "training.rounds",
     "training.stop_on_non_finite",
     "data.data_dir",
     "model.weights",
 )
-"""Fields of an experiment that may differ between sites; a path stands for all fields below it."""
+"""Fields of an experiment that may differ between sites; a path stands for all fields below it.
+
+An island takes over the syncer's number of rounds."""
 
 
 class Identity(NamedTuple):

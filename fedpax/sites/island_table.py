@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedpax.sites.members import IslandReport
-from fedpax.training.configuration import write_atomically
 from fedpax.training.progress import Progress
 from fedpax.training.table import format_seconds, markdown_table
 
@@ -67,7 +66,10 @@ class IslandWatch:
             for fields in content:
                 if math.isinf(fields["seconds_since_message"]):  # JSON has no infinity
                     fields["seconds_since_message"] = None
-            write_atomically(self._path, json.dumps(content, indent=2) + "\n")
+            # Without a flush to the disk, for which merges would wait.
+            draft = self._path.with_name(f".{FILE}.draft")
+            draft.write_text(json.dumps(content, indent=2) + "\n")
+            draft.replace(self._path)
 
 
 def format_islands(islands: Sequence[IslandReport]) -> str:

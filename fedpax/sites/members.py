@@ -17,6 +17,9 @@ STALLED_AFTER = 10.0
 
 LEAST_STALL_SECONDS = 30.0
 
+KNOWN_PROCESSES = 16
+"""Processes of an island that the syncer knows. The manifest, saved with each merge, has them."""
+
 
 @dataclasses.dataclass
 class Island:
@@ -30,11 +33,12 @@ class Island:
         shard: its shard of the data.
         peer: the name in its certificate; "" without certificates.
         folder: identifies its folder, over all of its processes.
-        incarnations: identifies each of its processes, the newest last.
+        incarnations: identifies its newest processes, the last one last.
         merged: for each fragment, process and sequence number of its newest update in the saved
             model.
         joined: whether its newest process has joined this syncer process.
         left: whether it has told the syncer that it leaves.
+        heard_end: whether it has told the syncer that it knows the end of the run.
         last_message: time of its last message, on the syncer's clock.
         last_step: time of the last message with a larger number of steps.
         steps: inner steps of its process.
@@ -54,6 +58,7 @@ class Island:
     merged: dict[int, tuple[str, int]] = dataclasses.field(default_factory=dict)
     joined: bool = False
     left: bool = False
+    heard_end: bool = False
     last_message: float = 0.0
     last_step: float = 0.0
     steps: int = 0
@@ -108,6 +113,7 @@ class Island:
             "contributed": self.contributed,
             "late": self.late,
             "dropped": self.dropped,
+            "heard_end": self.heard_end,
         }
 
     @classmethod
@@ -221,6 +227,7 @@ class Members:
             self._check_return(island, peer, folder, incarnation, now)
             if incarnation != island.incarnation:
                 island.incarnations.append(incarnation)
+                del island.incarnations[:-KNOWN_PROCESSES]
                 island.dropped_sequences, island.steps = {}, 0
         island.joined, island.left, island.last_step = True, False, now
         island.saw(now)

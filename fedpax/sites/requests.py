@@ -62,6 +62,13 @@ integer of at least 0. Use the same version of fedpax on both sides.
             raise self._error(name, "a number")
         return float(value)
 
+    def flag(self, name: str) -> bool:
+        """Return a bool; False if the field is missing."""
+        value = self._header.get(name, False)
+        if not isinstance(value, bool):
+            raise self._error(name, "true or false")
+        return value
+
     def mapping(self, name: str) -> Mapping[str, Any]:
         """Return a dict."""
         value = self._header.get(name)

@@ -1,5 +1,6 @@
 """The process of a syncer: serves islands until all merges are done."""
 
+import contextlib
 import dataclasses
 import queue
 import signal
@@ -15,7 +16,7 @@ from fedpax.sites.identity import identify
 from fedpax.sites.island_table import IslandWatch
 from fedpax.sites.outer_model import FragmentState, OuterModel
 from fedpax.sites.syncer import Syncer
-from fedpax.sites.syncer_store import SyncerStore
+from fedpax.sites.syncer_store import FOLDER, DamagedStateError, SyncerStore
 from fedpax.sites.transport import serve
 from fedpax.sites.updates import MergeReport, Totals
 from fedpax.training.algorithm import Params
@@ -35,7 +36,6 @@ from fedpax.training.progress import Progress
 from fedpax.training.saved_rounds import latest_round
 
 SECONDS_BETWEEN_TICKS = 0.02
-SECONDS_TO_SAY_GOODBYE = 15.0
 
 
 class SyncerState(NamedTuple):
@@ -88,6 +88,7 @@ def run_syncer(
     certificates: str | Path | None = None,
     allow_config_change: Collection[str] = (),
     heartbeat_seconds: float = 1.0,
+    goodbye_seconds: float = 15.0,
 ) -> SyncerResult:
     """Serve the outer model of an experiment to islands, until all of its merges are done.
 
@@ -97,6 +98,11 @@ def run_syncer(
     `merges.jsonl`, `islands.json`, `syncer/` (the state after the newest merge) and `checkpoints/`
     (the outer model).
 
+    After the last merge, and in a folder whose run is finished, the syncer answers until each
+    island knows the end of the run, at most for `goodbye_seconds`. So an island that was down
+    learns it too. A larger `training.rounds` continues a finished run. Islands take over the
+    number of rounds.
+
     Args:
         experiment: the experiment.
         job_log_dir: the run's folder.
@@ -105,15 +111,15 @@ def run_syncer(
         certificates: the folder of this site's certificate. Default None: no encryption.
         allow_config_change: as in `fedpax.training.trainer.train`.
         heartbeat_seconds: seconds between an island's heartbeats. Default 1.0.
+        goodbye_seconds: seconds after the end in which islands can learn it. Default 15.0.
 
     Returns:
-        The number of completed rounds, and the signal that stopped the call. If the folder holds
-        all rounds already, the call returns at once.
+        The number of completed rounds, and the signal that stopped the call.
 
     Raises:
         ConfigurationError: the folder holds another configuration, or another process uses it; or
             the method cannot be divided into parts.
-        DamagedStateError: the saved state is damaged.
+        DamagedStateError: the saved state is damaged or missing.
         NonFiniteError: a merge made a parameter NaN or infinite.
         OSError: the state cannot be saved, or the address is in use.
         ValueError: the address is malformed, or certificates are missing or cannot be used.
@@ -121,9 +127,14 @@ def run_syncer(
     folder = resolve_job_log_dir(job_log_dir)
     with JobDirLock(folder):
         check_configuration(folder, experiment, exp, allow_config_change=allow_config_change)
-        rounds = experiment.training.rounds
-        if (done := latest_round(folder) or 0) >= rounds:
-            return SyncerResult(done, True, None)
+        rounds, checkpoint = experiment.training.rounds, latest_round(folder) or 0
+        store = SyncerStore(folder)
+        if checkpoint and store.is_empty:
+            raise DamagedStateError(
+                f"{folder} holds the outer model of round {checkpoint}, but no state of the syncer "
+                f"in {folder / FOLDER}, expected both. Restore {folder / FOLDER} from a copy, or "
+                "start in an empty --job_log_dir."
+            )
         run = build_parts(experiment, MeshConfig(), exp)
         parts = run.algorithm.parts
         assert parts is not None
@@ -144,7 +155,7 @@ def run_syncer(
             identify(experiment, params),
             num_merges=rounds * phases,
             tokens_per_step=tokens_per_step(run, parts, phases),
-            store=SyncerStore(folder),
+            store=store,
             heartbeat_seconds=heartbeat_seconds,
             on_merge=lambda report: reports.put((report, list(model.fragments))),
         )
@@ -159,6 +170,7 @@ def run_syncer(
                 rounds=rounds,
                 item_unit=run.item_unit,
             ) as progress,
+            contextlib.closing(store),
             serve(syncer.handle, listen, certificates=certificates) as server,
             PreemptionGuard() as preemption,
         ):
@@ -178,6 +190,14 @@ def run_syncer(
             log = _RoundLog(metrics, progress, phases, syncer.totals)
             watch = IslandWatch(folder, progress)
             every, done = experiment.training.checkpoint_every, first
+
+            def save(fragments: Sequence[FragmentState]) -> None:
+                metrics.sync()
+                state = SyncerState(model.params(fragments))
+                checkpoints.save(done, state, {}, to_json(experiment))
+
+            if checkpoint < done == rounds:
+                save(model.fragments)  # it was killed after the last merge
             while preemption.signal is None:
                 syncer.advance()
                 while not reports.empty():
@@ -186,18 +206,17 @@ def run_syncer(
                     if report.merge % phases:
                         continue
                     done = report.merge // phases
-                    if done == rounds or (every and done % every == 0):
-                        metrics.sync()
-                        state = SyncerState(model.params(fragments))
-                        checkpoints.save(done, state, {}, to_json(experiment))
+                    if done >= rounds or (every and done % every == 0):
+                        save(fragments)
                 watch.update(syncer.islands())
                 if syncer.failure is not None:
                     raise syncer.failure
-                if syncer.finished and reports.empty():
+                if done >= rounds:
                     break
                 time.sleep(SECONDS_BETWEEN_TICKS)
-            if syncer.finished:
-                _say_goodbye(syncer, preemption)
+            if done >= rounds:
+                checkpoints.wait()  # the outer model is there when islands learn the end
+                _say_goodbye(syncer, progress, preemption, goodbye_seconds)
             watch.update(syncer.islands(), force=True)
         return SyncerResult(done, syncer.finished, None if syncer.finished else preemption.signal)
 
@@ -207,13 +226,20 @@ def tokens_per_step(run: Run, parts: AlgorithmParts, num_fragments: int) -> floa
     return run.items_per_round / parts.islands / (parts.steps_per_sync * num_fragments)
 
 
-def _say_goodbye(syncer: Syncer, preemption: PreemptionGuard) -> None:
-    """Answer islands until each has left or is silent, at most 15 seconds."""
-    deadline = time.monotonic() + SECONDS_TO_SAY_GOODBYE
+def _say_goodbye(
+    syncer: Syncer, progress: Progress, preemption: PreemptionGuard, seconds: float
+) -> None:
+    """Answer islands until each of them knows the end of the run, at most for `seconds`."""
+    deadline, noted = time.monotonic() + seconds, False
     while time.monotonic() < deadline and preemption.signal is None:
-        if all(island.state in ("left", "silent") for island in syncer.islands()):
-            return
+        if syncer.everyone_heard_end:
+            break
+        if not noted:
+            progress.note(f"finished; islands can learn it for {seconds:g} s")
+        noted = True
         time.sleep(SECONDS_BETWEEN_TICKS)
+    if noted:
+        syncer.save_members()
 
 
 class _RoundLog:

@@ -18,7 +18,7 @@ from fedpax.sites.outer_model import Contribution, OuterModel
 from fedpax.sites.requests import Request
 from fedpax.sites.syncer_store import SyncerStore
 from fedpax.sites.transport import RefusedError
-from fedpax.sites.updates import MergeReport, Totals, Update
+from fedpax.sites.updates import MergeReport, Totals, Update, read_update
 from fedpax.training.algorithm_parts import AlgorithmParts, most_phases_ahead
 from fedpax.training.logging import NonFiniteError
 
@@ -87,6 +87,8 @@ class Syncer:
             self.merges, self.run = saved["merges"], saved["run"]
             self.totals = Totals(**saved["totals"])
             self._members.restore(saved["islands"])
+            for island in self._members:
+                island.heard_end = island.heard_end and self.finished
         elif store:
             store.save_all(model, self._manifest())
 
@@ -94,6 +96,18 @@ class Syncer:
     def finished(self) -> bool:
         """Tell whether all merges are done."""
         return self.merges >= self._num_merges
+
+    @property
+    def everyone_heard_end(self) -> bool:
+        """Tell whether the run is finished, and each island knows it."""
+        with self._lock:
+            return self.finished and all(island.heard_end for island in self._members)
+
+    def save_members(self) -> None:
+        """Save the islands, and which of them know the end of the run."""
+        if self._store:
+            with self._merging, self._lock:
+                self._store.save_manifest(self._manifest())
 
     def islands(self) -> list[IslandReport]:
         """Return the islands for a table, by shard."""
@@ -129,6 +143,8 @@ class Syncer:
             if island is None:
                 return Message({"status": "join"})
             island.saw(self._clock(), request.count("steps"))
+            heard_end = request.flag("heard_end") or kind == "leave"
+            island.heard_end = self.finished and heard_end
             if kind == "leave":
                 island.left = True
                 return self._answer(island)
@@ -167,6 +183,7 @@ class Syncer:
             return self._answer(
                 island,
                 run=self.run,
+                rounds=self._num_merges // len(self._pending),
                 shard=island.shard,
                 heartbeat_seconds=self._heartbeat,
                 received=self._newest_updates(island),
@@ -188,18 +205,7 @@ class Syncer:
 
     def _push(self, island: Island, request: Request, arrays: Mapping[str, np.ndarray]) -> Message:
         p = request.fragment(len(self._model.fragments))
-        update = Update(
-            island.name,
-            island.incarnation,
-            request.count("sequence", least=1),
-            request.count("merge"),
-            request.count("count"),
-            request.count("base"),
-            request.number("tokens"),
-            request.count("update_steps", least=1),
-            request.number("loss"),
-            arrays,
-        )
+        update = read_update(request, arrays)
         version = self._model.fragments[p].version
         if not update.base <= update.count <= version:
             raise RefusedError(

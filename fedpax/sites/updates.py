@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fedpax.sites.requests import Request
+
 
 class Update(NamedTuple):
     """An update of a fragment that waits for its merge.
@@ -32,6 +34,26 @@ class Update(NamedTuple):
     steps: int
     loss: float
     arrays: Mapping[str, np.ndarray]
+
+
+def read_update(request: Request, arrays: Mapping[str, np.ndarray]) -> Update:
+    """Read an update from the message that brings it.
+
+    Raises:
+        RefusedError: a field is missing or has another type.
+    """
+    return Update(
+        request.text("island"),
+        request.text("incarnation"),
+        request.count("sequence", least=1),
+        request.count("merge"),
+        request.count("count"),
+        request.count("base"),
+        request.number("tokens"),
+        request.count("update_steps", least=1),
+        request.number("loss"),
+        arrays,
+    )
 
 
 class MergeReport(NamedTuple):

@@ -19,7 +19,7 @@ PARAMS = {"w": np.zeros((2, 3), np.float32)}
         ("on_hang", "exit", True),
         ("profile_at", "3", True),
         ("checkpoint_every", 1, True),
-        ("rounds", 9, False),
+        ("rounds", 9, True),
         ("seed", 1, False),
     ],
 )

@@ -25,7 +25,7 @@ from fedpax.aggregators import codecs, compressed_mean, mean
 from fedpax.algorithms import decoupled_diloco, diloco
 from fedpax.clients import Syncs
 from fedpax.sites.message import Message
-from fedpax.sites.syncer_store import DamagedStateError, SyncerStore
+from fedpax.sites.syncer_store import SyncerStore
 from fedpax.sites.transport import RefusedError
 
 # On one worker, where each method is compiled once for all of these tests.
@@ -139,17 +139,6 @@ def test_a_syncer_that_restarts_continues_equally(tmp_path):
     assert sites.syncer.merges == 6 and [i._shard for i in sites.islands] == [0, 1, 2]
     for name in want:
         np.testing.assert_array_equal(sites.params()[name], want[name])
-    assert len(list((tmp_path / "syncer").glob("*.npz"))) == 2  # one file for each fragment
-
-
-def test_damaged_state_is_named(tmp_path):
-    Sites(parts(), store=SyncerStore(tmp_path))
-    file = next((tmp_path / "syncer").glob("fragment_0*.npz"))
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 255
-    file.write_bytes(content)
-    with pytest.raises(DamagedStateError, match=r"Restore the folder .* from a copy"):
-        Sites(parts(), store=SyncerStore(tmp_path))
 
 
 def test_quorum_and_grace_window():
@@ -403,3 +392,53 @@ def test_the_run_ends_after_its_merges(tmp_path: Path):
     island._link.connected = True
     island._link.close()
     assert sites.syncer.islands()[0].state == "left"
+
+
+def test_islands_that_were_down_learn_the_end_of_the_run(tmp_path: Path):
+    sites = Sites(parts(), quorum=1, num_merges=2, store=SyncerStore(tmp_path))
+    a, _ = sites.add("a"), sites.add("b")
+    sites.now += 3  # b is silent
+    for _ in range(3):
+        sites.phase(a)
+        sites.receive(a)
+    assert sites.syncer.finished and a._link.finished and not sites.syncer.everyone_heard_end
+    leave(a)
+    assert not sites.syncer.everyone_heard_end
+    sites.syncer.save_members()
+    sites.start_syncer()
+    assert sites.syncer.finished and not sites.syncer.everyone_heard_end
+    b = sites.add("b", process="b-2")
+    assert b._link.finished
+    leave(b)
+    assert sites.syncer.everyone_heard_end
+    sites.syncer.save_members()
+    sites.start_syncer()
+    assert sites.syncer.everyone_heard_end
+
+
+def test_more_rounds_continue_a_finished_run(tmp_path: Path):
+    batches = [random_batches((ISLANDS, STEPS), seed=r) for r in range(6)]
+    steady = three(quorum=ISLANDS)
+    for each in batches:
+        steady.round(each)
+    sites = three(quorum=ISLANDS, num_merges=4, store=SyncerStore(tmp_path))
+    for each in batches[:4]:
+        sites.round(each)
+    assert sites.syncer.finished
+    run, sites.num_merges = sites.syncer.run, 6
+    sites.start_syncer()
+    assert not sites.syncer.finished and sites.syncer.run == run
+    for island in 2 * sites.islands:  # hear of the restart; join
+        sites.receive(island)
+    header = sites.header("a", "a-1", kind="join")
+    assert sites.call(Message(header)).header["rounds"] == 3  # of two merges
+    for each in batches[4:]:
+        sites.round(each)
+    assert sites.syncer.finished and not sites.syncer.everyone_heard_end
+    for name, want in steady.params().items():
+        np.testing.assert_array_equal(sites.params()[name], want)
+
+
+def leave(island):
+    island._link.connected = True
+    island._link.close()

@@ -20,7 +20,6 @@ from fedpax.data.rounds.preprocess import Arrays
 from fedpax.experiments.fedavg_images import CohortConfig, ServerConfig, resolve_clients_axis
 from fedpax.experiments.heldout import heldout_evaluator
 from fedpax.experiments.language_model import (
-    FLOPS_CONVENTION,
     LanguageModelExperiment,
     TextDataConfig,
     without_token_count,
@@ -69,7 +68,7 @@ class FedAvgText(LanguageModelExperiment):
     def read_population(self) -> tuple[Partition, None]:
         """Return the indices of each client's rows; text has no labels."""
         tokenizer = self.read_tokenizer()
-        return self._pack(self.read_text(tokenizer)[0], tokenizer)[1], None
+        return self._pack(self.read_training(), tokenizer)[1], None
 
     def _pack(self, training: Source, tokenizer: Tokenizer) -> tuple[Arrays, Partition]:
         data = self.data
@@ -89,8 +88,8 @@ class FedAvgText(LanguageModelExperiment):
         num_devices = mesh.shape.get("clients", 1)
         trainable = self.trainable(mesh)
         tokenizer = self.read_tokenizer()
-        training, heldout = self.read_text(tokenizer)
-        rows, population = self._pack(training, tokenizer)
+        rows, population = self._pack(self.read_training(), tokenizer)
+        heldout = self.read_heldout(tokenizer)
         rounds = cohort_rounds(
             rows,
             population,
@@ -115,6 +114,7 @@ class FedAvgText(LanguageModelExperiment):
                 lambda loss_fn: heldout_evaluator(
                     loss_fn,
                     heldout,
+                    batch_size=self.data.heldout_batch_size,
                     placement="clients",
                     num_participants=num_devices,
                     sharding=over_clients,
@@ -143,7 +143,7 @@ class FedAvgText(LanguageModelExperiment):
             placement="clients",
             cohort_shapes=rounds.shapes,
             flops_per_item=trainable.flops_per_token,
-            flops_convention=FLOPS_CONVENTION,
+            flops_convention=trainable.flops_convention,
             initial=trainable.initial,
             frozen=trainable.frozen,
             whole_model=trainable.whole_model,

@@ -3,11 +3,16 @@
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+from jax.sharding import NamedSharding
+from jaxtyping import Float, Int64
+
+from fedpax.data.rounds.local_rows import LocalRows, addressable_rows
 from fedpax.data.text.packing import Batch
 from fedpax.training.algorithm import LossFn, Params
-from fedpax.training.evaluation import evaluator
+from fedpax.training.evaluation import placed_evaluator
 
 
 class HeldoutSet(NamedTuple):
@@ -26,16 +31,33 @@ class HeldoutSet(NamedTuple):
     split: str | None
 
 
-class HeldoutBatches(NamedTuple):
-    """The batches to evaluate on.
+class Rows(Protocol):
+    """Rows to evaluate on, as `fedpax.data.rounds.heldout.HeldoutRows` has them."""
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        ...
+
+    @property
+    def num_targets(self) -> Int64[np.ndarray, " rows"]:
+        """The number of targets of each row."""
+        ...
+
+    def read(self, rows: Int64[np.ndarray, " n"]) -> Batch:
+        """Return arrays `[n, ...]` of some rows; row -1 is padding."""
+        ...
+
+
+class HeldoutSets(NamedTuple):
+    """The rows to evaluate on.
 
     Attributes:
         main: those of the run's own held-out split.
         others: those of further data sets by name.
     """
 
-    main: list[Batch]
-    others: dict[str, list[Batch]]
+    main: Rows
+    others: Mapping[str, Rows]
 
 
 _FORM = re.compile(
@@ -81,34 +103,54 @@ def parse_heldout_sets(texts: Sequence[str]) -> tuple[HeldoutSet, ...]:
 
 
 def heldout_evaluator(
-    loss_fn: LossFn, batches: HeldoutBatches, **settings: Any
+    loss_fn: LossFn,
+    sets: HeldoutSets,
+    *,
+    batch_size: int,
+    placement: str,
+    num_participants: int,
+    sharding: NamedSharding | None = None,
 ) -> Callable[[Params], dict[str, float]]:
     """Make a function that evaluates a language model on every held-out set.
 
     The perplexity of a set is `exp(loss)`, where the loss is the mean cross-entropy of its target
-    tokens in nats. Perplexities of models with different tokenizers are not comparable.
+    tokens in nats. Perplexities of models with different tokenizers are not comparable. A process
+    reads only the rows of its own devices.
 
     Args:
         loss_fn: `(params, batch) -> (cross-entropy, dict of scalars, or None)`.
-        batches: the batches of each set.
-        **settings: arguments of `fedpax.training.evaluation.evaluator`.
+        sets: the rows of each set.
+        batch_size: rows that a participant evaluates at once.
+        placement: the placement's name.
+        num_participants: the placement's size.
+        sharding: the sharding of the rows as arrays `[participants, steps, batch, ...]`. Default
+            None: JAX's default device.
 
     Returns:
         A function `params -> metrics`: `"loss"`, `"perplexity"` and the metrics of `loss_fn` on the
         run's own split; the same on each further set, as `"heldout/NAME/loss"` and so on.
 
     Example:
-        >>> import jax.numpy as jnp, numpy as np
+        >>> import jax.numpy as jnp
+        >>> from fedpax.data.rounds.heldout import HeldoutRows
         >>> uniform = lambda params, batch: (jnp.log(params), None)
-        >>> rows = [{"targets": np.zeros((2, 8), np.int32)}]
-        >>> sets = HeldoutBatches(rows, {"code": rows})
-        >>> evaluate = heldout_evaluator(uniform, sets, placement="islands", num_participants=1)
+        >>> rows = HeldoutRows([{"text": "import jax"}], seq_len=4)
+        >>> sizes = dict(batch_size=2, placement="islands", num_participants=1)
+        >>> evaluate = heldout_evaluator(uniform, HeldoutSets(rows, {"code": rows}), **sizes)
         >>> metrics = evaluate(jnp.float32(256.0))
         >>> sorted(metrics), round(metrics["heldout/code/perplexity"])
         (['heldout/code/loss', 'heldout/code/perplexity', 'loss', 'perplexity'], 256)
     """
-    main = evaluator(loss_fn, batches.main, **settings)
-    others = {name: evaluator(loss_fn, rows, **settings) for name, rows in batches.others.items()}
+
+    def make(rows: Rows) -> Callable[[Params], dict[str, float]]:
+        return placed_evaluator(
+            loss_fn,
+            *place_rows(rows, batch_size, num_participants, sharding),
+            placement=placement,
+            sharding=sharding,
+        )
+
+    main, others = make(sets.main), {name: make(rows) for name, rows in sets.others.items()}
 
     def evaluate(params: Params) -> dict[str, float]:
         metrics = _with_perplexity(main(params))
@@ -118,6 +160,41 @@ def heldout_evaluator(
         return metrics
 
     return evaluate
+
+
+def place_rows(
+    rows: Rows, batch_size: int, num_participants: int, sharding: NamedSharding | None
+) -> tuple[Any, Float[np.ndarray, "participants steps"]]:
+    """Read the rows of this process's devices, as arrays over all participants.
+
+    Args:
+        rows: the rows.
+        batch_size: rows in a batch.
+        num_participants: number of participants; each gets consecutive batches.
+        sharding: the sharding of the arrays. None: this process needs all rows.
+
+    Returns:
+        Arrays `[participants, steps, batch, ...]`, which are
+        `fedpax.data.rounds.local_rows.LocalRows` if the process does not need all rows, and the
+        number of targets in each batch.
+    """
+    num_steps = -(-len(rows) // (batch_size * num_participants))
+    shape = (num_participants, num_steps, batch_size)
+    numbers = np.full(math.prod(shape), -1)
+    numbers[: len(rows)] = np.arange(len(rows))
+    targets = np.zeros(math.prod(shape), np.float32)
+    targets[: len(rows)] = rows.num_targets
+    weights = targets.reshape(shape).sum(axis=2)
+    if sharding is None:
+        mask = np.ones(shape, np.bool_)
+    else:
+        mask = addressable_rows(sharding, (*shape, 1))
+    read = rows.read(numbers[mask.ravel()])
+    if mask.all():
+        return {
+            name: array.reshape(*shape, *array.shape[1:]) for name, array in read.items()
+        }, weights
+    return {name: LocalRows(array, mask) for name, array in read.items()}, weights
 
 
 def _with_perplexity(metrics: Mapping[str, float]) -> dict[str, float]:

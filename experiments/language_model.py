@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from fedpax.data import Source, Tokenizer, heldout_token_batches, load, load_tokenizer
+from fedpax.data import Source, Tokenizer, load, load_tokenizer
+from fedpax.data.rounds.heldout import HeldoutRows
 from fedpax.data.text.byte_tokenizer import VOCAB_SIZE
-from fedpax.data.text.packing import Batch
-from fedpax.experiments.heldout import HeldoutBatches, parse_heldout_sets
+from fedpax.experiments.heldout import HeldoutSets, parse_heldout_sets
 from fedpax.experiments.ranges import COUNT, check_ranges
 from fedpax.models import lora
 from fedpax.models.huggingface import load_config, load_params
@@ -73,11 +73,33 @@ class TextDataConfig:
         check_ranges(self, "data", **dict.fromkeys(sizes, COUNT))
 
 
-FLOPS_CONVENTION = (
-    "6 N + 12 L H d T for N parameters in matmuls: attention over all query-key pairs, no "
-    "recomputation"
-)
-"""The convention of `TransformerConfig.flops_per_token`, which runs print beside their MFU."""
+def describe_flops(config: TransformerConfig, seq_len: int, adapters: LoRAConfig) -> str:
+    """Describe the floating-point operations of a token that MFU counts.
+
+    Args:
+        config: the transformer.
+        seq_len: tokens in a row.
+        adapters: the adapters that are trained in its place; of rank 0 if there are none.
+
+    Example:
+        >>> print(describe_flops(TransformerConfig(), 1024, NO_ADAPTERS))
+        6 N + 12 L H d T for N parameters in matmuls and all T = 1024 keys; no recomputation
+        >>> config = TransformerConfig(sliding_window=256)
+        >>> print(describe_flops(config, 1024, LoRAConfig(8)))  # doctest: +NORMALIZE_WHITESPACE
+        4 N + 6 A + 12 L H d T for N frozen parameters in matmuls, A parameters of adapters and the
+        T = 256 keys of the sliding window; no recomputation
+    """
+    active = "active " if config.num_experts else ""
+    if adapters.rank:
+        terms = "4 N + 6 A", f"N frozen {active}parameters in matmuls, A parameters of adapters"
+    else:
+        terms = "6 N", f"N {active}parameters in matmuls"
+    window = config.sliding_window
+    if window is not None and window < seq_len:
+        keys = f"the T = {window} keys of the sliding window"
+    else:
+        keys = f"all T = {seq_len} keys"
+    return f"{terms[0]} + 12 L H d T for {terms[1]} and {keys}; no recomputation"
 
 
 class Trainable(NamedTuple):
@@ -88,6 +110,7 @@ class Trainable(NamedTuple):
         logical_axes: the logical axes of the parameters.
         shardings: the shardings of the parameters.
         flops_per_token: floating-point operations per token, forward and backward.
+        flops_convention: what they count, in words.
         initial: the initial parameters, where they are read from a folder, as in `Run`.
         frozen: the transformer below adapters, as in `Run`.
         whole_model: `params -> parameters of the transformer`, as in `Run`.
@@ -98,6 +121,7 @@ class Trainable(NamedTuple):
     logical_axes: Params
     shardings: ShardingTree
     flops_per_token: float
+    flops_convention: str
     initial: StoredParams | None = None
     frozen: StoredParams | None = None
     whole_model: Callable[[Params], Params] | None = None
@@ -239,10 +263,11 @@ class LanguageModelExperiment(Experiment):
         shapes = jax.eval_shape(model.init, jax.random.key(0))
         sharded = shardings(model.logical_axes, shapes, mesh)
         flops = config.flops_per_token(self.data.seq_len)
+        convention = describe_flops(config, self.data.seq_len, self.lora)
         whole = stored_weights(config, with_shardings(shapes, sharded))
         if not self.lora.rank:
             initial = None if config.weights is None else whole
-            return Trainable(model.init, model.logical_axes, sharded, flops, initial)
+            return Trainable(model.init, model.logical_axes, sharded, flops, convention, initial)
 
         def init(key: jax.Array) -> Params:
             return lora.init(key, shapes, self.lora)
@@ -261,6 +286,7 @@ class LanguageModelExperiment(Experiment):
             shardings(axes, adapters, mesh),
             # 6 N and attention, without the gradients of the N frozen parameters.
             flops - config.flops_per_token(0) / 3 + 6 * num_adapters,
+            convention,
             frozen=frozen._replace(load=functools.cache(frozen.load)),
             whole_model=lambda params: merge(whole.load(), params),
             lora=self.lora,
@@ -294,32 +320,35 @@ class LanguageModelExperiment(Experiment):
             )
         return tokenizer
 
-    def read_text(self, tokenizer: Tokenizer) -> tuple[Source, HeldoutBatches]:
-        """Open the training split, and read the batches to evaluate on.
+    def read_training(self) -> Source:
+        """Open the training split of `data.dataset`."""
+        return load(self.data.dataset, "train", data_dir=self.data.data_dir)
 
-        Both at once, so that a missing held-out set raises before training.
+    def read_heldout(self, tokenizer: Tokenizer) -> HeldoutSets:
+        """Open the splits to evaluate on; their rows are tokenized at the first evaluation.
+
+        Call it before training, so that a missing set raises early.
 
         Args:
             tokenizer: the tokenizer.
         """
         data = self.data
-        training = load(data.dataset, "train", data_dir=data.data_dir)
 
-        def read(dataset: str, split: str | None, field: str | None) -> list[Batch]:
-            return heldout_token_batches(
+        def read(dataset: str, split: str | None, field: str | None) -> HeldoutRows:
+            return HeldoutRows(
                 load(dataset, split or data.heldout_split, data_dir=data.data_dir),
-                batch_size=data.heldout_batch_size,
                 seq_len=data.seq_len,
                 max_tokens=data.heldout_tokens,
                 field=field or data.field,
                 tokenizer=tokenizer,
+                divide=True,
             )
 
         others = {
             heldout.name: read(heldout.dataset, heldout.split, heldout.field)
             for heldout in parse_heldout_sets(data.heldout_sets)
         }
-        return training, HeldoutBatches(read(data.dataset, None, None), others)
+        return HeldoutSets(read(data.dataset, None, None), others)
 
 
 def stored_weights(config: TransformerConfig, shapes: Params) -> StoredParams:

@@ -19,9 +19,8 @@ from fedpax.data import (
     token_round_shapes,
     token_rounds,
 )
-from fedpax.experiments.heldout import HeldoutBatches, heldout_evaluator
+from fedpax.experiments.heldout import HeldoutSets, heldout_evaluator
 from fedpax.experiments.language_model import (
-    FLOPS_CONVENTION,
     LanguageModelExperiment,
     TextDataConfig,
     without_token_count,
@@ -163,11 +162,10 @@ class TextExperiment(LanguageModelExperiment):
         }
 
         @functools.cache
-        def read() -> tuple[TokenRounds, HeldoutBatches]:
+        def read() -> tuple[TokenRounds, HeldoutSets]:
             tokenizer = self.read_tokenizer()
-            training, heldout = self.read_text(tokenizer)
             rounds = token_rounds(
-                self.read_mixture() if data.mixture else training,
+                self.read_mixture() if data.mixture else self.read_training(),
                 seed=data.seed,
                 field=data.field,
                 tokenizer=tokenizer,
@@ -176,7 +174,7 @@ class TextExperiment(LanguageModelExperiment):
                 rows=addressable_rows(batch_sharding(data.batch_size), tuple(sizes.values())),
                 **sizes,
             )
-            return rounds, heldout
+            return rounds, self.read_heldout(tokenizer)
 
         @functools.cache
         def evaluate_heldout() -> Callable[[Params], dict[str, float]]:
@@ -184,6 +182,7 @@ class TextExperiment(LanguageModelExperiment):
                 lambda loss_fn: heldout_evaluator(
                     loss_fn,
                     read()[1],
+                    batch_size=data.heldout_batch_size,
                     placement="islands",
                     num_participants=self.islands,
                     sharding=batch_sharding(data.heldout_batch_size),
@@ -211,7 +210,7 @@ class TextExperiment(LanguageModelExperiment):
             placement="islands",
             cohort_shapes=token_round_shapes(**sizes),
             flops_per_item=trainable.flops_per_token,
-            flops_convention=FLOPS_CONVENTION,
+            flops_convention=trainable.flops_convention,
             initial=trainable.initial,
             frozen=trainable.frozen,
             whole_model=trainable.whole_model,

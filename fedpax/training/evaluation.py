@@ -1,6 +1,7 @@
 """Evaluation: metrics of the server's model on held-out data, computed on the training mesh."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import chex
 import jax
@@ -11,6 +12,7 @@ from jaxtyping import Array, Float
 
 from fedpax.primitives import federated_map, federated_sum, program
 from fedpax.training.algorithm import LossFn, Params
+from fedpax.training.prefetch import put_on_mesh
 
 Batch = Mapping[str, np.ndarray]
 
@@ -60,12 +62,36 @@ def evaluator(
     padding = num_steps * num_participants - len(batches)
     weights = np.array([*[_weight(b) for b in batches], *[0.0] * padding], np.float32)
     stacked = jax.tree.map(lambda *xs: np.stack([*xs, *[xs[0]] * padding]), *batches)
-    placed = jax.tree.map(
+    placed, placed_weights = jax.tree.map(
         lambda x: x.reshape(num_participants, num_steps, *x.shape[1:]), (stacked, weights)
     )
+    return placed_evaluator(loss_fn, placed, placed_weights, placement=placement, sharding=sharding)
+
+
+def placed_evaluator(
+    loss_fn: LossFn,
+    batches: Any,
+    weights: Float[np.ndarray, "participants steps"],
+    *,
+    placement: str,
+    sharding: NamedSharding | None = None,
+) -> Callable[[Params], dict[str, float]]:
+    """Make a function that evaluates a model on batches that are divided among participants.
+
+    Args:
+        loss_fn: as in `evaluator`.
+        batches: a tree of arrays `[participants, steps, batch, ...]`. A process needs only the
+            blocks of its own devices (`fedpax.data.LocalRows`).
+        weights: the weight of each batch in the means; a batch of weight 0 adds nothing.
+        placement: the placement's name.
+        sharding: the batches' sharding. Default None: JAX's default device.
+
+    Returns:
+        A function `params -> metrics`, as `evaluator` returns it.
+    """
 
     @jax.jit
-    @program(placements={placement: num_participants})
+    @program(placements={placement: len(weights)})
     def totals(
         params: Params,
         batches: chex.ArrayTree,
@@ -89,7 +115,10 @@ def evaluator(
 
         return federated_sum(federated_map(local_totals, batches, weights))
 
-    on_devices = (jax.device_put(placed[0], sharding), placed[1])
+    on_devices = (
+        jax.device_put(batches) if sharding is None else put_on_mesh(batches, sharding),
+        weights,
+    )
 
     def evaluate(params: Params) -> dict[str, float]:
         sums = jax.device_get(totals(params, *on_devices))

@@ -1,6 +1,7 @@
 """Evaluation on several held-out sets: their form, their metrics, and a run that has them."""
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -8,25 +9,44 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
+from fedpax.data import addressable_rows
+from fedpax.experiments import heldout
 from fedpax.experiments.diloco_text import data_parallel_text
-from fedpax.experiments.heldout import HeldoutBatches, heldout_evaluator, parse_heldout_sets
+from fedpax.experiments.heldout import (
+    HeldoutSets,
+    heldout_evaluator,
+    parse_heldout_sets,
+    place_rows,
+)
 from fedpax.experiments.language_model import TextDataConfig
 from fedpax.experiments.text import TextConfig
 from fedpax.models.transformer import TransformerConfig
-from fedpax.parallel.mesh import MeshConfig
+from fedpax.parallel.mesh import MeshConfig, make_mesh
 from fedpax.training.experiment import TrainingConfig
 
 
-def random_batches(count: int, seed: int) -> list[dict[str, np.ndarray]]:
-    random = np.random.default_rng(seed)
-    return [
-        {
-            "x": random.uniform(0.5, 2, size=(3, 4)).astype(np.float32),
-            "mask": random.integers(0, 2, size=(3, 4)).astype(np.float32),
-        }
-        for _ in range(count)
-    ]
+class RandomRows:
+    """Rows of random numbers, whose mask says which of them count."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        self.x = random.uniform(0.5, 2, size=(count, 4)).astype(np.float32)
+        self.mask = random.integers(0, 2, size=(count, 4)).astype(np.float32)
+        self.numbers_read: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    @property
+    def num_targets(self) -> np.ndarray:
+        return self.mask.sum(axis=1).astype(np.int64)
+
+    def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        self.numbers_read.extend(rows)
+        padding = (rows < 0)[:, None]
+        return {"x": self.x[rows], "mask": np.where(padding, 0, self.mask[rows])}
 
 
 def loss_fn(params: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -35,27 +55,46 @@ def loss_fn(params: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
 
 
 def test_each_set_has_its_own_means_and_perplexity() -> None:
-    sets = {"": random_batches(3, 0), "web": random_batches(5, 1), "code.py": random_batches(1, 2)}
-    batches = HeldoutBatches(sets[""], {"web": sets["web"], "code.py": sets["code.py"]})
-    evaluate = heldout_evaluator(loss_fn, batches, placement="islands", num_participants=2)
-    found = evaluate(jnp.float32(1.5))
+    sets = {"": RandomRows(7, 0), "web": RandomRows(13, 1), "code.py": RandomRows(3, 2)}
+    rows = HeldoutSets(sets[""], {"web": sets["web"], "code.py": sets["code.py"]})
+    sizes: Any = {"batch_size": 3, "placement": "islands", "num_participants": 2}
+    found = heldout_evaluator(loss_fn, rows, **sizes)(jnp.float32(1.5))
     names = ("loss", "perplexity", "largest")
     assert set(found) == {
         f"heldout/{name}/{key}" if name else key for name in sets for key in names
     }
-    for name, rows in sets.items():
+    for name, one in sets.items():
         prefix = f"heldout/{name}/" if name else ""
-        masks = sum(batch["mask"].sum() for batch in rows)
-        loss = sum(float((1.5 * b["x"] * b["mask"]).sum()) for b in rows) / masks
+        loss = float((1.5 * one.x * one.mask).sum()) / one.mask.sum()
         assert found[f"{prefix}loss"] == pytest.approx(loss, rel=1e-5)
         assert found[f"{prefix}perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
 
 
+def test_a_process_reads_only_the_rows_of_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, mesh = RandomRows(45, 3), make_mesh(islands=2, fsdp=4)
+    sharding = NamedSharding(mesh, PartitionSpec("islands", None, "fsdp"))
+    expected, weights = place_rows(rows, 8, 2, sharding)
+    assert weights.shape == (2, 3) and weights.sum() == rows.mask.sum()
+    for island, column in np.ndindex(2, 4):
+        devices = [mesh.devices[island, column]]
+        own = functools.partial(addressable_rows, devices=devices)
+        monkeypatch.setattr(heldout, "addressable_rows", own)
+        rows.numbers_read.clear()
+        found, same = place_rows(rows, 8, 2, sharding)
+        np.testing.assert_array_equal(same, weights)
+        assert len(rows.numbers_read) == 3 * 2  # of 3 steps, 2 of 8 rows
+        block = (slice(island, island + 1), slice(None), slice(2 * column, 2 * column + 2))
+        for name in expected:
+            assert found[name].shape == expected[name].shape == (2, 3, 8, 4)
+            np.testing.assert_array_equal(found[name][block], expected[name][block])
+        monkeypatch.undo()
+
+
 @pytest.mark.parametrize(("loss", "perplexity"), [(1000.0, math.inf), (math.nan, math.nan)])
 def test_a_perplexity_beyond_floats_is_infinite(loss: float, perplexity: float) -> None:
-    batches = HeldoutBatches(random_batches(1, 0), {})
     constant = lambda params, batch: (params, None)
-    evaluate = heldout_evaluator(constant, batches, placement="islands", num_participants=1)
+    sizes: Any = {"batch_size": 3, "placement": "islands", "num_participants": 1}
+    evaluate = heldout_evaluator(constant, HeldoutSets(RandomRows(2, 0), {}), **sizes)
     np.testing.assert_equal(evaluate(jnp.float32(loss))["perplexity"], perplexity)
 
 

@@ -181,8 +181,13 @@ def test_adapters_without_weights_are_told_how_to_get_some() -> None:
 
 
 def test_the_operations_of_frozen_weights_gradients_do_not_count() -> None:
-    flops = [
-        configure("pretrain_text", [f"--lora.rank={rank}"]).build().flops_per_item
-        for rank in (0, 1)
-    ]
-    assert 0.66 < flops[1] / flops[0] < 0.72
+    fields = "--data.seq_len=128", "--model.sliding_window=32"
+    whole, adapted = (
+        configure("pretrain_text", [*fields, f"--lora.rank={rank}"]).build() for rank in (0, 1)
+    )
+    assert 0.66 < adapted.flops_per_item / whole.flops_per_item < 0.72
+    assert whole.flops_convention.startswith("6 N + 12 L H d T for N parameters in matmuls")
+    assert adapted.flops_convention.startswith("4 N + 6 A + 12 L H d T for N frozen parameters")
+    assert all(
+        "the T = 32 keys of the sliding window" in x.flops_convention for x in (whole, adapted)
+    )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,18 @@ def test_a_mixture_trains_on_its_data_sets_in_their_shares(corpora: Path) -> Non
     cohorts = mixed.build().cohorts
     shares = [(in_order(next(cohorts)) == ord("b")).any(axis=1).mean() for _ in range(2)]
     assert shares == [0.0, 0.75]
+
+
+def test_a_mixture_needs_no_training_split_of_the_data_set_to_evaluate_on(
+    corpora: Path, tmp_path: Path
+) -> None:
+    shutil.copy(corpora / "a-heldout.array_record", tmp_path / "only-heldout.array_record")
+    mixture = (f"{corpora}/b-{{split}}.array_record=1",)
+    evaluated = {"dataset": f"{tmp_path}/only-{{split}}.array_record"}
+    cohorts = experiment(corpora, mixture=mixture, **evaluated).build().cohorts
+    assert (in_order(next(cohorts)) == ord("b")).any()
+    with pytest.raises(FileNotFoundError, match="only-train"):
+        next(experiment(corpora, **evaluated).build().cohorts)
 
 
 def test_a_run_continues_on_other_islands_and_devices_with_the_next_rows(corpora: Path) -> None:

@@ -11,6 +11,7 @@ from several_processes import finish, start
 from fedpax.commands.options import configure
 from fedpax.parallel.mesh import default_devices
 from fedpax.training.checkpoint import load_params
+from fedpax.training.metrics import read_metrics, select
 from fedpax.training.trainer import train
 
 pytestmark = pytest.mark.slow
@@ -64,5 +65,7 @@ def test_processes_read_the_rows_of_one_process_and_resume_each_other(tmp_path: 
         known = stream_of(several, rounds)["shards"]
         assert all(None not in positions for positions in known.values())
     assert stream_of(several, 6) == stream_of(one, 6)
-    # Collectives between processes add in another order.
+    # Collectives between processes add in another order. Each tokenizes a part of the held-out set.
+    losses = [select(read_metrics(folder), "evaluation")[-1]["loss"] for folder in (one, several)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     chex.assert_trees_all_close(load_params(several), load_params(one), rtol=0, atol=1e-5)

@@ -1,14 +1,137 @@
-"""heldout_token_batches: a finite list of packed batches of text to evaluate on.
+"""Rows of text to evaluate on: `HeldoutRows`, and `heldout_token_batches` in one process.
 
 For labeled images see `fedpax.data.read_examples` and `fedpax.data.example_batches`.
 """
 
+import functools
+
+import jax
 import numpy as np
+from jaxtyping import Int64, Integer
 
 from fedpax.data.populations.partition import Examples, get_field
 from fedpax.data.rounds.stream import check_sizes
-from fedpax.data.text.packing import Batch, concatenate, split_rows, to_batch
+from fedpax.data.text.packing import Batch, TokenPairs, concatenate, to_batch
 from fedpax.data.text.tokenizer import BYTE_TOKENIZER, Tokenizer
+from fedpax.parallel.gather import gather_json
+
+
+class HeldoutRows:
+    """The packed rows of a split of text, in the source's order, tokenized when they are read.
+
+    The first use counts the tokens of each document. Afterwards only the documents of the rows that
+    are read are tokenized again, so memory holds these rows alone.
+
+    Args:
+        source: the documents: a source from `load`, or a list of dicts.
+        seq_len: tokens per row.
+        max_tokens: use only this many tokens, in rows evenly spaced over the split, so that they
+            come from many documents. Default None: use all rows.
+        field: the field of an example with its text, a string or UTF-8 bytes.
+        tokenizer: the tokenizer.
+        divide: divide the counting among the processes of the job. All processes must then use the
+            rows for the first time at the same point of their programs. Default False: this process
+            counts all documents.
+
+    Raises:
+        KeyError: the examples have no such field.
+        ValueError: a size is below 1, the source has no examples, or `max_tokens` is below
+            `seq_len`.
+
+    Example:
+        >>> rows = HeldoutRows([{"text": "to be"}, {"text": "or not to be"}], seq_len=8)
+        >>> len(rows), rows.num_targets.tolist()  # 5 + 1 + 12 + 1 targets
+        (3, [8, 8, 3])
+        >>> batch = rows.read(np.array([2, -1]))
+        >>> bytes(batch["targets"][0, :2].astype(np.uint8)), batch["mask"].sum(axis=1).tolist()
+        (b'be', [3.0, 0.0])
+    """
+
+    def __init__(
+        self,
+        source: Examples,
+        *,
+        seq_len: int,
+        max_tokens: int | None = None,
+        field: str = "text",
+        tokenizer: Tokenizer = BYTE_TOKENIZER,
+        divide: bool = False,
+    ) -> None:
+        check_sizes(1, seq_len=seq_len)
+        if not len(source):
+            raise ValueError("The source has no examples to evaluate on: load another split.")
+        if max_tokens is not None and max_tokens < seq_len:
+            raise ValueError(
+                f"max_tokens is {max_tokens}, expected at least one row of seq_len={seq_len}, or "
+                "None for the whole split."
+            )
+        self.seq_len = seq_len
+        self._source, self._field, self._tokenizer = source, field, tokenizer
+        self._max_tokens, self._divide = max_tokens, divide
+        # Consecutive rows share a document.
+        self._encode = functools.lru_cache(maxsize=1)(self._encode_document)
+        self._encode(0)  # so that a wrong field raises now
+
+    def _encode_document(self, number: int) -> Integer[np.ndarray, " tokens"]:
+        return self._tokenizer.encode(get_field(self._source[number], self._field))
+
+    @functools.cached_property
+    def _starts(self) -> Int64[np.ndarray, " documents_and_1"]:
+        """Position of each document's first pair among those of the split, and their number."""
+        total = len(self._source)
+        shares, own = (jax.process_count(), jax.process_index()) if self._divide else (1, 0)
+        documents = range(total * own // shares, total * (own + 1) // shares)
+        lengths = [len(self._encode(number)) + 1 for number in documents]
+        if shares > 1:
+            lengths = [length for share in gather_json(lengths) for length in share]
+        return np.cumsum([0, *lengths], dtype=np.int64)
+
+    @functools.cached_property
+    def _chosen(self) -> Int64[np.ndarray, " rows"]:
+        """The rows to evaluate on, among all rows of the split."""
+        total = int(self._starts[-1])
+        rows = -(-total // self.seq_len)
+        if self._max_tokens is None or self._max_tokens >= rows * self.seq_len:
+            return np.arange(rows)
+        count = self._max_tokens // self.seq_len
+        return np.linspace(0, rows - 1, count).round().astype(np.int64)
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self._chosen)
+
+    @property
+    def num_targets(self) -> Int64[np.ndarray, " rows"]:
+        """The number of targets of each row; the rest of the split's last row is padding."""
+        return np.minimum(self.seq_len, self._starts[-1] - self.seq_len * self._chosen)
+
+    def read(self, rows: Int64[np.ndarray, " n"]) -> Batch:
+        """Tokenize rows.
+
+        Args:
+            rows: their numbers from 0, in any order; -1 is a row of padding.
+
+        Returns:
+            A dict of arrays `[n, seq_len]`, as `fedpax.data.pack` returns them: `inputs`,
+            `targets`, `segments`, `positions` (int32) and `mask` (float32), 0 at padding.
+        """
+        shape = (len(rows), self.seq_len)
+        pairs = TokenPairs(np.zeros(shape, "i4"), np.zeros(shape, "i4"), np.zeros(shape, "?"))
+        valid = np.zeros(shape, np.bool_)
+        for place in np.argsort(rows, kind="stable"):
+            if rows[place] < 0:
+                continue
+            first = int(self._chosen[rows[place]]) * self.seq_len
+            begin, end = np.searchsorted(self._starts, [first, first + self.seq_len])
+            begin -= self._starts[begin] > first  # the document that reaches into the row
+            documents = (self._encode(n) for n in range(begin, min(end, len(self._source))))
+            found = concatenate(documents, self._tokenizer.separator)
+            offset = first - int(self._starts[begin])
+            count = min(self.seq_len, len(found.inputs) - offset)
+            valid[place, :count] = True
+            for array, values in zip(pairs, found, strict=True):
+                array[place, :count] = values[offset : offset + count]
+        return to_batch(pairs, valid)
 
 
 def heldout_token_batches(
@@ -40,6 +163,7 @@ def heldout_token_batches(
         `targets`, `segments`, `positions` (int32) and `mask` (float32).
 
     Raises:
+        KeyError: the examples have no such field.
         ValueError: a size is below 1, the source has no examples, or `max_tokens` is below
             `seq_len`.
 
@@ -51,22 +175,9 @@ def heldout_token_batches(
         >>> int(sum(batch["mask"].sum() for batch in batches))  # 5 + 1 + 12 + 1 targets
         19
     """
-    check_sizes(1, batch_size=batch_size, seq_len=seq_len)
-    if not len(source):
-        raise ValueError("The source has no examples to evaluate on: load another split.")
-    if max_tokens is not None and max_tokens < seq_len:
-        raise ValueError(
-            f"max_tokens is {max_tokens}, expected at least one row of seq_len={seq_len}, or None "
-            "for the whole split."
-        )
-    documents = (tokenizer.encode(get_field(source[i], field)) for i in range(len(source)))
-    rows, valid = split_rows(concatenate(documents, tokenizer.separator), seq_len)
-    if max_tokens is not None and max_tokens < valid.size:
-        chosen = np.linspace(0, len(valid) - 1, max_tokens // seq_len).round().astype(np.int64)
-        rows, valid = rows.take(chosen), valid[chosen]
-    padding = ((0, -len(valid) % batch_size), (0, 0))
-    padded = to_batch(rows.map(lambda array: np.pad(array, padding)), np.pad(valid, padding))
-    return [
-        {name: array[start : start + batch_size] for name, array in padded.items()}
-        for start in range(0, len(padded["mask"]), batch_size)
-    ]
+    check_sizes(1, batch_size=batch_size)
+    rows = HeldoutRows(
+        source, seq_len=seq_len, max_tokens=max_tokens, field=field, tokenizer=tokenizer
+    )
+    numbers = np.pad(np.arange(len(rows)), (0, -len(rows) % batch_size), constant_values=-1)
+    return [rows.read(part) for part in numbers.reshape(-1, batch_size)]

@@ -1,9 +1,14 @@
 from collections.abc import Callable
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from fedpax.data import SEPARATOR, Source, encode, heldout_token_batches, pack
+from fedpax.data.rounds import heldout
+from fedpax.data.rounds.heldout import HeldoutRows
+from fedpax.data.text.tokenizer import BYTE_TOKENIZER
 
 
 def test_batches_are_the_packed_split_with_padding_in_the_last(
@@ -54,6 +59,44 @@ def test_max_tokens_above_the_split_selects_all_rows(documents: list[dict[str, b
     assert len(plain) == len(capped)
     for a, b in zip(plain, capped, strict=True):
         assert all(np.array_equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("max_tokens", [None, 90])
+def test_processes_count_their_share_and_tokenize_what_they_read(
+    documents: list[dict[str, bytes]], monkeypatch: pytest.MonkeyPatch, max_tokens: int | None
+) -> None:
+    sizes: dict[str, Any] = {"seq_len": 12, "max_tokens": max_tokens}
+    alone = HeldoutRows(documents, **sizes)
+    whole = alone.read(np.arange(len(alone)))
+    lengths = [len(encode(document["text"])) + 1 for document in documents]
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    counted: list[int] = []
+    for process in range(3):
+
+        def gather(own: list[int]) -> list[list[int]]:
+            counted.extend(own)
+            return [lengths]  # of all processes
+
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        monkeypatch.setattr(heldout, "gather_json", gather)
+        encoded: list[bytes] = []
+        tokenizer = BYTE_TOKENIZER._replace(
+            encode=lambda text: encoded.append(text) or encode(text)
+        )
+        rows = HeldoutRows(documents, tokenizer=tokenizer, divide=True, **sizes)
+        np.testing.assert_array_equal(rows.num_targets, whole["mask"].sum(axis=1))
+        assert len(encoded) <= -(-len(documents) // 3) + 1  # the first one is a check
+        own = np.arange(process, len(rows), 3)
+        encoded.clear()
+        found = rows.read(own[::-1])
+        for name, values in whole.items():
+            np.testing.assert_array_equal(found[name], values[own[::-1]])
+        starts = 12 * rows._chosen[own]
+        ends = np.cumsum(lengths)
+        needed = {n for s in starts for n in np.flatnonzero((ends > s) & (ends - lengths < s + 12))}
+        assert set(encoded) <= {documents[n]["text"] for n in needed}
+        assert len(encoded) <= len(needed)
+    assert counted == lengths
 
 
 def test_bad_arguments_raise(documents: list[dict[str, bytes]]) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 
+from fedpax.parallel.chips import CHIPS
 from fedpax.training.experiment import Run
 from fedpax.training.metrics import SCALARS
 from fedpax.training.progress import Progress, describe_devices
@@ -32,9 +33,11 @@ def announce(
     )
     if utilization is not None:
         progress.note(utilization.describe(run.item_unit))
-    elif run.flops_per_item is not None:
-        kind = run.mesh.devices.flat[0].device_kind
-        progress.note(f"no MFU: the peak FLOP/s of the device {kind!r} are not known")
+    elif run.flops_per_item is not None and (device := run.mesh.devices.flat[0]).platform != "cpu":
+        progress.note(
+            f"no MFU: the peak FLOP/s of the device {device.device_kind!r} are not known, expected "
+            f"one of {', '.join(CHIPS)}"
+        )
     if run.frozen is not None:
         size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(run.frozen.shapes))
         progress.note(f"reading {size:,} frozen parameters, {run.frozen.source}")

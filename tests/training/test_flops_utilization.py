@@ -1,3 +1,5 @@
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,7 +9,9 @@ import pytest
 from small_regression import regression
 
 from fedpax.parallel.chips import CHIPS
+from fedpax.training.announcement import announce
 from fedpax.training.experiment import Run
+from fedpax.training.progress import Progress
 from fedpax.training.utilization import utilization_of
 
 
@@ -42,3 +46,26 @@ def test_mfu_is_that_of_the_chips(
 def test_mfu_is_unknown_without_flops_or_without_a_peak() -> None:
     assert utilization_of(run_on("TPU v4", 4)) is None
     assert utilization_of(run_on(jax.devices()[0].device_kind, 4, flops_per_item=1e9)) is None
+
+
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [
+        (("gpu", "NVIDIA Unheard-of"), "no MFU: .* 'NVIDIA Unheard-of' are not known, expected.*"),
+        (("tpu", "TPU v5 lite"), r"MFU counts 1e\+09 FLOPs per example .*"),
+        (("cpu", "cpu"), None),
+    ],
+)
+def test_a_missing_mfu_is_announced_where_a_chip_could_be_added(
+    device: tuple[str, str], words: str | None, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    platform, kind = device
+    run = run_on(kind, 4, flops_per_item=1e9)
+    for one in run.mesh.devices:
+        one.platform = platform
+    run.mesh.shape = {"clients": 4}
+    progress = Progress("run", rounds_done=0, rounds=1)
+    announce(progress, run, tmp_path, 0, utilization_of(run))
+    lines = [line for line in capsys.readouterr().err.splitlines() if "MFU" in line]
+    assert (lines == []) == (words is None)
+    assert all(re.fullmatch(f"run: {words}", line) for line in lines)

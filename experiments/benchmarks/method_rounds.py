@@ -5,6 +5,8 @@
 A method computes some gradients per batch where FedAvg computes one. `passes` is their cost in
 gradients, with a forward pass as a third of one and a Hessian-vector product as two. The last
 column divides the time by that of so many FedAvg rounds: 1 means that nothing is computed twice.
+As in training, a round starts from the last one's state and takes over its memory. On a busy
+machine, `--clock=cpu` measures the CPU time of the process in place of wall-clock time.
 """
 
 import argparse
@@ -36,6 +38,7 @@ from fedpax.algorithms import (
     scaffold,
 )
 from fedpax.experiments.benchmarks.timing import (
+    CLOCKS,
     compile_for,
     interleaved,
     on_devices,
@@ -108,7 +111,31 @@ def methods(loss_fn: Any, clients: int) -> dict[str, tuple[float, FederatedAlgor
     }
 
 
-def measure(model: str, clients: int, chunk_size: ChunkSize, repetitions: int) -> list[Row]:
+def repeated(step: Callable[..., Any], state: Any, cohort: Cohort) -> Callable[[], Any]:
+    """Return a function that runs one more round, from the state that the last one left.
+
+    Args:
+        step: `(state, cohort) -> (state, metrics)`; it may donate the state.
+        state: the first state, which is copied.
+        cohort: the cohort of every round.
+    """
+    last = [jax.tree.map(jnp.copy, state)]
+
+    def run() -> Any:
+        last[0], metrics = step(last[0], cohort)
+        return last[0], metrics
+
+    return run
+
+
+def measure(
+    model: str,
+    clients: int,
+    chunk_size: ChunkSize,
+    repetitions: int,
+    clock: str = "wall",
+    names: Sequence[str] | None = None,
+) -> list[Row]:
     """Time interleaved rounds of all methods, on the devices of this process.
 
     Args:
@@ -116,6 +143,8 @@ def measure(model: str, clients: int, chunk_size: ChunkSize, repetitions: int) -
         clients: number of clients in the round.
         chunk_size: clients that a device runs at once.
         repetitions: number of timed calls of each method.
+        clock: a name in `CLOCKS`.
+        names: the methods to time beside FedAvg. Default None: all.
     """
     workload = WORKLOADS[model]()
     loss_fn = classification_loss(workload.model.apply)
@@ -125,15 +154,18 @@ def measure(model: str, clients: int, chunk_size: ChunkSize, repetitions: int) -
         cohort = Cohort(batches, num_examples, client_ids=jnp.arange(clients))
         calls, temporaries, passes = {}, {}, {}
         for name, (cost, algorithm) in methods(loss_fn, clients).items():
+            if names is not None and name not in ("FedAvg", *names):
+                continue
             start = params
             if name == "HypCluster":
                 start = jax.tree.map(lambda p: jnp.stack([p * s for s in (1, 0.9)]), params)
             state = algorithm.init(start)
             step: Any = algorithm.round
-            compiled = compile_for(step.with_options(chunk_size=chunk_size), state, cohort)
-            calls[name] = functools.partial(compiled.call, state, cohort)
+            step = step.with_options(chunk_size=chunk_size)
+            compiled = compile_for(step, state, cohort, donate_argnums=0)
+            calls[name] = repeated(compiled.call, state, cohort)
             temporaries[name], passes[name] = compiled.temporary_bytes, cost
-        seconds = interleaved(calls, (), repetitions)
+        seconds = interleaved(calls, (), repetitions, CLOCKS[clock])
     return [
         Row(name, passes[name], temporaries[name], took, paired_ratio(took, seconds["FedAvg"]))
         for name, took in seconds.items()
@@ -152,10 +184,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--chunk_size", type=int, default=1, help="clients that a device runs at once"
     )
     parser.add_argument("--repetitions", type=int, default=5, help="timed calls of each method")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="what is measured")
+    parser.add_argument("--methods", help="names separated by commas; default: all")
     parser.add_argument(
         "--json", help="JSON file for the measurements; without it they are printed"
     )
     options = parser.parse_args(argv)
+    names = None if options.methods is None else options.methods.split(",")
+    known = methods(lambda params, batch: (params, {}), 1)
+    if unknown := {*(names or ())} - {*known}:
+        parser.error(f"unknown methods {sorted(unknown)}; choose from {', '.join(known)}")
     rows = on_devices(
         options.devices,
         measure,
@@ -163,6 +201,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.clients,
         options.chunk_size,
         options.repetitions,
+        options.clock,
+        names,
     )
     print("method            temporaries   median s   FedAvg = 1   passes   ratio / passes")
     for row in rows:

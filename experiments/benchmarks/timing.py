@@ -19,6 +19,7 @@ import jax
 
 from fedpax.parallel.simulated_devices import simulate_devices
 
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 PACKAGES = ("fedpax", "jax", "jaxlib", "drjax", "flax", "numpy")
 
 
@@ -36,12 +37,15 @@ class Compiled(NamedTuple):
     temporary_bytes: int
 
 
-def compile_for(fn: Callable[..., Any], *arguments: Any) -> Compiled:
+def compile_for(
+    fn: Callable[..., Any], *arguments: Any, donate_argnums: int | Sequence[int] = ()
+) -> Compiled:
     """Compile a function for arguments of the given shapes.
 
     Args:
         fn: a function of arrays.
         *arguments: pytrees of arrays, or of `jax.ShapeDtypeStruct`s, which need no memory.
+        donate_argnums: the arguments whose memory the results may take, as in `jax.jit`.
 
     Returns:
         The compiled function.
@@ -52,14 +56,17 @@ def compile_for(fn: Callable[..., Any], *arguments: Any) -> Compiled:
         ([2.0, 2.0, 2.0], True)
     """
     start = time.perf_counter()
-    compiled = jax.jit(fn).lower(*arguments).compile()
+    compiled = jax.jit(fn, donate_argnums=donate_argnums).lower(*arguments).compile()
     seconds = time.perf_counter() - start
     memory: Any = compiled.memory_analysis()
     return Compiled(compiled, seconds, memory.temp_size_in_bytes)
 
 
 def interleaved(
-    calls: Mapping[str, Callable[..., Any]], arguments: Sequence[Any], repetitions: int
+    calls: Mapping[str, Callable[..., Any]],
+    arguments: Sequence[Any],
+    repetitions: int,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Time interleaved calls of functions, so that other load affects all of them equally.
 
@@ -70,6 +77,8 @@ def interleaved(
         calls: compiled functions by name.
         arguments: the arguments of every function.
         repetitions: number of timed calls of each function, after one call that is not timed.
+        clock: returns seconds. Default `time.perf_counter`: wall-clock time. `time.process_time` is
+            the CPU time of this process, which other load affects less.
 
     Returns:
         Seconds of each call, by name.
@@ -83,10 +92,10 @@ def interleaved(
     orders = random.Random(0)
     for repetition in range(repetitions + 1):
         for name in orders.sample(list(calls), len(calls)):
-            start = time.perf_counter()
+            start = clock()
             jax.block_until_ready(calls[name](*arguments))
             if repetition:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(clock() - start)
     return seconds
 
 

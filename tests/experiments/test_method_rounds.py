@@ -1,5 +1,7 @@
 """Tests of the benchmark of the federated methods' rounds."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from fedpax.experiments.benchmarks import method_rounds, timing
@@ -7,13 +9,19 @@ from fedpax.experiments.benchmarks.workloads import WORKLOADS, Workload
 from fedpax.models.classifiers import MLPConfig, mlp
 
 
-@pytest.mark.slow
-def test_every_method_has_a_row_that_is_paired_with_fedavg(monkeypatch, capsys, tmp_path):
+@pytest.fixture
+def rows(monkeypatch):
+    """Return the rows that the benchmark writes, of a tiny model on this process's devices."""
     tiny = Workload(mlp(MLPConfig(layer_sizes=(6, 5, 3))), (6,), 3)
     monkeypatch.setitem(WORKLOADS, "tiny", lambda: tiny)
     monkeypatch.setattr(method_rounds, "on_devices", lambda _, fn, *args: fn(*args))
     rows = []
     monkeypatch.setattr(method_rounds, "write", lambda path, found, **_: rows.extend(found))
+    return rows
+
+
+@pytest.mark.slow
+def test_every_method_has_a_row_that_is_paired_with_fedavg(rows, capsys):
     assert method_rounds.main(["--model=tiny", "--clients=8", "--repetitions=2"]) == 0
     table = capsys.readouterr().out.splitlines()
     by_name = {row.method: row for row in rows}
@@ -22,3 +30,26 @@ def test_every_method_has_a_row_that_is_paired_with_fedavg(monkeypatch, capsys, 
         assert line.startswith(row.method)
         assert row.ratio == timing.paired_ratio(row.seconds, by_name["FedAvg"].seconds)
     assert by_name["FedAvg"].ratio == 1 and by_name["Mime"].passes == 3
+
+
+def test_the_chosen_methods_are_timed_beside_fedavg(rows, capsys):
+    sizes = ["--model=tiny", "--clients=8", "--repetitions=1", "--clock=cpu"]
+    assert method_rounds.main([*sizes, "--methods=SCAFFOLD II"]) == 0
+    assert [row.method for row in rows] == ["FedAvg", "SCAFFOLD II"]
+    assert rows[1].seconds[0] > 0
+
+
+def test_an_unknown_method_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        method_rounds.main(["--methods=FedAvg,fedprox"])
+    assert "unknown methods ['fedprox']; choose from FedAvg, FedProx" in capsys.readouterr().err
+
+
+def test_a_repeated_round_starts_from_the_last_state_and_takes_over_its_memory():
+    step = jax.jit(lambda state, cohort: (state + cohort, {}), donate_argnums=0)
+    start = jnp.arange(3.0)
+    run = method_rounds.repeated(step, start, jnp.float32(2))
+    first, _ = run()
+    second, _ = run()
+    assert first.is_deleted() and not start.is_deleted()
+    assert second.tolist() == [4.0, 5.0, 6.0]

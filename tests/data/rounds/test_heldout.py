@@ -81,7 +81,7 @@ def test_processes_count_their_share_and_tokenize_what_they_read(
         monkeypatch.setattr(heldout, "gather_json", gather)
         encoded: list[bytes] = []
         tokenizer = BYTE_TOKENIZER._replace(
-            encode=lambda text: encoded.append(text) or encode(text)
+            encode=lambda text, seen=encoded: seen.append(text) or encode(text)
         )
         rows = HeldoutRows(documents, tokenizer=tokenizer, divide=True, **sizes)
         np.testing.assert_array_equal(rows.num_targets, whole["mask"].sum(axis=1))

@@ -11,6 +11,7 @@ from fedpax.algorithms.branch_train_merge import (
 from fedpax.algorithms.data_parallel import data_parallel
 from fedpax.algorithms.decoupled_diloco import decoupled_diloco
 from fedpax.algorithms.decoupled_parts import decoupled_diloco_parts
+from fedpax.algorithms.delayed_nesterov import DelayedNesterov
 from fedpax.algorithms.diloco import diloco
 from fedpax.algorithms.directional_mean import directional_mean
 from fedpax.algorithms.ditto import ditto
@@ -26,6 +27,7 @@ from fedpax.algorithms.fedopt import server_adagrad, server_adam, server_yogi
 from fedpax.algorithms.fedprox import fedprox
 from fedpax.algorithms.fine_tuning import fine_tuning_evaluation
 from fedpax.algorithms.fragments import layer_fragments
+from fedpax.algorithms.halos import halos
 from fedpax.algorithms.hypcluster import choose_cluster, hypcluster
 from fedpax.algorithms.local_sgd import local_sgd
 from fedpax.algorithms.local_steps import local_steps, participant_weights, valid_steps
@@ -42,6 +44,7 @@ from fedpax.algorithms.staleness import hinge_staleness, polynomial_staleness
 from fedpax.algorithms.streaming_diloco import streaming_diloco
 
 __all__ = [
+    "DelayedNesterov",
     "FedAcRates",
     "agnostic",
     "apfl",
@@ -70,6 +73,7 @@ __all__ = [
     "fedprox",
     "fine_tuning_evaluation",
     "greedy_soup",
+    "halos",
     "hinge_staleness",
     "hypcluster",
     "layer_fragments",

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
+from fedpax.algorithms.arrivals import sending, without_absent
 from fedpax.algorithms.checks import check_setting
 from fedpax.algorithms.delayed_nesterov import DelayedNesterov, DelayedNesterovState
 from fedpax.algorithms.inner_steps import make_outer_gradient
-from fedpax.algorithms.local_steps import placed_valid_steps
 from fedpax.clients import ArrivalOrder
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import (
@@ -133,7 +133,8 @@ def async_diloco(
         state: AsyncDiLoCoState, cohort: Cohort
     ) -> tuple[AsyncDiLoCoState, Metrics]:
         check_cohort("async_diloco", cohort, islands, ArrivalOrder)
-        cohort = _without_absent(cohort)
+        if cohort.schedule is not None:
+            cohort = without_absent(cohort, cohort.schedule.position)
 
         gradients, inner_state, metrics = federated_map(
             make_outer_gradient(loss_fn, inner_optimizer),
@@ -142,7 +143,7 @@ def async_diloco(
             cohort.batches,
             cohort.num_steps,
         )
-        sends = _sends(cohort, islands)
+        sends = sending(cohort, islands)
         weights = federated_map(lambda s: s.astype(jnp.float32), sends)
         metrics = federated_mean(metrics, weights)
         if cohort.schedule is not None:
@@ -186,23 +187,3 @@ def async_diloco(
         return AsyncDiLoCoState(params, outer_state, local_params, inner_state), metrics
 
     return FederatedAlgorithm(init, async_diloco_round)
-
-
-def _without_absent(cohort: Cohort) -> Cohort:
-    """Give islands that do not arrive in this round no steps."""
-    if cohort.schedule is None:
-        return cohort
-    most = jax.tree.leaves(cohort.batches)[0].shape[1]
-
-    def steps(position: Int[Array, ""], own: Int[Array, ""] | None) -> Int[Array, ""]:
-        return jnp.where(position >= 0, most if own is None else own, 0)
-
-    return cohort._replace(
-        num_steps=federated_map(steps, cohort.schedule.position, cohort.num_steps)
-    )
-
-
-def _sends(cohort: Cohort, islands: int) -> Bool[Array, " islands"]:
-    """Return which islands have a valid step, and so an update to send."""
-    valid = placed_valid_steps(cohort)
-    return jnp.ones(islands, bool) if valid is None else federated_map(jnp.any, valid)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
+from fedpax.algorithms.checks import check_setting
 from fedpax.training.algorithm import Params
 
 
@@ -25,7 +26,7 @@ class DelayedNesterovState(NamedTuple):
 
 
 class DelayedNesterov(NamedTuple):
-    """An optimizer for gradients that arrive one at a time, or some together.
+    """A server's optimizer for gradients that arrive one at a time, or some together.
 
     For a gradient g, with N the period:
 
@@ -36,10 +37,15 @@ class DelayedNesterov(NamedTuple):
     go beyond the N-th, those beyond it are part of the same update.
 
     Attributes:
-        learning_rate: eta.
-        momentum: beta.
-        period: N, number of arrivals between updates of the momentum.
-        activation: c, the share of the momentum that each arrival applies.
+        learning_rate: eta. An arrival moves x by eta / N times its gradient.
+        momentum: beta, from 0 to 1.
+        period: N, number of arrivals between updates of the momentum, at least 1.
+        activation: c, from 0 to 1 / N: the share of the momentum that each arrival applies.
+
+    Example:
+        >>> outer = DelayedNesterov(learning_rate=0.5, momentum=0.9, period=1)  # plain Nesterov
+        >>> outer.update(jnp.float32(2.0), jnp.float32(1.0), outer.init(0.0), jnp.float32(0.0))[0]
+        Array(-1.9, dtype=float32)
 
     Reference:
         Liu et al., Asynchronous Local-SGD Training for Language Modeling, arXiv:2401.09135.
@@ -98,3 +104,29 @@ class DelayedNesterov(NamedTuple):
             jax.tree.map(choose, optax.tree.zeros_like(accumulated), accumulated),
             jnp.where(is_due, arrivals % self.period, arrivals),
         )
+
+
+def check_delayed_nesterov(method: str, name: str, server: DelayedNesterov) -> None:
+    """Check that an argument is a `DelayedNesterov` with settings in range.
+
+    Args:
+        method: the method's name, for the message.
+        name: the argument's name.
+        server: the argument.
+
+    Raises:
+        TypeError: it is of another type.
+        ValueError: a setting is out of range.
+
+    Example:
+        >>> check_delayed_nesterov("halos", "local_server", DelayedNesterov(0.7, 0.9, 16))
+    """
+    if not isinstance(server, DelayedNesterov):
+        raise TypeError(
+            f"{method}: {name} is a {type(server).__name__}, expected a DelayedNesterov. Pass for "
+            "example fedpax.algorithms.DelayedNesterov(learning_rate=0.7, momentum=0.9, period=4)."
+        )
+    check_setting(method, f"{name}.learning_rate", server.learning_rate)
+    check_setting(method, f"{name}.momentum", server.momentum, most=1)
+    check_setting(method, f"{name}.period", server.period, least=1)
+    check_setting(method, f"{name}.activation", server.activation, most=1 / server.period)

@@ -1,7 +1,7 @@
 """Clients: the cohort of a round, and the state that clients keep between rounds."""
 
 from fedpax.clients.cohort import Cohort, check_cohort
-from fedpax.clients.schedule import ArrivalOrder, Arrivals, Syncs
+from fedpax.clients.schedule import ArrivalOrder, Arrivals, RegionalOrder, Syncs
 from fedpax.clients.store import ClientStore, client_store, gather_clients, scatter_clients
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "Arrivals",
     "ClientStore",
     "Cohort",
+    "RegionalOrder",
     "Syncs",
     "check_cohort",
     "client_store",

@@ -38,8 +38,8 @@ class Cohort(NamedTuple):
         client_ids: int `[participants]`, each client's index in its population; -1 for an empty
             slot of the cohort. Default None: unknown, for algorithms without client state.
         schedule: when participants arrive, for a method that runs over simulated time: `Arrivals`,
-            `ArrivalOrder` or `Syncs` of `fedpax.clients`. Default None: participants are equally
-            fast and never fail.
+            `ArrivalOrder`, `RegionalOrder` or `Syncs` of `fedpax.clients`. Default None:
+            participants are equally fast and never fail.
 
     Example:
         >>> import numpy as np

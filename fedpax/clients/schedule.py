@@ -46,6 +46,35 @@ class ArrivalOrder(NamedTuple):
     position: Int[jax.Array | np.ndarray, " islands"]
 
 
+class RegionalOrder(NamedTuple):
+    """The order of a round's events at regional servers and the global server.
+
+    Positions count from 0, and no position is left out. Events at the same time have the same
+    position. There, arrivals come first, then sends, then the global server, then merges. The
+    fields of a region's event are equal for all islands of the region; -1 for no event.
+
+    Attributes:
+        position: int `[islands]`, the position of an island's arrival at its region's server, as in
+            `ArrivalOrder`.
+        sends: int `[islands]`, the position at which the region sends its update to the global
+            server.
+        applies: int `[islands]`, the position at which the global server applies the region's
+            update, and sends its model back.
+        merges: int `[islands]`, the position at which the region merges the global model.
+
+    Example:
+        >>> together = np.zeros(4, int)  # two regions of two islands, and transfers without delay
+        >>> order = RegionalOrder(np.array([0, 0, 0, 0]), together, together, together)
+        >>> order.sends.tolist()
+        [0, 0, 0, 0]
+    """
+
+    position: Int[jax.Array | np.ndarray, " islands"]
+    sends: Int[jax.Array | np.ndarray, " islands"]
+    applies: Int[jax.Array | np.ndarray, " islands"]
+    merges: Int[jax.Array | np.ndarray, " islands"]
+
+
 class Syncs(NamedTuple):
     """The synchronizations of a round, one per fragment of the model.
 

@@ -23,6 +23,7 @@ from fedpax.simulation.island_arrivals import (
     dynamic_local_steps,
     island_arrivals,
 )
+from fedpax.simulation.regional_arrivals import RegionalArrivals, regional_arrivals
 from fedpax.simulation.trace import Trace, draw_trace
 from fedpax.simulation.trace_files import load_trace, save_trace
 
@@ -34,6 +35,7 @@ __all__ = [
     "FragmentSyncs",
     "Goodput",
     "IslandArrivals",
+    "RegionalArrivals",
     "Trace",
     "buffered_arrivals",
     "constant",
@@ -46,6 +48,7 @@ __all__ = [
     "island_arrivals",
     "load_trace",
     "lognormal",
+    "regional_arrivals",
     "restart_goodput",
     "save_trace",
     "transfer_seconds",

@@ -5,9 +5,23 @@ import optax
 from method_problem import Method, Rates, loss_fn
 
 from fedpax.aggregators import mean
-from fedpax.algorithms import async_diloco, decoupled_diloco, fedbuff
+from fedpax.algorithms import DelayedNesterov, async_diloco, decoupled_diloco, fedbuff, halos
 
 BETA = 0.8
+
+
+def _halos(islands, r):
+    """Make HALoS with two regions, whose servers take the mean of their islands."""
+    regions = min(2, max(islands, 1))
+    return halos(
+        loss_fn,
+        regions=[i * regions // max(islands, 1) for i in range(islands)],
+        inner_optimizer=optax.adam(r.local, b1=0.9, b2=0.99, eps=1e-6),
+        local_server=DelayedNesterov(1.0, 0.0, max(islands // regions, 1)),
+        global_server=DelayedNesterov(r.server, BETA, regions),
+        merge_weight=1.0,
+    )
+
 
 ASYNCHRONOUS_METHODS = {
     "FedBuff": Method(
@@ -49,6 +63,14 @@ ASYNCHRONOUS_METHODS = {
             outer_optimizer=optax.sgd(r.server, momentum=BETA, nesterov=True),
             aggregator=mean(),
         ),
+        lambda x, rounds, _, r: reference.diloco(
+            x, rounds, reference.adam(r.local, 0.9, 0.99, 1e-6), r.server, BETA
+        ),
+    ),
+    "HALoS": Method(
+        "islands",
+        Rates(0.01, 0.5),
+        _halos,
         lambda x, rounds, _, r: reference.diloco(
             x, rounds, reference.adam(r.local, 0.9, 0.99, 1e-6), r.server, BETA
         ),

@@ -29,8 +29,8 @@ pytestmark = pytest.mark.xdist_group("algorithms")
 
 on_each_kind_of_mesh = pytest.mark.parametrize("mesh", ["none", "4x2 automatic", "4x2 explicit"])
 
-# Methods whose participants choose partners by their place.
-BY_POSITION = ("NoLoCo", "PAPA-2")
+# Methods whose participants have partners, or a region, by their place.
+BY_POSITION = ("NoLoCo", "PAPA-2", "HALoS")
 
 
 @on_each_kind_of_mesh

@@ -1,0 +1,332 @@
+"""HALoS: asynchronous islands in regions, with a server per region and a global server."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Float, Int
+
+from fedpax.algorithms.arrivals import sending, without_absent
+from fedpax.algorithms.checks import check_setting
+from fedpax.algorithms.delayed_nesterov import (
+    DelayedNesterov,
+    DelayedNesterovState,
+    check_delayed_nesterov,
+)
+from fedpax.algorithms.inner_steps import make_outer_gradient
+from fedpax.algorithms.local_steps import subtract
+from fedpax.clients import RegionalOrder
+from fedpax.clients.cohort import Cohort, check_cohort
+from fedpax.primitives import (
+    federated_broadcast,
+    federated_map,
+    federated_max,
+    federated_mean,
+    federated_sum,
+    program,
+)
+from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+
+LOCAL_SERVER = DelayedNesterov(learning_rate=3.2, momentum=0.9, period=16)
+"""The optimizer of a regional server: 0.2 times an island's update, momentum every 16."""
+
+GLOBAL_SERVER = DelayedNesterov(learning_rate=0.3, momentum=0.5, period=2)
+"""The optimizer of the global server: 0.15 times a region's update, momentum every 2."""
+
+
+class Region(NamedTuple):
+    """The state of a region's server.
+
+    Attributes:
+        params: the region's model.
+        optimizer_state: momentum and accumulated updates of its islands.
+        exchanged: the model that the region's update is measured from, until the region sends it;
+            then the update on its way; then the global model on its way back.
+    """
+
+    params: Params
+    optimizer_state: DelayedNesterovState
+    exchanged: Params
+
+
+class HALoSState(NamedTuple):
+    """The state of HALoS.
+
+    Attributes:
+        params: the global server's model.
+        global_optimizer_state: momentum and accumulated updates of the regions.
+        regions: the state of each region's server.
+        local_params: the model that each island trains from, placed.
+        inner_optimizer_state: each island's state of the inner optimizer, placed.
+    """
+
+    params: Params
+    global_optimizer_state: DelayedNesterovState
+    regions: tuple[Region, ...]
+    local_params: Params
+    inner_optimizer_state: optax.OptState
+
+
+def halos(
+    loss_fn: LossFn,
+    *,
+    regions: Sequence[int],
+    inner_optimizer: optax.GradientTransformation,
+    local_server: DelayedNesterov = LOCAL_SERVER,
+    global_server: DelayedNesterov = GLOBAL_SERVER,
+    merge_weight: float = 0.25,
+) -> FederatedAlgorithm:
+    """Update a region's model at each arrival of an island, and the global model now and then.
+
+    Islands communicate with the server of their region over a fast network, and regions with the
+    global server over a slow one. Neither waits for the other. Island i of region r trains from
+    the model x_r that it received after its last arrival, up to y_i. With the model a_r of the last
+    merge, the global model x, and the optimizers `local` and `global` (delayed Nesterov):
+
+        island i arrives:               x_r <- local(x_r, start - y_i)
+        K arrivals after a merge:       u_r = a_r - x_r is sent to the global server
+        u_r arrives there:              x <- global(x, u_r), which is sent back
+        x arrives at the region:        x_r <- (1 - alpha) x_r + alpha x;  a_r <- x_r
+
+    The island goes on from the new x_r, and keeps the state of its inner optimizer. Islands also
+    arrive while an exchange is under way: their updates stay in x_r, to 1 - alpha, and the next K
+    arrivals count from the merge. Updates are not weighted by staleness: the momenta of both
+    servers, each delayed by its period, and the merge dampen it.
+
+    A round is a sequence of events in which no island arrives twice. All of its islands train at
+    the same time; then the servers process the events in the order of `cohort.schedule`, which
+    `fedpax.simulation.regional_arrivals` computes from the islands' speeds, the networks and K.
+    Without a schedule, all islands arrive together and all regions exchange at once: with
+    `local_server=DelayedNesterov(1.0, 0.0, W)` in regions of W islands, `global_server=
+    DelayedNesterov(eta, beta, R)` for R regions, and `merge_weight=1.0`, this is `diloco` with
+    Nesterov momentum.
+
+    Communication: per position of the schedule, a sum over the islands of one model per region.
+    Memory: four models per region beside those of `async_diloco`. Compile time grows with the
+    number of regions. `jax.grad` through a round with a schedule raises, as with `num_steps`.
+
+    Args:
+        loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
+        regions: the region of each island, numbers from 0. `(0, 0, 1)` are three islands in two
+            regions.
+        inner_optimizer: any optax optimizer; the paper uses AdamW.
+        local_server: the optimizer of the regions' servers. Default: learning rate 3.2, momentum
+            0.9, period 16, the authors' settings for 4 regions of 4 islands.
+        global_server: the optimizer of the global server. Default: learning rate 0.3, momentum 0.5,
+            period 2, the authors' settings for 4 regions.
+        merge_weight: alpha, share of the global model in a merge, from 0 to 1. Default 0.25, the
+            authors' choice.
+
+    Returns:
+        `init(params)` and `round(state, cohort)`. The leaves of `cohort.batches` are
+        `[islands, H, batch, ...]`. `cohort.schedule` is a `RegionalOrder` or None. All arrivals
+        have the same weight: `cohort.num_examples` is not used. An island without a valid step
+        contributes nothing. Metrics, all float32 scalars: `"loss"` and the metrics of `loss_fn`,
+        averaged over inner steps and arriving islands; and with a schedule `"arrivals"`, number of
+        islands that send an update, and `"exchanges"`, number of regions' updates that the global
+        server applies.
+
+    Raises:
+        TypeError: a server is no `DelayedNesterov`; in a round, a schedule of another type.
+        ValueError: a setting is out of range, or a region has no island; in a round, batches
+            without an axis of size `len(regions)`.
+
+    Example:
+        >>> import fedpax
+        >>> loss_fn = lambda w, x: (jnp.mean((w - x) ** 2), {})
+        >>> algorithm = halos(
+        ...     loss_fn,
+        ...     regions=(0, 0, 1),
+        ...     inner_optimizer=optax.sgd(0.5),
+        ...     local_server=DelayedNesterov(learning_rate=1.0, momentum=0.0, period=1),
+        ...     global_server=DelayedNesterov(learning_rate=0.5, momentum=0.0, period=1),
+        ... )
+        >>> state, step = algorithm.init(jnp.float32(0.0)), jax.jit(algorithm.round)
+        >>> batches = jnp.array([[[1.0]], [[5.0]], [[8.0]]])  # H = 1; y_i is the example
+        >>> order = fedpax.clients.RegionalOrder(
+        ...     position=jnp.array([0, 1, 0]),  # the first and the third island, then the second
+        ...     sends=jnp.array([1, 1, -1]),  # region 0 sends after two arrivals
+        ...     applies=jnp.array([2, 2, -1]),
+        ...     merges=jnp.array([3, 3, -1]),
+        ... )
+        >>> state, metrics = step(state, fedpax.Cohort(batches, schedule=order))
+        >>> state.params.item()  # 0.5 * (1 + 5)
+        3.0
+        >>> [region.params.item() for region in state.regions]  # 0.75 * 6 + 0.25 * 3, and 8
+        [5.25, 8.0]
+        >>> state.local_params.tolist()  # the merge is later than these arrivals
+        [1.0, 6.0, 8.0]
+
+    Reference:
+        Kim et al., HALoS: Hierarchical Asynchronous Local SGD over Slow Networks for
+        Geo-Distributed Large Language Model Training, arXiv:2506.04531, algorithm 1. What a region
+        does during an exchange, and the settings: the authors' simulator, github.com/utnslab/halos.
+    """
+    region_of = check_regions("halos", regions)
+    num_regions, islands = max(region_of) + 1, len(region_of)
+    check_delayed_nesterov("halos", "local_server", local_server)
+    check_delayed_nesterov("halos", "global_server", global_server)
+    check_setting("halos", "merge_weight", merge_weight, most=1)
+
+    def exchange(
+        params: Params,
+        global_state: DelayedNesterovState,
+        regions: tuple[Region, ...],
+        now: Sequence[tuple[Bool[Array, ""], ...]],
+    ) -> tuple[Params, DelayedNesterovState, tuple[Region, ...]]:
+        """Let those regions send, apply and merge for which it is time."""
+        zeros = optax.tree.zeros_like(params)
+        updates, arriving, merged = [], [], []
+        for region, (sends, applies, _) in zip(regions, now, strict=True):
+            updates.append(
+                _select(sends, subtract(region.exchanged, region.params), region.exchanged)
+            )
+            arriving.append(_select(applies, updates[-1], zeros))
+        params, global_state = global_server.update(
+            jax.tree.map(lambda *leaves: sum(leaves), *arriving),
+            sum((applies.astype(jnp.float32) for _, applies, _ in now), start=jnp.float32(0)),
+            global_state,
+            params,
+        )
+        for region, update, (_, applies, merges) in zip(regions, updates, now, strict=True):
+            sent_back = _select(applies, params, update)
+            mixed = jax.tree.map(
+                lambda x, g: ((1 - merge_weight) * x + merge_weight * g).astype(x.dtype),
+                region.params,
+                sent_back,
+            )
+            x = _select(merges, mixed, region.params)
+            merged.append(Region(x, region.optimizer_state, _select(merges, mixed, sent_back)))
+        return params, global_state, tuple(merged)
+
+    @program(islands=islands)
+    def init(params: Params) -> HALoSState:
+        local_params = federated_broadcast(params)
+        return HALoSState(
+            params,
+            global_server.init(params),
+            tuple(Region(params, local_server.init(params), params) for _ in range(num_regions)),
+            local_params,
+            federated_map(inner_optimizer.init, local_params),
+        )
+
+    @program(islands=islands)
+    def halos_round(state: HALoSState, cohort: Cohort) -> tuple[HALoSState, Metrics]:
+        check_cohort("halos", cohort, islands, RegionalOrder)
+        order: Any = cohort.schedule
+        if order is not None:
+            cohort = without_absent(cohort, order.position)
+        gradients, inner_state, metrics = federated_map(
+            make_outer_gradient(loss_fn, inner_optimizer),
+            state.local_params,
+            state.inner_optimizer_state,
+            cohort.batches,
+            cohort.num_steps,
+        )
+        sends = sending(cohort, islands)
+        weights = federated_map(lambda s: s.astype(jnp.float32), sends)
+        metrics = federated_mean(metrics, weights)
+        own_regions = jnp.array(region_of)
+        events = None if order is None else _events_by_region(order, own_regions, num_regions)
+
+        def process(
+            k: Int[Array, ""] | None,
+            params: Params,
+            global_state: DelayedNesterovState,
+            regions: tuple[Region, ...],
+            local_params: Params,
+        ) -> tuple[Params, DelayedNesterovState, tuple[Region, ...], Params]:
+            """Process the events at a position; None: all islands, and each region of them."""
+
+            def is_here(position: Int[Array, ""] | None) -> Bool[Array, ""]:
+                return jnp.asarray(True if position is None else position == k)
+
+            def send(
+                gradient: Params,
+                sends: Bool[Array, ""],
+                region: Int[Array, ""],
+                position: Int[Array, ""] | None,
+            ) -> list[tuple[Params, Float[Array, ""]]]:
+                here = [sends & is_here(position) & (region == r) for r in range(num_regions)]
+                zeros = optax.tree.zeros_like(gradient)
+                return [(_select(h, gradient, zeros), h.astype(jnp.float32)) for h in here]
+
+            position = None if order is None else order.position
+            received = federated_sum(federated_map(send, gradients, sends, own_regions, position))
+            sent: list[Region] = []
+            for region, (total, count) in zip(regions, received, strict=True):
+                x, optimizer_state = local_server.update(
+                    total, count, region.optimizer_state, region.params
+                )
+                sent.append(Region(x, optimizer_state, region.exchanged))
+            if events is None:  # a region without an update takes no part
+                now = [(count > 0,) * 3 for _, count in received]
+            else:
+                now = [tuple(is_here(event) for event in own) for own in events]
+            params, global_state, exchanged = exchange(params, global_state, tuple(sent), now)
+
+            def receive(
+                held: Params, region: Int[Array, ""], position: Int[Array, ""] | None
+            ) -> Params:
+                for r in range(num_regions):
+                    held = _select(is_here(position) & (region == r), exchanged[r].params, held)
+                return held
+
+            local_params = federated_map(receive, local_params, own_regions, position)
+            return params, global_state, exchanged, local_params
+
+        start = state.params, state.global_optimizer_state, state.regions, state.local_params
+        if events is None:
+            ended = process(None, *start)
+        else:
+            last = jnp.stack([federated_max(order.position), *(e for own in events for e in own)])
+            ended = jax.lax.fori_loop(
+                0, jnp.max(last) + 1, lambda k, carry: process(k, *carry), start
+            )
+            applied = [(at_apply >= 0).astype(jnp.float32) for _, at_apply, _ in events]
+            metrics |= {"arrivals": federated_sum(weights), "exchanges": sum(applied)}
+        return HALoSState(*ended, inner_state), metrics
+
+    return FederatedAlgorithm(init, halos_round)
+
+
+def check_regions(function: str, regions: Sequence[int]) -> tuple[int, ...]:
+    """Check the regions of islands, and return them as integers.
+
+    Args:
+        function: name of the function that takes the regions, for the message.
+        regions: the region of each island.
+
+    Raises:
+        ValueError: there is no island, or the numbers are not those from 0 to the last region's.
+
+    Example:
+        >>> check_regions("halos", [0, 1, 1])
+        (0, 1, 1)
+    """
+    found = tuple(int(region) for region in regions)
+    if not found or set(found) != set(range(max(found) + 1)) or found != tuple(regions):
+        raise ValueError(
+            f"{function}: regions is {tuple(regions)}, expected the region of each island, numbers "
+            "from 0 without gaps, such as (0, 0, 1, 1). Number the regions anew."
+        )
+    return found
+
+
+def _events_by_region(
+    order: RegionalOrder, own_regions: Int[Array, " islands"], num_regions: int
+) -> list[tuple[Int[Array, ""], ...]]:
+    """Return the positions at which each region sends, is applied, and merges: server values."""
+
+    def positions(region: Int[Array, ""], *own: Int[Array, ""]) -> list[tuple[Int[Array, ""], ...]]:
+        return [tuple(jnp.where(region == r, p, -1) for p in own) for r in range(num_regions)]
+
+    return federated_max(
+        federated_map(positions, own_regions, order.sends, order.applies, order.merges)
+    )
+
+
+def _select(condition: Bool[Array, ""], new: Params, old: Params) -> Params:
+    return jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)

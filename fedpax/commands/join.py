@@ -25,6 +25,8 @@ from fedpax.parallel.cluster import ClusterError
 from fedpax.training.configuration import resolve_job_log_dir
 from fedpax.training.console import print_line
 
+GAVE_UP = 75  # EX_TEMPFAIL of sysexits.h: the same command can succeed later
+
 if TYPE_CHECKING:
     from fedpax.sites.join import JoinResult
 
@@ -62,29 +64,39 @@ def join(arguments: Sequence[str]) -> int:
                 certificates=options.certificates,
                 server_name=options.server_name,
                 allow_config_change=allowed_changes(options),
+                give_up_after=options.give_up_after,
             )
         except ClusterError as error:
             raise UsageError(f"--multihost: {error}") from None
     if jax.process_index() == 0:
-        print_line(describe(result, options.job_log_dir))
+        print_line(describe(result, options.job_log_dir, options.syncer))
+    if result.gave_up:
+        return GAVE_UP
     return 0 if result.signal is None else 128 + result.signal
 
 
-def describe(result: "JoinResult", folder: str) -> str:
-    """Describe the result of an island in one sentence.
+def describe(result: "JoinResult", folder: str, syncer: str) -> str:
+    """Describe the result of an island in words.
 
     Args:
         result: the result.
         folder: the island's folder.
+        syncer: the address of the syncer.
 
     Example:
         >>> from fedpax.sites.join import JoinResult
-        >>> describe(JoinResult(7, finished=True, signal=None), "runs/a")
+        >>> describe(JoinResult(7, finished=True, signal=None), "runs/a", "oslo:7000")
         'Finished: the syncer has done all merges; 7 rounds of this island are saved in runs/a.'
     """
     trained = f"{result.rounds} rounds of this island are saved in {folder}"
     if result.signal is not None:
         return f"{result.signal.name}: {trained}. Run the same command again to return."
+    if result.gave_up:
+        return (
+            f"Stopped: no syncer answers at {syncer}; {trained}. Start the syncer, then run the "
+            "same command again. A syncer whose run is finished tells it to its islands for "
+            "--goodbye_seconds when it is started again."
+        )
     return f"Finished: the syncer has done all merges; {trained}."
 
 
@@ -95,6 +107,13 @@ def define_flags(options: flags.FlagValues) -> None:
     flags.DEFINE_string("syncer", None, "HOST:PORT of the syncer.", flag_values=options)
     flags.DEFINE_string("name", None, "The island's name.", flag_values=options)
     flags.DEFINE_integer("shard", None, "The shard of the data.", 0, flag_values=options)
+    flags.DEFINE_float(
+        "give_up_after",
+        600.0,
+        "Seconds without an answer after which an island that waits for its syncer stops.",
+        0.0,
+        flag_values=options,
+    )
     flags.DEFINE_string("certificates", None, "The certificate's folder.", flag_values=options)
     flags.DEFINE_string(
         "server_name", None, "The name in the syncer's certificate.", flag_values=options

@@ -41,14 +41,17 @@ class Exchange:
         """Bytes that this process has sent to the syncer and received from it."""
         return 0 if self._link is None else self._link.sent_bytes + self._link.received_bytes
 
-    def join(self, on_wait: Callable[[DisconnectedError], None]) -> Membership | None:
+    def join(
+        self, on_wait: Callable[[DisconnectedError], None], seconds: float
+    ) -> Membership | None:
         """Join the syncer, and start to exchange; wait for a syncer that does not answer yet.
 
         Args:
             on_wait: called in process 0 after each attempt without an answer.
+            seconds: the longest wait.
 
         Returns:
-            The membership; None if a signal asks the island to stop.
+            The membership; None if no syncer has answered, or a signal asks the island to stop.
 
         Raises:
             RefusedError: the syncer does not want this island.
@@ -59,11 +62,13 @@ class Exchange:
             except DisconnectedError as error:
                 on_wait(error)
                 membership = self._channel.broadcast(None)
-                time.sleep(SECONDS_BETWEEN_JOINS)
+                time.sleep(min(SECONDS_BETWEEN_JOINS, seconds))
             if membership is not None:
                 if self._link is not None:
                     self._link.start()
                 return _read_membership(membership)
+            if self.hear().silent_seconds >= seconds:
+                break
         return None
 
     def hear(self) -> News:

@@ -46,6 +46,7 @@ from fedpax.training.saved_rounds import latest_round
 FILE = "island.json"
 SECONDS_TO_FLUSH = 5.0
 SECONDS_BETWEEN_NOTES = 10.0
+SECONDS_TO_ASK_AGAIN = 15.0
 ENDLESS = 2**31
 PROCESS_ENDED = 75  # EX_TEMPFAIL of sysexits.h: the same command can succeed later
 
@@ -57,11 +58,13 @@ class JoinResult(NamedTuple):
         rounds: number of rounds of inner steps of this island, over all of its processes.
         finished: whether the syncer has done all merges.
         signal: the signal that stopped the call, or None.
+        gave_up: whether the call stopped because no syncer answered.
     """
 
     rounds: int
     finished: bool
     signal: signal.Signals | None
+    gave_up: bool = False
 
 
 class _Member(NamedTuple):
@@ -83,12 +86,17 @@ def join(
     certificates: str | Path | None = None,
     server_name: str | None = None,
     allow_config_change: Collection[str] = (),
+    give_up_after: float = 600.0,
 ) -> JoinResult:
     """Train one island of an experiment, which a syncer merges with others.
 
     The island trains on its own devices and on its own shard of the data. It takes the same inner
     steps as `fedpax train`. Threads send updates and receive fragments during the steps. If the
-    syncer does not answer, the island trains on for `max_steps_ahead` steps, and then waits.
+    syncer does not answer, the island trains on for `max_steps_ahead` steps, and then waits. If it
+    has not answered for `give_up_after` seconds, the island saves its state and stops.
+
+    The number of rounds is the syncer's: `training.rounds` of the experiment has no effect. If the
+    run of this folder is finished, the island asks the syncer whether it has more rounds now.
 
     If `jax.distributed` is initialized, its processes form one island: all of them must call this
     function, with a folder that all of them see. Only process 0 connects to the syncer. If one of
@@ -110,10 +118,11 @@ def join(
         certificates: the folder of this site's certificate. Default None: no encryption.
         server_name: the name in the syncer's certificate. Default None: the host of `syncer`.
         allow_config_change: as in `fedpax.training.trainer.train`.
+        give_up_after: seconds without an answer of a syncer after which an island that waits for it
+            stops. Default 600.0. In a folder whose run is finished, at most 15 seconds.
 
     Returns:
-        The number of rounds of this island, and the signal that stopped the call. If the run of
-        this folder is finished already, the call returns at once.
+        The number of rounds of this island, and the reason for which the call stopped.
 
     Raises:
         ConfigurationError: the folder holds another configuration, or another process uses it; or
@@ -127,11 +136,12 @@ def join(
     folder = resolve_job_log_dir(job_log_dir)
     with JobDirLock(folder):
         check_agreement(folder, experiment)
-        check_configuration(folder, experiment, exp, allow_config_change=allow_config_change)
+        changes = (*allow_config_change, "training.rounds")  # which is the syncer's
+        check_configuration(folder, experiment, exp, allow_config_change=changes)
         with ControlChannel(_exit_after(folder)) as channel:
             member = _Member(**channel.broadcast(_read_member(folder)._asdict()))
             if member.finished:
-                return JoinResult(latest_round(folder) or 0, True, None)
+                give_up_after = min(give_up_after, SECONDS_TO_ASK_AGAIN)
             header = {
                 "island": name or folder.name,
                 "incarnation": secrets.token_hex(8),
@@ -145,7 +155,12 @@ def join(
                 if channel.is_first:
                     connection = connect(syncer, certificates=certificates, server_name=server_name)
                     stack.callback(connection.close)
-                return _join(experiment, folder, connection, channel, header, exp, syncer)
+                result = _join(
+                    experiment, folder, connection, channel, header, exp, syncer, give_up_after
+                )
+                if result.gave_up and member.finished:
+                    return result._replace(finished=True, gave_up=False)
+                return result
 
 
 def _join(
@@ -156,6 +171,7 @@ def _join(
     header: dict[str, Any],
     exp: str,
     syncer: str,
+    give_up_after: float,
 ) -> JoinResult:
     started = time.perf_counter()
     training = experiment.training
@@ -191,12 +207,23 @@ def _join(
         exchange = Exchange(link, channel, preemption)
         stack.callback(exchange.close)
         # Already now, because data and compilation take long.
-        member = exchange.join(_patience(progress, syncer))
+        member = exchange.join(_patience(progress, syncer), give_up_after)
         if member is None:
-            return JoinResult(first, False, preemption.signal)
+            stopped = preemption.signal
+            return JoinResult(first, False, stopped, gave_up=stopped is None)
         progress.note(f"joined {syncer} with shard {member.shard} of {parts.islands}")
         if channel.is_first:
-            _write_member(folder, _Member(header["folder"], member.run))
+            _write_member(folder, _Member(header["folder"], member.run, member.finished))
+        if member.finished:
+            return JoinResult(first, True, None)
+        if member.rounds != training.rounds:
+            progress.note(f"the run has {member.rounds} rounds at the syncer")
+            progress.set_rounds(member.rounds)
+            training = dataclasses.replace(training, rounds=member.rounds)
+            experiment = dataclasses.replace(experiment, training=training)
+            run = build_parts(experiment, dataclasses.replace(experiment.mesh, islands=1), exp)
+            parts, model = run.algorithm.parts, LocalModel(run)
+            assert parts is not None
         header["run"] = member.run
         rows = IslandRows(run.cohorts, member.shard)
         if first and position["shard"] == member.shard:
@@ -245,12 +272,14 @@ def _join(
             preemption,
         ):
             stream_state: Any = None
+            gave_up = False
             while not island.must_stop():
                 cohort, stream_state = prefetch.next()
                 waited, reports = 0.0, []
                 for phase in range(phases):
-                    waited += _wait_for_merge(island, exchange, progress)
-                    if island.must_stop():
+                    waited += _wait_for_merge(island, exchange, progress, give_up_after)
+                    gave_up = island.is_ahead or not island.has_model
+                    if island.must_stop() or gave_up:
                         break
                     start = phase * parts.steps_per_sync
                     reports.append(island.train(cohort.batches, start, *frozen))
@@ -268,7 +297,8 @@ def _join(
         finished = island.news.finished
         if finished and channel.is_first:
             _write_member(folder, _Member(header["folder"], member.run, finished=True))
-    return JoinResult(done, finished, None if finished else preemption.signal)
+        gave_up = gave_up and not island.must_stop()
+    return JoinResult(done, finished, None if finished else preemption.signal, gave_up)
 
 
 def _check_devices(run: Run) -> None:
@@ -310,12 +340,14 @@ def _patience(progress: Progress, syncer: str) -> Callable[[DisconnectedError], 
     return note
 
 
-def _wait_for_merge(island: Island, exchange: Exchange, progress: Progress) -> float:
-    """Wait until the island may take its next steps; return the seconds of the wait."""
+def _wait_for_merge(
+    island: Island, exchange: Exchange, progress: Progress, give_up_after: float
+) -> float:
+    """Wait until the island may take its next steps, or must stop; return the seconds of it."""
     began = noted = time.perf_counter()
     while not island.has_model or island.is_ahead:
         island.receive()
-        if island.must_stop():
+        if island.must_stop() or island.news.silent_seconds >= give_up_after:
             break
         island.send()
         exchange.wait(0.05)

@@ -50,6 +50,7 @@ class News(NamedTuple):
         fragments: the fragments that have arrived since the former news.
         dropped: reason and target merge of each update that the syncer has dropped since then.
         stop: whether a signal asks the island to save and stop.
+        silent_seconds: seconds since the last answer of the syncer, or since the start.
     """
 
     merges: int = 0
@@ -59,6 +60,7 @@ class News(NamedTuple):
     fragments: Sequence[Fragment] = ()
     dropped: Sequence[tuple[str, int | None]] = ()
     stop: bool = False
+    silent_seconds: float = 0.0
 
 
 class Membership(NamedTuple):
@@ -69,11 +71,15 @@ class Membership(NamedTuple):
         shard: the island's shard of the data.
         received: process and sequence number of the newest update of each fragment that the syncer
             has from this island.
+        rounds: number of rounds of the run.
+        finished: whether the syncer has done all merges.
     """
 
     run: str
     shard: int
     received: Mapping[int, tuple[str, int]]
+    rounds: int
+    finished: bool
 
 
 class _Outgoing:
@@ -127,6 +133,7 @@ class Link:
         self._steps, self._seconds_per_update = 0, 0.0
         self.merges, self.finished, self.connected = 0, False, False
         self.heartbeat_seconds = 1.0
+        self._last_answer = time.monotonic()
         self.failure: Exception | None = None
         self.sent_bytes = self.received_bytes = 0
 
@@ -152,6 +159,7 @@ class Link:
                 can_send=acknowledged and len(self._outbox) < MAX_OUTBOX,
                 fragments=arrived,
                 dropped=dropped,
+                silent_seconds=time.monotonic() - self._last_answer,
             )
 
     def prepare(self, arrays: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
@@ -222,7 +230,9 @@ class Link:
                 update.acknowledged = False
         self.heartbeat_seconds, self._joined = header["heartbeat_seconds"], True
         received = {int(p): (process, n) for p, (process, n) in header["received"].items()}
-        return Membership(header["run"], header["shard"], received)
+        return Membership(
+            header["run"], header["shard"], received, header["rounds"], header["finished"]
+        )
 
     def exchange(self) -> bool:
         """Send the queued updates, and receive the new fragments.
@@ -268,6 +278,7 @@ class Link:
             "island": self._identity["island"],
             "incarnation": self._identity["incarnation"],
             "steps": self._steps,
+            "heard_end": self.finished,
             **fields,
         }
         try:
@@ -275,7 +286,7 @@ class Link:
         except DisconnectedError:
             self.connected = False
             raise
-        self.connected = True
+        self.connected, self._last_answer = True, time.monotonic()
         if answer.header["status"] == "join":
             self._joined = False
             return answer

@@ -60,6 +60,13 @@ class Progress(AbstractContextManager["Progress"]):
         elif self._enabled:
             print_error(f"{self._name}: {text}")
 
+    def set_rounds(self, rounds: int) -> None:
+        """Change the number of rounds of the whole run."""
+        self._rounds = rounds
+        if self._bar is not None:
+            self._bar.total = rounds
+            self._bar.refresh()
+
     def restart(self, rounds_done: int, reason: str) -> None:
         """Continue from an earlier round.
 

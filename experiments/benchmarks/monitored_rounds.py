@@ -113,8 +113,8 @@ def measure(
         runs = {name: (measured if name == "gradient_norm" else base).build() for name in SETTINGS}
     run = runs["plain"]
     shapes = with_shardings(run.cohort_shapes, run.shardings.cohort)
-    mesh: Any = jax.set_mesh(run.mesh)
-    with use_abstract_mesh(run.mesh.abstract_mesh) if topology else mesh:
+    mesh: Any = use_abstract_mesh(run.mesh.abstract_mesh) if topology else jax.set_mesh(run.mesh)
+    with mesh:
         compiled = {
             name: compile_round(runs[name], shapes, **options) for name, options in SETTINGS.items()
         }

@@ -79,11 +79,12 @@ def provide_devices(mesh: MeshConfig, num_processes: int = 1) -> None:
     too_many = needed > MAX_SIMULATED_DEVICES
     if subgroups and not too_many:
         provide_worker_threads(needed)
+    in_use = False
     if not chosen and not too_many:
         try:
             simulate_devices(math.ceil(needed / num_processes), subgroups=subgroups)
         except RuntimeError:  # JAX is in use already, with the devices that it has
-            chosen = True
+            in_use = True
     try:
         available = jax.device_count()
     except (RuntimeError, AssertionError) as error:  # an assertion, without a plugin for cuda
@@ -99,6 +100,11 @@ def provide_devices(mesh: MeshConfig, num_processes: int = 1) -> None:
             remedy += f"; a CPU can simulate {MAX_SIMULATED_DEVICES:,} devices at most"
         elif chosen:
             remedy += ", or unset XLA_FLAGS and JAX_NUM_CPU_DEVICES to simulate more"
+        elif in_use and jax.default_backend() == "cpu":
+            remedy += (
+                f", or start Python with JAX_NUM_CPU_DEVICES={mesh.size} to simulate more: this "
+                "process has used JAX already, so that their number is fixed"
+            )
         raise UsageError(
             f"the mesh {axes} needs {mesh.size:,} devices, but there are {available} "
             f"({jax.default_backend()}). {remedy}."

@@ -85,3 +85,13 @@ def test_platforms_that_are_not_there_are_told_in_words(
     monkeypatch.setattr(jax, "device_count", device_count)
     with pytest.raises(UsageError, match=f"{words}.*Correct or unset JAX_PLATFORMS"):
         devices.provide_devices(MeshConfig(fsdp=2))
+
+
+def test_a_process_that_uses_jax_already_is_told_how_to_get_more_devices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("JAX_NUM_CPU_DEVICES", raising=False)
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    jax.devices()
+    with pytest.raises(UsageError, match=r"needs 16 .* start Python with JAX_NUM_CPU_DEVICES=16"):
+        devices.provide_devices(MeshConfig(clients=16))

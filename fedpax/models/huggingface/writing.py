@@ -110,8 +110,12 @@ def save(
         names = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
     for name, tensors in zip(names, files, strict=True):
         values = {tensor.name: tensor.read() for tensor in tensors}
+        # safetensors makes a file that its owner alone can read. An empty file has the usual mode.
+        (folder / name).touch()
+        mode = (folder / name).stat().st_mode
         # transformers rejects a file without this metadata.
         library.save_file(values, folder / name, metadata={"format": "pt"})
+        (folder / name).chmod(mode)
     if len(files) > 1:
         index = {
             "metadata": {"total_size": sum(tensor.size for file in files for tensor in file)},

@@ -1,18 +1,15 @@
 """`fedpax train --elastic`: supervise a training process, and restart it when processes change.
 
-The supervisor uses no device. It starts a training process, `fedpax train --multihost`, when the
-keeper requests it (`fedpax.parallel.keeper`), reports the exit status of that process, and ends it
-when the set of training processes changes. The supervisor of process 0 runs the keeper.
+The supervisor uses no device. It keeps a training process ready (`fedpax.commands.standby`), makes
+it train when the keeper requests it (`fedpax.parallel.keeper`), reports its exit status, and ends
+it when the set of training processes changes. The supervisor of process 0 runs the keeper.
 """
 
 import contextlib
-import ctypes
-import os
 import select
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,15 +17,38 @@ from pathlib import Path
 from absl import flags
 
 from fedpax.commands import UsageError
-from fedpax.commands.fitting_mesh import fit_mesh
+from fedpax.commands.fitting_mesh import fit_mesh, island_numbers, processes_per_island
+from fedpax.commands.standby import Standby
 from fedpax.parallel.cluster import Cluster, ClusterError, find_cluster
 from fedpax.parallel.keeper import CANNOT_RUN, Keeper, Lines
 from fedpax.training.console import print_error
 from fedpax.training.experiment import Experiment
+from fedpax.training.host_copies import (
+    list_copies,
+    memory_folder,
+    remove_copies,
+)
+from fedpax.training.membership import Membership
 from fedpax.training.preemption import PreemptionGuard
 from fedpax.training.saved_rounds import latest_round
 
 KEEPER_IS_GONE = 75  # EX_TEMPFAIL of sysexits.h: the same command can succeed later
+TICK = 0.05
+SECONDS_TO_NEXT_STANDBY = 10.0
+"""Seconds after which the next training process is prepared, if there is no copy before."""
+
+
+def define_elastic_flags(options: flags.FlagValues) -> None:
+    """Define the flags of elastic training."""
+    flags.DEFINE_bool(
+        "elastic", False, "Train with the processes that are left.", flag_values=options
+    )
+    flags.DEFINE_integer(
+        "copy_every", 1, "Rounds between copies in the host's memory.", 0, flag_values=options
+    )
+    flags.DEFINE_string("copy_dir", None, "A folder in the host's memory.", flag_values=options)
+    # Set by the supervisor for its training process.
+    flags.DEFINE_string("membership", None, "The part in an elastic job.", flag_values=options)
 
 
 def train_elastically(
@@ -57,6 +77,7 @@ def train_elastically(
                 cluster,
                 join_timeout=options.join_timeout,
                 heartbeat_timeout=options.heartbeat_timeout,
+                group=processes_per_island(experiment, cluster.num_processes),
                 tell=lambda line: print_error(f"fedpax: elastic: {line}."),
             )
     except ClusterError as error:
@@ -64,6 +85,7 @@ def train_elastically(
     with PreemptionGuard() as preemption:
         supervisor = Supervisor(options, arguments, experiment, folder, cluster)
         with contextlib.closing(supervisor):
+            supervisor.connect(preemption)
             status = supervisor.run(preemption)
     if keeper is not None:
         keeper.join()
@@ -79,9 +101,6 @@ class Supervisor:
         experiment: the experiment, configured for all processes.
         folder: the run's folder.
         cluster: the processes of the job; process 0 runs the keeper.
-
-    Raises:
-        UsageError: no keeper answers within `--join_timeout`.
     """
 
     def __init__(
@@ -92,34 +111,59 @@ class Supervisor:
         folder: Path,
         cluster: Cluster,
     ) -> None:
-        self._options, self._arguments = options, arguments
+        self._options, self._arguments = options, [*arguments, "--noelastic"]
         self._experiment, self._folder, self._cluster = experiment, folder, cluster
+        self._memory = memory_folder(options.copy_dir, folder, cluster.process_id)
         self._child: subprocess.Popen[bytes] | None = None
+        self._started = 0.0
+        self._copies_at_start: list[str] = []
         self._generation = 0
-        self._lines = self._connect()
+        self._lines: Lines | None = None
+        self._standby: Standby | None = Standby(self._arguments)
 
-    def _connect(self) -> Lines:
-        timeout = self._options.join_timeout
-        deadline = time.monotonic() + timeout
-        reason = ""
-        while time.monotonic() < deadline:
+    def connect(self, preemption: PreemptionGuard) -> None:
+        """Connect to the keeper, when the first training process is ready.
+
+        Those that train already do not wait for its imports.
+
+        Args:
+            preemption: has the signal to stop that this process received; it ends the wait.
+
+        Raises:
+            UsageError: no keeper answers within `--join_timeout`.
+        """
+        assert self._standby is not None
+        deadline = time.monotonic() + self._options.join_timeout
+        while not self._standby.is_ready(TICK):
+            if preemption.signal is not None or time.monotonic() > deadline:
+                break
+        self._lines = self._join(deadline)
+
+    def _join(self, deadline: float) -> Lines:
+        reason = "no attempt"
+        while True:
             try:
                 address = (self._cluster.host, self._cluster.port)
                 lines = Lines(socket.create_connection(address, timeout=5))
             except OSError as error:
                 reason = error.strerror or str(error)
-                time.sleep(0.2)
-                continue
-            lines.send(
-                process=self._cluster.process_id,
-                count=self._cluster.num_processes,
-                host=socket.gethostname(),
-            )
-            return lines
+            else:
+                lines.send(
+                    process=self._cluster.process_id,
+                    count=self._cluster.num_processes,
+                    host=socket.gethostname(),
+                    round=latest_round(self._folder) or 0,
+                    copies=list_copies(self._memory),
+                )
+                return lines
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.2)
         raise UsageError(
             f"--elastic: process {self._cluster.process_id} found no keeper at "
-            f"{self._cluster.coordinator} within {timeout:g} s ({reason}), expected process 0 to "
-            "listen there. Read its log; if it starts later, raise --join_timeout."
+            f"{self._cluster.coordinator} within {self._options.join_timeout:g} s ({reason}), "
+            "expected process 0 to listen there. Read its log; if it starts later, raise "
+            "--join_timeout."
         )
 
     def run(self, preemption: PreemptionGuard) -> int:
@@ -131,11 +175,13 @@ class Supervisor:
         Returns:
             The exit status.
         """
+        lines = self._lines
+        assert lines is not None
         signaled = False
         last_beat = 0.0
         while True:
-            readable, _, _ = select.select([self._lines.connection], [], [], 0.1)
-            for message in self._lines.receive() if readable else ():
+            readable, _, _ = select.select([lines.connection], [], [], TICK)
+            for message in lines.receive() if readable else ():
                 if "stop" in message:
                     if message["reason"]:
                         print_error(f"fedpax: elastic: {message['reason']}.")
@@ -145,13 +191,14 @@ class Supervisor:
                 self._report()
             if preemption.signal is not None and not signaled:
                 signaled = True
-                self._lines.send(signal=128 + preemption.signal)
+                lines.send(signal=128 + preemption.signal)
                 self._signal(signal.SIGTERM)
             if time.monotonic() - last_beat > 1:
                 last_beat = time.monotonic()
-                self._lines.send(beat=True)
-            silent = time.monotonic() - self._lines.heard > self._options.heartbeat_timeout
-            if self._lines.closed or silent:
+                lines.send(beat=True)
+                self._prepare()
+            silent = time.monotonic() - lines.heard > self._options.heartbeat_timeout
+            if lines.closed or silent:
                 kept = latest_round(self._folder)
                 print_error(
                     f"fedpax: elastic: the keeper, process 0 at {self._cluster.coordinator}, is "
@@ -162,36 +209,56 @@ class Supervisor:
 
     def _follow(self, message: dict) -> None:
         if "start" in message:
-            self._start(message["start"], message["members"], message["port"])
+            self._start(message)
         elif message.get("kill") == self._generation:
             self._signal(signal.SIGKILL)
         elif message.get("save") == self._generation:
             self._signal(signal.SIGTERM)
 
-    def _start(self, generation: int, members: list[int], port: int) -> None:
-        self._generation = generation
+    def _start(self, message: dict) -> None:
+        self._generation, members = message["start"], message["members"]
         count = self._cluster.num_processes
         settings = fit_mesh(self._experiment, len(members), count)
         if settings is None:
             self._send_end(CANNOT_RUN)
             return
-        allowed = ",".join(
-            ["mesh", "islands"] if hasattr(self._experiment, "islands") else ["mesh"]
+        remove_copies(self._memory, but=message["job"])
+        membership = Membership(
+            folder=str(self._memory),
+            job=message["job"],
+            copy_every=self._options.copy_every,
+            round=message["round"],
+            participants=island_numbers(self._experiment, members, count),
         )
-        command = [sys.executable, "-m", "fedpax", "train", *self._arguments, *settings]
-        command += ["--noelastic", f"--allow_config_change={allowed}"]
-        environment = dict(os.environ)
+        allowed = ["mesh", "islands"] if hasattr(self._experiment, "islands") else ["mesh"]
+        arguments = [*settings, f"--allow_config_change={','.join(allowed)}"]
+        arguments.append(f"--membership={membership.to_json()}")
+        environment = {}
         if count > 1:
-            command.append("--multihost")
-            environment |= {
-                "JAX_COORDINATOR_ADDRESS": f"{self._cluster.coordinator.rpartition(':')[0]}:{port}",
+            arguments.append("--multihost")
+            environment = {
+                "JAX_COORDINATOR_ADDRESS": f"{message['address']}:{message['port']}",
                 "JAX_NUM_PROCESSES": str(len(members)),
                 "JAX_PROCESS_ID": str(members.index(self._cluster.process_id)),
             }
-        # In a session of its own: the supervisor alone receives Ctrl-C.
-        self._child = subprocess.Popen(
-            command, env=environment, start_new_session=True, preexec_fn=_end_with_parent
-        )
+        standby = self._living_standby() or Standby(self._arguments)
+        self._standby = None
+        self._child = standby.train(arguments, environment)
+        self._started, self._copies_at_start = time.monotonic(), list_copies(self._memory)
+
+    def _prepare(self) -> None:
+        """Prepare the next training process when this one trains: imports need a core."""
+        if self._living_standby() is not None or self._child is None:
+            return
+        trains = list_copies(self._memory) != self._copies_at_start
+        if trains or time.monotonic() - self._started > SECONDS_TO_NEXT_STANDBY:
+            self._standby = Standby(self._arguments)
+
+    def _living_standby(self) -> Standby | None:
+        if self._standby is not None and self._standby.process.poll() is not None:
+            self._standby.close()
+            self._standby = None
+        return self._standby
 
     def _signal(self, number: signal.Signals) -> None:
         if self._child is not None:
@@ -205,22 +272,24 @@ class Supervisor:
         self._send_end(status if status >= 0 else 128 - status)
 
     def _send_end(self, status: int) -> None:
+        assert self._lines is not None
         self._lines.send(
-            ended=status, generation=self._generation, round=latest_round(self._folder) or 0
+            ended=status,
+            generation=self._generation,
+            round=latest_round(self._folder) or 0,
+            copies=list_copies(self._memory),
         )
 
     def close(self) -> None:
-        """End the training process, if there is one, and the connection."""
+        """End the training processes, remove the copies, and close the connection."""
         self._signal(signal.SIGKILL)
         if self._child is not None:
             self._child.wait()
-        self._lines.connection.close()
-
-
-def _end_with_parent() -> None:
-    """Make Linux kill this process when its parent ends, so that it never trains unsupervised."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if self._standby is not None:
+            self._standby.close()
+        remove_copies(self._memory)
+        if self._lines is not None:
+            self._lines.connection.close()
 
 
 def _free_port() -> int:

@@ -1,6 +1,7 @@
 """The mesh of fewer processes: the outer axis of a configured mesh, scaled down."""
 
 import dataclasses
+from collections.abc import Collection
 
 from fedpax.parallel.mesh import BETWEEN_SLICES
 from fedpax.training.experiment import Experiment
@@ -29,7 +30,7 @@ def fit_mesh(experiment: Experiment, processes: int, num_processes: int) -> list
         None
     """
     sizes = dataclasses.asdict(experiment.mesh)
-    outer = next((name for name in (*BETWEEN_SLICES, "fsdp") if sizes[name] > 1), None)
+    outer = _outer_axis(experiment)
     if processes == num_processes or -1 in sizes.values():
         return []
     if outer is None:
@@ -38,7 +39,87 @@ def fit_mesh(experiment: Experiment, processes: int, num_processes: int) -> list
     if remainder or not size:
         return None
     settings = [f"--mesh.{outer}={size}"]
-    # The algorithm's islands are those of the mesh, and not a multiple, where it has this field.
-    if outer == "islands" and getattr(experiment, "islands", None) == sizes["islands"]:
+    if _islands_are_processes(experiment):
         settings.append(f"--islands={size}")
     return settings
+
+
+def processes_per_island(experiment: Experiment, num_processes: int) -> int:
+    """Return the number of processes that train an island together.
+
+    Args:
+        experiment: the experiment, configured for all processes.
+        num_processes: the number of all processes.
+
+    Returns:
+        The number; 1 if a process trains several islands, or participants are no islands.
+
+    Example:
+        >>> from fedpax.experiments.diloco_text import diloco_text
+        >>> processes_per_island(diloco_text(), 8)  # 4 islands
+        2
+    """
+    if not _islands_are_processes(experiment):
+        return 1
+    group, remainder = divmod(num_processes, experiment.mesh.islands)
+    return 1 if remainder or not group else group
+
+
+def island_numbers(
+    experiment: Experiment, members: Collection[int], num_processes: int
+) -> list[int] | None:
+    """Return the numbers of the islands that some processes train.
+
+    Args:
+        experiment: the experiment, configured for all processes.
+        members: the processes that train.
+        num_processes: the number of all processes.
+
+    Returns:
+        The numbers in ascending order. None if participants do not depend on the processes, or if
+        the processes are not those of whole islands.
+
+    Example:
+        >>> from fedpax.experiments.diloco_text import diloco_text
+        >>> island_numbers(diloco_text(), [0, 1, 3], 4)
+        [0, 1, 3]
+        >>> island_numbers(diloco_text(), [0, 1, 6, 7], 8)
+        [0, 3]
+        >>> island_numbers(diloco_text(), [1], 2)
+        [2, 3]
+    """
+    if not _islands_are_processes(experiment):
+        return None
+    islands = experiment.mesh.islands
+    if islands % num_processes and num_processes % islands:
+        return None
+    # Processes have equal parts of the islands axis, in order.
+    homes = {
+        island: {
+            process
+            for process in range(num_processes)
+            if process * islands < (island + 1) * num_processes
+            and (process + 1) * islands > island * num_processes
+        }
+        for island in range(islands)
+    }
+    numbers = [island for island, home in homes.items() if home <= set(members)]
+    whole = sum(len(homes[island]) for island in numbers) == len(members) * max(
+        1, islands // num_processes
+    )
+    return numbers if whole else None
+
+
+def _outer_axis(experiment: Experiment) -> str | None:
+    sizes = dataclasses.asdict(experiment.mesh)
+    return next((name for name in (*BETWEEN_SLICES, "fsdp") if sizes[name] > 1), None)
+
+
+def _islands_are_processes(experiment: Experiment) -> bool:
+    """Return whether the number of islands follows from that of the processes.
+
+    The algorithm's islands are those of the mesh, and not a multiple, where it has this field.
+    """
+    islands = experiment.mesh.islands
+    same = getattr(experiment, "islands", None) == islands
+    return _outer_axis(experiment) == "islands" and same

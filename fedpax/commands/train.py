@@ -7,8 +7,7 @@ import jax
 from absl import flags
 
 from fedpax.commands.compilation_cache import enable_compilation_cache
-from fedpax.commands.devices import provide_devices
-from fedpax.commands.elastic import train_elastically
+from fedpax.commands.elastic import define_elastic_flags, train_elastically
 from fedpax.commands.options import (
     allowed_changes,
     check_job_log_dir,
@@ -16,9 +15,14 @@ from fedpax.commands.options import (
     define_training_flags,
     parse,
 )
-from fedpax.commands.processes import join_processes, leave_on_failure
+from fedpax.commands.processes import (
+    define_process_flags,
+    leave_on_failure,
+    provide_processes,
+)
 from fedpax.training.configuration import resolve_job_log_dir
 from fedpax.training.console import print_line
+from fedpax.training.membership import Membership
 from fedpax.training.trainer import TrainingResult
 from fedpax.training.trainer import train as train_experiment
 
@@ -40,18 +44,14 @@ def train(arguments: Sequence[str]) -> int:
         return train_elastically(options, arguments, experiment, folder)
     enable_compilation_cache()
     with leave_on_failure():
-        num_processes: int | None = 1
-        if options.multihost:
-            num_processes = join_processes(options.join_timeout, options.heartbeat_timeout)
-        # Where only JAX knows the number of processes, it knows their devices too.
-        if num_processes is not None:
-            provide_devices(experiment.mesh, num_processes)
+        provide_processes(options, experiment.mesh)
         result = train_experiment(
             experiment,
             folder,
             exp=options.exp,
             allow_config_change=allowed_changes(options),
             participant_states=options.participant_states,
+            membership=Membership.from_json(options.membership) if options.membership else None,
         )
     if jax.process_index() == 0:
         print_line(describe(result, experiment.training.rounds, options.job_log_dir))
@@ -68,16 +68,8 @@ def define_flags(options: flags.FlagValues) -> None:
         "States for another number of participants.",
         flag_values=options,
     )
-    flags.DEFINE_bool("multihost", False, "Train with all processes.", flag_values=options)
-    flags.DEFINE_float(
-        "join_timeout", 300.0, "Seconds to wait for the other processes.", flag_values=options
-    )
-    flags.DEFINE_integer(
-        "heartbeat_timeout", 100, "Seconds until a silent process is lost.", 5, flag_values=options
-    )
-    flags.DEFINE_bool(
-        "elastic", False, "Train with the processes that are left.", flag_values=options
-    )
+    define_process_flags(options)
+    define_elastic_flags(options)
 
 
 def describe(result: TrainingResult, rounds: int, folder: str) -> str:

@@ -3,18 +3,24 @@
 Each process of the job is a supervisor, which uses no accelerator and starts a training process.
 The supervisors are connected to the keeper. A **generation** is a run of the training processes. It
 ends when one of them ends, or when a supervisor leaves or joins. The next generation has the
-supervisors that are connected then. A message is one line of JSON:
+supervisors that are connected then. After a failure it resumes from the copies of the state in the
+memory of its hosts, if all have the copy of a round after the newest checkpoint. If the program
+then fails in the next round again, the generation after it resumes from the checkpoint. A message
+is one line of JSON:
 
 | supervisor to keeper | |
 |---|---|
-| `process`, `count`, `host` | the supervisor joins |
+| `process`, `count`, `host`, `round`, `copies` | the supervisor joins |
 | `beat` | the supervisor runs |
-| `ended`, `generation`, `round` | its training process ended with this status; newest checkpoint |
+| `ended`, `generation`, `round`, `copies` | its training process ended with this status |
 | `signal` | the supervisor received a signal to stop; the job's status |
+
+`round` is the newest checkpoint, and `copies` are names `JOB-ROUND`.
 
 | keeper to supervisor | |
 |---|---|
-| `start`, `members`, `port` | start a training process for this generation of members |
+| `start`, `members`, `address`, `port` | start a training process for this generation of members |
+| `job`, `round` (of `start`) | the job's name; the round whose copies are read, or null |
 | `save` or `kill` | make the training process save and end, or end it at once |
 | `stop`, `reason` | the job ends with this status |
 | `beat` | the keeper runs |
@@ -22,11 +28,12 @@ supervisors that are connected then. A message is one line of JSON:
 
 import contextlib
 import json
+import secrets
 import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from fedpax.parallel.cluster import Cluster, ClusterError
@@ -34,6 +41,8 @@ from fedpax.parallel.roll_call import listen
 
 FINISHED, FAILED, CANNOT_RUN = 0, 1, 2
 SIGNALS = (143, 130)
+SIGNALED = 128
+"""Statuses above it are those of signals."""
 MOST_FAILURES = 3
 SECONDS_TO_END = 30.0
 TICK = 0.1
@@ -88,6 +97,8 @@ class Keeper:
         cluster: the processes of the job; the keeper listens at the coordinator's port.
         join_timeout: seconds after which the first generation starts without missing supervisors.
         heartbeat_timeout: seconds after which a silent supervisor counts as lost.
+        group: number of processes that only train together, such as those of an island. The
+            processes of a group have successive numbers.
         tell: a function that prints a line.
 
     Raises:
@@ -100,10 +111,15 @@ class Keeper:
         *,
         join_timeout: float,
         heartbeat_timeout: float,
+        group: int = 1,
         tell: Callable[[str], None],
     ) -> None:
         self._cluster, self._tell = cluster, tell
-        self._heartbeat_timeout = heartbeat_timeout
+        self._heartbeat_timeout, self._group = heartbeat_timeout, group
+        self._job = secrets.token_hex(8)
+        self._copies: dict[int, set[int]] = {}  # rounds in the memory of each process's host
+        self._checkpoint = 0
+        self._resumed: int | None = None  # the copies that were used last
         self._start_by = time.monotonic() + join_timeout
         self._strangers: list[Lines] = []
         self._members: dict[int, Lines] = {}
@@ -111,6 +127,7 @@ class Keeper:
         self._generation = 0
         self._trained: list[int] = []  # the members of the generation
         self._ended: dict[int, int] = {}  # the statuses of those whose process has ended
+        self._cause: int | None = None  # the first status of a failure; -1: a host was lost
         self._order: str | None = None
         self._ended_since: float | None = None
         self._failures = 0
@@ -153,12 +170,13 @@ class Keeper:
         for message in lines.receive():
             if lines in self._strangers:
                 self._admit(lines, message)
-            elif "signal" in message:
-                self._signal = int(message["signal"])
+            elif message.get("signal") in SIGNALS:
+                self._signal = message["signal"]
             elif "ended" in message and message.get("generation") == self._generation:
                 number = next(i for i, member in self._members.items() if member is lines)
-                self._ended[number] = int(message["ended"])
-                self._note_progress(int(message["round"]))
+                status = message["ended"]
+                self._note_end(number, status if type(status) is int else FAILED)
+                self._note_progress(number, message)
 
     def _admit(self, lines: Lines, message: dict[str, Any]) -> None:
         number, count = message.get("process"), message.get("count")
@@ -185,6 +203,7 @@ class Keeper:
             self._strangers.remove(lines)
             self._members[number] = lines
             self._hosts[number] = str(message.get("host"))
+            self._note_progress(number, message)
             self._most = self._cluster.num_processes  # a new device may make a mesh fit again
             if self._generation:
                 self._tell(f"process {number} on {self._hosts[number]} has joined")
@@ -202,12 +221,17 @@ class Keeper:
                 self._strangers.remove(lines)
                 continue
             number = next(i for i, member in self._members.items() if member is lines)
-            del self._members[number]
+            del self._members[number], self._copies[number]
             why = "is silent" if silent else "is gone"
             self._tell(f"process {number} on {self._hosts[number]} {why}")
             if number in self._running():
-                self._ended[number] = -1
+                self._note_end(number, -1)
                 self._kill()
+
+    def _note_end(self, number: int, status: int) -> None:
+        self._ended[number] = status
+        if self._cause is None and self._order != "kill" and status not in (0, *SIGNALS):
+            self._cause = status
 
     def _running(self) -> list[int]:
         """Return the members of the generation whose training process has not ended."""
@@ -237,7 +261,15 @@ class Keeper:
 
     def _joining(self) -> bool:
         """Return whether members are connected that could train, but do not."""
-        return len(self._trained) < min(len(self._members), self._most)
+        return len(self._choose(self._members)) > len(self._trained)
+
+    def _choose(self, numbers: Collection[int]) -> list[int]:
+        """Return the processes that train if these are there: whole groups if there are any."""
+        groups: dict[int, list[int]] = {}
+        for number in sorted(numbers):
+            groups.setdefault(number // self._group, []).append(number)
+        whole = [number for each in groups.values() if len(each) == self._group for number in each]
+        return (whole or sorted(numbers))[: self._most]
 
     def _kill(self) -> None:
         if self._order != "kill":
@@ -249,27 +281,54 @@ class Keeper:
         complete = len(self._members) == self._cluster.num_processes
         late = time.monotonic() > self._start_by
         if complete or (late and 0 in self._members):
-            self._begin()
+            self._begin(self._choose(self._members), None)
 
-    def _begin(self) -> None:
+    def _begin_again(self) -> None:
+        """Begin the generation after another."""
+        round_number = None if self._order == "save" else self._newest_copy()
+        candidates: Collection[int] = self._members
+        if round_number is not None:
+            self._resumed = round_number
+            # Those without this copy join when the others have saved.
+            candidates = [i for i in self._members if round_number in self._copies[i]]
+        self._begin(self._choose(candidates), round_number)
+
+    def _newest_copy(self) -> int | None:
+        """Return the newest round of which all remaining members have a copy, if it helps."""
+        held = [self._copies[number] for number in self._trained if number in self._members]
+        newest = max(set.intersection(*held), default=0) if held else 0
+        by_itself = self._cause is not None and 0 < self._cause < SIGNALED
+        tried = newest == self._resumed and by_itself
+        return newest if newest > self._checkpoint and not tried else None
+
+    def _begin(self, members: list[int], round_number: int | None) -> None:
         self._generation += 1
-        self._trained = sorted(self._members)[: self._most]
-        self._ended, self._order, self._ended_since = {}, None, None
+        self._trained = members
+        self._ended, self._cause, self._order, self._ended_since = {}, None, None, None
         if self._generation > 1 or len(self._trained) < self._cluster.num_processes:
+            source = "" if round_number is None else f" from the copies of round {round_number}"
             self._tell(
                 f"start {self._generation}: {len(self._trained)} of {self._cluster.num_processes} "
-                f"processes train"
+                f"processes train{source}"
             )
+        first = self._trained[0]
+        # JAX's coordinator is in the training process of the first member.
+        host = self._cluster.coordinator.rpartition(":")[0]
+        address = self._members[first].connection.getpeername()[0] if first else host
+        address = f"[{address}]" if ":" in address.strip("[]") and first else address
         port = self._free_port()
         for number in self._trained:
             self._members[number].send(
                 start=self._generation,
                 members=self._trained,
+                address=address,
                 port=port,
+                job=self._job,
+                round=round_number,
             )
 
     def _free_port(self) -> int:
-        """Return a port for the coordinator of the training processes, which is on this host."""
+        """Return a port for the coordinator of the training processes, free on this host."""
         for port in range(self._cluster.port - 1, max(self._cluster.port - 100, 1024), -1):
             with contextlib.suppress(ClusterError), listen(self._cluster, port):
                 return port
@@ -283,29 +342,38 @@ class Keeper:
             self._stop(FINISHED, "")
         elif self._order is None and any(status in SIGNALS for status in statuses):
             self._stop(max(status for status in statuses if status in SIGNALS), "")
-        elif CANNOT_RUN in statuses:
+        elif self._cause == CANNOT_RUN:  # and not the consequence of another process's end
             # The configuration is wrong, or does not fit this number of processes.
             if full or len(self._trained) == 1:
                 self._stop(CANNOT_RUN, "the training processes cannot run; see the message above")
                 return
             self._most = len(self._trained) - 1
             self._tell(f"the mesh does not fit {len(self._trained)} processes")
-            self._begin()
+            self._begin_again()
         elif self._order != "save" and self._count_failure() >= MOST_FAILURES:
             self._stop(
                 FAILED,
-                f"the training processes ended {MOST_FAILURES} times without a new checkpoint. "
-                "Correct the cause, which their messages above name, or lower "
+                f"the training processes ended {MOST_FAILURES} times without a new round. Correct "
+                "the cause, which their messages above name. With --copy_every=0, lower "
                 "--training.checkpoint_every if they only had too little time",
             )
         elif self._members:
-            self._begin()
+            self._begin_again()
         else:
             self._trained = []
 
-    def _note_progress(self, round_number: int) -> None:
-        if round_number > self._round:
-            self._round, self._failures = round_number, 0
+    def _note_progress(self, number: int, message: dict[str, Any]) -> None:
+        """Note the newest checkpoint, and the copies in the memory of a process's host."""
+        names = message.get("copies")
+        pairs = [str(name).rpartition("-") for name in names] if isinstance(names, list) else []
+        rounds = {int(text) for job, _, text in pairs if job == self._job and text.isdecimal()}
+        self._copies[number] = rounds
+        saved = message.get("round")
+        if type(saved) is int:
+            self._checkpoint = max(self._checkpoint, saved)
+        newest = max(self._checkpoint, *rounds, 0)
+        if newest > self._round:
+            self._round, self._failures = newest, 0
 
     def _count_failure(self) -> int:
         # A host that is lost is no failure of the program.

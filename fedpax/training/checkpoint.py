@@ -2,7 +2,7 @@
 
 import base64
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from fedpax.training.failed_saves import QuietFailedSaves
 from fedpax.training.participant_states import (
     ParticipantRule,
     check_resizable,
+    kept_participants,
     resize_participants,
 )
 from fedpax.training.retention import Retention
@@ -90,6 +91,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         stream_state: dict[str, Any] | bytes,
         configuration: Mapping[str, Any],
         num_participants: int | None = None,
+        numbers: Sequence[int] | None = None,
     ) -> None:
         """Start to save a checkpoint; return when the arrays may be donated.
 
@@ -100,6 +102,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
                 knows it (`gather_stream_state`).
             configuration: the experiment as JSON.
             num_participants: the placement's size. Default None: not recorded.
+            numbers: the participants' numbers in an elastic job. Default None: not recorded.
 
         Raises:
             OSError: this checkpoint, or the one before, cannot be written.
@@ -109,6 +112,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             "stream": _text_from_bytes(gather_stream_state(stream_state)),
             "configuration": configuration,
             "participants": num_participants,
+            "numbers": None if numbers is None else list(numbers),
         }
         items: dict[str, ocp.args.CheckpointArgs] = {
             "state": ocp.args.StandardSave(state),
@@ -172,6 +176,13 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             number: int | None = self._saved_progress(step).get("participants")
             return number
 
+    def saved_numbers(self) -> list[int] | None:
+        """Return the participants' numbers of the newest checkpoint; None: not recorded."""
+        step = self._verified_round()
+        with self._reading(step):
+            numbers: list[int] | None = self._saved_progress(step).get("numbers")
+            return numbers
+
     def _saved_progress(self, step: int) -> dict[str, Any]:
         progress = ocp.args.Composite(progress=ocp.args.JsonRestore())
         found: dict[str, Any] = self._manager.restore(step, args=progress).progress
@@ -182,6 +193,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         like: State,
         num_participants: int | None = None,
         rule: ParticipantRule = "average",
+        numbers: Sequence[int] | None = None,
     ) -> State:
         """Restore the state of the newest checkpoint.
 
@@ -195,6 +207,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             num_participants: the number of participants now. Default None: the saved number.
             rule: how to make the states of another number of participants: "average" keeps their
                 mean, "copy" gives participant i the state of saved participant i mod n.
+            numbers: the participants' numbers in an elastic job. A participant whose number was
+                saved keeps its own state. Default None: participants have no numbers.
 
         Returns:
             The state on these shardings.
@@ -223,8 +237,9 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         )
         with self._reading(step):
             leaves, tree = jax.tree.flatten(self._manager.restore(step, args=restore).state)
+        kept = kept_participants(self.saved_numbers(), numbers)
         for i, leaf in enumerate(jax.tree.leaves(like)):  # frees each saved array after its use
-            leaves[i] = resize_participants(leaves[i], leaf, rule)
+            leaves[i] = resize_participants(leaves[i], leaf, rule, kept)
         return jax.tree.unflatten(tree, leaves)
 
     def _verified_round(self) -> int:

@@ -1,6 +1,6 @@
 """Participants' states for another number of participants: averaged, or copied."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -76,8 +76,32 @@ def check_rule(rule: str) -> None:
         )
 
 
+def kept_participants(
+    saved: Sequence[int] | None, now: Sequence[int] | None
+) -> list[int | None] | None:
+    """Return for each participant its index among the saved ones, by their numbers.
+
+    Args:
+        saved: the numbers of the saved participants; None: they have none.
+        now: the numbers of the participants now; None: they have none.
+
+    Returns:
+        The indices, None for a participant that was not saved; None if numbers are unknown.
+
+    Example:
+        >>> kept_participants([0, 1, 3], [0, 2, 3])
+        [0, None, 2]
+    """
+    if saved is None or now is None:
+        return None
+    return [saved.index(number) if number in saved else None for number in now]
+
+
 def resize_participants(
-    saved: jax.Array, like: jax.ShapeDtypeStruct, rule: ParticipantRule = "average"
+    saved: jax.Array,
+    like: jax.ShapeDtypeStruct,
+    rule: ParticipantRule = "average",
+    kept: Sequence[int | None] | None = None,
 ) -> jax.Array:
     """Make a placed array for another number of participants.
 
@@ -91,6 +115,9 @@ def resize_participants(
         saved: `[n, ...]`.
         like: the abstract value of the result, `[m, ...]`, with its sharding.
         rule: as in `participant_weights`.
+        kept: for each new participant the index of the saved one that it is. Such a participant
+            keeps its state. Another one, with None, gets the mean of all saved states ("average"),
+            or the state of saved participant i mod n ("copy"). Default None: all are new.
 
     Returns:
         The array `[m, ...]`; `saved` itself if n = m.
@@ -105,6 +132,13 @@ def resize_participants(
     if saved.shape == like.shape:
         return saved
     weights = participant_weights(saved.shape[0], like.shape[0], rule)
+    if kept is not None:
+        if rule == "average":
+            weights = np.full_like(weights, 1 / len(saved))
+        for i, j in enumerate(kept):
+            if j is not None:
+                weights[i] = np.arange(len(saved)) == j
+    is_new = np.array([kept is None or kept[i] is None for i in range(len(weights))])
     copied_alone = bool(np.all(weights.max(axis=1) == 1))
     is_key = jnp.issubdtype(saved.dtype, jax.dtypes.prng_key)
 
@@ -115,7 +149,8 @@ def resize_participants(
                 return chosen
             fold = jnp.vectorize(jax.random.fold_in)
             index = jnp.arange(len(chosen)).reshape(-1, *[1] * (chosen.ndim - 1))
-            return fold(chosen, index)
+            new = jnp.asarray(is_new).reshape(index.shape)
+            return jnp.where(new, fold(chosen, index), chosen)
         total: Any = 0
         wide = jnp.promote_types(saved.dtype, jnp.float32)
         for j, column in enumerate(weights.T):

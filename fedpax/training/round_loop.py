@@ -18,7 +18,9 @@ from fedpax.training.configuration import to_json, write_configuration
 from fedpax.training.console import print_error
 from fedpax.training.experiment import Experiment, Run
 from fedpax.training.goodput import GoodputClock, line_values
+from fedpax.training.host_copies import HostCopy
 from fedpax.training.logging import RoundLogger
+from fedpax.training.membership import CopiesOfRounds, Membership
 from fedpax.training.metrics import MetricsWriter
 from fedpax.training.participant_states import ParticipantRule
 from fedpax.training.preemption import PreemptionGuard
@@ -37,10 +39,12 @@ class Changes(NamedTuple):
     Attributes:
         allow_config_change: paths of fields of the configuration.
         participant_states: how to make states for another number of participants.
+        membership: the part of this process in an elastic job; None: there is no such job.
     """
 
     allow_config_change: Collection[str]
     participant_states: ParticipantRule
+    membership: Membership | None = None
 
 
 class RoundLoop(AbstractContextManager["RoundLoop"]):
@@ -58,6 +62,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         progress: the progress that the user sees.
         clock: the clock that counts the run's time.
         changes: the allowed changes since the checkpoint was saved.
+        copy: this process's copy of the state, to begin from. Default None: the checkpoint.
 
     Attributes:
         done: number of rounds that are completed or dispatched to the devices.
@@ -75,6 +80,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         progress: Progress,
         clock: GoodputClock,
         changes: Changes,
+        copy: HostCopy | None = None,
     ) -> None:
         self._experiment, self._training = experiment, experiment.training
         self._run, self._folder, self._exp = run, folder, exp
@@ -83,14 +89,15 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         self._configuration = to_json(experiment)
         self._skips = self._training.on_spike == "skip"
         self._replicated = NamedSharding(run.mesh, PartitionSpec())
-        self.done = self._first = latest_round(folder) or 0
+        self._copy, self._copies = copy, CopiesOfRounds(changes.membership)
+        self.done = self._first = (latest_round(folder) or 0) if copy is None else copy.round
         self._current = self._first + 1
         self._dispatched = self._first  # unlike `done`, it never decreases
         self.evaluation: dict[str, float] | None = None
         self._compiled: CompiledRound | None = None
         self._frozen: tuple[Any, ...] = ()
         # Taken before any cohort is drawn: the position of round 0, for a roll back to it.
-        rolls_back = self._training.on_spike == "roll_back"
+        rolls_back = self._training.on_spike == "roll_back" or copy is not None
         self._beginning = gather_stream_state(run.cohorts.get_state()) if rolls_back else None
         self._resources = ExitStack()
 
@@ -146,7 +153,14 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
             )
         compiled = self._compiled
         assert compiled is not None
-        if self.done:
+        if self._copy is not None:
+            assert self._changes.membership is not None
+            state = self._changes.membership.restore(self._copy, compiled.state)
+            if state is None:
+                self._restart_from_checkpoint()
+                return
+            self._state = state
+        elif self.done:
             self._state = self._restore_state(compiled)
         else:
             self._state = init_state(run, compiled, training.seed, initial)
@@ -170,7 +184,10 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
     def _move_stream(self) -> None:
         """Move the data to round `done`, and past the cohorts that led to spikes from there."""
         stream = self._run.cohorts
-        if self.done:
+        if self._copy is not None:
+            saved = self._copy.stream_state
+            restore_stream(stream, saved, must_fit=False, beginning=self._beginning)
+        elif self.done:
             saved = self._checkpoints.restore_stream_state()
             restore_stream(
                 stream, saved, must_fit=not self._is_changed(), beginning=self._beginning
@@ -193,7 +210,10 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
 
     def _restore_state(self, compiled: CompiledRound) -> State:
         participants, rule = compiled.num_participants, self._changes.participant_states
-        state = self._checkpoints.restore_state(compiled.state, participants, rule)
+        state = self._checkpoints.restore_state(compiled.state, participants, rule, self._numbers)
+        membership, saved = self._changes.membership, self._checkpoints.saved_numbers()
+        if membership is not None and saved is not None:
+            state = membership.rejoin(state, saved)
         before = self._checkpoints.saved_participants()
         if before not in (None, participants):
             self._progress.note(
@@ -201,6 +221,11 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
                 f"(--participant_states={rule})"
             )
         return state
+
+    @property
+    def _numbers(self) -> list[int] | None:
+        membership = self._changes.membership
+        return None if membership is None else membership.participants
 
     def train(self, preemption: PreemptionGuard) -> None:
         """Train until the last round or a signal, and save. Roll back at spikes if so configured.
@@ -250,8 +275,17 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
                 self._evaluate()
             if is_due(number, training.rounds, training.checkpoint_every, training.keep_every):
                 self._save()
+            if self._copies.is_due(number):
+                self._copy_to_host()
         if self.done > self._saved:
             self._save()
+
+    def _copy_to_host(self) -> None:
+        self._logger.flush()
+        self._clock.enter("save")
+        self._copies.save(self.done, self._state, self._stream_state)
+        self._clock.mark_checkpoint(self.done)
+        self._clock.enter("step")
 
     def _spike_threshold(self, number: int) -> jax.Array:
         """Return the threshold of a round, on the devices."""
@@ -279,11 +313,22 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
             self._stream_state,
             self._configuration,
             self._compiled.num_participants,
+            self._numbers,
         )
         self._saved = self.done
         self._clock.mark_checkpoint(self.done)
         self._clock.enter("step")
         self._logger.restart_clock()
+
+    def _restart_from_checkpoint(self) -> None:
+        """Begin at the newest checkpoint: the copies of the processes lack a part of the state."""
+        self._resources.close()
+        self._copy = None
+        self.done = latest_round(self._folder) or 0
+        self._progress.restart(
+            self.done, f"a lost process had a part of the state; resuming from round {self.done}"
+        )
+        self.start()
 
     def _roll_back(self, spike: Spike) -> None:
         """Return to a checkpoint before a spike, and leave out the cohorts up to the spike."""
@@ -295,6 +340,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         self._metrics.sync()
         self._resources.close()
         del self._state  # its memory is needed for the restored one
+        self._copy = None
         self.done = to
         self._progress.restart(to, f"{spike}; rolled back to round {to}")
         self.start()

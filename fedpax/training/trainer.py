@@ -17,6 +17,7 @@ from fedpax.training.experiment import Experiment, Run
 from fedpax.training.goodput import GoodputClock, describe_goodput
 from fedpax.training.job_dir import JobDirLock, check_configuration
 from fedpax.training.logging import NonFiniteError
+from fedpax.training.membership import Membership
 from fedpax.training.metrics import read_metrics
 from fedpax.training.participant_states import ParticipantRule, check_rule
 from fedpax.training.preemption import PreemptionGuard
@@ -57,6 +58,7 @@ def train(
     exp: str = "",
     allow_config_change: Collection[str] = (),
     participant_states: ParticipantRule = "average",
+    membership: Membership | None = None,
 ) -> TrainingResult:
     """Train an experiment in a folder, or resume the run that the folder holds.
 
@@ -83,6 +85,8 @@ def train(
             "average" keeps their mean, "copy" gives participant i the state of saved participant
             i mod n (`fedpax.training.participant_states`). The model and the state of the outer
             optimizer are those of the checkpoint in any case.
+        membership: the part of this process in an elastic job (`fedpax train --elastic`). Default
+            None: there is no such job.
 
     Returns:
         The progress. `fedpax.training.checkpoint.load_params` loads the model.
@@ -108,7 +112,7 @@ def train(
             check_latest_round(folder)
             return TrainingResult(done, True, rounds_trained=0, signal=None, evaluation=None)
         try:
-            changes = Changes(allow_config_change, participant_states)
+            changes = Changes(allow_config_change, participant_states, membership)
             return _train(experiment, folder, exp, changes)
         except Exception as error:
             if (reason := _storage_failure(error)) is None:
@@ -119,7 +123,8 @@ def train(
 def _train(experiment: Experiment, folder: Path, exp: str, changes: Changes) -> TrainingResult:
     training = experiment.training
     primary = jax.process_index() == 0
-    first = latest_round(folder) or 0
+    copy = None if changes.membership is None else changes.membership.find_copy()
+    first = (latest_round(folder) or 0) if copy is None else copy.round
     kept = [line for line in read_metrics(folder) if line["round"] <= first]
     name = exp or type(experiment).__name__
     with ExitStack() as resources:
@@ -157,6 +162,7 @@ def _train(experiment: Experiment, folder: Path, exp: str, changes: Changes) -> 
                 progress=progress,
                 clock=clock,
                 changes=changes,
+                copy=copy,
             )
         )
         enter(

@@ -139,7 +139,7 @@ def test_a_training_process_that_dies_starts_again_with_the_others(start: Start)
     assert first.expect("start")["members"] == other.expect("start")["members"] == [0, 1]
 
 
-def test_three_failures_without_a_new_checkpoint_end_the_job(start: Start) -> None:
+def test_three_failures_without_a_new_round_end_the_job(start: Start) -> None:
     (one,) = start(1)
     for round_number in (3, 3, 6, 6):  # two failures, progress, and two failures
         one.end(1, round_number)
@@ -147,7 +147,7 @@ def test_three_failures_without_a_new_checkpoint_end_the_job(start: Start) -> No
     one.end(1, 6)
     message = one.expect("stop")
     assert message["stop"] == 1
-    assert "3 times without a new checkpoint. Correct the cause" in message["reason"]
+    assert "3 times without a new round. Correct the cause" in message["reason"]
 
 
 def test_a_configuration_that_is_wrong_ends_the_job(start: Start) -> None:

@@ -6,18 +6,24 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import chex
+import jax
+import jax.numpy as jnp
 import pytest
 from several_processes import environment, finish, free_port, start_one, without_gloo
+from small_islands import init, make_algorithm, make_rounds
 from small_regression import Regression, regression
 
 from fedpax.commands.fitting_mesh import fit_mesh
 from fedpax.experiments.diloco_text import diloco_text
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.training.checkpoint import load_params
+from fedpax.training.host_copies import list_copies, memory_folder, rounds_of
 from fedpax.training.metrics import FILE, read_metrics, select
 from fedpax.training.trainer import train
 
@@ -27,7 +33,7 @@ SETTINGS = (
     "--mesh.clients=3",
     "--mesh.fsdp=1",
     f"--training.rounds={ROUNDS}",
-    "--training.checkpoint_every=2",
+    "--training.checkpoint_every=15",
     "--training.evaluate_every=0",
 )
 
@@ -36,7 +42,7 @@ def without_pause() -> Regression:
     """Return the run of `SETTINGS`, for one process."""
     base = regression()
     training = dataclasses.replace(
-        base.training, rounds=ROUNDS, evaluate_every=0, checkpoint_every=2
+        base.training, rounds=ROUNDS, evaluate_every=0, checkpoint_every=15
     )
     return dataclasses.replace(base, clients=6, mesh=MeshConfig(clients=3), training=training)
 
@@ -52,7 +58,9 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Job:
     """An elastic job of several hosts, each of them a supervisor on this machine."""
 
-    def __init__(self, folder: Path, count: int, *arguments: str) -> None:
+    def __init__(
+        self, folder: Path, count: int, *arguments: str, settings: Sequence[str] = SETTINGS
+    ) -> None:
         self.folder, self.count, self.port = folder, count, free_port()
         self.arguments = (
             "train",
@@ -60,7 +68,7 @@ class Job:
             "--exp=small_regression:regression",
             f"--job_log_dir={folder}",
             "--heartbeat_timeout=8",
-            *SETTINGS,
+            *settings,
             *arguments,
         )
         self.ended: list[subprocess.Popen] = []
@@ -75,9 +83,10 @@ class Job:
         self.processes[number] = self.launch(number)
 
     def training_process(self, number: int) -> int:
-        """Return the training process of a supervisor."""
+        """Return the training process of a supervisor; the next one, which waits, is newer."""
+        parent = str(self.processes[number].pid)
         found = subprocess.run(
-            ["ps", "-o", "pid=", "--ppid", str(self.processes[number].pid)],
+            ["ps", "--sort=start_time", "-o", "pid=", "--ppid", parent],
             capture_output=True,
             text=True,
         )
@@ -136,7 +145,8 @@ def test_every_host_but_the_keeper_dies_once_and_returns(
         print(f"host {number} returned: 3 more rounds after {job.wait_for(3):.1f} s")
     errors = check_finished(job, one)
     assert errors.count("is gone.") == errors.count("has joined.") == 2
-    assert "2 of 3 processes train." in errors and "3 of 3 processes train." in errors
+    # The momentum of a lost host's clients is only in its memory: back to the checkpoint.
+    assert "2 of 3 processes train from" in errors and "3 of 3 processes train." in errors
 
 
 @pytest.mark.slow
@@ -148,20 +158,107 @@ def test_all_but_one_die(tmp_path: Path, one: Path, jobs: list[Job]) -> None:
     job.processes[2].kill()
     job.processes = job.processes[:1]
     errors = check_finished(job, one)
-    assert "1 of 3 processes train." in errors
+    assert "1 of 3 processes train" in errors
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    ("number", "process"),
+    [(signal.SIGKILL, 2), (signal.SIGKILL, 0), (signal.SIGSTOP, 1), (signal.SIGSTOP, 0)],
+)
 def test_a_training_process_is_killed_or_stopped(
-    tmp_path: Path, one: Path, jobs: list[Job], number: signal.Signals
+    tmp_path: Path, one: Path, jobs: list[Job], number: signal.Signals, process: int
 ) -> None:
     job = Job(tmp_path, 3, "--pause=0.3")
     jobs.append(job)
     job.wait_for(4)
-    os.kill(job.training_process(2), number)
+    before = job.last_round()
+    os.kill(job.training_process(process), number)
     errors = check_finished(job, one)
-    assert "start 2: 3 of 3 processes train." in errors
+    found = re.search(r"start 2: 3 of 3 processes train from the copies of round (\d+)\.", errors)
+    assert found and int(found[1]) >= before - 1  # the round is taken back, and none before it
+    assert not any(list_copies(memory_folder(None, tmp_path, i)) for i in range(3))
+
+
+def reference(changes: Sequence[tuple[int, list[int], dict[int, int]]]) -> Any:
+    """Return the parameters of `small_islands` whose islands change.
+
+    Args:
+        changes: for each change the round after which it is made, the islands from then on, and
+            for islands that return the round of their state.
+    """
+    undisturbed = [make_algorithm(3).init(init(jax.random.key(0)))]
+    rounds, step = make_rounds(3), jax.jit(make_algorithm(3).round)
+    for _ in range(ROUNDS):
+        undisturbed.append(step(undisturbed[-1], next(rounds))[0])
+    numbers, state, done = [0, 1, 2], undisturbed[0], 0
+    for until, now, own in [*changes, (ROUNDS, [], {})]:
+        rounds, step = make_rounds(len(numbers)), jax.jit(make_algorithm(len(numbers)).round)
+        rounds.round = done
+        for _ in range(done, until):
+            state, _ = step(state, next(rounds))
+        done = until
+        if now:
+            state = jax.tree.map(partial(rows, numbers, now, own), state, *undisturbed)
+            numbers = now
+    return state.params
+
+
+def rows(numbers: list[int], now: list[int], own: dict[int, int], leaf: Any, *saved: Any) -> Any:
+    """Return a leaf for other islands; `saved` are the leaves of an undisturbed run."""
+    if leaf.shape[:1] != (len(numbers),):
+        return leaf
+    return jnp.stack(
+        [saved[own[i]][i] if i in own else leaf[numbers.index(i)] for i in now],
+    )
+
+
+@pytest.mark.slow
+def test_islands_keep_their_own_state_when_one_is_lost_and_returns(
+    tmp_path: Path, jobs: list[Job]
+) -> None:
+    settings = ("--exp=small_islands:islands", "--pause=0.5")
+    job = Job(tmp_path, 3, settings=settings)
+    jobs.append(job)
+    job.wait_for(6)
+    job.processes[1].kill()
+    job.processes[1].wait()
+    left = list_copies(memory_folder(None, tmp_path, 1))
+    own = rounds_of(left, left[0].rpartition("-")[0])[-1]
+    job.wait_for(3)
+    job.return_of(1)
+    ends = finish(job.processes)
+    assert ends[0][0] == 0, ends[0][2]
+    lost = re.search(r"2 of 3 processes train from the copies of round (\d+)\.", ends[0][2])
+    assert lost and own - int(lost[1]) in (0, 1)
+    assert "start 3: 3 of 3 processes train." in ends[0][2]
+    returned = re.search(r"SIGTERM: saved (\d+) of 60 rounds", ends[0][1])
+    assert returned
+    expected = reference(
+        [
+            (int(lost[1]), [0, 2], {}),
+            (int(returned[1]), [0, 1, 2], {1: own}),
+        ]
+    )
+    chex.assert_trees_all_close(load_params(tmp_path), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_all_islands_but_one_are_killed(tmp_path: Path, jobs: list[Job]) -> None:
+    settings = ("--exp=small_islands:islands", "--pause=0.5")
+    job = Job(tmp_path, 3, settings=settings)
+    jobs.append(job)
+    job.wait_for(6)
+    job.processes[1].kill()
+    job.processes[2].kill()
+    job.processes = job.processes[:1]
+    ((status, _, errors),) = finish(job.processes)
+    assert status == 0, errors
+    found = re.findall(r"(\d) of 3 processes train from the copies of round (\d+)\.", errors)
+    assert found[-1][0] == "1"
+    numbers = {"1": [0], "2": [0, 2]}  # the keeper may miss process 1 first
+    changes = [(int(number), numbers[count], {}) for count, number in found]
+    chex.assert_trees_all_close(load_params(tmp_path), reference(changes), rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -174,7 +271,7 @@ def test_a_host_is_frozen(tmp_path: Path, one: Path, jobs: list[Job]) -> None:
     job.processes[1].send_signal(signal.SIGSTOP)
     frozen = job.processes.pop(1)
     errors = check_finished(job, one)
-    assert "is silent." in errors and "2 of 3 processes train." in errors
+    assert "is silent." in errors and "2 of 3 processes train from" in errors
     # It thaws after the end: the keeper is gone, and its training process ends with it.
     frozen.send_signal(signal.SIGCONT)
     (status, _, errors) = finish([frozen])[0]
@@ -221,7 +318,8 @@ def test_one_process_is_restarted_and_a_lasting_failure_ends_the_job(
     jobs.append(job)
     job.wait_for(4)
     os.kill(job.training_process(0), signal.SIGKILL)
-    assert "start 2: 1 of 1 processes train." in check_finished(job, one)
+    errors = check_finished(job, one)
+    assert "start 2: 1 of 1 processes train from the copies of round" in errors
     broken = Job(tmp_path / "other", 1, "--training.rounds=0x")
     jobs.append(broken)
     assert finish(broken.processes)[0][0] == 2

@@ -1,0 +1,132 @@
+"""The training process of an elastic job, started before it is needed.
+
+`python -m fedpax.commands.standby ARGUMENTS` imports what `fedpax train ARGUMENTS` needs, writes a
+byte to the file descriptor `READY`, and waits for a line of JSON on standard input: more arguments
+and environment variables. Then it trains. It uses no device before. If standard input ends, it
+ends too.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+READY = "FEDPAX_STANDBY_READY"
+"""The environment variable with the number of the file descriptor."""
+
+
+class Standby:
+    """A training process that waits, as its supervisor sees it.
+
+    Args:
+        arguments: the arguments of `fedpax train` that are known already.
+    """
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        reader, writer = os.pipe()
+        # In a session of its own: the supervisor alone receives Ctrl-C.
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "fedpax.commands.standby", *arguments],
+            stdin=subprocess.PIPE,
+            env=os.environ | {READY: str(writer)},
+            pass_fds=(writer,),
+            start_new_session=True,
+            preexec_fn=_end_with_parent,
+        )
+        os.close(writer)
+        self._reader: int | None = reader
+
+    def is_ready(self, timeout: float) -> bool:
+        """Wait until the process has imported all, or has ended.
+
+        Args:
+            timeout: seconds to wait.
+
+        Returns:
+            Whether it waits for `train`.
+        """
+        if self._reader is not None:
+            if not select.select([self._reader], [], [], timeout)[0]:
+                return False
+            os.close(self._reader)
+            self._reader = None
+        return True
+
+    def train(
+        self, arguments: Sequence[str], environment: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
+        """Make the process train.
+
+        Args:
+            arguments: further arguments of `fedpax train`.
+            environment: variables to set.
+
+        Returns:
+            The process. If it has ended already, so it is seen to have failed.
+        """
+        assert self.process.stdin is not None
+        order = {"arguments": list(arguments), "environment": dict(environment)}
+        with contextlib.suppress(OSError):
+            self.process.stdin.write(json.dumps(order).encode() + b"\n")
+            self.process.stdin.close()
+        self._forget()
+        return self.process
+
+    def close(self) -> None:
+        """End the process."""
+        self._forget()
+        self.process.kill()
+        self.process.wait()
+
+    def _forget(self) -> None:
+        if self._reader is not None:
+            os.close(self._reader)
+            self._reader = None
+
+
+def _end_with_parent() -> None:
+    """Make Linux kill this process when its parent ends, so that it never trains unsupervised."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def main() -> int:
+    """Prepare, wait and train.
+
+    Returns:
+        The exit status of `fedpax train`.
+    """
+    arguments = sys.argv[1:]
+    ready = int(os.environ.pop(READY))
+    _import_all(arguments)
+    with contextlib.suppress(OSError):  # the supervisor does not wait
+        os.write(ready, b"1")
+    os.close(ready)
+    line = sys.stdin.readline()
+    if not line:
+        return 0
+    order = json.loads(line)
+    os.environ.update(order["environment"])
+    from fedpax.main import main as run
+
+    return run(["train", *arguments, *order["arguments"]])
+
+
+def _import_all(arguments: list[str]) -> None:
+    """Import the training loop and the experiment's modules, by configuring the experiment."""
+    from fedpax.commands.options import configure, parse
+    from fedpax.commands.train import define_flags
+
+    # The supervisor has configured it too, and reports what is wrong.
+    with contextlib.suppress(Exception, SystemExit):
+        options, fields = parse("train", arguments, define_flags)
+        configure(options.exp, fields, options.job_log_dir)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,15 +2,18 @@
 
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
+from fedpax.aggregators import Aggregator
 from fedpax.algorithms.arrivals import sending, without_absent
 from fedpax.algorithms.checks import check_setting
 from fedpax.algorithms.delayed_nesterov import DelayedNesterov, DelayedNesterovState
 from fedpax.algorithms.inner_steps import make_outer_gradient
+from fedpax.algorithms.local_steps import scale
 from fedpax.clients import ArrivalOrder
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import (
@@ -32,12 +35,15 @@ class AsyncDiLoCoState(NamedTuple):
         outer_optimizer_state: momentum and accumulated outer gradients.
         local_params: the model that each island trains from, placed.
         inner_optimizer_state: each island's state of the inner optimizer, placed.
+        aggregator_state: the state of the aggregator, such as islands' error-feedback residuals.
+            None without an aggregator.
     """
 
     params: Params
     outer_optimizer_state: DelayedNesterovState
     local_params: Params
     inner_optimizer_state: optax.OptState
+    aggregator_state: chex.ArrayTree | None
 
 
 def async_diloco(
@@ -49,6 +55,7 @@ def async_diloco(
     momentum: float = 0.9,
     period: int | None = None,
     activation: float = 0.0,
+    aggregator: Aggregator | None = None,
 ) -> FederatedAlgorithm:
     """Apply each outer gradient when it arrives, and the momentum at every N-th arrival.
 
@@ -67,6 +74,11 @@ def async_diloco(
     islands arrive together: with N = islands this is `diloco` with Nesterov momentum. Arrivals at
     the same position are applied together, before the momentum.
 
+    With an `aggregator`, the gradients at a position are combined by it: their sum above is their
+    number times the aggregate. `compressed_mean(codec)` sends them in few bits. With error feedback
+    an island adds what it did not send to its next update. The error telescopes as long as the same
+    number of islands arrive at a time, such as one.
+
     Communication: a sum over the islands per position. Memory: each island holds the model that it
     trains from. `jax.grad` through a round with a schedule raises, as with `num_steps`.
 
@@ -79,19 +91,21 @@ def async_diloco(
         period: N, number of arrivals between two updates of the momentum. Default None: `islands`.
         activation: c, from 0 to 1 / N: the share of the momentum that each arrival applies. Default
             0.0, the paper's choice: every N-th arrival applies all of it.
+        aggregator: combines the gradients that arrive at the same time; a weight of 0 marks the
+            other islands. Default None: their sum.
 
     Returns:
         `init(params)` and `round(state, cohort)`. The leaves of `cohort.batches` are
         `[islands, H, batch, ...]`. `cohort.schedule` is an `ArrivalOrder` or None. All arrivals
         have the same weight: `cohort.num_examples` is not used. An island without a valid step
         contributes nothing. Metrics, all float32 scalars: `"loss"` and the metrics of `loss_fn`,
-        averaged over inner steps and arriving islands, and with a schedule `"arrivals"`, their
-        number.
+        averaged over inner steps and arriving islands; with a schedule `"arrivals"`, their number;
+        and the aggregator's, averaged over the positions at which an update arrives.
 
     Raises:
         TypeError: `islands` is not an int; in a round, a schedule of another type.
-        ValueError: a setting is out of range; in a round, batches without an axis of size
-            `islands`.
+        ValueError: a setting is out of range; an aggregator that needs the updates of all islands
+            at once, such as a median; in a round, batches without an axis of size `islands`.
 
     Example:
         >>> import fedpax
@@ -116,6 +130,13 @@ def async_diloco(
     check_setting("async_diloco", "period", every, least=1)
     check_setting("async_diloco", "momentum", momentum, most=1)
     check_setting("async_diloco", "activation", activation, most=1 / every)
+    if aggregator is not None and aggregator.needs_all:
+        raise ValueError(
+            "async_diloco: the aggregator needs the updates of all islands at once, but islands "
+            "arrive at different times. Use an aggregator that treats each update by itself, such "
+            "as compressed_mean(codec) or chain(clip_by_norm(1.0), mean()), or a synchronous "
+            "method, such as diloco."
+        )
     outer = DelayedNesterov(learning_rate, momentum, every, activation)
 
     @program(islands=islands)
@@ -126,6 +147,7 @@ def async_diloco(
             outer.init(params),
             local_params,
             federated_map(inner_optimizer.init, local_params),
+            None if aggregator is None else aggregator.init(params),
         )
 
     @program(islands=islands)
@@ -149,41 +171,76 @@ def async_diloco(
         if cohort.schedule is not None:
             metrics |= {"arrivals": federated_sum(weights)}
 
+        def combine(
+            arriving: Bool[Array, " islands"], aggregator_state: chex.ArrayTree | None
+        ) -> tuple[Params, Float[Array, ""], chex.ArrayTree | None, Metrics]:
+            """Add up the gradients of some islands; return also their number."""
+            if aggregator is None:
+
+                def send(gradient: Params, here: Bool[Array, ""]) -> tuple[Params, jax.Array]:
+                    sent = jax.tree.map(lambda g: jnp.where(here, g, jnp.zeros_like(g)), gradient)
+                    return sent, here.astype(jnp.float32)
+
+                total, count = federated_sum(federated_map(send, gradients, arriving))
+                return total, count, None, {}
+            own_weights = federated_map(lambda here: here.astype(jnp.float32), arriving)
+            count = federated_sum(own_weights)
+            average, combined, reported = aggregator.aggregate(
+                aggregator_state, gradients, own_weights
+            )
+            aggregator_state = jax.tree.map(
+                lambda new, old: jnp.where(count > 0, new, old), combined, aggregator_state
+            )
+            reported = jax.tree.map(lambda value: jnp.where(count > 0, value, 0), reported)
+            return scale(count, average), count, aggregator_state, reported
+
         def apply(
             position: Int[Array, ""] | None,
             params: Params,
             outer_state: DelayedNesterovState,
             local_params: Params,
-        ) -> tuple[Params, DelayedNesterovState, Params]:
+            aggregator_state: chex.ArrayTree | None,
+            reported: Metrics,
+            instants: Float[Array, ""],
+        ) -> tuple[Params, DelayedNesterovState, Params, chex.ArrayTree | None, Metrics]:
             """Apply the gradients that arrive at a position; None: all of them."""
 
             def is_here(own: Int[Array, ""] | None) -> Bool[Array, ""]:
                 return jnp.asarray(True if own is None else own == position)
 
-            def send(
-                gradient: Params, sends: Bool[Array, ""], own: Int[Array, ""] | None
-            ) -> tuple[Params, Float[Array, ""]]:
-                taken = sends & is_here(own)
-                sent = jax.tree.map(lambda g: jnp.where(taken, g, jnp.zeros_like(g)), gradient)
-                return sent, taken.astype(jnp.float32)
-
-            total, count = federated_sum(federated_map(send, gradients, sends, positions))
+            arriving = federated_map(lambda s, own: s & is_here(own), sends, positions)
+            total, count, aggregator_state, new = combine(arriving, aggregator_state)
             params, outer_state = outer.update(total, count, outer_state, params)
+            reported = jax.tree.map(jnp.add, reported, new)
+            instants += count > 0
 
             def receive(held: Params, own: Int[Array, ""] | None) -> Params:
                 return jax.tree.map(lambda h, x: jnp.where(is_here(own), x, h), held, params)
 
-            return params, outer_state, federated_map(receive, local_params, positions)
+            local_params = federated_map(receive, local_params, positions)
+            return params, outer_state, local_params, aggregator_state, reported, instants
 
-        start = state.params, state.outer_optimizer_state, state.local_params
-        if cohort.schedule is None:
-            positions = None
-            params, outer_state, local_params = apply(None, *start)
+        positions = None if cohort.schedule is None else cohort.schedule.position
+        shapes = jax.eval_shape(lambda: combine(sends, state.aggregator_state)[-1])
+        start = (
+            state.params,
+            state.outer_optimizer_state,
+            state.local_params,
+            state.aggregator_state,
+            jax.tree.map(lambda value: jnp.zeros(value.shape, value.dtype), shapes),
+            jnp.float32(0),
+        )
+        if positions is None:
+            ended = apply(None, *start)
         else:
-            positions = cohort.schedule.position
-            params, outer_state, local_params = jax.lax.fori_loop(
+            ended = jax.lax.fori_loop(
                 0, federated_max(positions) + 1, lambda k, carry: apply(k, *carry), start
             )
-        return AsyncDiLoCoState(params, outer_state, local_params, inner_state), metrics
+        params, outer_state, local_params, aggregator_state, reported, instants = ended
+        metrics |= {name: value / jnp.maximum(instants, 1) for name, value in reported.items()}
+        return (
+            AsyncDiLoCoState(params, outer_state, local_params, inner_state, aggregator_state),
+            metrics,
+        )
 
     return FederatedAlgorithm(init, async_diloco_round)

@@ -78,7 +78,7 @@ def bulyan(num_byzantine: int) -> Aggregator:
 
         return reduce_coordinates(reduce, updates), state, {}
 
-    return Aggregator(init, aggregate)
+    return Aggregator(init, aggregate, needs_all=True)
 
 
 def _select_repeatedly(

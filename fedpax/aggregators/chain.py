@@ -58,7 +58,7 @@ def chain(*stages: AggregatorTransformation | Aggregator) -> Aggregator:
     aggregator = stages[-1]
     for transform in reversed(stages[:-1]):
         aggregator = transform(aggregator)
-    return aggregator
+    return aggregator._replace(needs_all=stages[-1].needs_all)
 
 
 def _describe(stage: object) -> str:

@@ -67,7 +67,7 @@ def clip_by_norm(max_norm: float) -> AggregatorTransformation:
             aggregated, state, reported = inner.aggregate(state, updates, weights)
             return aggregated, state, metrics | reported
 
-        return Aggregator(inner.init, aggregate)
+        return inner._replace(aggregate=aggregate)
 
     return transform
 
@@ -171,7 +171,7 @@ def adaptive_clip(
                 metrics | reported,
             )
 
-        return Aggregator(init, aggregate)
+        return inner._replace(init=init, aggregate=aggregate)
 
     return transform
 

@@ -145,4 +145,4 @@ def _coordinate_mean(
 
         return reduce_coordinates(reduce, updates), state, {}
 
-    return Aggregator(init, aggregate)
+    return Aggregator(init, aggregate, needs_all=True)

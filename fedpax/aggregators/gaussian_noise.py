@@ -69,7 +69,7 @@ def add_noise(stddev: float, *, seed: int) -> AggregatorTransformation:
             noisy = perturb(round_key(seed, "add_noise", state.round), aggregated, stddev)
             return noisy, NoiseState(state.round + 1, inner_state), metrics
 
-        return Aggregator(_init(inner), aggregate)
+        return inner._replace(init=_init(inner), aggregate=aggregate)
 
     return transform
 
@@ -122,7 +122,7 @@ def add_local_noise(stddev: float, *, seed: int) -> AggregatorTransformation:
             )
             return aggregated, NoiseState(state.round + 1, inner_state), metrics
 
-        return Aggregator(_init(inner), aggregate)
+        return inner._replace(init=_init(inner), aggregate=aggregate)
 
     return transform
 

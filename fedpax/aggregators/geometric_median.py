@@ -79,7 +79,7 @@ def geometric_median(*, num_iterations: int = 8, smoothing: float = 1e-6) -> Agg
         v = jax.lax.fori_loop(0, num_iterations, iterate, federated_mean(finite, own))
         return jax.tree.map(lambda m, u: m.astype(u.dtype), v, updates), state, {}
 
-    return Aggregator(init, aggregate)
+    return Aggregator(init, aggregate, needs_all=True)
 
 
 def _only_finite(

@@ -75,7 +75,7 @@ def krum(num_byzantine: int, *, num_selected: int = 1) -> Aggregator:
         selected = federated_map(lambda update, taken: select(taken, update), updates, chosen)
         return federated_mean(selected, chosen), state, {}
 
-    return Aggregator(init, aggregate)
+    return Aggregator(init, aggregate, needs_all=True)
 
 
 def distances_of_present(

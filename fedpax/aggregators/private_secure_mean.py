@@ -144,7 +144,7 @@ def private_secure_mean(
         }
         return mean, PrivateSecureMeanState(state.round + 1), metrics
 
-    return Aggregator(init, aggregate)
+    return Aggregator(init, aggregate, needs_all=True)
 
 
 def _resolution(n: int, noise_multiplier: float, num_entries: int, least: int) -> int:

@@ -130,7 +130,7 @@ def secure_mean(
         mean = jax.tree.map(decode, total, updates)
         return mean, SecureMeanState(state.round + 1), metrics
 
-    return Aggregator(init, aggregate)
+    return Aggregator(init, aggregate, needs_all=True)
 
 
 def secure_sum(

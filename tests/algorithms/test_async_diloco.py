@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy_methods as reference
 import optax
@@ -11,7 +12,21 @@ from asynchronous_problem import cohorts, float64_params, jax_params
 from jax.sharding import AxisType
 from method_problem import STEPS, assert_close, loss_fn, random_rounds
 
+import fedpax
 from fedpax import Cohort
+from fedpax.aggregators import (
+    bulyan,
+    chain,
+    clip_by_norm,
+    codecs,
+    compressed_mean,
+    coordinate_median,
+    geometric_median,
+    krum,
+    mean,
+    quantized_mean,
+    trimmed_mean,
+)
 from fedpax.algorithms import async_diloco, diloco
 from fedpax.clients import ArrivalOrder
 from fedpax.simulation import (
@@ -30,7 +45,7 @@ ISLANDS, ROUNDS, RATE, ETA, BETA = 4, 6, 0.05, 0.6, 0.8
 
 
 @functools.cache
-def method(period=None, activation=0.0):
+def method(period=None, activation=0.0, aggregator=None):
     algorithm = async_diloco(
         loss_fn,
         islands=ISLANDS,
@@ -39,6 +54,7 @@ def method(period=None, activation=0.0):
         momentum=BETA,
         period=period,
         activation=activation,
+        aggregator=aggregator,
     )
     return algorithm, jax.jit(algorithm.round)
 
@@ -166,6 +182,110 @@ def test_a_mesh_gives_the_same(kind):
         for cohort, wanted in zip(rounds, expected, strict=True):
             spread, metrics = compiled(spread, cohort)
             assert_close((spread.params, metrics), wanted)
+
+
+def run(algorithm_and_step, order, batches):
+    algorithm, step = algorithm_and_step
+    state = algorithm.init(jax_params())
+    for cohort in cohorts(batches, order.schedule, order.num_steps):
+        state, metrics = step(state, cohort)
+    return state, metrics
+
+
+def test_the_plain_mean_is_the_sum():
+    order, batches = unreliable_order(), random_rounds(ROUNDS, ISLANDS)
+    plain, averaged = (run(m, order, batches) for m in (method(), method(aggregator=MEAN)))
+    assert_close((plain[0].params, plain[1]), (averaged[0].params, averaged[1]))
+
+
+MEAN = mean()
+TOP = compressed_mean(codecs.top_k(0.25), error_feedback=True)
+
+
+def test_error_feedback_telescopes_over_arrivals():
+    """What all islands sent and what they have not sent is the sum of their gradients.
+
+    With momentum 0 and gradients that do not depend on the model, it moves the model.
+    """
+
+    def linear_loss(params, batch):
+        return jnp.mean(batch @ params), {}
+
+    def make(aggregator):
+        algorithm = async_diloco(
+            linear_loss,
+            islands=ISLANDS,
+            inner_optimizer=optax.sgd(RATE),
+            learning_rate=ETA,
+            momentum=0.0,
+            aggregator=aggregator,
+        )
+        return algorithm, jax.jit(algorithm.round)
+
+    order, batches = unreliable_order(), [b["x"] for b in random_rounds(ROUNDS, ISLANDS)]
+    states = []
+    for algorithm, step in (make(None), make(TOP)):
+        state = algorithm.init(jnp.zeros(batches[0].shape[-1]))
+        for cohort in cohorts(batches, order.schedule, order.num_steps):
+            state, _ = step(state, cohort)
+        states.append(state)
+    plain, compressed = states
+    # An update is n times its gradient on its way, so that the mean over n islands is the sum.
+    unsent = compressed.aggregator_state.residual.sum(axis=0) / ISLANDS
+    assert np.abs(unsent).max() > 0.01
+    np.testing.assert_allclose(
+        compressed.params - ETA / ISLANDS * unsent, plain.params, rtol=1e-5, atol=1e-6
+    )
+
+
+def test_an_absent_island_keeps_what_it_has_not_sent():
+    order, batches = unreliable_order(1), random_rounds(2, ISLANDS)
+    algorithm, step = method(aggregator=TOP)
+    together = order.schedule._replace(position=np.zeros(ISLANDS, np.int32))
+    state, _ = step(algorithm.init(jax_params()), Cohort(batches[0], schedule=together))
+    assert np.all(np.any(state.aggregator_state.residual["kernel"], axis=(1, 2)))
+    some = together._replace(position=np.int32([1, -1, 0, -1]))
+    after, _ = step(state, Cohort(batches[1], schedule=some))
+    was, now = (s.aggregator_state.residual["kernel"] for s in (state, after))
+    assert np.any(was != now, axis=(1, 2)).tolist() == [True, False, True, False]
+
+
+@pytest.mark.slow
+def test_metrics_of_an_aggregator_are_averaged_over_arrivals():
+    clipped = chain(clip_by_norm(1e-3), MEAN)
+    order, batches = unreliable_order(1), random_rounds(1, ISLANDS)
+    _, metrics = run(method(aggregator=clipped), order, batches)
+    assert metrics["clipped_fraction"] == 1.0
+    assert metrics["arrivals"] > 1
+
+
+def test_compressed_updates_are_small_on_the_wire():
+    batches = random_rounds(1, ISLANDS)[0]
+    sent = []
+    for aggregator in (MEAN, compressed_mean(codecs.sign(), error_feedback=True)):
+        algorithm, _ = method(aggregator=aggregator)
+        state = jax.eval_shape(algorithm.init, jax_params())
+        cost = fedpax.cost(algorithm.round, state, Cohort(batches))
+        sent.append(cost.placements["islands"].sent_bytes)
+    assert sent[1] < sent[0] / 4
+
+
+@pytest.mark.parametrize(
+    "aggregator",
+    [
+        coordinate_median(),
+        trimmed_mean(0.25),
+        krum(1),
+        bulyan(0),
+        geometric_median(),
+        quantized_mean(4),
+        chain(clip_by_norm(1.0), krum(1)),
+        clip_by_norm(1.0)(coordinate_median()),
+    ],
+)
+def test_aggregators_of_all_updates_at_once_raise(aggregator):
+    with pytest.raises(ValueError, match=r"arrive at different times\. Use an aggregator that"):
+        method.__wrapped__(aggregator=aggregator)
 
 
 @pytest.mark.parametrize(

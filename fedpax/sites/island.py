@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import chex
+import jax
 
 from fedpax.sites.exchange import Exchange
 from fedpax.sites.link import Link, News
@@ -52,7 +53,7 @@ class Island:
         self._phases_since_merge = 0
         self._clock = time.monotonic()
         self._unsent: list[tuple[dict[str, Any], Mapping[str, Any], Report]] = []
-        self._report: Report | None = None
+        self._report: Report | None = None  # of the phase that has not sent a fragment yet
         self.ledger = Ledger(len(model.formats), parts.steps_per_sync)
         self.state: LocalState = model.init()
         self.news = News()
@@ -128,8 +129,11 @@ class Island:
         self.steps += self._parts.steps_per_sync
         self._phases_since_merge += 1
         self.ledger.add_steps(self._parts.steps_per_sync, self._parts.steps_per_sync * self._tokens)
-        self._hand_over()  # the phase before: the devices have the next one now
+        # The devices have their next steps now. The news come last before the former update is
+        # sent, which they would count as not acknowledged.
+        jax.block_until_ready([before.metrics["loss"] for *_, before in self._unsent])
         self.receive()
+        self._hand_over()
         self.send()
         now = time.monotonic()
         self._link.report(self.steps, now - self._clock)
@@ -137,7 +141,7 @@ class Island:
         return report
 
     def send(self) -> None:
-        """Encode the fragment of the next merge, if it has progress and the link is free."""
+        """Encode the fragment of the next merge, once per phase and if the link is free."""
         if self._report is None or self._unsent or not self.news.can_send:
             return
         count = len(self.ledger.fragments)
@@ -147,6 +151,8 @@ class Island:
         starved = self.ledger.starved_fragment(but=None if merge is None else merge % count)
         if starved is not None:
             self._encode(starved, None)
+        if self._unsent:
+            self._report = None
         if self.is_ahead:
             self._hand_over()
 

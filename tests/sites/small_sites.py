@@ -46,12 +46,14 @@ class SitesRegression(Experiment):
     Attributes:
         islands: number of islands.
         quorum: islands that have to send a fragment before it is merged.
+        max_steps_ahead: inner steps that an island takes at most beyond its last merge.
         learning_rate: inner learning rate.
         pause: seconds before each cohort is drawn, so that signals arrive during the training.
     """
 
     islands: int = 2
     quorum: int = 1
+    max_steps_ahead: int | None = None
     learning_rate: float = 0.01
     pause: float = 0.1
 
@@ -78,7 +80,12 @@ class SitesRegression(Experiment):
             "fragments": lambda path, leaf: int(path == "out"),
         }
         parts = decoupled_diloco_parts(
-            loss_fn, steps_per_sync=STEPS // 2, quorum=self.quorum, grace_seconds=0.2, **settings
+            loss_fn,
+            steps_per_sync=STEPS // 2,
+            quorum=self.quorum,
+            grace_seconds=0.2,
+            max_steps_ahead=self.max_steps_ahead,
+            **settings,
         )
         return Run(
             algorithm=decoupled_diloco(loss_fn, **settings)._replace(parts=parts),

@@ -62,7 +62,7 @@ def generate(arguments: Sequence[str]) -> int:
     if total > seq_len:
         print_error(
             f"{saved.exp}: the prompt and the new tokens are {total} together, but the model was "
-            f"trained on rows of {seq_len}: what lies behind them can be worse."
+            f"trained on rows of {seq_len}: text after the first {seq_len} can be worse."
         )
     with jax.set_mesh(run.mesh):
         (generated,) = np.asarray(

@@ -109,9 +109,10 @@ def existing_folder(job_log_dir: str) -> Path:
     """
     folder = resolve_job_log_dir(job_log_dir)
     if not folder.is_dir():
+        found = "is a file" if folder.is_file() else "does not exist"
         raise UsageError(
-            f"--job_log_dir={job_log_dir} does not exist, expected the folder of a run. The "
-            f"current folder is {os.getcwd()}."
+            f"--job_log_dir={job_log_dir} {found}, expected the folder of a run. The current "
+            f"folder is {os.getcwd()}."
         )
     return folder
 

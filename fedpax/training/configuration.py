@@ -207,7 +207,9 @@ def read_configuration_json(folder: str | Path) -> tuple[str, dict[str, Any]] | 
     try:
         content = json.loads(path.read_text())
         version, exp, configuration = (content[k] for k in ("version", "exp", "configuration"))
-        configuration["class"]  # as to_json writes it
+        for value in (exp, configuration["class"]):  # as to_json writes them
+            if not isinstance(value, str):
+                raise TypeError(f"{value!r} in place of a name")
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise ConfigurationError(
             f"{path} cannot be read ({type(error).__name__}: {error}), expected a configuration as "

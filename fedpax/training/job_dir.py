@@ -194,6 +194,12 @@ def check_configuration(
     changes = _changes(folder, from_json(saved), experiment) if same_class else {}
     # A module can be written in several ways (mine, ./mine.py), but the class is the same.
     functions = {text.rpartition(":")[2] for text in (name, exp) if text}
+    if not same_class and name == exp:
+        raise ConfigurationError(
+            f"--job_log_dir={folder} holds a {saved['class']}, expected a {class_name(experiment)}"
+            f"{f', as --exp={exp} makes now' if exp else ''}. If the class was renamed, write its "
+            "new name into config.json there; otherwise set another --job_log_dir."
+        )
     if not same_class or (changes and len(functions) > 1):
         raise ConfigurationError(
             f"--job_log_dir={folder} holds another experiment"

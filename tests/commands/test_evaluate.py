@@ -106,6 +106,7 @@ def test_code_that_has_moved_is_found_by_exp(
     [
         ((), "--job_log_dir is missing, expected a folder"),
         (("--job_log_dir=nowhere",), "--job_log_dir=nowhere does not exist, expected the folder"),
+        ((f"--job_log_dir={__file__}",), "test_evaluate.py is a file, expected the folder"),
         (("--job_log_dir=gs://bucket/run",), "is a gs URL"),
         (("--job_log_dir=.",), "--job_log_dir=. holds no run, expected a folder with config.json"),
         (("--job_log_dir=.", "--round=last"), "--round"),
@@ -145,8 +146,16 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_offered(
     assert command("evaluate", f"--job_log_dir={regression}", "--round=2")[0] == 0
 
 
-def test_a_damaged_configuration_is_refused(command: Command, regression: Path) -> None:
-    (regression / "config.json").write_text('{"version": 1, "exp"')
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"version": 1, "exp"',
+        '{"version": 1, "exp": 3, "configuration": {"class": "a:B"}}',
+        '{"version": 1, "exp": "a", "configuration": {"class": 3}}',
+    ],
+)
+def test_a_damaged_configuration_is_refused(command: Command, regression: Path, text: str) -> None:
+    (regression / "config.json").write_text(text)
     status, _, errors = command("evaluate", f"--job_log_dir={regression}")
     assert status == 2 and "config.json cannot be read" in errors
 

@@ -187,5 +187,10 @@ def test_code_of_another_experiment_is_not_imported(tmp_path: Path) -> None:
     write_configuration(tmp_path, regression(), "a")
     path = tmp_path / FILE
     path.write_text(path.read_text().replace("small_regression:Regression", "not_there:Gone"))
-    with pytest.raises(ConfigurationError, match="another experiment"):
+    expected = (
+        "holds a not_there:Gone, expected a small_regression:Regression, as --exp=a makes now"
+    )
+    with pytest.raises(
+        ConfigurationError, match=f"{expected}.*write its new name into config.json"
+    ):
         check_configuration(tmp_path, regression(), "a")

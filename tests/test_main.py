@@ -446,7 +446,7 @@ def test_ctrl_c_before_the_training_gives_no_traceback(
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_are_handled_before_jax_is_imported(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "jax.py").write_text("import time; print('importing', flush=True); time.sleep(60)")
-    command = [sys.executable, "-m", "fedpax.main", "list"]
+    command = [sys.executable, "-m", "fedpax.main", "doctor"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     with subprocess.Popen(command, env=environment, **pipes) as process:

@@ -31,7 +31,7 @@ class Broadcast:
         devices = mesh.devices.ravel()
         self._sources = np.array([i for i, d in enumerate(devices) if d.process_index == 0])
         self._like = like
-        self._chunk = -(-like.size // len(self._sources))
+        self._chunk = max(-(-like.size // len(self._sources)), 1)
         self._shape = (len(devices), self._chunk)
         self._sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         self._replicated = NamedSharding(mesh, PartitionSpec())

@@ -102,7 +102,7 @@ class ControlChannel(AbstractContextManager["ControlChannel"]):
     def _read(self, number: int, host: str, connection: socket.socket) -> None:
         """Receive values until the other process closes its channel, or ends."""
         end = "ended"
-        with contextlib.suppress(OSError), connection.makefile("rb") as lines:
+        with contextlib.suppress(OSError), connection, connection.makefile("rb") as lines:
             for line in lines:
                 message = json.loads(line)
                 if "failed" not in message:
@@ -176,16 +176,19 @@ def _connect(offer: dict[str, Any]) -> tuple[int, str, socket.socket]:
     deadline = time.monotonic() + SECONDS_TO_CONNECT
     while time.monotonic() < deadline:
         for host in offer["hosts"]:
-            try:
-                connection = socket.create_connection((host, offer["port"]), SECONDS_TO_GREET)
-                connection.sendall(json.dumps(greeting).encode() + b"\n")
-                if _read_line(connection).get("welcome"):
-                    connection.settimeout(None)
-                    return 0, host, connection
-                reasons[host] = "another program answers"
-                connection.close()
-            except (OSError, ValueError) as error:
-                reasons[host] = str(error)
+            with contextlib.ExitStack() as after_failure:
+                try:
+                    connection = after_failure.enter_context(
+                        socket.create_connection((host, offer["port"]), SECONDS_TO_GREET)
+                    )
+                    connection.sendall(json.dumps(greeting).encode() + b"\n")
+                    if _read_line(connection).get("welcome"):
+                        connection.settimeout(None)
+                        after_failure.pop_all()
+                        return 0, host, connection
+                    reasons[host] = "another program answers"
+                except (OSError, ValueError) as error:
+                    reasons[host] = str(error)
         time.sleep(0.2)
     tried = "; ".join(f"{host}: {reason}" for host, reason in reasons.items())
     raise ClusterError(

@@ -67,9 +67,10 @@ def test_two_processes_are_an_island_like_one_on_as_many_devices(tmp_path: Path)
 def test_an_island_whose_processes_are_killed_or_stopped_returns(
     processes: Processes, tmp_path: Path
 ) -> None:
-    more = ["--training.rounds=80", "--mesh.fsdp=2"]
-    syncer = processes.start("syncer", "syncer", *more)
-    other = processes.start("join", "b", *more)
+    rounds = "--training.rounds=80"
+    more = [rounds, "--mesh.fsdp=2"]
+    syncer = processes.start("syncer", "syncer", rounds)
+    other = processes.start("join", "b", rounds)
     for victim in (1, 0):
         island = processes.start_island("a", 2, *more)
         before = len(updates_of(tmp_path / "syncer")) if victim == 0 else 0

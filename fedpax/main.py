@@ -82,8 +82,11 @@ fedpax: federated and multi-island training on JAX
   --join_timeout    seconds to wait for the other processes (default 300)
   --heartbeat_timeout
                     seconds until a process that sends nothing counts as dead (default 100)
-  --elastic         restart from the newest checkpoint with the processes that are left when one
-                    dies, and with it when it returns; the processes are those of --multihost
+  --elastic         restart with the processes that are left when one dies, and with it when it
+                    returns; the processes are those of --multihost
+  --copy_every      rounds between copies of the state in each host's memory, from which an elastic
+                    run restarts (default 1; 0: restart from the newest checkpoint)
+  --copy_dir        the folder in the host's memory for these copies (default /dev/shm)
   --listen          the syncer's address for islands; without --certificates a loopback address
   --syncer          the address of the syncer that an island joins
   --certificates    this site's folder, as `fedpax certificates` makes one for each name

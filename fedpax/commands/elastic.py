@@ -28,7 +28,7 @@ from fedpax.training.host_copies import (
     memory_folder,
     remove_copies,
 )
-from fedpax.training.membership import Membership
+from fedpax.training.membership import MEMBERSHIP, Membership
 from fedpax.training.preemption import PreemptionGuard
 from fedpax.training.saved_rounds import latest_round
 
@@ -47,8 +47,6 @@ def define_elastic_flags(options: flags.FlagValues) -> None:
         "copy_every", 1, "Rounds between copies in the host's memory.", 0, flag_values=options
     )
     flags.DEFINE_string("copy_dir", None, "A folder in the host's memory.", flag_values=options)
-    # Set by the supervisor for its training process.
-    flags.DEFINE_string("membership", None, "The part in an elastic job.", flag_values=options)
 
 
 def train_elastically(
@@ -232,11 +230,10 @@ class Supervisor:
         )
         allowed = ["mesh", "islands"] if hasattr(self._experiment, "islands") else ["mesh"]
         arguments = [*settings, f"--allow_config_change={','.join(allowed)}"]
-        arguments.append(f"--membership={membership.to_json()}")
-        environment = {}
+        environment = {MEMBERSHIP: membership.to_json()}
         if count > 1:
             arguments.append("--multihost")
-            environment = {
+            environment |= {
                 "JAX_COORDINATOR_ADDRESS": f"{message['address']}:{message['port']}",
                 "JAX_NUM_PROCESSES": str(len(members)),
                 "JAX_PROCESS_ID": str(members.index(self._cluster.process_id)),

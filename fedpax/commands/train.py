@@ -22,7 +22,7 @@ from fedpax.commands.processes import (
 )
 from fedpax.training.configuration import resolve_job_log_dir
 from fedpax.training.console import print_line
-from fedpax.training.membership import Membership
+from fedpax.training.membership import find_membership
 from fedpax.training.trainer import TrainingResult
 from fedpax.training.trainer import train as train_experiment
 
@@ -51,7 +51,7 @@ def train(arguments: Sequence[str]) -> int:
             exp=options.exp,
             allow_config_change=allowed_changes(options),
             participant_states=options.participant_states,
-            membership=Membership.from_json(options.membership) if options.membership else None,
+            membership=find_membership(),
         )
     if jax.process_index() == 0:
         print_line(describe(result, experiment.training.rounds, options.job_log_dir))

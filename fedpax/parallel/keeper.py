@@ -41,6 +41,8 @@ from fedpax.parallel.roll_call import listen
 
 FINISHED, FAILED, CANNOT_RUN = 0, 1, 2
 SIGNALS = (143, 130)
+LOST = -1
+"""The status of a training process whose host is lost."""
 SIGNALED = 128
 """Statuses above it are those of signals."""
 MOST_FAILURES = 3
@@ -127,7 +129,7 @@ class Keeper:
         self._generation = 0
         self._trained: list[int] = []  # the members of the generation
         self._ended: dict[int, int] = {}  # the statuses of those whose process has ended
-        self._cause: int | None = None  # the first status of a failure; -1: a host was lost
+        self._cause: int | None = None  # the first status of a failure
         self._order: str | None = None
         self._ended_since: float | None = None
         self._failures = 0
@@ -225,7 +227,7 @@ class Keeper:
             why = "is silent" if silent else "is gone"
             self._tell(f"process {number} on {self._hosts[number]} {why}")
             if number in self._running():
-                self._note_end(number, -1)
+                self._note_end(number, LOST)
                 self._kill()
 
     def _note_end(self, number: int, status: int) -> None:
@@ -295,7 +297,8 @@ class Keeper:
 
     def _newest_copy(self) -> int | None:
         """Return the newest round of which all remaining members have a copy, if it helps."""
-        held = [self._copies[number] for number in self._trained if number in self._members]
+        left = [number for number in self._trained if self._ended[number] != LOST]
+        held = [self._copies[number] for number in left if number in self._members]
         newest = max(set.intersection(*held), default=0) if held else 0
         by_itself = self._cause is not None and 0 < self._cause < SIGNALED
         tried = newest == self._resumed and by_itself
@@ -313,9 +316,10 @@ class Keeper:
             )
         first = self._trained[0]
         # JAX's coordinator is in the training process of the first member.
-        host = self._cluster.coordinator.rpartition(":")[0]
-        address = self._members[first].connection.getpeername()[0] if first else host
-        address = f"[{address}]" if ":" in address.strip("[]") and first else address
+        address = self._cluster.coordinator.rpartition(":")[0]
+        if first != 0:
+            address = self._members[first].connection.getpeername()[0].removeprefix("::ffff:")
+            address = f"[{address}]" if ":" in address else address
         port = self._free_port()
         for number in self._trained:
             self._members[number].send(
@@ -377,7 +381,7 @@ class Keeper:
 
     def _count_failure(self) -> int:
         # A host that is lost is no failure of the program.
-        self._failures += all(status >= 0 for status in self._ended.values())
+        self._failures += LOST not in self._ended.values()
         return self._failures
 
     def _stop(self, status: int, reason: str) -> None:

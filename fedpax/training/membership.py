@@ -6,6 +6,7 @@ generation have one, with the same job, period and round.
 
 import dataclasses
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from fedpax.training.algorithm import State
 from fedpax.training.console import print_error
 from fedpax.training.host_copies import HostCopies, HostCopy
 from fedpax.training.stream_state import StreamState, gather_stream_state
+
+MEMBERSHIP = "FEDPAX_MEMBERSHIP"
+"""The environment variable with which the supervisor tells its training process the membership."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +90,12 @@ class Membership:
         if copy is None or copy.participants is None:
             return state
         return copy.replace_rows(state, self.participants or (), absent)
+
+
+def find_membership() -> Membership | None:
+    """Return the membership of this process; None if no supervisor has started it."""
+    text = os.environ.get(MEMBERSHIP)
+    return Membership.from_json(text) if text else None
 
 
 class CopiesOfRounds:

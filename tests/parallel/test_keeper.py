@@ -23,7 +23,7 @@ class Supervisor:
         self.lines.send(process=number, count=count, host=f"host{number}")
         self.lines.connection.settimeout(0.02)
         self.messages: list[dict[str, Any]] = []
-        self.generation = 0
+        self.generation, self.job = 0, ""
 
     def expect(self, key: str, *, skip: str = "beat") -> dict[str, Any]:
         """Return the next message with a key; none but beats, and `skip`, may precede it."""
@@ -34,6 +34,7 @@ class Supervisor:
                 if not {"beat", skip} & message.keys():
                     assert key in message, message
                     self.generation = message.get("start", self.generation)
+                    self.job = message.get("job", self.job)
                     return message
             self.read()
         raise AssertionError(f"no message with {key}")
@@ -45,14 +46,15 @@ class Supervisor:
             *lines, self.lines._rest = self.lines._rest.split(b"\n")
             self.messages += [json.loads(line) for line in lines]
 
-    def end(self, status: int, round_number: int = 0) -> None:
-        self.lines.send(ended=status, generation=self.generation, round=round_number)
+    def end(self, status: int, round_number: int = 0, copies: tuple[int, ...] = ()) -> None:
+        names = [f"{self.job}-{number}" for number in copies] + ["other-99"]
+        self.lines.send(ended=status, generation=self.generation, round=round_number, copies=names)
 
     def leave(self) -> None:
         self.lines.connection.close()
 
 
-Start = Callable[[int], tuple[Supervisor, ...]]
+Start = Callable[..., tuple[Supervisor, ...]]
 
 
 @pytest.fixture
@@ -65,11 +67,12 @@ def start(told: list[str]) -> Iterator[Start]:
     """Start a keeper and its supervisors, all of which train in the first generation."""
     supervisors: list[Supervisor] = []
 
-    def begin(count: int) -> tuple[Supervisor, ...]:
+    def begin(count: int, **settings: Any) -> tuple[Supervisor, ...]:
         with socket.create_server(("localhost", 0)) as free:
             port = free.getsockname()[1]
         cluster = Cluster(f"localhost:{port}", count, 0, "JAX_*")
-        Keeper(cluster, join_timeout=1.0, heartbeat_timeout=HEARTBEAT, tell=told.append)
+        timeouts = {"join_timeout": 1.0, "heartbeat_timeout": HEARTBEAT}
+        Keeper(cluster, **timeouts, **settings, tell=told.append)
         supervisors.extend(Supervisor(port, number, count) for number in range(count))
         for supervisor in supervisors:
             assert supervisor.expect("start")["members"] == list(range(count))
@@ -148,6 +151,89 @@ def test_three_failures_without_a_new_round_end_the_job(start: Start) -> None:
     message = one.expect("stop")
     assert message["stop"] == 1
     assert "3 times without a new round. Correct the cause" in message["reason"]
+
+
+def test_the_newest_copies_that_all_have_are_used(start: Start, told: list[str]) -> None:
+    everyone = start(3)
+    everyone[0].end(1, 5, copies=(6, 7))  # its collective failed
+    everyone[1].end(137, 5, copies=(7, 8))
+    everyone[2].end(137, 5, copies=(6, 7))
+    for one in everyone:
+        assert one.expect("start", skip="kill")["round"] == 7
+    assert told == ["start 2: 3 of 3 processes train from the copies of round 7"]
+
+
+def test_copies_that_do_not_help_are_not_used(start: Start) -> None:
+    (one,) = start(1)
+    one.end(137, 4, copies=(3, 4))  # not newer than the checkpoint
+    assert one.expect("start")["round"] is None
+    one.end(1, 4, copies=(5, 6))
+    assert one.expect("start")["round"] == 6
+    one.end(137, 4, copies=(5, 6))  # killed from outside: it can succeed from there
+    assert one.expect("start")["round"] == 6
+    one.end(1, 4, copies=(6, 7))
+    assert one.expect("start")["round"] == 7
+    one.end(1, 4, copies=(6, 7))  # the program fails in round 8 again
+    assert one.expect("start")["round"] is None
+
+
+def test_a_process_without_the_copy_joins_after_a_save(start: Start) -> None:
+    first, lost, last = everyone = start(3)
+    lost.leave()
+    first.expect("kill")
+    back = join(everyone, 1)  # before the others have ended
+    time.sleep(0.3)
+    for one in (first, last):
+        one.end(137, 0, copies=(3, 4))
+    for one in (first, last):
+        message = one.expect("start", skip="kill")
+        assert (message["members"], message["round"]) == ([0, 2], 4)
+    first.expect("save")
+    for one in (first, last):
+        one.end(143, 5, copies=(4, 5))
+    for one in (first, last, back):
+        message = one.expect("start", skip="kill")
+        assert (message["members"], message["round"]) == ([0, 1, 2], None)
+    back.leave()
+
+
+def test_processes_of_an_island_train_together(start: Start) -> None:
+    everyone = start(6, group=2)
+    everyone[1].leave()
+    rest = [one for one in everyone if one is not everyone[1]]
+    for one in rest:
+        one.expect("kill")
+        one.end(137, 0, copies=(2, 3))
+    for one in rest[1:]:
+        message = one.expect("start")
+        assert message["members"] == [2, 3, 4, 5]
+        assert message["address"] in ("127.0.0.1", "[::1]")
+    back = join(everyone, 1)
+    rest[1].expect("save")
+    back.leave()
+
+
+@pytest.mark.parametrize("wrong", [{"round": "x", "copies": 3}, {"copies": [1, None, "a-b"]}, {}])
+def test_messages_with_wrong_fields_do_not_end_the_keeper(
+    start: Start, wrong: dict[str, Any]
+) -> None:
+    first, other = start(2)
+    other.lines.send(signal="x")
+    other.lines.send(ended="x", generation=1, **wrong)
+    first.expect("kill")
+    first.end(137)
+    assert first.expect("start")["round"] is None
+
+
+def test_a_failure_that_follows_from_a_lost_host_is_no_wrong_configuration(start: Start) -> None:
+    first, second, third = start(3)
+    third.leave()
+    first.expect("kill")
+    first.end(2)  # its roll call failed
+    second.end(2)
+    assert (
+        first.expect("start")["members"] == second.expect("start", skip="kill")["members"] == [0, 1]
+    )
 
 
 def test_a_configuration_that_is_wrong_ends_the_job(start: Start) -> None:

@@ -9,6 +9,7 @@ import doctest
 import importlib
 import pkgutil
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,8 @@ import pytest
 import fedpax
 import fedpax.algorithms
 import fedpax.experiments
+from fedpax.commands.options import override
+from fedpax.experiments.catalog import experiments
 
 ROOT = Path(__file__).parent.parent
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -48,6 +51,7 @@ SLOW = {
     "fedpax.models.quantization",
 }
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"^\$? *(fedpax (?:[^\n]|(?<=\\)\n)*)$", re.MULTILINE)
 FILE_NAME = re.compile(r"# (\w+\.py)\n")
 
 
@@ -108,6 +112,33 @@ def test_examples_of_page(path: Path) -> None:
 @pytest.mark.parametrize("name", getattr(fedpax, "__all__", ()))
 def test_every_public_name_has_an_example(name: str) -> None:
     assert ">>>" in (getattr(fedpax, name).__doc__ or "")
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """Return the commands of all pages that name experiments and fields of theirs, or a mesh."""
+    found = []
+    for page in PAGES:
+        for match in COMMAND.finditer(page.read_text()):
+            words = shlex.split(match[1].replace("\\\n", " "), comments=True)
+            if any(re.match(r"--\w+\.|--topology=cpu:", word) for word in words):
+                found.append((f"{page.name}: {match[1]}", words))
+    return found
+
+
+def test_commands_of_pages_have_fields_and_meshes_that_exist() -> None:
+    known = experiments()
+    assert len(commands()) > 20
+    for text, words in commands():
+        flags = dict(word.removeprefix("--").split("=", 1) for word in words if "=" in word)
+        fields = [word for word in words if re.match(r"--(?!model\.weights)\w+\.", word)]
+        for name in filter(known.get, flags.get("exp", "").split(",")):
+            try:
+                experiment = override(known[name](), fields, "fedpax", "")
+            except SystemExit:
+                pytest.fail(f"{text}: {name} does not accept {' '.join(fields)}")
+            if count := flags.get("topology", "").removeprefix("cpu:"):
+                if count.isdigit() and int(count) <= jax.device_count():
+                    experiment.mesh.make(jax.devices()[: int(count)])
 
 
 def test_blocks_of_a_page_share_a_namespace(tmp_path: Path) -> None:

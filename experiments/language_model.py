@@ -15,9 +15,17 @@ from fedpax.data.rounds.heldout import HeldoutRows
 from fedpax.data.text.byte_tokenizer import VOCAB_SIZE
 from fedpax.experiments.heldout import HeldoutSets, parse_heldout_sets
 from fedpax.experiments.ranges import COUNT, check_ranges
+from fedpax.experiments.weights import (
+    SENTENCEPIECE,
+    TOKENIZER,
+    check_architecture,
+    huggingface_obstacle,
+    stored_weights,
+    write_huggingface,
+)
 from fedpax.models import lora
 from fedpax.models.huggingface import load_config, load_params
-from fedpax.models.huggingface.config import EXECUTION_FIELDS, differing_fields
+from fedpax.models.huggingface.config import EXECUTION_FIELDS
 from fedpax.models.lora import LoRAConfig
 from fedpax.models.transformer import TransformerConfig, transformer
 from fedpax.parallel.axes import shardings
@@ -29,7 +37,6 @@ from fedpax.training.frozen import StoredParams, with_frozen_argument
 from fedpax.training.saved_rounds import latest_round
 from fedpax.training.shardings import ShardingTree
 
-TOKENIZER, SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
 NO_ADAPTERS = LoRAConfig(rank=0)
 
 
@@ -250,7 +257,7 @@ class LanguageModelExperiment(Experiment):
             begun = default.with_weights(folder)
         parsed: Self = parse(begun)
         model = dataclasses.replace(parsed.model, weights=str(folder))
-        _check_architecture(model, begun.model)
+        check_architecture(model, begun.model)
         return dataclasses.replace(parsed, model=model)
 
     def trainable(self, mesh: Mesh) -> Trainable:
@@ -291,6 +298,27 @@ class LanguageModelExperiment(Experiment):
             whole_model=lambda params: merge(whole.load(), params),
             lora=self.lora,
         )
+
+    def write_model(self, folder: Path, params: Params, exp: str) -> None:
+        """Write the model as a Hugging Face folder, or with Orbax if no family has its features.
+
+        Adapters are merged into the model that they adapt, on the CPU.
+
+        Args:
+            folder: the folder, which does not exist.
+            params: the server's model, JAX arrays of this process or NumPy arrays.
+            exp: the experiment's name on the command line.
+        """
+        config = self.model
+        if self.lora.rank:
+            assert config.weights is not None
+            with jax.default_device(jax.local_devices(backend="cpu")[0]):
+                whole = load_params(config.weights, config, dtype=jnp.float32)
+                params = lora.merge(whole, params, self.lora)
+        if huggingface_obstacle(config) is None:
+            write_huggingface(folder, config, self.data.tokenizer, params)
+        else:
+            super().write_model(folder, params, exp)
 
     def read_tokenizer(self) -> Tokenizer:
         """Load the tokenizer, and check that the model has its tokens.
@@ -349,47 +377,6 @@ class LanguageModelExperiment(Experiment):
             for heldout in parse_heldout_sets(data.heldout_sets)
         }
         return HeldoutSets(read(data.dataset, None, None), others)
-
-
-def stored_weights(config: TransformerConfig, shapes: Params) -> StoredParams:
-    """Describe the parameters in the folder `config.weights`.
-
-    Args:
-        config: the transformer.
-        shapes: the parameters' shapes, dtypes and shardings. Stored weights of another dtype are
-            cast.
-
-    Returns:
-        The parameters. `load` raises a ValueError if the folder has another model.
-    """
-
-    def read() -> Params:
-        if config.weights is None:
-            raise ValueError(
-                "model.weights is missing: adapters need a trained model, expected a Hugging Face "
-                "folder. Give --model.weights=FOLDER; `fedpax export --job_log_dir=DIR "
-                "--out=FOLDER` writes the model of a run."
-            )
-        _check_architecture(config, load_config(config.weights))
-        (dtype,) = {leaf.dtype for leaf in jax.tree.leaves(shapes)}
-        sharded = jax.tree.map(lambda leaf: leaf.sharding, shapes)
-        return load_params(config.weights, config, shardings=sharded, dtype=dtype)
-
-    return StoredParams(f"model.weights={config.weights}", shapes, read)
-
-
-def _check_architecture(config: TransformerConfig, stored: TransformerConfig) -> None:
-    """Check that a configuration describes the model that the folder `config.weights` has."""
-    if names := differing_fields(config, stored):
-        found = ", ".join(
-            f"--model.{name}={getattr(config, name)} (in the folder: {getattr(stored, name)})"
-            for name in names
-        )
-        raise ValueError(
-            f"model.weights={config.weights} has another model: {found}. Leave out these flags: "
-            "the folder's config.json gives the architecture. In Python, use "
-            "experiment.with_weights(folder)."
-        )
 
 
 def _saved_run(job_log_dir: str | Path | None) -> Any:

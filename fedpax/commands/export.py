@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax
-import orbax.checkpoint as ocp
 from absl import flags
 
 from fedpax.commands import UsageError
@@ -18,20 +17,15 @@ from fedpax.commands.saved_run import (
     load_whole_model,
     read_saved_run,
 )
-from fedpax.experiments.language_model import (
-    SENTENCEPIECE,
-    TOKENIZER,
-    LanguageModelExperiment,
-)
-from fedpax.models import huggingface
-from fedpax.models.huggingface.config import to_entries
+from fedpax.experiments.language_model import LanguageModelExperiment
+from fedpax.experiments.weights import huggingface_obstacle, write_huggingface
 from fedpax.training.algorithm import Params
 from fedpax.training.configuration import write_configuration
 from fedpax.training.console import print_error
+from fedpax.training.exports import LAST_FILE, write_orbax
+from fedpax.training.mounts import rename_folder
 
 FORMATS = ("huggingface", "orbax")
-# Files that transformers reads beside the tokenizer's.
-TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 
 
 def export(arguments: Sequence[str]) -> int:
@@ -67,7 +61,7 @@ def export(arguments: Sequence[str]) -> int:
             _WRITERS[options.format](draft, saved, params)
         if out.exists():
             out.rmdir()
-        draft.rename(out)
+        rename_folder(draft, out, last=LAST_FILE)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
@@ -101,36 +95,23 @@ def _check_has_huggingface_form(saved: SavedRun) -> None:
             f"--job_log_dir={saved.folder} holds --exp={saved.exp}, a {type(experiment).__name__}, "
             f"expected a transformer for --format=huggingface. {remedy}."
         )
-    try:
-        to_entries(experiment.model, "float32")
-    except ValueError as error:
+    if (obstacle := huggingface_obstacle(experiment.model)) is not None:
         raise UsageError(
-            f"--format=huggingface: {error} Train with this value to export in this format; "
+            f"--format=huggingface: {obstacle} Train with this value to export in this format; "
             f"{remedy}."
-        ) from error
+        )
 
 
 def _write_huggingface(folder: Path, saved: SavedRun, params: Params) -> None:
     """Write config.json and safetensors, with the original folder's other entries and tokenizer."""
     experiment = saved.experiment
     assert isinstance(experiment, LanguageModelExperiment)
-    weights = experiment.model.weights
-    original = weights if weights is not None and Path(weights).is_dir() else None
-    huggingface.save(folder, experiment.model, params, original_folder=original)
-    tokenizer = Path(experiment.data.tokenizer).expanduser()
-    if tokenizer.is_file():  # not "bytes"
-        is_model = not tokenizer.read_bytes().lstrip().startswith(b"{")  # of SentencePiece
-        shutil.copyfile(tokenizer, folder / (SENTENCEPIECE if is_model else TOKENIZER))
-        for name in TOKENIZER_FILES:
-            if (tokenizer.parent / name).is_file():
-                shutil.copyfile(tokenizer.parent / name, folder / name)
+    write_huggingface(folder, experiment.model, experiment.data.tokenizer, params)
 
 
 def _write_orbax(folder: Path, saved: SavedRun, params: Params) -> None:
     """Write the parameters as a checkpoint of their own, and the configuration."""
-    folder.mkdir()
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / "params", params)
+    write_orbax(folder, params)
     write_configuration(folder, saved.experiment, saved.exp)
 
 

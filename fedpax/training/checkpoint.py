@@ -16,7 +16,9 @@ from fedpax.training.algorithm import State
 from fedpax.training.checksums import find_damage, has_checksums, write_checksums
 from fedpax.training.configuration import resolve_job_log_dir
 from fedpax.training.console import print_error
+from fedpax.training.exports import Exports
 from fedpax.training.failed_saves import QuietFailedSaves
+from fedpax.training.mounts import COMMITTED, atomicity_of, is_object_store
 from fedpax.training.participant_states import (
     ParticipantRule,
     check_resizable,
@@ -56,15 +58,19 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
     Args:
         job_log_dir: the run's folder.
         keep: which checkpoints to keep. A number keeps this many, the newest ones.
+        exports: exports the model of some checkpoints. Default None: nothing is exported.
     """
 
-    def __init__(self, job_log_dir: str | Path, *, keep: int | Retention) -> None:
+    def __init__(
+        self, job_log_dir: str | Path, *, keep: int | Retention, exports: Exports | None = None
+    ) -> None:
         self._folder = resolve_job_log_dir(job_log_dir) / FOLDER
         self._primary = jax.process_index() == 0
         if self._primary:
             _set_aside_unfinished(self._folder)
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("fedpax: unfinished checkpoints are removed")
+        self._exports = exports
         self._saving: int | None = None
         self._verified: int | None = None
         callback = self._write_checksums if self._primary else None
@@ -73,6 +79,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=Retention(keep) if isinstance(keep, int) else keep,
                 cleanup_tmp_directories=True,
+                atomicity_options=atomicity_of(self._folder),
                 async_options=ocp.AsyncOptions(post_finalization_callback=callback),
             ),
             item_names=("state", "progress", "params"),
@@ -121,10 +128,14 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         if "params" not in getattr(state, "_fields", ("params",)):
             # A model that the state computes from its fields, such as the islands' mean.
             items["params"] = ocp.args.StandardSave(state.params)
-        self.wait()
+        self._wait_until_saved()
+        if self._exports is not None:
+            self._exports.wait_if_due(round_number)
         self._saving = round_number
         with self._writing():
             self._manager.save(round_number, args=ocp.args.Composite(**items), force=True)
+        if self._exports is not None:
+            self._exports.start(round_number)
 
     def delete_after(self, round_number: int) -> int:
         """Return to a checkpoint: delete the newer ones.
@@ -148,7 +159,9 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
 
     def _write_checksums(self) -> None:
         """Write the checksums of the checkpoint that is being saved, before it is renamed."""
-        (draft,) = self._folder.glob(f"{self._saving}.orbax-checkpoint-tmp*")
+        draft = self._folder / f"{self._saving}"
+        if not is_object_store(self._folder):  # there, a checkpoint is written in place
+            (draft,) = self._folder.glob(f"{self._saving}.orbax-checkpoint-tmp*")
         write_checksums(draft)
 
     def restore_stream_state(self) -> Any:
@@ -296,11 +309,16 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             return {path: tuple(leaf.shape) for path, leaf in ocp.tree.to_flat_dict(saved).items()}
 
     def wait(self) -> None:
-        """Wait until every save has finished.
+        """Wait until every save and export has finished.
 
         Raises:
             OSError: a save has failed.
         """
+        self._wait_until_saved()
+        if self._exports is not None:
+            self._exports.wait()
+
+    def _wait_until_saved(self) -> None:
         with self._writing():
             self._manager.wait_until_finished()
 
@@ -317,15 +335,16 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
 
 
 def _set_aside_unfinished(folder: Path) -> None:
-    """Remove checkpoints without a file, and rename those without checksums: none is deleted."""
+    """Remove checkpoints that are not written, and rename those without checksums."""
     if not folder.is_dir():
         return
     for path in folder.iterdir():
         if not path.name.isdecimal() or not path.is_dir() or has_checksums(path):
             continue
-        if not any(entry.is_file() for entry in path.rglob("*")):
+        unfinished = is_object_store(path) and not (path / COMMITTED).is_file()
+        if unfinished or not any(entry.is_file() for entry in path.rglob("*")):
             shutil.rmtree(path)
-            print_error(f"Removed {path}: the checkpoint is unfinished, it has no files.")
+            print_error(f"Removed {path}: the checkpoint is unfinished.")
             continue
         aside = folder.parent / f"checkpoint_{path.name}_without_checksums"
         while aside.exists():

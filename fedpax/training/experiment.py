@@ -14,6 +14,8 @@ from jax.sharding import Mesh
 from fedpax.clients.cohort_stream import CohortStream
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.training.algorithm import FederatedAlgorithm, Params
+from fedpax.training.configuration import write_configuration
+from fedpax.training.exports import write_orbax
 from fedpax.training.frozen import StoredParams
 from fedpax.training.profile import parse_profile_at
 from fedpax.training.shardings import ShardingTree
@@ -100,6 +102,9 @@ class TrainingConfig:
             keeps the newest one of `checkpoint_every`, whatever signals have saved after it.
         keep_every: rounds between checkpoints that are kept forever, beside the newest ones; these
             rounds are saved even if `checkpoint_every` does not divide them. 0: keep none.
+        export_every: rounds between exports of the model to `exports/ROUND` in the run's folder, as
+            `fedpax export` writes it; these rounds, and the last one, are saved and exported while
+            the training continues. 0: none.
         seed: seed of the initial parameters.
         stop_on_non_finite: stop with an error when the loss or a parameter is NaN or infinite.
         on_spike: what to do when the loss of a round spikes, which means that it is not finite, or
@@ -132,6 +137,7 @@ class TrainingConfig:
     checkpoint_every: int
     keep_checkpoints: int = 3
     keep_every: int = 0
+    export_every: int = 0
     seed: int = 0
     stop_on_non_finite: bool = True
     on_spike: OnSpike = "ignore"
@@ -155,6 +161,7 @@ class TrainingConfig:
             "checkpoint_every": 0,
             "keep_checkpoints": 1,
             "keep_every": 0,
+            "export_every": 0,
             "spike_window": 2,
             "spike_limit": 1,
         }
@@ -220,6 +227,20 @@ class Experiment(abc.ABC):
         """
         del default, parse, job_log_dir
         return self
+
+    def write_model(self, folder: Path, params: Params, exp: str) -> None:
+        """Write the model of a checkpoint to a new folder, for other programs.
+
+        By default the folder gets an Orbax checkpoint, `params`, and a `config.json`, that of the
+        experiment.
+
+        Args:
+            folder: the folder, which does not exist.
+            params: the server's model, JAX arrays of this process or NumPy arrays.
+            exp: the experiment's name on the command line.
+        """
+        write_orbax(folder, params)
+        write_configuration(folder, self, exp)
 
     @abc.abstractmethod
     def build(self) -> Run:

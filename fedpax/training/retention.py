@@ -13,12 +13,12 @@ class Retention(ocp.checkpoint_managers.PreservationPolicy):
     Attributes:
         newest: number of the newest checkpoints that are kept.
         every: checkpoints of rounds that are a multiple of it are kept too. Default 0: none.
-        scheduled: the newest checkpoint of a round that is a multiple of it is kept too, however
-            many checkpoints signals have saved after it: a roll back returns to it. Default 0:
-            none.
+        scheduled: for each of these numbers, the newest checkpoint of a round that is a multiple of
+            it is kept too, however many are saved after it: a roll back returns to it, or an export
+            reads it. 0 and the default (): none.
 
     Example:
-        >>> Retention(newest=2, scheduled=4).keeps([4, 8, 9, 10, 11])
+        >>> Retention(newest=2, scheduled=(4,)).keeps([4, 8, 9, 10, 11])
         [False, True, False, True, True]
         >>> Retention(newest=1, every=4).keeps([4, 8, 9, 10, 11])
         [True, True, False, False, True]
@@ -26,7 +26,7 @@ class Retention(ocp.checkpoint_managers.PreservationPolicy):
 
     newest: int
     every: int = 0
-    scheduled: int = 0
+    scheduled: tuple[int, ...] = ()
 
     def keeps(self, rounds: Sequence[int]) -> list[bool]:
         """Return for each checkpoint whether it is kept.
@@ -37,8 +37,8 @@ class Retention(ocp.checkpoint_managers.PreservationPolicy):
         kept = set(rounds[-self.newest :])
         if self.every:
             kept.update(number for number in rounds if number % self.every == 0)
-        if self.scheduled:
-            kept.update([number for number in rounds if number % self.scheduled == 0][-1:])
+        for period in filter(None, self.scheduled):
+            kept.update([number for number in rounds if number % period == 0][-1:])
         return [number in kept for number in rounds]
 
     def should_preserve(

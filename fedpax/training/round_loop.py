@@ -9,13 +9,11 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fedpax.clients.cohort_stream import CohortStream
 from fedpax.training.algorithm import State
 from fedpax.training.announcement import announce
 from fedpax.training.checkpoint import Checkpoints
 from fedpax.training.compiled_round import CompiledRound, compile_round, init_state
 from fedpax.training.configuration import to_json, write_configuration
-from fedpax.training.console import print_error
 from fedpax.training.experiment import Experiment, Run
 from fedpax.training.goodput import GoodputClock, line_values
 from fedpax.training.host_copies import HostCopy
@@ -29,7 +27,7 @@ from fedpax.training.profile import Profile
 from fedpax.training.progress import Progress
 from fedpax.training.saved_rounds import latest_round
 from fedpax.training.spikes import Spike, SpikeHistory
-from fedpax.training.stream_state import StreamState, gather_stream_state
+from fedpax.training.stream_state import gather_stream_state, restore_stream
 from fedpax.training.utilization import utilization_of
 
 
@@ -87,6 +85,12 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         self._checkpoints, self._progress, self._clock = checkpoints, progress, clock
         self._changes = changes
         self._configuration = to_json(experiment)
+        training = self._training
+        self._saving_periods = (
+            training.checkpoint_every,
+            training.keep_every,
+            training.export_every,
+        )
         self._skips = self._training.on_spike == "skip"
         self._replicated = NamedSharding(run.mesh, PartitionSpec())
         self._copy, self._copies = copy, CopiesOfRounds(changes.membership)
@@ -273,7 +277,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
             profile.after(number, wait=logger.flush)
             if is_due(number, training.rounds, training.evaluate_every):
                 self._evaluate()
-            if is_due(number, training.rounds, training.checkpoint_every, training.keep_every):
+            if is_due(number, training.rounds, *self._saving_periods):
                 self._save()
             if self._copies.is_due(number):
                 self._copy_to_host()
@@ -351,10 +355,8 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         A signal saves after other rounds too. Its checkpoint is used only if no earlier one is
         left: a run must not depend on signals.
         """
-        training = self._training
         before = range(round_number - 1, 0, -1)
-        every = (training.checkpoint_every, training.keep_every)
-        return next((number for number in before if is_due(number, 0, *every)), 0)
+        return next((number for number in before if is_due(number, 0, *self._saving_periods)), 0)
 
     def __exit__(self, *error: Any) -> None:
         """Close the metrics and stop drawing cohorts."""
@@ -375,34 +377,3 @@ def is_due(round_number: int, rounds: int, *periods: int) -> bool:
     """
     periods = tuple(period for period in periods if period > 0)
     return round_number == rounds or any(round_number % period == 0 for period in periods)
-
-
-def restore_stream(
-    stream: CohortStream, saved: Any, *, must_fit: bool, beginning: StreamState | None = None
-) -> None:
-    """Move a stream to a saved position, or to the same round if its settings were changed.
-
-    A stream whose cohorts depend on its settings and the round alone has the round in its state.
-    Another stream has no position that corresponds to the saved one: it restarts.
-
-    Args:
-        stream: the stream.
-        saved: a result of its `get_state`.
-        must_fit: raise if the position does not fit.
-        beginning: the stream's position before its first cohort. Default None: it is there.
-
-    Raises:
-        ValueError: the position does not fit the stream, and must.
-    """
-    try:
-        stream.set_state(saved)
-    except ValueError as error:
-        if must_fit:
-            raise
-        fresh = stream.get_state() if beginning is None else beginning
-        if isinstance(fresh, dict) and isinstance(saved, dict) and "round" in fresh.keys() & saved:
-            stream.set_state({**fresh, "round": saved["round"]})
-            print_error(f"The data continue after round {saved['round']}, but differ: {error}")
-        else:
-            stream.set_state(fresh)
-            print_error(f"The data start again from their first round: {error}")

@@ -50,7 +50,14 @@ def load_params(
         "params": ocp.PyTreeCheckpointHandler(),
         "progress": ocp.JsonCheckpointHandler(),
     }
-    options = ocp.CheckpointManagerOptions(create=False)
+    # Other processes of a job need not read it.
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=jax.process_index(), active_processes={jax.process_index()}
+    )
+    every = ocp.options.MultiprocessingOptions()
+    options = ocp.CheckpointManagerOptions(
+        create=False, multiprocessing_options=alone if like is None else every
+    )
     with ocp.CheckpointManager(folder, options=options, item_handlers=handlers) as manager:
         metadata = manager.item_metadata(round_number)
         in_state = "params" in metadata["state"]

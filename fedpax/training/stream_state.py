@@ -1,11 +1,13 @@
-"""The position of a stream, collected from processes that each know a part of it."""
+"""The position of a stream: collected from processes that each know a part of it, and restored."""
 
 import functools
 from typing import Any
 
 import jax
 
+from fedpax.clients.cohort_stream import CohortStream
 from fedpax.parallel.gather import gather_json
+from fedpax.training.console import print_error
 
 StreamState = dict[str, Any] | bytes
 """The position of a stream, as its `get_state` returns it."""
@@ -47,3 +49,34 @@ def merge(state: Any, other: Any) -> Any:
     if isinstance(state, list) and isinstance(other, list):
         return [merge(*values) for values in zip(state, other, strict=True)]
     return state
+
+
+def restore_stream(
+    stream: CohortStream, saved: Any, *, must_fit: bool, beginning: StreamState | None = None
+) -> None:
+    """Move a stream to a saved position, or to the same round if its settings were changed.
+
+    A stream whose cohorts depend on its settings and the round alone has the round in its state.
+    Another stream has no position that corresponds to the saved one: it restarts.
+
+    Args:
+        stream: the stream.
+        saved: a result of its `get_state`.
+        must_fit: raise if the position does not fit.
+        beginning: the stream's position before its first cohort. Default None: it is there.
+
+    Raises:
+        ValueError: the position does not fit the stream, and must.
+    """
+    try:
+        stream.set_state(saved)
+    except ValueError as error:
+        if must_fit:
+            raise
+        fresh = stream.get_state() if beginning is None else beginning
+        if isinstance(fresh, dict) and isinstance(saved, dict) and "round" in fresh.keys() & saved:
+            stream.set_state({**fresh, "round": saved["round"]})
+            print_error(f"The data continue after round {saved['round']}, but differ: {error}")
+        else:
+            stream.set_state(fresh)
+            print_error(f"The data start again from their first round: {error}")

@@ -1,6 +1,7 @@
 """The training loop of every experiment."""
 
 import errno
+import functools
 import os
 import signal
 from collections.abc import Collection
@@ -14,6 +15,7 @@ from fedpax.training.agreement import check_agreement
 from fedpax.training.checkpoint import Checkpoints
 from fedpax.training.configuration import resolve_job_log_dir
 from fedpax.training.experiment import Experiment, Run
+from fedpax.training.exports import Exports
 from fedpax.training.goodput import GoodputClock, describe_goodput
 from fedpax.training.job_dir import JobDirLock, check_configuration
 from fedpax.training.logging import NonFiniteError
@@ -110,6 +112,8 @@ def train(
         done = latest_round(folder) or 0
         if done >= experiment.training.rounds:
             check_latest_round(folder)
+            with _exports(experiment, folder, exp):  # a kill can have prevented the last one
+                pass
             return TrainingResult(done, True, rounds_trained=0, signal=None, evaluation=None)
         try:
             changes = Changes(allow_config_change, participant_states, membership)
@@ -140,9 +144,13 @@ def _train(experiment: Experiment, folder: Path, exp: str, changes: Changes) -> 
         retention = Retention(
             training.keep_checkpoints,
             every=training.keep_every,
-            scheduled=training.checkpoint_every if training.on_spike == "roll_back" else 0,
+            scheduled=(
+                training.checkpoint_every if training.on_spike == "roll_back" else 0,
+                training.export_every,
+            ),
         )
-        checkpoints = enter(Checkpoints(folder, keep=retention))
+        exports = enter(_exports(experiment, folder, exp))
+        checkpoints = enter(Checkpoints(folder, keep=retention, exports=exports))
         progress = enter(
             Progress(
                 name,
@@ -190,6 +198,16 @@ def _train(experiment: Experiment, folder: Path, exp: str, changes: Changes) -> 
         rounds_trained=loop.rounds_trained,
         signal=preemption.signal if loop.done < training.rounds else None,
         evaluation=loop.evaluation,
+    )
+
+
+def _exports(experiment: Experiment, folder: Path, exp: str) -> Exports:
+    return Exports(
+        folder,
+        every=experiment.training.export_every,
+        last=experiment.training.rounds,
+        write=functools.partial(experiment.write_model, exp=exp),
+        enabled=jax.process_index() == 0,
     )
 
 

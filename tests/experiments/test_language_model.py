@@ -5,9 +5,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from fedpax.commands.options import configure
@@ -15,10 +17,11 @@ from fedpax.data import train_tokenizer
 from fedpax.experiments import language_model
 from fedpax.experiments.fedavg_text import ClientTextConfig, FedAvgText, fedavg_lora_text
 from fedpax.experiments.pretrain import pretrain_text
-from fedpax.models import huggingface
+from fedpax.models import huggingface, lora
 from fedpax.models.transformer import TransformerConfig, transformer
 from fedpax.training.compiled_round import compile_round, init_state
 from fedpax.training.configuration import write_configuration
+from fedpax.training.experiment import Run
 
 SIZES: dict[str, Any] = {
     "num_layers": 2,
@@ -191,3 +194,36 @@ def test_the_operations_of_frozen_weights_gradients_do_not_count() -> None:
     assert all(
         "the T = 32 keys of the sliding window" in x.flops_convention for x in (whole, adapted)
     )
+
+
+def random_params(run: Run, seed: int) -> Any:
+    random = np.random.default_rng(seed)
+    shapes = jax.eval_shape(run.init, jax.random.key(0))
+    return jax.tree.map(lambda x: random.normal(size=x.shape).astype(x.dtype), shapes)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_model_is_exported_in_the_form_of_the_folder_it_began_from(
+    folder: Path, tmp_path: Path, rank: int
+) -> None:
+    flags = [f"--model.weights={folder}", "--mesh.fsdp=1", f"--lora.rank={rank}"]
+    experiment: Any = configure("pretrain_text", flags)
+    params = random_params(experiment.build(), seed=rank)
+    experiment.write_model(tmp_path / "out", params, "pretrain_text")
+    config, found = huggingface.load(tmp_path / "out")
+    assert config == dataclasses.replace(huggingface.load_config(folder), dtype="float32")
+    expected = params
+    if rank:
+        whole = huggingface.load(folder, dtype="float32")[1]
+        expected = lora.merge(whole, params, experiment.lora)
+    chex.assert_trees_all_close(found, expected, rtol=1e-6)
+
+
+def test_a_model_of_no_family_is_exported_by_orbax(tmp_path: Path) -> None:
+    flags = ["--mesh.fsdp=1", "--model.scale_embeddings=True", "--model.num_layers=2"]
+    experiment: Any = configure("pretrain_text", flags)
+    params = random_params(experiment.build(), seed=1)
+    experiment.write_model(tmp_path / "out", params, "pretrain_text")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"params", "config.json"}
+    with ocp.StandardCheckpointer() as checkpointer:
+        chex.assert_trees_all_equal(checkpointer.restore(tmp_path / "out" / "params"), params)

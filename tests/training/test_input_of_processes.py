@@ -5,6 +5,7 @@ from pathlib import Path
 
 import chex
 import jax
+import orbax.checkpoint as ocp
 import pytest
 from several_processes import finish, start
 
@@ -34,6 +35,7 @@ ARGUMENTS = (
     "--optimizer.schedule=constant",  # so that rounds do not depend on their number
     "--training.evaluate_every=0",
     "--training.checkpoint_every=0",
+    "--training.export_every=2",
 )
 
 
@@ -68,4 +70,9 @@ def test_processes_read_the_rows_of_one_process_and_resume_each_other(tmp_path: 
     # Collectives between processes add in another order. Each tokenizes a part of the held-out set.
     losses = [select(read_metrics(folder), "evaluation")[-1]["loss"] for folder in (one, several)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    for number in (2, 4, 6):  # exported by two processes, by one, and by two again
+        with ocp.StandardCheckpointer() as checkpointer:
+            exported = checkpointer.restore(several / "exports" / f"{number}" / "params")
+        if number == 6:
+            chex.assert_trees_all_equal(exported, load_params(several))
     chex.assert_trees_all_close(load_params(several), load_params(one), rtol=0, atol=1e-5)

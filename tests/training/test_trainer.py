@@ -23,8 +23,8 @@ from fedpax.training.goodput import GoodputClock
 from fedpax.training.logging import NonFiniteError, RoundLogger
 from fedpax.training.metrics import TIMINGS, MetricsWriter, read_metrics, select
 from fedpax.training.progress import Progress
-from fedpax.training.round_loop import restore_stream
 from fedpax.training.spikes import SpikeHistory
+from fedpax.training.stream_state import restore_stream
 from fedpax.training.trainer import train
 from fedpax.training.utilization import Utilization
 

@@ -1,0 +1,103 @@
+"""Weights in Hugging Face folders: those that a run begins from, and those that it writes."""
+
+import shutil
+from pathlib import Path
+
+import jax
+
+from fedpax.models import huggingface
+from fedpax.models.huggingface import load_config, load_params
+from fedpax.models.huggingface.config import differing_fields, to_entries
+from fedpax.models.transformer import TransformerConfig
+from fedpax.training.algorithm import Params
+from fedpax.training.frozen import StoredParams
+
+TOKENIZER, SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
+# Files that transformers reads beside the tokenizer's.
+_TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+
+
+def stored_weights(config: TransformerConfig, shapes: Params) -> StoredParams:
+    """Describe the parameters in the folder `config.weights`.
+
+    Args:
+        config: the transformer.
+        shapes: the parameters' shapes, dtypes and shardings. Stored weights of another dtype are
+            cast.
+
+    Returns:
+        The parameters. `load` raises a ValueError if the folder has another model.
+    """
+
+    def read() -> Params:
+        if config.weights is None:
+            raise ValueError(
+                "model.weights is missing: adapters need a trained model, expected a Hugging Face "
+                "folder. Give --model.weights=FOLDER; `fedpax export --job_log_dir=DIR "
+                "--out=FOLDER` writes the model of a run."
+            )
+        check_architecture(config, load_config(config.weights))
+        (dtype,) = {leaf.dtype for leaf in jax.tree.leaves(shapes)}
+        sharded = jax.tree.map(lambda leaf: leaf.sharding, shapes)
+        return load_params(config.weights, config, shardings=sharded, dtype=dtype)
+
+    return StoredParams(f"model.weights={config.weights}", shapes, read)
+
+
+def check_architecture(config: TransformerConfig, stored: TransformerConfig) -> None:
+    """Check that a configuration describes the model that the folder `config.weights` has."""
+    if names := differing_fields(config, stored):
+        found = ", ".join(
+            f"--model.{name}={getattr(config, name)} (in the folder: {getattr(stored, name)})"
+            for name in names
+        )
+        raise ValueError(
+            f"model.weights={config.weights} has another model: {found}. Leave out these flags: "
+            "the folder's config.json gives the architecture. In Python, use "
+            "experiment.with_weights(folder)."
+        )
+
+
+def huggingface_obstacle(config: TransformerConfig) -> str | None:
+    """Return why a transformer cannot be written as a Hugging Face folder.
+
+    Args:
+        config: the transformer.
+
+    Returns:
+        The reason and its remedy in words; None if a family has the transformer's features.
+
+    Example:
+        >>> huggingface_obstacle(TransformerConfig(scale_embeddings=False)) is None
+        True
+        >>> print(huggingface_obstacle(TransformerConfig(scale_embeddings=True))[:34])
+        TransformerConfig.scale_embeddings
+    """
+    try:
+        to_entries(config, "float32")
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def write_huggingface(
+    folder: Path, config: TransformerConfig, tokenizer: str, params: Params
+) -> None:
+    """Write config.json, safetensors and the tokenizer's files.
+
+    Args:
+        folder: the folder; created.
+        config: the transformer. The other entries of the config.json in `config.weights` are kept.
+        tokenizer: "bytes", for which no file is written, or the path of the tokenizer's file.
+        params: the parameters.
+    """
+    weights = config.weights
+    original = weights if weights is not None and Path(weights).is_dir() else None
+    huggingface.save(folder, config, params, original_folder=original)
+    file = Path(tokenizer).expanduser()
+    if file.is_file():  # not "bytes"
+        is_model = not file.read_bytes().lstrip().startswith(b"{")  # of SentencePiece
+        shutil.copyfile(file, folder / (SENTENCEPIECE if is_model else TOKENIZER))
+        for name in _TOKENIZER_FILES:
+            if (file.parent / name).is_file():
+                shutil.copyfile(file.parent / name, folder / name)

@@ -1,0 +1,90 @@
+"""Object stores that are mounted as file systems, such as a bucket by gcsfuse."""
+
+from pathlib import Path
+
+import orbax.checkpoint as ocp
+
+MOUNTS = Path("/proc/self/mounts")
+OBJECT_STORES = frozenset(
+    {"gcsfuse", "s3fs", "goofys", "geesefs", "rclone", "blobfuse", "blobfuse2"}
+)
+"""Names of programs that mount an object store, as Linux lists them after `fuse.`."""
+COMMITTED = "commit_success.txt"
+
+
+def is_object_store(folder: Path) -> bool:
+    """Return whether a folder is in a mounted object store.
+
+    Such a store has no operation that renames a folder with its files: the mount refuses it, or
+    copies file by file. A file is written completely or not at all.
+
+    Args:
+        folder: an absolute path, which may not exist.
+
+    Returns:
+        Whether the file system is one of `OBJECT_STORES`; False where the operating system has no
+        list of mounts.
+
+    Example:
+        >>> is_object_store(Path.home())
+        False
+    """
+    try:
+        lines = MOUNTS.read_text().splitlines()
+    except OSError:
+        return False
+    folder = folder.resolve()
+    types = {}
+    for line in lines:
+        _, place, kind, *_ = line.split(" ")
+        # The list writes a space as \\040; a later mount on the same place hides the earlier one.
+        types[Path(place.replace("\\040", " "))] = kind
+    found = next((types[place] for place in (folder, *folder.parents) if place in types), "")
+    return found.removeprefix("fuse.") in OBJECT_STORES
+
+
+def atomicity_of(folder: Path) -> ocp.options.AtomicityOptions:
+    """Return how Orbax completes a checkpoint: in an object store, it writes it in place.
+
+    A checkpoint in place is complete when it has `COMMITTED`. Checkpoints without this file, which
+    were copied into the store, can be read too.
+
+    Args:
+        folder: the folder of the checkpoint, which may not exist.
+    """
+    mode = ocp.options.AtomicityMode
+    if not is_object_store(folder):
+        return ocp.options.AtomicityOptions(mode.AUTO)
+    return ocp.options.AtomicityOptions(mode.COMMIT_FILE, allow_legacy_atomic_rename=True)
+
+
+def rename_folder(source: Path, target: Path, *, last: str) -> None:
+    """Rename a folder; in an object store, move its files one by one.
+
+    Args:
+        source: the folder.
+        target: its new name, which does not exist.
+        last: name of the file in it that is moved last: if the process is killed before, it is
+            missing in `target`.
+
+    Raises:
+        OSError: the files cannot be moved.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> (folder / "draft").mkdir()
+        >>> rename_folder(folder / "draft", folder / "model", last="config.json")
+        >>> [path.name for path in folder.iterdir()]
+        ['model']
+    """
+    if not is_object_store(source):
+        source.rename(target)
+        return
+    files = [path.relative_to(source) for path in source.rglob("*") if path.is_file()]
+    for file in sorted(files, key=lambda file: (file == Path(last), file)):
+        (target / file).parent.mkdir(parents=True, exist_ok=True)
+        (source / file).rename(target / file)
+    for path in sorted(source.rglob("*"), reverse=True):  # empty folders, the inner ones first
+        path.rmdir()
+    source.rmdir()

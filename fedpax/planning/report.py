@@ -275,15 +275,15 @@ def _overlap(plan: CompiledPlan, overlap: Overlap) -> str:
     rows = [
         ("used", _bits(overlap.bandwidth), f"{_bits(overlap.bandwidth / chips)} per chip"),
         (
-            "",
+            "compute utilization",
             f"{overlap.compute_utilization:.2%}",
-            f"of the time computes: a round waits {1e3 * overlap.exposed_seconds:,.3f} ms "
+            f"a round waits {1e3 * overlap.exposed_seconds:,.3f} ms "
             f"in {overlap.num_steps:,} steps of {1e3 * overlap.step_seconds:,.3f} ms",
         ),
         ("mean", _bits(overlap.mean_bytes_per_second), "over the round"),
         ("peak", _bits(overlap.peak_bytes_per_second), "to spread each transfer over its steps"),
         *[
-            (f"for {share:.0%}", _bits(needed), "of the time to compute")
+            (f"{share:.0%} utilization", _bits(needed), "required")
             for share, needed in overlap.required_bandwidth.items()
         ],
     ]

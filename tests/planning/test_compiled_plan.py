@@ -151,7 +151,9 @@ def test_a_mean_at_the_end_of_a_round_is_exposed_at_any_bandwidth(
     assert slower.overlap.required_bandwidth == overlap.required_bandwidth
     report, content = to_text(slower), json.loads(json.dumps(to_json(slower)))["between_slices"]
     assert f"compute utilization  {slower.overlap.compute_utilization:.2%}" in report
-    assert re.search(r"  95% utilization +\S+ \S+ +required\n", report) and "after step 5 " in report
+    assert (
+        re.search(r"  95% utilization +\S+ \S+ +required\n", report) and "after step 5 " in report
+    )
     assert content["overlap"]["exposed_seconds_per_round"] == slower.overlap.exposed_seconds
     assert content["overlap"]["required_bytes_per_second"].keys() == {"95%", "99%"}
     assert [one["local_steps"] for one in content["overlap"]["transfers"]] == [0, 0]

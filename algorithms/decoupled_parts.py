@@ -60,7 +60,7 @@ def decoupled_diloco_parts(
         grace_seconds: the most seconds that the syncer waits after the quorum. Default 0.0.
         max_steps_ahead: as in `AlgorithmParts`. Default None: 32 S.
         max_staleness: as in `AlgorithmParts`. Default 4 merges of the fragment.
-        max_norm: an update with a larger L2 norm is dropped. Default None: any finite norm.
+        max_norm: an update with a larger L2 norm is dropped. Default None: up to 1e18.
 
     Returns:
         The parts, for `FederatedAlgorithm.parts`.

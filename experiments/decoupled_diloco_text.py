@@ -48,7 +48,7 @@ class DecoupledConfig:
         max_steps_ahead: inner steps that an island takes at most beyond the last merge that it has
             received; at least local steps / P, which waits for every merge.
         max_staleness: an update is dropped if its fragment was merged more often than this since.
-        max_norm: an update with a larger L2 norm is dropped. Default None: any finite norm.
+        max_norm: an update with a larger L2 norm is dropped. Default None: up to 1e18.
     """
 
     fragments: int = 4

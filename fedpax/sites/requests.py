@@ -32,10 +32,11 @@ integer of at least 0. Use the same version of fedpax on both sides.
         self._header = header
 
     def text(self, name: str) -> str:
-        """Return a short text."""
+        """Return a short text without control characters, which would reach the user's terminal."""
         value = self._header.get(name)
-        if not isinstance(value, str) or not 0 < len(value) <= MAX_TEXT:
-            raise self._error(name, f"a text of 1 to {MAX_TEXT} characters")
+        fits = isinstance(value, str) and 0 < len(value) <= MAX_TEXT and value.isprintable()
+        if not isinstance(value, str) or not fits:
+            raise self._error(name, f"a printable text of 1 to {MAX_TEXT} characters")
         return value
 
     def optional_text(self, name: str) -> str | None:
@@ -94,6 +95,6 @@ integer of at least 0. Use the same version of fedpax on both sides.
 
     def _error(self, name: str, expected: str) -> RefusedError:
         return RefusedError(
-            f"the message's field {name!r} is {str(self._header.get(name))[:100]}, expected "
+            f"the message's field {name!r} is {repr(self._header.get(name))[:100]}, expected "
             f"{expected}. Use the same version of fedpax on both sides."
         )

@@ -26,6 +26,10 @@ MAX_WAITING = 16
 """Largest number of updates of one island and fragment that wait for a merge."""
 
 
+LARGEST_NORM, LARGEST_LOSS = 1e18, 1e38
+"""Beyond them an update is dropped in any case: its square, or the sum of losses, overflows."""
+
+
 class Syncer:
     """The outer model of a run, and the rules by which islands change it.
 
@@ -145,8 +149,8 @@ class Syncer:
             island.saw(self._clock(), request.count("steps"))
             heard_end = request.flag("heard_end") or kind == "leave"
             island.heard_end = self.finished and heard_end
-            if kind == "leave":
-                island.left = True
+            island.left = kind == "leave"
+            if island.left:
                 return self._answer(island)
         return kinds[kind](island, request, message.arrays)
 
@@ -226,7 +230,7 @@ class Syncer:
         # Outside of the lock, because it takes long.
         gradient = self._model.decode[p](dict(arrays), island.shard, update.count)
         squares = [np.sum(np.square(x, dtype=np.float64)) for x in jax.tree.leaves(gradient)]
-        norm, limit = math.sqrt(sum(squares)), self._parts.max_norm
+        norm, limit = math.sqrt(sum(squares)), min(self._parts.max_norm or math.inf, LARGEST_NORM)
         with self._lock:
             size = sum(array.nbytes for array in arrays.values())
             self.totals = self.totals.add(received_bytes=size)
@@ -244,9 +248,9 @@ class Syncer:
                 )
             version = self._model.fragments[p].version
             reason = None
-            if not math.isfinite(norm) or not math.isfinite(update.loss):
+            if not math.isfinite(norm) or not abs(update.loss) < LARGEST_LOSS:
                 reason = "not_finite"
-            elif limit is not None and norm > limit:
+            elif norm > limit:
                 reason = "too_large"
             elif version - update.base > self._parts.max_staleness:
                 reason = "stale"

@@ -70,7 +70,7 @@ class AlgorithmParts(NamedTuple):
             program without delay. Default None: 32 S.
         max_staleness: an update is dropped if its fragment was merged more often than this since
             the island took the update's first step. Default 4.
-        max_norm: an update with a larger L2 norm is dropped. Default None: any finite norm.
+        max_norm: an update with a larger L2 norm is dropped. Default None: any norm up to 1e18.
     """
 
     islands: int

@@ -1,0 +1,241 @@
+"""Measure an island's step beside the syncer, relative to a step alone.
+
+    python -m fedpax.experiments.benchmarks.site_step
+
+One island trains the demo's model, and exchanges a fragment with a syncer after every S steps, over
+mutual TLS. As it is the only island, the syncer merges each update at once, saves the merge to the
+disk, and the island receives it. Blocks of phases with the exchange alternate with blocks of the
+same steps without it, in one process, so that other load affects both. Reading of data is in
+neither. Where there are two cores or more, the island has one core, and the syncer another: they
+are on machines of their own. On a CPU, the copies and the transfer take time from the core that
+computes the steps; an accelerator computes beside them.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from fedpax.experiments.benchmarks.timing import paired_ratio, write
+from fedpax.experiments.decoupled_diloco_text import DecoupledDiLoCoText, decoupled_diloco_text
+from fedpax.parallel.mesh import MeshConfig
+from fedpax.sites.certificates import make_certificates
+from fedpax.sites.identity import identify
+from fedpax.sites.island import Island
+from fedpax.sites.link import Link
+from fedpax.sites.local_model import LocalModel
+from fedpax.sites.outer_model import OuterModel
+from fedpax.sites.run_syncer import build_parts
+from fedpax.sites.syncer import Syncer
+from fedpax.sites.syncer_store import SyncerStore
+from fedpax.sites.transport import connect, serve
+
+SETTLE_SECONDS = 0.5
+
+
+class Workload(NamedTuple):
+    """The sizes of a step, and of the measurement.
+
+    Attributes:
+        local_steps: inner steps of a round, H; a fragment is sent after each S = H / P.
+        batch_size: rows of a step.
+        seq_len: tokens of a row.
+        phases: phases of S steps in a block.
+        pairs: number of pairs of blocks.
+    """
+
+    local_steps: int
+    batch_size: int
+    seq_len: int
+    phases: int
+    pairs: int
+
+    def experiment(self) -> DecoupledDiLoCoText:
+        """Make the experiment: the demo's, with one island and these sizes."""
+        base = decoupled_diloco_text()
+        sizes = {name: getattr(self, name) for name in ("local_steps", "batch_size", "seq_len")}
+        return dataclasses.replace(
+            base,
+            islands=1,
+            mesh=MeshConfig(),
+            data=dataclasses.replace(base.data, **sizes),
+            decoupled=dataclasses.replace(base.decoupled, quorum=1),
+        )
+
+
+class Result(NamedTuple):
+    """The times of steps.
+
+    Attributes:
+        alone_milliseconds: milliseconds of a step without the exchange, median of the blocks.
+        beside_milliseconds: the same with the exchange.
+        ratio: median over the pairs of the ratio of beside to alone.
+        merges_per_phase: merges of the syncer per phase with the exchange; 1 is all of them.
+        megabytes_per_phase: megabytes sent and received per phase with the exchange.
+    """
+
+    alone_milliseconds: float
+    beside_milliseconds: float
+    ratio: float
+    merges_per_phase: float
+    megabytes_per_phase: float
+
+
+def measure(workload: Workload) -> Result:
+    """Run a syncer and an island in processes of their own, and time the island's steps."""
+    context = multiprocessing.get_context("spawn")
+    pipe, other_end = context.Pipe()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        make_certificates(folder / "certificates", ["localhost", "site"])
+        syncer = context.Process(target=_serve, args=(other_end, workload, folder), daemon=True)
+        syncer.start()
+        try:
+            with ProcessPoolExecutor(1, context) as island:
+                return island.submit(_train, pipe.recv(), workload, folder).result()
+        finally:
+            syncer.kill()
+            syncer.join()
+
+
+def _serve(pipe: Pipe, workload: Workload, folder: Path) -> None:
+    _use_core(1)
+    experiment = workload.experiment()
+    run = build_parts(experiment, MeshConfig())
+    assert run.algorithm.parts is not None
+    params = jax.device_get(jax.jit(run.init)(jax.random.key(0)))
+    syncer = Syncer(
+        run.algorithm.parts,
+        OuterModel(run.algorithm.parts, params),
+        identify(experiment, params),
+        num_merges=10**9,
+        store=SyncerStore(folder),
+    )
+    certificates = folder / "certificates" / "localhost"
+    with serve(syncer.handle, "localhost:0", certificates=certificates) as server:
+        pipe.send(f"localhost:{server.port}")
+        pipe.poll(None)  # until the other process closes its end
+
+
+def _train(address: str, workload: Workload, folder: Path) -> Result:
+    _use_core(0)
+    experiment = workload.experiment()
+    run = build_parts(experiment, MeshConfig())
+    parts = run.algorithm.parts
+    assert parts is not None
+    params = jax.eval_shape(run.init, jax.random.key(0))
+    with (
+        jax.set_mesh(run.mesh),
+        connect(address, certificates=folder / "certificates" / "site") as connection,
+    ):
+        model = LocalModel(run)
+        identity = {"island": "site", "incarnation": "1", "folder": "1", "run": None, "shard": 0}
+        identity["identity"] = identify(experiment, params)._asdict()
+        link = Link(connection.call, identity, model.formats, [-1] * len(model.formats))
+        link.join()
+        link.start()
+        island = Island(
+            parts, model, link, shard=0, process="1", tokens_per_step=float(workload.seq_len)
+        )
+        while not island.has_model:
+            link.wait(0.1)
+            island.receive()
+        batches = jax.device_put(_random_batches(run, parts.steps_per_sync))
+
+        def beside() -> None:
+            for _ in range(workload.phases):
+                while island.is_ahead:
+                    link.wait(0.05)
+                    island.receive()
+                    island.send()
+                island.train(batches)
+
+        def alone() -> None:
+            last = None
+            for _ in range(workload.phases):
+                island.state, report = model.take_steps(island.state, batches, 0)
+                if last is not None:
+                    float(last.metrics["loss"])  # as an island reads it, one phase later
+                last = report
+
+        seconds: dict[Any, list[float]] = {alone: [], beside: []}
+        merges = megabytes = 0.0
+        for pair in range(workload.pairs + 1):  # the first pair compiles
+            for block in (alone, beside) if pair % 2 else (beside, alone):
+                before = link.merges, link.sent_bytes + link.received_bytes
+                jax.block_until_ready(island.state)
+                began = time.perf_counter()
+                block()
+                jax.block_until_ready(island.state)
+                if pair:
+                    seconds[block].append(time.perf_counter() - began)
+                island.finish(60.0)
+                time.sleep(SETTLE_SECONDS)
+                island.receive()
+                if pair:
+                    merges += link.merges - before[0]
+                    megabytes += (link.sent_bytes + link.received_bytes - before[1]) / 1e6
+        link.close()
+    steps, phases = workload.phases * parts.steps_per_sync, workload.phases * workload.pairs
+    return Result(
+        1000 * statistics.median(seconds[alone]) / steps,
+        1000 * statistics.median(seconds[beside]) / steps,
+        paired_ratio(seconds[beside], seconds[alone]),
+        merges / phases,
+        megabytes / phases,
+    )
+
+
+def _random_batches(run: Any, steps: int) -> Any:
+    """Return random tokens of the shapes of the experiment's batches, `[steps, batch, ...]`."""
+    rng = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda like: rng.integers(1, 100, (steps, *like.shape[2:])).astype(like.dtype),
+        run.cohort_shapes.batches,
+    )
+
+
+def _use_core(core: int) -> None:
+    """Run this process on one core, if the operating system can do so and has two or more."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if len(cores) > 1:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, {cores[core]})
+
+
+def main(argv: Sequence[str] | None = None) -> Result:
+    """Print the times, and write them as JSON if a file is named."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--local_steps", type=int, default=32, help="inner steps of a round")
+    parser.add_argument("--batch_size", type=int, default=16, help="rows of a step")
+    parser.add_argument("--seq_len", type=int, default=64, help="tokens of a row")
+    parser.add_argument("--phases", type=int, default=8, help="phases of a block")
+    parser.add_argument("--pairs", type=int, default=9, help="pairs of blocks")
+    parser.add_argument("--out", help="a JSON file for the result")
+    options = parser.parse_args(argv)
+    sizes = {name: getattr(options, name) for name in Workload._fields}
+    result = measure(Workload(**sizes))
+    print(f"a step alone:             {result.alone_milliseconds:.2f} ms (median)")
+    print(f"a step beside the syncer: {result.beside_milliseconds:.2f} ms (median)")
+    print(f"ratio:                    {result.ratio:.3f} (median of {options.pairs} pairs)")
+    print(f"merges per phase:         {result.merges_per_phase:.2f}")
+    print(f"MB per phase:             {result.megabytes_per_phase:.2f}")
+    if options.out:
+        write(options.out, [result], **vars(options))
+    return result
+
+
+if __name__ == "__main__":
+    main()

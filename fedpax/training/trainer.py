@@ -68,7 +68,8 @@ def train(
     killed at any moment resumes from its last checkpoint, and its final parameters equal those of
     an uninterrupted run bit by bit. SIGTERM and Ctrl-C save after the current round.
 
-    `goodput.json` has the use of the wall time, and `profile/` the profiles that were asked for.
+    `goodput.json` has the use of the wall time, `exports/` the exported models, and `profile/` the
+    profiles that were asked for.
 
     Throughput is measured from the end of one round to the end of the next. It includes the round
     and the wait for its cohort, but not compilation, evaluation and saving.

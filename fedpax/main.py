@@ -84,6 +84,8 @@ fedpax: federated and multi-island training on JAX
                     seconds until a process that sends nothing counts as dead (default 100)
   --elastic         restart with the processes that are left when one dies, and with it when it
                     returns; the processes are those of --multihost
+  --keeper          the command that decides which processes train: first (default), that of
+                    process 0; alone, this one, which then does not train; elsewhere, one with alone
   --copy_every      rounds between copies of the state in each host's memory, from which an elastic
                     run restarts (default 1; 0: restart from the newest checkpoint)
   --copy_dir        the folder in the host's memory for these copies (default /dev/shm)

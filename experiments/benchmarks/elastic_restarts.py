@@ -6,22 +6,25 @@ Each repetition starts `fedpax train --elastic` with processes on this machine, 
 
 - the start: from the commands to the first round;
 - a killed training process: from `kill -9` to the next useful round, with all processes;
+- a stopped training process: from SIGSTOP to the next useful round, with all processes;
 - a killed host: from `kill -9` of a supervisor to the next useful round, with those that are left;
 - the return: from the command of that supervisor to the next useful round with all processes.
 
-A round is useful if no round of its number was trained before: rounds since the newest checkpoint
-are trained again. There is a checkpoint after every round.
+A round is useful if no round of its number was trained before. Of each event the table has the time
+until the keeper has decided on it too: until a new start, or the connection of a returned host,
+which has imported all by then.
 """
 
 import argparse
 import os
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
@@ -29,7 +32,14 @@ from typing import NamedTuple
 from fedpax.experiments.benchmarks.timing import paired_ratio, write
 from fedpax.training.metrics import read_metrics, select
 
-EVENTS = ("start", "killed training process", "killed host", "returned host")
+EVENTS = (
+    "start",
+    "killed training process",
+    "stopped training process",
+    "killed host",
+    "returned host",
+)
+CHECKPOINT_EVERY = 10_000
 LONGEST = 600.0
 
 
@@ -38,11 +48,13 @@ class Row(NamedTuple):
 
     Attributes:
         name: the event.
+        decided: seconds until the keeper has decided, in each repetition; 0 for the start.
         seconds: seconds until the next useful round, in each repetition.
         ratio: median of the ratios to the start of the same repetition.
     """
 
     name: str
+    decided: list[float]
     seconds: list[float]
     ratio: float
 
@@ -53,10 +65,11 @@ class Job(AbstractContextManager["Job"]):
     Args:
         folder: an empty folder.
         processes: number of processes; each simulates a device.
+        heartbeat: seconds after which a silent process counts as lost.
     """
 
-    def __init__(self, folder: Path, processes: int) -> None:
-        self._folder, self._count = folder / "run", processes
+    def __init__(self, folder: Path, processes: int, heartbeat: int) -> None:
+        self._folder, self._count, self._heartbeat = folder / "run", processes, heartbeat
         with socket.create_server(("localhost", 0)) as free:
             self._address = f"localhost:{free.getsockname()[1]}"
         self._log = (folder / "errors").open("wb")
@@ -69,8 +82,9 @@ class Job(AbstractContextManager["Job"]):
             "cohort.size": 2 * self._count * max(self._count - 1, 1),
             "population.num_clients": 4 * self._count**2,
             "training.rounds": 1_000_000,
-            "training.checkpoint_every": 1,
+            "training.checkpoint_every": CHECKPOINT_EVERY,
             "training.evaluate_every": 0,
+            "heartbeat_timeout": self._heartbeat,
         }
         variables = {
             "JAX_PLATFORMS": "cpu",
@@ -87,20 +101,20 @@ class Job(AbstractContextManager["Job"]):
             stderr=self._log,
         )
 
-    def useful_round(self, generation: int = 1) -> float:
-        """Wait for a useful round of a generation or a later one; return the time."""
+    def wait_for_message(self, text: str, times: int) -> float:
+        """Wait until the keeper has printed a text several times; return the time."""
         deadline = time.monotonic() + LONGEST
-        while self._generation() < generation:
+        while Path(self._log.name).read_text().count(text) < times:
             self._check(deadline)
+        return time.monotonic()
+
+    def useful_round(self) -> float:
+        """Wait for a useful round; return the time."""
+        deadline = time.monotonic() + LONGEST
         most = self._last_round()
         while self._last_round() <= most:
             self._check(deadline)
         return time.monotonic()
-
-    def _generation(self) -> int:
-        """Return the generation that the keeper has told of last."""
-        text = Path(self._log.name).read_text()
-        return max(1, text.count("processes train.") + 1)
 
     def _last_round(self) -> int:
         lines = select(read_metrics(self._folder), "training")
@@ -114,11 +128,11 @@ class Job(AbstractContextManager["Job"]):
             )
         time.sleep(0.02)
 
-    def kill_training_process(self, number: int) -> None:
-        """Kill the training process of a host: the child of its supervisor."""
+    def signal_training_process(self, number: int, which: signal.Signals) -> None:
+        """Send a signal to the training process of a host, the older child of its supervisor."""
         supervisor = self._supervisors[number].pid
         tasks = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text()
-        os.kill(int(tasks.split()[0]), signal.SIGKILL)
+        os.kill(int(tasks.split()[0]), which)
 
     def kill_host(self, number: int) -> None:
         """Kill a supervisor, and with it its training process."""
@@ -137,28 +151,39 @@ class Job(AbstractContextManager["Job"]):
         self._log.close()
 
 
-def measure(processes: int) -> dict[str, float]:
+def measure(processes: int, heartbeat: int, pause: float) -> dict[str, tuple[float, float]]:
     """Measure one job.
 
     Args:
         processes: number of its processes, at least 2.
+        heartbeat: seconds after which a silent process counts as lost.
+        pause: seconds between a useful round and the next event, in which the next training
+            processes are prepared.
 
     Returns:
-        Seconds by event.
+        Seconds until the keeper's decision, and until a useful round, by event.
     """
     last = processes - 1
+    found = {}
     with tempfile.TemporaryDirectory() as folder:
-        times = [time.monotonic()]
-        ends = []
-        with Job(Path(folder), processes) as job:
-            ends.append(job.useful_round())
-            job.useful_round()  # so that a checkpoint is there
-            actions = (job.kill_training_process, job.kill_host, job.return_host)
-            for generation, act in enumerate(actions, start=2):
-                times.append(time.monotonic())
-                act(last)
-                ends.append(job.useful_round(generation))
-    return {name: end - began for name, began, end in zip(EVENTS, times, ends, strict=True)}
+        began = time.monotonic()
+        with Job(Path(folder), processes, heartbeat) as job:
+            found[EVENTS[0]] = (0.0, job.useful_round() - began)
+            actions: tuple[Callable[[], None], ...] = (
+                lambda: job.signal_training_process(last, signal.SIGKILL),
+                lambda: job.signal_training_process(last, signal.SIGSTOP),
+                lambda: job.kill_host(last),
+                lambda: job.return_host(last),
+            )
+            for times, (name, act) in enumerate(zip(EVENTS[1:], actions, strict=True), start=1):
+                time.sleep(pause)
+                began = time.monotonic()
+                act()
+                joined = job.wait_for_message("has joined", 1) if name == EVENTS[-1] else None
+                started = job.wait_for_message("processes train", times)
+                ended = job.useful_round()
+                found[name] = ((joined or started) - began, ended - began)
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -173,20 +198,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--processes", type=int, default=3, help="processes, at least 2")
     parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--heartbeat", type=int, default=10, help="--heartbeat_timeout, seconds")
+    parser.add_argument("--pause", type=float, default=12.0, help="seconds between events")
     parser.add_argument("--json", help="write the rows to this file")
     options = parser.parse_args(arguments)
     if options.processes < 2 or options.repetitions < 1:
         parser.error("expected --processes of at least 2 and --repetitions of at least 1")
-    found = [measure(options.processes) for _ in range(options.repetitions)]
-    seconds = {name: [one[name] for one in found] for name in EVENTS}
-    rows = [
-        Row(name, seconds[name], paired_ratio(seconds[name], seconds["start"])) for name in EVENTS
+    found = [
+        measure(options.processes, options.heartbeat, options.pause)
+        for _ in range(options.repetitions)
     ]
-    print(f"{'event':24} {'seconds':>9} {'of a start':>11}")
+    seconds = {name: [one[name][1] for one in found] for name in EVENTS}
+    rows = [
+        Row(
+            name,
+            [one[name][0] for one in found],
+            seconds[name],
+            paired_ratio(seconds[name], seconds["start"]),
+        )
+        for name in EVENTS
+    ]
+    print(f"{'event':24} {'decided':>9} {'seconds':>9} {'of a start':>11}")
     for row in rows:
-        print(f"{row.name:24} {sorted(row.seconds)[len(row.seconds) // 2]:9.1f} {row.ratio:11.2f}")
+        print(
+            f"{row.name:24} {statistics.median(row.decided):9.1f} "
+            f"{statistics.median(row.seconds):9.1f} {row.ratio:11.2f}"
+        )
     if options.json:
-        write(options.json, rows, processes=options.processes, repetitions=options.repetitions)
+        settings = {name: getattr(options, name) for name in ("processes", "repetitions")}
+        write(options.json, rows, heartbeat=options.heartbeat, **settings)
     return 0
 
 

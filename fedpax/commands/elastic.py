@@ -2,7 +2,8 @@
 
 The supervisor uses no device. It keeps a training process ready (`fedpax.commands.standby`), makes
 it train when the keeper requests it (`fedpax.parallel.keeper`), reports its exit status, and ends
-it when the set of training processes changes. The supervisor of process 0 runs the keeper.
+it when the set of training processes changes. The supervisor of process 0 runs the keeper, unless
+`--keeper=alone` runs it on a host of its own.
 """
 
 import contextlib
@@ -20,7 +21,8 @@ from fedpax.commands import UsageError
 from fedpax.commands.fitting_mesh import fit_mesh, island_numbers, processes_per_island
 from fedpax.commands.standby import Standby
 from fedpax.parallel.cluster import Cluster, ClusterError, find_cluster
-from fedpax.parallel.keeper import CANNOT_RUN, Keeper, Lines
+from fedpax.parallel.keeper import CANNOT_RUN, Keeper
+from fedpax.parallel.lines import Lines
 from fedpax.training.console import print_error
 from fedpax.training.experiment import Experiment
 from fedpax.training.host_copies import (
@@ -42,6 +44,13 @@ def define_elastic_flags(options: flags.FlagValues) -> None:
     """Define the flags of elastic training."""
     flags.DEFINE_bool(
         "elastic", False, "Train with the processes that are left.", flag_values=options
+    )
+    flags.DEFINE_enum(
+        "keeper",
+        "first",
+        ("first", "alone", "elsewhere"),
+        "The command that runs the keeper.",
+        flag_values=options,
     )
     flags.DEFINE_integer(
         "copy_every", 1, "Rounds between copies in the host's memory.", 0, flag_values=options
@@ -70,17 +79,21 @@ def train_elastically(
     try:
         cluster = find_cluster() or Cluster(f"localhost:{_free_port()}", 1, 0, "no variables")
         keeper = None
-        if cluster.process_id == 0:
+        if options.keeper == "alone" or (options.keeper == "first" and cluster.process_id == 0):
             keeper = Keeper(
                 cluster,
                 join_timeout=options.join_timeout,
                 heartbeat_timeout=options.heartbeat_timeout,
                 group=processes_per_island(experiment, cluster.num_processes),
+                alone=options.keeper == "alone",
                 tell=lambda line: print_error(f"fedpax: elastic: {line}."),
             )
     except ClusterError as error:
         raise UsageError(f"--elastic: {error}") from None
     with PreemptionGuard() as preemption:
+        if options.keeper == "alone":
+            assert keeper is not None
+            return _wait_for(keeper, preemption)
         supervisor = Supervisor(options, arguments, experiment, folder, cluster)
         with contextlib.closing(supervisor):
             supervisor.connect(preemption)
@@ -88,6 +101,17 @@ def train_elastically(
     if keeper is not None:
         keeper.join()
     return status
+
+
+def _wait_for(keeper: Keeper, preemption: PreemptionGuard) -> int:
+    signaled = False
+    while keeper.status is None:
+        keeper.join(TICK)
+        if preemption.signal is not None and not signaled:
+            signaled = True
+            keeper.signal(128 + preemption.signal)
+    keeper.join()
+    return keeper.status
 
 
 class Supervisor:
@@ -160,8 +184,8 @@ class Supervisor:
         raise UsageError(
             f"--elastic: process {self._cluster.process_id} found no keeper at "
             f"{self._cluster.coordinator} within {self._options.join_timeout:g} s ({reason}), "
-            "expected process 0 to listen there. Read its log; if it starts later, raise "
-            "--join_timeout."
+            "expected process 0, or the command with --keeper=alone, to listen there. Read its "
+            "log; if it starts later, raise --join_timeout."
         )
 
     def run(self, preemption: PreemptionGuard) -> int:
@@ -199,7 +223,7 @@ class Supervisor:
             if lines.closed or silent:
                 kept = latest_round(self._folder)
                 print_error(
-                    f"fedpax: elastic: the keeper, process 0 at {self._cluster.coordinator}, is "
+                    f"fedpax: elastic: the keeper at {self._cluster.coordinator} is "
                     f"{'silent' if silent else 'gone'}. Start all processes again: the run resumes "
                     f"{f'from round {kept}' if kept else 'from its beginning'}."
                 )

@@ -8,6 +8,7 @@ ends too.
 
 import contextlib
 import ctypes
+import importlib
 import json
 import os
 import select
@@ -15,6 +16,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+
+DATA_LIBRARIES = ("grain", "tensorflow_datasets.core", "tensorflow_datasets.public_api")
+"""Modules that data sets import when they are first read."""
 
 READY = "FEDPAX_STANDBY_READY"
 """The environment variable with the number of the file descriptor."""
@@ -126,6 +130,9 @@ def _import_all(arguments: list[str]) -> None:
     with contextlib.suppress(Exception, SystemExit):
         options, fields = parse("train", arguments, define_flags)
         configure(options.exp, fields, options.job_log_dir)
+    for name in DATA_LIBRARIES:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
 
 
 if __name__ == "__main__":

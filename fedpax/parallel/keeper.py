@@ -27,16 +27,16 @@ is one line of JSON:
 """
 
 import contextlib
-import json
+import ipaddress
 import secrets
 import selectors
-import socket
 import threading
 import time
 from collections.abc import Callable, Collection
 from typing import Any
 
 from fedpax.parallel.cluster import Cluster, ClusterError
+from fedpax.parallel.lines import Lines
 from fedpax.parallel.roll_call import listen
 
 FINISHED, FAILED, CANNOT_RUN = 0, 1, 2
@@ -50,48 +50,6 @@ SECONDS_TO_END = 30.0
 TICK = 0.1
 
 
-class Lines:
-    """A socket that carries a JSON value per line, in both directions.
-
-    Args:
-        connection: the socket.
-    """
-
-    def __init__(self, connection: socket.socket) -> None:
-        connection.settimeout(5)
-        self.connection = connection
-        self._rest = b""
-        self.heard = time.monotonic()
-        self.closed = False
-
-    def send(self, **message: Any) -> None:
-        """Send a message; a connection that fails counts as closed."""
-        try:
-            self.connection.sendall(json.dumps(message).encode() + b"\n")
-        except OSError:
-            self.closed = True
-
-    def receive(self) -> list[dict[str, Any]]:
-        """Return the messages that have arrived, when the socket is readable."""
-        try:
-            part = self.connection.recv(65536)
-        except OSError:
-            part = b""
-        if not part:
-            self.closed = True
-            return []
-        self.heard = time.monotonic()
-        *lines, self._rest = (self._rest + part).split(b"\n")
-        try:
-            messages = [json.loads(line) for line in lines]
-        except ValueError:
-            messages = [None]
-        if len(self._rest) > 65536 or not all(isinstance(one, dict) for one in messages):
-            self.closed = True  # a stranger
-            return []
-        return messages
-
-
 class Keeper:
     """The keeper, which runs in a thread until the job ends.
 
@@ -101,7 +59,11 @@ class Keeper:
         heartbeat_timeout: seconds after which a silent supervisor counts as lost.
         group: number of processes that only train together, such as those of an island. The
             processes of a group have successive numbers.
+        alone: whether no process of the job is on the keeper's host.
         tell: a function that prints a line.
+
+    Attributes:
+        status: the job's exit status, when it has ended.
 
     Raises:
         ClusterError: the port is in use.
@@ -114,9 +76,11 @@ class Keeper:
         join_timeout: float,
         heartbeat_timeout: float,
         group: int = 1,
+        alone: bool = False,
         tell: Callable[[str], None],
     ) -> None:
-        self._cluster, self._tell = cluster, tell
+        self._cluster, self._tell, self._alone = cluster, tell, alone
+        self.status: int | None = None
         self._heartbeat_timeout, self._group = heartbeat_timeout, group
         self._job = secrets.token_hex(8)
         self._copies: dict[int, set[int]] = {}  # rounds in the memory of each process's host
@@ -136,6 +100,7 @@ class Keeper:
         self._round = -1
         self._most = cluster.num_processes
         self._signal: int | None = None
+        self._asked_to_stop = False  # by `signal`: no supervisor has made its process save
         self._stopped = False
         self._server = listen(cluster)
         self._selector = selectors.DefaultSelector()
@@ -143,9 +108,21 @@ class Keeper:
         self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
         self._thread.start()
 
-    def join(self) -> None:
-        """Wait until the job has ended."""
-        self._thread.join()
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until the job has ended.
+
+        Args:
+            timeout: seconds to wait at most. Default None: without a limit.
+        """
+        self._thread.join(timeout)
+
+    def signal(self, status: int) -> None:
+        """Make all processes save and end.
+
+        Args:
+            status: the job's exit status, 143 or 130.
+        """
+        self._signal, self._asked_to_stop = status, True
 
     def _run(self) -> None:
         last_beat = 0.0
@@ -257,7 +234,9 @@ class Keeper:
             finished = all(status == 0 for status in self._ended.values())
             if not finished and time.monotonic() - self._ended_since > SECONDS_TO_END:
                 self._kill()
-        elif self._joining() and self._order is None and self._signal is None:
+        elif self._order is None and (
+            self._asked_to_stop if self._signal is not None else self._joining()
+        ):
             self._order = "save"
             self._members[self._running()[0]].send(save=self._generation)
 
@@ -282,7 +261,7 @@ class Keeper:
     def _begin_first(self) -> None:
         complete = len(self._members) == self._cluster.num_processes
         late = time.monotonic() > self._start_by
-        if complete or (late and 0 in self._members):
+        if complete or (late and (0 in self._members or (self._alone and self._members))):
             self._begin(self._choose(self._members), None)
 
     def _begin_again(self) -> None:
@@ -316,10 +295,11 @@ class Keeper:
             )
         first = self._trained[0]
         # JAX's coordinator is in the training process of the first member.
-        address = self._cluster.coordinator.rpartition(":")[0]
-        if first != 0:
-            address = self._members[first].connection.getpeername()[0].removeprefix("::ffff:")
-            address = f"[{address}]" if ":" in address else address
+        address = self._members[first].connection.getpeername()[0].removeprefix("::ffff:")
+        if (first == 0 and not self._alone) or ipaddress.ip_address(address).is_loopback:
+            address = self._cluster.coordinator.rpartition(":")[0]  # on the keeper's host
+        elif ":" in address:
+            address = f"[{address}]"
         port = self._free_port()
         for number in self._trained:
             self._members[number].send(
@@ -387,4 +367,5 @@ class Keeper:
     def _stop(self, status: int, reason: str) -> None:
         for member in self._members.values():
             member.send(stop=status, reason=reason)
+        self.status = status
         self._stopped = True

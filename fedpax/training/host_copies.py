@@ -360,7 +360,8 @@ def _read_copy(path: Path) -> HostCopy:
     length = int.from_bytes(content[:SIZE_OF_LENGTH].tobytes(), "little")
     start = SIZE_OF_LENGTH + length
     header = json.loads(content[SIZE_OF_LENGTH:start].tobytes())
-    shapes, blocks = {}, {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    blocks: dict[str, list[Block]] = {}
     for name, shape, dtype, places in header["leaves"]:
         shapes[name] = tuple(shape)
         blocks[name] = []
@@ -390,7 +391,7 @@ def _assemble(leaf: Any, shards: Mapping[Region, np.ndarray]) -> jax.Array:
     """Make a global array of this process's shards."""
     shape, sharding = _physical(leaf)
     data = jax.make_array_from_callback(
-        shape, sharding, lambda index: shards[_region(index, shape)]
+        shape, sharding, lambda index: shards[_region(index or (), shape)]
     )
     if not _is_key(leaf):
         return data

@@ -15,7 +15,7 @@ import jax
 from fedpax.parallel.gather import gather_json
 from fedpax.training.algorithm import State
 from fedpax.training.console import print_error
-from fedpax.training.host_copies import HostCopies, HostCopy
+from fedpax.training.host_copies import HostCopies, HostCopy, remove_copies
 from fedpax.training.stream_state import StreamState, gather_stream_state
 
 MEMBERSHIP = "FEDPAX_MEMBERSHIP"
@@ -113,6 +113,11 @@ class CopiesOfRounds:
         """Return whether the state after a round is copied."""
         every = 0 if self._membership is None else self._membership.copy_every
         return every > 0 and round_number % every == 0
+
+    def clear(self) -> None:
+        """Remove the copies."""
+        if self._membership is not None:
+            remove_copies(Path(self._membership.folder))
 
     def save(self, round_number: int, state: State, stream_state: StreamState) -> None:
         """Copy the state after a round. A collective.

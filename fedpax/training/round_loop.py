@@ -329,6 +329,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         self._resources.close()
         self._copy = None
         self.done = latest_round(self._folder) or 0
+        self._clock.lose_since(self.done)
         self._progress.restart(
             self.done, f"a lost process had a part of the state; resuming from round {self.done}"
         )
@@ -345,6 +346,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         self._resources.close()
         del self._state  # its memory is needed for the restored one
         self._copy = None
+        self._copies.clear()  # a restart must not undo the roll back
         self.done = to
         self._progress.restart(to, f"{spike}; rolled back to round {to}")
         self.start()

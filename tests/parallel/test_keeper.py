@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from fedpax.parallel.cluster import Cluster, ClusterError
-from fedpax.parallel.keeper import Keeper, Lines
+from fedpax.parallel.keeper import Keeper
+from fedpax.parallel.lines import Lines
 
 HEARTBEAT = 3.0
 
@@ -207,7 +208,7 @@ def test_processes_of_an_island_train_together(start: Start) -> None:
     for one in rest[1:]:
         message = one.expect("start")
         assert message["members"] == [2, 3, 4, 5]
-        assert message["address"] in ("127.0.0.1", "[::1]")
+        assert message["address"] == "localhost"  # as in the keeper's own address
     back = join(everyone, 1)
     rest[1].expect("save")
     back.leave()
@@ -322,3 +323,23 @@ def test_the_job_starts_without_those_that_do_not_come(told: list[str]) -> None:
     for one in present:
         one.expect("stop")
         one.leave()
+
+
+def test_a_keeper_alone_needs_no_process_0(told: list[str]) -> None:
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    cluster = Cluster(f"localhost:{port}", 3, 0, "JAX_*")
+    timeouts = {"join_timeout": 0.3, "heartbeat_timeout": HEARTBEAT}
+    keeper = Keeper(cluster, **timeouts, alone=True, tell=told.append)
+    present = [Supervisor(port, number, 3) for number in (1, 2)]
+    for one in present:
+        assert one.expect("start")["members"] == [1, 2]
+    keeper.signal(143)
+    assert present[0].expect("save")["save"] == 1
+    for one in present:
+        one.end(143, 3)
+    for one in present:
+        assert one.expect("stop")["stop"] == 143
+        one.leave()
+    keeper.join(5)
+    assert keeper.status == 143

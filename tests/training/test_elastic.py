@@ -283,7 +283,7 @@ def test_a_host_is_frozen(tmp_path: Path, one: Path, jobs: list[Job]) -> None:
 def test_the_keeper_dies_and_the_same_commands_resume(
     tmp_path: Path, one: Path, jobs: list[Job]
 ) -> None:
-    job = Job(tmp_path, 3, "--pause=0.3")
+    job = Job(tmp_path, 3, "--pause=0.3", "--training.checkpoint_every=2")
     jobs.append(job)
     job.wait_for(5)
     children = [job.training_process(number) for number in range(3)]
@@ -291,12 +291,32 @@ def test_the_keeper_dies_and_the_same_commands_resume(
     ends = finish(job.processes)
     assert [status for status, _, _ in ends] == [-signal.SIGKILL, 75, 75]
     for _, _, errors in ends[1:]:
-        assert "the keeper, process 0 at localhost:" in errors
+        assert "the keeper at localhost:" in errors
         assert re.search(r"the run resumes from round \d+\.", errors)
     assert not any(Path(f"/proc/{child}/cmdline").exists() for child in children)
-    again = Job(tmp_path, 3, "--pause=0.3")
+    again = Job(tmp_path, 3, "--pause=0.3", "--training.checkpoint_every=2")
     jobs.append(again)
     check_finished(again, one)
+
+
+@pytest.mark.slow
+def test_process_0_is_lost_beside_a_keeper_of_its_own(
+    tmp_path: Path, one: Path, jobs: list[Job]
+) -> None:
+    job = Job(tmp_path, 3, "--pause=0.3", "--keeper=elsewhere")
+    jobs.append(job)
+    arguments = [*job.arguments[:-1], "--keeper=alone"]
+    keeper = start_one(arguments, environment(0, 3, job.port))
+    job.ended.append(keeper)
+    while job.last_round() < 6:
+        assert keeper.poll() is None
+        time.sleep(0.05)
+    job.processes.pop(0).kill()
+    ends = finish([keeper, *job.processes])
+    assert [status for status, _, _ in ends] == [0, 0, 0], ends[0][2]
+    assert "2 of 3 processes train from the copies of round" in ends[0][2]
+    assert f"Finished {ROUNDS} of {ROUNDS} rounds" in ends[1][1]
+    chex.assert_trees_all_close(load_params(tmp_path), load_params(one), rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow

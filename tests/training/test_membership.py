@@ -14,6 +14,8 @@ from fedpax.training.checkpoint import load_params
 from fedpax.training.host_copies import list_copies
 from fedpax.training.membership import Membership
 from fedpax.training.metrics import TIMINGS, read_metrics, select
+from fedpax.training.round_loop import RoundLoop
+from fedpax.training.spikes import Spike, SpikeHistory
 from fedpax.training.trainer import train
 
 
@@ -130,3 +132,29 @@ def test_memory_without_room_is_reported_once(
     errors = capsys.readouterr().err
     assert result.finished and errors.count("no copy of the state fits") == 1
     assert "Set --copy_dir to a folder with room for two copies" in errors
+
+
+def test_a_roll_back_removes_the_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = of_rounds(6)
+    training = dataclasses.replace(
+        base.training, on_spike="roll_back", checkpoint_every=2, spike_limit=1
+    )
+    left: list[list[str]] = []
+    start = RoundLoop.start
+    monkeypatch.setattr(
+        RoundLoop,
+        "start",
+        lambda loop: (left.append(list_copies(tmp_path / "memory")), start(loop)),
+    )
+    check = SpikeHistory.check
+    spikes = [4]
+
+    def check_and_spike(history: SpikeHistory, number: int, loss: float, is_spike: bool) -> None:
+        if number in spikes:
+            raise Spike(spikes.pop(), loss)
+        check(history, number, loss, is_spike)
+
+    monkeypatch.setattr(SpikeHistory, "check", check_and_spike)
+    train(dataclasses.replace(base, training=training), tmp_path, membership=member(tmp_path))
+    assert not spikes and left == [[], []]  # before round 1, and after the roll back
+    assert sorted(list_copies(tmp_path / "memory")) == ["a1-5", "a1-6"]

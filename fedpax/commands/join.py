@@ -11,10 +11,8 @@ from fedpax.commands.compilation_cache import enable_compilation_cache
 from fedpax.commands.options import (
     UsageError,
     allowed_changes,
-    check_job_log_dir,
-    configure,
     define_training_flags,
-    parse,
+    parse_run,
 )
 from fedpax.commands.processes import (
     define_process_flags,
@@ -22,7 +20,6 @@ from fedpax.commands.processes import (
     provide_processes,
 )
 from fedpax.parallel.cluster import ClusterError
-from fedpax.training.configuration import resolve_job_log_dir
 from fedpax.training.console import print_line
 
 GAVE_UP = 75  # EX_TEMPFAIL of sysexits.h: the same command can succeed later
@@ -40,9 +37,7 @@ def join(arguments: Sequence[str]) -> int:
     Returns:
         The exit status.
     """
-    options, fields = parse("join", arguments, define_flags)
-    experiment = configure(options.exp, fields, options.job_log_dir)
-    check_job_log_dir(options)
+    options, experiment, folder = parse_run("join", arguments, define_flags)
     if not options.syncer:
         raise UsageError(
             "`fedpax join` has no --syncer, expected the address of a `fedpax syncer`. Give for "
@@ -56,7 +51,7 @@ def join(arguments: Sequence[str]) -> int:
         try:
             result = join_syncer(
                 experiment,
-                resolve_job_log_dir(options.job_log_dir),
+                folder,
                 options.syncer,
                 exp=options.exp,
                 name=options.name,

@@ -12,6 +12,7 @@ from absl import flags
 
 from fedpax.commands import UsageError
 from fedpax.experiments.catalog import find_experiment
+from fedpax.training.configuration import resolve_job_log_dir
 from fedpax.training.experiment import Experiment
 
 
@@ -50,6 +51,28 @@ def parse(
             "names."
         )
     return options, fields
+
+
+def parse_run(
+    command: str, arguments: Sequence[str], define: Callable[[flags.FlagValues], None]
+) -> tuple[flags.FlagValues, Experiment, Path]:
+    """Parse the arguments of a command that runs one experiment in a folder.
+
+    Args:
+        command: the command's name.
+        arguments: the arguments after the name.
+        define: adds the command's flags, with those of `define_training_flags`.
+
+    Returns:
+        The flags, the configured experiment, and the folder.
+
+    Raises:
+        UsageError: a flag has a wrong value, or `--exp` or `--job_log_dir` is missing.
+    """
+    options, fields = parse(command, arguments, define)
+    experiment = configure(options.exp, fields, options.job_log_dir)
+    check_job_log_dir(options)
+    return options, experiment, resolve_job_log_dir(options.job_log_dir)
 
 
 def define_training_flags(options: flags.FlagValues) -> None:

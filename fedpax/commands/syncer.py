@@ -8,12 +8,9 @@ from absl import flags
 from fedpax.commands.options import (
     UsageError,
     allowed_changes,
-    check_job_log_dir,
-    configure,
     define_training_flags,
-    parse,
+    parse_run,
 )
-from fedpax.training.configuration import resolve_job_log_dir
 from fedpax.training.console import print_line
 
 
@@ -26,9 +23,7 @@ def syncer(arguments: Sequence[str]) -> int:
     Returns:
         The exit status.
     """
-    options, fields = parse("syncer", arguments, define_flags)
-    experiment = configure(options.exp, fields, options.job_log_dir)
-    check_job_log_dir(options)
+    options, experiment, folder = parse_run("syncer", arguments, define_flags)
     if not options.listen:
         raise UsageError(
             "`fedpax syncer` has no --listen, expected the address for islands. Give for example "
@@ -42,7 +37,7 @@ def syncer(arguments: Sequence[str]) -> int:
     enable_compilation_cache()
     result = run_syncer(
         experiment,
-        resolve_job_log_dir(options.job_log_dir),
+        folder,
         options.listen,
         exp=options.exp,
         certificates=options.certificates,

@@ -10,17 +10,14 @@ from fedpax.commands.compilation_cache import enable_compilation_cache
 from fedpax.commands.elastic import define_elastic_flags, train_elastically
 from fedpax.commands.options import (
     allowed_changes,
-    check_job_log_dir,
-    configure,
     define_training_flags,
-    parse,
+    parse_run,
 )
 from fedpax.commands.processes import (
     define_process_flags,
     leave_on_failure,
     provide_processes,
 )
-from fedpax.training.configuration import resolve_job_log_dir
 from fedpax.training.console import print_line
 from fedpax.training.membership import find_membership
 from fedpax.training.trainer import TrainingResult
@@ -36,10 +33,7 @@ def train(arguments: Sequence[str]) -> int:
     Returns:
         The exit status.
     """
-    options, fields = parse("train", arguments, define_flags)
-    experiment = configure(options.exp, fields, options.job_log_dir)
-    check_job_log_dir(options)
-    folder = resolve_job_log_dir(options.job_log_dir)
+    options, experiment, folder = parse_run("train", arguments, define_flags)
     if options.elastic:
         return train_elastically(options, arguments, experiment, folder)
     enable_compilation_cache()

@@ -202,7 +202,14 @@ def async_diloco(
             aggregator_state: chex.ArrayTree | None,
             reported: Metrics,
             instants: Float[Array, ""],
-        ) -> tuple[Params, DelayedNesterovState, Params, chex.ArrayTree | None, Metrics]:
+        ) -> tuple[
+            Params,
+            DelayedNesterovState,
+            Params,
+            chex.ArrayTree | None,
+            Metrics,
+            Float[Array, ""],
+        ]:
             """Apply the gradients that arrive at a position; None: all of them."""
 
             def is_here(own: Int[Array, ""] | None) -> Bool[Array, ""]:

@@ -261,6 +261,7 @@ def halos(
                     total, count, region.optimizer_state, region.params
                 )
                 sent.append(Region(x, optimizer_state, region.exchanged))
+            now: list[tuple[Bool[Array, ""], ...]]
             if events is None:  # a region without an update takes no part
                 now = [(count > 0,) * 3 for _, count in received]
             else:

@@ -12,8 +12,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from fedpax.algorithms import fedavg, server_adagrad, server_adam, server_yogi
+from fedpax.clients.cohort_stream import CohortStream
 from fedpax.data import (
     ClientSampler,
+    CohortRounds,
     Partition,
     Source,
     cohort_rounds,
@@ -33,7 +35,7 @@ from fedpax.models.classifiers import CNNConfig, cnn
 from fedpax.models.losses import classification_loss
 from fedpax.parallel.axes import shardings
 from fedpax.parallel.mesh import MeshConfig, available_devices
-from fedpax.training.algorithm import Params
+from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Params
 from fedpax.training.evaluation import evaluator
 from fedpax.training.experiment import Experiment, Run, Shardings, TrainingConfig
 
@@ -149,6 +151,25 @@ class FedAvgImages(Experiment):
         check_has_fields(source, "image", "label")
         return source
 
+    def make_sampler(self, population: Partition) -> ClientSampler:
+        """Make the sampler of the clients of each round."""
+        return ClientSampler(len(population), self.cohort.size, self.cohort.seed)
+
+    def make_algorithm(self, loss_fn: LossFn) -> FederatedAlgorithm:
+        """Make the federated algorithm."""
+        return fedavg(
+            loss_fn,
+            cohort_size=self.cohort.size,
+            client_optimizer=optax.sgd(self.client_learning_rate),
+            server_optimizer=self.server.make(),
+            chunk_size=self.cohort.chunk_size,
+        )
+
+    def make_stream(self, rounds: CohortRounds, sampler: ClientSampler) -> CohortStream:
+        """Make the stream of cohorts from the rounds of the sampled clients."""
+        del sampler
+        return rounds
+
     def build(self) -> Run:
         """Load the images, and make the population, cohorts, model, algorithm and mesh."""
         cohort = self.cohort
@@ -157,10 +178,11 @@ class FedAvgImages(Experiment):
         num_devices = mesh.shape.get("clients", 1)
         source = self._read_source()
         population = self.population.make(source, cohort.seed)
+        sampler = self.make_sampler(population)
         rounds = cohort_rounds(
             read_examples(source) if self.in_memory else source,
             population,
-            ClientSampler(len(population), cohort.size, cohort.seed),
+            sampler,
             batch_size=cohort.batch_size,
             local_epochs=cohort.local_epochs,
             max_steps=cohort.max_steps,
@@ -171,13 +193,6 @@ class FedAvgImages(Experiment):
         heldout = load(self.dataset, self.heldout_split, data_dir=self.data_dir)
         model = cnn(self.model)
         loss_fn = classification_loss(model.apply)
-        algorithm = fedavg(
-            loss_fn,
-            cohort_size=cohort.size,
-            client_optimizer=optax.sgd(self.client_learning_rate),
-            server_optimizer=self.server.make(),
-            chunk_size=cohort.chunk_size,
-        )
         over_clients = NamedSharding(
             mesh, PartitionSpec("clients" if "clients" in mesh.axis_names else None)
         )
@@ -194,9 +209,9 @@ class FedAvgImages(Experiment):
             )
 
         return Run(
-            algorithm=algorithm,
+            algorithm=self.make_algorithm(loss_fn),
             init=model.init,
-            cohorts=rounds,
+            cohorts=self.make_stream(rounds, sampler),
             evaluate=lambda params: heldout_evaluator()(params),
             mesh=mesh,
             shardings=Shardings(

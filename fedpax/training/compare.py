@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from fedpax.training.configuration import write_atomically
 from fedpax.training.metrics import read_metrics, select, throughput
-from fedpax.training.plot import plot_losses
+from fedpax.training.plot import Axis, plot_losses
 from fedpax.training.table import (
     format_bytes,
     format_seconds,
@@ -30,6 +30,7 @@ class RunSummary(NamedTuple):
         item_unit: the unit of `items`: `"tokens"` or `"examples"`.
         num_parameters: numbers in the model; NaN if the line of the run's sizes is lost.
         wall_seconds: total time of all processes that trained the run.
+        virtual_seconds: simulated seconds of an asynchronous run; NaN for any other run.
     """
 
     name: str
@@ -40,6 +41,7 @@ class RunSummary(NamedTuple):
     item_unit: str
     num_parameters: float
     wall_seconds: float
+    virtual_seconds: float = math.nan
 
 
 def summarize_run(name: str, job_log_dir: str | Path) -> RunSummary:
@@ -72,6 +74,7 @@ def summarize_run(name: str, job_log_dir: str | Path) -> RunSummary:
         item_unit=sizes.get("item_unit", "items"),
         num_parameters=number_or_nan(sizes.get("num_parameters")),
         wall_seconds=lines[-1]["wall_seconds"],
+        virtual_seconds=number_or_nan(rounds[-1].get("virtual_seconds")),
     )
 
 
@@ -79,7 +82,8 @@ def format_table(runs: Sequence[RunSummary]) -> str:
     """Format runs as a Markdown table, one run per line.
 
     Args:
-        runs: the summaries. If the runs have different units, every cell includes its unit.
+        runs: the summaries. If the runs have different units, every cell includes its unit. If one
+            of them has virtual seconds, there is a column for them.
 
     Returns:
         The table.
@@ -93,10 +97,10 @@ def format_table(runs: Sequence[RunSummary]) -> str:
     """
     units = {run.item_unit for run in runs}
     throughput = f"{units.pop()}/s" if len(units) == 1 else "throughput"
-    head = (
+    head: tuple[str, ...] = (
         "experiment", "held-out loss", "communicated", throughput, "parameters", "wall time",
     )  # fmt: skip
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             run.name,
             f"{run.loss:.4f}",
@@ -107,18 +111,29 @@ def format_table(runs: Sequence[RunSummary]) -> str:
         )
         for run in runs
     ]
+    if any(run.virtual_seconds == run.virtual_seconds for run in runs):
+        head = (*head, "virtual time")
+        rows = [
+            (*row, "-" if math.isnan(seconds) else format_seconds(seconds))
+            for row, seconds in zip(rows, (run.virtual_seconds for run in runs), strict=True)
+        ]
     return markdown_table(head, rows)
 
 
 def plot_comparison(folders: Mapping[str, str | Path], path: str | Path) -> None:
     """Plot the held-out loss over items and over bytes that participants exchanged.
 
+    If a run has virtual seconds, there is a third panel over them.
+
     Args:
         folders: the runs' folders by name.
         path: the PNG to write.
     """
     lines = {name: read_metrics(folder) for name, folder in folders.items()}
-    plot_losses(lines, path, over=("items", "bytes_across_placement"))
+    over: list[Axis] = ["items", "bytes_across_placement"]
+    if any(line.get("virtual_seconds") for run in lines.values() for line in run):
+        over.append("virtual_seconds")
+    plot_losses(lines, path, over=over)
 
 
 def write_comparison(folders: Mapping[str, str | Path], destination: str | Path) -> str:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.record_writer import RecordWriter
-from tensorboardX.summary import scalar
 
 from fedpax.training.configuration import ConfigurationError, write_atomically
 from fedpax.training.console import print_error
@@ -184,7 +184,9 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
     def _add_scalars(self, kind: str, round_number: int, values: Mapping[str, float | str]) -> None:
         for key, value in values.items():
             if not isinstance(value, str):
-                self._add_event(round_number, summary=scalar(f"{kind}/{key}", value))
+                # Not tensorboardX's `scalar`, which warns of each number that is not finite.
+                entry = Summary.Value(tag=f"{kind}/{key}", simple_value=float(value))
+                self._add_event(round_number, summary=Summary(value=[entry]))
 
     def _add_event(self, step: int, **content: Any) -> None:
         event = Event(wall_time=time.time(), step=step, **content)

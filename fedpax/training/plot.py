@@ -14,8 +14,11 @@ from fedpax.training.table import number_or_nan
 Line: TypeAlias = Mapping[str, Any]
 """A line of `metrics.jsonl`."""
 
-Axis: TypeAlias = Literal["items", "bytes_across_placement", "wall_seconds"]
-"""A key of the lines that grows in the course of a run."""
+Axis: TypeAlias = Literal["items", "bytes_across_placement", "wall_seconds", "virtual_seconds"]
+"""A key of the lines that grows in the course of a run.
+
+`virtual_seconds` is a metric of simulated asynchronous runs, on the lines of their rounds.
+"""
 
 # Okabe and Ito's palette, which readers with color vision deficiency can distinguish.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -41,6 +44,7 @@ def plot_losses(
     for key, axes in zip(over, panels, strict=True):
         scale = _style_panel(axes, key, runs.values())
         for number, (name, lines) in enumerate(runs.items()):
+            at_round = {line["round"]: line.get(key) for line in select(lines, "training")}
             kinds: dict[str, dict[str, Any]] = {
                 "evaluation": {"label": name, "marker": "o", "markersize": 4, "linewidth": 2}
             }
@@ -48,7 +52,8 @@ def plot_losses(
                 kinds["training"] = {"linewidth": 0.8, "alpha": 0.5}
             for kind, style in kinds.items():
                 chosen = select(lines, kind)
-                positions = [x / scale for x in _numbers(chosen, key)]
+                known = [{key: at_round.get(line["round"]), **line} for line in chosen]
+                positions = [x / scale for x in _numbers(known, key)]
                 color = COLORS[number % len(COLORS)]
                 _plot(axes, positions, _numbers(chosen, "loss"), color=color, **style)
     thin = " (thin: training loss)" if training_loss else ""
@@ -82,9 +87,9 @@ def _numbers(lines: Sequence[Line], key: str) -> list[float]:
     return [number_or_nan(line.get(key)) for line in lines]
 
 
-def _time_unit(runs: Iterable[Sequence[Line]]) -> tuple[str, float]:
+def _time_unit(runs: Iterable[Sequence[Line]], key: Axis) -> tuple[str, float]:
     """Return the unit that suits the longest run, and the seconds in it."""
-    longest = max((line.get("wall_seconds") or 0 for lines in runs for line in lines), default=0)
+    longest = max((line.get(key) or 0 for lines in runs for line in lines), default=0)
     if longest < 300:
         return "s", 1
     return ("min", 60) if longest < 3 * 3600 else ("h", 3600)
@@ -105,9 +110,10 @@ def _style_panel(axes: Axes, key: Axis, runs: Iterable[Sequence[Line]]) -> float
             title, label = "Loss over communication", "bytes between participants"
             axes.set_xscale("log")
             axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
-        case "wall_seconds":
-            unit, scale = _time_unit(runs)
-            title, label = "Loss over wall time", f"wall time ({unit})"
+        case "wall_seconds" | "virtual_seconds":
+            unit, scale = _time_unit(runs, key)
+            kind = key.removesuffix("_seconds")
+            title, label = f"Loss over {kind} time", f"{kind} time ({unit})"
     axes.set_title(title, loc="left", fontweight="bold")
     axes.set_xlabel(label)
     axes.grid(alpha=0.25, which="both", linewidth=0.6)

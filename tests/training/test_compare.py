@@ -124,3 +124,24 @@ def test_runs_without_communication_can_be_plotted(
 ) -> None:
     plot_comparison({"single": folders["single"]}, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
+def test_runs_in_virtual_time_have_a_column_and_a_panel(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    with MetricsWriter(tmp_path / "async") as metrics:
+        metrics.write("run", 0, {"num_parameters": 1234567, "item_unit": "tokens"})
+        so_far = {"items": 1000, "bytes_across_placement": math.nan, "wall_seconds": 3.0}
+        for number in (1, 2):
+            line = {"loss": 2.0 / number, "virtual_seconds": 80.0 * number}
+            metrics.write("training", number, so_far | line)
+            metrics.write("evaluation", number, so_far | {"loss": 2.5 / number})
+    widths = []
+    for runs in (folders, folders | {"async": tmp_path / "async"}):
+        cells = [row.split("|")[-2].strip() for row in write_comparison(runs, tmp_path).split("\n")]
+        header = (tmp_path / "comparison.png").read_bytes()[:24]
+        widths.append(struct.unpack(">II", header[16:])[0])
+    assert [cells[0], *cells[2:]] == ["virtual time", "-", "-", "-", "-", "160 s"]
+    assert widths[1] == pytest.approx(1.5 * widths[0], rel=0.02)
+    content = json.loads((tmp_path / "comparison.json").read_text())
+    assert [run["virtual_seconds"] for run in content] == [None] * 4 + [160.0]

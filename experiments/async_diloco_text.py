@@ -1,0 +1,181 @@
+"""Asynchronous DiLoCo on text: islands of different speeds, simulated in virtual time."""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fedpax import Cohort
+from fedpax.aggregators import codecs, compressed_mean
+from fedpax.algorithms import async_diloco
+from fedpax.clients import ArrivalOrder
+from fedpax.experiments.optimizers import OptimizerConfig
+from fedpax.experiments.ranges import COUNT, DECAY, NON_NEGATIVE, POSITIVE, check_ranges
+from fedpax.experiments.text import TextConfig, TextExperiment
+from fedpax.experiments.traces import TraceConfig
+from fedpax.models import presets
+from fedpax.parallel.mesh import MeshConfig
+from fedpax.simulation import IslandArrivals, dynamic_local_steps, island_arrivals
+from fedpax.training.algorithm import FederatedAlgorithm, LossFn
+from fedpax.training.experiment import Run, TrainingConfig
+from fedpax.training.virtual_time import ScheduledRounds, TimedSchedule, with_virtual_seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class AsyncConfig:
+    """Asynchronous DiLoCo: its server, and when islands arrive.
+
+    Attributes:
+        learning_rate: outer learning rate, eta.
+        momentum: Nesterov momentum, beta.
+        period: arrivals between two updates of the momentum, N. Default None: number of islands.
+        dynamic_steps: slow islands take fewer steps, `data.local_steps` times their speed over the
+            fastest one's. If False, all islands take `data.local_steps`.
+        grace_seconds: seconds that the server waits for other islands after an arrival. inf: it
+            waits for all of them, which is synchronous DiLoCo.
+        compression: format of an update on the wire, with error feedback. "float32": no
+            compression.
+    """
+
+    learning_rate: float = 0.7
+    momentum: float = 0.9
+    period: int | None = None
+    dynamic_steps: bool = True
+    grace_seconds: float = 0.0
+    compression: Literal["float32", "e3m0", "sign"] = "float32"
+
+    def __post_init__(self) -> None:
+        """Check the ranges.
+
+        Raises:
+            ValueError: a number is NaN or out of range.
+        """
+        check_ranges(self, "asynchronous", learning_rate=POSITIVE, momentum=DECAY, period=COUNT)
+        if self.grace_seconds != np.inf:
+            check_ranges(self, "asynchronous", grace_seconds=NON_NEGATIVE)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AsyncDiLoCoText(TextExperiment):
+    """Islands that train at their own pace, and arrive at the server as a trace says.
+
+    A round is a sequence of arrivals in which no island arrives twice. The metric `virtual_seconds`
+    is the simulated second of the last one. An island that does not arrive skips its batches of the
+    round.
+
+    Attributes:
+        asynchronous: the method's settings.
+        trace: the islands' speeds, networks and failures.
+    """
+
+    asynchronous: AsyncConfig = AsyncConfig()
+    trace: TraceConfig = dataclasses.field(default_factory=TraceConfig)
+
+    def order(self) -> IslandArrivals:
+        """Compute the order of all arrivals of the run.
+
+        Raises:
+            ValueError: the islands fail for good before the last round, or the trace is too short.
+        """
+        trace = self.trace.make(self.islands)
+        settings, local_steps = self.asynchronous, self.data.local_steps
+        order = island_arrivals(
+            trace,
+            num_rounds=self.training.rounds,
+            num_steps=(
+                dynamic_local_steps(trace, local_steps) if settings.dynamic_steps else local_steps
+            ),
+            grace_seconds=min(settings.grace_seconds, 1e30),
+        )
+        self.trace.check_horizon(_ends(order)[-1])
+        return order
+
+    def make_algorithm(
+        self, loss_fn: LossFn, optimizer: optax.GradientTransformation
+    ) -> FederatedAlgorithm:
+        """Make asynchronous DiLoCo."""
+        settings = self.asynchronous
+        codec = {"e3m0": codecs.e3m0, "sign": codecs.sign}.get(settings.compression)
+        return with_virtual_seconds(
+            async_diloco(
+                loss_fn,
+                islands=self.islands,
+                inner_optimizer=optimizer,
+                learning_rate=settings.learning_rate,
+                momentum=settings.momentum,
+                period=settings.period,
+                aggregator=(
+                    None if codec is None else compressed_mean(codec(), error_feedback=True)
+                ),
+            )
+        )
+
+    def build(self) -> Run:
+        """Make the run, and add the order of arrivals to its cohorts."""
+        run, order = super().build(), self.order()
+        ends = _ends(order).astype(np.float32)
+
+        def attach(cohort: Cohort, r: int) -> Cohort:
+            schedule = ArrivalOrder(order.position[r])
+            timed = TimedSchedule(schedule, np.full(self.islands, ends[r]))
+            return cohort._replace(num_steps=order.num_steps[r], schedule=timed)
+
+        by_island: Any = NamedSharding(
+            run.mesh, PartitionSpec("islands" if "islands" in run.mesh.axis_names else None)
+        )
+        integers: Any = jax.ShapeDtypeStruct((self.islands,), np.int32)
+        seconds: Any = jax.ShapeDtypeStruct((self.islands,), np.float32)
+        shardings: Any = Cohort(run.shardings.cohort, num_steps=by_island, schedule=by_island)
+        shapes = run.cohort_shapes
+        assert isinstance(shapes, Cohort)
+        # The islands that arrive, and their steps, differ from round to round.
+        tokens = self.data.batch_size * self.data.seq_len
+        return run._replace(
+            cohorts=ScheduledRounds(run.cohorts, attach),
+            shardings=run.shardings._replace(cohort=shardings),
+            cohort_shapes=shapes._replace(
+                num_steps=integers, schedule=TimedSchedule(ArrivalOrder(integers), seconds)
+            ),
+            items_per_round=max(1, round(tokens * order.num_steps.sum() / len(order.num_steps))),
+        )
+
+
+def _ends(order: IslandArrivals) -> np.ndarray:
+    """Return when each round ends."""
+    return np.where(order.position >= 0, order.seconds, 0.0).max(axis=1)
+
+
+def async_diloco_text() -> AsyncDiLoCoText:
+    """Asynchronous DiLoCo: 4 islands of different speeds, which fail and return, in virtual time.
+
+    The model and the text are those of `diloco_text`. The speeds are lognormal; slow islands take
+    fewer steps. `--trace.file` reads measured speeds and failures.
+    """
+    return AsyncDiLoCoText(
+        islands=4,
+        mesh=MeshConfig(islands=4),
+        model=presets.base_100k(),
+        data=TextConfig(
+            local_steps=18,
+            batch_size=4,
+            seq_len=64,
+            heldout_batch_size=32,
+            heldout_tokens=32_768,
+        ),
+        optimizer=OptimizerConfig(learning_rate=8e-3, final_lr_ratio=0.01),
+        asynchronous=AsyncConfig(learning_rate=0.9, momentum=0.7),
+        trace=TraceConfig(sigma=0.7, seconds_to_failure=600.0, seconds_to_return=120.0),
+        training=TrainingConfig(rounds=216, evaluate_every=24, checkpoint_every=108),
+    )
+
+
+def waiting_diloco_text() -> AsyncDiLoCoText:
+    """DiLoCo on the islands of async_diloco_text: each round waits for the slowest island."""
+    base = async_diloco_text()
+    settings = dataclasses.replace(
+        base.asynchronous, grace_seconds=float("inf"), dynamic_steps=False
+    )
+    return dataclasses.replace(base, asynchronous=settings)

@@ -1,0 +1,170 @@
+"""FedBuff on images: clients that report at their own pace, simulated in virtual time."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from numpy.typing import NDArray
+
+from fedpax import Cohort
+from fedpax.algorithms import fedbuff
+from fedpax.clients import Arrivals
+from fedpax.clients.cohort_stream import CohortStream
+from fedpax.data import ClientSampler, CohortRounds, Partition
+from fedpax.experiments.fedavg_images import CohortConfig, FedAvgImages
+from fedpax.experiments.populations import DirichletPopulation
+from fedpax.experiments.ranges import COUNT, COUNT_OR_ZERO, check_ranges
+from fedpax.experiments.traces import TraceConfig
+from fedpax.models.classifiers import CNNConfig
+from fedpax.simulation import BufferedArrivals, buffered_arrivals
+from fedpax.training.algorithm import FederatedAlgorithm, LossFn
+from fedpax.training.experiment import Run, TrainingConfig
+from fedpax.training.virtual_time import ScheduledRounds, TimedSchedule, with_virtual_seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class BufferConfig:
+    """FedBuff: how many clients train at a time, and how stale an update may be.
+
+    Attributes:
+        concurrency: number of clients that train at the same time, at most the population.
+        max_staleness: the server discards updates above it. It keeps this many versions of the
+            model.
+    """
+
+    concurrency: int
+    max_staleness: int = 20
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        check_ranges(self, "buffer", concurrency=COUNT, max_staleness=COUNT_OR_ZERO)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FedBuffImages(FedAvgImages):
+    """A convolutional network trained by FedBuff; a round is `cohort.size` arrivals.
+
+    The metric `virtual_seconds` is the simulated second at which the server updates its model. With
+    `cohort.size=1` this is FedAsync, with the difference of a client's model.
+
+    Attributes:
+        buffer: the number of clients that train at a time, and the largest staleness.
+        trace: the clients' speeds, networks and failures.
+    """
+
+    buffer: BufferConfig
+    trace: TraceConfig = dataclasses.field(default_factory=TraceConfig)
+
+    def order(self, population: Partition) -> BufferedArrivals:
+        """Compute the order of all arrivals of the run.
+
+        Args:
+            population: the indices of each client's examples.
+
+        Raises:
+            ValueError: the clients fail for good before the last round, the trace is too short, or
+                more clients should train at a time than there are.
+        """
+        cohort = self.cohort
+        sizes = np.array([len(population[k]) for k in range(len(population))])
+        steps = cohort.local_epochs * -(-sizes // cohort.batch_size)
+        if cohort.max_steps is not None:
+            steps = np.minimum(steps, cohort.max_steps)
+        if self.buffer.concurrency > len(population):
+            raise ValueError(
+                f"buffer.concurrency={self.buffer.concurrency}, but the population has "
+                f"{len(population)} clients, expected at most all of them. Lower "
+                "--buffer.concurrency."
+            )
+        order = buffered_arrivals(
+            self.trace.make(len(population)),
+            num_rounds=self.training.rounds,
+            concurrency=self.buffer.concurrency,
+            buffer_size=cohort.size,
+            num_steps=np.maximum(steps, 1),
+            max_staleness=self.buffer.max_staleness,
+            seed=cohort.seed,
+        )
+        self.trace.check_horizon(order.seconds[-1, -1])
+        return order
+
+    def make_sampler(self, population: Partition) -> ClientSampler:
+        """Make the sampler of the clients that arrive in each round."""
+        order = self.order(population)
+        return ArrivingClients(len(population), self.cohort.size, self.cohort.seed, order=order)
+
+    def make_stream(self, rounds: CohortRounds, sampler: ClientSampler) -> CohortStream:
+        """Add the schedule to each round. All arrivals have the same weight, as in the paper."""
+        assert isinstance(sampler, ArrivingClients)
+        order = sampler.order
+
+        def attach(cohort: Cohort, r: int) -> Cohort:
+            # The rows of a cohort are in another order than the arrivals.
+            arrivals = np.argsort(order.client_ids[r], kind="stable")
+            rows = np.argsort(np.asarray(cohort.client_ids), kind="stable")
+            staleness = np.empty(self.cohort.size, np.int32)
+            staleness[rows] = order.staleness[r, arrivals]
+            end = np.full(self.cohort.size, order.seconds[r, -1], np.float32)
+            schedule = TimedSchedule(Arrivals(staleness), end)
+            return cohort._replace(num_examples=None, schedule=schedule)
+
+        return ScheduledRounds(rounds, attach)
+
+    def build(self) -> Run:
+        """Make the run, with the shapes of the schedules."""
+        run = super().build()
+        shapes = run.cohort_shapes
+        assert isinstance(shapes, Cohort)
+        size = (self.cohort.size,)
+        integers: Any = jax.ShapeDtypeStruct(size, np.int32)
+        seconds: Any = jax.ShapeDtypeStruct(size, np.float32)
+        schedule = TimedSchedule(Arrivals(integers), seconds)
+        return run._replace(cohort_shapes=shapes._replace(num_examples=None, schedule=schedule))
+
+    def make_algorithm(self, loss_fn: LossFn) -> FederatedAlgorithm:
+        """Make FedBuff."""
+        return with_virtual_seconds(
+            fedbuff(
+                loss_fn,
+                buffer_size=self.cohort.size,
+                max_staleness=self.buffer.max_staleness,
+                client_optimizer=optax.sgd(self.client_learning_rate),
+                server_optimizer=self.server.make(),
+                chunk_size=self.cohort.chunk_size,
+            )
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class ArrivingClients(ClientSampler):
+    """The clients that arrive in each round, in place of sampled ones.
+
+    Attributes:
+        order: the arrivals of all rounds.
+    """
+
+    order: BufferedArrivals
+
+    def sample(self, round_number: int) -> NDArray[np.int64]:
+        """Return the clients that arrive in a round, int64 `[cohort]`; one can arrive twice."""
+        return self.order.client_ids[round_number].astype(np.int64)
+
+
+def fedbuff_digits() -> FedBuffImages:
+    """FedBuff on the digits of fedavg_digits: 20 of 30 clients train at a time, in virtual time.
+
+    The server updates its model at every 10th arrival. Speeds are lognormal, and clients fail and
+    return. `--trace.file` reads measured speeds and failures. Takes seconds.
+    """
+    return FedBuffImages(
+        dataset="digits",
+        population=DirichletPopulation(num_clients=30, alpha=0.3),
+        model=CNNConfig(image_height=8, image_width=8, filters=(8, 16), hidden_dim=32),
+        cohort=CohortConfig(size=10, batch_size=10, local_epochs=2),
+        buffer=BufferConfig(concurrency=20),
+        trace=TraceConfig(sigma=1.0, seconds_to_failure=600.0, seconds_to_return=60.0),
+        client_learning_rate=0.1,
+        training=TrainingConfig(rounds=60, evaluate_every=10, checkpoint_every=30),
+    )

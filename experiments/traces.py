@@ -1,0 +1,154 @@
+"""The trace of an asynchronous experiment: speeds, transfers and failures of its participants."""
+
+import dataclasses
+
+import numpy as np
+
+from fedpax.experiments.ranges import (
+    NON_NEGATIVE,
+    POSITIVE,
+    POSITIVE_OR_INFINITE,
+    check_ranges,
+)
+from fedpax.simulation import (
+    Trace,
+    constant,
+    draw_trace,
+    exponential,
+    load_trace,
+    lognormal,
+    transfer_seconds,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class TraceConfig:
+    """Distributions of a population's speeds, networks and failures, or a file.
+
+    Attributes:
+        file: a trace that `fedpax.simulation.save_trace` wrote, .npz or .jsonl. All other fields
+            are then unused. Default None: draw a trace.
+        seconds_per_step: median of the seconds of a local step, lognormal over the participants.
+        sigma: standard deviation of its logarithm; 0: all participants are equally fast.
+        megabytes: size of the model, and of an update, on the network.
+        megabytes_per_second: median bandwidth of a participant's network, lognormal over the
+            participants. inf: transfers take no time.
+        bandwidth_sigma: standard deviation of its logarithm.
+        seconds_to_failure: mean seconds between a return and the next failure, exponential. Default
+            None: no failures.
+        seconds_to_return: mean seconds between a failure and the return, exponential. Default None:
+            a participant that fails does not return.
+        seconds_to_arrival: mean of the second in which a participant arrives, exponential. Default
+            None: all are there at the start.
+        horizon: seconds for which failures are drawn. A longer run raises.
+        seed: random seed of all draws.
+    """
+
+    file: str | None = None
+    seconds_per_step: float = 1.0
+    sigma: float = 0.5
+    megabytes: float = 1.0
+    megabytes_per_second: float = float("inf")
+    bandwidth_sigma: float = 0.5
+    seconds_to_failure: float | None = None
+    seconds_to_return: float | None = None
+    seconds_to_arrival: float | None = None
+    horizon: float = 20_000.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the ranges.
+
+        Raises:
+            ValueError: a number is NaN or out of range, or there are returns without failures.
+        """
+        check_ranges(
+            self,
+            "trace",
+            seconds_per_step=POSITIVE,
+            sigma=NON_NEGATIVE,
+            megabytes=POSITIVE,
+            megabytes_per_second=POSITIVE_OR_INFINITE,
+            bandwidth_sigma=NON_NEGATIVE,
+            seconds_to_failure=POSITIVE,
+            seconds_to_return=POSITIVE,
+            seconds_to_arrival=POSITIVE,
+            horizon=POSITIVE,
+        )
+        if self.seconds_to_return is not None and self.seconds_to_failure is None:
+            raise ValueError(
+                f"trace.seconds_to_return={self.seconds_to_return} without failures, expected "
+                "trace.seconds_to_failure too. Set --trace.seconds_to_failure, or leave out "
+                "--trace.seconds_to_return."
+            )
+
+    def make(self, num_participants: int) -> Trace:
+        """Read or draw the trace.
+
+        Args:
+            num_participants: size of the population.
+
+        Raises:
+            ValueError: there is no such file, it is malformed, or it has another number of
+                participants.
+
+        Example:
+            >>> trace = TraceConfig(seconds_per_step=2.0, sigma=0.0).make(3)
+            >>> trace.seconds_per_step.tolist()
+            [2.0, 2.0, 2.0]
+        """
+        if self.file is not None:
+            try:
+                trace = load_trace(self.file)
+            except OSError as error:
+                raise ValueError(
+                    f"trace.file={self.file} cannot be read ({error.strerror}), expected a file "
+                    "that fedpax.simulation.save_trace wrote. Set --trace.file to its path."
+                ) from None
+            if trace.num_participants != num_participants:
+                raise ValueError(
+                    f"trace.file={self.file} has {trace.num_participants} participants, expected "
+                    f"{num_participants}, those of the experiment. Change the experiment's number, "
+                    "or give another file."
+                )
+            return trace
+        transfer = None
+        if np.isfinite(self.megabytes_per_second):
+            bandwidth = lognormal(1e6 * self.megabytes_per_second, self.bandwidth_sigma)
+            transfer = transfer_seconds(1e6 * self.megabytes, bandwidth)
+        failure, back, arrival = (
+            None if mean is None else exponential(mean)
+            for mean in (self.seconds_to_failure, self.seconds_to_return, self.seconds_to_arrival)
+        )
+        return draw_trace(
+            num_participants,
+            seed=self.seed,
+            seconds_per_step=(
+                lognormal(self.seconds_per_step, self.sigma)
+                if self.sigma
+                else constant(self.seconds_per_step)
+            ),
+            seconds_to_receive=transfer,
+            seconds_to_send=transfer,
+            time_to_failure=failure,
+            time_to_return=back,
+            arrival=arrival,
+            horizon=self.horizon,
+        )
+
+    def check_horizon(self, last_second: float) -> None:
+        """Check that failures were drawn up to the end of a run.
+
+        Args:
+            last_second: when the run ends.
+
+        Raises:
+            ValueError: it ends later.
+        """
+        drawn = self.file is None and self.seconds_to_failure is not None
+        if drawn and last_second > self.horizon:
+            raise ValueError(
+                f"trace.horizon={self.horizon:g}, but the run lasts {last_second:g} seconds, "
+                "expected failures up to its end. Raise --trace.horizon, or lower "
+                "--training.rounds."
+            )

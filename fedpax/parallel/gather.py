@@ -6,18 +6,32 @@ from typing import Any
 import numpy as np
 from jax.experimental import multihost_utils
 
+NUM_LENGTH_BYTES = 8
+NUM_FIRST_BYTES = 4096
+
 
 def gather_json(value: Any) -> list[Any]:
     """Return the values of all processes, in the order of the processes.
 
-    All processes must call this at the same point of their programs.
+    All processes must call this at the same point of their programs. Values of up to 4 KiB take one
+    collective, which is compiled once; if one is larger, a second collective has the rest.
 
     Args:
         value: this process's value, a tree of JSON types. Its size may differ between processes.
     """
-    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    lengths = multihost_utils.process_allgather(np.int32(text.size))
-    padded = np.zeros(lengths.max(), np.uint8)
-    padded[: text.size] = text
-    rows = multihost_utils.process_allgather(padded)
-    return [json.loads(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)]
+    text = json.dumps(value).encode()
+    length = len(text).to_bytes(NUM_LENGTH_BYTES, "little")
+    firsts = _gather(length + text[:NUM_FIRST_BYTES], NUM_LENGTH_BYTES + NUM_FIRST_BYTES)
+    lengths = [int.from_bytes(row[:NUM_LENGTH_BYTES], "little") for row in firsts]
+    rests = [b""] * len(firsts)
+    if (longest := max(lengths)) > NUM_FIRST_BYTES:
+        # A power of two, so that values of similar sizes share a compiled program.
+        rests = _gather(text[NUM_FIRST_BYTES:], 1 << (longest - NUM_FIRST_BYTES - 1).bit_length())
+    rows = [first[NUM_LENGTH_BYTES:] + rest for first, rest in zip(firsts, rests, strict=True)]
+    return [json.loads(row[:length]) for row, length in zip(rows, lengths, strict=True)]
+
+
+def _gather(content: bytes, size: int) -> list[bytes]:
+    padded = np.zeros(size, np.uint8)
+    padded[: len(content)] = np.frombuffer(content, np.uint8)
+    return [row.tobytes() for row in multihost_utils.process_allgather(padded).reshape(-1, size)]

@@ -2,7 +2,11 @@
 
 import dataclasses
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +18,7 @@ import orbax.checkpoint as ocp
 import pytest
 from small_regression import regression
 
+from fedpax.models import huggingface
 from fedpax.training.checkpoint import Checkpoints, complete_rounds, load_params
 from fedpax.training.exports import Exports, write_orbax
 from fedpax.training.retention import Retention
@@ -148,3 +153,44 @@ def test_a_checkpoint_that_cannot_be_saved_is_not_waited_for(tmp_path: Path) -> 
     with exports_of(tmp_path, write_orbax) as exports:
         exports.start(2)
     assert not (tmp_path / "exports").exists()
+
+
+KILLED = """
+import os, runpy, signal
+from fedpax.models import huggingface
+save = huggingface.save
+
+def save_and_die(folder, *arguments, **options):
+    save(folder, *arguments, **options)
+    (folder / "config.json").unlink()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+huggingface.save = save_and_die
+runpy.run_module("fedpax", run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_while_it_exports_leaves_only_whole_models(tmp_path: Path) -> None:
+    fields = (
+        "--model.scale_embeddings=False --model.num_layers=1 --model.embed_dim=32 --mesh.fsdp=1 "
+        "--model.mlp_dim=64 --data.batch_size=2 --data.local_steps=2 --data.heldout_tokens=1024 "
+        "--training.rounds=5 --training.evaluate_every=0 --training.checkpoint_every=3 "
+        "--training.keep_checkpoints=1 --training.export_every=2"
+    ).split()
+    arguments = ["train", "--exp=pretrain_text", f"--job_log_dir={tmp_path}", *fields]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+
+    def run(*start: str) -> int:
+        return subprocess.run([sys.executable, *start, *arguments], env=environment).returncode
+
+    assert run("-c", KILLED) == -signal.SIGKILL
+    assert exported(tmp_path) == {".2.draft"}
+    assert 2 in complete_rounds(tmp_path / "checkpoints")
+    assert run("-m", "fedpax") == 0
+    assert exported(tmp_path) == {"2", "4", "5"}
+    for number in (4, 5):  # the checkpoints that are left
+        config, params = huggingface.load(tmp_path / "exports" / f"{number}")
+        assert config.num_layers == 1
+        expected = load_params(tmp_path, number)
+        np.testing.assert_array_equal(params["embedding"], expected["embedding"])

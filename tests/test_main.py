@@ -269,6 +269,12 @@ def test_errors_in_the_code_of_a_user_keep_their_traceback(
             "Run.evaluate returns a NoneType, expected a dict of metrics",
         ),
         ("mesh=self.mesh.make()", "make_mesh(clients=-1, fsdp=-1): only one axis can take"),
+        ("algorithm=fedavg", "Run.algorithm is a function without init, round, expected an object"),
+        (
+            "cohorts=iter([])",
+            "Run.cohorts is a list_iterator without get_state, set_state, expected",
+        ),
+        ("items_per_round=0", "Run.items_per_round=0, expected a positive number. Give the tokens"),
         (None, "Mine.build returns a NoneType, expected a fedpax.training.experiment.Run"),
     ],
 )

@@ -89,6 +89,43 @@ class Run(NamedTuple):
     whole_model: Callable[[Params], Params] | None = None
 
 
+def check_run(run: object, experiment_name: str) -> None:
+    """Check that `Experiment.build` returned a run that the training loop can use.
+
+    Args:
+        run: the value that it returned.
+        experiment_name: the name of the experiment's class.
+
+    Raises:
+        ValueError: it is not a `Run`, its algorithm or its cohorts lack a method, or a round has no
+            items.
+    """
+    if not isinstance(run, Run):
+        raise ValueError(
+            f"{experiment_name}.build returns a {type(run).__name__}, expected a "
+            "fedpax.training.experiment.Run. Return one from build."
+        )
+    for field, value, methods, remedy in (
+        ("algorithm", run.algorithm, ("init", "round"), "Call the method: fedavg(loss_fn, ...)."),
+        (
+            "cohorts",
+            run.cohorts,
+            ("__next__", "get_state", "set_state"),
+            "The state of a stream is its place in the data, such as the round.",
+        ),
+    ):
+        if lacking := [name for name in methods if not hasattr(value, name)]:
+            raise ValueError(
+                f"Run.{field} is a {type(value).__name__} without {', '.join(lacking)}, expected "
+                f"an object with {', '.join(methods)}. {remedy}"
+            )
+    if run.items_per_round < 1:
+        raise ValueError(
+            f"Run.items_per_round={run.items_per_round}, expected a positive number. Give the "
+            "tokens or examples of a round, of all participants together."
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainingConfig:
     """The settings of the training loop.

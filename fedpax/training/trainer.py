@@ -14,7 +14,7 @@ import jax
 from fedpax.training.agreement import check_agreement
 from fedpax.training.checkpoint import Checkpoints
 from fedpax.training.configuration import resolve_job_log_dir
-from fedpax.training.experiment import Experiment, Run
+from fedpax.training.experiment import Experiment, check_run
 from fedpax.training.exports import Exports
 from fedpax.training.goodput import GoodputClock, describe_goodput
 from fedpax.training.job_dir import JobDirLock, check_configuration
@@ -136,11 +136,7 @@ def _train(experiment: Experiment, folder: Path, exp: str, changes: Changes) -> 
         enter = resources.enter_context
         clock = enter(GoodputClock(folder, after=first, lines=kept, enabled=primary))
         run = experiment.build()
-        if not isinstance(run, Run):
-            raise ValueError(
-                f"{type(experiment).__name__}.build returns a {type(run).__name__}, expected a "
-                "fedpax.training.experiment.Run. Return one from build."
-            )
+        check_run(run, type(experiment).__name__)
         enter(jax.set_mesh(run.mesh))
         retention = Retention(
             training.keep_checkpoints,

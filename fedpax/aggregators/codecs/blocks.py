@@ -18,11 +18,13 @@ SHORT_AXIS = 128  # blocks along a shorter axis would have more scales than the 
 class Blocks(NamedTuple):
     """The division of a leaf into blocks.
 
+    With n blocks, a block has every n-th entry of the axis, so that dividing the first axis moves no
+    data. The end of the axis may be padded with zeros.
+
     Attributes:
-        axis: the axis that is divided into blocks of adjacent entries; other axes do not change.
-            None: the leaf is flattened first.
+        axis: the axis that is divided; other axes do not change. None: the leaf is flattened first.
         num_blocks: number of blocks along the axis.
-        size: number of entries of a block. The last block may be padded with zeros.
+        size: number of entries of a block.
     """
 
     axis: int | None
@@ -117,8 +119,8 @@ def to_blocks(leaf: Float[Array, "..."], blocks: Blocks) -> Float[Array, "entrie
     missing = blocks.num_blocks * blocks.size - whole.shape[axis]
     if missing:
         whole = jnp.pad(whole, [(0, missing if i == axis else 0) for i in range(whole.ndim)])
-    shape = (*whole.shape[:axis], blocks.num_blocks, blocks.size, *whole.shape[axis + 1 :])
-    return jnp.moveaxis(whole.reshape(shape), axis + 1, 0)
+    shape = (*whole.shape[:axis], blocks.size, blocks.num_blocks, *whole.shape[axis + 1 :])
+    return jnp.moveaxis(whole.reshape(shape), axis, 0)
 
 
 def from_blocks(
@@ -135,7 +137,7 @@ def from_blocks(
         The leaf.
     """
     axis = blocks.axis or 0
-    split = jnp.moveaxis(values, 0, axis + 1)
+    split = jnp.moveaxis(values, 0, axis)
     entries = blocks.num_blocks * blocks.size
     whole = split.reshape(*split.shape[:axis], entries, *split.shape[axis + 2 :])
     length = math.prod(shape) if blocks.axis is None else shape[axis]

@@ -86,14 +86,14 @@ def hadamard_transform(x: Float[Array, "entries ..."]) -> Float[Array, "entries 
         >>> hadamard_transform(jnp.array([2.0, 0.0, 0.0, 0.0])).tolist()
         [1.0, 1.0, 1.0, 1.0]
     """
-    entries = inner = x.shape[0]
-    y = x
+    inner = x.shape[0]
+    y = x / math.sqrt(inner)  # here it is fused with the first pass
     while inner > 1:
         radix = min(RADIX, inner)
         inner //= radix
         y = y.reshape(-1, radix, inner, *x.shape[1:])
         y = jnp.stack(_butterfly([y[:, i] for i in range(radix)]), axis=1)
-    return y.reshape(x.shape) / math.sqrt(entries)
+    return y.reshape(x.shape)
 
 
 def check_codec(function: str, argument: str, codec: Codec) -> None:

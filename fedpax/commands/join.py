@@ -60,6 +60,7 @@ def join(arguments: Sequence[str]) -> int:
                 server_name=options.server_name,
                 allow_config_change=allowed_changes(options),
                 give_up_after=options.give_up_after,
+                heartbeat_timeout=options.heartbeat_timeout,
             )
         except ClusterError as error:
             raise UsageError(f"--multihost: {error}") from None

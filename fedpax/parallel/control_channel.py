@@ -18,6 +18,7 @@ from fedpax.parallel.gather import gather_json
 
 SECONDS_TO_CONNECT = 60.0
 SECONDS_TO_GREET = 5.0
+SECONDS_BETWEEN_BEATS = 5.0
 SECONDS_TO_FAIL = 10.0
 """Seconds in which a process can fail for the reason for which another one has failed."""
 
@@ -28,15 +29,17 @@ class ControlChannel(AbstractContextManager["ControlChannel"]):
     A collective runs on the devices, after all programs that were dispatched before it. The channel
     does not wait for them: processes can agree on their next programs while the devices compute.
 
-    If a process ends without closing its channel, every other process that is connected with it
-    calls `on_end`. If it closes its channel because of an error, they call it ten seconds later,
-    unless they have closed their channels by then.
+    If a process ends without closing its channel, or is silent, every process that is connected
+    with it calls `on_end`. If it closes its channel because of an error, they call it ten seconds
+    later, unless they have closed their channels by then.
 
     All processes must make the channel at the same point of their programs. With one process there
     is no connection.
 
     Args:
         on_end: called with a description such as "process 1 on host b has ended", in a thread.
+        silence: seconds without a message after which a process counts as silent. Default 40.0,
+            because `jax.distributed` aborts processes 50 to 100 seconds after one is silent.
 
     Raises:
         ClusterError: the processes cannot connect.
@@ -47,8 +50,9 @@ class ControlChannel(AbstractContextManager["ControlChannel"]):
         {'merges': 3}
     """
 
-    def __init__(self, on_end: Callable[[str], None]) -> None:
-        self._on_end = on_end
+    def __init__(self, on_end: Callable[[str], None], silence: float = 40.0) -> None:
+        self._on_end, self._silence = on_end, silence
+        self._sending = threading.Lock()
         self._connections: dict[int, socket.socket] = {}
         self._values: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._closed = threading.Event()
@@ -67,10 +71,12 @@ class ControlChannel(AbstractContextManager["ControlChannel"]):
             offer = gather_json(offer)[0]
             found = _accept_all(listener, offer) if self.is_first else [_connect(offer)]
         for number, host, connection in found:
+            connection.settimeout(silence)
             self._connections[number] = connection
             threading.Thread(
                 target=self._read, args=(number, host, connection), daemon=True
             ).start()
+        threading.Thread(target=self._beat, daemon=True).start()
 
     def broadcast(self, value: Any) -> Any:
         """Return the value of process 0 in all processes.
@@ -95,26 +101,40 @@ class ControlChannel(AbstractContextManager["ControlChannel"]):
 
     def _send(self, message: dict[str, Any]) -> None:
         line = json.dumps(message).encode() + b"\n"
-        for connection in self._connections.values():
-            with contextlib.suppress(OSError):  # the thread that reads notices it
-                connection.sendall(line)
+        with self._sending:
+            for connection in self._connections.values():
+                with contextlib.suppress(OSError):  # the thread that reads notices it
+                    connection.sendall(line)
+
+    def _beat(self) -> None:
+        while not self._closed.wait(min(self._silence / 4, SECONDS_BETWEEN_BEATS)):
+            self._send({"beat": True})
 
     def _read(self, number: int, host: str, connection: socket.socket) -> None:
-        """Receive values until the other process closes its channel, or ends."""
-        end = "ended"
-        with contextlib.suppress(OSError), connection, connection.makefile("rb") as lines:
-            for line in lines:
-                message = json.loads(line)
-                if "failed" not in message:
-                    self._values.put(message["value"])
-                elif not message["failed"]:
-                    return
-                else:
-                    end = "failed"
-                    self._closed.wait(SECONDS_TO_FAIL)
-                    break
-        if not self._closed.is_set():
-            self._on_end(f"process {number} on {host} has {end}")
+        """Receive values until the other process closes its channel, ends or is silent."""
+        with connection:
+            end = self._receive(connection)
+            if end is not None and not self._closed.is_set():
+                self._on_end(f"process {number} on {host} {end}")
+
+    def _receive(self, connection: socket.socket) -> str | None:
+        """Receive values; return how the other process has ended, or None if it is done."""
+        try:
+            with connection.makefile("rb") as lines:
+                for line in lines:
+                    message = json.loads(line)
+                    if "value" in message:
+                        self._values.put(message["value"])
+                    elif message.get("failed"):
+                        self._closed.wait(SECONDS_TO_FAIL)
+                        return "has failed"
+                    elif "failed" in message:
+                        return None
+        except TimeoutError:
+            return f"has sent nothing for {self._silence:g} s"
+        except OSError:
+            pass
+        return "has ended"
 
 
 def _own_names() -> list[str]:
@@ -157,7 +177,6 @@ def _accept_all(
             greeting = _read_line(connection)
             if greeting.get("token") == offer["token"]:
                 connection.sendall(b'{"welcome": true}\n')
-                connection.settimeout(None)
                 number, host = int(greeting["process"]), str(greeting["host"])
                 found[number] = number, host, connection
                 continue
@@ -183,7 +202,6 @@ def _connect(offer: dict[str, Any]) -> tuple[int, str, socket.socket]:
                     )
                     connection.sendall(json.dumps(greeting).encode() + b"\n")
                     if _read_line(connection).get("welcome"):
-                        connection.settimeout(None)
                         after_failure.pop_all()
                         return 0, host, connection
                     reasons[host] = "another program answers"

@@ -87,6 +87,7 @@ def join(
     server_name: str | None = None,
     allow_config_change: Collection[str] = (),
     give_up_after: float = 600.0,
+    heartbeat_timeout: float = 100.0,
 ) -> JoinResult:
     """Train one island of an experiment, which a syncer merges with others.
 
@@ -100,7 +101,7 @@ def join(
 
     If `jax.distributed` is initialized, its processes form one island: all of them must call this
     function, with a folder that all of them see. Only process 0 connects to the syncer. If one of
-    them ends, the others print this and exit with status 75.
+    them ends or is silent, the others print this and exit with status 75.
 
     The folder gets `config.json`, `metrics.jsonl`, `tensorboard/`, `checkpoints/` (model, inner
     optimizer, position in the data, unsent progress) and `island.json`. An island that is killed
@@ -120,6 +121,8 @@ def join(
         allow_config_change: as in `fedpax.training.trainer.train`.
         give_up_after: seconds without an answer of a syncer after which an island that waits for it
             stops. Default 600.0. In a folder whose run is finished, at most 15 seconds.
+        heartbeat_timeout: the limit of `jax.distributed` for a silent process. After 40% of it, the
+            other processes of the island exit with status 75. Default 100.0, as in JAX.
 
     Returns:
         The number of rounds of this island, and the reason for which the call stopped.
@@ -138,7 +141,7 @@ def join(
         check_agreement(folder, experiment)
         changes = (*allow_config_change, "training.rounds")  # which is the syncer's
         check_configuration(folder, experiment, exp, allow_config_change=changes)
-        with ControlChannel(_exit_after(folder)) as channel:
+        with ControlChannel(_exit_after(folder), 0.4 * heartbeat_timeout) as channel:
             member = _Member(**channel.broadcast(_read_member(folder)._asdict()))
             if member.finished:
                 give_up_after = min(give_up_after, SECONDS_TO_ASK_AGAIN)

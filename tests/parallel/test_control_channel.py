@@ -35,13 +35,14 @@ class Job:
         self._barrier.wait(10)
         return [self.offer]
 
-    def run(self, program: Program) -> list[Any]:
+    def run(self, program: Program, silence: float = 80.0) -> list[Any]:
         """Run a program in all processes; return their results, or the errors they raised."""
 
         def process(number: int) -> Any:
             self._own.number = number
             try:
-                with ControlChannel(lambda text: self.ends.append((number, text))) as channel:
+                on_end = lambda text: self.ends.append((number, text))
+                with ControlChannel(on_end, silence) as channel:
                     return program(channel, number)
             except Exception as error:
                 return error
@@ -102,12 +103,27 @@ def test_a_process_that_fails_is_given_time_to_fail_everywhere(
             assert number == 0 and text.endswith("has failed")
 
 
+def test_a_silent_process_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(monkeypatch, 3)
+
+    def program(channel: ControlChannel, number: int) -> None:
+        if number == 1:
+            channel._send = lambda message: None  # such as a process that is stopped
+        deadline = time.monotonic() + 5
+        while not job.ends and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    job.run(program, silence=0.4)
+    number, text = job.ends[0]
+    assert number == 0
+    assert text.startswith("process 1 on ") and text.endswith("has sent nothing for 0.4 s")
+
+
 def test_strangers_are_ignored_and_missing_processes_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     job = Job(monkeypatch, 2)
-    monkeypatch.setattr(control_channel, "SECONDS_TO_CONNECT", 0.3)
-    monkeypatch.setattr(control_channel, "SECONDS_TO_GREET", 0.1)
+    monkeypatch.setattr(control_channel, "SECONDS_TO_GREET", 0.5)
     connect = control_channel._connect
 
     def strangers(offer: dict[str, Any]) -> Any:
@@ -118,6 +134,7 @@ def test_strangers_are_ignored_and_missing_processes_named(
 
     monkeypatch.setattr(control_channel, "_connect", strangers)
     assert job.run(lambda channel, number: channel.broadcast(number)) == [0, 0]
+    monkeypatch.setattr(control_channel, "SECONDS_TO_CONNECT", 0.5)
     wrong = lambda offer: connect({**offer, "token": "another job's"})
     monkeypatch.setattr(control_channel, "_connect", wrong)
     first, second = job.run(lambda channel, number: None)

@@ -48,10 +48,11 @@ fedpax: federated and multi-island training on JAX
       their updates. Needs no accelerator; resumes after its last merge. At the end it answers
       until each island knows it, at most --goodbye_seconds.
   fedpax join --exp=NAME --syncer=HOST:PORT --job_log_dir=DIR [--certificates=DIR] [--name=NAME]
-              [--shard=K] [--server_name=NAME] [--give_up_after=600] [--FIELD=VALUE ...]
-      Train one island of an experiment on this machine's devices, until the syncer has finished.
-      Where it waits for a syncer that does not answer for --give_up_after seconds, it saves and
-      stops.
+              [--shard=K] [--server_name=NAME] [--give_up_after=600] [--multihost]
+              [--FIELD=VALUE ...]
+      Train one island of an experiment on this machine's devices, or with --multihost on those of
+      all processes started with the same command, until the syncer has finished. Where it waits
+      for a syncer that does not answer for --give_up_after seconds, it saves and stops.
   fedpax certificates --out=DIR --names=HOST,NAME,... [--days=365] [--authority=DIR/authority]
       Make the certificates of a syncer and its islands: HOST is the syncer's host name, each
       further NAME a site. --authority adds sites to an existing authority.
@@ -75,10 +76,11 @@ fedpax: federated and multi-island training on JAX
                     what islands and clients keep between rounds when a run resumes with another
                     number of them: average (default) keeps its mean, copy gives island i the
                     state of saved island i modulo their number
-  --multihost       train with all processes of a cluster, each started with the same command. They
-                    find each other by JAX_COORDINATOR_ADDRESS=HOST:PORT (of process 0),
-                    JAX_NUM_PROCESSES and JAX_PROCESS_ID (from 0), else in a Slurm step (srun) or
-                    on a TPU pod by themselves
+  --multihost       train, or join a syncer as one island, with all processes of a cluster, each
+                    started with the same command. They find each other by
+                    JAX_COORDINATOR_ADDRESS=HOST:PORT (of process 0), JAX_NUM_PROCESSES and
+                    JAX_PROCESS_ID (from 0), else in a Slurm step (srun) or on a TPU pod by
+                    themselves
   --join_timeout    seconds to wait for the other processes (default 300)
   --heartbeat_timeout
                     seconds until a process that sends nothing counts as dead (default 100)
@@ -122,7 +124,8 @@ Exit status:
        not fit the devices' memory, or `fedpax doctor` found a problem
     2  usage error, or a folder or configuration that cannot be used; the message names the remedy
    70  a round hung, with --training.on_hang=exit; the same command resumes
-   75  the first process of an elastic job is gone, or an island's syncer; the same commands resume
+   75  the first process of an elastic job, a process of an island, or an island's syncer is gone;
+       the same commands resume
   130  Ctrl-C, and 143 SIGTERM: completed rounds are saved, and the same command resumes
   141  SIGPIPE: the program that read the output has exited
 """

@@ -1,9 +1,9 @@
 """The training process of an elastic job, started before it is needed.
 
-`python -m fedpax.commands.standby ARGUMENTS` imports what `fedpax train ARGUMENTS` needs, writes a
-byte to the file descriptor `READY`, and waits for a line of JSON on standard input: more arguments
-and environment variables. Then it trains. It uses no device before. If standard input ends, it
-ends too.
+With the environment variable `READY`, `fedpax train` first imports what the experiment needs,
+writes a byte to a file descriptor, and waits for a line of JSON on standard input: more arguments
+and environment variables. Then it trains. It uses no device before. If standard input ends, it ends
+too.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ class Standby:
         reader, writer = os.pipe()
         # In a session of its own: the supervisor alone receives Ctrl-C.
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "fedpax.commands.standby", *arguments],
+            [sys.executable, "-m", "fedpax", "train", *arguments],
             stdin=subprocess.PIPE,
             env=os.environ | {READY: str(writer)},
             pass_fds=(writer,),
@@ -99,41 +99,29 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def main() -> int:
-    """Prepare, wait and train.
+def is_standby() -> bool:
+    """Return whether this process is one that waits for its supervisor."""
+    return READY in os.environ
+
+
+def wait_for_order() -> list[str]:
+    """Import the libraries for data, then wait until the supervisor wants this process to train.
 
     Returns:
-        The exit status of `fedpax train`.
+        Further arguments of `fedpax train`; the environment variables are set. If the supervisor
+        has ended, this process ends.
     """
-    arguments = sys.argv[1:]
+    for name in DATA_LIBRARIES:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     ready = int(os.environ.pop(READY))
-    _import_all(arguments)
     with contextlib.suppress(OSError):  # the supervisor does not wait
         os.write(ready, b"1")
     os.close(ready)
     line = sys.stdin.readline()
     if not line:
-        return 0
+        raise SystemExit(0)
     order = json.loads(line)
     os.environ.update(order["environment"])
-    from fedpax.main import main as run
-
-    return run(["train", *arguments, *order["arguments"]])
-
-
-def _import_all(arguments: list[str]) -> None:
-    """Import the training loop and the experiment's modules, by configuring the experiment."""
-    from fedpax.commands.options import configure, parse
-    from fedpax.commands.train import define_flags
-
-    # The supervisor has configured it too, and reports what is wrong.
-    with contextlib.suppress(Exception, SystemExit):
-        options, fields = parse("train", arguments, define_flags)
-        configure(options.exp, fields, options.job_log_dir)
-    for name in DATA_LIBRARIES:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    arguments: list[str] = order["arguments"]
+    return arguments

@@ -18,6 +18,7 @@ from fedpax.commands.processes import (
     leave_on_failure,
     provide_processes,
 )
+from fedpax.commands.standby import is_standby, wait_for_order
 from fedpax.training.console import print_line
 from fedpax.training.membership import find_membership
 from fedpax.training.trainer import TrainingResult
@@ -34,6 +35,9 @@ def train(arguments: Sequence[str]) -> int:
         The exit status.
     """
     options, experiment, folder = parse_run("train", arguments, define_flags)
+    if is_standby():  # the experiment's modules are imported now
+        arguments = [*arguments, *wait_for_order()]
+        options, experiment, folder = parse_run("train", arguments, define_flags)
     if options.elastic:
         return train_elastically(options, arguments, experiment, folder)
     enable_compilation_cache()

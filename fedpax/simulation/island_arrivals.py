@@ -106,13 +106,15 @@ def island_arrivals(
         ([0, 0, 2], [10.0, 10.0, 10.0])
     """
     islands = trace.num_participants
-    steps = np.broadcast_to(np.asarray(num_steps), (islands,))
-    if num_rounds < 1 or np.any(steps < 1) or not 0 <= grace_seconds < np.inf:
+    steps = np.broadcast_to(np.asarray(num_steps), (islands,)).tolist()
+    if num_rounds < 1 or min(steps) < 1 or not 0 <= grace_seconds < np.inf:
         raise ValueError(
-            f"island_arrivals(): num_rounds is {num_rounds}, the smallest num_steps {steps.min()} "
+            f"island_arrivals(): num_rounds is {num_rounds}, the smallest num_steps {min(steps)} "
             f"and grace_seconds {grace_seconds}, expected at least 1, at least 1 and at least 0."
         )
-    durations = trace.seconds_to_receive + steps * trace.seconds_per_step + trace.seconds_to_send
+    durations = (
+        trace.seconds_to_receive + np.array(steps) * trace.seconds_per_step + trace.seconds_to_send
+    ).tolist()
     presence = Presence(trace)
     events: list[tuple[float, int, bool]] = []  # (time, island, whether it sends an update)
 
@@ -129,11 +131,10 @@ def island_arrivals(
         if event[0] < np.inf:
             heapq.heappush(events, event)
 
-    shape = num_rounds, islands
-    position, staleness = np.full(shape, -1, np.int32), np.full(shape, -1, np.int32)
-    taken, seconds = np.zeros(shape, np.int32), np.full(shape, np.inf)
-    started = np.zeros(islands, np.int64)  # number of updates in the model that an island has
-    applied, current, next_position = 0, 0, 0
+    # Plain lists: with a few islands they are faster than arrays. A row is a round.
+    position, taken, staleness, seconds = ([[empty] * islands] for empty in (-1, 0, -1, np.inf))
+    started = [0] * islands  # number of updates in the model that an island has
+    applied, next_position = 0, 0
     for island in range(islands):
         begin(island, 0.0)
     while events:
@@ -142,22 +143,30 @@ def island_arrivals(
         while events and events[0][0] <= until:
             group.append(heapq.heappop(events))
         now = group[-1][0] if len(group) == islands else until
-        members = [island for _, island, _ in group]
-        if np.any(position[current, members] >= 0):
-            current, next_position = current + 1, 0
-            if current == num_rounds:
-                return IslandArrivals(position, taken, staleness, seconds)
+        if any(position[-1][island] >= 0 for _, island, _ in group):
+            if len(position) == num_rounds:
+                return IslandArrivals(
+                    np.array(position, np.int32),
+                    np.array(taken, np.int32),
+                    np.array(staleness, np.int32),
+                    np.array(seconds),
+                )
+            next_position = 0
+            position.append([-1] * islands)
+            taken.append([0] * islands)
+            staleness.append([-1] * islands)
+            seconds.append([np.inf] * islands)
         for _, island, sends in group:
-            position[current, island], seconds[current, island] = next_position, now
+            position[-1][island], seconds[-1][island] = next_position, now
             if sends:
-                taken[current, island] = steps[island]
-                staleness[current, island] = applied - started[island]
+                taken[-1][island] = steps[island]
+                staleness[-1][island] = applied - started[island]
         applied += sum(sends for *_, sends in group)
         next_position += 1
-        for island in members:
+        for _, island, _ in group:
             started[island] = applied
             begin(island, now)
     raise ValueError(
-        f"island_arrivals(): all islands are down for good in round {current} of {num_rounds}. Ask "
-        "for fewer rounds, or draw a trace with time_to_return=."
+        f"island_arrivals(): all islands are down for good in round {len(position) - 1} of "
+        f"{num_rounds}. Ask for fewer rounds, or draw a trace with time_to_return=."
     )

@@ -1,6 +1,7 @@
 """Files of traces: NumPy archives, and JSON lines with one participant a line."""
 
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -70,15 +71,36 @@ def load_trace(path: str | Path) -> Trace:
         [False]
     """
     path = Path(path)
-    if _format(path) == ".npz":
+    return _load_arrays(path) if _format(path) == ".npz" else _load_lines(path)
+
+
+def _load_arrays(path: Path) -> Trace:
+    """Read a NumPy archive."""
+    try:
         with np.load(path) as arrays:
-            if missing := {*FIELDS, "downtimes"} - set(arrays.files):
-                raise ValueError(f"{path} has no {min(missing)}. Write it with save_trace.")
-            return Trace(**{name: arrays[name] for name in (*FIELDS, "downtimes")})
+            found = {name: arrays[name] for name in arrays.files}
+    except (ValueError, zipfile.BadZipFile):
+        raise ValueError(
+            f"{path} is no NumPy archive of arrays of numbers. Write it with save_trace."
+        ) from None
+    if missing := {*FIELDS, "downtimes"} - found.keys():
+        raise ValueError(f"{path} has no {min(missing)}. Write it with save_trace.")
+    try:
+        return Trace(**{name: found[name] for name in (*FIELDS, "downtimes")})
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _load_lines(path: Path) -> Trace:
+    """Read JSON lines."""
+    try:
+        lines = path.read_text().splitlines()
+    except UnicodeDecodeError:
+        raise ValueError(
+            f"{path} is no text, expected lines of JSON. Write it with save_trace."
+        ) from None
     entries = [
-        _entry(path, number, line)
-        for number, line in enumerate(path.read_text().splitlines(), start=1)
-        if line.strip()
+        _entry(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()
     ]
     most = max((len(entry["downtimes"]) for entry in entries), default=0)
     downtimes = np.full((len(entries), most, 2), np.inf)
@@ -112,12 +134,20 @@ def _entry(path: Path, number: int, line: str) -> dict[str, Any]:
         )
     defaults: dict[str, Any] = {**dict.fromkeys(FIELDS, 0.0), "downtimes": []}
     entry = defaults | entry
-    if not all(isinstance(entry[name], int | float) for name in FIELDS) or not all(
-        isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], int | float)
-        for pair in entry["downtimes"]
+    downtimes = entry["downtimes"]
+    if not (
+        all(_is_number(entry[name]) for name in FIELDS)
+        and isinstance(downtimes, list)
+        and all(isinstance(pair, list) and len(pair) == 2 for pair in downtimes)
+        and all(_is_number(start) for start, _ in downtimes)
+        and all(end is None or _is_number(end) for _, end in downtimes)
     ):
         raise ValueError(
             f"{path}, line {number}: expected seconds as numbers, and downtimes as pairs "
             "[failure, return], the return null for never."
         )
     return entry
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -136,6 +136,9 @@ def test_distributions_and_draws_refuse_what_makes_no_sense(call, words):
         ('{"speed": 3}', "line 2: expected an object with seconds_per_step"),
         ('{"seconds_per_step": "fast"}', "line 2: expected seconds as numbers"),
         ('{"seconds_per_step": 1, "downtimes": [[1]]}', "pairs"),
+        ('{"seconds_per_step": 1, "downtimes": 3}', "line 2: .* downtimes as pairs"),
+        ('{"seconds_per_step": 1, "downtimes": [[5, "x"]]}', "the return null for never"),
+        ('{"seconds_per_step": true}', "line 2: expected seconds as numbers"),
         ('{"seconds_per_step": -1}', "trace.jsonl: seconds_per_step"),
     ],
 )
@@ -146,3 +149,21 @@ def test_a_damaged_file_is_named_with_its_line(tmp_path, line, words):
         load_trace(path)
     with pytest.raises(ValueError, match=r"expected '.npz' or '.jsonl'"):
         load_trace(tmp_path / "trace.csv")
+
+
+def test_a_damaged_archive_is_named(tmp_path):
+    path = tmp_path / "trace.npz"
+    path.write_bytes(b"no archive")
+    with pytest.raises(ValueError, match=r"trace.npz is no NumPy archive.*Write it with save_"):
+        load_trace(path)
+    arrays = {"seconds_per_step": [1.0, 2.0], "seconds_to_receive": [0.0, 0.0]}
+    np.savez(path, **arrays, seconds_to_send=[0.0], downtimes=np.zeros((2, 0, 2)))
+    with pytest.raises(ValueError, match=r"trace.npz: seconds_to_send has shape \[1\]"):
+        load_trace(path)
+    np.savez(path, **arrays)
+    with pytest.raises(ValueError, match=r"trace.npz has no downtimes"):
+        load_trace(path)
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"trace.jsonl is no text, expected lines of JSON"):
+        load_trace(path)

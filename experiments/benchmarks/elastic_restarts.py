@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedpax.experiments.benchmarks.timing import paired_ratio, write
+from fedpax.training.host_copies import memory_folder, remove_copies
 from fedpax.training.metrics import read_metrics, select
 
 EVENTS = (
@@ -144,10 +145,12 @@ class Job(AbstractContextManager["Job"]):
         self._supervisors[number] = self._launch(number)
 
     def __exit__(self, *error: object) -> None:
-        """Kill all processes."""
+        """Kill all processes, and remove their copies of the state."""
         for supervisor in self._supervisors:
             supervisor.kill()
             supervisor.wait()
+        for number in range(self._count):
+            remove_copies(memory_folder(None, self._folder, number))
         self._log.close()
 
 

@@ -23,7 +23,7 @@ from fedpax.commands.fitting_mesh import fit_mesh, island_numbers, processes_per
 from fedpax.experiments.diloco_text import diloco_text
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.training.checkpoint import load_params
-from fedpax.training.host_copies import list_copies, memory_folder, rounds_of
+from fedpax.training.host_copies import list_copies, memory_folder, remove_copies, rounds_of
 from fedpax.training.metrics import FILE, read_metrics, select
 from fedpax.training.trainer import train
 
@@ -116,6 +116,8 @@ def jobs() -> Iterator[list[Job]]:
             process.send_signal(signal.SIGCONT)
             process.kill()
             process.wait()
+        for number in range(job.count):
+            remove_copies(memory_folder(None, job.folder, number))
 
 
 def check_finished(job: Job, one: Path) -> str:

@@ -123,15 +123,19 @@ def format_table(runs: Sequence[RunSummary]) -> str:
 def plot_comparison(folders: Mapping[str, str | Path], path: str | Path) -> None:
     """Plot the held-out loss over items and over bytes that participants exchanged.
 
-    If a run has virtual seconds, there is a third panel over them.
+    If a run has virtual seconds, there is a panel over them. If the bytes of all runs are unknown,
+    there is none over bytes.
 
     Args:
         folders: the runs' folders by name.
         path: the PNG to write.
     """
     lines = {name: read_metrics(folder) for name, folder in folders.items()}
-    over: list[Axis] = ["items", "bytes_across_placement"]
-    if any(line.get("virtual_seconds") for run in lines.values() for line in run):
+    evaluations = [line for run in lines.values() for line in select(run, "evaluation")]
+    over: list[Axis] = ["items"]
+    if any(line.get("bytes_across_placement") is not None for line in evaluations):
+        over.append("bytes_across_placement")
+    if any("virtual_seconds" in line for run in lines.values() for line in run):
         over.append("virtual_seconds")
     plot_losses(lines, path, over=over)
 

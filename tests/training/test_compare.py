@@ -137,11 +137,15 @@ def test_runs_in_virtual_time_have_a_column_and_a_panel(
             metrics.write("training", number, so_far | line)
             metrics.write("evaluation", number, so_far | {"loss": 2.5 / number})
     widths = []
-    for runs in (folders, folders | {"async": tmp_path / "async"}):
+    alone = {"async": tmp_path / "async"}  # its bytes are unknown: a panel less
+    write_comparison(alone, tmp_path)
+    picture_of_two = struct.unpack(">II", (tmp_path / "comparison.png").read_bytes()[16:24])
+    for runs in (folders, folders | alone):
         cells = [row.split("|")[-2].strip() for row in write_comparison(runs, tmp_path).split("\n")]
         header = (tmp_path / "comparison.png").read_bytes()[:24]
         widths.append(struct.unpack(">II", header[16:])[0])
     assert [cells[0], *cells[2:]] == ["virtual time", "-", "-", "-", "-", "160 s"]
     assert widths[1] == pytest.approx(1.5 * widths[0], rel=0.02)
+    assert picture_of_two[0] == widths[0]
     content = json.loads((tmp_path / "comparison.json").read_text())
     assert [run["virtual_seconds"] for run in content] == [None] * 4 + [160.0]

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("grpc")
 
 from fedpax import Cohort
-from fedpax.experiments.benchmarks import site_transport
+from fedpax.experiments.benchmarks import late_updates, site_step, site_transport
 from fedpax.experiments.benchmarks.chaos import (
     PacedStream,
     compare,
@@ -91,6 +91,26 @@ def test_a_paced_stream_keeps_its_rate_and_position() -> None:
     assert [int(next(stream).batches) for _ in range(4)] == [7, 8, 9, 10]
     assert time.monotonic() - begin >= 0.15  # the first one comes at once
     assert stream.get_state() == {"place": 10}
+
+
+@pytest.mark.slow
+def test_steps_beside_the_syncer_are_measured(tmp_path: Path) -> None:
+    sizes = ["--local_steps=4", "--batch_size=1", "--seq_len=8", "--phases=3", "--pairs=2"]
+    out = tmp_path / "steps.json"
+    result = site_step.main([*sizes, f"--out={out}"])
+    assert 0 < result.alone_milliseconds and 0 < result.ratio < 100 and out.exists()
+    # The island sends an update per phase, and receives the fragment after each merge.
+    assert 0.5 <= result.merges_per_phase <= 1.5 and result.megabytes_per_phase > 0.1
+
+
+@pytest.mark.slow
+def test_late_updates_on_a_virtual_clock_are_the_same_each_time(tmp_path: Path) -> None:
+    out = tmp_path / "late.json"
+    arguments = ["--rounds=4", "--outer=0.6:0.7", "--mean_seconds=1.5", f"--out={out}"]
+    quiet, failing = late_updates.main(arguments)
+    assert out.exists() and quiet.failures == 0 < failing.failures
+    assert 2.0 < quiet.loss < 6.0 and 2.0 < failing.loss < 6.0
+    assert late_updates.main(arguments) == [quiet, failing]
 
 
 @pytest.mark.slow

@@ -56,7 +56,7 @@ def test_every_process_is_killed_once(processes: Processes, tmp_path: Path) -> N
     assert all(np.isfinite(x).all() for x in load_params(tmp_path / "syncer").values())
     # The same commands have nothing to do.
     again = [processes.start("syncer", "syncer"), processes.start("join", "a")]
-    assert [process.wait(120) for process in again] == [0, 0]
+    assert [process.wait(240) for process in again] == [0, 0]
 
 
 def test_strangers_are_refused_in_words(processes: Processes) -> None:

@@ -1,0 +1,339 @@
+"""Measure how late updates and failures change the loss of sites, on a virtual clock.
+
+    python -m fedpax.experiments.benchmarks.late_updates --outer=0.9:0.4,0.6:0.7
+
+The syncer and the islands of `fedpax syncer` and `fedpax join` train in one process without
+sockets, on the text of the benchmark `chaos`. A virtual clock determines the order of phases,
+exchanges and failures, so the losses depend on the seed, and not on the load of the machine. An
+island's exchange ends some time after its phase, and islands differ in speed from phase to phase.
+With failures, processes are killed and return, stop, and lose their network, as in `chaos`.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import heapq
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from fedpax.experiments.benchmarks.chaos import CHECKPOINT_ROUNDS, paced_text
+from fedpax.experiments.benchmarks.chaos_sites import SYNCER, Failure, draw_failures
+from fedpax.experiments.benchmarks.timing import write
+from fedpax.experiments.decoupled_diloco_text import DecoupledDiLoCoText
+from fedpax.sites.identity import Identity
+from fedpax.sites.island import Island
+from fedpax.sites.link import Link
+from fedpax.sites.local_model import LocalModel
+from fedpax.sites.message import Message
+from fedpax.sites.outer_model import OuterModel
+from fedpax.sites.run_syncer import tokens_per_step
+from fedpax.sites.syncer import Syncer
+from fedpax.sites.transport import DisconnectedError
+from fedpax.sites.updates import MergeReport
+from fedpax.training.experiment import Run
+
+ROUND_SECONDS, TICK_SECONDS, HEARTBEAT_SECONDS, RESTART_SECONDS = 1.0, 0.05, 1.0, 6.0
+IDENTITY = Identity("", {}, {})
+
+
+class Setting(NamedTuple):
+    """A setting of the comparison.
+
+    Attributes:
+        momentum: outer Nesterov momentum.
+        learning_rate: outer learning rate.
+        failing: whether processes fail.
+    """
+
+    momentum: float
+    learning_rate: float
+    failing: bool
+
+
+class Row(NamedTuple):
+    """The result of a setting.
+
+    Attributes:
+        momentum: as in `Setting`.
+        learning_rate: as in `Setting`.
+        failing: as in `Setting`.
+        loss: held-out loss of the outer model.
+        late: fraction of the merged updates that had missed an earlier merge.
+        seconds: virtual seconds of the run.
+        failures: number of failures.
+    """
+
+    momentum: float
+    learning_rate: float
+    failing: bool
+    loss: float
+    late: float
+    seconds: float
+    failures: int
+
+
+class Data:
+    """The experiment with its data: the same for all settings."""
+
+    def __init__(self, rounds: int) -> None:
+        base = paced_text()
+        fields = {f.name: getattr(base, f.name) for f in dataclasses.fields(DecoupledDiLoCoText)}
+        training = dataclasses.replace(base.training, rounds=rounds)
+        self.experiment = DecoupledDiLoCoText(**{**fields, "training": training})
+        self.islands = self.experiment.islands
+        run = self.experiment.build()
+        self.params = jax.device_get(jax.jit(run.init)(jax.random.key(training.seed)))
+        self.model = LocalModel(run)
+        self._cohorts, self._batches = run.cohorts, list[Any]()
+
+    def build(self, setting: Setting) -> Run:
+        """Build the experiment with the outer optimizer of a setting."""
+        outer = {"momentum": setting.momentum, "learning_rate": setting.learning_rate}
+        decoupled = dataclasses.replace(self.experiment.decoupled, **outer)
+        return dataclasses.replace(self.experiment, decoupled=decoupled).build()
+
+    def batches(self, number: int, shard: int) -> Any:
+        """Return an island's batches of a round."""
+        while len(self._batches) <= number:
+            self._batches.append(next(self._cohorts).batches)
+        return jax.tree.map(lambda x: x[shard], self._batches[number])
+
+
+class _Process:
+    """A process of an island: its link, its training, and its last checkpoint."""
+
+    def __init__(self, name: str, link: Link, island: Island, saved: Any) -> None:
+        self.name, self.link, self.island, self.saved = name, link, island, saved
+        self.phase = 0
+        if saved is not None:
+            self.phase = saved[2]
+
+    def save(self) -> None:
+        """Keep the state, as a checkpoint does."""
+        self.saved = jax.device_get(self.island.state), self.island.ledger.to_json(), self.phase
+
+
+class VirtualSites:
+    """A syncer and its islands on a virtual clock.
+
+    Args:
+        data: the experiment and its data.
+        setting: the outer optimizer.
+        seed: seed of the phases' durations.
+        failures: the failures, by time.
+        latency: seconds from the end of a phase to the end of its exchange.
+        jitter: a phase takes up to this fraction longer than the fastest one.
+    """
+
+    def __init__(
+        self,
+        data: Data,
+        setting: Setting,
+        *,
+        seed: int,
+        failures: Sequence[Failure],
+        latency: float,
+        jitter: float,
+    ) -> None:
+        self._data, self._latency, self._jitter = data, latency, jitter
+        self._random = random.Random(seed)
+        self._run = data.build(setting)
+        parts = self._run.algorithm.parts
+        assert parts is not None
+        self._parts, self.model = parts, OuterModel(parts, data.params)
+        self._phases = len(self.model.fragments)
+        self.now, self.failures, self.reports = 0.0, 0, list[MergeReport]()
+        self.syncer = Syncer(
+            parts,
+            self.model,
+            IDENTITY,
+            num_merges=data.experiment.training.rounds * self._phases,
+            heartbeat_seconds=HEARTBEAT_SECONDS,
+            clock=lambda: self.now,
+            on_merge=self.reports.append,
+        )
+        self._numbers = itertools.count()
+        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+        self._processes: dict[int, _Process] = {}
+        self._down: dict[int, float] = {}  # process -> until
+        self._cut: dict[int, float] = {}
+        for shard in range(data.islands):
+            self._at(self._random.uniform(0, ROUND_SECONDS), lambda k=shard: self._start(k, None))
+        for failure in failures:
+            self._at(failure.time, lambda failure=failure: self._fail(failure))
+        self._at(0.0, self._tick)
+
+    def play(self) -> float:
+        """Run to the end; return the held-out loss."""
+        with jax.set_mesh(self._run.mesh):
+            while not self.syncer.finished:
+                self.now, _, act = heapq.heappop(self._agenda)
+                act()
+            return float(self._run.evaluate(self.model.params())["loss"])
+
+    def _at(self, time: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self._agenda, (time, next(self._numbers), act))
+
+    def _is_down(self, process: int) -> bool:
+        return self._down.get(process, 0.0) > self.now
+
+    def _tick(self) -> None:
+        if not self._is_down(SYNCER):
+            self.syncer.advance()
+        if round(self.now / TICK_SECONDS) % round(HEARTBEAT_SECONDS / TICK_SECONDS) == 0:
+            for shard, process in self._processes.items():
+                if not self._is_down(shard):
+                    with contextlib.suppress(DisconnectedError):
+                        process.link._request("heartbeat", seconds_per_update=ROUND_SECONDS)
+        self._at(self.now + TICK_SECONDS, self._tick)
+
+    def _start(self, shard: int, saved: Any) -> None:
+        """Start a process of an island; try again later if the syncer is down."""
+
+        def call(message: Message, timeout: float) -> Message:
+            if self._is_down(SYNCER) or self._cut.get(shard, 0.0) > self.now:
+                raise DisconnectedError("no answer")
+            return self.syncer.handle("", message)
+
+        name = f"{shard}-{next(self._numbers)}"
+        identity: dict[str, Any] = {"island": f"{shard}", "incarnation": name, "shard": shard}
+        identity |= {"folder": f"{shard}", "identity": IDENTITY._asdict(), "run": None}
+        versions = [-1] * self._phases
+        if saved is not None:
+            versions = [fragment["version"] for fragment in saved[1]["fragments"]]
+        link = Link(call, identity, self._data.model.formats, versions)
+        try:
+            member = link.join()
+        except DisconnectedError:
+            self._at(self.now + 0.5, lambda: self._start(shard, saved))
+            return
+        island = Island(
+            self._parts,
+            self._data.model,
+            link,
+            shard=shard,
+            process=name,
+            tokens_per_step=tokens_per_step(self._run, self._parts, self._phases),
+        )
+        if saved is not None:
+            island.restore(jax.device_put(saved[0]), saved[1], member.received)
+        self._processes[shard] = process = _Process(name, link, island, saved)
+        self._exchange(shard, process)
+        self._at(self.now, lambda: self._train(shard, process))
+
+    def _fail(self, failure: Failure) -> None:
+        process, end = failure.island, self.now + failure.seconds
+        if self._is_down(process) or self._cut.get(process, 0.0) > self.now:
+            return
+        if process != SYNCER and process not in self._processes:
+            return
+        self.failures += 1
+        match failure.kind:
+            case "kill":
+                self._down[process] = end + RESTART_SECONDS
+                saved = self._processes.pop(process).saved
+                self._at(end + RESTART_SECONDS, lambda: self._start(process, saved))
+            case "kill syncer":
+                self._down[SYNCER] = end + RESTART_SECONDS
+            case "stop":
+                self._down[process] = end
+            case "cut" | "throttle":
+                self._cut[process] = end
+
+    def _train(self, shard: int, process: _Process) -> None:
+        """Take a phase; the exchange ends later, and the next phase begins when this one ends."""
+        if self._processes.get(shard) is not process:
+            return  # killed
+        again = functools.partial(self._train, shard, process)
+        if self._is_down(shard):
+            self._at(self._down[shard], again)
+            return
+        island = process.island
+        island.receive()
+        if island.is_ahead or not island.has_model:
+            island.send()
+            self._exchange(shard, process)
+            self._at(self.now + TICK_SECONDS, again)
+            return
+        number, phase = divmod(process.phase, self._phases)
+        start = phase * self._parts.steps_per_sync
+        island.train(self._data.batches(number, shard), start)
+        process.phase += 1
+        if process.phase % (CHECKPOINT_ROUNDS * self._phases) == 0:
+            process.save()
+        self._at(self.now + self._latency, lambda: self._exchange(shard, process))
+        seconds = ROUND_SECONDS / self._phases * (1 + self._jitter * self._random.random())
+        self._at(self.now + seconds, again)
+
+    def _exchange(self, shard: int, process: _Process) -> None:
+        if self._processes.get(shard) is process and not self._is_down(shard):
+            with contextlib.suppress(DisconnectedError):
+                process.link.exchange()
+
+
+def measure(
+    data: Data, setting: Setting, *, seed: int, mean_seconds: float, **network: float
+) -> Row:
+    """Train with one setting.
+
+    Args:
+        data: the experiment and its data.
+        setting: the outer optimizer, and whether there are failures.
+        seed: the seed.
+        mean_seconds: mean seconds between failures.
+        **network: `latency` and `jitter` of `VirtualSites`.
+    """
+    failures: list[Failure] = []
+    if setting.failing:
+        rounds = data.experiment.training.rounds
+        failures = draw_failures(seed, data.islands, 10.0 * rounds, mean_seconds)
+    sites = VirtualSites(data, setting, seed=seed, failures=failures, **network)
+    loss = sites.play()
+    late = sum(r.late for r in sites.reports) / sum(r.updates for r in sites.reports)
+    return Row(*setting, loss, late, sites.now, sites.failures)
+
+
+def main(argv: Sequence[str] | None = None) -> list[Row]:
+    """Print a table, and write the rows as JSON if a file is named."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--outer", default="0.9:0.4,0.6:0.7", help="momentum:learning_rate,...")
+    parser.add_argument("--rounds", type=int, default=40, help="rounds of the run")
+    parser.add_argument("--latency", type=float, default=0.3, help="seconds of an exchange")
+    parser.add_argument("--jitter", type=float, default=0.5, help="of the time of a phase")
+    parser.add_argument("--mean_seconds", type=float, default=4.5, help="between failures, mean")
+    parser.add_argument("--seeds", type=int, default=1, help="number of seeds")
+    parser.add_argument("--out", help="a JSON file for the rows")
+    options = parser.parse_args(argv)
+    data, rows = Data(options.rounds), list[Row]()
+    print("momentum  learning rate  failures  held-out loss  late updates", flush=True)
+    for pair in options.outer.split(","):
+        momentum, learning_rate = map(float, pair.split(":"))
+        for failing, seed in itertools.product((False, True), range(options.seeds)):
+            row = measure(
+                data,
+                Setting(momentum, learning_rate, failing),
+                seed=seed,
+                mean_seconds=options.mean_seconds,
+                latency=options.latency,
+                jitter=options.jitter,
+            )
+            rows.append(row)
+            print(
+                f"{momentum:8g}  {learning_rate:13g}  {row.failures:8}  {row.loss:13.4f}  "
+                f"{row.late:12.1%}",
+                flush=True,
+            )
+    if options.out:
+        write(options.out, rows, **vars(options))
+    assert all(np.isfinite(row.loss) for row in rows)
+    return rows
+
+
+if __name__ == "__main__":
+    main()

@@ -114,12 +114,14 @@ class Progress(AbstractContextManager["Progress"]):
 
     def _print_line(self, number: int, text: str) -> None:
         if self._enabled:
-            print_error(f"{self._name} round {number}/{self._rounds}: {text}")
+            # An island that other islands wait for trains more rounds than planned.
+            total = f"/{self._rounds}" if number <= self._rounds else ""
+            print_error(f"{self._name} round {number}{total}: {text}")
         self._last_line = time.perf_counter()
 
     def _time_left(self, number: int) -> str:
         # Measured from the end of the first round, which excludes compilation.
-        if self._clock is None or number <= self._clock[0]:
+        if self._clock is None or number <= self._clock[0] or number > self._rounds:
             return ""
         first, started = self._clock
         seconds = (time.perf_counter() - started) / (number - first) * (self._rounds - number)

@@ -53,6 +53,16 @@ def test_lines_between_evaluations_are_at_least_seconds_apart(
     )
 
 
+def test_a_round_beyond_the_planned_ones_has_no_total_and_no_time_left(
+    capsys: pytest.CaptureFixture,
+) -> None:
+    with Progress("island0", rounds_done=0, rounds=2) as progress:
+        for number in (1, 2, 3):
+            progress.show_round(number, loss=1.0, items_per_second=10.0)
+        progress.show_evaluation(3, {"loss": 1.5})
+    assert capsys.readouterr().err == "island0 round 3: held-out loss 1.5000\n"
+
+
 def test_a_disabled_progress_prints_nothing(capsys: pytest.CaptureFixture) -> None:
     with Progress("diloco", rounds_done=0, rounds=2, enabled=False) as progress:
         progress.show_round(1, loss=1.0, items_per_second=1.0)

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from fedpax.training.participant_states import (
     check_resizable,
     check_rule,
+    kept_participants,
     participant_weights,
     resize_participants,
     saved_placed_struct,
@@ -137,3 +138,28 @@ def test_a_method_that_fixes_its_number_raises_with_its_reason() -> None:
 def test_an_unknown_rule_raises() -> None:
     with pytest.raises(ValueError, match=r"'mean', expected 'average' or 'copy'\. Set --part"):
         check_rule("mean")
+
+
+@pytest.mark.parametrize("rule", ["average", "copy"])
+def test_participants_that_are_kept_have_their_own_state(rule: Any) -> None:
+    random = np.random.default_rng(3)
+    saved = random.normal(size=(3, 5)).astype(np.float32)
+    kept = kept_participants([0, 2, 3], [0, 1, 2, 3])
+    assert kept == [0, None, 1, 2]
+    assert kept_participants(None, [0]) is kept_participants([0], None) is None
+    new = saved.mean(axis=0) if rule == "average" else saved[1]  # participant 1, modulo 3
+    expected = np.stack([saved[0], new, saved[1], saved[2]])
+    found = resize_participants(jnp.asarray(saved), like((4, 5), np.float32), rule, kept)
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=0)
+    np.testing.assert_array_equal(np.asarray(found)[[0, 2, 3]], saved)  # bit by bit
+    counts = random.integers(0, 100, 3).astype(np.int32)
+    found = resize_participants(jnp.asarray(counts), like((4,), np.int32), rule, kept)
+    assert np.asarray(found)[[0, 2, 3]].tolist() == counts.tolist()
+    keys = jax.random.split(jax.random.key(1), 3)
+    found = jax.random.key_data(resize_participants(keys, like((4,), keys.dtype), rule, kept))
+    np.testing.assert_array_equal(np.asarray(found)[[0, 2, 3]], jax.random.key_data(keys))
+    assert len({tuple(row) for row in np.asarray(found).tolist()}) == 4  # the new one differs
+    fewer = resize_participants(
+        jnp.asarray(saved), like((2, 5), np.float32), rule, kept_participants([0, 2, 3], [0, 3])
+    )
+    np.testing.assert_array_equal(fewer, saved[[0, 2]])

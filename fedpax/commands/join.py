@@ -66,7 +66,7 @@ def join(arguments: Sequence[str]) -> int:
             raise UsageError(f"--multihost: {error}") from None
     if jax.process_index() == 0:
         print_line(describe(result, options.job_log_dir, options.syncer))
-    if result.gave_up:
+    if result.gave_up and not result.finished:
         return GAVE_UP
     return 0 if result.signal is None else 128 + result.signal
 
@@ -87,6 +87,11 @@ def describe(result: "JoinResult", folder: str, syncer: str) -> str:
     trained = f"{result.rounds} rounds of this island are saved in {folder}"
     if result.signal is not None:
         return f"{result.signal.name}: {trained}. Run the same command again to return."
+    if result.gave_up and result.finished:
+        return (
+            f"Finished before: {trained}. No syncer answers at {syncer}; if it has more rounds, "
+            "start it first, then run the same command again."
+        )
     if result.gave_up:
         return (
             f"Stopped: no syncer answers at {syncer}; {trained}. Start the syncer, then run the "

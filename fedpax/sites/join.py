@@ -58,7 +58,8 @@ class JoinResult(NamedTuple):
         rounds: number of rounds of inner steps of this island, over all of its processes.
         finished: whether the syncer has done all merges.
         signal: the signal that stopped the call, or None.
-        gave_up: whether the call stopped because no syncer answered.
+        gave_up: whether the call stopped because no syncer answered. If the run of the folder was
+            finished before, `finished` is True too.
     """
 
     rounds: int
@@ -158,12 +159,9 @@ def join(
                 if channel.is_first:
                     connection = connect(syncer, certificates=certificates, server_name=server_name)
                     stack.callback(connection.close)
-                result = _join(
+                return _join(
                     experiment, folder, connection, channel, header, exp, syncer, give_up_after
                 )
-                if result.gave_up and member.finished:
-                    return result._replace(finished=True, gave_up=False)
-                return result
 
 
 def _join(
@@ -213,7 +211,8 @@ def _join(
         member = exchange.join(_patience(progress, syncer), give_up_after)
         if member is None:
             stopped = preemption.signal
-            return JoinResult(first, False, stopped, gave_up=stopped is None)
+            finished = stopped is None and _read_member(folder).finished
+            return JoinResult(first, finished, stopped, gave_up=stopped is None)
         progress.note(f"joined {syncer} with shard {member.shard} of {parts.islands}")
         if channel.is_first:
             _write_member(folder, _Member(header["folder"], member.run, member.finished))

@@ -77,6 +77,8 @@ class SitesRegression(Experiment):
         settings: dict[str, Any] = {
             "islands": self.islands,
             "inner_optimizer": optax.adam(self.learning_rate),
+            # With the default momentum of 0.9, late updates make the loss noisy.
+            "outer_optimizer": optax.sgd(0.7, momentum=0.6, nesterov=True),
             "fragments": lambda path, leaf: int(path == "out"),
         }
         parts = decoupled_diloco_parts(

@@ -28,6 +28,11 @@ def test_an_island_without_a_syncer_stops_in_words(tmp_path: Path) -> None:
     assert result == (0, False, None, True)
     words = describe(result, "runs/a", "127.0.0.1:1")
     assert "no syncer answers at 127.0.0.1:1" in words and "Start the syncer, then run" in words
+    (tmp_path / "a").mkdir(exist_ok=True)
+    (tmp_path / "a" / "island.json").write_text('{"folder": "1", "run": "2", "finished": true}')
+    result = join(sites_regression(), tmp_path / "a", "127.0.0.1:1", give_up_after=0.3)
+    assert result == (0, True, None, True)
+    assert "if it has more rounds, start it first" in describe(result, "runs/a", "127.0.0.1:1")
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A FedAvg round with fedpax, and with pfl and FedJAX, which need environments of their own.
+"""A round with fedpax, and with pfl and FedJAX, which need environments of their own.
 
     python -m fedpax.experiments.benchmarks.other_frameworks --model=cnn --clients=64 \
         --pfl_python=environments/pfl/bin/python --fedjax_python=environments/fedjax/bin/python
@@ -8,6 +8,9 @@ environment with the library; a library without the option is left out. All libr
 data and parameters, run the same round (5 steps of plain SGD per client, updates weighted by
 numbers of examples) and must give the same result. Then interleaved calls are timed. Each library
 runs in its own process, which waits for a request before every round.
+
+`--method=fedprox` and `--method=scaffold` (option II) run these in place of FedAvg, with fedpax and
+pfl. The results are compared after one round, when SCAFFOLD's controls are still 0.
 """
 
 import argparse
@@ -23,9 +26,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import fedpax
+from fedpax.algorithms import fedprox, scaffold
 from fedpax.experiments.benchmarks.fedavg_round import check_equal
+from fedpax.experiments.benchmarks.method_rounds import repeated
 from fedpax.experiments.benchmarks.rounds import fedpax_round
 from fedpax.experiments.benchmarks.timing import (
     compile_for,
@@ -40,8 +46,12 @@ from fedpax.experiments.benchmarks.workloads import (
     LOCAL_STEPS,
     WORKLOADS,
 )
+from fedpax.models.losses import classification_loss
+from fedpax.training.algorithm import FederatedAlgorithm
 
 SCRIPTS = {"pfl": "pfl_round.py", "fedjax": "fedjax_round.py"}
+METHODS = ("fedavg", "fedprox", "scaffold")
+MU = 0.1  # FedProx's
 
 
 class Row(NamedTuple):
@@ -67,7 +77,12 @@ class Row(NamedTuple):
 
 
 def measure(
-    model: str, devices: int, clients: int, pythons: dict[str, str], repetitions: int
+    model: str,
+    devices: int,
+    clients: int,
+    pythons: dict[str, str],
+    repetitions: int,
+    method: str = "fedavg",
 ) -> list[Row]:
     """Check that the libraries agree, and time interleaved calls.
 
@@ -77,6 +92,7 @@ def measure(
         clients: number of clients.
         pythons: the Python interpreter of each library's environment, by names in `SCRIPTS`.
         repetitions: number of timed rounds of each library.
+        method: a name in `METHODS`; for FedJAX, "fedavg" alone.
 
     Returns:
         One row per library, fedpax first.
@@ -96,15 +112,28 @@ def measure(
         params, batches, ones = workload.random_arguments(clients, mesh)
         num_examples = jnp.full_like(ones, LOCAL_STEPS * BATCH_SIZE)
         saved: dict[str, Any] = {**by_name(params), **batches, "rate": LEARNING_RATE}
+        if "pfl" in pythons:
+            saved["mu"] = MU
         np.savez(folder / "arguments.npz", **saved)
-        arguments = (params, batches, num_examples)
-        call = compile_for(fedpax_round(workload.local_train, clients, "auto"), *arguments).call
-        results = {"fedpax": by_name(call(*arguments))}
-        calls: dict[str, Callable[[], Any]] = {"fedpax": lambda: call(*arguments)}
+        results: dict[str, dict[str, Any]] = {}
+        calls: dict[str, Callable[[], Any]] = {}
+        if method == "fedavg":
+            arguments = (params, batches, num_examples)
+            call = compile_for(fedpax_round(workload.local_train, clients, "auto"), *arguments).call
+            calls["fedpax"] = lambda: call(*arguments)
+            results["fedpax"] = by_name(calls["fedpax"]())
+        else:
+            cohort = fedpax.Cohort(batches, num_examples, client_ids=jnp.arange(clients))
+            algorithm = make_algorithm(method, workload.model.apply, clients)
+            state = algorithm.init(params)
+            step = compile_for(algorithm.round, state, cohort, donate_argnums=0).call
+            calls["fedpax"] = repeated(step, state, cohort)
+            results["fedpax"] = by_name(calls["fedpax"]()[0].params)
         versions = {"fedpax": f"jax {jax.__version__}"}
         for library, python in pythons.items():
             result = folder / f"{library}.npz"
-            command = command_of(library, python, devices, folder / "arguments.npz", result)
+            paths = folder / "arguments.npz", result
+            command = command_of(library, python, devices, *paths, method)
             calls[library] = processes.enter_context(rounds_of(command, devices))
             calls[library]()
             results[library] = dict(np.load(result))
@@ -132,7 +161,38 @@ def by_name(params: Any) -> dict[str, Any]:
     return {name: np.asarray(leaf) for name, (_, leaf) in zip(names, leaves, strict=True)}
 
 
-def command_of(library: str, python: str, devices: int, arguments: Path, result: Path) -> list[str]:
+def make_algorithm(
+    method: str, apply: Callable[..., jax.Array], clients: int
+) -> FederatedAlgorithm:
+    """Make FedProx or SCAFFOLD for a cohort that is the population.
+
+    Args:
+        method: a name in `METHODS`.
+        apply: the model, `(params, images) -> logits`.
+        clients: number of clients.
+    """
+    methods: dict[str, tuple[Callable[..., FederatedAlgorithm], dict[str, Any]]] = {
+        "fedprox": (fedprox, {"mu": MU}),
+        "scaffold": (scaffold, {"population_size": clients}),
+    }
+    make, settings = methods[method]
+    return make(
+        classification_loss(apply),
+        cohort_size=clients,
+        client_optimizer=optax.sgd(LEARNING_RATE),
+        chunk_size=1,
+        **settings,
+    )
+
+
+def command_of(
+    library: str,
+    python: str,
+    devices: int,
+    arguments: Path,
+    result: Path,
+    method: str = "fedavg",
+) -> list[str]:
     """Return the command that runs a library's rounds.
 
     Args:
@@ -141,12 +201,15 @@ def command_of(library: str, python: str, devices: int, arguments: Path, result:
         devices: number of devices or workers.
         arguments: the file with the data and the parameters.
         result: the file for the parameters after the first round.
+        method: a name in `METHODS`, for pfl.
     """
-    launch = []
+    launch: list[str] = []
+    options: list[str] = []
     if library == "pfl":
+        options = [method]
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={devices}"]
     script = Path(__file__).parent / SCRIPTS[library]
-    return [python, *launch, *map(str, (script, arguments, result))]
+    return [python, *launch, *map(str, (script, arguments, result)), *options]
 
 
 @contextlib.contextmanager
@@ -197,11 +260,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.add_argument(
             f"--{library}_python", help=f"Python interpreter of an environment with {library}"
         )
+    parser.add_argument("--method", choices=METHODS, default="fedavg", help="the method to run")
     parser.add_argument("--repetitions", type=int, default=3, help="timed rounds of each library")
     parser.add_argument(
         "--json", help="JSON file for the measurements; without it they are printed"
     )
     options = parser.parse_args(argv)
+    if options.method != "fedavg" and options.fedjax_python:
+        parser.error(f"--method={options.method} is for pfl alone: leave --fedjax_python out")
+    if options.method == "scaffold" and options.pfl_python and options.devices != "1":
+        parser.error("--method=scaffold needs --devices=1: pfl keeps controls in one process")
     paths = {library: getattr(options, f"{library}_python") for library in SCRIPTS}
     pythons = {library: path for library, path in paths.items() if path}
     print("devices   clients  library  median s  fedpax/this  versions")
@@ -209,7 +277,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for devices in map(int, options.devices.split(",")):
         for clients in map(int, options.clients.split(",")):
             sizes = (options.model, devices, clients)
-            for row in on_devices(devices, measure, *sizes, pythons, options.repetitions):
+            for row in on_devices(
+                devices, measure, *sizes, pythons, options.repetitions, options.method
+            ):
                 print(
                     f"{row.devices:7} {row.clients:9,}  {row.library:7}  "
                     f"{statistics.median(row.seconds):8.3f}  {row.fedpax_ratio:11.3f}  "

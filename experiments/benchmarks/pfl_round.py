@@ -1,8 +1,9 @@
-"""A FedAvg round with pfl, run by `other_frameworks` in an environment without fedpax.
+"""A round of a method with pfl, run by `other_frameworks` in an environment without fedpax.
 
-    torchrun --nproc_per_node=2 pfl_round.py arguments.npz result.npz
+    torchrun --nproc_per_node=2 pfl_round.py arguments.npz result.npz fedavg
 
-runs one round for each line of standard input, each from the parameters of the previous round.
+runs one round for each line of standard input, each from the parameters of the previous round. The
+third argument is `fedavg`, `fedprox` or `scaffold`.
 """
 
 # mypy: disable-error-code="import-not-found"
@@ -89,15 +90,19 @@ def main() -> None:
     from pfl.aggregate.simulate import SimulatedBackend
     from pfl.aggregate.weighting import WeightByDatapoints
     from pfl.algorithm import FederatedAveraging, NNAlgorithmParams
+    from pfl.algorithm.fedprox import FedProx, FedProxParams
+    from pfl.algorithm.scaffold import SCAFFOLD, SCAFFOLDParams
     from pfl.data import FederatedDataset
     from pfl.data.pytorch import PyTorchTensorDataset
     from pfl.data.sampling import get_user_sampler
+    from pfl.data.user_state import InMemoryUserStateStorage
     from pfl.hyperparam import NNTrainHyperParams
     from pfl.model.pytorch import PyTorchModel
 
-    path, result = sys.argv[1:]
+    path, result, method = sys.argv[1:]
     params = dict(np.load(path))
     images, labels, rate = (torch.tensor(params.pop(name)) for name in ("image", "label", "rate"))
+    mu = float(params.pop("mu"))
     batch_size = labels.shape[2]
     images = images.flatten(1, 2)
     if images.ndim == 5:
@@ -117,7 +122,21 @@ def main() -> None:
         val_data=None,
         postprocessors=[WeightByDatapoints()],
     )
-    algorithm = FederatedAveraging()
+    methods: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+        "fedavg": (FederatedAveraging, NNAlgorithmParams, {}),
+        "fedprox": (FedProx, FedProxParams, {"mu": mu}),
+        "scaffold": (
+            SCAFFOLD,
+            SCAFFOLDParams,
+            {
+                "population": len(images),
+                "use_gradient_as_control_variate": False,  # option II
+                "user_state_storage": InMemoryUserStateStorage(),
+            },
+        ),
+    }
+    make_algorithm, make_settings, settings = methods[method]
+    algorithm = make_algorithm()
     is_first_worker = torch.distributed.get_rank() == 0
     for repetition in itertools.count():
         requested = torch.tensor(is_first_worker and bool(sys.stdin.readline()))
@@ -125,11 +144,12 @@ def main() -> None:
         if not requested:
             break
         algorithm.run(  # up to this total number of rounds, so one more
-            NNAlgorithmParams(
+            make_settings(
                 central_num_iterations=repetition + 1,
                 evaluation_frequency=sys.maxsize,
                 train_cohort_size=len(images),
                 val_cohort_size=0,
+                **settings,
             ),
             backend,
             model,

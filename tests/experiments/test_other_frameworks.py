@@ -120,3 +120,25 @@ def test_pytorchs_layout_gives_the_same_matmuls_and_convolutions():
     channels_first = jnp.moveaxis(images, -1, 1)
     theirs = jax.lax.conv(channels_first, as_torch["convolution_0/kernel"], (1, 1), "VALID")
     np.testing.assert_allclose(theirs, ours, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["fedprox", "scaffold"])
+def test_other_methods_start_as_fedavg_does(fake_library, method, monkeypatch):
+    """With mu 0, and with SCAFFOLD's first controls, the first round is that of FedAvg."""
+    monkeypatch.setattr(other_frameworks, "MU", 0.0)
+    pythons = fake_library(NUMPY_ROUND)
+    rows = other_frameworks.measure("tiny", 1, 4, pythons, 1, method)
+    assert [row.library for row in rows] == ["fedpax", "fedjax"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--method=fedprox", "--fedjax_python=python"], "leave --fedjax_python out"),
+        (["--method=scaffold", "--pfl_python=python"], "needs --devices=1"),
+    ],
+)
+def test_methods_that_a_library_lacks_are_refused(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        other_frameworks.main(arguments)
+    assert message in capsys.readouterr().err

@@ -51,8 +51,8 @@ fedpax: federated and multi-island training on JAX
               [--shard=K] [--server_name=NAME] [--give_up_after=600] [--multihost]
               [--FIELD=VALUE ...]
       Train one island of an experiment on this machine's devices, or with --multihost on those of
-      all processes started with the same command, until the syncer has finished. Where it waits
-      for a syncer that does not answer for --give_up_after seconds, it saves and stops.
+      all processes started with the same command, until the syncer has finished. If it waits for
+      a syncer that does not answer for --give_up_after seconds, it saves and stops.
   fedpax certificates --out=DIR --names=HOST,NAME,... [--days=365] [--authority=DIR/authority]
       Make the certificates of a syncer and its islands: HOST is the syncer's host name, each
       further NAME a site. --authority adds sites to an existing authority.
@@ -84,15 +84,18 @@ fedpax: federated and multi-island training on JAX
   --join_timeout    seconds to wait for the other processes (default 300)
   --heartbeat_timeout
                     seconds until a process that sends nothing counts as dead (default 100)
-  --elastic         restart with the processes that are left when one dies, and with it when it
-                    returns; the processes are those of --multihost
+  --elastic         restart with the remaining processes when one is lost, and include it when it
+                    returns; processes find each other as with --multihost
   --keeper          the command that decides which processes train: first (default), that of
-                    process 0; alone, this one, which then does not train; elsewhere, one with alone
+                    process 0; alone: this command, which does not train; elsewhere: the command
+                    with --keeper=alone
   --copy_every      rounds between copies of the state in each host's memory, from which an elastic
                     run restarts (default 1; 0: restart from the newest checkpoint)
   --copy_dir        the folder in the host's memory for these copies (default /dev/shm)
   --listen          the syncer's address for islands; without --certificates a loopback address
   --syncer          the address of the syncer that an island joins
+  --heartbeat_seconds
+                    seconds between heartbeats of an island (default 1)
   --certificates    this site's folder, as `fedpax certificates` makes one for each name
   --name            the island's name; default: the name of its folder
   --shard           the island's shard of the data, from 0; default: a free one
@@ -124,8 +127,8 @@ Exit status:
        not fit the devices' memory, or `fedpax doctor` found a problem
     2  usage error, or a folder or configuration that cannot be used; the message names the remedy
    70  a round hung, with --training.on_hang=exit; the same command resumes
-   75  the first process of an elastic job, a process of an island, or an island's syncer is gone;
-       the same commands resume
+   75  the keeper of an elastic job, a process of an island, or an island's syncer is gone; the same
+       commands resume
   130  Ctrl-C, and 143 SIGTERM: completed rounds are saved, and the same command resumes
   141  SIGPIPE: the program that read the output has exited
 """

@@ -279,7 +279,9 @@ def test_other_entries_are_kept_from_a_folder(tmp_path: Path) -> None:
         huggingface.save(tmp_path / "2", other, params, original_folder=fixture("llama"))
 
 
-def test_a_model_is_shared_as_other_files_are_and_not_overwritten(params: Any, tmp_path: Path) -> None:
+def test_a_model_is_shared_as_other_files_are_and_not_overwritten(
+    params: Any, tmp_path: Path
+) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     huggingface.save(tmp_path, SMALL, params)
     # Others can read the weights as they can any other file of this user.

@@ -18,8 +18,8 @@ SHORT_AXIS = 128  # blocks along a shorter axis would have more scales than the 
 class Blocks(NamedTuple):
     """The division of a leaf into blocks.
 
-    With n blocks, a block has every n-th entry of the axis, so that dividing the first axis moves no
-    data. The end of the axis may be padded with zeros.
+    With n blocks, a block has every n-th entry of the axis, so that dividing the first axis moves
+    no data. The end of the axis may be padded with zeros.
 
     Attributes:
         axis: the axis that is divided; other axes do not change. None: the leaf is flattened first.

@@ -65,7 +65,7 @@ def async_diloco(
         each arrival:       x <- x - eta g / N;   D <- D + g
         every N-th arrival: m <- beta m + D / N;  x <- x - eta beta m;  D <- 0
 
-    The island goes on from the new x. Its inner optimizer's state stays where it is.
+    The island continues from the new x. Its inner optimizer's state stays where it is.
 
     A round is a sequence of arrivals in which no island arrives twice. All of its islands train at
     the same time; then the server applies their gradients in the order of `cohort.schedule`.

@@ -60,7 +60,7 @@ def perfect_matchings(n: int) -> list[tuple[int, ...]]:
         >>> perfect_matchings(4)
         [(3, 2, 1, 0), (1, 0, 3, 2), (2, 3, 0, 1)]
     """
-    players = n + n % 2  # with n odd, one has nobody to play: itself
+    players = n + n % 2  # with n odd, one participant is paired with itself
     last = players - 1
     matchings = []
     for c in range(max(last, 1)):

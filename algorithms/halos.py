@@ -90,9 +90,9 @@ def halos(
         u_r arrives there:              x <- global(x, u_r), which is sent back
         x arrives at the region:        x_r <- (1 - alpha) x_r + alpha x;  a_r <- x_r
 
-    The island goes on from the new x_r, and keeps the state of its inner optimizer. Islands also
-    arrive while an exchange is under way: their updates stay in x_r, to 1 - alpha, and the next K
-    arrivals count from the merge. Updates are not weighted by staleness: the momenta of both
+    The island continues from the new x_r, and keeps the state of its inner optimizer. Islands also
+    arrive during an exchange: x_r keeps 1 - alpha of their updates, and the next K arrivals count
+    from the merge. Updates are not weighted by staleness: the momenta of both
     servers, each delayed by its period, and the merge dampen it.
 
     A round is a sequence of events in which no island arrives twice. All of its islands train at

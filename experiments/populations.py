@@ -124,7 +124,7 @@ def check_has_fields(
     Args:
         source: the examples.
         *fields: names of fields.
-        remedy: the message's advice, a sentence that goes on with "or choose another --dataset".
+        remedy: the message's advice, a sentence that continues with "or choose another --dataset".
 
     Raises:
         ValueError: a field is missing.

@@ -121,9 +121,9 @@ def restarted_data_parallelism(
 ) -> float:
     """Compute the useful fraction of time if each failure stops all islands.
 
-    Training stops at a failure, returns to the last checkpoint, and goes on `restart_seconds` after
-    the failure has ended. Another failure meanwhile begins the restart again. A throttled network
-    costs nothing here.
+    Training stops at a failure, returns to the last checkpoint, and continues `restart_seconds`
+    after the failure has ended. Another failure meanwhile begins the restart again. A throttled
+    network costs nothing here.
 
     Args:
         failures: the failures.

@@ -50,8 +50,8 @@ class Finding(NamedTuple):
     """A line of the report.
 
     Attributes:
-        name: what was looked at.
-        text: what was found.
+        name: the subject, such as a package.
+        text: the finding.
         problem: what is broken and its remedy; None if nothing essential is.
     """
 

@@ -56,13 +56,13 @@ def fragment_syncs(
     fewer; an island that has sent none since it last took part has weight 0. Transfers run beside
     the steps: only sending delays the syncer.
 
-    An island goes on with its steps while the syncer waits, up to `max_steps_per_sync` between two
+    An island continues its steps while the syncer waits, up to `max_steps_per_sync` between two
     merges; then it waits. With `max_steps_per_sync == steps_per_sync` and a quorum of all islands,
     all take the same steps at any speeds: without failures this is `streaming_diloco`.
 
     An island that fails loses its steps since the previous merge. When it returns, it receives the
-    whole outer model and goes on from there. One that fails while the syncer waits for others is
-    left out of the merge.
+    whole outer model and continues from there. An island that fails while the syncer waits is not
+    part of the merge.
 
     Args:
         trace: speeds and failures of the islands.

@@ -149,8 +149,8 @@ def decoupled_goodput(cluster: Cluster, failures: Failures, num_learners: int) -
     """Simulate learners that train independently: Decoupled DiLoCo.
 
     Each learner has an equal part of the slices. When one of its chips fails, this learner pauses
-    for `reshard_seconds` and goes on with the slices that it has; all others go on meanwhile. One
-    learner is elastic data parallelism.
+    for `reshard_seconds` and continues with its remaining slices; all other learners continue
+    meanwhile. One learner is elastic data parallelism.
 
     Args:
         cluster: the cluster.

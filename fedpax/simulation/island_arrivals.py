@@ -75,7 +75,7 @@ def island_arrivals(
     """Order the arrivals of islands that train at their own pace.
 
     An island receives the model, takes its steps, and sends its update. The server applies it at
-    once, and the island goes on from the model that results. Updates that arrive at the same time
+    once, and the island continues from the new model. Updates that arrive at the same time
     are applied together. With `grace_seconds` the server waits that long after an arrival for
     others, but no longer than until all islands have arrived.
 

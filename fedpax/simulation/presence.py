@@ -1,4 +1,4 @@
-"""When participants are up, for a simulation that looks at one of them at a time."""
+"""Times at which participants are up, for a simulation that looks at one of them at a time."""
 
 from bisect import bisect_right
 
@@ -11,7 +11,10 @@ TRIES = 32
 
 
 class Presence:
-    """When each participant of a trace is up, as lists, which are faster than arrays one by one."""
+    """Times at which each participant of a trace is up.
+
+    They are lists, because reading single entries of an array is slower.
+    """
 
     def __init__(self, trace: Trace) -> None:
         self.has_failures = trace.downtimes.shape[1] > 0

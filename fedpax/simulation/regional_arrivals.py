@@ -72,10 +72,10 @@ def regional_arrivals(
     """Order the events of islands that train at their own pace, in regions with a server each.
 
     An island receives its region's model, takes its steps, and sends its update. The region's
-    server applies it at once, and the island goes on from the model that results. When a region has
+    server applies it at once, and the island continues from the new model. When a region has
     applied `updates_per_exchange` updates since it last merged, it sends its own update to the
     global server. That takes `seconds_to_global`; the global model comes back after
-    `seconds_from_global` and is merged. Meanwhile islands train and arrive on.
+    `seconds_from_global` and is merged. Meanwhile, islands train and arrive.
 
     At the same instant, arrivals come first, then sends, then the global server, then merges.
     Updates that arrive at a server together are applied together, and islands that have arrived

@@ -157,8 +157,8 @@ def draw_trace(
         )
     if time_to_return is not None and time_to_failure is None:
         raise ValueError(
-            "time_to_return needs time_to_failure: nobody returns without a failure. Pass both, or "
-            "arrival= for participants that arrive late."
+            "time_to_return needs time_to_failure: there is no return without a failure. Pass both "
+            "or arrival= for participants that arrive late."
         )
     streams = [np.random.default_rng((seed, stream)) for stream in range(6)]
     zero = constant(0.0)

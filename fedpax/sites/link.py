@@ -40,7 +40,7 @@ class Fragment(NamedTuple):
 
 
 class News(NamedTuple):
-    """What an island knows of its syncer at one point of its training.
+    """An island's knowledge of its syncer at one point of its training.
 
     Attributes:
         merges: number of merges that the syncer has done, as far as known.

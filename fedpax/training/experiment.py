@@ -148,7 +148,7 @@ class TrainingConfig:
             `spike_deviations` robust standard deviations above the median of the last
             `spike_window` rounds. "ignore": count it. "skip": discard the round's update. The
             devices keep the former state, so they need memory for both. "roll_back": return to the
-            newest checkpoint before it and go on with the data after it.
+            newest checkpoint before it and continue with the data after it.
         spike_window: number of losses that a loss is compared with; the round just before is not
             one of them. Until there are as many, only a loss that is not finite is a spike.
         spike_deviations: deviations above the median; a deviation is 1.4826 times the median
@@ -161,8 +161,8 @@ class TrainingConfig:
             and 52. Default None: none.
         hang_after: seconds without progress in a round after which it hangs: the stacks of all
             threads are written to the folder (`fedpax.training.watchdog`). None: do not watch.
-        on_hang: "report" goes on waiting after the report; "exit" ends the process with status 70,
-            so that a supervisor can start it again.
+        on_hang: "report" continues to wait after the report; "exit" ends the process with status
+            70, so that a supervisor can start it again.
 
     Example:
         >>> TrainingConfig(rounds=100, evaluate_every=10, checkpoint_every=20).keep_checkpoints

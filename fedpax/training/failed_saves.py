@@ -13,8 +13,8 @@ class QuietFailedSaves(AbstractContextManager["QuietFailedSaves"]):
     """A context manager that hides the tracebacks which follow the first error of a save.
 
     Orbax writes arrays concurrently. The first error is raised. The others appear as tracebacks:
-    in Orbax's log; as exceptions of asyncio that nobody retrieved; and as callbacks of TensorStore
-    to an event loop that is closed by then. All other messages remain.
+    in Orbax's log; as exceptions of asyncio that were not retrieved; and as callbacks of
+    TensorStore to an event loop that is closed by then. All other messages remain.
 
     The last two can come late, so after an error this object stays in effect.
     """

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are kept."""
+"""A rule for the checkpoints that a run keeps."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -219,7 +219,7 @@ def rows(numbers: list[int], now: list[int], own: dict[int, int], leaf: Any, *sa
 def test_islands_keep_their_own_state_when_one_is_lost_and_returns(
     tmp_path: Path, jobs: list[Job]
 ) -> None:
-    settings = ("--exp=small_islands:islands", "--pause=0.5")
+    settings = ("--exp=small_islands:islands", "--pause=1.5")  # it returns before the end
     job = Job(tmp_path, 3, settings=settings)
     jobs.append(job)
     job.wait_for(6)

@@ -24,9 +24,9 @@ class Aggregator(NamedTuple):
             pseudo-gradients x - y_i of `fedavg` and `diloco`. `weights` are numbers
             `[participants]`, or None for equal weights. `aggregated` is a server value of the
             structure of `params`. `metrics` is a dict of scalars.
-        needs_all: whether the aggregate is defined for the updates of all participants at once
-            alone, as a median is. An asynchronous method, which aggregates each update when it
-            arrives, raises for such an aggregator. Default False.
+        needs_all: True if the aggregate is defined only for the updates of all participants at
+            once, as for a median. An asynchronous method, which aggregates each update when it
+            arrives, then raises. Default False.
 
     Example:
         >>> import fedpax

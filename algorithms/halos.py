@@ -78,7 +78,7 @@ def halos(
     global_server: DelayedNesterov = GLOBAL_SERVER,
     merge_weight: float = 0.25,
 ) -> FederatedAlgorithm:
-    """Update a region's model at each arrival of an island, and the global model now and then.
+    """Update a region's model at each arrival of an island, and the global model at exchanges.
 
     Islands communicate with the server of their region over a fast network, and regions with the
     global server over a slow one. Neither waits for the other. Island i of region r trains from
@@ -176,7 +176,7 @@ def halos(
         regions: tuple[Region, ...],
         now: Sequence[tuple[Bool[Array, ""], ...]],
     ) -> tuple[Params, DelayedNesterovState, tuple[Region, ...]]:
-        """Let those regions send, apply and merge for which it is time."""
+        """Send, apply and merge in the regions that `now` marks."""
         zeros = optax.tree.zeros_like(params)
         updates, arriving, merged = [], [], []
         for region, (sends, applies, _) in zip(regions, now, strict=True):
@@ -238,7 +238,7 @@ def halos(
             regions: tuple[Region, ...],
             local_params: Params,
         ) -> tuple[Params, DelayedNesterovState, tuple[Region, ...], Params]:
-            """Process the events at a position; None: all islands, and each region of them."""
+            """Process the events at position k; None: those of all islands and regions."""
 
             def is_here(position: Int[Array, ""] | None) -> Bool[Array, ""]:
                 return jnp.asarray(True if position is None else position == k)
@@ -301,7 +301,7 @@ def check_regions(function: str, regions: Sequence[int]) -> tuple[int, ...]:
         regions: the region of each island.
 
     Raises:
-        ValueError: there is no island, or the numbers are not those from 0 to the last region's.
+        ValueError: there is no island, or a number between 0 and the last region's is missing.
 
     Example:
         >>> check_regions("halos", [0, 1, 1])

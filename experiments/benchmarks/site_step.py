@@ -63,7 +63,7 @@ class Workload(NamedTuple):
     pairs: int
 
     def experiment(self) -> DecoupledDiLoCoText:
-        """Make the experiment: the demo's, with one island and these sizes."""
+        """Make the experiment: `decoupled_diloco_text` with one island and these sizes."""
         base = decoupled_diloco_text()
         sizes = {name: getattr(self, name) for name in ("local_steps", "batch_size", "seq_len")}
         return dataclasses.replace(

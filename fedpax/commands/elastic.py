@@ -146,7 +146,7 @@ class Supervisor:
     def connect(self, preemption: PreemptionGuard) -> None:
         """Connect to the keeper, when the first training process is ready.
 
-        Those that train already do not wait for its imports.
+        Processes that train already do not wait for its imports.
 
         Args:
             preemption: has the signal to stop that this process received; it ends the wait.

@@ -118,7 +118,7 @@ def _outer_axis(experiment: Experiment) -> str | None:
 def _islands_are_processes(experiment: Experiment) -> bool:
     """Return whether the number of islands follows from that of the processes.
 
-    The algorithm's islands are those of the mesh, and not a multiple, where it has this field.
+    This is so if the outer axis is `islands`, and its size is the experiment's field `islands`.
     """
     islands = experiment.mesh.islands
     same = getattr(experiment, "islands", None) == islands

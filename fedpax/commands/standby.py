@@ -52,7 +52,7 @@ class Standby:
             timeout: seconds to wait.
 
         Returns:
-            Whether it waits for `train`.
+            True if it waits for `train`, or has ended.
         """
         if self._reader is not None:
             if not select.select([self._reader], [], [], timeout)[0]:
@@ -71,7 +71,7 @@ class Standby:
             environment: variables to set.
 
         Returns:
-            The process. If it has ended already, so it is seen to have failed.
+            The process. If it has ended already, the supervisor notices its exit status.
         """
         assert self.process.stdin is not None
         order = {"arguments": list(arguments), "environment": dict(environment)}

@@ -104,7 +104,7 @@ class Exchange:
             raise
 
     def wait(self, seconds: float) -> None:
-        """Wait at most `seconds` for a fragment in process 0; the others wait when they `hear`."""
+        """Wait at most `seconds` for a fragment in process 0; other processes wait in `hear`."""
         if self._link is not None:
             self._link.wait(seconds)
 

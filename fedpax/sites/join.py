@@ -330,7 +330,7 @@ def _exit_after(folder: Path) -> Callable[[str], None]:
 
 
 def _patience(progress: Progress, syncer: str) -> Callable[[DisconnectedError], None]:
-    """Return a function that says, at times, that the syncer does not answer yet."""
+    """Return a function that prints, at most every 10 seconds, that the syncer does not answer."""
     noted = -math.inf
 
     def note(error: DisconnectedError) -> None:

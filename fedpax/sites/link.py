@@ -140,7 +140,7 @@ class Link:
     # Calls of the training thread: none of them waits for the network.
 
     def hear(self) -> News:
-        """Return what has arrived since the last call, and the state of the exchange.
+        """Return the fragments since the last call, and the state of the exchange.
 
         Raises:
             RefusedError: the syncer does not want this island.

@@ -14,8 +14,8 @@ from fedpax.sites.outer_model import FragmentState, OuterModel
 FOLDER = "syncer"
 VERSION = 2
 KEPT = 2
-"""Number of complete journals that stay beside the current one. One is enough to resume. The other
-one is there for a copy of the folder that takes as long as a round."""
+"""Number of complete journals that stay beside the current one. One is enough to resume. With two,
+a copy of the folder may take as long as a round."""
 
 LOGGED = ("island", "incarnation", "sequence", "steps", "tokens", "base", "count")
 """The fields of an update in `merges.jsonl`."""

@@ -2,7 +2,8 @@
 
 A training process writes its own shards of the state into a folder of the host's memory, such as
 `/dev/shm`. The copy remains when the process is killed. A process that starts in its place reads
-it, so that no complete round is lost. No collective is needed: each process reads its own copy. If a shard is only in the copies of a lost host, the run resumes from its checkpoint.
+it, so that no complete round is lost. No collective is needed: each process reads its own copy. If
+a shard is only in the copies of a lost host, the run resumes from its checkpoint.
 
 Participants of an elastic job have **numbers**: island 2 keeps its number when island 1 is lost.
 A copy records the numbers of its participants, so each island continues with its own state.

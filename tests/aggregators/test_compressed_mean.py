@@ -259,8 +259,9 @@ def test_the_cost_of_a_program_counts_encoded_bytes():
 
 # ---- on the wire
 
-SHAPES = {"up": (512, 256), "down": (256, 512), "norm": (24,), "scale": ()}
-SPECS = {"up": ("fsdp", None), "down": (None, "fsdp"), "norm": ("fsdp",), "scale": ()}
+# "up" has two heads of 129 features, an odd number that two devices cannot share.
+SHAPES = {"up": (512, 2, 129), "down": (256, 512), "norm": (24,), "scale": ()}
+SPECS = {"up": ("fsdp", None, None), "down": (None, "fsdp"), "norm": ("fsdp",), "scale": ()}
 
 
 def compile_on(mesh, aggregator, updates):

@@ -94,8 +94,11 @@ class Data:
 
     def build(self, setting: Setting) -> Run:
         """Build the experiment with the outer optimizer of a setting."""
-        outer = {"momentum": setting.momentum, "learning_rate": setting.learning_rate}
-        decoupled = dataclasses.replace(self.experiment.decoupled, **outer)
+        decoupled = dataclasses.replace(
+            self.experiment.decoupled,
+            momentum=setting.momentum,
+            learning_rate=setting.learning_rate,
+        )
         return dataclasses.replace(self.experiment, decoupled=decoupled).build()
 
     def batches(self, number: int, shard: int) -> Any:
@@ -164,9 +167,11 @@ class VirtualSites:
         self._down: dict[int, float] = {}  # process -> until
         self._cut: dict[int, float] = {}
         for shard in range(data.islands):
-            self._at(self._random.uniform(0, ROUND_SECONDS), lambda k=shard: self._start(k, None))
+            self._at(
+                self._random.uniform(0, ROUND_SECONDS), functools.partial(self._start, shard, None)
+            )
         for failure in failures:
-            self._at(failure.time, lambda failure=failure: self._fail(failure))
+            self._at(failure.time, functools.partial(self._fail, failure))
         self._at(0.0, self._tick)
 
     def play(self) -> float:

@@ -141,7 +141,13 @@ def _train(address: str, workload: Workload, folder: Path) -> Result:
         connect(address, certificates=folder / "certificates" / "site") as connection,
     ):
         model = LocalModel(run)
-        identity = {"island": "site", "incarnation": "1", "folder": "1", "run": None, "shard": 0}
+        identity: dict[str, Any] = {
+            "island": "site",
+            "incarnation": "1",
+            "folder": "1",
+            "run": None,
+            "shard": 0,
+        }
         identity["identity"] = identify(experiment, params)._asdict()
         link = Link(connection.call, identity, model.formats, [-1] * len(model.formats))
         link.join()

@@ -16,21 +16,25 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from fedpax.training.algorithm import State
+from fedpax.training.local_shards import (
+    Region,
+    assemble,
+    integer_dtype,
+    integers,
+    own_shards,
+    shape_and_sharding,
+    to_region,
+)
 from fedpax.training.participant_states import check_resizable
 from fedpax.training.stream_state import StreamState
-
-Region: TypeAlias = tuple[tuple[int, int], ...]
-"""A part of an array: start and stop on each axis."""
 
 SIZE_OF_LENGTH = 8  # bytes
 ALIGNMENT = 64
@@ -91,7 +95,7 @@ class HostCopy(NamedTuple):
             shards = self._shards(jax.tree_util.keystr(path), leaf, now)
             if shards is None:
                 return None
-            restored.append(_assemble(leaf, shards))
+            restored.append(assemble(leaf, shards))
         return jax.tree.unflatten(tree, restored)
 
     def replace_rows(self, state: State, participants: Sequence[int], own: Sequence[int]) -> State:
@@ -110,7 +114,7 @@ class HostCopy(NamedTuple):
 
     def _shards(self, name: str, leaf: Any, now: list[int] | None) -> dict[Region, Any] | None:
         """Return the values of each region that this process's devices hold."""
-        saved, (shape, sharding) = self.shapes.get(name), _physical(leaf)
+        saved, (shape, sharding) = self.shapes.get(name), shape_and_sharding(leaf)
         rows = None
         if saved is not None and now is not None and self._is_placed(saved, shape, now, sharding):
             rows = now
@@ -118,9 +122,9 @@ class HostCopy(NamedTuple):
             return None
         shards: dict[Region, Any] = {}
         for index in sharding.addressable_devices_indices_map(shape).values():
-            region = _region(index, shape)
+            region = to_region(index, shape)
             if region not in shards:
-                values = self._read(name, region, rows, _physical_dtype(leaf))
+                values = self._read(name, region, rows, integer_dtype(leaf))
                 if values is None:
                     return None
                 shards[region] = values
@@ -179,13 +183,13 @@ class HostCopy(NamedTuple):
     def _with_rows(
         self, name: str, leaf: jax.Array, participants: Sequence[int], own: Sequence[int]
     ) -> jax.Array:
-        saved, (shape, sharding) = self.shapes.get(name), _physical(leaf)
+        saved, (shape, sharding) = self.shapes.get(name), shape_and_sharding(leaf)
         now = list(participants)
         if not own or saved is None or not self._is_placed(saved, shape, now, sharding):
             return leaf
         shards = {}
-        for shard in _data(leaf).addressable_shards:
-            region = _region(shard.index, shape)
+        for shard in integers(leaf).addressable_shards:
+            region = to_region(shard.index, shape)
             if region in shards:
                 continue
             values = np.array(shard.data)
@@ -197,7 +201,7 @@ class HostCopy(NamedTuple):
                     if found is not None:
                         values[place : place + 1] = found
             shards[region] = values
-        return _assemble(leaf, shards)
+        return assemble(leaf, shards)
 
 
 class HostCopies:
@@ -329,13 +333,13 @@ def _write(
     leaves, blocks, offset = [], [], 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         places = []
-        for region, values in _own_blocks(leaf):
+        for region, values in own_shards(leaf):
             places.append((region, offset))
             blocks.append(values)
             offset += _padded(values.nbytes)
-        shape, _ = _physical(leaf)
+        shape, _ = shape_and_sharding(leaf)
         name = jax.tree_util.keystr(path)
-        leaves.append((name, shape, _physical_dtype(leaf).name, places))
+        leaves.append((name, shape, integer_dtype(leaf).name, places))
     if isinstance(stream_state, bytes):
         stream: Any = {"hex": stream_state.hex()}
     else:
@@ -374,71 +378,6 @@ def _read_copy(path: Path) -> HostCopy:
     stream = header["stream"]
     state = bytes.fromhex(stream["hex"]) if "hex" in stream else stream["json"]
     return HostCopy(header["round"], header["participants"], state, shapes, blocks)
-
-
-def _own_blocks(leaf: jax.Array) -> Iterator[tuple[Region, np.ndarray]]:
-    """Yield the values of this process's devices, each region once."""
-    data = _data(leaf)
-    seen = set()
-    for shard in data.addressable_shards:
-        region = _region(shard.index, data.shape)
-        if region not in seen:
-            seen.add(region)
-            yield region, np.asarray(shard.data)
-
-
-def _assemble(leaf: Any, shards: Mapping[Region, np.ndarray]) -> jax.Array:
-    """Make a global array of this process's shards."""
-    shape, sharding = _physical(leaf)
-    data = jax.make_array_from_callback(
-        shape, sharding, lambda index: shards[_region(index or (), shape)]
-    )
-    if not _is_key(leaf):
-        return data
-    implementation = _key_implementation(leaf)
-    wrap = jax.jit(
-        lambda data: jax.random.wrap_key_data(data, impl=implementation),
-        out_shardings=leaf.sharding,
-    )
-    return wrap(data)
-
-
-def _is_key(leaf: Any) -> bool:
-    return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
-
-
-def _key_implementation(leaf: Any) -> str:
-    found: list[Any] = []
-    jax.eval_shape(lambda keys: found.append(jax.random.key_impl(keys)), _shape(leaf))
-    return str(found[0])
-
-
-def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-
-
-def _data(leaf: jax.Array) -> jax.Array:
-    """Return an array's values; those of random keys are integers, with one more axis."""
-    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
-
-
-def _physical(leaf: Any) -> tuple[tuple[int, ...], Any]:
-    """Return shape and sharding of an array's values, from the array or its abstract value."""
-    if not _is_key(leaf):
-        return tuple(leaf.shape), leaf.sharding
-    values = jax.eval_shape(jax.random.key_data, _shape(leaf))
-    sharding = leaf.sharding
-    spec = (*sharding.spec, *[None] * (leaf.ndim - len(sharding.spec)), None)
-    return values.shape, NamedSharding(sharding.mesh, PartitionSpec(*spec))
-
-
-def _physical_dtype(leaf: Any) -> np.dtype:
-    return np.dtype(np.uint32) if _is_key(leaf) else np.dtype(leaf.dtype)
-
-
-def _region(index: tuple[slice, ...], shape: tuple[int, ...]) -> Region:
-    sizes = zip(index, shape, strict=True)
-    return tuple(each.indices(size)[:2] for each, size in sizes)
 
 
 def _padded(size: int) -> int:

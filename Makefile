@@ -4,7 +4,8 @@ WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-PYTEST := $(BIN)/pytest -n $(WORKERS)
+# A worker takes the tests of a folder one after another, so most fixtures are made once.
+PYTEST := $(BIN)/pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test fast-tests test-all lint typecheck clean

@@ -36,19 +36,30 @@ MODULES = sorted(
     }
 )
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-# They compile a transformer or whole experiments, whose tests are among the fast ones.
+# They compile for seconds what tests among the fast ones compile in other sizes.
 SLOW = {
+    "docs/aggregators.md",
     "docs/from_pax.md",
     "docs/huggingface.md",
     "docs/troubleshooting.md",
+    "fedpax.aggregators.codecs.drive",
+    "fedpax.aggregators.codecs.rotated",
+    "fedpax.aggregators.codecs.tiles",
+    "fedpax.aggregators.private_secure_mean",
+    "fedpax.aggregators.privacy_accounting",
     "fedpax.experiments.language_model",
+    "fedpax.models.attention.causal",
+    "fedpax.models.attention.ring_attention",
+    "fedpax.models.chunked_loss",
     "fedpax.models.classifiers",
     "fedpax.models.generation",
     "fedpax.models.huggingface.reading",
     "fedpax.models.huggingface.writing",
     "fedpax.models.lora",
+    "fedpax.models.losses",
     "fedpax.models.mixture",
     "fedpax.models.quantization",
+    "fedpax.models.transformer",
 }
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"^\$? *(fedpax (?:[^\n]|(?<=\\)\n)*)$", re.MULTILINE)

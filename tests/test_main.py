@@ -444,7 +444,7 @@ def test_ctrl_c_before_the_training_gives_no_traceback(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fedpax.commands.train.configure", interrupted)
+    monkeypatch.setattr("fedpax.commands.train.parse_run", interrupted)
     command = ("train", f"--exp={REGRESSION}", f"--job_log_dir={tmp_path}")
     assert run(*command) == (130, "", "fedpax: SIGINT: stopped without saving.\n")
 

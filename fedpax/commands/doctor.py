@@ -43,6 +43,7 @@ EXTRAS = {
     "quantization": Extra("qwix", "int8 and fp8 matmuls"),
     "privacy": Extra("dp-accounting", "epsilon of private means"),
     "bench": Extra("drjax", "benchmarks against DrJAX"),
+    "peers": Extra("flwr", "tests against Flower, Opacus and PyTorch"),
 }
 
 

@@ -63,7 +63,7 @@ class LocalModel:
 
     def __init__(self, run: Run) -> None:
         assert run.algorithm.parts is not None
-        self._run, self._parts = run, run.algorithm.parts
+        self._parts = run.algorithm.parts
         params = jax.eval_shape(run.init, jax.random.key(0))
         self._split = self._parts.make_fragments(params)
         self.formats = [
@@ -77,6 +77,9 @@ class LocalModel:
             for form in self.formats
         ]
         replicated = NamedSharding(run.mesh, PartitionSpec())
+        self._init = jax.jit(
+            lambda key: self._make_state(run.init(key)), out_shardings=self._shardings
+        )
         self._steps = jax.jit(
             self._take_steps, donate_argnums=0, out_shardings=(self._shardings, replicated)
         )
@@ -108,10 +111,7 @@ class LocalModel:
 
         Its parameters are new: the island receives the parameters of the syncer before it trains.
         """
-        make = jax.jit(
-            lambda key: self._make_state(self._run.init(key)), out_shardings=self._shardings
-        )
-        state: LocalState = make(jax.random.key(0))
+        state: LocalState = self._init(jax.random.key(0))
         return state
 
     def take_steps(

@@ -205,6 +205,7 @@ def test_a_cohort_of_the_data_trains_alike_with_the_mask_alone(optimizer):
     assert_close(step(state, plain), expected)
 
 
+@pytest.mark.slow
 def test_a_round_with_a_mask_has_a_gradient_that_padding_does_not_reach():
     params, (batches,), (weights,) = problem(1)
     algorithm = fedavg(

@@ -79,6 +79,7 @@ def test_drjax_is_left_out_if_it_is_not_installed(monkeypatch, capsys, tmp_path)
     assert len(lines) == len(rows)
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_round_equals_plain_jax():
     mesh = fedpax.make_mesh(devices=jax.devices()[:1], clients=1)
     arguments = TINY.random_arguments(4, mesh)
@@ -111,6 +112,7 @@ def test_the_memory_of_the_gradient_does_not_grow_with_clients(capsys, tmp_path)
         assert row["ratio"] == timing.paired_ratio(row["gradient_seconds"], row["round_seconds"])
 
 
+@pytest.mark.slow
 def test_a_wrong_gradient_raises(monkeypatch):
     right = gradient.make_round
 

@@ -32,6 +32,7 @@ def test_every_method_has_a_row_that_is_paired_with_fedavg(rows, capsys):
     assert by_name["FedAvg"].ratio == 1 and by_name["Mime"].passes == 3
 
 
+@pytest.mark.slow
 def test_the_chosen_methods_are_timed_beside_fedavg(rows, capsys):
     sizes = ["--model=tiny", "--clients=8", "--repetitions=1", "--clock=cpu"]
     assert method_rounds.main([*sizes, "--methods=SCAFFOLD II"]) == 0

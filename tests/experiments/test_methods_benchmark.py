@@ -10,6 +10,7 @@ from fedpax.data.populations.logistic_clients import logistic_clients
 from fedpax.experiments.benchmarks import methods
 
 
+@pytest.mark.slow
 def test_the_table_counts_rounds_bytes_and_flops_to_the_target(monkeypatch, capsys, tmp_path):
     file = tmp_path / "rows.json"
     arguments = ["--problem=synthetic", "--rounds=25", "--rates=0.03", f"--json={file}"]

@@ -94,6 +94,7 @@ def test_a_library_that_cannot_start_raises(fake_library):
         other_frameworks.measure("tiny", 1, 4, pythons, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_the_network_for_fedjax_computes_the_same_logits(name):
     model, image = MODELS[name]
@@ -122,6 +123,7 @@ def test_pytorchs_layout_gives_the_same_matmuls_and_convolutions():
     np.testing.assert_allclose(theirs, ours, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedprox", "scaffold"])
 def test_other_methods_start_as_fedavg_does(fake_library, method, monkeypatch):
     """With mu 0, and with SCAFFOLD's first controls, the first round is that of FedAvg."""

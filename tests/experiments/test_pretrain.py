@@ -81,6 +81,7 @@ def test_a_tokenizer_larger_than_the_models_vocabulary_raises() -> None:
         next(run.cohorts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("islands", "mesh", "state"),
     [

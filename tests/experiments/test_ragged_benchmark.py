@@ -7,6 +7,7 @@ import pytest
 from fedpax.experiments.benchmarks import ragged_clients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_the_rows_count_the_steps_of_each_variant(devices):
     rows = {r.variant: r for r in ragged_clients.measure(devices, 16, 1.0, 2, 2)}

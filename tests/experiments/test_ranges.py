@@ -20,7 +20,8 @@ MAY_BE_ZERO = {
     *("warmup_steps", "final_lr_ratio", "b1", "b2", "momentum", "weight_decay", "sigma"),
     "bandwidth_sigma",
     *("z_loss_weight", "load_balance_weight", "delay", "mixing", "grace_seconds", "max_staleness"),
-    *("evaluate_every", "checkpoint_every", "keep_every", "decay_fraction", "num_experts", "rank"),
+    *("evaluate_every", "checkpoint_every", "keep_every", "export_every"),
+    *("decay_fraction", "num_experts", "rank"),
 }
 
 

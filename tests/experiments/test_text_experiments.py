@@ -76,6 +76,7 @@ def test_a_run_counts_tokens(small):
     assert run.items_per_round == cohort.batches["targets"].size
 
 
+@pytest.mark.slow
 def test_data_parallel_communicates_over_twenty_times_the_bytes_of_diloco(small):
     sent = {}
     for make in EXPERIMENTS[:2]:

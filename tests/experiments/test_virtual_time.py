@@ -21,6 +21,7 @@ def test_fedbuff_reaches_a_loss_sooner_than_fedavg():
     assert fedbuff.mean_staleness == pytest.approx(30 / 10, rel=0.2)
 
 
+@pytest.mark.slow
 def test_it_prints_writes_and_draws(tmp_path, capsys):
     picture, rows = tmp_path / "curves.png", tmp_path / "curves.json"
     argv = ["--clients=12", "--busy=6", "--buffer=3", "--seconds=20", f"--out={picture}"]

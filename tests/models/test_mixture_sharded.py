@@ -134,6 +134,7 @@ def test_equals_one_device(
     assert most_rows(parts) == rows and most_rows(one_device[0]) == 2 * 8 * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "experts"),
     [
@@ -196,6 +197,7 @@ def test_the_collectives_are_those_of_the_docstring() -> None:
     assert len(kinds) == 6
 
 
+@pytest.mark.slow
 def test_islands_equal_one_device() -> None:
     """Two local steps of each island, with sharded experts and tokens."""
     sizes = {"islands": 2, "expert": 2, "fsdp": 2}
@@ -230,6 +232,7 @@ def test_islands_equal_one_device() -> None:
     assert found and not any("islands" in each.axes for each in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
     [pytest.param({"expert": 2, "fsdp": 2}, marks=pytest.mark.slow), {"expert": 2, "tensor": 2}],

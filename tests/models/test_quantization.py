@@ -54,6 +54,7 @@ def test_the_forward_matmul_is_quantized_and_the_gradient_is_exact(
     chex.assert_trees_all_close(gradient, exact, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["int8", "fp8"])
 def test_the_grouped_matmul_equals_that_of_each_group(quantization: Any) -> None:
     random = np.random.default_rng(0)

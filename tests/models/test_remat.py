@@ -26,6 +26,7 @@ def test_the_configuration_lists_every_policy() -> None:
     assert set(choices) == {"none", *POLICIES}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy",
     [

@@ -105,6 +105,7 @@ def test_double_precision_means_have_the_dtype_of_jax_numpy(dtype):
         assert program(federated_sum)(x).dtype == jnp.sum(x, axis=0).dtype
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk_size", [None, 3, 1])
 @pytest.mark.parametrize("name", ["max", "min"])
 def test_double_precision_derivatives_of_extrema(name, chunk_size):

@@ -131,6 +131,7 @@ def agrees() -> Iterator:
     assert compared, "the test did not compare anything"
 
 
+@pytest.mark.slow
 def test_an_eager_gradient_without_a_mesh(agrees):
     agrees("eager", "grad")
 
@@ -178,6 +179,7 @@ def test_orders_without_a_mesh(names, agrees):
     agrees(*names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", ORDERS[:1], ids=" of ".join)
 def test_orders_on_a_mesh(names, agrees, main_mesh):
     agrees(*names)
@@ -198,6 +200,7 @@ def test_all_orders_of_three(names, agrees, explicit_mesh):
 # ---- cases that the chains above do not cover
 
 
+@pytest.mark.slow
 def test_third_derivatives(explicit_mesh):
     third = lambda f: jax.jit(jax.jacfwd(jax.jacrev(jax.grad(f))))
     args = arguments()

@@ -50,6 +50,7 @@ def random_batches(shape: tuple[int, ...], seed: int = 1) -> dict[str, np.ndarra
     return {"x": draw(FEATURES), "y": draw()}
 
 
+@functools.cache
 def make_parts(fragments: int = 2, **settings: Any) -> Any:
     return decoupled_diloco_parts(
         loss_fn,

@@ -32,14 +32,9 @@ VALUES = st.one_of(
 
 
 @functools.cache
-def parts() -> Any:
-    return make_parts(2)
-
-
-@functools.cache
 def templates() -> dict[str, Message]:
     """Return a message of each kind, as island a sends them."""
-    sites = Sites(parts(), quorum=3)
+    sites = Sites(make_parts(2), quorum=3)
     island = sites.add("a")
     sites.phase(island)
     found = {message.header["kind"]: message for message in sites.messages}
@@ -73,7 +68,7 @@ def hostile(draw: st.DrawFn) -> Message:
 def test_any_message_is_answered_or_refused_and_the_others_train_on(
     messages: list[Message], seconds: float
 ) -> None:
-    sites = Sites(parts(), quorum=1)
+    sites = Sites(make_parts(2), quorum=1)
     island = sites.add("b", shard=1)
     for message in messages:
         try:
@@ -116,7 +111,7 @@ def push(sites: Sites, island: str, value: float, **fields: Any) -> str:
 def test_an_update_that_would_end_the_run_is_counted_and_not_applied(
     value: float, fields: dict[str, Any], status: str
 ) -> None:
-    sites = Sites(parts(), quorum=1)
+    sites = Sites(make_parts(2), quorum=1)
     sites.add("a")
     before = sites.params()
     assert push(sites, "a", value, **fields) == status
@@ -126,7 +121,7 @@ def test_an_update_that_would_end_the_run_is_counted_and_not_applied(
 
 
 def test_updates_with_a_weight_of_zero_merge_nothing() -> None:
-    sites = Sites(parts(), quorum=1)
+    sites = Sites(make_parts(2), quorum=1)
     sites.add("a")
     assert push(sites, "a", 0.5, tokens=1e-200) == "accepted"
     assert sites.syncer.merges == 1
@@ -134,7 +129,7 @@ def test_updates_with_a_weight_of_zero_merge_nothing() -> None:
 
 
 def test_a_repeated_leave_does_not_give_the_shard_away() -> None:
-    sites = Sites(parts(), quorum=1)
+    sites = Sites(make_parts(2), quorum=1)
     for name in "abc":
         sites.add(name)
     sites.call(templates()["leave"])  # a copy of an earlier message
@@ -145,7 +140,7 @@ def test_a_repeated_leave_does_not_give_the_shard_away() -> None:
 
 
 def test_names_that_would_change_a_terminal_are_refused() -> None:
-    sites = Sites(parts())
+    sites = Sites(make_parts(2))
     with pytest.raises(RefusedError, match="a printable text of 1 to 200 characters"):
         sites.add("\x1b[2Jisland")
     with pytest.raises(RefusedError, match="Use the same version"):
@@ -153,7 +148,7 @@ def test_names_that_would_change_a_terminal_are_refused() -> None:
 
 
 def test_another_version_is_refused_before_anything_else() -> None:
-    sites = Sites(parts())
+    sites = Sites(make_parts(2))
     header = sites.header("a", "1", kind="join", identity={"version": "9" * 300})
     with pytest.raises(RefusedError, match=r"has fedpax 9{50}, and the syncer has 1\. Install"):
         sites.call(Message(header))

@@ -58,7 +58,14 @@ def method(kind):
     return diloco(loss_fn, aggregator=aggregator if kind == "compressed" else None, **settings)
 
 
-@pytest.mark.parametrize("kind", ["plain", "two fragments", "compressed"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "two fragments",
+        pytest.param("plain", marks=pytest.mark.slow),
+        pytest.param("compressed", marks=pytest.mark.slow),
+    ],
+)
 def test_a_quorum_of_all_is_the_method_as_one_program(kind):
     sites = three(kind, quorum=ISLANDS)
     fragments = 2 if kind == "two fragments" else 1
@@ -321,6 +328,7 @@ def test_malformed_messages_are_refused():
     assert sites.call(Message({**push.header, "island": "nobody"})).header == {"status": "join"}
 
 
+@pytest.mark.slow
 def test_progress_that_is_not_sent_survives_merges_and_restarts():
     """y = x + (y - r) for every fragment received; a restart keeps it where nothing was sent."""
     sites = Sites(parts(), quorum=1)
@@ -416,6 +424,7 @@ def test_islands_that_were_down_learn_the_end_of_the_run(tmp_path: Path):
     assert sites.syncer.everyone_heard_end
 
 
+@pytest.mark.slow
 def test_more_rounds_continue_a_finished_run(tmp_path: Path):
     batches = [random_batches((ISLANDS, STEPS), seed=r) for r in range(6)]
     steady = three(quorum=ISLANDS)

@@ -121,7 +121,13 @@ def test_stopped_runs_end_bitwise_as_an_uninterrupted_one(
     print("seed", seed)  # pytest shows it if the test fails
     rng = random.Random(seed)
     stop(tmp_path, when_saving(rng, tmp_path), signal.SIGKILL)  # after about two rounds
-    # SIGTERM saves after the current round.
+    finish(tmp_path)
+    assert_same_run(uninterrupted, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_signal_saves_after_the_current_round(uninterrupted: Path, tmp_path: Path) -> None:
+    rng = random.Random(0)
     assert stop(tmp_path, when_training(rng, tmp_path), signal.SIGTERM) == 128 + signal.SIGTERM
     saved = latest_round(tmp_path)
     assert saved is not None and saved == read_metrics(tmp_path)[-1]["round"] < 24

@@ -58,6 +58,7 @@ def test_a_system_without_a_list_of_mounts_has_no_buckets(
     assert not is_object_store(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_run_in_a_bucket_is_killed_and_ends_as_in_a_folder(bucket: Path, tmp_path: Path) -> None:
     base = single_client()
 

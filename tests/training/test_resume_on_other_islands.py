@@ -248,6 +248,7 @@ def test_server_values_keep_their_bits_and_island_values_follow_the_rule(
                 np.testing.assert_allclose(x, expected, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["eager_diloco", "noloco"])
 def test_the_model_that_is_a_mean_over_islands_is_kept(saved: Any, method: str) -> None:
     old, new = LAYOUTS[FOUR], THREE

@@ -185,6 +185,7 @@ def train_on(num_devices: int, experiment: Experiment, rounds: int, folder: Path
     return load_params(folder)
 
 
+@pytest.mark.slow
 def test_a_run_on_all_devices_resumes_on_any_number_of_them(
     uninterrupted: Path, tmp_path: Path
 ) -> None:

@@ -24,6 +24,7 @@ ROUNDED = [
 
 
 # Comparing values again finds no participant in each of the fast pairs.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pairs", [[(1, 0), (1, 3)], slow(list(itertools.product(range(4), repeat=2)))], ids=len
 )
@@ -76,6 +77,7 @@ def test_ties_share_the_gradient_equally(functions, chunk_size, current_mesh):
     close(tangent, jax.jvp(plain, (w, x), (w, np.cos(x)))[1], 1e-4)
 
 
+@pytest.mark.slow
 def test_ties_share_the_gradient_if_one_rounds_differently():
     """One is in a full chunk and the other in the remainder, which is compiled separately."""
     w, x = normal(4, 6, seed=1), normal(8, 6, seed=2)
@@ -94,6 +96,7 @@ def test_ties_share_the_gradient_if_one_rounds_differently():
     close(*gradients, 1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("functions", [slow(Federated), Rematerialized])
 def test_ties_share_the_gradient_out_of_core(functions):
     w, x = np.abs(normal(16)) + 0.1, tied(N, 16)

@@ -141,8 +141,6 @@ REMATERIALIZED = [
         ["inside", "outside"],
         fast={
             ("two_phases", "inside"),
-            ("extremes", "outside"),
-            ("clipped_twice", "outside"),
             ("rematerialized_rounds", "outside"),
         },
     ),
@@ -169,6 +167,7 @@ def test_a_forward_derivative_of_an_extremum_is_streamed():
     assert is_flat(make)
 
 
+@pytest.mark.slow
 def test_a_program_under_checkpoint_stores_nothing_for_its_gradient():
     def make(size):
         body = jax.checkpoint(functools.partial(PROGRAMS["clipped_twice"], Federated))

@@ -50,6 +50,7 @@ def test_chunks_equal_the_whole_program(name):
     close(fedpax.out_of_core(federated(name), chunk_size=5)(W, X, WEIGHTS), expected(name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [slow("two_phases"), slow("variance"), "weights_of_a_later_phase"])
 def test_chunks_of_rematerialized_programs(name):
     """Later phases rematerialize the maps of a chunk."""
@@ -254,6 +255,7 @@ def test_a_round_of_an_algorithm_runs_out_of_core():
     close(found, method.round(state, cohort))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("work", "current_mesh"),
     cases(["where", "maximum"], MESHES, fast={("where", "automatic"), ("maximum", "explicit")}),

@@ -100,9 +100,6 @@ FAST_GRADIENTS = {
     ("weights_from_the_map", Federated, "automatic"),
     ("two_phases", Rematerialized, "explicit"),
     ("values_per_participant", Federated, "explicit"),
-    ("rounds_in_a_scan", Federated, "automatic"),
-    ("extremes", Rematerialized, "explicit"),
-    ("clipped_twice", Rematerialized, "automatic"),
 }
 
 

@@ -193,6 +193,7 @@ def random_program(seed):
 FAST_SEEDS = {3, 7}  # programs of six steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seed", [s if s in FAST_SEEDS else pytest.param(s, marks=pytest.mark.slow) for s in range(80)]
 )

@@ -410,6 +410,7 @@ def test_an_unknown_configuration_raises(tmp_path: Path) -> None:
         load("federated_emnist/letters", "train", data_dir=tmp_path)
 
 
+@pytest.mark.slow
 def test_tensorflow_is_not_imported(tmp_path: Path, rng: np.random.Generator) -> None:
     # Stack Overflow's archive has no published SHA-256, so any archive passes.
     rows, _ = random_rows("federated_stackoverflow", rng)

@@ -163,6 +163,7 @@ def test_importing_is_cheap_and_silent() -> None:
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
+@pytest.mark.slow
 def test_two_processes_can_prepare_the_same_data_set_at_once(tmp_path: Path) -> None:
     processes = [start(tmp_path) for _ in range(2)]
     results = [process.communicate(timeout=240) for process in processes]

@@ -16,6 +16,7 @@ from site_problem import (
     Sites,
     loss_fn,
     make_parts,
+    make_run,
     random_batches,
     random_params,
 )
@@ -24,6 +25,7 @@ from fedpax import Cohort
 from fedpax.aggregators import codecs, compressed_mean, mean
 from fedpax.algorithms import decoupled_diloco, diloco
 from fedpax.clients import Syncs
+from fedpax.sites.local_model import LocalModel
 from fedpax.sites.message import Message
 from fedpax.sites.syncer_store import SyncerStore
 from fedpax.sites.transport import RefusedError
@@ -451,3 +453,14 @@ def test_more_rounds_continue_a_finished_run(tmp_path: Path):
 def leave(island):
     island._link.connected = True
     island._link.close()
+
+
+def test_an_island_that_starts_again_compiles_nothing_again():
+    traces = []
+    run = make_run(make_parts(2))
+    model = LocalModel(run._replace(init=lambda key: traces.append(key) or run.init(key)))
+    with jax.set_mesh(run.mesh):
+        model.init()
+        before = len(traces)
+        model.init()
+    assert len(traces) == before

@@ -190,7 +190,7 @@ def draw(quiet: Outcome, chaotic: Outcome, path: Path) -> None:
     islands = range(SYNCER, len(chaotic.statuses) - 1)
     above.set_yticks(list(islands), ["syncer", *(f"island {island}" for island in islands[1:])])
     if named:
-        above.legend(fontsize="small", ncols=3, loc="upper right")
+        above.legend(fontsize="small", ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     for name, outcome in (("undisturbed", quiet), ("with failures", chaotic)):
         times, counts = zip(*outcome.merges, strict=True)
         total = [sum(counts[: i + 1]) for i in range(len(counts))]

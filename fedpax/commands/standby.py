@@ -40,7 +40,6 @@ class Standby:
             env=os.environ | {READY: str(writer)},
             pass_fds=(writer,),
             start_new_session=True,
-            preexec_fn=_end_with_parent,
         )
         os.close(writer)
         self._reader: int | None = reader
@@ -94,7 +93,10 @@ class Standby:
 
 
 def _end_with_parent() -> None:
-    """Make Linux kill this process when its parent ends, so that it never trains unsupervised."""
+    """Make Linux kill this process when its parent ends, so that it never trains unsupervised.
+
+    If the parent has ended before, standard input has ended too.
+    """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
@@ -111,6 +113,7 @@ def wait_for_order() -> list[str]:
         Further arguments of `fedpax train`; the environment variables are set. If the supervisor
         has ended, this process ends.
     """
+    _end_with_parent()
     for name in DATA_LIBRARIES:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)

@@ -9,7 +9,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from fedpax.aggregators import Aggregator
-from fedpax.algorithms.arrivals import sending, without_absent
+from fedpax.algorithms.arrivals import outer_gradients, without_absent
 from fedpax.algorithms.checks import check_setting
 from fedpax.algorithms.delayed_nesterov import DelayedNesterov, DelayedNesterovState
 from fedpax.algorithms.inner_steps import make_outer_gradient
@@ -20,7 +20,6 @@ from fedpax.primitives import (
     federated_broadcast,
     federated_map,
     federated_max,
-    federated_mean,
     federated_sum,
     program,
 )
@@ -158,18 +157,13 @@ def async_diloco(
         if cohort.schedule is not None:
             cohort = without_absent(cohort, cohort.schedule.position)
 
-        gradients, inner_state, metrics = federated_map(
+        gradients, inner_state, sends, metrics = outer_gradients(
             make_outer_gradient(loss_fn, inner_optimizer),
             state.local_params,
             state.inner_optimizer_state,
-            cohort.batches,
-            cohort.num_steps,
+            cohort,
+            islands,
         )
-        sends = sending(cohort, islands)
-        weights = federated_map(lambda s: s.astype(jnp.float32), sends)
-        metrics = federated_mean(metrics, weights)
-        if cohort.schedule is not None:
-            metrics |= {"arrivals": federated_sum(weights)}
 
         def combine(
             arriving: Bool[Array, " islands"], aggregator_state: chex.ArrayTree | None

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from fedpax.algorithms.arrivals import sending, without_absent
+from fedpax.algorithms.arrivals import outer_gradients, without_absent
 from fedpax.algorithms.checks import check_setting
 from fedpax.algorithms.delayed_nesterov import (
     DelayedNesterov,
@@ -23,7 +23,6 @@ from fedpax.primitives import (
     federated_broadcast,
     federated_map,
     federated_max,
-    federated_mean,
     federated_sum,
     program,
 )
@@ -218,16 +217,13 @@ def halos(
         order: Any = cohort.schedule
         if order is not None:
             cohort = without_absent(cohort, order.position)
-        gradients, inner_state, metrics = federated_map(
+        gradients, inner_state, sends, metrics = outer_gradients(
             make_outer_gradient(loss_fn, inner_optimizer),
             state.local_params,
             state.inner_optimizer_state,
-            cohort.batches,
-            cohort.num_steps,
+            cohort,
+            islands,
         )
-        sends = sending(cohort, islands)
-        weights = federated_map(lambda s: s.astype(jnp.float32), sends)
-        metrics = federated_mean(metrics, weights)
         own_regions = jnp.array(region_of)
         events = None if order is None else _events_by_region(order, own_regions, num_regions)
 
@@ -287,7 +283,7 @@ def halos(
                 0, jnp.max(last) + 1, lambda k, carry: process(k, *carry), start
             )
             applied = [(at_apply >= 0).astype(jnp.float32) for _, at_apply, _ in events]
-            metrics |= {"arrivals": federated_sum(weights), "exchanges": sum(applied)}
+            metrics |= {"exchanges": sum(applied, start=jnp.float32(0))}
         return HALoSState(*ended, inner_state), metrics
 
     return FederatedAlgorithm(init, halos_round)

@@ -12,15 +12,13 @@ from fedpax import Cohort
 from fedpax.aggregators import codecs, compressed_mean
 from fedpax.algorithms import async_diloco
 from fedpax.clients import ArrivalOrder
-from fedpax.experiments.optimizers import OptimizerConfig
+from fedpax.experiments.diloco_text import diloco_text
 from fedpax.experiments.ranges import COUNT, DECAY, NON_NEGATIVE, POSITIVE, check_ranges
-from fedpax.experiments.text import TextConfig, TextExperiment
+from fedpax.experiments.text import TextExperiment
 from fedpax.experiments.traces import TraceConfig
-from fedpax.models import presets
-from fedpax.parallel.mesh import MeshConfig
 from fedpax.simulation import IslandArrivals, dynamic_local_steps, island_arrivals
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn
-from fedpax.training.experiment import Run, TrainingConfig
+from fedpax.training.experiment import Run
 from fedpax.training.virtual_time import ScheduledRounds, TimedSchedule, with_virtual_seconds
 
 
@@ -155,21 +153,16 @@ def async_diloco_text() -> AsyncDiLoCoText:
     fewer steps. With the outer momentum of `diloco_text`, 0.7, the loss of this run rises in
     between. `--trace.file` reads measured speeds and failures.
     """
+    base = diloco_text()
     return AsyncDiLoCoText(
-        islands=4,
-        mesh=MeshConfig(islands=4),
-        model=presets.base_100k(),
-        data=TextConfig(
-            local_steps=18,
-            batch_size=4,
-            seq_len=64,
-            heldout_batch_size=32,
-            heldout_tokens=32_768,
-        ),
-        optimizer=OptimizerConfig(learning_rate=8e-3, final_lr_ratio=0.01),
+        islands=base.islands,
+        mesh=base.mesh,
+        model=base.model,
+        data=base.data,
+        optimizer=base.optimizer,
+        training=base.training,
         asynchronous=AsyncConfig(learning_rate=0.7, momentum=0.3),
         trace=TraceConfig(sigma=0.7, seconds_to_failure=600.0, seconds_to_return=120.0),
-        training=TrainingConfig(rounds=216, evaluate_every=24, checkpoint_every=108),
     )
 
 

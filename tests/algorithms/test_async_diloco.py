@@ -203,7 +203,7 @@ TOP = compressed_mean(codecs.top_k(0.25), error_feedback=True)
 
 
 def test_error_feedback_telescopes_over_arrivals():
-    """What all islands sent and what they have not sent is the sum of their gradients.
+    """The sent and the unsent parts of all islands add up to the sum of their gradients.
 
     With momentum 0 and gradients that do not depend on the model, it moves the model.
     """

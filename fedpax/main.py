@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the program's name. Default None: those of the process.
 
     Returns:
-        The exit status, as `fedpax --help` explains it.
+        The exit status, as `fedpax --help` explains it. An error has been printed on stderr.
 
     Example:
         >>> print("status", main(["--help"]))  # doctest: +ELLIPSIS
@@ -161,6 +161,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         except BrokenPipeError:
             discard_output(sys.stdout)
             return 128 + signal.SIGPIPE
+        except SystemExit as stop:  # tyro has printed the fields, or the error in one
+            if isinstance(stop.code, str):
+                print_error(stop.code)
+                return STOPPED
+            return int(stop.code or 0)
         except KeyboardInterrupt:
             print_error("fedpax: SIGINT: stopped without saving.")
             return 128 + signal.SIGINT

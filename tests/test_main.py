@@ -33,11 +33,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Run:
     monkeypatch.setenv("XLA_FLAGS", "")  # restored after the test
 
     def call(*arguments: str) -> tuple[int, str, str]:
-        try:
-            status = main(arguments)
-        except SystemExit as stop:  # tyro's way out
-            status = stop.code if isinstance(stop.code, int) else 1
-        return status, *capsys.readouterr()
+        return main(arguments), *capsys.readouterr()
 
     return call
 

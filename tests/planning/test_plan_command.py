@@ -41,11 +41,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Run:
     monkeypatch.chdir(TESTS)
 
     def call(*arguments: str) -> tuple[int, str, str]:
-        try:
-            status = main(arguments)
-        except SystemExit as stop:  # tyro exits on errors
-            status = stop.code if isinstance(stop.code, int) else 1
-        return status, *capsys.readouterr()
+        return main(arguments), *capsys.readouterr()
 
     return call
 

@@ -252,7 +252,18 @@ def _transpose(primitive, inner_aval, cotangents, *args, jaxpr, **others):
         results: list = [Zero(a.aval) for a in _select(args, linear)]
     else:
         avals = [inner_aval(jax.typeof(a), **others) for a in (*known, *given)]
-        results = primitive.bind(*known, *given, jaxpr=_trace(transposed, avals), **others)
+        try:
+            transposed_jaxpr = _trace(transposed, avals)
+        except ValueError as error:
+            if not str(error).startswith("Reverse-mode differentiation does not work"):
+                raise
+            raise ValueError(
+                f"Reverse-mode differentiation through a {primitive} whose function has a loop of "
+                "variable length: JAX cannot transpose lax.while_loop. Local steps run in such a "
+                "loop if the cohort has num_steps. Mark padding by a mask in place of num_steps, "
+                "use lax.scan in a loop of your own, or differentiate in forward mode (jax.jvp)."
+            ) from error
+        results = primitive.bind(*known, *given, jaxpr=transposed_jaxpr, **others)
     return _merge(linear, results, [None] * len(known))
 
 

@@ -126,14 +126,16 @@ class AsyncDiLoCoText(TextExperiment):
         )
         integers: Any = jax.ShapeDtypeStruct((self.islands,), np.int32)
         seconds: Any = jax.ShapeDtypeStruct((self.islands,), np.float32)
-        shardings: Any = Cohort(run.shardings.cohort, num_steps=by_island, schedule=by_island)
+        shardings: Any = Cohort(
+            run.resolved_shardings.cohort, num_steps=by_island, schedule=by_island
+        )
         shapes = run.cohort_shapes
         assert isinstance(shapes, Cohort)
         # The islands that arrive, and their steps, differ from round to round.
         tokens = self.data.batch_size * self.data.seq_len
         return run._replace(
             cohorts=ScheduledRounds(run.cohorts, attach),
-            shardings=run.shardings._replace(cohort=shardings),
+            shardings=run.resolved_shardings._replace(cohort=shardings),
             cohort_shapes=shapes._replace(
                 num_steps=integers, schedule=TimedSchedule(ArrivalOrder(integers), seconds)
             ),

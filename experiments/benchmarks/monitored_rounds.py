@@ -112,7 +112,7 @@ def measure(
     with default_devices(devices):
         runs = {name: (measured if name == "gradient_norm" else base).build() for name in SETTINGS}
     run = runs["plain"]
-    shapes = with_shardings(run.cohort_shapes, run.shardings.cohort)
+    shapes = with_shardings(run.cohort_shapes, run.resolved_shardings.cohort)
     mesh: Any = use_abstract_mesh(run.mesh.abstract_mesh) if topology else jax.set_mesh(run.mesh)
     with mesh:
         compiled = {
@@ -139,7 +139,7 @@ def _temporary_bytes(compiled: CompiledRound) -> int:
 
 def _time(run: Run, compiled: dict[str, CompiledRound], repetitions: int) -> dict[str, list[float]]:
     """Time rounds, each of which continues from the last state of its setting."""
-    cohort = put_on_mesh(next(run.cohorts), run.shardings.cohort)
+    cohort = put_on_mesh(next(run.cohorts), run.resolved_shardings.cohort)
     states = {name: init_state(run, one, seed=0) for name, one in compiled.items()}
 
     def call(name: str) -> Callable[[], Any]:

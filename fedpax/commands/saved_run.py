@@ -166,7 +166,9 @@ def load_saved_params(saved: SavedRun, run: Run, round_number: int) -> Params:
         UsageError: the checkpoint's files are damaged, or a run that trains has removed them.
         ValueError: the parameters are those of another model.
     """
-    like = with_shardings(jax.eval_shape(run.init, jax.random.key(0)), run.shardings.params)
+    like = with_shardings(
+        jax.eval_shape(run.init, jax.random.key(0)), run.resolved_shardings.params
+    )
     try:
         return load_params(saved.folder, round_number, like)
     except (DamagedCheckpointError, FileNotFoundError) as error:

@@ -6,7 +6,8 @@
   `DirichletClients` generates clients, and `ClientSampler` samples the clients of each round.
 - Rounds: `cohort_rounds`, `example_rounds` (labeled images) and `token_rounds` (text) are endless
   streams that yield one `fedpax.Cohort` per round. A stream's position can be saved and restored,
-  so that a resumed run sees the batches of an uninterrupted one. `unreliable_rounds` adds clients
+  so that a resumed run sees the batches of an uninterrupted one. `FunctionRounds` makes a stream
+  from a function of the round's number. `unreliable_rounds` adds clients
   that drop out and rounds with a deadline. `token_rounds` reads one source or a `Mixture` of
   several, and with `addressable_rows` only the rows of a process.
 - Evaluation: `read_examples` and `example_batches` (labeled images) and `heldout_token_batches`
@@ -38,7 +39,7 @@ from fedpax.data.rounds.labeled_examples import example_batches, read_examples
 from fedpax.data.rounds.local_rows import LocalRows, addressable_rows
 from fedpax.data.rounds.mixture import Mixture
 from fedpax.data.rounds.scheduling import balanced_order, idle_fraction
-from fedpax.data.rounds.stream import LazyStream
+from fedpax.data.rounds.stream import FunctionRounds, LazyStream
 from fedpax.data.rounds.token_rounds import token_round_shapes, token_rounds
 from fedpax.data.rounds.token_stream import TokenRounds
 from fedpax.data.rounds.unreliable import RoundOutcome, UnreliableRounds, unreliable_rounds
@@ -61,6 +62,7 @@ __all__ = [
     "DailyAvailability",
     "DirichletClients",
     "ExampleRounds",
+    "FunctionRounds",
     "LazyStream",
     "LocalRows",
     "Mixture",

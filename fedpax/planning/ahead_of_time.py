@@ -73,7 +73,7 @@ def plan_experiment(
             f"{name} does not state the shapes of its cohorts without its data: its build() must "
             "return a Run with cohort_shapes."
         )
-    cohort = with_shardings(run.cohort_shapes, run.shardings.cohort)
+    cohort = with_shardings(run.cohort_shapes, run.resolved_shardings.cohort)
     report("compiling its round; a large model takes minutes")
     try:
         # Without the hardware, the mesh's devices run nothing. With the concrete mesh set, JAX

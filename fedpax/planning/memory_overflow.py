@@ -91,12 +91,12 @@ def _argument_bytes(run: Run) -> dict[str, int]:
     state = jax.eval_shape(run.algorithm.init, params)
     participants = jax.tree.leaves(run.cohort_shapes)[0].shape[0]
     whole = _device_bytes(state, run_state_shardings(run, params, state, participants))
-    model = _device_bytes(params, run.shardings.params)
+    model = _device_bytes(params, run.resolved_shardings.params)
     frozen = {} if run.frozen is None else {"frozen values": _device_bytes(run.frozen.shapes)}
     return {
         "the model": model,
         "the rest of the state: optimizers, state of participants": whole - model,
-        "a round's cohort": _device_bytes(run.cohort_shapes, run.shardings.cohort),
+        "a round's cohort": _device_bytes(run.cohort_shapes, run.resolved_shardings.cohort),
     } | frozen
 
 

@@ -270,7 +270,7 @@ def _join(
             checkpoints.save(done, island.state, position, to_json(experiment))
 
         with (
-            Prefetch(rows, row_shardings(run.shardings.cohort), ENDLESS) as prefetch,
+            Prefetch(rows, row_shardings(run.resolved_shardings.cohort), ENDLESS) as prefetch,
             preemption,
         ):
             stream_state: Any = None

@@ -16,6 +16,7 @@ from fedpax.training.experiment import Run
 from fedpax.training.norms import report_update_norm
 from fedpax.training.shardings import ShardingTree, state_shardings
 from fedpax.training.spikes import skip_spikes as guard_against_spikes
+from fedpax.transforms.inlining import program_placements
 
 
 class CompiledRound(NamedTuple):
@@ -58,8 +59,8 @@ def compile_round(
         The compiled round.
 
     Raises:
-        ValueError: the round breaks the contract of `FederatedAlgorithm`, or a mesh axis does not
-            divide the array axis that it shards.
+        ValueError: the round breaks the contract of `FederatedAlgorithm`, the run's placement is
+            none of the round's, or a mesh axis does not divide the array axis that it shards.
     """
     params = jax.eval_shape(run.init, jax.random.key(0))
     state = jax.eval_shape(run.algorithm.init, params)
@@ -70,14 +71,16 @@ def compile_round(
         )
     num_participants = jax.tree.leaves(cohort)[0].shape[0]
     shardings = run_state_shardings(run, params, state, num_participants)
-    check_divisible("params", params, run.shardings.params)
-    check_divisible("cohort", cohort, run.shardings.cohort)
+    check_divisible("params", params, run.resolved_shardings.params)
+    check_divisible("cohort", cohort, run.resolved_shardings.cohort)
     check_divisible("state", state, shardings)
     state = with_shardings(state, shardings)
     arguments: tuple[Any, ...] = (state, cohort)
     if run.frozen is not None:
         arguments = (*arguments, run.frozen.shapes)
-    _check_round(state, *jax.eval_shape(run.algorithm.round, *arguments))
+    traced = jax.jit(run.algorithm.round).trace(*arguments)
+    _check_placement(run.placement, traced)
+    _check_round(state, *traced.out_info)
     replicated = NamedSharding(run.mesh, PartitionSpec())
     round = report_update_norm(run.algorithm.round) if update_norm else run.algorithm.round
     if skip_spikes:
@@ -98,7 +101,7 @@ def compile_round(
 def run_state_shardings(
     run: Run, params: Params, state: State, num_participants: int
 ) -> ShardingTree:
-    """Return the shardings of a run's state, as derived and as changed by `run.shardings.state`.
+    """Return the shardings of a run's state, as derived and as changed by `Shardings.state`.
 
     Args:
         run: the run.
@@ -112,15 +115,15 @@ def run_state_shardings(
     derived = state_shardings(
         state,
         params,
-        run.shardings.params,
+        run.resolved_shardings.params,
         run.mesh,
         placement=run.placement,
         num_participants=num_participants,
     )
-    if run.shardings.state is None:
+    if run.resolved_shardings.state is None:
         return derived
     return jax.tree.map(
-        lambda leaf: leaf.sharding, with_shardings(state, run.shardings.state(derived))
+        lambda leaf: leaf.sharding, with_shardings(state, run.resolved_shardings.state(derived))
     )
 
 
@@ -188,8 +191,9 @@ def _check_round(before: State, after: State, metrics: Metrics) -> None:
                 "shape and dtype in every round. Cast the update, or the initial state."
             )
     if not isinstance(metrics, dict) or "loss" not in metrics:
-        keys = isinstance(metrics, dict)
-        found = str(sorted(metrics)) if keys else f"a {type(metrics).__name__}"
+        is_array = hasattr(metrics, "shape")
+        kind = "an array" if is_array else f"a {type(metrics).__name__}"
+        found = str(sorted(metrics)) if isinstance(metrics, dict) else kind
         raise ValueError(
             f"algorithm.round returns the metrics {found}, expected a dict of scalars with the key "
             '"loss". Add the mean training loss of the round as metrics["loss"].'
@@ -214,6 +218,58 @@ def _check_round(before: State, after: State, metrics: Metrics) -> None:
                 "real dtype. Reduce it in the round, for example with jnp.mean or "
                 "fedpax.federated_mean, or keep it in the state."
             )
+
+
+def check_same_types(number: int, cohort: Cohort, first: Cohort) -> None:
+    """Check that a cohort has the types for which the round was compiled.
+
+    Args:
+        number: the number of its round, from 1.
+        cohort: the cohort.
+        first: the cohort for which the round was compiled, or its abstract values.
+
+    Raises:
+        ValueError: the structure, a shape or a dtype differs; the message lists the differences.
+
+    Example:
+        >>> import numpy as np
+        >>> one, other = (Cohort({"x": np.ones((2, steps, 4))}) for steps in (3, 5))
+        >>> check_same_types(7, other, one)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+            ...
+        ValueError: The cohort of round 7 differs from that of the first round: cohort.batches['x']
+        is float64[2, 5, 4] and was float64[2, 3, 4]. ...
+    """
+    now, before = _types_by_path(cohort), _types_by_path(first)
+    if now == before:
+        return
+    differences = [
+        f"cohort{path} is {now.get(path, 'missing')} and was {before.get(path, 'missing')}"
+        for path in dict.fromkeys((*before, *now))
+        if now.get(path) != before.get(path)
+    ]
+    raise ValueError(
+        f"The cohort of round {number} differs from that of the first round: "
+        f"{', '.join(differences)}. Expected equal structure, shapes and dtypes, because a round "
+        "is compiled once. Pad the steps to a fixed number, and mark padding by num_steps or a "
+        "mask, as fedpax.data.cohort_rounds does."
+    )
+
+
+def _types_by_path(cohort: Cohort) -> dict[str, str]:
+    return {
+        jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(cohort)
+    }
+
+
+def _check_placement(placement: str, traced: jax.stages.Traced) -> None:
+    names = program_placements(traced.jaxpr.jaxpr)
+    if names and placement not in names:
+        raise ValueError(
+            f"Run.placement={placement!r} is no placement of algorithm.round, expected "
+            f"{' or '.join(map(repr, sorted(names)))}. Set Run.placement to this name."
+        )
 
 
 def _bytes_across_placement(compiled: jax.stages.Compiled, run: Run) -> float:

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, Self, get_args
 
 import chex
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fedpax.clients.cohort_stream import CohortStream
 from fedpax.parallel.mesh import MeshConfig
@@ -27,14 +27,15 @@ class Shardings(NamedTuple):
     """The shardings of a run's arrays.
 
     Attributes:
-        params: a tree of `NamedSharding` with the structure of the parameters.
+        params: one `NamedSharding` for every parameter, or a tree of them that is a prefix of the
+            parameters' structure.
         cohort: one `NamedSharding` for every leaf of a cohort, such as `P("clients")`, or a tree
             of them that is a prefix of the cohort's structure.
         state: the shardings of the algorithm's state. Default None: derive them from those of the
             parameters (`fedpax.training.shardings.state_shardings`). A function
             `derived -> shardings` overrides some of them. It takes a tree with the structure of
-            the state and returns this tree, or a prefix of it. A client store in the state needs
-            it: `lambda derived: derived._replace(store=NamedSharding(mesh, P("clients")))`.
+            the state and returns this tree, or a prefix of it, such as
+            `lambda derived: derived._replace(table=NamedSharding(mesh, P("clients")))`.
     """
 
     params: ShardingTree
@@ -52,10 +53,12 @@ class Run(NamedTuple):
         cohorts: the training data, one cohort per round.
         evaluate: `params -> {"loss": ..., ...}`, metrics on held-out data as Python floats.
         mesh: the mesh that is set while the run is traced and executed.
-        shardings: the shardings of parameters, cohorts and state on the mesh.
         items_per_round: tokens or examples that all participants together train on per round.
         placement: the placement's name, `"clients"` or `"islands"`. The loop reports the operand
             bytes of collectives along the mesh axis of this name (`bytes_across_placement`).
+        shardings: the shardings of parameters, cohorts and state on the mesh. Default None: each
+            device holds the whole model, and the participants of a cohort are sharded over the mesh
+            axis with the placement's name, if the mesh has it.
         item_unit: the unit of `items_per_round`.
         cohort_shapes: a cohort's shapes and dtypes, a tree of `jax.ShapeDtypeStruct`. With them the
             round compiles without data (`fedpax plan`). Default None: unknown without data.
@@ -77,9 +80,9 @@ class Run(NamedTuple):
     cohorts: CohortStream
     evaluate: Callable[[Params], dict[str, float]]
     mesh: Mesh
-    shardings: Shardings
     items_per_round: int
     placement: str
+    shardings: Shardings | None = None
     item_unit: Literal["tokens", "examples"] = "examples"
     cohort_shapes: chex.ArrayTree | None = None
     flops_per_item: float | None = None
@@ -87,6 +90,17 @@ class Run(NamedTuple):
     initial: StoredParams | None = None
     frozen: StoredParams | None = None
     whole_model: Callable[[Params], Params] | None = None
+
+    @property
+    def resolved_shardings(self) -> Shardings:
+        """The shardings, or their default."""
+        if self.shardings is not None:
+            return self.shardings
+        axis = self.placement if self.placement in self.mesh.axis_names else None
+        return Shardings(
+            params=NamedSharding(self.mesh, PartitionSpec()),
+            cohort=NamedSharding(self.mesh, PartitionSpec(axis)),
+        )
 
 
 def check_run(run: object, experiment_name: str) -> None:

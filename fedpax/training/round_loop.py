@@ -12,7 +12,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fedpax.training.algorithm import State
 from fedpax.training.announcement import announce
 from fedpax.training.checkpoint import Checkpoints
-from fedpax.training.compiled_round import CompiledRound, compile_round, init_state
+from fedpax.training.compiled_round import (
+    CompiledRound,
+    check_same_types,
+    compile_round,
+    init_state,
+)
 from fedpax.training.configuration import to_json, write_configuration
 from fedpax.training.experiment import Experiment, Run
 from fedpax.training.goodput import GoodputClock, line_values
@@ -141,7 +146,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         )
         self._move_stream()
         rounds_left = training.rounds - self.done
-        self._prefetch = enter(Prefetch(run.cohorts, run.shardings.cohort, rounds_left))
+        self._prefetch = enter(Prefetch(run.cohorts, run.resolved_shardings.cohort, rounds_left))
         cohort = self._prefetch.peek()
         is_first = self._compiled is None
         utilization = utilization_of(run)
@@ -152,6 +157,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         initial = None if self.done or run.initial is None else run.initial.load()
         if is_first:
             self._progress.note("compiling")
+            self._first_cohort = jax.tree.map(jax.typeof, cohort)
             self._compiled = compile_round(
                 run, cohort, skip_spikes=self._skips, update_norm=training.update_norm
             )
@@ -266,6 +272,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
             waited = clock.enter("step")
             if busy:
                 clock.move(waited, "input", "step")
+            check_same_types(number, cohort, self._first_cohort)
             threshold = (self._spike_threshold(number),) if self._skips else ()
             with jax.profiler.StepTraceAnnotation("round", step_num=number):
                 self._state, values = self._compiled.round(

@@ -44,7 +44,7 @@ def state_shardings(
     Args:
         state: the state's abstract values, from `jax.eval_shape`.
         params: the parameters' abstract values.
-        params_shardings: a tree of `NamedSharding` with the structure of `params`.
+        params_shardings: a `NamedSharding`, or a tree of them that is a prefix of `params`.
         mesh: the mesh.
         placement: the placement's name; the mesh may or may not have an axis of that name.
         num_participants: the placement's size.
@@ -53,7 +53,7 @@ def state_shardings(
         A tree of `NamedSharding` with the structure of `state`.
 
     Raises:
-        ValueError: if the structure of `params_shardings` is not that of `params`.
+        ValueError: if `params_shardings` is not a prefix of `params`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -69,15 +69,17 @@ def state_shardings(
         (('clients', 'fsdp'), ())
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
-    given: Any = jax.tree.structure(params_shardings)
-    if given != structure:
+    try:
+        specs = jax.tree.broadcast(params_shardings, params, is_leaf=_is_sharding)
+    except ValueError:
         raise ValueError(
-            f"shardings.params has the structure {given}, expected that of the parameters, "
-            f"{structure}. Pass one NamedSharding for each parameter."
-        )
+            f"shardings.params has the structure {jax.tree.structure(params_shardings)}, expected "
+            f"that of the parameters, {structure}, or one NamedSharding for all. Pass one "
+            "NamedSharding for each parameter."
+        ) from None
     known = [
         (path, leaf.shape, sharding.spec)
-        for (path, leaf), sharding in zip(leaves, jax.tree.leaves(params_shardings), strict=True)
+        for (path, leaf), sharding in zip(leaves, jax.tree.leaves(specs), strict=True)
     ]
     # Longest path first: a leaf "layer.w" must match the parameter "layer.w" before "w".
     known.sort(key=lambda entry: -len(entry[0]))
@@ -128,3 +130,7 @@ def state_shardings(
     return jax.tree_util.tree_map_with_path(
         shardings_of, state, is_leaf=lambda node: isinstance(node, ClientStore)
     )
+
+
+def _is_sharding(leaf: Any) -> bool:
+    return isinstance(leaf, NamedSharding)

@@ -20,6 +20,7 @@ from fedpax.primitives._jax import (
 from fedpax.primitives.broadcast import federated_broadcast_p, federated_index_p
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.placement import Placement
+from fedpax.primitives.program import federated_program_p
 from fedpax.primitives.reduction import REDUCTIONS
 
 # Calls, which can be inlined because all differentiation has been done, and where their jaxpr is.
@@ -47,6 +48,16 @@ def placements_of(jaxpr: Jaxpr) -> list[Placement]:
     """Return the placements of the maps at the top level of a jaxpr."""
     maps = (eqn for eqn in jaxpr.eqns if eqn.primitive is federated_map_p)
     return list(dict.fromkeys(eqn.params["placement"] for eqn in maps))
+
+
+def program_placements(jaxpr: Jaxpr) -> set[str]:
+    """Return the names of the placements that the programs in a jaxpr declare, at any depth."""
+    names: set[str] = set()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is federated_program_p:
+            names.update(placement.name for placement in eqn.params["placements"])
+        names.update(*map(program_placements, inner_jaxprs(eqn)))
+    return names
 
 
 def inline(closed: ClosedJaxpr, inside: Callable[[ClosedJaxpr], ClosedJaxpr]) -> ClosedJaxpr:

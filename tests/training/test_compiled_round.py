@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from small_regression import regression, single_client
 
+import fedpax
 from fedpax.clients import client_store, gather_clients, scatter_clients
 from fedpax.parallel.mesh import make_mesh
 from fedpax.training.algorithm import FederatedAlgorithm
@@ -18,7 +19,7 @@ from fedpax.training.prefetch import put_on_mesh
 
 def one_round(run: Run) -> tuple[Any, Any, Any]:
     with jax.set_mesh(run.mesh):
-        batches = put_on_mesh(next(run.cohorts), run.shardings.cohort)
+        batches = put_on_mesh(next(run.cohorts), run.resolved_shardings.cohort)
         compiled = compile_round(run, batches)
         return compiled, init_state(run, compiled, seed=3), batches
 
@@ -169,7 +170,7 @@ def throughput_of_its_own(state: Any, batches: Any) -> Any:
         (other_shape, Descent, r"state\.params from float32\[3\] to float32\[4\]"),
         (other_dtype, Descent, r"to bfloat16\[3\].*Cast the update"),
         (other_structure, Descent, "expected that of its argument"),
-        (loss_alone, Descent, "metrics a ShapeDtypeStruct, expected a dict of scalars"),
+        (loss_alone, Descent, "metrics an array, expected a dict of scalars"),
         (
             loss_of_each_client,
             Descent,
@@ -194,6 +195,29 @@ def throughput_of_its_own(state: Any, batches: Any) -> Any:
 def test_a_round_that_breaks_the_contract_raises(round_fn: Any, init: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         one_round(run_of(round_fn, init))
+
+
+def test_a_placement_that_the_round_does_not_declare_raises() -> None:
+    @fedpax.program(clients=8)
+    def round(state: Descent, batches: jax.Array) -> tuple[Descent, dict[str, jax.Array]]:
+        loss = fedpax.federated_mean(fedpax.federated_map(jnp.mean, batches))
+        return state, {"loss": loss}
+
+    run = run_of(round)._replace(placement="client")
+    with pytest.raises(
+        ValueError, match=r"Run.placement='client' is no .* expected 'clients'. Set"
+    ):
+        one_round(run)
+
+
+@pytest.mark.parametrize("placement", ["clients", "islands"])
+def test_by_default_the_model_is_replicated_and_participants_are_sharded(placement: str) -> None:
+    run = run_of(descend)._replace(shardings=None, placement=placement)
+    assert run.resolved_shardings.params.spec == PartitionSpec()
+    axis = "clients" if placement == "clients" else None  # the mesh has no axis islands
+    assert run.resolved_shardings.cohort.spec == PartitionSpec(axis)
+    compiled, state, _ = one_round(run)
+    assert state.params.sharding.is_fully_replicated and compiled.num_parameters == 3
 
 
 def test_bytes_that_depend_on_values_are_nan() -> None:

@@ -1,4 +1,4 @@
-"""LazyStream, and the checks of sizes and saved states that all streams share."""
+"""FunctionRounds, LazyStream, and the checks of sizes and states that all streams share."""
 
 import functools
 import os
@@ -15,6 +15,56 @@ from fedpax.data.populations.partition import Examples
 
 Settings = Mapping[str, int | str]
 """The settings that determine a stream: streams with equal settings give equal cohorts."""
+
+
+class FunctionRounds:
+    """An endless stream whose cohorts are a function of the round's number.
+
+    A resumed run sees the cohorts of an uninterrupted one: the stream's state is the number of the
+    next round.
+
+    Args:
+        make_cohort: `round number -> Cohort` of NumPy arrays. Rounds count from 0. The function
+            depends on the number alone, and every cohort has the same structure, shapes and dtypes.
+
+    Example:
+        >>> def make_cohort(round_number):
+        ...     random = np.random.default_rng(round_number)
+        ...     return Cohort(random.normal(size=(4, 5, 8, 3)))  # clients, steps, batch, features
+        >>> stream = FunctionRounds(make_cohort)
+        >>> next(stream).batches.shape, stream.get_state()
+        ((4, 5, 8, 3), {'round': 1})
+    """
+
+    def __init__(self, make_cohort: Callable[[int], Cohort]) -> None:
+        self._make_cohort = make_cohort
+        self._round = 0
+
+    def __iter__(self) -> "FunctionRounds":
+        return self
+
+    def __next__(self) -> Cohort:
+        """Return the cohort of the next round."""
+        cohort = self._make_cohort(self._round)
+        self._round += 1
+        return cohort
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the number of the next round."""
+        return {"round": self._round}
+
+    def set_state(self, state: Any) -> None:
+        """Move to a position from `get_state`.
+
+        Raises:
+            ValueError: it is the position of another kind of stream.
+        """
+        if not isinstance(state, Mapping) or state.keys() != {"round"}:
+            raise ValueError(
+                f"The state of FunctionRounds is {state!r:.200}, expected {{'round': number}}, as "
+                "get_state returns it. Give the state that this kind of stream has saved."
+            )
+        self._round = int(state["round"])
 
 
 class LazyStream:

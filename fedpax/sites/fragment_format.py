@@ -1,5 +1,6 @@
 """The format of a fragment on the wire: float32 outer parameters, and updates of a codec."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -113,6 +114,19 @@ class FragmentFormat:
         assert self._codec is not None
         key = jax.random.fold_in(jax.random.key(SEED), count)
         return UpdateCoder(self._codec, key, [jax.typeof(x) for x in like], axes)
+
+
+def largest_message(formats: Sequence[FragmentFormat]) -> int:
+    """Return the bytes of the largest message of arrays: a fragment, or an update of one.
+
+    Args:
+        formats: the formats of all fragments.
+    """
+    return max(
+        sum(like.dtype.itemsize * math.prod(like.shape) for like in types.values())
+        for form in formats
+        for types in (form.shapes, form.wire_shapes)
+    )
 
 
 def check_arrays(

@@ -10,6 +10,10 @@ from fedpax.training.algorithm import Params
 from fedpax.training.configuration import flatten, to_json
 from fedpax.training.experiment import Experiment
 
+WIRE_FORMAT = 2
+"""The format of headers and encoded updates. Increase it with each change that the other side would
+misread, such as another layout of a codec's words."""
+
 LOCAL = (
     "mesh",
     "training.checkpoint_every",
@@ -35,11 +39,13 @@ class Identity(NamedTuple):
         version: the version of fedpax.
         experiment: the fields of the experiment by path, except `LOCAL`.
         model: dtype and shape of each parameter by path.
+        wire_format: the format of messages, `WIRE_FORMAT`.
     """
 
     version: str
     experiment: Mapping[str, Any]
     model: Mapping[str, str]
+    wire_format: int = WIRE_FORMAT
 
 
 def identify(experiment: Experiment, params: Params) -> Identity:
@@ -82,6 +88,8 @@ join` the flags of `fedpax syncer`.'
             f"this island has fedpax {str(other.get('version'))[:50]}, and the syncer has "
             f"{own.version}. Install the same version on both sides."
         )
+    if difference := find_other_format(other.get("wire_format"), own.wire_format):
+        return f"this island {difference}"
     for field, name, remedy in (
         ("experiment", "configuration", "Give `fedpax join` the flags of `fedpax syncer`."),
         ("model", "model", "Use the same code and the same flags on both sides."),
@@ -98,3 +106,27 @@ join` the flags of `fedpax syncer`.'
             more = f", and {len(paths) - 5} more differ" if len(paths) > 5 else ""
             return f"this island has another {name}: {shown[:1000]}{more}. {remedy}"
     return None
+
+
+def find_other_format(found: Any, own: int = WIRE_FORMAT) -> str | None:
+    """Compare the format of the other side's messages with the own one.
+
+    Args:
+        found: the number that the other side states; None if it states none.
+        own: the own number. Default `WIRE_FORMAT`.
+
+    Returns:
+        The difference in words, with the remedy; None if there is none.
+
+    Example:
+        >>> find_other_format(1, 2)
+        'sends messages of format 1, expected format 2. Install the same commit of fedpax on both \
+sides.'
+    """
+    if found == own and type(found) is int:
+        return None
+    stated = f"format {found}" if type(found) is int else "a format without a number"
+    return (
+        f"sends messages of {stated}, expected format {own}. Install the same commit of fedpax on "
+        "both sides."
+    )

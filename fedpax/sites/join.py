@@ -16,6 +16,7 @@ import jax
 
 from fedpax.parallel.control_channel import ControlChannel
 from fedpax.sites.exchange import Exchange
+from fedpax.sites.fragment_format import largest_message
 from fedpax.sites.identity import identify
 from fedpax.sites.island import Island
 from fedpax.sites.island_data import IslandRows, row_shardings
@@ -204,6 +205,7 @@ def _join(
             versions = [fragment["version"] for fragment in position["ledger"]["fragments"]]
         link = None
         if connection is not None:
+            connection.max_message_bytes = largest_message(model.formats)
             link = Link(connection.call, header, model.formats, versions)
         exchange = Exchange(link, channel, preemption)
         stack.callback(exchange.close)

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from fedpax.sites.fragment_format import FragmentFormat, check_arrays
+from fedpax.sites.identity import find_other_format
 from fedpax.sites.message import Message
 from fedpax.sites.transport import DisconnectedError, RefusedError
 
@@ -225,6 +226,8 @@ class Link:
             DisconnectedError: it does not answer.
         """
         header = self._request("join", **self._identity).header
+        if difference := find_other_format(header.get("wire_format")):
+            raise RefusedError(f"the syncer {difference}")
         with self._lock:
             for update in self._outbox.values():
                 update.acknowledged = False

@@ -108,7 +108,7 @@ class Island:
             "shard": self.shard,
             "peer": self.peer,
             "folder": self.folder,
-            "incarnations": self.incarnations,
+            "incarnations": list(self.incarnations),
             "merged": {str(p): list(sent) for p, sent in self.merged.items()},
             "contributed": self.contributed,
             "late": self.late,

@@ -62,8 +62,8 @@ def encode(message: Message, max_bytes: int) -> Iterator[bytes]:
     The first chunk is a line that names the format, and JSON: the header, and name, dtype and shape
     of each array. The next chunks are the arrays' bytes, little-endian, row after row, one array
     after another without padding. A chunk is the CRC-32 of all bodies of the message so far, 4
-    bytes, and a body of at most `CHUNK_BYTES`. Thus each checksum covers the order of the chunks
-    too, and the last one the whole message.
+    bytes, and a body: `CHUNK_BYTES` bytes, or fewer in the first and the last chunk. Thus each
+    checksum covers the order of the chunks too, and the last one the whole message.
 
     Args:
         message: the message.
@@ -135,12 +135,13 @@ def decode(chunks: Iterable[bytes], max_bytes: int) -> Message:
     total, received = sum(len(part) for part in memory), 0
     part, filled = 0, 0
     for body in bodies:
-        received += len(body)
-        if received > total or not len(body):
+        # All but the last one are full: a peer cannot send bytes one by one, each with a checksum.
+        if not len(body) or len(body) != min(CHUNK_BYTES, total - received):
             raise MessageError(
-                f"the message has a chunk of {len(body)} bytes after its end or without content, "
-                f"expected {total} bytes in all. {_SAME_VERSION}"
+                f"the message has a chunk of {len(body)} bytes after {received} of {total} bytes, "
+                f"expected chunks of {CHUNK_BYTES} bytes and the rest. {_SAME_VERSION}"
             )
+        received += len(body)
         while len(body):
             step = min(len(body), len(memory[part]) - filled)
             memory[part][filled : filled + step] = np.frombuffer(body[:step], np.uint8)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 
 from fedpax.parallel.mesh import MeshConfig
+from fedpax.sites.fragment_format import largest_message
 from fedpax.sites.identity import identify
 from fedpax.sites.island_table import IslandWatch
 from fedpax.sites.outer_model import FragmentState, OuterModel
@@ -171,7 +172,13 @@ def run_syncer(
                 item_unit=run.item_unit,
             ) as progress,
             contextlib.closing(store),
-            serve(syncer.handle, listen, certificates=certificates) as server,
+            serve(
+                syncer.handle,
+                listen,
+                certificates=certificates,
+                max_message_bytes=largest_message(model.formats),
+                max_calls=max(128, 4 * parts.islands),  # an island has up to two at a time
+            ) as server,
             PreemptionGuard() as preemption,
         ):
             address = f"{listen.rpartition(':')[0]}:{server.port}"

@@ -180,13 +180,15 @@ class Syncer:
             )
         # No merge may save its manifest between this one's making and its saving.
         with self._merging, self._lock:
-            shard = request.optional_count("shard")
+            shard, before = request.optional_count("shard"), self._members.to_json()
             island = self._members.join(name, peer, folder, incarnation, shard, self._clock())
-            if self._store:  # else a syncer that restarts would give its shard to another one
+            # Else a syncer that restarts would give its shard to another one.
+            if self._store and self._members.to_json() != before:
                 self._store.save_manifest(self._manifest())
             return self._answer(
                 island,
                 run=self.run,
+                wire_format=self._identity.wire_format,
                 rounds=self._num_merges // len(self._pending),
                 shard=island.shard,
                 heartbeat_seconds=self._heartbeat,

@@ -1,9 +1,7 @@
 """Calls from islands to a syncer, over gRPC: `serve` at the syncer, `connect` at an island."""
 
-import concurrent.futures
 import contextlib
 import importlib
-import ipaddress
 import logging
 import os
 import threading
@@ -11,7 +9,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from fedpax.sites.address import check_address
+from fedpax.sites.call_pool import CallPool
 from fedpax.sites.handshake import find_refusal
+from fedpax.sites.limited_log import LimitedLog, escape
 from fedpax.sites.message import (
     CHECKSUM_BYTES,
     CHUNK_BYTES,
@@ -77,6 +78,10 @@ class Connection:
     """A connection to a server, made by `connect`; threads may share it.
 
     It connects at the first call, and again after a failure.
+
+    Attributes:
+        address: `HOST:PORT` of the server.
+        max_message_bytes: limit on the arrays of a message, in both directions.
     """
 
     def __init__(
@@ -91,7 +96,7 @@ class Connection:
         self._channel = channel
         self._certificates = certificates
         self._server_name = server_name
-        self._max_message_bytes = max_message_bytes
+        self.max_message_bytes = max_message_bytes
         self._stream = channel.stream_stream(f"/{_SERVICE}/{_METHOD}")
 
     def call(self, message: Message, timeout: float) -> Message:
@@ -116,10 +121,10 @@ class Connection:
         """
         import grpc
 
-        chunks = encode(message, self._max_message_bytes)
+        chunks = encode(message, self.max_message_bytes)
         call = self._stream(chunks, timeout=timeout)
         try:
-            return decode(call, self._max_message_bytes)
+            return decode(call, self.max_message_bytes)
         except grpc.RpcError as error:
             failure = error
         except ChecksumError as error:
@@ -128,7 +133,7 @@ class Connection:
             call.cancel()  # does nothing to a call that has finished
         code, details = failure.code(), failure.details() or ""
         if code in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT):
-            raise RefusedError(details)
+            raise RefusedError(escape(details))
         if code == grpc.StatusCode.UNIMPLEMENTED:
             raise RefusedError(
                 f"the server at {self.address} is not a syncer of fedpax. Pass the address of "
@@ -175,6 +180,11 @@ def serve(
     logged. Memory for received messages is at most `max_calls * max_message_bytes`, and grows as
     bytes arrive: gRPC stops reading from a peer whose chunks are not consumed.
 
+    Silent peers do not keep others from being answered: if all places for calls are taken, a new
+    call ends the one that has waited longest for its peer. Connections take at most half of the
+    files that the process may open. The server raises this number to the system's limit. It closes
+    a connection that has no call for two minutes, or whose handshake takes longer than 10 seconds.
+
     Args:
         handler: answers a message; see `Handler`.
         address: `HOST:PORT` to listen at, such as `0.0.0.0:7000`. Port 0: any free port.
@@ -182,7 +192,8 @@ def serve(
             the same authority. Default None: no encryption, and only a loopback address is
             accepted.
         max_message_bytes: limit on the arrays of a message, in both directions.
-        max_calls: number of calls handled at once; further calls wait. Default 128.
+        max_calls: number of calls handled at once. Default 128. Set it to at least twice the number
+            of honest peers' calls at a time.
         keepalive: seconds without traffic after which the server sends a ping to a peer. If the
             answer takes more than three times as long, the connection is closed. A slow network can
             delay the answer. Default 5.0.
@@ -210,9 +221,10 @@ def serve(
     grpc = _import_grpc()
     check_address("address", address, certificates, any_port=True)
 
-    method = grpc.stream_stream_rpc_method_handler(_respond(handler, max_message_bytes))
+    pool = CallPool(max_calls)
+    method = grpc.stream_stream_rpc_method_handler(_respond(handler, max_message_bytes, pool))
     server = grpc.server(
-        concurrent.futures.ThreadPoolExecutor(max_calls, "fedpax-call"),
+        pool,
         handlers=[grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: method})],
         options=[
             *_options(keepalive),
@@ -220,6 +232,9 @@ def serve(
             ("grpc.http2.min_ping_interval_without_data_ms", 100),
             ("grpc.http2.max_ping_strikes", 0),
             ("grpc.server_handshake_timeout_ms", 10_000),
+            ("grpc.max_allowed_incoming_connections", _max_connections()),
+            ("grpc.max_connection_idle_ms", 120_000),
+            ("grpc.max_concurrent_streams", max_calls),  # of each connection
         ],
     )
     credentials = grpc.insecure_server_credentials()
@@ -294,48 +309,6 @@ def connect(
     return Connection(channel, address, Path(certificates), server_name, max_message_bytes)
 
 
-def check_address(
-    argument: str, address: str, certificates: Path | str | None, *, any_port: bool = False
-) -> str:
-    """Check an address, and that it is a loopback address if there are no certificates.
-
-    Args:
-        argument: the argument's name, for the error.
-        address: `HOST:PORT`, IPv6 hosts in brackets.
-        certificates: the folder, or None.
-        any_port: accept port 0.
-
-    Returns:
-        The host, without brackets.
-
-    Raises:
-        ValueError: the address is malformed, or not a loopback address without certificates.
-
-    Example:
-        >>> check_address("syncer", "[::1]:7000", None)
-        '::1'
-        >>> check_address("syncer", "example.org:7000", None)  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        ...
-        ValueError: syncer='example.org:7000' is not a loopback address, ...
-    """
-    host, colon, port = address.rpartition(":")
-    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    valid_port = port.isascii() and port.isdigit() and (not any_port) <= int(port) <= 65535
-    if not colon or not bare or not valid_port or (":" in bare and bare == host) or "/" in bare:
-        raise ValueError(
-            f"{argument}={address!r} is not an address, expected HOST:PORT such as localhost:7000 "
-            "or [::1]:7000."
-        )
-    if certificates is None and not _is_loopback(bare):
-        raise ValueError(
-            f"{argument}={address!r} is not a loopback address, and there are no certificates, "
-            "expected localhost, 127.0.0.1 or [::1]. Make certificates with `fedpax certificates` "
-            "and pass them on both sides to communicate between machines."
-        )
-    return bare
-
-
 def _import_grpc() -> Any:
     # Its own log repeats each failed handshake. A user's setting remains.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -359,14 +332,6 @@ def _import_extra(module: str, package: str) -> Any:
         ) from None
 
 
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return False
-
-
 def _options(keepalive: float) -> list[tuple[str, Any]]:
     return [
         ("grpc.max_receive_message_length", CHECKSUM_BYTES + CHUNK_BYTES),
@@ -379,26 +344,58 @@ def _options(keepalive: float) -> list[tuple[str, Any]]:
     ]
 
 
-def _respond(handler: Handler, max_message_bytes: int) -> Callable[..., Iterator[bytes]]:
+def _max_connections() -> int:
+    """Return half of the number of files that this process may open, which is raised first."""
+    try:
+        import resource
+    except ImportError:  # Windows, which has no such limit
+        return 1 << 14
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # macOS has a lower limit than it states
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    return min(soft if soft > 0 else 1 << 15, 1 << 15) // 2
+
+
+def _respond(
+    handler: Handler, max_message_bytes: int, pool: CallPool
+) -> Callable[..., Iterator[bytes]]:
     """Return a gRPC method that decodes a message, calls the handler and encodes its answer."""
     import grpc
+
+    log = LimitedLog(_logger)
+
+    def receive(chunks: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        while True:
+            with pool.waits_for_peer(context.cancel):
+                chunk = next(chunks, None)
+            if chunk is None:
+                return
+            yield chunk
+
+    def send(chunks: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        for chunk in chunks:
+            with pool.waits_for_peer(context.cancel):
+                yield chunk
 
     def respond(chunks: Iterator[bytes], context: Any) -> Iterator[bytes]:
         peer = _peer_name(context)
         sender = peer or context.peer()
         try:
-            message = decode(chunks, max_message_bytes)
+            message = decode(receive(chunks, context), max_message_bytes)
         except MessageError as error:
-            _logger.warning("a message of %s is refused: %s", sender, error)
+            if not context.is_active():  # the peer has cancelled the call, or is gone
+                return iter(())
+            log.warning("a message of %s is refused: %s", sender, error)
             damaged = isinstance(error, ChecksumError)
             code = grpc.StatusCode.DATA_LOSS if damaged else grpc.StatusCode.INVALID_ARGUMENT
             _abort(context, code, str(error))
         except grpc.RpcError:  # the peer has cancelled the call, or is gone
             return iter(())
         try:
-            return encode(handler(peer, message), max_message_bytes)
+            return send(encode(handler(peer, message), max_message_bytes), context)
         except RefusedError as error:
-            _logger.warning("%s is refused: %s", sender, error)
+            log.warning("%s is refused: %s", sender, error)
             _abort(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
         except Exception:
             _logger.exception("a message of %s could not be handled", sender)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from fedpax.sites.exchange import Exchange
+from fedpax.sites.identity import WIRE_FORMAT
 from fedpax.sites.island import Island
 from fedpax.sites.join import _wait_for_merge
 from fedpax.sites.link import Link
@@ -50,6 +51,7 @@ class RandomSyncer:
         arrays: dict[str, np.ndarray] = {}
         if message.header["kind"] == "join":
             header |= {"heartbeat_seconds": 1.0, "received": {"1": ["old", 7]}, "run": "r"}
+            header["wire_format"] = WIRE_FORMAT
             header |= {"shard": 2, "rounds": 9}
         elif message.header["kind"] == "push":
             sequence = message.header["sequence"]

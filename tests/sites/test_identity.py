@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 
 from fedpax.experiments.decoupled_diloco_text import decoupled_diloco_text
-from fedpax.sites.identity import find_difference, identify
+from fedpax.sites.identity import WIRE_FORMAT, find_difference, identify
+from fedpax.sites.link import Link
+from fedpax.sites.message import Message
+from fedpax.sites.transport import RefusedError
 
 PARAMS = {"w": np.zeros((2, 3), np.float32)}
 
@@ -31,3 +34,25 @@ def test_settings_without_effect_on_the_model_may_differ(
     other = dataclasses.replace(experiment, training=training)
     difference = find_difference(identify(experiment, PARAMS), identify(other, PARAMS)._asdict())
     assert difference is None if may_differ else f"training.{field}" in (difference or "")
+
+
+@pytest.mark.parametrize(
+    ("stated", "words"),
+    [
+        (1, f"sends messages of format 1, expected format {WIRE_FORMAT}. Install the same commit"),
+        (None, "sends messages of a format without a number"),
+        (True, "sends messages of a format without a number"),
+    ],
+)
+def test_another_wire_format_is_refused_on_both_sides(stated: Any, words: str) -> None:
+    own = identify(decoupled_diloco_text(), PARAMS)
+    assert find_difference(own, own._asdict()) is None
+    difference = find_difference(own, own._asdict() | {"wire_format": stated})
+    assert difference is not None and difference.startswith("this island") and words in difference
+
+    answer = {"status": "ok", "merges": 0, "finished": False, "saved": {}, "wire_format": stated}
+    link = Link(
+        lambda message, timeout: Message(answer), {"island": "a", "incarnation": "1"}, [], []
+    )
+    with pytest.raises(RefusedError, match=f"the syncer {words}"):
+        link.join()

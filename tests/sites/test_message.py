@@ -163,10 +163,21 @@ MALFORMED = {
         stream(declare(*([f"x{i}", "int8", [LIMIT // 2]] for i in range(3)))),
         "Send smaller fragments, or raise max_message_bytes",
     ),
-    "too few bytes": (stream(declare(["x", "int8", [3]]), b"12"), "ends after 2 of 3 bytes"),
-    "too many bytes": (stream(declare(["x", "int8", [3]]), b"1234"), "expected 3 bytes in all"),
-    "bytes of no array": (stream(declare(), b"1"), "expected 0 bytes in all"),
-    "an empty body": (stream(declare(["x", "int8", [1]]), b"", b"1"), "without content"),
+    "too few bytes": (
+        stream(declare(["x", "int8", [CHUNK_BYTES + 3]]), bytes(CHUNK_BYTES)),
+        f"ends after {CHUNK_BYTES} of {CHUNK_BYTES + 3} bytes",
+    ),
+    "a short chunk": (
+        stream(declare(["x", "int8", [3]]), b"12", b"3"),
+        "chunk of 2 bytes after 0 of 3",
+    ),
+    "too many bytes": (stream(declare(["x", "int8", [3]]), b"1234"), "4 bytes after 0 of 3 bytes"),
+    "bytes of no array": (stream(declare(), b"1"), "chunk of 1 bytes after 0 of 0 bytes"),
+    "an empty body after the end": (stream(declare(), b""), "chunk of 0 bytes after 0 of 0 bytes"),
+    "an empty body": (
+        stream(declare(["x", "int8", [1]]), b"", b"1"),
+        "chunk of 0 bytes after 0 of 1",
+    ),
     "a chunk that is too large": (stream(declare(), bytes(CHUNK_BYTES + 1)), "expected at most"),
     "a truth value of 2": (stream(declare(["x", "bool", [2]]), b"\1\2"), "other than 0 and 1"),
 }

@@ -17,13 +17,13 @@ import pytest
 from test_message import MALFORMED
 
 from fedpax.experiments.benchmarks.unreliable_network import UnreliableNetwork
+from fedpax.sites.address import check_address
 from fedpax.sites.message import CHUNK_BYTES, Message, MessageError, encode
 from fedpax.sites.transport import (
     Connection,
     DisconnectedError,
     RefusedError,
     Server,
-    check_address,
     connect,
     serve,
 )

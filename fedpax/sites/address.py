@@ -1,0 +1,55 @@
+"""Addresses of syncers, of which only loopback addresses are accepted without certificates."""
+
+import contextlib
+import ipaddress
+from pathlib import Path
+
+
+def check_address(
+    argument: str, address: str, certificates: Path | str | None, *, any_port: bool = False
+) -> str:
+    """Check an address, and that it is a loopback address if there are no certificates.
+
+    Args:
+        argument: the argument's name, for the error.
+        address: `HOST:PORT`, IPv6 hosts in brackets.
+        certificates: the folder, or None.
+        any_port: accept port 0.
+
+    Returns:
+        The host, without brackets.
+
+    Raises:
+        ValueError: the address is malformed, or not a loopback address without certificates.
+
+    Example:
+        >>> check_address("syncer", "[::1]:7000", None)
+        '::1'
+        >>> check_address("syncer", "example.org:7000", None)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        ValueError: syncer='example.org:7000' is not a loopback address, ...
+    """
+    host, colon, port = address.rpartition(":")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    valid_port = port.isascii() and port.isdigit() and (not any_port) <= int(port) <= 65535
+    if not colon or not bare or not valid_port or (":" in bare and bare == host) or "/" in bare:
+        raise ValueError(
+            f"{argument}={address!r} is not an address, expected HOST:PORT such as localhost:7000 "
+            "or [::1]:7000."
+        )
+    if certificates is None and not _is_loopback(bare):
+        raise ValueError(
+            f"{argument}={address!r} is not a loopback address, and there are no certificates, "
+            "expected localhost, 127.0.0.1 or [::1]. Make certificates with `fedpax certificates` "
+            "and pass them on both sides to communicate between machines."
+        )
+    return bare
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return False

@@ -1,0 +1,77 @@
+"""The threads of a server's calls: calls of silent peers do not keep others from being answered."""
+
+import concurrent.futures
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+class CallPool(concurrent.futures.ThreadPoolExecutor):
+    """Threads that each handle one call, and end a call of a silent peer if another call waits.
+
+    A peer that opens calls and then sends nothing, or does not read the answers, would occupy all
+    threads. Therefore, if a call finds no free thread, the call that has waited longest for its
+    peer is ended. A call that does not wait for its peer is never ended.
+
+    Args:
+        max_calls: number of threads.
+
+    Example:
+        >>> pool, ended = CallPool(1), threading.Event()
+        >>> def silent():
+        ...     with pool.waits_for_peer(ended.set):
+        ...         return ended.wait(10)
+        >>> first, second = pool.submit(silent), pool.submit(lambda: "an answer")
+        >>> first.result(), second.result()
+        (True, 'an answer')
+    """
+
+    def __init__(self, max_calls: int) -> None:
+        super().__init__(max_calls, "fedpax-call")
+        self._max_calls = max_calls
+        self._lock = threading.Lock()
+        self._unfinished = 0
+        # By thread: how to end the calls that wait for their peers, the longest wait first.
+        self._waiting: dict[int, Callable[[], object]] = {}
+        self._ended: set[int] = set()  # threads whose call was ended and has not returned yet
+
+    def submit(
+        self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> concurrent.futures.Future[Any]:
+        """Handle a call in a thread; see `concurrent.futures.Executor.submit`."""
+        with self._lock:
+            self._unfinished += 1
+            self._make_room()
+        return super().submit(self._run, fn, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def waits_for_peer(self, end: Callable[[], object]) -> Iterator[None]:
+        """Mark the call of this thread as waiting for its peer.
+
+        Args:
+            end: ends the call; called in another thread, at most once. It must not block.
+        """
+        thread = threading.get_ident()
+        with self._lock:
+            self._waiting[thread] = end
+            self._make_room()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waiting.pop(thread, None)
+
+    def _run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            with self._lock:
+                self._unfinished -= 1
+                self._ended.discard(threading.get_ident())
+
+    def _make_room(self) -> None:
+        if self._waiting and self._unfinished - len(self._ended) > self._max_calls:
+            thread = next(iter(self._waiting))
+            self._ended.add(thread)
+            self._waiting.pop(thread)()

@@ -1,26 +1,23 @@
 """A mean of updates that are sent in few bits."""
 
 import functools
-import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, Num
 
 from fedpax.aggregators.aggregator import Aggregator
-from fedpax.aggregators.codecs.blocks import wire_bits
 from fedpax.aggregators.codecs.codec import Codec
+from fedpax.aggregators.codecs.exchange import choose_exchange
 from fedpax.aggregators.codecs.rotated import check_codec
-from fedpax.aggregators.codecs.tiles import from_tiles, to_tiles
 from fedpax.aggregators.codecs.update_coder import UpdateCoder
 from fedpax.aggregators.encodable import check_floats, normalized_weights
 from fedpax.aggregators.sent import mark_sent
 from fedpax.primitives import federated_broadcast, federated_map, federated_mean
-from fedpax.primitives.layout import explicit_axis, mesh_axis, unplaced_aval
+from fedpax.primitives.layout import mesh_axis, unplaced_aval
 from fedpax.primitives.placement import Placement, active_placements, resolve_placement
 
 
@@ -38,7 +35,12 @@ class CompressedMeanState(NamedTuple):
 
 
 def compressed_mean(
-    codec: Codec, *, error_feedback: bool = False, decay: float = 1.0, seed: int = 0
+    codec: Codec,
+    *,
+    error_feedback: bool = False,
+    decay: float = 1.0,
+    mean_codec: Codec | None = None,
+    seed: int = 0,
 ) -> Aggregator:
     """Average updates that are sent in few bits, by a codec of `fedpax.aggregators.codecs`.
 
@@ -53,19 +55,28 @@ def compressed_mean(
     contributes nothing and keeps its residual. Weights need one small all-reduce before the updates
     are sent.
 
-    What is sent:
+    What is sent, with b bits per value, n participants and a mesh axis of d devices, per value that
+    a device receives:
 
-    - If the placement's mesh axis has several devices, and fewer bits are sent this way, the words
-      are sent: they are all-gathered over the placement, decoded, and added in float32, in the same
-      order on every device. With b bits per value and n participants on d devices, a device
-      receives n b (d - 1) / d bits per value, and 64 (d - 1) / d in an all-reduce of float32. So
-      words are sent if n b < 64: among up to 15 islands at 4 bits, up to 60 at 1 bit.
-    - Otherwise participants are simulated: each update is encoded and decoded where it is made,
-      and the mean is a `federated_mean`. With a `chunk_size`, its memory does not grow with the
-      number of participants.
+    - all-gather: every device receives all words, and decodes and adds them in float32: n b (d - 1)
+      / d bits.
+    - all-to-all: every device receives one of d parts of all words, decodes and adds them, and the
+      means are all-gathered in float32: (n b / d + 32) (d - 1) / d bits.
+    - all-reduce: participants are simulated. Each update is encoded and decoded where it is made,
+      and the mean is a `federated_mean`: 64 (d - 1) / d bits. With a `chunk_size`, its memory does
+      not grow with the number of participants.
 
-    Both give the same mean, up to rounding in its last bits. `fedpax.cost` counts the encoded
-    bytes. The derivative is zero, as that of rounding is.
+    The one with the fewest bits is compiled: `codecs.choose_exchange` tells which. With an island
+    on each device, it is the all-gather for up to 8 islands at 4 bits, and the all-to-all for more.
+    All three give the same mean, up to rounding in its last bits; the first two add in the same
+    order on every mesh. `fedpax.cost` counts the encoded bytes. The derivative is zero, as that of
+    rounding is.
+
+    With `mean_codec`, the mean is encoded too, once, before it is received:
+    mean = decode(encode(sum_i q_i / n)). The all-to-all then takes (n b / d + b') (d - 1) / d bits,
+    with b' bits per value of the mean: twice 4 bits in place of 4 (n - 1) are fewer from 3 islands.
+    It is another algorithm, on every mesh and without one: the rounding of the mean is lost, with
+    error feedback too.
 
     A parameter of more than 65,536 entries is encoded with its minor axis sharded over the mesh
     axes within a participant, such as `fsdp`, however these shard the parameter: each device sends
@@ -83,6 +94,9 @@ def compressed_mean(
             Default False. Biased codecs, such as `top_k` and `sign`, need it to converge.
         decay: factor of the residual each round, above 0 and at most 1. Default 1.0: nothing is
             forgotten. SparseLoCo uses 0.95.
+        mean_codec: codec of the mean. Default None: only updates are rounded, and the mean stays in
+            float32. Its blocks are those of `codec`. One that draws random numbers by entry, such
+            as `uniform`, rounds the mean differently on different meshes.
         seed: seed of the random keys, which differ by round, participant and parameter.
 
     Returns:
@@ -90,9 +104,10 @@ def compressed_mean(
         updates are float arrays; other dtypes raise a `TypeError`.
 
     Raises:
-        TypeError: `codec` is not a codec.
+        TypeError: `codec` or `mean_codec` is not a codec.
         ValueError: `decay` is out of range, or is not 1 without error feedback; error feedback
-            with a codec that is not contractive, whose residual could grow without bound.
+            with a codec that is not contractive, whose residual could grow without bound;
+            `mean_codec` with smaller blocks than `codec`.
 
     Example:
         >>> import fedpax
@@ -118,7 +133,7 @@ def compressed_mean(
         Douillard et al., Streaming DiLoCo with overlapping communication, arXiv:2501.18512,
         section 2.4 (4 bits on the wire, sums in float32).
     """
-    _check_arguments(codec, error_feedback, decay)
+    _check_arguments(codec, error_feedback, decay, mean_codec)
 
     def init(params: chex.ArrayTree) -> CompressedMeanState:
         zeros = functools.partial(jax.tree.map, lambda x: jnp.zeros_like(x, jnp.float32))
@@ -137,8 +152,10 @@ def compressed_mean(
         placement = resolve_placement("compressed_mean", None).placement
         types = [unplaced_aval(jax.typeof(leaf)) for leaf in leaves]
         round_key = jax.random.fold_in(jax.random.key(seed), state.round)
-        coder = UpdateCoder(codec, round_key, types, _model_axes())
-        gathers = _gathers_words(codec, types, placement)
+        coder = UpdateCoder(codec, round_key, types, _model_axes(), mean_codec)
+        parts = choose_exchange(
+            codec, types, placement.size, _num_devices(placement), mean_codec=mean_codec
+        ).parts
 
         def send(
             index: Int[Array, ""],
@@ -161,17 +178,18 @@ def compressed_mean(
                         jnp.where(share == 0, e, x) for x, e in zip(left, residual, strict=True)
                     ]
                 residual = left
-            return jax.tree.unflatten(tree, words if gathers else decoded), residual
+            return jax.tree.unflatten(tree, decoded if parts is None else words), residual
 
         residual = None if state.residual is None else jax.tree.leaves(state.residual)
         shares = None if weights is None else normalized_weights(weights)
         sent, residual = federated_map(send, _indices(placement), leaves, residual, shares)
-        if gathers:
-            mean = _mean_of_words(jax.tree.leaves(sent), coder, placement)
-            mean = jax.tree.unflatten(tree, mean)
+        if parts is None:
+            means = coder.round_mean(placement.size, jax.tree.leaves(federated_mean(sent)))
         else:
-            mean = federated_mean(sent)
+            words = jax.tree.leaves(sent)
+            means = coder.average_words(_indices(placement), words, placement.name, parts)
         residual = None if residual is None else jax.tree.unflatten(tree, residual)
+        mean = jax.tree.unflatten(tree, means)
         return mean, CompressedMeanState(state.round + 1, residual), {}
 
     return Aggregator(init, aggregate)
@@ -189,37 +207,15 @@ def _model_axes() -> tuple[str, ...]:
     return tuple(n for n, kind in kinds if n not in placements and kind != AxisType.Manual)
 
 
-def _gathers_words(codec: Codec, types: list[Any], placement: Placement) -> bool:
-    """Return whether all-gathered words are fewer bits than all-reduced float32 values."""
+def _num_devices(placement: Placement) -> int:
+    """Return the number of devices along the placement's mesh axis, 1 without one."""
     axis = mesh_axis(placement)
-    if axis is None or jax.sharding.get_abstract_mesh().shape[axis] == 1:
-        return False
-    return placement.size * wire_bits(codec, types) < 64 * sum(aval.size for aval in types)
+    return 1 if axis is None else jax.sharding.get_abstract_mesh().shape[axis]
 
 
-def _mean_of_words(
-    words: list[jax.Array], coder: UpdateCoder, placement: Placement
-) -> list[Float[Array, "..."]]:
-    """All-gather the participants' words; decode and add them one participant at a time."""
-
-    def gather(words: jax.Array, like: Any) -> jax.Array:
-        if explicit_axis(placement):
-            return jax.sharding.reshard(words, P(None, *jax.typeof(words).sharding.spec[1:]))
-        axes = coder.minor_axes(like)
-        if axes is None:  # explicit axes within a participant
-            spec = P(None, *[P.UNCONSTRAINED] * (words.ndim - 1))
-            return jax.lax.with_sharding_constraint(words, spec)
-        tiles = to_tiles(words, math.prod(jax.sharding.get_abstract_mesh().shape[a] for a in axes))
-        for participants in (mesh_axis(placement), None):  # before the transfer, and after it
-            tiles = jax.lax.with_sharding_constraint(tiles, P(participants, axes or None))
-        return from_tiles(tiles, words.shape)
-
-    gathered = [gather(own, like) for own, like in zip(words, coder.types, strict=True)]
-    totals = coder.decode_sum(_indices(placement), gathered)
-    return [total / placement.size for total in totals]
-
-
-def _check_arguments(codec: Codec, error_feedback: bool, decay: float) -> None:
+def _check_arguments(
+    codec: Codec, error_feedback: bool, decay: float, mean_codec: Codec | None
+) -> None:
     check_codec("compressed_mean", "codec", codec)
     if not 0 < decay <= 1:
         raise ValueError(
@@ -237,4 +233,13 @@ def _check_arguments(codec: Codec, error_feedback: bool, decay: float) -> None:
             "residual could grow without bound. Use its biased form (drive(unbiased=False), "
             "random_k(..., unbiased=False)), more bits or smaller blocks, or "
             "error_feedback=False."
+        )
+    if mean_codec is None:
+        return
+    check_codec("compressed_mean", "mean_codec", mean_codec)
+    if mean_codec.block_size < codec.block_size:
+        raise ValueError(
+            f"compressed_mean(): mean_codec has blocks of {mean_codec.block_size:,} entries, but "
+            f"the mean is encoded in the blocks of codec, of {codec.block_size:,}. Pass "
+            f"block_size={codec.block_size} to its function."
         )

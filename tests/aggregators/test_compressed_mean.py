@@ -14,9 +14,12 @@ from jax.sharding import PartitionSpec as P
 
 import fedpax
 from fedpax.aggregators import Aggregator, chain, codecs, compressed_mean
+from fedpax.aggregators.codecs.exchange import choose_exchange
+from fedpax.aggregators.codecs.update_coder import UpdateCoder
 from fedpax.aggregators.compressed_mean import CompressedMeanState
 from fedpax.algorithms import diloco, fedavg
 from fedpax.hlo.collectives import collectives
+from fedpax.primitives.layout import unplaced_aval
 
 N = 4
 SPARSELOCO = codecs.top_k(1 / 16, values=codecs.sign(bits=2), block_size=512)
@@ -313,26 +316,93 @@ def test_islands_gather_words(codec, kind):
     # Two devices of an island send half each; the small leaves are sent by both.
     bits = codecs.wire_bits(codec, {name: x[0] for name, x in updates().items()})
     sent = 2 * 8 * sum(c.bytes for c in found)
-    # With automatic axes, a device fills a leaf's last row of 128 words up.
-    rows = 2 * len(found) * 128 * 32 if kind == AxisType.Auto else 0
-    assert bits <= sent < 1.01 * bits + rows
-    assert all(shape.endswith(",128]") for c in found for shape in c.shapes) == bool(rows)
+    # A device fills a leaf's last row of 128 words up.
+    assert bits <= sent < 1.01 * bits + 2 * len(found) * 128 * 32
+    assert all(shape.endswith(",128]") for c in found for shape in c.shapes)
 
 
-@pytest.mark.parametrize(("participants", "words"), [(12, True), (16, False)])
-def test_words_are_gathered_where_they_are_fewer_bits(participants, words):
-    """At a little more than 4 bits, 64 bits are those of 15 participants."""
+@pytest.mark.parametrize(
+    ("participants", "kinds"),
+    [
+        (4, {"all-gather"}),
+        (16, {"all-to-all", "all-gather"}),
+        (48, {"all-reduce"}),
+    ],
+)
+def test_the_exchange_with_the_fewest_bits_is_compiled(participants, kinds):
+    """On four devices at 4 bits. The bits are those of `choose_exchange`, but for padded rows."""
     mesh = jax.make_mesh((4, 1), ("islands", "fsdp"), devices=jax.devices()[:4])
-    aggregator = compressed_mean(codecs.e3m0(), error_feedback=True)
+    codec, params = codecs.e3m0(), {name: x[0] for name, x in updates().items()}
+    aggregator = compressed_mean(codec, error_feedback=True)
     _, _, found = compile_on(mesh, aggregator, updates(participants))
-    values = sum(np.prod(shape, dtype=int) for shape in SHAPES.values())
-    sent = 8 * sum(c.bytes for c in found) / values
-    if words:
-        assert {c.kind for c in found} == {"all-gather"}
-        assert sent == pytest.approx(3 * (4 + 32 / 512), rel=0.03)  # three islands on each device
+    assert {c.kind for c in found} == kinds
+    # What a device receives from three others, per byte of its own operand.
+    factors = {"all-gather": 3, "all-to-all": 3 / 4, "all-reduce": 2 * 3 / 4}
+    received = sum(factors[c.kind] * 8 * c.bytes for c in found)
+    exchange = choose_exchange(codec, params, participants, devices=4)
+    if exchange.parts is None:
+        assert received == exchange.bits
     else:
-        assert {c.kind for c in found} == {"all-reduce"}
-        assert sent == 32
+        sent = {
+            1: participants // 4,
+            4: participants + 1,
+        }  # arrays of whole rows, by number of parts
+        rows = sum(sent[parts] for parts in exchange.parts)
+        assert exchange.bits <= received < exchange.bits + 3 * rows * 128 * 32
+    bits = codecs.wire_bits(codec, params)
+    values = sum(x.size for x in params.values())
+    each = {4: 3 * bits, 16: 3 / 4 * (4 * bits + 32 * values), 48: 48 * values}
+    assert exchange.bits == pytest.approx(each[participants], rel=0.02)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_all_to_all_gives_the_bits_of_all_gather(kind):
+    """Both add in the same order. The parts of no leaf have the same number of blocks."""
+    mesh = jax.make_mesh((4, 2), ("islands", "fsdp"), axis_types=(kind, kind))
+    codec = codecs.uniform(5)
+    x = [draw(N, 512, 2, 129), draw(N, 3000), draw(N, 66_000)]
+
+    @jax.jit
+    @fedpax.program(islands=N)
+    def sums(x):
+        types = [unplaced_aval(jax.typeof(own)) for own in x]
+        coder = UpdateCoder(codec, jax.random.key(0), types, ("fsdp",))
+        words = fedpax.federated_map(coder.encode, jnp.arange(N), x)
+        return [
+            coder.average_words(jnp.arange(N), words, "islands", [parts] * 3) for parts in (1, N)
+        ]
+
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(own, NamedSharding(mesh, P("islands"))) for own in x]
+        gathered, exchanged = sums(placed)
+    chex.assert_trees_all_equal(gathered, exchanged)
+    for mean, own in zip(gathered, x, strict=True):
+        # An entry errs by less than one of the 31 steps between the extremes of its block.
+        np.testing.assert_allclose(mean, own.mean(0), atol=10 / 31)
+
+
+def test_the_mean_is_rounded_and_sent_in_few_bits():
+    codec, params = codecs.e3m0(), {name: x[0] for name, x in updates().items()}
+    aggregator = compressed_mean(codec, error_feedback=True, mean_codec=codecs.sign())
+    mesh = jax.make_mesh((4, 2), ("islands", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    compiled, arguments, found = compile_on(mesh, aggregator, updates())
+    with jax.set_mesh(mesh):
+        got, state = compiled(*arguments)
+    exact, expected = without_mesh(codec)
+    chex.assert_trees_all_close(state.residual, expected.residual, rtol=1e-5, atol=2e-5)
+    for name, mean in exact.items():
+        same = np.sign(got[name]) == np.sign(mean)
+        assert np.mean(same | (np.abs(mean) < 1e-5)) == 1
+    # One scale for each block of 512 entries of "up", of signs of the mean's mean magnitude.
+    scale = np.abs(exact["up"]).mean(0, keepdims=True)
+    np.testing.assert_allclose(np.abs(got["up"]), np.broadcast_to(scale, SHAPES["up"]), rtol=1e-4)
+    assert {c.kind for c in found} == {"all-to-all", "all-gather"}
+    assert all(shape.startswith("u32") for c in found for shape in c.shapes)
+    received = sum({"all-gather": 3, "all-to-all": 3 / 4}[c.kind] * 8 * c.bytes for c in found)
+    planned = choose_exchange(codec, params, N, devices=4, mean_codec=codecs.sign())
+    # Two devices share an island's words. Rows of 128 words are filled up.
+    assert planned.bits / 2 <= received < 1.11 * planned.bits / 2
+    assert planned.bits < 0.45 * choose_exchange(codec, params, N, devices=4).bits
 
 
 def test_clients_of_islands_gather_words_within_their_island():
@@ -396,6 +466,13 @@ def test_a_tpu_pads_no_words(tpu_devices):
             ValueError,
             r"decay is 1\.5.*Use 1\.0 to forget nothing",
         ),
+        (
+            (codecs.top_k(0.1),),
+            {"mean_codec": codecs.e3m0()},
+            ValueError,
+            r"blocks of 1,024 entries.*of 4,096\. Pass block_size=4096",
+        ),
+        ((codecs.sign(),), {"mean_codec": 4}, TypeError, "mean_codec is a int, expected a codec"),
         (
             (codecs.drive(),),
             {"error_feedback": True},

@@ -68,7 +68,7 @@ def choose_blocks(codec: Codec, shape: tuple[int, ...]) -> Blocks:
     limits = [codec.block_size >> i for i in range(1 if whole else 3)]
     counts = {-(-entries // limit) for limit in limits if limit}
     sizes = {count: -(-entries // count) for count in counts}
-    count = min(counts, key=lambda c: (c * _num_words(codec, sizes[c]), c))
+    count = min(counts, key=lambda c: (c * num_words(codec, sizes[c]), c))
     return Blocks(axis, count, sizes[count])
 
 
@@ -92,12 +92,12 @@ def wire_bits(codec: Codec, updates: chex.ArrayTree) -> int:
     for leaf in jax.tree.leaves(updates):
         blocks = choose_blocks(codec, tuple(jnp.shape(leaf)))
         others = 1 if blocks.axis is None else math.prod(leaf.shape) // leaf.shape[blocks.axis]
-        bits += 32 * _num_words(codec, blocks.size) * blocks.num_blocks * others
+        bits += 32 * num_words(codec, blocks.size) * blocks.num_blocks * others
     return bits
 
 
 @functools.lru_cache(maxsize=4096)
-def _num_words(codec: Codec, size: int) -> int:
+def num_words(codec: Codec, size: int) -> int:
     """Return the number of words of a block."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     return jax.eval_shape(codec.encode, key, jax.ShapeDtypeStruct((size,), jnp.float32)).shape[0]

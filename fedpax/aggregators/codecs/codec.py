@@ -16,7 +16,8 @@ class Codec(NamedTuple):
 
     A block is a vector. Blocks lie along the leading axis of an array `[entries, ...]`, so that an
     array of blocks keeps the shape and the sharding of its other axes. Both functions get the same
-    random key: what they draw from it, such as a rotation, need not be sent.
+    random key: what they draw from it, such as a rotation, need not be sent. What both draw must be
+    the same for all blocks: `decode` may get a part of the blocks, in other axes and another order.
 
     A block of zeros must be decoded to zeros: a participant of weight 0 sends it.
 

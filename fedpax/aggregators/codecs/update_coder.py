@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int, Key, UInt32
+from jaxtyping import Array, Float, Int, Key, Shaped, UInt32
 
-from fedpax.aggregators.codecs.blocks import choose_blocks, from_blocks, to_blocks
+from fedpax.aggregators.codecs.blocks import Blocks, choose_blocks, from_blocks, to_blocks
 from fedpax.aggregators.codecs.codec import Codec
+from fedpax.aggregators.codecs.tiles import divide_blocks, from_tiles, join_blocks, to_tiles
 
 
 class UpdateCoder(NamedTuple):
@@ -27,12 +28,14 @@ class UpdateCoder(NamedTuple):
         round_key: the random key of the round.
         types: the types of one participant's leaves.
         model_axes: the mesh axes within a participant, automatic or explicit.
+        mean_codec: a codec for the mean of the decoded updates. Default None: the mean is exact.
     """
 
     codec: Codec
     round_key: Key[Array, ""]
     types: Sequence[Any]
     model_axes: Sequence[str]
+    mean_codec: Codec | None = None
 
     def encode(
         self, index: Int[Array, ""], leaves: Sequence[jax.Array]
@@ -42,7 +45,7 @@ class UpdateCoder(NamedTuple):
         def encode(keys: Key[Array, " leaves"], leaves: Sequence[jax.Array]) -> list[jax.Array]:
             return list(map(self._encode_leaf, keys, leaves))
 
-        specs = [P(None, *self._spec(leaf) or [None]) for leaf in leaves]
+        specs = [P(None, *self._spec(leaf)) for leaf in leaves]
         return self._with_automatic_axes(encode, specs)(self._keys(index), leaves)
 
     def decode(
@@ -51,93 +54,191 @@ class UpdateCoder(NamedTuple):
         """Decode the leaves of the participant at `index`, to float32."""
 
         def decode(keys: Key[Array, " leaves"], words: Sequence[jax.Array]) -> list[jax.Array]:
-            return self._unmerge(self._decode(keys, words))
+            return list(map(self._decode_leaf, keys, words, self.types))
 
         specs = [like.sharding.spec for like in self.types]
         return self._with_automatic_axes(decode, specs)(self._keys(index), words)
 
-    def decode_sum(
+    def average_words(
         self,
         indices: Int[Array, " participants"],
         words: Sequence[UInt32[Array, "participants words ..."]],
+        axis: str,
+        parts: Sequence[int],
     ) -> list[Float[Array, "..."]]:
-        """Decode the leaves of several participants, one after another, and add them in float32."""
+        """Send the words of all participants over a mesh axis, and average what they stand for.
 
-        def decode_sum(
-            keys: Key[Array, "participants leaves"], words: Sequence[jax.Array]
+        A device decodes one participant after another, and adds them in float32.
+
+        Args:
+            indices: the indices of all participants.
+            words: the words of each leaf, sharded over the participants' mesh axis.
+            axis: the participants' mesh axis.
+            parts: for each leaf, 1 or the number of devices along the axis. With 1, the words are
+                all-gathered. Otherwise an all-to-all gives each device one part of the blocks, and
+                the means are all-gathered.
+
+        Returns:
+            The means, on every device of the axis.
+        """
+        participants = len(indices)
+
+        def average(
+            keys: Key[Array, "participants leaves"],
+            mean_keys: Key[Array, " leaves"],
+            words: Sequence[jax.Array],
         ) -> list[jax.Array]:
+            received = [
+                self._receive(own, like, axis, count)
+                for own, like, count in zip(words, self.types, parts, strict=True)
+            ]
+
             def add(totals: list[jax.Array], participant: tuple) -> tuple[list[jax.Array], None]:
-                decoded = self._decode(*participant)
+                decoded = [
+                    self.codec.decode(key, own, total.shape[0])
+                    for total, key, own in zip(totals, *participant, strict=True)
+                ]
                 return [t + x for t, x in zip(totals, decoded, strict=True)], None
 
-            zeros = [jnp.zeros(self._merged_shape(like), jnp.float32) for like in self.types]
-            return self._unmerge(jax.lax.scan(add, zeros, (keys, words))[0])
+            zeros = [
+                jnp.zeros((self._blocks(like).size, *own.shape[2:]), jnp.float32)
+                for own, like in zip(received, self.types, strict=True)
+            ]
+            totals, _ = jax.lax.scan(add, zeros, (keys, received))
+            return [
+                self._collect(key, total / participants, like, axis, count)
+                for key, total, like, count in zip(
+                    mean_keys, totals, self.types, parts, strict=True
+                )
+            ]
 
         specs = [like.sharding.spec for like in self.types]
-        keys = jax.vmap(self._keys)(indices)
-        return self._with_automatic_axes(decode_sum, specs)(keys, words)
+        keys = jax.vmap(self._keys)(indices), self._keys(participants)
+        return self._with_automatic_axes(average, specs, axis)(*keys, words)
 
-    def minor_axes(self, like: Any) -> tuple[str, ...] | None:
-        """Return the mesh axes over which a leaf's words are sharded; None if some are explicit."""
+    def round_mean(
+        self, participants: int, means: Sequence[Float[Array, "..."]]
+    ) -> list[Float[Array, "..."]]:
+        """Encode and decode means by the codec of the mean."""
+        codec = self.mean_codec
+        if codec is None:
+            return list(means)
+
+        def round_mean(keys: Key[Array, " leaves"], means: Sequence[jax.Array]) -> list[jax.Array]:
+            rounded = []
+            for key, mean, like in zip(keys, means, self.types, strict=True):
+                blocks = self._to_blocks(mean)
+                words = codec.encode(key, blocks)
+                rounded.append(self._join(codec.decode(key, words, len(blocks)), like))
+            return rounded
+
+        specs = [like.sharding.spec for like in self.types]
+        return self._with_automatic_axes(round_mean, specs)(self._keys(participants), means)
+
+    def _receive(
+        self, words: UInt32[Array, "participants words ..."], like: Any, axis: str, parts: int
+    ) -> UInt32[Array, "participants words shards parts blocks"]:
+        """All-gather the words of a leaf, or give each device one part of all of them."""
+        divided = divide_blocks(words, self._num_shards(like), parts)
+        tiles = self._move(
+            to_tiles(divided), like, (axis, None), (None, axis if parts > 1 else None)
+        )
+        return from_tiles(tiles, divided.shape)
+
+    def _collect(
+        self,
+        key: Key[Array, ""],
+        mean: Float[Array, "entries shards parts blocks"],
+        like: Any,
+        axis: str,
+        parts: int,
+    ) -> Float[Array, "..."]:
+        """All-gather the parts of a leaf, and join them."""
+        codec, entries = self.mean_codec, mean.shape[0]
+        words = mean if codec is None else codec.encode(key, mean)
+        if parts > 1:
+            tiles = self._move(to_tiles(words[None]), like, (None, axis), (None, None))
+            words = from_tiles(tiles, (1, *words.shape))[0]
+        blocks = join_blocks(words, self._grid(like))
+        return self._join(blocks if codec is None else codec.decode(key, blocks, entries), like)
+
+    def _move(
+        self,
+        tiles: Shaped[Array, "participants shards parts rows 128"],
+        like: Any,
+        *wheres: tuple[str | None, str | None],
+    ) -> Shaped[Array, "participants shards parts rows 128"]:
+        """Send tiles: from one sharding of the participants and of the parts to another one."""
+        for participants, parts in wheres:
+            spec = P(participants, self._minor_axes(like), parts)
+            tiles = jax.lax.with_sharding_constraint(tiles, spec)
+        return tiles
+
+    def _num_shards(self, like: Any) -> int:
         mesh = jax.sharding.get_abstract_mesh()
-        kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-        if any(kinds[name] == AxisType.Explicit for name in self.model_axes):
-            return None
-        spec = self._spec(like)
-        return () if spec is None or spec[-1] is None else spec[-1]
+        return math.prod(mesh.shape[name] for name in self._minor_axes(like) or ())
 
-    def _keys(self, index: Int[Array, ""]) -> Key[Array, " leaves"]:
+    def _keys(self, index: Int[Array, ""] | int) -> Key[Array, " leaves"]:
         """Return the random keys that a participant and the server share, one per leaf."""
         return jax.random.split(jax.random.fold_in(self.round_key, index), len(self.types))
 
     def _encode_leaf(self, key: Key[Array, ""], leaf: jax.Array) -> UInt32[Array, "words ..."]:
-        blocks = choose_blocks(self.codec, leaf.shape)
-        merged = self._constrain(leaf.reshape(self._merged_shape(leaf)), leaf)
-        return self.codec.encode(key, to_blocks(merged, blocks))
+        return self.codec.encode(key, self._to_blocks(leaf))
 
-    def _decode(
-        self, keys: Key[Array, " leaves"], words: Sequence[jax.Array]
-    ) -> list[Float[Array, "..."]]:
-        """Decode leaves; their axes remain merged."""
-        decoded = []
-        for key, own, like in zip(keys, words, self.types, strict=True):
-            blocks = choose_blocks(self.codec, like.shape)
-            values = self.codec.decode(key, own, blocks.size)
-            merged = from_blocks(values, blocks, self._merged_shape(like))
-            decoded.append(self._constrain(merged, like))
-        return decoded
+    def _decode_leaf(
+        self, key: Key[Array, ""], words: UInt32[Array, "words ..."], like: Any
+    ) -> Float[Array, "..."]:
+        decoded = self.codec.decode(key, words, self._blocks(like).size)
+        return self._join(self._constrain(decoded, like), like)
 
-    def _unmerge(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
-        return [leaf.reshape(like.shape) for leaf, like in zip(leaves, self.types, strict=True)]
+    def _to_blocks(self, leaf: jax.Array) -> Float[Array, "entries ..."]:
+        blocks = to_blocks(leaf.reshape(self._merged_shape(leaf)), self._blocks(leaf))
+        return self._constrain(blocks, leaf)
+
+    def _join(self, values: Float[Array, "entries ..."], like: Any) -> Float[Array, "..."]:
+        return from_blocks(values, self._blocks(like), self._merged_shape(like)).reshape(like.shape)
+
+    def _blocks(self, like: Any) -> Blocks:
+        return choose_blocks(self.codec, like.shape)
 
     def _merged_shape(self, like: Any) -> tuple[int, ...]:
         """Return the shape of a leaf with the axes behind the divided one merged into one axis."""
-        axis = choose_blocks(self.codec, like.shape).axis
+        axis = self._blocks(like).axis
         if axis is None or axis == len(like.shape) - 1:
             return tuple(like.shape)
         return (*like.shape[: axis + 1], math.prod(like.shape[axis + 1 :]))
 
-    def _spec(self, like: Any) -> list | None:
-        """Return a spec that shards the minor axis of a merged leaf; None for a flattened leaf."""
-        if choose_blocks(self.codec, like.shape).axis is None:
+    def _grid(self, like: Any) -> tuple[int, ...]:
+        """Return the shape of an array of a leaf's blocks, without the axis of their entries."""
+        blocks, shape = self._blocks(like), self._merged_shape(like)
+        if blocks.axis is None:
+            return (blocks.num_blocks,)
+        return (*shape[: blocks.axis], blocks.num_blocks, *shape[blocks.axis + 1 :])
+
+    def _minor_axes(self, like: Any) -> tuple[str, ...] | None:
+        """Return the mesh axes that shard the minor axis of a leaf's blocks; None if none does."""
+        if self._blocks(like).axis is None:  # a small leaf
             return None
-        shape = self._merged_shape(like)
-        mesh, names, shards = jax.sharding.get_abstract_mesh(), [], 1
+        mesh = jax.sharding.get_abstract_mesh()
+        names: tuple[str, ...] = ()
         for name in self.model_axes:
-            if shape[-1] % (shards * mesh.shape[name]) == 0:
-                names.append(name)
-                shards *= mesh.shape[name]
-        return [*[None] * (len(shape) - 1), tuple(names) or None]
+            shards = math.prod(mesh.shape[n] for n in (*names, name))
+            if self._grid(like)[-1] % shards == 0:
+                names = (*names, name)
+        return names or None
 
-    def _constrain(self, merged: jax.Array, like: Any) -> jax.Array:
-        spec = self._spec(like)
-        if spec is None or spec[-1] is None:
-            return merged
-        return jax.lax.with_sharding_constraint(merged, P(*spec))
+    def _spec(self, like: Any) -> list:
+        return [*[None] * (len(self._grid(like)) - 1), self._minor_axes(like)]
 
-    def _with_automatic_axes(self, fn: Callable, out_specs: list[P]) -> Callable:
-        """Run a function with explicit model axes automatic: it can then reshape sharded axes."""
+    def _constrain(self, blocks: jax.Array, like: Any) -> jax.Array:
+        if self._minor_axes(like) is None:
+            return blocks
+        return jax.lax.with_sharding_constraint(blocks, P(None, *self._spec(like)))
+
+    def _with_automatic_axes(self, fn: Callable, out_specs: list[P], *others: str) -> Callable:
+        """Run a function with the model axes and others automatic: it can reshape sharded axes."""
         mesh = jax.sharding.get_abstract_mesh()
         kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-        explicit = tuple(n for n in self.model_axes if kinds[n] == AxisType.Explicit)
+        names = (*self.model_axes, *others)
+        explicit = tuple(name for name in names if kinds[name] == AxisType.Explicit)
         return jax.sharding.auto_axes(fn, axes=explicit, out_sharding=out_specs) if explicit else fn

@@ -44,6 +44,7 @@ class PreemptionGuard:
         import jax
 
         self._distributed = jax.distributed.is_initialized()
+        self._asked = False
         self._interrupted = False  # the thread's own record of the first Ctrl-C
         self._watch: Any = None
 
@@ -57,7 +58,13 @@ class PreemptionGuard:
             return self.signal is not None
         from jax.experimental import multihost_utils
 
-        stop = multihost_utils.reached_preemption_sync_point(round_number)
+        reached = multihost_utils.reached_preemption_sync_point
+        # JAX makes all processes stop one round after the latest round that one has asked about,
+        # and takes 0 for a process that has not asked yet. So a signal before the first round of
+        # a resumed run sets the stop to round 1, which has passed.
+        passed = round_number > 0 and not self._asked and reached(1)
+        self._asked = True
+        stop = reached(round_number) or passed
         if stop and self.signal is None:
             self.signal = signal.SIGTERM
         return stop

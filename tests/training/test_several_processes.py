@@ -97,6 +97,21 @@ def test_a_signal_makes_all_save_the_same_round_once(
 
 
 @pytest.mark.slow
+def test_a_signal_before_the_first_round_stops_a_resumed_run(tmp_path: Path) -> None:
+    training = dataclasses.replace(regression().training, rounds=6)
+    train(dataclasses.replace(regression(), training=training), tmp_path)
+    processes = start(2, tmp_path, *ENDLESS, "--allow_config_change=pause,training")
+    for line in processes[0].stderr:
+        if "compiling" in line:
+            break
+    for process in processes:
+        process.send_signal(signal.SIGTERM)
+    (status, output, errors), other = finish(processes)
+    assert status == other[0] == 143, errors
+    assert 6 <= (latest_round(tmp_path) or 0) <= 8 and "SIGTERM: saved" in output
+
+
+@pytest.mark.slow
 def test_a_killed_process_ends_the_job_which_the_same_command_resumes(
     tmp_path: Path, one: Path
 ) -> None:

@@ -16,6 +16,7 @@ set -u
 EXPERIMENT=${EXPERIMENT:-diloco_text}
 FOLDER=${FOLDER:-$HOME/runs/$EXPERIMENT}     # on a file system that all hosts share
 
+export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}   # since Slurm 22.05, srun needs it
 srun --kill-on-bad-exit=1 --label \
   fedpax train --multihost --exp="$EXPERIMENT" --job_log_dir="$FOLDER" "$@"
 status=$?

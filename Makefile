@@ -1,4 +1,5 @@
 # `make demo` and `make test` need Python 3.11 or newer with pip, and nothing else.
+# Each Python takes an environment of its own: `make test PYTHON=python3.12 VENV=.venv312`.
 PYTHON ?= python3
 WORKERS ?= 2
 VENV := .venv

@@ -139,7 +139,7 @@ def _run_jitted(implementation: Callable, *args, **params):
     if "jaxpr" not in params:
         return _jitted(implementation, tuple(sorted(params.items())))(*args)
     run = jax.jit(functools.partial(implementation, **params))
-    if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+    if jax.config.values["jax_disable_jit"]:
         return run(*args)
     # The function is traced at every call, because the values that it closes over can change. The
     # lowered text is mostly the same, and each text is compiled once.
@@ -209,13 +209,14 @@ def trace(
 
 def argument_names(jaxpr: ClosedJaxpr) -> tuple[str, ...]:
     """Return the names of a traced function's flat arguments, such as `state.params['w']`."""
-    return tuple(name or "argument" for name in jaxpr.jaxpr.debug_info.arg_names)
+    names = jaxpr.jaxpr.debug_info.arg_names or ("",) * len(jaxpr.in_avals)
+    return tuple(name or "argument" for name in names)
 
 
 def result_names(jaxpr: ClosedJaxpr) -> tuple[str, ...]:
     """Return the names of the results, such as `result[0]`, or those set by `name_results`."""
-    paths = jaxpr.jaxpr.debug_info.result_paths or ()
-    if len(paths) != len(jaxpr.jaxpr.outvars):
+    paths = jaxpr.jaxpr.debug_info.result_paths
+    if not isinstance(paths, tuple) or len(paths) != len(jaxpr.jaxpr.outvars):
         return ("result",) * len(jaxpr.jaxpr.outvars)
     return tuple(path or "result" for path in paths)
 

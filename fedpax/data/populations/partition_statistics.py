@@ -1,5 +1,6 @@
 """Measures of how a partition's participants differ in their amounts and labels."""
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -144,8 +145,8 @@ def partition_statistics(
         )
     owner = np.repeat(np.arange(num_participants), sizes)
     cells = owner * len(all_classes) + class_index[indices]
-    counts = np.bincount(cells, minlength=num_participants * len(all_classes))
-    counts = counts.reshape(num_participants, len(all_classes))
+    shape = num_participants, len(all_classes)
+    counts = np.bincount(cells, minlength=math.prod(shape)).reshape(shape)
     occurs = counts.any(axis=0)
     counts = counts[:, occurs]
     frequencies = counts[sizes > 0] / sizes[sizes > 0, None]

@@ -83,6 +83,11 @@ class Processes:
     def merges(self) -> int:
         return len(read_merges(self.folder / "syncer"))
 
+    def islands_since(self, merge: int) -> set[str]:
+        """Return the islands with updates in merges after a number of merges."""
+        found = read_merges(self.folder / "syncer")[merge:]
+        return {update["island"] for merge in found for update in merge["updates"]}
+
 
 def wait_until(condition: Callable[[], bool], processes: Processes, seconds: float = 240) -> None:
     deadline = time.monotonic() + seconds

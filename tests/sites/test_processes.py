@@ -11,6 +11,7 @@ from site_processes import Processes, updates_of, wait_until
 from fedpax.sites.merge_log import read_merges
 from fedpax.training.checkpoint import load_params
 from fedpax.training.metrics import read_metrics, select
+from fedpax.training.saved_rounds import latest_round
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("grpc")
@@ -24,39 +25,52 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
 
 
 def test_every_process_is_killed_once(processes: Processes, tmp_path: Path) -> None:
-    syncer = processes.start("syncer", "syncer")
-    first, second = (processes.start("join", name) for name in ("a", "b"))
-    wait_until(lambda: processes.merges() > 10, processes)
+    # However slowly an island starts, the run does not end before it has returned.
+    endless = "--training.rounds=1000000"
+    syncer = processes.start("syncer", "syncer", endless)
+    first, second = (processes.start("join", name) for name in "ab")
+    wait_until(lambda: processes.islands_since(0) == {"a", "b"}, processes)
+    wait_until(lambda: latest_round(tmp_path / "a") is not None, processes)
     first.kill()
     first.wait()
     at = processes.merges()
     wait_until(lambda: processes.merges() > at + 10, processes)  # b trains on
+    at = processes.merges()
     first = processes.start("join", "a")
-    wait_until(lambda: "resuming after its round" in processes.log("a"), processes)
-    wait_until(lambda: processes.merges() > at + 30, processes)
+    wait_until(lambda: "a" in processes.islands_since(at), processes)
+    assert "resuming after its round" in processes.log("a")
     syncer.kill()
     syncer.wait()
     lines = len(read_metrics(tmp_path / "b"))
     wait_until(lambda: len(read_metrics(tmp_path / "b")) > lines + 3, processes)  # b trains on
-    syncer = processes.start("syncer", "syncer")
+    at = processes.merges()
+    syncer = processes.start("syncer", "syncer", endless)
+    wait_until(lambda: processes.islands_since(at) == {"a", "b"}, processes)
     second.send_signal(signal.SIGTERM)
-    assert second.wait(60) == 143, processes.log("b")
+    assert second.wait(240) == 143, processes.log("b")
+    at = processes.merges()
     second = processes.start("join", "b")
+    wait_until(lambda: processes.islands_since(at) == {"a", "b"}, processes)
+
+    syncer.send_signal(signal.SIGTERM)
+    assert syncer.wait(240) == 143, processes.log("syncer")
+    rounds = processes.merges() // 2 + 10
+    change = (f"--training.rounds={rounds}", "--allow_config_change=training.rounds")
+    syncer = processes.start("syncer", "syncer", *change, "--goodbye_seconds=240")
     statuses = [process.wait(240) for process in (syncer, first, second)]
     assert statuses == [0, 0, 0], [processes.log(name) for name in ("syncer", "a", "b")]
 
     merges = read_merges(tmp_path / "syncer")
-    assert [merge["merge"] for merge in merges] == list(range(1, 121))
+    assert [merge["merge"] for merge in merges] == list(range(1, 2 * rounds + 1))
     updates = updates_of(tmp_path / "syncer")
     assert len(updates) == len(set(updates))  # nothing is applied twice
-    assert {island for island, *_ in updates} == {"a", "b"}
     assert len({process for island, process, *_ in updates if island == "a"}) == 2
     losses = [line["loss"] for line in select(read_metrics(tmp_path / "syncer"), "training")]
     # The loss of a round is that of a few examples.
-    assert len(losses) == 60 and np.median(losses[-20:]) < 0.8 * losses[0]
+    assert len(losses) == rounds and np.median(losses[-20:]) < 0.8 * losses[0]
     assert all(np.isfinite(x).all() for x in load_params(tmp_path / "syncer").values())
     # The same commands have nothing to do.
-    again = [processes.start("syncer", "syncer"), processes.start("join", "a")]
+    again = [processes.start("syncer", "syncer", *change), processes.start("join", "a")]
     assert [process.wait(240) for process in again] == [0, 0]
 
 

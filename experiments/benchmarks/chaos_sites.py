@@ -160,17 +160,19 @@ class Sites:
             network.close()
         self._logs.close()
 
-    def start(self, island: int) -> None:
-        """Start an island, or the syncer."""
+    def start(self, island: int, *more: str) -> None:
+        """Start an island, or the syncer, with further arguments."""
         if island == SYNCER:
-            command = ["syncer", f"--listen=127.0.0.1:{self._port}"]
+            # A killed island may start slowly; the syncer exits when all islands know the end.
+            command = ["syncer", f"--listen=127.0.0.1:{self._port}", "--goodbye_seconds=120"]
         else:
             port = self.networks[island].port
             command = ["join", f"--syncer=127.0.0.1:{port}", f"--shard={island}"]
         run = self.run_folder(island)
+        arguments = [*self._fields, *more]
         log = self._logs.enter_context((self.folder / f"{run.name}.log").open("ab"))
         self._processes[island] = subprocess.Popen(
-            [sys.executable, "-m", "fedpax", *command, f"--job_log_dir={run}", *self._fields],
+            [sys.executable, "-m", "fedpax", *command, f"--job_log_dir={run}", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -191,6 +193,11 @@ class Sites:
     def kill(self, island: int) -> None:
         """Kill a process with SIGKILL, and reap it."""
         self._processes[island].kill()
+        self._processes[island].wait()
+
+    def stop(self, island: int) -> None:
+        """Ask a process to end with SIGTERM, and wait for it."""
+        self._processes[island].terminate()
         self._processes[island].wait()
 
     def status(self, island: int) -> int | None:

@@ -16,6 +16,8 @@ class UnreliableNetwork:
         is_cut: connections are closed, and new ones at once.
         is_stalled: nothing is forwarded, and no connection is closed.
         num_connections: number of connections so far.
+        sent_bytes: bytes forwarded to the server so far.
+        received_bytes: bytes forwarded from the server so far.
     """
 
     def __init__(self, server_port: int) -> None:
@@ -24,8 +26,10 @@ class UnreliableNetwork:
         self.is_cut = False
         self.is_stalled = False
         self.num_connections = 0
+        self.sent_bytes = self.received_bytes = 0
         self._server_port = server_port
         self._closed = False
+        self._lock = threading.Lock()
         self._pairs: set[tuple[socket.socket, socket.socket]] = set()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
@@ -94,6 +98,11 @@ class UnreliableNetwork:
                 while self.is_stalled and not self.is_cut:
                     time.sleep(0.01)
                 sink.sendall(block)
+                with self._lock:
+                    if source is pair[0]:
+                        self.sent_bytes += len(block)
+                    else:
+                        self.received_bytes += len(block)
         _close(*pair)
         self._pairs.discard(pair)
 

@@ -48,6 +48,7 @@ class SitesRegression(Experiment):
         quorum: islands that have to send a fragment before it is merged.
         max_steps_ahead: inner steps that an island takes at most beyond its last merge.
         learning_rate: inner learning rate.
+        width: number of hidden units.
         pause: seconds before each cohort is drawn, so that signals arrive during the training.
     """
 
@@ -55,6 +56,7 @@ class SitesRegression(Experiment):
     quorum: int = 1
     max_steps_ahead: int | None = None
     learning_rate: float = 0.01
+    width: int = 32
     pause: float = 0.1
 
     def build(self) -> Run:
@@ -66,8 +68,8 @@ class SitesRegression(Experiment):
         def init(key: jax.Array) -> Any:
             first, second = jax.random.split(key)
             return {
-                "hidden": jax.random.normal(first, (FEATURES, 32)) / FEATURES**0.5,
-                "out": jax.random.normal(second, (32,)) / 32**0.5,
+                "hidden": jax.random.normal(first, (FEATURES, self.width)) / FEATURES**0.5,
+                "out": jax.random.normal(second, (self.width,)) / self.width**0.5,
             }
 
         def loss_fn(params: Any, batch: Any) -> tuple[jax.Array, None]:

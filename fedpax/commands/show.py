@@ -11,6 +11,7 @@ from fedpax.commands.options import parse
 from fedpax.commands.saved_run import existing_folder
 from fedpax.sites.island_table import format_islands, read_islands
 from fedpax.training.console import print_error
+from fedpax.training.job_dir import is_in_use
 from fedpax.training.metrics import read_metrics, select
 from fedpax.training.plot import Axis, plot_losses
 from fedpax.training.run_report import format_goodput, format_reports, holds_run, report_run
@@ -60,7 +61,8 @@ def show(arguments: Sequence[str]) -> int:
         print(f"\nUse of the wall time:\n{goodput}")
     for folder in folders:
         if islands := read_islands(folder):
-            print(f"\nIslands of the syncer in {_short(folder)}:\n{format_islands(islands)}")
+            when = "" if is_in_use(folder) else ", when it stopped"
+            print(f"\nIslands of the syncer in {_short(folder)}{when}:\n{format_islands(islands)}")
     for text in (text for run in reports for text in run.damage):
         print_error(text)
     if options.picture:

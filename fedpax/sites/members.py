@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from fedpax.sites.transport import RefusedError
 
-State = Literal["starting", "training", "stalled", "silent", "left"]
+State = Literal["starting", "training", "stalled", "silent", "left", "finished"]
 
 SILENT_AFTER = 1.75
 """An island is silent after this many heartbeats without a message."""
@@ -238,7 +238,7 @@ class Members:
         return [
             IslandReport(
                 island.name,
-                island.state(now, self._heartbeat),
+                "finished" if island.heard_end else island.state(now, self._heartbeat),
                 island.shard,
                 island.steps,
                 island.loss,

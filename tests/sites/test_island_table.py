@@ -9,6 +9,7 @@ import pytest
 from fedpax.commands.show import show
 from fedpax.sites.island_table import FILE, IslandWatch, read_islands
 from fedpax.sites.members import IslandReport
+from fedpax.training.job_dir import JobDirLock
 from fedpax.training.metrics import MetricsWriter
 from fedpax.training.progress import Progress
 
@@ -29,10 +30,14 @@ def test_show_prints_the_islands_of_a_syncer(
     assert "island paris (shard 0): training" in (noted := capsys.readouterr().err)
     assert "island paris (shard 0): stalled" in noted and noted.count("oslo") == 1
     assert read_islands(tmp_path) == [PARIS, OSLO]
-    assert show([f"--job_log_dir={tmp_path}"]) == 0
+    with JobDirLock(tmp_path):  # as a syncer that runs
+        assert show([f"--job_log_dir={tmp_path}"]) == 0
     printed = capsys.readouterr().out
+    assert "when it stopped" not in printed
     assert "| paris  | training |     0 |   640 | 2.5000 |" in printed
     assert "| oslo   |   silent |     1 |    12 |      - |" in printed
+    assert show([f"--job_log_dir={tmp_path}"]) == 0
+    assert f"Islands of the syncer in {tmp_path}, when it stopped:" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("content", ["", "[1]", json.dumps([{"name": "paris"}])])

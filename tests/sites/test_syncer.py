@@ -401,7 +401,7 @@ def test_the_run_ends_after_its_merges(tmp_path: Path):
     assert sites.syncer.finished and sites.syncer.merges == 2 and island._link.finished
     island._link.connected = True
     island._link.close()
-    assert sites.syncer.islands()[0].state == "left"
+    assert sites.syncer.islands()[0].state == "finished"
 
 
 def test_islands_that_were_down_learn_the_end_of_the_run(tmp_path: Path):

@@ -41,7 +41,8 @@ def stored_weights(config: TransformerConfig, shapes: Params) -> StoredParams:
         sharded = jax.tree.map(lambda leaf: leaf.sharding, shapes)
         return load_params(config.weights, config, shardings=sharded, dtype=dtype)
 
-    return StoredParams(f"model.weights={config.weights}", shapes, read)
+    source = "" if config.weights is None else f"model.weights={config.weights}"
+    return StoredParams(source, shapes, read)
 
 
 def check_architecture(config: TransformerConfig, stored: TransformerConfig) -> None:

@@ -19,8 +19,11 @@ from fedpax.experiments.catalog import experiments
 
 SHELLS = ("bash", "zsh")
 GLOBAL_WORDS = ("--help", "--version")
-# The flags whose values are files or folders: the shell completes them itself.
-PATHS = ("job_log_dir", "json", "picture", "hlo", "out", "authority")
+# The shell itself completes the values of these flags and fields, which are files or folders.
+PATHS = (
+    "exp", "job_log_dir", "json", "picture", "hlo", "out", "authority", "certificates", "copy_dir",
+    "model.weights", "data.data_dir", "data_dir",
+)  # fmt: skip
 
 
 def completion(arguments: Sequence[str]) -> int:
@@ -117,7 +120,7 @@ def _quoted(words: Sequence[str]) -> str:
 _CANDIDATES = """\
 # Print the words that can stand at the cursor: _fedpax_candidates CURRENT_WORD ALL_WORDS...
 _fedpax_candidates() {
-    local current="$1" command="$3" experiment="" word
+    local current="$1" command="$3" experiment="" before="" word
     local -a known
     shift 2
     for word in "$@"; do
@@ -130,13 +133,16 @@ _fedpax_candidates() {
         @COMMANDS@
         esac
         case "$command" in
-            train|compare|plan|partition) ;;
+            train|compare|plan|partition|syncer|join) ;;
             *) experiment="" ;;
         esac
         case "${experiment%%,*}" in
         @EXPERIMENTS@
         esac
     fi
+    case "$current" in  # of several experiments, complete the last one
+        --exp=*,*) before="${current%,*}," current="--exp=${current##*,}" ;;
+    esac
     for word in "${known[@]}"; do
         case "$word" in
             "$current"*) ;;
@@ -145,6 +151,7 @@ _fedpax_candidates() {
         case "$word" in
             *=?*) case "$current" in *=*) ;; *) continue ;; esac ;;
         esac
+        if [ -n "$before" ]; then word="$before${word#--exp=}"; fi
         printf '%s\\n' "$word"
     done
 }

@@ -38,7 +38,7 @@ def announce(
             f"no MFU: the peak FLOP/s of the device {device.device_kind!r} are not known, expected "
             f"one of {', '.join(CHIPS)}"
         )
-    if run.frozen is not None:
+    if run.frozen is not None and run.frozen.source:
         size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(run.frozen.shapes))
         progress.note(f"reading {size:,} frozen parameters, {run.frozen.source}")
     if first:

@@ -17,7 +17,8 @@ class StoredParams(NamedTuple):
     """Parameters that a run reads from a folder.
 
     Attributes:
-        source: where they are, for messages, such as `"model.weights=models/llama"`.
+        source: where they are, for messages, such as `"model.weights=models/llama"`. Empty if no
+            folder is given; `load` then raises.
         shapes: their shapes and dtypes, a tree of `jax.ShapeDtypeStruct` with shardings.
         load: reads them onto these shardings. May be called several times.
     """

@@ -24,7 +24,8 @@ from fedpax.training.configuration import (
     to_json,
 )
 from fedpax.training.experiment import Experiment
-from fedpax.training.metrics import read_metrics, select
+from fedpax.training.metrics import SCALARS, read_metrics, select
+from fedpax.training.saved_rounds import FOLDER as CHECKPOINTS
 from fedpax.training.saved_rounds import latest_round
 
 if sys.platform != "win32":
@@ -183,9 +184,11 @@ def check_configuration(
 
     Raises:
         ConfigurationError: the folder holds another experiment, a field differs that is not
-            allowed to, or `allow_config_change` names no field.
+            allowed to, `allow_config_change` names no field, or a file has the name of one of the
+            run's folders.
     """
     check_field_names(experiment, allow_config_change)
+    _check_entries(folder)
     found = read_configuration_json(folder)
     if found is None:
         return
@@ -221,6 +224,16 @@ def check_configuration(
             "Set the former values to resume the run, another --job_log_dir to start a new one, "
             f"or --allow_config_change={allowed_paths} to resume it with the new values."
         )
+
+
+def _check_entries(folder: Path) -> None:
+    """Raise if a file has the name of one of the run's folders, or a folder that of a file."""
+    for name in (CHECKPOINTS, SCALARS):
+        if (folder / name).exists() and not (folder / name).is_dir():
+            raise ConfigurationError(
+                f"{folder / name} is a file, expected a folder, which the run makes itself. Move "
+                "the file away, or set another --job_log_dir."
+            )
 
 
 def _changes(folder: Path, old: Experiment, new: Experiment) -> dict[str, str]:

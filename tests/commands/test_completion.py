@@ -1,7 +1,12 @@
 """Tests of `fedpax completion`, run in the shells themselves."""
 
+import os
+import pty
+import select
 import shutil
+import signal
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,6 +29,9 @@ LINES = {
     "fedpax train --exp=diloco_text --model.dtype=b": ["bfloat16"],
     "fedpax train --exp=diloco_text --training.stop_on_non_finite=": ["True", "False"],
     "fedpax compare --exp=diloco_text,data_parallel_text --islands": ["--islands="],
+    "fedpax compare --exp=diloco_text,data_p": ["diloco_text,data_parallel_text"],
+    "fedpax join --exp=decoupled_diloco_text --decoupled.qu": ["--decoupled.quorum="],
+    "fedpax train --model.weights=some": ["some file"],
     "fedpax partition --exp=fedavg_digits --population.a": ["--population.alpha="],
     "fedpax export --format=": ["huggingface", "orbax"],
     "fedpax show --exp": [],
@@ -71,6 +79,63 @@ def test_zsh_reads_the_script(tmp_path: Path) -> None:
     call += "_fedpax_candidates --model.dtype=b fedpax train --exp=diloco_text --model.dtype=b"
     output = subprocess.run(["zsh", "-fc", call], capture_output=True, text=True, check=True)
     assert (output.stdout, output.stderr) == ("--model.dtype=bfloat16\n", "")
+
+
+TYPED = {
+    "fedpax tr": "fedpax train ",
+    "fedpax train --exp=diloco_text --model.dty": "fedpax train --exp=diloco_text --model.dtype=",
+    "fedpax plan --exp=fedavg_digits,diloco_t": "fedpax plan --exp=fedavg_digits,diloco_text ",
+    "fedpax export --format=h": "fedpax export --format=huggingface ",
+    "fedpax train --job_log_dir=so": r"fedpax train --job_log_dir=some\ file ",
+    "fedpax show --exp": "fedpax show --exp",
+}
+# The key Ctrl-X prints the line and clears it.
+START = {
+    "bash": (
+        ["bash", "--noprofile", "--norc", "-i"],
+        "show() {{ printf 'LINE<%s>' \"$READLINE_LINE\"; READLINE_LINE=; }}; "
+        "bind -x '\"\\C-x\": show'; source {script}; echo REA''DY\n",
+    ),
+    "zsh": (
+        ["zsh", "-f", "-i"],
+        "autoload -Uz compinit; compinit -u -D; source {script}; "
+        "show() {{ print -rn -- \"LINE<$BUFFER>\"; BUFFER= }}; zle -N show; bindkey '^X' show; "
+        "echo REA''DY\n",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shell", START)
+def test_a_tab_completes_in_a_terminal(shell: str, tmp_path: Path) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    (tmp_path / "some file").touch()
+    (tmp_path / "script").write_text(script(shell))
+    command, start = START[shell]
+    process, terminal = pty.fork()
+    if not process:
+        os.chdir(tmp_path)
+        os.execvpe(command[0], command, {**os.environ, "TERM": "dumb", "PS1": "> "})
+    try:
+        os.write(terminal, start.format(script="./script").encode())
+        read_until(terminal, "READY")
+        for typed, completed in TYPED.items():
+            os.write(terminal, typed.encode() + b"\t\x18")
+            assert read_until(terminal, ">", after="LINE<") == completed
+    finally:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+        os.close(terminal)
+
+
+def read_until(terminal: int, end: str, after: str = "") -> str:
+    """Read what a terminal prints until `end`, which follows `after`; return what is between."""
+    text, deadline = "", time.monotonic() + 60
+    while end not in text[text.find(after) + len(after) :] or after not in text:
+        assert select.select([terminal], [], [], deadline - time.monotonic())[0], text
+        text += os.read(terminal, 4096).decode()
+    return text[text.find(after) + len(after) :].partition(end)[0]
 
 
 @pytest.mark.parametrize("arguments", [(), ("fish",), ("bash", "zsh")])

@@ -194,3 +194,10 @@ def test_code_of_another_experiment_is_not_imported(tmp_path: Path) -> None:
         ConfigurationError, match=f"{expected}.*write its new name into config.json"
     ):
         check_configuration(tmp_path, regression(), "a")
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "tensorboard"])
+def test_a_file_in_the_place_of_a_folder_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("")
+    with pytest.raises(ConfigurationError, match=f"{name} is a file, expected a folder.*Move the"):
+        check_configuration(tmp_path, regression())

@@ -17,7 +17,8 @@ EXPERIMENT=${EXPERIMENT:-diloco_text}
 FOLDER=${FOLDER:-$HOME/runs/$EXPERIMENT}     # on a file system that all hosts share
 
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}   # since Slurm 22.05, srun needs it
-srun --kill-on-bad-exit=1 --label \
+# If a task fails, the others end by themselves. Slurm must not end them: that is status 143, too.
+srun --kill-on-bad-exit=0 --label \
   fedpax train --multihost --exp="$EXPERIMENT" --job_log_dir="$FOLDER" "$@"
 status=$?
 if [ "$status" -eq 143 ]; then

@@ -173,12 +173,15 @@ def test_the_slurm_script_runs_two_processes(tmp_path: Path) -> None:
 
 def test_the_slurm_script_requeues_a_job_that_was_stopped(tmp_path: Path) -> None:
     requeued = tmp_path / "requeued"
-    for status in (143, 1):
+    for status in (143, 137, 1):
         programs_of = tmp_path / str(status)
-        environment = programs(
-            programs_of, srun=f"exit {status}", scontrol=f'echo "$@" >> {requeued}'
-        ) | {"SLURM_JOB_ID": "4100"}
-        assert run("slurm.sh", environment).returncode == status
+        srun = f'echo "$SRUN_CPUS_PER_TASK $1"; exit {status}'
+        environment = programs(programs_of, srun=srun, scontrol=f'echo "$@" >> {requeued}')
+        environment |= {"SLURM_JOB_ID": "4100", "SLURM_CPUS_PER_TASK": "12"}
+        done = run("slurm.sh", environment)
+        assert done.returncode == status
+        # Slurm would end the tasks beside a failed one, also with status 143.
+        assert done.stdout == "12 --kill-on-bad-exit=0\n"
     assert requeued.read_text() == "requeue 4100\n"
 
 

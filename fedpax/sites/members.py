@@ -47,7 +47,7 @@ class Island:
         contributed: number of updates that were merged.
         late: number of updates that arrived after their merge and are part of a later one.
         dropped: number of updates that were not applied.
-        dropped_sequences: for each fragment, the sequence number of the newest dropped update.
+        newest_dropped: for each fragment, sequence number and reason of its newest dropped update.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Island:
     contributed: int = 0
     late: int = 0
     dropped: int = 0
-    dropped_sequences: dict[int, int] = dataclasses.field(default_factory=dict)
+    newest_dropped: dict[int, tuple[int, str]] = dataclasses.field(default_factory=dict)
 
     @property
     def incarnation(self) -> str:
@@ -78,7 +78,8 @@ class Island:
         """Return the largest sequence number of a fragment's merged and dropped updates."""
         process, sequence = self.merged.get(fragment, ("", 0))
         merged = sequence if process == self.incarnation else 0
-        return max(merged, self.dropped_sequences.get(fragment, 0))
+        dropped, _ = self.newest_dropped.get(fragment, (0, ""))
+        return max(merged, dropped)
 
     def state(self, now: float, heartbeat_seconds: float) -> State:
         """Return the state of the island.
@@ -228,7 +229,7 @@ class Members:
             if incarnation != island.incarnation:
                 island.incarnations.append(incarnation)
                 del island.incarnations[:-KNOWN_PROCESSES]
-                island.dropped_sequences, island.steps = {}, 0
+                island.newest_dropped, island.steps = {}, 0
         island.joined, island.left, island.last_step = True, False, now
         island.saw(now)
         return island

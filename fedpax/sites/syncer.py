@@ -25,7 +25,6 @@ from fedpax.training.logging import NonFiniteError
 MAX_WAITING = 16
 """Largest number of updates of one island and fragment that wait for a merge."""
 
-
 LARGEST_NORM, LARGEST_LOSS = 1e18, 1e38
 """Beyond them an update is dropped in any case: its square, or the sum of losses, overflows."""
 
@@ -242,14 +241,18 @@ class Syncer:
             known = [u.sequence for u in unmerged if u.incarnation == update.incarnation]
             if update.sequence <= max([island.last_sequence(p), *known]):
                 self.totals = self.totals.add(repeated=1)
-                return self._answer(island, status="repeated")
+                # If the answer was lost, the island must still learn of a drop, and send another.
+                dropped, reason = island.newest_dropped.get(p, (0, ""))
+                return self._answer(
+                    island, status=reason if dropped == update.sequence else "repeated"
+                )
             if len(unmerged) >= MAX_WAITING:
                 raise RefusedError(
                     f"{len(unmerged)} updates of fragment {p} of this island wait for a merge, "
                     f"expected at most {MAX_WAITING}. Stop this island, and start it again later."
                 )
             version = self._model.fragments[p].version
-            reason = None
+            reason = ""
             if not math.isfinite(norm) or not abs(update.loss) < LARGEST_LOSS:
                 reason = "not_finite"
             elif norm > limit:
@@ -259,7 +262,7 @@ class Syncer:
             if reason:
                 self.totals = self.totals.add(**{reason: 1})
                 island.dropped += 1
-                island.dropped_sequences[p] = update.sequence
+                island.newest_dropped[p] = update.sequence, reason
                 return self._answer(island, status=reason)
             self._pending[p].setdefault(island.shard, []).append(update)
             island.loss = update.loss

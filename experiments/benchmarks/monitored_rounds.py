@@ -32,7 +32,7 @@ EXPERIMENTS: dict[str, Callable[[], TextExperiment]] = {
     "pretrain_text": pretrain_text,
     "pretrain_c4_1b": pretrain_c4_1b,
 }
-SETTINGS: dict[str, dict[str, bool]] = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "gradient_norm": {},
     "update_norm": {"update_norm": True},

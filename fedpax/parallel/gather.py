@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
@@ -29,6 +30,19 @@ def gather_json(value: Any) -> list[Any]:
         rests = _gather(text[NUM_FIRST_BYTES:], 1 << (longest - NUM_FIRST_BYTES - 1).bit_length())
     rows = [first[NUM_LENGTH_BYTES:] + rest for first, rest in zip(firsts, rests, strict=True)]
     return [json.loads(row[:length]) for row, length in zip(rows, lengths, strict=True)]
+
+
+def all_agree(value: bool) -> bool:
+    """Return whether a value is true in all processes. A collective.
+
+    Args:
+        value: this process's value.
+
+    Example:
+        >>> all_agree(True)
+        True
+    """
+    return all(gather_json(value)) if jax.process_count() > 1 else value
 
 
 def _gather(content: bytes, size: int) -> list[bytes]:

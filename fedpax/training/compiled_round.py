@@ -1,5 +1,6 @@
 """The compiled round: one federated round, compiled once before the training starts."""
 
+import contextlib
 import math
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from fedpax.parallel.divisibility import check_divisible
 from fedpax.training.algorithm import RESERVED_METRICS, Metrics, Params, State
 from fedpax.training.experiment import Run
 from fedpax.training.norms import report_update_norm
+from fedpax.training.saved_program import Program, ProgramFile, serializable
 from fedpax.training.shardings import ShardingTree, state_shardings
 from fedpax.training.spikes import skip_spikes as guard_against_spikes
 from fedpax.transforms.inlining import program_placements
@@ -42,7 +44,12 @@ class CompiledRound(NamedTuple):
 
 
 def compile_round(
-    run: Run, cohort: Cohort, *, update_norm: bool = False, skip_spikes: bool = False
+    run: Run,
+    cohort: Cohort,
+    *,
+    update_norm: bool = False,
+    skip_spikes: bool = False,
+    saved: ProgramFile | None = None,
 ) -> CompiledRound:
     """Compile a run's round for its mesh and shardings.
 
@@ -54,6 +61,8 @@ def compile_round(
             (`fedpax.training.norms.report_update_norm`).
         skip_spikes: keep the former state where the loss spikes
             (`fedpax.training.spikes.skip_spikes`).
+        saved: the file from which an elastic job loads its round instead, if it has the same one.
+            Default None: compile.
 
     Returns:
         The compiled round.
@@ -62,7 +71,7 @@ def compile_round(
         ValueError: the round breaks the contract of `FederatedAlgorithm`, the run's placement is
             none of the round's, or a mesh axis does not divide the array axis that it shards.
     """
-    params = jax.eval_shape(run.init, jax.random.key(0))
+    params = jax.eval_shape(lambda: run.init(jax.random.key(0)))
     state = jax.eval_shape(run.algorithm.init, params)
     if not hasattr(state, "params"):
         raise ValueError(
@@ -78,23 +87,31 @@ def compile_round(
     arguments: tuple[Any, ...] = (state, cohort)
     if run.frozen is not None:
         arguments = (*arguments, run.frozen.shapes)
-    traced = jax.jit(run.algorithm.round).trace(*arguments)
-    _check_placement(run.placement, traced)
-    _check_round(state, *traced.out_info)
     replicated = NamedSharding(run.mesh, PartitionSpec())
-    round = report_update_norm(run.algorithm.round) if update_norm else run.algorithm.round
+    plain_arguments = arguments
     if skip_spikes:
-        round = guard_against_spikes(round)
         threshold = jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated)
         arguments = (state, threshold, *arguments[1:])
-    step = jax.jit(round, donate_argnums=0, out_shardings=(shardings, replicated))
-    compiled = step.lower(*arguments).compile()
+    program = None if saved is None else saved.load(run.mesh, state, arguments)
+    if program is None:
+        traced = jax.jit(run.algorithm.round).trace(*plain_arguments)
+        _check_placement(run.placement, traced)
+        _check_round(state, *traced.out_info)
+        round = report_update_norm(run.algorithm.round) if update_norm else run.algorithm.round
+        if skip_spikes:
+            round = guard_against_spikes(round)
+        step = jax.jit(round, donate_argnums=0, out_shardings=(shardings, replicated))
+        with contextlib.nullcontext() if saved is None else serializable(run.mesh):
+            compiled = step.lower(*arguments).compile()
+        program = Program(compiled, _bytes_across_placement(compiled, run))
+        if saved is not None:
+            saved.save(program, run.mesh, arguments)
     return CompiledRound(
-        round=compiled,
+        round=program.round,
         state=state,
         num_parameters=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)),
         num_participants=num_participants,
-        bytes_across_placement=_bytes_across_placement(compiled, run),
+        bytes_across_placement=program.bytes_across_placement,
     )
 
 

@@ -9,13 +9,15 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
-from fedpax.parallel.gather import gather_json
+from fedpax.parallel.gather import all_agree
 from fedpax.training.algorithm import State
 from fedpax.training.console import print_error
 from fedpax.training.host_copies import HostCopies, HostCopy, remove_copies
+from fedpax.training.saved_program import ProgramFile
 from fedpax.training.stream_state import StreamState, gather_stream_state
 
 MEMBERSHIP = "FEDPAX_MEMBERSHIP"
@@ -60,12 +62,22 @@ class Membership:
         """This process's copies."""
         return HostCopies(Path(self.folder), self.job)
 
+    def program(self, configuration: Any) -> ProgramFile:
+        """Return the file of this process's compiled round.
+
+        Args:
+            configuration: the experiment as JSON.
+        """
+        # `remove_copies` keeps the files of this job.
+        name = f"{self.job}-{jax.process_count()}.program"
+        return ProgramFile(Path(self.folder) / name, configuration)
+
     def find_copy(self) -> HostCopy | None:
         """Return the copy to resume from; None unless every process has one. A collective."""
         if self.round is None:
             return None
         copy = self.copies.load(self.round)
-        return copy if _all_agree(copy is not None) else None
+        return copy if all_agree(copy is not None) else None
 
     def restore(self, copy: HostCopy, like: State) -> State | None:
         """Restore a state; None unless every process has the values that it needs. A collective.
@@ -75,7 +87,7 @@ class Membership:
             like: the state's abstract values, each with its sharding.
         """
         state = copy.restore(like, self.participants)
-        return state if _all_agree(state is not None) else None
+        return state if all_agree(state is not None) else None
 
     def rejoin(self, state: State, saved: Sequence[int]) -> State:
         """Give participants that were absent from a checkpoint the state of their newest copy.
@@ -140,7 +152,3 @@ class CopiesOfRounds:
                 "checkpoint. Set --copy_dir to a folder with room for two copies of this "
                 "process's state, or --copy_every=0."
             )
-
-
-def _all_agree(value: bool) -> bool:
-    return all(gather_json(value)) if jax.process_count() > 1 else value

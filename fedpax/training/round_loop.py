@@ -30,6 +30,7 @@ from fedpax.training.preemption import PreemptionGuard
 from fedpax.training.prefetch import Prefetch, put_on_mesh
 from fedpax.training.profile import Profile
 from fedpax.training.progress import Progress
+from fedpax.training.saved_program import ProgramFile
 from fedpax.training.saved_rounds import latest_round
 from fedpax.training.spikes import Spike, SpikeHistory
 from fedpax.training.stream_state import gather_stream_state, restore_stream
@@ -159,7 +160,11 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
             self._progress.note("compiling")
             self._first_cohort = jax.tree.map(jax.typeof, cohort)
             self._compiled = compile_round(
-                run, cohort, skip_spikes=self._skips, update_norm=training.update_norm
+                run,
+                cohort,
+                skip_spikes=self._skips,
+                update_norm=training.update_norm,
+                saved=self._program_file,
             )
         compiled = self._compiled
         assert compiled is not None
@@ -236,6 +241,11 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
     def _numbers(self) -> list[int] | None:
         membership = self._changes.membership
         return None if membership is None else membership.participants
+
+    @property
+    def _program_file(self) -> ProgramFile | None:
+        membership = self._changes.membership
+        return None if membership is None else membership.program(self._configuration)
 
     def train(self, preemption: PreemptionGuard) -> None:
         """Train until the last round or a signal, and save. Roll back at spikes if so configured.

@@ -5,14 +5,15 @@ from __future__ import annotations
 import ast
 import builtins
 import difflib
+import functools
 import importlib.util
 import inspect
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import fedpax.experiments
@@ -33,7 +34,8 @@ class Entry(NamedTuple):
     summary: str
 
 
-def entries() -> dict[str, Entry]:
+@functools.cache
+def entries() -> Mapping[str, Entry]:
     """List the experiments that come with fedpax, without importing them.
 
     They are the public functions of the modules directly in `fedpax.experiments` that take no
@@ -60,7 +62,7 @@ def entries() -> dict[str, Entry]:
                 name = node.name if node.name not in found else f"{info.name}:{node.name}"
                 summary = (ast.get_docstring(node) or "").partition("\n")[0]
                 found[name] = Entry(info.name, node.name, summary)
-    return found
+    return MappingProxyType(found)
 
 
 def _makes_experiment(node: ast.FunctionDef) -> bool:

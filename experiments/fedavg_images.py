@@ -216,7 +216,7 @@ class FedAvgImages(Experiment):
             mesh=mesh,
             shardings=Shardings(
                 params=shardings(
-                    model.logical_axes, jax.eval_shape(model.init, jax.random.key(0)), mesh
+                    model.logical_axes, jax.eval_shape(lambda: model.init(jax.random.key(0))), mesh
                 ),
                 cohort=over_clients,
             ),

@@ -267,7 +267,7 @@ class LanguageModelExperiment(Experiment):
             mesh: the run's mesh.
         """
         model, config = transformer(self.model), self.model
-        shapes = jax.eval_shape(model.init, jax.random.key(0))
+        shapes = jax.eval_shape(lambda: model.init(jax.random.key(0)))
         sharded = shardings(model.logical_axes, shapes, mesh)
         flops = config.flops_per_token(self.data.seq_len)
         convention = describe_flops(config, self.data.seq_len, self.lora)
@@ -284,7 +284,7 @@ class LanguageModelExperiment(Experiment):
             config, jax.tree.map(lambda x: x.update(dtype=jnp.dtype(config.dtype)), whole.shapes)
         )
         axes = lora.logical_axes(model.logical_axes, self.lora)
-        adapters = jax.eval_shape(init, jax.random.key(0))
+        adapters = jax.eval_shape(lambda: init(jax.random.key(0)))
         num_adapters = sum(leaf.size for leaf in jax.tree.leaves(adapters))
         merge = jax.jit(functools.partial(lora.merge, config=self.lora), donate_argnums=0)
         return Trainable(

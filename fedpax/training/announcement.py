@@ -25,7 +25,7 @@ def announce(
         first: the number of rounds that are trained already.
         utilization: what MFU is computed from; None: unknown.
     """
-    params = jax.eval_shape(run.init, jax.random.key(0))
+    params = jax.eval_shape(lambda: run.init(jax.random.key(0)))
     num_parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
     progress.note(f"{num_parameters:,} parameters on {describe_devices(run.mesh)}")
     progress.note(

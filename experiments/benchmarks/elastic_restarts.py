@@ -130,10 +130,11 @@ class Job(AbstractContextManager["Job"]):
         time.sleep(0.02)
 
     def signal_training_process(self, number: int, which: signal.Signals) -> None:
-        """Send a signal to the training process of a host, the older child of its supervisor."""
-        supervisor = self._supervisors[number].pid
-        tasks = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text()
-        os.kill(int(tasks.split()[0]), which)
+        """Send a signal to the training process of a host, the child of its fork server."""
+        process = self._supervisors[number].pid
+        for _ in range(2):
+            process = int(Path(f"/proc/{process}/task/{process}/children").read_text())
+        os.kill(process, which)
 
     def kill_host(self, number: int) -> None:
         """Kill a supervisor, and with it its training process."""
@@ -160,8 +161,7 @@ def measure(processes: int, heartbeat: int, pause: float) -> dict[str, tuple[flo
     Args:
         processes: number of its processes, at least 2.
         heartbeat: seconds after which a silent process counts as lost.
-        pause: seconds between a useful round and the next event, in which the next training
-            processes are prepared.
+        pause: seconds between a useful round and the next event.
 
     Returns:
         Seconds until the keeper's decision, and until a useful round, by event.

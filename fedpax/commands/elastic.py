@@ -1,8 +1,8 @@
 """`fedpax train --elastic`: supervise a training process, and restart it when processes change.
 
-The supervisor uses no device. It keeps a training process ready (`fedpax.commands.standby`), makes
-it train when the keeper requests it (`fedpax.parallel.keeper`), reports its exit status, and ends
-it when the set of training processes changes. The supervisor of process 0 runs the keeper, unless
+The supervisor uses no device. It forks a training process (`fedpax.commands.fork_server`) when the
+keeper requests it (`fedpax.parallel.keeper`), reports its exit status, and ends it when the set of
+training processes changes. The supervisor of process 0 runs the keeper, unless
 `--keeper=alone` runs it on a host of its own.
 """
 
@@ -10,16 +10,14 @@ import contextlib
 import select
 import signal
 import socket
-import subprocess
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from absl import flags
 
 from fedpax.commands import UsageError
 from fedpax.commands.fitting_mesh import fit_mesh, island_numbers, processes_per_island
-from fedpax.commands.standby import Standby
+from fedpax.commands.fork_server import ForkServer
 from fedpax.parallel.cluster import Cluster, ClusterError, find_cluster
 from fedpax.parallel.keeper import CANNOT_RUN, Keeper
 from fedpax.parallel.lines import Lines
@@ -36,8 +34,6 @@ from fedpax.training.saved_rounds import latest_round
 
 KEEPER_IS_GONE = 75  # EX_TEMPFAIL of sysexits.h: the same command can succeed later
 TICK = 0.05
-SECONDS_TO_NEXT_STANDBY = 10.0
-"""Seconds after which the next training process is prepared, if there is no copy before."""
 
 
 def define_elastic_flags(options: flags.FlagValues) -> None:
@@ -59,15 +55,15 @@ def define_elastic_flags(options: flags.FlagValues) -> None:
 
 
 def train_elastically(
-    options: flags.FlagValues, arguments: Sequence[str], experiment: Experiment, folder: Path
+    options: flags.FlagValues, experiment: Experiment, folder: Path, server: ForkServer
 ) -> int:
     """Supervise a training process on this host until the job ends.
 
     Args:
         options: the command's flags.
-        arguments: the arguments after `train`.
         experiment: the experiment, configured for all processes.
         folder: the run's folder.
+        server: the server that forks training processes.
 
     Returns:
         The exit status.
@@ -94,7 +90,7 @@ def train_elastically(
         if options.keeper == "alone":
             assert keeper is not None
             return _wait_for(keeper, preemption)
-        supervisor = Supervisor(options, arguments, experiment, folder, cluster)
+        supervisor = Supervisor(options, experiment, folder, cluster, server)
         with contextlib.closing(supervisor):
             supervisor.connect(preemption)
             status = supervisor.run(preemption)
@@ -119,32 +115,28 @@ class Supervisor:
 
     Args:
         options: the command's flags.
-        arguments: the arguments after `train`.
         experiment: the experiment, configured for all processes.
         folder: the run's folder.
         cluster: the processes of the job; process 0 runs the keeper.
+        server: the server that forks training processes.
     """
 
     def __init__(
         self,
         options: flags.FlagValues,
-        arguments: Sequence[str],
         experiment: Experiment,
         folder: Path,
         cluster: Cluster,
+        server: ForkServer,
     ) -> None:
-        self._options, self._arguments = options, [*arguments, "--noelastic"]
+        self._options, self._server = options, server
         self._experiment, self._folder, self._cluster = experiment, folder, cluster
         self._memory = memory_folder(options.copy_dir, folder, cluster.process_id)
-        self._child: subprocess.Popen[bytes] | None = None
-        self._started = 0.0
-        self._copies_at_start: list[str] = []
         self._generation = 0
         self._lines: Lines | None = None
-        self._standby: Standby | None = Standby(self._arguments)
 
     def connect(self, preemption: PreemptionGuard) -> None:
-        """Connect to the keeper, when the first training process is ready.
+        """Connect to the keeper, when the fork server is ready.
 
         Processes that train already do not wait for its imports.
 
@@ -154,9 +146,8 @@ class Supervisor:
         Raises:
             UsageError: no keeper answers within `--join_timeout`.
         """
-        assert self._standby is not None
         deadline = time.monotonic() + self._options.join_timeout
-        while not self._standby.is_ready(TICK):
+        while not self._server.is_ready(TICK):
             if preemption.signal is not None or time.monotonic() > deadline:
                 break
         self._lines = self._join(deadline)
@@ -202,23 +193,31 @@ class Supervisor:
         signaled = False
         last_beat = 0.0
         while True:
-            readable, _, _ = select.select([lines.connection], [], [], TICK)
-            for message in lines.receive() if readable else ():
+            ready, _, _ = select.select(
+                [lines.connection, self._server.lines.connection], [], [], TICK
+            )
+            for message in lines.receive() if lines.connection in ready else ():
                 if "stop" in message:
                     if message["reason"]:
                         print_error(f"fedpax: elastic: {message['reason']}.")
                     return int(message["stop"])
                 self._follow(message)
-            if self._child is not None and self._child.poll() is not None:
-                self._report()
+            if (status := self._server.poll()) is not None:
+                self._send_end(status if status >= 0 else 128 - status)
+            if self._server.lines.closed:
+                print_error(
+                    "fedpax: elastic: the process from which training processes are forked has "
+                    "ended, for example because the memory of this host is full. Start this "
+                    "process again: it rejoins."
+                )
+                return KEEPER_IS_GONE
             if preemption.signal is not None and not signaled:
                 signaled = True
                 lines.send(signal=128 + preemption.signal)
-                self._signal(signal.SIGTERM)
+                self._server.signal(signal.SIGTERM)
             if time.monotonic() - last_beat > 1:
                 last_beat = time.monotonic()
                 lines.send(beat=True)
-                self._prepare()
             silent = time.monotonic() - lines.heard > self._options.heartbeat_timeout
             if lines.closed or silent:
                 kept = latest_round(self._folder)
@@ -233,9 +232,9 @@ class Supervisor:
         if "start" in message:
             self._start(message)
         elif message.get("kill") == self._generation:
-            self._signal(signal.SIGKILL)
+            self._server.signal(signal.SIGKILL)
         elif message.get("save") == self._generation:
-            self._signal(signal.SIGTERM)
+            self._server.signal(signal.SIGTERM)
 
     def _start(self, message: dict) -> None:
         self._generation, members = message["start"], message["members"]
@@ -253,7 +252,7 @@ class Supervisor:
             participants=island_numbers(self._experiment, members, count),
         )
         allowed = ["mesh", "islands"] if hasattr(self._experiment, "islands") else ["mesh"]
-        arguments = [*settings, f"--allow_config_change={','.join(allowed)}"]
+        arguments = ["--noelastic", *settings, f"--allow_config_change={','.join(allowed)}"]
         environment = {MEMBERSHIP: membership.to_json()}
         if count > 1:
             arguments.append("--multihost")
@@ -262,35 +261,7 @@ class Supervisor:
                 "JAX_NUM_PROCESSES": str(len(members)),
                 "JAX_PROCESS_ID": str(members.index(self._cluster.process_id)),
             }
-        standby = self._living_standby() or Standby(self._arguments)
-        self._standby = None
-        self._child = standby.train(arguments, environment)
-        self._started, self._copies_at_start = time.monotonic(), list_copies(self._memory)
-
-    def _prepare(self) -> None:
-        """Prepare the next training process when this one trains: imports need a core."""
-        if self._living_standby() is not None or self._child is None:
-            return
-        trains = list_copies(self._memory) != self._copies_at_start
-        if trains or time.monotonic() - self._started > SECONDS_TO_NEXT_STANDBY:
-            self._standby = Standby(self._arguments)
-
-    def _living_standby(self) -> Standby | None:
-        if self._standby is not None and self._standby.process.poll() is not None:
-            self._standby.close()
-            self._standby = None
-        return self._standby
-
-    def _signal(self, number: signal.Signals) -> None:
-        if self._child is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._child.send_signal(number)
-
-    def _report(self) -> None:
-        assert self._child is not None
-        status = self._child.wait()
-        self._child = None
-        self._send_end(status if status >= 0 else 128 - status)
+        self._server.train(arguments, environment)
 
     def _send_end(self, status: int) -> None:
         assert self._lines is not None
@@ -303,11 +274,7 @@ class Supervisor:
 
     def close(self) -> None:
         """End the training processes, remove the copies, and close the connection."""
-        self._signal(signal.SIGKILL)
-        if self._child is not None:
-            self._child.wait()
-        if self._standby is not None:
-            self._standby.close()
+        self._server.close()
         remove_copies(self._memory)
         if self._lines is not None:
             self._lines.connection.close()

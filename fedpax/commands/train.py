@@ -8,6 +8,7 @@ from absl import flags
 
 from fedpax.commands.compilation_cache import enable_compilation_cache
 from fedpax.commands.elastic import define_elastic_flags, train_elastically
+from fedpax.commands.fork_server import ForkServer, fork_server
 from fedpax.commands.options import (
     allowed_changes,
     define_training_flags,
@@ -18,9 +19,9 @@ from fedpax.commands.processes import (
     leave_on_failure,
     provide_processes,
 )
-from fedpax.commands.standby import is_standby, wait_for_order
 from fedpax.training.console import print_line
 from fedpax.training.membership import find_membership
+from fedpax.training.preemption import exit_on_signals
 from fedpax.training.trainer import TrainingResult
 from fedpax.training.trainer import train as train_experiment
 
@@ -35,11 +36,12 @@ def train(arguments: Sequence[str]) -> int:
         The exit status.
     """
     options, experiment, folder = parse_run("train", arguments, define_flags)
-    if is_standby():  # the experiment's modules are imported now
-        arguments = [*arguments, *wait_for_order()]
-        options, experiment, folder = parse_run("train", arguments, define_flags)
-    if options.elastic:
-        return train_elastically(options, arguments, experiment, folder)
+    if options.elastic:  # the experiment's modules are imported now
+        server = fork_server()
+        if isinstance(server, ForkServer):
+            return train_elastically(options, experiment, folder, server)
+        with exit_on_signals():
+            return train([*arguments, *server])
     enable_compilation_cache()
     with leave_on_failure():
         provide_processes(options, experiment.mesh)

@@ -83,14 +83,12 @@ class Job:
         self.processes[number] = self.launch(number)
 
     def training_process(self, number: int) -> int:
-        """Return the training process of a supervisor; the next one, which waits, is newer."""
-        parent = str(self.processes[number].pid)
-        found = subprocess.run(
-            ["ps", "--sort=start_time", "-o", "pid=", "--ppid", parent],
-            capture_output=True,
-            text=True,
-        )
-        return int(found.stdout.split()[0])
+        """Return the training process of a supervisor, the child of its fork server."""
+        process = self.processes[number].pid
+        for _ in range(2):
+            command = ["ps", "-o", "pid=", "--ppid", str(process)]
+            process = int(subprocess.run(command, capture_output=True, text=True).stdout)
+        return process
 
     def last_round(self) -> int:
         lines = select(read_metrics(self.folder), "training")

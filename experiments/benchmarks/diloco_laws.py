@@ -2,10 +2,10 @@
 
     python -m fedpax.experiments.benchmarks.diloco_laws --out=runs/laws --plot=diloco_laws.png
 
-Every run trains the model of `diloco_text` on the same number of tokens with the same global batch:
-with more islands, each has a smaller batch. The first table compares data parallelism, DiLoCo and
-Streaming DiLoCo in 4 bits over several seeds of model and data. The others change one setting of
-DiLoCo at a time, with the first seed.
+Every run trains the model of `diloco_text` on the same number of tokens with the same global batch,
+by default that of `diloco_text`: with more islands, each has a smaller batch. The first table
+compares data parallelism, DiLoCo and Streaming DiLoCo in 4 bits over several seeds of model and
+data. The others change one setting of DiLoCo at a time, with the first seed.
 
 Each run has a folder below `--out`. An interrupted benchmark continues where it stopped, and
 a finished run is not repeated. The losses are those of the last evaluation.
@@ -42,6 +42,7 @@ class Setting(NamedTuple):
         local_steps: inner steps between two averages of a parameter, H.
         islands: number of islands.
         bits: a key of `BITS`.
+        rows: global batch: rows of a step over all islands.
         seed: seed of the initial parameters and of the order of the data.
     """
 
@@ -49,6 +50,7 @@ class Setting(NamedTuple):
     local_steps: int
     islands: int
     bits: str
+    rows: int
     seed: int = 0
 
     @property
@@ -74,11 +76,11 @@ class Setting(NamedTuple):
             diloco = diloco_text()
             outer = dataclasses.replace(diloco.outer, num_levels=BITS[self.bits])
             base = dataclasses.replace(diloco, outer=outer)
-        rows = base.islands * base.data.batch_size
-        if rows % self.islands:
+        rows = self.rows
+        if rows < 1 or rows % self.islands:
             raise ValueError(
                 f"{self.islands} islands do not divide the global batch of {rows} rows. Choose a "
-                f"divisor of {rows}."
+                f"multiple of {self.islands}."
             )
         # All devices of the demo: an island has several where there are few islands.
         on_axis = min(self.islands, base.islands)
@@ -122,15 +124,22 @@ class Result(NamedTuple):
     bytes_sent: float
 
 
-def settings(num_seeds: int) -> dict[str, list[Setting]]:
-    """Return the runs of each table by the table's name."""
+def settings(num_seeds: int, rows: int | None = None) -> dict[str, list[Setting]]:
+    """Return the runs of each table by the table's name.
+
+    Args:
+        num_seeds: number of seeds of the first table.
+        rows: global batch. Default None: that of `diloco_text`.
+    """
     streaming, diloco = streaming_diloco_text(), diloco_text()
     local_steps, islands = diloco.data.local_steps, diloco.islands
-    base = Setting("DiLoCo", local_steps, islands, "4 bits")
+    if rows is None:
+        rows = islands * diloco.data.batch_size
+    base = Setting("DiLoCo", local_steps, islands, "4 bits", rows)
     seeds = range(num_seeds)
     return {
         "methods": [
-            Setting(method, steps, islands, bits, seed)
+            Setting(method, steps, islands, bits, rows, seed)
             for method, steps, bits in (
                 ("data parallelism", local_steps, "float32"),
                 ("DiLoCo", local_steps, "4 bits"),
@@ -218,6 +227,7 @@ def main() -> None:
     tables = list(settings(1))
     parser.add_argument("--out", required=True, help="folder of the runs")
     parser.add_argument("--tokens", type=int, default=5_000_000, help="tokens of a run")
+    parser.add_argument("--rows", type=int, help="global batch; default that of diloco_text")
     parser.add_argument("--seeds", type=int, default=3, help="seeds of the first table")
     parser.add_argument("--tables", default=",".join(tables), help=", ".join(tables))
     parser.add_argument("--plot", help="PNG of the last three tables")
@@ -232,7 +242,13 @@ def main() -> None:
     simulate_devices(diloco_text().mesh.islands)
     jax.config.update("jax_platforms", "cpu")
 
-    todo = settings(options.seeds)
+    todo = settings(options.seeds, options.rows)
+    try:
+        for name in chosen:
+            for setting in todo[name]:
+                setting.experiment(options.tokens)
+    except ValueError as error:
+        parser.error(str(error))
     results: dict[str, list[Result]] = {}
     columns = {"methods": ["method", "local_steps", "bits"]}
     baseline = float("nan")

@@ -7,15 +7,18 @@ from fedpax.experiments.benchmarks.diloco_laws import Result, Setting, draw, set
 TOKENS = 2_000_000
 
 
-def test_all_runs_have_the_same_tokens_per_step_and_nearly_the_same_tokens() -> None:
-    runs = [setting for group in settings(3).values() for setting in group]
+@pytest.mark.parametrize("rows", [None, 64])
+def test_all_runs_have_the_same_tokens_per_step_and_nearly_the_same_tokens(
+    rows: int | None,
+) -> None:
+    runs = [setting for group in settings(3, rows).values() for setting in group]
+    tokens_per_step = 64 * (rows or 16)
     assert len({setting.folder for setting in runs}) == len(set(runs))
     for setting in runs:
         experiment = setting.experiment(TOKENS)
         data, mesh = experiment.data, experiment.mesh
-        rows = experiment.islands * data.batch_size
-        assert rows * data.seq_len == 1024
-        per_round = data.local_steps * 1024
+        assert experiment.islands * data.batch_size * data.seq_len == tokens_per_step
+        per_round = data.local_steps * tokens_per_step
         assert TOKENS - per_round < experiment.training.rounds * per_round <= TOKENS
         assert mesh.islands * mesh.fsdp == 4 and experiment.islands % mesh.islands == 0
         assert experiment.data.seed == experiment.training.seed == setting.seed
@@ -24,8 +27,8 @@ def test_all_runs_have_the_same_tokens_per_step_and_nearly_the_same_tokens() -> 
 @pytest.mark.parametrize(
     ("setting", "num_tokens", "words"),
     [
-        (Setting("DiLoCo", 18, 3, "4 bits"), TOKENS, "3 islands do not divide .* 16 rows"),
-        (Setting("DiLoCo", 18, 4, "4 bits"), 1000, r"fill no round .* Pass more --tokens"),
+        (Setting("DiLoCo", 18, 3, "4 bits", 16), TOKENS, "3 islands do not divide .* 16 rows"),
+        (Setting("DiLoCo", 18, 4, "4 bits", 16), 1000, r"fill no round .* Pass more --tokens"),
     ],
 )
 def test_settings_that_do_not_fit_raise(setting: Setting, num_tokens: int, words: str) -> None:
@@ -34,7 +37,7 @@ def test_settings_that_do_not_fit_raise(setting: Setting, num_tokens: int, words
 
 
 def test_seeds_are_averaged_and_compared_with_data_parallelism() -> None:
-    base = Setting("DiLoCo", 18, 4, "4 bits")
+    base = Setting("DiLoCo", 18, 4, "4 bits", 16)
     results = [Result(base._replace(seed=k), loss, 2e6) for k, loss in enumerate((1.5, 1.6, 1.55))]
     text = table(results, ["method", "bits"], baseline=1.5)
     assert "1.5500 ± 0.0500" in text and "+3.33%" in text and "2.0 MB" in text

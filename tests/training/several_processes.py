@@ -47,7 +47,7 @@ def start(
     ]
 
 
-def start_one(arguments: Sequence[str], variables: dict[str, str]) -> subprocess.Popen:
+def start_one(arguments: Sequence[str], variables: dict[str, str] | None) -> subprocess.Popen:
     """Start fedpax in a folder that has the tests' experiments."""
     return subprocess.Popen(
         [*FEDPAX, *arguments],

@@ -210,7 +210,7 @@ def _join(
         exchange = Exchange(link, channel, preemption)
         stack.callback(exchange.close)
         # Already now, because data and compilation take long.
-        member = exchange.join(_patience(progress, syncer), give_up_after)
+        member = exchange.join(_patience(progress), give_up_after)
         if member is None:
             stopped = preemption.signal
             finished = stopped is None and _read_member(folder).finished
@@ -331,7 +331,7 @@ def _exit_after(folder: Path) -> Callable[[str], None]:
     return end
 
 
-def _patience(progress: Progress, syncer: str) -> Callable[[DisconnectedError], None]:
+def _patience(progress: Progress) -> Callable[[DisconnectedError], None]:
     """Return a function that prints, at most every 10 seconds, that the syncer does not answer."""
     noted = -math.inf
 
@@ -339,7 +339,7 @@ def _patience(progress: Progress, syncer: str) -> Callable[[DisconnectedError], 
         nonlocal noted
         if time.monotonic() - noted > SECONDS_BETWEEN_NOTES:
             noted = time.monotonic()
-            progress.note(f"waiting for the syncer at {syncer}: {error}")
+            progress.note(f"waiting for the syncer at {error}")
 
     return note
 

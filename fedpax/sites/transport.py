@@ -145,6 +145,8 @@ class Connection:
                 self.address, self._certificates, self._server_name, seconds
             ):
                 raise RefusedError(refusal)
+            # gRPC repeats the address and names each attempt; the reason is its last part.
+            details = f"no connection ({details.rpartition(': ')[2]})"
         if code == grpc.StatusCode.DEADLINE_EXCEEDED:
             details = f"no answer within {timeout:g} s"
         raise DisconnectedError(f"{self.address}: {details or code.name}. Try again later.")

@@ -1,23 +1,22 @@
 """Streaming DiLoCo: islands that synchronize fragment by fragment while they train."""
 
 import functools
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Int, Num
+from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator, mean
+from fedpax.aggregators.transfer_work import under_transfers
 from fedpax.algorithms.fragments import Fragment, FragmentFn, layer_fragments, make_fragments
 from fedpax.algorithms.inner_steps import InnerReport, average_reports, make_inner_steps
 from fedpax.algorithms.local_steps import participant_weights, subtract
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_broadcast, federated_map, federated_mean, program
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-
-Weights: TypeAlias = Num[Array, " islands"] | None
 
 
 class StreamingDiLoCoState(NamedTuple):
@@ -74,7 +73,11 @@ def streaming_diloco(
     same. Otherwise theta^(t-H) differs between islands by their local steps, no update removes this
     difference, and the islands drift apart.
 
-    Compile time grows with P: a round has 2 P loops of inner steps (P without delay).
+    With an aggregator of two transfers, such as `compressed_mean` among many islands, each has half
+    of the tau steps to arrive. With `delay=1` one of the two has none.
+
+    Compile time grows with P: a round has 2 P loops of inner steps (P without delay, 3 P for two
+    transfers).
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
@@ -173,17 +176,41 @@ def streaming_diloco(
         )
         return state._replace(local_params=params, inner_optimizer_state=inner_state), report
 
-    def start_transfer(
-        state: StreamingDiLoCoState, p: int, fragment: Fragment, weights: Weights
-    ) -> tuple[Params, StreamingDiLoCoState, Metrics]:
-        """Average fragment p of the islands' outer gradients."""
+    def average_while_training(
+        state: StreamingDiLoCoState,
+        cohort: Cohort,
+        p: int,
+        fragment: Fragment,
+        start: int,
+        stop: int,
+    ) -> tuple[Params, StreamingDiLoCoState, list[InnerReport], Metrics]:
+        """Average fragment p of the islands' outer gradients; take the steps `start` to `stop`."""
+        reports: list[InnerReport] = []
+        begin = start
+
+        def train(until: int) -> None:
+            nonlocal state, start
+            if start < until:
+                state, report = take_inner_steps(state, cohort, start, until)
+                reports.append(report)
+                start = until
+
+        def train_and_receive(received: chex.ArrayTree, fraction: float) -> chex.ArrayTree:
+            nonlocal state
+            train(begin + int(fraction * (stop - begin)))
+            models, received = jax.lax.optimization_barrier((state.local_params, received))
+            state = state._replace(local_params=models)
+            return received
+
         x = fragment.take(state.params)
         outer_gradients = federated_map(lambda y: subtract(x, fragment.take(y)), state.local_params)
-        delta, aggregator_state, metrics = combine.aggregate(
-            state.aggregator_state[p], outer_gradients, weights
-        )
+        with under_transfers(train_and_receive):
+            delta, aggregator_state, metrics = combine.aggregate(
+                state.aggregator_state[p], outer_gradients, participant_weights(cohort)
+            )
+        train(stop)  # no step needs delta
         states = _with_entry(state.aggregator_state, p, aggregator_state)
-        return delta, state._replace(aggregator_state=states), metrics
+        return delta, state._replace(aggregator_state=states), reports, metrics
 
     def complete_transfer(
         state: StreamingDiLoCoState, p: int, fragment: Fragment, delta: Params
@@ -216,7 +243,6 @@ def streaming_diloco(
         num_steps = jax.tree.leaves(cohort.batches)[0].shape[1]
         num_blocks = _number_of_blocks(num_steps, len(parts), delay)
         steps_per_block, per_block = num_steps // num_blocks, len(parts) // num_blocks
-        weights = participant_weights(cohort)
         reports: list[InnerReport] = []
         aggregator_reports: list[Metrics] = []
 
@@ -226,12 +252,12 @@ def streaming_diloco(
             reports.append(report)
 
             deltas = {}
-            for p in range(block * per_block, (block + 1) * per_block):
-                deltas[p], state, metrics = start_transfer(state, p, parts[p], weights)
+            for p in range(block * per_block, (block + 1) * per_block):  # several without delay
+                deltas[p], state, own_reports, metrics = average_while_training(
+                    state, cohort, p, parts[p], stop - delay, stop
+                )
+                reports += own_reports
                 aggregator_reports.append(metrics)
-            if delay:  # nothing here needs the deltas
-                state, report = take_inner_steps(state, cohort, stop - delay, stop)
-                reports.append(report)
             for p, delta in deltas.items():
                 state = complete_transfer(state, p, parts[p], delta)
 
@@ -239,7 +265,8 @@ def streaming_diloco(
         # depend on each other, and a transfer combined with the metrics would wait for the steps.
         state, reports = jax.lax.optimization_barrier((state, reports))
         metrics = federated_mean(
-            federated_map(lambda own: average_reports(own).metrics, reports), weights
+            federated_map(lambda own: average_reports(own).metrics, reports),
+            participant_weights(cohort),
         )
         return state, metrics | jax.tree.map(_mean, *aggregator_reports)
 

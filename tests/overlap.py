@@ -44,14 +44,15 @@ def transfers(text: str) -> tuple[list[Transfer], int]:
     return [Transfer(name, started[name], completed[name]) for name in started], loops
 
 
-def check_overlap(text: str, num_fragments: int) -> None:
-    """Check that each fragment crosses exactly one loop of local steps, and metrics none.
+def check_overlap(text: str, num_fragments: int, stages: int = 1) -> None:
+    """Check that each transfer of a fragment crosses exactly one loop of local steps.
 
-    A round has two loops for each fragment: before its transfer starts, and under it.
+    A round has a loop for each fragment before its first transfer starts, and one under each of its
+    transfers. Only the metrics are sent after the last loop.
     """
     found, loops = transfers(text)
-    assert loops == 2 * num_fragments, f"{loops} loops of local steps"
-    overlapped = {2 * p + 1: 2 * p + 2 for p in range(num_fragments)}
+    assert loops == (1 + stages) * num_fragments, f"{loops} loops of local steps"
+    overlapped = {n for n in range(loops) if n % (1 + stages)}
     under = [t for t in found if t.started < loops]
-    assert {t.started for t in under} == set(overlapped), found
-    assert all(t.completed == overlapped[t.started] for t in under), found
+    assert {t.started for t in under} == overlapped, found
+    assert all(t.completed == t.started + 1 for t in under), found

@@ -16,6 +16,7 @@ from fedpax.aggregators.codecs.rotated import check_codec
 from fedpax.aggregators.codecs.update_coder import UpdateCoder
 from fedpax.aggregators.encodable import check_floats, normalized_weights
 from fedpax.aggregators.sent import mark_sent
+from fedpax.aggregators.transfer_work import work_under_transfer
 from fedpax.primitives import federated_broadcast, federated_map, federated_mean
 from fedpax.primitives.layout import mesh_axis, unplaced_aval
 from fedpax.primitives.placement import Placement, active_placements, resolve_placement
@@ -187,7 +188,7 @@ def compressed_mean(
             means = coder.round_mean(placement.size, jax.tree.leaves(federated_mean(sent)))
         else:
             words = jax.tree.leaves(sent)
-            means = coder.average_words(_indices(placement), words, placement.name, parts)
+            means = _exchange(words, coder, placement, parts)
         residual = None if residual is None else jax.tree.unflatten(tree, residual)
         mean = jax.tree.unflatten(tree, means)
         return mean, CompressedMeanState(state.round + 1, residual), {}
@@ -205,6 +206,20 @@ def _model_axes() -> tuple[str, ...]:
     placements = {active.placement.name for active in active_placements()}
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return tuple(n for n, kind in kinds if n not in placements and kind != AxisType.Manual)
+
+
+def _exchange(
+    words: list[jax.Array], coder: UpdateCoder, placement: Placement, parts: tuple[int, ...]
+) -> list[Float[Array, "..."]]:
+    """Average words by one transfer, or by two, each with half of a method's work under it."""
+    axis, two = placement.name, max(parts) > 1
+    tiles = coder.send_words(words, axis, parts)
+    if two:
+        tiles = work_under_transfer(tiles, fraction=0.5)
+    means = coder.average_words(_indices(placement), tiles, axis, parts)
+    if two:
+        means = work_under_transfer(means, fraction=1.0)
+    return coder.join_means(placement.size, means, axis, parts)
 
 
 def _num_devices(placement: Placement) -> int:

@@ -368,9 +368,13 @@ def test_all_to_all_gives_the_bits_of_all_gather(kind):
         types = [unplaced_aval(jax.typeof(own)) for own in x]
         coder = UpdateCoder(codec, jax.random.key(0), types, ("fsdp",))
         words = fedpax.federated_map(coder.encode, jnp.arange(N), x)
-        return [
-            coder.average_words(jnp.arange(N), words, "islands", [parts] * 3) for parts in (1, N)
-        ]
+
+        def average(*parts):
+            tiles = coder.send_words(words, "islands", parts)
+            means = coder.average_words(jnp.arange(N), tiles, "islands", parts)
+            return coder.join_means(N, means, "islands", parts)
+
+        return average(1, 1, 1), average(N, N, N)
 
     with jax.set_mesh(mesh):
         placed = [jax.device_put(own, NamedSharding(mesh, P("islands"))) for own in x]

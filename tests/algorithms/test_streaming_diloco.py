@@ -1,5 +1,7 @@
 """Streaming DiLoCo: the paper's algorithm, its equality with DiLoCo, and what is sent when."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ from method_problem import assert_close
 from numpy_methods import each, mean
 
 from fedpax import Cohort
-from fedpax.aggregators import quantized_mean
+from fedpax.aggregators import codecs, compressed_mean, quantized_mean
 from fedpax.algorithms import diloco
 from fedpax.algorithms.fragments import layer_fragments
 from fedpax.algorithms.streaming_diloco import streaming_diloco
@@ -281,6 +283,33 @@ def test_an_aggregator_keeps_a_residual_for_each_fragment():
     shapes = [jax.tree.map(jnp.shape, s.residual) for s in state.aggregator_state]
     assert shapes[1]["layers"] == {"kernel": (ISLANDS, 2, 2), "scale": (ISLANDS, 2)}
     assert shapes[1]["embedding"] is None and shapes[2]["embedding"] == (ISLANDS, 3)
+
+
+def test_steps_are_divided_between_two_transfers():
+    """An all-to-all and an all-gather on a mesh; the values are those without a mesh."""
+    islands, steps = 4, 8
+    method = streaming_diloco(
+        lambda w, batch: (jnp.mean((batch @ w) ** 2), {}),
+        islands=islands,
+        inner_optimizer=optax.sgd(0.1),
+        fragments=1,
+        delay=3,
+        mixing=0.5,
+        aggregator=compressed_mean(codecs.uniform(16, block_size=16)),
+    )
+    rng = np.random.default_rng(0)
+    cohort = Cohort(np.float32(rng.normal(size=(islands, steps, BATCH, 64))))
+    state = method.init(jnp.asarray(rng.normal(size=64), jnp.float32))
+
+    def scans(round):
+        return set(re.findall(r"\blength=(\d+)", str(jax.make_jaxpr(round)(state, cohort))))
+
+    expected = jax.jit(method.round)(state, cohort)
+    assert {"5", "3"} <= scans(method.round)
+    with jax.set_mesh(jax.make_mesh((4,), ("islands",), devices=jax.devices()[:4])):
+        assert {"5", "1", "2"} <= scans(method.round)
+        got = jax.jit(method.round)(state, cohort)
+    assert_close(got, expected)
 
 
 def test_the_islands_of_the_literal_recursion_drift_apart():

@@ -28,20 +28,20 @@ def loss_fn(params, batch):
     return jnp.mean(x**2), {}
 
 
-def streaming(islands, aggregator=None):
-    """Make a method whose blocks have four steps, two of which each transfer may take."""
+def streaming(islands, aggregator=None, delay=DELAY):
+    """Make a method whose blocks have two steps before the transfers, and then `delay` steps."""
     return streaming_diloco(
         loss_fn,
         islands=islands,
         inner_optimizer=optax.adamw(1e-3),
         fragments=FRAGMENTS,
-        delay=DELAY,
+        delay=delay,
         mixing=0.5,
         aggregator=aggregator,
     )
 
 
-def compiled_text(algorithm, devices, islands, width):
+def compiled_text(algorithm, devices, islands, width, delay=DELAY, options=None):
     """Compile a round for TPU slices, an island on each."""
     mesh = make_mesh(devices=devices, islands=islands, fsdp=-1)
 
@@ -53,7 +53,7 @@ def compiled_text(algorithm, devices, islands, width):
         "embedding": typed((width, width), "fsdp"),
         "layers": typed((LAYERS, width, width), None, "fsdp"),
     }
-    steps = FRAGMENTS * (DELAY + 2)
+    steps = FRAGMENTS * (delay + 2)
     cohort = Cohort({"x": typed((islands, steps, 64, width), "islands", None, "fsdp")})
     with use_abstract_mesh(mesh.abstract_mesh):
         state = jax.eval_shape(algorithm.init, params)
@@ -75,7 +75,7 @@ def compiled_text(algorithm, devices, islands, width):
             donate_argnums=0,
             out_shardings=(shardings, NamedSharding(mesh, P())),
         )
-        return step.lower(state, cohort).compile().as_text()
+        return step.lower(state, cohort).compile(compiler_options=options).as_text()
 
 
 @pytest.mark.parametrize(
@@ -113,6 +113,31 @@ def test_four_bits_are_sent_under_the_local_steps_too(tpu_devices, topology):
     words = sum(math.prod(map(int, shape.split(","))) for shape in sent)
     bits = 32 * words / ((1 + LAYERS) * width**2 / 4)  # a device sends its quarter of the model
     assert 4 < bits < 4.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("topology", "slices", "codec", "mean_codec"),
+    [
+        ("v5e:2x2", 4, codecs.e3m0(), codecs.e3m0()),
+        ("v6e:2x2", 4, codecs.e3m0(), codecs.e3m0()),
+        ("v6e:2x2", 10, codecs.e3m0(), None),
+        ("v5p:2x2x1", 4, codecs.uniform(16), None),
+    ],
+    ids=range(4),
+)
+def test_two_transfers_are_each_sent_under_their_local_steps(
+    tpu_devices, topology, slices, codec, mean_codec
+):
+    """An all-to-all of the words, and an all-gather of the mean that depends on it."""
+    v5e = {"xla_tpu_enable_async_collective_fusion_fuse_all_gather": "false"}
+    options = v5e if topology.startswith("v5e") else None
+    width, delay = 512, 4
+    algorithm = streaming(slices, compressed_mean(codec, mean_codec=mean_codec), delay)
+    text = compiled_text(algorithm, tpu_devices(topology, slices), slices, width, delay, options)
+    check_overlap(text, FRAGMENTS, stages=2)
+    kinds = set(re.findall(r'_xla_megascale_transfer_type="(\w+)"', text))
+    assert kinds == {"ALL_TO_ALL", "ALL_GATHER", "ALL_REDUCE"}  # the last of metrics
 
 
 @pytest.mark.slow

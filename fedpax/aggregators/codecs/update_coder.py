@@ -10,7 +10,13 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, Key, Shaped, UInt32
 
-from fedpax.aggregators.codecs.blocks import Blocks, choose_blocks, from_blocks, to_blocks
+from fedpax.aggregators.codecs.blocks import (
+    Blocks,
+    choose_blocks,
+    from_blocks,
+    num_words,
+    to_blocks,
+)
 from fedpax.aggregators.codecs.codec import Codec
 from fedpax.aggregators.codecs.tiles import divide_blocks, from_tiles, join_blocks, to_tiles
 
@@ -59,39 +65,70 @@ class UpdateCoder(NamedTuple):
         specs = [like.sharding.spec for like in self.types]
         return self._with_automatic_axes(decode, specs)(self._keys(index), words)
 
-    def average_words(
+    def send_words(
         self,
-        indices: Int[Array, " participants"],
         words: Sequence[UInt32[Array, "participants words ..."]],
         axis: str,
         parts: Sequence[int],
+    ) -> list[UInt32[Array, "participants shards parts rows 128"]]:
+        """Send the words of all participants over a mesh axis: the first transfer of their mean.
+
+        Args:
+            words: the words of each leaf, sharded over the participants' mesh axis.
+            axis: the participants' mesh axis.
+            parts: for each leaf, 1 or the number of devices along the axis. With 1, the words are
+                all-gathered. Otherwise an all-to-all gives each device one part of the blocks.
+
+        Returns:
+            The words in whole tiles. Each device has all participants' words of its part.
+        """
+
+        def send(words: Sequence[jax.Array]) -> list[jax.Array]:
+            sent = []
+            for own, like, count in zip(words, self.types, parts, strict=True):
+                tiles = to_tiles(divide_blocks(own, self._num_shards(like), count))
+                after = (None, axis if count > 1 else None)
+                sent.append(self._move(tiles, like, (axis, None), after))
+            return sent
+
+        specs = [
+            self._explicit(P(None, self._minor_axes(like), axis if count > 1 else None, None, None))
+            for like, count in zip(self.types, parts, strict=True)
+        ]
+        return self._with_automatic_axes(send, specs, axis)(words)
+
+    def average_words(
+        self,
+        indices: Int[Array, " participants"],
+        tiles: Sequence[UInt32[Array, "participants shards parts rows 128"]],
+        axis: str,
+        parts: Sequence[int],
     ) -> list[Float[Array, "..."]]:
-        """Send the words of all participants over a mesh axis, and average what they stand for.
+        """Average the updates of which each device has one part: the second transfer of a mean.
 
         A device decodes one participant after another, and adds them in float32.
 
         Args:
             indices: the indices of all participants.
-            words: the words of each leaf, sharded over the participants' mesh axis.
+            tiles: the result of `send_words`.
             axis: the participants' mesh axis.
-            parts: for each leaf, 1 or the number of devices along the axis. With 1, the words are
-                all-gathered. Otherwise an all-to-all gives each device one part of the blocks, and
-                the means are all-gathered.
+            parts: as in `send_words`. The means of leaves in several parts are all-gathered.
 
         Returns:
-            The means, on every device of the axis.
+            The means on every device of the axis, for `join_means`.
         """
         participants = len(indices)
 
         def average(
             keys: Key[Array, "participants leaves"],
             mean_keys: Key[Array, " leaves"],
-            words: Sequence[jax.Array],
+            tiles: Sequence[jax.Array],
         ) -> list[jax.Array]:
-            received = [
-                self._receive(own, like, axis, count)
-                for own, like, count in zip(words, self.types, parts, strict=True)
-            ]
+            words = []
+            for own, like, count in zip(tiles, self.types, parts, strict=True):
+                length = num_words(self.codec, self._blocks(like).size)
+                shape = (participants, length, *self._divided_shape(like, count))
+                words.append(from_tiles(own, shape))
 
             def add(totals: list[jax.Array], participant: tuple) -> tuple[list[jax.Array], None]:
                 decoded = [
@@ -102,19 +139,34 @@ class UpdateCoder(NamedTuple):
 
             zeros = [
                 jnp.zeros((self._blocks(like).size, *own.shape[2:]), jnp.float32)
-                for own, like in zip(received, self.types, strict=True)
+                for own, like in zip(words, self.types, strict=True)
             ]
-            totals, _ = jax.lax.scan(add, zeros, (keys, received))
+            totals, _ = jax.lax.scan(add, zeros, (keys, words))
+            means = zip(mean_keys, totals, self.types, parts, strict=True)
             return [
-                self._collect(key, total / participants, like, axis, count)
-                for key, total, like, count in zip(
-                    mean_keys, totals, self.types, parts, strict=True
-                )
+                self._send_mean(key, total / participants, like, axis, count)
+                for key, total, like, count in means
+            ]
+
+        specs = [
+            self._mean_spec(like, count) for like, count in zip(self.types, parts, strict=True)
+        ]
+        keys = jax.vmap(self._keys)(indices), self._keys(participants)
+        return self._with_automatic_axes(average, specs, axis)(*keys, tiles)
+
+    def join_means(
+        self, participants: int, means: Sequence[jax.Array], axis: str, parts: Sequence[int]
+    ) -> list[Float[Array, "..."]]:
+        """Join the parts of the means that `average_words` returns."""
+
+        def join(keys: Key[Array, " leaves"], means: Sequence[jax.Array]) -> list[jax.Array]:
+            return [
+                self._receive_mean(key, mean, like, count) if count > 1 else mean
+                for key, mean, like, count in zip(keys, means, self.types, parts, strict=True)
             ]
 
         specs = [like.sharding.spec for like in self.types]
-        keys = jax.vmap(self._keys)(indices), self._keys(participants)
-        return self._with_automatic_axes(average, specs, axis)(*keys, words)
+        return self._with_automatic_axes(join, specs, axis)(self._keys(participants), means)
 
     def round_mean(
         self, participants: int, means: Sequence[Float[Array, "..."]]
@@ -135,32 +187,44 @@ class UpdateCoder(NamedTuple):
         specs = [like.sharding.spec for like in self.types]
         return self._with_automatic_axes(round_mean, specs)(self._keys(participants), means)
 
-    def _receive(
-        self, words: UInt32[Array, "participants words ..."], like: Any, axis: str, parts: int
-    ) -> UInt32[Array, "participants words shards parts blocks"]:
-        """All-gather the words of a leaf, or give each device one part of all of them."""
-        divided = divide_blocks(words, self._num_shards(like), parts)
-        tiles = self._move(
-            to_tiles(divided), like, (axis, None), (None, axis if parts > 1 else None)
-        )
-        return from_tiles(tiles, divided.shape)
-
-    def _collect(
+    def _send_mean(
         self,
         key: Key[Array, ""],
         mean: Float[Array, "entries shards parts blocks"],
         like: Any,
         axis: str,
         parts: int,
-    ) -> Float[Array, "..."]:
-        """All-gather the parts of a leaf, and join them."""
-        codec, entries = self.mean_codec, mean.shape[0]
+    ) -> jax.Array:
+        codec = self.mean_codec
         words = mean if codec is None else codec.encode(key, mean)
-        if parts > 1:
-            tiles = self._move(to_tiles(words[None]), like, (None, axis), (None, None))
-            words = from_tiles(tiles, (1, *words.shape))[0]
-        blocks = join_blocks(words, self._grid(like))
-        return self._join(blocks if codec is None else codec.decode(key, blocks, entries), like)
+        if parts == 1:
+            return self._decode_mean(key, words, like)
+        return self._move(to_tiles(words[None]), like, (None, axis), (None, None))
+
+    def _receive_mean(
+        self,
+        key: Key[Array, ""],
+        tiles: Shaped[Array, "1 shards parts rows 128"],
+        like: Any,
+        parts: int,
+    ) -> Float[Array, "..."]:
+        entries = self._blocks(like).size
+        length = entries if self.mean_codec is None else num_words(self.mean_codec, entries)
+        words = from_tiles(tiles, (1, length, *self._divided_shape(like, parts)))[0]
+        return self._decode_mean(key, words, like)
+
+    def _decode_mean(
+        self, key: Key[Array, ""], words: Shaped[Array, "words shards parts blocks"], like: Any
+    ) -> Float[Array, "..."]:
+        joined = join_blocks(words, self._grid(like))
+        if self.mean_codec is not None:
+            joined = self.mean_codec.decode(key, joined, self._blocks(like).size)
+        return self._join(joined, like)
+
+    def _mean_spec(self, like: Any, parts: int) -> P:
+        if parts == 1:
+            return like.sharding.spec
+        return self._explicit(P(None, self._minor_axes(like), None, None, None))
 
     def _move(
         self,
@@ -177,6 +241,22 @@ class UpdateCoder(NamedTuple):
     def _num_shards(self, like: Any) -> int:
         mesh = jax.sharding.get_abstract_mesh()
         return math.prod(mesh.shape[name] for name in self._minor_axes(like) or ())
+
+    def _divided_shape(self, like: Any, parts: int) -> tuple[int, int, int]:
+        """Return the numbers of shards of a leaf, of parts of a shard, and of blocks of a part."""
+        shards = self._num_shards(like)
+        return shards, parts, -(-math.prod(self._grid(like)) // shards // parts)
+
+    def _explicit(self, spec: P) -> P:
+        """Return a spec without automatic axes."""
+        mesh = jax.sharding.get_abstract_mesh()
+        kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+
+        def keep(entry: Any) -> Any:
+            names = (entry,) if isinstance(entry, str) else entry or ()
+            return tuple(name for name in names if kinds[name] == AxisType.Explicit) or None
+
+        return P(*map(keep, spec))
 
     def _keys(self, index: Int[Array, ""] | int) -> Key[Array, " leaves"]:
         """Return the random keys that a participant and the server share, one per leaf."""

@@ -17,7 +17,7 @@ from fedpax.algorithms import fedavg
 from fedpax.data import ClientSampler, Partition, Source, Tokenizer, cohort_rounds
 from fedpax.data.rounds.client_rows import pack_clients, preprocess_rows
 from fedpax.data.rounds.preprocess import Arrays
-from fedpax.experiments.fedavg_images import CohortConfig, ServerConfig, resolve_clients_axis
+from fedpax.experiments.fedavg_clients import CohortConfig, ServerConfig, resolve_clients_axis
 from fedpax.experiments.heldout import heldout_evaluator
 from fedpax.experiments.language_model import (
     LanguageModelExperiment,

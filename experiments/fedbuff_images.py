@@ -13,7 +13,8 @@ from fedpax.algorithms import fedbuff
 from fedpax.clients import Arrivals
 from fedpax.clients.cohort_stream import CohortStream
 from fedpax.data import ClientSampler, CohortRounds, Partition
-from fedpax.experiments.fedavg_images import CohortConfig, FedAvgImages
+from fedpax.experiments.fedavg_clients import CohortConfig
+from fedpax.experiments.fedavg_images import FedAvgImages
 from fedpax.experiments.populations import DirichletPopulation
 from fedpax.experiments.ranges import COUNT, COUNT_OR_ZERO, check_ranges
 from fedpax.experiments.traces import TraceConfig

@@ -10,6 +10,7 @@ from fedpax.data import (
     partition_natural,
     read_examples,
 )
+from fedpax.data.populations.contiguous_clients import ContiguousClients
 from fedpax.data.populations.partition import Partition
 from fedpax.experiments.ranges import COUNT, NON_NEGATIVE, POSITIVE, check_ranges
 
@@ -101,19 +102,31 @@ class NaturalPopulation(PopulationConfig):
 
     Attributes:
         field: the field of an example that names its client.
+        max_examples: a client has its first `max_examples` examples. Default None: all of them.
     """
 
     field: str = "client"
+    max_examples: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the range."""
+        check_ranges(self, "population", max_examples=COUNT)
 
     def make(self, source: Source, seed: int) -> Partition:
-        """Group the examples by client, in one pass over the source."""
+        """Group the examples by client.
+
+        A source without `client_starts`, or another field, takes one pass over the source.
+        """
         del seed
         check_has_fields(
             source,
             self.field,
             remedy="Set --population.field to the field that names an example's client",
         )
-        return partition_natural(source, self.field)[0]
+        if self.field == "client" and source.client_starts is not None:
+            return ContiguousClients(source.client_starts, max_examples=self.max_examples)
+        parts, _ = partition_natural(source, self.field)
+        return [part[: self.max_examples] for part in parts]
 
 
 def check_has_fields(

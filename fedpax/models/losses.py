@@ -189,6 +189,43 @@ def classification_loss(apply: Callable[[chex.ArrayTree, jax.Array], jax.Array])
     return loss_fn
 
 
+def next_word_loss(apply: Callable[[chex.ArrayTree, jax.Array], jax.Array], words: int) -> LossFn:
+    """Make the loss of a language model of words, with the parts of its accuracy on known words.
+
+    Args:
+        apply: `apply(params, inputs)` returns logits `[batch, seq, vocab_size]`.
+        words: V, number of words in the vocabulary, the targets 1 to V. The others are padding, the
+            unknown word, and begin and end of a sentence.
+
+    Returns:
+        `loss_fn(params, batch) -> (loss, aux)`. The loss is the mean cross-entropy of all targets
+        that the mask marks, in nats. `aux` has the shares of these targets that are words of the
+        vocabulary, `known`, and that are such words and have the largest logit, `known_correct`.
+        The accuracy without padding, unknown words and ends of sentences is the quotient of their
+        means, `known_correct / known`. A batch has `inputs` and `targets`, int32 `[batch, seq]`,
+        and `mask`, bool or float32.
+
+    Example:
+        >>> bigrams = lambda params, inputs: params[inputs]
+        >>> batch = {"inputs": jnp.array([[4, 1, 2]]), "targets": jnp.array([[1, 2, 5]])}
+        >>> loss_fn = next_word_loss(bigrams, words=2)
+        >>> loss, aux = loss_fn(jnp.eye(6, k=1), batch | {"mask": jnp.ones((1, 3), bool)})
+        >>> round(aux["known"].item(), 2), round(aux["known_correct"].item(), 2)
+        (0.67, 0.33)
+    """
+
+    def loss_fn(params: chex.ArrayTree, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+        logits = apply(params, batch["inputs"])
+        targets, mask = batch["targets"], batch["mask"]
+        known = (targets >= 1) & (targets <= words)
+        correct = known & (jnp.argmax(logits, axis=-1) == targets)
+        shares = {"known": known, "known_correct": correct}
+        aux = {name: _mean(share.astype(jnp.float32), mask) for name, share in shares.items()}
+        return cross_entropy(logits, targets, mask), aux
+
+    return loss_fn
+
+
 def _mean(values: jax.Array, mask: jax.Array | None) -> jax.Array:
     if mask is None:
         return jnp.mean(values)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from fedpax.experiments import fedavg_images as module
+from fedpax.experiments.fedavg_clients import ServerConfig, resolve_clients_axis
 from fedpax.experiments.populations import NaturalPopulation
 from fedpax.models.classifiers import CNNConfig
 from fedpax.parallel.mesh import MeshConfig
@@ -141,7 +142,7 @@ def test_a_data_set_without_the_fields_raises(make, dataset, words, in_memory):
     ],
 )
 def test_the_clients_axis_is_the_largest_that_divides_the_cohort(mesh, cohort_size, axis_size):
-    resolved = module.resolve_clients_axis(mesh, cohort_size)
+    resolved = resolve_clients_axis(mesh, cohort_size)
     assert (resolved.clients, resolved.fsdp) == (axis_size, mesh.fsdp)
 
 
@@ -150,7 +151,7 @@ def test_server_optimizers_step_as_their_paper_defines():
     gradient = {"w": np.full(3, 0.5, np.float32)}
 
     def step(**settings):
-        optimizer = module.ServerConfig(**settings).make()
+        optimizer = ServerConfig(**settings).make()
         return optimizer.update(gradient, optimizer.init(params), params)[0]["w"][0]
 
     assert step() == pytest.approx(-0.5)  # FedAvg: the pseudo-gradient itself

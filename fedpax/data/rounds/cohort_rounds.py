@@ -28,6 +28,7 @@ from fedpax.data.rounds.preprocess import (
     preprocess_images,
 )
 from fedpax.data.rounds.scheduling import balanced_order
+from fedpax.data.rounds.shard import read as read_records
 from fedpax.data.rounds.stream import (
     arrays_fingerprint,
     check_sizes,
@@ -342,18 +343,16 @@ def _open(examples: Examples | Arrays) -> tuple[Read, int, str]:
             arrays_fingerprint(examples),
         )
 
-    import grain  # here because it is slow to import
-
     if not len(examples):
         raise ValueError("The source has no examples: load another split.")
-    records = grain.MapDataset.source(examples)
 
-    def read(indices: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+    def read_stacked(indices: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
         unique, position = np.unique(indices, return_inverse=True)
-        found = [records[int(i)] for i in unique]
+        # In one call, which takes a tenth of the time for files of 2**18 examples.
+        found = read_records(examples, unique.tolist())
         return {name: _stack([example[name] for example in found])[position] for name in found[0]}
 
-    return read, len(examples), source_name(examples)
+    return read_stacked, len(examples), source_name(examples)
 
 
 def _stack(values: Sequence[Any]) -> NDArray[Any]:

@@ -21,6 +21,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+FOLDER = "https://storage.googleapis.com/tff-datasets-public"
+"""The folder of the archives."""
+
 _COLUMNS = {"split_name", "client_id", "serialized_example_proto"}
 _BLOCK_BYTES = 1 << 20  # decompressed at once
 

@@ -7,7 +7,8 @@ and `partition_by_field(source, "client", n)` gives n participants whole clients
 without a network, put the archive into `<data_dir>/downloads/manual` under its own file name.
 
 Preparing decompresses the archive to a temporary file in the data set's folder (4.7 GB for EMNIST)
-and holds the examples of one output file in memory.
+and holds the examples of one output file in memory. It also writes where each client's examples
+begin (`Source.client_starts`), so that a population of many clients is made without reading them.
 
 Reference:
     TensorFlow Federated, tensorflow_federated/python/simulation/datasets/ (emnist.py,
@@ -32,7 +33,9 @@ import tensorflow_datasets as tfds
 from tensorflow_datasets.core.utils.tqdm_utils import tqdm
 
 from fedpax.data.sources._dataset_info import LocalDatasetInfo
+from fedpax.data.sources.client_starts import write_client_starts
 from fedpax.data.sources.federated_archive import (
+    FOLDER,
     Archive,
     ArchiveError,
     Feature,
@@ -42,8 +45,6 @@ from fedpax.data.sources.federated_archive import (
     open_database,
     read_examples,
 )
-
-_FOLDER = "https://storage.googleapis.com/tff-datasets-public"
 
 
 class FederatedSource(tfds.core.ShardBasedBuilder):
@@ -104,8 +105,10 @@ class FederatedSource(tfds.core.ShardBasedBuilder):
         try:
             check(path, self.ARCHIVE)
             decompress(path, database)
+            self._starts: dict[str, list[int]] = {}
             with open_database(database) as self._connection:
                 super()._download_and_prepare(dl_manager, download_config)
+            write_client_starts(Path(self.data_dir), self._starts)
         except ArchiveError as error:
             if is_manual:
                 remedy = f"replace it with a new copy of {self.ARCHIVE.url}"
@@ -121,18 +124,21 @@ class FederatedSource(tfds.core.ShardBasedBuilder):
         self, dl_manager: tfds.download.DownloadManager
     ) -> dict[str, Sequence[Callable[[], Iterator[tuple[int, dict[str, Any]]]]]]:
         del dl_manager  # the archive has been downloaded already
-        return {split: self._shards(name) for split, name in self._splits().items()}
+        return {split: self._shards(split, name) for split, name in self._splits().items()}
 
-    def _shards(self, name: str) -> list[Callable[[], Iterator[tuple[int, dict[str, Any]]]]]:
+    def _shards(
+        self, split: str, name: str
+    ) -> list[Callable[[], Iterator[tuple[int, dict[str, Any]]]]]:
         """Divide a split among output files of nearly equal size, written one after another."""
         count = count_examples(self._connection, name)
         shards = math.ceil(count / self.EXAMPLES_PER_SHARD)
         ends = [count * k // shards for k in range(shards + 1)]
-        rest = self._examples(name, count)
+        rest = self._examples(split, name, count)
         return [partial(itertools.islice, rest, b - a) for a, b in itertools.pairwise(ends)]
 
-    def _examples(self, name: str, count: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _examples(self, split: str, name: str, count: int) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield a split's examples with their indices, and show a progress bar."""
+        starts, last = self._starts.setdefault(split, []), None
         rows = tqdm(
             read_examples(self._connection, name, self.FEATURES),
             desc=f"Writing {name}",
@@ -142,6 +148,9 @@ class FederatedSource(tfds.core.ShardBasedBuilder):
             leave=False,
         )
         for index, (client, values) in enumerate(rows):
+            if client != last:
+                starts.append(index)
+                last = client
             yield index, {**self._example(values), "client": client}
 
 
@@ -170,7 +179,7 @@ class FederatedEmnist(FederatedSource):
         tfds.core.BuilderConfig(name="digits", description="10 classes"),
     ]
     ARCHIVE = Archive(
-        f"{_FOLDER}/emnist_all.sqlite.lzma",
+        f"{FOLDER}/emnist_all.sqlite.lzma",
         170_507_172,
         "c3aaf91b4cf4e69d53d81627ad119eccdc878ff906f68e66063ff10f67faad48",
     )
@@ -220,7 +229,7 @@ class FederatedShakespeare(FederatedSource):
     """
 
     ARCHIVE = Archive(
-        f"{_FOLDER}/shakespeare.sqlite.lzma",
+        f"{FOLDER}/shakespeare.sqlite.lzma",
         1_329_828,
         "d3d11fceb9e105439ac6f4d52af6efafed5a2a1e1eb24c5bd2dd54ced242f5c4",
     )
@@ -250,14 +259,15 @@ class FederatedStackoverflow(FederatedSource):
     | `heldout` | 38,758  | 16,491,230  | users who are in neither of the others        |
     | `test`    | 204,088 | 16,586,035  | from 2018 on, by users who are not in heldout |
 
-    Partitioning by client reads the whole split, so take a part of it, such as `"train[:1%]"`.
+    `NaturalPopulation` takes the clients from `Source.client_starts`; `partition_natural` reads the
+    whole split.
 
     Reference:
         Reddi et al. Adaptive Federated Optimization. arXiv:2003.00295. The texts are Stack
         Overflow's, licensed CC BY-SA 3.0.
     """
 
-    ARCHIVE = Archive(f"{_FOLDER}/stackoverflow.sqlite.lzma")
+    ARCHIVE = Archive(f"{FOLDER}/stackoverflow.sqlite.lzma")
     EXAMPLES_PER_SHARD = 1 << 18  # 519 files in train; many systems limit open files to 1,024
     FEATURES: ClassVar = {
         "creation_date": Feature("bytes_list"),
@@ -303,7 +313,7 @@ class FederatedCifar100(FederatedSource):
     """
 
     ARCHIVE = Archive(
-        f"{_FOLDER}/cifar100.sqlite.lzma",
+        f"{FOLDER}/cifar100.sqlite.lzma",
         153_019_920,
         "23d3916c9caa33395737ee560cc7cb77bbd05fc7b73647ee7be3a7e764172939",
     )

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from fedpax.data.sources._reachability import unreachable_hosts
+from fedpax.data.sources.client_starts import Starts, read_client_starts
 from fedpax.data.sources.text_records import SUFFIX, TextRecords
 
 EMBEDDED = {
@@ -43,11 +44,17 @@ class Source(Sequence[dict[str, Any]]):
         name: data set, configuration, version and split, such as
             `"stdlib_text/cpython-3.11.7/1.0.0:train"`.
         folder: the folder of the prepared data set.
+        client_starts: index of each client's first example, and at the end the number of examples,
+            if the data set is sorted by the field `client` and was prepared with this index. None
+            otherwise.
     """
 
-    def __init__(self, name: str, folder: Path, records: Any) -> None:
+    def __init__(
+        self, name: str, folder: Path, records: Any, client_starts: Starts | None = None
+    ) -> None:
         self.name = name
         self.folder = folder
+        self.client_starts = client_starts
         self._records = records
 
     def __len__(self) -> int:
@@ -168,13 +175,18 @@ def load(name: str, split: str, *, data_dir: str | os.PathLike[str] | None = Non
     """
     if name.endswith(SUFFIX):
         return _open_records(name.replace("{split}", split))
-    root = Path(data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets")
-    root = root.expanduser().absolute()
+    root = data_folder(data_dir)
     builder = _builder(name, root)
     if not builder.data_path.exists():
         _prepare(name, split, root)
         builder = _builder(name, root)  # a new builder reads the new files
     return _open(builder, split)
+
+
+def data_folder(data_dir: str | os.PathLike[str] | None) -> Path:
+    """Return the folder of prepared data sets, see `load`."""
+    root = Path(data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets")
+    return root.expanduser().absolute()
 
 
 def _open_records(pattern: str) -> Source:
@@ -297,7 +309,20 @@ def _open(builder: Any, split: str) -> Source:
             f"Split {split!r} of {name} has no examples: load another split, or a larger part of "
             "it."
         )
-    return Source(f"{name}:{split}", folder, records)
+    parts = _parts(builder, split)
+    return Source(f"{name}:{split}", folder, records, read_client_starts(folder, parts))
+
+
+def _parts(builder: Any, split: str) -> list[tuple[str, int, int]]:
+    """Return the split, the first example and the end of each part, as of `"train[:10%]+test"`."""
+    import tensorflow_datasets as tfds
+
+    splits = builder.info.splits
+    parts = tfds.core.ReadInstruction.from_spec(split).to_absolute(splits)
+    return [
+        (part.splitname, part.from_ or 0, part.to or splits[part.splitname].num_examples)
+        for part in parts
+    ]
 
 
 @contextlib.contextmanager

@@ -1,7 +1,5 @@
 import functools
 import http.server
-import lzma
-import sqlite3
 import string
 import subprocess
 import sys
@@ -12,14 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tensorflow_datasets.proto import tf_example_pb2
+from federated_archives import Fields, serialize, write_archive
 
-from fedpax.data import load, partition_by_field, token_rounds
+from fedpax.data import load, partition_by_field, partition_natural, token_rounds
+from fedpax.data.populations.contiguous_clients import ContiguousClients
 from fedpax.data.sources import federated_sources
 from fedpax.data.sources.federated_archive import Archive
 from fedpax.data.sources.source import FEDERATED
-
-Fields = dict[str, Any]
 
 # By data set: each split's name in TFDS and in the archive.
 SPLITS = {
@@ -60,48 +57,6 @@ def random_example(name: str, rng: np.random.Generator) -> tuple[Fields, Fields]
             image = rng.integers(0, 256, (32, 32, 3), np.uint8)
             labels = {"label": int(rng.integers(100)), "coarse_label": int(rng.integers(20))}
             return {"image": image.ravel().astype(np.int64), **labels}, {"image": image, **labels}
-
-
-def serialize(fields: Fields) -> bytes:
-    example = tf_example_pb2.Example()
-    for name, value in fields.items():
-        feature = example.features.feature[name]
-        if isinstance(value, bytes):
-            feature.bytes_list.value.append(value)
-        elif isinstance(value, int):
-            feature.int64_list.value.append(value)
-        elif value.dtype == np.float32:
-            feature.float_list.value.extend(value.tolist())
-        else:
-            feature.int64_list.value.extend(value.tolist())
-    return example.SerializeToString()
-
-
-def write_archive(path: Path, rows: list[tuple[str, str, bytes]]) -> Path:
-    """Write an archive with the same tables and indices as the original ones."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    database = path.with_suffix(".building")
-    with sqlite3.connect(database) as connection:
-        connection.executescript(
-            """
-            CREATE TABLE examples (split_name TEXT NOT NULL, client_id TEXT NOT NULL,
-                                   serialized_example_proto BLOB NOT NULL);
-            CREATE INDEX idx_examples_client_id ON examples (client_id);
-            CREATE INDEX idx_examples_client_id_split ON examples (split_name, client_id);
-            CREATE TABLE client_metadata (client_id TEXT NOT NULL, split_name TEXT NOT NULL,
-                                          num_examples INTEGER NOT NULL);
-            CREATE INDEX idx_metadata_client_id ON client_metadata (client_id);
-            """
-        )
-        connection.executemany("INSERT INTO examples VALUES (?, ?, ?)", rows)
-        connection.execute(
-            "INSERT INTO client_metadata SELECT client_id, split_name, COUNT(*) FROM examples "
-            "GROUP BY split_name, client_id"
-        )
-    connection.close()
-    path.write_bytes(lzma.compress(database.read_bytes(), lzma.FORMAT_ALONE, preset=0))
-    database.unlink()
-    return path
 
 
 def random_rows(
@@ -202,10 +157,40 @@ def test_examples_equal_the_archive_sorted_by_client(
         held = {source[int(part[0])]["client"].decode(): len(part) for part in parts}
         assert held == CLIENTS
         assert all((np.diff(part) == 1).all() for part in parts)
+        assert source.client_starts is not None
+        clients = ContiguousClients(source.client_starts)
+        for found, part in zip(clients, partition_natural(source, "client")[0], strict=True):
+            np.testing.assert_array_equal(found, part)
         assert len(list(source.folder.glob(f"*-{split}.array_record*"))) == 4
     # The temporary database has been deleted.
     assert not list(data_dir.rglob("*.sqlite"))
     assert not list(data_dir.rglob("incomplete.*"))
+
+
+@pytest.mark.parametrize("part", ["train[3:11]", "train[:20%]+test[5:]"])
+def test_a_part_of_a_split_has_its_own_clients(
+    tmp_path: Path, published: Callable[..., Path], rng: np.random.Generator, part: str
+) -> None:
+    rows, _ = random_rows("federated_shakespeare", rng)
+    published("federated_shakespeare", rows)
+    source = load("federated_shakespeare", part, data_dir=tmp_path)
+    names = list(source.column("client"))
+    starts = source.client_starts
+    assert starts is not None
+    assert starts[[0, -1]].tolist() == [0, len(source)]
+    changes = [k for k in range(1, len(names)) if names[k] != names[k - 1]]
+    ends_of_parts = {len(source)} if "+" not in part else {round(0.2 * 24), len(source)}
+    assert set(starts[1:].tolist()) == {*changes} | ends_of_parts
+
+
+def test_a_data_set_prepared_without_the_index_of_clients_has_none(
+    tmp_path: Path, published: Callable[..., Path], rng: np.random.Generator
+) -> None:
+    rows, _ = random_rows("federated_shakespeare", rng)
+    published("federated_shakespeare", rows)
+    folder = load("federated_shakespeare", "train", data_dir=tmp_path).folder
+    (folder / "client_starts.npz").unlink()
+    assert load("federated_shakespeare", "train", data_dir=tmp_path).client_starts is None
 
 
 def test_labels_have_class_names(

@@ -1,0 +1,170 @@
+"""FedAvg and FedOpt on sentences of words: next-word prediction by a recurrent network."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedpax import Cohort
+from fedpax.clients.cohort_stream import CohortStream
+from fedpax.data import ClientSampler, CohortRounds, Partition, Source
+from fedpax.data.rounds.preprocess import Preprocess
+from fedpax.data.rounds.stream import evenly_spaced
+from fedpax.data.sources.stackoverflow_words import stackoverflow_words
+from fedpax.data.text.words import NUM_SPECIAL, WordRows
+from fedpax.experiments.fedavg_clients import CohortConfig, FedAvgExperiment, ServerConfig
+from fedpax.experiments.populations import NaturalPopulation, check_has_fields
+from fedpax.experiments.ranges import COUNT, check_ranges
+from fedpax.models.losses import next_word_loss
+from fedpax.models.lstm import LSTMConfig, lstm
+from fedpax.models.nnx_functional import FunctionalModel
+from fedpax.training.algorithm import LossFn, Params
+from fedpax.training.evaluation import Batch
+from fedpax.training.experiment import TrainingConfig
+from fedpax.training.virtual_time import ScheduledRounds
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FedAvgWords(FedAvgExperiment):
+    """A recurrent network that predicts the next word, trained on clients' sentences.
+
+    The examples of `dataset` have a field `text`, words separated by spaces. The vocabulary is the
+    most frequent words of Stack Overflow. In the mean over clients, a client weighs as many as it
+    has targets. The metric `accuracy` leaves out padding, unknown words and ends of sentences.
+
+    Attributes:
+        vocab_size: number of words in the vocabulary.
+        seq_len: words of a sentence; the rest is cut off.
+        heldout_examples: sentences of the held-out split to evaluate on, evenly spaced. Default
+            None: all of them.
+        model: the network; its `vocab_size` is `vocab_size` and 4 special tokens.
+    """
+
+    vocab_size: int = 10_000
+    seq_len: int = 20
+    heldout_examples: int | None = None
+    model: LSTMConfig = dataclasses.field(default_factory=LSTMConfig)
+
+    def __post_init__(self) -> None:
+        """Check the ranges, and that the network has an output for each word.
+
+        Raises:
+            ValueError: a number is out of range, or the vocabularies have different sizes.
+        """
+        super().__post_init__()
+        check_ranges(self, "", vocab_size=COUNT, seq_len=COUNT, heldout_examples=COUNT)
+        if self.model.vocab_size != (size := self.vocab_size + NUM_SPECIAL):
+            raise ValueError(
+                f"model.vocab_size={self.model.vocab_size}, expected vocab_size={self.vocab_size} "
+                f"and {NUM_SPECIAL} special tokens. Set --model.vocab_size={size}."
+            )
+
+    def read_population(self) -> tuple[Partition, None]:
+        """Return the indices of each client's sentences; text has no labels."""
+        return self.population.make(self.read_source(), self.cohort.seed), None
+
+    def read_source(self) -> Source:
+        """Open the training split, and check its field."""
+        source = super().read_source()
+        check_has_fields(source, "text")
+        return source
+
+    def make_preprocess(self) -> Preprocess:
+        """Read the vocabulary, and make the function from sentences to rows."""
+        return WordRows(stackoverflow_words(self.vocab_size, data_dir=self.data_dir), self.seq_len)
+
+    def read_heldout(self, heldout: Source, preprocess: Preprocess) -> Sequence[Batch]:
+        """Read the batches of the evaluation; the last one is padded with empty sentences."""
+        size = self.heldout_batch_size
+        chosen = evenly_spaced(len(heldout), self.heldout_examples or len(heldout))
+        sentences = np.array([heldout[int(index)]["text"] for index in chosen], object)
+        rows = preprocess({"text": sentences})
+        padded = {
+            name: np.pad(values, [(0, -len(values) % size), (0, 0)])
+            for name, values in rows.items()
+        }
+        return [
+            {name: values[first : first + size] for name, values in padded.items()}
+            for first in range(0, len(padded["mask"]), size)
+        ]
+
+    def make_model(self) -> FunctionalModel:
+        """Make the network."""
+        return lstm(self.model)
+
+    def make_loss(self, model: FunctionalModel) -> LossFn:
+        """Make the cross-entropy; the metric `accuracy` is that of a batch."""
+        parts = next_word_loss(model.apply, self.vocab_size)
+
+        def loss_fn(
+            params: Params, batch: chex.ArrayTree
+        ) -> tuple[jax.Array, dict[str, jax.Array]]:
+            loss, aux = parts(params, batch)
+            return loss, {"accuracy": aux["known_correct"] / jnp.maximum(aux["known"], 1e-9)}
+
+        return loss_fn
+
+    def make_evaluation(
+        self, evaluate: Callable[..., Callable[[Params], dict[str, float]]], model: FunctionalModel
+    ) -> Callable[[Params], dict[str, float]]:
+        """Make the evaluation: the loss and the accuracy of all held-out targets together."""
+        parts = evaluate(next_word_loss(model.apply, self.vocab_size))
+
+        def evaluate_heldout(params: Params) -> dict[str, float]:
+            found = parts(params)
+            return {
+                "loss": found["loss"],
+                "accuracy": found["known_correct"] / max(found["known"], 1e-9),
+            }
+
+        return evaluate_heldout
+
+    def make_stream(self, rounds: CohortRounds, sampler: ClientSampler) -> CohortStream:
+        """Weigh each client by its number of targets."""
+        del sampler
+
+        def weigh(cohort: Cohort, round_number: int) -> Cohort:
+            del round_number
+            targets = cohort.batches["mask"].sum(axis=(1, 2, 3), dtype=np.int32)
+            return cohort._replace(num_examples=targets)
+
+        return ScheduledRounds(rounds, weigh)
+
+
+def fedadam_stackoverflow() -> FedAvgWords:
+    """FedAdam on Stack Overflow, next-word prediction, 50 of 342,477 users a round. Downloads once.
+
+    The settings of the paper: 50 clients per round, batches of 16 sentences of 20 words, at most
+    1,000 sentences of a client, one epoch, 1,500 rounds, client learning rate 10^-0.5, server
+    learning rate 10^-2, b1 = 0.9, b2 = 0.99, tau = 10^-5; a vocabulary of 10,000 words, an LSTM of
+    4,050,748 parameters, clients weighted by their numbers of words, 10,000 sentences to evaluate
+    on. The loss of a batch is the mean over its words, without padding.
+
+    Reference:
+        Reddi et al., Adaptive Federated Optimization, arXiv:2003.00295, section 5 and appendix. The
+        best learning rates and tau, and the weights: the authors' code, google-research/federated,
+        optimization/docs/hyperparameters.md and optimization/stackoverflow.
+    """
+    return FedAvgWords(
+        dataset="federated_stackoverflow",
+        heldout_examples=10_000,
+        heldout_batch_size=100,
+        population=NaturalPopulation(field="client", max_examples=1000),
+        cohort=CohortConfig(size=50, batch_size=16),
+        client_learning_rate=10**-0.5,
+        server=ServerConfig(optimizer="adam", learning_rate=10**-2, b1=0.9, tau=1e-5),
+        training=TrainingConfig(rounds=1500, evaluate_every=100, checkpoint_every=100),
+    )
+
+
+def fedyogi_stackoverflow() -> FedAvgWords:
+    """FedYogi with the settings of fedadam_stackoverflow, the best ones for both. Downloads once.
+
+    Reference:
+        Reddi et al., Adaptive Federated Optimization, arXiv:2003.00295, section 5 and appendix.
+    """
+    base = fedadam_stackoverflow()
+    return dataclasses.replace(base, server=dataclasses.replace(base.server, optimizer="yogi"))

@@ -1,0 +1,135 @@
+"""A recurrent language model of words: embedding, LSTM layers with projections, logits."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from fedpax.models.nnx_functional import FunctionalModel, to_functional
+
+
+@dataclass(frozen=True)
+class LSTMConfig:
+    """Sizes of a recurrent language model.
+
+    The default sizes are those of the model for next-word prediction on Stack Overflow.
+
+    Attributes:
+        vocab_size: numbers that a token can be: words, padding, and other special tokens.
+        embed_dim: features of an embedding, and of a layer's projected output.
+        hidden_dim: units of an LSTM layer.
+        num_layers: number of LSTM layers, each with a projection to `embed_dim` features.
+
+    Raises:
+        ValueError: a size is below 1.
+
+    Reference:
+        Reddi et al., Adaptive Federated Optimization, arXiv:2003.00295, appendix C.
+
+    Example:
+        >>> LSTMConfig().num_params()
+        4050748
+    """
+
+    vocab_size: int = 10_004
+    embed_dim: int = 96
+    hidden_dim: int = 670
+    num_layers: int = 1
+
+    def __post_init__(self) -> None:
+        """Check the sizes."""
+        if min(self.vocab_size, self.embed_dim, self.hidden_dim, self.num_layers) < 1:
+            raise ValueError(f"{self}: expected positive sizes.")
+
+    def num_params(self) -> int:
+        """Count the parameters."""
+        embed, hidden = self.embed_dim, self.hidden_dim
+        layer = 4 * hidden * (embed + hidden + 1) + (hidden + 1) * embed
+        return self.vocab_size * (2 * embed + 1) + self.num_layers * layer
+
+
+class LSTMLayer(nnx.Module):
+    """An LSTM layer: `c <- f c + i g; h <- o tanh(c)`, with gates of the input and of h."""
+
+    def __init__(self, inputs: int, units: int, *, rngs: nnx.Rngs):
+        self.units = units
+        kernel = jax.nn.initializers.he_normal()(rngs.params(), (inputs, 4 * units))
+        recurrent = jax.nn.initializers.orthogonal()(rngs.params(), (units, 4 * units))
+        self.kernel, self.recurrent_kernel = nnx.Param(kernel), nnx.Param(recurrent)
+        # Gates i, f, g, o. A forget gate that starts open lets gradients reach far back.
+        self.bias = nnx.Param(jnp.zeros((4, units)).at[1].set(1.0).reshape(-1))
+
+    def __call__(self, x: Float[Array, "batch seq inputs"]) -> Float[Array, "batch seq units"]:
+        """Map inputs to the hidden states h, from zero states on."""
+        recurrent = self.recurrent_kernel[...]
+        # One matmul for all steps: inside the loop only that of the hidden state remains.
+        from_inputs = jnp.swapaxes(x @ self.kernel[...] + self.bias[...], 0, 1)
+
+        def step(
+            state: tuple[jax.Array, jax.Array], gates: jax.Array
+        ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+            h, c = state
+            i, f, g, o = jnp.split(gates + h @ recurrent, 4, axis=-1)
+            c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+            h = jax.nn.sigmoid(o) * jnp.tanh(c)
+            return (h, c), h
+
+        # Derived from x, so that the state varies over a mesh as x does.
+        zeros = jnp.zeros_like(from_inputs[0, :, : self.units])
+        return jnp.swapaxes(jax.lax.scan(step, (zeros, zeros), from_inputs)[1], 0, 1)
+
+
+class LSTM(nnx.Module):
+    """Embedding, LSTM layers with projections, and a dense layer of logits."""
+
+    def __init__(self, config: LSTMConfig, *, rngs: nnx.Rngs):
+        embed, hidden = config.embed_dim, config.hidden_dim
+        glorot = jax.nn.initializers.glorot_normal()
+        shape = config.vocab_size, embed
+        self.embedding = nnx.Param(
+            jax.random.uniform(rngs.params(), shape, jnp.float32, -0.05, 0.05)
+        )
+        self.layers = nnx.Dict(
+            {f"lstm_{k}": LSTMLayer(embed, hidden, rngs=rngs) for k in range(config.num_layers)}
+        )
+        self.projections = nnx.Dict(
+            {
+                f"dense_{k}": nnx.Linear(hidden, embed, kernel_init=glorot, rngs=rngs)
+                for k in range(config.num_layers)
+            }
+        )
+        self.logits = nnx.Linear(embed, config.vocab_size, kernel_init=glorot, rngs=rngs)
+
+    def __call__(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq vocab_size"]:
+        """Map tokens to the logits of each next token."""
+        x = self.embedding[...][tokens]
+        for layer, projection in zip(self.layers.values(), self.projections.values(), strict=True):
+            x = projection(layer(x))
+        return self.logits(x)
+
+
+def lstm(config: LSTMConfig) -> FunctionalModel:
+    """Make a recurrent language model as pure functions: `apply(params, tokens) -> logits`.
+
+    The initial values are Keras's defaults as the authors set them: uniform embeddings, He's
+    normal kernels, orthogonal recurrent kernels, Glorot's normal projections, forget biases of 1.
+
+    Args:
+        config: the sizes.
+
+    Returns:
+        The model. `apply` takes tokens, integers `[batch, seq]`, and returns logits
+        `[batch, seq, vocab_size]`.
+
+    Example:
+        >>> model = lstm(LSTMConfig(vocab_size=7, embed_dim=4, hidden_dim=5))
+        >>> params = jax.jit(model.init)(jax.random.key(0))
+        >>> jax.jit(model.apply)(params, jnp.zeros((2, 3), int)).shape
+        (2, 3, 7)
+    """
+    return to_functional(functools.partial(LSTM, config))

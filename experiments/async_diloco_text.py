@@ -1,25 +1,23 @@
 """Asynchronous DiLoCo on text: islands of different speeds, simulated in virtual time."""
 
 import dataclasses
-from typing import Any, Literal
+import functools
+from typing import Literal
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
 
-from fedpax import Cohort
 from fedpax.aggregators import codecs, compressed_mean
 from fedpax.algorithms import async_diloco
-from fedpax.clients import ArrivalOrder
+from fedpax.experiments.asynchronous_text import AsynchronousText
 from fedpax.experiments.diloco_text import diloco_text
 from fedpax.experiments.ranges import COUNT, DECAY, NON_NEGATIVE, POSITIVE, check_ranges
-from fedpax.experiments.text import TextExperiment
 from fedpax.experiments.traces import TraceConfig
 from fedpax.simulation import IslandArrivals, dynamic_local_steps, island_arrivals
-from fedpax.training.algorithm import FederatedAlgorithm, LossFn
-from fedpax.training.experiment import Run
-from fedpax.training.virtual_time import ScheduledRounds, TimedSchedule, with_virtual_seconds
+from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Params
+from fedpax.training.exchanged_bytes import with_exchanged_bytes
+from fedpax.training.virtual_time import with_virtual_seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,20 +55,14 @@ class AsyncConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AsyncDiLoCoText(TextExperiment):
+class AsyncDiLoCoText(AsynchronousText):
     """Islands that train at their own pace, and arrive at the server as a trace says.
-
-    A round is a sequence of arrivals in which no island arrives twice. The metric `virtual_seconds`
-    is the simulated second of the last one. An island that does not arrive skips its batches of the
-    round.
 
     Attributes:
         asynchronous: the method's settings.
-        trace: the islands' speeds, networks and failures.
     """
 
     asynchronous: AsyncConfig = AsyncConfig()
-    trace: TraceConfig = dataclasses.field(default_factory=TraceConfig)
 
     def order(self) -> IslandArrivals:
         """Compute the order of all arrivals of the run.
@@ -88,7 +80,7 @@ class AsyncDiLoCoText(TextExperiment):
             ),
             grace_seconds=min(settings.grace_seconds, 1e30),
         )
-        self.trace.check_horizon(_ends(order)[-1])
+        self.trace.check_horizon(self.ends(order)[-1])
         return order
 
     def make_algorithm(
@@ -96,56 +88,27 @@ class AsyncDiLoCoText(TextExperiment):
     ) -> FederatedAlgorithm:
         """Make asynchronous DiLoCo."""
         settings = self.asynchronous
-        codec = {"e3m0": codecs.e3m0, "sign": codecs.sign}.get(settings.compression)
+        codec = {"e3m0": codecs.e3m0(), "sign": codecs.sign()}.get(settings.compression)
+        algorithm = async_diloco(
+            loss_fn,
+            islands=self.islands,
+            inner_optimizer=optimizer,
+            learning_rate=settings.learning_rate,
+            momentum=settings.momentum,
+            period=settings.period,
+            aggregator=None if codec is None else compressed_mean(codec, error_feedback=True),
+        )
         return with_virtual_seconds(
-            async_diloco(
-                loss_fn,
-                islands=self.islands,
-                inner_optimizer=optimizer,
-                learning_rate=settings.learning_rate,
-                momentum=settings.momentum,
-                period=settings.period,
-                aggregator=(
-                    None if codec is None else compressed_mean(codec(), error_feedback=True)
-                ),
+            with_exchanged_bytes(
+                algorithm,
+                lambda schedule, metrics: (metrics["arrivals"], jnp.sum(schedule.position >= 0)),
+                update_bytes=None if codec is None else functools.partial(_encoded_bytes, codec),
             )
         )
 
-    def build(self) -> Run:
-        """Make the run, and add the order of arrivals to its cohorts."""
-        run, order = super().build(), self.order()
-        ends = _ends(order).astype(np.float32)
 
-        def attach(cohort: Cohort, r: int) -> Cohort:
-            schedule = ArrivalOrder(order.position[r])
-            timed = TimedSchedule(schedule, np.full(self.islands, ends[r]))
-            return cohort._replace(num_steps=order.num_steps[r], schedule=timed)
-
-        by_island: Any = NamedSharding(
-            run.mesh, PartitionSpec("islands" if "islands" in run.mesh.axis_names else None)
-        )
-        integers: Any = jax.ShapeDtypeStruct((self.islands,), np.int32)
-        seconds: Any = jax.ShapeDtypeStruct((self.islands,), np.float32)
-        shardings: Any = Cohort(
-            run.resolved_shardings.cohort, num_steps=by_island, schedule=by_island
-        )
-        shapes = run.cohort_shapes
-        assert isinstance(shapes, Cohort)
-        # The islands that arrive, and their steps, differ from round to round.
-        tokens = self.data.batch_size * self.data.seq_len
-        return run._replace(
-            cohorts=ScheduledRounds(run.cohorts, attach),
-            shardings=run.resolved_shardings._replace(cohort=shardings),
-            cohort_shapes=shapes._replace(
-                num_steps=integers, schedule=TimedSchedule(ArrivalOrder(integers), seconds)
-            ),
-            items_per_round=max(1, round(tokens * order.num_steps.sum() / len(order.num_steps))),
-        )
-
-
-def _ends(order: IslandArrivals) -> np.ndarray:
-    """Return when each round ends."""
-    return np.where(order.position >= 0, order.seconds, 0.0).max(axis=1)
+def _encoded_bytes(codec: codecs.Codec, params: Params) -> float:
+    return codecs.wire_bits(codec, params) / 8
 
 
 def async_diloco_text() -> AsyncDiLoCoText:

@@ -21,6 +21,7 @@ from fedpax.experiments.traces import TraceConfig
 from fedpax.models.classifiers import CNNConfig
 from fedpax.simulation import BufferedArrivals, buffered_arrivals
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn
+from fedpax.training.exchanged_bytes import with_exchanged_bytes
 from fedpax.training.experiment import Run, TrainingConfig
 from fedpax.training.virtual_time import ScheduledRounds, TimedSchedule, with_virtual_seconds
 
@@ -126,15 +127,17 @@ class FedBuffImages(FedAvgImages):
 
     def make_algorithm(self, loss_fn: LossFn) -> FederatedAlgorithm:
         """Make FedBuff."""
+        algorithm = fedbuff(
+            loss_fn,
+            buffer_size=self.cohort.size,
+            max_staleness=self.buffer.max_staleness,
+            client_optimizer=optax.sgd(self.client_learning_rate),
+            server_optimizer=self.server.make(),
+            chunk_size=self.cohort.chunk_size,
+        )
+        # Each client that arrives has received a model and sends an update.
         return with_virtual_seconds(
-            fedbuff(
-                loss_fn,
-                buffer_size=self.cohort.size,
-                max_staleness=self.buffer.max_staleness,
-                client_optimizer=optax.sgd(self.client_learning_rate),
-                server_optimizer=self.server.make(),
-                chunk_size=self.cohort.chunk_size,
-            )
+            with_exchanged_bytes(algorithm, lambda schedule, metrics: (self.cohort.size,) * 2)
         )
 
 

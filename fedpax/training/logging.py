@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from fedpax.training.algorithm import RESERVED_METRICS, Metrics, Params
+from fedpax.training.exchanged_bytes import UPLOADED_BYTES
 from fedpax.training.goodput import GoodputClock, line_values
 from fedpax.training.metrics import MetricsWriter
 from fedpax.training.norms import all_finite
@@ -35,7 +36,8 @@ class RoundLogger:
         history: the losses and spikes of the run.
         items_per_round: tokens or examples per round.
         bytes_across_placement: bytes per round, as in `CompiledRound`; logged as the sum over all
-            rounds so far.
+            rounds so far. If it is NaN, a round's metric `uploaded_bytes`, divided by the number of
+            participants, takes its place.
         stop_on_non_finite: raise when a parameter is not finite, or a loss that `history` ignores.
         utilization: what MFU is computed from. Default None: log no MFU.
 
@@ -64,6 +66,8 @@ class RoundLogger:
         self._before = [line for line in metrics.kept if line["kind"] == "training"][-1:]
         self._items_per_round = items_per_round
         self._bytes_across_placement = bytes_across_placement
+        self._uploaded_bytes = 0.0  # of a participant, in the rounds that this logger has logged
+        self._num_participants = 1
         self._stop_on_non_finite = stop_on_non_finite
         self._pending: tuple[int, Metrics] | None = None
         self.waits_for: int | None = None
@@ -78,6 +82,7 @@ class RoundLogger:
             num_participants: participants in a round.
             item_unit: the unit of the items: `"tokens"` or `"examples"`.
         """
+        self._num_participants = num_participants
         sizes: dict[str, float | str] = {
             "num_parameters": num_parameters,
             "num_participants": num_participants,
@@ -121,6 +126,7 @@ class RoundLogger:
         self.waits_for = None
         # Of this round; logged is their number in all rounds.
         found = values.pop("spikes", None)
+        self._uploaded_bytes += values.get(UPLOADED_BYTES, math.nan) / self._num_participants
         loss = values["loss"]
         is_spike = self._history.add(round_number, loss, None if found is None else bool(found))
         now = time.perf_counter()
@@ -172,9 +178,11 @@ class RoundLogger:
             rounds, items = line["round"], line["items"]
             exchanged = _number(line["bytes_across_placement"])
         added = round_number - rounds
+        new = added * self._bytes_across_placement if added else 0.0
         return {
             "items": items + added * self._items_per_round,
-            "bytes_across_placement": exchanged + added * self._bytes_across_placement,
+            "bytes_across_placement": exchanged
+            + (self._uploaded_bytes if math.isnan(new) else new),
         }
 
     def check_params(self, round_number: int, params: Params) -> None:

@@ -7,9 +7,11 @@ import chex
 import numpy as np
 import pytest
 
+from fedpax.aggregators import codecs
 from fedpax.clients import Cohort
 from fedpax.experiments import async_diloco_text as text
 from fedpax.experiments import fedbuff_images as images
+from fedpax.experiments import halos_text as regional
 from fedpax.experiments.traces import TraceConfig
 from fedpax.models.classifiers import CNNConfig
 from fedpax.models.transformer import TransformerConfig
@@ -18,6 +20,7 @@ from fedpax.simulation import Trace, save_trace
 from fedpax.training.experiment import TrainingConfig
 from fedpax.training.metrics import read_metrics, select
 from fedpax.training.trainer import train
+from fedpax.training.virtual_time import ScheduledRounds
 
 EIGHT_DEVICES = MeshConfig(islands=4, fsdp=2)
 TINY = TransformerConfig(
@@ -50,8 +53,58 @@ def test_async_diloco_trains_over_virtual_time(tmp_path):
     lines = select(read_metrics(tmp_path), "training")
     ends = [seconds[np.isfinite(seconds)].max() for seconds in order.seconds]
     np.testing.assert_allclose([line["virtual_seconds"] for line in lines], ends, rtol=1e-6)
-    assert [line["arrivals"] for line in lines] == (order.num_steps > 0).sum(axis=1).tolist()
+    arrivals = (order.num_steps > 0).sum(axis=1)
+    assert [line["arrivals"] for line in lines] == arrivals.tolist()
     assert all(0 < line["loss"] < 7 for line in lines)
+    size = 4 * experiment.model.num_params()
+    assert [line["uploaded_bytes"] for line in lines] == (size * arrivals).tolist()
+    assert [line["broadcast_bytes"] for line in lines] == (
+        size * (order.position >= 0).sum(axis=1)
+    ).tolist()
+    # Of the four islands, what one sends on average, as an all-reduce's operand.
+    np.testing.assert_allclose(
+        [line["bytes_across_placement"] for line in lines], size * np.cumsum(arrivals) / 4
+    )
+
+
+@pytest.mark.slow
+def test_halos_trains_over_virtual_time(tmp_path):
+    experiment = small_text(regional.halos_text, rounds=8)
+    order = experiment.order()
+    assert train(experiment, tmp_path).finished
+    lines = select(read_metrics(tmp_path), "training")
+    np.testing.assert_allclose(
+        [line["virtual_seconds"] for line in lines], order.seconds, rtol=1e-6
+    )
+    arrivals, exchanges = (order.num_steps > 0).sum(axis=1), (order.applies >= 0).sum(axis=1)
+    assert exchanges.sum() > 0
+    size = 4 * experiment.model.num_params()
+    assert [line["uploaded_bytes"] for line in lines] == (size * arrivals).tolist()
+    assert [line["exchanged_bytes"] for line in lines] == (2 * size * exchanges).tolist()
+    losses = [line["loss"] for line in lines]
+    assert losses[-1] < losses[0]
+
+
+def test_a_cohort_of_regions_has_the_schedule_of_its_round():
+    experiment = small_text(regional.halos_text, rounds=8)
+    run, order = experiment.build(), experiment.order()
+    for r in range(3):
+        cohort = next(run.cohorts)
+        np.testing.assert_array_equal(
+            cohort.schedule.schedule.merges, order.merges[r, [0, 0, 1, 1]]
+        )
+        chex.assert_trees_all_equal_shapes_and_dtypes(
+            (cohort.num_steps, cohort.schedule),
+            (run.cohort_shapes.num_steps, run.cohort_shapes.schedule),
+        )
+
+
+def test_regions_of_other_numbers_of_islands_raise():
+    regions = regional.RegionsConfig(islands=(3, 2))
+    with pytest.raises(ValueError, match=r"are 5 islands, expected islands=4. Set --islands"):
+        small_text(regional.halos_text, regions=regions)
+    with pytest.raises(ValueError, match="expected a positive number for each region"):
+        regional.RegionsConfig(islands=(4, 0))
 
 
 def test_fast_islands_take_more_steps_and_waiting_islands_equally_many():
@@ -82,6 +135,11 @@ def test_a_cohort_of_islands_has_the_schedule_of_its_round():
     assert run.items_per_round == round(steps * 2 * 8)
 
 
+def test_a_compressed_update_has_the_bytes_of_its_codes():
+    params = {"w": np.zeros((2048, 512), np.float32)}
+    assert text._encoded_bytes(codecs.e3m0(), params) == 2048 * 512 * (4 + 32 / 1024) / 8
+
+
 def test_compressed_updates_have_residuals():
     experiment = small_text(asynchronous=text.AsyncConfig(compression="sign"))
     run = experiment.build()
@@ -102,6 +160,8 @@ def test_fedbuff_trains_over_virtual_time(tmp_path):
     np.testing.assert_allclose(
         [line["staleness"] for line in lines], order.staleness.mean(axis=1), rtol=1e-5
     )
+    size = 4 * experiment.model.num_params()
+    assert all(line["uploaded_bytes"] == line["broadcast_bytes"] == 10 * size for line in lines)
 
 
 def test_each_row_of_a_cohort_has_the_staleness_of_its_client():
@@ -194,7 +254,7 @@ def test_the_schedule_follows_a_stream_that_is_moved():
         def set_state(self, state):
             self.round = state["round"]
 
-    stream = text.ScheduledRounds(Counter(), lambda c, r: c._replace(num_steps=np.array([r])))
+    stream = ScheduledRounds(Counter(), lambda c, r: c._replace(num_steps=np.array([r])))
     stream.set_state({"round": 7, "cohorts": {"round": 0}})
     cohort = next(stream)
     assert cohort.num_steps.item() == 7 and cohort.batches.item() == 7

@@ -10,7 +10,7 @@ from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithms.checks import required_client_ids
-from fedpax.algorithms.gradient_terms import added_term
+from fedpax.algorithms.gradient_terms import added_term, constant_learning_rate
 from fedpax.algorithms.local_evaluation import accumulator, count_steps, full_gradient, mean_of
 from fedpax.algorithms.local_steps import local_steps, participant_weights, scale, subtract
 from fedpax.algorithms.server import make_server
@@ -60,10 +60,11 @@ def scaffold(
                c_i - c + (x - y_i) / (K eta_l)                      option II
         x   <- x + eta_g mean_i (y_i - x);   c <- c + S / N mean_i (new c_i - old c_i)
 
-    Option II computes the new c_i as the mean of the K local gradients, grad f_i(y_i) before the
-    correction. With SGD this equals the formula, and it needs no learning rate, so
-    `client_optimizer` can be any optimizer and have a schedule. Option I costs one more gradient
-    per batch, at x.
+    Option II computes the new c_i by this formula if `client_optimizer` is `optax.sgd(eta_l)` and
+    the parameters are float32 or float64. For any other optimizer, a schedule or momentum included,
+    c_i is the mean of the K local gradients, grad f_i(y_i) before the correction. With SGD the two
+    are equal, but the mean needs a sum of gradients beside the model. Option I costs one more
+    gradient per batch, at x.
 
     Args:
         loss_fn: f, `(params, batch) -> (scalar loss, dict of scalars)`.
@@ -118,12 +119,14 @@ def scaffold(
         check_cohort("scaffold", cohort, cohort_size)
         client_ids = required_client_ids("scaffold", cohort)
         x, c = state.params, state.control
+        rate = constant_learning_rate(client_optimizer, x) if option == "II" else None
 
         def local_train(
             own: Params, batches: chex.ArrayTree, num_steps: Int[Array, ""] | None
         ) -> tuple[Params, Metrics, Params, Params]:
-            terms = [added_term(subtract(c, own)), client_optimizer]
-            if option == "II":
+            correction = subtract(c, own)
+            terms = [added_term(correction), client_optimizer]
+            if option == "II" and rate is None:
                 terms = [_gradient_sum(), *terms]
             optimizer = optax.chain(*terms)
             y, optimizer_state, metrics = local_steps(
@@ -132,8 +135,11 @@ def scaffold(
             steps = count_steps(batches, num_steps)
             if option == "I":
                 gradient = full_gradient(loss_fn, x, batches, num_steps)
-            else:
+            elif rate is None:
                 gradient = mean_of(optimizer_state[0], steps, x)
+            else:
+                per_step = 1 / (rate * jnp.maximum(steps, 1))
+                gradient = subtract(scale(per_step, subtract(x, y)), correction)
             new = jax.tree.map(lambda g, c: jnp.where(steps > 0, g, c), gradient, own)
             return subtract(x, y), metrics, subtract(new, own), new
 

@@ -17,11 +17,12 @@ def read_merges(job_log_dir: str | Path) -> list[dict[str, Any]]:
         job_log_dir: the run's folder.
 
     Returns:
-        For each merge: `merge` (its number, from 1), `fragment`, `time` (seconds since 1970) and
-        `updates`, each with `island`, `incarnation` (its process), `sequence` (the update's number
-        in this process), `steps` (inner steps), `tokens`, `base` and `count` (the island's number
-        of merges of the fragment at the update's first step, and when it was encoded). Empty if
-        there is no file. An incomplete last line, of a killed syncer, is left out.
+        For each merge: `merge` (its number, from 1), `fragment`, `time` (seconds since 1970),
+        `loss`, `late`, `staleness`, `metrics` (as in `MergeReport`) and `updates`, each with
+        `island`, `incarnation` (its process), `sequence` (the update's number in this process),
+        `steps` (inner steps), `tokens`, `base` and `count` (the island's number of merges of the
+        fragment at the update's first step, and when it was encoded). Empty if there is no file. An
+        incomplete last line, of a killed syncer, is left out.
 
     Example:
         >>> import tempfile

@@ -15,11 +15,13 @@ from fedpax.parallel.mesh import MeshConfig
 from fedpax.sites.fragment_format import largest_message
 from fedpax.sites.identity import identify
 from fedpax.sites.island_table import IslandWatch
+from fedpax.sites.merge_log import read_merges
 from fedpax.sites.outer_model import FragmentState, OuterModel
+from fedpax.sites.round_log import RoundLog
 from fedpax.sites.syncer import Syncer
 from fedpax.sites.syncer_store import FOLDER, DamagedStateError, SyncerStore
 from fedpax.sites.transport import serve
-from fedpax.sites.updates import MergeReport, Totals
+from fedpax.sites.updates import MergeReport
 from fedpax.training.algorithm import Params
 from fedpax.training.algorithm_parts import AlgorithmParts
 from fedpax.training.checkpoint import Checkpoints
@@ -194,7 +196,8 @@ def run_syncer(
                     "items_per_round": run.items_per_round,
                 }
             )
-            log = _RoundLog(metrics, progress, phases, syncer.totals)
+            log = RoundLog(metrics, progress, phases, syncer.totals)
+            log.restore(read_merges(folder), syncer.totals)
             watch = IslandWatch(folder, progress)
             every, done = experiment.training.checkpoint_every, first
 
@@ -247,52 +250,3 @@ def _say_goodbye(
         time.sleep(SECONDS_BETWEEN_TICKS)
     if noted:
         syncer.save_members()
-
-
-class _RoundLog:
-    """Writes a line of metrics for each round, from the reports of its merges."""
-
-    def __init__(
-        self, metrics: MetricsWriter, progress: Progress, phases: int, totals: Totals
-    ) -> None:
-        self._metrics, self._progress, self._phases = metrics, progress, phases
-        before = max((line.get("wall_seconds", 0.0) for line in metrics.kept), default=0.0)
-        self._clock = time.perf_counter()
-        self._started = self._clock - before
-        self._reports: list[MergeReport] = []
-        self._tokens = totals.tokens
-
-    def add(self, report: MergeReport, totals: Totals) -> None:
-        """Add a merge; write a line after the last one of a round."""
-        self._reports.append(report)
-        if report.merge % self._phases:
-            return
-        reports, self._reports = self._reports, []
-        now = time.perf_counter()
-        seconds, self._clock = now - self._clock, now
-        tokens = sum(r.tokens for r in reports)
-        self._tokens += tokens
-        steps = sum(r.steps for r in reports)
-        names = {name for r in reports for name in r.metrics}
-        loss = sum(r.loss * r.steps for r in reports) / steps
-        number = report.merge // self._phases
-        self._metrics.write(
-            "training",
-            number,
-            {name: sum(r.metrics[name] for r in reports) / len(reports) for name in names}
-            | {
-                "loss": loss,
-                "participants": sum(len(r.islands) for r in reports) / len(reports),
-                "late": sum(r.late for r in reports),
-                "staleness": max(r.staleness for r in reports),
-                "repeated": totals.repeated,
-                "dropped": totals.stale + totals.not_finite + totals.too_large,
-                # A step is part of one update of each fragment.
-                "items": self._tokens / self._phases,
-                "bytes_across_placement": totals.received_bytes + totals.sent_bytes,
-                "seconds": seconds,
-                "items_per_second": tokens / self._phases / seconds,
-                "wall_seconds": now - self._started,
-            },
-        )
-        self._progress.show_round(number, loss, tokens / self._phases / seconds)

@@ -18,7 +18,7 @@ from fedpax.sites.outer_model import Contribution, OuterModel
 from fedpax.sites.requests import Request
 from fedpax.sites.syncer_store import SyncerStore
 from fedpax.sites.transport import RefusedError
-from fedpax.sites.updates import MergeReport, Totals, Update, read_update
+from fedpax.sites.updates import REPORTED, MergeReport, Totals, Update, read_update
 from fedpax.training.algorithm_parts import AlgorithmParts, most_phases_ahead
 from fedpax.training.logging import NonFiniteError
 
@@ -353,7 +353,8 @@ class Syncer:
                 "islands": islands,
             }
         if self._store:
-            self._store.log({"merge": report.merge, "fragment": p, "time": time.time()}, updates)
+            fields = {name: getattr(report, name) for name in REPORTED}
+            self._store.log({"fragment": p, "time": time.time()} | fields, updates)
             self._store.save(p, state, manifest)
         with self._lock:  # only now: islands forget what the saved model has
             self._members.update_merged(islands)

@@ -1,11 +1,14 @@
 """The updates of islands, the report of a merge, and the counts of a run."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedpax.sites.requests import Request
+
+REPORTED = ("merge", "loss", "late", "staleness", "metrics")
+"""The fields of a merge's report in `merges.jsonl`. Its updates have the others."""
 
 
 class Update(NamedTuple):
@@ -80,6 +83,33 @@ class MergeReport(NamedTuple):
     loss: float
     staleness: int
     metrics: Mapping[str, float]
+
+
+def read_report(merge: Mapping[str, Any]) -> MergeReport:
+    """Read the report of a merge from its line of `merges.jsonl`.
+
+    Args:
+        merge: the line, as `fedpax.sites.merge_log.read_merges` returns it.
+
+    Example:
+        >>> line = {"merge": 4, "fragment": 1, "time": 5.0, "loss": 2.5, "late": 0, "staleness": 0}
+        >>> update = {"island": "paris", "steps": 8, "tokens": 64.0}
+        >>> report = read_report({**line, "metrics": {}, "updates": [update]})
+        >>> report.merge, report.islands, report.tokens
+        (4, ('paris',), 64.0)
+    """
+    updates = merge["updates"]
+    return MergeReport(
+        merge=merge["merge"],
+        islands=tuple(sorted({update["island"] for update in updates})),
+        updates=len(updates),
+        late=merge["late"],
+        steps=sum(update["steps"] for update in updates),
+        tokens=sum(update["tokens"] for update in updates),
+        loss=merge["loss"],
+        staleness=merge["staleness"],
+        metrics=merge["metrics"],
+    )
 
 
 class Totals(NamedTuple):

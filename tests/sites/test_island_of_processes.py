@@ -26,7 +26,7 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
 
 
 def statuses(processes: Sequence[subprocess.Popen]) -> list[int]:
-    return [process.wait(240) for process in processes]
+    return [process.wait(900) for process in processes]
 
 
 def test_two_processes_are_an_island_like_one_on_as_many_devices(tmp_path: Path) -> None:

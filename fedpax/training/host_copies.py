@@ -204,6 +204,22 @@ class HostCopy(NamedTuple):
         return assemble(leaf, shards)
 
 
+def rows_on_this_process(state: State, participants: Sequence[int]) -> set[int]:
+    """Return the numbers of the participants whose states this process's devices hold.
+
+    Args:
+        state: a state on the devices.
+        participants: the numbers of its participants, at least two.
+    """
+    found: set[int] = set()
+    for leaf in jax.tree.leaves(state):
+        is_placed = tuple(leaf.sharding.spec)[:1] not in ((), (None,))
+        if leaf.shape[:1] == (len(participants),) and is_placed:
+            for shard in integers(leaf).addressable_shards:
+                found.update(participants[shard.index[0]])
+    return found
+
+
 class HostCopies:
     """This process's copies of the state, in a folder in the host's memory.
 
@@ -263,11 +279,6 @@ class HostCopies:
             return _read_copy(path)
         except (OSError, ValueError, KeyError):
             return None
-
-    def newest(self) -> HostCopy | None:
-        """Return the newest copy; None if there is none."""
-        rounds = self.rounds()
-        return self.load(rounds[-1]) if rounds else None
 
     def _path(self, round_number: int) -> Path:
         return self._folder / f"{self._job}-{round_number}"

@@ -13,10 +13,15 @@ from typing import Any
 
 import jax
 
-from fedpax.parallel.gather import all_agree
+from fedpax.parallel.gather import all_agree, gather_json
 from fedpax.training.algorithm import State
 from fedpax.training.console import print_error
-from fedpax.training.host_copies import HostCopies, HostCopy, remove_copies
+from fedpax.training.host_copies import (
+    HostCopies,
+    HostCopy,
+    remove_copies,
+    rows_on_this_process,
+)
 from fedpax.training.saved_program import ProgramFile
 from fedpax.training.stream_state import StreamState, gather_stream_state
 
@@ -92,16 +97,35 @@ class Membership:
     def rejoin(self, state: State, saved: Sequence[int]) -> State:
         """Give participants that were absent from a checkpoint the state of their newest copy.
 
+        The processes of a participant use the newest round of which all of them have a copy.
+        Without one, its state does not change. A collective.
+
         Args:
             state: the restored state, in which the states of these participants follow from the
                 states of the others.
             saved: the numbers of the participants of the checkpoint.
         """
-        absent = [number for number in self.participants or () if number not in saved]
-        copy = self.copies.newest() if absent else None
-        if copy is None or copy.participants is None:
+        participants = self.participants or []
+        absent = [number for number in participants if number not in saved]
+        if not absent:
             return state
-        return copy.replace_rows(state, self.participants or (), absent)
+        copies = {number: self.copies.load(number) for number in self.copies.rounds()}
+        own = [number for number in absent if number in rows_on_this_process(state, participants)]
+        held = {
+            number: [
+                round_number
+                for round_number, copy in copies.items()
+                if copy is not None and number in (copy.participants or ())
+            ]
+            for number in own
+        }
+        everyone = gather_json(list(held.items())) if jax.process_count() > 1 else [held.items()]
+        for number in own:
+            rounds = [set(found) for each in everyone for other, found in each if other == number]
+            copy = copies.get(max(set.intersection(*rounds), default=-1))
+            if copy is not None:
+                state = copy.replace_rows(state, participants, [number])
+        return state
 
 
 def find_membership() -> Membership | None:

@@ -66,7 +66,11 @@ class Islands(Experiment):
             evaluate=lambda params: {"loss": float(jnp.sum(params["w"] ** 2))},
             mesh=mesh,
             shardings=Shardings(
-                params={"w": NamedSharding(mesh, PartitionSpec())},
+                params={
+                    "w": NamedSharding(
+                        mesh, PartitionSpec("fsdp" if "fsdp" in mesh.shape else None)
+                    )
+                },
                 cohort=NamedSharding(
                     mesh, PartitionSpec("islands" if "islands" in mesh.shape else None)
                 ),

@@ -180,18 +180,19 @@ def test_a_training_process_is_killed_or_stopped(
     assert not any(list_copies(memory_folder(None, tmp_path, i)) for i in range(3))
 
 
-def reference(changes: Sequence[tuple[int, list[int], dict[int, int]]]) -> Any:
+def reference(changes: Sequence[tuple[int, list[int], dict[int, int]]], count: int = 3) -> Any:
     """Return the parameters of `small_islands` whose islands change.
 
     Args:
         changes: for each change the round after which it is made, the islands from then on, and
             for islands that return the round of their state.
+        count: number of all islands.
     """
-    undisturbed = [make_algorithm(3).init(init(jax.random.key(0)))]
-    rounds, step = make_rounds(3), jax.jit(make_algorithm(3).round)
+    undisturbed = [make_algorithm(count).init(init(jax.random.key(0)))]
+    rounds, step = make_rounds(count), jax.jit(make_algorithm(count).round)
     for _ in range(ROUNDS):
         undisturbed.append(step(undisturbed[-1], next(rounds))[0])
-    numbers, state, done = [0, 1, 2], undisturbed[0], 0
+    numbers, state, done = list(range(count)), undisturbed[0], 0
     for until, now, own in [*changes, (ROUNDS, [], {})]:
         rounds, step = make_rounds(len(numbers)), jax.jit(make_algorithm(len(numbers)).round)
         rounds.round = done
@@ -241,6 +242,46 @@ def test_islands_keep_their_own_state_when_one_is_lost_and_returns(
         ]
     )
     chex.assert_trees_all_close(load_params(tmp_path), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_an_island_of_two_processes_leaves_and_returns(tmp_path: Path, jobs: list[Job]) -> None:
+    settings = (
+        "--exp=small_islands:islands",
+        "--islands=2",
+        "--mesh.islands=2",
+        "--mesh.fsdp=2",  # the parameters of an island are on both of its processes
+        "--pause=1.5",
+    )
+    job = Job(tmp_path, 4, settings=settings)
+    jobs.append(job)
+    job.wait_for(4)
+    job.processes[3].kill()
+    job.processes[3].wait()
+    left = list_copies(memory_folder(None, tmp_path, 3))
+    own = rounds_of(left, left[0].rpartition("-")[0])[-1]
+    job.wait_for(3)
+    job.return_of(3)
+    ends = finish(job.processes)
+    assert ends[0][0] == 0, ends[0][2]
+    lost = re.search(r"2 of 4 processes train from the copies of round (\d+)\.", ends[0][2])
+    assert lost and own - int(lost[1]) in (0, 1)
+    assert "start 3: 4 of 4 processes train." in ends[0][2]
+    returned = re.search(r"SIGTERM: saved (\d+) of 60 rounds", ends[0][1])
+    assert returned
+    # Process 2 can have missed the last copy of process 3.
+    errors = [
+        jnp.max(
+            jnp.abs(
+                load_params(tmp_path)["w"]
+                - reference(
+                    [(int(lost[1]), [0], {}), (int(returned[1]), [0, 1], {1: kept})], count=2
+                )["w"]
+            )
+        )
+        for kept in (own, own - 1)
+    ]
+    assert min(errors) < 1e-5, errors
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ def with_exchanged_bytes(
         >>> from fedpax.clients import ArrivalOrder
         >>> algorithm = with_exchanged_bytes(
         ...     async_diloco(
-        ...         lambda w, x: (jnp.mean((w - x) ** 2), {}),
+        ...         lambda w, x: (jnp.mean((w - jnp.mean(x)) ** 2), {}),
         ...         islands=2,
         ...         inner_optimizer=optax.sgd(0.5),
         ...     ),

@@ -80,7 +80,12 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
                 preservation_policy=Retention(keep) if isinstance(keep, int) else keep,
                 cleanup_tmp_directories=True,
                 atomicity_options=atomicity_of(self._folder),
-                async_options=ocp.AsyncOptions(post_finalization_callback=callback),
+                async_options=ocp.AsyncOptions(
+                    post_finalization_callback=callback,
+                    # Orbax numbers the saves of a process. A save that makes its folders in the
+                    # background waits for those of the newest number, which can be an export's.
+                    create_directories_asynchronously=exports is None,
+                ),
             ),
             item_names=("state", "progress", "params"),
         )

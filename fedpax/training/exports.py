@@ -159,7 +159,11 @@ def write_orbax(folder: Path, params: Params) -> None:
     """
     if jax.process_count() == 1:
         folder.mkdir(parents=True)
-        with ocp.StandardCheckpointer(atomicity_options=atomicity_of(folder)) as checkpointer:
+        with ocp.StandardCheckpointer(
+            atomicity_options=atomicity_of(folder),
+            # A checkpoint can be saved meanwhile: see `Checkpoints`.
+            async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
+        ) as checkpointer:
             checkpointer.save(folder / "params", params)
         return
     # Orbax numbers the saves of a process: after a save by one process alone, its next save would

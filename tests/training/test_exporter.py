@@ -1,6 +1,7 @@
 """Models that a run exports while it trains."""
 
 import dataclasses
+import itertools
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +119,30 @@ def test_the_training_does_not_wait_and_a_kill_leaves_no_half_folder(
         pass
     assert exported(killed) == {"2"}
     np.testing.assert_array_equal(read_exported(killed, 2)["w"], random_state(2)["params"]["w"])
+
+
+def test_models_are_exported_while_checkpoints_are_saved(tmp_path: Path) -> None:
+    saved = threading.Event()
+
+    def export() -> None:
+        for number in itertools.count():
+            write_orbax(tmp_path / f"{number}", {"w": np.ones(3, "f")})
+            if saved.is_set():
+                return
+
+    with (
+        exports_of(tmp_path / "run", write_orbax, every=100) as exports,
+        Checkpoints(tmp_path / "run", keep=8, exports=exports) as checkpoints,
+        futures.ThreadPoolExecutor(1) as pool,
+    ):
+        exporting = pool.submit(export)
+        try:
+            for number in range(1, 9):
+                checkpoints.save(number, random_state(number), {}, {})
+        finally:
+            saved.set()
+        exporting.result(60)
+    assert complete_rounds(tmp_path / "run" / "checkpoints") == list(range(1, 9))
 
 
 def test_a_model_of_an_earlier_run_is_replaced(tmp_path: Path) -> None:

@@ -46,6 +46,11 @@ AXIS_TYPES = {
 }
 
 
+def pytest_collection_finish() -> None:
+    """Exclude what the imports made from later collections of garbage."""
+    gc.freeze()
+
+
 @pytest.fixture
 def clients_fsdp() -> Callable[[str], Mesh]:
     """Make the 4 x 2 mesh (clients, fsdp) with "automatic", "explicit" or "mixed" axes."""

@@ -9,7 +9,6 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from sklearn.datasets import load_digits
 
 import fedpax
 from fedpax.models import classifiers
@@ -230,6 +229,8 @@ def test_parameters_are_counted(config: Any, make: Any) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_learns_digits(name: str) -> None:
     """After 150 steps of Adam on scikit-learn's digits, held-out accuracy is above 85%."""
+    from sklearn.datasets import load_digits  # here, since its import takes seconds
+
     digits = load_digits()
     image, label = digits.images.astype(np.float32) / 16, digits.target.astype(np.int32)
     train, test = (

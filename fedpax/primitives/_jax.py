@@ -374,9 +374,7 @@ def prune(jaxpr: ClosedJaxpr, used: Sequence[bool]) -> tuple[ClosedJaxpr, list[b
     """
     names = [name for name, u in zip(result_names(jaxpr), used, strict=True) if u]
     pruned, used_inputs = pe.dce_jaxpr(jaxpr.jaxpr, list(used))
-    types = [a for a, u in zip(jaxpr.in_avals, used_inputs, strict=True) if u]
-    run = functools.partial(jax.core.eval_jaxpr, pruned, jaxpr.consts)
-    return name_results(jax.make_jaxpr(run)(*types), names), list(used_inputs)
+    return name_results(ClosedJaxpr(pruned, jaxpr.consts), names), list(used_inputs)
 
 
 def eliminate_dead_code(jaxpr: ClosedJaxpr) -> ClosedJaxpr:

@@ -131,10 +131,13 @@ class UpdateCoder(NamedTuple):
                 words.append(from_tiles(own, shape))
 
             def add(totals: list[jax.Array], participant: tuple) -> tuple[list[jax.Array], None]:
-                decoded = [
-                    self.codec.decode(key, own, total.shape[0])
-                    for total, key, own in zip(totals, *participant, strict=True)
-                ]
+                decoded = []
+                for total, key, own, like, count in zip(
+                    totals, *participant, self.types, parts, strict=True
+                ):
+                    where = P(None, self._minor_axes(like), axis if count > 1 else None)
+                    values = self.codec.decode(key, own, total.shape[0])
+                    decoded.append(jax.lax.with_sharding_constraint(values, where))
                 return [t + x for t, x in zip(totals, decoded, strict=True)], None
 
             zeros = [

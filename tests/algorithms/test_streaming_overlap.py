@@ -107,7 +107,7 @@ def test_four_bits_are_sent_under_the_local_steps_too(tpu_devices, topology):
     text = compiled_text(algorithm, tpu_devices(topology, 2), 2, width)
     check_overlap(text, FRAGMENTS)
     sent = re.findall(
-        r" = \(u32\[([\d,]+)\][^()]*(?:\([^()]*\)[^()]*)*, u32\[\], token\[\]\) send\(", text
+        r" = \(u32\[([\d,]+)\][^()]*(?:\([^()]*\)[^()]*)*, u32\[\]\S*, token\[\]\) send\(", text
     )
     assert sent and all(shape.endswith(",128") for shape in sent)  # no tile is padded
     words = sum(math.prod(map(int, shape.split(","))) for shape in sent)

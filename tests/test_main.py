@@ -14,7 +14,7 @@ import fedpax.data
 import fedpax.experiments
 from fedpax.__main__ import main as program
 from fedpax.commands.options import configure
-from fedpax.experiments.catalog import experiments, find_experiment
+from fedpax.experiments.catalog import entries, experiments, find_experiment
 from fedpax.main import main
 from fedpax.training.configuration import read_configuration
 from fedpax.training.metrics import read_metrics
@@ -43,7 +43,9 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Replace the experiments that come with fedpax by the modules of a folder."""
     monkeypatch.setattr(fedpax.experiments, "__path__", [str(tmp_path)])
     before = set(sys.modules)
+    entries.cache_clear()
     yield tmp_path
+    entries.cache_clear()
     for name in set(sys.modules) - before:
         if name.startswith("fedpax.experiments."):
             del sys.modules[name]

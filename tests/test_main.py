@@ -555,6 +555,7 @@ def test_a_loss_that_is_not_finite_is_an_error(run: Run, tmp_path: Path) -> None
     assert "stopped: the loss of round" in errors and "smaller learning rate" in errors
 
 
+@pytest.mark.slow
 def test_compare_trains_unfinished_experiments_and_writes_the_files(
     run: Run, tmp_path: Path
 ) -> None:
@@ -588,7 +589,13 @@ def test_compare_trains_unfinished_experiments_and_writes_the_files(
     ("variables", "mesh", "status", "words"),
     [
         ({}, "--mesh.clients=3", 0, "Finished"),
-        ({"JAX_NUM_CPU_DEVICES": "2"}, "--mesh.clients=3", 2, "needs 6 devices, but there are 2"),
+        pytest.param(
+            {"JAX_NUM_CPU_DEVICES": "2"},
+            "--mesh.clients=3",
+            2,
+            "needs 6 devices, but there are 2",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
             "--mesh.clients=4",

@@ -326,7 +326,7 @@ def test_islands_gather_words(codec, kind):
     [
         (4, {"all-gather"}),
         (16, {"all-to-all", "all-gather"}),
-        (48, {"all-reduce"}),
+        pytest.param(48, {"all-reduce"}, marks=pytest.mark.slow),
     ],
 )
 def test_the_exchange_with_the_fewest_bits_is_compiled(participants, kinds):
@@ -355,7 +355,9 @@ def test_the_exchange_with_the_fewest_bits_is_compiled(participants, kinds):
     assert exchange.bits == pytest.approx(each[participants], rel=0.02)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(AxisType.Auto, marks=pytest.mark.slow), AxisType.Explicit], ids=str
+)
 def test_all_to_all_gives_the_bits_of_all_gather(kind):
     """Both add in the same order. The parts of no leaf have the same number of blocks."""
     mesh = jax.make_mesh((4, 2), ("islands", "fsdp"), axis_types=(kind, kind))

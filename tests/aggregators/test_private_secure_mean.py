@@ -39,6 +39,7 @@ def draw(scale=1.0, size=SIZE):
     return np.float32(scale * np.random.default_rng(0).standard_normal((N, size)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stddev", [3.0, pytest.param(40.0, marks=pytest.mark.slow)])
 def test_the_noise_is_discrete_gaussian(stddev):
     """Against the exact probabilities, by chi-square, and by variance and tails."""

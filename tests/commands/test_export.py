@@ -45,6 +45,7 @@ def test_the_exported_model_is_the_trained_one_bit_by_bit(
     assert "has files, expected a new or an empty folder. Give another --out" in errors
 
 
+@pytest.mark.slow
 def test_a_model_can_be_exported_while_it_trains_and_cast(
     command: Command, text: Path, tmp_path: Path
 ) -> None:

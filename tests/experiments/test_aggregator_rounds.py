@@ -7,6 +7,7 @@ from fedpax.experiments.benchmarks.workloads import WORKLOADS, Workload
 from fedpax.models.classifiers import MLPConfig, mlp
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chosen", [["sign"], pytest.param(None, marks=pytest.mark.slow)])
 def test_every_aggregator_has_a_row_that_is_paired_with_the_mean(chosen, monkeypatch, capsys):
     tiny = Workload(mlp(MLPConfig(layer_sizes=(6, 5, 3))), (6,), 3)

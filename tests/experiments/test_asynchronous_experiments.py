@@ -147,6 +147,7 @@ def test_compressed_updates_have_residuals():
     assert state.aggregator_state.residual["w"].shape == (4, 3, 2)
 
 
+@pytest.mark.slow
 def test_fedbuff_trains_over_virtual_time(tmp_path):
     experiment = small_images()
     population, _ = experiment.read_population()

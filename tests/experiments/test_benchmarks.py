@@ -32,6 +32,7 @@ def quick_compilation():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_every_implementation_of_the_round_has_a_row(devices):
     baselines = ["scan", "vmap"] + ["drjax"] * timing.is_installed("drjax")
@@ -64,6 +65,7 @@ def test_compiling_without_repetitions_draws_no_data(monkeypatch):
     assert large["vmap"].temporary_bytes > 1000 * small["vmap"].temporary_bytes
 
 
+@pytest.mark.slow
 def test_drjax_is_left_out_if_it_is_not_installed(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(fedavg_round, "is_installed", lambda _: False)
     path = tmp_path / "rows.json"
@@ -126,6 +128,7 @@ def test_a_wrong_gradient_raises(monkeypatch):
         gradient.measure("tiny", 1, 4, repetitions=1)
 
 
+@pytest.mark.slow
 def test_measurements_are_printed_without_a_file(capsys):
     assert gradient.main(["--model=tiny", "--devices=1", "--clients=2", "--repetitions=0"]) == 0
     *_, last = capsys.readouterr().out.splitlines()

@@ -30,6 +30,7 @@ def small(experiment, rounds=3, **cohort):
     )
 
 
+@pytest.mark.slow
 def test_fedavg_learns_digits(tmp_path):
     outcome = train(small(module.fedavg_digits(), rounds=8), tmp_path)
     losses = [line["loss"] for line in select(read_metrics(tmp_path), "evaluation")]

@@ -67,6 +67,7 @@ def fake_library(monkeypatch, tmp_path):
     return write
 
 
+@pytest.mark.slow
 def test_libraries_run_the_same_round_in_turn(fake_library, capsys):
     fake_library(NUMPY_ROUND)
     sizes = ["--model=tiny", "--clients=4", "--devices=2", "--repetitions=3"]
@@ -105,6 +106,7 @@ def test_the_network_for_fedjax_computes_the_same_logits(name):
     np.testing.assert_allclose(theirs, ours, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_pytorchs_layout_gives_the_same_matmuls_and_convolutions():
     init = jax.jit(MODELS["cnn"][0].init)
     params = other_frameworks.by_name(init(jax.random.key(0)))

@@ -56,6 +56,7 @@ def test_the_tokens_of_a_step_are_those_of_the_docstring(
     assert experiment.model.dtype == "bfloat16" and experiment.model.remat != "none"
 
 
+@pytest.mark.slow
 def test_an_experiment_builds_and_compiles_without_its_data() -> None:
     data = dataclasses.replace(SMALL["data"], dataset="no_such_data_set", tokenizer="none.json")
     run = dataclasses.replace(small(mesh=MeshConfig(fsdp=8)), data=data).build()

@@ -25,6 +25,7 @@ def check_rows(rows, devices, clients_per_device):
         assert not any(in_loop for _, _, in_loop in row["collectives"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk_size", [pytest.param("auto", marks=pytest.mark.slow), "1"])
 def test_the_round_is_the_same_on_any_number_of_simulated_devices(capsys, chunk_size):
     arguments = ["--topologies=cpu:2,cpu:4,cpu:8", "--clients_per_device=4"]

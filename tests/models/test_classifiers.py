@@ -120,6 +120,7 @@ def test_pooling_stores_a_byte_per_window() -> None:
     assert sum(leaf.nbytes for leaf in kept) <= 2 * 3 * 3 + 4  # and the numbers of four places
 
 
+@pytest.mark.slow
 def test_images_one_by_one_equal_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A large batch runs image by image on a CPU, with the same results."""
     model = MODELS["cnn"]

@@ -97,6 +97,7 @@ def test_tokens_behind_a_prompt_are_ignored(random_params: Draw) -> None:
     np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_tokens_are_sampled_by_their_probability(random_params: Draw) -> None:
     params = random_params(transformer(SMALL))
     prompt = np.tile(draw_prompt()[0][:1], (4000, 1))

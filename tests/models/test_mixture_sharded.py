@@ -99,7 +99,7 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("sizes", "kind"),
     [
-        ({"data": 2, "expert": 2, "fsdp": 2}, AUTO),
+        slow({"data": 2, "expert": 2, "fsdp": 2}, AUTO),
         ({"expert": 2, "tensor": 2}, EXPLICIT),
         slow({"expert": 4}, AUTO),
         slow({"expert": 2}, AUTO),

@@ -206,6 +206,7 @@ def test_layers_are_initialized_independently() -> None:
     )
 
 
+@pytest.mark.slow
 def test_gradient_equals_finite_difference(random_params: Draw) -> None:
     config = replace(SMALL, dtype="float64")
     tokens, (segments, positions) = draw_tokens(2, 12), draw_packing(2, 11)

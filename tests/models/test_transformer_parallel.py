@@ -130,7 +130,7 @@ CASES = [
     case(gpipe(DENSE), {"stage": 4}),
     case(interleaved(DENSE), {"stage": 2}),
     case(dataclasses.replace(DENSE, sliding_window=5), {"sequence": 4}),
-    case(DENSE, {"fsdp": 2, "tensor": 2, "sequence": 2}, slow=False),
+    case(DENSE, {"fsdp": 2, "tensor": 2, "sequence": 2}),
     case(gpipe(DENSE), {"stage": 2, "fsdp": 2, "tensor": 2}),
     case(interleaved(DENSE, 2), {"stage": 2, "fsdp": 2, "tensor": 2}, slow=False),
     case(MIXTURE, {"expert": 2, "fsdp": 2}),

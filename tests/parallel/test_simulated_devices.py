@@ -32,10 +32,12 @@ def test_every_device_has_eight_worker_threads():
     assert run() == ["3", "24", "None"]
 
 
+@pytest.mark.slow
 def test_without_subgroups_the_worker_threads_are_those_of_xla():
     assert run(subgroups=False) == ["3", "None", "None"]
 
 
+@pytest.mark.slow
 def test_a_number_of_threads_in_the_environment_is_kept():
     assert run(NPROC="5") == ["3", "None", "5"]
 

@@ -212,6 +212,7 @@ def test_memory_overflow_is_reported_with_remedies(
     assert f"{3 * 4 * 2**20 / 2 / 2**30:8.2f} GiB  the model" in errors
 
 
+@pytest.mark.slow
 def test_only_fields_that_can_help_are_proposed() -> None:
     """No microbatches without stages, no field at its smallest value, no missing field."""
 
@@ -319,6 +320,7 @@ def test_memory_overflow_is_found_without_a_tpu() -> None:
     assert memory.fits is False
 
 
+@pytest.mark.slow
 def test_the_command_simulates_its_devices() -> None:
     """In a process of its own; its standard output is the report alone."""
     command = [sys.executable, "-m", "fedpax.main", "plan", EXP, "--topology=cpu:12"]

@@ -41,6 +41,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "setting", [pytest.param("checking_leaks", marks=pytest.mark.slow), *list(SETTINGS)[1:]]
 )

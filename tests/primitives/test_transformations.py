@@ -172,7 +172,7 @@ ORDERS = [
 @pytest.mark.parametrize(
     "names",
     # The first is run on meshes.
-    [n if i in (2, 4) else pytest.param(n, marks=pytest.mark.slow) for i, n in enumerate(ORDERS)],
+    [n if i == 4 else pytest.param(n, marks=pytest.mark.slow) for i, n in enumerate(ORDERS)],
     ids=" of ".join,
 )
 def test_orders_without_a_mesh(names, agrees):

@@ -64,7 +64,7 @@ def hostile(draw: st.DrawFn) -> Message:
 
 
 @given(messages=st.lists(hostile(), min_size=1, max_size=6), seconds=st.floats(0, 40))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_any_message_is_answered_or_refused_and_the_others_train_on(
     messages: list[Message], seconds: float
 ) -> None:

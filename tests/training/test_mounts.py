@@ -96,6 +96,7 @@ def test_a_run_in_a_bucket_is_killed_and_ends_as_in_a_folder(bucket: Path, tmp_p
     assert lines(run) == lines(tmp_path / "plain")
 
 
+@pytest.mark.slow
 def test_checkpoints_that_were_copied_into_a_bucket_are_used(bucket: Path, tmp_path: Path) -> None:
     base = single_client()
     training = dataclasses.replace(base.training, rounds=2, checkpoint_every=2)

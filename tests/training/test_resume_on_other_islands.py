@@ -319,6 +319,7 @@ def plain_rounds(method: str, state: Any, islands: int, rounds: range) -> tuple[
     return state, losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "before", "after"), mark_slow(RUNS))
 def test_a_run_continues_from_the_resized_state_at_the_same_round_of_the_data(
     tmp_path: Path,

@@ -55,6 +55,7 @@ def folder(four_rounds: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_for_checkpoints_keeps_the_last_one(
     folder: Path,
     capfd: pytest.CaptureFixture,

@@ -106,6 +106,7 @@ def test_a_finished_run_is_left_unchanged(uninterrupted: Path) -> None:
     assert (uninterrupted / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_rounds_that_are_kept_forever_are_saved_too(tmp_path: Path) -> None:
     train(
         settings(regression(), rounds=8, checkpoint_every=3, keep_checkpoints=1, keep_every=2),
@@ -409,6 +410,7 @@ class Evaluated(SlowInput):
         return run._replace(algorithm=run.algorithm._replace(round=round))
 
 
+@pytest.mark.slow
 def test_waiting_while_the_devices_work_is_not_counted(tmp_path: Path) -> None:
     """After an evaluation two rounds start at once, and the second cohort is not drawn yet."""
     base = settings(regression(), evaluate_every=2, checkpoint_every=0, rounds=6)

@@ -139,10 +139,7 @@ REMATERIALIZED = [
     cases(
         REMATERIALIZED,
         ["inside", "outside"],
-        fast={
-            ("two_phases", "inside"),
-            ("rematerialized_rounds", "outside"),
-        },
+        fast={("rematerialized_rounds", "outside")},
     ),
 )
 def test_memory_of_a_gradient_is_flat_where_participants_are_rematerialized(name, where):

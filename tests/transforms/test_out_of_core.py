@@ -38,8 +38,7 @@ WITHOUT_MAPS = {
 # Each phase of each program is compiled for two sizes of chunks.
 FAST = {
     *["metrics_beside_deltas", "two_phases", "weights_of_a_later_phase", "reductions_of_numpy"],
-    *["elementwise_between", "server_arrays_between", "several_maps_on_shared_inputs"],
-    *["constants_among_the_results", "small_and_boolean_types"],
+    *["elementwise_between", "several_maps_on_shared_inputs", "small_and_boolean_types"],
 }
 
 

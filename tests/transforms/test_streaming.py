@@ -40,7 +40,9 @@ from fedpax import (
 from fedpax.hlo.collectives import collectives
 
 
-@pytest.mark.parametrize("package", ["fedpax", "fedpax.primitives"])
+@pytest.mark.parametrize(
+    "package", [pytest.param("fedpax", marks=pytest.mark.slow), "fedpax.primitives"]
+)
 def test_a_program_is_streamed_whatever_has_been_imported(package):
     """Algorithms import the primitives alone, and public names are imported on first use."""
     code = f"""

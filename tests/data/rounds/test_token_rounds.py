@@ -209,6 +209,7 @@ def digest(rounds: Iterator[Cohort], count: int) -> str:
     return value.hexdigest()
 
 
+@pytest.mark.slow
 def test_another_process_continues_bitwise(text: Callable[[str], Source], data_dir: Path) -> None:
     sizes: dict[str, Any] = {"islands": 2, "local_steps": 10, "batch_size": 8, "seq_len": 128}
     rounds = token_rounds(text("heldout"), **sizes, shuffle_tokens=12_800)

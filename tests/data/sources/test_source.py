@@ -177,6 +177,7 @@ def incomplete(data_dir: Path) -> Iterator[Path]:
     return data_dir.glob("stdlib_text/*/incomplete.*")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="POSIX only")
 @pytest.mark.parametrize("delay", [pytest.param(0.0, marks=pytest.mark.slow), 0.05])
 def test_the_remains_of_a_killed_preparation_are_never_read(

@@ -39,6 +39,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # They compile for seconds what tests among the fast ones compile in other sizes.
 SLOW = {
     "docs/aggregators.md",
+    "docs/cost.md",
     "docs/from_pax.md",
     "docs/huggingface.md",
     "docs/plan.md",
@@ -46,9 +47,13 @@ SLOW = {
     "docs/troubleshooting.md",
     "fedpax.aggregators.codecs.drive",
     "fedpax.aggregators.codecs.rotated",
+    "fedpax.aggregators.codecs.sign",
+    "fedpax.aggregators.codecs.terngrad",
     "fedpax.aggregators.codecs.tiles",
     "fedpax.aggregators.private_secure_mean",
+    "fedpax.aggregators.secure_mean",
     "fedpax.aggregators.privacy_accounting",
+    "fedpax.algorithms.branch_train_merge",
     "fedpax.experiments.language_model",
     "fedpax.models.attention.causal",
     "fedpax.models.attention.layer",

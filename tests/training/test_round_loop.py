@@ -271,6 +271,7 @@ def test_update_norms_are_logged_on_request(tmp_path: Path) -> None:
     assert not {"mfu"} & line.keys()  # a CPU has no known peak
 
 
+@pytest.mark.slow
 def test_rounds_are_profiled_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(experiment(4, profile_at="2:2"), tmp_path)
     assert len(list((tmp_path / "profile").rglob("*.xplane.pb"))) == 1

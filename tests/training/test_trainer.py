@@ -373,6 +373,7 @@ class SlowInput(Regression):
         return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [pytest.param(0.0, marks=pytest.mark.slow), 0.2])
 def test_the_fraction_of_time_that_waits_for_input_is_recorded(
     tmp_path: Path, seconds: float

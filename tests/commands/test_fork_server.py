@@ -13,24 +13,29 @@ import pytest
 SUPERVISOR = """
 import os, sys, time
 from fedpax.commands import fork_server as server
+
+def say(*words):  # in one write: two processes share the pipe, and Python may be unbuffered
+    sys.stdout.write(" ".join(map(str, words)) + "\\n")
+    sys.stdout.flush()
+
 server.LIBRARIES = ("json.tool", "no_such_module")
 served = server.fork_server()
 if isinstance(served, list):
     status = sys.argv.index("json.tool" if "json.tool" in sys.modules else "-")
-    print(served[0], os.environ["PLACE"], os.getppid(), flush=True)
+    say(served[0], os.environ["PLACE"], os.getppid())
     time.sleep(float(served[1]))
     sys.exit(status)
 while not served.is_ready(1.0):
     pass
 for arguments, place in ((["first", "0"], "a"), (["second", "600"], "b")):
     served.train(arguments, {"PLACE": place})
-    print("started", served.pid, served.training, flush=True)
+    say("started", served.pid, served.training)
     if place == "b":
         sys.stdin.readline()
         served.signal(9)
     while (status := served.poll()) is None:
         time.sleep(0.01)
-    print("ended", status, served.training, flush=True)
+    say("ended", status, served.training)
 sys.stdin.readline()
 served.close()
 """

@@ -175,7 +175,7 @@ def mean_data_parallelism(
         The mean useful fraction of time.
 
     Example:
-        >>> rare, often = (mean_data_parallelism(m, 4, 350.0, 5.0, 2.0) for m in (1e4, 4.6))
+        >>> rare, often = (mean_data_parallelism(m, 4, 350.0, 5.0, 2.0) for m in (1e4, 4.0))
         >>> 0.9 < rare < 1.0 and 0.2 < often < 0.3
         True
     """
@@ -310,7 +310,7 @@ def main(argv: Sequence[str] | None = None) -> Row:
     parser.add_argument("--seed", type=int, default=0, help="of the failures")
     parser.add_argument("--rounds", type=int, default=150, help="rounds of the run")
     parser.add_argument("--round_seconds", type=float, default=1.0, help="seconds of a round")
-    parser.add_argument("--mean_seconds", type=float, default=4.6, help="between failures, mean")
+    parser.add_argument("--mean_seconds", type=float, default=4.0, help="between failures, mean")
     parser.add_argument("--islands", type=int, default=4, help="number of islands")
     parser.add_argument("--limit_seconds", type=float, default=1800.0, help="for each run")
     parser.add_argument("--folder", help="a new folder for runs and logs; default: temporary")

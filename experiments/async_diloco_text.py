@@ -13,6 +13,7 @@ from fedpax.algorithms import async_diloco
 from fedpax.experiments.asynchronous_text import AsynchronousText
 from fedpax.experiments.diloco_text import diloco_text
 from fedpax.experiments.ranges import COUNT, DECAY, NON_NEGATIVE, POSITIVE, check_ranges
+from fedpax.experiments.text import text_fields
 from fedpax.experiments.traces import TraceConfig
 from fedpax.simulation import IslandArrivals, dynamic_local_steps, island_arrivals
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Params
@@ -118,14 +119,8 @@ def async_diloco_text() -> AsyncDiLoCoText:
     fewer steps. With the outer momentum of `diloco_text`, 0.7, the loss of this run rises in
     between. `--trace.file` reads measured speeds and failures.
     """
-    base = diloco_text()
     return AsyncDiLoCoText(
-        islands=base.islands,
-        mesh=base.mesh,
-        model=base.model,
-        data=base.data,
-        optimizer=base.optimizer,
-        training=base.training,
+        **text_fields(diloco_text()),
         asynchronous=AsyncConfig(learning_rate=0.7, momentum=0.3),
         trace=TraceConfig(sigma=0.7, seconds_to_failure=600.0, seconds_to_return=120.0),
     )

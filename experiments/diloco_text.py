@@ -8,7 +8,7 @@ from fedpax.aggregators.quantized_mean import check_num_levels, quantized_mean
 from fedpax.algorithms import data_parallel, diloco
 from fedpax.experiments.optimizers import OptimizerConfig
 from fedpax.experiments.ranges import DECAY, POSITIVE, check_ranges
-from fedpax.experiments.text import TextConfig, TextExperiment
+from fedpax.experiments.text import TextConfig, TextExperiment, text_fields
 from fedpax.models import presets
 from fedpax.models.lora import LoRAConfig
 from fedpax.parallel.mesh import MeshConfig
@@ -106,15 +106,7 @@ def data_parallel_text() -> DataParallelText:
     The tokens are the same. Of the learning rates 0.006, 0.008 and 0.012, the same one is best as
     for `diloco_text`.
     """
-    base = diloco_text()
-    return DataParallelText(
-        islands=base.islands,
-        mesh=base.mesh,
-        model=base.model,
-        data=base.data,
-        optimizer=base.optimizer,
-        training=base.training,
-    )
+    return DataParallelText(**text_fields(diloco_text()))
 
 
 def single_island_text() -> DataParallelText:

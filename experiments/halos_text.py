@@ -10,6 +10,7 @@ from fedpax.algorithms import DelayedNesterov, halos
 from fedpax.experiments.async_diloco_text import async_diloco_text
 from fedpax.experiments.asynchronous_text import AsynchronousText
 from fedpax.experiments.ranges import COUNT, DECAY, FRACTION, NON_NEGATIVE, POSITIVE, check_ranges
+from fedpax.experiments.text import text_fields
 from fedpax.simulation import RegionalArrivals, dynamic_local_steps, regional_arrivals
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics
 from fedpax.training.exchanged_bytes import tree_bytes, with_exchanged_bytes
@@ -175,12 +176,4 @@ def halos_text() -> HALoSText:
     exchanges models with the global server, which takes 5 seconds each way.
     """
     base = async_diloco_text()
-    return HALoSText(
-        islands=base.islands,
-        mesh=base.mesh,
-        model=base.model,
-        data=base.data,
-        optimizer=base.optimizer,
-        training=base.training,
-        trace=base.trace,
-    )
+    return HALoSText(**text_fields(base), trace=base.trace)

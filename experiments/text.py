@@ -251,3 +251,10 @@ class TextExperiment(LanguageModelExperiment):
                 f"mesh.clients={mesh['clients']}, but an experiment on text has islands and no "
                 "clients: these devices would repeat the work of others. Leave out --mesh.clients."
             )
+
+
+def text_fields(experiment: TextExperiment) -> dict[str, Any]:
+    """Return the fields that all experiments on text have, for another method on the same text."""
+    return {
+        field.name: getattr(experiment, field.name) for field in dataclasses.fields(TextExperiment)
+    }

@@ -11,7 +11,7 @@ from fedpax.aggregators.codecs.codec import Codec
 
 
 class Exchange(NamedTuple):
-    """How a mean of encoded updates is sent among the devices of a mesh axis.
+    """An exchange of encoded updates among the devices of a mesh axis, which gives their mean.
 
     Attributes:
         parts: for each leaf, the number of parts that an all-to-all divides its words into, one for

@@ -1,4 +1,4 @@
-"""Where each client's examples begin in a data set that is sorted by client."""
+"""Index the first example of each client in a data set that is sorted by client."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -27,6 +27,7 @@ from fedpax.experiments.text import TextExperiment
 from fedpax.parallel import simulate_devices
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.training.compare import summarize_run
+from fedpax.training.console import print_error
 from fedpax.training.table import format_bytes, markdown_table
 from fedpax.training.trainer import train
 
@@ -160,9 +161,15 @@ def measure(setting: Setting, num_tokens: int, out: Path) -> Result:
         setting: the run.
         num_tokens: tokens of the run.
         out: the folder of all runs.
+
+    Raises:
+        SystemExit: SIGTERM or Ctrl-C stopped the run, which is saved; the status is 128 + signal.
     """
     folder = out / f"{num_tokens}" / setting.folder
-    train(setting.experiment(num_tokens), folder)
+    stopped = train(setting.experiment(num_tokens), folder).signal
+    if stopped is not None:
+        print_error(f"{stopped.name}: saved. Run the same command again to continue.")
+        raise SystemExit(128 + stopped)
     run = summarize_run(setting.method, folder)
     return Result(setting, run.loss, run.bytes_across_placement)
 

@@ -1,8 +1,24 @@
 """Tests of the benchmark of DiLoCo's loss over its settings."""
 
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import jax
 import pytest
 
-from fedpax.experiments.benchmarks.diloco_laws import Result, Setting, draw, settings, table
+from fedpax.experiments.benchmarks.diloco_laws import (
+    Result,
+    Setting,
+    draw,
+    measure,
+    settings,
+    table,
+)
+from fedpax.parallel.mesh import default_devices
+from fedpax.training.metrics import read_metrics, select
 
 TOKENS = 2_000_000
 
@@ -52,3 +68,27 @@ def test_the_picture_has_a_panel_per_setting() -> None:
     figure = draw(groups, 1.4)
     assert [axes.get_xlabel() for axes in figure.axes] == ["local steps", "islands", "bits"]
     assert all(len(axes.lines) == 2 for axes in figure.axes)
+
+
+@pytest.mark.slow
+def test_a_stopped_run_continues(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    setting, rounds = Setting("data parallelism", 18, 4, "float32", 4), 20
+    num_tokens = rounds * 18 * 4 * 64
+    folder = tmp_path / f"{num_tokens}" / setting.folder
+
+    def interrupt_after_a_round() -> None:
+        while not select(read_metrics(folder), "training"):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt_after_a_round, daemon=True).start()
+    with default_devices(jax.devices()[:4]), pytest.raises(SystemExit) as stopped:
+        measure(setting, num_tokens, tmp_path)
+    assert stopped.value.code == 128 + signal.SIGINT
+    assert "SIGINT: saved. Run the same command again to continue." in capsys.readouterr().err
+    trained = len(select(read_metrics(folder), "training"))
+    assert trained < rounds
+
+    with default_devices(jax.devices()[:4]):
+        assert 0 < measure(setting, num_tokens, tmp_path).loss < 5
+    assert len(select(read_metrics(folder), "training")) == rounds

@@ -12,7 +12,7 @@ from fedpax.commands import UsageError
 from fedpax.commands.devices import provide_devices
 from fedpax.parallel.cluster import Cluster, ClusterError, find_cluster
 from fedpax.parallel.mesh import MeshConfig
-from fedpax.parallel.roll_call import call_roll
+from fedpax.parallel.roll_call import call_roll, wait_for_coordinator
 from fedpax.training.console import print_error
 
 USAGE_ERROR = 2
@@ -73,6 +73,7 @@ def join_processes(timeout: float, heartbeat_timeout: int) -> int | None:
         cluster = find_cluster()
         if cluster is not None:
             call_roll(cluster, timeout)
+            wait_for_coordinator(cluster, timeout)
     except ClusterError as error:
         raise UsageError(f"--multihost: {error}") from None
     with _exit_after(timeout):

@@ -77,12 +77,30 @@ def _answer_all(cluster: Cluster, deadline: float, timeout: float) -> None:
                 continue
             hosts[number] = str(host)
             waiting[number] = connection
+        server.close()  # from here on, a connection to the port is one to JAX's coordinator
         for one in waiting.values():
             _send(one, {"error": None})
         # The other side closes first: then this host's port is free at once.
         for one in waiting.values():
             with contextlib.suppress(OSError):
                 one.recv(1)
+
+
+def wait_for_coordinator(cluster: Cluster, timeout: float) -> None:
+    """Wait after the roll call until JAX's coordinator listens.
+
+    If its first attempt to connect fails, JAX waits for one second before the next one.
+
+    Args:
+        cluster: the processes.
+        timeout: seconds to wait. Then the function returns, and JAX reports what it finds.
+    """
+    deadline = time.monotonic() + timeout
+    while cluster.process_id and time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            socket.create_connection((cluster.host, cluster.port), timeout=5).close()
+            return
+        time.sleep(0.01)
 
 
 def listen(cluster: Cluster, port: int | None = None) -> socket.socket:
@@ -175,7 +193,7 @@ def _report(cluster: Cluster, deadline: float, timeout: float) -> None:
             if answer.get("error"):
                 raise ClusterError(f"process {cluster.process_id}: {answer['error']}")
             reason = "another program listens there, or process 0 has ended"
-        time.sleep(min(0.2, max(deadline - time.monotonic(), 0)))
+        time.sleep(min(0.05, max(deadline - time.monotonic(), 0)))
     raise ClusterError(
         f"process {cluster.process_id} found no process 0 at {cluster.coordinator} within "
         f"{timeout:g} s ({reason}), expected it to listen there. Read the log of process 0; check "

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedpax.parallel.cluster import Cluster, ClusterError, find_cluster
-from fedpax.parallel.roll_call import call_roll
+from fedpax.parallel.roll_call import call_roll, wait_for_coordinator
 
 
 def free_port() -> int:
@@ -50,6 +50,27 @@ def test_all_processes_pass_and_the_port_is_free_again(order: Sequence[int]) -> 
     assert results([process(port, number, 4) for number in order]) == [""] * 4
     with socket.create_server(("localhost", port)):
         pass
+
+
+def test_after_the_roll_call_processes_wait_for_the_coordinator() -> None:
+    port, began = free_port(), time.monotonic()
+    seconds = []
+
+    def join() -> None:
+        call_roll(process(port, 1, 2), 30.0)
+        wait_for_coordinator(process(port, 1, 2), 30.0)
+        seconds.append(time.monotonic() - began)
+
+    thread = threading.Thread(target=join)
+    thread.start()
+    call_roll(process(port, 0, 2), 30.0)
+    time.sleep(0.2)
+    assert not seconds  # the roll call itself is no coordinator
+    listening = time.monotonic() - began
+    with socket.create_server(("localhost", port)):
+        thread.join()
+    assert seconds[0] >= listening
+    wait_for_coordinator(process(port, 1, 2), 0.05)  # JAX reports that there is none
 
 
 def test_a_missing_process_is_named_in_every_process() -> None:

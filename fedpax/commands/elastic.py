@@ -16,7 +16,12 @@ from pathlib import Path
 from absl import flags
 
 from fedpax.commands import UsageError
-from fedpax.commands.fitting_mesh import fit_mesh, island_numbers, processes_per_island
+from fedpax.commands.fitting_mesh import (
+    fit_fewer,
+    fit_mesh,
+    island_numbers,
+    processes_per_island,
+)
 from fedpax.commands.fork_server import ForkServer
 from fedpax.parallel.cluster import Cluster, ClusterError, find_cluster
 from fedpax.parallel.keeper import CANNOT_RUN, Keeper
@@ -244,12 +249,15 @@ class Supervisor:
             self._send_end(CANNOT_RUN)
             return
         remove_copies(self._memory, but=message["job"])
+        fewer, fewer_settings = fit_fewer(self._experiment, len(members), count)
         membership = Membership(
             folder=str(self._memory),
             job=message["job"],
             copy_every=self._options.copy_every,
             round=message["round"],
             participants=island_numbers(self._experiment, members, count),
+            fewer=fewer,
+            fewer_settings=fewer_settings,
         )
         allowed = ["mesh", "islands"] if hasattr(self._experiment, "islands") else ["mesh"]
         arguments = ["--noelastic", *settings, f"--allow_config_change={','.join(allowed)}"]

@@ -1,7 +1,7 @@
 """`fedpax train`: train an experiment in a folder, or resume the run that the folder holds."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 from absl import flags
@@ -20,7 +20,8 @@ from fedpax.commands.processes import (
     provide_processes,
 )
 from fedpax.training.console import print_line
-from fedpax.training.membership import find_membership
+from fedpax.training.experiment import Experiment
+from fedpax.training.membership import Membership, find_membership
 from fedpax.training.preemption import exit_on_signals
 from fedpax.training.trainer import TrainingResult
 from fedpax.training.trainer import train as train_experiment
@@ -43,6 +44,7 @@ def train(arguments: Sequence[str]) -> int:
         with exit_on_signals():
             return train([*arguments, *server])
     enable_compilation_cache()
+    membership = find_membership()
     with leave_on_failure():
         provide_processes(options, experiment.mesh)
         result = train_experiment(
@@ -51,11 +53,21 @@ def train(arguments: Sequence[str]) -> int:
             exp=options.exp,
             allow_config_change=allowed_changes(options),
             participant_states=options.participant_states,
-            membership=find_membership(),
+            membership=membership,
+            fewer=_fewer(membership, arguments),
         )
     if jax.process_index() == 0:
         print_line(describe(result, experiment.training.rounds, options.job_log_dir))
     return 0 if result.signal is None else 128 + result.signal
+
+
+def _fewer(
+    membership: Membership | None, arguments: Sequence[str]
+) -> Callable[[], Experiment] | None:
+    if membership is None or membership.fewer is None:
+        return None
+    changed = [*arguments, *membership.fewer_settings]
+    return lambda: parse_run("train", changed, define_flags)[1]
 
 
 def define_flags(options: flags.FlagValues) -> None:

@@ -50,6 +50,7 @@ def compile_round(
     update_norm: bool = False,
     skip_spikes: bool = False,
     saved: ProgramFile | None = None,
+    load: bool = True,
 ) -> CompiledRound:
     """Compile a run's round for its mesh and shardings.
 
@@ -63,6 +64,7 @@ def compile_round(
             (`fedpax.training.spikes.skip_spikes`).
         saved: the file from which an elastic job loads its round instead, if it has the same one.
             Default None: compile.
+        load: read this file. False: only write it, so that no other process is needed.
 
     Returns:
         The compiled round.
@@ -92,7 +94,7 @@ def compile_round(
     if skip_spikes:
         threshold = jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated)
         arguments = (state, threshold, *arguments[1:])
-    program = None if saved is None else saved.load(run.mesh, state, arguments)
+    program = saved.load(run.mesh, state, arguments) if saved is not None and load else None
     if program is None:
         traced = jax.jit(run.algorithm.round).trace(*plain_arguments)
         _check_placement(run.placement, traced)

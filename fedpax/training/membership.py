@@ -40,6 +40,8 @@ class Membership:
         round: the round whose copies the processes resume from. None: from the newest checkpoint.
         participants: the numbers of the participants that train, such as islands 0, 1 and 3 of 4,
             in ascending order. None: the participants do not depend on the processes.
+        fewer: the number of processes that train if another host is lost. Default None: none can.
+        fewer_settings: the settings of these processes, as arguments of the command line.
 
     Example:
         >>> text = Membership("/dev/shm/run", "a1", 1, None, [0, 2]).to_json()
@@ -52,6 +54,8 @@ class Membership:
     copy_every: int
     round: int | None
     participants: list[int] | None
+    fewer: int | None = None
+    fewer_settings: Sequence[str] = ()
 
     def to_json(self) -> str:
         """Return the membership as text."""
@@ -67,14 +71,15 @@ class Membership:
         """This process's copies."""
         return HostCopies(Path(self.folder), self.job)
 
-    def program(self, configuration: Any) -> ProgramFile:
+    def program(self, configuration: Any, processes: int) -> ProgramFile:
         """Return the file of this process's compiled round.
 
         Args:
             configuration: the experiment as JSON.
+            processes: number of processes that train.
         """
         # `remove_copies` keeps the files of this job.
-        name = f"{self.job}-{jax.process_count()}.program"
+        name = f"{self.job}-{processes}.program"
         return ProgramFile(Path(self.folder) / name, configuration)
 
     def find_copy(self) -> HostCopy | None:

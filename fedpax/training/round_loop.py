@@ -245,7 +245,9 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
     @property
     def _program_file(self) -> ProgramFile | None:
         membership = self._changes.membership
-        return None if membership is None else membership.program(self._configuration)
+        if membership is None:
+            return None
+        return membership.program(self._configuration, jax.process_count())
 
     def train(self, preemption: PreemptionGuard) -> None:
         """Train until the last round or a signal, and save. Roll back at spikes if so configured.

@@ -81,6 +81,10 @@ class ProgramFile:
     def __init__(self, path: Path, configuration: Any) -> None:
         self._path, self._configuration = path, configuration
 
+    def exists(self) -> bool:
+        """Return whether there is such a file, which may hold another program."""
+        return self._path.exists()
+
     def load(self, mesh: Mesh, state: State, arguments: tuple[Any, ...]) -> Program | None:
         """Load the program; None unless every process can load its own. A collective.
 

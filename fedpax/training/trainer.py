@@ -4,7 +4,7 @@ import errno
 import functools
 import os
 import signal
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +13,7 @@ import jax
 
 from fedpax.training.agreement import check_agreement
 from fedpax.training.checkpoint import Checkpoints
+from fedpax.training.compile_ahead import CompileAhead
 from fedpax.training.configuration import resolve_job_log_dir
 from fedpax.training.experiment import Experiment, check_run
 from fedpax.training.exports import Exports
@@ -61,6 +62,7 @@ def train(
     allow_config_change: Collection[str] = (),
     participant_states: ParticipantRule = "average",
     membership: Membership | None = None,
+    fewer: Callable[[], Experiment] | None = None,
 ) -> TrainingResult:
     """Train an experiment in a folder, or resume the run that the folder holds.
 
@@ -90,6 +92,8 @@ def train(
             optimizer are those of the checkpoint in any case.
         membership: the part of this process in an elastic job (`fedpax train --elastic`). Default
             None: there is no such job.
+        fewer: makes the experiment of the fewer processes that train if a host is lost; its round
+            is compiled ahead (`fedpax.training.compile_ahead`). Default None: it is not.
 
     Returns:
         The progress. `fedpax.training.checkpoint.load_params` loads the model.
@@ -118,14 +122,20 @@ def train(
             return TrainingResult(done, True, rounds_trained=0, signal=None, evaluation=None)
         try:
             changes = Changes(allow_config_change, participant_states, membership)
-            return _train(experiment, folder, exp, changes)
+            return _train(experiment, folder, exp, changes, fewer)
         except Exception as error:
             if (reason := _storage_failure(error)) is None:
                 raise
             raise StorageError(_stopped(exp, experiment, folder, reason)) from error
 
 
-def _train(experiment: Experiment, folder: Path, exp: str, changes: Changes) -> TrainingResult:
+def _train(
+    experiment: Experiment,
+    folder: Path,
+    exp: str,
+    changes: Changes,
+    fewer: Callable[[], Experiment] | None,
+) -> TrainingResult:
     training = experiment.training
     primary = jax.process_index() == 0
     copy = None if changes.membership is None else changes.membership.find_copy()
@@ -180,6 +190,8 @@ def _train(experiment: Experiment, folder: Path, exp: str, changes: Changes) -> 
             )
         )
         loop.start()
+        if fewer is not None and changes.membership is not None:
+            enter(CompileAhead(fewer, changes.membership, lambda: loop.rounds_trained))
         # Until here there is nothing to save, and a signal stops the process immediately.
         with PreemptionGuard() as preemption:
             try:

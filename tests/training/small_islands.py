@@ -24,6 +24,10 @@ class IslandRounds(RandomRounds):
     def __next__(self) -> Any:
         return Cohort(super().__next__())
 
+    @property
+    def shapes(self) -> Any:
+        return Cohort(super().shapes)
+
 
 def make_algorithm(islands: int) -> FederatedAlgorithm:
     def loss_fn(params: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -59,10 +63,12 @@ class Islands(Experiment):
 
     def build(self) -> Run:
         mesh = self.mesh.make(available_devices()[: self.mesh.size])
+        rounds = make_rounds(self.islands, self.pause)
         return Run(
             algorithm=make_algorithm(self.islands),
             init=init,
-            cohorts=make_rounds(self.islands, self.pause),
+            cohorts=rounds,
+            cohort_shapes=rounds.shapes,
             evaluate=lambda params: {"loss": float(jnp.sum(params["w"] ** 2))},
             mesh=mesh,
             shardings=Shardings(

@@ -76,6 +76,11 @@ class RandomRounds:
         noise = 0.1 * random.normal(size=self.shape).astype(np.float32)
         return {"x": x, "y": x @ self.truth + noise}
 
+    @property
+    def shapes(self) -> Any:
+        x = jax.ShapeDtypeStruct((*self.shape, self.features), jnp.float32)
+        return {"x": x, "y": jax.ShapeDtypeStruct(self.shape, jnp.float32)}
+
     def get_state(self) -> dict[str, Any]:
         return {"round": self.round}
 

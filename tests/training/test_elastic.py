@@ -90,6 +90,14 @@ class Job:
             process = int(subprocess.run(command, capture_output=True, text=True).stdout)
         return process
 
+    def program(self, number: int, processes: int) -> Path:
+        """Wait for the compiled round of some processes in the memory of a host."""
+        memory, began = memory_folder(None, self.folder, number), time.monotonic()
+        while not (found := list(memory.glob(f"*-{processes}.program"))):
+            assert time.monotonic() - began < 240
+            time.sleep(0.05)
+        return found[0]
+
     def last_round(self) -> int:
         lines = select(read_metrics(self.folder), "training")
         return int(lines[-1]["round"]) if (self.folder / FILE).exists() and lines else 0
@@ -222,11 +230,15 @@ def test_islands_keep_their_own_state_when_one_is_lost_and_returns(
     job = Job(tmp_path, 3, settings=settings)
     jobs.append(job)
     job.wait_for(6)
+    programs = [job.program(number, processes=2) for number in (0, 2)]
+    written = [path.stat().st_mtime_ns for path in programs]
     job.processes[1].kill()
     job.processes[1].wait()
     left = list_copies(memory_folder(None, tmp_path, 1))
     own = rounds_of(left, left[0].rpartition("-")[0])[-1]
     job.wait_for(3)
+    # Compiled ahead and loaded: otherwise the files are written again.
+    assert [path.stat().st_mtime_ns for path in programs] == written
     job.return_of(1)
     ends = finish(job.processes)
     assert ends[0][0] == 0, ends[0][2]

@@ -1,6 +1,7 @@
 """Checked access to the header of a message from an untrusted process."""
 
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,7 +60,8 @@ integer of at least 0. Use the same version of fedpax on both sides.
         value = self._header.get(name, "")
         if value is None:
             return math.nan
-        if type(value) not in (int, float) or not math.isfinite(value):
+        # Integers of JSON can be larger than any float.
+        if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
             raise self._error(name, "a number")
         return float(value)
 

@@ -23,7 +23,9 @@ VALUES = st.one_of(
     st.none(),
     st.booleans(),
     st.integers(-(2**70), 2**70),
-    st.sampled_from([0, 1, 2, 3, -1, 0.5, 1e-300, 1e300, 2**53 - 1, "a", "b", "a-1", "mallory"]),
+    st.sampled_from(
+        [0, 1, 2, 3, -1, 0.5, 1e-300, 1e300, 2**53 - 1, 10**400, "a", "b", "a-1", "mallory"]
+    ),
     st.floats(allow_nan=False, allow_infinity=False),
     st.text(max_size=300),
     st.lists(st.integers(-2, 3), max_size=3),
@@ -118,6 +120,14 @@ def test_an_update_that_would_end_the_run_is_counted_and_not_applied(
     assert getattr(sites.syncer.totals, status) == 1 and sites.syncer.failure is None
     for name, want in before.items():
         np.testing.assert_array_equal(sites.params()[name], want)
+
+
+@pytest.mark.parametrize("field", ["tokens", "loss"])
+def test_integers_beyond_all_floats_are_refused(field: str) -> None:
+    sites = Sites(make_parts(2), quorum=1)
+    sites.add("a")
+    with pytest.raises(RefusedError, match=f"'{field}' is 10000.*expected a number"):
+        push(sites, "a", 0.5, **{field: 10**400})
 
 
 def test_updates_with_a_weight_of_zero_merge_nothing() -> None:

@@ -158,6 +158,10 @@ MALFORMED = {
     "many dimensions": (stream(declare(["x", "int8", 33 * [1]])), "at most 32 sizes"),
     "an oversized array": (stream(declare(["x", "float32", [2**40]])), "at most max_message_bytes"),
     "a size beyond int64": (stream(declare(["x", "int8", [2**70]])), "at most max_message_bytes"),
+    "sizes of thousands of digits": (
+        stream(declare(["x", "int8", [10**4000, 10**4000]])),
+        "more than 2.*max_message_bytes",
+    ),
     "an oversized empty array": (stream(declare(["x", "int8", [2**70, 0]])), "max_message_bytes"),
     "an oversized sum": (
         stream(declare(*([f"x{i}", "int8", [LIMIT // 2]] for i in range(3)))),

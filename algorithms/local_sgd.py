@@ -1,4 +1,4 @@
-"""Local SGD: workers that average their models every H steps."""
+"""Local SGD: islands that average their models every H steps."""
 
 import optax
 
@@ -25,7 +25,7 @@ def local_sgd(
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
-        islands: number of islands (workers); all take part in every round.
+        islands: number of islands, the paper's workers; all take part in every round.
         optimizer: any optax optimizer; the paper's is SGD. A schedule counts the local steps over
             all rounds.
         aggregator: combines the differences x - y_i. Default None: their mean.

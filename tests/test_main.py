@@ -155,6 +155,7 @@ def test_no_arguments_show_the_help_as_an_error(run: Run) -> None:
         (["train", "--exp"], "Missing value for flag --exp"),
         (["train", "--exp=x", "--multihost=perhaps"], "multihost"),
         (["compare"], "`fedpax compare` has no --exp, expected --exp=NAME"),
+        (["compare", "--exp=,", "--job_log_dir=x"], "--exp=, names no experiment"),
         (["list", "all"], "got 'all', expected no arguments"),
         (["train", "--exp=small_regression:regresion"], "Did you mean regression?"),
         (["train", "--exp=small_regresion:regression"], "no module small_regresion"),

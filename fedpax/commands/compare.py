@@ -34,6 +34,11 @@ def compare(arguments: Sequence[str]) -> int:
     """
     options, fields = parse("compare", arguments, define_flags)
     names = [name for name in options.exp.split(",") if name]
+    if not names:
+        raise UsageError(
+            f"--exp={options.exp} names no experiment, expected names separated by commas. Run "
+            "`fedpax list` to see the names."
+        )
     into = Path(options.job_log_dir) if options.job_log_dir else None
     experiments = {
         name: configure(name, fields, into and into / name.rpartition(":")[2]) for name in names

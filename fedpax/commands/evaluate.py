@@ -3,12 +3,11 @@
 import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 import jax
 from absl import flags
 
-from fedpax.commands.options import parse
+from fedpax.commands.options import output_file, parse
 from fedpax.commands.saved_run import (
     build_run,
     checkpoint_round,
@@ -31,6 +30,7 @@ def evaluate(arguments: Sequence[str]) -> int:
         The exit status.
     """
     options, fields = parse("evaluate", arguments, define_flags, needs_exp=False)
+    report = output_file("json", options.json)
     saved = read_saved_run("evaluate", options, fields)
     number = checkpoint_round("evaluate", saved, options.round)
     run = build_run(saved.experiment)
@@ -38,7 +38,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     with jax.set_mesh(run.mesh):
         metrics = run.evaluate(load_saved_params(saved, run, number))
     print(f"{saved.exp} round {number}: held-out {format_metrics(metrics)}")
-    if options.json:
+    if report:
         finite = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
         content = {
             "exp": saved.exp,
@@ -46,7 +46,7 @@ def evaluate(arguments: Sequence[str]) -> int:
             "round": number,
             "metrics": finite,
         }
-        write_atomically(Path(options.json), json.dumps(content, indent=2) + "\n")
+        write_atomically(report, json.dumps(content, indent=2) + "\n")
     return 0
 
 

@@ -83,7 +83,13 @@ def _new_folder(name: str | None) -> Path:
             f"--out={name} {kind}, expected a new or an empty folder. Give another --out, or "
             "remove it."
         )
-    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"--out={name} cannot be made ({error.strerror}: {error.filename}), expected a new "
+            "folder. Give another --out."
+        ) from error
     return out
 
 

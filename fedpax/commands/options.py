@@ -102,6 +102,48 @@ def check_job_log_dir(options: flags.FlagValues) -> None:
         )
 
 
+def output_file(flag: str, name: str | None, suffix: str = "") -> Path | None:
+    """Check the file that a command writes at its end, before its work, and make the file's folder.
+
+    Args:
+        flag: the flag's name.
+        name: its value; None or empty: there is no such file.
+        suffix: how the name must end, such as `".png"`.
+
+    Returns:
+        The file's path, or None.
+
+    Raises:
+        UsageError: the name ends otherwise, or no file can be written there.
+
+    Example:
+        >>> output_file("json", None) is None
+        True
+    """
+    if not name:
+        return None
+    example = f"Set for example --{flag}={flag}{suffix or '.txt'}."
+    if not name.endswith(suffix):
+        kind = suffix.removeprefix(".").upper()
+        raise UsageError(
+            f"--{flag}={name} is not a {kind}, expected a name that ends with {suffix}. {example}"
+        )
+    path = Path(name).expanduser()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        reason = "it is a folder" if path.is_dir() else None
+        if reason is None and not os.access(path if path.exists() else path.parent, os.W_OK):
+            reason = "no permission"
+    except OSError as error:
+        reason = f"{error.strerror}: {error.filename}"
+    if reason is not None:
+        raise UsageError(
+            f"--{flag}={name} cannot be written ({reason}), expected the name of a file in a "
+            f"folder that exists or can be made. {example}"
+        )
+    return path
+
+
 def configure(
     exp: str, overrides: Sequence[str], job_log_dir: str | Path | None = None
 ) -> Experiment:

@@ -1,12 +1,11 @@
 """`fedpax partition`: the clients of an experiment, as a table and a picture."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from absl import flags
 
 from fedpax.commands import UsageError
-from fedpax.commands.options import configure, parse
+from fedpax.commands.options import configure, output_file, parse
 from fedpax.data import partition_statistics, plot_partition
 
 
@@ -26,11 +25,7 @@ def partition(arguments: Sequence[str]) -> int:
         UsageError: the experiment has no population, or the picture is not a PNG.
     """
     options, fields = parse("partition", arguments, define_flags)
-    if options.picture and not options.picture.endswith(".png"):
-        raise UsageError(
-            f"--picture={options.picture} is not a PNG, expected a name that ends with .png. Set "
-            "for example --picture=clients.png."
-        )
+    picture = output_file("picture", options.picture, ".png")
     experiment = configure(options.exp, fields)
     read_population = getattr(experiment, "read_population", None)
     if read_population is None:
@@ -40,9 +35,8 @@ def partition(arguments: Sequence[str]) -> int:
         )
     population, labels = read_population()
     print(partition_statistics(population, labels))
-    if options.picture:
-        Path(options.picture).parent.mkdir(parents=True, exist_ok=True)
-        plot_partition(population, labels, options.picture)
+    if picture:
+        plot_partition(population, labels, picture)
     return 0
 
 

@@ -3,12 +3,11 @@
 import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 from absl import flags
 
 from fedpax.commands import UsageError
-from fedpax.commands.options import configure, parse
+from fedpax.commands.options import configure, output_file, parse
 from fedpax.planning import (
     MemoryOverflowError,
     find_topology,
@@ -40,11 +39,9 @@ def plan(arguments: Sequence[str]) -> int:
             "--topology is missing, expected the devices to plan for. Set for example "
             "--topology=v5p:4x4x4 or --topology=cpu:8."
         )
-    if options.picture and not options.picture.endswith(".png"):
-        raise UsageError(
-            f"--picture={options.picture} is not a PNG, expected a name that ends with .png. Set "
-            "for example --picture=mesh.png."
-        )
+    picture = output_file("picture", options.picture, ".png")
+    report = output_file("json", options.json)
+    program = output_file("hlo", options.hlo)
     if options.bandwidth is not None and not 0 < options.bandwidth < math.inf:
         raise UsageError(
             f"--bandwidth={options.bandwidth:g}: expected Gbit/s out of a slice, above 0. Set for "
@@ -62,14 +59,14 @@ def plan(arguments: Sequence[str]) -> int:
         topology,
         exp=options.exp,
         slice_bandwidth=None if options.bandwidth is None else options.bandwidth * 1e9 / 8,
-        program_file=options.hlo,
+        program_file=program,
         progress=print_error,
     )
     print(to_text(result), end="")
-    if options.json:
-        write_atomically(Path(options.json), json.dumps(to_json(result), indent=2) + "\n")
-    if options.picture:
-        draw_mesh(result, run.mesh, options.picture)
+    if report:
+        write_atomically(report, json.dumps(to_json(result), indent=2) + "\n")
+    if picture:
+        draw_mesh(result, run.mesh, picture)
     if result.memory.fits is False:
         memory = result.memory
         shortage = f"needs {memory.total / 2**30:.2f}G of {(memory.capacity or 0) / 2**30:.2f}G"

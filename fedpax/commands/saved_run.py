@@ -74,6 +74,12 @@ def read_saved_run(command: str, options: flags.FlagValues, fields: Sequence[str
     check_job_log_dir(options)
     folder = existing_folder(options.job_log_dir)
     found = read_configuration_json(folder)
+    if found is None and complete_rounds(folder / FOLDER):
+        raise UsageError(
+            f"--job_log_dir={options.job_log_dir} has checkpoints but no config.json, expected the "
+            "file as `fedpax train` writes it. Restore it from a copy, or train on: `fedpax train` "
+            "with the former --exp and fields writes it again."
+        )
     if found is None:
         raise UsageError(
             f"--job_log_dir={options.job_log_dir} holds no run, expected a folder with config.json "

@@ -7,7 +7,7 @@ from pathlib import Path
 from absl import flags
 
 from fedpax.commands import UsageError
-from fedpax.commands.options import parse
+from fedpax.commands.options import output_file, parse
 from fedpax.commands.saved_run import existing_folder
 from fedpax.sites.island_table import format_islands, read_islands
 from fedpax.training.console import print_error
@@ -43,11 +43,7 @@ def show(arguments: Sequence[str]) -> int:
             "--job_log_dir is missing, expected the folders of runs, separated by commas. Give for "
             "example --job_log_dir=runs/diloco."
         )
-    if options.picture and not options.picture.endswith(".png"):
-        raise UsageError(
-            f"--picture={options.picture} is no PNG, expected a name that ends with .png. Give for "
-            "example --picture=loss.png."
-        )
+    picture = output_file("picture", options.picture, ".png")
     folders = list(dict.fromkeys(folder for name in names for folder in _runs_in(name)))
     reports = [report_run(folder) for folder in folders]
     # Runs of one experiment are told apart by their folders.
@@ -65,16 +61,15 @@ def show(arguments: Sequence[str]) -> int:
             print(f"\nIslands of the syncer in {_short(folder)}{when}:\n{format_islands(islands)}")
     for text in (text for run in reports for text in run.damage):
         print_error(text)
-    if options.picture:
+    if picture:
         lines = {run.name: read_metrics(f) for run, f in zip(reports, folders, strict=True)}
         if not any(select(found, "training") for found in lines.values()):
             raise UsageError(
                 f"--picture={options.picture} has nothing to show: no round is logged yet. Repeat "
                 "the command later."
             )
-        Path(options.picture).parent.mkdir(parents=True, exist_ok=True)
         over: tuple[Axis, ...] = ("items", "bytes_across_placement", "wall_seconds")
-        plot_losses(lines, options.picture, over=over, training_loss=True)
+        plot_losses(lines, picture, over=over, training_loss=True)
     return 0
 
 

@@ -77,7 +77,7 @@ def generate(
         )
     if num_tokens < 1:
         raise ValueError(f"num_tokens={num_tokens}: expected at least 1 token to generate.")
-    if temperature < 0 or not 0 < top_p <= 1:
+    if not temperature >= 0 or not 0 < top_p <= 1:
         raise ValueError(
             f"temperature={temperature} and top_p={top_p}: expected a temperature of at least 0 "
             "and 0 < top_p <= 1. For greedy decoding set temperature=0."

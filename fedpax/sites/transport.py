@@ -149,7 +149,9 @@ class Connection:
             details = f"no connection ({details.rpartition(': ')[2]})"
         if code == grpc.StatusCode.DEADLINE_EXCEEDED:
             details = f"no answer within {timeout:g} s"
-        raise DisconnectedError(f"{self.address}: {details or code.name}. Try again later.")
+        raise DisconnectedError(
+            f"{self.address}: {details or code.name}. Check that `fedpax syncer` listens there."
+        )
 
     def close(self) -> None:
         """Close the connection; calls in progress raise `DisconnectedError`."""

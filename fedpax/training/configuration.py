@@ -102,7 +102,7 @@ def from_json(value: Any) -> Any:
         return kind(**{key: from_json(item) for key, item in value.items() if key != "class"})
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigurationError(
-            f"The configuration names {value['class']}, expected a class that can be made from its "
+            f"config.json names {value['class']}, expected a class that can be made from its "
             f"fields: {error}. Run the version of the code that wrote it, or start in an empty "
             "folder."
         ) from error
@@ -213,8 +213,8 @@ def read_configuration_json(folder: str | Path) -> tuple[str, dict[str, Any]] | 
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise ConfigurationError(
             f"{path} cannot be read ({type(error).__name__}: {error}), expected a configuration as "
-            "fedpax writes it. Another program has changed it. Delete it to resume with the "
-            "configuration that you give now, or start in an empty folder."
+            "fedpax writes it. Another program has changed it. Restore it from a copy, or delete "
+            "it and train on: `fedpax train` with the former --exp and fields writes it again."
         ) from error
     if version != VERSION:
         raise ConfigurationError(

@@ -175,8 +175,8 @@ class TrainingConfig:
             and 52. Default None: none.
         hang_after: seconds without progress in a round after which it hangs: the stacks of all
             threads are written to the folder (`fedpax.training.watchdog`). None: do not watch.
-        on_hang: "report" continues to wait after the report; "exit" ends the process with status
-            70, so that a supervisor can start it again.
+        on_hang: "report" continues to wait after the report; "exit" ends the process with
+            status 70, so that a supervisor can start it again.
 
     Example:
         >>> TrainingConfig(rounds=100, evaluate_every=10, checkpoint_every=20).keep_checkpoints

@@ -126,7 +126,7 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
         if damaged and after > 0:
             print_error(
                 f"{folder / FILE}: {name_lines(damaged)} cannot be read (expected a JSON object "
-                "with kind and round) and will be removed; all other lines are kept."
+                "with kind, round and numbers) and will be removed; all other lines are kept."
             )
         path = folder / FILE
         write_atomically(path, "".join(json.dumps(line) + "\n" for line in self.kept))
@@ -234,11 +234,22 @@ def _read(job_log_dir: str | Path) -> tuple[list[dict[str, Any]], list[int]]:
             line = json.loads(text)
         except ValueError:
             line = None
-        if isinstance(line, dict) and type(line.get("round")) is int and "kind" in line:
+        if _is_whole(line):
             lines.append(line)
         else:
             damaged.append(number)
     return lines, damaged
+
+
+def _is_whole(line: Any) -> bool:
+    """Return whether a JSON value is a line of the file; only one of kind `run` has texts."""
+    if not isinstance(line, dict) or type(line.get("round")) is not int:
+        return False
+    kind = line.get("kind")
+    numbers = (value for name, value in line.items() if name != "kind")
+    return isinstance(kind, str) and (
+        kind == "run" or all(value is None or isinstance(value, int | float) for value in numbers)
+    )
 
 
 def _json_values(values: Mapping[str, float | str]) -> dict[str, float | str | None]:

@@ -106,7 +106,7 @@ def report_run(folder: Path) -> RunReport:
         # The file is newer than the last line, unless it is missing or was left by an old version.
         wall_seconds=max(sum(seconds.values()), logged) if seconds else logged,
         goodput=seconds,
-        spikes=int(last.get("spikes", 0)),
+        spikes=int(last.get("spikes") or 0),
         damage=tuple(damage),
     )
 

@@ -126,12 +126,12 @@ class SpikeHistory:
         for line in lines:
             if line["kind"] in ("training", "spike"):
                 before = self.counts
-                self.counts = SpikeCounts(*(line.get(name, 0) for name in SpikeCounts._fields))
+                self.counts = SpikeCounts(*(line.get(name) or 0 for name in SpikeCounts._fields))
                 if line["kind"] == "spike":
-                    self._roll_backs.append((line["round"], line["cohorts_left_out"]))
+                    self._roll_backs.append((line["round"], line.get("cohorts_left_out") or 0))
                 else:
                     skipped = self.counts.skipped_rounds > before.skipped_rounds
-                    self._add_loss(line["round"], line["loss"], skipped)
+                    self._add_loss(line["round"], line.get("loss"), skipped)
 
     def _add_loss(self, round_number: int, loss: float | None, skipped: bool) -> None:
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0

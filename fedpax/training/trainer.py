@@ -140,7 +140,8 @@ def _train(
     primary = jax.process_index() == 0
     copy = None if changes.membership is None else changes.membership.find_copy()
     first = (latest_round(folder) or 0) if copy is None else copy.round
-    kept = [line for line in read_metrics(folder) if line["round"] <= first]
+    lines = read_metrics(folder)
+    kept = [line for line in lines if line["round"] <= first]
     name = exp or type(experiment).__name__
     with ExitStack() as resources:
         enter = resources.enter_context
@@ -167,6 +168,8 @@ def _train(
                 enabled=primary,
             )
         )
+        if not first and (logged := max((line["round"] for line in lines), default=0)):
+            progress.note(f"no checkpoint of the {logged} logged rounds: starting from round 0")
         loop = enter(
             RoundLoop(
                 experiment,

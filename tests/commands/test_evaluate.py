@@ -127,6 +127,13 @@ def test_a_folder_without_a_checkpoint_is_refused(command: Command, regression: 
     assert "has no complete checkpoint" in errors and "train on, then run `fedpax eval" in errors
 
 
+def test_a_folder_without_its_configuration_is_refused(command: Command, regression: Path) -> None:
+    (regression / "config.json").unlink()
+    status, output, errors = command("evaluate", f"--job_log_dir={regression}")
+    assert (status, output) == (2, "")
+    assert "has checkpoints but no config.json" in errors and "writes it again" in errors
+
+
 def test_a_round_without_a_checkpoint_is_refused(command: Command, regression: Path) -> None:
     status, _, errors = command("evaluate", f"--job_log_dir={regression}", "--round=3")
     assert status == 2 and "--round=3 has no checkpoint" in errors and "one of 2, 4" in errors

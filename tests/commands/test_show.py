@@ -77,6 +77,7 @@ def test_damaged_files_are_named_and_the_rest_is_shown(command: Command, regress
     lines = (regression / FILE).read_text().splitlines()
     lines[2] = lines[2][:20]
     lines.append(json.dumps({"kind": "training", "round": 5}))
+    lines.append(json.dumps({"kind": "training", "round": 6, "loss": "2.5"}))
     (regression / FILE).write_text("\n".join(lines) + "\n")
     (regression / "config.json").write_text("{")
     shutil.rmtree(regression / "checkpoints")
@@ -86,7 +87,7 @@ def test_damaged_files_are_named_and_the_rest_is_shown(command: Command, regress
     assert (row[0], row[1], row[2], row[-1]) == ("regression", "5/?", "-", "stopped")
     assert row[3] != "-" and row[4] != "-"
     assert "config.json cannot be read" in errors
-    assert f"{regression / FILE}: line 3 cannot be read and is left out." in errors
+    assert f"{regression / FILE}: lines 3, 9 cannot be read and are left out." in errors
 
 
 def test_a_folder_in_place_of_the_metrics_is_named(command: Command, regression: Path) -> None:
@@ -131,7 +132,7 @@ def test_a_folder_of_runs_shows_all_of_them(
         ((), "--job_log_dir is missing, expected the folders of runs"),
         (("--job_log_dir=nowhere",), "--job_log_dir=nowhere does not exist"),
         (("--job_log_dir=.",), "--job_log_dir=. holds no run, expected config.json"),
-        (("--job_log_dir=.", "--picture=loss.svg"), "--picture=loss.svg is no PNG"),
+        (("--job_log_dir=.", "--picture=loss.svg"), "--picture=loss.svg is not a PNG"),
         (("--job_log_dir=.", "--pictur=loss.png"), "got '--pictur=loss.png', expected"),
         (("--job_log_dir=.", "--exp=diloco_text"), "got '--exp=diloco_text', expected"),
         (("runs/diloco",), "got 'runs/diloco', expected --job_log_dir=DIR"),

@@ -1,5 +1,6 @@
 """Tests of the lines that tell what is about to run."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -27,3 +28,7 @@ def test_a_run_says_what_it_is_about_to_do(
     assert lines[:4] == [*start, f"{name}: resuming from round 3", f"{name}: compiling"]
     assert main([*command, "--training.rounds=4"]) == 0
     assert capsys.readouterr().err == ""
+    shutil.rmtree(folder / "checkpoints")
+    assert main([*command, "--training.rounds=4"]) == 0
+    again = f"{name}: no checkpoint of the 4 logged rounds: starting from round 0"
+    assert capsys.readouterr().err.splitlines()[:2] == [again, start[0]]

@@ -139,6 +139,7 @@ def test_samples_depend_on_the_key(random_params: Draw) -> None:
         ({"prompt": np.zeros((1, 3))}, "expected integers"),
         ({"num_tokens": 0}, "num_tokens=0: .* at least 1"),
         ({"temperature": -1.0}, "temperature=-1.0 .* set temperature=0"),
+        ({"temperature": float("nan")}, "temperature=nan .*expected a temperature of at least 0"),
         ({"top_p": 0.0}, "top_p=0.0: .* 0 < top_p <= 1"),
         ({"key": None}, r"pass key=jax.random.key\(seed\)"),
         ({"prompt_lengths": np.array([1, 2])}, r"prompt_lengths has shape \(2,\).*shape \(3,\)"),

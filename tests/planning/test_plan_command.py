@@ -87,7 +87,7 @@ def test_the_command_reports_a_plan_on_simulated_devices(run: Run, tmp_path: Pat
         (["plan", EXP], ["--topology=v5p:4x4x4 or --topology=cpu:8"]),
         (["plan", EXP, "--topology=v5z:4x4"], ["unknown device 'v5z'", "Did you mean v5"]),
         (["plan", EXP, "--topology=cpu:8", "--slices=many"], ["slices"]),
-        (["plan", EXP, "--topology=cpu:8", "--picture=x.txt"], ["--picture=x.txt", "mesh.png"]),
+        (["plan", EXP, "--topology=cpu:8", "--picture=x.txt"], ["is not a PNG", "picture.png"]),
         (["plan", EXP, "--topology=cpu:8", "--slices=2"], ["only TPUs"]),
         (["plan", EXP, "--topology=cpu:8", "--bandwidth=100"], ["one slice", "--slices=2"]),
         (["plan", EXP, "--topology=cpu:8", "--bandwidth=0"], ["above 0", "--bandwidth=100"]),

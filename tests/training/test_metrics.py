@@ -78,7 +78,16 @@ def test_a_disabled_writer_writes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", [b'{"kind": "trai\x00ning", "round": 2', b"", b"3", b'{"kind": "training"}', b"\xff"]
+    "damage",
+    [
+        b'{"kind": "trai\x00ning", "round": 2',
+        b"",
+        b"3",
+        b'{"kind": "training"}',
+        b'{"kind": 3, "round": 2}',
+        b'{"kind": "training", "round": 2, "loss": "2.5"}',
+        b"\xff",
+    ],
 )
 def test_a_damaged_line_loses_no_other_line(
     tmp_path: Path, damage: bytes, capsys: pytest.CaptureFixture

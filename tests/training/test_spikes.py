@@ -140,3 +140,10 @@ def test_roll_backs_leave_out_the_data_up_to_the_spike() -> None:
 def test_settings_that_are_refused(changes: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         TrainingConfig(**{"rounds": 5, "evaluate_every": 0, "checkpoint_every": 1} | changes)
+
+
+def test_a_logged_round_without_a_loss_is_no_loss_of_the_window() -> None:
+    logged = [{"kind": "training", "round": r, "loss": 2.0, "spikes": 1} for r in (1, 2, 4, 5)]
+    without = {"kind": "training", "round": 3}
+    found = history([*logged[:2], without, *logged[2:]])
+    assert found.threshold(7) == history(logged).threshold(7) < math.inf

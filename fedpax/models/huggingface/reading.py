@@ -30,6 +30,7 @@ from fedpax.models.transformer_config import TransformerConfig
 from fedpax.parallel import axes
 
 CONFIG, SINGLE_FILE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+AGAIN = "Copy or download the folder again."
 DTYPES: Mapping[str, np.dtype] = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
@@ -153,7 +154,8 @@ def read_entries(folder: str | Path) -> tuple[dict[str, Any], str]:
     path = _existing(folder) / CONFIG
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path} does not exist: expected a Hugging Face folder with {CONFIG}."
+            f"{path} does not exist: expected a Hugging Face folder with {CONFIG}. Copy the file "
+            "there, or give another folder."
         )
     return _json_object(path), str(path)
 
@@ -178,7 +180,10 @@ def listed(names: Collection[str]) -> str:
 def _existing(folder: str | Path) -> Path:
     path = Path(folder).expanduser()
     if not path.is_dir():
-        raise FileNotFoundError(f"{path} is not a folder: expected a Hugging Face folder.")
+        raise FileNotFoundError(
+            f"{path} is not a folder: expected a Hugging Face folder. Give a folder with {CONFIG} "
+            "and safetensors files."
+        )
     return path
 
 
@@ -186,9 +191,9 @@ def _json_object(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}.") from None
+        raise ValueError(f"{path} is damaged: {error}. {AGAIN}") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{path} is damaged: expected a JSON object.")
+        raise ValueError(f"{path} is damaged: expected a JSON object. {AGAIN}")
     return value
 
 
@@ -200,14 +205,16 @@ def _open_tensors(folder: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
     for name, expected in listing.items():
         path = folder / name
         if not path.is_file():
-            raise FileNotFoundError(f"{path}, listed in {INDEX}, does not exist.")
+            raise FileNotFoundError(f"{path}, listed in {INDEX}, does not exist. {AGAIN}")
         try:
             file = stack.enter_context(library.safe_open(path, framework="numpy"))
         except library.SafetensorError as error:
-            raise ValueError(f"{path} is damaged: {error}.") from None
+            raise ValueError(f"{path} is damaged: {error}. {AGAIN}") from None
         names = set(file.keys())
         if missing := sorted((expected or set()) - names):
-            raise ValueError(f"{path}: tensors listed in {INDEX} are missing: {listed(missing)}.")
+            raise ValueError(
+                f"{path}: tensors listed in {INDEX} are missing: {listed(missing)}. {AGAIN}"
+            )
         tensors |= {name: file.get_slice(name) for name in (expected or names)}
     return tensors
 
@@ -219,11 +226,13 @@ def _files(folder: Path) -> dict[str, set[str] | None]:
         return {SINGLE_FILE: None}
     if not (folder / INDEX).is_file():
         found = sorted(path.name for path in folder.glob("*.bin"))
-        remedy = f" Convert {listed(found)} to safetensors first." if found else ""
-        raise FileNotFoundError(f"{folder} has neither {SINGLE_FILE} nor {INDEX}.{remedy}")
+        remedy = f"Convert {listed(found)} to safetensors first." if found else AGAIN
+        raise FileNotFoundError(f"{folder} has neither {SINGLE_FILE} nor {INDEX}. {remedy}")
     names = _json_object(folder / INDEX).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
-        raise ValueError(f"{folder / INDEX} is damaged: expected weight_map, a file per tensor.")
+        raise ValueError(
+            f"{folder / INDEX} is damaged: expected weight_map, a file per tensor. {AGAIN}"
+        )
     if outside := sorted({file for file in names.values() if Path(file).name != file}):
         raise ValueError(f"{folder / INDEX}: {listed(outside)} is not a file of this folder.")
     files: dict[str, set[str] | None] = {}

@@ -198,7 +198,7 @@ def test_nobody_listens() -> None:
         port = closed.getsockname()[1]
     with connect(f"localhost:{port}") as connection:
         begin = time.monotonic()
-        with pytest.raises(DisconnectedError, match=r"no connection \([A-Z][^:]*\)\. Try"):
+        with pytest.raises(DisconnectedError, match=r"no connection \([A-Z][^:]*\)\. Check"):
             connection.call(Message({}), timeout=10)
         assert time.monotonic() - begin < 2
 

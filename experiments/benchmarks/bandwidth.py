@@ -1,4 +1,4 @@
-"""Bandwidth between two sites for a compute utilization: the table of Streaming DiLoCo's paper.
+r"""Bandwidth between two sites for a compute utilization: the table of Streaming DiLoCo's paper.
 
     python -m fedpax.experiments.benchmarks.bandwidth --plot=bandwidth.png
 
@@ -8,11 +8,20 @@ step of overlap. Two sites exchange 16 bits of a parameter, 4 bits in the last r
 
 The paper does not state how many of a model's parameters are exchanged. One constant is fitted:
 0.83 of them. `--params=1` counts all.
+
+`--plans` takes the bytes of a method from a compiled program, in place of this formula:
+
+    fedpax plan --exp=diloco_c4_1b --islands=2 --mesh.islands=2 --mesh.fsdp=-1 \
+        --topology=v5e:4x4 --slices=2 --json=diloco.json
+    python -m fedpax.experiments.benchmarks.bandwidth --plans DiLoCo=diloco.json
 """
 
 import argparse
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -63,6 +72,27 @@ def exchange(method: str, num_layers: int) -> Exchange:
     raise ValueError(f"unknown method {method!r}, expected one of {', '.join(PUBLISHED)}.")
 
 
+def bits_per_parameter(method: str, plan: Mapping[str, Any]) -> float:
+    """Return the bits that leave a slice for each parameter of the model in one exchange.
+
+    Args:
+        method: name of the method.
+        plan: the JSON report of `fedpax plan` for two slices.
+
+    Raises:
+        ValueError: the plan has no transfers between two slices.
+    """
+    overlap = plan["between_slices"]["overlap"]
+    if plan["topology"]["slices"] != 2 or overlap is None:
+        raise ValueError(
+            f"{method}: the plan of {plan['experiment']} has no transfers between two slices. Make "
+            "it with --slices=2 and --json."
+        )
+    computation = plan["computation"]
+    exchanges = computation["local_steps"] / exchange(method, num_layers=3).period
+    return 8 * overlap["bytes_out_of_slice_per_round"] / computation["num_parameters"] / exchanges
+
+
 class Cell(NamedTuple):
     """A bandwidth of the table.
 
@@ -83,23 +113,25 @@ class Cell(NamedTuple):
     steps: int
 
 
-def cells(params: float = 0.83) -> Iterator[Cell]:
+def cells(params: float = 0.83, bits: Mapping[str, float] | None = None) -> Iterator[Cell]:
     """Compute the table.
 
     Args:
         params: the part of a model's parameters that is exchanged.
+        bits: for methods with a plan: the bits of each parameter, of all parameters. Default None:
+            no method has one.
     """
     ratio = np.log(GRID[1] / GRID[0])
+    compiled = bits or {}
     for method, models in PUBLISHED.items():
         for name, published in models.items():
             model = MODELS[name]
-            model = Workload(
-                num_params=params * model.num_params,
-                num_layers=model.num_layers,
-                step_seconds=model.step_seconds,
-            )
+            own = exchange(method, model.num_layers)
+            if method in compiled:
+                own = dataclasses.replace(own, bits=compiled[method])
+            else:
+                model = dataclasses.replace(model, num_params=params * model.num_params)
             for utilization, paper in zip(UTILIZATIONS, published, strict=True):
-                own = exchange(method, model.num_layers)
                 computed = required_bandwidth(model, own, utilization, GRID) / 1e9
                 steps = round(float(np.log(computed / paper) / ratio))
                 yield Cell(method, name, utilization, computed, paper, steps)
@@ -123,11 +155,7 @@ def draw(params: float) -> Figure:
     for axes, (name, model) in zip(
         figure.subplots(1, len(MODELS), sharey=True), MODELS.items(), strict=True
     ):
-        model = Workload(
-            num_params=params * model.num_params,
-            num_layers=model.num_layers,
-            step_seconds=model.step_seconds,
-        )
+        model = dataclasses.replace(model, num_params=params * model.num_params)
         for method in PUBLISHED:
             own = exchange(method, model.num_layers)
             values = [compute_utilization(model, own, b) for b in bandwidths]
@@ -149,11 +177,27 @@ def main() -> None:
     parser.add_argument(
         "--params", type=float, default=0.83, help="part of the parameters that is exchanged"
     )
+    parser.add_argument(
+        "--plans",
+        nargs="+",
+        default=[],
+        metavar="METHOD=FILE",
+        help="JSON reports of `fedpax plan` for two slices, such as DiLoCo=diloco.json",
+    )
     parser.add_argument("--plot", help="file for the figure, such as bandwidth.png")
     options = parser.parse_args()
     if not options.params > 0:
         parser.error(f"--params is {options.params}, expected a number above 0")
-    found = list(cells(options.params))
+    bits = {}
+    for method, _, file in (plan.partition("=") for plan in options.plans):
+        if method not in PUBLISHED:
+            parser.error(f"--plans: unknown method {method!r}; choose from {', '.join(PUBLISHED)}")
+        try:
+            bits[method] = bits_per_parameter(method, json.loads(Path(file).read_text()))
+        except (OSError, ValueError) as error:
+            parser.error(f"--plans: {error}")
+        print(f"{method}: {bits[method]:.2f} bits of each parameter in an exchange, as compiled")
+    found = list(cells(options.params, bits))
     print(table(found))
     distances = [abs(cell.steps) for cell in found]
     print(

@@ -9,6 +9,7 @@ import pytest
 from communicating_programs import STEPS, compile_text, shard_bytes, training_round
 from jax.sharding import AxisType, Mesh
 
+from fedpax.experiments.benchmarks.bandwidth import bits_per_parameter
 from fedpax.parallel.chips import CHIPS
 from fedpax.parallel.mesh import make_mesh
 from fedpax.planning.compiled_plan import CompiledPlan, DeviceMemory, Roofline, Workload, make_plan
@@ -220,6 +221,14 @@ def test_the_json_report_has_the_values_of_the_plan(recorded: tuple[CompiledPlan
     slowest = roofline["max_model_flops_utilization_without_overlap"]
     assert 0 < slowest < roofline["max_model_flops_utilization"]
     assert content["computation"]["items_per_step"] == mesh.shape["islands"] * ROWS
+
+
+def test_the_bandwidth_benchmark_reads_the_bits_between_two_slices(
+    recorded: tuple[CompiledPlan, Mesh],
+):
+    plan, _ = recorded
+    bits = bits_per_parameter("DiLoCo", json.loads(json.dumps(to_json(plan))))
+    assert bits == pytest.approx(32 * 100 / STEPS, rel=0.01)  # float32, once in STEPS steps
 
 
 def test_the_picture_shows_the_chips_of_each_slice(

@@ -1,5 +1,6 @@
 """Compute utilization over the bandwidth between sites."""
 
+import json
 import sys
 
 import numpy as np
@@ -76,3 +77,46 @@ def test_numbers_out_of_range_are_refused():
     with pytest.raises(ValueError, match=r"utilization is 1.5"):
         required_bandwidth(MODEL, Exchange(), 1.5, [1e9])
     assert required_bandwidth(MODEL, Exchange(), 0.99, [1.0]) == np.inf
+
+
+def test_bits_of_a_plan_replace_the_formula(monkeypatch, capsys, tmp_path):
+    plan = {
+        "experiment": "two_sites",
+        "topology": {"slices": 2},
+        "computation": {"num_parameters": 1000, "local_steps": 200},
+        "between_slices": {"overlap": {"bytes_out_of_slice_per_round": 8000}},
+    }
+    assert bandwidth.bits_per_parameter("DiLoCo", plan) == 32  # in each of 2 exchanges
+    assert bandwidth.bits_per_parameter("data parallel", plan) == 0.32  # in each of 200
+    by_formula = list(bandwidth.cells(params=1))
+    by_plan = list(bandwidth.cells(params=1, bits={"DiLoCo": 16, "+ 4 bits": 8}))
+    changed = {a.method for a, b in zip(by_formula, by_plan, strict=True) if a != b}
+    assert changed == {"+ 4 bits"}  # 16 bits of each parameter are those of the formula
+
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    arguments = ["bandwidth", "--plans", f"DiLoCo={tmp_path / 'plan.json'}"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    bandwidth.main()
+    assert "DiLoCo: 32.00 bits of each parameter" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("eager=plan.json", "unknown method 'eager'; choose from data parallel, DiLoCo"),
+        ("DiLoCo=missing.json", "No such file"),
+        ("DiLoCo=plan.json", "no transfers between two slices. Make it with --slices=2"),
+    ],
+)
+def test_plans_that_do_not_fit_are_refused(monkeypatch, capsys, tmp_path, argument, words):
+    monkeypatch.chdir(tmp_path)
+    plan = {
+        "experiment": "one_site",
+        "topology": {"slices": 1},
+        "between_slices": {"overlap": None},
+    }
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    monkeypatch.setattr(sys, "argv", ["bandwidth", "--plans", argument])
+    with pytest.raises(SystemExit):
+        bandwidth.main()
+    assert words in capsys.readouterr().err

@@ -7,6 +7,9 @@ by default that of `diloco_text`: with more islands, each has a smaller batch. T
 compares data parallelism, DiLoCo and Streaming DiLoCo in 4 bits over several seeds of model and
 data. The others change one setting of DiLoCo at a time, with the first seed.
 
+`--learning_rates=0.008,0.012,0.016` tunes all methods alike: each trains with every rate and the
+first seed, and with its best one in all other runs.
+
 Each run has a folder below `--out`. An interrupted benchmark continues where it stopped, and
 a finished run is not repeated. The losses are those of the last evaluation.
 """
@@ -45,6 +48,7 @@ class Setting(NamedTuple):
         bits: a key of `BITS`.
         rows: global batch: rows of a step over all islands.
         seed: seed of the initial parameters and of the order of the data.
+        learning_rate: peak learning rate of the inner optimizer.
     """
 
     method: str
@@ -53,6 +57,7 @@ class Setting(NamedTuple):
     bits: str
     rows: int
     seed: int = 0
+    learning_rate: float = diloco_text().optimizer.learning_rate
 
     @property
     def folder(self) -> str:
@@ -101,6 +106,7 @@ class Setting(NamedTuple):
                 batch_size=rows // self.islands,
                 seed=self.seed,
             ),
+            optimizer=dataclasses.replace(base.optimizer, learning_rate=self.learning_rate),
             training=dataclasses.replace(
                 base.training,
                 rounds=rounds,
@@ -174,6 +180,12 @@ def measure(setting: Setting, num_tokens: int, out: Path) -> Result:
     return Result(setting, run.loss, run.bytes_across_placement)
 
 
+def best_rates(results: Sequence[Result]) -> dict[str, Result]:
+    """Return each method's result with the lowest loss, by the method's name."""
+    by_loss = sorted(results, key=lambda result: result.loss, reverse=True)
+    return {result.setting.method: result for result in by_loss}
+
+
 def table(results: Sequence[Result], changed: Sequence[str], baseline: float) -> str:
     """Format runs as a Markdown table, and average those that differ by their seeds alone.
 
@@ -236,6 +248,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=5_000_000, help="tokens of a run")
     parser.add_argument("--rows", type=int, help="global batch; default that of diloco_text")
     parser.add_argument("--seeds", type=int, default=3, help="seeds of the first table")
+    parser.add_argument(
+        "--learning_rates",
+        default=str(diloco_text().optimizer.learning_rate),
+        help="peak learning rates to choose from; default that of diloco_text",
+    )
     parser.add_argument("--tables", default=",".join(tables), help=", ".join(tables))
     parser.add_argument("--plot", help="PNG of the last three tables")
     options = parser.parse_args()
@@ -250,17 +267,33 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
 
     todo = settings(options.seeds, options.rows)
+    rates = [float(rate) for rate in options.learning_rates.split(",")]
+    tuning = [
+        setting._replace(learning_rate=rate)
+        for setting in todo["methods"]
+        if setting.seed == 0
+        for rate in rates
+    ]
     try:
-        for name in chosen:
-            for setting in todo[name]:
-                setting.experiment(options.tokens)
+        for setting in (*tuning, *(setting for name in chosen for setting in todo[name])):
+            setting.experiment(options.tokens)
     except ValueError as error:
         parser.error(str(error))
+    out = Path(options.out)
+    best = dict.fromkeys((setting.method for setting in tuning), rates[0])
+    if len(rates) > 1:
+        tried = [measure(setting, options.tokens, out) for setting in tuning]
+        lowest = best_rates(tried)
+        best = {method: result.setting.learning_rate for method, result in lowest.items()}
+        print(f"\n{table(tried, ['method', 'learning_rate'], lowest['data parallelism'].loss)}")
     results: dict[str, list[Result]] = {}
-    columns = {"methods": ["method", "local_steps", "bits"]}
+    columns = {"methods": ["method", "local_steps", "bits", "learning_rate"]}
     baseline = float("nan")
     for name in chosen:
-        results[name] = [measure(s, options.tokens, Path(options.out)) for s in todo[name]]
+        results[name] = [
+            measure(setting._replace(learning_rate=best[setting.method]), options.tokens, out)
+            for setting in todo[name]
+        ]
         if name == "methods":
             baseline = fmean(
                 run.loss for run in results[name] if run.setting.method == "data parallelism"

@@ -12,6 +12,7 @@ import pytest
 from fedpax.experiments.benchmarks.diloco_laws import (
     Result,
     Setting,
+    best_rates,
     draw,
     measure,
     settings,
@@ -38,6 +39,7 @@ def test_all_runs_have_the_same_tokens_per_step_and_nearly_the_same_tokens(
         assert TOKENS - per_round < experiment.training.rounds * per_round <= TOKENS
         assert mesh.islands * mesh.fsdp == 4 and experiment.islands % mesh.islands == 0
         assert experiment.data.seed == experiment.training.seed == setting.seed
+        assert experiment.optimizer.learning_rate == setting.learning_rate
 
 
 @pytest.mark.parametrize(
@@ -45,6 +47,7 @@ def test_all_runs_have_the_same_tokens_per_step_and_nearly_the_same_tokens(
     [
         (Setting("DiLoCo", 18, 3, "4 bits", 16), TOKENS, "3 islands do not divide .* 16 rows"),
         (Setting("DiLoCo", 18, 4, "4 bits", 16), 1000, r"fill no round .* Pass more --tokens"),
+        (Setting("DiLoCo", 18, 4, "4 bits", 16, 0, -0.1), TOKENS, "optimizer.learning_rate"),
     ],
 )
 def test_settings_that_do_not_fit_raise(setting: Setting, num_tokens: int, words: str) -> None:
@@ -58,6 +61,21 @@ def test_seeds_are_averaged_and_compared_with_data_parallelism() -> None:
     text = table(results, ["method", "bits"], baseline=1.5)
     assert "1.5500 ± 0.0500" in text and "+3.33%" in text and "2.0 MB" in text
     assert text.count("DiLoCo") == 1
+
+
+def test_each_method_has_its_own_best_learning_rate() -> None:
+    losses = {"data parallelism": (1.5, 1.4, 1.6), "DiLoCo": (1.7, 1.6, 1.5)}
+    results = [
+        Result(Setting(method, 18, 4, "4 bits", 16, 0, rate), loss, 2e6)
+        for method, tried in losses.items()
+        for rate, loss in zip((0.004, 0.008, 0.016), tried, strict=True)
+    ]
+    best = best_rates(results)
+    assert {name: result.setting.learning_rate for name, result in best.items()} == {
+        "data parallelism": 0.008,
+        "DiLoCo": 0.016,
+    }
+    assert len({result.setting.folder for result in results}) == len(results)
 
 
 def test_the_picture_has_a_panel_per_setting() -> None:

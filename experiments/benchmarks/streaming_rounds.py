@@ -2,9 +2,10 @@
 
     python -m fedpax.experiments.benchmarks.streaming_rounds --clock=cpu
 
-All methods train the same model with AdamW, on the same batches, with an island on each simulated
-device. The time of a local step is that of a round divided by its steps, transfers included. The
-memory is what the compiler allocates on a device: state, batches and temporaries.
+Both train the same model with AdamW, on the same batches, with an island on each simulated device,
+and send float32 or 4 bits. The time of a local step is that of a round divided by its steps,
+transfers included. The memory is what the compiler allocates on a device: state, batches and
+temporaries.
 
 Beside the state of DiLoCo, an island keeps its own model from one round to the next. In DiLoCo it
 has one during a round. So Streaming DiLoCo may need at most as much more as the outer state has:
@@ -39,28 +40,32 @@ ISLANDS = 2
 
 
 class Row(NamedTuple):
-    """A method's local step.
+    """A local step of both methods, with one format of what they send.
 
     Attributes:
-        method: the method's name.
-        step_seconds: seconds of a round divided by its local steps, for each round.
-        ratio: seconds divided by those of DiLoCo (paired); None if nothing ran.
-        memory_bytes: bytes on a device: arguments, results that do not reuse their memory, and
-            temporaries.
+        sent: "float32" or "4 bits".
+        diloco_seconds: seconds of a round of DiLoCo divided by its local steps, for each round.
+        streaming_seconds: likewise of Streaming DiLoCo.
+        ratio: seconds of Streaming DiLoCo divided by those of DiLoCo (paired); None if nothing ran.
+        diloco_bytes: bytes of DiLoCo on a device: arguments, results that do not reuse their
+            memory, and temporaries.
+        streaming_bytes: likewise of Streaming DiLoCo.
         outer_state_bytes: bytes of the outer model and of the outer optimizer's momentum.
     """
 
-    method: str
-    step_seconds: list[float]
+    sent: str
+    diloco_seconds: list[float]
+    streaming_seconds: list[float]
     ratio: float | None
-    memory_bytes: int
+    diloco_bytes: int
+    streaming_bytes: int
     outer_state_bytes: int
 
 
 def experiments(
     model: str, local_steps: int, batch_size: int, seq_len: int, delay: int
-) -> dict[str, TextExperiment]:
-    """Return the experiment of each method.
+) -> dict[str, tuple[TextExperiment, TextExperiment]]:
+    """Return the experiments with DiLoCo and with Streaming DiLoCo, by the format that they send.
 
     Args:
         model: name of a function of `fedpax.models.presets`.
@@ -85,9 +90,14 @@ def experiments(
     streaming = StreamingConfig(fragments=config.num_layers + 1, delay=delay)
     full = dataclasses.replace(streaming, compression="float32")
     return {
-        "DiLoCo": sized(diloco_text(), outer=OuterConfig()),
-        "streaming, float32": sized(streaming_diloco_text(), streaming=full),
-        "streaming, 4 bits": sized(streaming_diloco_text(), streaming=streaming),
+        "float32": (
+            sized(diloco_text(), outer=OuterConfig()),
+            sized(streaming_diloco_text(), streaming=full),
+        ),
+        "4 bits": (
+            sized(diloco_text(), outer=OuterConfig(num_levels=16)),
+            sized(streaming_diloco_text(), streaming=streaming),
+        ),
     }
 
 
@@ -112,24 +122,22 @@ def measure(
         clock: a name in `CLOCKS`.
 
     Returns:
-        A row for each method, DiLoCo first.
+        A row for each format.
     """
-    rounds: dict[str, Callable[[], Any]] = {}
-    memory: dict[str, tuple[int, int]] = {}
-    for name, experiment in experiments(model, local_steps, batch_size, seq_len, delay).items():
-        run = experiment.build()
-        with jax.set_mesh(run.mesh):
-            memory[name], rounds[name] = _compile(run, start=repetitions > 0)
-    seconds = interleaved(rounds, (), repetitions, CLOCKS[clock]) if repetitions else {}
-    return [
-        Row(
-            name,
-            [value / local_steps for value in seconds.get(name, [])],
-            paired_ratio(seconds[name], seconds["DiLoCo"]) if seconds else None,
-            *memory[name],
+    rows = []
+    for sent, pair in experiments(model, local_steps, batch_size, seq_len, delay).items():
+        calls, memory, outer = {}, {}, 0
+        for name, experiment in zip(("diloco", "streaming"), pair, strict=True):
+            run = experiment.build()
+            with jax.set_mesh(run.mesh):
+                (memory[name], outer), calls[name] = _compile(run, start=repetitions > 0)
+        taken = interleaved(calls, (), repetitions, CLOCKS[clock]) if repetitions else {}
+        diloco, streaming = ([t / local_steps for t in taken.get(name, [])] for name in calls)
+        ratio = paired_ratio(streaming, diloco) if taken else None
+        rows.append(
+            Row(sent, diloco, streaming, ratio, memory["diloco"], memory["streaming"], outer)
         )
-        for name in rounds
-    ]
+    return rows
 
 
 def _compile(run: Run, *, start: bool) -> tuple[tuple[int, int], Callable[[], Any]]:
@@ -185,12 +193,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.repetitions,
         options.clock,
     )
-    print("method               median ms a step   DiLoCo = 1   bytes a device   over DiLoCo")
+    print("sent       DiLoCo ms a step   streaming    ratio   bytes a device       more")
     for row in rows:
-        timed = "-" if row.ratio is None else f"{1e3 * statistics.median(row.step_seconds):.3f}"
-        ratio = "-" if row.ratio is None else f"{row.ratio:.3f}"
-        more = row.memory_bytes - rows[0].memory_bytes
-        print(f"{row.method:20} {timed:>16} {ratio:>12} {row.memory_bytes:16,} {more:13,}")
+        timed, ratio = ["-", "-"], "-"
+        if row.ratio is not None:
+            both = row.diloco_seconds, row.streaming_seconds
+            timed = [f"{1e3 * statistics.median(seconds):.3f}" for seconds in both]
+            ratio = f"{row.ratio:.3f}"
+        more = row.streaming_bytes - row.diloco_bytes
+        print(
+            f"{row.sent:8} {timed[0]:>18} {timed[1]:>11} {ratio:>8} {row.diloco_bytes:16,} "
+            f"{more:+10,}"
+        )
     print(f"outer state: {rows[0].outer_state_bytes:,} bytes a device")
     write(options.json, rows, **vars(options))
     return 0

@@ -37,11 +37,18 @@ def experiment(model: str, slices: int, compression: str) -> StreamingDiLoCoText
     ("model", "compression", "topology", "slices"),
     [
         ("1B", "e3m0", "v5e:4x4", 2),
-        ("1B", "e3m0", "v6e:2x2", 2),
-        ("1B", "e3m0", "v5p:2x2x1", 2),
-        ("1B", "float32", "v5e:4x4", 2),
         ("1B", "e3m0", "v5e:2x2", 4),
+        ("1B", "e3m0", "v6e:2x2", 2),
+        ("1B", "e3m0", "v6e:2x2", 4),
+        ("1B", "e3m0", "v5p:2x2x1", 2),
+        ("1B", "e3m0", "v5p:2x2x1", 4),
+        ("1B", "float32", "v5e:4x4", 2),
         ("8B", "e3m0", "v5e:16x16", 2),
+        ("8B", "e3m0", "v5e:16x16", 4),
+        ("8B", "e3m0", "v6e:16x16", 2),
+        ("8B", "e3m0", "v6e:16x16", 4),
+        ("8B", "e3m0", "v5p:8x8x4", 2),
+        ("8B", "e3m0", "v5p:8x8x4", 4),
     ],
 )
 def test_each_fragment_is_sent_under_its_local_steps(

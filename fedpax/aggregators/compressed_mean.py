@@ -170,7 +170,9 @@ def compressed_mean(
             if share is not None:  # an absent participant's update may be NaN
                 unsent = [jnp.where(share == 0, 0.0, x) for x in unsent]
             unsent = jax.lax.stop_gradient(unsent)
-            words = mark_sent(coder.encode(index, unsent), instead_of=unsent)
+            # Without the barrier a CPU encodes a word again for each value that it decodes from it.
+            words = jax.lax.optimization_barrier(coder.encode(index, unsent))
+            words = mark_sent(words, instead_of=unsent)
             decoded = coder.decode(index, words)
             if residual is not None:
                 left = [x - q for x, q in zip(unsent, decoded, strict=True)]

@@ -1,5 +1,6 @@
 """Pack codes of a few bits into 32-bit words."""
 
+import functools
 import math
 
 import jax.numpy as jnp
@@ -10,7 +11,9 @@ def pack_bits(codes: UInt32[Array, "entries ..."], bits: int) -> UInt32[Array, "
     """Pack codes into words, exactly `bits` bits each.
 
     A code is split into fields of gcd(bits, 32) bits, so that a whole number of fields fills a
-    word. Codes that share a word are far apart: every operation runs over contiguous rows.
+    word. Codes that share a word are far apart: every operation runs over contiguous rows. It is
+    written out by place, not as a sum over an axis of places, so that a compiler vectorizes it
+    together with the computation of the codes.
 
     Args:
         codes: integers 0 to 2^bits - 1.
@@ -28,12 +31,16 @@ def pack_bits(codes: UInt32[Array, "entries ..."], bits: int) -> UInt32[Array, "
     rows = -(-codes.shape[0] // per_word)
     padding = [(0, rows * per_word - codes.shape[0]), *[(0, 0)] * (codes.ndim - 1)]
     codes = jnp.pad(codes.astype(jnp.uint32), padding)
-    split = codes.reshape(1, per_word, rows, *codes.shape[1:])
-    parts = split >> _shifts(fields, width, 0, split.ndim)
-    if fields > 1:
-        parts &= jnp.uint32(2**width - 1)
-    words = jnp.sum(parts << _shifts(per_word, width, 1, split.ndim), axis=1, dtype=jnp.uint32)
-    return words.reshape(fields * rows, *codes.shape[1:])
+    places = [codes[i * rows : (i + 1) * rows] for i in range(per_word)]
+    words = []
+    for field in range(fields):
+        parts = places
+        if fields > 1:
+            mask = jnp.uint32(2**width - 1)
+            parts = [code >> jnp.uint32(field * width) & mask for code in places]
+        shifted = [part << jnp.uint32(i * width) for i, part in enumerate(parts)]
+        words.append(functools.reduce(jnp.bitwise_or, shifted))
+    return jnp.concatenate(words)
 
 
 def unpack_bits(

@@ -8,8 +8,6 @@ from jaxtyping import Array, Float, Key, UInt32
 
 from fedpax.aggregators.codecs.codec import Codec
 
-RADIX = 4  # entries that one pass over the block combines: 1,024 entries take five passes
-
 
 def rotated(codec: Codec) -> Codec:
     """Rotate each block by a randomized Hadamard transform before another codec encodes it.
@@ -72,9 +70,9 @@ def rotated(codec: Codec) -> Codec:
 def hadamard_transform(x: Float[Array, "entries ..."]) -> Float[Array, "entries ..."]:
     """Multiply by the orthonormal Hadamard matrix along the leading axis.
 
-    The matrix is the Kronecker product of 4 x 4 Hadamard matrices. Each is one pass of additions
-    over contiguous rows. On a CPU this takes half the time of matmuls by factors of 32, and no
-    hardware rounds the additions to bfloat16.
+    The matrix of 2^m rows is the Kronecker product of two Hadamard matrices of about 2^(m/2)
+    rows: two matmuls. On a CPU they take half the time of m/2 passes of additions. Both matmuls
+    have float32 precision on any hardware. The second one is batched, so that no axis moves.
 
     Args:
         x: the number of entries is a power of two.
@@ -86,14 +84,13 @@ def hadamard_transform(x: Float[Array, "entries ..."]) -> Float[Array, "entries 
         >>> hadamard_transform(jnp.array([2.0, 0.0, 0.0, 0.0])).tolist()
         [1.0, 1.0, 1.0, 1.0]
     """
-    inner = x.shape[0]
-    y = x / math.sqrt(inner)  # here it is fused with the first pass
-    while inner > 1:
-        radix = min(RADIX, inner)
-        inner //= radix
-        y = y.reshape(-1, radix, inner, *x.shape[1:])
-        y = jnp.stack(_butterfly([y[:, i] for i in range(radix)]), axis=1)
-    return y.reshape(x.shape)
+    size = x.shape[0]
+    inner = 1 << (size.bit_length() - 1) // 2
+    outer = size // inner
+    y = x.reshape(outer, inner, *x.shape[1:])
+    y = _matmul(_hadamard_matrix(outer) / math.sqrt(size), y, (((1,), (0,)), ((), ())))
+    inners = jnp.broadcast_to(_hadamard_matrix(inner), (outer, inner, inner))
+    return _matmul(inners, y, (((2,), (1,)), ((0,), (0,)))).reshape(x.shape)
 
 
 def check_codec(function: str, argument: str, codec: Codec) -> None:
@@ -105,14 +102,15 @@ def check_codec(function: str, argument: str, codec: Codec) -> None:
         )
 
 
-def _butterfly(parts: list[jax.Array]) -> list[jax.Array]:
-    """Multiply a vector of arrays by the Hadamard matrix of its length, without scaling."""
-    if len(parts) == 1:
-        return parts
-    half = len(parts) // 2
-    low, high = _butterfly(parts[:half]), _butterfly(parts[half:])
-    sums = [a + b for a, b in zip(low, high, strict=True)]
-    return sums + [a - b for a, b in zip(low, high, strict=True)]
+def _hadamard_matrix(size: int) -> Float[Array, "size size"]:
+    """Return the Hadamard matrix of a power of two, (-1)^(number of bits of i & j)."""
+    rows = jnp.arange(size, dtype=jnp.uint32)
+    odd = jax.lax.population_count(rows[:, None] & rows) & 1
+    return 1 - 2 * odd.astype(jnp.float32)
+
+
+def _matmul(x: jax.Array, y: jax.Array, dimensions: jax.lax.DotDimensionNumbers) -> jax.Array:
+    return jax.lax.dot_general(x, y, dimensions, jax.lax.Precision.HIGHEST)
 
 
 def _random_signs(key: Key[Array, ""], size: int, ndim: int) -> Float[Array, "..."]:

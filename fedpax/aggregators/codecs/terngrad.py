@@ -1,5 +1,7 @@
 """TernGrad: stochastic quantization to three levels."""
 
+import functools
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, UInt32
 
@@ -68,24 +70,19 @@ def terngrad(*, clip: float | None = None, block_size: int = BLOCK_SIZE) -> Code
         trits = jnp.where(keep, jnp.where(blocks < 0, 2, 1), 0).astype(jnp.uint32)
         rows = -(-trits.shape[0] // PER_BYTE)
         padding = [(0, rows * PER_BYTE - trits.shape[0]), *[(0, 0)] * (trits.ndim - 1)]
-        split = jnp.pad(trits, padding).reshape(PER_BYTE, rows, *trits.shape[1:])
-        codes = jnp.sum(split * _powers(split.ndim), axis=0, dtype=jnp.uint32)
+        trits = jnp.pad(trits, padding)
+        parts = [trits[i * rows : (i + 1) * rows] * jnp.uint32(3**i) for i in range(PER_BYTE)]
+        codes = functools.reduce(jnp.add, parts)
         return jnp.concatenate([float_words(scale), pack_bits(codes, 8)])
 
     def decode(
         key: Key[Array, ""], words: UInt32[Array, "words ..."], entries: int
     ) -> Float[Array, "entries ..."]:
         rows = -(-entries // PER_BYTE)
-        codes = unpack_bits(words[1:], 8, rows)[None]
-        trits = codes // _powers(codes.ndim) % jnp.uint32(3)
-        trits = trits.reshape(PER_BYTE * rows, *words.shape[1:])[:entries]
+        codes = unpack_bits(words[1:], 8, rows)
+        digits = [codes // jnp.uint32(3**i) % jnp.uint32(3) for i in range(PER_BYTE)]
+        trits = jnp.concatenate(digits)[:entries]
         signs = jnp.where(trits == 2, -1.0, trits.astype(jnp.float32))
         return word_floats(words[:1]) * signs
 
     return Codec(encode, decode, check_block_size(block_size), contractive=False)
-
-
-def _powers(ndim: int) -> UInt32[Array, "..."]:
-    """Return the powers of 3 along the leading axis."""
-    powers = jnp.array([3**i for i in range(PER_BYTE)], jnp.uint32)
-    return powers.reshape(-1, *[1] * (ndim - 1))

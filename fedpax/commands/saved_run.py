@@ -77,8 +77,8 @@ def read_saved_run(command: str, options: flags.FlagValues, fields: Sequence[str
     if found is None and complete_rounds(folder / FOLDER):
         raise UsageError(
             f"--job_log_dir={options.job_log_dir} has checkpoints but no config.json, expected the "
-            "file as `fedpax train` writes it. Restore it from a copy, or train on: `fedpax train` "
-            "with the former --exp and fields writes it again."
+            "file as `fedpax train` writes it. Restore it from a copy, or start the run's "
+            "former command again, which writes it."
         )
     if found is None:
         raise UsageError(

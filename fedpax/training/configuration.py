@@ -214,7 +214,7 @@ def read_configuration_json(folder: str | Path) -> tuple[str, dict[str, Any]] | 
         raise ConfigurationError(
             f"{path} cannot be read ({type(error).__name__}: {error}), expected a configuration as "
             "fedpax writes it. Another program has changed it. Restore it from a copy, or delete "
-            "it and train on: `fedpax train` with the former --exp and fields writes it again."
+            "it and start the run's former command again, which writes it."
         ) from error
     if version != VERSION:
         raise ConfigurationError(

@@ -14,7 +14,11 @@ import jax
 from fedpax.training.agreement import check_agreement
 from fedpax.training.checkpoint import Checkpoints
 from fedpax.training.compile_ahead import CompileAhead
-from fedpax.training.configuration import resolve_job_log_dir
+from fedpax.training.configuration import (
+    read_configuration_json,
+    resolve_job_log_dir,
+    write_configuration,
+)
 from fedpax.training.experiment import Experiment, check_run
 from fedpax.training.exports import Exports
 from fedpax.training.goodput import GoodputClock, describe_goodput
@@ -117,6 +121,8 @@ def train(
         done = latest_round(folder) or 0
         if done >= experiment.training.rounds:
             check_latest_round(folder)
+            if jax.process_index() == 0 and read_configuration_json(folder) is None:
+                write_configuration(folder, experiment, exp)  # it was lost, and commands need it
             with _exports(experiment, folder, exp):  # a kill can have prevented the last one
                 pass
             return TrainingResult(done, True, rounds_trained=0, signal=None, evaluation=None)

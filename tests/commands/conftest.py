@@ -22,6 +22,8 @@ TINY_TRANSFORMER = (
     "--data.heldout_tokens=1024",
 )
 
+EVERY = ("--training.rounds=4", "--training.evaluate_every=2", "--training.checkpoint_every=2")
+
 Command = Callable[..., tuple[int, str, str]]
 
 
@@ -50,8 +52,7 @@ def train_once(folder: Path, *arguments: str) -> Path:
 
 @pytest.fixture(scope="session")
 def trained_regression(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    every = ("--training.rounds=4", "--training.evaluate_every=2", "--training.checkpoint_every=2")
-    return train_once(tmp_path_factory.mktemp("regression"), f"--exp={REGRESSION}", *every)
+    return train_once(tmp_path_factory.mktemp("regression"), f"--exp={REGRESSION}", *EVERY)
 
 
 @pytest.fixture(scope="session")

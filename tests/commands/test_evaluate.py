@@ -10,7 +10,7 @@ from pathlib import Path
 
 import chex
 import pytest
-from conftest import REGRESSION, Command
+from conftest import EVERY, REGRESSION, Command
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fedpax.training.checkpoint import load_params
@@ -131,7 +131,10 @@ def test_a_folder_without_its_configuration_is_refused(command: Command, regress
     (regression / "config.json").unlink()
     status, output, errors = command("evaluate", f"--job_log_dir={regression}")
     assert (status, output) == (2, "")
-    assert "has checkpoints but no config.json" in errors and "writes it again" in errors
+    assert "has checkpoints but no config.json" in errors
+    assert "start the run's former command again, which writes it" in errors
+    assert command("train", f"--exp={REGRESSION}", f"--job_log_dir={regression}", *EVERY)[0] == 0
+    assert command("evaluate", f"--job_log_dir={regression}")[0] == 0
 
 
 def test_a_round_without_a_checkpoint_is_refused(command: Command, regression: Path) -> None:

@@ -126,7 +126,7 @@ def test_a_kill_while_writing_leaves_the_old_file_complete(tmp_path: Path) -> No
 )
 def test_a_damaged_file_raises(tmp_path: Path, text: str) -> None:
     (tmp_path / FILE).write_text(text)
-    with pytest.raises(ConfigurationError, match="delete it and train on"):
+    with pytest.raises(ConfigurationError, match="delete it and start the run's former command"):
         read_configuration(tmp_path)
 
 

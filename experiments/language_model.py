@@ -34,6 +34,7 @@ from fedpax.training.compiled_round import with_shardings
 from fedpax.training.configuration import read_configuration
 from fedpax.training.experiment import Experiment
 from fedpax.training.frozen import StoredParams, with_frozen_argument
+from fedpax.training.remote import resolve_folder
 from fedpax.training.saved_rounds import latest_round
 from fedpax.training.shardings import ShardingTree
 
@@ -250,7 +251,7 @@ class LanguageModelExperiment(Experiment):
         if self.model.weights is None or self.model.weights == default.model.weights:
             return self
         folder = Path(self.model.weights).expanduser().absolute()
-        saved = _saved_run(job_log_dir)
+        saved = _saved_run(job_log_dir, self.training.checkpoint_dir)
         if isinstance(saved, type(self)) and saved.model.weights == str(folder):
             begun = default._with_architecture(saved.model, folder, saved.data.tokenizer)
         else:
@@ -379,11 +380,14 @@ class LanguageModelExperiment(Experiment):
         return HeldoutSets(read(data.dataset, None, None), others)
 
 
-def _saved_run(job_log_dir: str | Path | None) -> Any:
+def _saved_run(job_log_dir: str | Path | None, checkpoint_dir: str | None) -> Any:
     """Return the experiment of a run that will resume, or None."""
-    if job_log_dir is None or latest_round(job_log_dir) is None:
+    if job_log_dir is None:
         return None
-    found = read_configuration(Path(job_log_dir).expanduser())
+    saved_in = resolve_folder(checkpoint_dir or job_log_dir)
+    if latest_round(saved_in) is None:
+        return None
+    found = read_configuration(saved_in)
     return found and found[1]
 
 

@@ -67,7 +67,8 @@ fedpax: federated and multi-island training on JAX
                     path/to/file.py:function; the function has no arguments and returns an
                     Experiment
   --job_log_dir     the folder for config.json, metrics.jsonl, tensorboard/ and checkpoints/;
-                    one process at a time can use it
+                    one process at a time can use it. Commands that read a run also take its
+                    --training.checkpoint_dir, such as gs://BUCKET/FOLDER
   --allow_config_change
                     fields whose values may differ from those in the folder, separated by commas,
                     such as training.rounds,mesh; mesh allows all mesh.* fields. Raising

@@ -14,6 +14,7 @@ from fedpax.commands.options import (
     define_training_flags,
     parse,
 )
+from fedpax.training.checkpoint_dir import refuse_checkpoint_dir
 from fedpax.training.compare import write_comparison
 from fedpax.training.configuration import ConfigurationError, resolve_job_log_dir
 from fedpax.training.console import print_error, print_line
@@ -43,6 +44,8 @@ def compare(arguments: Sequence[str]) -> int:
     experiments = {
         name: configure(name, fields, into and into / name.rpartition(":")[2]) for name in names
     }
+    for experiment in experiments.values():
+        refuse_checkpoint_dir(experiment.training.checkpoint_dir, "compare")
     check_job_log_dir(options)
     by_folder = {name.rpartition(":")[2]: name for name in names}
     if len(by_folder) < len(names):

@@ -40,6 +40,7 @@ EXTRAS = {
     "huggingface": Extra("safetensors", "weights in Hugging Face folders"),
     "tokenizers": Extra("tokenizers", "subword vocabularies"),
     "sites": Extra("grpcio", "islands with runtimes of their own"),
+    "gcs": Extra("gcsfs", "checkpoints in a bucket of Google Cloud Storage"),
     "quantization": Extra("qwix", "int8 and fp8 matmuls"),
     "privacy": Extra("dp-accounting", "epsilon of private means"),
     "bench": Extra("drjax", "benchmarks against DrJAX"),

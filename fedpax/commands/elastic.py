@@ -26,6 +26,7 @@ from fedpax.commands.fork_server import ForkServer
 from fedpax.parallel.cluster import Cluster, ClusterError, find_cluster
 from fedpax.parallel.keeper import CANNOT_RUN, Keeper
 from fedpax.parallel.lines import Lines
+from fedpax.training.checkpoint_dir import folder_of_checkpoints
 from fedpax.training.console import print_error
 from fedpax.training.experiment import Experiment
 from fedpax.training.host_copies import (
@@ -135,7 +136,8 @@ class Supervisor:
         server: ForkServer,
     ) -> None:
         self._options, self._server = options, server
-        self._experiment, self._folder, self._cluster = experiment, folder, cluster
+        self._experiment, self._cluster = experiment, cluster
+        self._saved_in = folder_of_checkpoints(folder, experiment.training.checkpoint_dir)
         self._memory = memory_folder(options.copy_dir, folder, cluster.process_id)
         self._generation = 0
         self._lines: Lines | None = None
@@ -170,7 +172,7 @@ class Supervisor:
                     process=self._cluster.process_id,
                     count=self._cluster.num_processes,
                     host=socket.gethostname(),
-                    round=latest_round(self._folder) or 0,
+                    round=latest_round(self._saved_in) or 0,
                     copies=list_copies(self._memory),
                 )
                 return lines
@@ -225,7 +227,7 @@ class Supervisor:
                 lines.send(beat=True)
             silent = time.monotonic() - lines.heard > self._options.heartbeat_timeout
             if lines.closed or silent:
-                kept = latest_round(self._folder)
+                kept = latest_round(self._saved_in)
                 print_error(
                     f"fedpax: elastic: the keeper at {self._cluster.coordinator} is "
                     f"{'silent' if silent else 'gone'}. Start all processes again: the run resumes "
@@ -276,7 +278,7 @@ class Supervisor:
         self._lines.send(
             ended=status,
             generation=self._generation,
-            round=latest_round(self._folder) or 0,
+            round=latest_round(self._saved_in) or 0,
             copies=list_copies(self._memory),
         )
 

@@ -20,17 +20,18 @@ from fedpax.training.checkpoint import (
     complete_rounds,
     load_params,
 )
+from fedpax.training.checkpoint_dir import folder_of_checkpoints
 from fedpax.training.checksums import find_damage
 from fedpax.training.compiled_round import with_shardings
 from fedpax.training.configuration import (
     class_name,
     from_json,
     read_configuration_json,
-    resolve_job_log_dir,
 )
 from fedpax.training.console import print_error
 from fedpax.training.experiment import Experiment, Run
 from fedpax.training.job_dir import is_in_use
+from fedpax.training.remote import resolve_folder
 
 
 class SavedRun(NamedTuple):
@@ -38,7 +39,7 @@ class SavedRun(NamedTuple):
 
     Attributes:
         exp: the experiment's name on the command line, or its class if it has none.
-        folder: the run's folder.
+        folder: the run's folder, or its `checkpoint_dir`.
         experiment: the configuration in the folder, with the command's overrides.
     """
 
@@ -46,10 +47,17 @@ class SavedRun(NamedTuple):
     folder: Path
     experiment: Experiment
 
+    @property
+    def saved_in(self) -> Path:
+        """The folder of its checkpoints."""
+        return folder_of_checkpoints(self.folder, self.experiment.training.checkpoint_dir)
+
 
 def define_saved_run_flags(options: flags.FlagValues) -> None:
     """Define the flags of the commands that read a run."""
-    flags.DEFINE_string("job_log_dir", None, "The run's folder.", flag_values=options)
+    flags.DEFINE_string(
+        "job_log_dir", None, "The run's folder or checkpoint_dir.", flag_values=options
+    )
     flags.DEFINE_integer(
         "round", None, "The checkpoint's round; default: the newest.", flag_values=options
     )
@@ -108,12 +116,12 @@ def read_saved_run(command: str, options: flags.FlagValues, fields: Sequence[str
 
 
 def existing_folder(job_log_dir: str) -> Path:
-    """Return a run's folder as an absolute path.
+    """Return a run's folder as an absolute path, or its `checkpoint_dir` in a bucket.
 
     Raises:
         UsageError: there is no such folder.
     """
-    folder = resolve_job_log_dir(job_log_dir)
+    folder = resolve_folder(job_log_dir)
     if not folder.is_dir():
         found = "is a file" if folder.is_file() else "does not exist"
         raise UsageError(
@@ -134,16 +142,16 @@ def checkpoint_round(command: str, saved: SavedRun, round_number: int | None) ->
     Raises:
         UsageError: there is no such checkpoint.
     """
-    rounds = complete_rounds(saved.folder / FOLDER)
+    rounds = complete_rounds(saved.saved_in / FOLDER)
     if not rounds:
         raise UsageError(
-            f"{saved.folder} has no complete checkpoint, expected at least one. A run saves one "
+            f"{saved.saved_in} has no complete checkpoint, expected at least one. A run saves one "
             "every training.checkpoint_every rounds, when it is stopped, and at its end: train on, "
             f"then run `fedpax {command}` again."
         )
     if round_number is not None and round_number not in rounds:
         raise UsageError(
-            f"--round={round_number} has no checkpoint in {saved.folder}, expected one of "
+            f"--round={round_number} has no checkpoint in {saved.saved_in}, expected one of "
             f"{', '.join(map(str, rounds))}. Give one of these, or leave out --round for the "
             "newest."
         )
@@ -176,9 +184,9 @@ def load_saved_params(saved: SavedRun, run: Run, round_number: int) -> Params:
         jax.eval_shape(run.init, jax.random.key(0)), run.resolved_shardings.params
     )
     try:
-        return load_params(saved.folder, round_number, like)
+        return load_params(saved.saved_in, round_number, like)
     except (DamagedCheckpointError, FileNotFoundError) as error:
-        folder = saved.folder / FOLDER
+        folder = saved.saved_in / FOLDER
         rounds = complete_rounds(folder)
         if is_in_use(saved.folder) and max(rounds, default=0) > round_number:
             raise UsageError(

@@ -10,6 +10,7 @@ from fedpax.commands import UsageError
 from fedpax.commands.options import output_file, parse
 from fedpax.commands.saved_run import existing_folder
 from fedpax.sites.island_table import format_islands, read_islands
+from fedpax.training.configuration import is_remote
 from fedpax.training.console import print_error
 from fedpax.training.job_dir import is_in_use
 from fedpax.training.metrics import read_metrics, select
@@ -90,6 +91,8 @@ def _runs_in(job_log_dir: str) -> list[Path]:
 
 def _short(folder: Path) -> str:
     """Return the shorter of a folder's full path and its path from the current folder."""
+    if is_remote(folder):
+        return str(folder)
     below = folder.is_relative_to(Path.cwd())
     return str(folder.relative_to(Path.cwd()) if below else folder)
 

@@ -28,6 +28,7 @@ from fedpax.sites.transport import Connection, DisconnectedError, connect
 from fedpax.training.agreement import check_agreement
 from fedpax.training.algorithm import Metrics
 from fedpax.training.checkpoint import Checkpoints
+from fedpax.training.checkpoint_dir import refuse_checkpoint_dir
 from fedpax.training.configuration import (
     ConfigurationError,
     resolve_job_log_dir,
@@ -139,6 +140,7 @@ def join(
         ValueError: the address is malformed, or certificates are missing or cannot be used.
     """
     folder = resolve_job_log_dir(job_log_dir)
+    refuse_checkpoint_dir(experiment.training.checkpoint_dir, "join")
     with JobDirLock(folder):
         check_agreement(folder, experiment)
         changes = (*allow_config_change, "training.rounds")  # which is the syncer's

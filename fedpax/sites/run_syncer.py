@@ -25,6 +25,7 @@ from fedpax.sites.updates import MergeReport
 from fedpax.training.algorithm import Params
 from fedpax.training.algorithm_parts import AlgorithmParts
 from fedpax.training.checkpoint import Checkpoints
+from fedpax.training.checkpoint_dir import refuse_checkpoint_dir
 from fedpax.training.configuration import (
     ConfigurationError,
     resolve_job_log_dir,
@@ -128,6 +129,7 @@ def run_syncer(
         ValueError: the address is malformed, or certificates are missing or cannot be used.
     """
     folder = resolve_job_log_dir(job_log_dir)
+    refuse_checkpoint_dir(experiment.training.checkpoint_dir, "syncer")
     with JobDirLock(folder):
         check_configuration(folder, experiment, exp, allow_config_change=allow_config_change)
         rounds, checkpoint = experiment.training.rounds, latest_round(folder) or 0

@@ -18,7 +18,7 @@ SECONDS_UNTIL_VISIBLE = 10.0
 """Seconds that network file systems may take to show a file that another host has created."""
 
 
-def check_agreement(folder: Path, experiment: Experiment) -> None:
+def check_agreement(folder: Path, experiment: Experiment, saved_in: Path | None = None) -> None:
     """Check that the processes have one experiment, one folder and one version of fedpax and JAX.
 
     If they differed, they would run different programs and wait for each other forever. With one
@@ -27,23 +27,27 @@ def check_agreement(folder: Path, experiment: Experiment) -> None:
     Args:
         folder: the run's folder, which process 0 has locked (`JobDirLock`).
         experiment: the experiment.
+        saved_in: the folder of the checkpoints. If it is another one, each process can have a run's
+            folder of its own. Default None: `folder`.
 
     Raises:
         ConfigurationError: a process differs from process 0; every process of the job raises.
     """
     if jax.process_count() == 1:
         return
-    lock = folder / LOCK
-    deadline = time.monotonic() + SECONDS_UNTIL_VISIBLE
-    while not lock.exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
+    saved_in = folder if saved_in is None else saved_in
     own = {
         "the version of fedpax": fedpax.__version__,
         "the version of jax": jax.__version__,
         **{f"--{path}": repr(value) for path, value in flatten(to_json(experiment))},
-        "what process 0 writes into --job_log_dir": "present" if lock.exists() else "missing",
-        "the newest checkpoint in --job_log_dir": f"round {latest_round(folder) or 0}",
+        f"the newest checkpoint in {saved_in}": f"round {latest_round(saved_in) or 0}",
     }
+    if saved_in == folder:
+        lock = folder / LOCK
+        deadline = time.monotonic() + SECONDS_UNTIL_VISIBLE
+        while not lock.exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        own["what process 0 writes into --job_log_dir"] = "present" if lock.exists() else "missing"
     everyone = gather_json({**own, "host": socket.gethostname()})
     if difference := describe_difference(everyone):
         raise ConfigurationError(difference)

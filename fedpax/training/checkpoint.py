@@ -1,8 +1,7 @@
 """Checkpoints of a run: state, position in the data, round and configuration, saved together."""
 
 import base64
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,18 +12,20 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from fedpax.training.algorithm import State
+from fedpax.training.checkpoint_dir import LostCheckpointDirError
 from fedpax.training.checksums import find_damage, has_checksums, write_checksums
-from fedpax.training.configuration import resolve_job_log_dir
+from fedpax.training.configuration import is_remote
 from fedpax.training.console import print_error
 from fedpax.training.exports import Exports
 from fedpax.training.failed_saves import QuietFailedSaves
-from fedpax.training.mounts import COMMITTED, atomicity_of, is_object_store
+from fedpax.training.mounts import COMMITTED, atomicity_of, is_object_store, remove_folder
 from fedpax.training.participant_states import (
     ParticipantRule,
     check_resizable,
     kept_participants,
     resize_participants,
 )
+from fedpax.training.remote import resolve_folder
 from fedpax.training.retention import Retention
 from fedpax.training.saved_leaves import check_same_leaves, saved_struct
 from fedpax.training.saved_params import load_params
@@ -47,6 +48,14 @@ __all__ = [
 ]
 
 
+MOST_LOST_SAVES = 3
+"""Number of saves to a bucket in a row that may fail; the next one stops the run."""
+
+
+class CheckpointWriteError(OSError):
+    """A checkpoint cannot be written; the ones before it are kept."""
+
+
 class Checkpoints(AbstractContextManager["Checkpoints"]):
     """The checkpoints in a run's folder; a context manager.
 
@@ -56,15 +65,22 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
     checkpoint. Checkpoints without checksums are moved aside when this object is made.
 
     Args:
-        job_log_dir: the run's folder.
+        job_log_dir: the run's folder, or one in a bucket (`gs://`).
         keep: which checkpoints to keep. A number keeps this many, the newest ones.
         exports: exports the model of some checkpoints. Default None: nothing is exported.
+        before_complete: called in process 0 when a checkpoint's files are written, before it counts
+            as complete; an error it raises keeps the checkpoint incomplete. Default None: nothing.
     """
 
     def __init__(
-        self, job_log_dir: str | Path, *, keep: int | Retention, exports: Exports | None = None
+        self,
+        job_log_dir: str | Path,
+        *,
+        keep: int | Retention,
+        exports: Exports | None = None,
+        before_complete: Callable[[], None] | None = None,
     ) -> None:
-        self._folder = resolve_job_log_dir(job_log_dir) / FOLDER
+        self._folder = resolve_folder(job_log_dir) / FOLDER
         self._primary = jax.process_index() == 0
         if self._primary:
             _set_aside_unfinished(self._folder)
@@ -73,23 +89,30 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self._exports = exports
         self._saving: int | None = None
         self._verified: int | None = None
-        callback = self._write_checksums if self._primary else None
-        self._manager = ocp.CheckpointManager(
+        self._before_complete = before_complete
+        self._retention = Retention(keep) if isinstance(keep, int) else keep
+        self._lost: CheckpointWriteError | None = None
+        self._num_lost = 0
+        self._manager = self._open()
+        self._quiet = QuietFailedSaves().__enter__()
+
+    def _open(self) -> ocp.CheckpointManager:
+        callback = self._complete if self._primary else None
+        return ocp.CheckpointManager(
             self._folder,
             options=ocp.CheckpointManagerOptions(
-                preservation_policy=Retention(keep) if isinstance(keep, int) else keep,
+                preservation_policy=self._retention,
                 cleanup_tmp_directories=True,
                 atomicity_options=atomicity_of(self._folder),
                 async_options=ocp.AsyncOptions(
                     post_finalization_callback=callback,
                     # Orbax numbers the saves of a process. A save that makes its folders in the
                     # background waits for those of the newest number, which can be an export's.
-                    create_directories_asynchronously=exports is None,
+                    create_directories_asynchronously=self._exports is None,
                 ),
             ),
             item_names=("state", "progress", "params"),
         )
-        self._quiet = QuietFailedSaves().__enter__()
 
     def latest_round(self) -> int | None:
         """Return the round of the newest complete checkpoint, or None if there is none."""
@@ -106,6 +129,9 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         numbers: Sequence[int] | None = None,
     ) -> None:
         """Start to save a checkpoint; return when the arrays may be donated.
+
+        A bucket can be out of reach for a while. So with one process, a save to a bucket that fails
+        is reported, and the next one is tried, up to `MOST_LOST_SAVES` in a row.
 
         Args:
             round_number: number of completed rounds.
@@ -133,14 +159,18 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         if "params" not in getattr(state, "_fields", ("params",)):
             # A model that the state computes from its fields, such as the islands' mean.
             items["params"] = ocp.args.StandardSave(state.params)
-        self._wait_until_saved()
+        if self._lost is None:
+            with self._losing():
+                self._wait_until_saved()
         if self._exports is not None:
             self._exports.wait_if_due(round_number)
         self._saving = round_number
-        with self._writing():
+        with self._losing(), self._writing():
+            if self._lost is not None:  # a manager raises the error of a save again and again
+                self._manager, self._lost = self._open(), None
             self._manager.save(round_number, args=ocp.args.Composite(**items), force=True)
-        if self._exports is not None:
-            self._exports.start(round_number)
+            if self._exports is not None:
+                self._exports.start(round_number)
 
     def delete_after(self, round_number: int) -> int:
         """Return to a checkpoint: delete the newer ones.
@@ -162,8 +192,10 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
                 self._manager.delete(number)
         return to
 
-    def _write_checksums(self) -> None:
+    def _complete(self) -> None:
         """Write the checksums of the checkpoint that is being saved, before it is renamed."""
+        if self._before_complete is not None:
+            self._before_complete()
         draft = self._folder / f"{self._saving}"
         if not is_object_store(self._folder):  # there, a checkpoint is written in place
             (draft,) = self._folder.glob(f"{self._saving}.orbax-checkpoint-tmp*")
@@ -282,13 +314,34 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         """Raise any failure to write a checkpoint as an OSError: TensorStore has others."""
         try:
             yield
-        except (jax.errors.JaxRuntimeError, MemoryError, OSError):
+        except (jax.errors.JaxRuntimeError, MemoryError, LostCheckpointDirError):
             raise
         except Exception as error:
-            raise OSError(
+            if isinstance(error, OSError) and not is_remote(self._folder):
+                raise
+            remedy = (
+                "" if is_remote(self._folder) else " Correct the cause, then run again to resume."
+            )
+            raise CheckpointWriteError(
                 f"The checkpoint of round {self._saving} cannot be written in {self._folder} "
-                f"({type(error).__name__}: {error}). Correct the cause, then run again to resume."
+                f"({type(error).__name__}: {str(error).partition(chr(10))[0]}).{remedy}"
             ) from error
+
+    @contextmanager
+    def _losing(self) -> Iterator[None]:
+        """Go on after a failure to write a checkpoint to a bucket, but not forever."""
+        try:
+            yield
+        except CheckpointWriteError as error:
+            self._num_lost += 1
+            # Several processes could differ in what they have saved.
+            alone = is_remote(self._folder) and jax.process_count() == 1
+            if not alone or self._num_lost > MOST_LOST_SAVES:
+                raise
+            self._lost = error
+            if self._exports is not None:
+                self._exports.skip(self._saving)
+            print_error(f"{error} The run continues, and tries again at its next checkpoint.")
 
     @contextmanager
     def _reading(self, step: int) -> Iterator[None]:
@@ -324,13 +377,18 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             self._exports.wait()
 
     def _wait_until_saved(self) -> None:
+        if self._lost is not None:
+            raise self._lost
         with self._writing():
             self._manager.wait_until_finished()
+        if self._saving is not None:
+            self._num_lost = 0
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         """Wait for the running save and close. Its failure must not hide the run's own error."""
         try:
-            self._manager.close()
+            if self._lost is None:
+                self._manager.close()
         except Exception as failure:
             if kind is None:
                 kind = type(failure)
@@ -348,7 +406,7 @@ def _set_aside_unfinished(folder: Path) -> None:
             continue
         unfinished = is_object_store(path) and not (path / COMMITTED).is_file()
         if unfinished or not any(entry.is_file() for entry in path.rglob("*")):
-            shutil.rmtree(path)
+            remove_folder(path)
             print_error(f"Removed {path}: the checkpoint is unfinished.")
             continue
         aside = folder.parent / f"checkpoint_{path.name}_without_checksums"

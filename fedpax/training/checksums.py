@@ -1,11 +1,17 @@
-"""Checksums of a checkpoint's files: a checkpoint without them is unfinished, or damaged."""
+"""Checksums of a checkpoint's files: a checkpoint without them is unfinished, or damaged.
 
+On a disk, the files are read. In a bucket they are not: the store has computed their CRC-32C.
+"""
+
+import base64
 import json
 import os
 import zlib
 from pathlib import Path
+from typing import Any
 
-from fedpax.training.configuration import write_atomically
+from fedpax.training.configuration import is_remote, write_atomically
+from fedpax.training.remote import list_files
 
 FILE = "checksums.json"
 # Orbax writes these two when it renames the checkpoint. They hold no data, and are not read.
@@ -15,6 +21,8 @@ CHUNK_BYTES = 1 << 24
 
 def write_checksums(folder: Path) -> None:
     """Write the size and the CRC-32 of every file in a folder to `checksums.json` there.
+
+    In a bucket it is the CRC-32C, in base64.
 
     Args:
         folder: a checkpoint whose files are complete.
@@ -30,7 +38,11 @@ def write_checksums(folder: Path) -> None:
         >>> find_damage(folder)
         'data has another checksum'
     """
-    content = {name: _size_and_crc(folder / name) for name in _files(folder)}
+    if is_remote(folder):
+        found = list_files(folder)
+        content: dict[str, Any] = {n: found[n] for n in sorted(found) if not _is_ignored(n)}
+    else:
+        content = {name: _size_and_crc(folder / name) for name in _files(folder)}
     write_atomically(folder / FILE, json.dumps(content, indent=2) + "\n")
 
 
@@ -50,10 +62,16 @@ def find_damage(folder: Path) -> str | None:
     """
     try:
         expected = json.loads((folder / FILE).read_bytes())
+        listed = list_files(folder) if is_remote(folder) else None
         for name, (size, crc) in expected.items():
-            if not (folder / name).is_file():
+            if name not in listed if listed is not None else not (folder / name).is_file():
                 return f"{name} is missing"
-            found = _size_and_crc(folder / name)
+            if listed is not None and isinstance(crc, str):
+                found: tuple[int, Any] = listed[name]
+            elif isinstance(crc, str):  # copied from a bucket
+                found = _size_and_crc32c(folder / name, crc)
+            else:
+                found = _size_and_crc(folder / name)
             if found[0] != size:
                 return f"{name} has {found[0]} bytes instead of {size}"
             if found[1] != crc:
@@ -67,8 +85,24 @@ def find_damage(folder: Path) -> str | None:
 
 def _files(folder: Path) -> list[str]:
     paths = (Path(root, name) for root, _, names in os.walk(folder) for name in names)
-    found = (path for path in paths if path.name not in IGNORED)
+    found = (path for path in paths if not _is_ignored(path.name))
     return sorted(path.relative_to(folder).as_posix() for path in found)
+
+
+def _is_ignored(name: str) -> bool:
+    return name.rpartition("/")[2] in IGNORED
+
+
+def _size_and_crc32c(path: Path, expected: str) -> tuple[int, str]:
+    """Return the size and the CRC-32C; without the extra `gcs`, the one that is expected."""
+    try:
+        import google_crc32c
+    except ImportError:
+        return path.stat().st_size, expected
+    checksum = google_crc32c.Checksum()
+    with path.open("rb") as file:
+        size = sum(len(chunk) for chunk in checksum.consume(file, CHUNK_BYTES))
+    return size, base64.b64encode(checksum.digest()).decode()
 
 
 def _size_and_crc(path: Path) -> tuple[int, int]:

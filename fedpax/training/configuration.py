@@ -6,11 +6,12 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 VERSION = 1
 FILE = "config.json"
+URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")  # one slash: Path("gs://bucket") is gs:/bucket
 
 
 class ConfigurationError(Exception):
@@ -201,7 +202,7 @@ def read_configuration_json(folder: str | Path) -> tuple[str, dict[str, Any]] | 
     Raises:
         ConfigurationError: the file is damaged or has another version.
     """
-    path = Path(folder) / FILE
+    path = (folder if isinstance(folder, PurePath) else Path(folder)) / FILE
     if not path.exists():
         return None
     try:
@@ -224,6 +225,16 @@ def read_configuration_json(folder: str | Path) -> tuple[str, dict[str, Any]] | 
     return exp, configuration
 
 
+def is_remote(folder: str | PurePath) -> bool:
+    """Return whether a folder is named by a URL.
+
+    Example:
+        >>> is_remote("gs://my-bucket/runs"), is_remote("runs/gs")
+        (True, False)
+    """
+    return URL.match(str(folder)) is not None
+
+
 def resolve_job_log_dir(job_log_dir: str | Path) -> Path:
     """Return a run's folder as an absolute path, with `~` expanded.
 
@@ -237,12 +248,16 @@ def resolve_job_log_dir(job_log_dir: str | Path) -> Path:
         >>> resolve_job_log_dir("~/runs/digits") == Path.home() / "runs" / "digits"
         True
     """
-    # Path("gs://bucket") is gs:/bucket.
-    if scheme := re.match(r"([A-Za-z][A-Za-z0-9+.-]*):/", str(job_log_dir)):
+    if scheme := URL.match(str(job_log_dir)):
+        remedy = (
+            "Give a local folder, and the bucket for what must outlive this machine: "
+            f"--job_log_dir=runs/NAME --training.checkpoint_dir={job_log_dir}"
+            if scheme[1] == "gs"
+            else "Mount the bucket (for example with s3fs) and give the mounted folder."
+        )
         raise ConfigurationError(
             f"--job_log_dir={job_log_dir} is a {scheme[1]} URL, expected a folder of a file "
-            "system. Mount the bucket (for example with gcsfuse) and give the mounted folder, or "
-            "give a local folder and copy it to the bucket afterwards."
+            f"system. {remedy}"
         )
     try:
         return Path(job_log_dir).expanduser().absolute()
@@ -260,6 +275,9 @@ def write_atomically(path: Path, text: str) -> None:
         path: the file; its folder is created if it is missing.
         text: the new content.
     """
+    if is_remote(path):  # a bucket has no part of a file
+        path.write_text(text)
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.draft")
     with draft.open("w") as file:

@@ -156,6 +156,9 @@ class TrainingConfig:
         export_every: rounds between exports of the model to `exports/ROUND` in the run's folder, as
             `fedpax export` writes it; these rounds, and the last one, are saved and exported while
             the training continues. 0: none.
+        checkpoint_dir: the folder of the checkpoints, the exports and copies of the configuration
+            and the metrics, such as `gs://BUCKET/FOLDER`. A run with an empty folder resumes from
+            it. None: the run's folder.
         seed: seed of the initial parameters.
         stop_on_non_finite: stop with an error when the loss or a parameter is NaN or infinite.
         on_spike: what to do when the loss of a round spikes, which means that it is not finite, or
@@ -189,6 +192,7 @@ class TrainingConfig:
     keep_checkpoints: int = 3
     keep_every: int = 0
     export_every: int = 0
+    checkpoint_dir: str | None = None
     seed: int = 0
     stop_on_non_finite: bool = True
     on_spike: OnSpike = "ignore"

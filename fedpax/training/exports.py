@@ -16,8 +16,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from fedpax.training.algorithm import Params
+from fedpax.training.checksums import has_checksums
+from fedpax.training.configuration import is_remote
 from fedpax.training.console import print_error
-from fedpax.training.mounts import atomicity_of, rename_folder
+from fedpax.training.mounts import atomicity_of, remove_folder, rename_folder
 from fedpax.training.saved_params import load_params
 from fedpax.training.saved_rounds import FOLDER as CHECKPOINTS
 from fedpax.training.saved_rounds import complete_rounds
@@ -40,7 +42,9 @@ class Exports(AbstractContextManager["Exports"]):
     A failure is printed, and does not stop the run.
 
     Args:
-        folder: the run's folder.
+        folder: the run's folder, in which models are prepared.
+        run: the folder with the checkpoints and the exports, which can be in a bucket. Default
+            None: `folder`.
         every: rounds between exports. 0: none.
         last: the last round of the run, which is exported too.
         write: `(folder, params) -> None`, writes the server's model, nested dicts of NumPy arrays,
@@ -66,22 +70,25 @@ class Exports(AbstractContextManager["Exports"]):
         every: int,
         last: int,
         write: Callable[[Path, Params], None],
+        run: Path | None = None,
         enabled: bool = True,
     ) -> None:
-        self._job_log_dir, self._folder = folder, folder / FOLDER
+        self._run = folder if run is None else run
+        self._drafts, self._folder = folder / FOLDER, self._run / FOLDER
         self._every, self._last = every, last
         self._write = write
         self._enabled = enabled and every > 0
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="export")
         self._running: Future[None] | None = None
         self._closing = threading.Event()
+        self._skipped: set[int | None] = set()
 
     def __enter__(self) -> "Exports":
         """Write the model that an earlier process was killed before it had written."""
         if self._enabled:
-            for draft in self._folder.glob(".*.draft"):
+            for draft in self._drafts.glob(".*.draft"):
                 shutil.rmtree(draft)
-            saved = complete_rounds(self._job_log_dir / CHECKPOINTS)
+            saved = complete_rounds(self._run / CHECKPOINTS)
             for number in [number for number in saved if self._is_due(number)][-1:]:
                 if not (self._folder / f"{number}" / LAST_FILE).is_file():
                     self.start(number)
@@ -114,23 +121,32 @@ class Exports(AbstractContextManager["Exports"]):
         if self._enabled and self._is_due(round_number):
             self.wait()
 
+    def skip(self, round_number: int | None) -> None:
+        """Do not wait for a checkpoint whose save has failed.
+
+        Args:
+            round_number: its round.
+        """
+        self._skipped.add(round_number)
+
     def _export(self, round_number: int) -> None:
         if not self._wait_until_saved(round_number):
             return
         target = self._folder / f"{round_number}"
-        draft = self._folder / f".{round_number}.draft"
+        draft = self._drafts / f".{round_number}.draft"
         try:
+            self._drafts.mkdir(exist_ok=True)
             self._folder.mkdir(exist_ok=True)
-            self._write(draft, load_params(self._job_log_dir, round_number))
+            self._write(draft, load_params(self._run, round_number))
             if target.exists():  # of a run that has returned to an earlier round
-                shutil.rmtree(target)
+                remove_folder(target)
             rename_folder(draft, target, last=LAST_FILE)
         except Exception as error:
             shutil.rmtree(draft, ignore_errors=True)
             print_error(
                 f"The model of round {round_number} is not exported to {target} "
                 f"({type(error).__name__}: {error}). The run continues. Correct the cause, and run "
-                f"`fedpax export --job_log_dir={self._job_log_dir} --round={round_number}` while "
+                f"`fedpax export --job_log_dir={self._run} --round={round_number}` while "
                 "the run keeps this checkpoint."
             )
 
@@ -138,11 +154,12 @@ class Exports(AbstractContextManager["Exports"]):
         """Return whether the checkpoint is complete; False if nothing will complete it."""
         while True:
             is_last_look = self._closing.is_set()
-            if round_number in complete_rounds(self._job_log_dir / CHECKPOINTS):
+            if has_checksums(self._run / CHECKPOINTS / f"{round_number}"):
                 return True
-            if is_last_look:
+            if is_last_look or round_number in self._skipped:
                 return False
-            self._closing.wait(SECONDS_BETWEEN_LOOKS)
+            factor = 10 if is_remote(self._run) else 1  # a look is a request
+            self._closing.wait(factor * SECONDS_BETWEEN_LOOKS)
 
     def __exit__(self, *error: object) -> None:
         """Wait until the export of a complete checkpoint is complete."""

@@ -14,12 +14,14 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from fedpax.training.checkpoint_dir import is_owned
 from fedpax.training.configuration import (
     ConfigurationError,
     class_name,
     differences,
     flatten,
     from_json,
+    is_remote,
     read_configuration_json,
     to_json,
 )
@@ -141,7 +143,7 @@ def is_in_use(folder: Path) -> bool:
     """Return whether a process trains in a folder.
 
     Args:
-        folder: a run's folder, which may be missing. It is not changed.
+        folder: a run's folder, or its `checkpoint_dir`. It may be missing, and is not changed.
 
     Example:
         >>> import tempfile
@@ -152,7 +154,9 @@ def is_in_use(folder: Path) -> bool:
         >>> is_in_use(folder)
         False
     """
-    if sys.platform == "win32":
+    if is_owned(folder):
+        return True
+    if sys.platform == "win32" or is_remote(folder):
         return False  # no locks of this kind
     try:
         with (folder / LOCK).open("rb") as file:
@@ -170,6 +174,7 @@ def check_configuration(
     exp: str = "",
     *,
     allow_config_change: Collection[str] = (),
+    flag: str = "--job_log_dir",
 ) -> None:
     """Check that a folder is empty, or holds the same experiment with an allowed configuration.
 
@@ -181,6 +186,7 @@ def check_configuration(
             A path allows all fields below it: `"mesh"` allows `"mesh.clients"`. A larger
             `training.rounds` is always allowed once all rounds of the former one are done, and so
             is any change of the fields in `WITHOUT_EFFECT`.
+        flag: the flag that sets the folder, for error messages.
 
     Raises:
         ConfigurationError: the folder holds another experiment, a field differs that is not
@@ -199,16 +205,16 @@ def check_configuration(
     functions = {text.rpartition(":")[2] for text in (name, exp) if text}
     if not same_class and name == exp:
         raise ConfigurationError(
-            f"--job_log_dir={folder} holds a {saved['class']}, expected a {class_name(experiment)}"
+            f"{flag}={folder} holds a {saved['class']}, expected a {class_name(experiment)}"
             f"{f', as --exp={exp} makes now' if exp else ''}. If the class was renamed, write its "
-            "new name into config.json there; otherwise set another --job_log_dir."
+            f"new name into config.json there; otherwise set another {flag}."
         )
     if not same_class or (changes and len(functions) > 1):
         raise ConfigurationError(
-            f"--job_log_dir={folder} holds another experiment"
+            f"{flag}={folder} holds another experiment"
             f"{f', --exp={name}' if name else ''}, expected "
             f"{f'--exp={exp}' if exp else class_name(experiment)} or an empty folder. Set another "
-            "--job_log_dir."
+            f"{flag}."
         )
     refused = {
         path: change
@@ -219,9 +225,9 @@ def check_configuration(
         allowed_paths = ",".join([*allow_config_change, *refused])
         listing = "\n".join(f"  {path}: {change}" for path, change in refused.items())
         raise ConfigurationError(
-            f"--job_log_dir={folder} holds this experiment with another configuration. Fields that "
+            f"{flag}={folder} holds this experiment with another configuration. Fields that "
             f"would change:\n{listing}\n"
-            "Set the former values to resume the run, another --job_log_dir to start a new one, "
+            f"Set the former values to resume the run, another {flag} to start a new one, "
             f"or --allow_config_change={allowed_paths} to resume it with the new values."
         )
 

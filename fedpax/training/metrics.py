@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from tensorboardX.proto.event_pb2 import Event, SessionLog
@@ -134,9 +134,15 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
         # Not tensorboardX's SummaryWriter: its thread dies with a traceback when the disk is full.
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.after{after}"
         (folder / SCALARS).mkdir(exist_ok=True)
+        is_first = not any((folder / SCALARS).iterdir())
         self._events = RecordWriter(str(folder / SCALARS / name))
         self._add_event(0, file_version="brain.Event:2")
         self._add_event(after + 1, session_log=SessionLog(status=SessionLog.START))
+        if is_first:  # the lines are of another machine
+            for line in self.kept:
+                numbers = {k: v for k, v in line.items() if isinstance(v, int | float)}
+                del numbers["round"]
+                self._add_scalars(line["kind"], line["round"], numbers)
         self._flushed = time.monotonic()
 
     def write(self, kind: str, round_number: int, values: Mapping[str, float | str]) -> None:
@@ -216,7 +222,7 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
 
 def _read(job_log_dir: str | Path) -> tuple[list[dict[str, Any]], list[int]]:
     """Return the whole lines of `metrics.jsonl`, and the numbers of the damaged ones, from 1."""
-    path = Path(job_log_dir) / FILE
+    path = (job_log_dir if isinstance(job_log_dir, PurePath) else Path(job_log_dir)) / FILE
     lines: list[dict[str, Any]] = []
     damaged: list[int] = []
     if not path.exists():

@@ -1,8 +1,12 @@
-"""Object stores that are mounted as file systems, such as a bucket by gcsfuse."""
+"""Object stores, such as a bucket that gcsfuse mounts, or one that is named by its URL."""
 
+import shutil
 from pathlib import Path
+from typing import Any
 
 import orbax.checkpoint as ocp
+
+from fedpax.training.configuration import is_remote
 
 MOUNTS = Path("/proc/self/mounts")
 OBJECT_STORES = frozenset(
@@ -10,25 +14,28 @@ OBJECT_STORES = frozenset(
 )
 """Names of programs that mount an object store, as Linux lists them after `fuse.`."""
 COMMITTED = "commit_success.txt"
+CHUNK_BYTES = 1 << 24
 
 
 def is_object_store(folder: Path) -> bool:
-    """Return whether a folder is in a mounted object store.
+    """Return whether a folder is in an object store.
 
     Such a store has no operation that renames a folder with its files: the mount refuses it, or
     copies file by file. A file is written completely or not at all.
 
     Args:
-        folder: an absolute path, which may not exist.
+        folder: an absolute path, or a folder in a bucket. It may not exist.
 
     Returns:
-        Whether the file system is one of `OBJECT_STORES`; False where the operating system has no
-        list of mounts.
+        Whether it is named by a URL, or its file system is one of `OBJECT_STORES`; False for a path
+        where the operating system has no list of mounts.
 
     Example:
         >>> is_object_store(Path.home())
         False
     """
+    if is_remote(folder):
+        return True
     try:
         lines = MOUNTS.read_text().splitlines()
     except OSError:
@@ -58,12 +65,27 @@ def atomicity_of(folder: Path) -> ocp.options.AtomicityOptions:
     return ocp.options.AtomicityOptions(mode.COMMIT_FILE, allow_legacy_atomic_rename=True)
 
 
-def rename_folder(source: Path, target: Path, *, last: str) -> None:
-    """Rename a folder; in an object store, move its files one by one.
+def remove_folder(folder: Any) -> None:
+    """Remove a folder with its files.
 
     Args:
-        source: the folder.
-        target: its new name, which does not exist.
+        folder: a path, or a folder in a bucket.
+
+    Raises:
+        OSError: the files cannot be removed.
+    """
+    if is_remote(folder):
+        folder.rmtree()
+    else:
+        shutil.rmtree(folder)
+
+
+def rename_folder(source: Path, target: Path, *, last: str) -> None:
+    """Rename a folder; in an object store, or between two of them, move its files one by one.
+
+    Args:
+        source: the folder, a path.
+        target: its new name, which does not exist: a path, or a folder in a bucket.
         last: name of the file in it that is moved last: if the process is killed before, it is
             missing in `target`.
 
@@ -78,13 +100,16 @@ def rename_folder(source: Path, target: Path, *, last: str) -> None:
         >>> [path.name for path in folder.iterdir()]
         ['model']
     """
-    if not is_object_store(source):
+    one_store = not is_object_store(source) and not is_object_store(target)
+    if one_store and source.stat().st_dev == target.parent.stat().st_dev:
         source.rename(target)
         return
     files = [path.relative_to(source) for path in source.rglob("*") if path.is_file()]
     for file in sorted(files, key=lambda file: (file == Path(last), file)):
         (target / file).parent.mkdir(parents=True, exist_ok=True)
-        (source / file).rename(target / file)
-    for path in sorted(source.rglob("*"), reverse=True):  # empty folders, the inner ones first
-        path.rmdir()
-    source.rmdir()
+        if is_remote(target):
+            with (source / file).open("rb") as old, (target / file).open("wb") as new:
+                shutil.copyfileobj(old, new, CHUNK_BYTES)
+        else:
+            shutil.move(source / file, target / file)
+    shutil.rmtree(source)

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from fedpax.parallel.gather import gather_json
 from fedpax.training.algorithm import State
 from fedpax.training.announcement import announce
 from fedpax.training.checkpoint import Checkpoints
@@ -31,7 +32,6 @@ from fedpax.training.prefetch import Prefetch, put_on_mesh
 from fedpax.training.profile import Profile
 from fedpax.training.progress import Progress
 from fedpax.training.saved_program import ProgramFile
-from fedpax.training.saved_rounds import latest_round
 from fedpax.training.spikes import Spike, SpikeHistory
 from fedpax.training.stream_state import gather_stream_state, restore_stream
 from fedpax.training.utilization import utilization_of
@@ -100,7 +100,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         self._skips = self._training.on_spike == "skip"
         self._replicated = NamedSharding(run.mesh, PartitionSpec())
         self._copy, self._copies = copy, CopiesOfRounds(changes.membership)
-        self.done = self._first = (latest_round(folder) or 0) if copy is None else copy.round
+        self.done = self._first = (checkpoints.latest_round() or 0) if copy is None else copy.round
         self._current = self._first + 1
         self._dispatched = self._first  # unlike `done`, it never decreases
         self.evaluation: dict[str, float] | None = None
@@ -138,6 +138,8 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         self._resources = ExitStack()
         enter = self._resources.enter_context
         self._metrics = enter(MetricsWriter(self._folder, after=self.done, enabled=primary))
+        if jax.process_count() > 1:  # hosts need not share the folder
+            self._metrics.kept = gather_json(self._metrics.kept if primary else [])[0]
         self._history = SpikeHistory(
             self._metrics.kept,
             on_spike=training.on_spike,
@@ -347,7 +349,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         """Begin at the newest checkpoint: the copies of the processes lack a part of the state."""
         self._resources.close()
         self._copy = None
-        self.done = latest_round(self._folder) or 0
+        self.done = self._checkpoints.latest_round() or 0
         self._clock.lose_since(self.done)
         self._progress.restart(
             self.done, f"a lost process had a part of the state; resuming from round {self.done}"

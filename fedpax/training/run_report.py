@@ -6,6 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+from fedpax.training.checkpoint_dir import folder_of_checkpoints
 from fedpax.training.configuration import (
     FILE,
     ConfigurationError,
@@ -64,16 +65,18 @@ def report_run(folder: Path) -> RunReport:
     """Read the progress of a run, and change nothing in its folder.
 
     Args:
-        folder: the run's folder.
+        folder: the run's folder, or its `checkpoint_dir`.
     """
     damage = []
-    name, total_rounds = folder.name, None
+    name, total_rounds, saved_in = folder.name, None, folder
     try:
         if found := read_configuration_json(folder):
             exp, configuration = found
             name = exp or name
-            total = dict(flatten(configuration)).get("training.rounds")
+            fields = dict(flatten(configuration))
+            total = fields.get("training.rounds")
             total_rounds = total if isinstance(total, int) else None
+            saved_in = folder_of_checkpoints(folder, fields.get("training.checkpoint_dir"))
     except ConfigurationError as error:
         damage.append(str(error))
     lines: list[dict[str, Any]] = []
@@ -87,7 +90,7 @@ def report_run(folder: Path) -> RunReport:
         damage.append(str(error))
     rounds, evaluations = select(lines, "training"), select(lines, "evaluation")
     last = rounds[-1] if rounds else {}
-    saved = latest_round(folder) or 0
+    saved = latest_round(saved_in) or 0
     finished = total_rounds is not None and saved >= total_rounds
     sizes = (select(lines, "run") or [{}])[0]
     goodput = read_goodput(folder)

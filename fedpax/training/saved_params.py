@@ -1,6 +1,8 @@
 """The server's model of a checkpoint, read without the rest of the state."""
 
+import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -8,7 +10,7 @@ import orbax.checkpoint as ocp
 
 from fedpax.training.algorithm import Params
 from fedpax.training.checksums import find_damage
-from fedpax.training.configuration import resolve_job_log_dir
+from fedpax.training.remote import resolve_folder
 from fedpax.training.saved_leaves import check_same_leaves, saved_struct
 from fedpax.training.saved_rounds import FOLDER, complete_rounds, damaged_checkpoint
 
@@ -19,7 +21,7 @@ def load_params(
     """Load the server's model of a run, to use it after the training.
 
     Args:
-        job_log_dir: the run's folder.
+        job_log_dir: the run's folder, or one in a bucket (`gs://`).
         round_number: the checkpoint's round. Default None: the newest checkpoint.
         like: the parameters' abstract values, each a `jax.ShapeDtypeStruct` with its sharding; a
             device then reads only its shard. Default None: return NumPy arrays.
@@ -33,7 +35,7 @@ def load_params(
         DamagedCheckpointError: its files are damaged.
         ValueError: `like` has other leaves, or another shape, than the saved parameters.
     """
-    folder = resolve_job_log_dir(job_log_dir) / FOLDER
+    folder = resolve_folder(job_log_dir) / FOLDER
     rounds = complete_rounds(folder)
     if not rounds or (round_number is not None and round_number not in rounds):
         wanted = "" if round_number is None else f" of round {round_number}"
@@ -58,7 +60,7 @@ def load_params(
     options = ocp.CheckpointManagerOptions(
         create=False, multiprocessing_options=alone if like is None else every
     )
-    with ocp.CheckpointManager(folder, options=options, item_handlers=handlers) as manager:
+    with _open(folder, options, handlers) as manager:
         metadata = manager.item_metadata(round_number)
         in_state = "params" in metadata["state"]
         saved = metadata["state"]["params"] if in_state else metadata["params"]
@@ -81,6 +83,18 @@ def load_params(
     if like is None:
         return params
     return ocp.tree.from_flat_dict(ocp.tree.to_flat_dict(params), target=like)
+
+
+def _open(
+    folder: Path, options: ocp.CheckpointManagerOptions, handlers: dict[str, Any]
+) -> ocp.CheckpointManager:
+    """Open a folder, in which a run can remove other checkpoints while Orbax lists them."""
+    for _ in range(5 if jax.process_count() == 1 else 0):
+        try:
+            return ocp.CheckpointManager(folder, options=options, item_handlers=handlers)
+        except FileNotFoundError:
+            time.sleep(0.1)
+    return ocp.CheckpointManager(folder, options=options, item_handlers=handlers)
 
 
 def _restore_args(

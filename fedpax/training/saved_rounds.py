@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from fedpax.training.checksums import find_damage, has_checksums
-from fedpax.training.configuration import resolve_job_log_dir
+from fedpax.training.remote import resolve_folder
 
 FOLDER = "checkpoints"
 
@@ -28,14 +28,14 @@ def latest_round(job_log_dir: str | Path) -> int | None:
     """Return the round of the newest complete checkpoint of a run, or None if there is none.
 
     Args:
-        job_log_dir: a run's folder, which may be missing.
+        job_log_dir: a run's folder, or one in a bucket. It may be missing.
 
     Example:
         >>> import tempfile
         >>> print(latest_round(tempfile.mkdtemp()))
         None
     """
-    rounds = complete_rounds(resolve_job_log_dir(job_log_dir) / FOLDER)
+    rounds = complete_rounds(resolve_folder(job_log_dir) / FOLDER)
     return rounds[-1] if rounds else None
 
 
@@ -48,7 +48,7 @@ def check_latest_round(job_log_dir: str | Path) -> None:
     Raises:
         DamagedCheckpointError: the checkpoint is damaged.
     """
-    folder = resolve_job_log_dir(job_log_dir) / FOLDER
+    folder = resolve_folder(job_log_dir) / FOLDER
     for step in complete_rounds(folder)[-1:]:
         if damage := find_damage(folder / str(step)):
             raise damaged_checkpoint(folder, step, damage)

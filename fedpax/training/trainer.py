@@ -12,9 +12,15 @@ from typing import NamedTuple
 import jax
 
 from fedpax.training.agreement import check_agreement
-from fedpax.training.checkpoint import Checkpoints
+from fedpax.training.checkpoint import Checkpoints, CheckpointWriteError
+from fedpax.training.checkpoint_dir import (
+    CheckpointDir,
+    LostCheckpointDirError,
+    resolve_checkpoint_dir,
+)
 from fedpax.training.compile_ahead import CompileAhead
 from fedpax.training.configuration import (
+    is_remote,
     read_configuration_json,
     resolve_job_log_dir,
     write_configuration,
@@ -84,7 +90,8 @@ def train(
 
     Args:
         experiment: the experiment.
-        job_log_dir: the run's folder, on a file system that every process sees.
+        job_log_dir: the run's folder, on a file system that every process sees. With
+            `training.checkpoint_dir`, processes can have folders of their own.
         exp: the experiment's name on the command line, recorded in `config.json`.
         allow_config_change: paths of fields that may differ from the folder's configuration, such
             as `["mesh", "optimizer.learning_rate"]`. A path allows all fields below it. Default:
@@ -109,35 +116,50 @@ def train(
             allow another number of participants.
         NonFiniteError: the loss or a parameter is not finite.
         RepeatedSpikesError: the loss spikes again and again.
-        StorageError: the folder cannot be written, for example because the disk is full.
+        StorageError: the folder or its `training.checkpoint_dir` cannot be written, for example
+            because the disk is full.
     """
     if isinstance(allow_config_change, str):
         allow_config_change = allow_config_change.split(",")
     check_rule(participant_states)
     folder = resolve_job_log_dir(job_log_dir)
-    with JobDirLock(folder):
-        check_agreement(folder, experiment)
-        check_configuration(folder, experiment, exp, allow_config_change=allow_config_change)
-        done = latest_round(folder) or 0
+    saved_in = resolve_checkpoint_dir(folder, experiment.training.checkpoint_dir)
+    with JobDirLock(folder), ExitStack() as stack:
+        check_agreement(folder, experiment, saved_in)
+        check = functools.partial(
+            check_configuration,
+            experiment=experiment,
+            exp=exp,
+            allow_config_change=allow_config_change,
+        )
+        check(folder)
+        checkpoint_dir = None
+        if saved_in != folder:
+            check(saved_in, flag="--training.checkpoint_dir")
+            checkpoint_dir = stack.enter_context(CheckpointDir(saved_in, folder))
+        done = latest_round(saved_in) or 0
         if done >= experiment.training.rounds:
-            check_latest_round(folder)
+            check_latest_round(saved_in)
             if jax.process_index() == 0 and read_configuration_json(folder) is None:
                 write_configuration(folder, experiment, exp)  # it was lost, and commands need it
-            with _exports(experiment, folder, exp):  # a kill can have prevented the last one
+            # A kill can have prevented the last one.
+            with _exports(experiment, folder, saved_in, exp):
                 pass
             return TrainingResult(done, True, rounds_trained=0, signal=None, evaluation=None)
         try:
             changes = Changes(allow_config_change, participant_states, membership)
-            return _train(experiment, folder, exp, changes, fewer)
+            return _train(experiment, folder, saved_in, checkpoint_dir, exp, changes, fewer)
         except Exception as error:
-            if (reason := _storage_failure(error)) is None:
+            if (reason := _storage_failure(error, saved_in)) is None:
                 raise
-            raise StorageError(_stopped(exp, experiment, folder, reason)) from error
+            raise StorageError(_stopped(exp, experiment, saved_in, *reason)) from error
 
 
 def _train(
     experiment: Experiment,
     folder: Path,
+    saved_in: Path,
+    checkpoint_dir: CheckpointDir | None,
     exp: str,
     changes: Changes,
     fewer: Callable[[], Experiment] | None,
@@ -145,7 +167,7 @@ def _train(
     training = experiment.training
     primary = jax.process_index() == 0
     copy = None if changes.membership is None else changes.membership.find_copy()
-    first = (latest_round(folder) or 0) if copy is None else copy.round
+    first = (latest_round(saved_in) or 0) if copy is None else copy.round
     lines = read_metrics(folder)
     kept = [line for line in lines if line["round"] <= first]
     name = exp or type(experiment).__name__
@@ -163,8 +185,15 @@ def _train(
                 training.export_every,
             ),
         )
-        exports = enter(_exports(experiment, folder, exp))
-        checkpoints = enter(Checkpoints(folder, keep=retention, exports=exports))
+        exports = enter(_exports(experiment, folder, saved_in, exp))
+        checkpoints = enter(
+            Checkpoints(
+                saved_in,
+                keep=retention,
+                exports=exports,
+                before_complete=None if checkpoint_dir is None else checkpoint_dir.before_complete,
+            )
+        )
         progress = enter(
             Progress(
                 name,
@@ -207,7 +236,7 @@ def _train(
                 loop.train(preemption)
             except (NonFiniteError, RepeatedSpikesError) as error:
                 checkpoints.wait()
-                message = _stopped(exp, experiment, folder, *_reason_and_remedy(error))
+                message = _stopped(exp, experiment, saved_in, *_reason_and_remedy(error))
                 raise type(error)(message) from None
         progress.note(describe_goodput(clock.seconds()))
     return TrainingResult(
@@ -219,9 +248,10 @@ def _train(
     )
 
 
-def _exports(experiment: Experiment, folder: Path, exp: str) -> Exports:
+def _exports(experiment: Experiment, folder: Path, saved_in: Path, exp: str) -> Exports:
     return Exports(
         folder,
+        run=saved_in,
         every=experiment.training.export_every,
         last=experiment.training.rounds,
         write=functools.partial(experiment.write_model, exp=exp),
@@ -246,22 +276,30 @@ def _reason_and_remedy(error: NonFiniteError | RepeatedSpikesError) -> tuple[str
     )
 
 
-def _storage_failure(error: BaseException) -> str | None:
-    """Return the reason if an error says that files cannot be written."""
+def _storage_failure(error: BaseException, saved_in: Path) -> tuple[str, str] | None:
+    """Return the reason and the remedy if an error says that files cannot be written."""
+    if isinstance(error, LostCheckpointDirError):
+        remedy = "Keep that run, or stop it and run the same command again to resume."
+        return f"{error}".removesuffix("."), remedy
+    if is_remote(saved_in) and isinstance(error, CheckpointWriteError):
+        return f"{error}".removesuffix("."), "Run the same command again to resume."
+    remedy = "Make room on the disk, then run the same command again to resume."
     numbers = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     if isinstance(error, OSError) and error.errno in numbers:
-        return os.strerror(error.errno)
+        return os.strerror(error.errno), remedy
     # Orbax and TensorStore wrap the error of the operating system in others.
     found = [os.strerror(number) for number in numbers if os.strerror(number) in str(error)]
-    return found[0] if found else None
+    return (found[0], remedy) if found else None
 
 
-def _stopped(
-    exp: str, experiment: Experiment, folder: Path, reason: str, remedy: str | None = None
-) -> str:
-    kept = latest_round(folder)
+def _stopped(exp: str, experiment: Experiment, saved_in: Path, reason: str, remedy: str) -> str:
+    name = exp or type(experiment).__name__
+    try:
+        kept = latest_round(saved_in)
+    except Exception:  # the bucket is away
+        return f"{name} stopped: {reason}. Its checkpoints are kept in {saved_in}. {remedy}"
     return (
-        f"{exp or type(experiment).__name__} stopped: {reason}. "
-        f"{f'The checkpoint of round {kept}' if kept else 'No checkpoint'} is kept in {folder}. "
-        + (remedy or "Make room on the disk, then run the same command again to resume.")
+        f"{name} stopped: {reason}. "
+        f"{f'The checkpoint of round {kept}' if kept else 'No checkpoint'} is kept in {saved_in}. "
+        f"{remedy}"
     )

@@ -107,7 +107,7 @@ def test_code_that_has_moved_is_found_by_exp(
         ((), "--job_log_dir is missing, expected a folder"),
         (("--job_log_dir=nowhere",), "--job_log_dir=nowhere does not exist, expected the folder"),
         ((f"--job_log_dir={__file__}",), "test_evaluate.py is a file, expected the folder"),
-        (("--job_log_dir=gs://bucket/run",), "is a gs URL"),
+        (("--job_log_dir=s3://bucket/run",), "expected gs://BUCKET/FOLDER"),
         (("--job_log_dir=.",), "--job_log_dir=. holds no run, expected a folder with config.json"),
         (("--job_log_dir=.", "--round=last"), "--round"),
     ],

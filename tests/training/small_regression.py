@@ -4,10 +4,12 @@ Local SGD on a random regression: every client takes some steps from the server'
 data and keeps its momentum between rounds; the server averages the models.
 """
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +17,25 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fedpax.parallel.mesh import MeshConfig, available_devices
+from fedpax.training import round_loop
 from fedpax.training.algorithm import FederatedAlgorithm
+from fedpax.training.compiled_round import compile_round
 from fedpax.training.experiment import Experiment, Run, Shardings, TrainingConfig
+
+
+@contextlib.contextmanager
+def shared_compilation() -> Iterator[None]:
+    """Compile the rounds of runs that differ in their data alone once."""
+    compiled: dict[Any, Any] = {}
+
+    def compile_cached(run: Run, cohort: Any, **options: Any) -> Any:
+        key = tuple(options.items())
+        if key not in compiled:
+            compiled[key] = compile_round(run, cohort, **options)
+        return compiled[key]
+
+    with mock.patch.object(round_loop, "compile_round", compile_cached):
+        yield
 
 
 class LocalSGDState(NamedTuple):

@@ -12,12 +12,10 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 import pytest
-from small_regression import ModelConfig, RandomRounds, Regression
+from small_regression import ModelConfig, RandomRounds, Regression, shared_compilation
 
 from fedpax.parallel.mesh import MeshConfig
-from fedpax.training import round_loop
 from fedpax.training.checkpoint import load_params
-from fedpax.training.compiled_round import compile_round
 from fedpax.training.configuration import read_configuration
 from fedpax.training.experiment import Run, TrainingConfig
 from fedpax.training.goodput import BUCKETS, read_goodput
@@ -104,16 +102,7 @@ BASE = TrainingConfig(
 @pytest.fixture(scope="module", autouse=True)
 def compile_once() -> Iterator[None]:
     """Share compiled rounds among the runs, which differ in their data alone."""
-    compiled: dict[Any, Any] = {}
-
-    def compile_cached(run: Run, cohort: Any, **options: bool) -> Any:
-        key = tuple(options.items())
-        if key not in compiled:
-            compiled[key] = compile_round(run, cohort, **options)
-        return compiled[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(round_loop, "compile_round", compile_cached)
+    with shared_compilation():
         yield
 
 

@@ -29,6 +29,8 @@ from fedpax.training.metrics import FILE, read_metrics, select
 from fedpax.training.trainer import train
 
 ROUNDS = 60
+ENDLESS = 10**6
+"""Rounds of a run that a test ends by a signal: however slowly a host starts, it returns before."""
 SETTINGS = (
     "--clients=6",
     "--mesh.clients=3",
@@ -122,6 +124,14 @@ class Job:
             time.sleep(0.05)
         return time.monotonic() - began
 
+    def end(self) -> tuple[list[int], str]:
+        """End an endless job; return the rounds of all saves for a signal, and its errors."""
+        self.processes[0].send_signal(signal.SIGTERM)
+        ends = finish(self.processes)
+        assert [status for status, _, _ in ends] == [143] * self.count, ends[0][2]
+        saved = re.findall(rf"SIGTERM: saved (\d+) of {ENDLESS} rounds", ends[0][1])
+        return [int(number) for number in saved], ends[0][2]
+
 
 @pytest.fixture
 def jobs() -> Iterator[list[Job]]:
@@ -149,29 +159,23 @@ def check_finished(job: Job, one: Path) -> str:
 
 @pytest.mark.slow
 def test_every_host_but_the_keeper_dies_once_and_returns(tmp_path: Path, jobs: list[Job]) -> None:
-    # However slowly a host starts, the run does not end before it has returned.
-    endless = 10**6
-    job = Job(tmp_path / "run", 3, "--pause=0.3", f"--training.rounds={endless}")
+    job = Job(tmp_path / "run", 3, "--pause=0.3", f"--training.rounds={ENDLESS}")
     jobs.append(job)
-    job.wait_for(4, endless)
+    job.wait_for(4, ENDLESS)
     for number in (1, 2):
         child = job.training_process(number)
         job.processes[number].kill()
-        seconds = job.wait_for(3, endless)
+        seconds = job.wait_for(3, ENDLESS)
         assert not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text()
         print(f"killed host {number}: 3 more rounds after {seconds:.1f} s")
         job.return_of(number)
         job.wait_until_it_trains(number)
-        job.wait_for(3, endless)
-    job.processes[0].send_signal(signal.SIGTERM)
-    ends = finish(job.processes)
-    assert [status for status, _, _ in ends] == [143] * 3, ends[0][2]
-    saved = re.findall(rf"SIGTERM: saved (\d+) of {endless} rounds", ends[0][1])
-    train(without_pause(int(saved[-1])), tmp_path / "one")
+        job.wait_for(3, ENDLESS)
+    saved, errors = job.end()
+    train(without_pause(saved[-1]), tmp_path / "one")
     chex.assert_trees_all_close(
         load_params(job.folder), load_params(tmp_path / "one"), rtol=0, atol=1e-5
     )
-    errors = ends[0][2]
     assert errors.count("is gone.") == errors.count("has joined.") == 2
     # The momentum of a lost host's clients is only in its memory: back to the checkpoint.
     assert "2 of 3 processes train from" in errors and "3 of 3 processes train." in errors
@@ -208,20 +212,23 @@ def test_a_training_process_is_killed_or_stopped(
     assert not any(list_copies(memory_folder(None, tmp_path, i)) for i in range(3))
 
 
-def reference(changes: Sequence[tuple[int, list[int], dict[int, int]]], count: int = 3) -> Any:
+def reference(
+    changes: Sequence[tuple[int, list[int], dict[int, int]]], count: int = 3, last: int = ROUNDS
+) -> Any:
     """Return the parameters of `small_islands` whose islands change.
 
     Args:
         changes: for each change the round after which it is made, the islands from then on, and
             for islands that return the round of their state.
         count: number of all islands.
+        last: number of rounds.
     """
     undisturbed = [make_algorithm(count).init(init(jax.random.key(0)))]
     rounds, step = make_rounds(count), jax.jit(make_algorithm(count).round)
-    for _ in range(ROUNDS):
+    for _ in range(max((kept for _, _, own in changes for kept in own.values()), default=0)):
         undisturbed.append(step(undisturbed[-1], next(rounds))[0])
     numbers, state, done = list(range(count)), undisturbed[0], 0
-    for until, now, own in [*changes, (ROUNDS, [], {})]:
+    for until, now, own in [*changes, (last, [], {})]:
         rounds, step = make_rounds(len(numbers)), jax.jit(make_algorithm(len(numbers)).round)
         rounds.round = done
         for _ in range(done, until):
@@ -246,33 +253,28 @@ def rows(numbers: list[int], now: list[int], own: dict[int, int], leaf: Any, *sa
 def test_islands_keep_their_own_state_when_one_is_lost_and_returns(
     tmp_path: Path, jobs: list[Job]
 ) -> None:
-    settings = ("--exp=small_islands:islands", "--pause=1.5")  # it returns before the end
+    settings = ("--exp=small_islands:islands", "--pause=0.3", f"--training.rounds={ENDLESS}")
     job = Job(tmp_path, 3, settings=settings)
     jobs.append(job)
-    job.wait_for(6)
+    job.wait_for(6, ENDLESS)
     programs = [job.program(number, processes=2) for number in (0, 2)]
     written = [path.stat().st_mtime_ns for path in programs]
     job.processes[1].kill()
     job.processes[1].wait()
     left = list_copies(memory_folder(None, tmp_path, 1))
     own = rounds_of(left, left[0].rpartition("-")[0])[-1]
-    job.wait_for(3)
+    job.wait_for(3, ENDLESS)
     # Compiled ahead and loaded: otherwise the files are written again.
     assert [path.stat().st_mtime_ns for path in programs] == written
     job.return_of(1)
-    ends = finish(job.processes)
-    assert ends[0][0] == 0, ends[0][2]
-    lost = re.search(r"2 of 3 processes train from the copies of round (\d+)\.", ends[0][2])
+    job.wait_until_it_trains(1)
+    job.wait_for(3, ENDLESS)
+    (returned, last), messages = job.end()
+    lost = re.search(r"2 of 3 processes train from the copies of round (\d+)\.", messages)
     assert lost and own - int(lost[1]) in (0, 1)
-    assert "start 3: 3 of 3 processes train." in ends[0][2]
-    returned = re.search(r"SIGTERM: saved (\d+) of 60 rounds", ends[0][1])
-    assert returned
-    expected = reference(
-        [
-            (int(lost[1]), [0, 2], {}),
-            (int(returned[1]), [0, 1, 2], {1: own}),
-        ]
-    )
+    assert "start 3: 3 of 3 processes train." in messages
+    changes = [(int(lost[1]), [0, 2], {}), (returned, [0, 1, 2], {1: own})]
+    expected = reference(changes, last=last)
     chex.assert_trees_all_close(load_params(tmp_path), expected, rtol=0, atol=1e-5)
 
 
@@ -283,36 +285,29 @@ def test_an_island_of_two_processes_leaves_and_returns(tmp_path: Path, jobs: lis
         "--islands=2",
         "--mesh.islands=2",
         "--mesh.fsdp=2",  # the parameters of an island are on both of its processes
-        "--pause=1.5",
+        "--pause=0.3",
+        f"--training.rounds={ENDLESS}",
     )
     job = Job(tmp_path, 4, settings=settings)
     jobs.append(job)
-    job.wait_for(4)
+    job.wait_for(4, ENDLESS)
     job.processes[3].kill()
     job.processes[3].wait()
     left = list_copies(memory_folder(None, tmp_path, 3))
     own = rounds_of(left, left[0].rpartition("-")[0])[-1]
-    job.wait_for(3)
+    job.wait_for(3, ENDLESS)
     job.return_of(3)
-    ends = finish(job.processes)
-    assert ends[0][0] == 0, ends[0][2]
-    lost = re.search(r"2 of 4 processes train from the copies of round (\d+)\.", ends[0][2])
+    job.wait_until_it_trains(3)
+    job.wait_for(3, ENDLESS)
+    (returned, last), messages = job.end()
+    lost = re.search(r"2 of 4 processes train from the copies of round (\d+)\.", messages)
     assert lost and own - int(lost[1]) in (0, 1)
-    assert "start 3: 4 of 4 processes train." in ends[0][2]
-    returned = re.search(r"SIGTERM: saved (\d+) of 60 rounds", ends[0][1])
-    assert returned
+    assert "start 3: 4 of 4 processes train." in messages
     # Process 2 can have missed the last copy of process 3.
-    errors = [
-        jnp.max(
-            jnp.abs(
-                load_params(tmp_path)["w"]
-                - reference(
-                    [(int(lost[1]), [0], {}), (int(returned[1]), [0, 1], {1: kept})], count=2
-                )["w"]
-            )
-        )
-        for kept in (own, own - 1)
-    ]
+    found, errors = load_params(tmp_path)["w"], []
+    for kept in (own, own - 1):
+        changes = [(int(lost[1]), [0], {}), (returned, [0, 1], {1: kept})]
+        errors.append(jnp.max(jnp.abs(found - reference(changes, count=2, last=last)["w"])))
     assert min(errors) < 1e-5, errors
 
 

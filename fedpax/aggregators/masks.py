@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int, UInt32
 
 from fedpax.aggregators.gaussian_noise import known_sharding
+from fedpax.aggregators.random_words import random_words
 
 Leaves = Sequence[UInt32[Array, "..."]]
 
@@ -124,7 +125,7 @@ def _vectors(
         pair = jax.random.fold_in(graph.key, jnp.minimum(index, other))
         pair = jax.random.fold_in(pair, jnp.maximum(index, other))
         vectors = [
-            jax.random.bits(jax.random.fold_in(pair, i), shape, jnp.uint32, out_sharding=spec)
+            random_words(jax.random.fold_in(pair, i), shape, spec)
             for i, (shape, spec) in enumerate(shapes)
         ]
         return [jnp.where(other >= index, p, -p) for p in vectors]

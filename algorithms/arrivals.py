@@ -1,13 +1,16 @@
-"""Arrivals: which islands of a round arrive at a server, and which of them send an update."""
+"""Arrivals: which islands of a round arrive at a server, and how their updates are combined."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from fedpax.algorithms.local_steps import placed_valid_steps
+from fedpax.aggregators import Aggregator
+from fedpax.algorithms.local_steps import placed_valid_steps, scale
 from fedpax.clients.cohort import Cohort
 from fedpax.primitives import federated_map, federated_mean, federated_sum
 from fedpax.training.algorithm import Metrics, Params
@@ -68,6 +71,104 @@ def outer_gradients(
     if cohort.schedule is not None:
         metrics |= {"arrivals": federated_sum(weights)}
     return gradients, inner_state, sends, metrics
+
+
+class Combined(NamedTuple):
+    """What the combinations of a round leave for the next one.
+
+    Attributes:
+        state: the state of the aggregator; None without one.
+        metrics: sums of the aggregator's metrics.
+        instants: float32 scalar, number of combinations with an update.
+    """
+
+    state: chex.ArrayTree | None
+    metrics: Metrics
+    instants: Float[Array, ""]
+
+    def mean_metrics(self) -> Metrics:
+        """Average the aggregator's metrics over the combinations with an update."""
+        return {name: value / jnp.maximum(self.instants, 1) for name, value in self.metrics.items()}
+
+
+class ArrivingUpdates(NamedTuple):
+    """The updates of a round's islands, combined a few at a time.
+
+    Attributes:
+        updates: placed, of the structure of the parameters.
+        aggregator: combines those that arrive together; None: they are added up.
+    """
+
+    updates: Params
+    aggregator: Aggregator | None
+
+    def start(self, state: chex.ArrayTree | None) -> Combined:
+        """Return the carry before the first combination. Inside a program.
+
+        Args:
+            state: the aggregator's state; None without one.
+        """
+        placed = jax.tree.leaves(self.updates)[0].shape[0]
+        types = jax.eval_shape(lambda: self._aggregate(state, jnp.ones(placed))[2])
+        zeros = jax.tree.map(lambda value: jnp.zeros(value.shape, value.dtype), types)
+        return Combined(state, zeros, jnp.float32(0))
+
+    def combine(
+        self, arriving: Bool[Array, " islands"], before: Combined
+    ) -> tuple[Params, Float[Array, ""], Combined]:
+        """Combine the updates of the islands that arrive together. Inside a program.
+
+        Args:
+            arriving: which islands do.
+            before: the carry of the last combination.
+
+        Returns:
+            The sum of their updates: their number times the aggregate; their number, float32; the
+            carry. If no island arrives, the sum is 0 and the aggregator's state does not change.
+        """
+        if self.aggregator is None:
+
+            def send(update: Params, here: Bool[Array, ""]) -> tuple[Params, jax.Array]:
+                sent = jax.tree.map(lambda u: jnp.where(here, u, jnp.zeros_like(u)), update)
+                return sent, here.astype(jnp.float32)
+
+            total, count = federated_sum(federated_map(send, self.updates, arriving))
+            return total, count, before._replace(instants=before.instants + (count > 0))
+        weights = federated_map(lambda here: here.astype(jnp.float32), arriving)
+        count = federated_sum(weights)
+        average, state, metrics = self._aggregate(before.state, weights)
+        state = jax.tree.map(lambda new, old: jnp.where(count > 0, new, old), state, before.state)
+        metrics = jax.tree.map(
+            lambda total, new: total + jnp.where(count > 0, new, 0), before.metrics, metrics
+        )
+        after = Combined(state, metrics, before.instants + (count > 0))
+        return scale(count, average), count, after
+
+    def _aggregate(
+        self, state: chex.ArrayTree | None, weights: Float[Array, " islands"]
+    ) -> tuple[Params, chex.ArrayTree | None, Metrics]:
+        if self.aggregator is None:
+            return self.updates, None, {}
+        return self.aggregator.aggregate(state, self.updates, weights)
+
+
+def check_arrivals_aggregator(method: str, aggregator: Aggregator | None) -> None:
+    """Check that an aggregator can combine the updates of a few islands at a time.
+
+    Args:
+        method: the method's name, for the message.
+        aggregator: the aggregator, or None.
+
+    Raises:
+        ValueError: it needs the updates of all islands at once.
+    """
+    if aggregator is not None and aggregator.needs_all:
+        raise ValueError(
+            f"{method}: the aggregator needs the updates of all islands at once, but islands "
+            "arrive at different times. Use an aggregator that treats each update by itself, such "
+            "as compressed_mean(codec) or chain(clip_by_norm(1.0), mean()), or a synchronous "
+            "method, such as diloco."
+        )
 
 
 def _sending(cohort: Cohort, islands: int) -> Bool[Array, " islands"]:

@@ -6,21 +6,25 @@ import chex
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from fedpax.aggregators import Aggregator
-from fedpax.algorithms.arrivals import outer_gradients, without_absent
+from fedpax.algorithms.arrivals import (
+    ArrivingUpdates,
+    Combined,
+    check_arrivals_aggregator,
+    outer_gradients,
+    without_absent,
+)
 from fedpax.algorithms.checks import check_setting
 from fedpax.algorithms.delayed_nesterov import DelayedNesterov, DelayedNesterovState
 from fedpax.algorithms.inner_steps import make_outer_gradient
-from fedpax.algorithms.local_steps import scale
 from fedpax.clients import ArrivalOrder
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import (
     federated_broadcast,
     federated_map,
     federated_max,
-    federated_sum,
     program,
 )
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
@@ -129,13 +133,7 @@ def async_diloco(
     check_setting("async_diloco", "period", every, least=1)
     check_setting("async_diloco", "momentum", momentum, most=1)
     check_setting("async_diloco", "activation", activation, most=1 / every)
-    if aggregator is not None and aggregator.needs_all:
-        raise ValueError(
-            "async_diloco: the aggregator needs the updates of all islands at once, but islands "
-            "arrive at different times. Use an aggregator that treats each update by itself, such "
-            "as compressed_mean(codec) or chain(clip_by_norm(1.0), mean()), or a synchronous "
-            "method, such as diloco."
-        )
+    check_arrivals_aggregator("async_diloco", aggregator)
     outer = DelayedNesterov(learning_rate, momentum, every, activation)
 
     @program(islands=islands)
@@ -165,71 +163,36 @@ def async_diloco(
             islands,
         )
 
-        def combine(
-            arriving: Bool[Array, " islands"], aggregator_state: chex.ArrayTree | None
-        ) -> tuple[Params, Float[Array, ""], chex.ArrayTree | None, Metrics]:
-            """Add up the gradients of some islands; return also their number."""
-            if aggregator is None:
-
-                def send(gradient: Params, here: Bool[Array, ""]) -> tuple[Params, jax.Array]:
-                    sent = jax.tree.map(lambda g: jnp.where(here, g, jnp.zeros_like(g)), gradient)
-                    return sent, here.astype(jnp.float32)
-
-                total, count = federated_sum(federated_map(send, gradients, arriving))
-                return total, count, None, {}
-            own_weights = federated_map(lambda here: here.astype(jnp.float32), arriving)
-            count = federated_sum(own_weights)
-            average, combined, reported = aggregator.aggregate(
-                aggregator_state, gradients, own_weights
-            )
-            aggregator_state = jax.tree.map(
-                lambda new, old: jnp.where(count > 0, new, old), combined, aggregator_state
-            )
-            reported = jax.tree.map(lambda value: jnp.where(count > 0, value, 0), reported)
-            return scale(count, average), count, aggregator_state, reported
+        arrivals = ArrivingUpdates(gradients, aggregator)
 
         def apply(
             position: Int[Array, ""] | None,
             params: Params,
             outer_state: DelayedNesterovState,
             local_params: Params,
-            aggregator_state: chex.ArrayTree | None,
-            reported: Metrics,
-            instants: Float[Array, ""],
-        ) -> tuple[
-            Params,
-            DelayedNesterovState,
-            Params,
-            chex.ArrayTree | None,
-            Metrics,
-            Float[Array, ""],
-        ]:
+            combined: Combined,
+        ) -> tuple[Params, DelayedNesterovState, Params, Combined]:
             """Apply the gradients that arrive at a position; None: all of them."""
 
             def is_here(own: Int[Array, ""] | None) -> Bool[Array, ""]:
                 return jnp.asarray(True if own is None else own == position)
 
             arriving = federated_map(lambda s, own: s & is_here(own), sends, positions)
-            total, count, aggregator_state, new = combine(arriving, aggregator_state)
+            total, count, combined = arrivals.combine(arriving, combined)
             params, outer_state = outer.update(total, count, outer_state, params)
-            reported = jax.tree.map(jnp.add, reported, new)
-            instants += count > 0
 
             def receive(held: Params, own: Int[Array, ""] | None) -> Params:
                 return jax.tree.map(lambda h, x: jnp.where(is_here(own), x, h), held, params)
 
             local_params = federated_map(receive, local_params, positions)
-            return params, outer_state, local_params, aggregator_state, reported, instants
+            return params, outer_state, local_params, combined
 
         positions = None if cohort.schedule is None else cohort.schedule.position
-        shapes = jax.eval_shape(lambda: combine(sends, state.aggregator_state)[-1])
         start = (
             state.params,
             state.outer_optimizer_state,
             state.local_params,
-            state.aggregator_state,
-            jax.tree.map(lambda value: jnp.zeros(value.shape, value.dtype), shapes),
-            jnp.float32(0),
+            arrivals.start(state.aggregator_state),
         )
         if positions is None:
             ended = apply(None, *start)
@@ -237,11 +200,8 @@ def async_diloco(
             ended = jax.lax.fori_loop(
                 0, federated_max(positions) + 1, lambda k, carry: apply(k, *carry), start
             )
-        params, outer_state, local_params, aggregator_state, reported, instants = ended
-        metrics |= {name: value / jnp.maximum(instants, 1) for name, value in reported.items()}
-        return (
-            AsyncDiLoCoState(params, outer_state, local_params, inner_state, aggregator_state),
-            metrics,
-        )
+        params, outer_state, local_params, combined = ended
+        after = AsyncDiLoCoState(params, outer_state, local_params, inner_state, combined.state)
+        return after, metrics | combined.mean_metrics()
 
     return FederatedAlgorithm(init, async_diloco_round)

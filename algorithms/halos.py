@@ -3,12 +3,20 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from fedpax.algorithms.arrivals import outer_gradients, without_absent
+from fedpax.aggregators import Aggregator
+from fedpax.algorithms.arrivals import (
+    ArrivingUpdates,
+    Combined,
+    check_arrivals_aggregator,
+    outer_gradients,
+    without_absent,
+)
 from fedpax.algorithms.checks import check_setting
 from fedpax.algorithms.delayed_nesterov import (
     DelayedNesterov,
@@ -23,7 +31,6 @@ from fedpax.primitives import (
     federated_broadcast,
     federated_map,
     federated_max,
-    federated_sum,
     program,
 )
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
@@ -59,6 +66,8 @@ class HALoSState(NamedTuple):
         regions: the state of each region's server.
         local_params: the model that each island trains from, placed.
         inner_optimizer_state: each island's state of the inner optimizer, placed.
+        aggregator_state: the state of the aggregator, such as islands' error-feedback residuals.
+            None without an aggregator.
     """
 
     params: Params
@@ -66,6 +75,7 @@ class HALoSState(NamedTuple):
     regions: tuple[Region, ...]
     local_params: Params
     inner_optimizer_state: optax.OptState
+    aggregator_state: chex.ArrayTree | None
 
 
 def halos(
@@ -76,6 +86,7 @@ def halos(
     local_server: DelayedNesterov = LOCAL_SERVER,
     global_server: DelayedNesterov = GLOBAL_SERVER,
     merge_weight: float = 0.25,
+    aggregator: Aggregator | None = None,
 ) -> FederatedAlgorithm:
     """Update a region's model at each arrival of an island, and the global model at exchanges.
 
@@ -102,6 +113,9 @@ def halos(
     DelayedNesterov(eta, beta, R)` for R regions, and `merge_weight=1.0`, this is `diloco` with
     Nesterov momentum.
 
+    With an `aggregator`, the updates that arrive together at a region's server are combined by it,
+    as in `async_diloco`. Its state is one for all regions. What regions send is not changed.
+
     Communication: per position of the schedule, a sum over the islands of one model per region.
     Memory: four models per region beside those of `async_diloco`. Compile time grows with the
     number of regions. `jax.grad` through a round with a schedule raises, as with `num_steps`.
@@ -117,20 +131,23 @@ def halos(
             period 2, the authors' settings for 4 regions.
         merge_weight: alpha, share of the global model in a merge, from 0 to 1. Default 0.25, the
             authors' choice.
+        aggregator: combines the updates that arrive at a region at the same time; a weight of 0
+            marks the other islands. Default None: their sum.
 
     Returns:
         `init(params)` and `round(state, cohort)`. The leaves of `cohort.batches` are
         `[islands, H, batch, ...]`. `cohort.schedule` is a `RegionalOrder` or None. All arrivals
         have the same weight: `cohort.num_examples` is not used. An island without a valid step
         contributes nothing. Metrics, all float32 scalars: `"loss"` and the metrics of `loss_fn`,
-        averaged over inner steps and arriving islands; and with a schedule `"arrivals"`, number of
+        averaged over inner steps and arriving islands; with a schedule `"arrivals"`, number of
         islands that send an update, and `"exchanges"`, number of regions' updates that the global
-        server applies.
+        server applies; and the aggregator's, averaged over its calls with an update.
 
     Raises:
         TypeError: a server is no `DelayedNesterov`; in a round, a schedule of another type.
-        ValueError: a setting is out of range, or a region has no island; in a round, batches
-            without an axis of size `len(regions)`.
+        ValueError: a setting is out of range, or a region has no island; an aggregator that needs
+            the updates of all islands at once, such as a median; in a round, batches without an
+            axis of size `len(regions)`.
 
     Example:
         >>> import fedpax
@@ -168,6 +185,7 @@ def halos(
     check_delayed_nesterov("halos", "local_server", local_server)
     check_delayed_nesterov("halos", "global_server", global_server)
     check_setting("halos", "merge_weight", merge_weight, most=1)
+    check_arrivals_aggregator("halos", aggregator)
 
     def exchange(
         params: Params,
@@ -209,6 +227,7 @@ def halos(
             tuple(Region(params, local_server.init(params), params) for _ in range(num_regions)),
             local_params,
             federated_map(inner_optimizer.init, local_params),
+            None if aggregator is None else aggregator.init(params),
         )
 
     @program(islands=islands)
@@ -224,6 +243,7 @@ def halos(
             cohort,
             islands,
         )
+        arrivals = ArrivingUpdates(gradients, aggregator)
         own_regions = jnp.array(region_of)
         events = None if order is None else _events_by_region(order, own_regions, num_regions)
 
@@ -233,33 +253,32 @@ def halos(
             global_state: DelayedNesterovState,
             regions: tuple[Region, ...],
             local_params: Params,
-        ) -> tuple[Params, DelayedNesterovState, tuple[Region, ...], Params]:
+            combined: Combined,
+        ) -> tuple[Params, DelayedNesterovState, tuple[Region, ...], Params, Combined]:
             """Process the events at position k; None: those of all islands and regions."""
 
             def is_here(position: Int[Array, ""] | None) -> Bool[Array, ""]:
                 return jnp.asarray(True if position is None else position == k)
 
-            def send(
-                gradient: Params,
-                sends: Bool[Array, ""],
-                region: Int[Array, ""],
-                position: Int[Array, ""] | None,
-            ) -> list[tuple[Params, Float[Array, ""]]]:
-                here = [sends & is_here(position) & (region == r) for r in range(num_regions)]
-                zeros = optax.tree.zeros_like(gradient)
-                return [(_select(h, gradient, zeros), h.astype(jnp.float32)) for h in here]
-
             position = None if order is None else order.position
-            received = federated_sum(federated_map(send, gradients, sends, own_regions, position))
             sent: list[Region] = []
-            for region, (total, count) in zip(regions, received, strict=True):
+            counts: list[Float[Array, ""]] = []
+            for r, region in enumerate(regions):
+                arriving = federated_map(
+                    lambda s, own, at, r=r: s & (own == r) & is_here(at),
+                    sends,
+                    own_regions,
+                    position,
+                )
+                total, count, combined = arrivals.combine(arriving, combined)
                 x, optimizer_state = local_server.update(
                     total, count, region.optimizer_state, region.params
                 )
                 sent.append(Region(x, optimizer_state, region.exchanged))
+                counts.append(count)
             now: list[tuple[Bool[Array, ""], ...]]
             if events is None:  # a region without an update takes no part
-                now = [(count > 0,) * 3 for _, count in received]
+                now = [(count > 0,) * 3 for count in counts]
             else:
                 now = [tuple(is_here(event) for event in own) for own in events]
             params, global_state, exchanged = exchange(params, global_state, tuple(sent), now)
@@ -272,9 +291,15 @@ def halos(
                 return held
 
             local_params = federated_map(receive, local_params, own_regions, position)
-            return params, global_state, exchanged, local_params
+            return params, global_state, exchanged, local_params, combined
 
-        start = state.params, state.global_optimizer_state, state.regions, state.local_params
+        start = (
+            state.params,
+            state.global_optimizer_state,
+            state.regions,
+            state.local_params,
+            arrivals.start(state.aggregator_state),
+        )
         if events is None:
             ended = process(None, *start)
         else:
@@ -284,7 +309,11 @@ def halos(
             )
             applied = [(at_apply >= 0).astype(jnp.float32) for _, at_apply, _ in events]
             metrics |= {"exchanges": sum(applied, start=jnp.float32(0))}
-        return HALoSState(*ended, inner_state), metrics
+        x, global_state, region_states, local_params, combined = ended
+        after = HALoSState(
+            x, global_state, region_states, local_params, inner_state, combined.state
+        )
+        return after, metrics | combined.mean_metrics()
 
     return FederatedAlgorithm(init, halos_round)
 

@@ -12,6 +12,7 @@ from jax.sharding import AxisType
 from method_problem import STEPS, assert_close, loss_fn, random_rounds
 
 from fedpax import Cohort
+from fedpax.aggregators import chain, clip_by_norm, krum, mean
 from fedpax.algorithms import DelayedNesterov, async_diloco, diloco, halos
 from fedpax.simulation import (
     Trace,
@@ -31,6 +32,8 @@ ISLANDS = len(REGIONS)
 LOCAL = DelayedNesterov(learning_rate=1.4, momentum=0.8, period=3)
 GLOBAL = DelayedNesterov(learning_rate=0.9, momentum=0.5, period=2)
 ALPHA = 0.3
+MAX_NORM = 0.5
+CLIPPED = chain(clip_by_norm(MAX_NORM), mean())
 
 
 def adam():
@@ -38,7 +41,9 @@ def adam():
 
 
 @functools.cache
-def method(regions=REGIONS, local_server=LOCAL, global_server=GLOBAL, merge_weight=ALPHA):
+def method(
+    regions=REGIONS, local_server=LOCAL, global_server=GLOBAL, merge_weight=ALPHA, aggregator=None
+):
     algorithm = halos(
         loss_fn,
         regions=regions,
@@ -46,6 +51,7 @@ def method(regions=REGIONS, local_server=LOCAL, global_server=GLOBAL, merge_weig
         local_server=local_server,
         global_server=global_server,
         merge_weight=merge_weight,
+        aggregator=aggregator,
     )
     return algorithm, jax.jit(algorithm.round)
 
@@ -97,14 +103,14 @@ class NumpyServer:
             self.since = [dict.fromkeys(self.x, 0.0)] * left
 
 
-def numpy_run(batches, order):
-    """Process one event after another."""
+def numpy_run(batches, order, max_norm=np.inf):
+    """Process one event after another; updates of islands are clipped to a norm."""
     inner = reference.adam(RATE, 0.9, 0.99, 1e-6)
     start = float64_params()
     difference = functools.partial(reference.each, np.subtract)
     server = NumpyServer(start, GLOBAL)
     regions = [NumpyServer(start, LOCAL) for _ in range(max(REGIONS) + 1)]
-    anchors, update, sent_back = [start] * 2, [None] * 2, [None] * 2
+    anchors, on_its_way, sent_back = [start] * 2, [None] * 2, [None] * 2
     held, states = [start] * ISLANDS, [inner.init(start) for _ in range(ISLANDS)]
     history = []
     for r, own in enumerate(batches):
@@ -115,12 +121,16 @@ def numpy_run(batches, order):
             for i in here[order.num_steps[r, here] > 0]:
                 mine = reference.participant(own, i)[: order.num_steps[r, i]]
                 y, states[i], _ = reference.train(held[i], inner, states[i], mine)
-                arriving[REGIONS[i]].append(difference(held[i], y))
+                update = difference(held[i], y)
+                norm = np.sqrt(sum(np.sum(leaf**2) for leaf in update.values()))
+                factor = min(1, max_norm / norm)
+                clipped = {name: factor * leaf for name, leaf in update.items()}
+                arriving[REGIONS[i]].append(clipped)
             for region, gradients in zip(regions, arriving, strict=True):
                 region.step(gradients)
             for n in sends:
-                update[n] = difference(anchors[n], regions[n].x)
-            server.step([update[n] for n in applies])
+                on_its_way[n] = difference(anchors[n], regions[n].x)
+            server.step([on_its_way[n] for n in applies])
             for n in applies:
                 sent_back[n] = server.x
             for n in merges:
@@ -133,17 +143,22 @@ def numpy_run(batches, order):
     return history
 
 
-def test_an_unreliable_run_equals_its_reference():
+@pytest.mark.parametrize("max_norm", [np.inf, MAX_NORM])
+def test_an_unreliable_run_equals_its_reference(max_norm):
     order, batches = unreliable_order(), random_rounds(ROUNDS, ISLANDS)
     returned = (order.position >= 0) & (order.num_steps == 0)
     assert returned.any() and (order.position < 0).any()
     assert np.all(np.any(order.merges >= 0, axis=0))  # both regions merge
     assert np.any(order.applies.max(axis=1) != order.merges.max(axis=1))
-    algorithm, step = method()
+    clipped = max_norm < np.inf
+    algorithm, step = method(aggregator=CLIPPED if clipped else None)
     state = algorithm.init(jax_params())
     rounds = cohorts(batches, order.schedule, order.num_steps)
-    for r, (cohort, wanted) in enumerate(zip(rounds, numpy_run(batches, order), strict=True)):
+    expected = numpy_run(batches, order, max_norm)
+    fractions = []
+    for r, (cohort, wanted) in enumerate(zip(rounds, expected, strict=True)):
         state, metrics = step(state, cohort)
+        fractions.append(metrics.get("clipped_fraction", 0.0))
         x, regions, held = wanted
         assert_close((state.params, [region.params for region in state.regions]), (x, regions))
         for i in range(ISLANDS):
@@ -151,6 +166,7 @@ def test_an_unreliable_run_equals_its_reference():
         assert metrics["arrivals"] == np.sum(order.num_steps[r] > 0)
         assert metrics["exchanges"] == np.sum(order.applies[r] >= 0)
     assert step._cache_size() == 1  # one program for any set of live islands
+    assert (0 < np.mean(fractions) < 1) == clipped
 
 
 def test_a_scan_is_one_program_and_a_replay_is_bitwise():
@@ -308,6 +324,7 @@ def test_a_mesh_gives_the_same(kind):
             ValueError,
             "global_server.period is 0, expected a number of at least 1",
         ),
+        ({"aggregator": krum(1)}, ValueError, "halos: the aggregator needs .* Use an aggregator"),
     ],
 )
 def test_bad_settings_raise(setting, error, words):

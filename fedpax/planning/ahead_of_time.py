@@ -14,7 +14,7 @@ from jax.sharding import use_abstract_mesh
 from fedpax.parallel.mesh import default_devices
 from fedpax.planning.compiled_plan import CompiledPlan, Workload, make_plan, memory_of
 from fedpax.planning.memory_overflow import MemoryOverflowError, overflow_report, shortage_of
-from fedpax.planning.topology import Topology
+from fedpax.planning.topology import Topology, foreign_libtpu
 from fedpax.training.compiled_round import compile_round, with_shardings
 from fedpax.training.configuration import write_atomically
 from fedpax.training.experiment import Experiment, Run
@@ -48,8 +48,8 @@ def plan_experiment(
         The plan, and the run that was compiled.
 
     Raises:
-        PlanError: if the mesh does not fit the devices or the experiment, or the run does not state
-            the shapes of its cohorts.
+        PlanError: if the mesh does not fit the devices or the experiment, the run does not state
+            the shapes of its cohorts, or JAX cannot read the program of another libtpu.
         MemoryOverflowError: if the compiler runs out of device memory.
     """
     started = time.perf_counter()
@@ -74,6 +74,9 @@ def plan_experiment(
             "return a Run with cohort_shapes."
         )
     cohort = with_shardings(run.cohort_shapes, run.resolved_shardings.cohort)
+    other_version = foreign_libtpu() if topology.devices[0].platform == "tpu" else None
+    if other_version:
+        report(f"note: {other_version}")
     report("compiling its round; a large model takes minutes")
     try:
         # Without the hardware, the mesh's devices run nothing. With the concrete mesh set, JAX
@@ -87,6 +90,10 @@ def plan_experiment(
                 skip_spikes=training.on_spike == "skip",
             )
     except jax.errors.JaxRuntimeError as error:
+        if other_version and "RET_CHECK" in str(error):
+            raise PlanError(
+                f"{name}: JAX cannot read the program for {topology.name}. {other_version}. {error}"
+            ) from None
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         shortage = shortage_of(str(error))

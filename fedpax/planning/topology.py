@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import importlib.metadata
 import importlib.util
 import math
 import os
@@ -115,6 +116,28 @@ def _known_topologies() -> str:
     return (
         f"Known are {' and '.join(flat)} (such as {flat[0]}:4x4), {' and '.join(deep)} (such as "
         f"{deep[-2]}:4x4x4), cpu (such as cpu:8, simulated) and gpu (the GPUs of this machine)."
+    )
+
+
+def foreign_libtpu() -> str | None:
+    """Describe a libtpu of another version than the one that the installed JAX names.
+
+    With another version, the compiled program of some pods cannot be read back.
+
+    Returns:
+        Both versions and the remedy; None if the versions agree, or one of them is unknown.
+    """
+    try:
+        installed = importlib.metadata.version("libtpu")
+        requirements = importlib.metadata.requires("jax") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    named = [found[1] for one in requirements if (found := re.match(r"libtpu==([\d.]+)\*", one))]
+    if not named or f"{installed}.".startswith(named[0]):
+        return None
+    return (
+        f"libtpu is {installed}, but jax {jax.__version__} names {named[0]}*: "
+        f"pip install 'libtpu=={named[0]}*'"
     )
 
 

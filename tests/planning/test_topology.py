@@ -1,10 +1,11 @@
+import importlib.metadata
 import importlib.util
 
 import jax
 import pytest
 
 from fedpax.parallel.chips import CHIPS, chip_of
-from fedpax.planning.topology import TopologyError, find_topology
+from fedpax.planning.topology import TopologyError, find_topology, foreign_libtpu
 
 
 def test_simulated_devices_are_those_of_the_process():
@@ -44,6 +45,18 @@ def test_missing_libtpu_raises_with_a_remedy(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(TopologyError, match=r"pip install 'fedpax\[tpu\]'"):
         find_topology("v5e:4x4")
+
+
+@pytest.mark.parametrize("version", ["0.0.42.1", "0.0.421"])
+def test_another_libtpu_than_jax_names_is_told(monkeypatch: pytest.MonkeyPatch, version: str):
+    named = {"jax": ["jaxlib<=1", 'libtpu==0.0.42.*; extra == "tpu"']}
+    monkeypatch.setattr(importlib.metadata, "requires", named.get)
+    monkeypatch.setattr(importlib.metadata, "version", {"libtpu": version}.get)
+    told = foreign_libtpu()
+    if version == "0.0.42.1":
+        assert told is None
+    else:
+        assert told is not None and "pip install 'libtpu==0.0.42.*'" in told
 
 
 @pytest.mark.parametrize(

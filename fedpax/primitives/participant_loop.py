@@ -237,15 +237,17 @@ class _DeviceLoop(NamedTuple):
         # donated state needs no second buffer. XLA copies an input that is not donated.
         aliases = self.aliased_inputs(placed)
 
-        def step(size: int, carry: tuple) -> tuple:
+        def step(size: int, carry: tuple, in_loop: bool) -> tuple:
             start, stacked, totals = carry
             current = list(placed)
             for i, buffer in zip(aliases, stacked, strict=True):
                 if i is not None:
                     current[i] = LazySlice(buffer, ())
             rows, terms = self.split(self.run_chunk(size, start, current))
-            write = jax.lax.dynamic_update_slice_in_dim
-            stacked = [write(all_, own, start, 0) for all_, own in zip(stacked, rows, strict=True)]
+            stacked = [
+                _write_rows(all_, own, start, fusible=in_loop or i is None)
+                for all_, own, i in zip(stacked, rows, aliases, strict=True)
+            ]
             totals = apply_by_monoid(self.monoids, lambda m, a, b: m.merge(a, b), totals, terms)
             return start + size, stacked, totals
 
@@ -257,11 +259,11 @@ class _DeviceLoop(NamedTuple):
             for i, aval in zip(aliases, self.split(self.out_avals)[0], strict=True)
         ]
         carry, _ = jax.lax.scan(
-            lambda carry, _: (step(size, carry), None),
+            lambda carry, _: (step(size, carry, in_loop=chunks > 1), None),
             (0, buffers, self.identities()),
             length=chunks,
         )
-        _, stacked, totals = step(rest, carry) if rest else carry
+        _, stacked, totals = step(rest, carry, in_loop=False) if rest else carry
         return [*stacked, *totals]
 
     def auto_chunk_size(self) -> int:
@@ -353,6 +355,27 @@ def _empty_rows(participants: int, aval: Any) -> jax.Array:
     typed = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
     spec = P(None, *aval.sharding.spec) if typed else None
     return jax.lax.empty((participants, *aval.shape), aval.dtype, out_sharding=spec)
+
+
+def _write_rows(buffer: jax.Array, rows: jax.Array, start: Any, fusible: bool) -> jax.Array:
+    """Write rows into a buffer.
+
+    Args:
+        buffer: array `[n, ...]`.
+        rows: array `[rows, ...]`.
+        start: index of the first row.
+        fusible: whether XLA may fuse the write with the code that computes `rows`. If that code
+            reads `buffer`, and the result is reshaped outside a loop, XLA for CPU overwrites what
+            it has yet to read. Nothing is fused into a loop of two iterations, the shortest that
+            XLA does not inline.
+    """
+    if not _has_typed_mesh(rows):
+        rows = jax.sharding.reshard(rows, jax.typeof(buffer).sharding.spec)
+
+    def write(_: Any, buffer: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice_in_dim(buffer, rows, start, 0)
+
+    return write(0, buffer) if fusible else jax.lax.fori_loop(0, 2, write, buffer)
 
 
 def _broadcast_to_aval(value: jax.Array, aval: Any) -> jax.Array:

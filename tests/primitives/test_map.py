@@ -238,6 +238,16 @@ def test_stacked_results_take_no_temporary_memory(chunk_size):
     assert temporary_bytes(1024) <= 1.05 * temporary_bytes(64)
 
 
+@pytest.mark.parametrize("chunk_size", [3, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_result_that_the_caller_reshapes(chunk_size):
+    """XLA must not write the last rows into the argument's buffer before it has read them."""
+    x = normal(5, 4)
+    program = fedpax.program(clients=5, chunk_size=chunk_size)(
+        lambda x: federated_map(lambda row: jnp.roll(row, 1) * row, x)
+    )
+    np.testing.assert_array_equal(jax.jit(lambda x: program(x)[None])(x)[0], np.roll(x, 1, 1) * x)
+
+
 def test_random_keys_in_chunks_with_a_remainder():
     keys = jax.random.split(jax.random.key(0), 5)
     program = fedpax.program(clients=5, chunk_size=2)(

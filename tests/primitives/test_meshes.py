@@ -178,6 +178,20 @@ def test_sharded_arguments_without_a_mesh_in_context():
     assert_close(jax.jit(jax.grad(loss))(*args), (np.cos(w * x) * x).mean(0))
 
 
+def test_arguments_without_a_mesh_in_their_types_in_chunks():
+    """NumPy arrays, and arrays made before the mesh was set, on explicit axes of other names."""
+    x = normal(5, 4)
+    program = fedpax.program(clients=5, chunk_size=2)(
+        lambda x: federated_map(lambda x: jnp.sin(jnp.sin(x)), x)
+    )
+    derivative = jax.value_and_grad(lambda x: jnp.sum(program(x) ** 2))
+    with jax.set_mesh(mesh_of("explicit", model=2)):
+        found = jax.jit(derivative)(x)
+    inner = np.sin(x)
+    gradient = 2 * np.sin(inner) * np.cos(inner) * np.cos(x)
+    assert_close(found, (np.sum(np.sin(inner) ** 2), gradient))
+
+
 def test_explicit_arguments_without_a_mesh_in_context():
     x = normal(8, 4)
     placed = jax.device_put(

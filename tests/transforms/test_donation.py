@@ -58,4 +58,5 @@ def test_donated_states_have_no_second_buffer(chunk_size):
         compiled = step.lower(states, normal(size, 256), normal(256)).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    assert temporaries(2048) == temporaries(64)
+    # 4 clients remain after the last chunk of 7, in both cases: their new states are temporaries.
+    assert temporaries(2048) == temporaries(60)

@@ -159,9 +159,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         if "params" not in getattr(state, "_fields", ("params",)):
             # A model that the state computes from its fields, such as the islands' mean.
             items["params"] = ocp.args.StandardSave(state.params)
-        if self._lost is None:
-            with self._losing():
-                self._wait_until_saved()
+        self.is_saved()
         if self._exports is not None:
             self._exports.wait_if_due(round_number)
         self._saving = round_number
@@ -365,6 +363,20 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         ) as manager:
             saved = manager.item_metadata(step)["state"]
             return {path: tuple(leaf.shape) for path, leaf in ocp.tree.to_flat_dict(saved).items()}
+
+    def is_saved(self) -> bool:
+        """Wait until the running save is complete.
+
+        Returns:
+            Whether it is; False if a save to a bucket has failed and can be tried again (`save`).
+
+        Raises:
+            OSError: it has failed.
+        """
+        if self._lost is None:
+            with self._losing():
+                self._wait_until_saved()
+        return self._lost is None
 
     def wait(self) -> None:
         """Wait until every save and export has finished.

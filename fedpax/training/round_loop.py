@@ -270,6 +270,9 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
                 except Spike as spike:
                     self._roll_back(spike)
         self._clock.enter("save")
+        while not self._checkpoints.is_saved():
+            self._save()
+            self._clock.enter("save")
         self._checkpoints.wait()
         self._clock.mark_checkpoint(self.done)
 

@@ -1,12 +1,14 @@
 """Runs whose checkpoints are in a bucket of a Cloud Storage server that runs on this machine."""
 
-import http.client
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,8 @@ from fedpax.training.remote import resolve_folder
 folder = resolve_folder("gs://runs/run")
 print(complete_rounds(folder / "checkpoints"))
 print({name: leaf.tobytes().hex() for name, leaf in sorted(load_params(folder).items())})
+if len(sys.argv) > 1:
+    sys.exit()
 checksums = folder / "checkpoints" / "12" / "checksums.json"
 checksums.write_text(checksums.read_text().replace("progress/metadata", "progress/gone"))
 print(find_damage(folder / "checkpoints" / "12"))
@@ -53,7 +57,7 @@ class Server:
         )
         while True:
             try:
-                http.client.HTTPConnection("127.0.0.1", self.port).request("GET", "/")
+                socket.create_connection(("127.0.0.1", self.port)).close()
                 return
             except ConnectionRefusedError:
                 assert self.process.poll() is None
@@ -106,6 +110,21 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def read(server: Server, *arguments: str) -> list[str]:
+    """Return the lines that `READ` prints."""
+    return subprocess.run(
+        [sys.executable, "-c", READ, *arguments],
+        env={**os.environ, **server.environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+
+
+def params_of(folder: Path) -> str:
+    return str({k: leaf.tobytes().hex() for k, leaf in sorted(load_params(folder).items())})
+
+
 def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in read_metrics(folder) if line["kind"] == "training"]
 
@@ -144,17 +163,9 @@ def test_killed_while_saving_and_resumed_on_another_machine(
     exports = server.folder / ".cloudstorage" / "runs" / "run" / "exports"
     assert {path.name for path in exports.iterdir()} == {"6", "12"}
 
-    found = subprocess.run(
-        [sys.executable, "-c", READ],
-        env={**os.environ, **server.environment},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.splitlines()
-    params = {k: leaf.tobytes().hex() for k, leaf in sorted(load_params(plain).items())}
-    assert found == [
+    assert read(server) == [
         "[6, 9, 12]",
-        str(params),
+        params_of(plain),
         "progress/gone is missing",
         "progress/metadata has another checksum",
     ]
@@ -176,8 +187,7 @@ def test_a_run_outlives_a_server_that_is_away(server: Server, tmp_path: Path, pl
     assert status == 0 and output.startswith("Finished 12 of 12 rounds"), errors
     assert losses(folder) == losses(plain)
     assert "Traceback" not in errors, errors
-    status, shown, _ = server.run("show", "--job_log_dir=gs://runs/run")
-    assert "|  12/12 |" in shown
+    assert read(server, "params alone")[1] == params_of(plain)
 
 
 def test_a_bucket_that_cannot_be_used_is_refused(server: Server, tmp_path: Path) -> None:
@@ -190,6 +200,30 @@ def test_a_bucket_that_cannot_be_used_is_refused(server: Server, tmp_path: Path)
     assert (status, output) == (2, "") and "The bucket gs://runs is not accessible" in errors
     assert "Traceback" not in errors
     assert not (tmp_path / "run").exists()
+
+
+class Forbidden(BaseHTTPRequestHandler):
+    """Answers as a store does to an account without permissions."""
+
+    def do_GET(self) -> None:
+        content = b'{"error": {"code": 403, "message": "no storage.objects.list access"}}'
+        self.send_response(403)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+
+def test_an_account_without_permissions_is_refused(server: Server, tmp_path: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Forbidden) as store:
+        threading.Thread(target=store.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{store.server_port}"
+        process = server.start_one(
+            *TRAIN, f"--job_log_dir={tmp_path / 'run'}", STORAGE_EMULATOR_HOST=address
+        )
+        ((status, output, errors),) = finish([process])
+        store.shutdown()
+    assert (status, output) == (2, "") and "no storage.objects.list access" in errors
+    assert "fedpax: The bucket gs://runs is not accessible" in errors
 
 
 def test_processes_with_folders_of_their_own(server: Server, tmp_path: Path, plain: Path) -> None:

@@ -1,8 +1,9 @@
 """fedpax: federated and multi-island training as jitted JAX functions."""
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
+# A type checker takes this name as true. `typing` would be imported before Ctrl-C is handled.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from fedpax.clients.cohort import Cohort
     from fedpax.parallel.mesh import make_mesh
@@ -43,7 +44,7 @@ _MODULES = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Import a public name on first use: the command line handles signals before it loads JAX."""
     if name not in __all__:
         raise AttributeError(f"module 'fedpax' has no attribute {name!r}")

@@ -4,17 +4,18 @@ import sys
 
 
 def main() -> int:
-    """Run the command line, or end with status 130 if Ctrl-C arrives while it is imported.
+    """Run the command line, or end with status 130 if Ctrl-C arrives before it is handled there.
 
     Returns:
         The exit status, as in `fedpax.main.main`.
     """
     try:
         from fedpax.main import main as run
+
+        return run()
     except KeyboardInterrupt:
         sys.stderr.write("fedpax: SIGINT: stopped; there was nothing to save.\n")
         return 130
-    return run()
 
 
 if __name__ == "__main__":

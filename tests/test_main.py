@@ -19,6 +19,8 @@ from fedpax.main import main
 from fedpax.training.configuration import read_configuration
 from fedpax.training.metrics import read_metrics
 
+ROOT = Path(__file__).parent.parent
+
 HERE = Path(__file__).parent
 REGRESSION = "small_regression:regression"
 
@@ -498,16 +500,27 @@ def test_closed_streams_give_no_traceback(tmp_path: Path) -> None:
     ]
 
 
-def test_ctrl_c_during_the_first_imports_gives_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+@pytest.mark.parametrize("where", ["__getattr__", "main"])
+def test_ctrl_c_before_it_is_handled_gives_one_line(
+    where: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    class Interrupted(types.ModuleType):
-        def __getattr__(self, name: str) -> None:
-            raise KeyboardInterrupt
+    def interrupt(*arguments: str) -> None:
+        raise KeyboardInterrupt
 
-    monkeypatch.setitem(sys.modules, "fedpax.main", Interrupted("fedpax.main"))
+    module = types.ModuleType("fedpax.main")
+    setattr(module, where, interrupt)
+    monkeypatch.setitem(sys.modules, "fedpax.main", module)
     assert program() == 130
     assert capsys.readouterr().err == "fedpax: SIGINT: stopped; there was nothing to save.\n"
+
+
+def test_the_package_imports_nothing_slow() -> None:
+    """Until `fedpax.__main__` runs, Ctrl-C ends in a traceback."""
+    # -S: an editable install imports the three before all else.
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import fedpax; print(*sys.modules)"
+    command = [sys.executable, "-I", "-S", "-c", code]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert not {"jax", "re", "typing"} & {*found.stdout.split()}
 
 
 def test_a_run_is_trained_resumed_and_refused(run: Run, tmp_path: Path) -> None:

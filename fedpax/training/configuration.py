@@ -256,8 +256,7 @@ def resolve_job_log_dir(job_log_dir: str | Path) -> Path:
             else "Mount the bucket (for example with s3fs) and give the mounted folder."
         )
         raise ConfigurationError(
-            f"--job_log_dir={job_log_dir} is a {scheme[1]} URL, expected a folder of a file "
-            f"system. {remedy}"
+            f"--job_log_dir={job_log_dir} is a URL, expected a folder of a file system. {remedy}"
         )
     try:
         return Path(job_log_dir).expanduser().absolute()

@@ -74,7 +74,7 @@ def outer_gradients(
 
 
 class Combined(NamedTuple):
-    """What the combinations of a round leave for the next one.
+    """The carry from one combination of a round to the next.
 
     Attributes:
         state: the state of the aggregator; None without one.

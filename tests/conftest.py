@@ -19,6 +19,7 @@ from fedpax.parallel.simulated_devices import simulate_devices
 os.environ["JAX_PLATFORMS"] = "cpu"
 jax.config.update("jax_platforms", "cpu")
 simulate_devices(8)
+jax.devices()  # starts the backend: a command in a test would simulate only the devices it needs
 
 # Tests compile anew, and leave the user's cache of compiled programs alone.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Literal
 
 import optax
+from jax.sharding import Mesh
 
 from fedpax.aggregators import Aggregator, codecs, compressed_mean
 from fedpax.algorithms import layer_fragments, streaming_diloco
@@ -11,6 +12,7 @@ from fedpax.experiments.diloco_text import diloco_text
 from fedpax.experiments.pretrain import diloco_c4_1b, diloco_llama_8b
 from fedpax.experiments.ranges import COUNT, COUNT_OR_ZERO, DECAY, POSITIVE, check_ranges
 from fedpax.experiments.text import TextExperiment
+from fedpax.parallel.compiler_options import overlap_options
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn
 
 
@@ -85,6 +87,10 @@ class StreamingDiLoCoText(TextExperiment):
             mixing=streaming.mixing,
             aggregator=streaming.aggregator(),
         )
+
+    def compiler_options(self, mesh: Mesh) -> dict[str, str]:
+        """Return the options with which transfers between slices overlap with local steps."""
+        return overlap_options(mesh)
 
 
 def streaming_diloco_text() -> StreamingDiLoCoText:

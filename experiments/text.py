@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fedpax.data import (
     LazyStream,
@@ -214,7 +214,12 @@ class TextExperiment(LanguageModelExperiment):
             initial=trainable.initial,
             frozen=trainable.frozen,
             whole_model=trainable.whole_model,
+            compiler_options=self.compiler_options(mesh),
         )
+
+    def compiler_options(self, mesh: Mesh) -> dict[str, str]:
+        """Return the compiler options for the round. The base class needs none."""
+        return {}
 
     def read_mixture(self) -> Mixture:
         """Open the training splits of the data sets in `data.mixture`."""

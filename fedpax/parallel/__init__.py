@@ -1,6 +1,7 @@
 """Parallelism: meshes, logical axes, pipelines, rings and simulated devices."""
 
 from fedpax.parallel.axes import RULES, constrain, explicit_spec, partition_spec, shardings
+from fedpax.parallel.compiler_options import overlap_options
 from fedpax.parallel.mesh import MeshConfig, available_devices, default_devices, make_mesh
 from fedpax.parallel.pipeline import run_pipeline
 from fedpax.parallel.simulated_devices import simulate_devices
@@ -13,6 +14,7 @@ __all__ = [
     "default_devices",
     "explicit_spec",
     "make_mesh",
+    "overlap_options",
     "partition_spec",
     "run_pipeline",
     "shardings",

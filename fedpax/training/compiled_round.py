@@ -104,7 +104,7 @@ def compile_round(
             round = guard_against_spikes(round)
         step = jax.jit(round, donate_argnums=0, out_shardings=(shardings, replicated))
         with contextlib.nullcontext() if saved is None else serializable(run.mesh):
-            compiled = step.lower(*arguments).compile()
+            compiled = step.lower(*arguments).compile(dict(run.compiler_options or {}))
         program = Program(compiled, _bytes_across_placement(compiled, run))
         if saved is not None:
             saved.save(program, run.mesh, arguments)

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple, Self, get_args
 
@@ -73,6 +73,8 @@ class Run(NamedTuple):
             `fedpax.training.frozen.with_frozen_argument`. Default None: there are none.
         whole_model: `params -> parameters of the whole model`, where `params` are a part of them,
             such as adapters. Default None: `params` are the whole model.
+        compiler_options: options of the compiler for the round, by name, such as
+            `fedpax.parallel.overlap_options(mesh)`. Default None: the compiler's defaults.
     """
 
     algorithm: FederatedAlgorithm
@@ -90,6 +92,7 @@ class Run(NamedTuple):
     initial: StoredParams | None = None
     frozen: StoredParams | None = None
     whole_model: Callable[[Params], Params] | None = None
+    compiler_options: Mapping[str, str] | None = None
 
     @property
     def resolved_shardings(self) -> Shardings:

@@ -282,3 +282,8 @@ def test_a_client_store_in_the_state_is_sharded_over_the_mesh() -> None:
     for cohort in cohorts:
         expected[cohort] += 1
     np.testing.assert_array_equal(state.taken.to_host(), expected)
+
+
+def test_a_round_is_compiled_with_the_options_of_its_run() -> None:
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_option"):
+        one_round(single_client().build()._replace(compiler_options={"no_such_option": "false"}))

@@ -148,8 +148,9 @@ _fedpax_candidates() {
             "$current"*) ;;
             *) continue ;;
         esac
-        case "$word" in
-            *=?*) case "$current" in *=*) ;; *) continue ;; esac ;;
+        case "$current" in  # behind its "=", a flag itself is not offered
+            *=*) case "$word" in *=) continue ;; esac ;;
+            *) case "$word" in *=?*) continue ;; esac ;;
         esac
         if [ -n "$before" ]; then word="$before${word#--exp=}"; fi
         printf '%s\\n' "$word"

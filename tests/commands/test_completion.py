@@ -37,6 +37,7 @@ LINES = {
     "fedpax show --exp": [],
     "fedpax completion z": ["zsh"],
     "fedpax train --job_log_dir=some": ["some file"],
+    "fedpax show --job_log_dir=": ["some file"],
     "fedpax train *": [],
 }
 
@@ -46,15 +47,14 @@ def complete(folder: Path, lines: Sequence[str]) -> list[list[str]]:
     (folder / "some file").touch()
     calls = "".join(
         f"COMP_LINE='{line}'; COMP_POINT={len(line)}; _fedpax 2>/dev/null; "
-        'printf "%s\\n" "${COMPREPLY[@]}" END\n'
+        'for word in "${COMPREPLY[@]}" END; do echo "$word"; done\n'
         for line in lines
     )
     process = subprocess.run(
         ["bash", "-c", script("bash") + calls],
         cwd=folder, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    blocks = process.stdout.split("END\n")[:-1]
-    return [[word for word in block.split("\n") if word] for block in blocks]
+    return [block.split("\n")[:-1] for block in process.stdout.split("END\n")[:-1]]
 
 
 def test_bash_completes_commands_flags_fields_and_values(tmp_path: Path) -> None:

@@ -223,9 +223,11 @@ def cohort_rounds(
         chunk_size: the number of clients that a device runs at once, the same integer as in the
             algorithm. Clients of similar size share a chunk.
         preprocess: a function from the source's fields, arrays `[examples, ...]`, to the fields of
-            a batch, which must be arrays of numbers `[examples, ...]`. A field whose examples
-            differ in shape is given as an array `[examples]` of objects: pad it, and return a field
-            `mask`, 0 at padding. Masks from `preprocess` are set to 0 where a batch has no example.
+            a batch, which must be arrays of numbers `[examples, ...]`. Default: `image` to float32
+            in 0 to 1, and `label` to int32. `dict` leaves all fields as they are. A field whose
+            examples differ in shape is given as an array `[examples]` of objects: pad it, and
+            return a field `mask`, 0 at padding. Masks from `preprocess` are set to 0 where a batch
+            has no example.
 
     Returns:
         An iterator over `fedpax.Cohort` with all of its fields: `batches` is a dict of arrays
@@ -237,6 +239,7 @@ def cohort_rounds(
         ValueError: a size is below 1 or does not fit the memory or the other sizes; there are no
             examples; population and sampler have different numbers of clients; a client of a list
             has an index that is out of range; or `chunk_size` is not an integer.
+        KeyError: the examples have no `image` or `label`, and `preprocess` is the default.
         TypeError: `preprocess` returns a field that is not an array of numbers.
 
     Example:

@@ -7,7 +7,6 @@ import numpy as np
 from jaxtyping import Bool, Num
 from numpy.typing import NDArray
 
-from fedpax.data.populations.partition import get_field
 from fedpax.data.rounds.labeled_examples import scale_pixels
 from fedpax.data.rounds.stream import qualified_name
 
@@ -29,7 +28,13 @@ def preprocess_images(fields: Arrays) -> dict[str, NDArray[Any]]:
         KeyError: a field is missing.
         ValueError: the images' shapes differ.
     """
-    image, label = get_field(fields, "image"), get_field(fields, "label")
+    if not {"image", "label"} <= fields.keys():
+        raise KeyError(
+            f"The examples have the fields {', '.join(map(repr, fields))}, expected 'image' and "
+            "'label', which preprocess takes by default. Pass preprocess=dict to leave the fields "
+            "as they are, or a function from these fields to those of a batch."
+        )
+    image, label = fields["image"], fields["label"]
     if image.dtype == object:
         raise ValueError(
             f"The images have several shapes, such as {image[0].shape}, expected one: resize them "

@@ -401,6 +401,15 @@ def test_a_preprocess_that_drops_examples_raises():
         )
 
 
+def test_other_fields_need_a_preprocess():
+    examples = {"x": np.random.default_rng(0).random((5, 3)), "y": np.arange(5.0)}
+    population, sampler = [np.arange(5)], ClientSampler(1, 1)
+    with pytest.raises(KeyError, match=r"the fields 'x', 'y', expected .* Pass preprocess=dict"):
+        cohort_rounds(examples, population, sampler, batch_size=5)
+    cohort = next(cohort_rounds(examples, population, sampler, batch_size=5, preprocess=dict))
+    assert sorted(cohort.batches["y"].ravel()) == [0, 1, 2, 3, 4]
+
+
 def test_images_are_scaled_and_labels_are_int32():
     fields = {"image": np.array([[0, 255]], np.uint8), "label": np.array([3], np.int64)}
     found = preprocess_images(fields)

@@ -28,7 +28,7 @@ from fedpax.training.participant_states import (
 from fedpax.training.remote import resolve_folder
 from fedpax.training.retention import Retention
 from fedpax.training.saved_leaves import check_same_leaves, saved_struct
-from fedpax.training.saved_params import load_params
+from fedpax.training.saved_params import load_field, load_params
 from fedpax.training.saved_rounds import (
     FOLDER,
     DamagedCheckpointError,
@@ -44,6 +44,7 @@ __all__ = [
     "DamagedCheckpointError",
     "complete_rounds",
     "latest_round",
+    "load_field",
     "load_params",
 ]
 

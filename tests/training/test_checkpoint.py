@@ -14,7 +14,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fedpax.parallel.mesh import make_mesh
 from fedpax.training import checkpoint
-from fedpax.training.checkpoint import Checkpoints, complete_rounds, latest_round, load_params
+from fedpax.training.checkpoint import (
+    Checkpoints,
+    complete_rounds,
+    latest_round,
+    load_field,
+    load_params,
+)
 from fedpax.training.checksums import write_checksums
 from fedpax.training.retention import Retention
 
@@ -209,6 +215,9 @@ def test_params_are_loaded_as_numpy_without_the_state(
     params = load_params(tmp_path)
     assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(params))
     assert_same_bits(params, state.params)
+    assert load_field(tmp_path, "step", 3) == 1
+    with pytest.raises(KeyError, match=r"no field 'clients', expected one of .*step"):
+        load_field(tmp_path, "clients")
 
 
 class ComputedParams(NamedTuple):

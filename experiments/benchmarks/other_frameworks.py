@@ -1,16 +1,19 @@
-"""A round with fedpax, and with pfl and FedJAX, which need environments of their own.
+"""A round with fedpax, and with pfl, Flower and FedJAX, which need environments of their own.
 
     python -m fedpax.experiments.benchmarks.other_frameworks --model=cnn --clients=64 \
-        --pfl_python=environments/pfl/bin/python --fedjax_python=environments/fedjax/bin/python
+        --pfl_python=environments/pfl/bin/python --flower_python=environments/flower/bin/python \
+        --fedjax_python=environments/fedjax/bin/python
 
-pfl needs PyTorch, and FedJAX needs jax < 0.4.39. Each option names the Python interpreter of an
-environment with the library; a library without the option is left out. All libraries get the same
-data and parameters, run the same round (5 steps of plain SGD per client, updates weighted by
-numbers of examples) and must give the same result. Then interleaved calls are timed. Each library
-runs in its own process, which waits for a request before every round.
+pfl needs PyTorch, Flower needs Ray, and PyTorch for its clients, and FedJAX needs jax < 0.4.39.
+Each option names the Python interpreter of an environment with the library; a library without the
+option is left out. All libraries get the same data and parameters, run the same round (5 steps of
+plain SGD per client, updates weighted by numbers of examples) and must give the same result. Then
+interleaved calls are timed. Each library runs in its own process, which waits for a request before
+every round.
 
-`--method=fedprox` and `--method=scaffold` (option II) run these in place of FedAvg, with fedpax and
-pfl. The results are compared after one round, when SCAFFOLD's controls are still 0.
+`--method=fedprox` and `--method=scaffold` (option II) run these in place of FedAvg. Flower and
+FedJAX have no SCAFFOLD, and FedJAX's FedProx is not run. The results are compared after one round,
+when SCAFFOLD's controls are still 0.
 """
 
 import argparse
@@ -49,8 +52,16 @@ from fedpax.experiments.benchmarks.workloads import (
 from fedpax.models.losses import classification_loss
 from fedpax.training.algorithm import FederatedAlgorithm
 
-SCRIPTS = {"pfl": "pfl_round.py", "fedjax": "fedjax_round.py"}
-METHODS = ("fedavg", "fedprox", "scaffold")
+SCRIPTS = {
+    "pfl": "torch_rounds.py",
+    "flower": "torch_rounds.py",
+    "fedjax": "fedjax_round.py",
+}
+METHODS = {  # and the libraries that have them
+    "fedavg": ("pfl", "flower", "fedjax"),
+    "fedprox": ("pfl", "flower"),
+    "scaffold": ("pfl",),
+}
 MU = 0.1  # FedProx's
 
 
@@ -59,7 +70,7 @@ class Row(NamedTuple):
 
     Attributes:
         model: the clients' model.
-        devices: number of devices; for pfl, number of workers.
+        devices: number of devices; for pfl and Flower, number of workers.
         clients: number of clients.
         library: name of the library.
         versions: versions of the library and of its framework.
@@ -92,7 +103,7 @@ def measure(
         clients: number of clients.
         pythons: the Python interpreter of each library's environment, by names in `SCRIPTS`.
         repetitions: number of timed rounds of each library.
-        method: a name in `METHODS`; for FedJAX, "fedavg" alone.
+        method: a name in `METHODS`.
 
     Returns:
         One row per library, fedpax first.
@@ -112,7 +123,7 @@ def measure(
         params, batches, ones = workload.random_arguments(clients, mesh)
         num_examples = jnp.full_like(ones, LOCAL_STEPS * BATCH_SIZE)
         saved: dict[str, Any] = {**by_name(params), **batches, "rate": LEARNING_RATE}
-        if "pfl" in pythons:
+        if {"pfl", "flower"} & set(pythons):
             saved["mu"] = MU
         np.savez(folder / "arguments.npz", **saved)
         results: dict[str, dict[str, Any]] = {}
@@ -201,15 +212,16 @@ def command_of(
         devices: number of devices or workers.
         arguments: the file with the data and the parameters.
         result: the file for the parameters after the first round.
-        method: a name in `METHODS`, for pfl.
+        method: a name in `METHODS`.
     """
-    launch: list[str] = []
-    options: list[str] = []
-    if library == "pfl":
-        options = [method]
-        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={devices}"]
-    script = Path(__file__).parent / SCRIPTS[library]
-    return [python, *launch, *map(str, (script, arguments, result)), *options]
+    script = str(Path(__file__).parent / SCRIPTS[library])
+    files = [str(arguments), str(result)]
+    if library == "fedjax":
+        return [python, script, *files]
+    if library == "flower":
+        return [python, script, library, *files, method, str(devices)]
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={devices}"]
+    return [python, *launch, script, library, *files, method]
 
 
 @contextlib.contextmanager
@@ -266,8 +278,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--json", help="JSON file for the measurements; without it they are printed"
     )
     options = parser.parse_args(argv)
-    if options.method != "fedavg" and options.fedjax_python:
-        parser.error(f"--method={options.method} is for pfl alone: leave --fedjax_python out")
+    for library in SCRIPTS:
+        if getattr(options, f"{library}_python") and library not in METHODS[options.method]:
+            others = " and ".join(METHODS[options.method])
+            parser.error(f"--method={options.method} is for {others}: leave --{library}_python out")
     if options.method == "scaffold" and options.pfl_python and options.devices != "1":
         parser.error("--method=scaffold needs --devices=1: pfl keeps controls in one process")
     paths = {library: getattr(options, f"{library}_python") for library in SCRIPTS}

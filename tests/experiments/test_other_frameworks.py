@@ -1,6 +1,6 @@
 """Tests of the benchmark that runs libraries of other environments.
 
-The libraries are not installed: a script that needs only NumPy replaces them.
+A script that needs only NumPy replaces the libraries, but in the last test.
 """
 
 import json
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedpax.experiments.benchmarks import fedjax_round, other_frameworks, pfl_round, timing
+from fedpax.experiments.benchmarks import fedjax_round, other_frameworks, timing, torch_rounds
 from fedpax.experiments.benchmarks.workloads import WORKLOADS, Workload
 from fedpax.models.classifiers import CNNConfig, MLPConfig, cnn, mlp
 
@@ -110,7 +110,7 @@ def test_the_network_for_fedjax_computes_the_same_logits(name):
 def test_pytorchs_layout_gives_the_same_matmuls_and_convolutions():
     init = jax.jit(MODELS["cnn"][0].init)
     params = other_frameworks.by_name(init(jax.random.key(0)))
-    as_torch = {name: pfl_round.as_torch(name, value, params) for name, value in params.items()}
+    as_torch = {name: torch_rounds.as_torch(name, value, params) for name, value in params.items()}
     images = jax.random.normal(jax.random.key(1), (7, 2, 2, 3))  # after pooling, channels last
     channels_first = images.transpose(0, 3, 1, 2)
     ours = images.reshape(7, -1) @ params["dense_0/kernel"]
@@ -139,6 +139,7 @@ def test_other_methods_start_as_fedavg_does(fake_library, method, monkeypatch):
     ("arguments", "message"),
     [
         (["--method=fedprox", "--fedjax_python=python"], "leave --fedjax_python out"),
+        (["--method=scaffold", "--flower_python=python"], "leave --flower_python out"),
         (["--method=scaffold", "--pfl_python=python"], "needs --devices=1"),
     ],
 )
@@ -146,3 +147,14 @@ def test_methods_that_a_library_lacks_are_refused(arguments, message, capsys):
     with pytest.raises(SystemExit):
         other_frameworks.main(arguments)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", ["pfl", "flower"])
+def test_the_library_itself_computes_the_same_round(fake_library, library):
+    """Here the libraries run, if this environment has them."""
+    for package in {"pfl": ["pfl", "torch"], "flower": ["flwr", "ray", "torch"]}[library]:
+        pytest.importorskip(package)
+    for method in ("fedavg", "fedprox"):
+        rows = other_frameworks.measure("tiny", 2, 4, {library: sys.executable}, 1, method)
+        assert [row.library for row in rows] == ["fedpax", library]

@@ -201,7 +201,7 @@ def _join(
         contextlib.ExitStack() as stack,
     ):
         model = LocalModel(run)
-        position: dict[str, Any] = checkpoints.restore_stream_state() if first else {}
+        position: Any = checkpoints.restore_position().stream if first else {}
         versions = [-1] * len(model.formats)
         if first:
             versions = [fragment["version"] for fragment in position["ledger"]["fragments"]]

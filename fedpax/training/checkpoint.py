@@ -1,6 +1,5 @@
 """Checkpoints of a run: state, position in the data, round and configuration, saved together."""
 
-import base64
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -13,12 +12,12 @@ from jax.experimental import multihost_utils
 
 from fedpax.training.algorithm import State
 from fedpax.training.checkpoint_dir import LostCheckpointDirError
-from fedpax.training.checksums import find_damage, has_checksums, write_checksums
+from fedpax.training.checksums import find_damage, write_checksums
 from fedpax.training.configuration import is_remote
 from fedpax.training.console import print_error
 from fedpax.training.exports import Exports
 from fedpax.training.failed_saves import QuietFailedSaves
-from fedpax.training.mounts import COMMITTED, atomicity_of, is_object_store, remove_folder
+from fedpax.training.mounts import atomicity_of, is_object_store
 from fedpax.training.participant_states import (
     ParticipantRule,
     check_resizable,
@@ -27,6 +26,7 @@ from fedpax.training.participant_states import (
 )
 from fedpax.training.remote import resolve_folder
 from fedpax.training.retention import Retention
+from fedpax.training.run_position import RunPosition
 from fedpax.training.saved_leaves import check_same_leaves, saved_struct
 from fedpax.training.saved_params import load_field, load_params
 from fedpax.training.saved_rounds import (
@@ -35,6 +35,7 @@ from fedpax.training.saved_rounds import (
     complete_rounds,
     damaged_checkpoint,
     latest_round,
+    set_aside_unfinished,
 )
 from fedpax.training.stream_state import gather_stream_state
 
@@ -84,7 +85,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self._folder = resolve_folder(job_log_dir) / FOLDER
         self._primary = jax.process_index() == 0
         if self._primary:
-            _set_aside_unfinished(self._folder)
+            set_aside_unfinished(self._folder)
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("fedpax: unfinished checkpoints are removed")
         self._exports = exports
@@ -146,16 +147,16 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         Raises:
             OSError: this checkpoint, or the one before, cannot be written.
         """
-        progress = {
-            "round": round_number,
-            "stream": _text_from_bytes(gather_stream_state(stream_state)),
-            "configuration": configuration,
-            "participants": num_participants,
-            "numbers": None if numbers is None else list(numbers),
-        }
+        position = RunPosition(
+            round_number,
+            gather_stream_state(stream_state),
+            configuration,
+            num_participants,
+            numbers,
+        )
         items: dict[str, ocp.args.CheckpointArgs] = {
             "state": ocp.args.StandardSave(state),
-            "progress": ocp.args.JsonSave(progress),
+            "progress": ocp.args.JsonSave(position.to_json()),
         }
         if "params" not in getattr(state, "_fields", ("params",)):
             # A model that the state computes from its fields, such as the islands' mean.
@@ -200,42 +201,17 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             (draft,) = self._folder.glob(f"{self._saving}.orbax-checkpoint-tmp*")
         write_checksums(draft)
 
-    def restore_stream_state(self) -> Any:
-        """Return the position of the stream of cohorts in the newest checkpoint.
+    def restore_position(self) -> RunPosition:
+        """Return the position of the run in the newest checkpoint.
 
         Raises:
             FileNotFoundError: there is no checkpoint.
             DamagedCheckpointError: its files are damaged.
         """
         step = self._verified_round()
-        with self._reading(step):
-            return _bytes_from_text(self._saved_progress(step)["stream"])
-
-    def saved_configuration(self) -> dict[str, Any]:
-        """Return the experiment of the newest checkpoint as JSON."""
-        step = self._verified_round()
-        with self._reading(step):
-            configuration: dict[str, Any] = self._saved_progress(step)["configuration"]
-            return configuration
-
-    def saved_participants(self) -> int | None:
-        """Return the number of participants of the newest checkpoint; None: not recorded."""
-        step = self._verified_round()
-        with self._reading(step):
-            number: int | None = self._saved_progress(step).get("participants")
-            return number
-
-    def saved_numbers(self) -> list[int] | None:
-        """Return the participants' numbers of the newest checkpoint; None: not recorded."""
-        step = self._verified_round()
-        with self._reading(step):
-            numbers: list[int] | None = self._saved_progress(step).get("numbers")
-            return numbers
-
-    def _saved_progress(self, step: int) -> dict[str, Any]:
         progress = ocp.args.Composite(progress=ocp.args.JsonRestore())
-        found: dict[str, Any] = self._manager.restore(step, args=progress).progress
-        return found
+        with self._reading(step):
+            return RunPosition.from_json(self._manager.restore(step, args=progress).progress)
 
     def restore_state(
         self,
@@ -272,10 +248,10 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         step = self._verified_round()
         with self._reading(step):
             saved = self._saved_shapes(step)
-        num_saved = self.saved_participants()
+        position = self.restore_position()
         check_same_leaves(wanted, saved, step)
         stored = {
-            path: saved_struct(leaf, saved[path], path, num_participants, num_saved)
+            path: saved_struct(leaf, saved[path], path, num_participants, position.participants)
             for path, leaf in wanted.items()
         }
         for path, leaf in wanted.items():
@@ -286,7 +262,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         )
         with self._reading(step):
             leaves, tree = jax.tree.flatten(self._manager.restore(step, args=restore).state)
-        kept = kept_participants(self.saved_numbers(), numbers)
+        kept = kept_participants(position.numbers, numbers)
         for i, leaf in enumerate(jax.tree.leaves(like)):  # frees each saved array after its use
             leaves[i] = resize_participants(leaves[i], leaf, rule, kept)
         return jax.tree.unflatten(tree, leaves)
@@ -408,35 +384,3 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
                 raise
         finally:
             self._quiet.__exit__(kind)
-
-
-def _set_aside_unfinished(folder: Path) -> None:
-    """Remove checkpoints that are not written, and rename those without checksums."""
-    if not folder.is_dir():
-        return
-    for path in folder.iterdir():
-        if not path.name.isdecimal() or not path.is_dir() or has_checksums(path):
-            continue
-        unfinished = is_object_store(path) and not (path / COMMITTED).is_file()
-        if unfinished or not any(entry.is_file() for entry in path.rglob("*")):
-            remove_folder(path)
-            print_error(f"Removed {path}: the checkpoint is unfinished.")
-            continue
-        aside = folder.parent / f"checkpoint_{path.name}_without_checksums"
-        while aside.exists():
-            aside = aside.with_name(aside.name + "_")
-        path.rename(aside)
-        print_error(
-            f"Moved {path} to {aside}: the checkpoint is unfinished or incomplete, it has no "
-            "checksums.json. If a copy left that file out, copy it back."
-        )
-
-
-def _text_from_bytes(state: Any) -> Any:
-    return {"base64": base64.b64encode(state).decode()} if isinstance(state, bytes) else state
-
-
-def _bytes_from_text(state: Any) -> Any:
-    if isinstance(state, dict) and set(state) == {"base64"}:
-        return base64.b64decode(state["base64"])
-    return state

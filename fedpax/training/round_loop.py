@@ -32,6 +32,7 @@ from fedpax.training.prefetch import Prefetch, put_on_mesh
 from fedpax.training.profile import Profile
 from fedpax.training.progress import Progress
 from fedpax.training.saved_program import ProgramFile
+from fedpax.training.schedule import is_due, last_due_before
 from fedpax.training.spikes import Spike, SpikeHistory
 from fedpax.training.stream_state import gather_stream_state, restore_stream
 from fedpax.training.utilization import utilization_of
@@ -205,7 +206,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
             saved = self._copy.stream_state
             restore_stream(stream, saved, must_fit=False, beginning=self._beginning)
         elif self.done:
-            saved = self._checkpoints.restore_stream_state()
+            saved = self._checkpoints.restore_position().stream
             restore_stream(
                 stream, saved, must_fit=not self._is_changed(), beginning=self._beginning
             )
@@ -219,7 +220,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
 
         An earlier process, from before a roll back or a kill, can have been allowed to make it.
         """
-        saved = self._checkpoints.saved_configuration()
+        saved = self._checkpoints.restore_position().configuration
         now = self._configuration
         fields = (saved.keys() | now.keys()) - {"training"}
         differs = any(saved.get(field) != now.get(field) for field in fields)
@@ -228,14 +229,13 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
     def _restore_state(self, compiled: CompiledRound) -> State:
         participants, rule = compiled.num_participants, self._changes.participant_states
         state = self._checkpoints.restore_state(compiled.state, participants, rule, self._numbers)
-        membership, saved = self._changes.membership, self._checkpoints.saved_numbers()
-        if membership is not None and saved is not None:
-            state = membership.rejoin(state, saved)
-        before = self._checkpoints.saved_participants()
-        if before not in (None, participants):
+        saved, membership = self._checkpoints.restore_position(), self._changes.membership
+        if membership is not None and saved.numbers is not None:
+            state = membership.rejoin(state, list(saved.numbers))
+        if saved.participants not in (None, participants):
             self._progress.note(
-                f"{participants} {self._run.placement} continue from the states of {before} "
-                f"(--participant_states={rule})"
+                f"{participants} {self._run.placement} continue from the states of "
+                f"{saved.participants} (--participant_states={rule})"
             )
         return state
 
@@ -362,7 +362,10 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
     def _roll_back(self, spike: Spike) -> None:
         """Return to a checkpoint before a spike, and leave out the cohorts up to the spike."""
         self._checkpoints.wait()
-        to = self._checkpoints.delete_after(self._scheduled_before(spike.round))
+        # A signal saves after other rounds too. Its checkpoint is used only if no earlier one is
+        # left: a run must not depend on signals.
+        scheduled = last_due_before(spike.round, *self._saving_periods)
+        to = self._checkpoints.delete_after(scheduled)
         self._clock.lose_since(to)
         record = self._history.roll_back(to, spike)
         self._metrics.write("spike", to, record | line_values(self._clock.seconds()))
@@ -375,31 +378,6 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         self._progress.restart(to, f"{spike}; rolled back to round {to}")
         self.start()
 
-    def _scheduled_before(self, round_number: int) -> int:
-        """Return the last round before a given one after which the schedule saves a checkpoint.
-
-        A signal saves after other rounds too. Its checkpoint is used only if no earlier one is
-        left: a run must not depend on signals.
-        """
-        before = range(round_number - 1, 0, -1)
-        return next((number for number in before if is_due(number, 0, *self._saving_periods)), 0)
-
     def __exit__(self, *error: Any) -> None:
         """Close the metrics and stop drawing cohorts."""
         self._resources.__exit__(*error)
-
-
-def is_due(round_number: int, rounds: int, *periods: int) -> bool:
-    """Return whether an action that runs every few rounds, and after the last, runs now.
-
-    Args:
-        round_number: the round.
-        rounds: the last round.
-        *periods: rounds between two runs of the action; 0: never.
-
-    Example:
-        >>> [number for number in range(1, 12) if is_due(number, 11, 5, 4)]
-        [4, 5, 8, 10, 11]
-    """
-    periods = tuple(period for period in periods if period > 0)
-    return round_number == rounds or any(round_number % period == 0 for period in periods)

@@ -1,8 +1,10 @@
-"""The rounds of a run's complete checkpoints, and damage to them, without reading any state."""
+"""The rounds of a run's complete checkpoints, and damaged and unfinished ones, by their files."""
 
 from pathlib import Path
 
 from fedpax.training.checksums import find_damage, has_checksums
+from fedpax.training.console import print_error
+from fedpax.training.mounts import COMMITTED, is_object_store, remove_folder
 from fedpax.training.remote import resolve_folder
 
 FOLDER = "checkpoints"
@@ -73,3 +75,29 @@ def damaged_checkpoint(folder: Path, step: int, damage: str) -> DamagedCheckpoin
         f"The checkpoint of round {step} is damaged: {damage}, expected the files as they were "
         f"saved. Restore them from a copy, or {remedy}."
     )
+
+
+def set_aside_unfinished(folder: Path) -> None:
+    """Remove checkpoints that are not written, and rename those without checksums.
+
+    Args:
+        folder: a run's `checkpoints` folder, which may be missing.
+    """
+    if not folder.is_dir():
+        return
+    for path in folder.iterdir():
+        if not path.name.isdecimal() or not path.is_dir() or has_checksums(path):
+            continue
+        unfinished = is_object_store(path) and not (path / COMMITTED).is_file()
+        if unfinished or not any(entry.is_file() for entry in path.rglob("*")):
+            remove_folder(path)
+            print_error(f"Removed {path}: the checkpoint is unfinished.")
+            continue
+        aside = folder.parent / f"checkpoint_{path.name}_without_checksums"
+        while aside.exists():
+            aside = aside.with_name(aside.name + "_")
+        path.rename(aside)
+        print_error(
+            f"Moved {path} to {aside}: the checkpoint is unfinished or incomplete, it has no "
+            "checksums.json. If a copy left that file out, copy it back."
+        )

@@ -121,7 +121,7 @@ def test_a_run_resumes_with_another_number_of_islands(
     told = capsys.readouterr().err
     assert "4 islands continue from the states of 2" in told and "start again" not in told
     with Checkpoints(tmp_path, keep=3) as checkpoints:
-        position = checkpoints.restore_stream_state()
+        position = checkpoints.restore_position().stream
     # Each row of two rounds of 2 islands and two rounds of 4, once.
     rows_of_island = few.data.local_steps * few.data.batch_size
     assert (position["rounds"], position["rows"]) == (4, (2 * 2 + 2 * 4) * rows_of_island)

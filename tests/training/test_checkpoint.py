@@ -78,7 +78,7 @@ def test_everything_comes_back_bitwise(
         checkpoints.save(3, state, position, {"exp": "x"})
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         assert checkpoints.latest_round() == 3
-        assert checkpoints.restore_stream_state() == position
+        assert checkpoints.restore_position().stream == position
         assert_same_bits(checkpoints.restore_state(like(state)), state)
 
 
@@ -310,9 +310,9 @@ def test_damaged_files_raise_and_the_checkpoint_before_can_be_used(
         shutil.rmtree(newest / damage)
     words = "The checkpoint of round 2 is damaged: .* delete .*/2 to resume from .* of round 1"
     with Checkpoints(tmp_path, keep=2) as checkpoints, pytest.raises(OSError, match=words):
-        checkpoints.restore_stream_state()
+        checkpoints.restore_position()
         checkpoints.restore_state(like(states[1]))
     shutil.rmtree(newest)
     with Checkpoints(tmp_path, keep=2) as checkpoints:
-        assert checkpoints.restore_stream_state() == {"round": 1}
+        assert checkpoints.restore_position().stream == {"round": 1}
         assert_same_bits(checkpoints.restore_state(like(states[0])), states[0])

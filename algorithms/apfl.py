@@ -11,14 +11,9 @@ from jaxtyping import Array, Float, Int
 from fedpax.aggregators import Aggregator
 from fedpax.algorithms.checks import check_setting, required_client_ids
 from fedpax.algorithms.local_evaluation import count_steps
-from fedpax.algorithms.local_steps import (
-    gradient_and_metrics,
-    local_steps,
-    participant_weights,
-    scale,
-    subtract,
-)
+from fedpax.algorithms.local_steps import gradient_and_metrics, local_steps, participant_weights
 from fedpax.algorithms.server import make_server
+from fedpax.algorithms.tree_arithmetic import scale, subtract
 from fedpax.clients import ClientStore, client_store, gather_clients, scatter_clients
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_map, program

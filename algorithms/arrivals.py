@@ -10,7 +10,8 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from fedpax.aggregators import Aggregator
-from fedpax.algorithms.local_steps import placed_valid_steps, scale
+from fedpax.algorithms.local_steps import placed_valid_steps
+from fedpax.algorithms.tree_arithmetic import scale
 from fedpax.clients.cohort import Cohort
 from fedpax.primitives import federated_map, federated_mean, federated_sum
 from fedpax.training.algorithm import Metrics, Params

@@ -12,8 +12,8 @@ from fedpax.aggregators import Aggregator
 from fedpax.algorithms.directional_mean import directional_mean
 from fedpax.algorithms.fragments import Fragment, FragmentFn, make_fragments
 from fedpax.algorithms.inner_steps import InnerReport, average_reports, make_inner_steps
-from fedpax.algorithms.local_steps import subtract
 from fedpax.algorithms.streaming_diloco import StreamingDiLoCoState, streaming_diloco
+from fedpax.algorithms.tree_arithmetic import subtract
 from fedpax.clients import Syncs
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_map, federated_mean, federated_sum, program

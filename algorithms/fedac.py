@@ -10,7 +10,8 @@ from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator, mean
 from fedpax.algorithms.checks import check_setting
-from fedpax.algorithms.local_steps import local_steps, participant_weights, subtract
+from fedpax.algorithms.local_steps import local_steps, participant_weights
+from fedpax.algorithms.tree_arithmetic import subtract
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_map, federated_mean, program
 from fedpax.primitives.placement import ChunkSize

@@ -10,13 +10,9 @@ from jaxtyping import Array, Int
 from fedpax.algorithms.checks import check_setting
 from fedpax.algorithms.gradient_terms import proximal_term
 from fedpax.algorithms.history import History, start_history
-from fedpax.algorithms.local_steps import (
-    local_update,
-    participant_weights,
-    scale,
-    subtract,
-)
+from fedpax.algorithms.local_steps import local_update, participant_weights
 from fedpax.algorithms.staleness import StalenessFn, polynomial_staleness
+from fedpax.algorithms.tree_arithmetic import scale, subtract
 from fedpax.clients import Arrivals
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_map, federated_mean, program

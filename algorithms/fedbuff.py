@@ -10,9 +10,10 @@ from jaxtyping import Array, Int
 from fedpax.aggregators import Aggregator
 from fedpax.algorithms.checks import check_setting
 from fedpax.algorithms.history import History, start_history
-from fedpax.algorithms.local_steps import local_update, participant_weights, scale
+from fedpax.algorithms.local_steps import local_update, participant_weights
 from fedpax.algorithms.server import make_server
 from fedpax.algorithms.staleness import StalenessFn, polynomial_staleness
+from fedpax.algorithms.tree_arithmetic import scale
 from fedpax.clients import Arrivals
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_map, program

@@ -12,8 +12,9 @@ from fedpax.aggregators import Aggregator
 from fedpax.algorithms.checks import check_setting, required_client_ids
 from fedpax.algorithms.gradient_terms import added_term, proximal_term
 from fedpax.algorithms.local_evaluation import count_steps
-from fedpax.algorithms.local_steps import local_update, participant_weights, scale
+from fedpax.algorithms.local_steps import local_update, participant_weights
 from fedpax.algorithms.server import make_server
+from fedpax.algorithms.tree_arithmetic import scale
 from fedpax.clients import ClientStore, client_store, gather_clients, scatter_clients
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_map, federated_mean, federated_sum, program

@@ -11,8 +11,9 @@ from jaxtyping import Array, Float, Int
 from fedpax.aggregators import Aggregator
 from fedpax.algorithms.fedavg import FedAvgState
 from fedpax.algorithms.local_evaluation import count_steps
-from fedpax.algorithms.local_steps import local_update, participant_weights, scale
+from fedpax.algorithms.local_steps import local_update, participant_weights
 from fedpax.algorithms.server import make_server
+from fedpax.algorithms.tree_arithmetic import scale
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_map, federated_mean, program
 from fedpax.primitives.placement import ChunkSize

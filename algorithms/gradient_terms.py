@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import optax
 
-from fedpax.algorithms.local_steps import scale, subtract
+from fedpax.algorithms.tree_arithmetic import scale, subtract
 from fedpax.training.algorithm import Params
 
 

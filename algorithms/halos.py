@@ -24,7 +24,7 @@ from fedpax.algorithms.delayed_nesterov import (
     check_delayed_nesterov,
 )
 from fedpax.algorithms.inner_steps import make_outer_gradient
-from fedpax.algorithms.local_steps import subtract
+from fedpax.algorithms.tree_arithmetic import subtract
 from fedpax.clients import RegionalOrder
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import (

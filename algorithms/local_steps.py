@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Int, Num
 
+from fedpax.algorithms.tree_arithmetic import subtract
 from fedpax.clients.cohort import MASK, Cohort
 from fedpax.primitives import federated_map
 from fedpax.training.algorithm import LossFn, Metrics, Params, WithGradientNorm
@@ -372,16 +373,6 @@ def as_metrics(loss: jax.Array, aux: Mapping[str, jax.Array] | None) -> Metrics:
                 "Average it over the batch, for example with jnp.mean."
             )
     return {**aux, "loss": loss}
-
-
-def subtract(x: chex.ArrayTree, y: chex.ArrayTree) -> chex.ArrayTree:
-    """Subtract two pytrees leaf by leaf: `x - y`."""
-    return jax.tree.map(jnp.subtract, x, y)
-
-
-def scale(factor: Any, x: chex.ArrayTree) -> chex.ArrayTree:
-    """Multiply a pytree by a number, leaf by leaf, in the leaves' own dtypes."""
-    return jax.tree.map(lambda leaf: (factor * leaf).astype(leaf.dtype), x)
 
 
 def _float_mean(values: jax.Array) -> jax.Array:

@@ -9,7 +9,8 @@ import optax
 from fedpax.aggregators import Aggregator
 from fedpax.algorithms.checks import check_setting
 from fedpax.algorithms.fedavg import fedavg
-from fedpax.algorithms.local_steps import gradient_and_metrics, scale, subtract
+from fedpax.algorithms.local_steps import gradient_and_metrics
+from fedpax.algorithms.tree_arithmetic import scale, subtract
 from fedpax.primitives.placement import ChunkSize
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 

@@ -9,13 +9,9 @@ from jaxtyping import Array, Int
 from fedpax.aggregators import Aggregator
 from fedpax.algorithms.gradient_terms import added_term
 from fedpax.algorithms.local_evaluation import full_gradient
-from fedpax.algorithms.local_steps import (
-    gradient_and_metrics,
-    local_update,
-    participant_weights,
-    subtract,
-)
+from fedpax.algorithms.local_steps import gradient_and_metrics, local_update, participant_weights
 from fedpax.algorithms.server import make_server
+from fedpax.algorithms.tree_arithmetic import subtract
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_map, federated_mean, program
 from fedpax.primitives.placement import ChunkSize

@@ -12,8 +12,9 @@ from fedpax.aggregators import Aggregator
 from fedpax.algorithms.checks import required_client_ids
 from fedpax.algorithms.gradient_terms import added_term, constant_learning_rate
 from fedpax.algorithms.local_evaluation import accumulator, count_steps, full_gradient, mean_of
-from fedpax.algorithms.local_steps import local_steps, participant_weights, scale, subtract
+from fedpax.algorithms.local_steps import local_steps, participant_weights
 from fedpax.algorithms.server import make_server
+from fedpax.algorithms.tree_arithmetic import scale, subtract
 from fedpax.clients import ClientStore, client_store, gather_clients, scatter_clients
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_map, federated_mean, program

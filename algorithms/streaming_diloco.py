@@ -13,7 +13,8 @@ from fedpax.aggregators import Aggregator, mean
 from fedpax.aggregators.transfer_work import under_transfers
 from fedpax.algorithms.fragments import Fragment, FragmentFn, layer_fragments, make_fragments
 from fedpax.algorithms.inner_steps import InnerReport, average_reports, make_inner_steps
-from fedpax.algorithms.local_steps import participant_weights, subtract
+from fedpax.algorithms.local_steps import participant_weights
+from fedpax.algorithms.tree_arithmetic import subtract
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_broadcast, federated_map, federated_mean, program
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params

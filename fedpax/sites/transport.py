@@ -1,9 +1,7 @@
 """Calls from islands to a syncer, over gRPC: `serve` at the syncer, `connect` at an island."""
 
 import contextlib
-import importlib
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from fedpax.sites.address import check_address
 from fedpax.sites.call_pool import CallPool
+from fedpax.sites.extras import import_grpc, read_certificates
 from fedpax.sites.handshake import find_refusal
 from fedpax.sites.limited_log import LimitedLog, escape
 from fedpax.sites.message import (
@@ -26,7 +25,6 @@ from fedpax.sites.message import (
 if TYPE_CHECKING:
     import grpc
 
-    from fedpax.sites.certificates import Certificates
 
 MAX_MESSAGE_BYTES = 1 << 30
 """Default limit on the arrays of a message: 1 GiB."""
@@ -222,7 +220,7 @@ def serve(
         >>> answer.header["kind"], answer.arrays["x"].tolist()
         ('doubled', [3.0, 8.0])
     """
-    grpc = _import_grpc()
+    grpc = import_grpc()
     check_address("address", address, certificates, any_port=True)
 
     pool = CallPool(max_calls)
@@ -243,7 +241,7 @@ def serve(
     )
     credentials = grpc.insecure_server_credentials()
     if certificates is not None:
-        own = _read_certificates(certificates)
+        own = read_certificates(certificates)
         credentials = grpc.ssl_server_credentials(
             [(own.key, own.certificate)], own.authority, require_client_auth=True
         )
@@ -291,7 +289,7 @@ def connect(
 
     Example: see `serve`.
     """
-    grpc = _import_grpc()
+    grpc = import_grpc()
     host = check_address("address", address, certificates)
     server_name = server_name or host
     options = [
@@ -306,34 +304,11 @@ def connect(
         options.append(("grpc.enable_http_proxy", 0))
         channel = grpc.insecure_channel(address, options)
         return Connection(channel, address, None, host, max_message_bytes)
-    own = _read_certificates(certificates)
+    own = read_certificates(certificates)
     options.append(("grpc.ssl_target_name_override", server_name))
     credentials = grpc.ssl_channel_credentials(own.authority, own.key, own.certificate)
     channel = grpc.secure_channel(address, credentials, options)
     return Connection(channel, address, Path(certificates), server_name, max_message_bytes)
-
-
-def _import_grpc() -> Any:
-    # Its own log repeats each failed handshake. A user's setting remains.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    return _import_extra("grpc", "grpcio")
-
-
-def _read_certificates(folder: Path | str) -> "Certificates":
-    _import_extra("cryptography", "cryptography")
-    from fedpax.sites.certificates import read_certificates
-
-    return read_certificates(folder)
-
-
-def _import_extra(module: str, package: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise ModuleNotFoundError(
-            f"syncers and islands need the package {package}, and it is not installed. Install it: "
-            "pip install 'fedpax[sites]'."
-        ) from None
 
 
 def _options(keepalive: float) -> list[tuple[str, Any]]:

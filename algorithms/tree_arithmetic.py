@@ -1,0 +1,17 @@
+"""Arithmetic of pytrees, leaf by leaf."""
+
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+
+
+def subtract(x: chex.ArrayTree, y: chex.ArrayTree) -> chex.ArrayTree:
+    """Subtract two pytrees leaf by leaf: `x - y`."""
+    return jax.tree.map(jnp.subtract, x, y)
+
+
+def scale(factor: Any, x: chex.ArrayTree) -> chex.ArrayTree:
+    """Multiply a pytree by a number, leaf by leaf, in the leaves' own dtypes."""
+    return jax.tree.map(lambda leaf: (factor * leaf).astype(leaf.dtype), x)

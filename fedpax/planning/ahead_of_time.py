@@ -77,7 +77,8 @@ def plan_experiment(
     other_version = foreign_libtpu() if topology.devices[0].platform == "tpu" else None
     if other_version:
         report(f"note: {other_version}")
-    report("compiling its round; a large model takes minutes")
+    options = ", ".join(f"{name}={value}" for name, value in (run.compiler_options or {}).items())
+    report(f"compiling its round{options and f' with {options}'}; a large model takes minutes")
     try:
         # Without the hardware, the mesh's devices run nothing. With the concrete mesh set, JAX
         # would run the small computations of tracing on them.

@@ -75,8 +75,14 @@ def provide_devices(mesh: MeshConfig, num_processes: int = 1) -> None:
     chosen |= "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     # On a mesh with one axis every collective runs over all devices.
     subgroups = sum(size != 1 for size in sizes.values()) > 1
-    # A mesh larger than what a CPU can simulate needs accelerators; simulating it would hang.
+    # Simulating more devices than a CPU can hangs. A larger mesh needs accelerators.
     too_many = needed > MAX_SIMULATED_DEVICES
+    requested = os.environ.get("JAX_NUM_CPU_DEVICES", "")
+    if requested.isdecimal() and int(requested) > MAX_SIMULATED_DEVICES:
+        raise UsageError(
+            f"JAX_NUM_CPU_DEVICES={requested}: expected at most {MAX_SIMULATED_DEVICES:,}, which a "
+            "CPU can simulate. Set a smaller number, or unset it to simulate what the mesh needs."
+        )
     if subgroups and not too_many:
         provide_worker_threads(needed)
     in_use = False

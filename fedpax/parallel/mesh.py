@@ -14,6 +14,8 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
+from fedpax.parallel.simulated_devices import MAX_SIMULATED_DEVICES
+
 # The axes that communicate least, in this order: the first one in a mesh runs between slices.
 BETWEEN_SLICES = ("islands", "clients", "data")
 
@@ -283,7 +285,9 @@ def _fitting(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> str:
     text = f"Sizes that fit: {'; '.join(fits)}."
     if taken < total and -1 not in sizes.values():
         text += f" To use {taken} of them, pass devices=jax.devices()[:{taken}]."
-    if taken > total and devices[0].platform == "cpu":
+    if taken > total and devices[0].platform == "cpu" and taken > MAX_SIMULATED_DEVICES:
+        text += f" A CPU simulates at most {MAX_SIMULATED_DEVICES:,} devices."
+    elif taken > total and devices[0].platform == "cpu":
         text += (
             f" To simulate more on a CPU, set JAX_NUM_CPU_DEVICES={taken} in the environment, or "
             f'call jax.config.update("jax_num_cpu_devices", {taken}) before JAX is first used.'

@@ -185,10 +185,11 @@ class GoodputClock(AbstractContextManager["GoodputClock"]):
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Write the file for the last time."""
+        """Write the file for the last time. A run refused at its start leaves no file."""
         self._done.set()
         self._thread.join()
-        self.write()
+        if error[0] is None or self._path.exists():
+            self.write()
 
 
 def read_goodput(folder: Path) -> tuple[Seconds, dict[int, Seconds]] | None:

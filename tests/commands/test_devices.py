@@ -87,6 +87,12 @@ def test_platforms_that_are_not_there_are_told_in_words(
         devices.provide_devices(MeshConfig(fsdp=2))
 
 
+def test_more_devices_than_a_cpu_simulates_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1000000")
+    with pytest.raises(UsageError, match="JAX_NUM_CPU_DEVICES=1000000: expected at most 1,024"):
+        devices.provide_devices(MeshConfig(fsdp=2))
+
+
 def test_a_process_that_uses_jax_already_is_told_how_to_get_more_devices(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

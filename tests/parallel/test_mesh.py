@@ -334,3 +334,10 @@ def test_two_processes_have_an_island_each():
             "('fsdp', 'islands') [[0, 1], [0, 1], [0, 1], [0, 1]]",
             "('fsdp',) [[0, 0], [0, 0], [1, 1], [1, 1]]",
         ]
+
+
+def test_the_message_offers_no_more_devices_than_a_cpu_simulates() -> None:
+    with pytest.raises(ValueError, match=r"JAX_NUM_CPU_DEVICES=1024"):
+        make_mesh(tensor=1024)
+    with pytest.raises(ValueError, match=r"at most 1,024 devices\.$"):
+        make_mesh(tensor=1025)

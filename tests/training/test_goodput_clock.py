@@ -129,6 +129,12 @@ def test_the_file_is_written_while_the_run_goes_on(
     assert not (tmp_path / "none").exists()
 
 
+def test_a_run_refused_at_its_start_leaves_no_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError), GoodputClock(tmp_path):
+        raise ValueError("the mesh does not divide the cohort")
+    assert not any(tmp_path.iterdir())
+
+
 def test_only_the_newest_checkpoints_are_remembered(tmp_path: Path) -> None:
     clock = GoodputClock(tmp_path, now=Time())
     for number in range(100):

@@ -23,6 +23,7 @@ from fedpax.training.checkpoint import (
 from fedpax.training.checkpoint_dir import folder_of_checkpoints
 from fedpax.training.checksums import find_damage
 from fedpax.training.compiled_round import with_shardings
+from fedpax.training.configuration import FILE as CONFIGURATION
 from fedpax.training.configuration import (
     class_name,
     from_json,
@@ -104,7 +105,7 @@ def read_saved_run(command: str, options: flags.FlagValues, fields: Sequence[str
             )
     prefix = f"fedpax {command} --job_log_dir={options.job_log_dir}"
     description = f"The configuration of {exp or saved['class']} in {folder}."
-    configuration = from_json(saved)
+    configuration = from_json(saved, folder / CONFIGURATION)
     try:
         experiment = override(configuration, fields, prefix, description)
     except SystemExit as stop:

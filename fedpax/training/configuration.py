@@ -71,19 +71,21 @@ def class_name(configuration: Any) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def from_json(value: Any) -> Any:
+def from_json(value: Any, file: str | PurePath = FILE) -> Any:
     """Rebuild a configuration from the result of `to_json`.
 
     Fields that were added to the class in the meantime take their defaults.
 
     Args:
         value: a result of `to_json`.
+        file: the file that holds it, for error messages.
 
     Returns:
         An equal configuration.
 
     Raises:
-        ConfigurationError: a class was removed, or lacks a field that the value sets.
+        ConfigurationError: a class is not named, was removed, or lacks a field that the value sets;
+            or a group of fields, such as `mesh`, is something else.
 
     Example:
         >>> from fedpax.training.experiment import TrainingConfig
@@ -92,20 +94,25 @@ def from_json(value: Any) -> Any:
         True
     """
     if isinstance(value, list):
-        return tuple(from_json(item) for item in value)
+        return tuple(from_json(item, file) for item in value)
     if not isinstance(value, dict):
         return value
-    module, _, name = value["class"].partition(":")
+    named = value.get("class")
     try:
+        module, _, name = str(named).partition(":")
         kind: Any = importlib.import_module(module)
         for part in name.split("."):
             kind = getattr(kind, part)
-        return kind(**{key: from_json(item) for key, item in value.items() if key != "class"})
+        fields = {key: from_json(item, file) for key, item in value.items() if key != "class"}
+        for field in dataclasses.fields(kind):
+            group = dataclasses.is_dataclass(field.type) and field.name in fields
+            if group and not dataclasses.is_dataclass(fields[field.name]):
+                raise TypeError(f"{field.name} is {fields[field.name]!r}")
+        return kind(**fields)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigurationError(
-            f"config.json names {value['class']}, expected a class that can be made from its "
-            f"fields: {error}. Run the version of the code that wrote it, or start in an empty "
-            "folder."
+            f"{file} names {named}, expected a class that can be made from its fields: {error}. "
+            "Run the version of the code that wrote it, or start in an empty folder."
         ) from error
 
 
@@ -187,7 +194,7 @@ def read_configuration(folder: str | Path) -> tuple[str, Any] | None:
         ConfigurationError: the file is damaged or has another version.
     """
     found = read_configuration_json(folder)
-    return found and (found[0], from_json(found[1]))
+    return found and (found[0], from_json(found[1], f"{folder}/{FILE}"))
 
 
 def read_configuration_json(folder: str | Path) -> tuple[str, dict[str, Any]] | None:

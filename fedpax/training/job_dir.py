@@ -16,6 +16,7 @@ from jax.experimental import multihost_utils
 
 from fedpax.training.checkpoint_dir import is_owned
 from fedpax.training.configuration import (
+    FILE,
     ConfigurationError,
     class_name,
     differences,
@@ -200,7 +201,7 @@ def check_configuration(
         return
     name, saved = found
     same_class = saved["class"] == class_name(experiment)
-    changes = _changes(folder, from_json(saved), experiment) if same_class else {}
+    changes = _changes(folder, from_json(saved, folder / FILE), experiment) if same_class else {}
     # A module can be written in several ways (mine, ./mine.py), but the class is the same.
     functions = {text.rpartition(":")[2] for text in (name, exp) if text}
     if not same_class and name == exp:

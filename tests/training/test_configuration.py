@@ -97,11 +97,20 @@ def test_a_field_added_to_the_class_takes_its_default() -> None:
         ({"class": "fedpax.training.experiment:Gone"}, "Gone"),
         ({"class": "fedpax.nowhere:Gone"}, "nowhere"),
         ({"rounds": 0}, "too small"),
+        ({"rounds": {"a": 1}}, "names None"),
     ],
 )
 def test_a_configuration_that_cannot_be_rebuilt_raises(change: dict, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words) as caught:
         from_json(to_json(EVERYTHING.training) | change)
+    assert "start in an empty folder" in str(caught.value)
+
+
+@pytest.mark.parametrize("group", [None, 3, []])
+def test_a_group_of_fields_that_is_something_else_raises(group: object) -> None:
+    value = to_json(EVERYTHING) | {"training": group}
+    with pytest.raises(ConfigurationError, match=r"runs/x names .*: training is ") as caught:
+        from_json(value, "runs/x")
     assert "start in an empty folder" in str(caught.value)
 
 

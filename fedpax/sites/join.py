@@ -374,7 +374,14 @@ def _read_member(folder: Path) -> _Member:
     path = folder / FILE
     if not path.exists():
         return _Member(secrets.token_hex(8))
-    return _Member(**json.loads(path.read_bytes()))
+    try:
+        return _Member(**json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigurationError(
+            f"{path} cannot be read ({type(error).__name__}: {error}), expected the file that "
+            "`fedpax join` writes. Restore it from a copy, or delete it and start the same command "
+            "again: the syncer then takes the folder for a new one."
+        ) from error
 
 
 def _write_member(folder: Path, member: _Member) -> None:

@@ -5,7 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fedpax.training.configuration import write_atomically
+from fedpax.training.configuration import ConfigurationError, write_atomically
+from fedpax.training.console import print_error
+from fedpax.training.metrics import name_lines
 
 FILE = "merges.jsonl"
 
@@ -21,8 +23,11 @@ def read_merges(job_log_dir: str | Path) -> list[dict[str, Any]]:
         `loss`, `late`, `staleness`, `metrics` (as in `MergeReport`) and `updates`, each with
         `island`, `incarnation` (its process), `sequence` (the update's number in this process),
         `steps` (inner steps), `tokens`, `base` and `count` (the island's number of merges of the
-        fragment at the update's first step, and when it was encoded). Empty if there is no file. An
-        incomplete last line, of a killed syncer, is left out.
+        fragment at the update's first step, and when it was encoded). Empty if there is no file.
+        Damaged lines, and an incomplete last one, of a killed syncer, are left out.
+
+    Raises:
+        ConfigurationError: the file cannot be read.
 
     Example:
         >>> import tempfile
@@ -33,11 +38,7 @@ def read_merges(job_log_dir: str | Path) -> list[dict[str, Any]]:
         >>> [merge["merge"] for merge in read_merges(folder)]
         [1]
     """
-    path = Path(job_log_dir) / FILE
-    if not path.exists():
-        return []
-    *lines, _ = path.read_text().split("\n")
-    return [json.loads(line) for line in lines]
+    return _read(Path(job_log_dir) / FILE)[0]
 
 
 def append_merge(job_log_dir: Path, merge: Mapping[str, Any]) -> None:
@@ -65,5 +66,36 @@ def forget_merges(job_log_dir: Path, after: int) -> None:
     """
     path = job_log_dir / FILE
     if path.exists():
-        kept = [merge for merge in read_merges(job_log_dir) if merge["merge"] <= after]
+        merges, damaged = _read(path)
+        if damaged:
+            print_error(
+                f"{path}: {name_lines(damaged)} cannot be read (expected a JSON object with merge) "
+                "and will be removed; all other lines are kept."
+            )
+        kept = [merge for merge in merges if merge["merge"] <= after]
         write_atomically(path, "".join(json.dumps(merge) + "\n" for merge in kept))
+
+
+def _read(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """Return the merges, and the numbers of the damaged lines, from 1."""
+    merges: list[dict[str, Any]] = []
+    damaged: list[int] = []
+    if not path.exists():
+        return merges, damaged
+    try:
+        *lines, _ = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise ConfigurationError(
+            f"{path} cannot be read ({error.strerror}), expected the file that `fedpax syncer` "
+            "writes. Move it away to continue without the log of earlier merges, or restore it."
+        ) from error
+    for number, text in enumerate(lines, start=1):
+        try:
+            merge = json.loads(text)
+        except ValueError:
+            merge = None
+        if isinstance(merge, dict) and isinstance(merge.get("merge"), int):
+            merges.append(merge)
+        else:
+            damaged.append(number)
+    return merges, damaged

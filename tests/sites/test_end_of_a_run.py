@@ -10,7 +10,7 @@ from small_sites import sites_regression
 from fedpax.commands.join import describe
 from fedpax.sites.join import join
 from fedpax.sites.merge_log import read_merges
-from fedpax.training.configuration import from_json, read_configuration_json
+from fedpax.training.configuration import ConfigurationError, from_json, read_configuration_json
 from fedpax.training.metrics import read_metrics, select
 
 pytest.importorskip("grpc")
@@ -33,6 +33,12 @@ def test_an_island_without_a_syncer_stops_in_words(tmp_path: Path) -> None:
     result = join(sites_regression(), tmp_path / "a", "127.0.0.1:1", give_up_after=0.3)
     assert result == (0, True, None, True)
     assert "if it has more rounds, start it first" in describe(result, "runs/a", "127.0.0.1:1")
+    for damaged in ("", "\0", "null", '{"folders": 1}'):
+        (tmp_path / "a" / "island.json").write_text(damaged)
+        with pytest.raises(
+            ConfigurationError, match=r"island\.json cannot be read .* or delete it"
+        ):
+            join(sites_regression(), tmp_path / "a", "127.0.0.1:1", give_up_after=0.3)
 
 
 @pytest.mark.slow

@@ -14,8 +14,10 @@ import pytest
 from hypothesis import given, settings
 
 from fedpax.sites import journal as journal_module
+from fedpax.sites.merge_log import read_merges
 from fedpax.sites.outer_model import FragmentState
 from fedpax.sites.syncer_store import KEPT, DamagedStateError, SyncerStore
+from fedpax.training.configuration import ConfigurationError
 
 FRAGMENTS = 3
 
@@ -189,6 +191,26 @@ def test_damage_is_named(tmp_path: Path, place: str) -> None:
         content[{"length": 1, "header": 80, "array": len(content) - 5}[place]] ^= 1
         newest.write_bytes(content)
     with pytest.raises(DamagedStateError, match=r"Restore the folder .* from a copy"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("damage", [b"\x00\xff\n", b"[1]\n", b"null\n", b'{"loss": 1}\n'])
+def test_damaged_lines_of_the_log_are_left_out(
+    tmp_path: Path, damage: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begin(tmp_path, merges=3).close()
+    log = tmp_path / "merges.jsonl"
+    first, *others = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"".join([first, damage, *others]))
+    assert load(tmp_path) == 3
+    assert f"{log}: line 2 cannot be read" in capsys.readouterr().err
+    assert [line["merge"] for line in read_merges(tmp_path)] == [1, 2, 3]
+
+
+def test_a_log_that_is_a_folder_is_named(tmp_path: Path) -> None:
+    begin(tmp_path).close()
+    (tmp_path / "merges.jsonl").mkdir()
+    with pytest.raises(ConfigurationError, match=r"merges\.jsonl cannot be read .* Move it away"):
         load(tmp_path)
 
 

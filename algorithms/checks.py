@@ -1,8 +1,9 @@
-"""Checks that methods share: settings in range, and client ids where clients keep state."""
+"""Checks that methods share: of settings, of parameters, and of client ids."""
 
 import math
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
@@ -35,6 +36,29 @@ def check_setting(
         return
     wanted = f"of at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
     raise ValueError(f"{method}: {name} is {value}, expected a number {wanted}.")
+
+
+def check_float_params(params: chex.ArrayTree) -> None:
+    """Check that parameters can be differentiated.
+
+    Args:
+        params: a pytree of arrays.
+
+    Raises:
+        TypeError: a leaf has an integer or boolean dtype; the message names it.
+
+    Example:
+        >>> check_float_params({"w": jnp.zeros(3, int)})
+        Traceback (most recent call last):
+            ...
+        TypeError: params['w'] has dtype int32, expected floats. Cast it with .astype(jnp.float32).
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            raise TypeError(
+                f"params{jax.tree_util.keystr(path)} has dtype {jnp.result_type(leaf)}, expected "
+                "floats. Cast it with .astype(jnp.float32)."
+            )
 
 
 def required_client_ids(method: str, cohort: Cohort) -> Int[Array, " participants"]:

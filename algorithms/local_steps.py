@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Int, Num
 
+from fedpax.algorithms.checks import check_float_params
 from fedpax.algorithms.tree_arithmetic import subtract
 from fedpax.clients.cohort import MASK, Cohort
 from fedpax.primitives import federated_map
@@ -270,8 +271,8 @@ def gradient_and_metrics(
         `loss_fn` is a `fedpax.training.algorithm.WithGradientNorm`, with the gradient's norm too.
 
     Raises:
-        TypeError: `loss_fn` does not return a pair, its loss or a metric is not a scalar, or its
-            metrics are not a dict.
+        TypeError: a parameter is not a float; `loss_fn` does not return a pair, its loss or a
+            metric is not a scalar, or its metrics are not a dict.
         ValueError: a metric is called `"loss"`, or as one of the gradient's.
 
     Example:
@@ -281,6 +282,7 @@ def gradient_and_metrics(
         >>> gradient.item(), metrics["loss"].item(), metrics["input"].item()
         (3.0, 6.0, 3.0)
     """
+    check_float_params(params)
     gradient, metrics = jax.grad(functools.partial(loss_and_metrics, loss_fn), has_aux=True)(
         params, batch
     )

@@ -259,3 +259,12 @@ def test_a_loss_that_returns_no_pair_raises_in_words(name):
         algorithm = build(loss)
         with pytest.raises(TypeError, match=words):
             algorithm.round(algorithm.init(jnp.float32(1)), Cohort(jnp.ones((2, 1, 3))))
+
+
+def test_integer_parameters_are_named():
+    algorithm = fedavg(
+        lambda w, x: (jnp.mean(w["w"] * x), {}), cohort_size=2, client_optimizer=optax.sgd(0.1)
+    )
+    state = algorithm.init({"w": jnp.ones(3, jnp.int32)})
+    with pytest.raises(TypeError, match=r"params\['w'\] has dtype int32, expected floats"):
+        algorithm.round(state, Cohort(jnp.ones((2, 1, 3))))

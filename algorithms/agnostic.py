@@ -56,10 +56,12 @@ def agnostic(
         lambda <- project(lambda + gamma v),   v_i = N / |S| f_i(x) for i in S, else 0
 
     with the Euclidean projection to the simplex. With all clients in the cohort and one local step
-    this is AFL. With a part of the clients and several steps it is DRFA's round, in three points
-    of another form: the cohort is drawn uniformly and its y_i weighted, not drawn from lambda;
-    the same cohort measures the losses; and the losses are those at x, not at a random iterate of
-    the round.
+    this is AFL. With a part of the clients and several steps it is DRFA's round, with three
+    differences:
+
+    - The cohort is drawn uniformly and its y_i are weighted; DRFA draws it from lambda.
+    - The same cohort measures the losses; DRFA draws another one.
+    - The losses are those at x; DRFA's are those at a random iterate of the round.
 
     Args:
         loss_fn: f, `(params, batch) -> (scalar loss, dict of scalars)`.

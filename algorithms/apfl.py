@@ -70,7 +70,7 @@ def apfl(
         v_i:  alpha_i grad f_i(m_i; z),   m_i = alpha_i v_i + (1 - alpha_i) w_i,
 
     the gradient in v_i of the loss of its personal model m_i. The w_i are averaged; v_i stays with
-    the client. In the first step of a round alpha_i adapts, with the gradient at hand:
+    the client. In the first step of a round alpha_i adapts, with the same gradient:
 
         alpha_i <- clip(alpha_i - eta_alpha <v_i - w_i, grad f_i(m_i; z)>, 0, 1)
 

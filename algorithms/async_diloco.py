@@ -79,8 +79,8 @@ def async_diloco(
 
     With an `aggregator`, the gradients at a position are combined by it: their sum above is their
     number times the aggregate. `compressed_mean(codec)` sends them in few bits. With error feedback
-    an island adds what it did not send to its next update. The error telescopes as long as the same
-    number of islands arrive at a time, such as one.
+    an island adds the part of an update that it did not send to its next update. The error
+    telescopes as long as the same number of islands arrive at a time, such as one.
 
     Communication: a sum over the islands per position. Memory: each island holds the model that it
     trains from. `jax.grad` through a round with a schedule raises, as with `num_steps`.

@@ -48,8 +48,8 @@ def data_parallel(
     Returns:
         `init(params)` and `round(state, cohort)`. The leaves of `cohort.batches` are
         `[islands, steps, batch, ...]`. At each step, an island whose batch is padding is left out
-        of the mean, and the others are weighed by `cohort.num_examples` where it is given. Metrics,
-        all float32 scalars: `"loss"` and the metrics of `loss_fn`, averaged over steps and islands.
+        of the mean. `cohort.num_examples`, where given, weighs the other islands. Metrics, all
+        float32 scalars: `"loss"` and the metrics of `loss_fn`, averaged over steps and islands.
 
     Raises:
         TypeError: `islands` is not an int; the argument of a round is not a `fedpax.Cohort`.

@@ -28,13 +28,14 @@ class DelayedNesterovState(NamedTuple):
 class DelayedNesterov(NamedTuple):
     """A server's optimizer for gradients that arrive one at a time, or some together.
 
-    For a gradient g, with N the period:
+    For a gradient g, with N the period. The second line is for every N-th gradient, the first line
+    for all other gradients:
 
-        x <- x - eta (g / N + c beta m);  D <- D + g                                      mostly
-        m <- beta m + (D + g) / N;  x <- x - eta (g / N + (1 - c N + c) beta m);  D <- 0  every N-th
+        x <- x - eta (g / N + c beta m);  D <- D + g
+        m <- beta m + (D + g) / N;  x <- x - eta (g / N + (1 - c N + c) beta m);  D <- 0
 
-    Gradients that arrive together count as several arrivals, applied before the momentum. If they
-    go beyond the N-th, those beyond it are part of the same update.
+    Each of the gradients that arrive together counts as an arrival, and all are applied before the
+    momentum. If the N-th arrival is one of them, the later ones are part of the same update.
 
     Attributes:
         learning_rate: eta. An arrival moves x by eta / N times its gradient.

@@ -27,7 +27,7 @@ def directional_mean(
         (sum_i w_i |u_i| / W) * phi(sum_i w_i phi(u_i) / W).
 
     Updates of independent islands are nearly orthogonal. Their plain mean is then sqrt(M) times
-    shorter than they are; this mean keeps their length, so that the outer learning rate does not
+    shorter than each update; this mean keeps their length, so that the outer learning rate does not
     depend on the number M of islands. One reduction, of the bytes of a plain mean and two norms per
     tensor.
 

@@ -50,16 +50,16 @@ def eager_diloco(
     """Train as DiLoCo does, and hide the average of a round behind the inner steps of the next one.
 
     In round t, island i starts to average the outer gradients of round t - 1, and takes its H inner
-    steps from x_i to y_i meanwhile. Its outer step uses its own outer gradient of now and those of
-    the M - 1 others of before:
+    steps from x_i to y_i meanwhile. Its outer step uses its own outer gradient of round t and the
+    outer gradients of the other M - 1 islands of round t - 1:
 
         Delta_i^t = x_i - y_i;
         x_i <- Outer_i(x_i, mean_j Delta_j^(t-1) + (Delta_i^t - Delta_i^(t-1)) / M).
 
     A transfer has a whole inner phase to complete. Every outer gradient of every island reaches all
     islands, so that their models differ by less than one round's outer gradients, for an outer
-    optimizer that is linear, such as SGD with Nesterov momentum. In the first round the gradients
-    of before are 0. With one island this is `diloco`.
+    optimizer that is linear, such as SGD with Nesterov momentum. In the first round the Delta_j of
+    the previous one are 0. With one island this is `diloco`.
 
     `state.params` is the mean of the islands' models. It is a property, computed when it is read
     and when a checkpoint is saved.

@@ -60,9 +60,8 @@ def server_adam(
 ) -> optax.GradientTransformation:
     """Make the server optimizer of FedAdam: `v <- b2 v + (1 - b2) g^2`.
 
-    Like `server_adagrad`, with another rule for v.
-    `optax.adam` differs: it corrects both moments for bias, and its
-    v starts at 0.
+    Like `server_adagrad`, with another rule for v. `optax.adam` differs: it corrects both moments
+    for bias, and its v starts at 0.
 
     Args:
         learning_rate: eta.
@@ -94,9 +93,8 @@ def server_yogi(
 ) -> optax.GradientTransformation:
     """Make the server optimizer of FedYogi: `v <- v - (1 - b2) g^2 sign(v - g^2)`.
 
-    Like `server_adagrad`, with another rule for v.
-    `optax.yogi` differs: it corrects both moments for bias, and both
-    start at its `initial_accumulator_value`.
+    Like `server_adagrad`, with another rule for v. `optax.yogi` differs: it corrects both moments
+    for bias, and both start at its `initial_accumulator_value`.
 
     Args:
         learning_rate: eta.

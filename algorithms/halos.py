@@ -102,8 +102,8 @@ def halos(
 
     The island continues from the new x_r, and keeps the state of its inner optimizer. Islands also
     arrive during an exchange: x_r keeps 1 - alpha of their updates, and the next K arrivals count
-    from the merge. Updates are not weighted by staleness: the momenta of both
-    servers, each delayed by its period, and the merge dampen it.
+    from the merge. Updates are not weighted by staleness: the momenta of both servers, each delayed
+    by its period, and the merge dampen it.
 
     A round is a sequence of events in which no island arrives twice. All of its islands train at
     the same time; then the servers process the events in the order of `cohort.schedule`, which

@@ -31,7 +31,7 @@ def per_fedavg(
         F_i(w) = f_i(w - alpha grad f_i(w; D); D')
 
     Each batch is split: its even examples are D, on which the model adapts, its odd examples D',
-    on which the adapted model is judged. A local step follows the exact gradient
+    on which the adapted model is evaluated. A local step follows the exact gradient
 
         (I - alpha grad^2 f_i(w; D)) grad f_i(w - alpha grad f_i(w; D); D'),
 

@@ -36,8 +36,8 @@ def merge(
 ) -> chex.ArrayTree:
     """Merge models into one: `theta = sum_j w_j theta_j / sum_j w_j`.
 
-    With equal weights this is the uniform soup; with the posterior of domains, or a one at one
-    expert, it is branch-train-merge's merge, which also starts a new expert.
+    With equal weights this is the uniform soup. With the posterior of domains, or with weight 1 for
+    one expert and 0 for the rest, it is branch-train-merge's merge, which also starts a new expert.
 
     Args:
         models: a pytree of float arrays `[n, ...]`, such as `state.expert_params`.

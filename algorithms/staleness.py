@@ -18,6 +18,9 @@ def polynomial_staleness(exponent: float = 0.5) -> StalenessFn:
     Args:
         exponent: at least 0. Default 0.5, FedBuff's. 0 weighs all updates equally.
 
+    Returns:
+        A function of the staleness, for `fedbuff(staleness_fn=...)` and `fedasync`.
+
     Raises:
         ValueError: the exponent is negative.
 
@@ -35,6 +38,9 @@ def hinge_staleness(slope: float, free: float) -> StalenessFn:
     Args:
         slope: a, at least 0.
         free: b, at least 0.
+
+    Returns:
+        A function of the staleness, for `fedbuff(staleness_fn=...)` and `fedasync`.
 
     Raises:
         ValueError: a setting is negative.

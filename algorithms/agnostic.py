@@ -1,5 +1,7 @@
 """Agnostic federated learning: minimize the loss of the worst mixture of clients."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import chex

@@ -1,5 +1,7 @@
 """APFL: personal models that are mixtures of a local and the shared model."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import chex

@@ -1,5 +1,7 @@
 """Asynchronous DiLoCo: islands at their own pace, with delayed Nesterov momentum."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import chex

@@ -1,5 +1,7 @@
 """Branch-Train-Merge: experts that train separately, and are merged or used as an ensemble."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import chex

@@ -1,5 +1,7 @@
 """Synchronous data parallelism: the baseline, and with one island ordinary SPMD training."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import chex

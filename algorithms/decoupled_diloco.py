@@ -1,5 +1,7 @@
 """Decoupled DiLoCo: islands that fail and return, merged when a quorum has sent."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import chex

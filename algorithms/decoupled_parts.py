@@ -1,5 +1,7 @@
 """Decoupled DiLoCo in parts, for islands with runtimes of their own."""
 
+from __future__ import annotations
+
 import optax
 
 from fedpax.aggregators import Aggregator

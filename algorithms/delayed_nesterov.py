@@ -1,5 +1,7 @@
 """Delayed Nesterov: momentum that is updated once in several arrivals."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import jax

@@ -1,5 +1,7 @@
 """DiLoCo: islands that take many local steps apart, synchronized by an outer optimizer."""
 
+from __future__ import annotations
+
 import functools
 from typing import NamedTuple
 

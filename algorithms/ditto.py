@@ -1,5 +1,7 @@
 """Ditto: a personal model for each client, drawn to the shared model of FedAvg."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import chex

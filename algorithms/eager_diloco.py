@@ -1,5 +1,7 @@
 """Eager DiLoCo: islands that do not wait for an average, and use their own progress at once."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import chex

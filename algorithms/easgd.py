@@ -1,5 +1,7 @@
 """EASGD: islands tied to a center variable by an elastic force."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import chex

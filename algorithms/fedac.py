@@ -1,5 +1,7 @@
 """FedAc: local SGD with a provable acceleration, by two coupled sequences of iterates."""
 
+from __future__ import annotations
+
 import math
 from typing import Any, NamedTuple
 

@@ -1,5 +1,7 @@
 """FedAsync: the server mixes each client's model into its own when it arrives."""
 
+from __future__ import annotations
+
 from typing import Literal, NamedTuple
 
 import chex

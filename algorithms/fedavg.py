@@ -1,5 +1,7 @@
 """FedAvg, and FedOpt: FedAvg with any optimizer on the server."""
 
+from __future__ import annotations
+
 import functools
 from typing import NamedTuple
 

@@ -1,5 +1,7 @@
 """FedBuff: asynchronous clients, whose updates the server buffers and applies together."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import chex

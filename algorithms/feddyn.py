@@ -1,5 +1,7 @@
 """FedDyn: dynamic regularization that aligns the clients' optima with the server's."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import chex

@@ -1,5 +1,7 @@
 """FedNova: averaging that is consistent where clients take different numbers of steps."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import chex

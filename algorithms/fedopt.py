@@ -4,6 +4,8 @@ optax's optimizers of those names differ from the paper: `optax.adam` and `optax
 moments for bias, and `optax.adagrad` and `optax.yogi` start from other accumulators.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -1,5 +1,7 @@
 """FedProx: FedAvg with a proximal term that keeps clients near the server's model."""
 
+from __future__ import annotations
+
 import functools
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Fine-tuning evaluation: what a model is worth to each client after local steps of its own."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import chex

@@ -1,5 +1,7 @@
 """Fragments of a model: parts of its parameters that are synchronized separately."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 

@@ -1,5 +1,7 @@
 """HALoS: asynchronous islands in regions, with a server per region and a global server."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

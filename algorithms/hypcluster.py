@@ -1,5 +1,7 @@
 """HypCluster: several shared models, of which each client trains the one that fits it best."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import chex

@@ -1,5 +1,7 @@
 """Local SGD: islands that average their models every H steps."""
 
+from __future__ import annotations
+
 import optax
 
 from fedpax.aggregators import Aggregator

@@ -1,5 +1,7 @@
 """Local steps: a participant's optimizer steps on its own batches."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar

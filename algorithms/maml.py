@@ -1,5 +1,7 @@
 """Federated meta-learning: Per-FedAvg (MAML) and Reptile train a model to be fine-tuned."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import chex

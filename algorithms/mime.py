@@ -1,5 +1,7 @@
 """Mime and MimeLite: local steps with the server's optimizer state, fixed during a round."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import chex

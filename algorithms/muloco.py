@@ -1,5 +1,7 @@
 """MuLoCo: DiLoCo with Muon as the inner optimizer."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import optax

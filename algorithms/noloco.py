@@ -1,5 +1,7 @@
 """NoLoCo: islands that gossip in random pairs, without an all-reduce."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import chex

@@ -1,5 +1,7 @@
 """PAPA: a population of models that are pushed toward their average."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

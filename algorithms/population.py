@@ -1,5 +1,7 @@
 """A population of models without a server's model: means, soups."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import Any
 

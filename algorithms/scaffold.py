@@ -1,5 +1,7 @@
 """SCAFFOLD: control variates that correct the drift of clients whose data differ."""
 
+from __future__ import annotations
+
 from typing import Any, Literal, NamedTuple
 
 import chex

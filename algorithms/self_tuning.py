@@ -1,5 +1,7 @@
 """Self-tuning: a method that learns its hyperparameters by gradient while it trains."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple

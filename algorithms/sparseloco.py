@@ -1,5 +1,7 @@
 """SparseLoCo: DiLoCo whose islands send their largest entries in 2 bits, with error feedback."""
 
+from __future__ import annotations
+
 import optax
 
 from fedpax.aggregators import codecs, compressed_mean

@@ -1,5 +1,7 @@
 """Factors of stale updates."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import TypeAlias
 

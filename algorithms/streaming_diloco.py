@@ -1,5 +1,7 @@
 """Streaming DiLoCo: islands that synchronize fragment by fragment while they train."""
 
+from __future__ import annotations
+
 import functools
 from typing import Any, NamedTuple
 

@@ -1,5 +1,7 @@
 """The contract of an aggregator, and the plain mean."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import NamedTuple
 

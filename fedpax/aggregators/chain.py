@@ -1,5 +1,7 @@
 """Chains of transformations that end in an aggregator."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import TypeAlias
 

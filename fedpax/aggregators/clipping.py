@@ -1,5 +1,7 @@
 """Clipping of each participant's update to a norm, fixed or adapted to a quantile."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import chex

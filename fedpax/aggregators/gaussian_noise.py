@@ -1,5 +1,7 @@
 """Gaussian noise, on the server or on each participant."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from typing import NamedTuple

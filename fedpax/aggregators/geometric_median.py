@@ -1,5 +1,7 @@
 """The geometric median of the updates, by the smoothed Weiszfeld algorithm."""
 
+from __future__ import annotations
+
 import chex
 import jax
 import jax.numpy as jnp

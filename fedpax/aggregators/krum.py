@@ -1,5 +1,7 @@
 """Krum and Multi-Krum: the updates that lie closest to their neighbours."""
 
+from __future__ import annotations
+
 import chex
 import jax
 import jax.numpy as jnp

@@ -1,5 +1,7 @@
 """Epsilon of `private_mean` over rounds, computed by the dp-accounting library."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,5 +1,7 @@
 """The mean of DP-FedAvg: clipped updates, equal weights, and Gaussian noise on the server."""
 
+from __future__ import annotations
+
 import math
 from typing import NamedTuple
 

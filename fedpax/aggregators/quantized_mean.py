@@ -1,5 +1,7 @@
 """A mean whose updates are sent in a few bits, with error feedback."""
 
+from __future__ import annotations
+
 import functools
 import math
 from typing import NamedTuple

@@ -1,5 +1,7 @@
 """A mean of integers under masks: the arithmetic of secure aggregation."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

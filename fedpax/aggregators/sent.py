@@ -1,5 +1,7 @@
 """Mark the values that a participant sends, and those of the server, for `fedpax.cost`."""
 
+from __future__ import annotations
+
 import chex
 import jax
 import jax.numpy as jnp

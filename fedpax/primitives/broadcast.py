@@ -3,6 +3,8 @@
 The transpose of the broadcast is a sum, so sum.py registers it.
 """
 
+from __future__ import annotations
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType

@@ -1,5 +1,7 @@
 """`federated_map`: run a function on every participant."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

@@ -8,6 +8,8 @@ ties. With one or two ties the indices are exact. With three or more, the partic
 first and the last are found by comparing values.
 """
 
+from __future__ import annotations
+
 import functools
 
 import jax

@@ -1,5 +1,7 @@
 """`federated_mean`: the plain and the weighted mean over participants."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

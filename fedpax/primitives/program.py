@@ -1,5 +1,7 @@
 """`program`: a function with declared placements, as one differentiable primitive."""
 
+from __future__ import annotations
+
 import difflib
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -49,7 +51,7 @@ class Program(Protocol):
     def __call__(self, *args: Any, **kwargs: Any) -> ArrayTree:
         """Run the program."""
 
-    def with_options(self, **options: Any) -> "Program":
+    def with_options(self, **options: Any) -> Program:
         """Return the same program with other settings.
 
         Args:

@@ -1,5 +1,7 @@
 """`federated_sum`, which is the transpose of `federated_broadcast`."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

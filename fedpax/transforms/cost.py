@@ -1,5 +1,7 @@
 """The cost of a program: what it broadcasts, reduces, computes and stores."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -160,7 +162,7 @@ class _Counter:
         server = sum((self.visit(body, {}, executions) for body in bodies), start=NO_FLOPS)
         return Flops(server.number, server.is_exact and eqn.primitive.name != "while")
 
-    def _merge(self, other: "_Counter") -> None:
+    def _merge(self, other: _Counter) -> None:
         for name, theirs in other.placements.items():
             own = self.placements.setdefault(name, _Participant(theirs.size))
             own.broadcast += theirs.broadcast
@@ -176,7 +178,7 @@ class _Counter:
         )
 
     def _count_placement(
-        self, plan: StreamingPlan, placement: Placement, names: "_Names", executions: int
+        self, plan: StreamingPlan, placement: Placement, names: _Names, executions: int
     ) -> None:
         own = self.placements.setdefault(placement.name, _Participant(placement.size))
         of_server, _ = server_work(plan)
@@ -215,7 +217,7 @@ class _Counter:
         own.reduced += _reduced(plan, names, executions)
 
 
-def _reduced(plan: StreamingPlan, names: "_Names", executions: int) -> Iterator[Transfer]:
+def _reduced(plan: StreamingPlan, names: _Names, executions: int) -> Iterator[Transfer]:
     """Yield the values that a participant sends, the compressed ones last."""
     weighted: set[Var] = set()
     compressed: dict[Sent, str] = {}

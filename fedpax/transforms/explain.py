@@ -1,5 +1,7 @@
 """A text report on how the streaming pass runs a program."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from typing import Any
 

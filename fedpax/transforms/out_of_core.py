@@ -5,6 +5,8 @@ over the participants. The server's part of each phase is compiled once, and the
 size. The totals of the chunks are combined in the same way as the totals of several devices.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -78,7 +80,7 @@ def out_of_core(program: Callable[..., Any], chunk_size: int) -> Callable[..., A
         )
 
     @functools.lru_cache(maxsize=32)
-    def prepare(tree: Any, avals: tuple, mesh: Any) -> tuple["_ChunkedProgram", Any]:
+    def prepare(tree: Any, avals: tuple, mesh: Any) -> tuple[_ChunkedProgram, Any]:
         closed, out_shape = jax.make_jaxpr(
             lambda *leaves: _call(program, tree, leaves), return_shape=True
         )(*avals)

@@ -147,14 +147,18 @@ def read_certificates(folder: Path | str) -> Certificates:
     authority_pem, certificate_pem, key_pem = (
         _read_file(folder / name) for name in (_AUTHORITY_FILE, _CERTIFICATE_FILE, _KEY_FILE)
     )
+    name = _AUTHORITY_FILE
     try:
         authority = x509.load_pem_x509_certificate(authority_pem)
+        name = _CERTIFICATE_FILE
         certificate = x509.load_pem_x509_certificate(certificate_pem)
+        name = _KEY_FILE
         key = serialization.load_pem_private_key(key_pem, None)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError):
+        kind = "private key without a password" if name == _KEY_FILE else "certificate"
         raise ValueError(
-            f"certificates={str(folder)!r} has a file that is not a certificate or key: {error}. "
-            "Copy the folder again from where `fedpax certificates` wrote it."
+            f"{folder / name} is damaged, expected a {kind} in PEM. Copy the folder again from "
+            "where `fedpax certificates` wrote it."
         ) from None
     try:
         certificate.verify_directly_issued_by(authority)
@@ -176,8 +180,8 @@ def read_certificates(folder: Path | str) -> Certificates:
         )
     if expires - now < _EXPIRES_SOON:
         _logger.warning("the certificates in %s expire at %s", folder, _minute(expires))
-    name = certificate.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)[0].value
-    return Certificates(str(name), expires, authority_pem, certificate_pem, key_pem)
+    subject = certificate.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)[0].value
+    return Certificates(str(subject), expires, authority_pem, certificate_pem, key_pem)
 
 
 def _check_names(names: Sequence[str]) -> None:
@@ -323,6 +327,11 @@ def _read_file(path: Path) -> bytes:
         raise FileNotFoundError(
             f"there is no file {path}. Pass a folder that `fedpax certificates` made for one name, "
             "such as certificates/site-1."
+        ) from None
+    except OSError as error:
+        raise OSError(
+            f"{path} cannot be read ({error.strerror}), expected a file that `fedpax certificates` "
+            "made. Let the user of this process read it, or copy the folder again."
         ) from None
 
 

@@ -225,7 +225,9 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("damage", ["missing", "text", "other key", "other authority", "no folder"])
+@pytest.mark.parametrize(
+    "damage", ["missing", "text", "a folder", "other key", "other authority", "no folder"]
+)
 def test_folders_that_cannot_be_read(folder: Path, tmp_path: Path, damage: str) -> None:
     site, other = tmp_path / "site", folder / "own" / "site-2"
     shutil.copytree(folder / "own" / "site-1", site)
@@ -235,7 +237,11 @@ def test_folders_that_cannot_be_read(folder: Path, tmp_path: Path, damage: str) 
         error, words = FileNotFoundError, "Pass a folder that `fedpax certificates` made"
     elif damage == "text":
         (site / "certificate.pem").write_text("text")
-        words = "Copy the folder again from where"
+        words = r"site/certificate\.pem is damaged, .* Copy the folder again from where"
+    elif damage == "a folder":
+        (site / "key.pem").unlink()
+        (site / "key.pem").mkdir()
+        error, words = OSError, r"site/key\.pem cannot be read .*, or copy the folder again"
     elif damage == "other key":
         shutil.copy(other / "key.pem", site)
     elif damage == "other authority":

@@ -2,6 +2,7 @@
 
 import math
 import shlex
+import shutil
 from pathlib import Path
 
 import jax
@@ -28,9 +29,9 @@ def announce(
     params = jax.eval_shape(lambda: run.init(jax.random.key(0)))
     num_parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
     progress.note(f"{num_parameters:,} parameters on {describe_devices(run.mesh)}")
-    progress.note(
-        f"folder {folder}; live view: tensorboard --logdir {shlex.quote(str(folder / SCALARS))}"
-    )
+    scalars = shlex.quote(str(folder / SCALARS))
+    missing = "" if shutil.which("tensorboard") else " (pip install tensorboard)"
+    progress.note(f"folder {folder}; live view: tensorboard --logdir {scalars}{missing}")
     if utilization is not None:
         progress.note(utilization.describe(run.item_unit))
     elif run.flops_per_item is not None and (device := run.mesh.devices.flat[0]).platform != "cpu":

@@ -21,6 +21,7 @@ def test_a_run_says_what_it_is_about_to_do(
         f"{name}: 544 parameters on 8 cpu devices, mesh clients=4, fsdp=2",
         f"{name}: folder {folder}; live view: tensorboard --logdir '{folder}/tensorboard'",
     ]
+    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
     assert main([*command, "--training.rounds=3"]) == 0
     assert capsys.readouterr().err.splitlines()[:3] == [*start, f"{name}: compiling"]
     assert main([*command, "--training.rounds=4"]) == 0
@@ -32,3 +33,6 @@ def test_a_run_says_what_it_is_about_to_do(
     assert main([*command, "--training.rounds=4"]) == 0
     again = f"{name}: no checkpoint of the 4 logged rounds: starting from round 0"
     assert capsys.readouterr().err.splitlines()[:2] == [again, start[0]]
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert main([*command, "--training.rounds=5"]) == 0
+    assert f"{start[1]} (pip install tensorboard)" in capsys.readouterr().err.splitlines()

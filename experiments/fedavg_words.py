@@ -32,8 +32,9 @@ class FedAvgWords(FedAvgExperiment):
     """A recurrent network that predicts the next word, trained on clients' sentences.
 
     The examples of `dataset` have a field `text`, words separated by spaces. The vocabulary is the
-    most frequent words of Stack Overflow. In the mean over clients, a client weighs as many as it
-    has targets. The metric `accuracy` leaves out padding, unknown words and ends of sentences.
+    most frequent words of Stack Overflow. In the mean over clients, the weight of a client is its
+    number of targets. The metric `accuracy` leaves out padding, unknown words and ends of
+    sentences.
 
     Attributes:
         vocab_size: number of words in the vocabulary.

@@ -51,8 +51,8 @@ def secure_mean(
     This simulates the arithmetic of the protocol: its cost, quantization and dropouts. It has no
     key agreement or secret sharing, and the masks come from JAX's generator with a known seed: it
     gives no security. A participant generates one pseudo-random vector per neighbour, each as large
-    as the update. The server generates as many again for recovery: 2 n^2 vectors per round without
-    `num_neighbors`. With a `chunk_size`, memory is flat in the number of participants.
+    as the update. The server generates the same number for recovery: 2 n^2 vectors per round
+    without `num_neighbors`. With a `chunk_size`, memory is flat in the number of participants.
 
     Args:
         max_value: r, above 0. Entries are clipped to [-r, r].

@@ -133,7 +133,7 @@ def _exit_after(timeout: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def leave_on_failure() -> Iterator[None]:
-    """End this process soon after an error, even if the other processes go on.
+    """End this process soon after an error, even if the other processes continue.
 
     At exit JAX waits for the other processes, for five minutes. They in turn wait for this one in
     the next collective. Without it they notice its end and stop.

@@ -167,7 +167,7 @@ class _Island:
         return np.inf
 
     def advance(self, now: float) -> tuple[bool, bool, int]:
-        """Go on until a merge; return whether it came back, is up, and its steps since."""
+        """Continue until a merge; return whether it came back, is up, and its steps since."""
         while self._since <= now:
             failure = self._presence.next_failure(self._island, self._since)
             if failure > now:

@@ -304,7 +304,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
 
     @contextmanager
     def _losing(self) -> Iterator[None]:
-        """Go on after a failure to write a checkpoint to a bucket, but not forever."""
+        """Continue after a failure to write a checkpoint to a bucket, but not forever."""
         try:
             yield
         except CheckpointWriteError as error:

@@ -170,7 +170,7 @@ class TrainingConfig:
             devices keep the former state, so they need memory for both. "roll_back": return to the
             newest checkpoint before it and continue with the data after it.
         spike_window: number of losses that a loss is compared with; the round just before is not
-            one of them. Until there are as many, only a loss that is not finite is a spike.
+            one of them. Until that number is reached, only a loss that is not finite is a spike.
         spike_deviations: deviations above the median; a deviation is 1.4826 times the median
             absolute deviation, at least 0.1% of the median.
         spike_limit: number of skipped rounds in a row, or of roll backs to one checkpoint, after

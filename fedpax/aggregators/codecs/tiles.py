@@ -65,8 +65,8 @@ def to_tiles(
     """Flatten the words of each part into rows of 128.
 
     A TPU stores the two minor axes of an array in tiles of 8 x 128. An array with a minor axis of
-    20 entries, such as the heads of a shard, takes 6.4 times its bytes in memory, and a transfer
-    of the array as it is stored takes as many.
+    20 entries, such as the heads of a shard, takes 6.4 times its bytes in memory, and 6.4
+    times its bytes in a transfer of the array as it is stored.
 
     Args:
         words: the result of `divide_blocks`.

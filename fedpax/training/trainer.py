@@ -283,6 +283,9 @@ def _storage_failure(error: BaseException, saved_in: Path) -> tuple[str, str] | 
         return f"{error}".removesuffix("."), remedy
     if is_remote(saved_in) and isinstance(error, CheckpointWriteError):
         return f"{error}".removesuffix("."), "Run the same command again to resume."
+    if isinstance(error, FileNotFoundError) and str(error.filename).startswith(str(saved_in)):
+        remedy = "Run the same command again: it trains on from what is left."
+        return f"{error.filename} was removed while the run trained", remedy
     remedy = "Make room on the disk, then run the same command again to resume."
     numbers = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     if isinstance(error, OSError) and error.errno in numbers:

@@ -93,6 +93,18 @@ def test_a_disk_that_is_full_for_metrics_keeps_the_last_checkpoint(
     assert train(short(8), folder).rounds_trained == 4
 
 
+def test_a_folder_that_is_removed_while_the_run_trains_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(self: MetricsWriter, kind: str, round_number: int, values: Any) -> None:
+        subprocess.run(["rm", "-r", folder], check=True)
+        (folder / "metrics.jsonl").read_text()
+
+    monkeypatch.setattr(MetricsWriter, "write", write)
+    with pytest.raises(StorageError, match=r"run/metrics\.jsonl was removed while the run trained"):
+        train(short(8), folder)
+
+
 def test_the_command_line_says_it_in_one_line(
     folder: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

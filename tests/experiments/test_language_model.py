@@ -202,7 +202,8 @@ def random_params(run: Run, seed: int) -> Any:
     return jax.tree.map(lambda x: random.normal(size=x.shape).astype(x.dtype), shapes)
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 3])
 def test_a_model_is_exported_in_the_form_of_the_folder_it_began_from(
     folder: Path, tmp_path: Path, rank: int
 ) -> None:

@@ -37,6 +37,7 @@ def test_the_table_counts_rounds_bytes_and_flops_to_the_target(monkeypatch, caps
     assert (tmp_path / "plot.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_unknown_methods_and_too_few_rounds_are_refused(monkeypatch, capsys):
     for argument, words in (("--methods=Fedavg", "unknown methods"), ("--rounds=0", "at least 1")):
         monkeypatch.setattr(sys, "argv", ["methods", "--problem=synthetic", argument])

@@ -4,6 +4,7 @@ A script that needs only NumPy replaces the libraries, but in the last test.
 """
 
 import json
+import pathlib
 import sys
 
 import jax
@@ -135,12 +136,19 @@ def test_other_methods_start_as_fedavg_does(fake_library, method, monkeypatch):
     assert [row.library for row in rows] == ["fedpax", "fedjax"]
 
 
+def test_pfl_runs_scaffold_with_one_worker():
+    paths = pathlib.Path("arguments.npz"), pathlib.Path("result.npz")
+    command = other_frameworks.command_of("pfl", "python", 2, *paths, "scaffold")
+    assert "--nproc_per_node=1" in command
+    command = other_frameworks.command_of("pfl", "python", 2, *paths, "fedprox")
+    assert "--nproc_per_node=2" in command
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--method=fedprox", "--fedjax_python=python"], "leave --fedjax_python out"),
         (["--method=scaffold", "--flower_python=python"], "leave --flower_python out"),
-        (["--method=scaffold", "--pfl_python=python"], "needs --devices=1"),
     ],
 )
 def test_methods_that_a_library_lacks_are_refused(arguments, message, capsys):

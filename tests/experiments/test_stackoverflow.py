@@ -115,6 +115,7 @@ def test_a_client_has_its_first_sentences_and_weighs_its_number_of_targets(
     assert len(small.read_population()[0]) == len(USERS)
 
 
+@pytest.mark.slow
 def test_accuracy_leaves_out_padding_unknown_words_and_ends(
     small: FedAvgWords, data_dir: Path
 ) -> None:

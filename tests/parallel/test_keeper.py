@@ -276,6 +276,7 @@ def test_a_signal_stops_all(start: Start) -> None:
     assert (first.expect("stop")["stop"], other.expect("stop")["stop"]) == (143, 143)
 
 
+@pytest.mark.slow
 def test_a_silent_supervisor_is_lost(start: Start, told: list[str]) -> None:
     first, _silent = start(2)
     for _ in range(int(HEARTBEAT * 10 + 20)):

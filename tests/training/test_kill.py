@@ -20,7 +20,7 @@ SETTINGS = [
     "--training.rounds=24",
     "--training.checkpoint_every=2",
     "--training.evaluate_every=3",
-    "--pause=0.1",
+    "--pause=0.03",
 ]
 
 

@@ -28,7 +28,7 @@ class AgnosticState(NamedTuple):
         params: the server's model x.
         server_optimizer_state: the state of the server optimizer.
         aggregator_state: the state of the aggregator.
-        mixture: lambda, float32 `[population_size]`, nonnegative with sum 1.
+        mixture: lambda, float32 `[num_clients]`, nonnegative with sum 1.
     """
 
     params: Params
@@ -41,7 +41,7 @@ def agnostic(
     loss_fn: LossFn,
     *,
     cohort_size: int,
-    population_size: int,
+    num_clients: int,
     client_optimizer: optax.GradientTransformation,
     mixture_learning_rate: float,
     initial_mixture: Num[Array, " population"] | None = None,
@@ -68,10 +68,10 @@ def agnostic(
     Args:
         loss_fn: f, `(params, batch) -> (scalar loss, dict of scalars)`.
         cohort_size: number of clients in a round.
-        population_size: N, number of clients in the population.
+        num_clients: N, number of clients in the population.
         client_optimizer: any optax optimizer.
         mixture_learning_rate: gamma, at least 0. With 0, lambda stays as it is.
-        initial_mixture: the first lambda, nonnegative `[population_size]`; it is divided by its
+        initial_mixture: the first lambda, nonnegative `[num_clients]`; it is divided by its
             sum. Default None: 1 / N each. With the clients' numbers of examples and gamma = 0, this
             is `fedavg`.
         server_optimizer: any optax optimizer. Default None: `optax.sgd(1.0)`.
@@ -91,7 +91,7 @@ def agnostic(
     Example:
         >>> import fedpax, jax, jax.numpy as jnp
         >>> loss_fn = lambda w, x: (jnp.mean((w - x) ** 2) / 2, {})
-        >>> algorithm = agnostic(loss_fn, cohort_size=2, population_size=2,
+        >>> algorithm = agnostic(loss_fn, cohort_size=2, num_clients=2,
         ...                      client_optimizer=optax.sgd(0.5), mixture_learning_rate=0.05)
         >>> cohort = fedpax.Cohort(jnp.array([[[1.0]], [[3.0]]]), client_ids=jnp.array([0, 1]))
         >>> state, metrics = jax.jit(algorithm.round)(algorithm.init(jnp.float32(0.0)), cohort)
@@ -103,7 +103,7 @@ def agnostic(
         Distributionally Robust Federated Averaging, arXiv:2102.12660, algorithm 1.
     """
     check_setting("agnostic", "mixture_learning_rate", mixture_learning_rate)
-    first = _checked_mixture(initial_mixture, population_size)
+    first = _checked_mixture(initial_mixture, num_clients)
     server = make_server(server_optimizer, aggregator)
 
     @program(clients=cohort_size)
@@ -132,7 +132,7 @@ def agnostic(
             local_train, client_ids, cohort.batches, cohort.num_steps
         )
         ascent, present = federated_sum((ascent, is_present))
-        rate = mixture_learning_rate * population_size / jnp.maximum(present, 1)
+        rate = mixture_learning_rate * num_clients / jnp.maximum(present, 1)
         state, metrics = server.step(state, pseudo_gradients, metrics, weights)
         ascended = project_to_simplex(mixture + rate * ascent)
         return state._replace(mixture=jnp.where(present > 0, ascended, mixture)), metrics

@@ -55,7 +55,7 @@ def apfl(
     loss_fn: LossFn,
     *,
     cohort_size: int,
-    population_size: int,
+    num_clients: int,
     client_optimizer: optax.GradientTransformation,
     mixing: float,
     mixing_learning_rate: float = 0.0,
@@ -79,7 +79,7 @@ def apfl(
     Args:
         loss_fn: f, `(params, batch) -> (scalar loss, dict of scalars)`.
         cohort_size: number of clients in a round.
-        population_size: number of clients in the population.
+        num_clients: number of clients in the population.
         client_optimizer: any optax optimizer, for w_i and for v_i; its state starts anew each
             round.
         mixing: the first alpha_i, from 0 to 1. With 0 the personal models are the shared one, with
@@ -95,13 +95,13 @@ def apfl(
         shared model, and `"personal_loss"`, f_i at m_i. `apfl_models` reads the m_i.
 
     Raises:
-        ValueError: `mixing` not from 0 to 1; `mixing_learning_rate` below 0; `population_size`
+        ValueError: `mixing` not from 0 to 1; `mixing_learning_rate` below 0; `num_clients`
             below 1; in a round, `cohort.client_ids` is None; and as in `fedavg`.
 
     Example:
         >>> import fedpax, jax, jax.numpy as jnp
         >>> loss_fn = lambda w, x: (jnp.mean((w - x) ** 2) / 2, {})
-        >>> algorithm = apfl(loss_fn, cohort_size=2, population_size=3, mixing=0.5,
+        >>> algorithm = apfl(loss_fn, cohort_size=2, num_clients=3, mixing=0.5,
         ...                  client_optimizer=optax.sgd(0.5))
         >>> cohort = fedpax.Cohort(jnp.array([[[1.0]], [[5.0]]]), client_ids=jnp.array([2, 0]))
         >>> state, metrics = jax.jit(algorithm.round)(algorithm.init(jnp.float32(0.0)), cohort)
@@ -119,7 +119,7 @@ def apfl(
 
     @program(clients=cohort_size)
     def init(params: Params) -> APFLState:
-        personal = client_store(Personal(params, jnp.float32(mixing)), population_size)
+        personal = client_store(Personal(params, jnp.float32(mixing)), num_clients)
         return APFLState(params, *server.init(params), personal)
 
     @program(clients=cohort_size, chunk_size=chunk_size)

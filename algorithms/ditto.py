@@ -40,7 +40,7 @@ def ditto(
     loss_fn: LossFn,
     *,
     cohort_size: int,
-    population_size: int,
+    num_clients: int,
     client_optimizer: optax.GradientTransformation,
     lam: Any,
     personal_optimizer: optax.GradientTransformation | None = None,
@@ -61,7 +61,7 @@ def ditto(
     Args:
         loss_fn: f, `(params, batch) -> (scalar loss, dict of scalars)`.
         cohort_size: number of clients in a round.
-        population_size: number of clients in the population.
+        num_clients: number of clients in the population.
         client_optimizer: any optax optimizer, for the shared model.
         lam: lambda, at least 0. With 0 the v_i are trained alone; large values keep them near
             x, for which the personal learning rate must stay below 2 / lambda. It can be traced.
@@ -79,13 +79,13 @@ def ditto(
         `gather_clients(state.personal_params, client_ids)` reads the personal models of clients.
 
     Raises:
-        ValueError: `lam` below 0; `population_size` below 1; in a round, `cohort.client_ids` is
+        ValueError: `lam` below 0; `num_clients` below 1; in a round, `cohort.client_ids` is
             None; and as in `fedavg`.
 
     Example:
         >>> import fedpax, jax, jax.numpy as jnp
         >>> loss_fn = lambda w, x: (jnp.mean((w - x) ** 2) / 2, {})
-        >>> algorithm = ditto(loss_fn, cohort_size=2, population_size=3, lam=1.0,
+        >>> algorithm = ditto(loss_fn, cohort_size=2, num_clients=3, lam=1.0,
         ...                   client_optimizer=optax.sgd(0.25))
         >>> cohort = fedpax.Cohort(jnp.array([[[1.0]], [[5.0]]]), client_ids=jnp.array([2, 0]))
         >>> state, step = algorithm.init(jnp.float32(0.0)), jax.jit(algorithm.round)
@@ -106,7 +106,7 @@ def ditto(
 
     @program(clients=cohort_size)
     def init(params: Params) -> DittoState:
-        return DittoState(params, *server.init(params), client_store(params, population_size))
+        return DittoState(params, *server.init(params), client_store(params, num_clients))
 
     @program(clients=cohort_size, chunk_size=chunk_size)
     def ditto_round(state: DittoState, cohort: Cohort) -> tuple[DittoState, Metrics]:

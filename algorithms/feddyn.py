@@ -47,7 +47,7 @@ def feddyn(
     loss_fn: LossFn,
     *,
     cohort_size: int,
-    population_size: int,
+    num_clients: int,
     client_optimizer: optax.GradientTransformation,
     alpha: Any,
     server_optimizer: optax.GradientTransformation | None = None,
@@ -72,7 +72,7 @@ def feddyn(
     Args:
         loss_fn: f, `(params, batch) -> (scalar loss, dict of scalars)`.
         cohort_size: S, number of clients in a round.
-        population_size: N, number of clients in the population.
+        num_clients: N, number of clients in the population.
         client_optimizer: any optax optimizer.
         alpha: weight of the regularization, at least 0. With 0 there is none, h / alpha counts as
             0, and the method is `fedavg`. It can be a traced scalar, for `jax.grad`.
@@ -88,13 +88,13 @@ def feddyn(
         longer exactly the mean of the g_i.
 
     Raises:
-        ValueError: `alpha` below 0; `population_size` below 1; in a round, `cohort.client_ids` is
+        ValueError: `alpha` below 0; `num_clients` below 1; in a round, `cohort.client_ids` is
             None; and as in `fedavg`.
 
     Example:
         >>> import fedpax, jax, jax.numpy as jnp
         >>> loss_fn = lambda w, x: (jnp.mean((w - x) ** 2) / 2, {})
-        >>> algorithm = feddyn(loss_fn, cohort_size=2, population_size=2, alpha=1.0,
+        >>> algorithm = feddyn(loss_fn, cohort_size=2, num_clients=2, alpha=1.0,
         ...                    client_optimizer=optax.sgd(0.5))
         >>> cohort = fedpax.Cohort(jnp.array([[[1.0]], [[5.0]]]), client_ids=jnp.array([1, 0]))
         >>> state, metrics = jax.jit(algorithm.round)(algorithm.init(jnp.float32(0.0)), cohort)
@@ -113,7 +113,7 @@ def feddyn(
     @program(clients=cohort_size)
     def init(params: Params) -> FedDynState:
         zeros = optax.tree.zeros_like(params)
-        gradients = client_store(zeros, population_size)
+        gradients = client_store(zeros, num_clients)
         return FedDynState(params, *server.init(params), zeros, gradients)
 
     @program(clients=cohort_size, chunk_size=chunk_size)
@@ -140,7 +140,7 @@ def feddyn(
         weights = participant_weights(cohort)
         mean, state, reported = server.aggregate(state, pseudo_gradients, weights)
         present = federated_sum(takes_part)
-        drift = optax.tree.add(state.drift, scale(alpha * present / population_size, mean))
+        drift = optax.tree.add(state.drift, scale(alpha * present / num_clients, mean))
         is_drawn = (alpha > 0) & (present > 0)  # a round without a client moves nothing
         inverse = jnp.where(is_drawn, 1 / jnp.where(alpha > 0, alpha, 1), 0)
         state = server.descend(state, optax.tree.add(mean, scale(inverse, drift)))

@@ -46,7 +46,7 @@ def scaffold(
     loss_fn: LossFn,
     *,
     cohort_size: int,
-    population_size: int,
+    num_clients: int,
     client_optimizer: optax.GradientTransformation,
     option: Literal["I", "II"] = "II",
     server_optimizer: optax.GradientTransformation | None = None,
@@ -72,7 +72,7 @@ def scaffold(
     Args:
         loss_fn: f, `(params, batch) -> (scalar loss, dict of scalars)`.
         cohort_size: S, number of clients in a round.
-        population_size: N, number of clients in the population.
+        num_clients: N, number of clients in the population.
         client_optimizer: any optax optimizer; the paper's is SGD with learning rate eta_l.
         option: "I" or "II". Default "II", the paper's choice in its experiments.
         server_optimizer: any optax optimizer; the paper's is SGD with learning rate eta_g. Default
@@ -88,14 +88,14 @@ def scaffold(
         step keeps its c_i.
 
     Raises:
-        ValueError: `option` is neither "I" nor "II"; `population_size` below 1; in a round,
+        ValueError: `option` is neither "I" nor "II"; `num_clients` below 1; in a round,
             `cohort.client_ids` is None; and as in `fedavg`.
 
     Example:
         >>> import fedpax, jax, jax.numpy as jnp
         >>> loss_fn = lambda w, x: (jnp.mean((w - x) ** 2) / 2, {})
         >>> algorithm = scaffold(
-        ...     loss_fn, cohort_size=2, population_size=3, client_optimizer=optax.sgd(0.5))
+        ...     loss_fn, cohort_size=2, num_clients=3, client_optimizer=optax.sgd(0.5))
         >>> cohort = fedpax.Cohort(jnp.array([[[1.0]], [[5.0]]]), client_ids=jnp.array([2, 0]))
         >>> state, metrics = jax.jit(algorithm.round)(algorithm.init(jnp.float32(0.0)), cohort)
         >>> state.params.item(), state.control.item()
@@ -114,7 +114,7 @@ def scaffold(
     @program(clients=cohort_size)
     def init(params: Params) -> ScaffoldState:
         zeros = optax.tree.zeros_like(params)
-        controls = client_store(zeros, population_size)
+        controls = client_store(zeros, num_clients)
         return ScaffoldState(params, *server.init(params), zeros, controls)
 
     @program(clients=cohort_size, chunk_size=chunk_size)
@@ -150,7 +150,7 @@ def scaffold(
         pseudo_gradients, metrics, changes, new = federated_map(
             local_train, own, cohort.batches, cohort.num_steps
         )
-        change = scale(cohort_size / population_size, federated_mean(changes))
+        change = scale(cohort_size / num_clients, federated_mean(changes))
         state, metrics = server.step(state, pseudo_gradients, metrics, participant_weights(cohort))
         return state._replace(
             control=optax.tree.add(c, change),

@@ -87,7 +87,7 @@ def methods(loss_fn: Any, clients: int) -> dict[str, tuple[float, FederatedAlgor
         optimizer = optax.sgd(LEARNING_RATE, momentum)
         return algorithm(loss_fn, cohort_size=clients, client_optimizer=optimizer, **settings)
 
-    stored = functools.partial(build, population_size=clients)
+    stored = functools.partial(build, num_clients=clients)
     rates = FedAcRates(LEARNING_RATE, 2 * LEARNING_RATE, 2.0, 3.0)
     meta = functools.partial(build, per_fedavg, adaptation_learning_rate=LEARNING_RATE)
     return {

@@ -129,7 +129,7 @@ def methods(problem: Problem) -> dict[str, Callable[[float], FederatedAlgorithm]
     """Return the methods by name, as functions of the client learning rate."""
     loss_fn = problem.loss_fn
     cohort: dict[str, Any] = {"cohort_size": problem.cohort_size, "chunk_size": 1}
-    clients = {**cohort, "population_size": problem.num_clients}
+    clients = {**cohort, "num_clients": problem.num_clients}
 
     def tuned(rate: float) -> FederatedAlgorithm:
         def of(h: Mapping[str, Any]) -> FederatedAlgorithm:

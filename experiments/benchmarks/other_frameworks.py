@@ -184,7 +184,7 @@ def make_algorithm(
     """
     methods: dict[str, tuple[Callable[..., FederatedAlgorithm], dict[str, Any]]] = {
         "fedprox": (fedprox, {"mu": MU}),
-        "scaffold": (scaffold, {"population_size": clients}),
+        "scaffold": (scaffold, {"num_clients": clients}),
     }
     make, settings = methods[method]
     return make(

@@ -17,7 +17,7 @@ def privacy_spent(
     delta: float,
     sampling_probability: float | None = None,
     cohort_size: int | None = None,
-    population_size: int | None = None,
+    num_clients: int | None = None,
     discrete: bool = False,
 ) -> float:
     """Compute the epsilon of (epsilon, delta)-differential privacy after some rounds.
@@ -27,7 +27,7 @@ def privacy_spent(
 
     - Poisson: every participant joins each round independently, with `sampling_probability`.
       Neighbouring populations differ by one participant, added or removed.
-    - Fixed size: each round draws `cohort_size` of `population_size` participants, uniformly
+    - Fixed size: each round draws `cohort_size` of `num_clients` participants, uniformly
       without replacement. Neighbouring populations differ in one participant, replaced by another.
       The sum then changes by up to `2 max_norm`, so that this epsilon is larger.
     - Neither: every participant joins every round. One participant is added or removed.
@@ -42,7 +42,7 @@ def privacy_spent(
         delta: between 0 and 1, well below 1 over the population's size.
         sampling_probability: probability of joining a round. Default None: no Poisson sampling.
         cohort_size: number of participants of a round. Default None: no sampling of a fixed size.
-        population_size: number of participants to draw from; given with `cohort_size`.
+        num_clients: number of clients to draw from; given with `cohort_size`.
         discrete: the noise is discrete Gaussian, as in `private_secure_mean`: accounted by
             concentrated differential privacy, without sampling. Default False: Gaussian noise.
 
@@ -77,7 +77,7 @@ def privacy_spent(
         delta,
         sampling_probability,
         cohort_size,
-        population_size,
+        num_clients,
         discrete,
     )
     accountant = mechanism.make_accountant()
@@ -92,7 +92,7 @@ def noise_multiplier_for(
     delta: float,
     sampling_probability: float | None = None,
     cohort_size: int | None = None,
-    population_size: int | None = None,
+    num_clients: int | None = None,
     discrete: bool = False,
 ) -> float:
     """Find the smallest noise multiplier that spends at most epsilon: inverts `privacy_spent`.
@@ -103,7 +103,7 @@ def noise_multiplier_for(
         delta: as in `privacy_spent`.
         sampling_probability: as in `privacy_spent`.
         cohort_size: as in `privacy_spent`.
-        population_size: as in `privacy_spent`.
+        num_clients: as in `privacy_spent`.
         discrete: as in `privacy_spent`.
 
     Returns:
@@ -133,7 +133,7 @@ def noise_multiplier_for(
         delta,
         sampling_probability,
         cohort_size,
-        population_size,
+        num_clients,
         discrete,
     )
     dp = _import_dp_accounting()
@@ -167,7 +167,7 @@ def _mechanism(
     delta: float,
     sampling_probability: float | None,
     cohort_size: int | None,
-    population_size: int | None,
+    num_clients: int | None,
     discrete: bool,
 ) -> _Mechanism:
     """Check the arguments that describe the rounds."""
@@ -180,21 +180,21 @@ def _mechanism(
         )
     dp = _import_dp_accounting()
     if discrete:
-        if (sampling_probability, cohort_size, population_size) != (None, None, None):
+        if (sampling_probability, cohort_size, num_clients) != (None, None, None):
             raise ValueError(
                 f"{function}(): discrete noise is accounted without sampling. Leave out "
-                "sampling_probability, cohort_size and population_size."
+                "sampling_probability, cohort_size and num_clients."
             )
         return _Mechanism(
             dp.rdp.RdpAccountant,
             _repeated(num_rounds, lambda noise: dp.ZCDpEvent(rho=1 / (2 * noise**2))),
         )
-    if (cohort_size is None) != (population_size is None):
+    if (cohort_size is None) != (num_clients is None):
         raise ValueError(
-            f"{function}(): cohort_size is {cohort_size} and population_size is {population_size}, "
+            f"{function}(): cohort_size is {cohort_size} and num_clients is {num_clients}, "
             "expected both, or neither. Pass both for cohorts of a fixed size."
         )
-    if cohort_size is None or population_size is None:
+    if cohort_size is None or num_clients is None:
         probability = 1.0 if sampling_probability is None else sampling_probability
         check_positive(function, "sampling_probability", probability)
         if probability > 1:
@@ -214,17 +214,17 @@ def _mechanism(
             "cohorts of a fixed size. Pass the one by which cohorts are drawn."
         )
     _check_int(function, "cohort_size", cohort_size)
-    _check_int(function, "population_size", population_size)
-    if cohort_size > population_size:
+    _check_int(function, "num_clients", num_clients)
+    if cohort_size > num_clients:
         raise ValueError(
-            f"{function}(): cohort_size is {cohort_size}, expected at most population_size = "
-            f"{population_size}. Cohorts are drawn without replacement."
+            f"{function}(): cohort_size is {cohort_size}, expected at most num_clients = "
+            f"{num_clients}. Cohorts are drawn without replacement."
         )
 
     def fixed_size(noise_multiplier: float) -> Any:
         # Replacing a participant changes the sum by up to twice the clipping norm.
         event = dp.GaussianDpEvent(noise_multiplier / 2)
-        return dp.SampledWithoutReplacementDpEvent(population_size, cohort_size, event)
+        return dp.SampledWithoutReplacementDpEvent(num_clients, cohort_size, event)
 
     replace_one = dp.NeighboringRelation.REPLACE_ONE
     accountant = functools.partial(dp.rdp.RdpAccountant, neighboring_relation=replace_one)

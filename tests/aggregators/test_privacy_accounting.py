@@ -51,7 +51,7 @@ def test_poisson_sampling_is_as_private_as_published_and_tighter(
 
 @pytest.mark.slow
 def test_fixed_size_cohorts_are_those_of_the_library():
-    arguments = {"num_rounds": 100, "delta": 1e-6, "cohort_size": 50, "population_size": 5000}
+    arguments = {"num_rounds": 100, "delta": 1e-6, "cohort_size": 50, "num_clients": 5000}
     epsilon = privacy_spent(noise_multiplier=2.0, **arguments)
     accountant = dp_accounting.rdp.RdpAccountant(
         neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_ONE
@@ -67,7 +67,7 @@ def test_fixed_size_cohorts_are_those_of_the_library():
     assert poisson < epsilon
     # All participants in each round: the Gaussian mechanism with twice the sensitivity.
     all_of_them = privacy_spent(
-        noise_multiplier=2.0, num_rounds=1, delta=1e-6, cohort_size=9, population_size=9
+        noise_multiplier=2.0, num_rounds=1, delta=1e-6, cohort_size=9, num_clients=9
     )
     exact = privacy_spent(noise_multiplier=1.0, num_rounds=1, delta=1e-6)
     assert exact < all_of_them < 1.3 * exact
@@ -95,7 +95,7 @@ def test_epsilon_falls_with_noise_and_rises_with_rounds_and_sampling():
     [
         {},
         {"sampling_probability": 0.05},
-        {"cohort_size": 50, "population_size": 1000},
+        {"cohort_size": 50, "num_clients": 1000},
     ],
 )
 def test_the_noise_multiplier_is_the_smallest_that_keeps_the_budget(sampling):
@@ -121,14 +121,14 @@ def test_the_noise_multiplier_is_the_smallest_that_keeps_the_budget(sampling):
         ({"num_rounds": 0}, ValueError, "num_rounds is 0, expected at least 1"),
         ({"num_rounds": 1.5}, TypeError, "num_rounds is 1.5, expected an int"),
         ({"sampling_probability": 1.5}, ValueError, "is 1.5, expected at most 1. Divide"),
-        ({"cohort_size": 5}, ValueError, "population_size is None, expected both"),
+        ({"cohort_size": 5}, ValueError, "num_clients is None, expected both"),
         (
-            {"cohort_size": 5, "population_size": 4},
+            {"cohort_size": 5, "num_clients": 4},
             ValueError,
-            "cohort_size is 5, expected at most population_size = 4",
+            "cohort_size is 5, expected at most num_clients = 4",
         ),
         (
-            {"cohort_size": 5, "population_size": 9, "sampling_probability": 0.5},
+            {"cohort_size": 5, "num_clients": 9, "sampling_probability": 0.5},
             ValueError,
             "Pass the one by which cohorts are drawn",
         ),

@@ -57,7 +57,7 @@ def _stateful(
     algorithm: Callable[..., FederatedAlgorithm], refer: Callable[..., Any], **settings: Any
 ) -> Method:
     """Make a method whose clients keep state, in uniform means."""
-    method = _method(algorithm, refer, population_size=POPULATION, **settings)
+    method = _method(algorithm, refer, num_clients=POPULATION, **settings)
     return method._replace(weighted=False, keeps_client_state=True)
 
 
@@ -68,7 +68,7 @@ def _scaffold(option: str) -> Method:
         lambda clients, r: scaffold(
             loss_fn,
             cohort_size=clients,
-            population_size=POPULATION,
+            num_clients=POPULATION,
             client_optimizer=optax.sgd(r.local),
             server_optimizer=optax.sgd(r.server),
             option=option,

@@ -82,9 +82,9 @@ def test_a_proximal_term_reduces_the_drift():
 @pytest.mark.parametrize(
     ("build", "settings"),
     [
-        (scaffold, {"population_size": CLIENTS, "option": "I"}),
-        (scaffold, {"population_size": CLIENTS, "option": "II"}),
-        (feddyn, {"population_size": CLIENTS, "alpha": 1.0}),
+        (scaffold, {"num_clients": CLIENTS, "option": "I"}),
+        (scaffold, {"num_clients": CLIENTS, "option": "II"}),
+        (feddyn, {"num_clients": CLIENTS, "alpha": 1.0}),
         (mime, {}),
     ],
     ids=["SCAFFOLD I", "SCAFFOLD II", "FedDyn", "Mime"],

@@ -25,7 +25,7 @@ from fedpax.algorithms import (
 )
 
 COMMON = {"cohort_size": 4, "client_optimizer": optax.sgd(0.1)}
-STORED = COMMON | {"population_size": 6}
+STORED = COMMON | {"num_clients": 6}
 START = jnp.arange(5.0)
 
 
@@ -72,7 +72,7 @@ def random_cohort(batch_size: int = 2) -> Cohort:
             r"gamma \* strong_convexity is 2, expected below 1. Lower learning_rate or",
         ),
         (
-            lambda: scaffold(loss_fn, **STORED | {"population_size": 0}).init(START),
+            lambda: scaffold(loss_fn, **STORED | {"num_clients": 0}).init(START),
             "num_clients is 0, expected at least 1",
         ),
     ],

@@ -68,7 +68,7 @@ def run(algorithm: Any, cohort: Cohort, rounds: int = 3) -> tuple[Any, Any]:
 
 
 COMMON = {"cohort_size": CLIENTS, "client_optimizer": SGD}
-STORED = COMMON | {"population_size": POPULATION}
+STORED = COMMON | {"num_clients": POPULATION}
 
 
 def check_equals_fedavg(algorithm: Any, cohort: Cohort, **settings: Any) -> None:
@@ -334,11 +334,11 @@ def test_fine_tuning_evaluates_before_and_after():
                 (fedprox, {"mu": 0.1}),
                 (fednova, {}),
                 (mime, {}),
-                (feddyn, {"alpha": 0.1, "population_size": POPULATION}),
-                (scaffold, {"population_size": POPULATION}),
-                (ditto, {"lam": 0.1, "population_size": POPULATION}),
-                (apfl, {"mixing": 0.1, "population_size": POPULATION}),
-                (agnostic, {"mixture_learning_rate": 0.1, "population_size": POPULATION}),
+                (feddyn, {"alpha": 0.1, "num_clients": POPULATION}),
+                (scaffold, {"num_clients": POPULATION}),
+                (ditto, {"lam": 0.1, "num_clients": POPULATION}),
+                (apfl, {"mixing": 0.1, "num_clients": POPULATION}),
+                (agnostic, {"mixture_learning_rate": 0.1, "num_clients": POPULATION}),
             )
         ],
     ],

@@ -28,9 +28,7 @@ def run(by_formula: bool, rounds: int = 4) -> Any:
     batches = {"x": x, "y": rng.normal(size=(3, 4, 8)).astype(np.float32)}
     cohort = Cohort(batches, None, np.array([4, 0, 2]), np.array([1, 3, 0]))
     rate = RATE if by_formula else optax.constant_schedule(RATE)
-    algorithm = scaffold(
-        loss_fn, cohort_size=3, population_size=4, client_optimizer=optax.sgd(rate)
-    )
+    algorithm = scaffold(loss_fn, cohort_size=3, num_clients=4, client_optimizer=optax.sgd(rate))
     state, step = algorithm.init(jnp.ones(5)), jax.jit(algorithm.round)
     for _ in range(rounds):
         state, _ = step(state, cohort)

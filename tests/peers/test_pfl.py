@@ -166,7 +166,7 @@ def test_scaffold(pfl, sign):
         controls = new
 
     if sign == 1:
-        found = fedpax_rounds(build(scaffold, population_size=CLIENTS, option="II"), rounds=3)
+        found = fedpax_rounds(build(scaffold, num_clients=CLIENTS, option="II"), rounds=3)
     else:
         module = "algorithm.scaffold"
         found = pfl_rounds(

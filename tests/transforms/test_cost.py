@@ -230,7 +230,7 @@ def test_flops_of_operations(fn, shapes, expected):
 @pytest.mark.parametrize("sizes", [{"fsdp": 8}, {"clients": 8}])
 def test_client_states_in_a_store_are_neither_received_nor_sent(sizes):
     loss = lambda w, x: (jnp.mean((x @ w) ** 2), {})
-    algorithm = scaffold(loss, cohort_size=N, population_size=100, client_optimizer=optax.sgd(0.1))
+    algorithm = scaffold(loss, cohort_size=N, num_clients=100, client_optimizer=optax.sgd(0.1))
     cohort = fedpax.Cohort(X[:, None, None], client_ids=np.arange(N))
     with jax.set_mesh(fedpax.make_mesh(**sizes)):
         clients = fedpax.cost(algorithm.round, algorithm.init(W), cohort).placements["clients"]

@@ -252,9 +252,11 @@ def _is_whole(line: Any) -> bool:
     if not isinstance(line, dict) or type(line.get("round")) is not int:
         return False
     kind = line.get("kind")
+    if kind == "run":
+        return isinstance(line.get("item_unit", ""), str)
     numbers = (value for name, value in line.items() if name != "kind")
-    return isinstance(kind, str) and (
-        kind == "run" or all(value is None or isinstance(value, int | float) for value in numbers)
+    return isinstance(kind, str) and all(
+        value is None or isinstance(value, int | float) for value in numbers
     )
 
 

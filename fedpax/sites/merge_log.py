@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fedpax.training.configuration import ConfigurationError, write_atomically
+from fedpax.training.configuration import write_atomically
 from fedpax.training.console import print_error
-from fedpax.training.metrics import name_lines
+from fedpax.training.json_lines import name_lines, read_json_lines
 
 FILE = "merges.jsonl"
 
@@ -78,24 +78,9 @@ def forget_merges(job_log_dir: Path, after: int) -> None:
 
 def _read(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
     """Return the merges, and the numbers of the damaged lines, from 1."""
-    merges: list[dict[str, Any]] = []
-    damaged: list[int] = []
-    if not path.exists():
-        return merges, damaged
-    try:
-        *lines, _ = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise ConfigurationError(
-            f"{path} cannot be read ({error.strerror}), expected the file that `fedpax syncer` "
-            "writes. Move it away to continue without the log of earlier merges, or restore it."
-        ) from error
-    for number, text in enumerate(lines, start=1):
-        try:
-            merge = json.loads(text)
-        except ValueError:
-            merge = None
-        if isinstance(merge, dict) and isinstance(merge.get("merge"), int):
-            merges.append(merge)
-        else:
-            damaged.append(number)
-    return merges, damaged
+    return read_json_lines(
+        path,
+        lambda line: isinstance(line, dict) and isinstance(line.get("merge"), int),
+        "expected the file that `fedpax syncer` writes. Move it away to continue without the log "
+        "of earlier merges, or restore it.",
+    )

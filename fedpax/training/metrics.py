@@ -5,7 +5,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path, PurePath
 from typing import Any
@@ -14,9 +14,10 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.record_writer import RecordWriter
 
-from fedpax.training.configuration import ConfigurationError, write_atomically
+from fedpax.training.configuration import write_atomically
 from fedpax.training.console import print_error
 from fedpax.training.goodput import BUCKETS
+from fedpax.training.json_lines import name_lines, read_json_lines
 
 FILE = "metrics.jsonl"
 SCALARS = "tensorboard"
@@ -52,16 +53,6 @@ def read_metrics(job_log_dir: str | Path) -> list[dict[str, Any]]:
         [{'kind': 'training', 'round': 1, 'loss': 2.5}]
     """
     return _read(job_log_dir)[0]
-
-
-def name_lines(numbers: Sequence[int]) -> str:
-    """Name the lines of a file.
-
-    Example:
-        >>> name_lines([8]), name_lines([8, 9])
-        ('line 8', 'lines 8, 9')
-    """
-    return f"line{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def damaged_lines(job_log_dir: str | Path) -> list[int]:
@@ -223,28 +214,12 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
 def _read(job_log_dir: str | Path) -> tuple[list[dict[str, Any]], list[int]]:
     """Return the whole lines of `metrics.jsonl`, and the numbers of the damaged ones, from 1."""
     path = (job_log_dir if isinstance(job_log_dir, PurePath) else Path(job_log_dir)) / FILE
-    lines: list[dict[str, Any]] = []
-    damaged: list[int] = []
-    if not path.exists():
-        return lines, damaged
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise ConfigurationError(
-            f"{path} cannot be read ({error.strerror}), expected the file that `fedpax train` "
-            "writes. Move it away to train on without the earlier metrics, or restore it."
-        ) from error
-    # A kill can leave a part of a line after the last newline: it is not counted as damage.
-    for number, text in enumerate(content.split(b"\n")[:-1], start=1):
-        try:
-            line = json.loads(text)
-        except ValueError:
-            line = None
-        if _is_whole(line):
-            lines.append(line)
-        else:
-            damaged.append(number)
-    return lines, damaged
+    return read_json_lines(
+        path,
+        _is_whole,
+        "expected the file that `fedpax train` writes. Move it away to train on without the "
+        "earlier metrics, or restore it.",
+    )
 
 
 def _is_whole(line: Any) -> bool:

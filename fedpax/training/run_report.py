@@ -15,8 +15,9 @@ from fedpax.training.configuration import (
 )
 from fedpax.training.goodput import BUCKETS, Bucket, read_goodput
 from fedpax.training.job_dir import is_in_use
+from fedpax.training.json_lines import name_lines
 from fedpax.training.metrics import FILE as METRICS
-from fedpax.training.metrics import damaged_lines, name_lines, read_metrics, select, throughput
+from fedpax.training.metrics import damaged_lines, read_metrics, select, throughput
 from fedpax.training.saved_rounds import latest_round
 from fedpax.training.table import (
     format_bytes,

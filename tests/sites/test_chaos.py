@@ -13,12 +13,15 @@ from small_sites import STEPS
 from fedpax.experiments.benchmarks.chaos_sites import (
     SYNCER,
     Failure,
+    Outcome,
     Sites,
     draw_failures,
     play,
 )
+from fedpax.sites.link import LONGEST_BACKOFF
 
 ISLANDS, ROUNDS = 3, 60
+PAUSE = 0.3  # seconds that a round takes at least
 
 
 def schedule(seed: int) -> list[Failure]:
@@ -27,13 +30,28 @@ def schedule(seed: int) -> list[Failure]:
     return [failure for failure in failures if (failure.kind, failure.island) != ("kill", 0)]
 
 
+def most_last_steps(outcome: Outcome, island: int) -> float:
+    """Return how many steps an island can have trained in no merge when the run ends.
+
+    The syncer does not wait for an island that is cut off. Such an island trains on, and calls
+    again within two seconds after the network is back.
+    """
+    silent = [
+        min(failure.time + failure.seconds + LONGEST_BACKOFF, outcome.seconds) - failure.time
+        for failure in outcome.failures
+        if failure.island in (island, SYNCER)
+        and failure.time + failure.seconds + LONGEST_BACKOFF > outcome.seconds
+    ]
+    return 10 * STEPS + max(silent, default=0.0) * STEPS / PAUSE
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0])
 def test_a_run_survives_random_failures(tmp_path: Path, seed: int) -> None:
     fields = (
         "--exp=small_sites:sites_regression",
         f"--training.rounds={ROUNDS}",
-        "--pause=0.3",
+        f"--pause={PAUSE}",
     )
     with Sites(
         tmp_path / "sites",
@@ -52,8 +70,8 @@ def test_a_run_survives_random_failures(tmp_path: Path, seed: int) -> None:
     # What a survivor has sent is in a merge, and it has sent what it has trained but for the end.
     assert 0 in outcome.lost_updates
     assert not any(outcome.lost_updates.values()), outcome.lost_updates
-    last_steps = outcome.last_steps
-    assert all(0 <= steps <= 10 * STEPS for steps in last_steps.values()), last_steps
+    for island, steps in outcome.last_steps.items():
+        assert 0 <= steps <= most_last_steps(outcome, island), outcome
     losses = [line["loss"] for line in select(read_metrics(syncer), "training")]
     # Updates are stale where the machine is slow, so the loss is noisy; it does not diverge.
     assert len(losses) == ROUNDS and np.all(np.isfinite(losses))

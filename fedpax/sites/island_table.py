@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedpax.sites.members import IslandReport
+from fedpax.training.configuration import ConfigurationError
 from fedpax.training.progress import Progress
 from fedpax.training.table import format_seconds, markdown_table
 
@@ -51,7 +52,11 @@ class IslandWatch:
         self._next_file = 0.0
 
     def update(self, islands: Sequence[IslandReport], force: bool = False) -> None:
-        """Compare the islands with those of the last call, and report the changes."""
+        """Compare the islands with those of the last call, and report the changes.
+
+        Raises:
+            ConfigurationError: a folder has the name of the file.
+        """
         for island in islands:
             if self._states.get(island.name) != island.state:
                 self._states[island.name] = island.state
@@ -68,8 +73,15 @@ class IslandWatch:
                     fields["seconds_since_message"] = None
             # Without a flush to the disk, for which merges would wait.
             draft = self._path.with_name(f".{FILE}.draft")
-            draft.write_text(json.dumps(content, indent=2) + "\n")
-            draft.replace(self._path)
+            try:
+                draft.write_text(json.dumps(content, indent=2) + "\n")
+                draft.replace(self._path)
+            except IsADirectoryError as error:
+                raise ConfigurationError(
+                    f"{error.filename2 or error.filename} is a folder, expected no folder: the "
+                    "syncer writes the table of its islands to this file. Remove the folder, then "
+                    "run the same command again to resume."
+                ) from error
 
 
 def format_islands(islands: Sequence[IslandReport]) -> str:

@@ -18,6 +18,7 @@ from fedpax.training.console import print_error
 from fedpax.training.exports import Exports
 from fedpax.training.failed_saves import QuietFailedSaves
 from fedpax.training.mounts import atomicity_of, is_object_store
+from fedpax.training.open_checkpoints import open_checkpoints
 from fedpax.training.participant_states import (
     ParticipantRule,
     check_resizable,
@@ -100,7 +101,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
 
     def _open(self) -> ocp.CheckpointManager:
         callback = self._complete if self._primary else None
-        return ocp.CheckpointManager(
+        return open_checkpoints(
             self._folder,
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=self._retention,
@@ -335,9 +336,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             "progress": ocp.JsonCheckpointHandler(),
         }
         options = ocp.CheckpointManagerOptions(create=False)
-        with ocp.CheckpointManager(
-            self._folder, options=options, item_handlers=handlers
-        ) as manager:
+        with open_checkpoints(self._folder, options=options, item_handlers=handlers) as manager:
             saved = manager.item_metadata(step)["state"]
             return {path: tuple(leaf.shape) for path, leaf in ocp.tree.to_flat_dict(saved).items()}
 

@@ -14,7 +14,7 @@ from fedpax.training.configuration import is_remote, write_atomically
 from fedpax.training.remote import list_files
 
 FILE = "checksums.json"
-# Orbax writes these two when it renames the checkpoint. They hold no data, and are not read.
+# Orbax writes these two when it renames the checkpoint. They hold no data, but the time.
 IGNORED = {FILE, "_CHECKPOINT_METADATA", "commit_success.txt"}
 CHUNK_BYTES = 1 << 24
 

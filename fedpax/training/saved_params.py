@@ -10,6 +10,7 @@ import orbax.checkpoint as ocp
 
 from fedpax.training.algorithm import Params
 from fedpax.training.checksums import find_damage
+from fedpax.training.open_checkpoints import open_checkpoints
 from fedpax.training.remote import resolve_folder
 from fedpax.training.saved_leaves import check_same_leaves, saved_struct
 from fedpax.training.saved_rounds import FOLDER, complete_rounds, damaged_checkpoint
@@ -131,10 +132,10 @@ def _open(folder: Path, options: ocp.CheckpointManagerOptions) -> ocp.Checkpoint
     }
     for _ in range(5 if jax.process_count() == 1 else 0):
         try:
-            return ocp.CheckpointManager(folder, options=options, item_handlers=handlers)
+            return open_checkpoints(folder, options=options, item_handlers=handlers)
         except FileNotFoundError:
             time.sleep(0.1)
-    return ocp.CheckpointManager(folder, options=options, item_handlers=handlers)
+    return open_checkpoints(folder, options=options, item_handlers=handlers)
 
 
 def _restore_args(

@@ -9,6 +9,7 @@ import pytest
 from fedpax.commands.show import show
 from fedpax.sites.island_table import FILE, IslandWatch, read_islands
 from fedpax.sites.members import IslandReport
+from fedpax.training.configuration import ConfigurationError
 from fedpax.training.job_dir import JobDirLock
 from fedpax.training.metrics import MetricsWriter
 from fedpax.training.progress import Progress
@@ -44,3 +45,15 @@ def test_show_prints_the_islands_of_a_syncer(
 def test_a_damaged_table_is_no_error(tmp_path: Path, content: str) -> None:
     (tmp_path / FILE).write_text(content)
     assert read_islands(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", [FILE, f".{FILE}.draft"])
+def test_a_folder_in_the_place_of_the_table_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    with Progress("x", rounds_done=0, rounds=1) as progress:
+        watch = IslandWatch(tmp_path, progress)
+        with pytest.raises(ConfigurationError, match=rf"/{name} is a folder, .* Remove the folder"):
+            watch.update([PARIS])
+        (tmp_path / name).rmdir()
+        watch.update([PARIS], force=True)
+    assert read_islands(tmp_path) == [PARIS]

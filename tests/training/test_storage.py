@@ -18,6 +18,7 @@ from small_regression import ModelConfig, Regression, regression
 
 from fedpax.main import main
 from fedpax.training.checkpoint import DamagedCheckpointError, latest_round, load_params
+from fedpax.training.configuration import ConfigurationError
 from fedpax.training.metrics import MetricsWriter, read_metrics
 from fedpax.training.trainer import StorageError, train
 
@@ -146,6 +147,23 @@ def test_a_flipped_bit_in_any_file_of_a_checkpoint_is_found(folder: Path) -> Non
         path.write_bytes(original)
     assert found > 5
     chex.assert_trees_all_equal(load_params(folder), expected)
+
+
+@pytest.mark.parametrize("content", ["[1]", '{"item_handlers": 5}'])
+def test_a_damaged_time_of_a_checkpoint_is_named_and_can_be_deleted(
+    folder: Path, content: str
+) -> None:
+    expected = load_params(folder)
+    time = folder / "checkpoints" / "2" / "_CHECKPOINT_METADATA"
+    time.write_text(content)
+    words = f"{time} is damaged .* or delete this file alone"
+    with pytest.raises(ConfigurationError, match=words):
+        load_params(folder)
+    with pytest.raises(ConfigurationError, match=words):
+        train(short(6), folder)
+    time.unlink()
+    chex.assert_trees_all_equal(load_params(folder), expected)
+    assert train(short(6), folder).rounds_trained == 2
 
 
 @pytest.mark.parametrize(

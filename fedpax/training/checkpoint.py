@@ -1,5 +1,6 @@
 """Checkpoints of a run: state, position in the data, round and configuration, saved together."""
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -92,6 +93,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self._exports = exports
         self._saving: int | None = None
         self._verified: int | None = None
+        self._progress: tuple[int, dict[str, Any]] | None = None
         self._before_complete = before_complete
         self._retention = Retention(keep) if isinstance(keep, int) else keep
         self._lost: CheckpointWriteError | None = None
@@ -165,7 +167,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self.is_saved()
         if self._exports is not None:
             self._exports.wait_if_due(round_number)
-        self._saving = round_number
+        self._saving, self._progress = round_number, None
         with self._losing(), self._writing():
             if self._lost is not None:  # a manager raises the error of a save again and again
                 self._manager, self._lost = self._open(), None
@@ -205,14 +207,19 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
     def restore_position(self) -> RunPosition:
         """Return the position of the run in the newest checkpoint.
 
+        Its file is read once.
+
         Raises:
             FileNotFoundError: there is no checkpoint.
             DamagedCheckpointError: its files are damaged.
         """
         step = self._verified_round()
-        progress = ocp.args.Composite(progress=ocp.args.JsonRestore())
         with self._reading(step):
-            return RunPosition.from_json(self._manager.restore(step, args=progress).progress)
+            if self._progress is None or self._progress[0] != step:
+                progress = ocp.args.Composite(progress=ocp.args.JsonRestore())
+                self._progress = step, self._manager.restore(step, args=progress).progress
+            # A copy, since a stream may change the position that it moves to.
+            return RunPosition.from_json(copy.deepcopy(self._progress[1]))
 
     def restore_state(
         self,

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -80,6 +81,30 @@ def test_everything_comes_back_bitwise(
         assert checkpoints.latest_round() == 3
         assert checkpoints.restore_position().stream == position
         assert_same_bits(checkpoints.restore_state(like(state)), state)
+
+
+def test_a_position_is_read_once_and_a_stream_may_change_its_own(
+    tmp_path: Path, sharding: NamedSharding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = random_state(1, sharding)
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(3, state, {"files": ["a.txt"]}, {})
+    reads: list[str] = []
+    restore = ocp.JsonCheckpointHandler.restore
+    monkeypatch.setattr(
+        ocp.JsonCheckpointHandler,
+        "restore",
+        lambda self, path, **kwargs: reads.append(path.name) or restore(self, path, **kwargs),
+    )
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.restore_position().stream["files"].clear()
+        assert checkpoints.restore_position().stream == {"files": ["a.txt"]}
+        checkpoints.restore_state(like(state))
+        assert reads.count("progress") == 1
+        checkpoints.delete_after(0)
+        checkpoints.save(3, state, {"files": ["b.txt"]}, {})
+        checkpoints.wait()
+        assert checkpoints.restore_position().stream == {"files": ["b.txt"]}
 
 
 def test_one_step_holds_round_position_and_configuration(

@@ -65,9 +65,8 @@ class ServerConfig:
     """The server optimizer: FedAvg's or FedAvgM's SGD, or one of FedOpt's adaptive optimizers.
 
     Attributes:
-        optimizer: "sgd" with learning rate 1 and b1 = 0 is FedAvg,
-            with b1 > 0 FedAvgM. "adagrad", "adam" and "yogi" are FedAdagrad, FedAdam and FedYogi as
-            Reddi et al. define them.
+        optimizer: "sgd" with learning rate 1 and b1 = 0 is FedAvg, with b1 > 0 FedAvgM. "adagrad",
+            "adam" and "yogi" are FedAdagrad, FedAdam and FedYogi as Reddi et al. define them.
         learning_rate: learning rate of the server.
         b1: decay rate of the first moment; the momentum of "sgd".
         b2: decay rate of the second moment of "adam" and "yogi".

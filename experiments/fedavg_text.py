@@ -52,8 +52,8 @@ class FedAvgText(LanguageModelExperiment):
 
     Attributes:
         data: the text.
-        cohort: the clients of a round and their local training. An example is a row
-            of `data.seq_len` tokens of one client.
+        cohort: the clients of a round and their local training. An example is a row of
+            `data.seq_len` tokens of one client.
         optimizer: the clients' optimizer. It starts anew in every round, so a schedule counts the
             local steps of a round.
         server: the server optimizer.

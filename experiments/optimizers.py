@@ -30,12 +30,11 @@ class OptimizerConfig:
     Attributes:
         name: the optimizer, one of optax's. optax 0.2.8 has neither Shampoo nor SOAP.
         learning_rate: peak learning rate.
-        schedule: shape of the learning rate after the
-            warmup: "cosine", "linear", "constant", "wsd" (warmup-stable-decay) or "warm_restarts";
-            see `learning_rate_schedule`.
+        schedule: shape of the learning rate after the warmup: "cosine", "linear", "constant", "wsd"
+            (warmup-stable-decay) or "warm_restarts"; see `learning_rate_schedule`.
         warmup_steps: steps of the linear warmup from 0 to the peak.
-        final_lr_ratio: lowest learning rate of the schedule divided by the peak. The
-            schedule "constant" ignores it.
+        final_lr_ratio: lowest learning rate of the schedule divided by the peak. The schedule
+            "constant" ignores it.
         decay_fraction: "wsd": fraction of the run's steps that decay, at its end.
         restart_steps: "warm_restarts": steps of the first cycle.
         restart_factor: "warm_restarts": length of a cycle divided by that of the one before.

@@ -43,10 +43,9 @@ class TextConfig(TextDataConfig):
         local_steps: optimizer steps of an island per round, H.
         batch_size: rows in a step of an island.
         seed: random seed of the order of documents and rows.
-        mixture: the data sets to train on, as "NAME=WEIGHT", "NAME#FIELD=WEIGHT"
-            or "NAME=WEIGHT@ROUND,WEIGHT@ROUND,..." with weights that are interpolated between
-            rounds. Weights are shares of the tokens and need not sum to 1. Default (): `dataset`
-            alone.
+        mixture: the data sets to train on, as "NAME=WEIGHT", "NAME#FIELD=WEIGHT" or
+            "NAME=WEIGHT@ROUND,WEIGHT@ROUND,..." with weights that are interpolated between rounds.
+            Weights are shares of the tokens and need not sum to 1. Default (): `dataset` alone.
         shuffle_tokens: the window within which rows of a data set are shuffled, in tokens, over all
             processes.
         num_shards: parts of a data set that are read separately. Default None: the rows of a step.

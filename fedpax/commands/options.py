@@ -11,6 +11,7 @@ import tyro
 from absl import flags
 
 from fedpax.commands import UsageError
+from fedpax.commands.descriptions import whole_sentences
 from fedpax.experiments.catalog import find_experiment
 from fedpax.training.configuration import resolve_job_log_dir
 from fedpax.training.experiment import Experiment
@@ -213,6 +214,7 @@ def override(
                 description=description,
                 use_underscores=True,
                 config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands),
+                registry=whole_sentences(),
             )
 
     return parse(experiment).resolve(experiment, parse, job_log_dir)

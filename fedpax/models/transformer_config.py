@@ -51,9 +51,9 @@ class TransformerConfig:
         num_pipeline_repeats: blocks of consecutive layers per pipeline stage. 1 is GPipe; more
             interleave the stages.
 
-        weights: the Hugging Face folder that an experiment on text begins from,
-            see `fedpax.experiments.language_model`. Models themselves ignore it. Default None:
-            random parameters.
+        weights: the Hugging Face folder that an experiment on text begins from, see
+            `fedpax.experiments.language_model`. Models themselves ignore it. Default None: random
+            parameters.
 
     Raises:
         ValueError: the sizes do not fit together, or an option does not exist.

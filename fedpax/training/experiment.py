@@ -156,17 +156,17 @@ class TrainingConfig:
             keeps the newest one of `checkpoint_every`, whatever signals have saved after it.
         keep_every: rounds between checkpoints that are kept forever, beside the newest ones; these
             rounds are saved even if `checkpoint_every` does not divide them. 0: keep none.
-        export_every: rounds between exports of the model to `exports/ROUND` in the run's folder,
-            as `fedpax export` writes it; these rounds, and the last one, are saved and exported
-            while the training continues. 0: none.
+        export_every: rounds between exports of the model to `exports/ROUND` in the run's folder, as
+            `fedpax export` writes it; these rounds, and the last one, are saved and exported while
+            the training continues. 0: none.
         checkpoint_dir: the folder of the checkpoints, the exports and copies of the configuration
             and the metrics, such as `gs://BUCKET/FOLDER`. A run with an empty folder resumes from
             it. None: the run's folder.
         seed: seed of the initial parameters.
         stop_on_non_finite: stop with an error when the loss or a parameter is NaN or infinite.
-        on_spike: what to do when the loss of a round spikes, which means that it is not finite,
-            or `spike_deviations` robust standard deviations above the median of the
-            last `spike_window` rounds. "ignore": count it. "skip": discard the round's update. The
+        on_spike: what to do when the loss of a round spikes, which means that it is not finite, or
+            `spike_deviations` robust standard deviations above the median of the last
+            `spike_window` rounds. "ignore": count it. "skip": discard the round's update. The
             devices keep the former state, so they need memory for both. "roll_back": return to the
             newest checkpoint before it and continue with the data after it.
         spike_window: number of losses that a loss is compared with; the round just before is not

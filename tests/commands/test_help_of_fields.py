@@ -1,0 +1,39 @@
+"""The descriptions of fields in `--help`."""
+
+import dataclasses
+
+import pytest
+
+from fedpax.commands.options import override
+from fedpax.training.experiment import Experiment, Run, TrainingConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Digits(Experiment):
+    """An experiment.
+
+    Attributes:
+        classes: the labels of
+            "digits" or
+            `letters`, at least
+            10 of them.
+
+            A new paragraph.
+    """
+
+    classes: int = 10
+
+    def build(self) -> Run:
+        """Build nothing."""
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("argument", ["--help", "--classes=x"])
+def test_only_a_blank_line_begins_a_new_line(
+    capsys: pytest.CaptureFixture[str], argument: str
+) -> None:
+    with pytest.raises(SystemExit):
+        override(Digits(training=TrainingConfig(1, 0, 0)), [argument], "fedpax train", "")
+    lines = [line.strip("│ ") for line in "".join(capsys.readouterr()).splitlines()]
+    first = lines.index('the labels of "digits" or `letters`, at least 10 of them.')
+    assert lines[first + 1 : first + 3] == ["", "A new paragraph. (default: 10)"]

@@ -2,9 +2,11 @@
 
 import gc
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import hypothesis
 import jax
@@ -13,6 +15,7 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
+from fedpax.main import main
 from fedpax.parallel.simulated_devices import simulate_devices
 
 # Before any test can start a backend; the variable is for the processes that tests start.
@@ -112,3 +115,18 @@ def two_slices() -> Callable[[int, int], Mesh]:
         )
 
     return make
+
+
+@pytest.fixture
+def run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> Callable[..., tuple[int, str, str]]:
+    """Run a command in this process; return its status, output and errors."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(Path(__file__).parent / "training")
+    monkeypatch.setenv("XLA_FLAGS", "")  # restored after the test
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        return main(arguments), *capsys.readouterr()
+
+    return call

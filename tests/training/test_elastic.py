@@ -1,11 +1,9 @@
 """`fedpax train --elastic` with real processes: killed, stopped, lost and returned."""
 
-import contextlib
 import dataclasses
 import os
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -16,29 +14,15 @@ import chex
 import jax
 import jax.numpy as jnp
 import pytest
-from several_processes import environment, finish, free_port, start_one, without_gloo
+from elastic_job import ENDLESS, ROUNDS, Job
+from several_processes import environment, finish, start_one, without_gloo
 from small_islands import init, make_algorithm, make_rounds
 from small_regression import Regression, regression
 
-from fedpax.commands.fitting_mesh import fit_mesh, island_numbers, processes_per_island
-from fedpax.experiments.diloco_text import diloco_text
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.training.checkpoint import load_params
 from fedpax.training.host_copies import list_copies, memory_folder, remove_copies, rounds_of
-from fedpax.training.metrics import FILE, read_metrics, select
 from fedpax.training.trainer import train
-
-ROUNDS = 60
-ENDLESS = 10**6
-"""Rounds of a run that a test ends by a signal: however slowly a host starts, it returns before."""
-SETTINGS = (
-    "--clients=6",
-    "--mesh.clients=3",
-    "--mesh.fsdp=1",
-    f"--training.rounds={ROUNDS}",
-    "--training.checkpoint_every=15",
-    "--training.evaluate_every=0",
-)
 
 
 def without_pause(rounds: int = ROUNDS) -> Regression:
@@ -56,81 +40,6 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("one")
     train(without_pause(), folder)
     return folder
-
-
-class Job:
-    """An elastic job of several hosts, each of them a supervisor on this machine."""
-
-    def __init__(
-        self, folder: Path, count: int, *arguments: str, settings: Sequence[str] = SETTINGS
-    ) -> None:
-        self.folder, self.count, self.port = folder, count, free_port()
-        self.arguments = (
-            "train",
-            "--elastic",
-            "--exp=small_regression:regression",
-            f"--job_log_dir={folder}",
-            "--heartbeat_timeout=8",
-            *settings,
-            *arguments,
-        )
-        self.ended: list[subprocess.Popen] = []
-        self.processes = [self.launch(number) for number in range(count)]
-
-    def launch(self, number: int) -> subprocess.Popen:
-        return start_one(self.arguments, environment(number, self.count, self.port))
-
-    def return_of(self, number: int) -> None:
-        """Start a supervisor again."""
-        self.ended.append(self.processes[number])
-        self.processes[number] = self.launch(number)
-
-    def training_process(self, number: int) -> int:
-        """Return the training process of a supervisor, the child of its fork server."""
-        process = self.processes[number].pid
-        for _ in range(2):
-            command = ["ps", "-o", "pid=", "--ppid", str(process)]
-            process = int(subprocess.run(command, capture_output=True, text=True).stdout)
-        return process
-
-    def program(self, number: int, processes: int) -> Path:
-        """Wait for the compiled round of some processes in the memory of a host."""
-        memory, began = memory_folder(None, self.folder, number), time.monotonic()
-        while not (found := list(memory.glob(f"*-{processes}.program"))):
-            assert time.monotonic() - began < 240
-            time.sleep(0.05)
-        return found[0]
-
-    def last_round(self) -> int:
-        lines = select(read_metrics(self.folder), "training")
-        return int(lines[-1]["round"]) if (self.folder / FILE).exists() and lines else 0
-
-    def wait_until_it_trains(self, number: int) -> None:
-        """Wait for the training process of a supervisor that has returned."""
-        began = time.monotonic()
-        while True:
-            with contextlib.suppress(ValueError):  # it has not been forked yet
-                self.training_process(number)
-                return
-            assert time.monotonic() - began < 240
-            time.sleep(0.05)
-
-    def wait_for(self, more: int, last: int = ROUNDS) -> float:
-        """Wait for rounds after the present one; return the seconds."""
-        began, target = time.monotonic(), min(self.last_round() + more, last)
-        while self.last_round() < target:
-            assert time.monotonic() - began < 240
-            assert self.processes[0].poll() is None
-            time.sleep(0.05)
-        return time.monotonic() - began
-
-    def end(self) -> tuple[list[int], str]:
-        """End an endless job; return the rounds of all saves for a signal, and its errors."""
-        self.processes[0].send_signal(signal.SIGTERM)
-        ends = finish(self.processes)
-        assert [status for status, _, _ in ends] == [143] * self.count, ends[0][2]
-        saved = re.findall(rf"SIGTERM: saved (\d+) of {ENDLESS} rounds", ends[0][1])
-        return [int(number) for number in saved], ends[0][2]
 
 
 @pytest.fixture
@@ -411,32 +320,3 @@ def test_one_process_is_restarted_and_a_lasting_failure_ends_the_job(
     broken = Job(tmp_path / "other", 1, "--training.rounds=0x")
     jobs.append(broken)
     assert finish(broken.processes)[0][0] == 2
-
-
-def test_a_mesh_shrinks_with_its_processes() -> None:
-    islands = diloco_text()
-    assert fit_mesh(islands, 4, 4) == []
-    assert fit_mesh(islands, 1, 4) == ["--mesh.islands=1", "--islands=1"]
-    assert fit_mesh(islands, 4, 8) == ["--mesh.islands=2", "--islands=2"]
-    assert fit_mesh(islands, 7, 8) is None  # half an island
-    plain = dataclasses.replace(regression(), mesh=MeshConfig(data=2, fsdp=4))
-    assert fit_mesh(plain, 1, 2) == ["--mesh.data=1"]
-    sharded = dataclasses.replace(plain, mesh=MeshConfig(fsdp=8))
-    assert fit_mesh(sharded, 3, 4) == ["--mesh.fsdp=6"]
-    assert fit_mesh(dataclasses.replace(plain, mesh=MeshConfig(fsdp=-1)), 3, 4) == []
-    assert fit_mesh(dataclasses.replace(plain, mesh=MeshConfig(tensor=2)), 1, 2) is None
-    assert processes_per_island(islands, 8) == 2 and processes_per_island(islands, 2) == 1
-    assert processes_per_island(plain, 8) == 1 and island_numbers(plain, [0, 1], 2) is None
-    # More islands than the mesh has are kept: each device trains several.
-    two_each = dataclasses.replace(islands, mesh=MeshConfig(islands=2))
-    assert fit_mesh(two_each, 1, 2) == ["--mesh.islands=1"]
-    assert island_numbers(two_each, [1], 2) is None
-
-
-def test_islands_have_the_numbers_of_their_processes() -> None:
-    islands = diloco_text()  # 4 islands
-    assert island_numbers(islands, [0, 2, 3], 4) == [0, 2, 3]
-    assert island_numbers(islands, [1], 2) == [2, 3]
-    assert island_numbers(islands, [2, 3, 6, 7], 8) == [1, 3]
-    assert island_numbers(islands, [0, 2], 8) is None  # halves of two islands
-    assert island_numbers(islands, [0, 1], 3) is None

@@ -5,26 +5,13 @@ import chex
 import jax
 import numpy as np
 import pytest
+from cohort_problem import keep_fields, problem
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedpax.data import load
 from fedpax.data.populations.client_sampler import ClientSampler
-from fedpax.data.populations.partition import partition_by_field
 from fedpax.data.rounds.cohort_rounds import cohort_rounds
-from fedpax.data.rounds.preprocess import preprocess_images
 from fedpax.data.rounds.scheduling import idle_fraction
-
-
-def problem(sizes, seed=0):
-    """Make examples that identify themselves, and clients of given sizes."""
-    total = sum(sizes)
-    order = np.random.default_rng(seed).permutation(total)
-    examples = {
-        "image": np.broadcast_to(np.arange(total)[:, None], (total, 2)).astype(np.float32),
-        "label": np.arange(total),
-    }
-    return examples, np.split(order, np.cumsum(sizes)[:-1])
 
 
 @st.composite
@@ -168,10 +155,6 @@ def even_rounds(r):
     return np.array([True, True, r % 2 == 0])
 
 
-def keep_fields(fields):
-    return dict(fields)
-
-
 LONG = [np.arange(2000), np.arange(2000, 4000), np.arange(4000, 6000)]
 OTHER = [np.arange(2000), np.r_[2000:3000, 3001, 3000, 3002:4000], np.arange(4000, 6000)]
 
@@ -244,52 +227,6 @@ def test_indices_out_of_range_raise_and_name_the_client(own, words):
         next(lazy)
 
 
-def test_only_the_examples_of_the_cohort_are_read():
-    class Counting:
-        def __init__(self):
-            self.read = []
-
-        def __len__(self):
-            return 100
-
-        def __getitem__(self, index):
-            self.read.append(int(index))
-            return {
-                "image": np.full((2, 2, 1), index, np.uint8),
-                "label": index,
-                "note": b"x" * index,
-            }
-
-    source = Counting()
-    population = [np.arange(10 * k, 10 * k + 10) for k in range(10)]
-    sampler = ClientSampler(10, 2, seed=1)
-    rounds = cohort_rounds(source, population, sampler, batch_size=5, local_epochs=3)
-    source.read.clear()
-    cohort = next(rounds)
-    expected = np.concatenate([population[k] for k in sampler.sample(0)])
-    assert sorted(source.read) == sorted(expected)  # each once, for three epochs
-    np.testing.assert_array_equal(
-        np.rint(cohort.batches["image"][..., 0, 0, 0] * 255), cohort.batches["label"]
-    )
-
-
-def test_a_source_and_its_arrays_give_the_same_rounds(digits):
-    source = digits("train")
-    arrays = {
-        "image": np.stack([x["image"] for x in source]),
-        "label": np.array([x["label"] for x in source]),
-    }
-    population = partition_by_field(source, "label", 10)
-    from_files, from_memory = (
-        cohort_rounds(examples, population, ClientSampler(10, 4), batch_size=16)
-        for examples in (source, arrays)
-    )
-    for a, b in zip(
-        next(from_files).batches.values(), next(from_memory).batches.values(), strict=True
-    ):
-        np.testing.assert_array_equal(a, b)
-
-
 def test_absent_clients_have_id_minus_1_and_only_padding():
     examples, population = problem([4] * 6)
     sampler = ClientSampler(6, 4, available=lambda r: np.arange(6) < 1 + r)
@@ -331,92 +268,6 @@ def test_a_stream_counts_examples():
     assert next(rounds).batches["mask"].sum() == rounds.items_per_round
 
 
-def padded_text(fields):
-    """Pad texts of different lengths, with a mask of their own that marks their tokens."""
-    texts = [np.frombuffer(bytes(text), np.uint8) for text in fields["text"].tolist()]
-    tokens, mask = np.zeros((2, len(texts), 6), np.int32)
-    for row, text in enumerate(texts):
-        tokens[row, : len(text)], mask[row, : len(text)] = text, 1
-    return {"tokens": tokens, "mask": mask.astype(np.float32)}
-
-
-def test_a_mask_from_preprocess_is_kept_and_is_0_where_there_is_no_example():
-    """Ragged examples: padding within an example and padding of a batch are both marked."""
-    source = [{"text": b"a" * n} for n in (1, 6, 3, 2, 5)]
-    population = [np.array([0, 1, 2]), np.array([3, 4]), np.array([], np.int64)]
-    rounds = cohort_rounds(
-        source, population, ClientSampler(3, 3), batch_size=2, preprocess=padded_text
-    )
-    cohort = next(rounds)
-    mask = cohort.batches["mask"]
-    chex.assert_trees_all_equal_shapes_and_dtypes(rounds.shapes, cohort)
-    chex.assert_shape(mask, (3, 2, 2, 6))
-    assert mask.dtype == np.float32
-    lengths = dict(zip(cohort.client_ids.tolist(), mask.sum((1, 2, 3)).tolist(), strict=True))
-    assert lengths == {0: 1 + 6 + 3, 1: 2 + 5, 2: 0}
-    has_example = mask.any(-1).sum((1, 2))
-    np.testing.assert_array_equal(has_example, cohort.num_examples)
-    assert (cohort.batches["tokens"][mask == 1] == ord("a")).all()
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"note": b"text"}, r"field 'note' has dtype .S4 after preprocess .*keep_fields"),
-        ({"note": "text"}, r"field 'note' has dtype <U4 after preprocess"),
-        ({"note": None}, r"field 'note' has dtype object after preprocess"),
-    ],
-)
-def test_a_field_that_is_not_numeric_raises(fields, words):
-    source = [{"x": np.float32(k), **fields} for k in range(4)]
-    with pytest.raises(TypeError, match=words):
-        cohort_rounds(
-            source, [np.arange(4)], ClientSampler(1, 1), batch_size=2, preprocess=keep_fields
-        )
-
-
-def test_examples_of_different_shapes_raise_unless_preprocess_pads_them():
-    source = [{"x": np.ones(1 + k, np.float32)} for k in range(4)]
-    rounds = cohort_rounds(
-        source, [np.arange(4)], ClientSampler(1, 1), batch_size=2, preprocess=keep_fields
-    )
-    with pytest.raises(TypeError, match=r"field 'x' has dtype object .*pad examples of different"):
-        next(rounds)
-    rounds = cohort_rounds(
-        source, [np.array([2])], ClientSampler(1, 1), batch_size=2, preprocess=keep_fields
-    )
-    with pytest.raises(ValueError, match=r"field 'x' with another shape .*\(1, 1, 2, 3\)"):
-        next(rounds)
-
-
-def test_a_preprocess_that_drops_examples_raises():
-    examples, population = problem([4])
-    with pytest.raises(ValueError, match=r"'label' has shape \[0\] after preprocess .*\[1, ...\]"):
-        cohort_rounds(
-            examples,
-            population,
-            ClientSampler(1, 1),
-            batch_size=2,
-            preprocess=lambda fields: {"label": fields["label"][1:]},
-        )
-
-
-def test_other_fields_need_a_preprocess():
-    examples = {"x": np.random.default_rng(0).random((5, 3)), "y": np.arange(5.0)}
-    population, sampler = [np.arange(5)], ClientSampler(1, 1)
-    with pytest.raises(KeyError, match=r"the fields 'x', 'y', expected .* Pass preprocess=dict"):
-        cohort_rounds(examples, population, sampler, batch_size=5)
-    cohort = next(cohort_rounds(examples, population, sampler, batch_size=5, preprocess=dict))
-    assert sorted(cohort.batches["y"].ravel()) == [0, 1, 2, 3, 4]
-
-
-def test_images_are_scaled_and_labels_are_int32():
-    fields = {"image": np.array([[0, 255]], np.uint8), "label": np.array([3], np.int64)}
-    found = preprocess_images(fields)
-    np.testing.assert_array_equal(found["image"], np.float32([[0, 1]]))
-    assert found["label"].dtype == np.int32
-
-
 def test_clients_are_ordered_so_that_devices_are_not_idle():
     sizes = np.ceil(np.random.default_rng(0).lognormal(2, 1, size=256)).astype(int)
     examples, population = problem(sizes)
@@ -455,20 +306,3 @@ def test_bad_arguments_raise(changes, remedy):
     } | changes
     with pytest.raises(ValueError, match=re.escape(remedy)):
         cohort_rounds(**arguments)
-
-
-def test_images_of_different_shapes_raise():
-    source = [{"image": np.ones((k, 2, 1)), "label": k} for k in (2, 3)]
-    rounds = cohort_rounds(source, [np.array([0, 1])], ClientSampler(1, 1), batch_size=2)
-    with pytest.raises(ValueError, match="resize them when the data set is prepared"):
-        next(rounds)
-
-
-def test_damaged_records_raise(tmp_path):
-    source = load("digits", "test", data_dir=tmp_path)
-    for file in source.folder.glob("*test*array_record*"):
-        file.write_bytes(file.read_bytes()[:3000] + bytes(3000) + file.read_bytes()[6000:])
-    source = load("digits", "test", data_dir=tmp_path)
-    rounds = cohort_rounds(source, [np.arange(len(source))], ClientSampler(1, 1), batch_size=50)
-    with pytest.raises(OSError, match="are damaged: delete that folder and load again"):
-        next(rounds)

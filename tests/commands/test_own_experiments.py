@@ -1,0 +1,220 @@
+"""Experiments of a user: how they are found, and how their mistakes are reported."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import fedpax
+import fedpax.data
+import fedpax.experiments
+from fedpax.commands.options import configure
+from fedpax.experiments.catalog import entries, experiments, find_experiment
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Replace the experiments that come with fedpax by the modules of a folder."""
+    monkeypatch.setattr(fedpax.experiments, "__path__", [str(tmp_path)])
+    before = set(sys.modules)
+    entries.cache_clear()
+    yield tmp_path
+    entries.cache_clear()
+    for name in set(sys.modules) - before:
+        if name.startswith("fedpax.experiments."):
+            del sys.modules[name]
+
+
+MODULE = '''
+from fedpax.training.experiment import Experiment, Run, TrainingConfig
+import dataclasses
+from os import getcwd
+
+@dataclasses.dataclass(frozen=True)
+class Small(Experiment):
+    def build(self) -> Run:
+        raise NotImplementedError
+
+def {name}() -> Small:
+    """First line about {name}.
+
+    More lines.
+    """
+    return Small(training=TrainingConfig(rounds=1, evaluate_every=1, checkpoint_every=1))
+
+def {name}_variant() -> Experiment:
+    return {name}()
+
+def _hidden() -> Small:
+    return {name}()
+
+def helper() -> int:
+    return 1
+
+def with_argument(rounds: int) -> Small:
+    return {name}()
+'''
+
+
+@pytest.mark.parametrize(
+    "statement",
+    ["raise ValueError('mine')", "MeshConfig(fsdp=0).make()", "import a_package_that_is_not_here"],
+)
+def test_errors_in_the_code_of_a_user_keep_their_traceback(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, statement: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = MODULE.format(name="mine").replace("raise NotImplementedError", statement)
+    name = f"faulty_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(
+        source.replace(
+            "import dataclasses", "import dataclasses\nfrom fedpax.parallel.mesh import MeshConfig"
+        )
+    )
+    with pytest.raises((ValueError, ImportError)):
+        run("train", f"--exp={name}:mine", f"--job_log_dir={tmp_path / 'run'}")
+
+
+@pytest.mark.parametrize(
+    ("statement", "words"),
+    [
+        (
+            "algorithm=single, cohorts=rounds",
+            "loss_fn returned an array float32[], expected a pair (loss, metrics)",
+        ),
+        (
+            "algorithm=named, cohorts=rounds",
+            "loss_fn returned a metric 'name' of a str, expected a scalar",
+        ),
+        (
+            "evaluate=lambda params: None",
+            "Run.evaluate returns a NoneType, expected a dict of metrics",
+        ),
+        ("mesh=self.mesh.make()", "make_mesh(clients=-1, fsdp=-1): only one axis can take"),
+        ("algorithm=fedavg", "Run.algorithm is a function without init, round, expected an object"),
+        (
+            "cohorts=iter([])",
+            "Run.cohorts is a list_iterator without get_state, set_state, expected",
+        ),
+        ("items_per_round=0", "Run.items_per_round=0, expected a positive number. Give the tokens"),
+        (None, "Mine.build returns a NoneType, expected a fedpax.training.experiment.Run"),
+    ],
+)
+def test_mistakes_in_an_own_experiment_are_told_in_words(
+    run: Run, tmp_path: Path, statement: str | None, words: str
+) -> None:
+    sys.path.append(os.getcwd())  # for small_regression; restored by the fixture
+    name = f"own_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(
+        OWN.format(run=statement and f"super().build()._replace({statement})")
+    )
+    status, output, errors = run(
+        "train", f"--exp={tmp_path / name}.py:own", f"--job_log_dir={tmp_path / 'run'}"
+    )
+    assert (status, output) == (2, "") and "Traceback" not in errors
+    assert errors.splitlines()[-1].startswith(f"fedpax: {words}")
+
+
+OWN = """
+import dataclasses, optax
+from fedpax import Cohort
+from fedpax.algorithms import fedavg
+from fedpax.parallel.mesh import MeshConfig
+from small_regression import RandomRounds, Regression, regression
+
+class Rounds(RandomRounds):
+    def __next__(self):
+        return Cohort(super().__next__())
+
+def loss(params, batch):
+    return ((batch["x"] @ params["hidden"] @ params["out"] - batch["y"]) ** 2).mean()
+
+def algorithm(loss_fn):
+    return fedavg(loss_fn, cohort_size=1, client_optimizer=optax.sgd(0.01))
+
+rounds = Rounds((1, 2, 8), features=16, seed=0)
+single = algorithm(loss)
+named = algorithm(lambda params, batch: (loss(params, batch), {{"name": "text"}}))
+
+class Mine(Regression):
+    def build(self):
+        return {run}
+
+def own():
+    training = dataclasses.replace(regression().training, rounds=1)
+    mesh = MeshConfig(clients=-1, fsdp=-1) if "mesh" in "{run}" else MeshConfig()
+    return Mine(training=training, mesh=mesh, clients=1)
+"""
+
+
+def test_experiments_are_found_by_their_return_type(package: Path, run: Run) -> None:
+    for name in ("first_one", "second_one"):
+        (package / f"{name}.py").write_text(MODULE.format(name=name))
+    names = {f"{which}_one{rest}" for which in ("first", "second") for rest in ("", "_variant")}
+    assert set(experiments()) == names
+    status, output, _ = run("list")
+    assert status == 0
+    assert "first_one           First line about first_one." in output.splitlines()
+    assert find_experiment("second_one_variant")().training.rounds == 1
+    status, _, errors = run("train", "--exp=frist_one", "--job_log_dir=x")
+    assert status == 2 and "Did you mean first_one" in errors
+
+
+def test_a_name_that_two_modules_use_is_listed_twice(package: Path) -> None:
+    for module in ("first", "second"):
+        (package / f"{module}.py").write_text(MODULE.format(name="same"))
+    assert {"same", "fedpax.experiments.second:same"} <= set(experiments())
+    assert find_experiment("fedpax.experiments.second:same").__module__.endswith("second")
+
+
+def test_an_error_inside_the_experiments_module_is_not_hidden(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "needs_more.py").write_text("import a_library_that_is_not_there\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="a_library_that_is_not_there"):
+        find_experiment("needs_more:x")
+
+
+def test_an_experiment_in_a_file_is_found_from_any_folder(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file can import its neighbours, as a script can; its run resumes from another folder."""
+    name = f"mine_{tmp_path.name}"
+    (tmp_path / "code").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "code" / f"base_{name}.py").write_text(MODULE.format(name="base"))
+    (tmp_path / "code" / f"{name}.py").write_text(
+        f"from base_{name} import Small, base\ndef linear() -> Small:\n    return base()\n"
+    )
+    monkeypatch.chdir(tmp_path / "code")
+    function = find_experiment(f"./{name}.py:linear")
+    assert function().training.rounds == 1
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for path in (f"../code/{name}.py", tmp_path / "code" / f"{name}.py"):
+        assert find_experiment(f"{path}:linear") is function
+    for missing in (f"../{name}.py", f"./{name}.py"):
+        status, _, errors = run("train", f"--exp={missing}:linear", "--job_log_dir=x")
+        assert status == 2 and "there is no file" in errors
+    status, _, errors = run("train", f"--exp=../code/{name}.py:nope", "--job_log_dir=x")
+    assert status == 2 and "has no function 'nope'" in errors
+
+
+@pytest.mark.parametrize("name", ["json.py", "two.dots.py"])
+def test_a_file_with_the_name_of_another_module_is_refused(
+    run: Run, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / name).write_text("def linear(): ...")
+    status, _, errors = run("train", f"--exp={tmp_path / name}:linear", "--job_log_dir=x")
+    assert status == 2 and "Rename the file" in errors
+
+
+def test_the_experiments_that_come_with_fedpax_can_be_configured(run: Run) -> None:
+    status, output, _ = run("list")
+    assert status == 0 and len(output.splitlines()) == len(experiments())
+    for name, function in experiments().items():
+        assert configure(name, []) == function()

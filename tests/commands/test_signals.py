@@ -1,0 +1,92 @@
+"""Signals and closed streams: no traceback."""
+
+import os
+import signal
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fedpax.__main__ import main as program
+
+REGRESSION = "small_regression:regression"
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def test_ctrl_c_before_the_training_gives_no_traceback(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fedpax.commands.train.parse_run", interrupted)
+    command = ("train", f"--exp={REGRESSION}", f"--job_log_dir={tmp_path}")
+    assert run(*command) == (130, "", "fedpax: SIGINT: stopped without saving.\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_are_handled_before_jax_is_imported(tmp_path: Path, number: signal.Signals) -> None:
+    (tmp_path / "jax.py").write_text("import time; print('importing', flush=True); time.sleep(60)")
+    command = [sys.executable, "-m", "fedpax.main", "doctor"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    with subprocess.Popen(command, env=environment, **pipes) as process:
+        assert process.stdout is not None and process.stdout.readline() == "importing\n"
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    assert errors == f"fedpax: {number.name}: stopped; there was nothing to save.\n"
+
+
+def test_a_closed_pipe_gives_no_traceback() -> None:
+    """Close the pipe early, as `fedpax --help | head -1` does."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = subprocess.run(
+        [sys.executable, "-m", "fedpax.main", "--help"],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(writer)
+    assert (process.returncode, process.stderr) == (141, "")
+
+
+def test_closed_streams_give_no_traceback(tmp_path: Path) -> None:
+    """Close both streams, as `fedpax --help >&- 2>&-` does; `fedpax` alone prints on stderr."""
+    program = f"{sys.executable} -m fedpax"
+    opened = (
+        "from fedpax.training.console import open_closed_streams; open_closed_streams(); "
+        "print(open('x', 'w').fileno())"
+    )
+    script = f"""
+        {program} --help >&-; echo $?
+        {program} 2>&-; echo $?
+        {program} --help <&- >&- 2>&-; echo $?
+        {program} --help >/dev/full; echo $?
+        {sys.executable} -c "{opened}" <&- 2>&-
+    """
+    process = subprocess.run(["sh", "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert process.stdout.split() == ["0", "2", "0", "1", "3"]
+    assert process.stderr.splitlines() == [
+        "fedpax: the output cannot be written: No space left on device. Make room on the disk, or "
+        "write to another one."
+    ]
+
+
+@pytest.mark.parametrize("where", ["__getattr__", "main"])
+def test_ctrl_c_before_it_is_handled_gives_one_line(
+    where: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def interrupt(*arguments: str) -> None:
+        raise KeyboardInterrupt
+
+    module = types.ModuleType("fedpax.main")
+    setattr(module, where, interrupt)
+    monkeypatch.setitem(sys.modules, "fedpax.main", module)
+    assert program() == 130
+    assert capsys.readouterr().err == "fedpax: SIGINT: stopped; there was nothing to save.\n"

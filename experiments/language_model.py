@@ -1,10 +1,10 @@
-"""Language models in experiments: the weights they begin from, and the parameters they train."""
+"""Language models in experiments: their text, and the weights they begin from."""
 
 import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from fedpax.data.rounds.heldout import HeldoutRows
 from fedpax.data.text.byte_tokenizer import VOCAB_SIZE
 from fedpax.experiments.heldout import HeldoutSets, parse_heldout_sets
 from fedpax.experiments.ranges import COUNT, check_ranges
+from fedpax.experiments.trainable import NO_ADAPTERS, Trainable, describe_flops
 from fedpax.experiments.weights import (
     SENTENCEPIECE,
     TOKENIZER,
@@ -29,16 +30,12 @@ from fedpax.models.huggingface.config import EXECUTION_FIELDS
 from fedpax.models.lora import LoRAConfig
 from fedpax.models.transformer import TransformerConfig, transformer
 from fedpax.parallel.axes import shardings
-from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+from fedpax.training.algorithm import LossFn, Metrics, Params
 from fedpax.training.compiled_round import with_shardings
 from fedpax.training.configuration import read_configuration
 from fedpax.training.experiment import Experiment
-from fedpax.training.frozen import StoredParams, with_frozen_argument
 from fedpax.training.remote import resolve_folder
 from fedpax.training.saved_rounds import latest_round
-from fedpax.training.shardings import ShardingTree
-
-NO_ADAPTERS = LoRAConfig(rank=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,96 +76,6 @@ class TextDataConfig:
         parse_heldout_sets(self.heldout_sets)
         sizes = ("seq_len", "heldout_batch_size", "heldout_tokens")
         check_ranges(self, "data", **dict.fromkeys(sizes, COUNT))
-
-
-def describe_flops(config: TransformerConfig, seq_len: int, adapters: LoRAConfig) -> str:
-    """Describe the floating-point operations of a token that MFU counts.
-
-    Args:
-        config: the transformer.
-        seq_len: tokens in a row.
-        adapters: the adapters that are trained in its place; of rank 0 if there are none.
-
-    Example:
-        >>> print(describe_flops(TransformerConfig(), 1024, NO_ADAPTERS))
-        6 N + 12 L H d T for N parameters in matmuls and all T = 1024 keys; no recomputation
-        >>> config = TransformerConfig(sliding_window=256)
-        >>> print(describe_flops(config, 1024, LoRAConfig(8)))  # doctest: +NORMALIZE_WHITESPACE
-        4 N + 6 A + 12 L H d T for N frozen parameters in matmuls, A parameters of adapters and the
-        T = 256 keys of the sliding window; no recomputation
-    """
-    active = "active " if config.num_experts else ""
-    if adapters.rank:
-        terms = "4 N + 6 A", f"N frozen {active}parameters in matmuls, A parameters of adapters"
-    else:
-        terms = "6 N", f"N {active}parameters in matmuls"
-    window = config.sliding_window
-    if window is not None and window < seq_len:
-        keys = f"the T = {window} keys of the sliding window"
-    else:
-        keys = f"all T = {seq_len} keys"
-    return f"{terms[0]} + 12 L H d T for {terms[1]} and {keys}; no recomputation"
-
-
-class Trainable(NamedTuple):
-    """The parameters that a run trains: a whole transformer, or adapters of a frozen one.
-
-    Attributes:
-        init: `key -> params`.
-        logical_axes: the logical axes of the parameters.
-        shardings: the shardings of the parameters.
-        flops_per_token: floating-point operations per token, forward and backward.
-        flops_convention: what they count, in words.
-        initial: the initial parameters, where they are read from a folder, as in `Run`.
-        frozen: the transformer below adapters, as in `Run`.
-        whole_model: `params -> parameters of the transformer`, as in `Run`.
-        lora: the adapters' size.
-    """
-
-    init: Callable[[jax.Array], Params]
-    logical_axes: Params
-    shardings: ShardingTree
-    flops_per_token: float
-    flops_convention: str
-    initial: StoredParams | None = None
-    frozen: StoredParams | None = None
-    whole_model: Callable[[Params], Params] | None = None
-    lora: LoRAConfig = NO_ADAPTERS
-
-    def algorithm(
-        self, make: Callable[[LossFn], FederatedAlgorithm], loss_fn: LossFn
-    ) -> FederatedAlgorithm:
-        """Make an algorithm that trains these parameters.
-
-        Args:
-            make: makes the algorithm from a loss of the parameters.
-            loss_fn: the loss of the transformer's parameters.
-        """
-        if self.frozen is None:
-            return make(loss_fn)
-        return with_frozen_argument(
-            lambda base: make(lora.adapter_loss(loss_fn, base, self.lora)), self.frozen.shapes
-        )
-
-    def evaluate(
-        self, make: Callable[[LossFn], Callable[[Params], dict[str, float]]], loss_fn: LossFn
-    ) -> Callable[[Params], dict[str, float]]:
-        """Make a function that evaluates these parameters.
-
-        Args:
-            make: makes such a function from a loss of its argument.
-            loss_fn: the loss of the transformer's parameters.
-        """
-        frozen = self.frozen
-        if frozen is None:
-            return make(loss_fn)
-
-        def adapted(params: Any, batch: Any) -> tuple[jax.Array, Metrics | None]:
-            base, adapters = params
-            return lora.adapter_loss(loss_fn, base, self.lora)(adapters, batch)
-
-        evaluate = make(adapted)
-        return lambda adapters: evaluate((frozen.load(), adapters))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from fedpax.sites.fragment_format import check_arrays
 from fedpax.sites.identity import Identity, find_difference
 from fedpax.sites.members import Island, IslandReport, Members, note_merged
 from fedpax.sites.message import Message
@@ -18,7 +17,7 @@ from fedpax.sites.outer_model import Contribution, OuterModel
 from fedpax.sites.requests import Request
 from fedpax.sites.syncer_store import SyncerStore
 from fedpax.sites.transport import RefusedError
-from fedpax.sites.updates import REPORTED, MergeReport, Totals, Update, read_update
+from fedpax.sites.updates import REPORTED, MergeReport, Totals, Update, check_update, read_update
 from fedpax.training.algorithm_parts import AlgorithmParts, most_phases_ahead
 from fedpax.training.logging import NonFiniteError
 
@@ -212,22 +211,7 @@ class Syncer:
         p = request.fragment(len(self._model.fragments))
         update = read_update(request, arrays)
         version = self._model.fragments[p].version
-        if not update.base <= update.count <= version:
-            raise RefusedError(
-                f"the update of fragment {p} begins at merge {update.base} and is encoded for "
-                f"{update.count}, but the fragment has {version}. Stop this island; start it in "
-                "an empty --job_log_dir."
-            )
-        if not 0 < update.tokens <= self._tokens_per_step * update.steps:
-            raise RefusedError(
-                f"the update claims {update.tokens:g} tokens in {update.steps} steps, expected at "
-                f"most {self._tokens_per_step:g} per step. Use the same data settings everywhere."
-            )
-        if difference := check_arrays(arrays, self._model.formats[p].wire_shapes):
-            raise RefusedError(
-                f"the update of fragment {p} has other parameters: {difference}. Use the same "
-                "model and the same version of fedpax on both sides."
-            )
+        check_update(update, p, version, self._tokens_per_step, self._model.formats[p].wire_shapes)
         # Outside of the lock, because it takes long.
         gradient = self._model.decode[p](dict(arrays), island.shard, update.count)
         squares = [np.sum(np.square(x, dtype=np.float64)) for x in jax.tree.leaves(gradient)]

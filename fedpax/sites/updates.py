@@ -3,9 +3,12 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
+from fedpax.sites.fragment_format import check_arrays
 from fedpax.sites.requests import Request
+from fedpax.sites.transport import RefusedError
 
 REPORTED = ("merge", "loss", "late", "staleness", "metrics")
 """The fields of a merge's report in `merges.jsonl`. Its updates have the others."""
@@ -57,6 +60,43 @@ def read_update(request: Request, arrays: Mapping[str, np.ndarray]) -> Update:
         request.number("loss"),
         arrays,
     )
+
+
+def check_update(
+    update: Update,
+    p: int,
+    version: int,
+    tokens_per_step: float,
+    wire_shapes: Mapping[str, jax.ShapeDtypeStruct],
+) -> None:
+    """Check that an island of this run can have sent an update.
+
+    Args:
+        update: the update.
+        p: its fragment.
+        version: number of merges of the fragment.
+        tokens_per_step: tokens of an inner step of an island.
+        wire_shapes: shape and dtype of each array.
+
+    Raises:
+        RefusedError: it cannot.
+    """
+    if not update.base <= update.count <= version:
+        raise RefusedError(
+            f"the update of fragment {p} begins at merge {update.base} and is encoded for "
+            f"{update.count}, but the fragment has {version}. Stop this island; start it in "
+            "an empty --job_log_dir."
+        )
+    if not 0 < update.tokens <= tokens_per_step * update.steps:
+        raise RefusedError(
+            f"the update claims {update.tokens:g} tokens in {update.steps} steps, expected at "
+            f"most {tokens_per_step:g} per step. Use the same data settings everywhere."
+        )
+    if difference := check_arrays(update.arrays, wire_shapes):
+        raise RefusedError(
+            f"the update of fragment {p} has other parameters: {difference}. Use the same "
+            "model and the same version of fedpax on both sides."
+        )
 
 
 class MergeReport(NamedTuple):

@@ -136,15 +136,22 @@ def scaffold(
                 loss_fn, optimizer, x, optimizer.init(x), batches, num_steps
             )
             steps = count_steps(batches, num_steps)
-            if option == "I":
-                gradient = full_gradient(loss_fn, x, batches, num_steps)
-            elif rate is None:
-                gradient = mean_of(optimizer_state[0], steps, x)
+            moved = subtract(x, y)
+            if option == "II" and rate is not None:
+                corrected = scale(1 / (rate * jnp.maximum(steps, 1)), moved)
+                gradient = subtract(corrected, correction)
             else:
-                per_step = 1 / (rate * jnp.maximum(steps, 1))
-                gradient = subtract(scale(per_step, subtract(x, y)), correction)
+                if option == "I":
+                    gradient = full_gradient(loss_fn, x, batches, num_steps)
+                else:
+                    gradient = mean_of(optimizer_state[0], steps, x)
+                corrected = optax.tree.add(gradient, correction)
+            # new c_i - old c_i, without the old one: the new one is written over it, and XLA for
+            # CPU copies all clients' controls at each client if both are read.
+            change = subtract(corrected, c)
+            change = jax.tree.map(lambda d: jnp.where(steps > 0, d, 0), change)
             new = jax.tree.map(lambda g, c: jnp.where(steps > 0, g, c), gradient, own)
-            return subtract(x, y), metrics, subtract(new, own), new
+            return moved, metrics, change, new
 
         own = gather_clients(state.client_controls, client_ids)
         pseudo_gradients, metrics, changes, new = federated_map(

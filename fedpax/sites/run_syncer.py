@@ -37,7 +37,8 @@ from fedpax.training.job_dir import JobDirLock, check_configuration
 from fedpax.training.metrics import MetricsWriter
 from fedpax.training.preemption import PreemptionGuard
 from fedpax.training.progress import Progress
-from fedpax.training.saved_rounds import latest_round
+from fedpax.training.saved_rounds import FOLDER as CHECKPOINTS
+from fedpax.training.saved_rounds import latest_round, set_aside_after
 
 SECONDS_BETWEEN_TICKS = 0.02
 
@@ -166,6 +167,9 @@ def run_syncer(
         )
         write_configuration(folder, experiment, exp)
         first = syncer.merges // phases
+        # The user can have restored an older copy of the state.
+        set_aside_after(folder / CHECKPOINTS, first)
+        checkpoint = min(checkpoint, first)
         with (
             MetricsWriter(folder, after=first) as metrics,
             Checkpoints(folder, keep=experiment.training.keep_checkpoints) as checkpoints,

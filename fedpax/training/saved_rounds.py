@@ -26,6 +26,18 @@ def complete_rounds(folder: Path) -> list[int]:
     return sorted(int(path.name) for path in steps if has_checksums(path))
 
 
+def rounds_without_checksums(folder: Path) -> list[int]:
+    """Return the rounds of the checkpoints in a folder that are unfinished or incomplete.
+
+    Args:
+        folder: a run's `checkpoints` folder, which may be missing.
+    """
+    if not folder.is_dir():
+        return []
+    steps = [path for path in folder.iterdir() if path.name.isdecimal() and path.is_dir()]
+    return sorted(int(path.name) for path in steps if not has_checksums(path))
+
+
 def latest_round(job_log_dir: str | Path) -> int | None:
     """Return the round of the newest complete checkpoint of a run, or None if there is none.
 
@@ -93,11 +105,32 @@ def set_aside_unfinished(folder: Path) -> None:
             remove_folder(path)
             print_error(f"Removed {path}: the checkpoint is unfinished.")
             continue
-        aside = folder.parent / f"checkpoint_{path.name}_without_checksums"
-        while aside.exists():
-            aside = aside.with_name(aside.name + "_")
-        path.rename(aside)
+        aside = _set_aside(path, "without_checksums")
         print_error(
             f"Moved {path} to {aside}: the checkpoint is unfinished or incomplete, it has no "
             "checksums.json. If a copy left that file out, copy it back."
         )
+
+
+def set_aside_after(folder: Path, round_number: int) -> None:
+    """Rename the complete checkpoints of later rounds, which a run trains again.
+
+    Args:
+        folder: a run's `checkpoints` folder, which may be missing.
+        round_number: the round from which the run resumes.
+    """
+    for step in complete_rounds(folder):
+        if step > round_number:
+            aside = _set_aside(folder / str(step), f"before_round_{round_number}_resumed")
+            print_error(
+                f"Moved {folder / str(step)} to {aside}: the run resumes from the older state of "
+                f"round {round_number}, and trains the later rounds again."
+            )
+
+
+def _set_aside(checkpoint: Path, why: str) -> Path:
+    """Rename a checkpoint to `checkpoint_ROUND_WHY` in the run's folder, and return its path."""
+    aside = checkpoint.parent.with_name(f"checkpoint_{checkpoint.name}_{why}")
+    while aside.exists():
+        aside = aside.with_name(aside.name + "_")
+    return checkpoint.rename(aside)

@@ -1,8 +1,10 @@
 """The end of a run of sites: islands that were down, islands without a syncer, and more rounds."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import chex
 import pytest
 from site_processes import Processes, wait_until
 from small_sites import sites_regression
@@ -10,6 +12,7 @@ from small_sites import sites_regression
 from fedpax.commands.join import describe
 from fedpax.sites.join import join
 from fedpax.sites.merge_log import read_merges
+from fedpax.training.checkpoint import load_params
 from fedpax.training.configuration import ConfigurationError, from_json, read_configuration_json
 from fedpax.training.metrics import read_metrics, select
 
@@ -75,3 +78,26 @@ def test_islands_that_were_down_learn_the_end_and_get_more_rounds(
     assert len(select(read_metrics(tmp_path / "syncer"), "training")) == 10
     found = read_configuration_json(tmp_path / "a")
     assert found is not None and from_json(found[1]).training.rounds == 10
+
+
+@pytest.mark.slow
+def test_an_older_state_replaces_later_checkpoints(processes: Processes, tmp_path: Path) -> None:
+    def train() -> None:
+        started = [processes.start("syncer", "syncer", "--training.rounds=6")]
+        started += [processes.start("join", name) for name in "ab"]
+        assert [process.wait(400) for process in started] == [0, 0, 0], processes.logs()
+
+    train()
+    folder = tmp_path / "syncer"
+    before = load_params(folder)
+    max((folder / "syncer").glob("*.journal")).unlink()  # as in an older copy
+    for name in "ab":
+        shutil.rmtree(tmp_path / name)
+    train()
+    aside = folder / "checkpoint_6_before_round_5_resumed"
+    assert f"Moved {folder / 'checkpoints' / '6'} to {aside}" in processes.log("syncer")
+    shutil.copytree(aside, tmp_path / "aside" / "checkpoints" / "6")
+    chex.assert_trees_all_equal(load_params(tmp_path / "aside"), before)
+    with pytest.raises(AssertionError):
+        chex.assert_trees_all_equal(load_params(folder, 6), before)
+    assert [merge["merge"] for merge in read_merges(folder)] == list(range(1, 13))

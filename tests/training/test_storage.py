@@ -20,6 +20,7 @@ from fedpax.main import main
 from fedpax.training.checkpoint import DamagedCheckpointError, latest_round, load_params
 from fedpax.training.configuration import ConfigurationError
 from fedpax.training.metrics import MetricsWriter, read_metrics
+from fedpax.training.saved_rounds import set_aside_after
 from fedpax.training.trainer import StorageError, train
 
 HERE = Path(__file__).parent
@@ -147,6 +148,19 @@ def test_a_flipped_bit_in_any_file_of_a_checkpoint_is_found(folder: Path) -> Non
         path.write_bytes(original)
     assert found > 5
     chex.assert_trees_all_equal(load_params(folder), expected)
+
+
+def test_later_checkpoints_are_set_aside(folder: Path, capfd: pytest.CaptureFixture) -> None:
+    checkpoints = folder / "checkpoints"
+    set_aside_after(checkpoints, 4)
+    assert capfd.readouterr().err == "" and latest_round(folder) == 4
+    for aside in ("checkpoint_4_before_round_2_resumed", "checkpoint_4_before_round_2_resumed_"):
+        subprocess.run(["cp", "-r", checkpoints / "4", folder / "copy"], check=True)
+        set_aside_after(checkpoints, 2)
+        assert f"Moved {checkpoints / '4'} to {folder / aside}: " in capfd.readouterr().err
+        assert latest_round(folder) == 2 and files(folder / aside)
+        (folder / "copy").rename(checkpoints / "4")
+    assert load_params(folder, 4)
 
 
 @pytest.mark.parametrize("content", ["[1]", '{"item_handlers": 5}'])

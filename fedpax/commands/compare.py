@@ -20,6 +20,7 @@ from fedpax.training.configuration import ConfigurationError, resolve_job_log_di
 from fedpax.training.console import print_error, print_line
 from fedpax.training.experiment import Experiment
 from fedpax.training.job_dir import check_configuration, check_field_names
+from fedpax.training.metrics import describe_damage
 from fedpax.training.preemption import run_subprocess
 from fedpax.training.saved_rounds import check_latest_round, latest_round
 
@@ -71,6 +72,9 @@ def compare(arguments: Sequence[str]) -> int:
         command += [f"--allow_config_change={path}" for path in allowed[name]]
         if status := run_subprocess(command):
             return status
+    for folder in folders.values():
+        for text in describe_damage(folder, latest_round(folder) or 0):
+            print_error(text)
     print_line(write_comparison(folders, destination))
     print_line(f"\nSee {destination / 'comparison.png'} and {destination / 'comparison.json'}.")
     return 0

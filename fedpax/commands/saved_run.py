@@ -33,6 +33,7 @@ from fedpax.training.console import print_error
 from fedpax.training.experiment import Experiment, Run
 from fedpax.training.job_dir import is_in_use
 from fedpax.training.remote import resolve_folder
+from fedpax.training.saved_rounds import rounds_without_checksums
 
 
 class SavedRun(NamedTuple):
@@ -156,7 +157,16 @@ def checkpoint_round(command: str, saved: SavedRun, round_number: int | None) ->
             f"{', '.join(map(str, rounds))}. Give one of these, or leave out --round for the "
             "newest."
         )
-    return rounds[-1] if round_number is None else round_number
+    if round_number is not None:
+        return round_number
+    later = [n for n in rounds_without_checksums(saved.saved_in / FOLDER) if n > rounds[-1]]
+    if later and not is_in_use(saved.folder):
+        print_error(
+            f"{saved.saved_in / FOLDER / str(later[-1])} has no checksums.json: the checkpoint is "
+            f"unfinished or incomplete, so the newest complete one is read, of round {rounds[-1]}. "
+            "If a copy left that file out, copy it back."
+        )
+    return rounds[-1]
 
 
 def build_run(experiment: Experiment) -> Run:

@@ -55,9 +55,32 @@ def read_metrics(job_log_dir: str | Path) -> list[dict[str, Any]]:
     return _read(job_log_dir)[0]
 
 
-def damaged_lines(job_log_dir: str | Path) -> list[int]:
-    """Return the numbers, from 1, of the lines of `metrics.jsonl` that cannot be read."""
-    return _read(job_log_dir)[1]
+def describe_damage(job_log_dir: str | Path, saved: int) -> list[str]:
+    """Describe the lines of `metrics.jsonl` that are damaged, and those that are missing.
+
+    Args:
+        job_log_dir: a run's folder.
+        saved: the round of its newest checkpoint, before which its lines were written; 0 if there
+            is none.
+
+    Returns:
+        Sentences; none if the file is whole.
+
+    Raises:
+        ConfigurationError: the file cannot be read.
+    """
+    lines, damaged = _read(job_log_dir)
+    path, found = Path(job_log_dir) / FILE, []
+    if damaged:
+        left_out = "are left out" if len(damaged) > 1 else "is left out"
+        found.append(f"{path}: {name_lines(damaged)} cannot be read and {left_out}.")
+    last = max((line["round"] for line in select(lines, "training")), default=0)
+    if last < saved:
+        found.append(
+            f"{path} ends at round {last}, expected round {saved}, which is saved: the results of "
+            "later rounds are missing. Restore the file from a copy."
+        )
+    return found
 
 
 def select(lines: Iterable[Mapping[str, Any]], kind: str) -> list[Mapping[str, Any]]:

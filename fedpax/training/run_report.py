@@ -15,9 +15,8 @@ from fedpax.training.configuration import (
 )
 from fedpax.training.goodput import BUCKETS, Bucket, read_goodput
 from fedpax.training.job_dir import is_in_use
-from fedpax.training.json_lines import name_lines
 from fedpax.training.metrics import FILE as METRICS
-from fedpax.training.metrics import damaged_lines, read_metrics, select, throughput
+from fedpax.training.metrics import describe_damage, read_metrics, select, throughput
 from fedpax.training.saved_rounds import latest_round
 from fedpax.training.table import (
     format_bytes,
@@ -80,18 +79,15 @@ def report_run(folder: Path) -> RunReport:
             saved_in = folder_of_checkpoints(folder, fields.get("training.checkpoint_dir"))
     except ConfigurationError as error:
         damage.append(str(error))
+    saved, is_running = latest_round(saved_in) or 0, is_in_use(folder)
     lines: list[dict[str, Any]] = []
     try:
         lines = read_metrics(folder)
-        if numbers := damaged_lines(folder):
-            left_out = "are left out" if len(numbers) > 1 else "is left out"
-            which = name_lines(numbers)
-            damage.append(f"{folder / METRICS}: {which} cannot be read and {left_out}.")
+        damage += describe_damage(folder, 0 if is_running else saved)
     except ConfigurationError as error:
         damage.append(str(error))
     rounds, evaluations = select(lines, "training"), select(lines, "evaluation")
     last = rounds[-1] if rounds else {}
-    saved = latest_round(saved_in) or 0
     finished = total_rounds is not None and saved >= total_rounds
     sizes = (select(lines, "run") or [{}])[0]
     goodput = read_goodput(folder)
@@ -99,7 +95,7 @@ def report_run(folder: Path) -> RunReport:
     logged = number_or_nan(lines[-1].get("wall_seconds") if lines else None)
     return RunReport(
         name=name,
-        state="running" if is_in_use(folder) else "finished" if finished else "stopped",
+        state="running" if is_running else "finished" if finished else "stopped",
         rounds=max(saved, last.get("round", 0)),
         total_rounds=total_rounds,
         training_loss=number_or_nan(last.get("loss")),

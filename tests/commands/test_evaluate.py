@@ -52,6 +52,17 @@ def test_the_metrics_are_those_of_the_runs_own_evaluations(
     assert snapshot(folder) == before
 
 
+def test_a_newer_checkpoint_that_is_incomplete_is_named(command: Command, regression: Path) -> None:
+    newest = regression / "checkpoints" / "4"
+    (newest / "checksums.json").unlink()
+    status, output, errors = command("evaluate", f"--job_log_dir={regression}")
+    assert status == 0 and " round 2: " in output
+    assert f"{newest} has no checksums.json" in errors and "is read, of round 2. If a" in errors
+    assert "checksums" not in command("evaluate", f"--job_log_dir={regression}", "--round=2")[2]
+    with JobDirLock(regression):  # a run may be writing it
+        assert "checksums" not in command("evaluate", f"--job_log_dir={regression}")[2]
+
+
 def test_an_earlier_round_can_be_evaluated(command: Command, regression: Path) -> None:
     first, last = (line["loss"] for line in select(read_metrics(regression), "evaluation"))
     status, output, _ = command("evaluate", f"--job_log_dir={regression}", "--round=2")

@@ -90,6 +90,20 @@ def test_damaged_files_are_named_and_the_rest_is_shown(command: Command, regress
     assert f"{regression / FILE}: lines 3, 9 cannot be read and are left out." in errors
 
 
+@pytest.mark.parametrize("kept", [0, 3])
+def test_lines_that_are_missing_at_the_end_are_told(
+    command: Command, regression: Path, kept: int
+) -> None:
+    lines = (regression / FILE).read_text().splitlines(keepends=True)
+    (regression / FILE).write_text("".join(lines[:kept]))
+    last = max((line["round"] for line in read_metrics(regression)), default=0)
+    status, output, errors = command("show", f"--job_log_dir={regression}")
+    assert status == 0 and cells(output)[2][1] == "4/4"
+    assert f"{regression / FILE} ends at round {last}, expected round 4, which is saved" in errors
+    with JobDirLock(regression):  # a checkpoint can be newer than the lines that were just read
+        assert command("show", f"--job_log_dir={regression}")[2] == ""
+
+
 def test_a_folder_in_place_of_the_metrics_is_named(command: Command, regression: Path) -> None:
     (regression / FILE).unlink()
     (regression / FILE).mkdir()

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from conftest import EVERY, Command
 
 from fedpax.commands.options import configure
 from fedpax.experiments.catalog import find_experiment
 from fedpax.training.configuration import read_configuration
-from fedpax.training.metrics import read_metrics
+from fedpax.training.metrics import FILE, read_metrics
 
 HERE = Path(__file__).parent.parent
 REGRESSION = "small_regression:regression"
@@ -75,6 +76,20 @@ def test_a_loss_that_is_not_finite_is_an_error(run: Run, tmp_path: Path) -> None
     status, output, errors = run("train", f"--exp={REGRESSION}", folder, "--learning_rate=50")
     assert (status, output) == (1, "")
     assert "stopped: the loss of round" in errors and "smaller learning rate" in errors
+
+
+def test_compare_names_metrics_that_are_missing(
+    command: Command, regression: Path, tmp_path: Path
+) -> None:
+    arguments = ("compare", f"--exp={REGRESSION}", f"--job_log_dir={tmp_path}", *EVERY)
+    status, table, errors = command(*arguments)
+    assert status == 0 and errors.startswith(f"{REGRESSION} is finished already.\n")
+    assert FILE not in errors
+    lines = (regression / FILE).read_text().splitlines(keepends=True)
+    (regression / FILE).write_text("".join(lines[:4]))
+    status, shorter, errors = command(*arguments)
+    assert status == 0 and shorter != table
+    assert f"{regression / FILE} ends at round 2, expected round 4, which is saved" in errors
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 
 from fedpax.training.configuration import ConfigurationError
-from fedpax.training.metrics import FILE, MetricsWriter, damaged_lines, read_metrics, select
+from fedpax.training.metrics import FILE, MetricsWriter, describe_damage, read_metrics, select
 
 
 def write_rounds(folder: Path, first: int, last: int, **writer: object) -> None:
@@ -151,4 +151,7 @@ def test_tensorboard_files_hold_the_same_numbers(tmp_path: Path) -> None:
 def test_a_run_line_whose_unit_is_no_text_is_damaged(tmp_path: Path) -> None:
     line = {"kind": "run", "round": 0, "item_unit": 3, "parameters": 5}
     (tmp_path / FILE).write_text(json.dumps(line) + "\n")
-    assert (read_metrics(tmp_path), damaged_lines(tmp_path)) == ([], [1])
+    assert read_metrics(tmp_path) == []
+    assert describe_damage(tmp_path, 0) == [
+        f"{tmp_path / FILE}: line 1 cannot be read and is left out."
+    ]

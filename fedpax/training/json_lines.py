@@ -1,4 +1,4 @@
-"""Files with one JSON object per line, which a kill or a disk can damage."""
+"""Files with one JSON object per line, of which a kill or a disk can damage some lines."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -11,20 +11,30 @@ from fedpax.training.configuration import ConfigurationError
 def read_json_lines(
     path: Path, is_whole: Callable[[Any], bool], expectation: str
 ) -> tuple[list[dict[str, Any]], list[int]]:
-    """Read the lines of a file that are not damaged.
+    r"""Read the undamaged lines of a file.
 
-    A kill can leave a part of a line after the last newline: it is not counted as damage.
+    The text after the last newline is left out, and not counted as damage: a process that was
+    killed leaves an incomplete line there.
 
     Args:
-        path: the file, which may be missing.
-        is_whole: tells whether a JSON value, or None for text that is not JSON, is such a line.
-        expectation: what is expected and the remedy, for the message if the file cannot be read.
+        path: the file. It may be missing.
+        is_whole: returns whether a JSON value is an undamaged line of this file. It gets None for a
+            line that is not JSON.
+        expectation: the end of the message if the file cannot be read: the expectation and the
+            remedy.
 
     Returns:
-        The lines, and the numbers of the damaged ones, from 1.
+        The undamaged lines, and the numbers of the damaged lines, from 1.
 
     Raises:
         ConfigurationError: the file cannot be read.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "metrics.jsonl"
+        >>> _ = path.write_text('{"round": 1}\nrou\n{"round": 3}\n{"rou')
+        >>> read_json_lines(path, lambda value: isinstance(value, dict), "expected objects.")
+        ([{'round': 1}, {'round': 3}], [2])
     """
     lines: list[dict[str, Any]] = []
     damaged: list[int] = []
@@ -49,7 +59,7 @@ def read_json_lines(
 
 
 def name_lines(numbers: Sequence[int]) -> str:
-    """Name the lines of a file.
+    """Format the numbers of lines for a message.
 
     Example:
         >>> name_lines([8]), name_lines([8, 9])

@@ -1,4 +1,4 @@
-"""The position of a run in a checkpoint: round, data, configuration and participants."""
+"""The position of a run: the values that a checkpoint holds beside the algorithm's state."""
 
 import base64
 from collections.abc import Mapping, Sequence
@@ -8,14 +8,14 @@ from fedpax.training.stream_state import StreamState
 
 
 class RunPosition(NamedTuple):
-    """The position of a run, as a checkpoint holds it beside the algorithm's state.
+    """The position of a run: the values that a checkpoint holds beside the algorithm's state.
 
     Attributes:
         round: number of completed rounds.
         stream: the position of the stream of cohorts after that round.
         configuration: the experiment as JSON.
-        participants: the placement's size. None: not recorded.
-        numbers: the participants' numbers in an elastic job. None: not recorded.
+        participants: the placement's size. Default None: not recorded.
+        numbers: the participants' numbers in an elastic job. Default None: there is no such job.
     """
 
     round: int
@@ -25,7 +25,7 @@ class RunPosition(NamedTuple):
     numbers: Sequence[int] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the position as a JSON object; bytes become text in base64.
+        """Return the position as a JSON object. A stream position of bytes becomes base64 text.
 
         Example:
             >>> RunPosition(3, b"position", {}).to_json()["stream"]
@@ -39,10 +39,10 @@ class RunPosition(NamedTuple):
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> Self:
-        """Return the position that `to_json` wrote.
+        """Make the position from the JSON object that `to_json` returned.
 
         Raises:
-            KeyError, TypeError, ValueError: another program wrote it, or it is damaged.
+            KeyError, TypeError, ValueError: the object has another form.
 
         Example:
             >>> RunPosition.from_json(RunPosition(3, b"position", {}).to_json()).stream

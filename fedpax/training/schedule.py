@@ -1,13 +1,13 @@
-"""The rounds after which a run evaluates and saves."""
+"""The rounds after which a run evaluates or saves."""
 
 
 def is_due(round_number: int, rounds: int, *periods: int) -> bool:
-    """Return whether an action that runs every few rounds, and after the last, runs now.
+    """Return whether to evaluate, or to save, after a round.
 
     Args:
         round_number: the round.
-        rounds: the last round.
-        *periods: rounds between two runs of the action; 0: never.
+        rounds: the last round of the run, which is always due.
+        *periods: every multiple of a period is due. A period of 0 has none.
 
     Example:
         >>> [number for number in range(1, 12) if is_due(number, 11, 5, 4)]
@@ -18,11 +18,14 @@ def is_due(round_number: int, rounds: int, *periods: int) -> bool:
 
 
 def last_due_before(round_number: int, *periods: int) -> int:
-    """Return the last round before a given one after which an action runs, 0 if there is none.
+    """Return the last round before a given one that is a multiple of a period.
 
     Args:
-        round_number: the round.
-        *periods: rounds between two runs of the action; 0: never.
+        round_number: the given round.
+        *periods: the periods, in rounds. A period of 0 has no multiples.
+
+    Returns:
+        The round; 0 if there is none.
 
     Example:
         >>> last_due_before(10, 5, 4), last_due_before(4, 5, 4)

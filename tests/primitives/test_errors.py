@@ -249,6 +249,19 @@ def test_a_gradient_by_integer_parameters_raises():
         jax.grad(fit)(3, normal(N))
 
 
+def test_a_reverse_derivative_of_a_loop_of_variable_length_raises():
+    def steps(w, x, count):
+        return jax.lax.fori_loop(0, count, lambda i, y: y * w, x)
+
+    def loss(w, x, counts):
+        return federated_mean(federated_map(lambda x, count: steps(w, x, count), x, counts))
+
+    with pytest.raises(
+        ValueError, match=r"loop of variable length.*Mark padding by a mask in place of num_steps"
+    ):
+        jax.grad(program(loss))(2.0, normal(N), jnp.arange(N))
+
+
 # ---- errors of the user's own, and what stays behind
 
 

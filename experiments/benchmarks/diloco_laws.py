@@ -7,8 +7,9 @@ by default that of `diloco_text`: with more islands, each has a smaller batch. T
 compares data parallelism, DiLoCo and Streaming DiLoCo in 4 bits over several seeds of model and
 data. The others change one setting of DiLoCo at a time, with the first seed.
 
-`--learning_rates=0.008,0.012,0.016` tunes all methods alike: each trains with every rate and the
-first seed, and with its best one in all other runs.
+`--learning_rates=0.008,0.016,0.024` tunes all methods alike: each trains with every rate and the
+first seed, and with its best one in all other runs. `--outer_momenta=0.5,0.7` tries each rate with
+each of these momenta of the outer optimizer, which data parallelism does not have.
 
 Each run has a folder below `--out`. An interrupted benchmark continues where it stopped, and
 a finished run is not repeated. The losses are those of the last evaluation.
@@ -37,6 +38,9 @@ from fedpax.training.trainer import train
 BITS: dict[str, int | None] = {"float32": None, "4 bits": 16, "2 bits": 4, "1 bit": 2}
 """Formats of an outer gradient, as `outer.num_levels` of `diloco_text`."""
 
+TUNED = ["method", "learning_rate", "outer_momentum"]
+"""The columns of the table of settings that were tried."""
+
 
 class Setting(NamedTuple):
     """A run.
@@ -49,6 +53,8 @@ class Setting(NamedTuple):
         rows: global batch: rows of a step over all islands.
         seed: seed of the initial parameters and of the order of the data.
         learning_rate: peak learning rate of the inner optimizer.
+        outer_momentum: Nesterov momentum of the outer optimizer; without effect in data
+            parallelism.
     """
 
     method: str
@@ -58,6 +64,12 @@ class Setting(NamedTuple):
     rows: int
     seed: int = 0
     learning_rate: float = diloco_text().optimizer.learning_rate
+    outer_momentum: float = diloco_text().outer.momentum
+
+    @property
+    def has_outer_optimizer(self) -> bool:
+        """Whether the method has an outer optimizer."""
+        return self.method != "data parallelism"
 
     @property
     def folder(self) -> str:
@@ -71,16 +83,21 @@ class Setting(NamedTuple):
             num_tokens: tokens of the run; it trains the whole rounds that they fill.
 
         Raises:
-            ValueError: the tokens fill no round, or the islands do not divide the global batch.
+            ValueError: the tokens fill no round, the islands do not divide the global batch, or a
+                number is out of range.
         """
         base: TextExperiment
         if self.method == "data parallelism":
             base = data_parallel_text()
         elif self.method == "Streaming DiLoCo":
-            base = streaming_diloco_text()
+            streamed = streaming_diloco_text()
+            streaming = dataclasses.replace(streamed.streaming, momentum=self.outer_momentum)
+            base = dataclasses.replace(streamed, streaming=streaming)
         else:
             diloco = diloco_text()
-            outer = dataclasses.replace(diloco.outer, num_levels=BITS[self.bits])
+            outer = dataclasses.replace(
+                diloco.outer, momentum=self.outer_momentum, num_levels=BITS[self.bits]
+            )
             base = dataclasses.replace(diloco, outer=outer)
         rows = self.rows
         if rows < 1 or rows % self.islands:
@@ -180,7 +197,7 @@ def measure(setting: Setting, num_tokens: int, out: Path) -> Result:
     return Result(setting, run.loss, run.bytes_across_placement)
 
 
-def best_rates(results: Sequence[Result]) -> dict[str, Result]:
+def best_results(results: Sequence[Result]) -> dict[str, Result]:
     """Return each method's result with the lowest loss, by the method's name."""
     by_loss = sorted(results, key=lambda result: result.loss, reverse=True)
     return {result.setting.method: result for result in by_loss}
@@ -201,9 +218,12 @@ def table(results: Sequence[Result], changed: Sequence[str], baseline: float) ->
     for setting, runs in groups.items():
         losses = [run.loss for run in runs]
         spread = f" ± {(max(losses) - min(losses)) / 2:.4f}" if len(losses) > 1 else ""
+        cells = {name: str(getattr(setting, name)) for name in changed}
+        if not setting.has_outer_optimizer:
+            cells.pop("outer_momentum", None)
         rows.append(
             [
-                *(str(getattr(setting, name)) for name in changed),
+                *(cells.get(name, "") for name in changed),
                 f"{fmean(losses):.4f}{spread}",
                 f"{fmean(losses) / baseline - 1:+.2%}",
                 format_bytes(runs[0].bytes_sent),
@@ -253,6 +273,11 @@ def main() -> None:
         default=str(diloco_text().optimizer.learning_rate),
         help="peak learning rates to choose from; default that of diloco_text",
     )
+    parser.add_argument(
+        "--outer_momenta",
+        default=str(diloco_text().outer.momentum),
+        help="momenta of the outer optimizer to choose from; default that of diloco_text",
+    )
     parser.add_argument("--tables", default=",".join(tables), help=", ".join(tables))
     parser.add_argument("--plot", help="PNG of the last three tables")
     options = parser.parse_args()
@@ -268,11 +293,13 @@ def main() -> None:
 
     todo = settings(options.seeds, options.rows)
     rates = [float(rate) for rate in options.learning_rates.split(",")]
+    momenta = [float(momentum) for momentum in options.outer_momenta.split(",")]
     tuning = [
-        setting._replace(learning_rate=rate)
+        setting._replace(learning_rate=rate, outer_momentum=momentum)
         for setting in todo["methods"]
         if setting.seed == 0
         for rate in rates
+        for momentum in (momenta if setting.has_outer_optimizer else [setting.outer_momentum])
     ]
     try:
         for setting in (*tuning, *(setting for name in chosen for setting in todo[name])):
@@ -280,20 +307,24 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     out = Path(options.out)
-    best = dict.fromkeys((setting.method for setting in tuning), rates[0])
-    if len(rates) > 1:
+    best = {setting.method: setting for setting in tuning}
+    if len(tuning) > len(best):
         tried = [measure(setting, options.tokens, out) for setting in tuning]
-        lowest = best_rates(tried)
-        best = {method: result.setting.learning_rate for method, result in lowest.items()}
-        print(f"\n{table(tried, ['method', 'learning_rate'], lowest['data parallelism'].loss)}")
+        lowest = best_results(tried)
+        best = {method: result.setting for method, result in lowest.items()}
+        print(f"\n{table(tried, TUNED, lowest['data parallelism'].loss)}")
+
+    def tuned(setting: Setting) -> Setting:
+        found = best[setting.method]
+        return setting._replace(
+            learning_rate=found.learning_rate, outer_momentum=found.outer_momentum
+        )
+
     results: dict[str, list[Result]] = {}
-    columns = {"methods": ["method", "local_steps", "bits", "learning_rate"]}
+    columns = {"methods": ["method", "local_steps", "bits", *TUNED[1:]]}
     baseline = float("nan")
     for name in chosen:
-        results[name] = [
-            measure(setting._replace(learning_rate=best[setting.method]), options.tokens, out)
-            for setting in todo[name]
-        ]
+        results[name] = [measure(tuned(setting), options.tokens, out) for setting in todo[name]]
         if name == "methods":
             baseline = fmean(
                 run.loss for run in results[name] if run.setting.method == "data parallelism"

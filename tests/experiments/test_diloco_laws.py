@@ -12,12 +12,14 @@ import pytest
 from fedpax.experiments.benchmarks.diloco_laws import (
     Result,
     Setting,
-    best_rates,
+    best_results,
     draw,
     measure,
     settings,
     table,
 )
+from fedpax.experiments.diloco_text import DiLoCoText
+from fedpax.experiments.streaming_diloco_text import StreamingDiLoCoText
 from fedpax.parallel.mesh import default_devices
 from fedpax.training.metrics import read_metrics, select
 
@@ -42,12 +44,23 @@ def test_all_runs_have_the_same_tokens_per_step_and_nearly_the_same_tokens(
         assert experiment.optimizer.learning_rate == setting.learning_rate
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_the_outer_momentum_is_that_of_the_setting(momentum: float) -> None:
+    diloco = Setting("DiLoCo", 18, 4, "4 bits", 16, outer_momentum=momentum).experiment(TOKENS)
+    assert isinstance(diloco, DiLoCoText) and diloco.outer.momentum == momentum
+    assert diloco.outer.num_levels == 16
+    streaming = Setting("Streaming DiLoCo", 18, 4, "4 bits", 16, outer_momentum=momentum)
+    text = streaming.experiment(TOKENS)
+    assert isinstance(text, StreamingDiLoCoText) and text.streaming.momentum == momentum
+
+
 @pytest.mark.parametrize(
     ("setting", "num_tokens", "words"),
     [
         (Setting("DiLoCo", 18, 3, "4 bits", 16), TOKENS, "3 islands do not divide .* 16 rows"),
         (Setting("DiLoCo", 18, 4, "4 bits", 16), 1000, r"fill no round .* Pass more --tokens"),
         (Setting("DiLoCo", 18, 4, "4 bits", 16, 0, -0.1), TOKENS, "optimizer.learning_rate"),
+        (Setting("DiLoCo", 18, 4, "4 bits", 16, outer_momentum=1.5), TOKENS, "outer.momentum"),
     ],
 )
 def test_settings_that_do_not_fit_raise(setting: Setting, num_tokens: int, words: str) -> None:
@@ -63,6 +76,14 @@ def test_seeds_are_averaged_and_compared_with_data_parallelism() -> None:
     assert text.count("DiLoCo") == 1
 
 
+def test_data_parallelism_has_no_outer_momentum_in_the_table() -> None:
+    names = ("data parallelism", "DiLoCo")
+    results = [Result(Setting(name, 18, 4, "4 bits", 16), 1.5, 2e6) for name in names]
+    rows = table(results, ["method", "outer_momentum"], baseline=1.5).splitlines()[2:]
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    assert [row[1] for row in cells] == ["", "0.7"]
+
+
 def test_each_method_has_its_own_best_learning_rate() -> None:
     losses = {"data parallelism": (1.5, 1.4, 1.6), "DiLoCo": (1.7, 1.6, 1.5)}
     results = [
@@ -70,7 +91,7 @@ def test_each_method_has_its_own_best_learning_rate() -> None:
         for method, tried in losses.items()
         for rate, loss in zip((0.004, 0.008, 0.016), tried, strict=True)
     ]
-    best = best_rates(results)
+    best = best_results(results)
     assert {name: result.setting.learning_rate for name, result in best.items()} == {
         "data parallelism": 0.008,
         "DiLoCo": 0.016,

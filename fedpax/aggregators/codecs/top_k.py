@@ -78,11 +78,18 @@ def _scatter(
     indices: Int[Array, "k ..."], values: Float[Array, "k ..."], entries: int
 ) -> Float[Array, "entries ..."]:
     """Place values at indices along the leading axis, and zeros elsewhere."""
-
-    def scatter(indices: Int[Array, " k"], values: Float[Array, " k"]) -> Float[Array, " entries"]:
-        return jnp.zeros(entries, values.dtype).at[indices].set(values, unique_indices=True)
-
-    # Mapped over the other axes, so that the compiler keeps their sharding.
-    for _ in indices.shape[1:]:
-        scatter = jax.vmap(scatter, in_axes=-1, out_axes=-1)
-    return scatter(indices, values)
+    # With batching axes, a compiler keeps the other axes where they are, and their sharding.
+    others = tuple(range(1, indices.ndim))
+    return jax.lax.scatter(
+        jnp.zeros((entries, *indices.shape[1:]), values.dtype),
+        indices[..., None],
+        values,
+        jax.lax.ScatterDimensionNumbers(
+            update_window_dims=(),
+            inserted_window_dims=(0,),
+            scatter_dims_to_operand_dims=(0,),
+            operand_batching_dims=others,
+            scatter_indices_batching_dims=others,
+        ),
+        unique_indices=True,
+    )

@@ -146,6 +146,18 @@ def test_the_hadamard_transform_equals_its_matrix(entries):
     np.testing.assert_allclose(hadamard_transform(jnp.array(x)), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_top_k_is_decoded_without_a_transposed_copy() -> None:
+    codec, entries, others = codecs.top_k(1 / 64), 1024, (9, 128)
+
+    def decode(key: jax.Array, words: jax.Array) -> jax.Array:
+        return codec.decode(key, words, entries)
+
+    key = jax.random.key(0)
+    words = jax.eval_shape(codec.encode, key, jax.ShapeDtypeStruct((entries, *others), "float32"))
+    compiled = jax.jit(decode).lower(key, words).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * entries * math.prod(others) / 2
+
+
 def test_a_rotation_is_undone():
     codec, x = codecs.rotated(codecs.float32()), draw(50, 3)  # padded to 64
     words = codec.encode(keys(1)[0], x)

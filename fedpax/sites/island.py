@@ -81,6 +81,8 @@ class Island:
 
         If a fragment's newest update at the syncer is not the newest one of the saved ledger, the
         fragment loses its unsent progress, because a part of it may have been sent since the save.
+        The island then sends the fragment that the syncer merges next, although the ledger can
+        count it as sent: the update can be lost with a syncer that has ended.
 
         Args:
             state: the saved state.
@@ -98,6 +100,8 @@ class Island:
         self.state = self._model.forget(state, changed)
         for p in changed:
             fragments[p].forget()
+        if changed:
+            self.ledger.last_merge = -1
 
     def receive(self) -> None:
         """Hear the news, and add the fragments that have arrived to the model."""

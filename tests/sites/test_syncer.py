@@ -255,6 +255,24 @@ def test_progress_that_is_not_sent_survives_merges_and_restarts():
     assert returned.ledger.fragments[1].steps == 0
 
 
+def test_updates_that_were_lost_with_the_syncer_are_replaced(tmp_path: Path):
+    """Else each island counts its update as sent, and the syncer waits for it forever."""
+    sites = three(quorum=ISLANDS, store=SyncerStore(tmp_path))
+    for _ in range(2):
+        for island in sites.islands[:2]:
+            sites.phase(island)  # for merges 0 and 1, which wait for the third island
+    saved = [(jax.device_get(island.state), island.ledger.to_json()) for island in sites.islands]
+    assert [ledger["last_merge"] for _, ledger in saved] == [1, 1, -1]
+    sites.islands.clear()
+    sites.start_syncer()
+    for name, (state, ledger) in zip("abc", saved, strict=True):
+        with jax.set_mesh(sites.run.mesh):
+            sites.add(name, process=f"{name}-2").restore(jax.device_put(state), ledger, {})
+    for number in range(3):
+        sites.round(random_batches((ISLANDS, STEPS), seed=number))
+    assert sites.syncer.merges == 3
+
+
 def test_an_island_waits_only_at_its_bound():
     sites = Sites(parts(), quorum=3, max_steps_ahead=3 * STEPS)
     island = sites.add("a")

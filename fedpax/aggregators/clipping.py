@@ -224,9 +224,10 @@ def check_positive(function: str, argument: str, value: float) -> None:
         TypeError: it is not a number.
         ValueError: it is not positive, or not finite.
     """
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and value <= 0:
+        raise ValueError(f"{function}(): {argument} is {value or 0}, expected a positive number.")
     check_at_least(function, argument, value, 0.0)
-    if value == 0:
-        raise ValueError(f"{function}(): {argument} is 0, expected a positive number.")
 
 
 def check_quantile(function: str, quantile: float) -> None:

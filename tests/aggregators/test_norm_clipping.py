@@ -139,7 +139,7 @@ def test_nobody_present_changes_nothing():
     ("make", "error", "words"),
     [
         (lambda: clip_by_norm(0.0), ValueError, "max_norm is 0, expected a positive number"),
-        (lambda: clip_by_norm(-1.0), ValueError, "max_norm is -1.0, expected a finite number of"),
+        (lambda: clip_by_norm(-1.0), ValueError, "max_norm is -1.0, expected a positive number"),
         (lambda: clip_by_norm(np.nan), ValueError, "max_norm is nan, expected a finite number"),
         (lambda: clip_by_norm(None), TypeError, "max_norm is None, expected a number"),
         (lambda: adaptive_clip(initial_norm=0.0), ValueError, "initial_norm is 0"),

@@ -11,6 +11,10 @@ data. The others change one setting of DiLoCo at a time, with the first seed.
 first seed, and with its best one in all other runs. `--outer_momenta=0.5,0.7` tries each rate with
 each of these momenta of the outer optimizer, which data parallelism does not have.
 
+`--common_start=0.25` trains all islands together by data parallelism for a quarter of the tokens,
+at a constant learning rate, and begins DiLoCo from this model. The other three quarters have a
+warmup and a decay of their own.
+
 Each run has a folder below `--out`. An interrupted benchmark continues where it stopped, and
 a finished run is not repeated. The losses are those of the last evaluation.
 """
@@ -30,13 +34,16 @@ from fedpax.experiments.streaming_diloco_text import streaming_diloco_text
 from fedpax.experiments.text import TextExperiment
 from fedpax.parallel import simulate_devices
 from fedpax.parallel.mesh import MeshConfig
-from fedpax.training.compare import summarize_run
+from fedpax.training.compare import RunSummary, summarize_run
 from fedpax.training.console import print_error
 from fedpax.training.table import format_bytes, markdown_table
 from fedpax.training.trainer import train
 
 BITS: dict[str, int | None] = {"float32": None, "4 bits": 16, "2 bits": 4, "1 bit": 2}
 """Formats of an outer gradient, as `outer.num_levels` of `diloco_text`."""
+
+OTHER_SEED = 1000
+"""Added to the seed of the data after a common start."""
 
 TUNED = ["method", "learning_rate", "outer_momentum"]
 """The columns of the table of settings that were tried."""
@@ -55,6 +62,7 @@ class Setting(NamedTuple):
         learning_rate: peak learning rate of the inner optimizer.
         outer_momentum: Nesterov momentum of the outer optimizer; without effect in data
             parallelism.
+        common_start: fraction of the tokens that data parallelism trains before.
     """
 
     method: str
@@ -65,6 +73,7 @@ class Setting(NamedTuple):
     seed: int = 0
     learning_rate: float = diloco_text().optimizer.learning_rate
     outer_momentum: float = diloco_text().outer.momentum
+    common_start: float = 0.0
 
     @property
     def has_outer_optimizer(self) -> bool:
@@ -77,7 +86,7 @@ class Setting(NamedTuple):
         return "-".join(str(value).replace(" ", "_") for value in self)
 
     def experiment(self, num_tokens: int) -> TextExperiment:
-        """Make the experiment.
+        """Make the experiment, without the common start.
 
         Args:
             num_tokens: tokens of the run; it trains the whole rounds that they fill.
@@ -188,13 +197,72 @@ def measure(setting: Setting, num_tokens: int, out: Path) -> Result:
     Raises:
         SystemExit: SIGTERM or Ctrl-C stopped the run, which is saved; the status is 128 + signal.
     """
-    folder = out / f"{num_tokens}" / setting.folder
-    stopped = train(setting.experiment(num_tokens), folder).signal
+    out = out / f"{num_tokens}"
+    experiment, sent = setting.experiment(num_tokens), 0.0
+    if setting.common_start:
+        start = common_start(setting, num_tokens)
+        # One for all methods.
+        folder = out / f"start-{_start_of(setting).folder}"
+        sent = _train(start, folder).bytes_across_placement
+        experiment = dataclasses.replace(
+            experiment,
+            training=dataclasses.replace(
+                experiment.training,
+                rounds=experiment.training.rounds - start.training.rounds,
+                begin_from=str(folder),
+            ),
+            # Not the rows of the common start again.
+            data=dataclasses.replace(experiment.data, seed=experiment.data.seed + OTHER_SEED),
+        )
+    run = _train(experiment, out / setting.folder)
+    return Result(setting, run.loss, sent + run.bytes_across_placement)
+
+
+def common_start(setting: Setting, num_tokens: int) -> TextExperiment:
+    """Make the experiment that trains all islands together before a run.
+
+    Args:
+        setting: the run.
+        num_tokens: tokens of the run and its common start.
+
+    Raises:
+        ValueError: the common start takes no round of the run, or all of them.
+    """
+    whole = _start_of(setting).experiment(num_tokens)
+    rounds = round(setting.common_start * whole.training.rounds)
+    if not 0 < rounds < whole.training.rounds:
+        raise ValueError(
+            f"a common start of {setting.common_start} takes {rounds} of {whole.training.rounds} "
+            "rounds, expected some of them and not all. Pass a fraction between 0 and 1, or more "
+            "--tokens."
+        )
+    return dataclasses.replace(
+        whole,
+        training=dataclasses.replace(whole.training, rounds=rounds),
+        optimizer=dataclasses.replace(whole.optimizer, schedule="constant"),
+    )
+
+
+def _start_of(setting: Setting) -> Setting:
+    """Return the setting of a run's common start, equal for all methods."""
+    return Setting(
+        "data parallelism",
+        setting.local_steps,
+        setting.islands,
+        "float32",
+        setting.rows,
+        setting.seed,
+        setting.learning_rate,
+        common_start=setting.common_start,
+    )
+
+
+def _train(experiment: TextExperiment, folder: Path) -> RunSummary:
+    stopped = train(experiment, folder).signal
     if stopped is not None:
         print_error(f"{stopped.name}: saved. Run the same command again to continue.")
         raise SystemExit(128 + stopped)
-    run = summarize_run(setting.method, folder)
-    return Result(setting, run.loss, run.bytes_across_placement)
+    return summarize_run(folder.name, folder)
 
 
 def best_results(results: Sequence[Result]) -> dict[str, Result]:
@@ -278,6 +346,12 @@ def main() -> None:
         default=str(diloco_text().outer.momentum),
         help="momenta of the outer optimizer to choose from; default that of diloco_text",
     )
+    parser.add_argument(
+        "--common_start",
+        type=float,
+        default=0.0,
+        help="fraction of the tokens that data parallelism trains before DiLoCo; default 0",
+    )
     parser.add_argument("--tables", default=",".join(tables), help=", ".join(tables))
     parser.add_argument("--plot", help="PNG of the last three tables")
     options = parser.parse_args()
@@ -291,7 +365,15 @@ def main() -> None:
     simulate_devices(diloco_text().mesh.islands)
     jax.config.update("jax_platforms", "cpu")
 
-    todo = settings(options.seeds, options.rows)
+    todo = {
+        name: [
+            setting._replace(common_start=options.common_start)
+            if setting.has_outer_optimizer
+            else setting
+            for setting in group
+        ]
+        for name, group in settings(options.seeds, options.rows).items()
+    }
     rates = [float(rate) for rate in options.learning_rates.split(",")]
     momenta = [float(momentum) for momentum in options.outer_momenta.split(",")]
     tuning = [
@@ -304,6 +386,8 @@ def main() -> None:
     try:
         for setting in (*tuning, *(setting for name in chosen for setting in todo[name])):
             setting.experiment(options.tokens)
+            if setting.common_start:
+                common_start(setting, options.tokens)
     except ValueError as error:
         parser.error(str(error))
     out = Path(options.out)

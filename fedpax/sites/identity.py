@@ -16,6 +16,7 @@ misread, such as another layout of a codec's words."""
 
 LOCAL = (
     "mesh",
+    "training.begin_from",
     "training.checkpoint_every",
     "training.evaluate_every",
     "training.hang_after",

@@ -24,6 +24,7 @@ from fedpax.sites.transport import serve
 from fedpax.sites.updates import MergeReport
 from fedpax.training.algorithm import Params
 from fedpax.training.algorithm_parts import AlgorithmParts
+from fedpax.training.begin_from import begin_from
 from fedpax.training.checkpoint import Checkpoints
 from fedpax.training.checkpoint_dir import refuse_checkpoint_dir
 from fedpax.training.configuration import (
@@ -81,7 +82,7 @@ def build_parts(experiment: Experiment, mesh: MeshConfig, exp: str = "") -> Run:
             "experiment whose algorithm has parts. Use one of Decoupled DiLoCo, such as "
             "--exp=decoupled_diloco_text, or set FederatedAlgorithm.parts."
         )
-    return run
+    return begin_from(run, experiment.training.begin_from)
 
 
 def run_syncer(

@@ -163,6 +163,8 @@ class TrainingConfig:
             and the metrics, such as `gs://BUCKET/FOLDER`. A run with an empty folder resumes from
             it. None: the run's folder.
         seed: seed of the initial parameters.
+        begin_from: the folder of another run with the same model. The run begins from the model of
+            its newest checkpoint. None: from new parameters.
         stop_on_non_finite: stop with an error when the loss or a parameter is NaN or infinite.
         on_spike: what to do when the loss of a round spikes, which means that it is not finite, or
             `spike_deviations` robust standard deviations above the median of the last
@@ -197,6 +199,7 @@ class TrainingConfig:
     export_every: int = 0
     checkpoint_dir: str | None = None
     seed: int = 0
+    begin_from: str | None = None
     stop_on_non_finite: bool = True
     on_spike: OnSpike = "ignore"
     spike_window: int = 32

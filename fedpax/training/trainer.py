@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 
 from fedpax.training.agreement import check_agreement
+from fedpax.training.begin_from import begin_from
 from fedpax.training.checkpoint import Checkpoints, CheckpointWriteError
 from fedpax.training.checkpoint_dir import (
     CheckpointDir,
@@ -176,6 +177,7 @@ def _train(
         clock = enter(GoodputClock(folder, after=first, lines=kept, enabled=primary))
         run = experiment.build()
         check_run(run, type(experiment).__name__)
+        run = begin_from(run, training.begin_from)
         enter(jax.set_mesh(run.mesh))
         retention = Retention(
             training.keep_checkpoints,

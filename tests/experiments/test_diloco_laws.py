@@ -13,12 +13,13 @@ from fedpax.experiments.benchmarks.diloco_laws import (
     Result,
     Setting,
     best_results,
+    common_start,
     draw,
     measure,
     settings,
     table,
 )
-from fedpax.experiments.diloco_text import DiLoCoText
+from fedpax.experiments.diloco_text import DataParallelText, DiLoCoText
 from fedpax.experiments.streaming_diloco_text import StreamingDiLoCoText
 from fedpax.parallel.mesh import default_devices
 from fedpax.training.metrics import read_metrics, select
@@ -66,6 +67,37 @@ def test_the_outer_momentum_is_that_of_the_setting(momentum: float) -> None:
 def test_settings_that_do_not_fit_raise(setting: Setting, num_tokens: int, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         setting.experiment(num_tokens)
+
+
+def test_a_common_start_takes_a_fraction_of_the_rounds() -> None:
+    setting = Setting("DiLoCo", 18, 4, "4 bits", 16, common_start=0.25)
+    start, whole = common_start(setting, TOKENS), setting.experiment(TOKENS)
+    assert isinstance(start, DataParallelText) and start.optimizer.schedule == "constant"
+    assert start.training.rounds == round(0.25 * whole.training.rounds)
+    streaming = setting._replace(method="Streaming DiLoCo", outer_momentum=0.5)
+    assert common_start(streaming, TOKENS) == start
+    for fraction in (-0.5, 0.001, 1.0):
+        with pytest.raises(ValueError, match="Pass a fraction between 0 and 1, or more --tokens"):
+            common_start(setting._replace(common_start=fraction), TOKENS)
+
+
+@pytest.mark.slow
+def test_a_run_continues_its_common_start(tmp_path: Path) -> None:
+    num_tokens = 4 * 18 * 16 * 64
+    setting = Setting("DiLoCo", 18, 4, "4 bits", 16, common_start=0.5)
+    with default_devices(jax.devices()[:4]):
+        result = measure(setting, num_tokens, tmp_path)
+        alone = measure(setting._replace(common_start=0.0), num_tokens, tmp_path)
+        parallel = Setting("data parallelism", 18, 4, "float32", 16)
+        together = measure(parallel, num_tokens, tmp_path)
+    assert result.loss < 5
+    mean = (alone.bytes_sent + together.bytes_sent) / 2
+    assert result.bytes_sent == pytest.approx(mean)
+    runs = {path.name: read_metrics(path) for path in (tmp_path / f"{num_tokens}").iterdir()}
+    (start,) = (lines for name, lines in runs.items() if name.startswith("start-"))
+    first = select(runs[setting.folder], "training")
+    # The run begins where its common start ended.
+    assert len(first) == 2 and first[0]["loss"] < select(start, "training")[-1]["loss"]
 
 
 def test_seeds_are_averaged_and_compared_with_data_parallelism() -> None:

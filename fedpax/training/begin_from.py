@@ -1,0 +1,47 @@
+"""Begin a run from the model of another run."""
+
+import jax
+
+from fedpax.training.algorithm import Params
+from fedpax.training.compiled_round import with_shardings
+from fedpax.training.configuration import ConfigurationError
+from fedpax.training.experiment import Run
+from fedpax.training.frozen import StoredParams
+from fedpax.training.saved_params import load_params
+
+
+def begin_from(run: Run, job_log_dir: str | None) -> Run:
+    """Give a run the model of another run as its initial parameters.
+
+    The method begins anew: optimizer, schedule and position in the data are those of a new run.
+
+    Args:
+        run: the run.
+        job_log_dir: the folder of the other run, of which the newest checkpoint is read; may be in
+            a bucket (`gs://`). None: return the run unchanged.
+
+    Returns:
+        The run with `Run.initial`. It reads the folder when it trains for the first time, and
+        raises a ConfigurationError if the folder has no checkpoint, or another model.
+
+    Raises:
+        ConfigurationError: the run has initial parameters already.
+    """
+    if job_log_dir is None:
+        return run
+    source = f"training.begin_from={job_log_dir}"
+    if run.initial is not None:
+        raise ConfigurationError(
+            f"{source} and {run.initial.source} are given, expected one of them: both are initial "
+            "parameters. Leave one out."
+        )
+    shapes = jax.eval_shape(run.init, jax.random.key(0))
+    like = with_shardings(shapes, run.resolved_shardings.params)
+
+    def load() -> Params:
+        try:
+            return load_params(job_log_dir, like=like)
+        except (FileNotFoundError, ValueError) as error:
+            raise ConfigurationError(f"{source}: {error}") from error
+
+    return run._replace(initial=StoredParams(source, like, load))

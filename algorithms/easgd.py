@@ -38,7 +38,7 @@ def easgd(
     *,
     islands: int,
     optimizer: optax.GradientTransformation,
-    beta: float = 0.9,
+    beta: Any = 0.9,
     aggregator: Aggregator | None = None,
 ) -> FederatedAlgorithm:
     """Train islands whose models and a center pull at each other: elastic averaging SGD.
@@ -58,7 +58,7 @@ def easgd(
         islands: number of islands, n.
         optimizer: any optax optimizer.
         beta: n alpha, how far the center moves toward the mean of the islands, above 0 and at most
-            1. Default 0.9, as in the paper.
+            1. Default 0.9, as in the paper. It can be traced, to differentiate in it.
         aggregator: combines the islands' differences d_i. Default None: their mean.
 
     Returns:
@@ -86,7 +86,7 @@ def easgd(
         Zhang, Choromanska, LeCun, Deep learning with Elastic Averaging SGD, arXiv:1412.6651,
         section 3, equations 5 and 6, and algorithm 1 (the period).
     """
-    if not 0 < beta <= 1:
+    if not isinstance(beta, jax.core.Tracer) and not 0 < beta <= 1:
         raise ValueError(f"beta is {beta}, expected above 0 and at most 1. Pass 0.9, as the paper.")
     combine = mean() if aggregator is None else aggregator
 

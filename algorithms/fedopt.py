@@ -7,7 +7,7 @@ moments for bias, and `optax.adagrad` and `optax.yogi` start from other accumula
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ class ServerOptimizerState(NamedTuple):
 
 
 def server_adagrad(
-    learning_rate: float, *, b1: float = 0.0, tau: float = 1e-3
+    learning_rate: Any, *, b1: Any = 0.0, tau: Any = 1e-3
 ) -> optax.GradientTransformation:
     """Make the server optimizer of FedAdagrad: `v <- v + g^2`.
 
@@ -35,7 +35,7 @@ def server_adagrad(
     tau)`. m starts at 0, v at tau^2. Nothing is corrected for bias.
 
     Args:
-        learning_rate: eta.
+        learning_rate: eta. It and the other settings can be traced, to differentiate in them.
         b1: decay of the first moment, 0 to below 1. Default 0, as in the paper's experiments.
         tau: degree of adaptivity, positive.
 
@@ -58,7 +58,7 @@ def server_adagrad(
 
 
 def server_adam(
-    learning_rate: float, *, b1: float = 0.9, b2: float = 0.99, tau: float = 1e-3
+    learning_rate: Any, *, b1: Any = 0.9, b2: Any = 0.99, tau: Any = 1e-3
 ) -> optax.GradientTransformation:
     """Make the server optimizer of FedAdam: `v <- b2 v + (1 - b2) g^2`.
 
@@ -66,7 +66,7 @@ def server_adam(
     for bias, and its v starts at 0.
 
     Args:
-        learning_rate: eta.
+        learning_rate: eta. It and the other settings can be traced, to differentiate in them.
         b1: decay of the first moment, 0 to below 1.
         b2: decay of the second moment, 0 to below 1.
         tau: degree of adaptivity, positive.
@@ -91,7 +91,7 @@ def server_adam(
 
 
 def server_yogi(
-    learning_rate: float, *, b1: float = 0.9, b2: float = 0.99, tau: float = 1e-3
+    learning_rate: Any, *, b1: Any = 0.9, b2: Any = 0.99, tau: Any = 1e-3
 ) -> optax.GradientTransformation:
     """Make the server optimizer of FedYogi: `v <- v - (1 - b2) g^2 sign(v - g^2)`.
 
@@ -99,7 +99,7 @@ def server_yogi(
     for bias, and both start at its `initial_accumulator_value`.
 
     Args:
-        learning_rate: eta.
+        learning_rate: eta. It and the other settings can be traced, to differentiate in them.
         b1: decay of the first moment, 0 to below 1.
         b2: decay of the second moment, 0 to below 1.
         tau: degree of adaptivity, positive.
@@ -126,14 +126,14 @@ def server_yogi(
 
 
 def _server_optimizer(
-    learning_rate: float,
-    b1: float,
-    tau: float,
+    learning_rate: Any,
+    b1: Any,
+    tau: Any,
     next_second_moment: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> optax.GradientTransformation:
     _check_decay("b1", b1)
     for name, value in {"learning_rate": learning_rate, "tau": tau}.items():
-        if not value > 0:
+        if not isinstance(value, jax.core.Tracer) and not value > 0:
             raise ValueError(f"{name} is {value}, expected a positive number.")
 
     def init(params: optax.Params) -> ServerOptimizerState:
@@ -153,6 +153,6 @@ def _server_optimizer(
     return optax.GradientTransformation(init, update)
 
 
-def _check_decay(name: str, value: float) -> None:
-    if not 0 <= value < 1:
+def _check_decay(name: str, value: Any) -> None:
+    if not isinstance(value, jax.core.Tracer) and not 0 <= value < 1:
         raise ValueError(f"{name} is {value}, expected at least 0 and below 1.")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import chex
+import jax
 import optax
 
 from fedpax.aggregators import Aggregator
@@ -61,6 +63,8 @@ def fedavg(
         aggregator: combines the pseudo-gradients x - y_i into g. Default None: their weighted mean.
         chunk_size: number of clients that a device runs at once; see `fedpax.program`. With 1,
             a client runs only its own steps; with more, as many as the longest client of its chunk.
+            A derivative of the round recomputes the clients' steps, so that its memory does not
+            grow with the number of clients either. Default None: all clients at once.
 
     Returns:
         `init(params)` and `round(state, cohort)`. The leaves of `cohort.batches` are
@@ -98,7 +102,11 @@ def fedavg(
     @program(clients=cohort_size, chunk_size=chunk_size)
     def fedavg_round(state: FedAvgState, cohort: Cohort) -> tuple[FedAvgState, Metrics]:
         check_cohort("fedavg", cohort, cohort_size)
-        local_train = functools.partial(local_update, loss_fn, client_optimizer, state.params)
+        local_train: Callable[..., Any] = functools.partial(
+            local_update, loss_fn, client_optimizer, state.params
+        )
+        if chunk_size is not None:  # derivatives then store nothing for each client
+            local_train = jax.checkpoint(local_train)
         pseudo_gradients, metrics = federated_map(local_train, cohort.batches, cohort.num_steps)
         return server.step(state, pseudo_gradients, metrics, participant_weights(cohort))
 

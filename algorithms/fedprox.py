@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import optax
 
 from fedpax.aggregators import Aggregator
@@ -46,7 +48,7 @@ def fedprox(
             differentiate in it.
         server_optimizer: any optax optimizer. Default None: `optax.sgd(1.0)`.
         aggregator: combines the pseudo-gradients x - y_i. Default None: their weighted mean.
-        chunk_size: number of clients that a device runs at once; see `fedpax.program`.
+        chunk_size: as in `fedavg`.
 
     Returns:
         `init(params)` and `round(state, cohort)`, as in `fedavg`. The reported loss is that of
@@ -81,7 +83,9 @@ def fedprox(
         check_cohort("fedprox", cohort, cohort_size)
         x = state.params
         optimizer = optax.chain(proximal_term(mu, x), client_optimizer)
-        local_train = functools.partial(local_update, loss_fn, optimizer, x)
+        local_train: Callable[..., Any] = functools.partial(local_update, loss_fn, optimizer, x)
+        if chunk_size is not None:  # derivatives then store nothing for each client
+            local_train = jax.checkpoint(local_train)
         pseudo_gradients, metrics = federated_map(local_train, cohort.batches, cohort.num_steps)
         return server.step(state, pseudo_gradients, metrics, participant_weights(cohort))
 

@@ -68,8 +68,9 @@ def self_tuning(
     - Hyperparameters of the server (learning rate, momentum) cost one gradient of the f_i per
       round. With `chunk_size`, memory is flat in the number of participants.
     - Hyperparameters of the participants (learning rate, FedProx's mu) also cost one more pass over
-      the local steps for each hyperparameter. The values of the local steps are stored for all
-      participants: memory grows with their number.
+      the local steps for each hyperparameter. `fedavg` and `fedprox` with a `chunk_size` recompute
+      the local steps in this pass, and memory is flat too. Other methods store the values of the
+      local steps for all participants.
     - Cohorts with `num_steps` work, because forward mode differentiates loops of variable length.
 
     Hyperparameters stay positive, because their logarithm is tuned. Express other settings by

@@ -10,7 +10,16 @@ import optax
 import pytest
 
 import fedpax
-from fedpax.algorithms import diloco, fedavg, fedprox, self_tuning
+from fedpax.algorithms import (
+    diloco,
+    easgd,
+    fedavg,
+    fedprox,
+    self_tuning,
+    server_adagrad,
+    server_adam,
+    server_yogi,
+)
 
 FEATURES = 6
 
@@ -130,20 +139,64 @@ def test_diloco_learns_its_outer_learning_rate_and_momentum():
     assert tuned[1]["hyperparameter/rate"] < tuned[0]["rate"]  # the round's own, before the update
 
 
-def test_memory_is_flat_in_the_number_of_clients():
-    def temporaries(clients: int) -> int:
+def temporaries(fn, *args) -> int:
+    return jax.jit(fn).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize(
+    ("names", "ragged", "bytes_per_client"),
+    [
+        (("rate", "damping"), True, 0),
+        (("rate", "client_rate"), True, 8),  # two numbers; a model has 24 bytes
+        pytest.param(("rate", "client_rate"), False, 0, marks=pytest.mark.slow),
+    ],
+)
+def test_memory_is_flat_in_the_number_of_clients(names, ragged: bool, bytes_per_client: int):
+    start = {"rate": 1.0, "damping": 0.5, "client_rate": 0.02}
+
+    def of(clients: int) -> int:
         algorithm = self_tuning(
-            functools.partial(fedavg_of, participants=clients),
-            {"rate": 1.0, "damping": 0.5},
+            lambda h: fedavg_of({"damping": 1.0} | h, clients),
+            {name: start[name] for name in names},
             loss_fn,
             chunk_size=1,
         )
         state = jax.eval_shape(algorithm.init, jnp.zeros(FEATURES))
-        cohort = random_cohort(clients, ragged=True)
-        compiled = jax.jit(algorithm.round).lower(state, cohort).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
+        return temporaries(algorithm.round, state, random_cohort(clients, ragged=ragged))
 
-    assert temporaries(512) == temporaries(64)
+    assert of(512) - of(64) <= (512 - 64) * bytes_per_client
+
+
+PROXIMAL = {"fedavg": fedavg, "fedprox": functools.partial(fedprox, mu=0.1)}
+
+
+@pytest.mark.parametrize("name", PROXIMAL)
+def test_the_gradient_in_the_clients_weights_stores_no_client(name: str):
+    """With a chunk size: the same gradient, in memory that does not grow with the clients."""
+
+    def gradient(clients: int, chunk_size):
+        algorithm = PROXIMAL[name](
+            loss_fn,
+            cohort_size=clients,
+            client_optimizer=optax.sgd(0.02),
+            chunk_size=chunk_size,
+        )
+
+        def after(weights, cohort):
+            state = algorithm.init(jnp.ones(FEATURES))
+            state, _ = algorithm.round(state, cohort._replace(num_examples=weights))
+            return jnp.sum(state.params**2)
+
+        return jax.grad(after)
+
+    def weighted(clients: int):
+        return np.arange(1.0, clients + 1, dtype=np.float32), random_cohort(clients, ragged=True)
+
+    found, stored = (jax.jit(gradient(6, size))(*weighted(6)) for size in (1, None))
+    assert np.abs(stored).min() > 1e-4
+    np.testing.assert_allclose(found, stored, rtol=1e-4, atol=1e-5)
+    few, many = (temporaries(gradient(n, 1), *weighted(n)) for n in (64, 512))
+    assert many - few <= (512 - 64) * 8  # two numbers; a model has 24 bytes
 
 
 def test_a_hyperparameter_of_the_server_costs_one_more_gradient():
@@ -169,6 +222,34 @@ def test_the_state_keeps_its_structure_and_can_be_donated():
     chex.assert_trees_all_equal_shapes_and_dtypes(after, algorithm.init(jnp.zeros(FEATURES)))
     assert metrics["hyperparameter/mu"] > after.hyperparameters["mu"]  # mu slows this down
     assert after.params is after.algorithm_state.params
+
+
+def fedavg_with(server):
+    client = optax.sgd(0.02)
+    return fedavg(loss_fn, cohort_size=4, client_optimizer=client, server_optimizer=server)
+
+
+TRACED = {
+    "FedAdagrad": ("clients", lambda h: fedavg_with(server_adagrad(h, tau=h))),
+    "FedAdam": ("clients", lambda h: fedavg_with(server_adam(0.1, b1=1 - h, b2=h))),
+    "FedYogi": ("clients", lambda h: fedavg_with(server_yogi(h, b1=h, b2=h))),
+    "EASGD": ("islands", lambda h: easgd(loss_fn, islands=4, optimizer=optax.sgd(0.02), beta=h)),
+}
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_settings_that_are_checked_can_be_tuned(name: str):
+    placement, make = TRACED[name]
+    algorithm = self_tuning(
+        lambda h: make(h["h"]),
+        {"h": 0.3},
+        loss_fn,
+        placement=placement,
+        hyper_optimizer=optax.sgd(1e-3),
+    )
+    state, train = algorithm.init(jnp.zeros(FEATURES)), jax.jit(algorithm.round)
+    state, _ = train(state, random_cohort())
+    assert 1e-7 < abs(state.hyperparameters["h"] - 0.3) < 0.2
 
 
 @pytest.mark.parametrize(

@@ -244,6 +244,7 @@ def _reduced(plan: StreamingPlan, names: _Names, executions: int) -> Iterator[Tr
                 name = f"sum of {names.of(weights[0])}"
                 yield Transfer(name, "sum", kind, sum(others), sum(others), executions)
             continue
+        gathered |= _read_by_participants_alone(plan, eqn)
         for v in operands:
             if v in plan.producer and plan.is_mapped(v) and v not in gathered:
                 gathered.add(v)
@@ -258,6 +259,26 @@ def _reduced(plan: StreamingPlan, names: _Names, executions: int) -> Iterator[Tr
         yield Transfer(
             name, operation, code.type, code.before, code.num_bytes, code.executions * executions
         )
+
+
+def _read_by_participants_alone(plan: StreamingPlan, loop: JaxprEqn) -> set[Var]:
+    """Return the constants of a loop that its server does not read: they need no gather."""
+    if loop.primitive.name != "scan":
+        return set()
+    body, num_consts = loop.params["jaxpr"].jaxpr, loop.params["num_consts"]
+    if not placements_of(body):
+        return set()
+    inner = plan_phases(body, plan.placement)
+    by_server = {v for v in body.outvars if isinstance(v, Var)}
+    for eqn in reversed(body.eqns):
+        if eqn.primitive is federated_map_p or id(eqn) in inner.candidates:
+            continue
+        if not any(v in inner.producer for v in eqn.outvars) or by_server.intersection(eqn.outvars):
+            by_server.update(v for v in inner.operands(eqn) if isinstance(v, Var))
+    operands = plan.operands(loop)
+    constants = zip(operands[:num_consts], body.invars, strict=False)
+    kept = {v for v, own in constants if isinstance(v, Var) and own not in by_server}
+    return kept.difference(v for v in operands[num_consts:] if isinstance(v, Var))
 
 
 def _term_bytes(plan: StreamingPlan, reduction: LoopReduction) -> list[int]:

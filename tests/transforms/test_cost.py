@@ -10,9 +10,15 @@ import pytest
 
 import fedpax
 from fedpax import federated_broadcast, federated_map, federated_max, federated_mean, federated_sum
-from fedpax.aggregators import Aggregator, mark_sent, quantized_mean
+from fedpax.aggregators import (
+    Aggregator,
+    geometric_median,
+    mark_sent,
+    private_mean,
+    quantized_mean,
+)
 from fedpax.aggregators.sent import mark_server
-from fedpax.algorithms import diloco, fedavg, scaffold
+from fedpax.algorithms import FedAcRates, diloco, fedac, fedavg, fednova, mime, scaffold
 from fedpax.hlo.collectives import operand_bytes_along
 from fedpax.transforms.flops import count_flops
 
@@ -63,6 +69,37 @@ def test_the_bytes_sent_are_those_of_the_compiled_collectives(method: str, weigh
         assert counted.sent_bytes == counted.reduced_bytes == 4 * 20 + metrics_and_weight
 
 
+SGD = {"cohort_size": N, "client_optimizer": optax.sgd(0.1)}
+METHODS = {
+    "FedNova": fednova(loss_fn, **SGD),
+    "Mime": mime(loss_fn, **SGD),
+    "FedAc": fedac(loss_fn, cohort_size=N, rates=FedAcRates(0.05, 0.1, 2.0, 3.0)),
+    "private": fedavg(
+        loss_fn, aggregator=private_mean(max_norm=1.0, noise_multiplier=1.0, seed=0), **SGD
+    ),
+    "geometric median": fedavg(loss_fn, aggregator=geometric_median(num_iterations=3), **SGD),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("Mime", "geometric median") else pytest.param(name, marks=pytest.mark.slow)
+        for name in METHODS
+    ],
+)
+def test_bytes_of_methods_and_aggregators_are_those_of_the_compiled_collectives(name: str):
+    batches = {"x": jnp.ones((N, 2, 4, 3)), "y": jnp.ones((N, 2, 4, 5))}
+    cohort = fedpax.Cohort(batches, num_examples=np.arange(1, N + 1))
+    params = {"kernel": jnp.asarray(W), "bias": jnp.ones(5)}
+    algorithm, mesh = METHODS[name], fedpax.make_mesh(clients=8)
+    with jax.set_mesh(mesh):
+        state = jax.eval_shape(algorithm.init, params)
+        counted = fedpax.cost(algorithm.round, state, cohort).placements["clients"]
+        text = jax.jit(algorithm.round).lower(state, cohort).compile().as_text()
+    assert counted.sent_bytes == operand_bytes_along(text, mesh, "clients")
+
+
 def test_rows_name_arguments_results_and_operations():
     def program(params, x, weights):
         local = lambda x: {"up": jnp.tanh(x @ params["kernel"]), "largest": jnp.max(x)}
@@ -104,6 +141,26 @@ def test_values_that_the_server_reads_one_by_one_are_gathered():
 
     clients = cost(program, X).placements["clients"]
     assert rows(clients.reduced) == {"gather of tanh": ("float32[3]", 12, 1)}
+
+
+@pytest.mark.parametrize(
+    ("read", "gathered"),
+    [
+        (lambda w, moved: federated_mean(moved), 0),
+        (lambda w, moved: federated_mean(federated_map(lambda m: m - w, moved)), 0),
+        (lambda w, moved: jnp.sort(moved, axis=0)[0], 12),
+        (lambda w, moved: jnp.sort(2 * moved, axis=0)[0] + federated_mean(moved), 12),
+    ],
+    ids=["mean", "map", "sort", "both"],
+)
+def test_a_loop_gathers_what_its_server_reads(read, gathered: int):
+    def program(w, x):
+        moved = federated_map(jnp.tanh, x)
+        step = lambda w, _: (w + read(w, moved) + federated_mean(federated_map(jnp.sin, x)), None)
+        return jax.lax.scan(step, w, length=3)[0]
+
+    clients = cost(program, W[:, 0], X).placements["clients"]
+    assert sum(t.num_bytes for t in clients.reduced if t.operation == "gather") == gathered
 
 
 def test_loops_and_conditionals_count_as_often_as_they_run():

@@ -12,6 +12,7 @@ from fedpax.aggregators import (
     adaptive_clip,
     add_local_noise,
     add_noise,
+    bulyan,
     chain,
     clip_by_norm,
     coordinate_median,
@@ -19,6 +20,8 @@ from fedpax.aggregators import (
     krum,
     mean,
     private_mean,
+    private_secure_mean,
+    quantized_mean,
     secure_mean,
     trimmed_mean,
 )
@@ -36,9 +39,16 @@ STORED = {
     "coordinate_median": coordinate_median(),
     "trimmed_mean": trimmed_mean(0.25),
     "krum": krum(2),
+    "multi_krum": krum(1, num_selected=3),
+    "bulyan": bulyan(1),
     "geometric_median": geometric_median(num_iterations=3),
     "secure_mean": secure_mean(max_value=2.0, num_neighbors=2),
+    "private_secure_mean": private_secure_mean(
+        max_norm=1.0, noise_multiplier=0.5, seed=0, min_participants=4, num_neighbors=2
+    ),
+    "quantized_mean": quantized_mean(4),
 }
+PARAMS = {"sin": np.zeros(5, np.float32), "sum": np.zeros((), np.float32)}
 
 
 def average(aggregators, **options):
@@ -46,7 +56,7 @@ def average(aggregators, **options):
     def average(w, x, weights):
         updates = fedpax.federated_map(lambda x: {"sin": jnp.sin(w * x), "sum": (w * x).sum()}, x)
         return {
-            name: aggregator.aggregate(aggregator.init(None), updates, weights)[::2]
+            name: aggregator.aggregate(aggregator.init(PARAMS), updates, weights)[::2]
             for name, aggregator in aggregators.items()
         }
 
@@ -76,7 +86,7 @@ def test_the_chunk_size_does_not_matter(chunk_size, names):
             np.testing.assert_allclose(f, e, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("name", [*STREAMED, "secure_mean"])
+@pytest.mark.parametrize("name", [*STREAMED, "secure_mean", "private_secure_mean"])
 def test_memory_is_flat_in_the_number_of_participants(name):
     program = average({name: (STREAMED | STORED)[name]}, chunk_size=1)
     updates = f"[{N},5]"

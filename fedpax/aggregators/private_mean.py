@@ -58,9 +58,11 @@ def private_mean(
     The privacy of both sums together is that of one sum with noise multiplier z. For this, the
     noise of the updates is increased to `z' C` with `z' = (z^-2 - (2 s)^-2)^(-1/2)`.
 
-    The guarantee covers the aggregate and the metrics of this aggregator. It does not cover other
-    metrics of the round, such as `"loss"`, which are averaged without noise. The noise comes from
-    JAX's pseudo-random generator with a known seed: use it for simulation.
+    The guarantee covers the aggregate and the metrics of this aggregator. It does not cover what a
+    method averages beside the updates, without noise: metrics such as `"loss"`, the controls of
+    `scaffold`, the gradients of `mime`, the losses of `agnostic`, the numbers of steps of
+    `fednova`. The noise comes from JAX's pseudo-random generator with a known seed: use it for
+    simulation.
 
     Args:
         max_norm: C, above 0; with `quantile`, its initial value.

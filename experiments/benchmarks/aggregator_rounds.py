@@ -21,6 +21,7 @@ from fedpax import Cohort
 from fedpax.aggregators import (
     Aggregator,
     adaptive_clip,
+    bulyan,
     chain,
     clip_by_norm,
     codecs,
@@ -30,6 +31,8 @@ from fedpax.aggregators import (
     krum,
     mean,
     private_mean,
+    private_secure_mean,
+    quantized_mean,
     secure_mean,
     trimmed_mean,
 )
@@ -70,14 +73,19 @@ def aggregators(clients: int) -> dict[str, Aggregator]:
     Args:
         clients: number of clients in the round.
     """
+    neighbors = min(4, (clients - 1) // 2 * 2) or None  # an even number; None for two clients
     found = {
         "mean": mean(),
         "clip_by_norm": chain(clip_by_norm(1.0), mean()),
         "adaptive_clip": chain(adaptive_clip(initial_norm=1.0), mean()),
         "private_mean": private_mean(max_norm=1.0, noise_multiplier=1.0, seed=0),
         "secure_mean, 4 neighbours": secure_mean(
-            max_value=1.0, bits=16, seed=0, num_neighbors=min(4, clients - 1)
+            max_value=1.0, bits=16, seed=0, num_neighbors=neighbors
         ),
+        "private_secure_mean, 4 neighbours": private_secure_mean(
+            max_norm=1.0, noise_multiplier=1.0, seed=0, num_neighbors=neighbors
+        ),
+        "quantized_mean(4)": quantized_mean(4),
     }
     compressed = {
         "uniform(4)": codecs.uniform(4),
@@ -95,7 +103,9 @@ def aggregators(clients: int) -> dict[str, Aggregator]:
         "coordinate_median": coordinate_median(),
         "trimmed_mean(0.1)": trimmed_mean(0.1),
     }
-    return found | ({"krum(1)": krum(1)} if clients >= 5 else {})
+    if clients >= 5:
+        found |= {"krum(1)": krum(1), "krum(1), 2 selected": krum(1, num_selected=2)}
+    return found | ({"bulyan(1)": bulyan(1)} if clients >= 7 else {})
 
 
 def measure(

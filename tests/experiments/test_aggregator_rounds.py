@@ -1,7 +1,10 @@
 """Tests of the benchmark of FedAvg's rounds with each aggregator."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+import fedpax
 from fedpax.experiments.benchmarks import aggregator_rounds, timing
 from fedpax.experiments.benchmarks.workloads import WORKLOADS, Workload
 from fedpax.models.classifiers import MLPConfig, mlp
@@ -25,6 +28,19 @@ def test_every_aggregator_has_a_row_that_is_paired_with_the_mean(chosen, monkeyp
     for row in rows:
         assert row.ratio == timing.paired_ratio(row.seconds, rows[0].seconds)
         assert f"| {row.aggregator} " in printed
+
+
+@pytest.mark.parametrize("clients", [2, 3, 4, 5, 6, 7, 64])
+def test_the_settings_of_all_aggregators_fit_the_number_of_clients(clients: int):
+    updates = jax.ShapeDtypeStruct((clients, 3), jnp.float32)
+    for name, aggregator in aggregator_rounds.aggregators(clients).items():
+
+        @fedpax.program(clients=clients)
+        def average(updates, aggregator=aggregator):
+            state = aggregator.init(jnp.zeros(3))
+            return aggregator.aggregate(state, updates, None)[0]
+
+        assert jax.eval_shape(average, updates).shape == (3,), name
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,14 @@ def test_a_round_averages_the_clients_that_report():
     np.testing.assert_allclose(metrics["loss"], expected_metrics["loss"], rtol=1e-5)
     nobody = next(rounds(cohort_size=8, deadline=1e-3))
     assert train(state, nobody)[0].params == state.params
+    server = optax.sgd(1.0, momentum=0.5)
+    algorithm = fedavg(
+        loss_fn, cohort_size=8, client_optimizer=optax.sgd(0.1), server_optimizer=server
+    )
+    state = algorithm.init(np.float32(0))
+    moved, _ = algorithm.round(state, cohort)
+    last, _ = algorithm.round(moved, nobody)  # along half of the momentum
+    np.testing.assert_allclose(last.params, 1.5 * moved.params, rtol=1e-5)
 
 
 def test_clients_are_available_in_their_part_of_the_day():

@@ -144,8 +144,9 @@ def unreliable_rounds(
 
     seconds, unless it drops out. The round takes the first `num_reports` reports that arrive until
     the deadline. Every other update is lost: its client has `num_steps` 0, `num_examples` 0 and
-    `client_ids` -1. It has no weight in any algorithm, and its client state does not change. A
-    round without a report changes nothing.
+    `client_ids` -1. It has no weight in any algorithm, and its client state does not change. In
+    a round without a report the mean update is 0: the model stays where it is, unless a server
+    optimizer with momentum still moves it.
 
     Over-selection is a cohort larger than `num_reports`: with `ClientSampler(cohort_size=130)` and
     `num_reports=100`, the slowest 30 clients of each round are cut.

@@ -208,7 +208,13 @@ def _join(
         link = None
         if connection is not None:
             connection.max_message_bytes = largest_message(model.formats)
-            link = Link(connection.call, header, model.formats, versions)
+
+            def record_end() -> None:
+                # Before the syncer is told, and exits: an island that is killed then would wait
+                # for it in vain.
+                _write_member(folder, _Member(header["folder"], header["run"], finished=True))
+
+            link = Link(connection.call, header, model.formats, versions, record_end)
         exchange = Exchange(link, channel, preemption)
         stack.callback(exchange.close)
         # Already now, because data and compilation take long.
@@ -301,8 +307,6 @@ def _join(
                 save(stream_state)
         checkpoints.wait()
         finished = island.news.finished
-        if finished and channel.is_first:
-            _write_member(folder, _Member(header["folder"], member.run, finished=True))
         gave_up = gave_up and not island.must_stop()
     return JoinResult(done, finished, None if finished else preemption.signal, gave_up)
 

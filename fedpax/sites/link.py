@@ -104,6 +104,8 @@ class Link:
             message `join` also `folder`, `identity`, `run` and `shard`.
         formats: the wire formats of the fragments.
         versions: the versions of the fragments that the island has already; -1 for none.
+        on_end: called in a thread of the exchange when an answer says that the syncer has done all
+            merges, before the syncer is told that the island knows it. Default None.
 
     Attributes:
         merges: number of merges that the syncer has done, as far as known.
@@ -121,7 +123,9 @@ class Link:
         identity: Mapping[str, Any],
         formats: list[FragmentFormat],
         versions: list[int],
+        on_end: Callable[[], None] | None = None,
     ) -> None:
+        self._on_end = on_end
         self._call, self._identity, self._formats = call, identity, formats
         self._versions = list(versions)
         self._lock = threading.Lock()
@@ -293,7 +297,10 @@ class Link:
         if answer.header["status"] == "join":
             self._joined = False
             return answer
-        self.merges, self.finished = answer.header["merges"], answer.header["finished"]
+        with self._lock:
+            if answer.header["finished"] and not self.finished and self._on_end is not None:
+                self._on_end()
+            self.merges, self.finished = answer.header["merges"], answer.header["finished"]
         saved = {int(p): sequence for p, sequence in answer.header["saved"].items()}
         with self._lock:
             for sequence, update in list(self._outbox.items()):

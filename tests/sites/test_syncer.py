@@ -313,6 +313,18 @@ def test_the_run_ends_after_its_merges(tmp_path: Path):
     assert sites.syncer.islands()[0].state == "finished"
 
 
+def test_an_island_records_the_end_before_the_syncer_is_told(tmp_path: Path):
+    sites = Sites(parts(), quorum=1, num_merges=1)
+    island = sites.add("a")
+    told: list[bool] = []
+    island._link._on_end = lambda: told.append(sites.syncer.everyone_heard_end)
+    for _ in range(4):
+        sites.phase(island)
+        sites.receive(island)
+    island._link.exchange()
+    assert told == [False] and sites.syncer.everyone_heard_end
+
+
 def test_islands_that_were_down_learn_the_end_of_the_run(tmp_path: Path):
     sites = Sites(parts(), quorum=1, num_merges=2, store=SyncerStore(tmp_path))
     a, _ = sites.add("a"), sites.add("b")

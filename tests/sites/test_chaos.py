@@ -36,11 +36,12 @@ def most_last_steps(outcome: Outcome, island: int) -> float:
     The syncer does not wait for an island that is cut off. Such an island trains on, and calls
     again within two seconds after the network is back.
     """
+    # The syncer exits up to ten seconds after its last merge, when a killed island is back.
     silent = [
-        min(failure.time + failure.seconds + LONGEST_BACKOFF, outcome.seconds) - failure.time
+        failure.seconds + LONGEST_BACKOFF
         for failure in outcome.failures
         if failure.island in (island, SYNCER)
-        and failure.time + failure.seconds + LONGEST_BACKOFF > outcome.seconds
+        and failure.time + failure.seconds > outcome.seconds - 10.0
     ]
     return 10 * STEPS + max(silent, default=0.0) * STEPS / PAUSE
 

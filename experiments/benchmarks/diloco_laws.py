@@ -77,7 +77,7 @@ class Setting(NamedTuple):
 
     @property
     def has_outer_optimizer(self) -> bool:
-        """Whether the method has an outer optimizer."""
+        """Tell whether the method has an outer optimizer."""
         return self.method != "data parallelism"
 
     @property

@@ -297,12 +297,11 @@ class Link:
         if answer.header["status"] == "join":
             self._joined = False
             return answer
+        saved = {int(p): sequence for p, sequence in answer.header["saved"].items()}
         with self._lock:
             if answer.header["finished"] and not self.finished and self._on_end is not None:
                 self._on_end()
             self.merges, self.finished = answer.header["merges"], answer.header["finished"]
-        saved = {int(p): sequence for p, sequence in answer.header["saved"].items()}
-        with self._lock:
             for sequence, update in list(self._outbox.items()):
                 if sequence <= saved.get(update.header["fragment"], 0):
                     del self._outbox[sequence]

@@ -20,141 +20,27 @@ a finished run is not repeated. The losses are those of the last evaluation.
 """
 
 import argparse
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
 
 import jax
 from matplotlib.figure import Figure
 
-from fedpax.experiments.diloco_text import data_parallel_text, diloco_text
+from fedpax.experiments.benchmarks.diloco_runs import (
+    BITS,
+    Result,
+    Setting,
+    common_start,
+    measure,
+)
+from fedpax.experiments.diloco_text import diloco_text
 from fedpax.experiments.streaming_diloco_text import streaming_diloco_text
-from fedpax.experiments.text import TextExperiment
 from fedpax.parallel import simulate_devices
-from fedpax.parallel.mesh import MeshConfig
-from fedpax.training.compare import RunSummary, summarize_run
-from fedpax.training.console import print_error
 from fedpax.training.table import format_bytes, markdown_table
-from fedpax.training.trainer import train
-
-BITS: dict[str, int | None] = {"float32": None, "4 bits": 16, "2 bits": 4, "1 bit": 2}
-"""Formats of an outer gradient, as `outer.num_levels` of `diloco_text`."""
-
-OTHER_SEED = 1000
-"""Added to the seed of the data after a common start."""
 
 TUNED = ["method", "learning_rate", "outer_momentum"]
 """The columns of the table of settings that were tried."""
-
-
-class Setting(NamedTuple):
-    """A run.
-
-    Attributes:
-        method: "data parallelism", "DiLoCo" or "Streaming DiLoCo".
-        local_steps: inner steps between two averages of a parameter, H.
-        islands: number of islands.
-        bits: a key of `BITS`.
-        rows: global batch: rows of a step over all islands.
-        seed: seed of the initial parameters and of the order of the data.
-        learning_rate: peak learning rate of the inner optimizer.
-        outer_momentum: Nesterov momentum of the outer optimizer; without effect in data
-            parallelism.
-        common_start: fraction of the tokens that data parallelism trains before.
-    """
-
-    method: str
-    local_steps: int
-    islands: int
-    bits: str
-    rows: int
-    seed: int = 0
-    learning_rate: float = diloco_text().optimizer.learning_rate
-    outer_momentum: float = diloco_text().outer.momentum
-    common_start: float = 0.0
-
-    @property
-    def has_outer_optimizer(self) -> bool:
-        """Tell whether the method has an outer optimizer."""
-        return self.method != "data parallelism"
-
-    @property
-    def folder(self) -> str:
-        """The name of the run's folder."""
-        return "-".join(str(value).replace(" ", "_") for value in self)
-
-    def experiment(self, num_tokens: int) -> TextExperiment:
-        """Make the experiment, without the common start.
-
-        Args:
-            num_tokens: tokens of the run; it trains the whole rounds that they fill.
-
-        Raises:
-            ValueError: the tokens fill no round, the islands do not divide the global batch, or a
-                number is out of range.
-        """
-        base: TextExperiment
-        if self.method == "data parallelism":
-            base = data_parallel_text()
-        elif self.method == "Streaming DiLoCo":
-            streamed = streaming_diloco_text()
-            streaming = dataclasses.replace(streamed.streaming, momentum=self.outer_momentum)
-            base = dataclasses.replace(streamed, streaming=streaming)
-        else:
-            diloco = diloco_text()
-            outer = dataclasses.replace(
-                diloco.outer, momentum=self.outer_momentum, num_levels=BITS[self.bits]
-            )
-            base = dataclasses.replace(diloco, outer=outer)
-        rows = self.rows
-        if rows < 1 or rows % self.islands:
-            raise ValueError(
-                f"{self.islands} islands do not divide the global batch of {rows} rows. Choose a "
-                f"multiple of {self.islands}."
-            )
-        # All devices of the demo: an island has several where there are few islands.
-        on_axis = min(self.islands, base.islands)
-        rounds = num_tokens // (self.local_steps * rows * base.data.seq_len)
-        if not rounds:
-            raise ValueError(
-                f"{num_tokens:,} tokens fill no round of {self.local_steps} steps of {rows} rows "
-                f"of {base.data.seq_len} tokens. Pass more --tokens."
-            )
-        return dataclasses.replace(
-            base,
-            islands=self.islands,
-            mesh=MeshConfig(islands=on_axis, fsdp=base.islands // on_axis),
-            data=dataclasses.replace(
-                base.data,
-                local_steps=self.local_steps,
-                batch_size=rows // self.islands,
-                seed=self.seed,
-            ),
-            optimizer=dataclasses.replace(base.optimizer, learning_rate=self.learning_rate),
-            training=dataclasses.replace(
-                base.training,
-                rounds=rounds,
-                evaluate_every=0,
-                checkpoint_every=0,
-                seed=self.seed,
-            ),
-        )
-
-
-class Result(NamedTuple):
-    """A finished run.
-
-    Attributes:
-        setting: its setting.
-        loss: held-out loss at the end, in nats per byte.
-        bytes_sent: bytes that islands exchanged in the run.
-    """
-
-    setting: Setting
-    loss: float
-    bytes_sent: float
 
 
 def settings(num_seeds: int, rows: int | None = None) -> dict[str, list[Setting]]:
@@ -184,85 +70,6 @@ def settings(num_seeds: int, rows: int | None = None) -> dict[str, list[Setting]
         "islands": [base._replace(islands=count) for count in (1, 2, islands, 8)],
         "bits": [base._replace(bits=bits) for bits in BITS],
     }
-
-
-def measure(setting: Setting, num_tokens: int, out: Path) -> Result:
-    """Train a run, or read it if it is finished.
-
-    Args:
-        setting: the run.
-        num_tokens: tokens of the run.
-        out: the folder of all runs.
-
-    Raises:
-        SystemExit: SIGTERM or Ctrl-C stopped the run, which is saved; the status is 128 + signal.
-    """
-    out = out / f"{num_tokens}"
-    experiment, sent = setting.experiment(num_tokens), 0.0
-    if setting.common_start:
-        start = common_start(setting, num_tokens)
-        # One for all methods.
-        folder = out / f"start-{_start_of(setting).folder}"
-        sent = _train(start, folder).bytes_across_placement
-        experiment = dataclasses.replace(
-            experiment,
-            training=dataclasses.replace(
-                experiment.training,
-                rounds=experiment.training.rounds - start.training.rounds,
-                begin_from=str(folder),
-            ),
-            # Not the rows of the common start again.
-            data=dataclasses.replace(experiment.data, seed=experiment.data.seed + OTHER_SEED),
-        )
-    run = _train(experiment, out / setting.folder)
-    return Result(setting, run.loss, sent + run.bytes_across_placement)
-
-
-def common_start(setting: Setting, num_tokens: int) -> TextExperiment:
-    """Make the experiment that trains all islands together before a run.
-
-    Args:
-        setting: the run.
-        num_tokens: tokens of the run and its common start.
-
-    Raises:
-        ValueError: the common start takes no round of the run, or all of them.
-    """
-    whole = _start_of(setting).experiment(num_tokens)
-    rounds = round(setting.common_start * whole.training.rounds)
-    if not 0 < rounds < whole.training.rounds:
-        raise ValueError(
-            f"a common start of {setting.common_start} takes {rounds} of {whole.training.rounds} "
-            "rounds, expected some of them and not all. Pass a fraction between 0 and 1, or more "
-            "--tokens."
-        )
-    return dataclasses.replace(
-        whole,
-        training=dataclasses.replace(whole.training, rounds=rounds),
-        optimizer=dataclasses.replace(whole.optimizer, schedule="constant"),
-    )
-
-
-def _start_of(setting: Setting) -> Setting:
-    """Return the setting of a run's common start, equal for all methods."""
-    return Setting(
-        "data parallelism",
-        setting.local_steps,
-        setting.islands,
-        "float32",
-        setting.rows,
-        setting.seed,
-        setting.learning_rate,
-        common_start=setting.common_start,
-    )
-
-
-def _train(experiment: TextExperiment, folder: Path) -> RunSummary:
-    stopped = train(experiment, folder).signal
-    if stopped is not None:
-        print_error(f"{stopped.name}: saved. Run the same command again to continue.")
-        raise SystemExit(128 + stopped)
-    return summarize_run(folder.name, folder)
 
 
 def best_results(results: Sequence[Result]) -> dict[str, Result]:

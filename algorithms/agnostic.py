@@ -14,9 +14,10 @@ from fedpax.aggregators import Aggregator
 from fedpax.algorithms.checks import check_setting, required_client_ids
 from fedpax.algorithms.local_evaluation import count_steps, local_metrics
 from fedpax.algorithms.local_steps import local_update
+from fedpax.algorithms.map_clients import map_clients
 from fedpax.algorithms.server import make_server
 from fedpax.clients.cohort import Cohort, check_cohort
-from fedpax.primitives import federated_map, federated_sum, program
+from fedpax.primitives import federated_sum, program
 from fedpax.primitives.placement import ChunkSize
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 
@@ -128,8 +129,8 @@ def agnostic(
             ascent = jnp.zeros_like(mixture).at[client].add(jnp.where(is_present, loss, 0))
             return pseudo_gradient, metrics, weight, ascent, is_present.astype(jnp.float32)
 
-        pseudo_gradients, metrics, weights, ascent, is_present = federated_map(
-            local_train, client_ids, cohort.batches, cohort.num_steps
+        pseudo_gradients, metrics, weights, ascent, is_present = map_clients(
+            local_train, client_ids, cohort.batches, cohort.num_steps, chunk_size=chunk_size
         )
         ascent, present = federated_sum((ascent, is_present))
         rate = mixture_learning_rate * num_clients / jnp.maximum(present, 1)

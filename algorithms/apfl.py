@@ -14,11 +14,12 @@ from fedpax.aggregators import Aggregator
 from fedpax.algorithms.checks import check_setting, required_client_ids
 from fedpax.algorithms.local_evaluation import count_steps
 from fedpax.algorithms.local_steps import gradient_and_metrics, local_steps, participant_weights
+from fedpax.algorithms.map_clients import map_clients
 from fedpax.algorithms.server import make_server
 from fedpax.algorithms.tree_arithmetic import scale, subtract
 from fedpax.clients import ClientStore, client_store, gather_clients, scatter_clients
 from fedpax.clients.cohort import Cohort, check_cohort
-from fedpax.primitives import federated_map, program
+from fedpax.primitives import program
 from fedpax.primitives.placement import ChunkSize
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 
@@ -140,8 +141,8 @@ def apfl(
             return subtract(x, w), metrics | {"personal_loss": end.loss / steps}, end.personal
 
         personal = gather_clients(state.personal, client_ids)
-        pseudo_gradients, metrics, personal = federated_map(
-            local_train, personal, cohort.batches, cohort.num_steps
+        pseudo_gradients, metrics, personal = map_clients(
+            local_train, personal, cohort.batches, cohort.num_steps, chunk_size=chunk_size
         )
         state, metrics = server.step(state, pseudo_gradients, metrics, participant_weights(cohort))
         return state._replace(

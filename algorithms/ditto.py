@@ -12,10 +12,11 @@ from fedpax.aggregators import Aggregator
 from fedpax.algorithms.checks import check_setting, required_client_ids
 from fedpax.algorithms.gradient_terms import proximal_term
 from fedpax.algorithms.local_steps import local_steps, local_update, participant_weights
+from fedpax.algorithms.map_clients import map_clients
 from fedpax.algorithms.server import make_server
 from fedpax.clients import ClientStore, client_store, gather_clients, scatter_clients
 from fedpax.clients.cohort import Cohort, check_cohort
-from fedpax.primitives import federated_map, program
+from fedpax.primitives import program
 from fedpax.primitives.placement import ChunkSize
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 
@@ -127,8 +128,8 @@ def ditto(
             return pseudo_gradient, metrics | {"personal_loss": reported["loss"]}, v
 
         v = gather_clients(state.personal_params, client_ids)
-        pseudo_gradients, metrics, v = federated_map(
-            local_train, v, cohort.batches, cohort.num_steps
+        pseudo_gradients, metrics, v = map_clients(
+            local_train, v, cohort.batches, cohort.num_steps, chunk_size=chunk_size
         )
         state, metrics = server.step(state, pseudo_gradients, metrics, participant_weights(cohort))
         personal_params = scatter_clients(state.personal_params, client_ids, v)

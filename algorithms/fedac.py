@@ -13,9 +13,10 @@ from jaxtyping import Array, Int
 from fedpax.aggregators import Aggregator, mean
 from fedpax.algorithms.checks import check_setting
 from fedpax.algorithms.local_steps import local_steps, participant_weights
+from fedpax.algorithms.map_clients import map_clients
 from fedpax.algorithms.tree_arithmetic import subtract
 from fedpax.clients.cohort import Cohort, check_cohort
-from fedpax.primitives import federated_map, federated_mean, program
+from fedpax.primitives import federated_mean, program
 from fedpax.primitives.placement import ChunkSize
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 
@@ -120,7 +121,9 @@ def fedac(
             _, end, metrics = local_steps(loss_fn, optimizer, middle, start, batches, num_steps)
             return subtract(start, end), metrics
 
-        differences, metrics = federated_map(local_train, cohort.batches, cohort.num_steps)
+        differences, metrics = map_clients(
+            local_train, cohort.batches, cohort.num_steps, chunk_size=chunk_size
+        )
         weights = participant_weights(cohort)
         difference, aggregator_state, reported = combine.aggregate(
             state.aggregator_state, differences, weights

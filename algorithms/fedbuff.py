@@ -13,6 +13,7 @@ from fedpax.aggregators import Aggregator
 from fedpax.algorithms.checks import check_setting
 from fedpax.algorithms.history import History, start_history
 from fedpax.algorithms.local_steps import local_update, participant_weights
+from fedpax.algorithms.map_clients import map_clients
 from fedpax.algorithms.server import make_server
 from fedpax.algorithms.staleness import StalenessFn, polynomial_staleness
 from fedpax.algorithms.tree_arithmetic import scale
@@ -125,8 +126,11 @@ def fedbuff(
             return local_update(loss_fn, client_optimizer, start, batches, num_steps)
 
         if cohort.schedule is None:
-            updates, metrics = federated_map(
-                lambda *own: train_from(state.params, *own), cohort.batches, cohort.num_steps
+            updates, metrics = map_clients(
+                lambda *own: train_from(state.params, *own),
+                cohort.batches,
+                cohort.num_steps,
+                chunk_size=chunk_size,
             )
         else:
 
@@ -136,7 +140,9 @@ def fedbuff(
                 return scale(weigh(stale), update), metrics | {"staleness": stale}
 
             staleness = cohort.schedule.staleness
-            updates, metrics = federated_map(train, staleness, cohort.batches, cohort.num_steps)
+            updates, metrics = map_clients(
+                train, staleness, cohort.batches, cohort.num_steps, chunk_size=chunk_size
+            )
             weights = federated_map(
                 lambda s, weight: jnp.where(s <= max_staleness, weight, 0.0),
                 staleness,

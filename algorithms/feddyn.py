@@ -15,11 +15,12 @@ from fedpax.algorithms.checks import check_setting, required_client_ids
 from fedpax.algorithms.gradient_terms import added_term, proximal_term
 from fedpax.algorithms.local_evaluation import count_steps
 from fedpax.algorithms.local_steps import local_update, participant_weights
+from fedpax.algorithms.map_clients import map_clients
 from fedpax.algorithms.server import make_server
 from fedpax.algorithms.tree_arithmetic import scale
 from fedpax.clients import ClientStore, client_store, gather_clients, scatter_clients
 from fedpax.clients.cohort import Cohort, check_cohort
-from fedpax.primitives import federated_map, federated_mean, federated_sum, program
+from fedpax.primitives import federated_mean, federated_sum, program
 from fedpax.primitives.placement import ChunkSize
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 
@@ -134,8 +135,8 @@ def feddyn(
             return pseudo_gradient, metrics, own, takes_part.astype(jnp.float32)
 
         own = gather_clients(state.client_gradients, client_ids)
-        pseudo_gradients, metrics, own, takes_part = federated_map(
-            local_train, own, cohort.batches, cohort.num_steps
+        pseudo_gradients, metrics, own, takes_part = map_clients(
+            local_train, own, cohort.batches, cohort.num_steps, chunk_size=chunk_size
         )
         weights = participant_weights(cohort)
         mean, state, reported = server.aggregate(state, pseudo_gradients, weights)

@@ -14,10 +14,11 @@ from fedpax.aggregators import Aggregator
 from fedpax.algorithms.fedavg import FedAvgState
 from fedpax.algorithms.local_evaluation import count_steps
 from fedpax.algorithms.local_steps import local_update, participant_weights
+from fedpax.algorithms.map_clients import map_clients
 from fedpax.algorithms.server import make_server
 from fedpax.algorithms.tree_arithmetic import scale
 from fedpax.clients.cohort import Cohort, check_cohort
-from fedpax.primitives import federated_map, federated_mean, program
+from fedpax.primitives import federated_mean, program
 from fedpax.primitives.placement import ChunkSize
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 
@@ -98,7 +99,9 @@ def fednova(
             inverse = 1 / jnp.where(length == 0, 1, length)
             return scale(inverse, pseudo_gradient), (metrics, length)
 
-        normalized, reports = federated_map(local_train, cohort.batches, cohort.num_steps)
+        normalized, reports = map_clients(
+            local_train, cohort.batches, cohort.num_steps, chunk_size=chunk_size
+        )
         weights = participant_weights(cohort)
         direction, state, reported = server.aggregate(state, normalized, weights)
         metrics, length = federated_mean(reports, weights)

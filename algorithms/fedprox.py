@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import optax
 
 from fedpax.aggregators import Aggregator
@@ -14,9 +13,10 @@ from fedpax.algorithms.checks import check_setting
 from fedpax.algorithms.fedavg import FedAvgState
 from fedpax.algorithms.gradient_terms import proximal_term
 from fedpax.algorithms.local_steps import local_update, participant_weights
+from fedpax.algorithms.map_clients import map_clients
 from fedpax.algorithms.server import make_server
 from fedpax.clients.cohort import Cohort, check_cohort
-from fedpax.primitives import federated_map, program
+from fedpax.primitives import program
 from fedpax.primitives.placement import ChunkSize
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 
@@ -84,9 +84,9 @@ def fedprox(
         x = state.params
         optimizer = optax.chain(proximal_term(mu, x), client_optimizer)
         local_train: Callable[..., Any] = functools.partial(local_update, loss_fn, optimizer, x)
-        if chunk_size is not None:  # derivatives then store nothing for each client
-            local_train = jax.checkpoint(local_train)
-        pseudo_gradients, metrics = federated_map(local_train, cohort.batches, cohort.num_steps)
+        pseudo_gradients, metrics = map_clients(
+            local_train, cohort.batches, cohort.num_steps, chunk_size=chunk_size
+        )
         return server.step(state, pseudo_gradients, metrics, participant_weights(cohort))
 
     return FederatedAlgorithm(init, fedprox_round)

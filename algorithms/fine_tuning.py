@@ -10,8 +10,9 @@ from jaxtyping import Array, Int
 
 from fedpax.algorithms.local_evaluation import local_metrics
 from fedpax.algorithms.local_steps import local_steps, participant_weights
+from fedpax.algorithms.map_clients import map_clients
 from fedpax.clients.cohort import Cohort, check_cohort
-from fedpax.primitives import federated_map, federated_mean, program
+from fedpax.primitives import federated_mean, program
 from fedpax.primitives.placement import ChunkSize
 from fedpax.training.algorithm import LossFn, Metrics, Params
 
@@ -76,8 +77,13 @@ def fine_tuning_evaluation(
             )
             return before | {f"fine_tuned_{name}": value for name, value in after.items()}
 
-        metrics = federated_map(
-            local_evaluate, cohort.batches, cohort.num_steps, heldout.batches, heldout.num_steps
+        metrics = map_clients(
+            local_evaluate,
+            cohort.batches,
+            cohort.num_steps,
+            heldout.batches,
+            heldout.num_steps,
+            chunk_size=chunk_size,
         )
         return federated_mean(metrics, participant_weights(heldout))
 

@@ -13,6 +13,7 @@ from jaxtyping import Array, Int
 from fedpax.aggregators import Aggregator
 from fedpax.algorithms.local_evaluation import local_metrics
 from fedpax.algorithms.local_steps import local_update, participant_weights
+from fedpax.algorithms.map_clients import map_clients
 from fedpax.algorithms.server import make_server
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_map, federated_mean, program
@@ -117,8 +118,8 @@ def hypcluster(
             x = jax.tree.map(lambda p: p[cluster], state.params)
             return *local_update(loss_fn, client_optimizer, x, batches, num_steps), cluster
 
-        pseudo_gradients, metrics, clusters = federated_map(
-            local_train, cohort.batches, cohort.num_steps
+        pseudo_gradients, metrics, clusters = map_clients(
+            local_train, cohort.batches, cohort.num_steps, chunk_size=chunk_size
         )
         weights = participant_weights(cohort)
 

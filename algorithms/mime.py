@@ -12,10 +12,11 @@ from fedpax.aggregators import Aggregator
 from fedpax.algorithms.gradient_terms import added_term
 from fedpax.algorithms.local_evaluation import full_gradient
 from fedpax.algorithms.local_steps import gradient_and_metrics, local_update, participant_weights
+from fedpax.algorithms.map_clients import map_clients
 from fedpax.algorithms.server import make_server
 from fedpax.algorithms.tree_arithmetic import subtract
 from fedpax.clients.cohort import Cohort, check_cohort
-from fedpax.primitives import federated_map, federated_mean, program
+from fedpax.primitives import federated_mean, program
 from fedpax.primitives.placement import ChunkSize
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 
@@ -182,7 +183,9 @@ def _mime(
         def gradient_at_x(batches: chex.ArrayTree, num_steps: Int[Array, ""] | None) -> Params:
             return full_gradient(loss_fn, x, batches, num_steps)
 
-        gradients = federated_map(gradient_at_x, cohort.batches, cohort.num_steps)
+        gradients = map_clients(
+            gradient_at_x, cohort.batches, cohort.num_steps, chunk_size=chunk_size
+        )
         c = federated_mean(gradients, weights)
         optimizer = _fixed(client_optimizer, s)
         if is_corrected:
@@ -193,7 +196,9 @@ def _mime(
         ) -> tuple[Params, Metrics]:
             return local_update(loss_fn, optimizer, x, batches, num_steps)
 
-        pseudo_gradients, metrics = federated_map(local_train, cohort.batches, cohort.num_steps)
+        pseudo_gradients, metrics = map_clients(
+            local_train, cohort.batches, cohort.num_steps, chunk_size=chunk_size
+        )
         state, metrics = server.step(state, pseudo_gradients, metrics, weights)
         _, s = client_optimizer.update(c, s, x)
         return state._replace(client_optimizer_state=s), metrics

@@ -15,11 +15,12 @@ from fedpax.algorithms.checks import required_client_ids
 from fedpax.algorithms.gradient_terms import added_term, constant_learning_rate
 from fedpax.algorithms.local_evaluation import accumulator, count_steps, full_gradient, mean_of
 from fedpax.algorithms.local_steps import local_steps, participant_weights
+from fedpax.algorithms.map_clients import map_clients
 from fedpax.algorithms.server import make_server
 from fedpax.algorithms.tree_arithmetic import scale, subtract
 from fedpax.clients import ClientStore, client_store, gather_clients, scatter_clients
 from fedpax.clients.cohort import Cohort, check_cohort
-from fedpax.primitives import federated_map, federated_mean, program
+from fedpax.primitives import federated_mean, program
 from fedpax.primitives.placement import ChunkSize
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 
@@ -154,8 +155,8 @@ def scaffold(
             return moved, metrics, change, new
 
         own = gather_clients(state.client_controls, client_ids)
-        pseudo_gradients, metrics, changes, new = federated_map(
-            local_train, own, cohort.batches, cohort.num_steps
+        pseudo_gradients, metrics, changes, new = map_clients(
+            local_train, own, cohort.batches, cohort.num_steps, chunk_size=chunk_size
         )
         change = scale(cohort_size / num_clients, federated_mean(changes))
         state, metrics = server.step(state, pseudo_gradients, metrics, participant_weights(cohort))

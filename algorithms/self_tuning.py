@@ -14,8 +14,9 @@ from jaxtyping import Array, Float, Int
 
 from fedpax.algorithms.local_evaluation import accumulator, count_steps, mean_of
 from fedpax.algorithms.local_steps import fold_steps, gradient_and_metrics, participant_weights
+from fedpax.algorithms.map_clients import map_clients
 from fedpax.clients.cohort import Cohort
-from fedpax.primitives import federated_map, federated_mean, program
+from fedpax.primitives import federated_mean, program
 from fedpax.primitives.placement import ChunkSize
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 
@@ -172,7 +173,7 @@ def self_tuning(
                 total, metrics = fold_steps(add, accumulator(params), first, num_steps)
                 return metrics["loss"], mean_of(total, count_steps(first, num_steps), params)
 
-            values = federated_map(local, cohort.batches, cohort.num_steps)
+            values = map_clients(local, cohort.batches, cohort.num_steps, chunk_size=chunk_size)
             return federated_mean(values, participant_weights(cohort))
 
         return evaluate(params, cohort)

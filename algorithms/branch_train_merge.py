@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
+from fedpax.algorithms.checks import check_setting
 from fedpax.algorithms.local_steps import local_steps, participant_weights
 from fedpax.algorithms.population import population_mean
 from fedpax.clients.cohort import Cohort, check_cohort
@@ -181,8 +182,7 @@ def cached_prior(
     Reference:
         arXiv:2208.03306, section 2.2 (cached prior).
     """
-    if not 0 < decay <= 1:
-        raise ValueError(f"decay is {decay}, expected above 0 and at most 1. Pass 0.3.")
+    check_setting("cached_prior", "decay", decay, above=0, most=1, remedy="Pass 0.3.")
     total = jnp.sum(log_likelihoods.astype(jnp.float32), axis=-1)
     posterior = jax.nn.log_softmax(total, axis=0)
     weights = decay ** jnp.arange(1, posterior.shape[1] + 1, dtype=jnp.float32)

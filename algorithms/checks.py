@@ -12,7 +12,15 @@ from fedpax.clients.cohort import Cohort
 
 
 def check_setting(
-    method: str, name: str, value: Any, *, least: float = 0, most: float = math.inf
+    method: str,
+    name: str,
+    value: Any,
+    *,
+    least: float = 0,
+    most: float = math.inf,
+    above: float | None = None,
+    below: float | None = None,
+    remedy: str = "",
 ) -> None:
     """Check that a setting is in range. Traced values are not checked.
 
@@ -22,6 +30,9 @@ def check_setting(
         value: a number, or a traced scalar (of a derivative, for example).
         least: the smallest value. Default 0.
         most: the largest value. Default infinity: no limit.
+        above: a lower limit that the value must not equal, in place of `least`. Default None.
+        below: an upper limit that the value must not equal, in place of `most`. Default None.
+        remedy: a sentence that ends the message. Default: none.
 
     Raises:
         ValueError: the value is out of range or NaN.
@@ -31,11 +42,32 @@ def check_setting(
         Traceback (most recent call last):
             ...
         ValueError: fedprox: mu is -1.0, expected a number of at least 0.
+        >>> check_setting("server_adam", "b1", 1.0, below=1)
+        Traceback (most recent call last):
+            ...
+        ValueError: server_adam: b1 is 1.0, expected at least 0 and below 1.
     """
-    if isinstance(value, jax.core.Tracer) or least <= value <= most:
+    if isinstance(value, jax.core.Tracer):
         return
-    wanted = f"of at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
-    raise ValueError(f"{method}: {name} is {value}, expected a number {wanted}.")
+    is_enough = value >= least if above is None else value > above
+    if is_enough and (value <= most if below is None else value < below):
+        return
+    wanted = _describe_range(least, most, above, below)
+    message = f"{method}: {name} is {value}, expected {wanted}."
+    raise ValueError(f"{message} {remedy}" if remedy else message)
+
+
+def _describe_range(least: float, most: float, above: float | None, below: float | None) -> str:
+    if above is None and below is None:
+        least_only = most == math.inf
+        return (
+            f"a number {f'of at least {least:g}' if least_only else f'from {least:g} to {most:g}'}"
+        )
+    if above == 0 and below is None and most == math.inf:
+        return "a positive number"
+    lower = f"at least {least:g}" if above is None else f"above {above:g}"
+    upper = f"at most {most:g}" if below is None else f"below {below:g}"
+    return f"{lower} and {upper}"
 
 
 def check_float_params(params: chex.ArrayTree) -> None:

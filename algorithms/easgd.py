@@ -10,6 +10,7 @@ import optax
 from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator, mean
+from fedpax.algorithms.checks import check_setting
 from fedpax.algorithms.local_steps import local_steps, participant_weights
 from fedpax.algorithms.tree_arithmetic import subtract
 from fedpax.clients.cohort import Cohort, check_cohort
@@ -86,8 +87,7 @@ def easgd(
         Zhang, Choromanska, LeCun, Deep learning with Elastic Averaging SGD, arXiv:1412.6651,
         section 3, equations 5 and 6, and algorithm 1 (the period).
     """
-    if not isinstance(beta, jax.core.Tracer) and not 0 < beta <= 1:
-        raise ValueError(f"beta is {beta}, expected above 0 and at most 1. Pass 0.9, as the paper.")
+    check_setting("easgd", "beta", beta, above=0, most=1, remedy="Pass 0.9, as the paper.")
     combine = mean() if aggregator is None else aggregator
 
     @program(islands=islands)

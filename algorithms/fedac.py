@@ -195,8 +195,7 @@ def fedac_ii(learning_rate: float, *, strong_convexity: float, local_steps: int)
 def _gamma(method: str, eta: float, mu: float, steps: int) -> float:
     settings = {"learning_rate": eta, "strong_convexity": mu, "local_steps": steps}
     for name, value in settings.items():
-        if not value > 0:
-            raise ValueError(f"{method}: {name} is {value}, expected a positive number.")
+        check_setting(method, name, value, above=0)
     gamma = max(math.sqrt(eta / (mu * steps)), eta)
     if gamma * mu >= 1:
         raise ValueError(

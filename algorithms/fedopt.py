@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from fedpax.algorithms.checks import check_setting
+
 
 class ServerOptimizerState(NamedTuple):
     """The state of a FedOpt server optimizer.
@@ -54,6 +56,7 @@ def server_adagrad(
     Reference:
         Reddi et al., Adaptive Federated Optimization, arXiv:2003.00295, algorithm 2.
     """
+    _check("server_adagrad", learning_rate, b1, tau)
     return _server_optimizer(learning_rate, b1, tau, lambda v, g: v + g**2)
 
 
@@ -86,7 +89,7 @@ def server_adam(
     Reference:
         Reddi et al., Adaptive Federated Optimization, arXiv:2003.00295, algorithm 2.
     """
-    _check_decay("b2", b2)
+    _check("server_adam", learning_rate, b1, tau, b2)
     return _server_optimizer(learning_rate, b1, tau, lambda v, g: b2 * v + (1 - b2) * g**2)
 
 
@@ -119,7 +122,7 @@ def server_yogi(
     Reference:
         Reddi et al., Adaptive Federated Optimization, arXiv:2003.00295, algorithm 2.
     """
-    _check_decay("b2", b2)
+    _check("server_yogi", learning_rate, b1, tau, b2)
     return _server_optimizer(
         learning_rate, b1, tau, lambda v, g: v - (1 - b2) * g**2 * jnp.sign(v - g**2)
     )
@@ -131,11 +134,6 @@ def _server_optimizer(
     tau: Any,
     next_second_moment: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> optax.GradientTransformation:
-    _check_decay("b1", b1)
-    for name, value in {"learning_rate": learning_rate, "tau": tau}.items():
-        if not isinstance(value, jax.core.Tracer) and not value > 0:
-            raise ValueError(f"{name} is {value}, expected a positive number.")
-
     def init(params: optax.Params) -> ServerOptimizerState:
         return ServerOptimizerState(
             jax.tree.map(jnp.zeros_like, params),
@@ -153,6 +151,8 @@ def _server_optimizer(
     return optax.GradientTransformation(init, update)
 
 
-def _check_decay(name: str, value: Any) -> None:
-    if not isinstance(value, jax.core.Tracer) and not 0 <= value < 1:
-        raise ValueError(f"{name} is {value}, expected at least 0 and below 1.")
+def _check(optimizer: str, learning_rate: Any, b1: Any, tau: Any, b2: Any = 0.0) -> None:
+    for name, value in {"learning_rate": learning_rate, "tau": tau}.items():
+        check_setting(optimizer, name, value, above=0)
+    for name, value in {"b1": b1, "b2": b2}.items():
+        check_setting(optimizer, name, value, below=1)

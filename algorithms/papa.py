@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int
 
+from fedpax.algorithms.checks import check_setting
 from fedpax.algorithms.exchange import exchange
 from fedpax.algorithms.local_steps import local_steps, participant_weights
 from fedpax.algorithms.population import population_mean
@@ -47,7 +48,7 @@ def papa(
     *,
     islands: int,
     optimizer: optax.GradientTransformation,
-    alpha: float | optax.Schedule = 0.99,
+    alpha: Any | optax.Schedule = 0.99,
 ) -> FederatedAlgorithm:
     """Train a population whose models are pushed slowly toward their average.
 
@@ -68,7 +69,8 @@ def papa(
         optimizer: any optax optimizer.
         alpha: share of its own weights that a model keeps, or a function of the round's index,
             from 0. Default 0.99. The paper decreases 1 - alpha in proportion to the learning rate:
-            `lambda r: 1 - 0.01 * learning_rate(10 * r) / learning_rate(0)`. 0 is `papa_all`.
+            `lambda r: 1 - 0.01 * learning_rate(10 * r) / learning_rate(0)`. 0 is `papa_all`. It can
+            be a traced scalar, for `jax.grad`.
 
     Returns:
         `init(params)` and `round(state, cohort)`. The leaves of `cohort.batches` are
@@ -95,8 +97,9 @@ def papa(
         Jolicoeur-Martineau et al., PopulAtion Parameter Averaging (PAPA), arXiv:2304.03094,
         algorithm 1. Permutation alignment and REPAIR, which the paper omits, are not implemented.
     """
-    if not callable(alpha) and not 0 <= alpha <= 1:
-        raise ValueError(f"alpha is {alpha}, expected 0 to 1. Pass 0.99, or 0.0 for papa_all.")
+    if not callable(alpha):
+        remedy = "Pass 0.99, or 0.0 for papa_all."
+        check_setting("papa", "alpha", alpha, most=1, remedy=remedy)
 
     def combine(models: Params, index: Int[Array, ""]) -> Params:
         share, mean = alpha(index) if callable(alpha) else alpha, federated_mean(models)

@@ -13,6 +13,7 @@ from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator, mean
 from fedpax.aggregators.transfer_work import under_transfers
+from fedpax.algorithms.checks import check_setting
 from fedpax.algorithms.fragments import Fragment, FragmentFn, layer_fragments, make_fragments
 from fedpax.algorithms.inner_steps import InnerReport, average_reports, make_inner_steps
 from fedpax.algorithms.local_steps import participant_weights
@@ -309,8 +310,5 @@ def _check_settings(fragments: int | FragmentFn, delay: int, mixing: float) -> N
         raise TypeError(f"delay is {delay!r}, expected an int: a number of inner steps.")
     if delay < 0:
         raise ValueError(f"delay is {delay}, expected at least 0. Pass delay=0 for no overlap.")
-    if not 0 <= mixing < 1:
-        raise ValueError(
-            f"mixing is {mixing}, expected at least 0 and below 1: with 1, islands would never "
-            "receive the outer model. Pass 0.0 or 0.5, as the paper."
-        )
+    remedy = "With 1, islands would never receive the outer model. Pass 0.0 or 0.5, as the paper."
+    check_setting("streaming_diloco", "mixing", mixing, below=1, remedy=remedy)

@@ -6,6 +6,8 @@ import numpy as np
 import optax
 import pytest
 from method_problem import assert_close, loss_fn, random_params, random_rounds
+from numpy_island_methods import papa as papa_reference
+from numpy_methods import sgd
 
 from fedpax import Cohort
 from fedpax.algorithms import branch_train_merge, papa, papa_2, papa_all
@@ -64,3 +66,29 @@ def test_one_model_is_its_own_average():
 def test_alpha_out_of_range_raises(alpha):
     with pytest.raises(ValueError, match=r"Pass 0\.99, or 0.0 for papa_all"):
         papa(loss_fn, alpha=alpha, **SETTINGS)
+
+
+def test_a_round_is_differentiable_in_alpha():
+    """Against central differences of the NumPy reference, in float64."""
+    rounds = random_rounds(2, ISLANDS)
+    start = {name: np.float64(p) for name, p in random_params().items()}
+    direction = {name: np.random.default_rng(3).normal(size=p.shape) for name, p in start.items()}
+
+    def along(params):
+        return sum((params[name] * d).sum() for name, d in direction.items())
+
+    def after(alpha):
+        algorithm = papa(loss_fn, islands=ISLANDS, optimizer=optax.sgd(0.2), alpha=alpha)
+        state = algorithm.init(jax.tree.map(jnp.asarray, start))
+        for batches in rounds:
+            state, _ = algorithm.round(state, Cohort(batches))
+        return along(state.params)
+
+    def expected(alpha):
+        return along(papa_reference(start, rounds, sgd(0.2), lambda r: alpha)[-1][0])
+
+    with jax.enable_x64(True):
+        slope = jax.jit(jax.grad(after))(0.6)
+    difference = (expected(0.6 + 1e-5) - expected(0.6 - 1e-5)) / 2e-5
+    assert abs(difference) > 1e-4
+    np.testing.assert_allclose(slope, difference, rtol=1e-6)

@@ -32,7 +32,7 @@ from fedpax.algorithms.hypcluster import choose_cluster, hypcluster
 from fedpax.algorithms.local_sgd import local_sgd
 from fedpax.algorithms.local_steps import local_steps, participant_weights, valid_steps
 from fedpax.algorithms.maml import per_fedavg, reptile
-from fedpax.algorithms.mime import mime, mime_lite
+from fedpax.algorithms.mime import mime, mime_adam, mime_lite
 from fedpax.algorithms.muloco import muloco
 from fedpax.algorithms.noloco import noloco
 from fedpax.algorithms.papa import papa, papa_2, papa_all
@@ -81,6 +81,7 @@ __all__ = [
     "local_steps",
     "merge",
     "mime",
+    "mime_adam",
     "mime_lite",
     "muloco",
     "noloco",

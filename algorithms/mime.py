@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import chex
+import jax
+import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator
+from fedpax.algorithms.checks import check_setting
 from fedpax.algorithms.gradient_terms import added_term
 from fedpax.algorithms.local_evaluation import full_gradient
 from fedpax.algorithms.local_steps import gradient_and_metrics, local_update, participant_weights
@@ -63,8 +66,8 @@ def mime(
         cohort_size: number of clients in a round.
         client_optimizer: the optimizer (U, V). U(g, s) is the update that optax computes from s
             and g. With `optax.sgd(momentum=)` it is the paper's SGD with momentum, up to the
-            factor 1 - beta of g. With `optax.adam`, U also moves the second moment by the local
-            g, which the paper's Adam does not.
+            factor 1 - beta of g. `mime_adam` is the paper's Adam. With `optax.adam`, U also moves
+            the second moment by the local g, which the paper's Adam does not.
         server_optimizer: steps along the pseudo-gradient mean_i (x - y_i). Default None:
             `optax.sgd(1.0)`, which sets x to the mean of the y_i, as in the paper.
         aggregator: combines the pseudo-gradients x - y_i. Default None: their weighted mean. c is
@@ -155,6 +158,84 @@ def mime_lite(
         chunk_size,
         is_corrected=False,
     )
+
+
+class MimeAdamState(NamedTuple):
+    """The state of `mime_adam`.
+
+    Attributes:
+        first_moment: m, of the structure, shapes and dtypes of the parameters.
+        second_moment: v, likewise.
+    """
+
+    first_moment: optax.Updates
+    second_moment: optax.Updates
+
+
+def mime_adam(
+    learning_rate: Any,
+    *,
+    b1: Any = 0.9,
+    b2: Any = 0.99,
+    eps: Any = 1e-3,
+    initial_second_moment: Any = 1.0,
+) -> optax.GradientTransformation:
+    """Make the client optimizer of MimeAdam and MimeLiteAdam.
+
+    Its update reads the second moment before the gradient g enters it:
+
+        U(g, (m, v)) = -eta (b1 m + (1 - b1) g) / (sqrt(v) + eps)
+        V(g, (m, v)) = (b1 m + (1 - b1) g, b2 v + (1 - b2) g^2)
+
+    In `mime` and `mime_lite`, a client's own gradients therefore never rescale its steps: v is the
+    server's, of gradients averaged over cohorts. m starts at 0. Nothing is corrected for bias. With
+    `b1=0` it is the paper's RMSProp.
+
+    Args:
+        learning_rate: eta. It and the other settings can be traced, to differentiate in them.
+        b1: decay of the first moment, 0 to below 1.
+        b2: decay of the second moment, 0 to below 1.
+        eps: added to the root of v, positive.
+        initial_second_moment: v in the first round, at least 0. Default 1.0: the first round takes
+            steps of SGD with learning rate (1 - b1) eta / (1 + eps). With small values, its steps
+            are up to 1 / eps times larger.
+
+    Returns:
+        An optax optimizer for `mime(client_optimizer=...)`.
+
+    Raises:
+        ValueError: a setting out of range.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> optimizer = mime_adam(0.1, b1=0.0, eps=1.0)
+        >>> update, state = optimizer.update(jnp.float32(3.0), optimizer.init(jnp.float32(0.0)))
+        >>> round(float(update), 4), round(float(state.second_moment), 4)  # 0.1 * 3 / (1 + 1)
+        (-0.15, 1.08)
+
+    Reference:
+        Karimireddy et al., arXiv:2008.03606, algorithm 1 with Adam as the base algorithm.
+    """
+    for name, value in {"learning_rate": learning_rate, "eps": eps}.items():
+        check_setting("mime_adam", name, value, above=0)
+    for name, value in {"b1": b1, "b2": b2}.items():
+        check_setting("mime_adam", name, value, below=1)
+    check_setting("mime_adam", "initial_second_moment", initial_second_moment)
+
+    def init(params: optax.Params) -> MimeAdamState:
+        second = jax.tree.map(lambda p: jnp.full_like(p, initial_second_moment), params)
+        return MimeAdamState(jax.tree.map(jnp.zeros_like, params), second)
+
+    def update(
+        gradient: optax.Updates, state: MimeAdamState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, MimeAdamState]:
+        m, v = state
+        first = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, m, gradient)
+        updates = jax.tree.map(lambda m, v: -learning_rate * m / (jnp.sqrt(v) + eps), first, v)
+        second = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g**2, v, gradient)
+        return updates, MimeAdamState(first, second)
+
+    return optax.GradientTransformation(init, update)
 
 
 def _mime(

@@ -1,5 +1,6 @@
 """The federated methods beside FedAvg, with settings and references."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from fedpax.algorithms import (
     hypcluster,
     local_sgd,
     mime,
+    mime_adam,
     mime_lite,
     per_fedavg,
     reptile,
@@ -78,6 +80,21 @@ def _scaffold(option: str) -> Method:
     )
 
 
+def _mime(algorithm: Callable[..., FederatedAlgorithm], is_adaptive: bool) -> Method:
+    if is_adaptive:
+        base = reference.base_adam(0.7, 0.8, 0.1, 0.5)
+        client = functools.partial(mime_adam, b1=0.7, b2=0.8, eps=0.1, initial_second_moment=0.5)
+    else:
+        base, client = reference.base_momentum(0.6), functools.partial(optax.sgd, momentum=0.6)
+    return _method(
+        algorithm,
+        lambda x, rounds, n, rate: reference.mime(
+            x, rounds, n, rate, base, is_corrected=algorithm is mime
+        ),
+        client=client,
+    )
+
+
 def other_model(params: Any) -> Any:
     """Return the start of HypCluster's second model."""
     return {**params, "out": params["out"][:, ::-1]}
@@ -113,16 +130,10 @@ FEDERATED_METHODS = {
     "FedDyn": _stateful(
         feddyn, lambda x, rounds, n, rate: reference.feddyn(x, rounds, n, rate, 0.3), alpha=0.3
     ),
-    "Mime": _method(
-        mime,
-        lambda x, rounds, n, rate: reference.mime(x, rounds, n, rate, 0.6, is_corrected=True),
-        client=lambda rate: optax.sgd(rate, momentum=0.6),
-    ),
-    "MimeLite": _method(
-        mime_lite,
-        lambda x, rounds, n, rate: reference.mime(x, rounds, n, rate, 0.6, is_corrected=False),
-        client=lambda rate: optax.sgd(rate, momentum=0.6),
-    ),
+    "Mime": _mime(mime, is_adaptive=False),
+    "MimeLite": _mime(mime_lite, is_adaptive=False),
+    "MimeAdam": _mime(mime, is_adaptive=True),
+    "MimeLiteAdam": _mime(mime_lite, is_adaptive=True),
     "FedAc": Method(
         "clients",
         Rates(RATE, 0.4),

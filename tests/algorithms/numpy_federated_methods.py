@@ -6,7 +6,7 @@ but for the methods that say otherwise.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy_methods import (
@@ -145,26 +145,47 @@ def feddyn(x: Tree, rounds: Any, weights: Any, rate: float, alpha: float) -> lis
     return history
 
 
+class BaseOptimizer(NamedTuple):
+    """A base algorithm of Mime, for one array: U and V, and the first state."""
+
+    start: Callable[[np.ndarray], Any]
+    direction: Callable[[np.ndarray, Any], np.ndarray]
+    next_state: Callable[[np.ndarray, Any], Any]
+
+
+def base_momentum(beta: float) -> BaseOptimizer:
+    return BaseOptimizer(np.zeros_like, lambda g, m: g + beta * m, lambda g, m: g + beta * m)
+
+
+def base_adam(b1: float, b2: float, eps: float, start: float) -> BaseOptimizer:
+    return BaseOptimizer(
+        lambda p: (0 * p, 0 * p + start),
+        lambda g, s: (b1 * s[0] + (1 - b1) * g) / (s[1] ** 0.5 + eps),
+        lambda g, s: (b1 * s[0] + (1 - b1) * g, b2 * s[1] + (1 - b2) * g * g),
+    )
+
+
 def mime(
-    x: Tree, rounds: Any, weights: Any, rate: float, beta: float, is_corrected: bool
+    x: Tree, rounds: Any, weights: Any, rate: float, base: BaseOptimizer, is_corrected: bool
 ) -> list[Round]:
-    """SGD with momentum: U(g, m) = g + beta m, V(g, m) = g + beta m."""
-    m, history = zeros(x), []
+    state, history = {name: base.start(p) for name, p in x.items()}, []
     for batches, n in zip(rounds, weights, strict=True):
         cohort = present(batches, n)
         c = weighted_mean([at(x, own)[0] for _, _, own in cohort], [n for _, n, _ in cohort])
         ends, reports = [], []
         for _, _, own in cohort:
 
-            def way(g: Tree, _: Tree, batch: Tree, x: Tree = x, c: Tree = c, m: Tree = m) -> Tree:
+            def way(
+                g: Tree, _: Tree, batch: Tree, x: Tree = x, c: Tree = c, s: Any = state
+            ) -> Tree:
                 if is_corrected:
                     g = add(add(g, gradient_and_metrics(x, batch)[0], -1), c)
-                return add(g, m, beta)
+                return {name: base.direction(g[name], s[name]) for name in g}
 
             y, metrics, _ = descend(x, own, rate, way)
             ends.append(y)
             reports.append(metrics)
-        m = add(c, m, beta)
+        state = {name: base.next_state(c[name], s) for name, s in state.items()}
         shares = [n for _, n, _ in cohort]
         x = weighted_mean(ends, shares)
         history.append((x, weighted_mean(reports, shares)))

@@ -25,6 +25,7 @@ from fedpax.algorithms import (
     fine_tuning_evaluation,
     hypcluster,
     mime,
+    mime_adam,
     mime_lite,
     per_fedavg,
     reptile,
@@ -63,6 +64,9 @@ METHODS = {
     "FedDyn": of_population(feddyn, alpha=0.3),
     "Mime": of_clients(mime),
     "MimeLite": of_clients(mime_lite),
+    "MimeAdam": lambda clients, chunk_size: mime(
+        loss_fn, cohort_size=clients, client_optimizer=mime_adam(0.2), chunk_size=chunk_size
+    ),
     "FedAc": lambda clients, chunk_size: fedac(
         loss_fn,
         cohort_size=clients,

@@ -20,6 +20,7 @@ from fedpax.algorithms import (
     feddyn,
     fedprox,
     hypcluster,
+    mime_adam,
     per_fedavg,
     scaffold,
 )
@@ -46,6 +47,12 @@ def random_cohort(batch_size: int = 2) -> Cohort:
         (lambda: feddyn(loss_fn, alpha=-1.0, **STORED), "feddyn: alpha is -1.0, expected a number"),
         (lambda: ditto(loss_fn, lam=-1.0, **STORED), "ditto: lam is -1.0, expected a number of at"),
         (lambda: apfl(loss_fn, mixing=1.5, **STORED), "mixing is 1.5, expected a number from 0 to"),
+        (lambda: mime_adam(0.0), "mime_adam: learning_rate is 0.0, expected a positive number"),
+        (lambda: mime_adam(0.1, b2=1.0), "mime_adam: b2 is 1.0, expected at least 0 and below 1"),
+        (
+            lambda: mime_adam(0.1, initial_second_moment=-1.0),
+            "initial_second_moment is -1.0, expected a number of at least 0",
+        ),
         (lambda: scaffold(loss_fn, option="III", **STORED), "option is 'III', expected \"I\" or"),
         (
             lambda: agnostic(loss_fn, mixture_learning_rate=-1.0, **STORED),

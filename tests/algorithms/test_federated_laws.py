@@ -29,6 +29,7 @@ from fedpax.algorithms import (
     local_sgd,
     local_steps,
     mime,
+    mime_adam,
     mime_lite,
     per_fedavg,
     reptile,
@@ -273,9 +274,9 @@ def test_local_sgd_keeps_its_optimizer_state():
 
 
 @pytest.mark.parametrize("build", [mime, mime_lite])
-def test_mime_with_one_client_and_step_is_plain_training(build: Any):
+@pytest.mark.parametrize("optimizer", [optax.sgd(0.05, momentum=0.7), mime_adam(0.05)])
+def test_mime_with_one_client_and_step_is_plain_training(build: Any, optimizer: Any):
     """With any optimizer: the state that the server advances is the one the client has used."""
-    optimizer = optax.sgd(0.05, momentum=0.7)
     cohort = jax.tree.map(lambda leaf: leaf[:1], random_cohort(steps=1))
     state, _ = run(build(loss_fn, cohort_size=1, client_optimizer=optimizer), cohort)
     w, own = START, optimizer.init(START)

@@ -90,7 +90,7 @@ def test_a_round_of_padding_alone_changes_nothing(name):
     assert all(value == 0 for value in metrics.values())
     # Momentum of the server goes on along its moments.
     kept = {"DiLoCo": "inner_optimizer_state", "FedAdam": "aggregator_state"}
-    kept |= dict.fromkeys(["Mime", "MimeLite"], "params")
+    kept |= dict.fromkeys(["Mime", "MimeLite", "MimeAdam", "MimeLiteAdam"], "params")
     kept |= {"FedBuff": "params", "Decoupled DiLoCo": "inner_optimizer_state"}
     # Models are pulled together, whether they have trained or not.
     kept |= dict.fromkeys(["PAPA", "PAPA-all", "PAPA-2", "EASGD"], "optimizer_state")

@@ -113,12 +113,18 @@ def fedac(
     def fedac_round(state: FedAcState, cohort: Cohort) -> tuple[FedAcState, Metrics]:
         check_cohort("fedac", cohort, cohort_size)
         start = state.params, state.main
-        middle = _couple(1 / rates.beta, state.main, state.params)
+        share = 1 / rates.beta
 
         def local_train(
             batches: chex.ArrayTree, num_steps: Int[Array, ""] | None
         ) -> tuple[chex.ArrayTree, Metrics]:
-            _, end, metrics = local_steps(loss_fn, optimizer, middle, start, batches, num_steps)
+            # The first u and w_md depend on the client's batches: otherwise XLA computes them
+            # before its loop over clients, and keeps two more models in memory.
+            (aggregated, main), batches = jax.lax.optimization_barrier((start, batches))
+            u = subtract(main, aggregated)
+            middle = _combine(1, aggregated, share, u)
+            middle, u, metrics = local_steps(loss_fn, optimizer, middle, u, batches, num_steps)
+            end = _combine(1, middle, -share, u), _combine(1, middle, 1 - share, u)
             return subtract(start, end), metrics
 
         differences, metrics = map_clients(
@@ -206,21 +212,25 @@ def _gamma(method: str, eta: float, mu: float, steps: int) -> float:
 
 
 def _accelerated(rates: FedAcRates) -> optax.GradientTransformation:
-    """Step (w_ag, w), the state; the parameters are the middle point."""
+    """Step w_md, the parameters, and u = w - w_ag, the state.
 
-    def update(gradient: Params, state: Any, middle: Any = None) -> tuple[Params, Any]:
-        _, main = state
-        aggregated = _descend(middle, rates.eta, gradient)
-        main = _descend(_couple(1 / rates.alpha, middle, main), rates.gamma, gradient)
-        return subtract(_couple(1 / rates.beta, main, aggregated), middle), (aggregated, main)
+    By the equations of `fedac`,
 
-    return optax.GradientTransformation(lambda params: (params, params), update)
+        u    <- (1 - 1 / alpha) (1 - 1 / beta) u - (gamma - eta) g
+        w_md <- w_md - eta g + u / beta.
+
+    A step then reads and writes one model more than SGD, as with momentum. With w and w_ag it
+    would read and write two.
+    """
+    kept = (1 - 1 / rates.alpha) * (1 - 1 / rates.beta)
+
+    def update(gradient: Params, u: Params, middle: Any = None) -> tuple[Params, Params]:
+        u = _combine(kept, u, rates.eta - rates.gamma, gradient)
+        return _combine(1 / rates.beta, u, -rates.eta, gradient), u
+
+    return optax.GradientTransformation(lambda u: u, update)
 
 
-def _couple(share: Any, x: Params, y: Params) -> Params:
-    """`share x + (1 - share) y`."""
-    return jax.tree.map(lambda x, y: (share * x + (1 - share) * y).astype(y.dtype), x, y)
-
-
-def _descend(x: Params, rate: Any, gradient: Params) -> Params:
-    return jax.tree.map(lambda x, g: (x - rate * g).astype(x.dtype), x, gradient)
+def _combine(a: Any, x: Params, b: Any, y: Params) -> Params:
+    """Compute `a x + b y`, in the dtypes of x."""
+    return jax.tree.map(lambda x, y: (a * x + b * y).astype(x.dtype), x, y)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithms.checks import check_setting, required_client_ids
-from fedpax.algorithms.gradient_terms import added_term, proximal_term
+from fedpax.algorithms.gradient_terms import proximal_term
 from fedpax.algorithms.local_evaluation import count_steps
 from fedpax.algorithms.local_steps import local_update, participant_weights
 from fedpax.algorithms.map_clients import map_clients
@@ -122,13 +122,15 @@ def feddyn(
         check_cohort("feddyn", cohort, cohort_size)
         client_ids = required_client_ids("feddyn", cohort)
         x = state.params
+        inverse = jnp.where(alpha > 0, 1 / jnp.where(alpha > 0, alpha, 1), 0)
 
         def local_train(
             own: Params, batches: chex.ArrayTree, num_steps: Int[Array, ""] | None
         ) -> tuple[Params, Metrics, Params, jax.Array]:
-            optimizer = optax.chain(
-                added_term(scale(-1, own)), proximal_term(alpha, x), client_optimizer
-            )
+            # Up to a constant, both terms are alpha / 2 |y - (x + g_i / alpha)|^2: a step reads one
+            # model for them.
+            center = optax.tree.add(x, scale(inverse, own))
+            optimizer = optax.chain(proximal_term(alpha, center), client_optimizer)
             pseudo_gradient, metrics = local_update(loss_fn, optimizer, x, batches, num_steps)
             own = optax.tree.add(own, scale(alpha, pseudo_gradient))
             takes_part = count_steps(batches, num_steps) > 0
@@ -142,9 +144,9 @@ def feddyn(
         mean, state, reported = server.aggregate(state, pseudo_gradients, weights)
         present = federated_sum(takes_part)
         drift = optax.tree.add(state.drift, scale(alpha * present / num_clients, mean))
-        is_drawn = (alpha > 0) & (present > 0)  # a round without a client moves nothing
-        inverse = jnp.where(is_drawn, 1 / jnp.where(alpha > 0, alpha, 1), 0)
-        state = server.descend(state, optax.tree.add(mean, scale(inverse, drift)))
+        # A round without a client moves nothing.
+        shift = scale(jnp.where(present > 0, inverse, 0), drift)
+        state = server.descend(state, optax.tree.add(mean, shift))
         return state._replace(
             drift=drift,
             client_gradients=scatter_clients(state.client_gradients, client_ids, own),

@@ -8,8 +8,9 @@ compares data parallelism, DiLoCo and Streaming DiLoCo in 4 bits over several se
 data. The others change one setting of DiLoCo at a time, with the first seed.
 
 `--learning_rates=0.008,0.016,0.024` tunes all methods alike: each trains with every rate and the
-first seed, and with its best one in all other runs. `--outer_momenta=0.5,0.7` tries each rate with
-each of these momenta of the outer optimizer, which data parallelism does not have.
+first seed, and with its best one in all other runs. `--outer_momenta=0.0,0.7` tries each rate with
+each of these momenta of the outer optimizer, which data parallelism does not have. DiLoCo is tuned
+for each number of local steps, because fewer of them need a smaller momentum.
 
 `--common_start=0.25` trains all islands together by data parallelism for a quarter of the tokens,
 at a constant learning rate, and begins DiLoCo from this model. The other three quarters have a
@@ -35,47 +36,57 @@ from fedpax.experiments.benchmarks.diloco_runs import (
     measure,
 )
 from fedpax.experiments.diloco_text import diloco_text
-from fedpax.experiments.streaming_diloco_text import streaming_diloco_text
 from fedpax.parallel import simulate_devices
 from fedpax.training.table import format_bytes, markdown_table
 
-TUNED = ["method", "learning_rate", "outer_momentum"]
+TUNED = ["method", "local_steps", "learning_rate", "outer_momentum"]
 """The columns of the table of settings that were tried."""
 
 
-def settings(num_seeds: int, rows: int | None = None) -> dict[str, list[Setting]]:
+def settings(
+    num_seeds: int, rows: int | None = None, local_steps: int | None = None
+) -> dict[str, list[Setting]]:
     """Return the runs of each table by the table's name.
 
     Args:
         num_seeds: number of seeds of the first table.
         rows: global batch. Default None: that of `diloco_text`.
+        local_steps: inner steps between two averages, but in the table that changes them. Default
+            None: those of `diloco_text`.
     """
-    streaming, diloco = streaming_diloco_text(), diloco_text()
-    local_steps, islands = diloco.data.local_steps, diloco.islands
+    diloco = diloco_text()
+    islands = diloco.islands
+    if local_steps is None:
+        local_steps = diloco.data.local_steps
     if rows is None:
         rows = islands * diloco.data.batch_size
     base = Setting("DiLoCo", local_steps, islands, "4 bits", rows)
     seeds = range(num_seeds)
     return {
         "methods": [
-            Setting(method, steps, islands, bits, rows, seed)
-            for method, steps, bits in (
-                ("data parallelism", local_steps, "float32"),
-                ("DiLoCo", local_steps, "4 bits"),
-                ("Streaming DiLoCo", streaming.data.local_steps, "4 bits"),
+            Setting(method, local_steps, islands, bits, rows, seed)
+            for method, bits in (
+                ("data parallelism", "float32"),
+                ("DiLoCo", "4 bits"),
+                ("Streaming DiLoCo", "4 bits"),
             )
             for seed in seeds
         ],
-        "local_steps": [base._replace(local_steps=steps) for steps in (1, 6, local_steps, 54, 162)],
+        "local_steps": [base._replace(local_steps=steps) for steps in (1, 6, 18, 54, 162)],
         "islands": [base._replace(islands=count) for count in (1, 2, islands, 8)],
         "bits": [base._replace(bits=bits) for bits in BITS],
     }
 
 
-def best_results(results: Sequence[Result]) -> dict[str, Result]:
-    """Return each method's result with the lowest loss, by the method's name."""
+def _tuned_with(setting: Setting) -> tuple[str, int]:
+    """Return what the runs that share their tuned settings have in common."""
+    return setting.method, setting.local_steps
+
+
+def best_results(results: Sequence[Result]) -> dict[tuple[str, int], Result]:
+    """Return the result with the lowest loss for each method and number of local steps."""
     by_loss = sorted(results, key=lambda result: result.loss, reverse=True)
-    return {result.setting.method: result for result in by_loss}
+    return {_tuned_with(result.setting): result for result in by_loss}
 
 
 def table(results: Sequence[Result], changed: Sequence[str], baseline: float) -> str:
@@ -142,6 +153,12 @@ def main() -> None:
     parser.add_argument("--out", required=True, help="folder of the runs")
     parser.add_argument("--tokens", type=int, default=5_000_000, help="tokens of a run")
     parser.add_argument("--rows", type=int, help="global batch; default that of diloco_text")
+    parser.add_argument(
+        "--local_steps",
+        type=int,
+        help="inner steps between two averages, but in the table of them; default that of "
+        "diloco_text",
+    )
     parser.add_argument("--seeds", type=int, default=3, help="seeds of the first table")
     parser.add_argument(
         "--learning_rates",
@@ -179,40 +196,45 @@ def main() -> None:
             else setting
             for setting in group
         ]
-        for name, group in settings(options.seeds, options.rows).items()
+        for name, group in settings(options.seeds, options.rows, options.local_steps).items()
     }
     rates = [float(rate) for rate in options.learning_rates.split(",")]
     momenta = [float(momentum) for momentum in options.outer_momenta.split(",")]
+    planned = [setting for name in chosen for setting in todo[name]]
+    untuned = {_tuned_with(setting): setting for setting in reversed(planned)}
     tuning = [
         setting._replace(learning_rate=rate, outer_momentum=momentum)
-        for setting in todo["methods"]
-        if setting.seed == 0
+        for setting in reversed(untuned.values())
         for rate in rates
         for momentum in (momenta if setting.has_outer_optimizer else [setting.outer_momentum])
     ]
     try:
-        for setting in (*tuning, *(setting for name in chosen for setting in todo[name])):
+        for setting in (*tuning, *planned):
             setting.experiment(options.tokens)
             if setting.common_start:
                 common_start(setting, options.tokens)
     except ValueError as error:
         parser.error(str(error))
     out = Path(options.out)
-    best = {setting.method: setting for setting in tuning}
+    best = {_tuned_with(setting): setting for setting in tuning}
     if len(tuning) > len(best):
         tried = [measure(setting, options.tokens, out) for setting in tuning]
         lowest = best_results(tried)
-        best = {method: result.setting for method, result in lowest.items()}
-        print(f"\n{table(tried, TUNED, lowest['data parallelism'].loss)}")
+        best = {tuned: result.setting for tuned, result in lowest.items()}
+        baseline = min(run.loss for run in tried if not run.setting.has_outer_optimizer)
+        print(f"\n{table(tried, TUNED, baseline)}")
 
     def tuned(setting: Setting) -> Setting:
-        found = best[setting.method]
+        found = best[_tuned_with(setting)]
         return setting._replace(
             learning_rate=found.learning_rate, outer_momentum=found.outer_momentum
         )
 
     results: dict[str, list[Result]] = {}
-    columns = {"methods": ["method", "local_steps", "bits", *TUNED[1:]]}
+    columns = {
+        "methods": ["method", "local_steps", "bits", *TUNED[2:]],
+        "local_steps": TUNED[1:],
+    }
     baseline = float("nan")
     for name in chosen:
         results[name] = [measure(tuned(setting), options.tokens, out) for setting in todo[name]]

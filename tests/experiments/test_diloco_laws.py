@@ -108,19 +108,30 @@ def test_data_parallelism_has_no_outer_momentum_in_the_table() -> None:
     assert [row[1] for row in cells] == ["", "0.7"]
 
 
-def test_each_method_has_its_own_best_learning_rate() -> None:
-    losses = {"data parallelism": (1.5, 1.4, 1.6), "DiLoCo": (1.7, 1.6, 1.5)}
+def test_each_method_and_number_of_local_steps_has_its_own_best_learning_rate() -> None:
+    losses = {
+        ("data parallelism", 18): (1.5, 1.4, 1.6),
+        ("DiLoCo", 18): (1.7, 1.6, 1.5),
+        ("DiLoCo", 6): (1.4, 1.6, 1.5),
+    }
     results = [
-        Result(Setting(method, 18, 4, "4 bits", 16, 0, rate), loss, 2e6)
-        for method, tried in losses.items()
+        Result(Setting(method, steps, 4, "4 bits", 16, 0, rate), loss, 2e6)
+        for (method, steps), tried in losses.items()
         for rate, loss in zip((0.004, 0.008, 0.016), tried, strict=True)
     ]
     best = best_results(results)
-    assert {name: result.setting.learning_rate for name, result in best.items()} == {
-        "data parallelism": 0.008,
-        "DiLoCo": 0.016,
+    assert {tuned: result.setting.learning_rate for tuned, result in best.items()} == {
+        ("data parallelism", 18): 0.008,
+        ("DiLoCo", 18): 0.016,
+        ("DiLoCo", 6): 0.004,
     }
     assert len({result.setting.folder for result in results}) == len(results)
+
+
+def test_local_steps_are_those_of_all_tables_but_one() -> None:
+    groups = settings(2, local_steps=6)
+    assert {run.local_steps for run in groups.pop("local_steps")} == {1, 6, 18, 54, 162}
+    assert {run.local_steps for group in groups.values() for run in group} == {6}
 
 
 def test_the_picture_has_a_panel_per_setting() -> None:

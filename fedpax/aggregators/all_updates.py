@@ -5,6 +5,7 @@ These functions transpose this layout, so that a device holds some coordinates o
 That is one all-to-all over the placement's mesh axis.
 """
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -12,10 +13,12 @@ import chex
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 from fedpax.primitives.layout import explicit_axis, mesh_axis
 from fedpax.primitives.placement import resolve_placement
+
+_BLOCK_SIZE = 2**18  # 1 MB of float32
 
 
 def reduce_coordinates(
@@ -32,7 +35,12 @@ def reduce_coordinates(
     """
 
     def reduce_leaf(leaf: jax.Array) -> jax.Array:
-        reduced = fn(_transpose(leaf.astype(jnp.float32)))
+        x = _transpose(leaf.astype(jnp.float32))
+        if jax.sharding.get_abstract_mesh().size > 1 or _explicit(x):
+            reduced = fn(x)  # blocks would not be those of the devices
+        else:
+            blocks = functools.partial(_reduce_blocks, fn)
+            reduced = jax.lax.platform_dependent(x, cpu=blocks, default=fn)
         return _restore(reduced, leaf).astype(leaf.dtype)
 
     return jax.tree.map(reduce_leaf, updates)
@@ -62,6 +70,24 @@ def squared_distances(updates: chex.ArrayTree) -> Float[Array, "participants par
 def known_to_all(values: Shaped[Array, " participants"]) -> Shaped[Array, " participants"]:
     """Give every device the numbers of all participants. Inside a program."""
     return jax.sharding.reshard(values, P(None)) if _explicit(values) else values
+
+
+def _reduce_blocks(
+    fn: Callable[[jax.Array], jax.Array], x: Float[Array, "participants ..."]
+) -> Float[Array, "..."]:
+    """Reduce blocks of coordinates one after another, each in a CPU's cache."""
+    size, width = math.prod(x.shape[1:]), max(_BLOCK_SIZE // x.shape[0], 1)
+    if size <= width:
+        return fn(x)
+    rows = x.reshape(x.shape[0], size)
+
+    def reduce_block(i: Int[Array, ""], reduced: Float[Array, " size"]) -> Float[Array, " size"]:
+        start = jnp.minimum(i * width, size - width)  # the last two blocks may overlap
+        block = jax.lax.dynamic_slice_in_dim(rows, start, width, 1)
+        return jax.lax.dynamic_update_slice_in_dim(reduced, fn(block), start, 0)
+
+    blocks = -(-size // width)
+    return jax.lax.fori_loop(0, blocks, reduce_block, jnp.zeros(size)).reshape(x.shape[1:])
 
 
 def _inner_products(x: jax.Array) -> Float[Array, "participants participants"]:

@@ -71,9 +71,13 @@ def bulyan(num_byzantine: int) -> Aggregator:
         def reduce(x: Float[Array, "participants ..."]) -> Float[Array, "..."]:
             x = sort_participants(x, chosen)
             distance = jnp.abs(x - median_of_sorted(x, count)[None])
-            _, x = jax.lax.sort((distance, x), dimension=0, num_keys=1)
+            # The values closest to the median are neighbours in the sorted order. They start after
+            # the values that are farther from the median than the value `closest` places above.
+            above = jnp.roll(distance, -closest, 0)
             place = jax.lax.broadcasted_iota(jnp.int32, (n, *[1] * (x.ndim - 1)), 0)
-            mean = jnp.sum(jnp.where(place < closest, x, 0.0), 0) / closest
+            first = jnp.sum((place < count - closest) & (distance > above), 0)
+            kept = (first <= place) & (place < first + closest)
+            mean = jnp.sum(jnp.where(kept, x, 0.0), 0) / closest
             return jnp.where(count == 0, 0.0, mean)
 
         return reduce_coordinates(reduce, updates), state, {}

@@ -11,6 +11,7 @@ from fedpax.aggregators.aggregator import Aggregator, EmptyState
 from fedpax.aggregators.all_updates import known_to_all, reduce_coordinates
 from fedpax.aggregators.gaussian_noise import check_at_least
 from fedpax.aggregators.presence import num_participants, present
+from fedpax.aggregators.sorting_network import sort_rows
 from fedpax.primitives import federated_sum
 
 
@@ -98,7 +99,7 @@ def trimmed_mean(trim_fraction: float) -> Aggregator:
 def sort_participants(
     x: Float[Array, "participants ..."], here: Bool[Array, " participants"]
 ) -> Float[Array, "participants ..."]:
-    """Sort each coordinate: first numbers, then infinities and NaNs, and last absent ones as NaN.
+    """Sort each coordinate: first numbers, then infinities, NaNs and absent ones as infinity.
 
     Args:
         x: the values.
@@ -107,8 +108,8 @@ def sort_participants(
     Returns:
         The sorted values.
     """
-    x = jnp.where(jnp.isnan(x), jnp.inf, x)
-    return jnp.sort(jnp.where(here.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.nan), 0)
+    known = here.reshape(-1, *[1] * (x.ndim - 1)) & ~jnp.isnan(x)
+    return sort_rows(jnp.where(known, x, jnp.inf))
 
 
 def median_of_sorted(

@@ -35,7 +35,7 @@ def bulyan_of(x, f):
         best = order_of(rest, f)[0]
         chosen.append(rest[best])
         rest = np.delete(rest, best, 0)
-    x = np.stack(chosen)
+    x = np.sort(chosen, 0)  # of two values that are equally close, the lower one comes first
     order = np.argsort(np.abs(x - np.median(x, 0)), 0, kind="stable")
     return np.take_along_axis(x, order, 0)[: len(x) - 2 * f].mean(0)
 

@@ -20,12 +20,14 @@ from numpy_robust_means import (
 
 import fedpax
 from fedpax.aggregators import (
+    all_updates,
     bulyan,
     coordinate_median,
     geometric_median,
     krum,
     trimmed_mean,
 )
+from fedpax.aggregators.sorting_network import sort_rows
 from fedpax.algorithms import diloco, fedavg
 from fedpax.hlo.collectives import collectives
 
@@ -201,6 +203,33 @@ def test_bfloat16_updates_are_combined_in_float32():
         np.testing.assert_array_equal(found[key], expected[key].astype(jnp.bfloat16))
 
 
+@pytest.mark.parametrize("n", [1, 2, 3, 8, 13, 33])
+def test_sort_rows_equals_numpy(n):
+    x = np.float32(np.random.default_rng(n).standard_normal((n, 4, 5)))
+    x[0], x[:, 1, 2], x[-1, :, 3] = -np.inf, 0.5, np.inf
+    np.testing.assert_array_equal(jax.jit(sort_rows)(x), np.sort(x, 0))
+
+
+@pytest.mark.parametrize("name", ["coordinate_median", "trimmed_mean", "bulyan"])
+def test_blocks_of_coordinates_change_nothing(name, monkeypatch):
+    """A block of 5 coordinates covers no leaf of `draw` in whole blocks."""
+    updates, weights = draw(8), np.float32([1, 1, 0, 1, 1, 1, 1, 1])
+    for x in updates.values():
+        x[2] = np.nan
+    monkeypatch.setattr(all_updates, "_BLOCK_SIZE", 5 * N)
+    compiled.cache_clear()
+    check(name, updates, weights)
+    text = compiled(name).lower(updates, weights).compile().as_text()
+    compiled.cache_clear()
+    assert f"f32[{N},5]" in text
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_bulyan_takes_the_lower_of_two_values_that_are_equally_close(seed):
+    rng = np.random.default_rng(seed)
+    check("bulyan", {k: np.float32(rng.integers(0, 9, (N, *s))) for k, s in SHAPES.items()})
+
+
 # ---- memory and communication
 
 
@@ -216,8 +245,8 @@ def test_explain_tells_which_aggregators_need_all_updates():
         return fedpax.explain(round, jnp.ones(3), jnp.ones((N, 3)))
 
     stored = "stored for all participants:\n    float32[8,3]: the server reads it in "
-    assert stored + "'sort'" in explain("coordinate_median")
-    assert stored + "'sort'" in explain("trimmed_mean")
+    assert stored + "'cond'" in explain("coordinate_median")
+    assert stored + "'cond'" in explain("trimmed_mean")
     assert stored + "'dot_general'" in explain("krum")
     assert stored + "'dot_general'" in explain("bulyan")
     assert stored + "'scan'" in explain("geometric_median")  # the loop of its iterations

@@ -1,9 +1,9 @@
 """Models in flax.nnx as pure functions of their parameters, and their losses.
 
-`transformer`, `mlp` and `cnn` make a `FunctionalModel` from a configuration; `transformer_loss` and
-`classification_loss` make the loss to train it. `fedpax.models.attention` has the implementations
-of attention, `fedpax.models.presets` the configurations of known transformers.
-`fedpax.models.huggingface` reads and writes weights in Hugging Face folders, and
+`transformer`, `mlp`, `cnn` and `resnet` make a `FunctionalModel` from a configuration;
+`transformer_loss` and `classification_loss` make the loss to train it. `fedpax.models.attention`
+has the implementations of attention, `fedpax.models.presets` the configurations of known
+transformers. `fedpax.models.huggingface` reads and writes weights in Hugging Face folders, and
 `fedpax.models.lora` trains low-rank adapters of them.
 """
 
@@ -19,6 +19,7 @@ from fedpax.models.losses import (
     transformer_loss,
 )
 from fedpax.models.nnx_functional import FunctionalModel, to_functional
+from fedpax.models.resnet import ResNetConfig, resnet
 from fedpax.models.transformer import transformer
 from fedpax.models.transformer_config import TransformerConfig
 from fedpax.models.utilization import flops_per_token, model_flops_utilization
@@ -28,6 +29,7 @@ __all__ = [
     "FunctionalModel",
     "LossFn",
     "MLPConfig",
+    "ResNetConfig",
     "TransformerConfig",
     "accumulate_gradients",
     "chunked_cross_entropy",
@@ -39,6 +41,7 @@ __all__ = [
     "mlp",
     "model_flops_utilization",
     "next_token_loss",
+    "resnet",
     "to_functional",
     "transformer",
     "transformer_loss",

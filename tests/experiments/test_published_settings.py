@@ -7,11 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from federated_archives import serialize, write_archive
 
+from fedpax.data.sources.federated_archive import Archive
+from fedpax.data.sources.federated_sources import FederatedCifar100
 from fedpax.experiments.fedavg_images import fedadam_emnist, fedyogi_cifar100
 from fedpax.experiments.fedavg_text import fedyogi_shakespeare
-from fedpax.models.classifiers import cnn
 from fedpax.models.losses import classification_loss
 from fedpax.training.metrics import read_metrics, select
 from fedpax.training.trainer import train
@@ -50,13 +53,43 @@ def test_without_a_network_the_error_names_the_archive_and_its_place(
 def test_the_network_takes_the_images_of_the_data_set(
     make: Callable[[], Any], shape: tuple[int, ...], classes: int
 ) -> None:
-    model = cnn(make().model)
+    model = make().make_model()
     params = jax.eval_shape(model.init, jax.random.key(0))
     images = jax.ShapeDtypeStruct((20, *shape), jnp.uint8)
     assert jax.eval_shape(model.apply, params, images).shape == (20, classes)
     batch = {"image": images, "label": jax.ShapeDtypeStruct((20,), jnp.int32)}
     loss, _ = jax.eval_shape(classification_loss(model.apply), params, batch)
     assert loss.shape == ()
+
+
+@pytest.mark.slow
+def test_a_round_on_images_of_the_shape_of_cifar100(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The published experiment with a ResNet of fewer filters, on an archive of random images."""
+    rng, archive = np.random.default_rng(0), FederatedCifar100.ARCHIVE
+    rows = [
+        (split, client, serialize({"image": image.ravel(), "label": label, "coarse_label": 3}))
+        for split in ("train", "test")
+        for client in ("0", "1", "2")
+        for label in (7, 98)
+        for image in rng.integers(0, 256, (3, 32, 32, 3))
+    ]
+    write_archive(tmp_path / "downloads" / "manual" / archive.filename, rows)
+    monkeypatch.setattr(FederatedCifar100, "ARCHIVE", Archive(archive.url))
+    base = fedyogi_cifar100()
+    experiment = dataclasses.replace(
+        base,
+        data_dir=str(tmp_path),
+        model=dataclasses.replace(base.model, filters=4),
+        cohort=dataclasses.replace(base.cohort, size=2, batch_size=3),
+        training=dataclasses.replace(base.training, rounds=2, evaluate_every=1),
+    )
+    train(experiment, tmp_path / "run")
+    lines = read_metrics(tmp_path / "run")
+    assert [line["loss"] > 0 for line in select(lines, "training")] == [True, True]
+    accuracies = [line["accuracy"] for line in select(lines, "evaluation")]
+    assert len(accuracies) >= 2 and all(0 <= accuracy <= 1 for accuracy in accuracies)
 
 
 @pytest.mark.slow

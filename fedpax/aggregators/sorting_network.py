@@ -2,8 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 
 def sort_rows(x: Float[Array, "participants ..."]) -> Float[Array, "participants ..."]:
@@ -32,26 +31,23 @@ def sort_rows(x: Float[Array, "participants ..."]) -> Float[Array, "participants
 
 def _bitonic_sort(x: Float[Array, "participants ..."]) -> Float[Array, "participants ..."]:
     n = x.shape[0]
-    partners, takes_less = _network(n)
+    if n < 2:
+        return x
+    levels = (n - 1).bit_length()
+    steps = [(level, bit) for level in range(levels) for bit in range(level, -1, -1)]
+    level, bit = jnp.array(steps).T[:, :, None]
+    row = jnp.arange(2**levels)
+    partners = row ^ 1 << bit
+    ascending = row >> level + 1 & 1 == 0
 
     def step(
-        x: Float[Array, "rows ..."], pairs: tuple[jax.Array, jax.Array]
+        x: Float[Array, "rows ..."], pairs: tuple[Int[Array, " rows"], Bool[Array, " rows"]]
     ) -> tuple[Float[Array, "rows ..."], None]:
-        partner, less = pairs
+        partner, takes_less = pairs
         other = jnp.take(x, partner, 0, mode="clip")
-        less = less.reshape(-1, *[1] * (x.ndim - 1))
-        return jnp.where(less, jnp.minimum(x, other), jnp.maximum(x, other)), None
+        takes_less = takes_less.reshape(-1, *[1] * (x.ndim - 1))
+        return jnp.where(takes_less, jnp.minimum(x, other), jnp.maximum(x, other)), None
 
-    padding = [(0, partners.shape[1] - n)] + [(0, 0)] * (x.ndim - 1)
+    padding = [(0, row.size - n)] + [(0, 0)] * (x.ndim - 1)
     rows = jnp.pad(x, padding, constant_values=jnp.inf)
-    return jax.lax.scan(step, rows, (partners, takes_less))[0][:n]
-
-
-def _network(n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return each row's partner in each step, and whether the row takes the smaller value."""
-    levels = max(n - 1, 0).bit_length()
-    rows = np.arange(2**levels)
-    partners = [rows ^ 1 << bit for level in range(levels) for bit in range(level, -1, -1)]
-    ascending = [rows >> level + 1 & 1 == 0 for level in range(levels) for _ in range(level + 1)]
-    partner = np.array(partners, np.int32).reshape(-1, 2**levels)
-    return partner, (rows < partner) == np.array(ascending).reshape(partner.shape)
+    return jax.lax.scan(step, rows, (partners, (row < partners) == ascending))[0][:n]

@@ -163,6 +163,11 @@ class FedAvgExperiment(Experiment):
         """Open the training split."""
         return load(self.dataset, "train", data_dir=self.data_dir)
 
+    def read_clients(self) -> tuple[Examples | Arrays, Partition]:
+        """Return the training examples, and the indices of each client's examples."""
+        source = self.read_source()
+        return self.read_training(source), self.population.make(source, self.cohort.seed)
+
     def make_sampler(self, population: Partition) -> ClientSampler:
         """Make the sampler of the clients of each round."""
         return ClientSampler(len(population), self.cohort.size, self.cohort.seed)
@@ -189,11 +194,10 @@ class FedAvgExperiment(Experiment):
         mesh = mesh_config.make(available_devices()[: mesh_config.size])
         num_devices = mesh.shape.get("clients", 1)
         preprocess = self.make_preprocess()
-        source = self.read_source()
-        population = self.population.make(source, cohort.seed)
+        training, population = self.read_clients()
         sampler = self.make_sampler(population)
         rounds = cohort_rounds(
-            self.read_training(source),
+            training,
             population,
             sampler,
             batch_size=cohort.batch_size,

@@ -166,33 +166,3 @@ def fedavg_lora_text() -> FedAvgText:
         ),
         training=TrainingConfig(rounds=20, evaluate_every=5, checkpoint_every=10),
     )
-
-
-def fedyogi_shakespeare() -> FedAvgText:
-    """FedYogi on Shakespeare's plays, 10 of 715 roles per round, byte by byte. Downloads once.
-
-    The settings of the paper: 10 clients per round, batches of 4 rows of 80 characters, one epoch,
-    1,200 rounds, client learning rate 1, server learning rate 0.01, b1 = 0.9, b2 = 0.99,
-    tau = 10^-3. The model is a transformer of 1.1 million parameters and not the paper's LSTM, so
-    clients clip their gradients to norm 1, and a client's rows continue across its snippets.
-
-    Reference:
-        Reddi et al., Adaptive Federated Optimization, arXiv:2003.00295, section 5 and appendix.
-    """
-    return FedAvgText(
-        model=presets.base_1m(),
-        data=ClientTextConfig(
-            dataset="federated_shakespeare", heldout_split="test", seq_len=80, heldout_batch_size=32
-        ),
-        cohort=CohortConfig(size=10, batch_size=4),
-        optimizer=OptimizerConfig(
-            name="sgd",
-            learning_rate=1.0,
-            schedule="constant",
-            warmup_steps=0,
-            b1=0.0,
-            weight_decay=0.0,
-        ),
-        server=ServerConfig(optimizer="yogi", learning_rate=0.01, b1=0.9),
-        training=TrainingConfig(rounds=1200, evaluate_every=50, checkpoint_every=100),
-    )

@@ -1,5 +1,6 @@
 """FedAvg and FedOpt on sentences of words: next-word prediction by a recurrent network."""
 
+import abc
 import dataclasses
 from collections.abc import Callable, Sequence
 
@@ -28,13 +29,74 @@ from fedpax.training.virtual_time import ScheduledRounds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FedAvgWords(FedAvgExperiment):
+class FedAvgTokens(FedAvgExperiment):
+    """A recurrent network that predicts the next token, trained on clients' rows of tokens.
+
+    In the mean over clients, the weight of a client is its number of targets.
+
+    Attributes:
+        seq_len: targets of a row.
+        model: the network.
+    """
+
+    seq_len: int
+    model: LSTMConfig
+
+    @property
+    @abc.abstractmethod
+    def num_known(self) -> int:
+        """The metric `accuracy` counts the targets 1 to `num_known`."""
+
+    def make_model(self) -> FunctionalModel:
+        """Make the network."""
+        return lstm(self.model)
+
+    def make_loss(self, model: FunctionalModel) -> LossFn:
+        """Make the cross-entropy; the metric `accuracy` is that of a batch."""
+        parts = next_word_loss(model.apply, self.num_known)
+
+        def loss_fn(
+            params: Params, batch: chex.ArrayTree
+        ) -> tuple[jax.Array, dict[str, jax.Array]]:
+            loss, aux = parts(params, batch)
+            return loss, {"accuracy": aux["known_correct"] / jnp.maximum(aux["known"], 1e-9)}
+
+        return loss_fn
+
+    def make_evaluation(
+        self, evaluate: Callable[..., Callable[[Params], dict[str, float]]], model: FunctionalModel
+    ) -> Callable[[Params], dict[str, float]]:
+        """Make the evaluation: the loss and the accuracy of all held-out targets together."""
+        parts = evaluate(next_word_loss(model.apply, self.num_known))
+
+        def evaluate_heldout(params: Params) -> dict[str, float]:
+            found = parts(params)
+            return {
+                "loss": found["loss"],
+                "accuracy": found["known_correct"] / max(found["known"], 1e-9),
+            }
+
+        return evaluate_heldout
+
+    def make_stream(self, rounds: CohortRounds, sampler: ClientSampler) -> CohortStream:
+        """Weigh each client by its number of targets."""
+        del sampler
+
+        def weigh(cohort: Cohort, round_number: int) -> Cohort:
+            del round_number
+            targets = cohort.batches["mask"].sum(axis=(1, 2, 3), dtype=np.int32)
+            return cohort._replace(num_examples=targets)
+
+        return ScheduledRounds(rounds, weigh)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FedAvgWords(FedAvgTokens):
     """A recurrent network that predicts the next word, trained on clients' sentences.
 
     The examples of `dataset` have a field `text`, words separated by spaces. The vocabulary is the
-    most frequent words of Stack Overflow. In the mean over clients, the weight of a client is its
-    number of targets. The metric `accuracy` leaves out padding, unknown words and ends of
-    sentences.
+    most frequent words of Stack Overflow. The metric `accuracy` leaves out padding, unknown words
+    and ends of sentences.
 
     Attributes:
         vocab_size: number of words in the vocabulary.
@@ -79,60 +141,26 @@ class FedAvgWords(FedAvgExperiment):
 
     def read_heldout(self, heldout: Source, preprocess: Preprocess) -> Sequence[Batch]:
         """Read the batches of the evaluation; the last one is padded with empty sentences."""
-        size = self.heldout_batch_size
         chosen = evenly_spaced(len(heldout), self.heldout_examples or len(heldout))
         sentences = np.array([heldout[int(index)]["text"] for index in chosen], object)
         rows = preprocess({"text": sentences})
-        padded = {
-            name: np.pad(values, [(0, -len(values) % size), (0, 0)])
-            for name, values in rows.items()
-        }
-        return [
-            {name: values[first : first + size] for name, values in padded.items()}
-            for first in range(0, len(padded["mask"]), size)
-        ]
+        return pad_batches(rows, self.heldout_batch_size)
 
-    def make_model(self) -> FunctionalModel:
-        """Make the network."""
-        return lstm(self.model)
+    @property
+    def num_known(self) -> int:
+        """The number of words: accuracy leaves out padding, unknown words, ends of sentences."""
+        return self.vocab_size
 
-    def make_loss(self, model: FunctionalModel) -> LossFn:
-        """Make the cross-entropy; the metric `accuracy` is that of a batch."""
-        parts = next_word_loss(model.apply, self.vocab_size)
 
-        def loss_fn(
-            params: Params, batch: chex.ArrayTree
-        ) -> tuple[jax.Array, dict[str, jax.Array]]:
-            loss, aux = parts(params, batch)
-            return loss, {"accuracy": aux["known_correct"] / jnp.maximum(aux["known"], 1e-9)}
-
-        return loss_fn
-
-    def make_evaluation(
-        self, evaluate: Callable[..., Callable[[Params], dict[str, float]]], model: FunctionalModel
-    ) -> Callable[[Params], dict[str, float]]:
-        """Make the evaluation: the loss and the accuracy of all held-out targets together."""
-        parts = evaluate(next_word_loss(model.apply, self.vocab_size))
-
-        def evaluate_heldout(params: Params) -> dict[str, float]:
-            found = parts(params)
-            return {
-                "loss": found["loss"],
-                "accuracy": found["known_correct"] / max(found["known"], 1e-9),
-            }
-
-        return evaluate_heldout
-
-    def make_stream(self, rounds: CohortRounds, sampler: ClientSampler) -> CohortStream:
-        """Weigh each client by its number of targets."""
-        del sampler
-
-        def weigh(cohort: Cohort, round_number: int) -> Cohort:
-            del round_number
-            targets = cohort.batches["mask"].sum(axis=(1, 2, 3), dtype=np.int32)
-            return cohort._replace(num_examples=targets)
-
-        return ScheduledRounds(rounds, weigh)
+def pad_batches(rows: Batch, size: int) -> list[Batch]:
+    """Split rows into batches of `size` rows; the last one is padded with rows of zeros."""
+    padded = {
+        name: np.pad(values, [(0, -len(values) % size), (0, 0)]) for name, values in rows.items()
+    }
+    return [
+        {name: values[first : first + size] for name, values in padded.items()}
+        for first in range(0, len(padded["mask"]), size)
+    ]
 
 
 def fedadam_stackoverflow() -> FedAvgWords:

@@ -1,4 +1,4 @@
-"""A recurrent language model of words: embedding, LSTM layers with projections, logits."""
+"""A recurrent language model: embedding, LSTM layers with or without projections, logits."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ class LSTMConfig:
 
     Attributes:
         vocab_size: numbers that a token can be: words, padding, and other special tokens.
-        embed_dim: features of an embedding, and of a layer's projected output.
+        embed_dim: features of an embedding.
         hidden_dim: units of an LSTM layer.
-        num_layers: number of LSTM layers, each with a projection to `embed_dim` features.
+        num_layers: number of LSTM layers.
+        has_projections: whether a dense layer projects each LSTM layer's output to `embed_dim`
+            features. Without, the next layer reads `hidden_dim` features.
 
     Raises:
         ValueError: a size is below 1.
@@ -34,12 +36,15 @@ class LSTMConfig:
     Example:
         >>> LSTMConfig().num_params()
         4050748
+        >>> LSTMConfig(90, 8, 256, num_layers=2, has_projections=False).num_params()  # Shakespeare
+        820522
     """
 
     vocab_size: int = 10_004
     embed_dim: int = 96
     hidden_dim: int = 670
     num_layers: int = 1
+    has_projections: bool = True
 
     def __post_init__(self) -> None:
         """Check the sizes."""
@@ -49,8 +54,17 @@ class LSTMConfig:
     def num_params(self) -> int:
         """Count the parameters."""
         embed, hidden = self.embed_dim, self.hidden_dim
-        layer = 4 * hidden * (embed + hidden + 1) + (hidden + 1) * embed
-        return self.vocab_size * (2 * embed + 1) + self.num_layers * layer
+        *inputs, last = self.layer_inputs
+        layers = sum(4 * hidden * (features + hidden + 1) for features in inputs)
+        if self.has_projections:
+            layers += self.num_layers * (hidden + 1) * embed
+        return self.vocab_size * (embed + last + 1) + layers
+
+    @property
+    def layer_inputs(self) -> list[int]:
+        """Features that each LSTM layer reads, and then those that the logits read."""
+        outputs = self.embed_dim if self.has_projections else self.hidden_dim
+        return [self.embed_dim, *[outputs] * self.num_layers]
 
 
 class LSTMLayer(nnx.Module):
@@ -85,7 +99,7 @@ class LSTMLayer(nnx.Module):
 
 
 class LSTM(nnx.Module):
-    """Embedding, LSTM layers with projections, and a dense layer of logits."""
+    """Embedding, LSTM layers, each with a projection if it has one, and a dense layer of logits."""
 
     def __init__(self, config: LSTMConfig, *, rngs: nnx.Rngs):
         embed, hidden = config.embed_dim, config.hidden_dim
@@ -94,22 +108,24 @@ class LSTM(nnx.Module):
         self.embedding = nnx.Param(
             jax.random.uniform(rngs.params(), shape, jnp.float32, -0.05, 0.05)
         )
+        *inputs, last = config.layer_inputs
         self.layers = nnx.Dict(
-            {f"lstm_{k}": LSTMLayer(embed, hidden, rngs=rngs) for k in range(config.num_layers)}
+            {f"lstm_{k}": LSTMLayer(size, hidden, rngs=rngs) for k, size in enumerate(inputs)}
         )
         self.projections = nnx.Dict(
             {
                 f"dense_{k}": nnx.Linear(hidden, embed, kernel_init=glorot, rngs=rngs)
-                for k in range(config.num_layers)
+                for k in range(config.num_layers if config.has_projections else 0)
             }
         )
-        self.logits = nnx.Linear(embed, config.vocab_size, kernel_init=glorot, rngs=rngs)
+        self.logits = nnx.Linear(last, config.vocab_size, kernel_init=glorot, rngs=rngs)
 
     def __call__(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq vocab_size"]:
         """Map tokens to the logits of each next token."""
         x = self.embedding[...][tokens]
-        for layer, projection in zip(self.layers.values(), self.projections.values(), strict=True):
-            x = projection(layer(x))
+        projections = list(self.projections.values())
+        for k, layer in enumerate(self.layers.values()):
+            x = projections[k](layer(x)) if projections else layer(x)
         return self.logits(x)
 
 

@@ -12,9 +12,9 @@ import pytest
 from federated_archives import serialize, write_archive
 
 from fedpax.data.sources.federated_archive import Archive
-from fedpax.data.sources.federated_sources import FederatedCifar100
+from fedpax.data.sources.federated_sources import FederatedCifar100, FederatedShakespeare
+from fedpax.experiments.fedavg_characters import fedyogi_shakespeare
 from fedpax.experiments.fedavg_images import fedadam_emnist, fedyogi_cifar100
-from fedpax.experiments.fedavg_text import fedyogi_shakespeare
 from fedpax.models.losses import classification_loss
 from fedpax.training.metrics import read_metrics, select
 from fedpax.training.trainer import train
@@ -93,16 +93,42 @@ def test_a_round_on_images_of_the_shape_of_cifar100(
 
 
 @pytest.mark.slow
-def test_fedyogi_with_the_settings_for_shakespeare_learns_text(tmp_path: Path) -> None:
+def test_fedyogi_learns_characters_of_snippets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The published experiment, with a small network, on an archive of repeated lines."""
+    rng, archive = np.random.default_rng(0), FederatedShakespeare.ARCHIVE
+    line = b"To be, or not to be, that is the question:\n"
+    rows = [
+        (split, f"HAMLET_{k}", serialize({"snippets": (line * 9)[start : start + length]}))
+        for split in ("train", "test")
+        for k in range(4)
+        for start, length in zip(rng.integers(40, size=6), rng.integers(1, 300, 6), strict=True)
+    ]
+    write_archive(tmp_path / "downloads" / "manual" / archive.filename, rows)
+    monkeypatch.setattr(FederatedShakespeare, "ARCHIVE", Archive(archive.url))
     base = fedyogi_shakespeare()
     experiment = dataclasses.replace(
         base,
-        data=dataclasses.replace(
-            base.data, dataset="stdlib_text", heldout_split="heldout", heldout_tokens=2048
-        ),
-        cohort=dataclasses.replace(base.cohort, max_steps=4),
-        training=dataclasses.replace(base.training, rounds=4, evaluate_every=4),
+        data_dir=str(tmp_path),
+        model=dataclasses.replace(base.model, hidden_dim=16),
+        heldout_batch_size=8,
+        cohort=dataclasses.replace(base.cohort, size=2, max_steps=4),
+        training=dataclasses.replace(base.training, rounds=20, evaluate_every=20),
     )
-    train(experiment, tmp_path)
-    losses = [line["loss"] for line in select(read_metrics(tmp_path), "training")]
-    assert losses[-1] < losses[0] - 0.3
+    rows = experiment.read_clients()[0]["rows"]
+    population, _ = experiment.read_population()
+    assert sorted(np.concatenate(population)) == list(range(len(rows)))
+    train(experiment, tmp_path / "run")
+    lines = read_metrics(tmp_path / "run")
+    losses = [line["loss"] for line in select(lines, "training")]
+    assert losses[-1] < losses[0] - 0.8
+    (*_, last) = select(lines, "evaluation")
+    assert 0.05 < last["accuracy"] <= 1
+
+
+def test_the_network_of_shakespeare_has_an_output_for_each_character() -> None:
+    base = fedyogi_shakespeare()
+    assert base.model.num_params() == 820_522
+    with pytest.raises(ValueError, match=r"86 characters and 4 special tokens. Set --model\.voc"):
+        dataclasses.replace(base, model=dataclasses.replace(base.model, vocab_size=86))

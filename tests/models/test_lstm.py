@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fedpax.models.losses import next_word_loss
 from fedpax.models.lstm import LSTMConfig, lstm
 
 
@@ -10,9 +11,10 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-x))
 
 
-def test_logits_equal_a_loop_over_layers_and_steps() -> None:
+@pytest.mark.parametrize("has_projections", [True, False])
+def test_logits_equal_a_loop_over_layers_and_steps(has_projections: bool) -> None:
     rng = np.random.default_rng(0)
-    config = LSTMConfig(vocab_size=7, embed_dim=3, hidden_dim=5, num_layers=2)
+    config = LSTMConfig(7, 3, 5, num_layers=2, has_projections=has_projections)
     model = lstm(config)
     params = jax.tree.map(
         lambda leaf: rng.normal(size=leaf.shape), jax.eval_shape(model.init, jax.random.key(0))
@@ -20,23 +22,48 @@ def test_logits_equal_a_loop_over_layers_and_steps() -> None:
     tokens = rng.integers(0, 7, (2, 4))
     x = params["embedding"][tokens]
     for k in range(config.num_layers):
-        layer, dense = params["layers"][f"lstm_{k}"], params["projections"][f"dense_{k}"]
+        layer = params["layers"][f"lstm_{k}"]
         h, c, outputs = np.zeros((2, 5)), np.zeros((2, 5)), []
         for t in range(tokens.shape[1]):
             gates = x[:, t] @ layer["kernel"] + h @ layer["recurrent_kernel"] + layer["bias"]
             i, f, g, o = np.split(gates, 4, axis=-1)
             c = sigmoid(f) * c + sigmoid(i) * np.tanh(g)
             h = sigmoid(o) * np.tanh(c)
-            outputs.append(h @ dense["kernel"] + dense["bias"])
+            outputs.append(h)
+            if has_projections:
+                dense = params["projections"][f"dense_{k}"]
+                outputs[-1] = h @ dense["kernel"] + dense["bias"]
         x = np.stack(outputs, axis=1)
     expected = x @ params["logits"]["kernel"] + params["logits"]["bias"]
     np.testing.assert_allclose(jax.jit(model.apply)(params, tokens), expected, atol=2e-4)
 
 
-@pytest.mark.parametrize("config", [LSTMConfig(), LSTMConfig(50, 8, 12, num_layers=2)])
+SHAKESPEARE = LSTMConfig(90, 8, 256, num_layers=2, has_projections=False)
+
+
+@pytest.mark.parametrize("config", [LSTMConfig(), LSTMConfig(50, 8, 12, num_layers=2), SHAKESPEARE])
 def test_the_parameters_are_those_that_the_configuration_counts(config: LSTMConfig) -> None:
     shapes = jax.eval_shape(lstm(config).init, jax.random.key(0))
     assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == config.num_params()
+
+
+def test_the_published_network_of_shakespeare_has_820_522_parameters() -> None:
+    assert SHAKESPEARE.num_params() == 820_522
+
+
+@pytest.mark.parametrize("has_projections", [True, False])
+def test_a_step_in_bfloat16_lowers_the_loss(has_projections: bool) -> None:
+    model = lstm(LSTMConfig(11, 4, 6, num_layers=2, has_projections=has_projections))
+    params = jax.tree.map(
+        lambda leaf: leaf.astype(jnp.bfloat16), jax.jit(model.init)(jax.random.key(0))
+    )
+    rows = np.random.default_rng(0).integers(11, size=(4, 6))
+    assert jax.eval_shape(model.apply, params, rows).dtype == jnp.bfloat16
+    batch = {"inputs": rows[:, :-1], "targets": rows[:, 1:], "mask": np.ones((4, 5), bool)}
+    loss = jax.jit(jax.value_and_grad(lambda p: next_word_loss(model.apply, 10)(p, batch)[0]))
+    before, gradient = loss(params)
+    after, _ = loss(jax.tree.map(lambda p, g: p - g, params, gradient))
+    assert after < before - 0.02
 
 
 def test_forget_gates_start_open_and_embeddings_small() -> None:
@@ -46,5 +73,5 @@ def test_forget_gates_start_open_and_embeddings_small() -> None:
 
 
 def test_a_size_of_0_raises() -> None:
-    with pytest.raises(ValueError, match=r"num_layers=0\): expected positive sizes"):
+    with pytest.raises(ValueError, match=r"num_layers=0, .*\): expected positive sizes"):
         LSTMConfig(num_layers=0)

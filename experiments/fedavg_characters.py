@@ -1,0 +1,119 @@
+"""FedAvg and FedOpt on texts of characters: next-character prediction by a recurrent network."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from fedpax.data import Partition, Source
+from fedpax.data.rounds.preprocess import Arrays, Preprocess
+from fedpax.data.text.characters import (
+    NUM_SPECIAL,
+    SHAKESPEARE_CHARACTERS,
+    character_batch,
+    character_rows,
+)
+from fedpax.experiments.fedavg_clients import CohortConfig, ServerConfig
+from fedpax.experiments.fedavg_words import FedAvgTokens, pad_batches
+from fedpax.experiments.populations import NaturalPopulation, check_has_fields
+from fedpax.experiments.ranges import COUNT, check_ranges
+from fedpax.models.lstm import LSTMConfig
+from fedpax.training.evaluation import Batch
+from fedpax.training.experiment import TrainingConfig
+
+
+def _published_model() -> LSTMConfig:
+    size = len(SHAKESPEARE_CHARACTERS) + NUM_SPECIAL
+    return LSTMConfig(size, embed_dim=8, hidden_dim=256, num_layers=2, has_projections=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FedAvgCharacters(FedAvgTokens):
+    """A recurrent network that predicts the next character, trained on clients' texts.
+
+    The examples of `dataset` have a field `text`, UTF-8 bytes. The vocabulary is the 86 characters
+    of Shakespeare's plays. The metric `accuracy` leaves out padding.
+
+    Attributes:
+        seq_len: characters of a row.
+        model: the network; its `vocab_size` is that of the characters and 4 special tokens.
+    """
+
+    seq_len: int = 80
+    model: LSTMConfig = dataclasses.field(default_factory=_published_model)
+
+    def __post_init__(self) -> None:
+        """Check the ranges, and that the network has an output for each character.
+
+        Raises:
+            ValueError: a number is out of range, or the vocabularies have different sizes.
+        """
+        super().__post_init__()
+        check_ranges(self, "", seq_len=COUNT)
+        if self.model.vocab_size != (size := len(SHAKESPEARE_CHARACTERS) + NUM_SPECIAL):
+            raise ValueError(
+                f"model.vocab_size={self.model.vocab_size}, expected {size}: "
+                f"{size - NUM_SPECIAL} characters and {NUM_SPECIAL} special tokens. Set "
+                f"--model.vocab_size={size}."
+            )
+
+    @property
+    def num_known(self) -> int:
+        """All numbers but that of padding."""
+        return self.model.vocab_size - 1
+
+    def read_population(self) -> tuple[Partition, None]:
+        """Return the indices of each client's rows; text has no labels."""
+        return self.read_clients()[1], None
+
+    def read_source(self) -> Source:
+        """Open the training split, and check its field."""
+        source = super().read_source()
+        check_has_fields(source, "text")
+        return source
+
+    def read_clients(self) -> tuple[Arrays, Partition]:
+        """Return the rows of all texts, and the indices of each client's rows."""
+        source = self.read_source()
+        rows, counts = self._rows(source)
+        starts = np.cumsum(counts) - counts
+        population = [
+            np.concatenate([starts[i] + np.arange(counts[i]) for i in texts])
+            for texts in self.population.make(source, self.cohort.seed)
+        ]
+        return {"rows": rows}, population
+
+    def make_preprocess(self) -> Preprocess:
+        """Make the function from rows to inputs and targets."""
+        return character_batch
+
+    def read_heldout(self, heldout: Source, preprocess: Preprocess) -> Sequence[Batch]:
+        """Read the batches of the evaluation; the last one is padded."""
+        return pad_batches(preprocess({"rows": self._rows(heldout)[0]}), self.heldout_batch_size)
+
+    def _rows(self, source: Source) -> tuple[Any, Any]:
+        return character_rows([source[i]["text"] for i in range(len(source))], self.seq_len)
+
+
+def fedyogi_shakespeare() -> FedAvgCharacters:
+    """FedYogi on Shakespeare's plays, next-character prediction, 10 of 715 roles. Downloads once.
+
+    The settings of the paper: 10 clients per round, batches of 4 rows of 80 characters, one epoch,
+    1,200 rounds, client learning rate 1, server learning rate 0.01, b1 = 0.9, b2 = 0.99,
+    tau = 10^-3; an LSTM of 820,522 parameters, clients weighted by their numbers of characters.
+    The loss of a batch is the mean over its characters, without padding.
+
+    Reference:
+        Reddi et al., Adaptive Federated Optimization, arXiv:2003.00295, section 5 and appendix. The
+        vocabulary and the rows: the authors' code, TensorFlow Federated,
+        research/optimization/shakespeare.
+    """
+    return FedAvgCharacters(
+        dataset="federated_shakespeare",
+        population=NaturalPopulation(field="client"),
+        cohort=CohortConfig(size=10, batch_size=4),
+        client_learning_rate=1.0,
+        server=ServerConfig(optimizer="yogi", learning_rate=0.01, b1=0.9),
+        training=TrainingConfig(rounds=1200, evaluate_every=50, checkpoint_every=100),
+    )

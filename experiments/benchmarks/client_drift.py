@@ -117,7 +117,7 @@ def distances(
         )
 
         def step(state: Any, _: None) -> tuple[Any, jax.Array]:
-            state, _ = algorithm.round(state, cohort)
+            state = algorithm.round(state, cohort)[0]
             return state, jnp.linalg.norm(state.params - problem.optimum)
 
         start = algorithm.init(jnp.zeros(size))

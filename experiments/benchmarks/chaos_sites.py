@@ -97,7 +97,7 @@ class Outcome(NamedTuple):
         lost_updates: for each island that was never killed, how many of its updates are in no
             merge, and were not dropped for being stale either, though later ones are in one.
         last_steps: for each of these islands, its inner steps in no merge of some fragment. They
-            were taken while the last merges were done.
+            were taken while the last merges were done, or were dropped for being stale.
         restarts: the processes that were started again and have trained or merged since.
         statuses: exit statuses of the syncer and the islands.
         failures: the failures that happened.
@@ -249,7 +249,7 @@ def play(sites: Sites, failures: Sequence[Failure], limit_seconds: float) -> Out
     while not all(sites.rounds(island) >= 2 for island in islands):
         _check(sites, deadline)
         time.sleep(0.3)
-    begin, first_merge = time.monotonic(), len(sites.merges())
+    begin, first_merge, date = time.monotonic(), len(sites.merges()), time.time()
     waiting = list(failures)
     agenda: list[tuple[float, Failure]] = []  # what ends, and when
     happened: list[Failure] = []
@@ -287,7 +287,7 @@ def play(sites: Sites, failures: Sequence[Failure], limit_seconds: float) -> Out
         _check(sites, deadline)
         time.sleep(0.3)
     statuses = [sites.status(process) or 0 for process in (SYNCER, *islands)]
-    return _summarize(sites, first_merge, seconds, happened, restarts, statuses)
+    return _summarize(sites, first_merge, date, seconds, happened, restarts, statuses)
 
 
 def _check(sites: Sites, deadline: float, except_for: Collection[int] = ()) -> None:
@@ -327,6 +327,7 @@ def _end(sites: Sites, failure: Failure) -> None:
 def _summarize(
     sites: Sites,
     first_merge: int,
+    date: float,
     seconds: float,
     failures: list[Failure],
     restarts: list[Restart],
@@ -358,7 +359,7 @@ def _summarize(
     steps = [sum(update["steps"] for update in merge["updates"]) / fragments for merge in merges]
     return Outcome(
         seconds,
-        [(seconds + at - times[-1], n) for at, n in zip(times, steps, strict=True)][first_merge:],
+        [(at - date, n) for at, n in zip(times, steps, strict=True)][first_merge:],
         sum(count - 1 for count in sent.values()),
         lost,
         last,

@@ -255,5 +255,3 @@ def _say_goodbye(
             progress.note(f"finished; islands can learn it for {seconds:g} s")
         noted = True
         time.sleep(SECONDS_BETWEEN_TICKS)
-    if noted:
-        syncer.save_members()

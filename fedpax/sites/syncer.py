@@ -1,5 +1,6 @@
 """The syncer: answers islands, and merges a fragment when a quorum has sent it."""
 
+import contextlib
 import math
 import secrets
 import threading
@@ -105,12 +106,6 @@ class Syncer:
         with self._lock:
             return self.finished and all(island.heard_end for island in self._members)
 
-    def save_members(self) -> None:
-        """Save the islands, and which of them know the end of the run."""
-        if self._store:
-            with self._merging, self._lock:
-                self._store.save_manifest(self._manifest())
-
     def islands(self) -> list[IslandReport]:
         """Return the islands for a table, by shard."""
         with self._lock:
@@ -133,23 +128,30 @@ class Syncer:
         kind = request.text("kind")
         if kind == "join":
             return self._join(peer, request)
-        kinds = {"push": self._push, "pull": self._pull, "heartbeat": self._note}
-        if kind not in (*kinds, "leave"):
+        kinds = {
+            "push": self._push,
+            "pull": self._pull,
+            "heartbeat": self._note,
+            "leave": self._leave,
+        }
+        if kind not in kinds:
             raise RefusedError(
                 f"the message has kind {kind[:100]!r}, expected join, push, pull, heartbeat or "
                 "leave. Use the same version of fedpax on both sides."
             )
-        with self._lock:
+        heard_end = self.finished and (request.flag("heard_end") or kind == "leave")
+        # No merge is due then.
+        with self._merging if heard_end else contextlib.nullcontext(), self._lock:
             name, incarnation = request.text("island"), request.text("incarnation")
             island = self._members.find(name, peer, incarnation)
             if island is None:
                 return Message({"status": "join"})
-            island.saw(self._clock(), request.count("steps"))
-            heard_end = request.flag("heard_end") or kind == "leave"
-            island.heard_end = self.finished and heard_end
             island.left = kind == "leave"
-            if island.left:
-                return self._answer(island)
+            island.saw(self._clock(), request.count("steps"))
+            is_new, island.heard_end = heard_end and not island.heard_end, heard_end
+            # Before the answer: then the island exits, and a restarted syncer would wait for it.
+            if is_new and self._store:
+                self._store.save_manifest(self._manifest())
         return kinds[kind](island, request, message.arrays)
 
     def advance(self) -> None:
@@ -276,6 +278,10 @@ class Syncer:
     def _note(self, island: Island, request: Request, arrays: Mapping[str, np.ndarray]) -> Message:
         with self._lock:
             island.seconds_per_update = request.number("seconds_per_update")
+            return self._answer(island)
+
+    def _leave(self, island: Island, request: Request, arrays: Mapping[str, np.ndarray]) -> Message:
+        with self._lock:
             return self._answer(island)
 
     def _answer(self, island: Island, **fields: Any) -> Message:

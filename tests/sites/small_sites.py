@@ -47,6 +47,7 @@ class SitesRegression(Experiment):
         islands: number of islands.
         quorum: islands that have to send a fragment before it is merged.
         max_steps_ahead: inner steps that an island takes at most beyond its last merge.
+        max_staleness: merges of a fragment after which an update is dropped.
         learning_rate: inner learning rate.
         width: number of hidden units.
         pause: seconds before each cohort is drawn, so that signals arrive during the training.
@@ -55,6 +56,7 @@ class SitesRegression(Experiment):
     islands: int = 2
     quorum: int = 1
     max_steps_ahead: int | None = None
+    max_staleness: int = 4
     learning_rate: float = 0.01
     width: int = 32
     pause: float = 0.1
@@ -89,6 +91,7 @@ class SitesRegression(Experiment):
             quorum=self.quorum,
             grace_seconds=0.2,
             max_steps_ahead=self.max_steps_ahead,
+            max_staleness=self.max_staleness,
             **settings,
         )
         return Run(

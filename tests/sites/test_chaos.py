@@ -22,6 +22,7 @@ from fedpax.sites.link import LONGEST_BACKOFF
 
 ISLANDS, ROUNDS = 3, 60
 PAUSE = 0.3  # seconds that a round takes at least
+MOST_PHASES_AHEAD = 32  # of `most_phases_ahead` by default
 
 
 def schedule(seed: int) -> list[Failure]:
@@ -33,17 +34,21 @@ def schedule(seed: int) -> list[Failure]:
 def most_last_steps(outcome: Outcome, island: int) -> float:
     """Return how many steps an island can have trained in no merge when the run ends.
 
-    The syncer does not wait for an island that is cut off. Such an island trains on, and calls
-    again within two seconds after the network is back.
+    The syncer does not wait for an island that is cut off. Such an island trains on, as one does
+    that cannot learn of the end.
     """
-    # The syncer exits up to ten seconds after its last merge, when a killed island is back.
-    silent = [
-        failure.seconds + LONGEST_BACKOFF
+    last_merge = outcome.merges[-1][0]
+    starting = {(restart.process, restart.time): restart.seconds for restart in outcome.restarts}
+    is_cut_off = any(
+        failure.time
+        + failure.seconds
+        + starting.get((failure.island, failure.time), 0.0)
+        + LONGEST_BACKOFF
+        > last_merge
         for failure in outcome.failures
         if failure.island in (island, SYNCER)
-        and failure.time + failure.seconds > outcome.seconds - 10.0
-    ]
-    return 10 * STEPS + max(silent, default=0.0) * STEPS / PAUSE
+    )
+    return 10 * STEPS + is_cut_off * MOST_PHASES_AHEAD * STEPS / 2  # STEPS / 2 in a phase
 
 
 def check_run(folder: Path, islands: int, rounds: int, failures: list[Failure]) -> Outcome:
@@ -52,6 +57,7 @@ def check_run(folder: Path, islands: int, rounds: int, failures: list[Failure]) 
         "--exp=small_sites:sites_regression",
         f"--training.rounds={rounds}",
         f"--pause={PAUSE}",
+        "--max_staleness=1000000",  # all steps count
     )
     with Sites(
         folder, islands, fields, local_steps=STEPS, working_directory=Path(__file__).parent

@@ -325,6 +325,17 @@ def test_an_island_records_the_end_before_the_syncer_is_told(tmp_path: Path):
     assert told == [False] and sites.syncer.everyone_heard_end
 
 
+def test_a_syncer_saves_who_knows_the_end_before_the_answer(tmp_path: Path):
+    sites = Sites(parts(), quorum=1, num_merges=1, store=SyncerStore(tmp_path))
+    island = sites.add("a")
+    for _ in range(4):
+        sites.phase(island)
+        sites.receive(island)
+    island._link.exchange()  # it exits after the answer to this
+    sites.start_syncer()  # of a syncer that was killed then
+    assert sites.syncer.everyone_heard_end
+
+
 def test_islands_that_were_down_learn_the_end_of_the_run(tmp_path: Path):
     sites = Sites(parts(), quorum=1, num_merges=2, store=SyncerStore(tmp_path))
     a, _ = sites.add("a"), sites.add("b")
@@ -335,14 +346,12 @@ def test_islands_that_were_down_learn_the_end_of_the_run(tmp_path: Path):
     assert sites.syncer.finished and a._link.finished and not sites.syncer.everyone_heard_end
     leave(a)
     assert not sites.syncer.everyone_heard_end
-    sites.syncer.save_members()
     sites.start_syncer()
     assert sites.syncer.finished and not sites.syncer.everyone_heard_end
     b = sites.add("b", process="b-2")
     assert b._link.finished
     leave(b)
     assert sites.syncer.everyone_heard_end
-    sites.syncer.save_members()
     sites.start_syncer()
     assert sites.syncer.everyone_heard_end
 

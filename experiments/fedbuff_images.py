@@ -112,7 +112,7 @@ class FedBuffImages(FedAvgImages):
             schedule = TimedSchedule(Arrivals(staleness), end)
             return cohort._replace(num_examples=None, schedule=schedule)
 
-        return ScheduledRounds(rounds, attach)
+        return ScheduledRounds(super().make_stream(rounds, sampler), attach)
 
     def build(self) -> Run:
         """Make the run, with the shapes of the schedules."""

@@ -13,7 +13,9 @@ every round.
 
 `--method=fedprox` and `--method=scaffold` (option II) run these in place of FedAvg. Flower and
 FedJAX have no SCAFFOLD, and FedJAX's FedProx is not run. pfl runs SCAFFOLD with one worker. The
-results are compared after one round, when SCAFFOLD's controls are still 0.
+results are compared after one round, when SCAFFOLD's controls are still 0. `--method=private` is
+FedAvg with the central Gaussian mechanism: each update is clipped, and noise is added to the sum,
+so little of it that the results can be compared.
 """
 
 import argparse
@@ -32,7 +34,8 @@ import numpy as np
 import optax
 
 import fedpax
-from fedpax.algorithms import fedprox, scaffold
+from fedpax.aggregators import private_mean
+from fedpax.algorithms import fedavg, fedprox, scaffold
 from fedpax.experiments.benchmarks.fedavg_round import check_equal
 from fedpax.experiments.benchmarks.method_rounds import repeated
 from fedpax.experiments.benchmarks.rounds import fedpax_round
@@ -61,8 +64,10 @@ METHODS = {  # and the libraries that have them
     "fedavg": ("pfl", "flower", "fedjax"),
     "fedprox": ("pfl", "flower"),
     "scaffold": ("pfl",),
+    "private": ("pfl",),
 }
 MU = 0.1  # FedProx's
+MAX_NORM, NOISE = 0.1, 1e-6  # of the Gaussian mechanism
 
 
 class Row(NamedTuple):
@@ -124,7 +129,7 @@ def measure(
         num_examples = jnp.full_like(ones, LOCAL_STEPS * BATCH_SIZE)
         saved: dict[str, Any] = {**by_name(params), **batches, "rate": LEARNING_RATE}
         if {"pfl", "flower"} & set(pythons):
-            saved["mu"] = MU
+            saved |= {"mu": MU, "max_norm": MAX_NORM, "noise": NOISE}
         np.savez(folder / "arguments.npz", **saved)
         results: dict[str, dict[str, Any]] = {}
         calls: dict[str, Callable[[], Any]] = {}
@@ -175,7 +180,7 @@ def by_name(params: Any) -> dict[str, Any]:
 def make_algorithm(
     method: str, apply: Callable[..., jax.Array], clients: int
 ) -> FederatedAlgorithm:
-    """Make FedProx or SCAFFOLD for a cohort that is the population.
+    """Make a method other than FedAvg for a cohort that is the population.
 
     Args:
         method: a name in `METHODS`.
@@ -185,6 +190,10 @@ def make_algorithm(
     methods: dict[str, tuple[Callable[..., FederatedAlgorithm], dict[str, Any]]] = {
         "fedprox": (fedprox, {"mu": MU}),
         "scaffold": (scaffold, {"num_clients": clients}),
+        "private": (
+            fedavg,
+            {"aggregator": private_mean(max_norm=MAX_NORM, noise_multiplier=NOISE, seed=0)},
+        ),
     }
     make, settings = methods[method]
     return make(

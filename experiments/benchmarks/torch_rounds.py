@@ -4,7 +4,8 @@
     python torch_rounds.py flower arguments.npz result.npz fedavg 2
 
 runs one round for each line of standard input, each from the parameters of the previous round. The
-fourth argument is `fedavg`, `fedprox` or `scaffold`, the fifth the number of Flower's workers.
+fourth argument is `fedavg`, `fedprox`, `scaffold` or `private`, FedAvg with the Gaussian mechanism.
+The fifth is the number of Flower's workers.
 """
 
 # mypy: disable-error-code="import-not-found"
@@ -101,12 +102,15 @@ class Problem:
         batch_size: examples in a step.
         rate: the clients' learning rate.
         mu: FedProx's weight of the proximal term.
+        max_norm: the norm to which `private` clips an update.
+        noise: the noise multiplier of `private`.
     """
 
     def __init__(self, path: str) -> None:
         self.params = dict(np.load(path))
         images, labels = self.params.pop("image"), self.params.pop("label")
-        self.rate, self.mu = (float(self.params.pop(name)) for name in ("rate", "mu"))
+        scalars = [float(self.params.pop(name)) for name in ("rate", "mu", "max_norm", "noise")]
+        self.rate, self.mu, self.max_norm, self.noise = scalars
         self.batch_size = labels.shape[2]
         images = images.reshape(len(images), -1, *images.shape[3:])
         if images.ndim == 5:
@@ -120,7 +124,7 @@ def run_pfl(problem: Problem, result: str, method: str) -> None:
     Args:
         problem: the arguments.
         result: the file for the parameters after the first round.
-        method: `fedavg`, `fedprox` or `scaffold`.
+        method: `fedavg`, `fedprox`, `scaffold` or `private`.
     """
     import torch
     from pfl.internal.ops import pytorch_ops
@@ -138,6 +142,8 @@ def run_pfl(problem: Problem, result: str, method: str) -> None:
     from pfl.data.user_state import InMemoryUserStateStorage
     from pfl.hyperparam import NNTrainHyperParams
     from pfl.model.pytorch import PyTorchModel
+    from pfl.privacy.gaussian_mechanism import GaussianMechanism
+    from pfl.privacy.privacy_mechanism import CentrallyAppliedPrivacyMechanism
 
     images, labels = torch.tensor(problem.images), torch.tensor(problem.labels)
     network = classifier(problem.params)
@@ -146,16 +152,21 @@ def run_pfl(problem: Problem, result: str, method: str) -> None:
         local_optimizer_create=torch.optim.SGD,
         central_optimizer=torch.optim.SGD(network.parameters(), 1.0),
     )
+    postprocessor = WeightByDatapoints()
+    if method == "private":  # all clients weigh the same
+        mechanism = GaussianMechanism(problem.max_norm, problem.noise)
+        postprocessor = CentrallyAppliedPrivacyMechanism(mechanism)
     backend = SimulatedBackend(
         training_data=FederatedDataset(
             lambda user: PyTorchTensorDataset((images[user], labels[user]), user_id=str(user)),
             get_user_sampler("minimize_reuse", list(range(len(images)))),
         ),
         val_data=None,
-        postprocessors=[WeightByDatapoints()],
+        postprocessors=[postprocessor],
     )
     methods: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         "fedavg": (FederatedAveraging, NNAlgorithmParams, {}),
+        "private": (FederatedAveraging, NNAlgorithmParams, {}),
         "fedprox": (FedProx, FedProxParams, {"mu": problem.mu}),
         "scaffold": (
             SCAFFOLD,

@@ -127,10 +127,11 @@ def test_pytorchs_layout_gives_the_same_matmuls_and_convolutions():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["fedprox", "scaffold"])
+@pytest.mark.parametrize("method", ["fedprox", "scaffold", "private"])
 def test_other_methods_start_as_fedavg_does(fake_library, method, monkeypatch):
-    """With mu 0, and with SCAFFOLD's first controls, the first round is that of FedAvg."""
-    monkeypatch.setattr(other_frameworks, "MU", 0.0)
+    """With mu 0, SCAFFOLD's first controls, or clipping to a large norm, a round is FedAvg's."""
+    for name, value in {"MU": 0.0, "MAX_NORM": 100.0, "NOISE": 0.0}.items():
+        monkeypatch.setattr(other_frameworks, name, value)
     pythons = fake_library(NUMPY_ROUND)
     rows = other_frameworks.measure("tiny", 1, 4, pythons, 1, method)
     assert [row.library for row in rows] == ["fedpax", "fedjax"]
@@ -163,6 +164,7 @@ def test_the_library_itself_computes_the_same_round(fake_library, library):
     """Here the libraries run, if this environment has them."""
     for package in {"pfl": ["pfl", "torch"], "flower": ["flwr", "ray", "torch"]}[library]:
         pytest.importorskip(package)
-    for method in ("fedavg", "fedprox"):
+    methods = ("fedavg", "fedprox", "private") if library == "pfl" else ("fedavg", "fedprox")
+    for method in methods:
         rows = other_frameworks.measure("tiny", 2, 4, {library: sys.executable}, 1, method)
         assert [row.library for row in rows] == ["fedpax", library]

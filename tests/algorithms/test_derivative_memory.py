@@ -145,6 +145,37 @@ def test_the_gradient_is_that_without_chunks(name: str):
     np.testing.assert_allclose(chunked(*args), expected, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SCAFFOLD", "Mime"])
+def test_higher_derivatives_and_batches_are_those_without_chunks(name: str):
+    """Forward over reverse, reverse over forward, and a batch of gradients."""
+    found = []
+    for chunk_size in (2, None):
+        gradient, (params, state, batches) = gradient_of(name, 4, chunk_size)
+        rng = np.random.default_rng(4)
+        v, several = (rng.normal(size=(k, *params.shape)).astype(np.float32) for k in (1, 3))
+
+        def of(w, gradient=gradient, state=state, batches=batches):
+            return gradient(w, state, batches)
+
+        def along(w, of=of, v=v[0]):
+            return jnp.sum(of(w) * v)
+
+        derivatives = jax.jit(
+            lambda w, of=of, along=along, v=v[0], several=several: (
+                jax.jvp(of, (w,), (v,))[1],
+                jax.grad(along)(w),
+                jax.vmap(of)(several / 5),
+            )
+        )
+        found.append(derivatives(params))
+    for chunked, whole in zip(*found, strict=True):
+        scale = np.abs(whole).max()
+        assert scale > 1e-3
+        np.testing.assert_allclose(chunked, whole, rtol=1e-4, atol=1e-5 * scale)
+    np.testing.assert_allclose(found[0][0], found[0][1], rtol=1e-3, atol=1e-4 * scale)  # symmetric
+
+
 def test_evaluation_after_fine_tuning():
     """Its metrics too can be differentiated without a term of each client."""
     sizes = []

@@ -14,7 +14,9 @@ from fedpax.algorithms import (
     diloco,
     easgd,
     fedavg,
+    fednova,
     fedprox,
+    mime_lite,
     self_tuning,
     server_adagrad,
     server_adam,
@@ -167,15 +169,23 @@ def test_memory_is_flat_in_the_number_of_clients(names, ragged: bool, bytes_per_
     assert of(512) - of(64) <= (512 - 64) * bytes_per_client
 
 
-PROXIMAL = {"fedavg": fedavg, "fedprox": functools.partial(fedprox, mu=0.1)}
+WEIGHTED = {
+    "fedavg": fedavg,
+    "fedprox": functools.partial(fedprox, mu=0.1),
+    "fednova": fednova,
+    "mime_lite": mime_lite,
+}
 
 
-@pytest.mark.parametrize("name", PROXIMAL)
+@pytest.mark.parametrize(
+    "name",
+    [n if n == "fedavg" else pytest.param(n, marks=pytest.mark.slow) for n in WEIGHTED],
+)
 def test_the_gradient_in_the_clients_weights_stores_no_client(name: str):
     """With a chunk size: the same gradient, in memory that does not grow with the clients."""
 
     def gradient(clients: int, chunk_size):
-        algorithm = PROXIMAL[name](
+        algorithm = WEIGHTED[name](
             loss_fn,
             cohort_size=clients,
             client_optimizer=optax.sgd(0.02),

@@ -70,12 +70,12 @@ def bulyan(num_byzantine: int) -> Aggregator:
 
         def reduce(x: Float[Array, "participants ..."]) -> Float[Array, "..."]:
             x = sort_participants(x, chosen)
-            distance = jnp.abs(x - median_of_sorted(x, count)[None])
             # The values closest to the median are neighbours in the sorted order. They start after
-            # the values that are farther from the median than the value `closest` places above.
-            above = jnp.roll(distance, -closest, 0)
+            # the values that are farther below the median than the value `closest` places later is
+            # above it. Without signs, they could not start after equal values below the median.
+            below = median_of_sorted(x, count)[None] - x
             place = jax.lax.broadcasted_iota(jnp.int32, (n, *[1] * (x.ndim - 1)), 0)
-            first = jnp.sum((place < count - closest) & (distance > above), 0)
+            first = jnp.sum((place < count - closest) & (below > -jnp.roll(below, -closest, 0)), 0)
             kept = (first <= place) & (place < first + closest)
             mean = jnp.sum(jnp.where(kept, x, 0.0), 0) / closest
             return jnp.where(count == 0, 0.0, mean)

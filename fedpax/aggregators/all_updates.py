@@ -87,7 +87,7 @@ def _reduce_blocks(
         return jax.lax.dynamic_update_slice_in_dim(reduced, fn(block), start, 0)
 
     blocks = -(-size // width)
-    return jax.lax.fori_loop(0, blocks, reduce_block, jnp.zeros(size)).reshape(x.shape[1:])
+    return jax.lax.fori_loop(0, blocks, reduce_block, jnp.zeros(size, x.dtype)).reshape(x.shape[1:])
 
 
 def _inner_products(x: jax.Array) -> Float[Array, "participants participants"]:

@@ -233,6 +233,18 @@ def test_bulyan_passes_many_equal_values_below_the_median(seed):
     np.testing.assert_allclose(found, bulyan_of(np.float64(updates), 3), atol=1e-5)
 
 
+def test_blocks_of_coordinates_keep_float32_with_x64(monkeypatch):
+    monkeypatch.setattr(all_updates, "_BLOCK_SIZE", 5 * N)
+    updates = draw(9)["w"]
+    with jax.enable_x64(True):
+        combine = fedpax.program(clients=N)(
+            lambda u: coordinate_median().aggregate(None, u, None)[0]
+        )
+        found = jax.jit(combine)(updates)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, np.median(updates, 0), rtol=1e-6)
+
+
 # ---- memory and communication
 
 

@@ -14,7 +14,7 @@ from fedpax.aggregators import Aggregator, mean
 from fedpax.algorithms.checks import check_setting
 from fedpax.algorithms.local_steps import local_steps, participant_weights
 from fedpax.algorithms.map_clients import map_clients
-from fedpax.algorithms.tree_arithmetic import subtract
+from fedpax.algorithms.tree_arithmetic import subtract, weighted_sum
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_mean, program
 from fedpax.primitives.placement import ChunkSize
@@ -122,9 +122,9 @@ def fedac(
             # before its loop over clients, and keeps two more models in memory.
             (aggregated, main), batches = jax.lax.optimization_barrier((start, batches))
             u = subtract(main, aggregated)
-            middle = _combine(1, aggregated, share, u)
+            middle = weighted_sum(1, aggregated, share, u)
             middle, u, metrics = local_steps(loss_fn, optimizer, middle, u, batches, num_steps)
-            end = _combine(1, middle, -share, u), _combine(1, middle, 1 - share, u)
+            end = weighted_sum(1, middle, -share, u), weighted_sum(1, middle, 1 - share, u)
             return subtract(start, end), metrics
 
         differences, metrics = map_clients(
@@ -225,12 +225,7 @@ def _accelerated(rates: FedAcRates) -> optax.GradientTransformation:
     kept = (1 - 1 / rates.alpha) * (1 - 1 / rates.beta)
 
     def update(gradient: Params, u: Params, middle: Any = None) -> tuple[Params, Params]:
-        u = _combine(kept, u, rates.eta - rates.gamma, gradient)
-        return _combine(1 / rates.beta, u, -rates.eta, gradient), u
+        u = weighted_sum(kept, u, rates.eta - rates.gamma, gradient)
+        return weighted_sum(1 / rates.beta, u, -rates.eta, gradient), u
 
     return optax.GradientTransformation(lambda u: u, update)
-
-
-def _combine(a: Any, x: Params, b: Any, y: Params) -> Params:
-    """Compute `a x + b y`, in the dtypes of x."""
-    return jax.tree.map(lambda x, y: (a * x + b * y).astype(x.dtype), x, y)

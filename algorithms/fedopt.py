@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from fedpax.algorithms.checks import check_setting
+from fedpax.algorithms.tree_arithmetic import weighted_sum
 
 
 class ServerOptimizerState(NamedTuple):
@@ -143,8 +144,10 @@ def _server_optimizer(
     def update(
         gradient: optax.Updates, state: ServerOptimizerState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, ServerOptimizerState]:
-        first = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.first_moment, gradient)
-        second = jax.tree.map(next_second_moment, state.second_moment, gradient)
+        first = weighted_sum(b1, state.first_moment, 1 - b1, gradient)
+        second = jax.tree.map(
+            lambda v, g: next_second_moment(v, g).astype(v.dtype), state.second_moment, gradient
+        )
         updates = jax.tree.map(lambda m, v: -learning_rate * m / (jnp.sqrt(v) + tau), first, second)
         return updates, ServerOptimizerState(first, second)
 

@@ -17,7 +17,7 @@ from fedpax.algorithms.local_evaluation import full_gradient
 from fedpax.algorithms.local_steps import gradient_and_metrics, local_update, participant_weights
 from fedpax.algorithms.map_clients import map_clients
 from fedpax.algorithms.server import make_server
-from fedpax.algorithms.tree_arithmetic import subtract
+from fedpax.algorithms.tree_arithmetic import subtract, weighted_sum
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_mean, program
 from fedpax.primitives.placement import ChunkSize
@@ -230,9 +230,9 @@ def mime_adam(
         gradient: optax.Updates, state: MimeAdamState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, MimeAdamState]:
         m, v = state
-        first = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, m, gradient)
+        first = weighted_sum(b1, m, 1 - b1, gradient)
         updates = jax.tree.map(lambda m, v: -learning_rate * m / (jnp.sqrt(v) + eps), first, v)
-        second = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g**2, v, gradient)
+        second = weighted_sum(b2, v, 1 - b2, jax.tree.map(jnp.square, gradient))
         return updates, MimeAdamState(first, second)
 
     return optax.GradientTransformation(init, update)

@@ -15,3 +15,8 @@ def subtract(x: chex.ArrayTree, y: chex.ArrayTree) -> chex.ArrayTree:
 def scale(factor: Any, x: chex.ArrayTree) -> chex.ArrayTree:
     """Multiply a pytree by a number, leaf by leaf, in the leaves' own dtypes."""
     return jax.tree.map(lambda leaf: (factor * leaf).astype(leaf.dtype), x)
+
+
+def weighted_sum(a: Any, x: chex.ArrayTree, b: Any, y: chex.ArrayTree) -> chex.ArrayTree:
+    """Compute `a x + b y` of two pytrees, leaf by leaf, in the dtypes of x."""
+    return jax.tree.map(lambda x, y: (a * x + b * y).astype(x.dtype), x, y)

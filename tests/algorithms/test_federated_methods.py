@@ -1,6 +1,7 @@
 """The federated methods with unequal clients, with bfloat16, in chunks, and their memory."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import chex
@@ -14,6 +15,7 @@ from method_problem import BATCH, PARTICIPANTS, STEPS, assert_close, random_para
 from method_table import METHODS, problem, trainer
 
 from fedpax import Cohort
+from fedpax.algorithms import mime_adam, server_adam, server_yogi
 
 # On one worker, where each method is compiled once for all of these tests.
 pytestmark = pytest.mark.xdist_group("algorithms")
@@ -61,6 +63,20 @@ def test_a_round_keeps_bfloat16(name: str):
     chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
     assert {leaf.dtype for leaf in jax.tree.leaves(after.params)} == {jnp.dtype(jnp.bfloat16)}
     assert {metric.dtype for metric in metrics.values()} == {jnp.dtype(jnp.float32)}
+
+
+@pytest.mark.parametrize("optimizer", [mime_adam, server_adam, server_yogi])
+def test_traced_settings_keep_moments_in_bfloat16(optimizer: Callable[..., Any]):
+    """A traced setting is float32; it must not widen the state, which a loop carries."""
+    params = jnp.ones(3, jnp.bfloat16)
+
+    def step(b1: jax.Array, b2: jax.Array) -> Any:
+        made = optimizer(0.1, b1=b1, b2=b2)
+        return made.update(params, made.init(params))[1]
+
+    decay = jax.ShapeDtypeStruct((), jnp.float32)
+    moments = jax.eval_shape(step, decay, decay)
+    assert {moment.dtype for moment in moments} == {jnp.dtype(jnp.bfloat16)}
 
 
 @pytest.mark.slow

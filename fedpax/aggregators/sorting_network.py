@@ -10,8 +10,7 @@ def sort_rows(x: Float[Array, "participants ..."]) -> Float[Array, "participants
 
     On a CPU, XLA sorts one coordinate after another, with a call for each comparison. A bitonic
     sorting network compares whole rows instead, in `k (k + 1) / 2` steps for up to `2^k`
-    participants: 21 for 64. Each step is a vectorized minimum or maximum. Other devices use XLA's
-    sort.
+    participants: 21 for 64. Each step is a vectorized comparison. Other devices use XLA's sort.
 
     Args:
         x: the values, without NaN.
@@ -46,7 +45,10 @@ def _bitonic_sort(x: Float[Array, "participants ..."]) -> Float[Array, "particip
         partner, takes_less = pairs
         other = jnp.take(x, partner, 0, mode="clip")
         takes_less = takes_less.reshape(-1, *[1] * (x.ndim - 1))
-        return jnp.where(takes_less, jnp.minimum(x, other), jnp.maximum(x, other)), None
+        # Not by `minimum` and `maximum`: they would add 0 times the other row's derivative, which
+        # may be NaN, and halve the derivatives of equal values.
+        is_exchanged = jnp.where(takes_less, x > other, x < other)
+        return jnp.where(is_exchanged, other, x), None
 
     padding = [(0, row.size - n)] + [(0, 0)] * (x.ndim - 1)
     rows = jnp.pad(x, padding, constant_values=jnp.inf)

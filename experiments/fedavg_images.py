@@ -59,9 +59,23 @@ class FedAvgImages(FedAvgExperiment):
     model: CNNConfig | ResNetConfig
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
+        """Check the ranges, and that the network takes images of the crops' size.
+
+        Raises:
+            ValueError: a number is out of range, or the crops have another size than the network's
+                images.
+        """
         super().__post_init__()
         check_ranges(self, "", crop_size=COUNT)
+        if self.crop_size is None or isinstance(self.model, ResNetConfig):
+            return
+        height, width = self.model.image_height, self.model.image_width
+        if not height == width == self.crop_size:
+            raise ValueError(
+                f"crop_size={self.crop_size}, expected the size of the network's images, {height} "
+                f"x {width}. Set --model.image_height={self.crop_size} and "
+                f"--model.image_width={self.crop_size}."
+            )
 
     def read_population(self) -> tuple[Partition, NDArray[np.integer]]:
         """Return the indices of each client's examples, and the label of each example."""

@@ -35,15 +35,16 @@ def test_without_a_network_the_error_names_the_archive_and_its_place(
         monkeypatch.setenv(variable, "http://127.0.0.1:9")  # a port without a listener
     for variable in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(variable, raising=False)
-    experiment = make()
-    if hasattr(experiment, "data"):
-        data = dataclasses.replace(experiment.data, data_dir=str(tmp_path))
-        experiment = dataclasses.replace(experiment, data=data)
-    else:
-        experiment = dataclasses.replace(experiment, data_dir=str(tmp_path))
+    experiment = dataclasses.replace(make(), data_dir=str(tmp_path))
     words = rf"cannot be reached\. Put https://.*/{archive}\S* into {tmp_path}/downloads/manual"
     with pytest.raises(ConnectionError, match=words):
         experiment.build()
+
+
+def test_crops_of_another_size_than_the_network_takes_raise() -> None:
+    words = r"crop_size=24, expected .* 28 x 28\. Set --model\.image_height=24 and "
+    with pytest.raises(ValueError, match=words):
+        dataclasses.replace(fedadam_emnist(), crop_size=24)
 
 
 @pytest.mark.parametrize(

@@ -64,11 +64,12 @@ def with_virtual_seconds(algorithm: FederatedAlgorithm) -> FederatedAlgorithm:
 
 
 class ScheduledRounds:
-    """A stream of cohorts, each with the schedule of its round.
+    """A stream of cohorts, each changed by a function of the cohort and its round.
 
     Args:
         cohorts: the stream of cohorts.
-        attach: `(cohort, round) -> cohort`, adds the schedule of a round, counted from 0.
+        attach: `(cohort, round) -> cohort`, with rounds counted from 0. It adds a schedule, sets
+            weights or augments images, for example.
 
     Example:
         >>> from fedpax.data import token_rounds

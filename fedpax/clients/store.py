@@ -250,7 +250,9 @@ def _take(rows: jax.Array, client_ids: jax.Array, start: Any, others: Any) -> ja
 def _put(rows: jax.Array, client_ids: jax.Array, new: jax.Array, start: Any) -> jax.Array:
     """Write the clients whose rows are here, the first being client `start`; drop the others."""
     index, is_here = _row_index(rows, client_ids, start)
-    return rows.at[jnp.where(is_here, index, len(rows))].set(new, mode="drop")
+    dropped = len(rows) + jnp.arange(len(index))
+    # Unique indices have a derivative on explicit meshes too; JAX has none for others.
+    return rows.at[jnp.where(is_here, index, dropped)].set(new, mode="drop", unique_indices=True)
 
 
 def _row_index(rows: jax.Array, client_ids: jax.Array, start: Any) -> tuple[jax.Array, jax.Array]:

@@ -257,3 +257,30 @@ def test_a_plain_array_is_no_store():
 def test_bad_initial_states_raise(state, num_clients, error, message):
     with pytest.raises(error, match=message):
         client_store(state(), num_clients)
+
+
+def test_the_derivative_of_a_write_is_that_of_numpy_indexing(current_mesh):
+    """Also of rows that are sharded over a model axis."""
+    client_ids = np.int32([3, -1, 20, 0, 7, -1, 8, 1])
+    rng = np.random.default_rng(0)
+    states, slopes = rng.normal(size=(COHORT, 4)), rng.normal(size=(COHORT, 4))
+
+    def put(x, *axes):
+        x = jnp.asarray(x, jnp.float32)
+        return (
+            x if current_mesh is None else jax.device_put(x, NamedSharding(current_mesh, P(*axes)))
+        )
+
+    store, ids = (
+        client_store(put(np.zeros(4), "fsdp"), NUM_CLIENTS),
+        place(client_ids, current_mesh),
+    )
+
+    def written(states, slopes):
+        read = gather_clients(scatter_clients(store, ids, states), ids)
+        return jnp.sum(read * slopes)
+
+    states, slopes = put(states, "clients", "fsdp"), put(slopes, "clients", "fsdp")
+    gradient = jax.jit(jax.grad(written))(states, slopes)
+    expected = np.where(client_ids[:, None] >= 0, slopes, 0)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-6)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 
 
 class Monoid(NamedTuple):
@@ -25,6 +26,43 @@ class Monoid(NamedTuple):
     merge: Callable[[list, list], list]
     identity: Callable[[list], list]
     all_reduce: Callable[[list, str], list]
+
+
+def reduce_terms(
+    monoid: Monoid, operands: Sequence[jax.Array], terms: Callable[..., list] | None = None
+) -> list[jax.Array]:
+    """Combine the terms of all participants into totals.
+
+    On a CPU, participants are combined one after another, because XLA's reduction over the leading
+    axis reads an array column by column. With 64 participants and weights, the loop takes a
+    hundredth of the time and less. Rows that are sharded over devices are reduced at once.
+
+    Args:
+        monoid: combines the terms.
+        operands: arrays `[n, ...]`.
+        terms: `(*operands) -> list of arrays`, also of one participant. Default None: the operands.
+
+    Returns:
+        The totals.
+    """
+    make = terms or (lambda *own: list(own))
+
+    def at_once(*operands: jax.Array) -> list[jax.Array]:
+        return monoid.reduce(make(*operands))
+
+    def one_by_one(*operands: jax.Array) -> list[jax.Array]:
+        def step(i: jax.Array, totals: list[jax.Array]) -> list[jax.Array]:
+            own = [jax.lax.dynamic_index_in_dim(a, i, keepdims=False) for a in operands]
+            return monoid.merge(totals, make(*own))
+
+        return jax.lax.fori_loop(1, len(operands[0]), step, make(*(a[0] for a in operands)))
+
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
+    is_sharded = any(kind != AxisType.Manual and size > 1 for kind, size in axes)
+    if len(operands[0]) < 2 or is_sharded:
+        return at_once(*operands)
+    return jax.lax.platform_dependent(*operands, cpu=one_by_one, default=at_once)
 
 
 def apply_by_monoid(

@@ -17,7 +17,7 @@ from fedpax.primitives.layout import (
     unplaced_aval,
 )
 from fedpax.primitives.manual_axis import with_manual_axis
-from fedpax.primitives.monoids import Monoid, apply_by_monoid
+from fedpax.primitives.monoids import Monoid, apply_by_monoid, reduce_terms
 from fedpax.primitives.peak_memory import num_bytes, peak_live_bytes
 from fedpax.primitives.placement import ChunkSize, Placement
 
@@ -288,7 +288,7 @@ class _DeviceLoop(NamedTuple):
         if several:
             outputs = jax.vmap(self.participant_fn, in_axes=axes)(*arguments)
             stacked, terms = self.split(outputs)
-            return [*stacked, *apply_by_monoid(self.monoids, lambda m, own: m.reduce(own), terms)]
+            return [*stacked, *apply_by_monoid(self.monoids, reduce_terms, terms)]
         # Without vmap a conditional stays a conditional and a convolution stays ungrouped.
         stacked, terms = self.split(self.participant_fn(*arguments))
         return [*(jnp.expand_dims(x, 0) for x in stacked), *terms]

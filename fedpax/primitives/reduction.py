@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from fedpax.primitives._jax import Primitive, define
 from fedpax.primitives.layout import shard_over_placement, unplaced_aval
-from fedpax.primitives.monoids import Monoid
+from fedpax.primitives.monoids import Monoid, reduce_terms
 from fedpax.primitives.placement import ArrayTree, check_placed, resolve_placement
 
 
@@ -47,7 +47,7 @@ def define_reduction(primitive: Primitive, reduction: Reduction, **rules: Callab
     """
 
     def reduce_all(x, *others):
-        totals = reduction.monoid.reduce(reduction.terms(x, *others))
+        totals = reduce_terms(reduction.monoid, [x, *others], reduction.terms)
         return reduction.finish(totals, x.shape[0], x.dtype)
 
     def unwrap(results):

@@ -63,6 +63,24 @@ def test_values_equal_numpy_and_dtypes_equal_jax_numpy(name, dtype):
 
 
 @pytest.mark.parametrize("name", REDUCTIONS)
+def test_a_cpu_combines_participants_one_by_one(name):
+    """XLA's reduction of the leading axis is slow on CPUs alone, so others keep it."""
+    program = fedpax.program(clients=N)(REDUCTIONS[name][0])
+    traced = jax.jit(program).trace(jax.ShapeDtypeStruct((N, 64, 64), np.float32))
+
+    def operations(platform):
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        return {op for op in ("while", "reduce") if f"stablehlo.{op}" in text}
+
+    assert operations("cpu") == {"while"}
+    assert operations("tpu") == operations("cuda") == {"reduce"}
+    mesh = jax.make_mesh((N,), ("clients",), devices=jax.devices()[:N])
+    with jax.set_mesh(mesh):  # a loop would gather the participants
+        compiled = jax.jit(program).lower(jnp.ones((N, 64, 64))).compile().as_text()
+    assert "all-reduce" in compiled and "all-gather" not in compiled
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
 @pytest.mark.parametrize("tree", [None, (), {"a": [None, {}]}])
 def test_an_empty_tree_stays_as_it_is(name, tree):
     assert fedpax.program(clients=N)(REDUCTIONS[name][0])(tree) == tree

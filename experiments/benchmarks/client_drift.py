@@ -170,6 +170,11 @@ def draw(errors: Mapping[str, Sequence[float]]) -> Figure:
     return figure
 
 
+def counts(text: str) -> list[int]:
+    """Parse integers with commas."""
+    return [int(count) for count in text.split(",")]
+
+
 def main() -> None:
     """Train the methods, and print a table for each number of local steps."""
     parser = argparse.ArgumentParser(
@@ -177,7 +182,7 @@ def main() -> None:
     )
     parser.add_argument("--clients", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=60, help="rounds to train")
-    parser.add_argument("--local_steps", default="10", help="K; several with commas")
+    parser.add_argument("--local_steps", type=counts, default="10", help="K; several with commas")
     parser.add_argument("--rate", type=float, default=0.1, help="the clients' learning rate")
     parser.add_argument("--methods", help="names separated by semicolons; default: all")
     parser.add_argument("--seed", type=int, default=0, help="seed of the clients' losses")
@@ -187,7 +192,7 @@ def main() -> None:
     chosen = list(METHODS) if options.methods is None else options.methods.split(";")
     if unknown := set(chosen) - set(METHODS):
         parser.error(f"unknown methods {sorted(unknown)}; choose from {'; '.join(METHODS)}")
-    steps = [int(count) for count in options.local_steps.split(",")]
+    steps = options.local_steps
     if min(options.rounds, options.clients, *steps) < 1:
         parser.error("--rounds, --clients and --local_steps are expected to be at least 1")
     problem = draw_quadratics(options.clients, seed=options.seed)

@@ -144,6 +144,11 @@ def draw(results: dict[str, list[Result]], baseline: float) -> Figure:
     return figure
 
 
+def numbers(text: str) -> list[float]:
+    """Parse numbers with commas."""
+    return [float(number) for number in text.split(",")]
+
+
 def main() -> None:
     """Train the runs, and print a table of each kind."""
     parser = argparse.ArgumentParser(
@@ -162,11 +167,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="seeds of the first table")
     parser.add_argument(
         "--learning_rates",
+        type=numbers,
         default=str(diloco_text().optimizer.learning_rate),
         help="peak learning rates to choose from; default that of diloco_text",
     )
     parser.add_argument(
         "--outer_momenta",
+        type=numbers,
         default=str(diloco_text().outer.momentum),
         help="momenta of the outer optimizer to choose from; default that of diloco_text",
     )
@@ -198,8 +205,7 @@ def main() -> None:
         ]
         for name, group in settings(options.seeds, options.rows, options.local_steps).items()
     }
-    rates = [float(rate) for rate in options.learning_rates.split(",")]
-    momenta = [float(momentum) for momentum in options.outer_momenta.split(",")]
+    rates, momenta = options.learning_rates, options.outer_momenta
     planned = [setting for name in chosen for setting in todo[name]]
     untuned = {_tuned_with(setting): setting for setting in reversed(planned)}
     tuning = [

@@ -24,7 +24,8 @@ class Setting(NamedTuple):
 
     Attributes:
         method: "data parallelism", "DiLoCo" or "Streaming DiLoCo".
-        local_steps: inner steps between two averages of a parameter, H.
+        local_steps: inner steps between two averages of a parameter, H. With no more of them than
+            fragments, Streaming DiLoCo has no delay.
         islands: number of islands.
         bits: a key of `BITS`.
         rows: global batch: rows of a step over all islands.
@@ -70,7 +71,12 @@ class Setting(NamedTuple):
             base = data_parallel_text()
         elif self.method == "Streaming DiLoCo":
             streamed = streaming_diloco_text()
-            streaming = dataclasses.replace(streamed.streaming, momentum=self.outer_momentum)
+            streaming = streamed.streaming
+            streaming = dataclasses.replace(
+                streaming,
+                momentum=self.outer_momentum,
+                delay=max(min(streaming.delay, self.local_steps // streaming.fragments - 1), 0),
+            )
             base = dataclasses.replace(streamed, streaming=streaming)
         else:
             diloco = diloco_text()

@@ -70,15 +70,17 @@ class UnreliableNetwork:
                     raise ConnectionError
                 server = socket.create_connection(("127.0.0.1", self._server_port), 5)
                 server.settimeout(None)
+                pair = client, server
+                for end in pair:
+                    # Small buffers: otherwise they hide a slow network for megabytes.
+                    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
             except OSError:
                 client.close()
                 continue
-            pair = client, server
             self._pairs.add(pair)
+            if self.is_cut:  # after `cut` had looked for pairs
+                _close(*pair)
             for source, sink in (pair, pair[::-1]):
-                # Small buffers: otherwise they hide a slow network for megabytes.
-                for end in pair:
-                    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
                 threading.Thread(
                     target=self._forward, args=(source, sink, pair), daemon=True
                 ).start()

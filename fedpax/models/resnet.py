@@ -196,9 +196,9 @@ def resnet(config: ResNetConfig) -> FunctionalModel:
         returns logits `[batch, num_classes]`.
 
     Example:
-        >>> model = resnet(ResNetConfig(filters=4, blocks=(1, 1), num_classes=10))
-        >>> params = jax.jit(model.init)(jax.random.key(0))
-        >>> jax.jit(model.apply)(params, jnp.zeros((5, 24, 24, 3))).shape
+        >>> model = resnet(ResNetConfig(filters=4, blocks=(1,), num_classes=10))
+        >>> params = jax.eval_shape(model.init, jax.random.key(0))
+        >>> jax.eval_shape(model.apply, params, jnp.zeros((5, 24, 24, 3))).shape
         (5, 10)
     """
     return to_functional(functools.partial(ResNet, config))

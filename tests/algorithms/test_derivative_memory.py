@@ -87,7 +87,7 @@ METHODS = {
     "Per-FedAvg": of_clients(per_fedavg, adaptation_learning_rate=0.3),
     "Reptile": of_clients(reptile, meta_learning_rate=0.4),
 }
-OFTEN = ("SCAFFOLD", "Mime")
+OFTEN = ("SCAFFOLD",)
 
 
 def params_of(name: str) -> jax.Array:

@@ -1,7 +1,10 @@
 """Tests of the benchmarks of sites: what failures cost, and the rate of the transport."""
 
+import contextlib
+import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +25,7 @@ from fedpax.experiments.benchmarks.chaos_sites import (
     Restart,
     draw_failures,
 )
+from fedpax.experiments.benchmarks.unreliable_network import UnreliableNetwork
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -69,6 +73,37 @@ def test_a_run_with_failures_is_compared_with_an_undisturbed_one(tmp_path: Path)
     assert (row.quiet_loss, row.loss, row.lost_updates) == (2.5, 2.6, 3)
     draw(quiet, chaotic, tmp_path / "new" / "chaos.png")
     assert (tmp_path / "new" / "chaos.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_network_that_is_cut_while_an_island_connects_accepts_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    connect = socket.create_connection
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        with UnreliableNetwork(server.getsockname()[1]) as network:
+
+            def connect_to_server(*arguments: Any) -> socket.socket:
+                network.cut()
+                return connect(*arguments)
+
+            monkeypatch.setattr(socket, "create_connection", connect_to_server)
+            with connect(("127.0.0.1", network.port), 10) as client:
+                with contextlib.suppress(ConnectionResetError):
+                    assert client.recv(1) == b""
+            monkeypatch.undo()
+            network.restore()
+            with connect(("127.0.0.1", network.port), 10) as client:
+                client.sendall(b"x")
+                assert _receive(server) == b"x"
+
+
+def _receive(server: socket.socket) -> bytes:
+    """Return the first byte of the connections that are waiting."""
+    while True:
+        connection, _ = server.accept()
+        with connection:
+            if received := connection.recv(1):
+                return received
 
 
 def test_a_paced_stream_keeps_its_rate_and_position() -> None:

@@ -44,7 +44,11 @@ def test_the_outer_momentum_is_that_of_the_setting(momentum: float) -> None:
     assert diloco.outer.num_levels == 16
     streaming = Setting("Streaming DiLoCo", 18, 4, "4 bits", 16, outer_momentum=momentum)
     text = streaming.experiment(TOKENS)
+    one_step = streaming._replace(local_steps=3).experiment(TOKENS)
+    assert isinstance(one_step, StreamingDiLoCoText) and one_step.streaming.delay == 0
+    assert one_step.streaming.fragments == 3
     assert isinstance(text, StreamingDiLoCoText) and text.streaming.momentum == momentum
+    assert text.streaming.delay == 1
 
 
 @pytest.mark.parametrize(

@@ -78,8 +78,6 @@ class UnreliableNetwork:
                 client.close()
                 continue
             self._pairs.add(pair)
-            if self.is_cut:  # after `cut` had looked for pairs
-                _close(*pair)
             for source, sink in (pair, pair[::-1]):
                 threading.Thread(
                     target=self._forward, args=(source, sink, pair), daemon=True
@@ -92,7 +90,11 @@ class UnreliableNetwork:
         pair: tuple[socket.socket, socket.socket],
     ) -> None:
         with contextlib.suppress(OSError):
-            while block := source.recv(1 << 14 if self.bytes_per_second else 1 << 18):
+            # `cut` may have closed all pairs just before it could know of this one.
+            while not self.is_cut:
+                block = source.recv(1 << 14 if self.bytes_per_second else 1 << 18)
+                if not block:
+                    break
                 if self.bytes_per_second:
                     time.sleep(len(block) / self.bytes_per_second)
                 if self.delay:

@@ -349,6 +349,7 @@ def test_a_process_that_is_killed_or_stopped() -> None:
             message = Message({}, {"x": np.random.default_rng(0).normal(size=100)})
             connection.call(message, timeout=10)
             os.kill(process.pid, signal.SIGSTOP)
+            os.waitpid(process.pid, os.WUNTRACED)  # all of its threads have stopped
             with pytest.raises(DisconnectedError, match=r"no answer within 0\.2 s"):
                 connection.call(message, timeout=0.2)
             waiting = threads.submit(connection.call, message, 10)

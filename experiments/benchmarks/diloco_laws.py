@@ -44,7 +44,10 @@ TUNED = ["method", "local_steps", "learning_rate", "outer_momentum"]
 
 
 def settings(
-    num_seeds: int, rows: int | None = None, local_steps: int | None = None
+    num_seeds: int,
+    rows: int | None = None,
+    local_steps: int | None = None,
+    bits: str = "4 bits",
 ) -> dict[str, list[Setting]]:
     """Return the runs of each table by the table's name.
 
@@ -53,6 +56,7 @@ def settings(
         rows: global batch. Default None: that of `diloco_text`.
         local_steps: inner steps between two averages, but in the table that changes them. Default
             None: those of `diloco_text`.
+        bits: a key of `BITS`, the format of DiLoCo's outer gradients but in the table of formats.
     """
     diloco = diloco_text()
     islands = diloco.islands
@@ -60,21 +64,21 @@ def settings(
         local_steps = diloco.data.local_steps
     if rows is None:
         rows = islands * diloco.data.batch_size
-    base = Setting("DiLoCo", local_steps, islands, "4 bits", rows)
+    base = Setting("DiLoCo", local_steps, islands, bits, rows)
     seeds = range(num_seeds)
     return {
         "methods": [
-            Setting(method, local_steps, islands, bits, rows, seed)
-            for method, bits in (
+            Setting(method, local_steps, islands, sent, rows, seed)
+            for method, sent in (
                 ("data parallelism", "float32"),
-                ("DiLoCo", "4 bits"),
+                ("DiLoCo", bits),
                 ("Streaming DiLoCo", "4 bits"),
             )
             for seed in seeds
         ],
         "local_steps": [base._replace(local_steps=steps) for steps in (1, 6, 18, 54, 162)],
         "islands": [base._replace(islands=count) for count in (1, 2, islands, 8)],
-        "bits": [base._replace(bits=bits) for bits in BITS],
+        "bits": [base._replace(bits=sent) for sent in BITS],
     }
 
 
@@ -164,6 +168,12 @@ def main() -> None:
         help="inner steps between two averages, but in the table of them; default that of "
         "diloco_text",
     )
+    parser.add_argument(
+        "--bits",
+        choices=BITS,
+        default="4 bits",
+        help="format of DiLoCo's outer gradients, but in the table of formats; default 4 bits",
+    )
     parser.add_argument("--seeds", type=int, default=3, help="seeds of the first table")
     parser.add_argument(
         "--learning_rates",
@@ -203,7 +213,9 @@ def main() -> None:
             else setting
             for setting in group
         ]
-        for name, group in settings(options.seeds, options.rows, options.local_steps).items()
+        for name, group in settings(
+            options.seeds, options.rows, options.local_steps, options.bits
+        ).items()
     }
     rates, momenta = options.learning_rates, options.outer_momenta
     planned = [setting for name in chosen for setting in todo[name]]

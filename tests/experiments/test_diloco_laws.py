@@ -133,7 +133,8 @@ def test_each_method_and_number_of_local_steps_has_its_own_best_learning_rate() 
 
 
 def test_local_steps_are_those_of_all_tables_but_one() -> None:
-    groups = settings(2, local_steps=6)
+    groups = settings(2, local_steps=6, bits="float32")
+    assert [run.bits for run in groups["methods"]] == 4 * ["float32"] + 2 * ["4 bits"]
     assert {run.local_steps for run in groups.pop("local_steps")} == {1, 6, 18, 54, 162}
     assert {run.local_steps for group in groups.values() for run in group} == {6}
 

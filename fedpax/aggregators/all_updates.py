@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, Shaped
 
-from fedpax.primitives.layout import explicit_axis, mesh_axis
+from fedpax.primitives.layout import explicit_axis, mesh_axis, spans_devices
 from fedpax.primitives.placement import resolve_placement
 
 _BLOCK_SIZE = 2**18  # 1 MB of float32
@@ -36,7 +36,7 @@ def reduce_coordinates(
 
     def reduce_leaf(leaf: jax.Array) -> jax.Array:
         x = _transpose(leaf.astype(jnp.float32))
-        if jax.sharding.get_abstract_mesh().size > 1 or _explicit(x):
+        if spans_devices() or _explicit(x):
             reduced = fn(x)  # blocks would not be those of the devices
         else:
             blocks = functools.partial(_reduce_blocks, fn)

@@ -35,6 +35,16 @@ def _axis_type(placement: Placement) -> AxisType | None:
     return None if kind == AxisType.Auto and mesh.shape[placement.name] == 1 else kind
 
 
+def spans_devices() -> bool:
+    """Tell whether arrays can have shards on several devices, by the mesh in context.
+
+    In code that runs on one shard, where all axes are manual, they cannot.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
+    return any(kind != AxisType.Manual and size > 1 for kind, size in axes)
+
+
 def find_mesh(avals: Iterable[Any]) -> AbstractMesh:
     """Return the mesh in context or, if none is set, the mesh of the first explicit argument."""
     mesh = jax.sharding.get_abstract_mesh()

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType
+
+from fedpax.primitives.layout import spans_devices
 
 
 class Monoid(NamedTuple):
@@ -57,10 +58,7 @@ def reduce_terms(
 
         return jax.lax.fori_loop(1, len(operands[0]), step, make(*(a[0] for a in operands)))
 
-    mesh = jax.sharding.get_abstract_mesh()
-    axes = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
-    is_sharded = any(kind != AxisType.Manual and size > 1 for kind, size in axes)
-    if len(operands[0]) < 2 or is_sharded:
+    if len(operands[0]) < 2 or spans_devices():
         return at_once(*operands)
     return jax.lax.platform_dependent(*operands, cpu=one_by_one, default=at_once)
 

@@ -59,10 +59,9 @@ def check_setting(
 
 def _describe_range(least: float, most: float, above: float | None, below: float | None) -> str:
     if above is None and below is None:
-        least_only = most == math.inf
-        return (
-            f"a number {f'of at least {least:g}' if least_only else f'from {least:g} to {most:g}'}"
-        )
+        if most == math.inf:
+            return f"a number of at least {least:g}"
+        return f"a number from {least:g} to {most:g}"
     if above == 0 and below is None and most == math.inf:
         return "a positive number"
     lower = f"at least {least:g}" if above is None else f"above {above:g}"

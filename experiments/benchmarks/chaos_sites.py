@@ -249,7 +249,7 @@ def play(sites: Sites, failures: Sequence[Failure], limit_seconds: float) -> Out
     while not all(sites.rounds(island) >= 2 for island in islands):
         _check(sites, deadline)
         time.sleep(0.3)
-    begin, first_merge, date = time.monotonic(), len(sites.merges()), time.time()
+    begin, date = time.monotonic(), time.time()
     waiting = list(failures)
     agenda: list[tuple[float, Failure]] = []  # what ends, and when
     happened: list[Failure] = []
@@ -287,7 +287,7 @@ def play(sites: Sites, failures: Sequence[Failure], limit_seconds: float) -> Out
         _check(sites, deadline)
         time.sleep(0.3)
     statuses = [sites.status(process) or 0 for process in (SYNCER, *islands)]
-    return _summarize(sites, first_merge, date, seconds, happened, restarts, statuses)
+    return _summarize(sites, date, seconds, happened, restarts, statuses)
 
 
 def _check(sites: Sites, deadline: float, except_for: Collection[int] = ()) -> None:
@@ -326,7 +326,6 @@ def _end(sites: Sites, failure: Failure) -> None:
 
 def _summarize(
     sites: Sites,
-    first_merge: int,
     date: float,
     seconds: float,
     failures: list[Failure],
@@ -359,7 +358,7 @@ def _summarize(
     steps = [sum(update["steps"] for update in merge["updates"]) / fragments for merge in merges]
     return Outcome(
         seconds,
-        [(at - date, n) for at, n in zip(times, steps, strict=True)][first_merge:],
+        [(at - date, n) for at, n in zip(times, steps, strict=True) if at >= date],
         sum(count - 1 for count in sent.values()),
         lost,
         last,

@@ -23,6 +23,7 @@ from matplotlib.figure import Figure
 
 from fedpax import Cohort
 from fedpax.algorithms import fedavg, feddyn, fedprox, mime, mime_lite, scaffold
+from fedpax.experiments.benchmarks.arguments import integers
 from fedpax.training.algorithm import FederatedAlgorithm
 from fedpax.training.table import markdown_table
 
@@ -170,25 +171,20 @@ def draw(errors: Mapping[str, Sequence[float]]) -> Figure:
     return figure
 
 
-def counts(text: str) -> list[int]:
-    """Parse integers with commas."""
-    return [int(count) for count in text.split(",")]
-
-
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Train the methods, and print a table for each number of local steps."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--clients", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=60, help="rounds to train")
-    parser.add_argument("--local_steps", type=counts, default="10", help="K; several with commas")
+    parser.add_argument("--local_steps", type=integers, default="10", help="K; several with commas")
     parser.add_argument("--rate", type=float, default=0.1, help="the clients' learning rate")
     parser.add_argument("--methods", help="names separated by semicolons; default: all")
     parser.add_argument("--seed", type=int, default=0, help="seed of the clients' losses")
     parser.add_argument("--json", help="file for the distances after each round")
     parser.add_argument("--plot", help="file for the figure of the last K, such as drift.png")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     chosen = list(METHODS) if options.methods is None else options.methods.split(";")
     if unknown := set(chosen) - set(METHODS):
         parser.error(f"unknown methods {sorted(unknown)}; choose from {'; '.join(METHODS)}")

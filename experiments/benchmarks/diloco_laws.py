@@ -28,6 +28,7 @@ from statistics import fmean
 import jax
 from matplotlib.figure import Figure
 
+from fedpax.experiments.benchmarks.arguments import numbers
 from fedpax.experiments.benchmarks.diloco_runs import (
     BITS,
     Result,
@@ -146,11 +147,6 @@ def draw(results: dict[str, list[Result]], baseline: float) -> Figure:
     panels[0].set_ylabel("held-out loss, nats per byte")
     panels[0].legend(frameon=False, fontsize="small")
     return figure
-
-
-def numbers(text: str) -> list[float]:
-    """Parse numbers with commas."""
-    return [float(number) for number in text.split(",")]
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 import fedpax
+from fedpax.experiments.benchmarks.arguments import integers
 from fedpax.experiments.benchmarks.rounds import (
     Round,
     drjax_round,
@@ -151,10 +152,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", choices=WORKLOADS, default="mlp", help="the clients' model")
     parser.add_argument(
-        "--clients", default="64,1024", help="numbers of clients in the round, separated by commas"
+        "--clients",
+        type=integers,
+        default="64,1024",
+        help="numbers of clients in the round, separated by commas",
     )
     parser.add_argument(
         "--devices",
+        type=integers,
         default="1,2",
         help="numbers of devices, separated by commas; simulated on a CPU",
     )
@@ -180,8 +185,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     chunk_sizes = [k if k == "auto" else int(k) for k in options.chunk_size.split(",")]
     print("devices   clients  round             compile s   temporaries   median s  fedpax/this")
     rows: list[Row] = []
-    for devices in map(int, options.devices.split(",")):
-        for clients in map(int, options.clients.split(",")):
+    for devices in options.devices:
+        for clients in options.clients:
             sizes = (options.model, devices, clients)
             found = on_devices(
                 devices, measure, *sizes, chunk_sizes, baselines, options.repetitions

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
+from fedpax.experiments.benchmarks.arguments import integers
 from fedpax.experiments.benchmarks.timing import write
 from fedpax.simulation.goodput import (
     Cluster,
@@ -124,7 +125,9 @@ def draw(rows: Sequence[Row]) -> Figure:
 def main(argv: Sequence[str] | None = None) -> int:
     """Simulate as the arguments say, print a table, and draw it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--chips", default="1200000,2400000", help="chips of the table's clusters")
+    parser.add_argument(
+        "--chips", type=integers, default="1200000,2400000", help="chips of the table's clusters"
+    )
     parser.add_argument("--days", type=float, default=28.0, help="simulated days")
     parser.add_argument("--seed", type=int, default=0, help="random seed of the failures")
     parser.add_argument("--out", type=Path, help="file of the picture; without it none is drawn")
@@ -138,11 +141,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("assumptions: " + ", ".join(f"{name}={value}" for name, value in given.items()))
     print("    chips  method                  goodput  published  difference    uptime")
     start, rows = time.perf_counter(), []
-    table = [int(chips) for chips in options.chips.split(",")]
-    for chips in dict.fromkeys([*table, *(DRAWN if options.out else ())]):
+    for chips in dict.fromkeys([*options.chips, *(DRAWN if options.out else ())]):
         own = simulate(Cluster(chips, **given), options.days, options.seed)
         rows += own
-        for row in own if chips in table else ():
+        for row in own if chips in options.chips else ():
             published = row.published
             print(
                 f"{row.chips:9,}  {row.method:22}  {row.goodput:7.1%}  "
@@ -151,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 + f"  {row.uptime:8.3%}",
                 flush=True,
             )
-    chip_years = sum(table) * options.days / 365.25
+    chip_years = sum(options.chips) * options.days / 365.25
     print(f"{chip_years:,.0f} chip-years in the table, {time.perf_counter() - start:.1f} s")
     if options.out:
         draw(rows).savefig(options.out)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 import fedpax
+from fedpax.experiments.benchmarks.arguments import integers
 from fedpax.experiments.benchmarks.fedavg_round import check_equal
 from fedpax.experiments.benchmarks.rounds import vmap_round
 from fedpax.experiments.benchmarks.timing import (
@@ -206,10 +207,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", choices=WORKLOADS, default="mlp", help="the clients' model")
     parser.add_argument(
-        "--clients", default="64,1024", help="numbers of clients in the round, separated by commas"
+        "--clients",
+        type=integers,
+        default="64,1024",
+        help="numbers of clients in the round, separated by commas",
     )
     parser.add_argument(
         "--devices",
+        type=integers,
         default="1,2",
         help="numbers of devices, separated by commas; simulated on a CPU",
     )
@@ -232,8 +237,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     chunk = chunk if chunk == "auto" else int(chunk)
     print("devices   clients  temporaries: round     gradient   median s: round   gradient   ratio")
     rows = []
-    for devices in map(int, options.devices.split(",")):
-        for clients in map(int, options.clients.split(",")):
+    for devices in options.devices:
+        for clients in options.clients:
             sizes = (options.model, devices, clients, chunk, options.unroll, options.repetitions)
             rows.append(on_devices(devices, measure, *sizes))
             print(describe(rows[-1]), flush=True)

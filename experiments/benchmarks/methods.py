@@ -42,6 +42,7 @@ from fedpax.data import (
     read_examples,
 )
 from fedpax.data.populations.logistic_clients import logistic_clients
+from fedpax.experiments.benchmarks.arguments import numbers
 from fedpax.models.classifiers import MLPConfig, mlp
 from fedpax.models.losses import classification_loss
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Params
@@ -286,7 +287,9 @@ def main() -> None:
     )
     parser.add_argument("--problem", choices=PROBLEMS, default="digits")
     parser.add_argument("--rounds", type=int, default=100, help="rounds to train")
-    parser.add_argument("--rates", default="0.03,0.1,0.3", help="client learning rates")
+    parser.add_argument(
+        "--rates", type=numbers, default="0.03,0.1,0.3", help="client learning rates"
+    )
     parser.add_argument("--methods", help="names separated by semicolons; default: all")
     parser.add_argument("--seed", type=int, default=0, help="seed of data, model and cohorts")
     parser.add_argument("--json", help="file for the rows")
@@ -299,10 +302,9 @@ def main() -> None:
         parser.error(f"unknown methods {sorted(unknown)}; choose from {'; '.join(known)}")
     if options.rounds < 1:
         parser.error(f"--rounds is {options.rounds}, expected at least 1")
-    rates = [float(rate) for rate in options.rates.split(",")]
     rows = []
     for name in chosen:
-        rows.append(measure(problem, name, known[name], rates, options.rounds))
+        rows.append(measure(problem, name, known[name], options.rates, options.rounds))
         print(f"{name}: best accuracy {rows[-1].best_accuracy:.1%}", flush=True)
     print(table(rows, problem.target))
     if options.json:

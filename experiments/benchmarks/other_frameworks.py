@@ -36,6 +36,7 @@ import optax
 import fedpax
 from fedpax.aggregators import private_mean
 from fedpax.algorithms import fedavg, fedprox, scaffold
+from fedpax.experiments.benchmarks.arguments import integers
 from fedpax.experiments.benchmarks.fedavg_round import check_equal
 from fedpax.experiments.benchmarks.method_rounds import repeated
 from fedpax.experiments.benchmarks.rounds import fedpax_round
@@ -274,10 +275,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", choices=WORKLOADS, default="cnn", help="the clients' model")
     parser.add_argument(
-        "--clients", default="64", help="numbers of clients in the round, separated by commas"
+        "--clients",
+        type=integers,
+        default="64",
+        help="numbers of clients in the round, separated by commas",
     )
     parser.add_argument(
-        "--devices", default="2", help="numbers of devices, separated by commas; simulated on a CPU"
+        "--devices",
+        type=integers,
+        default="2",
+        help="numbers of devices, separated by commas; simulated on a CPU",
     )
     for library in SCRIPTS:
         parser.add_argument(
@@ -297,8 +304,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     pythons = {library: path for library, path in paths.items() if path}
     print("devices   clients  library  median s  fedpax/this  versions")
     rows: list[Row] = []
-    for devices in map(int, options.devices.split(",")):
-        for clients in map(int, options.clients.split(",")):
+    for devices in options.devices:
+        for clients in options.clients:
             sizes = (options.model, devices, clients)
             for row in on_devices(
                 devices, measure, *sizes, pythons, options.repetitions, options.method

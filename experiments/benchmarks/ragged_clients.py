@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 import fedpax
 from fedpax.algorithms import fedavg
 from fedpax.data import balanced_order, idle_fraction
+from fedpax.experiments.benchmarks.arguments import integers
 from fedpax.experiments.benchmarks.fedavg_round import check_equal
 from fedpax.experiments.benchmarks.timing import interleaved, on_devices, paired_ratio, write
 from fedpax.models.classifiers import MLPConfig, mlp
@@ -161,6 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--clients", type=int, default=256, help="number of clients in the round")
     parser.add_argument(
         "--devices",
+        type=integers,
         default="1,2",
         help="numbers of devices, separated by commas; simulated on a CPU",
     )
@@ -175,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     print("devices  clients  variant           steps  padded, idle   median s        slowdown")
     rows: list[Row] = []
-    for devices in map(int, options.devices.split(",")):
+    for devices in options.devices:
         settings = (options.clients, options.sigma, options.batch_size, options.repetitions)
         for row in on_devices(devices, measure, devices, *settings):
             seconds = statistics.median(row.seconds)

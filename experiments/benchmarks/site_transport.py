@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fedpax.experiments.benchmarks.arguments import integers, numbers
 from fedpax.experiments.benchmarks.timing import write
 from fedpax.sites.certificates import make_certificates
 from fedpax.sites.message import Message
@@ -132,21 +133,22 @@ def _serve(pipe: Pipe, certificates: Path | None) -> None:
 def main(argv: Sequence[str] | None = None) -> list[Rate]:
     """Print the table, and write the measurements as JSON if a file is named."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--megabytes", default="0.1,1,10,100", help="sizes of the messages")
-    parser.add_argument("--islands", default="1,4", help="numbers of connections")
+    parser.add_argument(
+        "--megabytes", type=numbers, default="0.1,1,10,100", help="sizes of the messages"
+    )
+    parser.add_argument("--islands", type=integers, default="1,4", help="numbers of connections")
     parser.add_argument("--repeats", type=int, default=7, help="timed calls per size")
     parser.add_argument("--out", help="a JSON file for the measurements")
     options = parser.parse_args(argv)
-    sizes = [float(size) for size in options.megabytes.split(",")]
     rates = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "certificates"
         make_certificates(folder, ["localhost", "site"])
         print("MB/s: median (best)")
         print("encryption  islands  message MB         push         pull  empty call ms")
-        for islands in map(int, options.islands.split(",")):
+        for islands in options.islands:
             for tls in (False, True):
-                for rate in measure(tls, islands, sizes, options.repeats, folder):
+                for rate in measure(tls, islands, options.megabytes, options.repeats, folder):
                     rates.append(rate)
                     print(
                         f"{'mutual TLS' if tls else 'none':10}  {islands:7}  "

@@ -74,7 +74,7 @@ def test_drjax_is_left_out_if_it_is_not_installed(monkeypatch, capsys, tmp_path)
     first, _, *lines = capsys.readouterr().out.splitlines()
     assert "drjax is not installed" in first and "fedpax[bench]" in first
     content = json.loads(path.read_text())
-    assert content["settings"]["clients"] == "2,4"
+    assert content["settings"]["clients"] == [2, 4]
     assert content["versions"]["jax"] == jax.__version__ and content["machine"]["cores"] >= 1
     rows = [(row["clients"], row["implementation"]) for row in content["rows"]]
     assert rows == [(n, name) for n in (2, 4) for name in ("fedpax 2", "scan", "vmap")]

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from fedpax.primitives._jax import ClosedJaxpr, eliminate_dead_code, evaluate
@@ -20,6 +19,7 @@ from fedpax.primitives.manual_axis import with_manual_axis
 from fedpax.primitives.monoids import Monoid, apply_by_monoid, reduce_terms
 from fedpax.primitives.peak_memory import num_bytes, peak_live_bytes
 from fedpax.primitives.placement import ChunkSize, Placement
+from fedpax.primitives.row_buffer import empty_rows, has_typed_mesh, read_rows, write_rows
 
 # chunk_size="auto" runs as many participants at once on a GPU or TPU as fit in this many bytes.
 AUTO_CHUNK_BYTES = 2**30
@@ -243,9 +243,9 @@ class _DeviceLoop(NamedTuple):
             for i, buffer in zip(aliases, stacked, strict=True):
                 if i is not None:
                     current[i] = LazySlice(buffer, ())
-            rows, terms = self.split(self.run_chunk(size, start, current))
+            rows, terms = self.split(self.run_chunk(size, start, current, overwritten=aliases))
             stacked = [
-                _write_rows(all_, own, start, fusible=in_loop or i is None)
+                write_rows(all_, own, start, fusible=in_loop or i is None)
                 for all_, own, i in zip(stacked, rows, aliases, strict=True)
             ]
             totals = apply_by_monoid(self.monoids, lambda m, a, b: m.merge(a, b), totals, terms)
@@ -255,7 +255,7 @@ class _DeviceLoop(NamedTuple):
         # starts would grow with the clients. The outputs are carried: stacked by the scan, they
         # would be copied when the last, smaller chunk is appended.
         buffers = [
-            _empty_rows(self.participants, aval) if i is None else placed[i].array
+            empty_rows(self.participants, aval) if i is None else placed[i].array
             for i, aval in zip(aliases, self.split(self.out_avals)[0], strict=True)
         ]
         carry, _ = jax.lax.scan(
@@ -271,18 +271,34 @@ class _DeviceLoop(NamedTuple):
         chunks = -(-self.participants // self.max_auto_chunk)
         return -(-self.participants // chunks)
 
-    def run_chunk(self, size: int, start: Any, placed: Sequence[LazySlice]) -> list[jax.Array]:
-        """Run `size` participants and return their stacked outputs, then their totals."""
+    def run_chunk(
+        self,
+        size: int,
+        start: Any,
+        placed: Sequence[LazySlice],
+        overwritten: Sequence[int | None] = (),
+    ) -> list[jax.Array]:
+        """Run `size` participants and return their stacked outputs, then their totals.
+
+        Args:
+            size: number of participants.
+            start: index of the first one.
+            placed: the placed values.
+            overwritten: indices of the placed values whose rows the caller then overwrites.
+        """
         several = size > 1
         local_index = start + jnp.arange(size, dtype=jnp.int32) if several else jnp.int32(start)
         arguments = [local_index + self.first_index, *self.server_values]
         axes: list[int | None] = [0, *[None] * len(self.server_values)]
-        for value, is_lazy in zip(placed, self.lazy, strict=True):
+        for i, (value, is_lazy) in enumerate(zip(placed, self.lazy, strict=True)):
             if is_lazy:
                 arguments += [value.array, *value.indices, local_index]
                 axes += [None, *[None] * len(value.indices), 0]
             else:
-                rows = self.rows_of(value, start, size)
+                if i in overwritten:
+                    rows = read_rows(value.array, start, size)
+                else:
+                    rows = self.rows_of(value, start, size)
                 arguments.append(rows if several else jax.lax.squeeze(rows, [0]))
                 axes.append(0)
         if several:
@@ -321,7 +337,7 @@ class _DeviceLoop(NamedTuple):
         free = [
             (i, _shape_and_layout(unplaced_aval(aval_of_value(v))))
             for i, v in enumerate(placed)
-            if not v.indices and _has_typed_mesh(v.array)
+            if not v.indices and has_typed_mesh(v.array)
         ]
         found: list[int | None] = []
         for aval in self.split(self.out_avals)[0]:
@@ -340,42 +356,8 @@ class _DeviceLoop(NamedTuple):
         return list(map(_broadcast_to_aval, values, avals))
 
 
-def _has_typed_mesh(x: jax.Array) -> bool:
-    """Return whether an array's type has the mesh that explicit axes need; NumPy's has none."""
-    explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
-    return not (explicit and jax.typeof(x).sharding.mesh.empty)
-
-
 def _shape_and_layout(aval: Any) -> tuple:
     return aval.shape, aval.dtype, aval.sharding.spec
-
-
-def _empty_rows(participants: int, aval: Any) -> jax.Array:
-    # With explicit axes an array's type has a spec even if nothing is sharded.
-    typed = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
-    spec = P(None, *aval.sharding.spec) if typed else None
-    return jax.lax.empty((participants, *aval.shape), aval.dtype, out_sharding=spec)
-
-
-def _write_rows(buffer: jax.Array, rows: jax.Array, start: Any, fusible: bool) -> jax.Array:
-    """Write rows into a buffer.
-
-    Args:
-        buffer: array `[n, ...]`.
-        rows: array `[rows, ...]`.
-        start: index of the first row.
-        fusible: whether XLA may fuse the write with the code that computes `rows`. If that code
-            reads `buffer`, and the result is reshaped outside a loop, XLA for CPU overwrites what
-            it has yet to read. Nothing is fused into a loop of two iterations, the shortest that
-            XLA does not inline.
-    """
-    if not _has_typed_mesh(rows):
-        rows = jax.sharding.reshard(rows, jax.typeof(buffer).sharding.spec)
-
-    def write(_: Any, buffer: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice_in_dim(buffer, rows, start, 0)
-
-    return write(0, buffer) if fusible else jax.lax.fori_loop(0, 2, write, buffer)
 
 
 def _broadcast_to_aval(value: jax.Array, aval: Any) -> jax.Array:

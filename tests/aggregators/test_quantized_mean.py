@@ -15,6 +15,8 @@ from fedpax.aggregators import quantized_mean
 from fedpax.aggregators.integer_packing import WORD, choose_packing
 from fedpax.aggregators.quantized_mean import QuantizedMeanState
 from fedpax.hlo.collectives import collectives
+from fedpax.hlo.costs import count_costs
+from fedpax.hlo.parsing import parse
 
 N = 4
 
@@ -201,3 +203,15 @@ def test_init_makes_a_float32_residual_for_each_participant():
         state, QuantizedMeanState({"w": jnp.zeros((N, 3, 2)), "b": jnp.zeros(N)})
     )
     chex.assert_tree_shape_prefix(state, (N,))
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4])
+def test_memory_traffic_is_proportional_to_the_participants(chunk_size):
+    # The residuals are overwritten in place, by a loop that reads them for codes and residuals.
+    def traffic(participants):
+        run = exchange(4, participants).with_options(chunk_size=chunk_size)
+        x = draw((200, 10), participants)
+        text = jax.jit(run, donate_argnums=1).lower(x, zeros(x)).compile().as_text()
+        return count_costs(parse(text)).memory_traffic
+
+    assert 3.5 < traffic(64) / traffic(16) < 4.1

@@ -13,10 +13,12 @@ from fedpax.aggregators.clipping import check_positive, clip_update
 from fedpax.aggregators.gaussian_noise import known_sharding, round_key
 from fedpax.aggregators.krum import check_count
 from fedpax.aggregators.presence import mean_dtype, num_participants, present
+from fedpax.aggregators.random_words import random_normal
 from fedpax.aggregators.secure_mean import check_neighbors, secure_sum
 from fedpax.primitives import federated_sum
 
 MOST_DEVIATIONS = 6  # float32 normal numbers stay below
+ROUNDED_STDDEV = 5000.0  # from here on, rounded normal numbers are discrete Gaussian to 24 bits
 LEAST_STDDEV = 3.0  # of one participant's noise: the tau of proposition 14 is then below 1e-37 n
 
 
@@ -54,7 +56,7 @@ def private_secure_mean(
     The noise of t participants or more has at least the stated variance. With fewer, the protocol
     aborts: the result is 0. For epsilon, neighbouring cohorts differ in one participant's update,
     replaced by 0: `privacy_spent(discrete=True, ...)`, without amplification by sampling. The noise
-    is drawn from float32 numbers with a known seed: use it for simulation.
+    is drawn from float32 numbers that a hash of a known seed makes: use it for simulation.
 
     Args:
         max_norm: C, above 0.
@@ -167,7 +169,10 @@ def discrete_gaussian(key: jax.Array, like: jax.Array, stddev: float) -> Int[Arr
     """Draw integers k with probabilities proportional to `exp(-k^2 / (2 stddev^2))`.
 
     A normal number t is rounded to an integer k = t - u, which is accepted with a probability
-    proportional to `exp((t^2 - k^2) / (2 stddev^2)) = exp(u (2 k + u) / (2 stddev^2))`.
+    proportional to `exp((t^2 - k^2) / (2 stddev^2)) = exp(u (2 k + u) / (2 stddev^2))`. Without
+    this test, the probability of k is `1 + (k^2 / stddev^2 - 1) / (24 stddev^2)` times as large,
+    to the first order in `1 / stddev^2`. From a `stddev` of 5,000 on, that is below the
+    resolution of the 24 random bits behind t, and every integer is accepted.
 
     Args:
         key: PRNG key.
@@ -183,6 +188,8 @@ def discrete_gaussian(key: jax.Array, like: jax.Array, stddev: float) -> Int[Arr
         ('int32', 5)
     """
     sharding = known_sharding(like)
+    if stddev >= ROUNDED_STDDEV:
+        return jnp.round(stddev * random_normal(key, like.shape, sharding)).astype(jnp.int32)
     bound = (MOST_DEVIATIONS * stddev + 0.25) / (2 * stddev**2)
 
     def draw(
@@ -190,7 +197,7 @@ def discrete_gaussian(key: jax.Array, like: jax.Array, stddev: float) -> Int[Arr
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         key, accepted, drawn = carry
         key, normal_key, uniform_key = jax.random.split(key, 3)
-        t = stddev * jax.random.normal(normal_key, like.shape, out_sharding=sharding)
+        t = stddev * random_normal(normal_key, like.shape, sharding)
         uniform = jax.random.uniform(uniform_key, like.shape, out_sharding=sharding)
         k = jnp.round(t)
         u = t - k

@@ -10,10 +10,11 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from scipy import stats
 
 import fedpax
 from fedpax.aggregators import privacy_spent, private_secure_mean
-from fedpax.aggregators.private_secure_mean import discrete_gaussian
+from fedpax.aggregators.private_secure_mean import ROUNDED_STDDEV, discrete_gaussian
 from fedpax.algorithms import fedavg
 
 N, SIZE = 4, 20_000
@@ -56,6 +57,27 @@ def test_the_noise_is_discrete_gaussian(stddev):
     assert abs(chi_square - freedom) < 5 * np.sqrt(2 * freedom)
     assert abs(k.var() / stddev**2 - 1) < 5 * np.sqrt(2 / size)
     assert abs(k.mean()) < 5 * stddev / np.sqrt(size)
+
+
+@pytest.mark.parametrize("stddev", [30.0, ROUNDED_STDDEV])
+def test_rounded_normal_numbers_are_discrete_gaussian_at_large_deviations(stddev):
+    """The probabilities' ratio is that of the docstring, by quadrature in float64."""
+    k = np.linspace(-5.5 * stddev, 5.5 * stddev, 1001).round()
+    nodes, weights = np.polynomial.legendre.leggauss(12)  # for u from -1/2 to 1/2
+    u = nodes[:, None] / 2
+    excess = weights / 2 @ np.expm1(-(2 * k * u + u**2) / (2 * stddev**2))
+    stated = ((k / stddev) ** 2 - 1) / (24 * stddev**2)
+    np.testing.assert_allclose(excess, stated, rtol=1e-2, atol=2e-2 / (24 * stddev**2))
+    assert (np.abs(excess).max() < 2**-24) == (stddev == ROUNDED_STDDEV)
+
+
+def test_noise_of_a_large_deviation_is_discrete_gaussian():
+    size, stddev = 400_000, 2.0 * ROUNDED_STDDEV
+    k = np.asarray(discrete_gaussian(jax.random.key(3), jnp.zeros((size // 100, 100)), stddev))
+    assert k.dtype == np.int32
+    assert stats.kstest(k.ravel() / stddev, "norm").pvalue > 1e-4
+    assert abs(k.var() / stddev**2 - 1) < 5 * np.sqrt(2 / size)
+    assert abs(np.mean(k % 2) - 0.5) < 5 * 0.5 / np.sqrt(size)
 
 
 def test_the_mean_has_the_stated_noise_and_clips():

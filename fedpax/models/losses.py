@@ -158,7 +158,7 @@ def transformer_loss(
     return loss_fn
 
 
-def classification_loss(apply: Callable[[chex.ArrayTree, jax.Array], jax.Array]) -> LossFn:
+def classification_loss(apply: Callable[..., jax.Array]) -> LossFn:
     """Make the loss of a classifier: the mean cross-entropy of the labels, in nats.
 
     Args:
@@ -167,7 +167,8 @@ def classification_loss(apply: Callable[[chex.ArrayTree, jax.Array], jax.Array])
     Returns:
         `loss_fn(params, batch) -> (loss, {"accuracy": fraction of labels with the largest
         logit})`. A batch has `image`, `[batch, ...]`, and `label`, integers `[batch]`. It may have
-        `mask`, float32 `[batch]`, which is 0 where an example does not count.
+        `mask`, float32 `[batch]`, which is 0 where an example does not count. It may have
+        `dropout_seed`, uint32 `[batch]`, which `apply` then takes as its third argument.
 
     Example:
         >>> from fedpax.models.classifiers import MLPConfig, mlp
@@ -181,7 +182,8 @@ def classification_loss(apply: Callable[[chex.ArrayTree, jax.Array], jax.Array])
     """
 
     def loss_fn(params: chex.ArrayTree, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
-        logits = apply(params, batch["image"])
+        seeds = [batch["dropout_seed"]] if "dropout_seed" in batch else []
+        logits = apply(params, batch["image"], *seeds)
         label, mask = batch["label"], batch.get("mask")
         correct = (jnp.argmax(logits, axis=-1) == label).astype(jnp.float32)
         return cross_entropy(logits, label, mask), {"accuracy": _mean(correct, mask)}

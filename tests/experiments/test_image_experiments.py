@@ -5,6 +5,7 @@ import itertools
 import json
 
 import chex
+import jax
 import numpy as np
 import pytest
 
@@ -79,9 +80,28 @@ def test_each_natural_client_has_the_examples_of_one_value_of_a_field(tmp_path):
     assert train(experiment, tmp_path).finished
 
 
-def test_the_cohort_shapes_of_a_run_match_its_cohorts():
-    run = small(module.fedavg_digits()).build()
+def with_dropout(experiment):
+    model = dataclasses.replace(experiment.model, dropout_rates=(0.25, 0.5))
+    return dataclasses.replace(experiment, model=model)
+
+
+@pytest.mark.parametrize("change", [lambda experiment: experiment, with_dropout])
+def test_the_cohort_shapes_of_a_run_match_its_cohorts(change):
+    run = change(small(module.fedavg_digits())).build()
     chex.assert_trees_all_equal_shapes_and_dtypes(next(run.cohorts), run.cohort_shapes)
+
+
+@pytest.mark.slow
+def test_the_seeds_of_dropout_decide_a_round():
+    run = with_dropout(small(module.fedavg_digits())).build()
+    cohort = next(run.cohorts)
+    other = cohort._replace(
+        batches=cohort.batches | {"dropout_seed": cohort.batches["dropout_seed"] + 1}
+    )
+    state = run.algorithm.init(jax.jit(run.init)(jax.random.key(0)))
+    round_ = jax.jit(run.algorithm.round)
+    losses = [float(round_(state, each)[1]["loss"]) for each in (cohort, cohort, other)]
+    assert losses[0] == losses[1] != losses[2]
 
 
 def test_a_run_counts_examples():

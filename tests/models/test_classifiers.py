@@ -1,3 +1,4 @@
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -287,3 +288,67 @@ def test_vmap_over_clients_equals_a_loop(name: str) -> None:
 def test_invalid_sizes_raise(make: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make()
+
+
+DROPOUT = CNNConfig(
+    image_height=8, image_width=8, filters=(2, 3), hidden_dim=5, dropout_rates=(0.25, 0.5)
+)
+
+
+def test_dropout_equals_numpy_and_keeps_the_mean() -> None:
+    """Features are dropped by their seeds alone; what is kept is scaled by 1 / (1 - rate)."""
+    model, random = cnn(DROPOUT), np.random.default_rng(0)
+    params = noisy(model)
+    n = 4000
+    image = np.tile(random.normal(size=(1, 8, 8)).astype(np.float32), (n, 1, 1))
+    apply = jax.jit(model.apply)
+    module = model.bind(params)
+    pooled = np.asarray(module.features(image[:1, ..., None]), np.float64).ravel()
+    first, second = params["dense_0"], params["dense_1"]
+    seeds = random.integers(2**32, size=n, dtype=np.uint32)
+    masks = [
+        np.asarray(
+            jax.vmap(
+                lambda seed, layer=layer, rate=rate, size=size: jax.random.bernoulli(
+                    jax.random.fold_in(jax.random.key(seed), layer), 1 - rate, (size,)
+                )
+            )(seeds)
+        )
+        for layer, (rate, size) in enumerate([(0.25, pooled.size), (0.5, 5)])
+    ]
+    hidden = masks[0] * pooled / 0.75 @ first["kernel"] + first["bias"]
+    expected = masks[1] * np.maximum(hidden, 0) / 0.5 @ second["kernel"] + second["bias"]
+    found = apply(params, image, seeds)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    assert_close(apply(params, image[:7], seeds[:7]), found[:7])
+    for mask, rate in zip(masks, DROPOUT.dropout_rates, strict=True):
+        deviation = np.sqrt(rate * (1 - rate) / n)
+        assert np.abs(mask.mean(0) - (1 - rate)).max() < 5 * deviation
+        correlations = np.corrcoef(mask.T) - np.eye(mask.shape[1])
+        assert np.abs(correlations).max() < 6 / np.sqrt(n)
+    # Without seeds, as in an evaluation, nothing is dropped.
+    plain = cnn(dataclasses.replace(DROPOUT, dropout_rates=(0.0, 0.0)))
+    without = plain.apply(params, image[:2])
+    assert_close(apply(params, image[:2]), without)
+    assert_close(plain.apply(params, image[:2], seeds[:2]), without)
+
+
+def test_the_loss_of_a_batch_with_seeds_drops_features() -> None:
+    model, random = cnn(DROPOUT), np.random.default_rng(0)
+    params = noisy(model)
+    batch = {
+        "image": random.normal(size=(6, 8, 8)).astype(np.float32),
+        "label": random.integers(10, size=6),
+    }
+    seeds = {"dropout_seed": np.arange(6, dtype=np.uint32)}
+    loss_fn = jax.jit(classification_loss(model.apply))
+    plain, dropped = loss_fn(params, batch)[0], loss_fn(params, batch | seeds)[0]
+    expected = classification_loss(lambda p, x: model.apply(p, x, seeds["dropout_seed"]))
+    np.testing.assert_allclose(dropped, expected(params, batch)[0], rtol=1e-5)
+    assert abs(plain - dropped) > 1e-3
+
+
+@pytest.mark.parametrize("rates", [(1.0, 0.5), (0.25, -0.1), (0.25, float("nan"))])
+def test_dropout_rates_out_of_range_raise(rates: tuple[float, float]) -> None:
+    with pytest.raises(ValueError, match=r"dropout_rates=.* expected two numbers, each at least 0"):
+        CNNConfig(dropout_rates=rates)

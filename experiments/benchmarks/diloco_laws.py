@@ -8,9 +8,10 @@ compares data parallelism, DiLoCo and Streaming DiLoCo in 4 bits over several se
 data. The others change one setting of DiLoCo at a time, with the first seed.
 
 `--learning_rates=0.008,0.016,0.024` tunes all methods alike: each trains with every rate and the
-first seed, and with its best one in all other runs. `--outer_momenta=0.0,0.7` tries each rate with
-each of these momenta of the outer optimizer, which data parallelism does not have. DiLoCo is tuned
-for each number of local steps, because fewer of them need a smaller momentum.
+first seed, and with its best one in all other runs. `--weight_decays=0.01,0.1` tries each rate with
+each weight decay, and `--outer_momenta=0.0,0.7` with each momentum of the outer optimizer, which
+data parallelism does not have. DiLoCo is tuned for each number of local steps, because fewer of
+them need a smaller momentum.
 
 `--common_start=0.25` trains all islands together by data parallelism for a quarter of the tokens,
 at a constant learning rate, and begins DiLoCo from this model. The other three quarters have a
@@ -40,7 +41,7 @@ from fedpax.experiments.diloco_text import diloco_text
 from fedpax.parallel import simulate_devices
 from fedpax.training.table import format_bytes, markdown_table
 
-TUNED = ["method", "local_steps", "learning_rate", "outer_momentum"]
+TUNED = ["method", "local_steps", "learning_rate", "weight_decay", "outer_momentum"]
 """The columns of the table of settings that were tried."""
 
 
@@ -178,6 +179,12 @@ def main() -> None:
         help="peak learning rates to choose from; default that of diloco_text",
     )
     parser.add_argument(
+        "--weight_decays",
+        type=numbers,
+        default=str(diloco_text().optimizer.weight_decay),
+        help="weight decays to choose from; default that of diloco_text",
+    )
+    parser.add_argument(
         "--outer_momenta",
         type=numbers,
         default=str(diloco_text().outer.momentum),
@@ -213,13 +220,14 @@ def main() -> None:
             options.seeds, options.rows, options.local_steps, options.bits
         ).items()
     }
-    rates, momenta = options.learning_rates, options.outer_momenta
+    momenta = options.outer_momenta
     planned = [setting for name in chosen for setting in todo[name]]
     untuned = {_tuned_with(setting): setting for setting in reversed(planned)}
     tuning = [
-        setting._replace(learning_rate=rate, outer_momentum=momentum)
+        setting._replace(learning_rate=rate, weight_decay=decay, outer_momentum=momentum)
         for setting in reversed(untuned.values())
-        for rate in rates
+        for rate in options.learning_rates
+        for decay in options.weight_decays
         for momentum in (momenta if setting.has_outer_optimizer else [setting.outer_momentum])
     ]
     try:
@@ -240,9 +248,7 @@ def main() -> None:
 
     def tuned(setting: Setting) -> Setting:
         found = best[_tuned_with(setting)]
-        return setting._replace(
-            learning_rate=found.learning_rate, outer_momentum=found.outer_momentum
-        )
+        return setting._replace(**{name: getattr(found, name) for name in TUNED[2:]})
 
     results: dict[str, list[Result]] = {}
     columns = {

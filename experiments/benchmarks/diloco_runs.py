@@ -33,6 +33,7 @@ class Setting(NamedTuple):
         learning_rate: peak learning rate of the inner optimizer.
         outer_momentum: Nesterov momentum of the outer optimizer; without effect in data
             parallelism.
+        weight_decay: decoupled weight decay of the inner optimizer.
         common_start: fraction of the tokens that data parallelism trains before.
     """
 
@@ -44,6 +45,7 @@ class Setting(NamedTuple):
     seed: int = 0
     learning_rate: float = diloco_text().optimizer.learning_rate
     outer_momentum: float = diloco_text().outer.momentum
+    weight_decay: float = diloco_text().optimizer.weight_decay
     common_start: float = 0.0
 
     @property
@@ -108,7 +110,9 @@ class Setting(NamedTuple):
                 batch_size=rows // self.islands,
                 seed=self.seed,
             ),
-            optimizer=dataclasses.replace(base.optimizer, learning_rate=self.learning_rate),
+            optimizer=dataclasses.replace(
+                base.optimizer, learning_rate=self.learning_rate, weight_decay=self.weight_decay
+            ),
             training=dataclasses.replace(
                 base.training,
                 rounds=rounds,
@@ -200,6 +204,7 @@ def _start_of(setting: Setting) -> Setting:
         setting.rows,
         setting.seed,
         setting.learning_rate,
+        weight_decay=setting.weight_decay,
         common_start=setting.common_start,
     )
 

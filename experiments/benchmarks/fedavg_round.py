@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 import fedpax
-from fedpax.experiments.benchmarks.arguments import integers
+from fedpax.experiments.benchmarks.arguments import chunk_size, integers, several
 from fedpax.experiments.benchmarks.rounds import (
     Round,
     drjax_round,
@@ -164,7 +164,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="numbers of devices, separated by commas; simulated on a CPU",
     )
     parser.add_argument(
-        "--chunk_size", default="auto,1", help="values to run fedpax with, separated by commas"
+        "--chunk_size",
+        type=lambda text: several(text, chunk_size, '"auto" or integers of at least 1', "auto,8"),
+        default="auto,1",
+        help="values to run fedpax with, separated by commas",
     )
     parser.add_argument(
         "--baselines", default=",".join(BASELINES), help="implementations to compare fedpax with"
@@ -182,14 +185,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             "drjax is not installed and is left out. Install it with `pip install 'fedpax[bench]'`."
         )
         baselines.remove("drjax")
-    chunk_sizes = [k if k == "auto" else int(k) for k in options.chunk_size.split(",")]
     print("devices   clients  round             compile s   temporaries   median s  fedpax/this")
     rows: list[Row] = []
     for devices in options.devices:
         for clients in options.clients:
             sizes = (options.model, devices, clients)
             found = on_devices(
-                devices, measure, *sizes, chunk_sizes, baselines, options.repetitions
+                devices, measure, *sizes, options.chunk_size, baselines, options.repetitions
             )
             for row in found:
                 print(describe(row), flush=True)

@@ -153,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 + f"  {row.uptime:8.3%}",
                 flush=True,
             )
-    chip_years = sum(options.chips) * options.days / 365.25
+    chip_years = sum(set(options.chips)) * options.days / 365.25
     print(f"{chip_years:,.0f} chip-years in the table, {time.perf_counter() - start:.1f} s")
     if options.out:
         draw(rows).savefig(options.out)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 import fedpax
-from fedpax.experiments.benchmarks.arguments import integers
+from fedpax.experiments.benchmarks.arguments import chunk_size, integers
 from fedpax.experiments.benchmarks.fedavg_round import check_equal
 from fedpax.experiments.benchmarks.rounds import vmap_round
 from fedpax.experiments.benchmarks.timing import (
@@ -220,6 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--chunk_size",
+        type=chunk_size,
         default="auto",
         help='clients that a device runs at once: a number or "auto"',
     )
@@ -234,7 +235,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     chunk = options.chunk_size
-    chunk = chunk if chunk == "auto" else int(chunk)
     print("devices   clients  temporaries: round     gradient   median s: round   gradient   ratio")
     rows = []
     for devices in options.devices:

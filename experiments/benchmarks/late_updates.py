@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from fedpax.experiments.benchmarks.arguments import number, several
 from fedpax.experiments.benchmarks.chaos import CHECKPOINT_ROUNDS, paced_text
 from fedpax.experiments.benchmarks.chaos_sites import SYNCER, Failure, draw_failures
 from fedpax.experiments.benchmarks.timing import write
@@ -304,10 +305,20 @@ def measure(
     return Row(*setting, loss, late, sites.now, sites.failures)
 
 
+def _pair(text: str) -> tuple[float, float]:
+    momentum, learning_rate = map(number, text.split(":"))
+    return momentum, learning_rate
+
+
 def main(argv: Sequence[str] | None = None) -> list[Row]:
     """Print a table, and write the rows as JSON if a file is named."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--outer", default="0.9:0.4,0.6:0.7", help="momentum:learning_rate,...")
+    parser.add_argument(
+        "--outer",
+        type=lambda text: several(text, _pair, "pairs of numbers", "0.9:0.4,0.6:0.7"),
+        default="0.9:0.4,0.6:0.7",
+        help="momentum:learning_rate,...",
+    )
     parser.add_argument("--rounds", type=int, default=40, help="rounds of the run")
     parser.add_argument("--latency", type=float, default=0.3, help="seconds of an exchange")
     parser.add_argument("--jitter", type=float, default=0.5, help="of the time of a phase")
@@ -317,8 +328,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     options = parser.parse_args(argv)
     data, rows = Data(options.rounds), list[Row]()
     print("momentum  learning rate  failures  held-out loss  late updates", flush=True)
-    for pair in options.outer.split(","):
-        momentum, learning_rate = map(float, pair.split(":"))
+    for momentum, learning_rate in options.outer:
         for failing, seed in itertools.product((False, True), range(options.seeds)):
             row = measure(
                 data,

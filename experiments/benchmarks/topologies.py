@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import fedpax
 from fedpax.algorithms import fedavg
+from fedpax.experiments.benchmarks.arguments import chunk_size
 from fedpax.experiments.benchmarks.timing import write
 from fedpax.hlo.collectives import collectives
 from fedpax.models.classifiers import MLPConfig, mlp
@@ -117,6 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--clients_per_device", type=int, default=512, help="clients per device")
     parser.add_argument(
         "--chunk_size",
+        type=chunk_size,
         default="auto",
         help='clients that a device runs at once: a number or "auto"',
     )
@@ -128,8 +130,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = vars(parser.parse_args(argv))
     options = dict(settings)
     pods, path = options.pop("topologies").split(","), options.pop("json")
-    if options["chunk_size"] != "auto":
-        options["chunk_size"] = int(options["chunk_size"])
     rows = [compile_for(pod, **options) for pod in pods]
     print("topology  devices    clients  collectives  their bytes  arguments  temporaries")
     for r in rows:

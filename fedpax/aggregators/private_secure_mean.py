@@ -18,7 +18,8 @@ from fedpax.aggregators.secure_mean import check_neighbors, secure_sum
 from fedpax.primitives import federated_sum
 
 MOST_DEVIATIONS = 6  # float32 normal numbers stay below
-ROUNDED_STDDEV = 5000.0  # from here on, rounded normal numbers are discrete Gaussian to 24 bits
+ROUNDED_STDDEV = 1000.0  # from here on, rounded normal numbers are accurate, and faster
+FINE_STDDEV = 2500.0  # of the part that fills the gaps between multiples of 2^-24 of a larger one
 LEAST_STDDEV = 3.0  # of one participant's noise: the tau of proposition 14 is then below 1e-37 n
 
 
@@ -56,7 +57,7 @@ def private_secure_mean(
     The noise of t participants or more has at least the stated variance. With fewer, the protocol
     aborts: the result is 0. For epsilon, neighbouring cohorts differ in one participant's update,
     replaced by 0: `privacy_spent(discrete=True, ...)`, without amplification by sampling. The noise
-    is drawn from float32 numbers that a hash of a known seed makes: use it for simulation.
+    comes from a hash of a known seed, in float32: use it for simulation.
 
     Args:
         max_norm: C, above 0.
@@ -168,11 +169,14 @@ def _resolution(n: int, noise_multiplier: float, num_entries: int, least: int) -
 def discrete_gaussian(key: jax.Array, like: jax.Array, stddev: float) -> Int[Array, "..."]:
     """Draw integers k with probabilities proportional to `exp(-k^2 / (2 stddev^2))`.
 
-    A normal number t is rounded to an integer k = t - u, which is accepted with a probability
-    proportional to `exp((t^2 - k^2) / (2 stddev^2)) = exp(u (2 k + u) / (2 stddev^2))`. Without
-    this test, the probability of k is `1 + (k^2 / stddev^2 - 1) / (24 stddev^2)` times as large,
-    to the first order in `1 / stddev^2`. From a `stddev` of 5,000 on, that is below the
-    resolution of the 24 random bits behind t, and every integer is accepted.
+    Below a `stddev` of 1,000, a normal number t is rounded to an integer k = t - u, which is
+    accepted with a probability proportional to
+    `exp((t^2 - k^2) / (2 stddev^2)) = exp(u (2 k + u) / (2 stddev^2))`.
+
+    From there on, k is the sum of two rounded normal numbers, a coarse and a fine one, because the
+    24 random bits of one alone leave gaps between large integers. Rounding adds 1/6 to the
+    variance. With the float32 numbers drawn here, the total variation distance from the discrete
+    Gaussian distribution is 6e-8 at 1,000 and 8e-6 at 1,000,000.
 
     Args:
         key: PRNG key.
@@ -188,8 +192,14 @@ def discrete_gaussian(key: jax.Array, like: jax.Array, stddev: float) -> Int[Arr
         ('int32', 5)
     """
     sharding = known_sharding(like)
+
+    def normal(key: jax.Array, stddev: float) -> jax.Array:
+        return random_normal(key, like.shape, stddev=stddev, sharding=sharding)
+
     if stddev >= ROUNDED_STDDEV:
-        return jnp.round(stddev * random_normal(key, like.shape, sharding)).astype(jnp.int32)
+        parts = zip(jax.random.split(key), coarse_and_fine(stddev), strict=True)
+        coarse, fine = (jnp.round(normal(*part)).astype(jnp.int32) for part in parts)
+        return coarse + fine
     bound = (MOST_DEVIATIONS * stddev + 0.25) / (2 * stddev**2)
 
     def draw(
@@ -197,7 +207,7 @@ def discrete_gaussian(key: jax.Array, like: jax.Array, stddev: float) -> Int[Arr
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         key, accepted, drawn = carry
         key, normal_key, uniform_key = jax.random.split(key, 3)
-        t = stddev * random_normal(normal_key, like.shape, sharding)
+        t = normal(normal_key, stddev)
         uniform = jax.random.uniform(uniform_key, like.shape, out_sharding=sharding)
         k = jnp.round(t)
         u = t - k
@@ -207,3 +217,9 @@ def discrete_gaussian(key: jax.Array, like: jax.Array, stddev: float) -> Int[Arr
     nothing = jnp.zeros_like(like, bool), jnp.zeros_like(like, jnp.int32)
     _, _, drawn = jax.lax.while_loop(lambda carry: ~jnp.all(carry[1]), draw, (key, *nothing))
     return drawn
+
+
+def coarse_and_fine(stddev: float) -> tuple[float, float]:
+    """Split a standard deviation into those of two independent terms."""
+    fine = min(stddev / 2, FINE_STDDEV)
+    return math.sqrt(stddev**2 - fine**2), fine

@@ -14,7 +14,8 @@ def random_words(
     """Draw random words: a hash of their indices and the key, the same on any mesh.
 
     Unlike those of `jax.random`, they need no loop over arrays: the compiler fuses them into what
-    reads them. They pass for random in a simulation, and hide nothing from an adversary.
+    reads them. They pass for random in a simulation, and hide nothing from an adversary. With one
+    key, no word repeats within 2^32 indices.
 
     Args:
         key: a random key.
@@ -39,26 +40,36 @@ def random_words(
 
 
 def random_normal(
-    key: Key[Array, ""], shape: tuple[int, ...], sharding: P | None = None
+    key: Key[Array, ""],
+    shape: tuple[int, ...],
+    *,
+    stddev: float = 1.0,
+    sharding: P | None = None,
 ) -> Float[Array, "..."]:
-    """Draw normal numbers from `random_words`, which holds for them too.
+    """Draw normal numbers, each from a word of `random_words`, the same on any mesh.
 
     Args:
         key: a random key.
         shape: shape of the result.
+        stddev: the standard deviation, at least 0.
         sharding: partition spec of the result over explicit mesh axes. Default None: not sharded.
 
     Returns:
-        float32 numbers of mean 0 and variance 1, from 24 random bits each; below 5.5 in magnitude.
+        float32 numbers of mean 0, from 24 random bits each; below `5.5 stddev` in magnitude.
 
     Example:
         >>> normal = random_normal(jax.random.key(0), (1000, 3))
         >>> normal.shape, normal.dtype, round(normal.std().item(), 1)
         ((1000, 3), dtype('float32'), 1.0)
     """
-    top = (random_words(key, shape, sharding) >> 8).astype(jnp.int32)
-    odd = 2 * top + (1 - 2**24)  # float32 numbers hold it
-    return math.sqrt(2) * jax.lax.erf_inv(odd.astype(jnp.float32) * 2.0**-24)
+    return normal_from_words(random_words(key, shape, sharding), stddev)
+
+
+def normal_from_words(words: UInt32[Array, "..."], stddev: float) -> Float[Array, "..."]:
+    """Map uniform random words to normal numbers: the quantiles of their upper 24 bits."""
+    odd = 2 * (words >> 8).astype(jnp.int32) + (1 - 2**24)  # float32 numbers hold it
+    # One factor: XLA would group two in an order that depends on the program.
+    return math.sqrt(2) * stddev * jax.lax.erf_inv(odd.astype(jnp.float32) * 2.0**-24)
 
 
 def _hash(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:

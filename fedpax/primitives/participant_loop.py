@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from fedpax.primitives._jax import ClosedJaxpr, eliminate_dead_code, evaluate
+from fedpax.primitives._jax import ClosedJaxpr, depends_on, eliminate_dead_code, evaluate
 from fedpax.primitives.layout import (
     explicit_axis,
     mesh_axis,
@@ -111,6 +111,7 @@ def run_participants(
         server_values,
         monoids,
         lazy,
+        _outputs_by_slice(jaxpr, 1 + len(server_values), slice_types),
         local,
         first_index if uses_index else 0,
         max(1, AUTO_CHUNK_BYTES // _bytes_per_participant(jaxpr, shared)),
@@ -179,6 +180,19 @@ def _uses_index(jaxpr: ClosedJaxpr) -> bool:
     )
 
 
+def _outputs_by_slice(
+    jaxpr: ClosedJaxpr, num_shared: int, slice_types: Sequence[Any]
+) -> list[list[int]]:
+    """Return the outputs that may depend on each slice, which follow `num_shared` arguments."""
+    found, first = [], num_shared
+    for slice_type in slice_types:
+        after = first + len(jax.tree.leaves(slice_type))
+        marked = [first <= i < after for i in range(len(jaxpr.in_avals))]
+        found.append([o for o, depends in enumerate(depends_on(jaxpr, marked)) if depends])
+        first = after
+    return found
+
+
 def _reshard_to_type(x: jax.Array) -> jax.Array:
     """Constrain an array to the explicit axes in its type.
 
@@ -206,6 +220,7 @@ class _DeviceLoop(NamedTuple):
         server_values: arrays that all participants share.
         monoids: the monoid of each of the last outputs. The outputs before them are stacked.
         lazy: for each placed value, whether `participant_fn` takes a `LazySlice`.
+        outputs_by_slice: for each placed value, the outputs that may depend on it.
         participants: number of participants on the device.
         first_index: index of the first participant.
         max_auto_chunk: largest chunk that "auto" may choose on an accelerator.
@@ -216,6 +231,7 @@ class _DeviceLoop(NamedTuple):
     server_values: Sequence[jax.Array]
     monoids: Sequence[Monoid]
     lazy: Sequence[bool]
+    outputs_by_slice: Sequence[Sequence[int]]
     participants: int
     first_index: int | jax.Array
     max_auto_chunk: int
@@ -236,6 +252,12 @@ class _DeviceLoop(NamedTuple):
         # A stacked output is written row by row into the buffer of an input of the same type, so a
         # donated state needs no second buffer. XLA copies an input that is not donated.
         aliases = self.aliased_inputs(placed)
+        # Where only the rows that overwrite an input depend on it, all reads precede the write.
+        apart = [
+            i
+            for output, i in enumerate(aliases)
+            if i is not None and set(self.outputs_by_slice[i]) - {output}
+        ]
 
         def step(size: int, carry: tuple, in_loop: bool) -> tuple:
             start, stacked, totals = carry
@@ -243,7 +265,7 @@ class _DeviceLoop(NamedTuple):
             for i, buffer in zip(aliases, stacked, strict=True):
                 if i is not None:
                     current[i] = LazySlice(buffer, ())
-            rows, terms = self.split(self.run_chunk(size, start, current, overwritten=aliases))
+            rows, terms = self.split(self.run_chunk(size, start, current, apart))
             stacked = [
                 write_rows(all_, own, start, fusible=in_loop or i is None)
                 for all_, own, i in zip(stacked, rows, aliases, strict=True)
@@ -276,7 +298,7 @@ class _DeviceLoop(NamedTuple):
         size: int,
         start: Any,
         placed: Sequence[LazySlice],
-        overwritten: Sequence[int | None] = (),
+        apart: Sequence[int] = (),
     ) -> list[jax.Array]:
         """Run `size` participants and return their stacked outputs, then their totals.
 
@@ -284,7 +306,7 @@ class _DeviceLoop(NamedTuple):
             size: number of participants.
             start: index of the first one.
             placed: the placed values.
-            overwritten: indices of the placed values whose rows the caller then overwrites.
+            apart: indices of the placed values whose rows are read by `read_rows`.
         """
         several = size > 1
         local_index = start + jnp.arange(size, dtype=jnp.int32) if several else jnp.int32(start)
@@ -295,7 +317,7 @@ class _DeviceLoop(NamedTuple):
                 arguments += [value.array, *value.indices, local_index]
                 axes += [None, *[None] * len(value.indices), 0]
             else:
-                if i in overwritten:
+                if i in apart:
                     rows = read_rows(value.array, start, size)
                 else:
                     rows = self.rows_of(value, start, size)

@@ -1,4 +1,4 @@
-"""Buffers whose rows a loop over participants reads and overwrites, and their traps in XLA."""
+"""Buffers whose rows a loop over participants reads and overwrites."""
 
 from typing import Any
 
@@ -23,10 +23,11 @@ def empty_rows(participants: int, aval: Any) -> jax.Array:
 
 
 def read_rows(buffer: jax.Array, start: Any, rows: int) -> jax.Array:
-    """Read rows of a buffer before `write_rows` overwrites them, in a loop.
+    """Read rows of a buffer that a loop overwrites, although other values are made from them too.
 
-    XLA for CPU fuses a slice into each of its readers. It does not order these before the write,
-    and copies the whole buffer in every iteration of the loop. Into a conditional nothing is fused.
+    XLA for CPU fuses a copy of the slice into each of its readers. Those that the written rows do
+    not depend on may run after the write, so XLA copies the whole buffer in each iteration. It
+    fuses nothing into a conditional, which copies the rows once.
 
     Args:
         buffer: array `[n, ...]`.

@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from fedpax.experiments.benchmarks import client_drift, goodput
+from fedpax.experiments.benchmarks import client_drift, fedavg_round, goodput, late_updates
 from fedpax.experiments.benchmarks.arguments import integers, numbers
 
 
@@ -21,10 +21,25 @@ def test_integers_are_not_fractions() -> None:
         integers("1.5")
 
 
+@pytest.mark.parametrize("text", ["-1", "1,-1", "nan", "inf"])
+def test_numbers_are_finite_and_not_negative(text: str) -> None:
+    assert numbers("0") == [0.0]
+    with pytest.raises(argparse.ArgumentTypeError, match="expected numbers of at least 0"):
+        numbers(text)
+
+
+@pytest.mark.parametrize("text", ["0", "8,-5"])
+def test_integers_are_positive(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="expected integers of at least 1"):
+        integers(text)
+
+
 def test_a_command_names_the_option(capsys: pytest.CaptureFixture[str]) -> None:
     for command, arguments in (
         (client_drift, ["--local_steps=ten"]),
         (goodput, ["--chips=1,", "--out=unused"]),
+        (fedavg_round, ["--chunk_size=auto,a"]),
+        (late_updates, ["--outer=0.9:0.4,0.6"]),
     ):
         with pytest.raises(SystemExit) as error:
             command.main(arguments)

@@ -35,6 +35,10 @@ def test_all_runs_have_the_same_tokens_per_step_and_nearly_the_same_tokens(
         assert mesh.islands * mesh.fsdp == 4 and experiment.islands % mesh.islands == 0
         assert experiment.data.seed == experiment.training.seed == setting.seed
         assert experiment.optimizer.learning_rate == setting.learning_rate
+        assert experiment.optimizer.weight_decay == setting.weight_decay == 0.1
+        decayed = setting._replace(weight_decay=0.01)
+        assert decayed.experiment(TOKENS).optimizer.weight_decay == 0.01
+        assert decayed.folder != setting.folder
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
@@ -58,6 +62,7 @@ def test_the_outer_momentum_is_that_of_the_setting(momentum: float) -> None:
         (Setting("DiLoCo", 18, 4, "4 bits", 16), 1000, r"fill no round .* Pass more --tokens"),
         (Setting("DiLoCo", 18, 4, "4 bits", 16, 0, -0.1), TOKENS, "optimizer.learning_rate"),
         (Setting("DiLoCo", 18, 4, "4 bits", 16, outer_momentum=1.5), TOKENS, "outer.momentum"),
+        (Setting("DiLoCo", 18, 4, "4 bits", 16, weight_decay=-1.0), TOKENS, "weight_decay"),
     ],
 )
 def test_settings_that_do_not_fit_raise(setting: Setting, num_tokens: int, words: str) -> None:

@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 import fedpax
 from fedpax import federated_broadcast, federated_map, federated_mean, federated_sum
 from fedpax.hlo.collectives import collectives
+from fedpax.hlo.costs import count_costs
+from fedpax.hlo.parsing import parse
 
 CLIENTS, STEPS, BATCH, WIDTH = 8, 3, 2, 6
 
@@ -216,3 +218,32 @@ def test_one_participant_is_the_plain_function(averaged, islands_axis, chunk_siz
     assert temporaries[0] < temporaries[1] + 4 * COLUMNS  # less than a row of the batch
     batch_copy = rf"f32\[(1,)?{ROWS},{COLUMNS}\]\S* copy\("
     assert not re.search(batch_copy, found.as_text())
+
+
+# ---- loops that overwrite their inputs
+
+
+def double_and_sum(x):
+    return 2 * x, jnp.sum(x)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4])
+@pytest.mark.parametrize(
+    ("fn", "reads_apart"), [(lambda x: 2 * x + 1, False), (double_and_sum, True)]
+)
+def test_rows_are_copied_only_where_another_value_is_made_from_them(fn, reads_apart, chunk_size):
+    """And no loop copies the rows of all participants."""
+    columns = 1000
+
+    def compiled(participants):
+        program = fedpax.program(clients=participants, chunk_size=chunk_size)(
+            lambda x: federated_map(fn, x)
+        )
+        x = jax.ShapeDtypeStruct((participants, columns), jnp.float32)
+        return jax.jit(program, donate_argnums=0).lower(x).compile().as_text()
+
+    texts = {n: compiled(n) for n in (16, 64)}
+    traffic = {n: count_costs(parse(text)).memory_traffic for n, text in texts.items()}
+    assert traffic[64] < 4.1 * traffic[16]
+    assert traffic[64] < 64 * 4 * columns * (5.5 if reads_apart else 2.1)  # bytes: a read, a write
+    assert ("conditional(" in texts[64]) == reads_apart

@@ -333,19 +333,14 @@ def test_dropout_equals_numpy_and_keeps_the_mean() -> None:
     assert_close(plain.apply(params, image[:2], seeds[:2]), without)
 
 
-def test_the_loss_of_a_batch_with_seeds_drops_features() -> None:
-    model, random = cnn(DROPOUT), np.random.default_rng(0)
-    params = noisy(model)
-    batch = {
-        "image": random.normal(size=(6, 8, 8)).astype(np.float32),
-        "label": random.integers(10, size=6),
-    }
-    seeds = {"dropout_seed": np.arange(6, dtype=np.uint32)}
-    loss_fn = jax.jit(classification_loss(model.apply))
-    plain, dropped = loss_fn(params, batch)[0], loss_fn(params, batch | seeds)[0]
-    expected = classification_loss(lambda p, x: model.apply(p, x, seeds["dropout_seed"]))
-    np.testing.assert_allclose(dropped, expected(params, batch)[0], rtol=1e-5)
-    assert abs(plain - dropped) > 1e-3
+def test_a_loss_hands_the_seeds_of_a_batch_to_the_network() -> None:
+    random = np.random.default_rng(0)
+    image, seeds = np.float32(random.normal(size=(6, 3))), np.float32(random.normal(size=6))
+    batch = {"image": image, "label": random.integers(3, size=6)}
+    loss_fn = classification_loss(lambda w, x, seeds=0.5: w * x * np.reshape(seeds, (-1, 1)))
+    for given, factor in (({}, 0.5), ({"dropout_seed": seeds}, seeds[:, None])):
+        expected = classification_loss(lambda w, x, factor=factor: w * x * factor)(2.0, batch)
+        assert loss_fn(2.0, batch | given)[0] == expected[0]
 
 
 @pytest.mark.parametrize("rates", [(1.0, 0.5), (0.25, -0.1), (0.25, float("nan"))])

@@ -163,7 +163,7 @@ def test_the_gradient_of_a_program_goes_through_the_pipelines(one_device: Any) -
     close(jax.device_get(gradient), expected[1])
 
 
-@pytest.mark.parametrize("repeats", [1, 2])
+@pytest.mark.parametrize("repeats", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_only_features_move_between_stages(repeats: int) -> None:
     stacked, x, along = draw()
     mesh, microbatches = mesh_of(stage=2, fsdp=2), 4

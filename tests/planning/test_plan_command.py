@@ -135,7 +135,7 @@ def test_unknown_flops_are_reported(run: Run) -> None:
     assert status == 0 and "no flops_per_item" in output
 
 
-@pytest.mark.parametrize("on_spike", ["ignore", "skip"])
+@pytest.mark.parametrize("on_spike", [pytest.param("ignore", marks=pytest.mark.slow), "skip"])
 def test_the_planned_program_is_the_trained_one(on_spike: str) -> None:
     """`plan` compiles under an abstract mesh the same program as training under the real one."""
     experiment = stacked_layers.stack()

@@ -80,6 +80,7 @@ def check_run(folder: Path, islands: int, rounds: int, failures: list[Failure]) 
     return outcome
 
 
+@pytest.mark.slow
 def test_a_run_survives_a_failure_of_each_process(tmp_path: Path) -> None:
     failures = [
         Failure(0.0, "kill", 1, 0.2),

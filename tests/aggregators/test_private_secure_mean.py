@@ -16,9 +16,9 @@ from scipy.signal import fftconvolve
 import fedpax
 from fedpax.aggregators import privacy_spent, private_secure_mean
 from fedpax.aggregators.private_secure_mean import (
-    ROUNDED_STDDEV,
-    coarse_and_fine,
+    DITHERED_STDDEV,
     discrete_gaussian,
+    dither_bits,
 )
 from fedpax.aggregators.random_words import normal_from_words
 from fedpax.algorithms import fedavg
@@ -65,25 +65,21 @@ def test_the_noise_is_discrete_gaussian(stddev):
     assert abs(k.mean()) < 5 * stddev / np.sqrt(size)
 
 
-def probabilities(stddev):
-    """Return those of the integers up to 6 deviations, over all words that a number comes from."""
-    words = jnp.arange(2**24, dtype=jnp.uint32) << 8
-    k = np.asarray(jnp.round(normal_from_words(words, stddev)).astype(jnp.int32))
-    largest = int(6 * stddev)
-    return np.bincount(k + largest, minlength=2 * largest + 1) / 2**24
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("stddev", "distance"), [(ROUNDED_STDDEV, 6e-8), (1e6, 8e-6)])
-def test_the_total_variation_distance_of_large_noise_is_the_stated_one(stddev, distance):
-    found = fftconvolve(*map(probabilities, coarse_and_fine(stddev)))
-    k = np.arange(len(found)) - len(found) // 2
+@pytest.mark.parametrize("stddev", [DITHERED_STDDEV, 30_000.0, 1e6])
+def test_the_total_variation_distance_of_large_noise_is_the_stated_one(stddev):
+    """Over all words that a number comes from."""
+    width = 2 ** dither_bits(stddev)
+    words = jnp.arange(2**24, dtype=jnp.uint32) << 8
+    normal = normal_from_words(words, math.sqrt(stddev**2 - width**2 / 12))
+    floors, most = np.asarray(jnp.floor(normal), int), int(6 * stddev)
+    found = fftconvolve(np.bincount(floors + most) / 2**24, np.full(width, 1 / width))
+    k = np.arange(len(found)) - most - (width // 2 - 1)
     expected = np.exp(-((k / stddev) ** 2) / 2)
-    found_distance = np.abs(found - expected / expected.sum()).sum() / 2
-    assert found_distance == pytest.approx(distance, rel=0.1)
+    assert 0.5 * np.abs(found - expected / expected.sum()).sum() < 4e-6
 
 
-@pytest.mark.parametrize("stddev", [2.0 * ROUNDED_STDDEV, 1e6, 2e8])
+@pytest.mark.parametrize("stddev", [2.0 * DITHERED_STDDEV, 1e6, 2e8])
 def test_noise_of_a_large_deviation_is_discrete_gaussian(stddev):
     size = 1_000_000
     draw = jax.jit(lambda key: discrete_gaussian(key, jnp.zeros((size // 100, 100)), stddev))

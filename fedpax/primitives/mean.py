@@ -35,7 +35,8 @@ def federated_mean(
 ) -> ArrayTree:
     """Average over participants: `out = sum_i w[i] x[i] / sum_i w[i]`.
 
-    If the weights sum to zero, the mean is 0, not NaN: a round in which no client has an example
+    A participant of weight 0 is absent: its value has no effect, also if it is NaN or infinite. If
+    the weights sum to zero, the mean is 0, not NaN: a round in which no client has an example
     changes nothing. A NaN weight gives NaN. Negative weights are used as given.
 
     Args:
@@ -120,7 +121,9 @@ def _terms(x, *weights):
     if not weights:
         return [wide]
     w = weights[0].astype(wide.dtype)
-    return [append_axes(w, wide) * wide, w]
+    factor = append_axes(w, wide)
+    # 0 * NaN is NaN: an absent participant, whose data are padding, would make the mean NaN.
+    return [jnp.where(factor == 0, 0, factor * wide), w]
 
 
 def _finish(totals, participants, dtype):

@@ -185,6 +185,18 @@ def test_a_weight_of_zero_excludes_a_participant():
     assert_close(weighted_mean(x, w), weighted_reference(x[rest], w[rest]))
 
 
+def test_the_value_of_a_participant_of_weight_zero_is_not_read():
+    x, w = normal(N, 2), positive(N)
+    x[2], w[2] = (np.nan, np.inf), 0
+    rest = np.arange(N) != 2
+    assert_close(weighted_mean(x, w), weighted_reference(x[rest], w[rest]))
+    gradient, by_weight = jax.jacrev(weighted_mean, argnums=(0, 1))(x, w)
+    plain = lambda x, w: jnp.tensordot(w, x, 1) / jnp.sum(w)
+    expected = jax.jacrev(plain, argnums=(0, 1))(x[rest], w[rest])
+    assert_close((gradient[:, rest], by_weight[:, rest]), expected)
+    assert_close(jax.jvp(lambda x: weighted_mean(x, w), (x,), (x,))[1], weighted_mean(x, w))
+
+
 def test_a_nan_weight_gives_nan():
     w = positive(N)
     w[3] = np.nan

@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test fast-tests test-all lint typecheck clean
+.PHONY: help demo test fast-tests test-all test-pods lint typecheck clean
 
 help:  ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -33,6 +33,13 @@ fast-tests: $(INSTALLED)
 
 test-all: lint typecheck  ## The same with the slow tests.
 	$(PYTEST)
+
+# libtpu compiles for topologies: no TPU is needed. It stays outside of the environment, where the
+# fast tests would use it. The largest models take hours of CPU time.
+test-pods: $(INSTALLED)  ## Compile for TPU pods, and check that transfers overlap with local steps.
+	$(BIN)/pip install --quiet --no-deps --target build/tpu --constraint constraints.txt libtpu
+	PYTHONPATH=build/tpu $(PYTEST) tests/algorithms/test_streaming_overlap.py \
+		tests/experiments/test_streaming_overlap_at_scale.py
 
 lint: $(INSTALLED)  ## Run ruff, and check the format of code and pages.
 	$(BIN)/ruff check .

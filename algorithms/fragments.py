@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import chex
@@ -96,11 +97,12 @@ def layer_fragments(
         layers: the key of the stacked layers.
 
     Returns:
-        The assignment. It raises a `ValueError` for a model of fewer than P - 1 layers.
+        The assignment.
 
     Raises:
         TypeError: `num_fragments` is not an int.
-        ValueError: `num_fragments` is below 1, or `pattern` is unknown.
+        ValueError: `num_fragments` is below 1, or `pattern` is unknown. When parameters are
+            assigned: layers in a sequence, which are not stacked, or too few of them.
 
     Example:
         >>> stack = jax.ShapeDtypeStruct((6, 8, 8), jnp.float32)
@@ -128,8 +130,18 @@ def layer_fragments(
     groups = num_fragments - 1
 
     def fragment_of(path: str, leaf: Any) -> int | list[int]:
-        if not groups or layers not in path.split("/"):
+        keys = path.split("/")
+        if not groups or layers not in keys:
             return groups
+        below = keys[keys.index(layers) + 1 :]
+        if below and below[0].isdigit():
+            raise ValueError(
+                f"fragments is {num_fragments}, and {path} is an entry of a sequence, expected "
+                f"stacked layers: arrays whose first axis is the layer. Stack the entries of "
+                f"{layers!r}, or pass a function fragments=(path, leaf) -> fragment that reads the "
+                "layer from the path."
+            )
+        count = leaf.shape[0] if leaf.ndim else 1
         count = leaf.shape[0] if leaf.ndim else 1
         if count < groups:
             raise ValueError(
@@ -155,7 +167,8 @@ def make_fragments(fragments: int | FragmentFn, params: Params) -> tuple[Fragmen
         The fragments. Each part of each parameter belongs to exactly one of them.
 
     Raises:
-        TypeError: `fragments` is neither an int nor a function.
+        TypeError: `fragments` is neither an int nor a function, or the function does not return
+            integers.
         ValueError: a fragment is empty, a fragment's number is negative, a sequence does not have
             one number for each row, or the rows of a fragment are not equally spaced.
 
@@ -175,9 +188,10 @@ def make_fragments(fragments: int | FragmentFn, params: Params) -> tuple[Fragmen
     for number in range(count):
         if number not in used:
             raise ValueError(
-                f"fragment {number} of {count} has no parameters. If the model has no stacked "
-                "layers under the key 'layers', pass a function fragments=(path, leaf) -> fragment "
-                "that uses every number from 0."
+                f"fragment {number} of {count} has no parameters. An int deals the stacked layers "
+                "under the key 'layers' to all fragments but the last, which has the parameters "
+                "outside of them. For a model without one of these, pass a function "
+                "fragments=(path, leaf) -> fragment that uses every number from 0."
             )
     return tuple(Fragment(tuple(part.get(number) for part in parts)) for number in range(count))
 
@@ -185,10 +199,17 @@ def make_fragments(fragments: int | FragmentFn, params: Params) -> tuple[Fragmen
 def _rows_by_fragment(path: str, leaf: Any, fragment_of: FragmentFn) -> dict[int, slice]:
     """Return the rows of a parameter in each fragment that has some."""
     assigned = fragment_of(path, leaf)
-    if isinstance(assigned, int):
-        numbers, rows_of = [assigned], {assigned: slice(None)}
+    is_sequence = isinstance(assigned, Iterable)
+    try:
+        numbers = list(map(operator.index, assigned if is_sequence else [assigned]))
+    except TypeError:
+        raise TypeError(
+            f"fragments: {path} is assigned to {assigned!r}, expected an int, or a sequence of one "
+            "int for each row of axis 0. Return the number of the fragment, from 0."
+        ) from None
+    if not is_sequence:
+        rows_of = {numbers[0]: slice(None)}
     else:
-        numbers = [int(number) for number in assigned]
         if leaf.shape[:1] != (len(numbers),):
             raise ValueError(
                 f"fragments: {path} has shape {list(leaf.shape)}, but is assigned to "

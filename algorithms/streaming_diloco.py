@@ -11,11 +11,16 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int
 
-from fedpax.aggregators import Aggregator, mean
+from fedpax.aggregators import Aggregator, mean, random_stream
 from fedpax.aggregators.transfer_work import under_transfers
 from fedpax.algorithms.checks import check_setting
 from fedpax.algorithms.fragments import Fragment, FragmentFn, layer_fragments, make_fragments
-from fedpax.algorithms.inner_steps import InnerReport, average_reports, make_inner_steps
+from fedpax.algorithms.inner_steps import (
+    InnerReport,
+    average_reports,
+    keep_step_together,
+    make_inner_steps,
+)
 from fedpax.algorithms.local_steps import participant_weights
 from fedpax.algorithms.tree_arithmetic import subtract
 from fedpax.clients.cohort import Cohort, check_cohort
@@ -98,7 +103,8 @@ def streaming_diloco(
         mixing: alpha, share of an island's own fragment that it keeps, at least 0 and below 1. The
             paper uses 0 and 0.5.
         aggregator: combines the islands' outer gradients x_p - y_ip into Delta_p, with a state for
-            each fragment. Default None: their mean in float32.
+            each fragment. One that clips or adds noise does so for each fragment separately.
+            Default None: their mean in float32.
 
     Returns:
         `init(params)` and `round(state, cohort)`. The leaves of `cohort.batches` are
@@ -143,6 +149,7 @@ def streaming_diloco(
     )
     combine = mean() if aggregator is None else aggregator
     inner_steps = make_inner_steps(loss_fn, inner_optimizer)
+    one_step = keep_step_together(inner_steps)
 
     @program(islands=islands)
     def init(params: Params) -> StreamingDiLoCoState:
@@ -168,8 +175,10 @@ def streaming_diloco(
             num_steps: Int[Array, ""] | None,
         ) -> tuple[Params, optax.OptState, InnerReport]:
             batches = jax.tree.map(lambda batch: batch[start:stop], batches)
-            own = None if num_steps is None else num_steps - start
-            return inner_steps(params, inner_state, batches, own)
+            if num_steps is None:
+                take = one_step if stop - start == 1 else inner_steps
+                return take(params, inner_state, batches, None)
+            return inner_steps(params, inner_state, batches, num_steps - start)
 
         params, inner_state, report = federated_map(
             some_inner_steps,
@@ -208,7 +217,7 @@ def streaming_diloco(
 
         x = fragment.take(state.params)
         outer_gradients = federated_map(lambda y: subtract(x, fragment.take(y)), state.local_params)
-        with under_transfers(train_and_receive):
+        with under_transfers(train_and_receive), random_stream(p):
             delta, aggregator_state, metrics = combine.aggregate(
                 state.aggregator_state[p], outer_gradients, participant_weights(cohort)
             )
@@ -224,13 +233,13 @@ def streaming_diloco(
         updates, outer_state = outer.update(delta, state.outer_optimizer_state[p], x)
         x = optax.apply_updates(x, updates)
 
+        def mix(own: jax.Array, outer: jax.Array) -> jax.Array:
+            return (mixing * own + (1 - mixing) * outer).astype(own.dtype)
+
         def receive(y: Params) -> Params:
             if not mixing:
                 return fragment.put(y, x)
-            mixed = jax.tree.map(
-                lambda own, outer: mixing * own + (1 - mixing) * outer, fragment.take(y), x
-            )
-            return fragment.put(y, mixed)
+            return fragment.put(y, jax.tree.map(mix, fragment.take(y), x))
 
         return state._replace(
             params=fragment.put(state.params, x),

@@ -56,3 +56,4 @@ def check_overlap(text: str, num_fragments: int, stages: int = 1) -> None:
     under = [t for t in found if t.started < loops]
     assert {t.started for t in under} == overlapped, found
     assert all(t.completed == t.started + 1 for t in under), found
+    assert len(found) == len(under) + 1, found  # the metrics

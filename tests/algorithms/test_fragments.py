@@ -105,6 +105,12 @@ def test_on_a_sharded_axis(clients_fsdp, axis_types):
         (True, TypeError, "expected an int or a function"),
         (9, ValueError, "has 6 layers.*Pass at most fragments=7"),
         (lambda path, leaf: -1, ValueError, "Count from 0"),
+        (
+            lambda path, leaf: None,
+            TypeError,
+            "assigned to None, expected an int.*Return the number",
+        ),
+        (lambda path, leaf: [0.5] * 6, TypeError, "expected an int, or a sequence of one int"),
         (lambda path, leaf: 2 * (path == "norm"), ValueError, "fragment 1 of 3 has no parameters"),
         (lambda path, leaf: [0, 1], ValueError, "one number, or one for each row of axis 0"),
         (
@@ -119,8 +125,25 @@ def test_invalid_fragments_raise(fragments, error, words):
         make_fragments(fragments, random_model())
 
 
-def test_a_model_without_stacked_layers_needs_a_function():
-    with pytest.raises(ValueError, match="under the key 'layers', pass a function"):
-        make_fragments(2, {"w": jnp.ones((3, 3))})
+@pytest.mark.parametrize("params", [{"w": jnp.ones((3, 3))}, {"layers": jnp.ones((3, 3))}])
+def test_a_model_without_stacked_layers_or_without_others_needs_a_function(params):
+    with pytest.raises(ValueError, match="For a model without one of these, pass a function"):
+        make_fragments(2, params)
+
+
+def test_layers_in_a_list_are_refused():
+    params = {"layers": [{"kernel": jnp.ones((4, 3))}, {"kernel": jnp.ones((4, 3))}], "head": 1.0}
+    with pytest.raises(ValueError, match=r"layers/0/kernel is an entry of a sequence.*Stack the"):
+        make_fragments(3, params)
+    by_index = make_fragments(lambda path, leaf: int(path[7]) if "layers" in path else 2, params)
+    assert by_index[1].take(params)["layers"][0] == {"kernel": None}
+
+
+def test_numbers_of_fragments_may_be_numpy_integers():
+    numbered = lambda path, leaf: np.arange(6) % 2 if "layers" in path else np.int64(2)
+    assert make_fragments(numbered, random_model()) == make_fragments(3, random_model())
+
+
+def test_an_unknown_pattern_is_refused():
     with pytest.raises(ValueError, match="expected 'strided' or 'sequential'"):
         layer_fragments(2, "random")

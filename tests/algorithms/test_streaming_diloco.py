@@ -12,7 +12,7 @@ from method_problem import assert_close
 from numpy_methods import each, mean
 
 from fedpax import Cohort
-from fedpax.aggregators import codecs, compressed_mean, quantized_mean
+from fedpax.aggregators import codecs, compressed_mean, private_mean, quantized_mean
 from fedpax.algorithms import diloco
 from fedpax.algorithms.fragments import layer_fragments
 from fedpax.algorithms.streaming_diloco import streaming_diloco
@@ -73,8 +73,8 @@ def batch_of(batches, island, step):
     }
 
 
-def as_the_paper(flat, rounds, inner, outer, fragment_of, num_fragments, delay, mixing):
-    """Run algorithm 2 step by step, with a clock, masks, and transfers that arrive later.
+def step_by_step(flat, rounds, inner, outer, fragment_of, num_fragments, delay, mixing):
+    """Run algorithm 2 with the outer model as the anchor: a clock, masks, and transfers in flight.
 
     `fragment_of[name]` holds the fragment of each entry of a parameter.
     """
@@ -176,12 +176,10 @@ def run(method, rounds, **fields):
         ],
     ],
 )
-def test_equals_a_numpy_loop_of_the_papers_algorithm(
-    fragments, num_fragments, steps, delay, mixing
-):
-    """Islands' models and the outer model, over three rounds."""
+def test_equals_a_numpy_loop(fragments, num_fragments, steps, delay, mixing):
+    """Islands' models and the outer model, over three rounds. The outer model is the anchor."""
     rounds = random_rounds(3, steps)
-    expected = as_the_paper(
+    expected = step_by_step(
         random_params(),
         rounds,
         reference.adam(0.05, 0.8, 0.9, 1e-6, decay=0.1),
@@ -260,6 +258,28 @@ def test_padding_and_weights():
 
 
 @pytest.mark.slow
+def own_fragments_of_equal_shape(path, leaf):
+    return [0, 1, 0, 1] if path == "layers/kernel" else 0
+
+
+def test_fragments_have_noise_of_their_own():
+    noisy = private_mean(max_norm=1.0, noise_multiplier=1.0, seed=0)
+    method = algorithm(own_fragments_of_equal_shape, 0, 0.0, aggregator=noisy, outer_optimizer=None)
+    idle = [jax.tree.map(jnp.zeros_like, batches) for batches in random_rounds(1, 2)]
+    [(state, _)] = run(method, idle)
+    kernel = state.params["layers"]["kernel"] - unflatten(random_params())["layers"]["kernel"]
+    assert np.all(kernel[::2] != 0) and not np.any(np.isclose(kernel[::2], kernel[1::2]))
+
+
+@pytest.mark.parametrize("aggregator", [None, quantized_mean(4), compressed_mean(codecs.e3m0())])
+def test_a_bfloat16_model_keeps_its_dtypes(aggregator):
+    method = algorithm(own_fragments, 1, np.float32(0.5), aggregator=aggregator)
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), unflatten(random_params()))
+    state = jax.eval_shape(method.init, params)
+    after, _ = jax.eval_shape(method.round, state, Cohort(random_rounds(1, 4)[0]))
+    assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, state)
+
+
 def test_an_aggregator_keeps_a_residual_for_each_fragment():
     """With outer SGD of rate 1, quantization loses nothing: model and residuals telescope."""
     exact = algorithm(3, 0, 0.0, inner_optimizer=optax.sgd(0.1), outer_optimizer=optax.sgd(1.0))

@@ -140,6 +140,18 @@ def test_two_transfers_are_each_sent_under_their_local_steps(
     assert kinds == {"ALL_TO_ALL", "ALL_GATHER", "ALL_REDUCE"}  # the last of metrics
 
 
+@pytest.mark.parametrize(("platform", "delay"), [("tpu", 1), ("tpu", 2), ("cpu", 1), ("cuda", 1)])
+def test_a_phase_of_one_step_stays_together_on_a_tpu(platform, delay):
+    """XLA would inline its loop, and then order the transfer as it likes."""
+    algorithm = streaming(2, delay=delay)
+    params = {"embedding": jnp.ones((4, 4)), "layers": jnp.ones((LAYERS, 4, 4))}
+    cohort = Cohort({"x": jnp.ones((2, FRAGMENTS * (delay + 2), 1, 4))})
+    state = jax.eval_shape(algorithm.init, params)
+    lowered = jax.jit(algorithm.round).trace(state, cohort).lower(lowering_platforms=(platform,))
+    predicates = re.findall(r"optimization_barrier %\S+ : tensor<i1>", lowered.as_text())
+    assert len(predicates) == (FRAGMENTS if (platform, delay) == ("tpu", 1) else 0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("topology", "width"), [("v5e:2x2", 512), ("v6e:2x2", 256)])
 def test_metrics_beside_the_last_transfer_would_expose_it(

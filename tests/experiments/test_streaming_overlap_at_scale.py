@@ -14,6 +14,7 @@ from fedpax.experiments.streaming_diloco_text import (
     StreamingDiLoCoText,
     streaming_diloco_c4_1b,
     streaming_diloco_llama_8b,
+    streaming_diloco_text,
 )
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.planning import find_topology, plan_experiment
@@ -81,3 +82,20 @@ def test_each_fragment_is_sent_under_its_local_steps(
     )
     formula = plan.workload.num_parameters * BITS[compression] / 8 / devices
     assert formula < sent < 1.05 * formula
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2", "v5p:2x2x1"])
+def test_a_delay_of_one_step_hides_each_fragment(topology: str) -> None:
+    pytest.importorskip("libtpu")
+    chosen = streaming_diloco_text()
+    assert chosen.streaming.delay == 1
+    plan, _ = plan_experiment(
+        dataclasses.replace(chosen, islands=2, mesh=MeshConfig(islands=2, fsdp=-1)),
+        find_topology(topology, 2),
+    )
+    assert plan.overlap is not None
+    *fragments, metrics = plan.overlap.transfers
+    assert {round(transfer.end, 3) for transfer in fragments} == {6, 12, 18}
+    assert {round(transfer.local_steps, 3) for transfer in fragments} == {1}
+    assert (round(metrics.end, 3), metrics.in_loop) == (18, False)

@@ -3,7 +3,9 @@
 - Sources: `load(name, split)` opens any TFDS data set, two embedded ones and the standard federated
   ones. A source is a sequence of dicts; a list of dicts can be used in its place.
 - Populations: the `partition_...` functions divide a source's examples among participants,
-  `DirichletClients` generates clients, and `ClientSampler` samples the clients of each round.
+  `concatenate_clients` takes a list of clients' arrays, `DirichletClients` generates clients, and
+  `ClientSampler` samples the clients of each round: a fixed number of them, or each with a
+  probability.
 - Rounds: `cohort_rounds`, `example_rounds` (labeled images) and `token_rounds` (text) are endless
   streams that yield one `fedpax.Cohort` per round. A stream's position can be saved and restored,
   so that a resumed run sees the batches of an uninterrupted one. `FunctionRounds` makes a stream
@@ -16,7 +18,8 @@
 """
 
 from fedpax.data.populations.availability import DailyAvailability, RecordedAvailability
-from fedpax.data.populations.client_sampler import ClientSampler
+from fedpax.data.populations.client_arrays import concatenate_clients
+from fedpax.data.populations.client_sampler import ClientSampler, poisson_cohort_size
 from fedpax.data.populations.label_skew import (
     partition_by_shards,
     partition_dirichlet,
@@ -77,6 +80,7 @@ __all__ = [
     "addressable_rows",
     "balanced_order",
     "cohort_rounds",
+    "concatenate_clients",
     "decode",
     "encode",
     "example_batches",
@@ -95,6 +99,7 @@ __all__ = [
     "partition_pachinko",
     "partition_statistics",
     "plot_partition",
+    "poisson_cohort_size",
     "read_examples",
     "token_round_shapes",
     "token_rounds",

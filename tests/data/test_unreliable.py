@@ -11,6 +11,7 @@ from fedpax.algorithms import fedavg
 from fedpax.data import (
     ClientSampler,
     DailyAvailability,
+    FunctionRounds,
     RecordedAvailability,
     cohort_rounds,
     unreliable_rounds,
@@ -181,3 +182,27 @@ def test_settings_out_of_range_are_refused(settings, words):
 def test_availability_out_of_range_is_refused(make, words):
     with pytest.raises(ValueError, match=words):
         make()
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda: FunctionRounds(lambda r: None), "FunctionRounds"),
+        (lambda: rounds(dropout_probability=0.5), "UnreliableRounds"),
+    ],
+)
+def test_streams_of_another_kind_raise(make, kind):
+    words = rf"unreliable_rounds\(\): rounds is a {kind}, expected the result of cohort_rounds\(\)"
+    with pytest.raises(TypeError, match=words):
+        unreliable_rounds(make())
+
+
+def test_a_round_that_no_client_joins_can_be_unreliable():
+    sampler = ClientSampler(CLIENTS, 20, seed=1, sampling_probability=0.005)
+    empty = next(r for r in range(100) if not len(sampler.sample(r)))
+    plain = cohort_rounds(EXAMPLES, POPULATION, sampler, batch_size=2)
+    plain.set_state(plain.get_state() | {"round": empty})
+    stream = unreliable_rounds(plain, dropout_probability=0.5)
+    assert (next(stream).client_ids == -1).all()
+    assert stream.outcome.round_seconds == 0
+    assert stream.num_clients == plain.num_clients == CLIENTS

@@ -1,21 +1,23 @@
 """ClientSampler: draw the cohort of a round from a population."""
 
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-from jaxtyping import Float64, Int64
+from jaxtyping import Bool, Float64, Int64
 from numpy.typing import ArrayLike
 
 from fedpax.data.shuffle import hash_key, shuffled_index
 
-_UNIFORM, _WEIGHTED = 1, 2  # part of the key, so that the two methods are independent of each other
+# Part of the keys, so that the draws are independent of each other.
+_UNIFORM, _WEIGHTED, _GAP, _ORDER = 1, 2, 3, 4
 
 
 @dataclass(frozen=True, eq=False)
 class ClientSampler:
-    """Samples clients without replacement.
+    """Samples clients without replacement: a fixed number of them, or each with a probability.
 
     A cohort depends on the seed and the round number alone. A run that resumes at round r therefore
     sees the cohorts of an uninterrupted run, on any machine. Uniform sampling takes time in
@@ -23,6 +25,12 @@ class ClientSampler:
 
     With weights w, clients are drawn one after another, each with a probability in proportion to
     its weight among the clients that have not been drawn.
+
+    With `sampling_probability` q, each available client joins each round with probability q,
+    independently of other clients and rounds (Poisson sampling). The number of clients differs
+    between rounds and can be 0. If more than `cohort_size` clients join a round, `sample` raises:
+    the epsilon of `fedpax.aggregators.privacy_spent` is not valid if clients are left out.
+    `poisson_cohort_size` returns a size that is large enough: mean + 6 standard deviations + 6.
 
     Attributes:
         num_clients: the size of the population; clients are numbered from 0.
@@ -33,10 +41,15 @@ class ClientSampler:
         available: a function `round -> booleans [num_clients]`, True for clients that can take part
             in that round; it must depend on the round number alone. Default None: every client is
             available in every round.
+        sampling_probability: the probability q that an available client joins a round, above 0 and
+            at most 1. It cannot be combined with `weights`. Default None: cohorts of `cohort_size`
+            clients.
 
     Raises:
-        ValueError: `cohort_size` is below 1 or above `num_clients`; or `weights` has another shape,
-            a negative or non-finite entry, or fewer than `cohort_size` entries above 0.
+        ValueError: `cohort_size` is below 1 or above `num_clients`; `weights` has another shape, a
+            negative or non-finite entry, or fewer than `cohort_size` entries above 0; or
+            `sampling_probability` is out of its range, is given with `weights`, or has a mean
+            number of clients above `cohort_size`.
 
     Example:
         >>> sampler = ClientSampler(num_clients=1_000_000, cohort_size=4, seed=1)
@@ -45,6 +58,10 @@ class ClientSampler:
         >>> daytime = ClientSampler(6, 2, available=lambda r: np.arange(6) % 2 == r % 2)
         >>> (daytime.sample(0) % 2).tolist(), (daytime.sample(1) % 2).tolist()
         ([0, 0], [1, 1])
+        >>> size = poisson_cohort_size(1_000, sampling_probability=0.01)
+        >>> poisson = ClientSampler(1_000, size, sampling_probability=0.01)
+        >>> [len(poisson.sample(r)) for r in range(8)]  # 10 on average
+        [13, 10, 10, 6, 11, 10, 14, 18]
 
     Reference:
         Efraimidis, Spirakis. Weighted Random Sampling with a Reservoir. Information Processing
@@ -56,10 +73,11 @@ class ClientSampler:
     seed: int = 0
     weights: ArrayLike | None = None
     available: Callable[[int], ArrayLike] | None = None
+    sampling_probability: float | None = None
     _weights: Float64[np.ndarray, " clients"] | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
-        """Check the sizes and the weights."""
+        """Check the sizes, the probability and the weights."""
         if self.cohort_size < 1:
             raise ValueError(f"cohort_size is {self.cohort_size}, expected at least 1.")
         if self.cohort_size > self.num_clients:
@@ -67,6 +85,8 @@ class ClientSampler:
                 f"cohort_size is {self.cohort_size}, but the population has {self.num_clients} "
                 f"clients and sampling is without replacement: take {self.num_clients} or fewer."
             )
+        if self.sampling_probability is not None:
+            self._check_probability(self.sampling_probability)
         if self.weights is None:
             return
         weights = np.asarray(self.weights, np.float64)
@@ -84,6 +104,35 @@ class ClientSampler:
             )
         object.__setattr__(self, "_weights", weights)
 
+    def _check_probability(self, probability: float) -> None:
+        """Check the probability of Poisson sampling."""
+        if self.weights is not None:
+            raise ValueError(
+                "ClientSampler got weights and sampling_probability, expected one of them: weights "
+                "are for cohorts of a fixed size, but with sampling_probability every client has "
+                "the same probability. Leave weights out."
+            )
+        suggested = poisson_cohort_size(self.num_clients, probability)
+        if self.cohort_size < (mean := self.num_clients * probability):
+            raise ValueError(
+                f"cohort_size is {self.cohort_size}, but a round has {mean:g} clients on average "
+                f"with sampling_probability={probability} and num_clients={self.num_clients}. Take "
+                f"cohort_size={suggested}, which a round in a billion exceeds, or reduce "
+                "sampling_probability."
+            )
+
+    @property
+    def expected_participants(self) -> float:
+        """Return the average size of a cohort if all clients are available, for `private_mean`.
+
+        Example:
+            >>> ClientSampler(100, 30, sampling_probability=0.125).expected_participants
+            12.5
+        """
+        if self.sampling_probability is None:
+            return float(self.cohort_size)
+        return self.num_clients * self.sampling_probability
+
     def sample(self, round_number: int) -> Int64[np.ndarray, " cohort"]:
         """Sample the cohort of a round.
 
@@ -92,12 +141,15 @@ class ClientSampler:
 
         Returns:
             int64 `[cohort]`: different clients in random order. There are `cohort_size` of them,
-            or all available clients if these are fewer.
+            or all available clients if these are fewer. With `sampling_probability` there are 0 to
+            `cohort_size`.
 
         Raises:
             TypeError: `round_number` is not an integer.
-            ValueError: `round_number` is negative, no client is available, or `available` does not
-                return booleans `[num_clients]`.
+            ValueError: `round_number` is negative; no client is available, and
+                `sampling_probability` is None; `available` does not return booleans
+                `[num_clients]`; or with `sampling_probability`, more than `cohort_size` clients
+                join the round.
         """
         try:
             round_number = operator.index(round_number)
@@ -107,6 +159,8 @@ class ClientSampler:
             ) from None
         if round_number < 0:
             raise ValueError(f"sample(): round_number is {round_number}: rounds count from 0.")
+        if self.sampling_probability is not None:
+            return self._poisson_sample(round_number, self.sampling_probability)
         candidates = self._candidates(round_number)
         count = self.num_clients if candidates is None else len(candidates)
         size = min(self.cohort_size, count)
@@ -121,12 +175,7 @@ class ClientSampler:
         """Return the clients that can be drawn in a round, or None for the whole population."""
         if self.available is None:
             return None if self._weights is None else np.flatnonzero(self._weights)
-        available = np.asarray(self.available(round_number))
-        if available.shape != (self.num_clients,) or available.dtype != np.bool_:
-            raise ValueError(
-                f"available({round_number}) returned {available.dtype}{list(available.shape)}, "
-                f"expected one boolean for each of the {self.num_clients} clients."
-            )
+        available = self._available(round_number)
         if self._weights is not None:
             available = available & (self._weights > 0)
         if not available.any():
@@ -135,14 +184,99 @@ class ClientSampler:
             )
         return np.flatnonzero(available)
 
+    def _available(self, round_number: int) -> Bool[np.ndarray, " population"]:
+        """Return which clients are available in a round, checked."""
+        assert self.available is not None
+        available = np.asarray(self.available(round_number))
+        if available.shape != (self.num_clients,) or available.dtype != np.bool_:
+            raise ValueError(
+                f"available({round_number}) returned {available.dtype}{list(available.shape)}, "
+                f"expected one boolean for each of the {self.num_clients} clients."
+            )
+        return available
+
+    def _poisson_sample(
+        self, round_number: int, probability: float
+    ) -> Int64[np.ndarray, " cohort"]:
+        """Draw each available client with a probability, in time proportional to the draws.
+
+        The gaps between the drawn clients are independent and geometric:
+        `P(gap = g) = (1 - q)^g q`.
+        """
+        mean = self.num_clients * probability
+        count = math.ceil(mean + 6 * math.sqrt(mean) + 6)  # almost always enough gaps
+        log_miss = math.log1p(-probability) if probability < 1 else -math.inf
+        end, parts, first = -1, [], 0
+        while end < self.num_clients:
+            uniform = _uniform(self.seed, _GAP, round_number, np.arange(first, first + count))
+            # Limited before the division, which would overflow for a tiny probability.
+            log_uniform = np.maximum(np.log(uniform), self.num_clients * log_miss)
+            gaps = (log_uniform / log_miss).astype(np.int64)
+            positions = end + np.cumsum(gaps + 1)
+            parts.append(positions[positions < self.num_clients])
+            end, first = int(positions[-1]), first + count
+        sampled = np.concatenate(parts)
+        if self.available is not None:
+            sampled = sampled[self._available(round_number)[sampled]]
+        if len(sampled) > self.cohort_size:
+            stddev = math.sqrt(mean * (1 - probability))
+            raise ValueError(
+                f"sample(): {len(sampled)} clients join round {round_number}, but cohort_size is "
+                f"{self.cohort_size}. A round of all {self.num_clients} clients with "
+                f"sampling_probability={probability} has {mean:g} on average, with standard "
+                f"deviation {stddev:.3g}. Take cohort_size="
+                f"{poisson_cohort_size(self.num_clients, probability)}, which a round in a billion "
+                "exceeds. Clients are not left out, because epsilon would not be valid."
+            )
+        order = shuffled_index(
+            np.arange(len(sampled)), len(sampled), hash_key(self.seed, _ORDER, round_number)
+        )
+        return sampled[order]
+
     def _first_arrivals(
         self, client_ids: Int64[np.ndarray, " candidates"], size: int, round_number: int
     ) -> Int64[np.ndarray, " cohort"]:
         """Return the positions of the first arrivals of Poisson processes with rates w."""
         assert self._weights is not None
-        bits = hash_key(self.seed, _WEIGHTED, round_number, client_ids) >> np.uint64(12)
-        uniform = (bits.astype(np.float64) + 0.5) * 2.0**-52  # in (0, 1)
+        uniform = _uniform(self.seed, _WEIGHTED, round_number, client_ids)
         # The logarithm of the time, since dividing by a tiny weight would overflow.
         log_times = np.log(-np.log(uniform)) - np.log(self._weights[client_ids])
         first = np.argpartition(log_times, size - 1)[:size]
         return first[np.argsort(log_times[first], kind="stable")]
+
+
+def poisson_cohort_size(num_clients: int, sampling_probability: float) -> int:
+    """Return a `cohort_size` for Poisson sampling that one round in a billion exceeds.
+
+    It is mean + 6 standard deviations + 6, rounded up, and at most `num_clients`. The batches of
+    empty slots take memory. On several devices, round the size up to a multiple of the number of
+    devices.
+
+    Args:
+        num_clients: the size of the population.
+        sampling_probability: the probability that a client joins a round.
+
+    Returns:
+        A number of clients, for `ClientSampler` and for the algorithm.
+
+    Raises:
+        ValueError: `sampling_probability` is not above 0 and at most 1.
+
+    Example:
+        >>> poisson_cohort_size(num_clients=1_000_000, sampling_probability=0.001)
+        1196
+    """
+    if not 0 < sampling_probability <= 1:
+        raise ValueError(
+            f"sampling_probability is {sampling_probability}, expected a number above 0 and at "
+            "most 1: the expected size of a cohort divided by the number of clients."
+        )
+    mean = num_clients * sampling_probability
+    stddev = math.sqrt(mean * (1 - sampling_probability))
+    return min(num_clients, math.ceil(mean + 6 * stddev + 6))
+
+
+def _uniform(*numbers: ArrayLike) -> Float64[np.ndarray, " draws"]:
+    """Return pseudo-random numbers in (0, 1), a function of integers."""
+    bits = hash_key(*numbers) >> np.uint64(12)
+    return (bits.astype(np.float64) + 0.5) * 2.0**-52

@@ -49,6 +49,7 @@ class CohortRounds:
         max_steps: the largest number of steps of a client in a round: the batches' second axis.
         items_per_round: the average number of examples that a cohort trains on in a round, local
             epochs included; estimated from at most 1,000 clients.
+        num_clients: the size of the population: `client_ids` are below it.
         item_unit: `"examples"`, the unit of `items_per_round`.
         shapes: the shapes and dtypes of a round, a `Cohort` of `jax.ShapeDtypeStruct`.
         settings: the settings that determine the stream. A state can only be restored into a stream
@@ -78,6 +79,7 @@ class CohortRounds:
     ) -> None:
         self.max_steps = max_steps
         self.items_per_round = items_per_round
+        self.num_clients = sampler.num_clients
         self.settings = settings
         self._read = read
         self._population = population
@@ -100,15 +102,16 @@ class CohortRounds:
         """Return the cohort of the next round, in new arrays.
 
         Raises:
-            ValueError: no client is available, a lazily generated client has an index that is out
-                of range, or `preprocess` raises or returns arrays of other shapes than before.
+            ValueError: no client is available, or more than `cohort_size` clients join the round; a
+                lazily generated client has an index that is out of range; or `preprocess` raises or
+                returns arrays of other shapes than before.
             OSError: a record of the source cannot be read.
         """
         batch_size, epochs, seed, num_examples = (
             int(self.settings[name])
             for name in ("batch_size", "local_epochs", "seed", "num_examples")
         )
-        sampled = self._sampler.sample(self._round)
+        sampled = self._sample()
         absent = self._sampler.cohort_size - len(sampled)
         client_ids = np.concatenate([sampled, np.full(absent, -1, np.int64)])
         parts = [check_indices(self._population[k], num_examples, f"client {k}") for k in sampled]
@@ -153,6 +156,24 @@ class CohortRounds:
             num_steps=num_steps.astype(np.int32),
             client_ids=client_ids.astype(np.int32),
         )
+
+    def _sample(self) -> NDArray[np.int64]:
+        """Sample the clients of the round, and check what a subclass of `ClientSampler` returns."""
+        sampled = np.asarray(self._sampler.sample(self._round))
+        cohort_size, num_clients = self._sampler.cohort_size, self._sampler.num_clients
+        if (
+            sampled.ndim != 1
+            or len(sampled) > cohort_size
+            or (sampled.size and (sampled.dtype.kind not in "iu" or sampled.min() < 0))
+            or sampled.max(initial=0) >= num_clients
+        ):
+            raise ValueError(
+                f"{type(self._sampler).__name__}.sample({self._round}) returned {sampled.dtype}"
+                f"{list(sampled.shape)}, expected the clients of the round: at most cohort_size="
+                f"{cohort_size} integers from 0 to {num_clients - 1}. Return fewer clients, or "
+                "make the sampler with a larger cohort_size."
+            )
+        return sampled.astype(np.int64)
 
     def _check_shapes(self, batches: Arrays) -> None:
         """Check that a round has the fields, shapes and dtypes of every other round."""
@@ -212,7 +233,8 @@ def cohort_rounds(
             dict of arrays `[examples, ...]` in memory, as from `read_examples`.
         population: for each client the indices of its examples: a list, or a sequence that
             generates them when indexed. A client without examples has no steps and weight 0.
-        sampler: samples the clients of each round.
+        sampler: samples the clients of each round. If it samples fewer than `cohort_size`, other
+            slots have index -1, 0 steps and weight 0.
         batch_size: examples per step and client.
         local_epochs: how often a client iterates over its examples in a round.
         max_steps: the largest number of steps of a client in a round; longer clients are truncated.
@@ -233,14 +255,15 @@ def cohort_rounds(
         An iterator over `fedpax.Cohort` with all of its fields: `batches` is a dict of arrays
         `[clients, steps, batch_size, ...]` with a `mask`, bool `[clients, steps, batch_size]`
         unless `preprocess` returns its own; `num_examples` and `num_steps` are int32 `[clients]`;
-        `client_ids` is int32 `[clients]`, -1 where fewer clients were available.
+        `client_ids` is int32 `[clients]`, -1 where fewer clients were available or sampled.
 
     Raises:
         ValueError: a size is below 1 or does not fit the memory or the other sizes; there are no
             examples; population and sampler have different numbers of clients; a client of a list
             has an index that is out of range; or `chunk_size` is not an integer.
         KeyError: the examples have no `image` or `label`, and `preprocess` is the default.
-        TypeError: `preprocess` returns a field that is not an array of numbers.
+        TypeError: `preprocess` returns a field that is not an array of numbers, or `sampler` is not
+            a `ClientSampler`.
 
     Example:
         >>> images = np.random.default_rng(0).random((7, 4, 4, 1), np.float32)
@@ -260,6 +283,11 @@ def cohort_rounds(
         )
     check_sizes(1, num_devices=num_devices, chunk_size=chunk_size, local_epochs=local_epochs)
     check_sizes(1, batch_size=batch_size)
+    if not isinstance(sampler, ClientSampler):
+        raise TypeError(
+            f"sampler is a {type(sampler).__name__}, expected a ClientSampler. For a sampler of "
+            "your own, subclass ClientSampler and override sample(round_number)."
+        )
     if len(population) != sampler.num_clients:
         raise ValueError(
             f"population has {len(population)} clients, but the sampler has {sampler.num_clients}: "
@@ -308,7 +336,9 @@ def cohort_rounds(
         "seed": seed,
         "preprocess": qualified_name(preprocess),
     }
-    items_per_round = round(sampler.cohort_size * float(seen.mean()))
+    if sampler.sampling_probability is not None:
+        settings["sampling_probability"] = str(sampler.sampling_probability)
+    items_per_round = max(1, round(sampler.expected_participants * float(seen.mean())))
     return CohortRounds(
         read,
         population,

@@ -29,6 +29,7 @@ class ExampleRounds:
 
     Attributes:
         examples_per_client: int64 `[clients]`, the number of examples of each client.
+        num_clients: the number of clients: `client_ids` are below it.
         items_per_round: the number of examples in a round, over all clients.
         item_unit: `"examples"`, the unit of `items_per_round`.
         settings: the settings that determine the stream. A state can only be restored into a stream
@@ -53,6 +54,7 @@ class ExampleRounds:
         self._shape = tuple(
             int(settings[name]) for name in ("num_clients", "local_steps", "batch_size")
         )
+        self.num_clients = self._shape[0]
         self.items_per_round = int(np.prod(self._shape))
         self._round = 0
 

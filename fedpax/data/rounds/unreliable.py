@@ -37,7 +37,7 @@ class UnreliableRounds:
 
     Attributes:
         outcome: what happened to the clients of the last cohort; None before the first one.
-        shapes, items_per_round, item_unit: those of the stream of all selected clients.
+        shapes, items_per_round, item_unit, num_clients: as of the stream of all selected clients.
         settings: the settings that determine the stream.
     """
 
@@ -56,7 +56,7 @@ class UnreliableRounds:
     ) -> None:
         self.outcome: RoundOutcome | None = None
         self.shapes, self.item_unit = rounds.shapes, rounds.item_unit
-        self.items_per_round = rounds.items_per_round
+        self.items_per_round, self.num_clients = rounds.items_per_round, rounds.num_clients
         self.settings = settings
         self._rounds = rounds
         self._dropout_probability, self._seed = dropout_probability, seed
@@ -152,7 +152,7 @@ def unreliable_rounds(
     `num_reports=100`, the slowest 30 clients of each round are cut.
 
     Args:
-        rounds: from `cohort_rounds`.
+        rounds: the result of `cohort_rounds`. Streams of another kind raise.
         dropout_probability: probability that a selected client fails before it reports, at least 0
             and below 1.
         seconds_per_step: seconds of a local step: a number, or float `[num_clients]` for each
@@ -170,6 +170,7 @@ def unreliable_rounds(
         tells who reported in the last round, and when.
 
     Raises:
+        TypeError: `rounds` is not from `cohort_rounds`.
         ValueError: an argument is out of its range; `num_reports` is above the cohort's size.
 
     Example:
@@ -186,6 +187,12 @@ def unreliable_rounds(
         Bonawitz et al., Towards Federated Learning at Scale: System Design, arXiv:1902.01046,
         sections 2.2 and 9 (over-selection by 30%, 6% to 10% of devices drop out).
     """
+    if not isinstance(rounds, CohortRounds):
+        raise TypeError(
+            f"unreliable_rounds(): rounds is a {type(rounds).__name__}, expected the result of "
+            "cohort_rounds(), which has the number of steps and the index of each client. Apply "
+            "unreliable_rounds() once, and directly to cohort_rounds()."
+        )
     num_clients, cohort_size = (int(rounds.settings[k]) for k in ("num_clients", "cohort_size"))
     speeds = np.asarray(seconds_per_step, np.float64)
     if speeds.shape not in ((), (num_clients,)) or not np.all(np.isfinite(speeds) & (speeds >= 0)):

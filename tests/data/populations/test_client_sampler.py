@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.stats import binom
 
-from fedpax.data.populations.client_sampler import ClientSampler
+from fedpax.data.populations.client_sampler import ClientSampler, poisson_cohort_size
 
 
 @st.composite
@@ -139,3 +140,109 @@ def test_bad_availability_raises(available, message):
 def test_bad_round_numbers_raise(round_number, error, message):
     with pytest.raises(error, match=message):
         ClientSampler(4, 2).sample(round_number)
+
+
+@given(
+    st.integers(1, 60),
+    st.floats(0.0, 1.0, exclude_min=True),
+    st.integers(0, 2**31),
+    st.integers(0, 10**6),
+)
+def test_a_poisson_cohort_has_distinct_clients_and_depends_on_seed_and_round_alone(
+    num_clients, probability, seed, round_number
+):
+    make = lambda: ClientSampler(num_clients, num_clients, seed, sampling_probability=probability)
+    sampled = make().sample(round_number)
+    assert sampled.dtype == np.int64
+    assert len(set(sampled.tolist())) == len(sampled)
+    assert set(sampled.tolist()) <= set(range(num_clients))
+    again = make()
+    again.sample(round_number + 1)
+    assert again.sample(round_number).tolist() == sampled.tolist()
+    if probability == 1:
+        assert len(sampled) == num_clients
+
+
+@pytest.mark.parametrize("probability", [0.1, 0.7])
+def test_poisson_sampling_is_independent_between_clients_and_rounds(probability):
+    clients, rounds = 8, 1500
+    sampler = ClientSampler(clients, clients, seed=2, sampling_probability=probability)
+    joined = np.zeros((rounds, clients))
+    for r in range(rounds):
+        joined[r, sampler.sample(r)] = 1
+    variance = probability * (1 - probability)
+    mean = joined.mean(0)
+    assert np.abs(mean - probability).max() < 4.5 * np.sqrt(variance / rounds)
+    centered = joined - probability
+    within = centered.T @ centered / rounds  # pairs of clients in a round
+    between = centered[1:].T @ centered[:-1] / (rounds - 1)  # and in two consecutive rounds
+    limit = 4.5 * variance / np.sqrt(rounds)
+    assert np.abs(within[~np.eye(clients, dtype=bool)]).max() < limit
+    assert np.abs(between).max() < limit
+    # The number of clients is binomial.
+    counts = joined.sum(1)
+    assert abs(counts.var() / (clients * variance) - 1) < 4.5 * np.sqrt(2 / rounds)
+    empty = (1 - probability) ** clients
+    assert abs(np.mean(counts == 0) - empty) < 4.5 * np.sqrt(empty * (1 - empty) / rounds) + 1e-9
+
+
+def test_poisson_cohorts_are_in_random_order_and_differ_between_seeds():
+    make = lambda seed: ClientSampler(1000, 200, seed, sampling_probability=0.1).sample(0)
+    assert len({tuple(sorted(make(seed))) for seed in range(20)}) == 20
+    assert make(0).tolist() != sorted(make(0))
+
+
+def test_only_available_clients_join_a_poisson_round():
+    sampler = ClientSampler(20, 20, available=lambda r: np.arange(20) < r, sampling_probability=0.5)
+    everyone = ClientSampler(20, 20, sampling_probability=0.5)
+    for r in range(21):
+        expected = [k for k in sorted(everyone.sample(r)) if k < r]
+        assert sorted(sampler.sample(r)) == expected  # in round 0, none
+
+
+def test_poisson_sampling_from_a_huge_population_takes_time_in_proportion_to_the_cohort():
+    sampler = ClientSampler(10**12, 2000, seed=1, sampling_probability=1e-9)
+    sampled = sampler.sample(5)
+    assert abs(len(sampled) - 1000) < 5 * np.sqrt(1000)
+    assert 0.4 < np.mean(sampled < 5 * 10**11) < 0.6
+
+
+def test_a_poisson_draw_that_is_too_large_raises():
+    sampler = ClientSampler(100, 10, sampling_probability=0.1)
+    sizes = [len(ClientSampler(100, 35, sampling_probability=0.1).sample(r)) for r in range(20)]
+    assert max(sizes) > 10 >= min(sizes)
+    for r, size in enumerate(sizes):
+        if size <= 10:
+            assert len(sampler.sample(r)) == size
+            continue
+        message = (
+            f"{size} clients join round {r}, but cohort_size is 10. A round of all 100 clients "
+            "with sampling_probability=0.1 has 10 on average, with standard deviation 3. Take "
+            "cohort_size=34"
+        )
+        with pytest.raises(ValueError, match=re.escape(message)):
+            sampler.sample(r)
+
+
+@pytest.mark.parametrize("probability", [1e-6, 1e-3, 0.1, 0.5, 0.99, 1.0])
+def test_one_poisson_round_in_a_billion_exceeds_the_suggested_size(probability):
+    sizes = np.array([1, 7, 100, 10**4, 10**7])
+    suggested = np.array([poisson_cohort_size(int(n), probability) for n in sizes])
+    assert (suggested <= sizes).all()
+    assert binom.sf(suggested, sizes, probability).max() < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({"sampling_probability": 0.0}, "sampling_probability is 0.0, expected a number above 0"),
+        ({"sampling_probability": 1.5}, "the expected size of a cohort divided by the number"),
+        ({"sampling_probability": np.nan}, "sampling_probability is nan"),
+        ({"sampling_probability": 0.2, "weights": np.ones(100)}, "Leave weights out"),
+        ({"sampling_probability": 0.2}, "has 20 clients on average"),
+        ({"sampling_probability": 0.2}, "Take cohort_size=50, which a round in a billion exceeds"),
+    ],
+)
+def test_bad_settings_of_poisson_sampling_raise(changes, remedy):
+    with pytest.raises(ValueError, match=re.escape(remedy)):
+        ClientSampler(100, 10, **changes)

@@ -240,6 +240,82 @@ def test_absent_clients_have_id_minus_1_and_only_padding():
         assert not cohort.batches["mask"][cohort.client_ids < 0].any()
 
 
+@pytest.mark.parametrize("kind", ["arrays", "source"])
+def test_poisson_rounds_have_the_sampled_clients_and_empty_slots(kind):
+    """Empty rounds among them."""
+    examples, population = problem([4, 1, 0, 7, 2])
+    source = examples
+    if kind == "source":
+        source = [{name: x[k] for name, x in examples.items()} for k in range(14)]
+    make = lambda probability=0.25: cohort_rounds(
+        source, population, ClientSampler(5, 5, 3, sampling_probability=probability), batch_size=2
+    )
+    rounds, sampler = make(), ClientSampler(5, 5, 3, sampling_probability=0.25)
+    counts = []
+    for r in range(12):
+        state = json.loads(json.dumps(rounds.get_state()))
+        cohort = next(rounds)
+        present = cohort.client_ids >= 0
+        counts.append(present.sum())
+        assert sorted(cohort.client_ids[present]) == sorted(sampler.sample(r))
+        assert not cohort.num_steps[~present].any()
+        assert not cohort.num_examples[~present].any()
+        seen = np.sort(cohort.batches["label"][cohort.batches["mask"]])
+        own = [population[k] for k in cohort.client_ids[present]]
+        np.testing.assert_array_equal(seen, np.sort(np.concatenate([np.zeros(0, int), *own])))
+        resumed = make()
+        resumed.set_state(state)
+        chex.assert_trees_all_equal(next(resumed), cohort)
+    assert min(counts) == 0
+    assert max(counts) > 1
+    with pytest.raises(ValueError, match=r"sampling_probability is '0\.5' and was '0\.25'"):
+        make(0.5).set_state(state)
+    assert rounds.items_per_round == round(0.25 * 14)
+
+
+class Returns(ClientSampler):
+    """A sampler of one's own."""
+
+    clients = ()
+
+    def sample(self, round_number):
+        del round_number
+        return np.asarray(self.clients)
+
+
+@pytest.mark.parametrize(
+    ("clients", "words"),
+    [
+        ([0, 1, 2, 3], "int64[4], expected the clients of the round: at most cohort_size=3"),
+        ([0, 5], "integers from 0 to 4. Return fewer clients"),
+        ([0, -1], "integers from 0 to 4"),
+        ([0.5], "float64[1]"),
+        (2, "int64[]"),
+    ],
+)
+def test_a_subclass_that_samples_other_than_clients_raises(clients, words):
+    examples, population = problem([1] * 5)
+    sampler = Returns(5, 3)
+    object.__setattr__(sampler, "clients", clients)
+    with pytest.raises(ValueError, match=r"Returns\.sample\(0\) returned .*" + re.escape(words)):
+        next(cohort_rounds(examples, population, sampler, batch_size=1))
+
+
+def test_a_subclass_may_sample_no_client():
+    examples, population = problem([1] * 5)
+    cohort = next(cohort_rounds(examples, population, Returns(5, 3), batch_size=1))
+    assert (cohort.client_ids == -1).all()
+
+
+def test_a_sampler_that_is_no_client_sampler_raises():
+    class Own:
+        num_clients, cohort_size, seed = 5, 3, 0
+
+    examples, population = problem([1] * 5)
+    with pytest.raises(TypeError, match=r"sampler is a Own, .* subclass ClientSampler"):
+        cohort_rounds(examples, population, Own(), batch_size=1)
+
+
 def test_a_population_can_be_generated_when_indexed():
     class Huge:
         def __len__(self):

@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from fedpax.primitives._jax import (
-    ClosedJaxpr,
     Jaxpr,
     JaxprEqn,
-    Literal,
     Var,
     argument_names,
-    aval_of,
     eliminate_dead_code,
     inner_jaxprs,
-    result_names,
 )
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.peak_memory import num_bytes
 from fedpax.primitives.placement import Placement
-from fedpax.primitives.reduction import REDUCTIONS
 from fedpax.transforms.cost_table import Cost, PlacementCost, Transfer
 from fedpax.transforms.flops import NO_FLOPS, Flops, equation_flops
 from fedpax.transforms.inlining import inline, is_federated, placements_of
-from fedpax.transforms.loop_reductions import LoopReduction
-from fedpax.transforms.phases import StreamingPlan, plan_phases
-from fedpax.transforms.sent import Sent, kept_values, sent_by_results, server_work
+from fedpax.transforms.placed_values import PlacedValues, bodies_of
+from fedpax.transforms.sends import sent_values
+from fedpax.transforms.sent import kept_values, server_work
+from fedpax.transforms.value_names import Names, type_of
 
 
 def cost(program: Callable[..., Any], *args: Any, **kwargs: Any) -> Cost:
@@ -37,6 +33,8 @@ def cost(program: Callable[..., Any], *args: Any, **kwargs: Any) -> Cost:
 
     Bytes are those of the federated operations: for each participant, the server values that it
     receives and the values that it sends. A server value that several maps read is received once.
+    A value that passes from one map to another, or that the program returns for each participant,
+    is not sent. Between participants, an exchange counts once for the participant that sends.
     For islands, one on each device, they are the bytes of the operands of the compiled program's
     collectives along the placement's mesh axis. An aggregator's compressed values count as sent
     bytes if it marks them with `fedpax.aggregators.mark_sent`. Client states in a store are neither
@@ -84,7 +82,10 @@ def cost(program: Callable[..., Any], *args: Any, **kwargs: Any) -> Cost:
             "a function decorated with fedpax.program, or one that calls it, and its arguments."
         )
     counter = _Counter()
-    server = counter.visit(inlined, dict(zip(inlined.jaxpr.invars, names, strict=True)), 1)
+    arguments = {
+        v: [(name, type_of(v))] for v, name in zip(inlined.jaxpr.invars, names, strict=True)
+    }
+    server = counter.visit(inlined.jaxpr, Names(inlined.jaxpr, arguments), 1, {})
     jitted = program if hasattr(program, "lower") else jax.jit(program)
     memory = jitted.lower(*args, **kwargs).compile().memory_analysis()
     peak = (
@@ -100,6 +101,10 @@ def cost(program: Callable[..., Any], *args: Any, **kwargs: Any) -> Cost:
         peak,
         server.is_exact and all(p.flops.is_exact for p in counter.placements.values()),
     )
+
+
+# The arguments of a jaxpr that are placed, with their participants' axis, and those that are fixed.
+Placed = tuple[dict[Var, int], set[Var]]
 
 
 @dataclasses.dataclass
@@ -123,43 +128,57 @@ class _Counter:
     def __init__(self) -> None:
         self.placements: dict[str, _Participant] = {}
 
-    def visit(self, closed: ClosedJaxpr, names: dict[Var, str], executions: int) -> Flops:
+    def visit(
+        self, jaxpr: Jaxpr, names: Names, executions: int, arguments: dict[Placement, Placed]
+    ) -> Flops:
         """Count one level of a program, and return the FLOPs of its server.
 
         Args:
-            closed: a jaxpr with its calls inlined.
-            names: the names of its arguments.
+            jaxpr: a jaxpr with its calls inlined.
+            names: the names of its values.
             executions: number of executions of the jaxpr.
+            arguments: for each placement, the arguments that are known to be placed.
         """
-        jaxpr = closed.jaxpr
         by_participants: set[int] = set()
+        levels: list[PlacedValues] = []
         server = NO_FLOPS
-        for placement in placements_of(jaxpr):
-            plan = plan_phases(jaxpr, placement)
-            of_server, _ = server_work(plan)
-            by_participants |= {id(one.eqn) for one in plan.producer.values()} - of_server
-            self._count_placement(plan, placement, _Names(jaxpr, names), executions)
+        for placement in dict.fromkeys([*placements_of(jaxpr), *arguments]):
+            placed = PlacedValues(jaxpr, placement, *arguments.get(placement, ()))
+            levels.append(placed)
+            of_server, _ = server_work(placed.plan)
+            by_participants |= {id(one.eqn) for one in placed.plan.producer.values()} - of_server
+            self._count_placement(placed, names, executions)
         for eqn in jaxpr.eqns:
             if id(eqn) in by_participants:
                 continue
             if any(map(is_federated, inner_jaxprs(eqn))):
-                server += self._visit_control_flow(eqn, executions)
+                server += self._visit_control_flow(eqn, names, executions, levels)
             else:
                 server += equation_flops(eqn).times(executions)
         return server
 
-    def _visit_control_flow(self, eqn: JaxprEqn, executions: int) -> Flops:
+    def _visit_control_flow(
+        self, eqn: JaxprEqn, names: Names, executions: int, levels: list[PlacedValues]
+    ) -> Flops:
         """Count the bodies of a loop, or the costliest branch of a conditional."""
-        bodies = [eliminate_dead_code(ClosedJaxpr(j, ())) for j in inner_jaxprs(eqn)]
-        if eqn.primitive.name == "cond":
-            counters = [(_Counter(), body) for body in bodies]
-            found = [(c.visit(body, {}, executions), c) for c, body in counters]
-            server, costliest = max(found, key=lambda f: f[1].total())
-            self._merge(costliest)
-            return server
         if eqn.primitive.name == "scan":
             executions *= eqn.params["length"]
-        server = sum((self.visit(body, {}, executions) for body in bodies), start=NO_FLOPS)
+        found: list[tuple[Flops, _Counter]] = []
+        for i, body in enumerate(bodies_of(eqn) or ()):
+            counter = _Counter() if eqn.primitive.name == "cond" else self
+            inside = names.inside(body.jaxpr, [eqn.invars[k] for k in body.operands])
+            arguments = {}
+            for level in levels:
+                inner = level.uses[id(eqn)].bodies[i]
+                own = set(body.jaxpr.invars)
+                placed = {v: axis for v, axis in inner.axes.items() if v in own}
+                arguments[level.placement] = placed, inner.fixed & own
+            found.append((counter.visit(body.jaxpr, inside, executions, arguments), counter))
+        if eqn.primitive.name == "cond":
+            server, costliest = max(found, key=lambda one: one[1].total())
+            self._merge(costliest)
+            return server
+        server = sum((one for one, _ in found), start=NO_FLOPS)
         return Flops(server.number, server.is_exact and eqn.primitive.name != "while")
 
     def _merge(self, other: _Counter) -> None:
@@ -177,9 +196,8 @@ class _Counter:
             sum(size * c.flops for c, size in costs),
         )
 
-    def _count_placement(
-        self, plan: StreamingPlan, placement: Placement, names: _Names, executions: int
-    ) -> None:
+    def _count_placement(self, values: PlacedValues, names: Names, executions: int) -> None:
+        plan, placement = values.plan, values.placement
         own = self.placements.setdefault(placement.name, _Participant(placement.size))
         of_server, _ = server_work(plan)
         work = [
@@ -190,19 +208,21 @@ class _Counter:
         received: dict[Var, None] = {}
         reads, _ = kept_values(plan)
         for one in work:
-            for v, axis in (
-                ()
-                if id(one.eqn) in reads
-                else zip(plan.operands(one.eqn), one.axes.operands, strict=True)
-            ):
-                if axis is None and isinstance(v, Var):
-                    received[v] = None
+            if id(one.eqn) not in reads:
+                operands = zip(plan.operands(one.eqn), one.axes.operands, strict=True)
+                received |= {
+                    v: None
+                    for v, axis in operands
+                    # Participants compute constants themselves.
+                    if axis is None and isinstance(v, Var) and v not in values.known
+                }
             if one.eqn.primitive is federated_map_p:
                 inner = one.eqn.params["jaxpr"]
                 if is_federated(inner.jaxpr):
-                    inlined = eliminate_dead_code(inline(inner, inside=lambda j: j))
-                    own.flops += self.visit(inlined, {}, executions)
-                    for nested in placements_of(inlined.jaxpr):
+                    inlined = eliminate_dead_code(inline(inner, inside=lambda j: j)).jaxpr
+                    inside = names.inside(inlined, plan.operands(one.eqn))
+                    own.flops += self.visit(inlined, inside, executions, {})
+                    for nested in placements_of(inlined):
                         found = self.placements[nested.name]
                         own.flops += found.flops.times(nested.size)
                 else:
@@ -212,107 +232,6 @@ class _Counter:
         for v in received:
             size = num_bytes(v)
             own.broadcast.append(
-                Transfer(names.of(v), "broadcast", _type(v), size, size, executions)
+                Transfer(names.of(v), "broadcast", type_of(v), size, size, executions)
             )
-        own.reduced += _reduced(plan, names, executions)
-
-
-def _reduced(plan: StreamingPlan, names: _Names, executions: int) -> Iterator[Transfer]:
-    """Yield the values that a participant sends, the compressed ones last."""
-    weighted: set[Var] = set()
-    compressed: dict[Sent, str] = {}
-    sent = sent_by_results(plan)
-    _, gathered = kept_values(plan)  # the states that participants keep are not sent
-    _, of_server = server_work(plan)
-    for eqn in plan.jaxpr.eqns:
-        reduction = plan.candidates.get(id(eqn))
-        operands = [v for v in plan.operands(eqn) if isinstance(v, Var)]
-        if any(v in plan.producer for v in eqn.outvars) or of_server.intersection(operands):
-            continue
-        if reduction is not None:
-            first, *weights = operands
-            codes = sent.get(first, ())
-            operation = eqn.primitive.name.removeprefix("federated_").removeprefix("reduce_")
-            name = f"{operation} of {names.of(first)}"
-            compressed |= {code: name for code in codes if code not in compressed}
-            term, *others = _term_bytes(plan, reduction)
-            if not codes:
-                yield Transfer(name, operation, _type(first, 1), term, term, executions)
-            if eqn.primitive in REDUCTIONS and weights and weights[0] not in weighted:
-                weighted.add(weights[0])
-                kind = _type(weights[0], 1)
-                name = f"sum of {names.of(weights[0])}"
-                yield Transfer(name, "sum", kind, sum(others), sum(others), executions)
-            continue
-        gathered |= _read_by_participants_alone(plan, eqn)
-        for v in operands:
-            if v in plan.producer and plan.is_mapped(v) and v not in gathered:
-                gathered.add(v)
-                codes = sent.get(v, ())
-                compressed |= {c: f"gather of {names.of(v)}" for c in codes if c not in compressed}
-                if not codes:
-                    size = num_bytes(v) // plan.placement.size
-                    name = f"gather of {names.of(v)}"
-                    yield Transfer(name, "gather", _type(v, 1), size, size, executions)
-    for code, name in compressed.items():
-        operation = name.split()[0]
-        yield Transfer(
-            name, operation, code.type, code.before, code.num_bytes, code.executions * executions
-        )
-
-
-def _read_by_participants_alone(plan: StreamingPlan, loop: JaxprEqn) -> set[Var]:
-    """Return the constants of a loop that its server does not read: they need no gather."""
-    if loop.primitive.name != "scan":
-        return set()
-    body, num_consts = loop.params["jaxpr"].jaxpr, loop.params["num_consts"]
-    if not placements_of(body):
-        return set()
-    inner = plan_phases(body, plan.placement)
-    by_server = {v for v in body.outvars if isinstance(v, Var)}
-    for eqn in reversed(body.eqns):
-        if eqn.primitive is federated_map_p or id(eqn) in inner.candidates:
-            continue
-        if not any(v in inner.producer for v in eqn.outvars) or by_server.intersection(eqn.outvars):
-            by_server.update(v for v in inner.operands(eqn) if isinstance(v, Var))
-    operands = plan.operands(loop)
-    constants = zip(operands[:num_consts], body.invars, strict=False)
-    kept = {v for v, own in constants if isinstance(v, Var) and own not in by_server}
-    return kept.difference(v for v in operands[num_consts:] if isinstance(v, Var))
-
-
-def _term_bytes(plan: StreamingPlan, reduction: LoopReduction) -> list[int]:
-    """Return the bytes of the terms of a reduction that one participant sends."""
-    ones = []
-    for v, axis in zip(reduction.eqn.invars, reduction.axes, strict=True):
-        aval = aval_of(v)
-        shape = tuple(1 if i == axis else size for i, size in enumerate(aval.shape))
-        ones.append(jax.ShapeDtypeStruct(shape, aval.dtype))
-    terms = jax.eval_shape(reduction.terms, *ones)
-    return [term.size * term.dtype.itemsize for term in terms]
-
-
-class _Names:
-    """Names of the values of a jaxpr, for the reader of a table."""
-
-    def __init__(self, jaxpr: Jaxpr, arguments: dict[Var, str]):
-        self.names = dict(arguments)
-        for eqn in jaxpr.eqns:
-            paths = result_names(eqn.params["jaxpr"]) if eqn.primitive is federated_map_p else None
-            for i, v in enumerate(eqn.outvars):
-                if paths is not None:
-                    self.names[v] = paths[i]
-                    continue
-                operands = [a for a in eqn.invars if isinstance(a, Var)]
-                known = [self.names[a] for a in operands if a in self.names]
-                own = eqn.params.get("name") or eqn.primitive.name
-                self.names[v] = known[0] if len(known) == 1 else own
-
-    def of(self, v: Var | Literal) -> str:
-        return self.names.get(v, "constant") if isinstance(v, Var) else "constant"
-
-
-def _type(v: Var | Literal, placed: int = 0) -> str:
-    """Return dtype and shape of a value; of one participant's slice if `placed` is 1."""
-    aval = aval_of(v)
-    return f"{aval.dtype}[{','.join(map(str, aval.shape[placed:]))}]"
+        own.reduced += sent_values(values, names, executions)

@@ -8,10 +8,11 @@ class Transfer(NamedTuple):
     """A value that each participant receives from the server, or sends to it.
 
     Attributes:
-        name: the value's name: the path of an argument, the path of a mapped function's result, or
-            the operation that computes it.
-        operation: "broadcast", "sum", "mean", "max", "min", or "gather" where the server reads the
-            values of all participants one by one.
+        name: the path of an argument or of a mapped function's result, or "computed from" such a
+            path, after the operation; see `fedpax.transforms.value_names`.
+        operation: "broadcast", "sum", "mean", "max", "min"; "gather" if the value is sent to the
+            server for all participants, as for a median; "exchange" if it is sent to another
+            participant.
         type: dtype and shape of the value of one participant.
         num_bytes: bytes of one participant in one execution. The terms of a reduction count in the
             dtype in which they are accumulated.

@@ -11,6 +11,7 @@ from fedpax.primitives._jax import SHAPE_PRIMITIVES, Jaxpr, JaxprEqn, Var, aval_
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.peak_memory import num_bytes
 from fedpax.transforms.phases import StreamingPlan
+from fedpax.transforms.placed_values import PlacedValues
 
 SENT = "fedpax_sent"
 """The name in the jaxpr of a sent value, followed by the bytes that it replaces."""
@@ -42,19 +43,21 @@ class Sent(NamedTuple):
     executions: int
 
 
-def sent_by_results(plan: StreamingPlan) -> dict[Var, tuple[Sent, ...]]:
-    """Return the sent values that each value of the participants is computed from."""
+def sent_by_results(placed: PlacedValues) -> dict[Var, tuple[Sent, ...]]:
+    """Return the sent values that each placed value is computed from."""
     found: dict[Var, tuple[Sent, ...]] = {}
-    for eqn in plan.jaxpr.eqns:
-        if not any(v in plan.producer for v in eqn.outvars):
+    for eqn in placed.jaxpr.eqns:
+        if not any(v in placed.axes for v in eqn.outvars):
             continue
-        before = _union(found.get(v, ()) for v in plan.operands(eqn) if isinstance(v, Var))
-        own: list[tuple[Sent, ...]] = [()] * len(eqn.outvars)
+        values = placed.plan.operands(eqn)
+        operands = [found.get(v, ()) if isinstance(v, Var) else () for v in values]
+        results = [_union(operands)] * len(eqn.outvars)
         if eqn.primitive is federated_map_p:
-            own = _marks(eqn.params["jaxpr"].jaxpr, id(eqn))
-        for v, marks in zip(eqn.outvars, own, strict=True):
-            if marks or before:
-                found[v] = marks or before
+            marks = _marks(eqn.params["jaxpr"].jaxpr, id(eqn))
+            results = [own or before for own, before in zip(marks, results, strict=True)]
+        elif eqn.primitive.name == "optimization_barrier":
+            results = operands
+        found |= {v: own for v, own in zip(eqn.outvars, results, strict=True) if own}
     return found
 
 

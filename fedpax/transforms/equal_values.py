@@ -1,0 +1,85 @@
+"""Values of a jaxpr that are equal because the same equations compute them.
+
+The compiler merges them: two reductions of equal values are one collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from fedpax.primitives._jax import Jaxpr, JaxprEqn, Literal, Var, aval_of, inner_jaxprs
+from fedpax.primitives.map import federated_map_p
+from fedpax.transforms.phases import Atom
+
+
+class EqualValues:
+    """Numbers the values of a jaxpr: equal numbers for values that are certainly equal."""
+
+    def __init__(self, jaxpr: Jaxpr) -> None:
+        self._numbers: dict[Hashable, int] = {}
+        self._values: dict[Var, int] = {}
+        self._converted: dict[int, int] = {}  # a float -> the integer or boolean with its value
+        self._visit(jaxpr, self._values)
+
+    def number(self, v: Atom) -> int:
+        """Return the number of a value of the jaxpr."""
+        return self._read(v, self._values)
+
+    def number_before_conversion(self, v: Atom) -> int:
+        """Return the number of the integers or booleans that are converted to a value, if any."""
+        number = self.number(v)
+        return self._converted.get(number, number)
+
+    def _intern(self, key: Hashable) -> int:
+        return self._numbers.setdefault(key, len(self._numbers))
+
+    def _read(self, v: Atom, values: dict[Var, int]) -> int:
+        if isinstance(v, Literal):
+            return self._intern(("literal", str(v.val), str(aval_of(v))))
+        return values.setdefault(v, self._intern(("value", v)))
+
+    def _visit(self, jaxpr: Jaxpr, values: dict[Var, int]) -> None:
+        for eqn in jaxpr.eqns:
+            own = [self._read(v, values) for v in eqn.invars]
+            values.update(zip(eqn.outvars, self._results(eqn, own), strict=True))
+
+    def _results(self, eqn: JaxprEqn, operands: Sequence[int]) -> list[int]:
+        if eqn.primitive is federated_map_p:
+            # The results of a function, for equal slices of its arguments.
+            inner = eqn.params["jaxpr"].jaxpr
+            values = {
+                v: self._intern(("slice", number))
+                for v, number in zip(inner.invars, operands, strict=True)
+            }
+            self._visit(inner, values)
+            slices = {values[v]: whole for v, whole in zip(inner.invars, operands, strict=True)}
+            results = [self._read(v, values) for v in inner.outvars]
+            own = eqn.params["placement"]
+            found = [slices.get(n, self._intern(("placed", own, n))) for n in results]
+            for n, placed in zip(results, found, strict=True):
+                if self._converted.get(n) in slices:
+                    self._converted[placed] = slices[self._converted[n]]
+            return found
+        if eqn.primitive.name == "and":
+            rest = [n for v, n in zip(eqn.invars, operands, strict=True) if not _is_true(v)]
+            if len(rest) == 1:
+                return rest
+        if eqn.effects or inner_jaxprs(eqn):
+            return [self._intern(("result", v)) for v in eqn.outvars]
+        params = tuple(sorted((name, str(value)) for name, value in eqn.params.items()))
+        key = (eqn.primitive.name, params, tuple(operands))
+        results = [self._intern((*key, i)) for i in range(len(eqn.outvars))]
+        if eqn.primitive.name == "convert_element_type":
+            if aval_of(eqn.invars[0]).dtype.kind in "biu":
+                self._converted[results[0]] = operands[0]
+        return results
+
+
+def _is_true(v: Atom) -> bool:
+    """Return whether a value is the constant True."""
+    return (
+        isinstance(v, Literal)
+        and aval_of(v).shape == ()
+        and aval_of(v).dtype == bool
+        and bool(v.val)
+    )

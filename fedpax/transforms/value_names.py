@@ -1,0 +1,115 @@
+"""Names of the values of a jaxpr, for the reader of a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from fedpax.primitives._jax import Jaxpr, JaxprEqn, Literal, Var, aval_of, result_names
+from fedpax.primitives.broadcast import federated_broadcast_p
+from fedpax.primitives.map import federated_map_p
+from fedpax.primitives.reduction import REDUCTIONS
+from fedpax.transforms.loop_reductions import CONTRACTIONS, FEDERATED
+from fedpax.transforms.phases import Atom
+
+# Equations whose result is their first operand, or a part of it, in another layout or dtype.
+SAME_VALUE = frozenset(
+    """
+    broadcast_in_dim convert_element_type copy dynamic_slice expand_dims gather name reshape
+    reshard sharding_constraint slice squeeze stop_gradient transpose
+    """.split()
+)
+CONSTANT = "constant"
+
+
+class Names:
+    """Names of the values of a jaxpr.
+
+    - An argument, or a part of it, has the argument's path.
+    - A result of a mapped function has its path there; array code on it does not change the name.
+    - The result of a reduction is "mean of" its operand.
+    - Any other server value is "computed from" the value of the same type that it depends on; if
+      there is none, from the first one.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, arguments: Mapping[Var, Sequence[tuple[str, str]]]) -> None:
+        """Name the values of a jaxpr.
+
+        Args:
+            jaxpr: the jaxpr.
+            arguments: for each argument, names and types of the values that it depends on.
+        """
+        self.sources: dict[Var, dict[str, str]] = {v: dict(own) for v, own in arguments.items()}
+        self.exact: set[Var] = {v for v, own in self.sources.items() if len(own) == 1}
+        for eqn in jaxpr.eqns:
+            self._name_results(eqn)
+
+    def _name_results(self, eqn: JaxprEqn) -> None:
+        name = eqn.primitive.name
+        if eqn.primitive is federated_map_p:
+            for v, path in zip(eqn.outvars, result_names(eqn.params["jaxpr"]), strict=True):
+                self._set(v, path)
+        elif eqn.primitive in REDUCTIONS:
+            for v, operand in zip(eqn.outvars, eqn.invars, strict=False):
+                self._set(v, f"{operation_of(eqn)} of {self.of_placed(operand)}")
+        elif name == "optimization_barrier":
+            for v, operand in zip(eqn.outvars, eqn.invars, strict=True):
+                self._copy(v, operand)
+        elif name in SAME_VALUE or eqn.primitive is federated_broadcast_p:
+            self._copy(eqn.outvars[0], eqn.invars[0])
+        else:
+            found: dict[str, str] = {}
+            for operand in eqn.invars:
+                if isinstance(operand, Var):
+                    found |= self.sources.get(operand, {})
+            self.sources |= {v: found for v in eqn.outvars}
+
+    def _set(self, v: Var, name: str) -> None:
+        self.sources[v] = {name: type_of(v)}
+        self.exact.add(v)
+
+    def _copy(self, v: Var, operand: Atom) -> None:
+        if isinstance(operand, Var):
+            self.sources[v] = self.sources.get(operand, {})
+            if self._is_exact(operand):
+                self.exact.add(v)
+
+    def of(self, v: Atom) -> str:
+        """Return the name of a server value."""
+        nearest = self.of_placed(v)
+        is_exact = nearest == CONSTANT or self._is_exact(v)
+        return nearest if is_exact else f"computed from {nearest}"
+
+    def _is_exact(self, v: Atom) -> bool:
+        return isinstance(v, Var) and v in self.exact
+
+    def of_placed(self, v: Atom) -> str:
+        """Return the name of a placed value: that of the value that it is computed from."""
+        found = self.sources.get(v, {}) if isinstance(v, Var) else {}
+        same = [name for name, kind in found.items() if kind == type_of(v)]
+        return next(iter([*same, *found]), CONSTANT)
+
+    def inside(self, jaxpr: Jaxpr, operands: Sequence[Atom]) -> Names:
+        """Name the values of a jaxpr inside an equation, given the operands that it takes."""
+        arguments = {}
+        for v, operand in zip(jaxpr.invars, operands, strict=True):
+            found = self.sources.get(operand, {}) if isinstance(operand, Var) else {}
+            if self._is_exact(operand):  # whatever its type, which a loop over its rows changes
+                found = {self.of_placed(operand): type_of(v)}
+            arguments[v] = list(found.items())
+        return Names(jaxpr, arguments)
+
+
+def operation_of(eqn: JaxprEqn) -> str:
+    """Return the operation of an equation that reduces over participants, as tables name it."""
+    name = eqn.primitive.name
+    if name in CONTRACTIONS:
+        return "sum"
+    own = FEDERATED[name].name if name in FEDERATED else name
+    return own.removeprefix("federated_")
+
+
+def type_of(v: Var | Literal, axis: int | None = None) -> str:
+    """Return dtype and shape of a value; of one participant's slice along `axis`."""
+    aval = aval_of(v)
+    shape = [str(size) for i, size in enumerate(aval.shape) if i != axis]
+    return f"{aval.dtype}[{','.join(shape)}]"

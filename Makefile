@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test fast-tests test-all test-pods lint typecheck clean
+.PHONY: help demo test fast-tests test-all test-docs test-pods lint typecheck clean
 
 help:  ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -33,6 +33,9 @@ fast-tests: $(INSTALLED)
 
 test-all: lint typecheck  ## The same with the slow tests.
 	$(PYTEST)
+
+test-docs: $(INSTALLED)  ## Run the examples of all pages and docstrings, the slow ones too.
+	$(HURRY) $(PYTEST) tests/test_docs.py
 
 # libtpu compiles for topologies: no TPU is needed. It stays outside of the environment, where the
 # fast tests would use it. The largest models take hours of CPU time.

@@ -36,12 +36,20 @@ MODULES = sorted(
     }
 )
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-# They compile for seconds what tests among the fast ones compile in other sizes.
+# They compile for seconds what tests among the fast ones compile in other sizes. `make test-docs`
+# runs them, and so does continuous integration.
 SLOW = {
     "docs/aggregators.md",
+    "docs/analytics.md",
+    "docs/clients.md",
     "docs/cost.md",
+    "docs/diloco.md",
+    "docs/experiments.md",
+    "docs/from_fedjax.md",
     "docs/from_pax.md",
     "docs/huggingface.md",
+    "docs/methods.md",
+    "docs/own_algorithm.md",
     "docs/plan.md",
     "docs/simulation.md",
     "docs/troubleshooting.md",

@@ -16,13 +16,15 @@ from fedpax.training.preemption import exit_on_signals
 USAGE = """\
 fedpax: federated and multi-island training on JAX
 
-  fedpax list
-      Show the experiments that come with fedpax.
+  fedpax list [GROUP]
+      Show the experiments and the groups of experiments that come with fedpax, or the names of a
+      group's experiments.
   fedpax train --exp=NAME --job_log_dir=DIR [--FIELD=VALUE ...]
       Train an experiment in a folder, or resume the run that the folder holds.
-  fedpax compare --exp=NAME,NAME,... --job_log_dir=DIR [--FIELD=VALUE ...]
+  fedpax compare --exp=NAME,NAME,... --job_log_dir=DIR [--target=METRIC=VALUE] [--FIELD=VALUE ...]
       Train each experiment in DIR/NAME, print a table, and write DIR/comparison.png and
-      DIR/comparison.json.
+      DIR/comparison.json. NAME can be a group, such as methods_digits. With a target, print and
+      write (DIR/target.png, DIR/target.json) the rounds, bytes and FLOPs until it is reached.
   fedpax plan --exp=NAME --topology=v5p:4x8x8 [--slices=4] [--bandwidth=GBIT] [--json=FILE]
               [--picture=FILE.png] [--hlo=FILE] [--FIELD=VALUE ...]
       Compile an experiment's round without the hardware, and report its memory,
@@ -63,7 +65,7 @@ fedpax: federated and multi-island training on JAX
       source <(fedpax completion bash)
   fedpax --version
 
-  --exp             a name from `fedpax list`, my_package.my_module:function or
+  --exp             a name from `fedpax list`, GROUP:NAME, my_package.my_module:function or
                     path/to/file.py:function; the function has no arguments and returns an
                     Experiment
   --job_log_dir     the folder for config.json, metrics.jsonl, tensorboard/ and checkpoints/;
@@ -73,6 +75,8 @@ fedpax: federated and multi-island training on JAX
                     fields whose values may differ from those in the folder, separated by commas,
                     such as training.rounds,mesh; mesh allows all mesh.* fields. Raising
                     --training.rounds of a finished run does not need this flag
+  --target          a held-out metric and its value, such as accuracy=0.85 or loss=0.5; default:
+                    that of the group
   --participant_states
                     what islands and clients keep between rounds when a run resumes with another
                     number of them: average (default) keeps its mean, copy gives island i the
@@ -125,7 +129,8 @@ JAX_COMPILATION_CACHE_DIR=DIR names another folder.
 Exit status:
     0  finished
     1  stopped: the loss is not finite or spikes repeatedly, the disk is full, a planned round does
-       not fit the devices' memory, or `fedpax doctor` found a problem
+       not fit the devices' memory, your own code raised an exception, or `fedpax doctor` found a
+       problem
     2  usage error, or a folder or configuration that cannot be used; the message names the remedy
    70  a round hung, with --training.on_hang=exit; the same command resumes
    75  the keeper of an elastic job, a process of an island, or an island's syncer is gone; the same

@@ -75,6 +75,9 @@ def exchange(method: str, num_layers: int) -> Exchange:
 def bits_per_parameter(method: str, plan: Mapping[str, Any]) -> float:
     """Return the bits that leave a slice for each parameter of the model in one exchange.
 
+    Data parallelism exchanges gradients in each local step. All other methods exchange every
+    parameter once in a round, whatever the number of its local steps.
+
     Args:
         method: name of the method.
         plan: the JSON report of `fedpax plan` for two slices.
@@ -89,7 +92,7 @@ def bits_per_parameter(method: str, plan: Mapping[str, Any]) -> float:
             "it with --slices=2 and --json."
         )
     computation = plan["computation"]
-    exchanges = computation["local_steps"] / exchange(method, num_layers=3).period
+    exchanges = computation["local_steps"] if method == "data parallel" else 1
     return 8 * overlap["bytes_out_of_slice_per_round"] / computation["num_parameters"] / exchanges
 
 

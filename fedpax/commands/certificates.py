@@ -6,7 +6,7 @@ from pathlib import Path
 from absl import flags
 
 from fedpax.commands import UsageError
-from fedpax.commands.options import parse
+from fedpax.commands.options import did_you_mean_flag, parse
 
 
 def certificates(arguments: Sequence[str]) -> int:
@@ -27,7 +27,8 @@ def certificates(arguments: Sequence[str]) -> int:
     if unknown or options.exp:
         raise UsageError(
             f"`fedpax certificates` got {' '.join(unknown) or '--exp'!r}, expected --out, --names, "
-            "--days and --authority. Run `fedpax --help` to see all flags."
+            f"--days and --authority.{did_you_mean_flag(options, unknown[:1])} Run `fedpax --help` "
+            "to see all flags."
         )
     if not options.out or not options.names:
         raise UsageError(

@@ -1,6 +1,7 @@
 """Options that the commands share: the command's own flags, and the experiment's fields."""
 
 import contextlib
+import difflib
 import inspect
 import os
 import sys
@@ -13,7 +14,8 @@ from absl import flags
 from fedpax.commands import UsageError
 from fedpax.commands.descriptions import whole_sentences
 from fedpax.experiments.catalog import find_experiment
-from fedpax.training.configuration import resolve_job_log_dir
+from fedpax.training.configuration import check_is_dataclass, resolve_job_log_dir
+from fedpax.training.console import print_error
 from fedpax.training.experiment import Experiment
 
 
@@ -71,9 +73,35 @@ def parse_run(
         UsageError: a flag has a wrong value, or `--exp` or `--job_log_dir` is missing.
     """
     options, fields = parse(command, arguments, define)
-    experiment = configure(options.exp, fields, options.job_log_dir)
+    try:
+        experiment = configure(options.exp, fields, options.job_log_dir)
+    except SystemExit as stop:  # tyro has printed the error: it knows the fields, not the flags
+        if stop.code and (hint := did_you_mean_flag(options, fields)):
+            print_error(f"fedpax:{hint}")
+        raise
     check_job_log_dir(options)
     return options, experiment, resolve_job_log_dir(options.job_log_dir)
+
+
+def did_you_mean_flag(options: flags.FlagValues, unknown: Sequence[str]) -> str:
+    """Return a sentence with the flag of a command that is most similar to an unknown argument.
+
+    Args:
+        options: the command's flags.
+        unknown: arguments that are no flags of the command.
+
+    Returns:
+        The sentence, with a space before it; empty if no flag is similar.
+
+    Example:
+        >>> options, unknown = parse("show", ["--job_logdir=x"], define_training_flags,
+        ...                          needs_exp=False)
+        >>> did_you_mean_flag(options, unknown)
+        ' Did you mean --job_log_dir?'
+    """
+    names = [word.partition("=")[0].removeprefix("--") for word in unknown if word[:2] == "--"]
+    near = [flag for name in names for flag in difflib.get_close_matches(name, list(options), n=1)]
+    return f" Did you mean --{near[0]}?" if near else ""
 
 
 def define_training_flags(options: flags.FlagValues) -> None:
@@ -161,6 +189,7 @@ def configure(
     Raises:
         UnknownExperimentError: there is no experiment of this name.
         UsageError: the function does not return an experiment.
+        ConfigurationError: the experiment's class is no dataclass.
         SystemExit: status 2 for an unknown field or a value that does not fit, and 0 for
             `--help`; the text has been printed.
     """
@@ -176,6 +205,7 @@ def configure(
             f"--exp={exp} returns a {type(experiment).__name__}, expected a "
             "fedpax.training.experiment.Experiment. Return one from a function without arguments."
         )
+    check_is_dataclass(experiment)
     command = f"fedpax train --exp={exp} --job_log_dir=DIR"
     description = inspect.getdoc(function) or ""
     return override(experiment, overrides, command, description, job_log_dir)

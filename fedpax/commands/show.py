@@ -7,7 +7,7 @@ from pathlib import Path
 from absl import flags
 
 from fedpax.commands import UsageError
-from fedpax.commands.options import output_file, parse
+from fedpax.commands.options import did_you_mean_flag, output_file, parse
 from fedpax.commands.saved_run import existing_folder
 from fedpax.sites.island_table import format_islands, read_islands
 from fedpax.training.configuration import is_remote
@@ -36,7 +36,8 @@ def show(arguments: Sequence[str]) -> int:
     if unknown or options.exp:
         raise UsageError(
             f"`fedpax show` got {unknown[0] if unknown else f'--exp={options.exp}'!r}, expected "
-            "--job_log_dir=DIR and --picture=FILE.png alone. Leave it out."
+            "--job_log_dir=DIR and --picture=FILE.png alone."
+            f"{did_you_mean_flag(options, unknown[:1]) or ' Leave it out.'}"
         )
     names = [name for text in options.job_log_dir for name in text.split(",") if name]
     if not names:

@@ -14,6 +14,7 @@ from jax.sharding import use_abstract_mesh
 from fedpax.parallel.mesh import default_devices
 from fedpax.planning.compiled_plan import CompiledPlan, Workload, make_plan, memory_of
 from fedpax.planning.memory_overflow import MemoryOverflowError, overflow_report, shortage_of
+from fedpax.planning.mesh_fit import describe_misfit
 from fedpax.planning.topology import Topology, foreign_libtpu
 from fedpax.training.compiled_round import compile_round, with_shardings
 from fedpax.training.configuration import write_atomically
@@ -48,8 +49,9 @@ def plan_experiment(
         The plan, and the run that was compiled.
 
     Raises:
-        PlanError: if the mesh does not fit the devices or the experiment, the run does not state
-            the shapes of its cohorts, or JAX cannot read the program of another libtpu.
+        PlanError: if the mesh has another number of devices or does not fit the experiment, the run
+            does not state the shapes of its cohorts, or JAX cannot read the program of another
+            libtpu.
         MemoryOverflowError: if the compiler runs out of device memory.
     """
     started = time.perf_counter()
@@ -58,14 +60,13 @@ def plan_experiment(
         progress(f"{time.perf_counter() - started:6.1f} s  {line}")
 
     name = exp or type(experiment).__name__
+    if misfit := describe_misfit(name, experiment.mesh, topology):
+        raise PlanError(misfit)
     with default_devices(topology.devices):
         try:
             mesh = experiment.mesh.make()
         except ValueError as error:
-            raise PlanError(
-                f"{name} does not fit {topology.name}: {error} Change the mesh, such as "
-                "--mesh.islands=2 --mesh.fsdp=-1, where -1 means all remaining devices."
-            ) from None
+            raise PlanError(f"{name} on {topology.name}: {error}") from None
         report(f"building {name} for {mesh.size:,} devices")
         run = experiment.build()
     if run.cohort_shapes is None:

@@ -7,6 +7,7 @@ bottleneck.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -201,6 +202,11 @@ class CompiledPlan(NamedTuple):
     roofline: Roofline | None
     overlap: Overlap | None
 
+    @property
+    def num_devices(self) -> int:
+        """Number of devices of the mesh; the topology can have more."""
+        return math.prod(axis.size for axis in self.axes)
+
     def operand_bytes(
         self, network: str | None = None, axis: str | None = None, in_loop: bool | None = None
     ) -> int:
@@ -236,7 +242,7 @@ class CompiledPlan(NamedTuple):
         flops, chip = self.workload.flops_per_item, self.topology.chip
         if flops is None or chip is None:
             return None
-        peak = self.topology.chips * chip.peak_flops
+        peak = self.num_devices / chip.devices_per_chip * chip.peak_flops
         return flops * self.workload.items_per_round / (peak * seconds)
 
     @property

@@ -77,7 +77,7 @@ def draw_mesh(plan: CompiledPlan, mesh: jax.sharding.Mesh, path: str | Path) -> 
         bar.update_ticks()
     figure.suptitle(
         f"{plan.workload.experiment} on {plan.topology.name}: "
-        f"{len(plan.topology.devices):,} devices{_shown_part(plan)}",
+        f"{plan.num_devices:,} devices{_shown_part(plan)}",
         fontsize=11,
         fontweight="bold",
         x=0.01,

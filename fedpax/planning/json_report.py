@@ -31,6 +31,7 @@ def to_json(plan: CompiledPlan) -> dict[str, Any]:
             "devices": len(topology.devices),
             "chip": None if chip is None else chip._asdict(),
         },
+        "mesh_devices": plan.num_devices,
         "mesh": {
             axis.name: {"size": axis.size, "networks": [str(route) for route in axis.routes]}
             for axis in plan.axes

@@ -101,6 +101,8 @@ def _head(plan: CompiledPlan) -> str:
     count = f"{topology.chips:,} chips" if topology.chip else f"{len(topology.devices):,} devices"
     if topology.chip and topology.chip.devices_per_chip > 1:
         count += f" ({len(topology.devices):,} devices)"
+    if plan.num_devices < len(topology.devices):
+        count = f"{plan.num_devices:,} of {len(topology.devices):,} devices"
     slices = f" in {topology.slices} slices" if topology.slices > 1 else ""
     return f"{plan.workload.experiment} on {topology.name}: {count}{slices}"
 
@@ -161,7 +163,7 @@ def _computation(plan: CompiledPlan) -> str:
         rows.append((per_item, "unknown", "the experiment's Run has no flops_per_item"))
     else:
         model = workload.flops_per_item * workload.items_per_round
-        ratio = plan.matmul_flops * len(plan.topology.devices) / model
+        ratio = plan.matmul_flops * plan.num_devices / model
         rows += [
             (
                 per_item,

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from fedpax.training.participant_states import (
 from fedpax.training.remote import resolve_folder
 from fedpax.training.retention import Retention
 from fedpax.training.run_position import RunPosition
-from fedpax.training.saved_leaves import check_same_leaves, saved_struct
+from fedpax.training.saved_leaves import check_same_leaves, saved_shapes, saved_struct
 from fedpax.training.saved_params import load_field, load_params
 from fedpax.training.saved_rounds import (
     FOLDER,
@@ -255,7 +255,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         wanted = ocp.tree.to_flat_dict(like)
         step = self._verified_round()
         with self._reading(step):
-            saved = self._saved_shapes(step)
+            saved = saved_shapes(self._folder, step)
         position = self.restore_position()
         check_same_leaves(wanted, saved, step)
         stored = {
@@ -337,16 +337,6 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             raise damaged_checkpoint(self._folder, step, reason) from error
 
-    def _saved_shapes(self, step: int) -> dict[tuple[str, ...], tuple[int, ...]]:
-        handlers = {
-            "state": ocp.StandardCheckpointHandler(),
-            "progress": ocp.JsonCheckpointHandler(),
-        }
-        options = ocp.CheckpointManagerOptions(create=False)
-        with open_checkpoints(self._folder, options=options, item_handlers=handlers) as manager:
-            saved = manager.item_metadata(step)["state"]
-            return {path: tuple(leaf.shape) for path, leaf in ocp.tree.to_flat_dict(saved).items()}
-
     def is_saved(self) -> bool:
         """Wait until the running save is complete.
 
@@ -389,4 +379,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
                 kind = type(failure)
                 raise
         finally:
+            if self._primary and not is_remote(self._folder):
+                with suppress(OSError):  # it holds checkpoints
+                    self._folder.rmdir()
             self._quiet.__exit__(kind)

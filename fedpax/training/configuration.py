@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import inspect
 import json
 import os
 import re
@@ -33,7 +34,7 @@ def to_json(configuration: Any, path: str = "") -> Any:
         Dicts, lists and plain values.
 
     Raises:
-        ConfigurationError: a value has another type.
+        ConfigurationError: a value has another type, or a class is no dataclass.
 
     Example:
         >>> from fedpax.training.experiment import TrainingConfig
@@ -41,6 +42,7 @@ def to_json(configuration: Any, path: str = "") -> Any:
         5
     """
     if dataclasses.is_dataclass(configuration) and not isinstance(configuration, type):
+        check_is_dataclass(configuration)
         values = {
             field.name: to_json(getattr(configuration, field.name), f"{path}.{field.name}")
             for field in dataclasses.fields(configuration)
@@ -57,6 +59,33 @@ def to_json(configuration: Any, path: str = "") -> Any:
         "frozen dataclass of these. Store a name or a number, and build the object in "
         "Experiment.build."
     )
+
+
+def check_is_dataclass(configuration: Any) -> None:
+    """Check that no subclass of a dataclass declares fields without being one itself.
+
+    Such fields are attributes of the class alone: `--FIELD=VALUE` cannot set them, and
+    `config.json` does not hold them.
+
+    Args:
+        configuration: a dataclass.
+
+    Raises:
+        ConfigurationError: a class lacks the decorator.
+    """
+    for kind in type(configuration).__mro__:
+        if "__dataclass_fields__" in vars(kind):
+            continue
+        if names := [
+            name
+            for name, annotation in inspect.get_annotations(kind).items()
+            if "ClassVar" not in str(annotation)
+        ]:
+            raise ConfigurationError(
+                f"{kind.__module__}:{kind.__qualname__} declares {', '.join(names)} and is no "
+                "dataclass, expected a frozen one: the command line could not set these fields. "
+                "Write @dataclasses.dataclass(frozen=True, kw_only=True) above the class."
+            )
 
 
 def class_name(configuration: Any) -> str:

@@ -165,10 +165,11 @@ class TrainingConfig:
         seed: seed of the initial parameters.
         begin_from: the folder of another run with the same model. The run begins from the model of
             its newest checkpoint. None: from new parameters.
-        stop_on_non_finite: stop with an error when the loss or a parameter is NaN or infinite.
+        stop_on_non_finite: stop with an error when the loss or the state is NaN or infinite.
         on_spike: what to do when the loss of a round spikes, which means that it is not finite, or
             `spike_deviations` robust standard deviations above the median of the last
-            `spike_window` rounds. "ignore": count it. "skip": discard the round's update. The
+            `spike_window` rounds. "skip" tests the state in each round too, and "roll_back" before
+            it is saved. "ignore": count it. "skip": discard the round's update. The
             devices keep the former state, so they need memory for both. "roll_back": return to the
             newest checkpoint before it and continue with the data after it.
         spike_window: number of losses that a loss is compared with; the round just before is not

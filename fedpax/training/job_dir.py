@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from fedpax.training.checkpoint_dir import is_owned
+from fedpax.training.checkpoint_dir import is_owned, resolve_checkpoint_dir
 from fedpax.training.configuration import (
     FILE,
     ConfigurationError,
@@ -30,6 +30,7 @@ from fedpax.training.experiment import Experiment
 from fedpax.training.metrics import SCALARS, read_metrics, select
 from fedpax.training.saved_rounds import FOLDER as CHECKPOINTS
 from fedpax.training.saved_rounds import latest_round
+from fedpax.training.state_fit import describe_state_misfit
 
 if sys.platform != "win32":
     import fcntl
@@ -225,11 +226,18 @@ def check_configuration(
     if refused:
         allowed_paths = ",".join([*allow_config_change, *refused])
         listing = "\n".join(f"  {path}: {change}" for path, change in refused.items())
-        raise ConfigurationError(
-            f"{flag}={folder} holds this experiment with another configuration. Fields that "
-            f"would change:\n{listing}\n"
+        saved_in = resolve_checkpoint_dir(folder, experiment.training.checkpoint_dir)
+        misfit = describe_state_misfit(saved_in, experiment)
+        remedy = (
             f"Set the former values to resume the run, another {flag} to start a new one, "
             f"or --allow_config_change={allowed_paths} to resume it with the new values."
+            if misfit is None
+            else "The run cannot resume with the new values, because its state would have another "
+            f"structure. {misfit}"
+        )
+        raise ConfigurationError(
+            f"{flag}={folder} holds this experiment with another configuration. Fields that "
+            f"would change:\n{listing}\n{remedy}"
         )
 
 

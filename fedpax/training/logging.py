@@ -7,20 +7,18 @@ from typing import Any
 
 import jax
 
-from fedpax.training.algorithm import RESERVED_METRICS, Metrics, Params
+from fedpax.training.algorithm import RESERVED_METRICS, Metrics, State
 from fedpax.training.exchanged_bytes import UPLOADED_BYTES
 from fedpax.training.goodput import GoodputClock, line_values
 from fedpax.training.metrics import MetricsWriter
-from fedpax.training.norms import all_finite
+from fedpax.training.norms import FiniteCheck
 from fedpax.training.progress import Progress
 from fedpax.training.spikes import SpikeHistory
 from fedpax.training.utilization import Utilization
 
-_all_finite = jax.jit(all_finite)
-
 
 class NonFiniteError(ArithmeticError):
-    """The loss or a parameter is NaN or infinite; the message names the remedy."""
+    """The loss or the state is NaN or infinite; the message names the remedy."""
 
 
 class RoundLogger:
@@ -38,7 +36,7 @@ class RoundLogger:
         bytes_across_placement: bytes per round, as in `CompiledRound`; logged as the sum over all
             rounds so far. If it is NaN, a round's metric `uploaded_bytes`, divided by the number of
             participants, takes its place.
-        stop_on_non_finite: raise when a parameter is not finite, or a loss that `history` ignores.
+        stop_on_non_finite: raise when the state is not finite, or a loss that `history` ignores.
         utilization: what MFU is computed from. Default None: log no MFU.
 
     Attributes:
@@ -70,6 +68,7 @@ class RoundLogger:
         self._num_participants = 1
         self._stop_on_non_finite = stop_on_non_finite
         self._pending: tuple[int, Metrics] | None = None
+        self._has_warned = False  # of a state that is not finite
         self.waits_for: int | None = None
         self._idle = 0.0  # seconds since the clock was restarted
         self._clock = time.perf_counter()
@@ -185,24 +184,31 @@ class RoundLogger:
             + (self._uploaded_bytes if math.isnan(new) else new),
         }
 
-    def check_params(self, round_number: int, params: Params) -> None:
-        """Check that all parameters are finite before they are saved.
+    def check_state(self, round_number: int, state: State, check: FiniteCheck) -> None:
+        """Check that the state is finite before it is saved.
+
+        A run that neither stops nor rolls back prints a line once, and saves the state.
 
         Args:
             round_number: the number of completed rounds.
-            params: the server's model.
+            state: the state.
+            check: finds a leaf that must be finite and is not.
 
         Raises:
-            NonFiniteError: a parameter is not finite and `stop_on_non_finite` is True.
-            Spike: a parameter is not finite and the run rolls back.
+            NonFiniteError: the state is not finite and `stop_on_non_finite` is True.
+            Spike: the state is not finite and the run rolls back.
         """
-        rolls_back = self._history.on_spike == "roll_back"
-        if not (self._stop_on_non_finite or rolls_back) or _all_finite(params):
+        path = check.find(state)
+        if path is None:
             return
-        what = f"a parameter is not finite after round {round_number}"
-        if rolls_back:
-            raise self._history.spike_of_params(round_number, what)
-        raise NonFiniteError(what)
+        what = f"state{path} is not finite after round {round_number}"
+        if self._history.on_spike == "roll_back":
+            raise self._history.spike_of_state(round_number, what)
+        if self._stop_on_non_finite:
+            raise NonFiniteError(what)
+        if not self._has_warned:
+            self._has_warned = True
+            self._progress.note(f"{what}; checkpoints from this round on hold it")
 
     def restart_clock(self, now: float | None = None) -> None:
         """Exclude the time since the last round from the throughput.

@@ -115,8 +115,9 @@ def throughput(rounds: Iterable[Mapping[str, Any]]) -> float:
 class MetricsWriter(AbstractContextManager["MetricsWriter"]):
     """A writer that appends to `metrics.jsonl` and to TensorBoard's files; a context manager.
 
-    A run that resumes after round r first drops the lines of later rounds. In the end the file
-    equals that of an uninterrupted run apart from `TIMINGS`. TensorBoard hides the same rounds.
+    On entering, a run that resumes after round r drops the lines of later rounds. In the end the
+    file equals that of an uninterrupted run apart from `TIMINGS`. TensorBoard hides the same
+    rounds.
 
     Args:
         job_log_dir: the run's folder.
@@ -134,14 +135,18 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
         self.kept = [
             line for line in lines if line["round"] <= after and (after or line["kind"] == "spike")
         ]
-        self._enabled = enabled
-        if not enabled:
-            return
-        if damaged and after > 0:
+        self._folder, self._after, self._enabled = folder, after, enabled
+        if enabled and damaged and after > 0:
             print_error(
                 f"{folder / FILE}: {name_lines(damaged)} cannot be read (expected a JSON object "
                 "with kind, round and numbers) and will be removed; all other lines are kept."
             )
+
+    def __enter__(self) -> "MetricsWriter":
+        """Open the files. Before this the folder is not changed."""
+        if not self._enabled:
+            return self
+        folder, after = self._folder, self._after
         path = folder / FILE
         write_atomically(path, "".join(json.dumps(line) + "\n" for line in self.kept))
         self._file = path.open("a")
@@ -158,6 +163,7 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
                 del numbers["round"]
                 self._add_scalars(line["kind"], line["round"], numbers)
         self._flushed = time.monotonic()
+        return self
 
     def write(self, kind: str, round_number: int, values: Mapping[str, float | str]) -> None:
         """Write one line, and each number as the TensorBoard scalar `kind/name`.

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -61,22 +62,80 @@ def update_norm(before: Params, after: Params) -> Float[Array, ""]:
     return jnp.sqrt(jnp.sum(jnp.array(squares)))
 
 
-def all_finite(params: Params) -> Bool[Array, ""]:
-    """Return whether all parameters are finite.
+def turned_non_finite(before: State, after: State) -> Bool[Array, ""]:
+    """Return whether a number of a state was finite before a round and is not after it.
+
+    An infinity that a method keeps in its state, such as the smallest loss so far, is allowed.
 
     Args:
-        params: a pytree of arrays. Integers are finite.
+        before: the state before the round.
+        after: the state after it. Integers are finite.
 
     Example:
-        >>> bool(all_finite({"w": jnp.array([1.0, jnp.nan]), "n": 3}))
+        >>> before = {"params": jnp.zeros(2), "least": jnp.inf}
+        >>> bool(turned_non_finite(before, before | {"params": jnp.ones(2)}))
         False
+        >>> bool(turned_non_finite(before, before | {"params": jnp.array([1.0, jnp.nan])}))
+        True
     """
-    finite = [
-        jnp.all(jnp.isfinite(leaf))
-        for leaf in jax.tree.leaves(params)
-        if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+    turned = [
+        jnp.any(jnp.isfinite(old) & ~jnp.isfinite(new))
+        for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+        if _is_inexact(new)
     ]
-    return jnp.all(jnp.array(finite))
+    return jnp.any(jnp.array(turned, bool))
+
+
+class FiniteCheck:
+    """A check of a run's states for numbers that are not finite.
+
+    A leaf that was finite at the start of the run must stay finite. The model must be finite even
+    if it was not: a run can begin from a damaged one.
+
+    Args:
+        state: the state at the start.
+
+    Example:
+        >>> before = {"params": jnp.zeros(2), "least": jnp.inf, "moment": jnp.zeros(2)}
+        >>> check = FiniteCheck(before)
+        >>> print(check.find(before))
+        None
+        >>> check.find(before | {"moment": jnp.array([jnp.nan, 1.0])})
+        "['moment']"
+    """
+
+    def __init__(self, state: State) -> None:
+        self._at_start = _finite_leaves(state)  # on the devices: nothing waits for it
+
+    def find(self, state: State) -> str | None:
+        """Return the path of the first leaf that must be finite and is not, or None.
+
+        Args:
+            state: the state, with the structure of the one at the start.
+        """
+        finite, at_start = jax.device_get((_finite_leaves(state), self._at_start))
+        for path, is_finite in finite.items():
+            if not is_finite and (at_start[path] or path.startswith(".params")):
+                return path
+        return None
+
+
+@jax.jit
+def _finite_leaves(state: State) -> dict[str, Bool[Array, ""]]:
+    """Return for each leaf of a real dtype, and of the model, whether it is finite."""
+    leaves = _by_path("", state)
+    if not has_params_field(state):
+        leaves |= _by_path(".params", state.params)
+    return {path: jnp.all(jnp.isfinite(x)) for path, x in leaves.items() if _is_inexact(x)}
+
+
+def _by_path(prefix: str, tree: chex.ArrayTree) -> dict[str, Array]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {f"{prefix}{jax.tree_util.keystr(path)}": leaf for path, leaf in leaves}
+
+
+def _is_inexact(leaf: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
 
 
 def has_params_field(state: State) -> bool:

@@ -45,7 +45,7 @@ class PreemptionGuard:
 
         self._distributed = jax.distributed.is_initialized()
         self._asked = False
-        self._interrupted = False  # the thread's own record of the first Ctrl-C
+        self._acknowledged: set[int] = set()  # the thread's own record
         self._watch: Any = None
 
     def should_stop(self, round_number: int) -> bool:
@@ -81,20 +81,21 @@ class PreemptionGuard:
         self._watch.__exit__(None, None, None)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.signal = signal.Signals(number)
+        self.signal = self.signal or signal.Signals(number)
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             if self._distributed:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     def _acknowledge(self, number: int) -> None:
-        if number == signal.SIGINT and self._interrupted:
+        is_first, repeated = not self._acknowledged, number in self._acknowledged
+        self._acknowledged.add(number)
+        if number == signal.SIGINT and repeated:
             _print_signal(number, "stopping without saving.")
             return
-        again = ""
-        if number == signal.SIGINT:
-            self._interrupted = True
-            again = " Press Ctrl-C again to stop without saving."
+        if number == signal.SIGTERM and not is_first:
+            return  # it changes nothing
+        again = " Press Ctrl-C again to stop without saving." if number == signal.SIGINT else ""
         _print_signal(number, f"stopping after the current round, then saving.{again}")
 
 
@@ -159,13 +160,16 @@ def _watch_signals(
 def run_subprocess(command: Sequence[str]) -> int:
     """Run a process that trains, and let it save when this process is asked to stop.
 
-    SIGTERM is forwarded. Ctrl-C is not, because a terminal sends it to both processes.
+    SIGTERM is forwarded, and the first SIGINT is forwarded as SIGTERM. A terminal sends Ctrl-C to
+    both processes: a SIGTERM after it changes nothing, where a second SIGINT would stop without
+    saving.
 
     Args:
         command: the program and its arguments.
 
     Returns:
-        The process's exit status; 128 + signal if a signal ended it.
+        The process's exit status; 128 + signal if a signal ended it. If this process received
+        SIGINT first, 128 + SIGINT in place of 128 + SIGTERM.
 
     Example:
         >>> import sys
@@ -173,18 +177,20 @@ def run_subprocess(command: Sequence[str]) -> int:
         3
     """
     process: subprocess.Popen[bytes] | None = None
-    terminated = False
+    received: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
-        nonlocal terminated
-        if number == signal.SIGTERM:
-            terminated = True
-            if process is not None:
-                process.send_signal(number)
+        repeated = number in received
+        received.append(number)
+        if process is not None and not (number == signal.SIGINT and repeated):
+            process.terminate()
 
     with _watch_signals(forward, lambda number: None):
         process = subprocess.Popen(command)
-        if terminated:  # before the process was there
+        if received:  # before the process was there
             process.terminate()
         status = process.wait()
-    return status if status >= 0 else 128 - status
+    status = status if status >= 0 else 128 - status
+    if received and status == 128 + signal.SIGTERM:
+        return 128 + received[0]
+    return status

@@ -21,6 +21,7 @@ class Profile(AbstractContextManager["Profile"]):
         profile_at: `"ROUND"` or `"ROUND:COUNT"`, see `parse_profile_at`; None: trace nothing.
         job_log_dir: the run's folder.
         note: prints a line for the user.
+        done: number of rounds that are completed already. Default 0.
 
     Example:
         >>> import tempfile
@@ -34,14 +35,29 @@ class Profile(AbstractContextManager["Profile"]):
     """
 
     def __init__(
-        self, profile_at: str | None, job_log_dir: Path, note: Callable[[str], None]
+        self,
+        profile_at: str | None,
+        job_log_dir: Path,
+        note: Callable[[str], None],
+        *,
+        done: int = 0,
     ) -> None:
         self._first, count = (0, 0) if profile_at is None else parse_profile_at(profile_at)
         self._last = self._first + count - 1
         self._folder = job_log_dir / FOLDER
         self._note = note
+        self._done = done
         self._started: int | None = None
         self._dispatched = 0
+
+    def __enter__(self) -> "Profile":
+        """Say so if the run resumes after the rounds to profile."""
+        if 0 < self._last <= self._done:
+            self._note(
+                f"nothing is profiled: training.profile_at names rounds {self._first} to "
+                f"{self._last}, and the run resumes from round {self._done}"
+            )
+        return self
 
     def before(self, round_number: int, wait: Callable[[], None]) -> None:
         """Start the trace before its first round, or before a later one if the run resumes there.
@@ -105,3 +121,29 @@ def parse_profile_at(text: str) -> tuple[int, int]:
             "from 1. Set for example --training.profile_at=50:3 to profile rounds 50, 51 and 52."
         )
     return int(match[1]), int(match[2] or 1)
+
+
+def check_profile_at(profile_at: str | None, rounds: int) -> None:
+    """Check that a run reaches the rounds to profile.
+
+    Args:
+        profile_at: `"ROUND"` or `"ROUND:COUNT"`. None: nothing is profiled.
+        rounds: number of rounds of the run.
+
+    Raises:
+        ValueError: the first of these rounds is after the last round of the run.
+
+    Example:
+        >>> check_profile_at("50:3", rounds=50)
+        >>> check_profile_at("50:3", rounds=12)
+        Traceback (most recent call last):
+            ...
+        ValueError: training.profile_at='50:3' begins at round 50, but training.rounds=12: expected
+        a round from 1 to 12. Set for example --training.profile_at=12, or more --training.rounds.
+    """
+    if profile_at is not None and (first := parse_profile_at(profile_at)[0]) > rounds:
+        raise ValueError(
+            f"training.profile_at={profile_at!r} begins at round {first}, but "
+            f"training.rounds={rounds}: expected a round from 1 to {rounds}. Set for example "
+            f"--training.profile_at={rounds}, or more --training.rounds."
+        )

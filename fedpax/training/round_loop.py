@@ -26,6 +26,7 @@ from fedpax.training.host_copies import HostCopy
 from fedpax.training.logging import RoundLogger
 from fedpax.training.membership import CopiesOfRounds, Membership
 from fedpax.training.metrics import MetricsWriter
+from fedpax.training.norms import FiniteCheck
 from fedpax.training.participant_states import ParticipantRule
 from fedpax.training.preemption import PreemptionGuard
 from fedpax.training.prefetch import Prefetch, put_on_mesh
@@ -138,7 +139,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         primary = jax.process_index() == 0
         self._resources = ExitStack()
         enter = self._resources.enter_context
-        self._metrics = enter(MetricsWriter(self._folder, after=self.done, enabled=primary))
+        self._metrics = MetricsWriter(self._folder, after=self.done, enabled=primary)
         if jax.process_count() > 1:  # hosts need not share the folder
             self._metrics.kept = gather_json(self._metrics.kept if primary else [])[0]
         self._history = SpikeHistory(
@@ -182,6 +183,9 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
             self._state = self._restore_state(compiled)
         else:
             self._state = init_state(run, compiled, training.seed, initial)
+        self._finite = FiniteCheck(self._state)
+        # Only now, because a run that cannot train must not write into the folder.
+        enter(self._metrics)
         self._logger = RoundLogger(
             self._metrics,
             self._progress,
@@ -192,7 +196,6 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
             stop_on_non_finite=training.stop_on_non_finite,
             utilization=utilization,
         )
-        # Only now, because a configuration that cannot run must not bind the folder.
         if primary:
             write_configuration(self._folder, self._experiment, self._exp)
         self._logger.log_run(compiled.num_parameters, compiled.num_participants, run.item_unit)
@@ -258,11 +261,12 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
             preemption: says when to stop.
 
         Raises:
-            NonFiniteError: the loss or a parameter is not finite.
+            NonFiniteError: the loss or the state is not finite.
             RepeatedSpikesError: too many spikes.
             OSError: a checkpoint or the metrics cannot be written.
         """
-        with Profile(self._training.profile_at, self._folder, self._progress.note) as profile:
+        profile_at, note = self._training.profile_at, self._progress.note
+        with Profile(profile_at, self._folder, note, done=self.done) as profile:
             while True:
                 try:
                     self._train_rounds(preemption, profile)
@@ -311,6 +315,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
     def _copy_to_host(self) -> None:
         self._logger.flush()
         self._clock.enter("save")
+        self._logger.check_state(self.done, self._state, self._finite)
         self._copies.save(self.done, self._state, self._stream_state)
         self._clock.mark_checkpoint(self.done)
         self._clock.enter("step")
@@ -332,7 +337,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         assert self._compiled is not None
         self._logger.flush()
         self._clock.enter("save")
-        self._logger.check_params(self.done, self._state.params)
+        self._logger.check_state(self.done, self._state, self._finite)
         # The metrics first: a run that resumes from a checkpoint must find its lines.
         self._metrics.sync()
         self._checkpoints.save(

@@ -1,12 +1,29 @@
 """The leaves of a checkpoint, compared with those of an experiment."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import orbax.checkpoint as ocp
 
+from fedpax.training.open_checkpoints import open_checkpoints
 from fedpax.training.participant_states import saved_placed_struct
+
+
+def saved_shapes(folder: Path, step: int) -> dict[tuple[str, ...], tuple[int, ...]]:
+    """Return the shapes of a checkpoint's leaves by path, without reading the arrays.
+
+    Args:
+        folder: a run's `checkpoints` folder.
+        step: the checkpoint's round.
+    """
+    handlers = {"state": ocp.StandardCheckpointHandler(), "progress": ocp.JsonCheckpointHandler()}
+    options = ocp.CheckpointManagerOptions(create=False)
+    with open_checkpoints(folder, options=options, item_handlers=handlers) as manager:
+        saved = manager.item_metadata(step)["state"]
+        return {path: tuple(leaf.shape) for path, leaf in ocp.tree.to_flat_dict(saved).items()}
 
 
 def saved_struct(
@@ -32,10 +49,26 @@ def saved_struct(
     Raises:
         ValueError: the shapes differ otherwise.
     """
+    if has_saved_shape(leaf, saved, path, num_participants, num_saved):
+        return leaf
+    return saved_placed_struct(leaf, saved[0])
+
+
+def has_saved_shape(
+    leaf: jax.ShapeDtypeStruct,
+    saved: tuple[int, ...],
+    path: tuple[str, ...],
+    num_participants: int | None = None,
+    num_saved: int | None = None,
+) -> bool:
+    """Return whether a leaf has the shape that was saved, and not another number of participants.
+
+    Args, Raises: as `saved_struct`.
+    """
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         saved = saved[: leaf.ndim]  # random keys are saved as numbers, with one more axis
     if leaf.shape == saved:
-        return leaf
+        return True
     is_placed = (
         path[0] != "params"
         and leaf.shape[:1] == (num_participants,)
@@ -49,7 +82,7 @@ def saved_struct(
             f"{list(leaf.shape)} as in the experiment. Use the model that was saved, or another "
             "--job_log_dir."
         )
-    return saved_placed_struct(leaf, saved[0])
+    return False
 
 
 def check_same_leaves(

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from fedpax.training.algorithm import Metrics, State
-from fedpax.training.norms import all_finite, has_params_field
+from fedpax.training.norms import turned_non_finite
 
 OnSpike: TypeAlias = Literal["ignore", "skip", "roll_back"]
 
@@ -78,7 +78,7 @@ class SpikeHistory:
     """The losses of a run, its spikes, and the data that its roll backs leave out.
 
     A round is a spike if its loss is not finite, or above the `spike_threshold` of the newest
-    losses before it. (`skip_spikes` also tests the parameters.) The window leaves out the round
+    losses before it. (`skip_spikes` also tests the state.) The window leaves out the round
     just before: its loss may not be known when the round is dispatched, and every process and every
     repetition of the run must come to the same result.
 
@@ -191,8 +191,8 @@ class SpikeHistory:
                 f"loss of {loss}, expected at most {self._limit} in a row"
             )
 
-    def spike_of_params(self, round_number: int, what: str) -> Spike:
-        """Count a spike for a parameter that is not finite, where no loss has spiked.
+    def spike_of_state(self, round_number: int, what: str) -> Spike:
+        """Count a spike for a state that is not finite, where no loss has spiked.
 
         Args:
             round_number: the newest round.
@@ -238,7 +238,10 @@ class SpikeHistory:
 def skip_spikes(
     round: Callable[..., tuple[State, Metrics]],
 ) -> Callable[..., tuple[State, Metrics]]:
-    """Make a round keep the former state if its loss spikes or its model is not finite.
+    """Make a round keep the former state if its loss spikes or its new state is not finite.
+
+    The whole state is tested: in Streaming DiLoCo a gradient that is not finite can enter the
+    islands' own models alone, and the loss shows it a round later.
 
     The choice is made on the devices, so that the host waits for nothing. It needs memory for the
     former state beside the new one.
@@ -249,7 +252,7 @@ def skip_spikes(
     Returns:
         `(state, threshold, cohort, *frozen) -> (state, metrics)`, where `threshold` is a float32
         scalar. `metrics["spikes"]` is 1 if the loss is above the threshold or not finite, or if a
-        parameter is not finite (where `params` is a field of the state), and otherwise 0.
+        number of the state that was finite no longer is, and otherwise 0.
 
     Example:
         >>> import jax.numpy as jnp
@@ -270,9 +273,7 @@ def skip_spikes(
     ) -> tuple[State, Metrics]:
         after, metrics = round(state, cohort, *frozen)
         loss = metrics["loss"].astype(jnp.float32)
-        is_spike = ~jnp.isfinite(loss) | (loss > threshold)
-        if has_params_field(state):
-            is_spike |= ~all_finite(after.params)
+        is_spike = ~jnp.isfinite(loss) | (loss > threshold) | turned_non_finite(state, after)
         after = jax.tree.map(lambda new, old: jnp.where(is_spike, old, new), after, state)
         return after, metrics | {"spikes": is_spike.astype(jnp.int32)}
 

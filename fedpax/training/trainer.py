@@ -35,6 +35,7 @@ from fedpax.training.membership import Membership
 from fedpax.training.metrics import read_metrics
 from fedpax.training.participant_states import ParticipantRule, check_rule
 from fedpax.training.preemption import PreemptionGuard
+from fedpax.training.profile import check_profile_at
 from fedpax.training.progress import Progress
 from fedpax.training.retention import Retention
 from fedpax.training.round_loop import Changes, RoundLoop
@@ -115,7 +116,7 @@ def train(
         DamagedCheckpointError: the newest checkpoint is damaged.
         ValueError: there are too few devices, the algorithm breaks its contract, or it does not
             allow another number of participants.
-        NonFiniteError: the loss or a parameter is not finite.
+        NonFiniteError: the loss or the state is not finite.
         RepeatedSpikesError: the loss spikes again and again.
         StorageError: the folder or its `training.checkpoint_dir` cannot be written, for example
             because the disk is full.
@@ -123,6 +124,7 @@ def train(
     if isinstance(allow_config_change, str):
         allow_config_change = allow_config_change.split(",")
     check_rule(participant_states)
+    check_profile_at(experiment.training.profile_at, experiment.training.rounds)
     folder = resolve_job_log_dir(job_log_dir)
     saved_in = resolve_checkpoint_dir(folder, experiment.training.checkpoint_dir)
     with JobDirLock(folder), ExitStack() as stack:

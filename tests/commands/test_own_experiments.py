@@ -11,7 +11,7 @@ import fedpax
 import fedpax.data
 import fedpax.experiments
 from fedpax.commands.options import configure
-from fedpax.experiments.catalog import entries, experiments, find_experiment
+from fedpax.experiments.catalog import entries, experiments, find_experiment, groups
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -21,9 +21,11 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Replace the experiments that come with fedpax by the modules of a folder."""
     monkeypatch.setattr(fedpax.experiments, "__path__", [str(tmp_path)])
     before = set(sys.modules)
-    entries.cache_clear()
+    for found in (entries, groups):
+        found.cache_clear()
     yield tmp_path
-    entries.cache_clear()
+    for found in (entries, groups):
+        found.cache_clear()
     for name in set(sys.modules) - before:
         if name.startswith("fedpax.experiments."):
             del sys.modules[name]
@@ -151,6 +153,15 @@ def own():
 """
 
 
+def test_an_experiment_whose_class_is_no_dataclass_is_refused(run: Run, tmp_path: Path) -> None:
+    source = MODULE.format(name="own").replace("    def build", "    depth: int = 3\n    def build")
+    name = f"plain_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(source.replace("@dataclasses.dataclass(frozen=True)", ""))
+    status, _, errors = run("train", f"--exp={tmp_path / name}.py:own", "--job_log_dir=x")
+    assert status == 2 and f"fedpax: {name}:Small declares depth and is no dataclass" in errors
+    assert "Write @dataclasses.dataclass(frozen=True, kw_only=True) above the class." in errors
+
+
 def test_experiments_are_found_by_their_return_type(package: Path, run: Run) -> None:
     for name in ("first_one", "second_one"):
         (package / f"{name}.py").write_text(MODULE.format(name=name))
@@ -215,6 +226,6 @@ def test_a_file_with_the_name_of_another_module_is_refused(
 
 def test_the_experiments_that_come_with_fedpax_can_be_configured(run: Run) -> None:
     status, output, _ = run("list")
-    assert status == 0 and len(output.splitlines()) == len(experiments())
+    assert status == 0 and len(output.splitlines()) == len(experiments()) + len(groups())
     for name, function in experiments().items():
         assert configure(name, []) == function()

@@ -23,6 +23,9 @@ Run = Callable[..., tuple[int, str, str]]
         (["train", "some_name"], "`fedpax train` has no --exp, expected --exp=NAME"),
         (["train", "--exp"], "Missing value for flag --exp"),
         (["train", "--exp=x", "--multihost=perhaps"], "multihost"),
+        (["show", "--job_logdir=runs"], "FILE.png alone. Did you mean --job_log_dir?"),
+        (["show", "--steps=3"], "DIR and --picture=FILE.png alone. Leave it out."),
+        (["certificates", "--outs=x"], "--authority. Did you mean --out? Run"),
         (["compare"], "`fedpax compare` has no --exp, expected --exp=NAME"),
         (["compare", "--exp=,", "--job_log_dir=x"], "--exp=, names no experiment"),
         (["list", "all"], "got 'all', expected no arguments"),
@@ -73,7 +76,7 @@ def test_settings_that_do_not_fit_give_a_message_without_a_traceback(
     status, _, errors = run("train", *arguments)
     assert status == 2
     assert errors.startswith("fedpax: ") and words in errors and "Traceback" not in errors
-    assert not (tmp_path / "config.json").exists()  # so another configuration can use the folder
+    assert list(tmp_path.iterdir()) == []  # so another configuration can use the folder
 
 
 def test_a_folder_that_cannot_be_created_is_refused(run: Run, tmp_path: Path) -> None:
@@ -106,6 +109,7 @@ def test_damaged_data_give_a_message_without_a_traceback(
     ("override", "words"),
     [
         ("--model.hiden=4", ["--model.hiden", "Perhaps you meant", "--model.hidden INT"]),
+        ("--job_logdir=x", ["Did you mean --job_log_dir?"]),
         ("--learning_rat=4", ["Perhaps you meant", "--learning_rate FLOAT"]),
         ("--model.hidden=many", ["--model.hidden", "'many'"]),
         ("--training.rounds=0", ["training.rounds=0 is too small", "Set --training.rounds to 1"]),

@@ -80,14 +80,19 @@ def test_numbers_out_of_range_are_refused():
 
 
 def test_bits_of_a_plan_replace_the_formula(monkeypatch, capsys, tmp_path):
-    plan = {
-        "experiment": "two_sites",
-        "topology": {"slices": 2},
-        "computation": {"num_parameters": 1000, "local_steps": 200},
-        "between_slices": {"overlap": {"bytes_out_of_slice_per_round": 8000}},
-    }
-    assert bandwidth.bits_per_parameter("DiLoCo", plan) == 32  # in each of 2 exchanges
-    assert bandwidth.bits_per_parameter("data parallel", plan) == 0.32  # in each of 200
+    def plan_of(steps: int) -> dict:
+        return {
+            "experiment": "two_sites",
+            "topology": {"slices": 2},
+            "computation": {"num_parameters": 1000, "local_steps": steps},
+            "between_slices": {"overlap": {"bytes_out_of_slice_per_round": 4000}},
+        }
+
+    for steps in (20, 100, 200):  # a round of DiLoCo has one exchange, and one of each fragment
+        for method in ("DiLoCo", "streaming", "+ overlap", "+ 4 bits"):
+            assert bandwidth.bits_per_parameter(method, plan_of(steps)) == 32
+        assert bandwidth.bits_per_parameter("data parallel", plan_of(steps)) == 32 / steps
+    plan = plan_of(20)
     by_formula = list(bandwidth.cells(params=1))
     by_plan = list(bandwidth.cells(params=1, bits={"DiLoCo": 16, "+ 4 bits": 8}))
     changed = {a.method for a, b in zip(by_formula, by_plan, strict=True) if a != b}

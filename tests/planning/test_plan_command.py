@@ -23,10 +23,13 @@ from fedpax.planning import (
     ahead_of_time,
     find_topology,
     plan_experiment,
+    to_json,
+    to_text,
 )
 from fedpax.planning.compiled_plan import DeviceMemory
 from fedpax.planning.memory_overflow import overflow_report
 from fedpax.training.compiled_round import compile_round, with_shardings
+from fedpax.training.experiment import Run as TrainingRun
 
 TESTS = Path(__file__).parent.parent
 EXP = "--exp=stacked_layers:stack"
@@ -97,7 +100,14 @@ def test_the_command_reports_a_plan_on_simulated_devices(run: Run, tmp_path: Pat
         (["plan", EXP, "--topology=v5e:4x4x4"], ["2 dimensions"]),
         (
             ["plan", EXP, "--topology=cpu:6"],
-            ["does not fit cpu:6", "needs 8 devices, but there are 6", "--mesh.fsdp=-1"],
+            [
+                "stack uses 8 devices (islands=4, fsdp=2), cpu:6 has 6. Change --mesh.islands and "
+                "--mesh.fsdp, or plan for --topology=cpu:8."
+            ],
+        ),
+        (
+            ["plan", EXP, "--topology=cpu:8", "--mesh.islands=2"],
+            ["8. Use all: --mesh.islands=2 --mesh.fsdp=4. Or plan for --topology=cpu:4."],
         ),
         (
             ["plan", EXP, "--topology=cpu:8", "--islands=6"],
@@ -260,8 +270,28 @@ def test_other_errors_of_the_compiler_are_not_hidden(monkeypatch: pytest.MonkeyP
 
 
 def test_a_mesh_that_does_not_fit_is_a_plan_error() -> None:
-    with pytest.raises(PlanError, match="islands=-1, fsdp=2 gives islands=2"):
+    # The islands of the mesh still divide those of the round.
+    with pytest.raises(PlanError, match=r"cpu:4 has 4\. Use all: --mesh.islands=4 --mesh.fsdp=1\."):
         plan_experiment(stacked_layers.stack(), find_topology("cpu:4"))
+
+
+def test_a_mesh_of_fewer_devices_is_reported_as_such() -> None:
+    """The experiment takes two of four devices, as clients do that four do not divide."""
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Half(stacked_layers.Stack):
+        def build(self) -> TrainingRun:
+            two = dataclasses.replace(stacked_layers.stack(), mesh=MeshConfig(islands=2))
+            with default_devices(jax.devices()[:2]):
+                return two.build()
+
+    half = Half(training=stacked_layers.stack().training, mesh=MeshConfig(islands=-1))
+    plan, _ = plan_experiment(half, find_topology("cpu:4"), exp="half")
+    text = to_text(plan)
+    assert text.startswith("half on cpu:4: 2 of 4 devices\n")
+    assert to_json(plan)["mesh_devices"] == 2
+    (ratio,) = re.findall(r"compiled / model FLOPs +([\d.]+)", text)
+    assert ratio == "1.00"
 
 
 def test_a_long_compilation_reports_progress() -> None:

@@ -1,6 +1,7 @@
 """Start the processes of a job on this machine, as a launcher does on several hosts."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -73,11 +74,14 @@ def finish(processes: Sequence[subprocess.Popen]) -> list[tuple[int, str, str]]:
 
 
 def without_gloo(output: str) -> str:
-    """Remove the lines of gloo, which connects CPU processes and writes on stdout itself."""
+    """Remove the lines of gloo, which connects CPU processes and writes on stdout itself.
+
+    Two of its threads can write at once, so that a line can be a part of one.
+    """
     return "".join(
         line
         for line in output.splitlines(keepends=True)
-        if "[Gloo]" not in line and "connected to" not in line
+        if not re.search(r"\[Gloo\]|connected to|peer ranks|^[\d\s]*$", line)
     )
 
 

@@ -7,11 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 from small_regression import ModelConfig, Regression, regression
 
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.training import job_dir
+from fedpax.training.checkpoint import Checkpoints
 from fedpax.training.configuration import (
     FILE,
     ConfigurationError,
@@ -92,6 +94,26 @@ def test_a_lock_whose_file_was_deleted_meanwhile_is_taken_again(
         assert len(calls) == 2 and (tmp_path / job_dir.LOCK).exists()
         with pytest.raises(ConfigurationError, match="in use"):
             JobDirLock(tmp_path)
+
+
+def test_changes_of_the_state_are_not_offered(tmp_path: Path) -> None:
+    experiment = dataclasses.replace(regression(), mesh=MeshConfig(), clients=2)
+    write_configuration(tmp_path, experiment, exp="x")
+    state = experiment.build().algorithm.init({"hidden": jnp.zeros((16, 32)), "out": jnp.ones(32)})
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(3, state, {}, {})
+
+    def refusal(**fields: object) -> str:
+        with pytest.raises(ConfigurationError) as caught:
+            check_configuration(tmp_path, dataclasses.replace(experiment, **fields), "x")
+        return str(caught.value)
+
+    for change in ({"learning_rate": 0.5}, {"clients": 4}):  # more clients get the states of two
+        assert f"--allow_config_change={next(iter(change))} to resume it" in refusal(**change)
+    wider = refusal(model=ModelConfig(hidden=64))
+    assert "  model.hidden: 32 -> 64\n" in wider and "--allow_config_change" not in wider
+    assert "its state would have another structure" in wider
+    assert "params.hidden has shape [16, 32], expected [16, 64] as in the experiment" in wider
 
 
 def changed(**fields: object) -> Regression:

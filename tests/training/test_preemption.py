@@ -55,8 +55,26 @@ def test_the_status_of_a_subprocess() -> None:
     assert status("import os, signal; os.kill(os.getpid(), signal.SIGKILL)") == 128 + 9
 
 
-def test_sigterm_is_forwarded_to_the_subprocess_and_ctrl_c_is_not() -> None:
-    child = "import signal, time; signal.signal(15, lambda *a: exit(5)); print(1); time.sleep(60)"
+@pytest.mark.parametrize(
+    ("numbers", "status"),
+    [([signal.SIGTERM], 143), ([signal.SIGINT], 130), ([signal.SIGINT, signal.SIGINT], 130)],
+)
+def test_signals_to_this_process_alone_reach_the_subprocess_once_as_sigterm(
+    numbers: list[signal.Signals], status: int
+) -> None:
+    child = """
+import signal, sys, time
+count = 0
+def stop(number, frame):
+    global count
+    count += 1
+signal.signal(signal.SIGTERM, stop)
+print("ready")
+while not count:
+    time.sleep(0.01)
+time.sleep(0.1)
+sys.exit(143 if count == 1 else 1)
+"""
     parent = (
         "import sys; from fedpax.training.preemption import run_subprocess;"
         f"sys.exit(run_subprocess([sys.executable, '-uc', {child!r}]))"
@@ -64,11 +82,19 @@ def test_sigterm_is_forwarded_to_the_subprocess_and_ctrl_c_is_not() -> None:
     with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()  # the child is ready
-        process.send_signal(signal.SIGINT)
-        time.sleep(0.3)
-        assert process.poll() is None
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=30) == 5
+        for number in numbers:
+            process.send_signal(number)
+            time.sleep(0.02)
+        assert process.wait(timeout=30) == status
+
+
+def test_sigterm_after_ctrl_c_changes_nothing(capsys: pytest.CaptureFixture) -> None:
+    """A terminal sends Ctrl-C to `fedpax compare` and its subprocess, and compare forwards it."""
+    with PreemptionGuard() as preemption:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        assert preemption.should_stop(1) and preemption.signal == signal.SIGINT
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

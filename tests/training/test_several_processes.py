@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from several_processes import finish, start, wait_for_rounds
 from small_regression import RandomRounds, Regression, regression
+from test_resume_on_other_islands import streaming_islands
 
 from fedpax.training.agreement import describe_difference
 from fedpax.training.checkpoint import complete_rounds, latest_round, load_params
@@ -50,6 +51,20 @@ def test_two_processes_give_the_result_of_one_and_only_process_0_prints(
     warnings = r"(WARNING:absl:Waiting for previous save to complete.*\n)*"
     assert other[:2] == (0, "") and re.fullmatch(warnings, other[2])
     check_equal(tmp_path, one)
+
+
+@pytest.mark.slow
+def test_two_processes_stream_as_one_and_resume_what_one_began(tmp_path: Path) -> None:
+    """Streaming DiLoCo in three fragments of 4 bits, two islands in each process."""
+    whole = streaming_islands()
+    train(whole, tmp_path / "one")
+    started = dataclasses.replace(whole.training, rounds=3)
+    train(dataclasses.replace(whole, training=started), tmp_path / "resumed")
+    exp = "test_resume_on_other_islands:streaming_islands"
+    for name in ("two", "resumed"):
+        (status, _, errors), other = finish(start(2, tmp_path / name, exp=exp))
+        assert (status, other[0]) == (0, 0), errors
+        check_equal(tmp_path / name, tmp_path / "one")
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import chex
 import jax
@@ -21,6 +21,7 @@ from fedpax.training.experiment import Experiment, Run, TrainingConfig
 from fedpax.training.goodput import GoodputClock
 from fedpax.training.logging import NonFiniteError, RoundLogger
 from fedpax.training.metrics import TIMINGS, MetricsWriter, read_metrics, select
+from fedpax.training.norms import FiniteCheck
 from fedpax.training.progress import Progress
 from fedpax.training.spikes import SpikeHistory
 from fedpax.training.stream_state import restore_stream
@@ -315,14 +316,42 @@ def test_reserved_metrics_are_the_keys_that_the_training_loop_adds(tmp_path: Pat
     assert all(f"`{name}`" in FederatedAlgorithm.__doc__ for name in RESERVED_METRICS)
 
 
-def test_parameters_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
-    def check(stop: bool, bad: float) -> None:
+def test_a_model_that_is_not_finite_is_not_saved(tmp_path: Path) -> None:
+    class State(NamedTuple):
+        params: Any
+        least: Any
+
+    def check(stop: bool, bad: float, least: float = 1.0) -> None:
         with round_logger(tmp_path, stop) as logger:
-            params = {"w": np.array([1.0, bad], np.float32), "count": np.int32(3)}
-            logger.check_params(4, params)
+            start = State({"w": np.array([1.0, bad], np.float32), "count": np.int32(3)}, np.inf)
+            logger.check_state(4, start._replace(least=least), FiniteCheck(start))
 
     check(True, 2.0)
+    check(True, 2.0, least=np.inf)  # as at the start
     check(False, np.nan)
     for bad in (np.nan, np.inf):
-        with pytest.raises(NonFiniteError, match="a parameter is not finite after round 4"):
+        with pytest.raises(
+            NonFiniteError, match=r"state.params\['w'\] is not finite after round 4"
+        ):
             check(True, bad)
+
+
+@dataclasses.dataclass(frozen=True)
+class Broken(Regression):
+    """A run whose round cannot be traced."""
+
+    def build(self) -> Run:
+        def round(*_: Any) -> Any:
+            raise ValueError("the round is broken")
+
+        run = super().build()
+        return run._replace(algorithm=run.algorithm._replace(round=round))
+
+
+def test_a_run_that_is_refused_leaves_no_file(tmp_path: Path) -> None:
+    broken = Broken(training=regression().training, mesh=regression().mesh)
+    with pytest.raises(ValueError, match="the round is broken"):
+        train(broken, tmp_path)
+    with pytest.raises(ValueError, match=r"begins at round 13.*=12: expected a round from 1 to 12"):
+        train(settings(regression(), profile_at="13:2"), tmp_path)
+    assert list(tmp_path.iterdir()) == []

@@ -30,12 +30,13 @@ from fedpax.algorithms.fragments import layer_fragments
 from fedpax.algorithms.halos import halos
 from fedpax.algorithms.hypcluster import choose_cluster, hypcluster
 from fedpax.algorithms.local_sgd import local_sgd
-from fedpax.algorithms.local_steps import local_steps, participant_weights, valid_steps
+from fedpax.algorithms.local_steps import local_steps
 from fedpax.algorithms.maml import per_fedavg, reptile
 from fedpax.algorithms.mime import mime, mime_adam, mime_lite
 from fedpax.algorithms.muloco import muloco
 from fedpax.algorithms.noloco import noloco
 from fedpax.algorithms.papa import papa, papa_2, papa_all
+from fedpax.algorithms.participation import participant_weights, valid_steps
 from fedpax.algorithms.population import greedy_soup, merge
 from fedpax.algorithms.scaffold import scaffold
 from fedpax.algorithms.self_tuning import self_tuning

@@ -8,13 +8,14 @@ import chex
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from fedpax.aggregators import Aggregator
-from fedpax.algorithms.checks import check_setting, required_client_ids
-from fedpax.algorithms.local_evaluation import count_steps, local_metrics
+from fedpax.algorithms.checks import check_population, check_setting, cohort_of_population
+from fedpax.algorithms.local_evaluation import local_metrics
 from fedpax.algorithms.local_steps import local_update
 from fedpax.algorithms.map_clients import map_clients
+from fedpax.algorithms.participation import takes_part
 from fedpax.algorithms.server import make_server
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_sum, program
@@ -58,9 +59,11 @@ def agnostic(
         x      <- x - sum_{i in S} lambda_i (x - y_i) / sum_{i in S} lambda_i
         lambda <- project(lambda + gamma v),   v_i = N / |S| f_i(x) for i in S, else 0
 
-    with the Euclidean projection to the simplex. With all clients in the cohort and one local step
-    this is AFL. With a part of the clients and several steps it is DRFA's round, with three
-    differences:
+    with the Euclidean projection to the simplex. A client whose f_i(x) is NaN or infinite is left
+    out of the ascent: its v_i is 0, and |S| does not count it.
+
+    With all clients in the cohort and one local step this is AFL. With a part of the clients and
+    several steps it is DRFA's round, with three differences:
 
     - The cohort is drawn uniformly and its y_i are weighted; DRFA draws it from lambda.
     - The same cohort measures the losses; DRFA draws another one.
@@ -86,8 +89,9 @@ def agnostic(
         batch more than `fedavg`, for f_i(x). Metrics are weighted by lambda.
 
     Raises:
-        ValueError: a negative `mixture_learning_rate`; `initial_mixture` of another shape, with a
-            negative entry, or all 0; in a round, `cohort.client_ids` is None; and as in `fedavg`.
+        ValueError: a negative `mixture_learning_rate`; `num_clients` below `cohort_size`;
+            `initial_mixture` of another shape, with a negative entry, or all 0; in a round,
+            `cohort.client_ids` is None; and as in `fedavg`.
 
     Example:
         >>> import fedpax, jax, jax.numpy as jnp
@@ -103,7 +107,9 @@ def agnostic(
         Mohri et al., Agnostic Federated Learning, arXiv:1902.00146, section 4; Deng et al.,
         Distributionally Robust Federated Averaging, arXiv:2102.12660, algorithm 1.
     """
-    check_setting("agnostic", "mixture_learning_rate", mixture_learning_rate)
+    remedy = "Pass 0.0 to keep the mixture as it is."
+    check_setting("agnostic", "mixture_learning_rate", mixture_learning_rate, remedy=remedy)
+    check_population("agnostic", cohort_size, num_clients)
     first = _checked_mixture(initial_mixture, num_clients)
     server = make_server(server_optimizer, aggregator)
 
@@ -114,29 +120,37 @@ def agnostic(
     @program(clients=cohort_size, chunk_size=chunk_size)
     def agnostic_round(state: AgnosticState, cohort: Cohort) -> tuple[AgnosticState, Metrics]:
         check_cohort("agnostic", cohort, cohort_size)
-        client_ids = required_client_ids("agnostic", cohort)
+        cohort, client_ids = cohort_of_population("agnostic", cohort, num_clients)
         x, mixture = state.params, state.mixture
 
         def local_train(
-            client: Int[Array, ""], batches: chex.ArrayTree, num_steps: Int[Array, ""] | None
+            client: Int[Array, ""],
+            is_present: Bool[Array, ""],
+            batches: chex.ArrayTree,
+            num_steps: Int[Array, ""] | None,
         ) -> tuple[Params, Metrics, jax.Array, jax.Array, jax.Array]:
             pseudo_gradient, metrics = local_update(
                 loss_fn, client_optimizer, x, batches, num_steps
             )
             loss = local_metrics(loss_fn, x, batches, num_steps)["loss"]
-            is_present = (client >= 0) & (count_steps(batches, num_steps) > 0)
             weight = jnp.where(is_present, mixture[client], 0)
-            ascent = jnp.zeros_like(mixture).at[client].add(jnp.where(is_present, loss, 0))
-            return pseudo_gradient, metrics, weight, ascent, is_present.astype(jnp.float32)
+            is_measured = is_present & jnp.isfinite(loss)
+            ascent = jnp.zeros_like(mixture).at[client].add(jnp.where(is_measured, loss, 0))
+            return pseudo_gradient, metrics, weight, ascent, is_measured.astype(jnp.float32)
 
-        pseudo_gradients, metrics, weights, ascent, is_present = map_clients(
-            local_train, client_ids, cohort.batches, cohort.num_steps, chunk_size=chunk_size
+        pseudo_gradients, metrics, weights, ascent, is_measured = map_clients(
+            local_train,
+            client_ids,
+            takes_part(cohort),
+            cohort.batches,
+            cohort.num_steps,
+            chunk_size=chunk_size,
         )
-        ascent, present = federated_sum((ascent, is_present))
-        rate = mixture_learning_rate * num_clients / jnp.maximum(present, 1)
+        ascent, measured = federated_sum((ascent, is_measured))
+        rate = mixture_learning_rate * num_clients / jnp.maximum(measured, 1)
         state, metrics = server.step(state, pseudo_gradients, metrics, weights)
         ascended = project_to_simplex(mixture + rate * ascent)
-        return state._replace(mixture=jnp.where(present > 0, ascended, mixture)), metrics
+        return state._replace(mixture=jnp.where(measured > 0, ascended, mixture)), metrics
 
     return FederatedAlgorithm(init, agnostic_round)
 

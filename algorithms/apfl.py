@@ -11,10 +11,11 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from fedpax.aggregators import Aggregator
-from fedpax.algorithms.checks import check_setting, required_client_ids
+from fedpax.algorithms.checks import check_population, check_setting, cohort_of_population
 from fedpax.algorithms.local_evaluation import count_steps
-from fedpax.algorithms.local_steps import gradient_and_metrics, local_steps, participant_weights
+from fedpax.algorithms.local_steps import gradient_and_metrics, local_steps
 from fedpax.algorithms.map_clients import map_clients
+from fedpax.algorithms.participation import participant_weights
 from fedpax.algorithms.server import make_server
 from fedpax.algorithms.tree_arithmetic import scale, subtract
 from fedpax.clients import ClientStore, client_store, gather_clients, scatter_clients
@@ -97,7 +98,7 @@ def apfl(
 
     Raises:
         ValueError: `mixing` not from 0 to 1; `mixing_learning_rate` below 0; `num_clients`
-            below 1; in a round, `cohort.client_ids` is None; and as in `fedavg`.
+            below `cohort_size`; in a round, `cohort.client_ids` is None; and as in `fedavg`.
 
     Example:
         >>> import fedpax, jax, jax.numpy as jnp
@@ -114,8 +115,11 @@ def apfl(
     Reference:
         Deng et al., Adaptive Personalized Federated Learning, arXiv:2003.13461, algorithm 1.
     """
-    check_setting("apfl", "mixing", mixing, most=1)
-    check_setting("apfl", "mixing_learning_rate", mixing_learning_rate)
+    remedy = "Pass 0.5 for equal shares of the personal and the shared model."
+    check_setting("apfl", "mixing", mixing, most=1, remedy=remedy)
+    remedy = "Pass 0.0 to keep mixing as it is."
+    check_setting("apfl", "mixing_learning_rate", mixing_learning_rate, remedy=remedy)
+    check_population("apfl", cohort_size, num_clients)
     server = make_server(server_optimizer, aggregator)
 
     @program(clients=cohort_size)
@@ -126,7 +130,7 @@ def apfl(
     @program(clients=cohort_size, chunk_size=chunk_size)
     def apfl_round(state: APFLState, cohort: Cohort) -> tuple[APFLState, Metrics]:
         check_cohort("apfl", cohort, cohort_size)
-        client_ids = required_client_ids("apfl", cohort)
+        cohort, client_ids = cohort_of_population("apfl", cohort, num_clients)
         x = state.params
 
         def local_train(

@@ -10,7 +10,8 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from fedpax.aggregators import Aggregator
-from fedpax.algorithms.local_steps import placed_valid_steps
+from fedpax.algorithms.participation import takes_part
+from fedpax.algorithms.server import given_aggregator
 from fedpax.algorithms.tree_arithmetic import scale
 from fedpax.clients.cohort import Cohort
 from fedpax.primitives import federated_map, federated_mean, federated_sum
@@ -47,7 +48,6 @@ def outer_gradients(
     local_params: Params,
     inner_state: optax.OptState,
     cohort: Cohort,
-    islands: int,
 ) -> tuple[Params, optax.OptState, Bool[Array, " islands"], Metrics]:
     """Train each island from its own model. Inside a program.
 
@@ -56,7 +56,6 @@ def outer_gradients(
         local_params: the islands' models, placed.
         inner_state: the states of their inner optimizers, placed.
         cohort: the cohort of the round, in which absent islands have no steps.
-        islands: number of islands.
 
     Returns:
         The outer gradients and the inner states, placed; which islands have a valid step, and so
@@ -66,7 +65,7 @@ def outer_gradients(
     gradients, inner_state, metrics = federated_map(
         outer_gradient, local_params, inner_state, cohort.batches, cohort.num_steps
     )
-    sends = _sending(cohort, islands)
+    sends = takes_part(cohort)
     weights = federated_map(lambda s: s.astype(jnp.float32), sends)
     metrics = federated_mean(metrics, weights)
     if cohort.schedule is not None:
@@ -153,25 +152,28 @@ class ArrivingUpdates(NamedTuple):
         return self.aggregator.aggregate(state, self.updates, weights)
 
 
-def check_arrivals_aggregator(method: str, aggregator: Aggregator | None) -> None:
-    """Check that an aggregator can combine the updates of a few islands at a time.
+def arrivals_aggregator(method: str, aggregator: Aggregator | None) -> Aggregator | None:
+    """Return an aggregator that can combine the updates of a few islands at a time.
 
     Args:
         method: the method's name, for the message.
         aggregator: the aggregator, or None.
 
+    Returns:
+        None, or the aggregator with its result checked.
+
     Raises:
+        TypeError: it is not an `Aggregator`.
         ValueError: it needs the updates of all islands at once.
     """
-    if aggregator is not None and aggregator.needs_all:
+    if aggregator is None:
+        return None
+    checked = given_aggregator(aggregator, aggregator)
+    if checked.needs_all:
         raise ValueError(
             f"{method}: the aggregator needs the updates of all islands at once, but islands "
             "arrive at different times. Use an aggregator that treats each update by itself, such "
             "as compressed_mean(codec) or chain(clip_by_norm(1.0), mean()), or a synchronous "
             "method, such as diloco."
         )
-
-
-def _sending(cohort: Cohort, islands: int) -> Bool[Array, " islands"]:
-    valid = placed_valid_steps(cohort)
-    return jnp.ones(islands, bool) if valid is None else federated_map(jnp.any, valid)
+    return checked

@@ -14,12 +14,15 @@ from fedpax.aggregators import Aggregator
 from fedpax.algorithms.arrivals import (
     ArrivingUpdates,
     Combined,
-    check_arrivals_aggregator,
+    arrivals_aggregator,
     outer_gradients,
     without_absent,
 )
-from fedpax.algorithms.checks import check_setting
-from fedpax.algorithms.delayed_nesterov import DelayedNesterov, DelayedNesterovState
+from fedpax.algorithms.delayed_nesterov import (
+    DelayedNesterov,
+    DelayedNesterovState,
+    check_delayed_nesterov,
+)
 from fedpax.algorithms.inner_steps import make_outer_gradient
 from fedpax.clients import ArrivalOrder
 from fedpax.clients.cohort import Cohort, check_cohort
@@ -131,12 +134,10 @@ def async_diloco(
         Liu et al., Asynchronous Local-SGD Training for Language Modeling, arXiv:2401.09135,
         delayed Nesterov and dynamic local updates.
     """
-    every = islands if period is None else period
-    check_setting("async_diloco", "period", every, least=1)
-    check_setting("async_diloco", "momentum", momentum, most=1)
-    check_setting("async_diloco", "activation", activation, most=1 / every)
-    check_arrivals_aggregator("async_diloco", aggregator)
+    every = max(islands, 1) if period is None else period
     outer = DelayedNesterov(learning_rate, momentum, every, activation)
+    check_delayed_nesterov("async_diloco", "", outer)
+    combine = arrivals_aggregator("async_diloco", aggregator)
 
     @program(islands=islands)
     def init(params: Params) -> AsyncDiLoCoState:
@@ -146,7 +147,7 @@ def async_diloco(
             outer.init(params),
             local_params,
             federated_map(inner_optimizer.init, local_params),
-            None if aggregator is None else aggregator.init(params),
+            None if combine is None else combine.init(params),
         )
 
     @program(islands=islands)
@@ -162,10 +163,9 @@ def async_diloco(
             state.local_params,
             state.inner_optimizer_state,
             cohort,
-            islands,
         )
 
-        arrivals = ArrivingUpdates(gradients, aggregator)
+        arrivals = ArrivingUpdates(gradients, combine)
 
         def apply(
             position: Int[Array, ""] | None,

@@ -11,7 +11,8 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from fedpax.algorithms.checks import check_setting
-from fedpax.algorithms.local_steps import local_steps, participant_weights
+from fedpax.algorithms.local_steps import local_steps
+from fedpax.algorithms.participation import participant_weights
 from fedpax.algorithms.population import population_mean
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_broadcast, federated_map, federated_mean, program

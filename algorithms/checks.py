@@ -1,6 +1,7 @@
 """Checks that methods share: of settings, of parameters, and of client ids."""
 
 import math
+import numbers
 from typing import Any
 
 import chex
@@ -16,57 +17,107 @@ def check_setting(
     name: str,
     value: Any,
     *,
+    remedy: str,
     least: float = 0,
-    most: float = math.inf,
+    most: float | None = None,
     above: float | None = None,
     below: float | None = None,
-    remedy: str = "",
 ) -> None:
-    """Check that a setting is in range. Traced values are not checked.
+    """Check that a setting is a number in range. Traced values are not checked.
 
     Args:
         method: the method's name, for the message.
         name: the argument's name.
-        value: a number, or a traced scalar (of a derivative, for example).
+        value: a number, a NumPy scalar, or a traced scalar (of a derivative, for example).
+        remedy: a sentence that ends the message, such as "Pass 0.9, as the paper."
         least: the smallest value. Default 0.
-        most: the largest value. Default infinity: no limit.
+        most: the largest value. Default None: any finite number. `math.inf` allows infinity too.
         above: a lower limit that the value must not equal, in place of `least`. Default None.
         below: an upper limit that the value must not equal, in place of `most`. Default None.
-        remedy: a sentence that ends the message. Default: none.
 
     Raises:
+        TypeError: the value is not a number.
         ValueError: the value is out of range or NaN.
 
     Example:
-        >>> check_setting("fedprox", "mu", -1.0)
+        >>> check_setting("fedprox", "mu", -1.0, remedy="Pass 0.0 for fedavg.")
         Traceback (most recent call last):
             ...
-        ValueError: fedprox: mu is -1.0, expected a number of at least 0.
-        >>> check_setting("server_adam", "b1", 1.0, below=1)
+        ValueError: fedprox: mu is -1.0, expected a number of at least 0. Pass 0.0 for fedavg.
+        >>> check_setting("server_adam", "b1", 1.0, below=1, remedy="Pass 0.9, as the paper.")
         Traceback (most recent call last):
             ...
-        ValueError: server_adam: b1 is 1.0, expected at least 0 and below 1.
+        ValueError: server_adam: b1 is 1.0, expected at least 0 and below 1. Pass 0.9, as the paper.
     """
     if isinstance(value, jax.core.Tracer):
         return
-    is_enough = value >= least if above is None else value > above
-    if is_enough and (value <= most if below is None else value < below):
-        return
     wanted = _describe_range(least, most, above, below)
-    message = f"{method}: {name} is {value}, expected {wanted}."
-    raise ValueError(f"{message} {remedy}" if remedy else message)
+    if not _is_number(value):
+        raise TypeError(f"{method}: {name} is {_describe(value)}, expected {wanted}. {remedy}")
+    is_enough = value >= least if above is None else value > above
+    if below is not None:
+        is_enough = is_enough and value < below
+    elif most is not None:
+        is_enough = is_enough and value <= most
+    else:
+        is_enough = is_enough and value < math.inf
+    if not is_enough:
+        raise ValueError(f"{method}: {name} is {value}, expected {wanted}. {remedy}")
 
 
-def _describe_range(least: float, most: float, above: float | None, below: float | None) -> str:
-    if above is None and below is None:
-        if most == math.inf:
-            return f"a number of at least {least:g}"
-        return f"a number from {least:g} to {most:g}"
-    if above == 0 and below is None and most == math.inf:
-        return "a positive number"
-    lower = f"at least {least:g}" if above is None else f"above {above:g}"
-    upper = f"at most {most:g}" if below is None else f"below {below:g}"
-    return f"{lower} and {upper}"
+def check_count(method: str, name: str, value: Any, *, remedy: str, least: int = 1) -> None:
+    """Check that a setting is an integer that is large enough.
+
+    Args:
+        method: the method's name, for the message.
+        name: the argument's name.
+        value: an integer, or a NumPy integer.
+        remedy: a sentence that ends the message.
+        least: the smallest value. Default 1.
+
+    Raises:
+        TypeError: the value is not an integer.
+        ValueError: the value is below `least`.
+
+    Example:
+        >>> check_count("fedbuff", "buffer_size", 0, remedy="Pass 10, as the paper.")
+        Traceback (most recent call last):
+            ...
+        ValueError: fedbuff: buffer_size is 0, expected at least 1. Pass 10, as the paper.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(
+            f"{method}: {name} is {_describe(value)}, expected an int of at least {least}. {remedy}"
+        )
+    if value < least:
+        raise ValueError(f"{method}: {name} is {value}, expected at least {least}. {remedy}")
+
+
+def check_population(method: str, cohort_size: Any, num_clients: Any) -> None:
+    """Check that a cohort is not larger than the population that it is drawn from.
+
+    Args:
+        method: the method's name, for the message.
+        cohort_size: number of clients in a round.
+        num_clients: number of clients in the population.
+
+    Raises:
+        TypeError: `num_clients` is not an integer.
+        ValueError: `num_clients` is below 1 or below `cohort_size`.
+
+    Example:
+        >>> check_population("scaffold", 10, 6)
+        Traceback (most recent call last):
+            ...
+        ValueError: scaffold: cohort_size is 10, expected at most num_clients, which is 6. ...
+    """
+    remedy = "Pass the size of the population."
+    check_count(method, "num_clients", num_clients, remedy=remedy)
+    if isinstance(cohort_size, numbers.Integral) and cohort_size > num_clients:
+        raise ValueError(
+            f"{method}: cohort_size is {cohort_size}, expected at most num_clients, which is "
+            f"{num_clients}. Reduce cohort_size, or pass the size of the population as num_clients."
+        )
 
 
 def check_float_params(params: chex.ArrayTree) -> None:
@@ -92,11 +143,27 @@ def check_float_params(params: chex.ArrayTree) -> None:
             )
 
 
-def required_client_ids(method: str, cohort: Cohort) -> Int[Array, " participants"]:
-    """Return the cohort's client ids, which a method with client state needs.
+def cohort_of_population(
+    method: str, cohort: Cohort, num_clients: int
+) -> tuple[Cohort, Int[Array, " participants"]]:
+    """Return the cohort of a method with client state, absent where the population has no client.
+
+    Args:
+        method: the method's name, for the message.
+        cohort: the cohort of the round.
+        num_clients: number of clients in the population.
+
+    Returns:
+        The cohort with -1 as the id of each slot whose id is not below `num_clients`: the store
+        has no state for it. And its client ids.
 
     Raises:
         ValueError: `cohort.client_ids` is None.
+
+    Example:
+        >>> cohort = Cohort(jnp.zeros((3, 1)), client_ids=jnp.array([4, 5, -1]))
+        >>> cohort_of_population("scaffold", cohort, num_clients=5)[1].tolist()
+        [4, -1, -1]
     """
     if cohort.client_ids is None:
         raise ValueError(
@@ -104,4 +171,60 @@ def required_client_ids(method: str, cohort: Cohort) -> Int[Array, " participant
             "client_ids to each participant's index in the population, an integer array "
             "[participants], -1 where absent; fedpax.data.cohort_rounds sets it."
         )
-    return jnp.asarray(cohort.client_ids)
+    client_ids = jnp.asarray(cohort.client_ids)
+    client_ids = jnp.where(client_ids < num_clients, client_ids, -1)
+    return cohort._replace(client_ids=client_ids), client_ids
+
+
+def is_scalar(value: Any) -> bool:
+    """Return whether a value is a number or an array without axes, which can be traced.
+
+    Example:
+        >>> is_scalar(0.5), is_scalar(jnp.ones(3)), is_scalar("0.5")
+        (True, False, False)
+    """
+    return isinstance(value, int | float) or (hasattr(value, "dtype") and value.ndim == 0)
+
+
+def describe_value(value: Any) -> str:
+    """Name a value's type for a message, with its shape if it is an array.
+
+    Example:
+        >>> describe_value(jnp.ones(3)), describe_value((1, 2)), describe_value({})
+        ('an array float32[3]', 'a tuple of 2', 'a dict')
+    """
+    if hasattr(value, "dtype"):
+        return f"an array {value.dtype}{list(value.shape)}"
+    if isinstance(value, tuple):
+        return f"a tuple of {len(value)}"
+    return f"a {type(value).__name__}"
+
+
+def _describe_range(
+    least: float, most: float | None, above: float | None, below: float | None
+) -> str:
+    has_limit = below is not None or (most is not None and most != math.inf)
+    if above is None and below is None:
+        limits = f"from {least:g} to {most:g}" if has_limit else f"of at least {least:g}"
+        return f"a number {limits}"
+    if above == 0 and not has_limit:
+        return "a positive number"
+    lower = f"at least {least:g}" if above is None else f"above {above:g}"
+    if not has_limit:
+        return f"a number {lower}"
+    upper = f"at most {most:g}" if below is None else f"below {below:g}"
+    return f"{lower} and {upper}"
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, numbers.Real):  # NumPy's scalars are
+        return True
+    is_array = hasattr(value, "dtype") and jnp.ndim(value) == 0
+    return is_array and jnp.issubdtype(value.dtype, jnp.number)
+
+
+def _describe(value: Any) -> str:
+    """Name a value that is not a number: its type, unless it is None or short text."""
+    if value is None or isinstance(value, str | bool | float):
+        return repr(value)
+    return f"a {type(value).__name__}"

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Int
 
-from fedpax.algorithms.local_steps import gradient_and_metrics, placed_valid_steps
+from fedpax.algorithms.local_steps import gradient_and_metrics
+from fedpax.algorithms.optimizer_step import optimizer_step
+from fedpax.algorithms.participation import example_weights, placed_valid_steps
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_map, federated_max, federated_mean, program
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
@@ -78,7 +80,7 @@ def data_parallel(
     ) -> tuple[DataParallelState, Metrics]:
         check_cohort("data_parallel", cohort, islands)
         batches = cohort.batches
-        valid = placed_valid_steps(cohort)
+        valid, examples = placed_valid_steps(cohort), example_weights(cohort)
         # [steps]: whether any island takes the step; computed once, so that a step communicates
         # nothing more.
         taken = None if valid is None else federated_max(valid.astype(jnp.int32)) > 0
@@ -98,16 +100,15 @@ def data_parallel(
                 # A weight of 0 does not remove the NaN of a padded batch; a select does.
                 return jax.tree.map(lambda x: jnp.where(is_valid, x, jnp.zeros_like(x)), found)
 
-            weights = cohort.num_examples
+            weights = examples
             if valid_now is not None:
                 weights = jnp.where(valid_now, 1.0 if weights is None else weights, 0)
             gradient, metrics = federated_mean(
                 federated_map(gradient_of, batch, valid_now), weights
             )
-            updates, optimizer_state = optimizer.update(
-                gradient, state.optimizer_state, state.params
+            after = DataParallelState(
+                *optimizer_step(optimizer, gradient, state.optimizer_state, state.params)
             )
-            after = DataParallelState(optax.apply_updates(state.params, updates), optimizer_state)
             if taken is not None:
                 after = jax.tree.map(lambda new, old: jnp.where(taken[i], new, old), after, state)
             return after, metrics

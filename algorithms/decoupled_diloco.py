@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from fedpax.aggregators import Aggregator
+from fedpax.aggregators import Aggregator, random_stream
 from fedpax.algorithms.directional_mean import directional_mean
 from fedpax.algorithms.fragments import Fragment, FragmentFn, make_fragments
 from fedpax.algorithms.inner_steps import InnerReport, average_reports, make_inner_steps
+from fedpax.algorithms.optimizer_step import optimizer_step
+from fedpax.algorithms.server import given_aggregator
 from fedpax.algorithms.streaming_diloco import StreamingDiLoCoState, streaming_diloco
 from fedpax.algorithms.tree_arithmetic import subtract
 from fedpax.clients import Syncs
@@ -109,7 +111,7 @@ def decoupled_diloco(
     outer = (
         optax.sgd(0.4, momentum=0.9, nesterov=True) if outer_optimizer is None else outer_optimizer
     )
-    merge = directional_mean() if aggregator is None else aggregator
+    merge = given_aggregator(aggregator, directional_mean())
     synchronous = streaming_diloco(
         loss_fn,
         islands=islands,
@@ -138,7 +140,8 @@ def decoupled_diloco(
         """Merge fragment p of the islands' outer gradients."""
         x = fragment.take(state.params)
         gradients = federated_map(lambda y: subtract(x, fragment.take(y)), state.local_params)
-        delta, own, metrics = merge.aggregate(state.aggregator_state[p], gradients, weights)
+        with random_stream(p):  # noise of its own for each fragment
+            delta, own, metrics = merge.aggregate(state.aggregator_state[p], gradients, weights)
         states = _with_entry(state.aggregator_state, p, own)
         return delta, state._replace(aggregator_state=states), metrics
 
@@ -152,11 +155,11 @@ def decoupled_diloco(
     ) -> StreamingDiLoCoState:
         """Step fragment p of the outer model, and give it to the islands that are up."""
         x, outer_state = fragment.take(state.params), state.outer_optimizer_state[p]
-        updates, stepped = outer.update(delta, outer_state, x)
+        stepped, stepped_state = optimizer_step(outer, delta, outer_state, x)
         # Without a participant nothing moves, not even by momentum.
         x, outer_state = jax.tree.map(
             lambda new, old: jnp.where(participants > 0, new, old),
-            (optax.apply_updates(x, updates), stepped),
+            (stepped, stepped_state),
             (x, outer_state),
         )
 

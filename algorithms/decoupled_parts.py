@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import optax
 
 from fedpax.aggregators import Aggregator
 from fedpax.aggregators.codecs import Codec
-from fedpax.algorithms.checks import check_setting
+from fedpax.algorithms.checks import check_count, check_setting
 from fedpax.algorithms.directional_mean import directional_mean
 from fedpax.algorithms.fragments import FragmentFn, make_fragments
 from fedpax.algorithms.inner_steps import make_inner_steps
+from fedpax.algorithms.server import given_aggregator
 from fedpax.training.algorithm import LossFn
 from fedpax.training.algorithm_parts import AlgorithmParts
 
@@ -86,15 +89,28 @@ def decoupled_diloco_parts(
         Douillard et al., Decoupled DiLoCo for Resilient Distributed Pre-training, arXiv:2604.21428.
     """
     name = "decoupled_diloco_parts"
-    check_setting(name, "islands", islands, least=1)
-    check_setting(name, "steps_per_sync", steps_per_sync, least=1)
-    check_setting(name, "quorum", quorum, least=1, most=islands)
-    check_setting(name, "grace_seconds", grace_seconds, least=0)
-    check_setting(name, "max_staleness", max_staleness, least=0)
+    check_count(name, "islands", islands, remedy="Pass the number of shards of the data.")
+    remedy = "Pass the inner steps between two updates, such as 24."
+    check_count(name, "steps_per_sync", steps_per_sync, remedy=remedy)
+    remedy = "Pass 1 to merge as soon as one island has sent, or islands to wait for all."
+    check_setting(name, "quorum", quorum, least=1, most=islands, remedy=remedy)
+    remedy = "Pass 0.0 to merge at the quorum."
+    check_setting(name, "grace_seconds", grace_seconds, most=math.inf, remedy=remedy)
+    remedy = "Pass 4, the default."
+    check_setting(name, "max_staleness", max_staleness, most=math.inf, remedy=remedy)
     if max_norm is not None:
-        check_setting(name, "max_norm", max_norm)
+        remedy = "Pass None for the default, 1e18."
+        check_setting(name, "max_norm", max_norm, most=math.inf, remedy=remedy)
     if max_steps_ahead is not None:
-        check_setting(name, "max_steps_ahead", max_steps_ahead, least=steps_per_sync)
+        remedy = "Pass None for the default, 32 steps_per_sync."
+        check_setting(
+            name,
+            "max_steps_ahead",
+            max_steps_ahead,
+            least=steps_per_sync,
+            most=math.inf,
+            remedy=remedy,
+        )
     if error_feedback and codec is not None and not codec.contractive:
         raise ValueError(
             f"{name}: error_feedback with a codec that is not contractive, whose residual could "
@@ -107,7 +123,7 @@ def decoupled_diloco_parts(
         inner_steps=make_inner_steps(loss_fn, inner_optimizer),
         make_fragments=lambda params: make_fragments(fragments, params),
         outer_optimizer=default if outer_optimizer is None else outer_optimizer,
-        aggregator=directional_mean() if aggregator is None else aggregator,
+        aggregator=given_aggregator(aggregator, directional_mean()),
         steps_per_sync=steps_per_sync,
         codec=codec,
         error_feedback=error_feedback and codec is not None,

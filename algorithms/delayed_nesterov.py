@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from fedpax.algorithms.checks import check_setting
+from fedpax.algorithms.checks import check_count, check_setting
 from fedpax.training.algorithm import Params
 
 
@@ -114,7 +114,7 @@ def check_delayed_nesterov(method: str, name: str, server: DelayedNesterov) -> N
 
     Args:
         method: the method's name, for the message.
-        name: the argument's name.
+        name: the argument's name; "" if the settings are arguments of the method themselves.
         server: the argument.
 
     Raises:
@@ -129,7 +129,12 @@ def check_delayed_nesterov(method: str, name: str, server: DelayedNesterov) -> N
             f"{method}: {name} is a {type(server).__name__}, expected a DelayedNesterov. Pass for "
             "example fedpax.algorithms.DelayedNesterov(learning_rate=0.7, momentum=0.9, period=4)."
         )
-    check_setting(method, f"{name}.learning_rate", server.learning_rate)
-    check_setting(method, f"{name}.momentum", server.momentum, most=1)
-    check_setting(method, f"{name}.period", server.period, least=1)
-    check_setting(method, f"{name}.activation", server.activation, most=1 / server.period)
+    prefix = f"{name}." if name else ""
+    remedy = "Pass for example 0.7."
+    check_setting(method, f"{prefix}learning_rate", server.learning_rate, remedy=remedy)
+    remedy = "Pass 0.0 for no momentum."
+    check_setting(method, f"{prefix}momentum", server.momentum, most=1, remedy=remedy)
+    remedy = "Pass the number of participants that arrive between two updates of the momentum."
+    check_count(method, f"{prefix}period", server.period, remedy=remedy)
+    most, remedy = 1 / server.period, "Pass 0.0, as the paper."
+    check_setting(method, f"{prefix}activation", server.activation, most=most, remedy=remedy)

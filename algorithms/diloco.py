@@ -10,7 +10,9 @@ import optax
 
 from fedpax.aggregators import Aggregator, mean
 from fedpax.algorithms.inner_steps import make_outer_gradient
-from fedpax.algorithms.local_steps import participant_weights
+from fedpax.algorithms.optimizer_step import optimizer_step
+from fedpax.algorithms.participation import participant_weights
+from fedpax.algorithms.server import given_aggregator
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_broadcast, federated_map, federated_mean, program
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
@@ -89,7 +91,7 @@ def diloco(
     outer = (
         optax.sgd(0.7, momentum=0.9, nesterov=True) if outer_optimizer is None else outer_optimizer
     )
-    combine = mean() if aggregator is None else aggregator
+    combine = given_aggregator(aggregator, mean())
     outer_gradient = make_outer_gradient(loss_fn, inner_optimizer)
 
     @program(islands=islands)
@@ -112,8 +114,9 @@ def diloco(
             state.aggregator_state, outer_gradients, weights
         )
         metrics = federated_mean(metrics, weights) | reported
-        updates, outer_state = outer.update(delta, state.outer_optimizer_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        params, outer_state = optimizer_step(
+            outer, delta, state.outer_optimizer_state, state.params
+        )
         return DiLoCoState(params, outer_state, inner_state, aggregator_state), metrics
 
     return FederatedAlgorithm(init, diloco_round)

@@ -9,10 +9,11 @@ import optax
 from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator
-from fedpax.algorithms.checks import check_setting, required_client_ids
+from fedpax.algorithms.checks import check_population, check_setting, cohort_of_population
 from fedpax.algorithms.gradient_terms import proximal_term
-from fedpax.algorithms.local_steps import local_steps, local_update, participant_weights
+from fedpax.algorithms.local_steps import local_steps, local_update
 from fedpax.algorithms.map_clients import map_clients
+from fedpax.algorithms.participation import participant_weights
 from fedpax.algorithms.server import make_server
 from fedpax.clients import ClientStore, client_store, gather_clients, scatter_clients
 from fedpax.clients.cohort import Cohort, check_cohort
@@ -80,8 +81,8 @@ def ditto(
         `gather_clients(state.personal_params, client_ids)` reads the personal models of clients.
 
     Raises:
-        ValueError: `lam` below 0; `num_clients` below 1; in a round, `cohort.client_ids` is
-            None; and as in `fedavg`.
+        ValueError: `lam` below 0; `num_clients` below `cohort_size`; in a round,
+            `cohort.client_ids` is None; and as in `fedavg`.
 
     Example:
         >>> import fedpax, jax, jax.numpy as jnp
@@ -101,7 +102,8 @@ def ditto(
         Li et al., Ditto: Fair and Robust Federated Learning Through Personalization,
         arXiv:2012.04221, algorithm 1.
     """
-    check_setting("ditto", "lam", lam)
+    check_setting("ditto", "lam", lam, remedy="Pass 0.0 for personal models without a tie.")
+    check_population("ditto", cohort_size, num_clients)
     personal = client_optimizer if personal_optimizer is None else personal_optimizer
     server = make_server(server_optimizer, aggregator)
 
@@ -112,7 +114,7 @@ def ditto(
     @program(clients=cohort_size, chunk_size=chunk_size)
     def ditto_round(state: DittoState, cohort: Cohort) -> tuple[DittoState, Metrics]:
         check_cohort("ditto", cohort, cohort_size)
-        client_ids = required_client_ids("ditto", cohort)
+        cohort, client_ids = cohort_of_population("ditto", cohort, num_clients)
         x = state.params
         toward_shared = optax.chain(proximal_term(lam, x), personal)
 

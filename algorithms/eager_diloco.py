@@ -11,8 +11,10 @@ import optax
 
 from fedpax.aggregators import Aggregator, mean
 from fedpax.algorithms.inner_steps import make_outer_gradient
-from fedpax.algorithms.local_steps import participant_weights
+from fedpax.algorithms.optimizer_step import optimizer_step
+from fedpax.algorithms.participation import participant_weights
 from fedpax.algorithms.population import population_mean
+from fedpax.algorithms.server import given_aggregator
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_broadcast, federated_map, federated_mean, program
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
@@ -103,7 +105,7 @@ def eager_diloco(
     outer = (
         optax.sgd(0.4, momentum=0.9, nesterov=True) if outer_optimizer is None else outer_optimizer
     )
-    combine = mean() if aggregator is None else aggregator
+    combine = given_aggregator(aggregator, mean())
 
     @program(islands=islands)
     def init(params: Params) -> EagerDiLoCoState:
@@ -141,8 +143,7 @@ def eager_diloco(
             gradient = jax.tree.map(
                 lambda a, new, old: a + (new - old) / islands, average, fresh, stale
             )
-            updates, outer_state = outer.update(gradient, outer_state, x)
-            return optax.apply_updates(x, updates), outer_state
+            return optimizer_step(outer, gradient, outer_state, x)
 
         models, outer_state = federated_map(
             outer_step,

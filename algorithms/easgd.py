@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import chex
-import jax
 import optax
 from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator, mean
 from fedpax.algorithms.checks import check_setting
-from fedpax.algorithms.local_steps import local_steps, participant_weights
-from fedpax.algorithms.tree_arithmetic import subtract
+from fedpax.algorithms.local_steps import local_steps
+from fedpax.algorithms.participation import participant_weights
+from fedpax.algorithms.server import given_aggregator
+from fedpax.algorithms.tree_arithmetic import subtract, weighted_sum
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_broadcast, federated_map, federated_mean, program
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
@@ -74,7 +75,7 @@ def easgd(
             size `islands`.
 
     Example:
-        >>> import fedpax, jax.numpy as jnp
+        >>> import fedpax, jax, jax.numpy as jnp
         >>> loss_fn = lambda w, x: (jnp.mean((w - x) ** 2), {})
         >>> algorithm = easgd(loss_fn, islands=2, optimizer=optax.sgd(0.5), beta=0.5)
         >>> state = algorithm.init(jnp.float32(0.0))
@@ -88,7 +89,7 @@ def easgd(
         section 3, equations 5 and 6, and algorithm 1 (the period).
     """
     check_setting("easgd", "beta", beta, above=0, most=1, remedy="Pass 0.9, as the paper.")
-    combine = mean() if aggregator is None else aggregator
+    combine = given_aggregator(aggregator, mean())
 
     @program(islands=islands)
     def init(params: Params) -> EASGDState:
@@ -112,7 +113,7 @@ def easgd(
                 loss_fn, optimizer, x, optimizer_state, batches, num_steps
             )
             difference = subtract(x, center)
-            x = jax.tree.map(lambda own, d: own - alpha * d, x, difference)
+            x = weighted_sum(1, x, -alpha, difference)
             return difference, x, optimizer_state, metrics
 
         differences, models, optimizer_state, metrics = federated_map(
@@ -122,7 +123,7 @@ def easgd(
         difference, aggregator_state, reported = combine.aggregate(
             state.aggregator_state, differences, weights
         )
-        center = optax.apply_updates(center, jax.tree.map(lambda d: beta * d, difference))
+        center = weighted_sum(1, center, beta, difference)
         after = EASGDState(center, models, optimizer_state, aggregator_state)
         return after, federated_mean(metrics, weights) | reported
 

@@ -12,8 +12,10 @@ from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator, mean
 from fedpax.algorithms.checks import check_setting
-from fedpax.algorithms.local_steps import local_steps, participant_weights
+from fedpax.algorithms.local_steps import local_steps
 from fedpax.algorithms.map_clients import map_clients
+from fedpax.algorithms.participation import participant_weights
+from fedpax.algorithms.server import given_aggregator
 from fedpax.algorithms.tree_arithmetic import subtract, weighted_sum
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_mean, program
@@ -101,8 +103,10 @@ def fedac(
         algorithm 1.
     """
     for name, value in rates._asdict().items():
-        check_setting("fedac", name, value, least=1 if name in ("alpha", "beta") else 0)
-    combine = mean() if aggregator is None else aggregator
+        least = 1 if name in ("alpha", "beta") else 0
+        remedy = "Make the rates with fedac_i or fedac_ii."
+        check_setting("fedac", name, value, least=least, remedy=remedy)
+    combine = given_aggregator(aggregator, mean())
     optimizer = _accelerated(rates)
 
     @program(clients=cohort_size)
@@ -201,7 +205,8 @@ def fedac_ii(learning_rate: float, *, strong_convexity: float, local_steps: int)
 def _gamma(method: str, eta: float, mu: float, steps: int) -> float:
     settings = {"learning_rate": eta, "strong_convexity": mu, "local_steps": steps}
     for name, value in settings.items():
-        check_setting(method, name, value, above=0)
+        remedy = f"Pass for example {method}(0.1, strong_convexity=0.01, local_steps=10)."
+        check_setting(method, name, value, above=0, remedy=remedy)
     gamma = max(math.sqrt(eta / (mu * steps)), eta)
     if gamma * mu >= 1:
         raise ValueError(

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int
 
-from fedpax.algorithms.checks import check_setting
+from fedpax.algorithms.checks import check_count, check_setting
 from fedpax.algorithms.gradient_terms import proximal_term
 from fedpax.algorithms.history import History, start_history
-from fedpax.algorithms.local_steps import local_update, participant_weights
+from fedpax.algorithms.local_steps import local_update
+from fedpax.algorithms.participation import participant_weights
 from fedpax.algorithms.staleness import StalenessFn, polynomial_staleness
 from fedpax.algorithms.tree_arithmetic import scale, subtract
 from fedpax.clients import Arrivals
@@ -96,11 +97,15 @@ def fedasync(
     Reference:
         Xie et al., Asynchronous Federated Optimization, arXiv:1903.03934, algorithm 1.
     """
-    check_setting("fedasync", "max_staleness", max_staleness)
-    check_setting("fedasync", "mixing", mixing, most=1)
-    check_setting("fedasync", "proximal", proximal)
+    remedy = "Pass the largest staleness of the schedule, or 0 to use fresh models alone."
+    check_count("fedasync", "max_staleness", max_staleness, least=0, remedy=remedy)
+    check_setting("fedasync", "mixing", mixing, most=1, remedy="Pass for example 0.6.")
+    check_setting("fedasync", "proximal", proximal, remedy="Pass 0.0 for no proximal term.")
     if update not in ("model", "difference"):
-        raise ValueError(f'fedasync: update is {update!r}, expected "model" or "difference".')
+        raise ValueError(
+            f'fedasync: update is {update!r}, expected "model" or "difference". Pass "model" for '
+            "the paper's update."
+        )
     weigh = polynomial_staleness() if staleness_fn is None else staleness_fn
 
     @program(clients=1)

@@ -10,8 +10,9 @@ import chex
 import optax
 
 from fedpax.aggregators import Aggregator
-from fedpax.algorithms.local_steps import local_update, participant_weights
+from fedpax.algorithms.local_steps import local_update
 from fedpax.algorithms.map_clients import map_clients
+from fedpax.algorithms.participation import participant_weights
 from fedpax.algorithms.server import make_server
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import program

@@ -10,10 +10,11 @@ import optax
 from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator
-from fedpax.algorithms.checks import check_setting
+from fedpax.algorithms.checks import check_count
 from fedpax.algorithms.history import History, start_history
-from fedpax.algorithms.local_steps import local_update, participant_weights
+from fedpax.algorithms.local_steps import local_update
 from fedpax.algorithms.map_clients import map_clients
+from fedpax.algorithms.participation import participant_weights
 from fedpax.algorithms.server import make_server
 from fedpax.algorithms.staleness import StalenessFn, polynomial_staleness
 from fedpax.algorithms.tree_arithmetic import scale
@@ -86,7 +87,7 @@ def fedbuff(
         to weigh clients. Metrics, as in `fedavg`, and with a schedule `"staleness"`, the mean.
 
     Raises:
-        ValueError: `max_staleness` below 0; and as in `fedavg`.
+        ValueError: `buffer_size` below 1 or `max_staleness` below 0; and as in `fedavg`.
 
     Example:
         >>> import fedpax, jax
@@ -106,7 +107,9 @@ def fedbuff(
         Nguyen et al., Federated Learning with Buffered Asynchronous Aggregation, arXiv:2106.06639,
         algorithm 1.
     """
-    check_setting("fedbuff", "max_staleness", max_staleness)
+    check_count("fedbuff", "buffer_size", buffer_size, remedy="Pass 10, as the paper.")
+    remedy = "Pass the largest staleness of the schedule, or 0 for fedavg."
+    check_count("fedbuff", "max_staleness", max_staleness, least=0, remedy=remedy)
     weigh = polynomial_staleness() if staleness_fn is None else staleness_fn
     server = make_server(server_optimizer, aggregator)
 

@@ -5,22 +5,21 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import chex
-import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator
-from fedpax.algorithms.checks import check_setting, required_client_ids
+from fedpax.algorithms.checks import check_population, check_setting, cohort_of_population
 from fedpax.algorithms.gradient_terms import proximal_term
-from fedpax.algorithms.local_evaluation import count_steps
-from fedpax.algorithms.local_steps import local_update, participant_weights
+from fedpax.algorithms.local_steps import local_update
 from fedpax.algorithms.map_clients import map_clients
+from fedpax.algorithms.participation import participant_weights, takes_part
 from fedpax.algorithms.server import make_server
 from fedpax.algorithms.tree_arithmetic import scale
 from fedpax.clients import ClientStore, client_store, gather_clients, scatter_clients
 from fedpax.clients.cohort import Cohort, check_cohort
-from fedpax.primitives import federated_mean, federated_sum, program
+from fedpax.primitives import federated_map, federated_mean, federated_sum, program
 from fedpax.primitives.placement import ChunkSize
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 
@@ -89,8 +88,8 @@ def feddyn(
         longer exactly the mean of the g_i.
 
     Raises:
-        ValueError: `alpha` below 0; `num_clients` below 1; in a round, `cohort.client_ids` is
-            None; and as in `fedavg`.
+        ValueError: `alpha` below 0; `num_clients` below `cohort_size`; in a round,
+            `cohort.client_ids` is None; and as in `fedavg`.
 
     Example:
         >>> import fedpax, jax, jax.numpy as jnp
@@ -108,7 +107,8 @@ def feddyn(
         Acar et al., Federated Learning Based on Dynamic Regularization, arXiv:2111.04263,
         algorithm 1.
     """
-    check_setting("feddyn", "alpha", alpha)
+    check_setting("feddyn", "alpha", alpha, remedy="Pass 0.0 for fedavg.")
+    check_population("feddyn", cohort_size, num_clients)
     server = make_server(server_optimizer, aggregator)
 
     @program(clients=cohort_size)
@@ -120,29 +120,30 @@ def feddyn(
     @program(clients=cohort_size, chunk_size=chunk_size)
     def feddyn_round(state: FedDynState, cohort: Cohort) -> tuple[FedDynState, Metrics]:
         check_cohort("feddyn", cohort, cohort_size)
-        client_ids = required_client_ids("feddyn", cohort)
+        cohort, client_ids = cohort_of_population("feddyn", cohort, num_clients)
         x = state.params
         inverse = jnp.where(alpha > 0, 1 / jnp.where(alpha > 0, alpha, 1), 0)
 
         def local_train(
             own: Params, batches: chex.ArrayTree, num_steps: Int[Array, ""] | None
-        ) -> tuple[Params, Metrics, Params, jax.Array]:
+        ) -> tuple[Params, Metrics, Params]:
             # Up to a constant, both terms are alpha / 2 |y - (x + g_i / alpha)|^2: a step reads one
             # model for them.
             center = optax.tree.add(x, scale(inverse, own))
             optimizer = optax.chain(proximal_term(alpha, center), client_optimizer)
             pseudo_gradient, metrics = local_update(loss_fn, optimizer, x, batches, num_steps)
             own = optax.tree.add(own, scale(alpha, pseudo_gradient))
-            takes_part = count_steps(batches, num_steps) > 0
-            return pseudo_gradient, metrics, own, takes_part.astype(jnp.float32)
+            return pseudo_gradient, metrics, own
 
         own = gather_clients(state.client_gradients, client_ids)
-        pseudo_gradients, metrics, own, takes_part = map_clients(
+        pseudo_gradients, metrics, own = map_clients(
             local_train, own, cohort.batches, cohort.num_steps, chunk_size=chunk_size
         )
         weights = participant_weights(cohort)
         mean, state, reported = server.aggregate(state, pseudo_gradients, weights)
-        present = federated_sum(takes_part)
+        present = federated_sum(
+            federated_map(lambda here: here.astype(jnp.float32), takes_part(cohort))
+        )
         drift = optax.tree.add(state.drift, scale(alpha * present / num_clients, mean))
         # A round without a client moves nothing.
         shift = scale(jnp.where(present > 0, inverse, 0), drift)

@@ -13,8 +13,9 @@ from jaxtyping import Array, Float, Int
 from fedpax.aggregators import Aggregator
 from fedpax.algorithms.fedavg import FedAvgState
 from fedpax.algorithms.local_evaluation import count_steps
-from fedpax.algorithms.local_steps import local_update, participant_weights
+from fedpax.algorithms.local_steps import local_update
 from fedpax.algorithms.map_clients import map_clients
+from fedpax.algorithms.participation import participant_weights
 from fedpax.algorithms.server import make_server
 from fedpax.algorithms.tree_arithmetic import scale
 from fedpax.clients.cohort import Cohort, check_cohort
@@ -61,7 +62,7 @@ def fednova(
         valid steps. If all are equal, it is `fedavg`.
 
     Raises:
-        TypeError, ValueError: as in `fedavg`.
+        ValueError: `client_optimizer` does not take a scalar parameter; and as in `fedavg`.
 
     Example:
         >>> import fedpax, jax, jax.numpy as jnp
@@ -77,6 +78,7 @@ def fednova(
         Wang et al., Tackling the Objective Inconsistency Problem in Heterogeneous Federated
         Optimization, arXiv:2007.07481, section 4, equation 9.
     """
+    _check_scalar_rule(client_optimizer)
     server = make_server(server_optimizer, aggregator)
 
     @program(clients=cohort_size)
@@ -108,6 +110,19 @@ def fednova(
         return server.descend(state, scale(length, direction)), metrics | reported
 
     return FederatedAlgorithm(init, fednova_round)
+
+
+def _check_scalar_rule(optimizer: optax.GradientTransformation) -> None:
+    """Check that an optimizer takes a scalar parameter."""
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    try:
+        jax.eval_shape(lambda x: optimizer.update(x, optimizer.init(x), x), scalar)
+    except Exception as error:
+        raise ValueError(
+            "fednova: client_optimizer does not take a scalar parameter, from which fednova reads "
+            "the length of local training. Expected the same rule for all parameters: leave out "
+            "optax.multi_transform and masks by name, or use fedavg."
+        ) from error
 
 
 def _lengths(optimizer: optax.GradientTransformation, steps: int) -> Float[Array, " lengths"]:

@@ -12,8 +12,9 @@ from fedpax.aggregators import Aggregator
 from fedpax.algorithms.checks import check_setting
 from fedpax.algorithms.fedavg import FedAvgState
 from fedpax.algorithms.gradient_terms import proximal_term
-from fedpax.algorithms.local_steps import local_update, participant_weights
+from fedpax.algorithms.local_steps import local_update
 from fedpax.algorithms.map_clients import map_clients
+from fedpax.algorithms.participation import participant_weights
 from fedpax.algorithms.server import make_server
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import program
@@ -71,7 +72,7 @@ def fedprox(
     Reference:
         Li et al., Federated Optimization in Heterogeneous Networks, arXiv:1812.06127, algorithm 2.
     """
-    check_setting("fedprox", "mu", mu)
+    check_setting("fedprox", "mu", mu, remedy="Pass 0.0 for fedavg.")
     server = make_server(server_optimizer, aggregator)
 
     @program(clients=cohort_size)

@@ -9,8 +9,9 @@ import optax
 from jaxtyping import Array, Int
 
 from fedpax.algorithms.local_evaluation import local_metrics
-from fedpax.algorithms.local_steps import local_steps, participant_weights
+from fedpax.algorithms.local_steps import local_steps
 from fedpax.algorithms.map_clients import map_clients
+from fedpax.algorithms.participation import participant_weights
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_mean, program
 from fedpax.primitives.placement import ChunkSize

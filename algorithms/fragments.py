@@ -200,8 +200,9 @@ def _rows_by_fragment(path: str, leaf: Any, fragment_of: FragmentFn) -> dict[int
     """Return the rows of a parameter in each fragment that has some."""
     assigned = fragment_of(path, leaf)
     is_sequence = isinstance(assigned, Iterable)
+    entries: Iterable[Any] = assigned if isinstance(assigned, Iterable) else [assigned]
     try:
-        numbers = list(map(operator.index, assigned if is_sequence else [assigned]))
+        numbers = list(map(operator.index, entries))
     except TypeError:
         raise TypeError(
             f"fragments: {path} is assigned to {assigned!r}, expected an int, or a sequence of one "

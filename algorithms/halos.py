@@ -15,7 +15,7 @@ from fedpax.aggregators import Aggregator
 from fedpax.algorithms.arrivals import (
     ArrivingUpdates,
     Combined,
-    check_arrivals_aggregator,
+    arrivals_aggregator,
     outer_gradients,
     without_absent,
 )
@@ -186,8 +186,9 @@ def halos(
     num_regions, islands = max(region_of) + 1, len(region_of)
     check_delayed_nesterov("halos", "local_server", local_server)
     check_delayed_nesterov("halos", "global_server", global_server)
-    check_setting("halos", "merge_weight", merge_weight, most=1)
-    check_arrivals_aggregator("halos", aggregator)
+    remedy = "Pass 0.25, as the authors."
+    check_setting("halos", "merge_weight", merge_weight, most=1, remedy=remedy)
+    combine = arrivals_aggregator("halos", aggregator)
 
     def exchange(
         params: Params,
@@ -229,7 +230,7 @@ def halos(
             tuple(Region(params, local_server.init(params), params) for _ in range(num_regions)),
             local_params,
             federated_map(inner_optimizer.init, local_params),
-            None if aggregator is None else aggregator.init(params),
+            None if combine is None else combine.init(params),
         )
 
     @program(islands=islands)
@@ -243,9 +244,8 @@ def halos(
             state.local_params,
             state.inner_optimizer_state,
             cohort,
-            islands,
         )
-        arrivals = ArrivingUpdates(gradients, aggregator)
+        arrivals = ArrivingUpdates(gradients, combine)
         own_regions = jnp.array(region_of)
         events = None if order is None else _events_by_region(order, own_regions, num_regions)
 

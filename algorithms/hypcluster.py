@@ -8,15 +8,18 @@ import chex
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
-from fedpax.aggregators import Aggregator
+from fedpax.aggregators import Aggregator, random_stream
+from fedpax.algorithms.checks import check_count
 from fedpax.algorithms.local_evaluation import local_metrics
-from fedpax.algorithms.local_steps import local_update, participant_weights
+from fedpax.algorithms.local_steps import local_update
 from fedpax.algorithms.map_clients import map_clients
+from fedpax.algorithms.optimizer_step import optimizer_step
+from fedpax.algorithms.participation import participant_weights
 from fedpax.algorithms.server import make_server
 from fedpax.clients.cohort import Cohort, check_cohort
-from fedpax.primitives import federated_map, federated_mean, program
+from fedpax.primitives import federated_map, federated_mean, federated_sum, program
 from fedpax.primitives.placement import ChunkSize
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 
@@ -53,7 +56,8 @@ def hypcluster(
 
         x_j <- x_j + sum_{i: j(i) = j} n_i (y_i - x_j) / sum_{i: j(i) = j} n_i
 
-    A model that no client chose stays where it is. Clients keep no state.
+    A model that no client chose stays where it is, and so does its server optimizer's state. This
+    is visible in the model, also where the aggregator adds noise. Clients keep no state.
 
     Args:
         loss_fn: f, `(params, batch) -> (scalar loss, dict of scalars)`, for one model.
@@ -93,8 +97,7 @@ def hypcluster(
         Mansour et al., Three Approaches for Personalization with Applications to Federated
         Learning, arXiv:2002.10619, algorithm HypCluster.
     """
-    if num_clusters < 1:
-        raise ValueError(f"hypcluster: num_clusters is {num_clusters}, expected at least 1.")
+    check_count("hypcluster", "num_clusters", num_clusters, remedy="Pass 1 for fedavg.")
     server = make_server(server_optimizer, aggregator)
 
     @program(clients=cohort_size)
@@ -106,6 +109,15 @@ def hypcluster(
             for j in range(num_clusters)
         )
         return HypClusterState(params, optimizer_state, aggregator_states)
+
+    def step(
+        direction: Params, weight: Float[Array, ""], params: Params, optimizer_state: optax.OptState
+    ) -> tuple[Params, optax.OptState]:
+        """Step one model, if a client chose it: momentum does not move it by itself."""
+        stepped = optimizer_step(server.optimizer, direction, optimizer_state, params)
+        return jax.tree.map(
+            lambda new, old: jnp.where(weight > 0, new, old), stepped, (params, optimizer_state)
+        )
 
     @program(clients=cohort_size, chunk_size=chunk_size)
     def hypcluster_round(state: HypClusterState, cohort: Cohort) -> tuple[HypClusterState, Metrics]:
@@ -123,26 +135,26 @@ def hypcluster(
         )
         weights = participant_weights(cohort)
 
-        def aggregate(j: int) -> tuple[Params, chex.ArrayTree, Metrics]:
+        def aggregate(j: int) -> tuple[Params, chex.ArrayTree, Metrics, Float[Array, ""]]:
             def weight(cluster: jax.Array, own: jax.Array | None) -> jax.Array:
                 return jnp.where(cluster == j, 1 if own is None else own, 0).astype(jnp.float32)
 
             members = federated_map(weight, clusters, weights)
-            return server.aggregator.aggregate(
-                state.aggregator_states[j], pseudo_gradients, members
-            )
+            with random_stream(j):  # noise of its own for each cluster
+                aggregated = server.aggregator.aggregate(
+                    state.aggregator_states[j], pseudo_gradients, members
+                )
+            return *aggregated, federated_sum(members)
 
-        directions, aggregator_states, reported = zip(
+        directions, aggregator_states, reported, total_weights = zip(
             *map(aggregate, range(num_clusters)), strict=True
         )
-        updates, optimizer_state = jax.vmap(server.optimizer.update)(
-            _stack(directions), state.server_optimizer_state, state.params
-        )
-        params = optax.apply_updates(state.params, updates)
+        before = state.params, state.server_optimizer_state
+        after = jax.vmap(step)(_stack(directions), jnp.stack(total_weights), *before)
         metrics = federated_mean(metrics, weights) | jax.tree.map(
             lambda m: jnp.mean(m, axis=0), _stack(reported)
         )
-        return HypClusterState(params, optimizer_state, aggregator_states), metrics
+        return HypClusterState(*after, aggregator_states), metrics
 
     return FederatedAlgorithm(init, hypcluster_round)
 

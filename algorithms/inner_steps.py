@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-from fedpax.algorithms.local_steps import local_steps, valid_steps
+from fedpax.algorithms.local_steps import local_steps
+from fedpax.algorithms.participation import valid_steps
 from fedpax.algorithms.tree_arithmetic import subtract
 from fedpax.training.algorithm import LossFn, Metrics, Params
 

@@ -10,12 +10,12 @@ import chex
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Int, Num
+from jaxtyping import Array, Int
 
-from fedpax.algorithms.checks import check_float_params
+from fedpax.algorithms.checks import check_float_params, describe_value, is_scalar
+from fedpax.algorithms.optimizer_step import optimizer_step
+from fedpax.algorithms.participation import valid_steps
 from fedpax.algorithms.tree_arithmetic import subtract
-from fedpax.clients.cohort import MASK, Cohort
-from fedpax.primitives import federated_map
 from fedpax.training.algorithm import LossFn, Metrics, Params, WithGradientNorm
 
 Carry = TypeVar("Carry", bound=chex.ArrayTree)
@@ -74,8 +74,7 @@ def local_steps(
     ) -> tuple[tuple[Params, optax.OptState], Metrics]:
         params, state = carry
         gradient, metrics = gradient_and_metrics(loss_fn, params, batch)
-        updates, state = optimizer.update(gradient, state, params, batch=batch)
-        return (optax.apply_updates(params, updates), state), metrics
+        return optimizer_step(optimizer, gradient, state, params, batch=batch), metrics
 
     end, metrics = fold_steps(step, (params, optimizer_state), batches, num_steps)
     return *end, metrics
@@ -174,90 +173,6 @@ def fold_steps(
     return end, jax.tree.map(lambda t: t / jnp.maximum(taken, 1), totals)
 
 
-def valid_steps(
-    batches: chex.ArrayTree, num_steps: Int[Array, ""] | int | None = None
-) -> Bool[Array, " steps"] | None:
-    """Return a mask of a participant's valid steps.
-
-    Args:
-        batches: a pytree of arrays `[steps, batch, ...]`; a field `"mask"` of a dict is nonzero
-            where there is an example.
-        num_steps: integer scalar, how many of the first steps are valid. Default None: all.
-
-    Returns:
-        bool `[steps]`, or None where nothing marks padding: no `num_steps` and no mask.
-
-    Raises:
-        TypeError: `num_steps` is not an integer scalar.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> mask = jnp.array([[1, 1], [0, 0], [1, 0]])
-        >>> valid_steps({"mask": mask}).tolist(), valid_steps({"mask": mask}, 2).tolist()
-        ([True, False, True], [True, False, False])
-    """
-    valid = None
-    if isinstance(batches, Mapping) and MASK in batches:
-        mask = batches[MASK]
-        valid = jnp.any(mask != 0, axis=tuple(range(1, mask.ndim)))
-    if num_steps is None:
-        return valid
-    given = jnp.asarray(num_steps)
-    if given.shape or not jnp.issubdtype(given.dtype, jnp.integer):
-        raise TypeError(
-            f"num_steps is {given.dtype}{list(given.shape)}, expected one integer per participant. "
-            "Give the round a cohort whose num_steps is an integer array [participants]."
-        )
-    before = jnp.arange(jax.tree.leaves(batches)[0].shape[0]) < given
-    return before if valid is None else before & valid
-
-
-def placed_valid_steps(cohort: Cohort) -> Bool[Array, "participants steps"] | None:
-    """Return a mask of the valid steps of every participant. Inside a program.
-
-    Args:
-        cohort: the cohort of the round.
-
-    Returns:
-        bool `[participants, steps]`; None where nothing marks padding: no `num_steps` and no mask.
-    """
-    batches = cohort.batches
-    if isinstance(batches, Mapping) and MASK in batches:
-        return federated_map(valid_steps, {MASK: batches[MASK]}, cohort.num_steps)
-    if cohort.num_steps is None:
-        return None
-    return federated_map(valid_steps, jax.tree.leaves(batches)[0], cohort.num_steps)
-
-
-def participant_weights(cohort: Cohort) -> Num[Array, " participants"] | None:
-    """Return the participants' weights in means: 0 without a valid step. Inside a program.
-
-    Args:
-        cohort: the cohort of the round.
-
-    Returns:
-        `cohort.num_examples`, or 1 for each participant where it is None, set to 0 for
-        participants without a valid step; None where every participant weighs the same.
-
-    Example:
-        >>> import fedpax
-        >>> import jax.numpy as jnp
-        >>> mask = jnp.array([[[1, 1]], [[0, 0]], [[1, 0]]])  # participants, steps, batch
-        >>> fedpax.program(clients=3)(participant_weights)(Cohort({"mask": mask})).tolist()
-        [1.0, 0.0, 1.0]
-    """
-    valid = placed_valid_steps(cohort)
-    weights = None if cohort.num_examples is None else jnp.asarray(cohort.num_examples)
-    if valid is None:
-        return weights
-
-    def weight(valid: Bool[Array, " steps"], examples: Num[Array, ""] | None) -> Num[Array, ""]:
-        examples = jnp.float32(1) if examples is None else examples
-        return jnp.where(jnp.any(valid), examples, jnp.zeros_like(examples))
-
-    return federated_map(weight, valid, weights)
-
-
 def gradient_and_metrics(
     loss_fn: LossFn, params: Params, batch: chex.ArrayTree
 ) -> tuple[Params, Metrics]:
@@ -328,14 +243,14 @@ def loss_and_metrics(
     returned = loss_fn(params, batch)
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise TypeError(
-            f"loss_fn returned {_describe(returned)}, expected a pair (loss, metrics). Return "
+            f"loss_fn returned {describe_value(returned)}, expected a pair (loss, metrics). Return "
             "loss, {'accuracy': accuracy}, or loss, None."
         )
     loss, aux = returned
-    if not _is_scalar(loss):
+    if not is_scalar(loss):
         raise TypeError(
-            f"loss_fn returned a loss of {_describe(loss)}, expected a scalar. Average it over "
-            "the batch, for example with jnp.mean."
+            f"loss_fn returned a loss of {describe_value(loss)}, expected a scalar. Average it "
+            "over the batch, for example with jnp.mean."
         )
     return loss, as_metrics(loss, aux)
 
@@ -362,7 +277,7 @@ def as_metrics(loss: jax.Array, aux: Mapping[str, jax.Array] | None) -> Metrics:
         return {"loss": loss}
     if not isinstance(aux, Mapping):
         raise TypeError(
-            f"loss_fn returned {_describe(aux)} beside the loss, expected a dict of metrics. "
+            f"loss_fn returned {describe_value(aux)} beside the loss, expected a dict of metrics. "
             "Return loss, {'accuracy': accuracy}, or loss, None."
         )
     if "loss" in aux:
@@ -371,26 +286,13 @@ def as_metrics(loss: jax.Array, aux: Mapping[str, jax.Array] | None) -> Metrics:
             "Leave it out, or rename it."
         )
     for name, value in aux.items():
-        if not _is_scalar(value):
+        if not is_scalar(value):
             raise TypeError(
-                f"loss_fn returned a metric {name!r} of {_describe(value)}, expected a scalar. "
-                "Average it over the batch, for example with jnp.mean."
+                f"loss_fn returned a metric {name!r} of {describe_value(value)}, expected a "
+                "scalar. Average it over the batch, for example with jnp.mean."
             )
     return {**aux, "loss": loss}
 
 
 def _float_mean(values: jax.Array) -> jax.Array:
     return jnp.mean(values.astype(jnp.float32))
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, int | float) or (hasattr(value, "dtype") and value.ndim == 0)
-
-
-def _describe(value: Any) -> str:
-    """Name a value's type, with its shape if it is an array."""
-    if hasattr(value, "dtype"):
-        return f"an array {value.dtype}{list(value.shape)}"
-    if isinstance(value, tuple):
-        return f"a tuple of {len(value)}"
-    return f"a {type(value).__name__}"

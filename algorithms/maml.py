@@ -74,7 +74,8 @@ def per_fedavg(
         Fallah et al., Personalized Federated Learning: A Meta-Learning Approach,
         arXiv:2002.07948, algorithm 1.
     """
-    check_setting("per_fedavg", "adaptation_learning_rate", adaptation_learning_rate)
+    remedy = "Pass 0.0 for fedavg on every second example."
+    check_setting("per_fedavg", "adaptation_learning_rate", adaptation_learning_rate, remedy=remedy)
 
     def meta_loss(params: Params, batch: chex.ArrayTree) -> tuple[jax.Array, Metrics | None]:
         support, query = (_every_second(batch, start) for start in (0, 1))
@@ -122,7 +123,7 @@ def reptile(
         leave `cohort.num_examples` None.
 
     Raises:
-        TypeError, ValueError: as in `fedavg`.
+        ValueError: `meta_learning_rate` below 0; and as in `fedavg`.
 
     Example:
         >>> import fedpax, jax, jax.numpy as jnp
@@ -137,6 +138,9 @@ def reptile(
     Reference:
         Nichol et al., On First-Order Meta-Learning Algorithms, arXiv:1803.02999, algorithm 2.
     """
+    if not callable(meta_learning_rate):
+        remedy = "Pass 1.0 for fedavg."
+        check_setting("reptile", "meta_learning_rate", meta_learning_rate, remedy=remedy)
     return fedavg(
         loss_fn,
         cohort_size=cohort_size,

@@ -14,8 +14,9 @@ from fedpax.aggregators import Aggregator
 from fedpax.algorithms.checks import check_setting
 from fedpax.algorithms.gradient_terms import added_term
 from fedpax.algorithms.local_evaluation import full_gradient
-from fedpax.algorithms.local_steps import gradient_and_metrics, local_update, participant_weights
+from fedpax.algorithms.local_steps import gradient_and_metrics, local_update
 from fedpax.algorithms.map_clients import map_clients
+from fedpax.algorithms.participation import participant_weights
 from fedpax.algorithms.server import make_server
 from fedpax.algorithms.tree_arithmetic import subtract, weighted_sum
 from fedpax.clients.cohort import Cohort, check_cohort
@@ -216,11 +217,14 @@ def mime_adam(
     Reference:
         Karimireddy et al., arXiv:2008.03606, algorithm 1 with Adam as the base algorithm.
     """
+    remedies = {"learning_rate": "Pass for example 0.1.", "eps": "Pass 1e-3, the default."}
     for name, value in {"learning_rate": learning_rate, "eps": eps}.items():
-        check_setting("mime_adam", name, value, above=0)
+        check_setting("mime_adam", name, value, above=0, remedy=remedies[name])
     for name, value in {"b1": b1, "b2": b2}.items():
-        check_setting("mime_adam", name, value, below=1)
-    check_setting("mime_adam", "initial_second_moment", initial_second_moment)
+        remedy = "Pass 0.0 for no memory of earlier rounds."
+        check_setting("mime_adam", name, value, below=1, remedy=remedy)
+    name, remedy = "initial_second_moment", "Pass 1.0, the default."
+    check_setting("mime_adam", name, initial_second_moment, remedy=remedy)
 
     def init(params: optax.Params) -> MimeAdamState:
         second = jax.tree.map(lambda p: jnp.full_like(p, initial_second_moment), params)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import optax
+from jax.sharding import PartitionSpec as P
 
 from fedpax.aggregators import Aggregator
+from fedpax.algorithms.checks import check_setting
 from fedpax.algorithms.diloco import diloco
-from fedpax.training.algorithm import FederatedAlgorithm, LossFn
+from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Params
 
 
 def muloco(
@@ -47,7 +50,7 @@ def muloco(
 
     Raises:
         TypeError: as in `diloco`.
-        ValueError: as in `diloco`.
+        ValueError: `learning_rate` below 0; and as in `diloco`.
 
     Example:
         >>> import fedpax, jax, jax.numpy as jnp
@@ -63,8 +66,11 @@ def muloco(
         Therien et al., MuLoCo: Muon is a practical inner optimizer for DiLoCo, arXiv:2505.23725,
         algorithm 1.
     """
-    inner = optax.contrib.muon(
-        learning_rate, muon_weight_dimension_numbers=weight_dimension_numbers
+    if not callable(learning_rate):
+        remedy = "Pass 0.02, as the authors' code."
+        check_setting("muloco", "learning_rate", learning_rate, remedy=remedy)
+    inner = _on_automatic_axes(
+        optax.contrib.muon(learning_rate, muon_weight_dimension_numbers=weight_dimension_numbers)
     )
     if outer_optimizer is None:
         outer_optimizer = optax.sgd(0.7, momentum=0.6, nesterov=True)
@@ -75,3 +81,31 @@ def muloco(
         outer_optimizer=outer_optimizer,
         aggregator=aggregator,
     )
+
+
+def _on_automatic_axes(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Let the compiler shard an optimizer's matmuls. Results are sharded as their arguments.
+
+    On explicit mesh axes, a matmul of a sharded matrix with its transpose has no sharding: JAX
+    raises.
+    """
+
+    def update(
+        gradient: Params, state: optax.OptState, params: Params | None = None
+    ) -> tuple[Params, optax.OptState]:
+        specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (gradient, state))
+        axes = {axis for spec in jax.tree.leaves(specs) for axis in _axes(spec)}
+        if not axes:
+            return optimizer.update(gradient, state, params)
+        on_automatic_axes = jax.sharding.auto_axes(
+            optimizer.update, axes=tuple(sorted(axes)), out_sharding=specs
+        )
+        return on_automatic_axes(gradient, state, params)
+
+    return optax.GradientTransformation(optimizer.init, update)
+
+
+def _axes(spec: P) -> set[str]:
+    """Return the mesh axes of a partition spec."""
+    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+    return {axis for entry in entries for axis in entry if axis is not None}

@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int
 
+from fedpax.algorithms.checks import check_setting
 from fedpax.algorithms.exchange import exchange, perfect_matchings
-from fedpax.algorithms.local_steps import local_steps, participant_weights
+from fedpax.algorithms.local_steps import local_steps
+from fedpax.algorithms.participation import participant_weights
 from fedpax.algorithms.population import population_mean
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_broadcast, federated_map, federated_mean, program
@@ -70,9 +72,9 @@ def noloco(
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
         islands: number of islands.
         inner_optimizer: any optax optimizer; the paper uses Adam.
-        learning_rate: eta, the outer learning rate. Default 0.7, as in the paper.
-        momentum: beta, the outer momentum. Default 0.5, as in the paper.
-        pull: gamma. Default None: `learning_rate`, as in the authors' code.
+        learning_rate: eta, the outer learning rate, at least 0. Default 0.7, as in the paper.
+        momentum: beta, the outer momentum, from 0 to 1. Default 0.5, as in the paper.
+        pull: gamma, at least 0. Default None: `learning_rate`, as in the authors' code.
         seed: seed of the random pairs.
 
     Returns:
@@ -82,7 +84,8 @@ def noloco(
 
     Raises:
         TypeError: `islands` is not an int; the argument of a round is not a `fedpax.Cohort`.
-        ValueError: `islands` below 1; in a round, batches without an axis of size `islands`.
+        ValueError: `islands` below 1 or a setting out of range; in a round, batches without an axis
+            of size `islands`.
 
     Example:
         >>> import fedpax
@@ -101,6 +104,9 @@ def noloco(
         not part of this method.
     """
     gamma = learning_rate if pull is None else pull
+    for name, value in {"learning_rate": learning_rate, "pull": gamma}.items():
+        check_setting("noloco", name, value, remedy="Pass 0.7, as the paper.")
+    check_setting("noloco", "momentum", momentum, most=1, remedy="Pass 0.5, as the paper.")
 
     @program(islands=islands)
     def init(params: Params) -> NoLoCoState:
@@ -142,7 +148,8 @@ def noloco(
                 phi: jax.Array, y: jax.Array, phi_j: jax.Array, y_j: jax.Array, delta: jax.Array
             ) -> jax.Array:
                 progress = ((y - phi) + (y_j - phi_j)) / 2
-                return momentum * delta + learning_rate * progress - gamma * (phi - phi_j) / 2
+                moved = momentum * delta + learning_rate * progress - gamma * (phi - phi_j) / 2
+                return moved.astype(delta.dtype)
 
             delta = jax.tree.map(step, *own, *partner, delta)
             return optax.apply_updates(own[0], delta), delta

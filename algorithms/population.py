@@ -49,7 +49,8 @@ def merge(
         The same pytree with leaves `[...]`, averaged in float32, in their own dtype.
 
     Raises:
-        ValueError: `weights` does not have one entry for each model.
+        ValueError: `weights` does not have one entry for each model; one is negative, infinite or
+            NaN, or all are 0. Traced weights are not checked.
 
     Example:
         >>> merge(jnp.array([[1.0, 2.0], [3.0, 6.0]]), [1, 3]).tolist()
@@ -64,8 +65,10 @@ def merge(
     if shares.shape != (count,):
         raise ValueError(
             f"weights has shape {list(shares.shape)}, expected [{count}], one entry for each model "
-            "along the first axis."
+            "along the first axis. Leave weights=None for equal weights."
         )
+    if not isinstance(shares, jax.core.Tracer):
+        _check_shares(shares)
     shares = shares / jnp.sum(shares)
     return jax.tree.map(
         lambda leaf: jnp.tensordot(shares, leaf.astype(jnp.float32), axes=1).astype(leaf.dtype),
@@ -107,3 +110,11 @@ def greedy_soup(
         if with_it >= best:
             used, best = [*used, index], with_it
     return merge(models, [i in used for i in range(count)]), used
+
+
+def _check_shares(weights: Num[Array, " models"]) -> None:
+    if not jnp.all((weights >= 0) & jnp.isfinite(weights)) or not jnp.any(weights > 0):
+        raise ValueError(
+            f"weights is {weights.tolist()}, expected nonnegative numbers, not all 0. Leave "
+            "weights=None for equal weights."
+        )

@@ -8,14 +8,15 @@ import chex
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from fedpax.aggregators import Aggregator
-from fedpax.algorithms.checks import required_client_ids
+from fedpax.algorithms.checks import check_population, cohort_of_population
 from fedpax.algorithms.gradient_terms import added_term, constant_learning_rate
 from fedpax.algorithms.local_evaluation import accumulator, count_steps, full_gradient, mean_of
-from fedpax.algorithms.local_steps import local_steps, participant_weights
+from fedpax.algorithms.local_steps import local_steps
 from fedpax.algorithms.map_clients import map_clients
+from fedpax.algorithms.participation import participant_weights, takes_part
 from fedpax.algorithms.server import make_server
 from fedpax.algorithms.tree_arithmetic import scale, subtract
 from fedpax.clients import ClientStore, client_store, gather_clients, scatter_clients
@@ -89,7 +90,7 @@ def scaffold(
         step keeps its c_i.
 
     Raises:
-        ValueError: `option` is neither "I" nor "II"; `num_clients` below 1; in a round,
+        ValueError: `option` is neither "I" nor "II"; `num_clients` below `cohort_size`; in a round,
             `cohort.client_ids` is None; and as in `fedavg`.
 
     Example:
@@ -109,7 +110,11 @@ def scaffold(
         arXiv:1910.06378, algorithm 1.
     """
     if option not in ("I", "II"):
-        raise ValueError(f'scaffold: option is {option!r}, expected "I" or "II".')
+        raise ValueError(
+            f'scaffold: option is {option!r}, expected "I" or "II". Pass "II", which computes no '
+            "gradient more."
+        )
+    check_population("scaffold", cohort_size, num_clients)
     server = make_server(server_optimizer, aggregator)
 
     @program(clients=cohort_size)
@@ -121,12 +126,15 @@ def scaffold(
     @program(clients=cohort_size, chunk_size=chunk_size)
     def scaffold_round(state: ScaffoldState, cohort: Cohort) -> tuple[ScaffoldState, Metrics]:
         check_cohort("scaffold", cohort, cohort_size)
-        client_ids = required_client_ids("scaffold", cohort)
+        cohort, client_ids = cohort_of_population("scaffold", cohort, num_clients)
         x, c = state.params, state.control
         rate = constant_learning_rate(client_optimizer, x) if option == "II" else None
 
         def local_train(
-            own: Params, batches: chex.ArrayTree, num_steps: Int[Array, ""] | None
+            own: Params,
+            is_present: Bool[Array, ""],
+            batches: chex.ArrayTree,
+            num_steps: Int[Array, ""] | None,
         ) -> tuple[Params, Metrics, Params, Params]:
             correction = subtract(c, own)
             terms = [added_term(correction), client_optimizer]
@@ -150,13 +158,18 @@ def scaffold(
             # new c_i - old c_i, without the old one: the new one is written over it, and XLA for
             # CPU copies all clients' controls at each client if both are read.
             change = subtract(corrected, c)
-            change = jax.tree.map(lambda d: jnp.where(steps > 0, d, 0), change)
-            new = jax.tree.map(lambda g, c: jnp.where(steps > 0, g, c), gradient, own)
+            change = jax.tree.map(lambda d: jnp.where(is_present, d, 0), change)
+            new = jax.tree.map(lambda g, c: jnp.where(is_present, g, c), gradient, own)
             return moved, metrics, change, new
 
         own = gather_clients(state.client_controls, client_ids)
         pseudo_gradients, metrics, changes, new = map_clients(
-            local_train, own, cohort.batches, cohort.num_steps, chunk_size=chunk_size
+            local_train,
+            own,
+            takes_part(cohort),
+            cohort.batches,
+            cohort.num_steps,
+            chunk_size=chunk_size,
         )
         change = scale(cohort_size / num_clients, federated_mean(changes))
         state, metrics = server.step(state, pseudo_gradients, metrics, participant_weights(cohort))

@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
+from fedpax.algorithms.checks import check_count, check_setting
 from fedpax.algorithms.local_evaluation import accumulator, count_steps, mean_of
-from fedpax.algorithms.local_steps import fold_steps, gradient_and_metrics, participant_weights
+from fedpax.algorithms.local_steps import fold_steps, gradient_and_metrics
 from fedpax.algorithms.map_clients import map_clients
+from fedpax.algorithms.participation import participant_weights
 from fedpax.clients.cohort import Cohort
 from fedpax.primitives import federated_mean, program
 from fedpax.primitives.placement import ChunkSize
@@ -67,12 +69,20 @@ def self_tuning(
     derivative is the mean gradient of the f_i times the forward-mode derivative of x'(h).
 
     - Hyperparameters of the server (learning rate, momentum) cost one gradient of the f_i per
-      round. With `chunk_size`, memory is flat in the number of participants.
+      round.
     - Hyperparameters of the participants (learning rate, FedProx's mu) also cost one more pass over
-      the local steps for each hyperparameter. `fedavg` and `fedprox` with a `chunk_size` recompute
-      the local steps in this pass, and memory is flat too. Other methods store the values of the
-      local steps for all participants.
+      the local steps for each hyperparameter.
+    - If the method and `self_tuning` have a `chunk_size`, temporary memory does not grow with the
+      number of participants, because this pass recomputes the local steps. A method with client
+      state still holds the new states of the cohort. Without `chunk_size`, which methods for
+      islands do not take, this pass stores the values of the local steps of all participants.
     - Cohorts with `num_steps` work, because forward mode differentiates loops of variable length.
+
+    If a derivative is NaN or infinite, its hyperparameter keeps its value in this round, and the
+    metric `"non_finite_hypergradients"` counts it. If a hyperparameter of the participants is tuned
+    and their optimizer is Adam or AdamW, one gradient entry of 0, as below a ReLU, makes the
+    derivatives of all hyperparameters NaN, because Adam takes the square root of 0. Give the
+    optimizer a small `eps_root`: `optax.adamw(rate, eps_root=1e-12)`.
 
     Hyperparameters stay positive, because their logarithm is tuned. Express other settings by
     positive ones, such as a momentum: `optax.sgd(rate, momentum=1 - h["damping"])`.
@@ -93,7 +103,9 @@ def self_tuning(
     Returns:
         `init(params)` and `round(state, cohort)`. `state.hyperparameters` are the values of the
         next round. Metrics: those of the method; the hyperparameters of the round as
-        `"hyperparameter/<name>"`; and `"loss_after"`, the mean of the f_i at the new model.
+        `"hyperparameter/<name>"`; `"loss_after"`, the mean of the f_i at the new model; and
+        `"non_finite_hypergradients"`, the number of hyperparameters that were not tuned because
+        their derivative is NaN or infinite.
 
     Raises:
         ValueError: a hyperparameter is not positive, or there is none; `tuning_steps` below 1.
@@ -149,12 +161,18 @@ def self_tuning(
         slopes = jax.tree.map(
             lambda g, d: jnp.tensordot(g, d.astype(jnp.float32), g.ndim), gradient, derivatives
         )
-        hypergradient = dict(zip(log, sum(jax.tree.leaves(slopes), 0 * vector), strict=True))
-        updates, optimizer_state = optimizer.update(hypergradient, state.hyper_optimizer_state, log)
+        hypergradients = sum(jax.tree.leaves(slopes), 0 * vector)
+        finite = jnp.isfinite(hypergradients)
+        by_name = dict(zip(log, jnp.where(finite, hypergradients, 0), strict=True))
+        updates, optimizer_state = optimizer.update(by_name, state.hyper_optimizer_state, log)
         reported = {f"hyperparameter/{name}": h for name, h in state.hyperparameters.items()}
-        metrics = metrics | reported | {"loss_after": loss}
-        log = optax.apply_updates(log, updates)
-        return SelfTuningState(after, log, optimizer_state), metrics
+        skipped = jnp.sum(~finite, dtype=jnp.float32)
+        reported |= {"loss_after": loss, "non_finite_hypergradients": skipped}
+        # The optimizer's momentum moves a hyperparameter whose derivative is set to 0.
+        tuned = dict(zip(log, finite, strict=True))
+        moved = optax.apply_updates(log, updates)
+        log = {name: jnp.where(tuned[name], moved[name], log[name]) for name in log}
+        return SelfTuningState(after, log, optimizer_state), metrics | reported
 
     def loss_and_gradient(params: Params, cohort: Cohort) -> tuple[Float[Array, ""], Params]:
         """Average loss and gradient over participants by weight, on their first batches."""
@@ -188,14 +206,10 @@ def _check(hyperparameters: Mapping[str, float], tuning_steps: int) -> None:
             "example {'learning_rate': 1.0}."
         )
     for name, value in hyperparameters.items():
-        if not value > 0:
-            raise ValueError(
-                f"self_tuning: hyperparameters[{name!r}] is {value}, expected a positive number, "
-                "because its logarithm is tuned. Express it by a positive one, such as a momentum "
-                "by 1 - damping."
-            )
-    if tuning_steps < 1:
-        raise ValueError(
-            f"self_tuning: tuning_steps is {tuning_steps}, expected at least 1. It is the number "
-            "of each participant's batches that measure the loss after a round."
+        remedy = (
+            "Its logarithm is tuned: express it by a positive number, such as a momentum by 1 - "
+            "damping."
         )
+        check_setting("self_tuning", f"hyperparameters[{name!r}]", value, above=0, remedy=remedy)
+    remedy = "It is the number of each participant's batches that measure the loss after a round."
+    check_count("self_tuning", "tuning_steps", tuning_steps, remedy=remedy)

@@ -7,6 +7,8 @@ import optax
 from jaxtyping import Array, Num
 
 from fedpax.aggregators import Aggregator, mean
+from fedpax.algorithms.checked_aggregator import checked_aggregator
+from fedpax.algorithms.optimizer_step import optimizer_step
 from fedpax.primitives import federated_mean
 from fedpax.training.algorithm import Metrics, Params
 
@@ -42,10 +44,9 @@ class Server(NamedTuple):
 
     def descend(self, state: State, pseudo_gradient: Params) -> State:
         """Step the model along a pseudo-gradient."""
-        updates, optimizer_state = self.optimizer.update(
-            pseudo_gradient, state.server_optimizer_state, state.params
+        params, optimizer_state = optimizer_step(
+            self.optimizer, pseudo_gradient, state.server_optimizer_state, state.params
         )
-        params = optax.apply_updates(state.params, updates)
         return state._replace(params=params, server_optimizer_state=optimizer_state)
 
     def step(
@@ -80,6 +81,9 @@ def make_server(
         optimizer: any optax optimizer. Default None: `optax.sgd(1.0)`.
         aggregator: any aggregator. Default None: the weighted mean.
 
+    Raises:
+        TypeError: `aggregator` is not an `Aggregator`.
+
     Example:
         >>> import jax.numpy as jnp
         >>> from fedpax.algorithms.fedavg import FedAvgState
@@ -90,5 +94,39 @@ def make_server(
     """
     return Server(
         optax.sgd(1.0) if optimizer is None else optimizer,
-        mean() if aggregator is None else aggregator,
+        given_aggregator(aggregator, mean()),
     )
+
+
+def given_aggregator(aggregator: Any, default: Aggregator) -> Aggregator:
+    """Return the aggregator that a method was given, with its result checked, or its default.
+
+    Args:
+        aggregator: the method's argument. None: the default.
+        default: the method's default.
+
+    Returns:
+        The default, or `checked_aggregator(aggregator)`.
+
+    Raises:
+        TypeError: the argument is not an `Aggregator`.
+
+    Example:
+        >>> from fedpax.aggregators import clip_by_norm, coordinate_median
+        >>> given_aggregator(coordinate_median, mean())
+        Traceback (most recent call last):
+            ...
+        TypeError: aggregator is the function coordinate_median, expected a \
+fedpax.aggregators.Aggregator. ...
+    """
+    if aggregator is None:
+        return default
+    if not isinstance(aggregator, Aggregator):
+        name = getattr(aggregator, "__name__", None)
+        found = f"the function {name}" if name else f"a {type(aggregator).__name__}"
+        raise TypeError(
+            f"aggregator is {found}, expected a fedpax.aggregators.Aggregator. Call a function "
+            "that makes one, as in coordinate_median(). End a transformation in an aggregator, as "
+            "in chain(clip_by_norm(1.0), mean())."
+        )
+    return checked_aggregator(aggregator)

@@ -6,6 +6,7 @@ import optax
 
 from fedpax.aggregators import codecs, compressed_mean
 from fedpax.aggregators.codecs import Codec
+from fedpax.algorithms.checks import check_setting
 from fedpax.algorithms.diloco import diloco
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn
 
@@ -46,7 +47,7 @@ def sparseloco(
 
     Raises:
         TypeError: as in `diloco`; `codec` is not a codec.
-        ValueError: as in `diloco`; `decay` is out of range.
+        ValueError: as in `diloco`; `outer_learning_rate` or `decay` is out of range.
 
     Example:
         >>> import fedpax, jax, jax.numpy as jnp
@@ -65,6 +66,9 @@ def sparseloco(
         Sarfi et al., Communication Efficient LLM Pre-training with SparseLoCo, arXiv:2508.15706,
         algorithm 1.
     """
+    if not callable(outer_learning_rate):
+        remedy = "Pass 1.0, the default."
+        check_setting("sparseloco", "outer_learning_rate", outer_learning_rate, remedy=remedy)
     if codec is None:
         codec = codecs.top_k(1 / 64, values=codecs.sign(bits=2))
     return diloco(

@@ -30,7 +30,8 @@ def polynomial_staleness(exponent: float = 0.5) -> StalenessFn:
         >>> polynomial_staleness()(jnp.float32(3.0)).item()
         0.5
     """
-    check_setting("polynomial_staleness", "exponent", exponent)
+    remedy = "Pass 0.0 to weigh all updates equally."
+    check_setting("polynomial_staleness", "exponent", exponent, remedy=remedy)
     return lambda staleness: (1.0 + staleness) ** -exponent
 
 
@@ -55,6 +56,6 @@ def hinge_staleness(slope: float, free: float) -> StalenessFn:
     Reference:
         Xie et al., Asynchronous Federated Optimization, arXiv:1903.03934, section 5.2.
     """
-    check_setting("hinge_staleness", "slope", slope)
-    check_setting("hinge_staleness", "free", free)
+    check_setting("hinge_staleness", "slope", slope, remedy="Pass 0.0 for equal weights.")
+    check_setting("hinge_staleness", "free", free, remedy="Pass 0.0 for none.")
     return lambda staleness: 1.0 / (slope * jnp.maximum(staleness - free, 0.0) + 1.0)

@@ -21,7 +21,9 @@ from fedpax.algorithms.inner_steps import (
     keep_step_together,
     make_inner_steps,
 )
-from fedpax.algorithms.local_steps import participant_weights
+from fedpax.algorithms.optimizer_step import optimizer_step
+from fedpax.algorithms.participation import participant_weights
+from fedpax.algorithms.server import given_aggregator
 from fedpax.algorithms.tree_arithmetic import subtract
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_broadcast, federated_map, federated_mean, program
@@ -115,7 +117,7 @@ def streaming_diloco(
         in a round has weight 0 in all means of the round.
 
     Raises:
-        TypeError: `islands`, `delay` or `fragments` has another type.
+        TypeError: `islands`, `delay`, `fragments` or `aggregator` has another type.
         ValueError: `islands` below 1, `delay` below 0 or `mixing` out of range; in `init`,
             fragments that do not fit the parameters; in a round, batches without an axis of size
             `islands`, or whose number of steps does not fit `fragments` and `delay`.
@@ -147,7 +149,7 @@ def streaming_diloco(
     outer = (
         optax.sgd(0.4, momentum=0.9, nesterov=True) if outer_optimizer is None else outer_optimizer
     )
-    combine = mean() if aggregator is None else aggregator
+    combine = given_aggregator(aggregator, mean())
     inner_steps = make_inner_steps(loss_fn, inner_optimizer)
     one_step = keep_step_together(inner_steps)
 
@@ -230,8 +232,7 @@ def streaming_diloco(
     ) -> StreamingDiLoCoState:
         """Step fragment p of the outer model, and mix it into the islands' models."""
         x = fragment.take(state.params)
-        updates, outer_state = outer.update(delta, state.outer_optimizer_state[p], x)
-        x = optax.apply_updates(x, updates)
+        x, outer_state = optimizer_step(outer, delta, state.outer_optimizer_state[p], x)
 
         def mix(own: jax.Array, outer: jax.Array) -> jax.Array:
             return (mixing * own + (1 - mixing) * outer).astype(own.dtype)

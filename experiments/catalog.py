@@ -27,11 +27,23 @@ class UnknownExperimentError(ValueError):
 
 
 class Entry(NamedTuple):
-    """An experiment of the catalog: its module, its function, and the docstring's first line."""
+    """An experiment or a group: its module, its function, and the docstring's first line."""
 
     module: str
     function: str
     summary: str
+
+
+class ExperimentGroup(NamedTuple):
+    """Experiments to compare with each other. `--exp=GROUP:NAME` is one of them.
+
+    Attributes:
+        experiments: the experiments by name.
+        target: the `--target` of `fedpax compare`. Default None: none.
+    """
+
+    experiments: Mapping[str, Experiment]
+    target: str | None = None
 
 
 @functools.cache
@@ -50,6 +62,24 @@ def entries() -> Mapping[str, Entry]:
         >>> entries()["pretrain_text"].summary
         "Pretraining of a byte-level transformer on Python's own sources, on one island."
     """
+    return _entries(are_groups=False)
+
+
+@functools.cache
+def groups() -> Mapping[str, Entry]:
+    """List the groups of experiments: the functions that return an `ExperimentGroup`.
+
+    Returns:
+        The groups by name.
+
+    Example:
+        >>> groups()["methods_digits"].summary
+        'Methods for clients on digits: 100 clients with few labels each, an MLP.'
+    """
+    return _entries(are_groups=True)
+
+
+def _entries(*, are_groups: bool) -> Mapping[str, Entry]:
     found: dict[str, Entry] = {}
     package = fedpax.experiments
     for info in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
@@ -58,18 +88,22 @@ def entries() -> Mapping[str, Entry]:
         spec = importlib.util.find_spec(info.name)
         assert spec is not None and spec.origin is not None
         for node in ast.parse(Path(spec.origin).read_text()).body:
-            if isinstance(node, ast.FunctionDef) and _makes_experiment(node):
+            if not isinstance(node, ast.FunctionDef) or not (returned := _returned_class(node)):
+                continue
+            if (returned == ExperimentGroup.__name__) == are_groups:
                 name = node.name if node.name not in found else f"{info.name}:{node.name}"
                 summary = (ast.get_docstring(node) or "").partition("\n")[0]
                 found[name] = Entry(info.name, node.name, summary)
     return MappingProxyType(found)
 
 
-def _makes_experiment(node: ast.FunctionDef) -> bool:
+def _returned_class(node: ast.FunctionDef) -> str | None:
+    """Return the class that a public function without arguments is annotated to return."""
     returned = node.returns.id if isinstance(node.returns, ast.Name) else ""
     arguments = any(isinstance(child, ast.arg) for child in ast.walk(node.args))
-    private = node.name.startswith("_")
-    return bool(returned) and not hasattr(builtins, returned) and not arguments and not private
+    if not returned or hasattr(builtins, returned) or arguments or node.name.startswith("_"):
+        return None
+    return returned
 
 
 def experiments() -> dict[str, Callable[[], Experiment]]:
@@ -81,12 +115,44 @@ def experiments() -> dict[str, Callable[[], Experiment]]:
     return {name: find_experiment(name) for name in entries()}
 
 
+def find_group(name: str) -> ExperimentGroup:
+    """Return a group of experiments.
+
+    Args:
+        name: a name in `groups`.
+
+    Example:
+        >>> list(find_group("methods_digits").experiments)[:3]
+        ['fedavg', 'fedavgm', 'fedadagrad']
+    """
+    entry = groups()[name]
+    group: ExperimentGroup = getattr(importlib.import_module(entry.module), entry.function)()
+    return group
+
+
+def expand_groups(names: Iterable[str]) -> list[str]:
+    """Replace the name of each group by the names of its experiments.
+
+    Example:
+        >>> expand_groups(["fedavg_digits", "personal_digits"])[:2]
+        ['fedavg_digits', 'personal_digits:ditto']
+    """
+    expanded: list[str] = []
+    for name in names:
+        if name in groups():
+            expanded += [f"{name}:{own}" for own in find_group(name).experiments]
+        else:
+            expanded.append(name)
+    return expanded
+
+
 def find_experiment(exp: str) -> Callable[[], Experiment]:
     """Find an experiment by the name that `--exp` takes.
 
     Args:
-        exp: a name from `experiments`, or `my_package.my_module:function` with a module that is
-            installed, on `PYTHONPATH` or below the current folder, or `path/to/file.py:function`.
+        exp: a name from `experiments`, or `group:name` with a group from `groups`, or
+            `my_package.my_module:function` with a module that is installed, on `PYTHONPATH` or
+            below the current folder, or `path/to/file.py:function`.
 
     Returns:
         The function.
@@ -94,11 +160,22 @@ def find_experiment(exp: str) -> Callable[[], Experiment]:
     Raises:
         UnknownExperimentError: there is no such function.
     """
+    if ":" in exp and exp.rpartition(":")[0] in groups():
+        group, _, member = exp.rpartition(":")
+        return _find_member(group, member)
     if ":" not in exp:
         found = entries()
+        if exp in groups():
+            members = find_group(exp).experiments
+            raise UnknownExperimentError(
+                f"--exp={exp} is a group of {len(members)} experiments, expected one of them: "
+                f"{', '.join(members)}. Set for example --exp={exp}:{next(iter(members))}. "
+                "`fedpax compare` takes the whole group."
+            )
         if exp not in found:
             raise UnknownExperimentError(
-                f"there is no experiment {exp!r}.{did_you_mean(exp, found)} Run `fedpax list` to "
+                f"there is no experiment {exp!r}.{did_you_mean(exp, [*found, *groups()])} Run "
+                "`fedpax list` to "
                 "see all names, or give my_package.my_module:function or path/to/file.py:function."
             )
         make: Callable[[], Experiment] = getattr(
@@ -128,6 +205,22 @@ def find_experiment(exp: str) -> Callable[[], Experiment]:
             "Write a function around it that gives them."
         )
     return function
+
+
+def _find_member(group: str, name: str) -> Callable[[], Experiment]:
+    """Return a function that makes an experiment of a group, with a docstring for `--help`."""
+    members = find_group(group).experiments
+    if name not in members:
+        raise UnknownExperimentError(
+            f"--exp={group}:{name}: the group {group} has no experiment {name!r}, expected one of "
+            f"{', '.join(members)}.{did_you_mean(name, members)}"
+        )
+
+    def make() -> Experiment:
+        return members[name]
+
+    make.__doc__ = f"{name}: one of the group {group}.\n\n{groups()[group].summary}"
+    return make
 
 
 def _import_module(exp: str, module_name: str) -> ModuleType:

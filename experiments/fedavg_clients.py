@@ -1,4 +1,4 @@
-"""FedAvg and FedOpt on cohorts of a population whose clients differ in data and in size."""
+"""Methods for clients on cohorts of a population whose clients differ in data and in size."""
 
 import abc
 import dataclasses
@@ -10,7 +10,7 @@ import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fedpax.algorithms import fedavg, server_adagrad, server_adam, server_yogi
+from fedpax.algorithms import server_adagrad, server_adam, server_yogi
 from fedpax.clients.cohort_stream import CohortStream
 from fedpax.data import (
     ClientSampler,
@@ -22,6 +22,7 @@ from fedpax.data import (
 )
 from fedpax.data.populations.partition import Examples
 from fedpax.data.rounds.preprocess import Arrays, Preprocess
+from fedpax.experiments.client_methods import ClientTraining, FedAvg, MethodConfig
 from fedpax.experiments.populations import PopulationConfig
 from fedpax.experiments.ranges import COUNT, DECAY, POSITIVE, check_ranges
 from fedpax.models.nnx_functional import FunctionalModel
@@ -97,36 +98,39 @@ class ServerConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FedAvgExperiment(Experiment):
-    """A model trained by FedAvg or FedOpt on clients of different sizes.
+class ClientExperiment(Experiment):
+    """A model trained by a method for clients, on clients of different sizes.
 
     With `mesh.clients=-1`, a round uses the largest number of devices that divides the cohort. A
     run can resume on another number of devices: cohorts depend on the seed and the round alone.
 
     Attributes:
-        dataset: a name for `fedpax.data.load`.
-        heldout_split: the split to evaluate on.
         heldout_batch_size: examples in a batch of the evaluation.
-        data_dir: the folder of prepared data sets. Default None: that of TensorFlow Datasets.
-        population: the clients that exist.
         cohort: the clients of a round and their local training.
         client_learning_rate: learning rate of the clients' SGD.
         server: the server optimizer.
+        method: the method. Default: FedAvg or FedOpt, as the server optimizer says.
     """
 
-    dataset: str
-    heldout_split: str = "test"
     heldout_batch_size: int = 256
-    data_dir: str | None = None
-    population: PopulationConfig
     cohort: CohortConfig
     client_learning_rate: float
     server: ServerConfig = ServerConfig()
+    method: MethodConfig = dataclasses.field(default_factory=FedAvg)
     mesh: MeshConfig = dataclasses.field(default_factory=lambda: MeshConfig(clients=-1))
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
+        """Check the ranges, and that the method takes the server optimizer.
+
+        Raises:
+            ValueError: a number is out of range, or a method without a server optimizer has one.
+        """
         check_ranges(self, "", heldout_batch_size=COUNT, client_learning_rate=POSITIVE)
+        if not self.method.has_server_optimizer and self.server != ServerConfig():
+            raise ValueError(
+                f"server={self.server} has no effect: {type(self.method).__name__} takes no server "
+                "optimizer. Leave the fields of --server at their defaults."
+            )
 
     @abc.abstractmethod
     def make_model(self) -> FunctionalModel:
@@ -141,8 +145,12 @@ class FedAvgExperiment(Experiment):
         """Make the function from the fields of examples to those of batches."""
 
     @abc.abstractmethod
-    def read_heldout(self, heldout: Source, preprocess: Preprocess) -> Sequence[Batch]:
-        """Read the batches of the evaluation."""
+    def read_clients(self) -> tuple[Examples | Arrays, Partition]:
+        """Return the training examples, and the indices of each client's examples."""
+
+    @abc.abstractmethod
+    def open_heldout(self, preprocess: Preprocess) -> Callable[[], Sequence[Batch]]:
+        """Open the held-out data, and return the function that reads the evaluation's batches."""
 
     def make_evaluation(
         self, evaluate: Callable[..., Callable[[Params], dict[str, float]]], model: FunctionalModel
@@ -155,32 +163,20 @@ class FedAvgExperiment(Experiment):
         """
         return evaluate(self.make_loss(model))
 
-    def read_training(self, source: Source) -> Examples | Arrays:
-        """Return the training examples; by default each round reads those of its cohort."""
-        return source
-
-    def read_source(self) -> Source:
-        """Open the training split."""
-        return load(self.dataset, "train", data_dir=self.data_dir)
-
-    def read_clients(self) -> tuple[Examples | Arrays, Partition]:
-        """Return the training examples, and the indices of each client's examples."""
-        source = self.read_source()
-        return self.read_training(source), self.population.make(source, self.cohort.seed)
-
     def make_sampler(self, population: Partition) -> ClientSampler:
         """Make the sampler of the clients of each round."""
         return ClientSampler(len(population), self.cohort.size, self.cohort.seed)
 
-    def make_algorithm(self, loss_fn: LossFn) -> FederatedAlgorithm:
-        """Make the federated algorithm."""
-        return fedavg(
-            loss_fn,
+    def make_algorithm(self, loss_fn: LossFn, num_clients: int) -> FederatedAlgorithm:
+        """Make the federated algorithm for a population of a size."""
+        on = ClientTraining(
             cohort_size=self.cohort.size,
-            client_optimizer=optax.sgd(self.client_learning_rate),
+            num_clients=num_clients,
+            learning_rate=self.client_learning_rate,
             server_optimizer=self.server.make(),
             chunk_size=self.cohort.chunk_size,
         )
+        return self.method.make(loss_fn, on)
 
     def make_stream(self, rounds: CohortRounds, sampler: ClientSampler) -> CohortStream:
         """Make the stream of cohorts from the rounds of the sampled clients."""
@@ -208,7 +204,7 @@ class FedAvgExperiment(Experiment):
             chunk_size=cohort.chunk_size,
             preprocess=preprocess,
         )
-        heldout = load(self.dataset, self.heldout_split, data_dir=self.data_dir)
+        read_heldout = self.open_heldout(preprocess)
         model = self.make_model()
         over_clients = NamedSharding(
             mesh, PartitionSpec("clients" if "clients" in mesh.axis_names else None)
@@ -220,7 +216,7 @@ class FedAvgExperiment(Experiment):
             return self.make_evaluation(
                 functools.partial(
                     evaluator,
-                    batches=self.read_heldout(heldout, preprocess),
+                    batches=read_heldout(),
                     placement="clients",
                     num_participants=num_devices,
                     sharding=over_clients,
@@ -229,7 +225,7 @@ class FedAvgExperiment(Experiment):
             )
 
         return Run(
-            algorithm=self.make_algorithm(self.make_loss(model)),
+            algorithm=self.make_algorithm(self.make_loss(model), len(population)),
             init=model.init,
             cohorts=self.make_stream(rounds, sampler),
             evaluate=lambda params: evaluate_heldout()(params),
@@ -245,6 +241,45 @@ class FedAvgExperiment(Experiment):
             placement="clients",
             cohort_shapes=rounds.shapes,
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FedAvgExperiment(ClientExperiment):
+    """A model trained by a method for clients, on the examples of a data set.
+
+    Attributes:
+        dataset: a name for `fedpax.data.load`.
+        heldout_split: the split to evaluate on.
+        data_dir: the folder of prepared data sets. Default None: that of TensorFlow Datasets.
+        population: the clients that exist.
+    """
+
+    dataset: str
+    heldout_split: str = "test"
+    data_dir: str | None = None
+    population: PopulationConfig
+
+    @abc.abstractmethod
+    def read_heldout(self, heldout: Source, preprocess: Preprocess) -> Sequence[Batch]:
+        """Read the batches of the evaluation."""
+
+    def open_heldout(self, preprocess: Preprocess) -> Callable[[], Sequence[Batch]]:
+        """Open the held-out split, and return the function that reads its batches."""
+        heldout = load(self.dataset, self.heldout_split, data_dir=self.data_dir)
+        return lambda: self.read_heldout(heldout, preprocess)
+
+    def read_training(self, source: Source) -> Examples | Arrays:
+        """Return the training examples; by default each round reads those of its cohort."""
+        return source
+
+    def read_source(self) -> Source:
+        """Open the training split."""
+        return load(self.dataset, "train", data_dir=self.data_dir)
+
+    def read_clients(self) -> tuple[Examples | Arrays, Partition]:
+        """Return the training examples, and the indices of each client's examples."""
+        source = self.read_source()
+        return self.read_training(source), self.population.make(source, self.cohort.seed)
 
 
 def resolve_clients_axis(mesh: MeshConfig, cohort_size: int) -> MeshConfig:

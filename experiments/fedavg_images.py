@@ -30,7 +30,7 @@ from fedpax.experiments.populations import (
     check_has_fields,
 )
 from fedpax.experiments.ranges import COUNT, check_ranges
-from fedpax.models.classifiers import CNNConfig, cnn
+from fedpax.models.classifiers import CNNConfig, MLPConfig, cnn, mlp
 from fedpax.models.losses import classification_loss
 from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.models.resnet import ResNetConfig, resnet
@@ -42,7 +42,7 @@ from fedpax.training.virtual_time import ScheduledRounds
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FedAvgImages(FedAvgExperiment):
-    """A convolutional network trained by FedAvg on clients of different sizes.
+    """An image classifier trained on clients of different sizes.
 
     The examples of `dataset` have fields `image` and `label`.
 
@@ -57,7 +57,7 @@ class FedAvgImages(FedAvgExperiment):
 
     in_memory: bool = True
     crop_size: int | None = None
-    model: CNNConfig | ResNetConfig
+    model: CNNConfig | ResNetConfig | MLPConfig
 
     def __post_init__(self) -> None:
         """Check the ranges, and that the network takes images of the crops' size.
@@ -68,7 +68,7 @@ class FedAvgImages(FedAvgExperiment):
         """
         super().__post_init__()
         check_ranges(self, "", crop_size=COUNT)
-        if self.crop_size is None or isinstance(self.model, ResNetConfig):
+        if self.crop_size is None or not isinstance(self.model, CNNConfig):
             return
         height, width = self.model.image_height, self.model.image_width
         if not height == width == self.crop_size:
@@ -138,7 +138,12 @@ class FedAvgImages(FedAvgExperiment):
 
     def make_model(self) -> FunctionalModel:
         """Make the network."""
-        return resnet(self.model) if isinstance(self.model, ResNetConfig) else cnn(self.model)
+        match self.model:
+            case ResNetConfig():
+                return resnet(self.model)
+            case MLPConfig():
+                return mlp(self.model)
+        return cnn(self.model)
 
     def make_loss(self, model: FunctionalModel) -> LossFn:
         """Make the cross-entropy."""

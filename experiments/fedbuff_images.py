@@ -13,6 +13,7 @@ from fedpax.algorithms import fedbuff
 from fedpax.clients import Arrivals
 from fedpax.clients.cohort_stream import CohortStream
 from fedpax.data import ClientSampler, CohortRounds, Partition
+from fedpax.experiments.client_methods import FedAvg
 from fedpax.experiments.fedavg_clients import CohortConfig
 from fedpax.experiments.fedavg_images import FedAvgImages
 from fedpax.experiments.populations import DirichletPopulation
@@ -58,6 +59,19 @@ class FedBuffImages(FedAvgImages):
 
     buffer: BufferConfig
     trace: TraceConfig = dataclasses.field(default_factory=TraceConfig)
+
+    def __post_init__(self) -> None:
+        """Check the ranges, and that the method is FedBuff.
+
+        Raises:
+            ValueError: a number is out of range, or `method` is another method.
+        """
+        super().__post_init__()
+        if self.method != FedAvg():
+            raise ValueError(
+                f"method={self.method} has no effect: these clients are trained by FedBuff. Leave "
+                "the method at its default, or set it in an experiment of FedAvgImages."
+            )
 
     def order(self, population: Partition) -> BufferedArrivals:
         """Compute the order of all arrivals of the run.
@@ -125,8 +139,9 @@ class FedBuffImages(FedAvgImages):
         schedule = TimedSchedule(Arrivals(integers), seconds)
         return run._replace(cohort_shapes=shapes._replace(num_examples=None, schedule=schedule))
 
-    def make_algorithm(self, loss_fn: LossFn) -> FederatedAlgorithm:
+    def make_algorithm(self, loss_fn: LossFn, num_clients: int) -> FederatedAlgorithm:
         """Make FedBuff."""
+        del num_clients
         algorithm = fedbuff(
             loss_fn,
             buffer_size=self.cohort.size,

@@ -1,10 +1,15 @@
-"""Rounds of the federated methods against FedAvg's: time and memory.
+"""Rounds of the methods against FedAvg's or DiLoCo's: time and memory.
 
     python -m fedpax.experiments.benchmarks.method_rounds --model=cnn --clients=16
+    python -m fedpax.experiments.benchmarks.method_rounds --model=cnn --islands=4
 
-A method computes some gradients per batch where FedAvg computes one. `passes` is their cost in
-gradients, with a forward pass as a third of one and a Hessian-vector product as two. The last
-column divides the time by that of so many FedAvg rounds: 1 means that nothing is computed twice.
+The first command times the methods of clients against FedAvg. The second command times those of
+islands against DiLoCo with the same inner optimizer and number of inner steps.
+
+A method computes some gradients per batch where FedAvg and DiLoCo compute one. `passes` is their
+cost in gradients, with a forward pass as a third of one and a Hessian-vector product as two. The
+last column divides the time by that of so many rounds of the baseline: 1 means that nothing is
+computed twice.
 As in training, a round starts from the last one's state and takes over its memory. On a busy
 machine, `--clock=cpu` measures the CPU time of the process in place of wall-clock time.
 """
@@ -18,13 +23,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec as P
 
 from fedpax import Cohort
 from fedpax.algorithms import (
     FedAcRates,
     agnostic,
     apfl,
+    async_diloco,
+    branch_train_merge,
+    data_parallel,
+    diloco,
     ditto,
+    eager_diloco,
+    easgd,
     fedac,
     fedavg,
     feddyn,
@@ -33,9 +45,16 @@ from fedpax.algorithms import (
     hypcluster,
     mime,
     mime_lite,
+    muloco,
+    noloco,
+    papa,
+    papa_2,
+    papa_all,
     per_fedavg,
     reptile,
     scaffold,
+    sparseloco,
+    streaming_diloco,
 )
 from fedpax.experiments.benchmarks.timing import (
     CLOCKS,
@@ -60,13 +79,15 @@ class Row(NamedTuple):
 
     Attributes:
         method: the method's name.
-        passes: cost of its gradients, in those of FedAvg.
+        baseline: the method that it is compared with.
+        passes: cost of its gradients, in those of the baseline.
         temporary_bytes: bytes of the round's temporaries on one device.
         seconds: seconds of each call.
-        ratio: seconds divided by those of FedAvg (paired).
+        ratio: seconds divided by those of the baseline (paired).
     """
 
     method: str
+    baseline: str
     passes: float
     temporary_bytes: int
     seconds: list[float]
@@ -111,6 +132,40 @@ def methods(loss_fn: Any, clients: int) -> dict[str, tuple[float, FederatedAlgor
     }
 
 
+def island_methods(loss_fn: Any, islands: int) -> dict[str, tuple[str, FederatedAlgorithm]]:
+    """Return each method's baseline, and the method. Each computes one gradient per batch.
+
+    Args:
+        loss_fn: the islands' loss.
+        islands: number of islands.
+    """
+    inner = optax.adamw(LEARNING_RATE)
+
+    def build(algorithm: Callable[..., FederatedAlgorithm], **settings: Any) -> Any:
+        return "DiLoCo", algorithm(loss_fn, islands=islands, **settings)
+
+    dilocos = functools.partial(build, inner_optimizer=inner)
+    populations = functools.partial(build, optimizer=inner)
+    with_muon = build(diloco, inner_optimizer=optax.contrib.muon(LEARNING_RATE))
+    return {
+        "DiLoCo": dilocos(diloco),
+        "data parallelism": populations(data_parallel),
+        "Streaming DiLoCo": dilocos(streaming_diloco, fragments=1, delay=1),
+        "Eager DiLoCo": dilocos(eager_diloco),
+        "async DiLoCo": dilocos(async_diloco),
+        "SparseLoCo": dilocos(sparseloco),
+        "NoLoCo": dilocos(noloco),
+        "EASGD": populations(easgd),
+        "PAPA": populations(papa),
+        "PAPA-all": populations(papa_all),
+        "PAPA-2": populations(papa_2),
+        "Branch-Train-Merge": populations(branch_train_merge),
+        # Muon's Newton-Schulz steps are part of its baseline.
+        "DiLoCo with Muon": with_muon,
+        "MuLoCo": ("DiLoCo with Muon", build(muloco, learning_rate=LEARNING_RATE)[1]),
+    }
+
+
 def repeated(step: Callable[..., Any], state: Any, cohort: Cohort) -> Callable[[], Any]:
     """Return a function that runs one more round, from the state that the last one left.
 
@@ -130,32 +185,41 @@ def repeated(step: Callable[..., Any], state: Any, cohort: Cohort) -> Callable[[
 
 def measure(
     model: str,
-    clients: int,
+    participants: int,
     chunk_size: ChunkSize,
     repetitions: int,
     clock: str = "wall",
     names: Sequence[str] | None = None,
+    placement: str = "clients",
 ) -> list[Row]:
     """Time interleaved rounds of all methods, on the devices of this process.
 
     Args:
         model: a name in `WORKLOADS`.
-        clients: number of clients in the round.
-        chunk_size: clients that a device runs at once.
+        participants: number of clients or islands in the round.
+        chunk_size: participants that a device runs at once.
         repetitions: number of timed calls of each method.
         clock: a name in `CLOCKS`.
-        names: the methods to time beside FedAvg. Default None: all.
+        names: the methods to time beside their baselines. Default None: all.
+        placement: "clients", or "islands" for the methods of islands.
     """
     workload = WORKLOADS[model]()
     loss_fn = classification_loss(workload.model.apply)
-    mesh = make_mesh(clients=-1)
-    with jax.set_mesh(mesh):
-        params, batches, num_examples = workload.random_arguments(clients, mesh)
-        cohort = Cohort(batches, num_examples, client_ids=jnp.arange(clients))
-        calls, temporaries, passes = {}, {}, {}
-        for name, (cost, algorithm) in methods(loss_fn, clients).items():
-            if names is not None and name not in ("FedAvg", *names):
-                continue
+    with jax.set_mesh(mesh := make_mesh(clients=-1)):
+        params, batches, num_examples = workload.random_arguments(participants, mesh)
+    table = comparisons(placement, loss_fn, participants)
+    if names is not None:
+        used = {*names, *(table[name][0] for name in names)}
+        used |= {table[name][0] for name in used}
+        table = {name: table[name] for name in table if name in used}
+    calls, temporaries = {}, {}
+    sizes: Any = {placement: -1}
+    with jax.set_mesh(make_mesh(**sizes)):
+        batches, num_examples = jax.device_put((batches, num_examples), P(placement))
+        cohort = Cohort(batches)
+        if placement == "clients":
+            cohort = Cohort(batches, num_examples, client_ids=jnp.arange(participants))
+        for name, (_, _, algorithm) in table.items():
             start = params
             if name == "HypCluster":
                 start = jax.tree.map(lambda p: jnp.stack([p * s for s in (1, 0.9)]), params)
@@ -164,12 +228,32 @@ def measure(
             step = step.with_options(chunk_size=chunk_size)
             compiled = compile_for(step, state, cohort, donate_argnums=0)
             calls[name] = repeated(compiled.call, state, cohort)
-            temporaries[name], passes[name] = compiled.temporary_bytes, cost
+            temporaries[name] = compiled.temporary_bytes
         seconds = interleaved(calls, (), repetitions, CLOCKS[clock])
     return [
-        Row(name, passes[name], temporaries[name], took, paired_ratio(took, seconds["FedAvg"]))
-        for name, took in seconds.items()
+        Row(
+            name,
+            baseline,
+            passes,
+            temporaries[name],
+            seconds[name],
+            paired_ratio(seconds[name], seconds[baseline]),
+        )
+        for name, (baseline, passes, _) in table.items()
     ]
+
+
+def comparisons(
+    placement: str, loss_fn: Any, participants: int
+) -> dict[str, tuple[str, float, FederatedAlgorithm]]:
+    """Return each method's baseline, its cost in the baseline's gradients, and the method."""
+    if placement == "clients":
+        found = methods(loss_fn, participants)
+        return {name: ("FedAvg", cost, algorithm) for name, (cost, algorithm) in found.items()}
+    return {
+        name: (baseline, 1, algorithm)
+        for name, (baseline, algorithm) in island_methods(loss_fn, participants).items()
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -178,10 +262,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", choices=WORKLOADS, default="cnn", help="the clients' model")
     parser.add_argument("--clients", type=int, default=16, help="number of clients in the round")
     parser.add_argument(
+        "--islands", type=int, help="time the methods of islands, and so many islands"
+    )
+    parser.add_argument(
         "--devices", type=int, default=1, help="number of devices; simulated on a CPU"
     )
     parser.add_argument(
-        "--chunk_size", type=int, default=1, help="clients that a device runs at once"
+        "--chunk_size", type=int, default=1, help="participants that a device runs at once"
     )
     parser.add_argument("--repetitions", type=int, default=5, help="timed calls of each method")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="what is measured")
@@ -191,24 +278,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     names = None if options.methods is None else options.methods.split(",")
-    known = methods(lambda params, batch: (params, {}), 1)
+    placement = "clients" if options.islands is None else "islands"
+    known = comparisons(placement, lambda params, batch: (params, {}), 1)
     if unknown := {*(names or ())} - {*known}:
         parser.error(f"unknown methods {sorted(unknown)}; choose from {', '.join(known)}")
     rows = on_devices(
         options.devices,
         measure,
         options.model,
-        options.clients,
+        options.clients if options.islands is None else options.islands,
         options.chunk_size,
         options.repetitions,
         options.clock,
         names,
+        placement,
     )
-    print("method            temporaries   median s   FedAvg = 1   passes   ratio / passes")
+    print("method              temporaries   median s   ratio   passes   ratio / passes  baseline")
     for row in rows:
         print(
-            f"{row.method:16} {row.temporary_bytes:12,} {statistics.median(row.seconds):10.4f} "
-            f"{row.ratio:12.2f} {row.passes:8.2f} {row.ratio / row.passes:16.2f}"
+            f"{row.method:18} {row.temporary_bytes:12,} {statistics.median(row.seconds):10.4f} "
+            f"{row.ratio:7.2f} {row.passes:8.2f} {row.ratio / row.passes:16.2f}  {row.baseline}"
         )
     write(options.json, rows, **vars(options))
     return 0

@@ -65,18 +65,21 @@ class UnreliableNetwork:
             except OSError:
                 return
             self.num_connections += 1
-            try:
-                if self.is_cut:
-                    raise ConnectionError
-                server = socket.create_connection(("127.0.0.1", self._server_port), 5)
-                server.settimeout(None)
-                pair = client, server
-                for end in pair:
-                    # Small buffers: otherwise they hide a slow network for megabytes.
-                    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
-            except OSError:
-                client.close()
-                continue
+            with contextlib.ExitStack() as stack:
+                stack.callback(client.close)
+                try:
+                    if self.is_cut:
+                        raise ConnectionError
+                    server = socket.create_connection(("127.0.0.1", self._server_port), 5)
+                    stack.callback(server.close)
+                    server.settimeout(None)
+                    pair = client, server
+                    for end in pair:
+                        # Small buffers: otherwise they hide a slow network for megabytes.
+                        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+                except OSError:
+                    continue
+                stack.pop_all()
             self._pairs.add(pair)
             for source, sink in (pair, pair[::-1]):
                 threading.Thread(

@@ -13,6 +13,7 @@ from fedpax.aggregators.privacy_accounting import noise_multiplier_for, privacy_
 from fedpax.aggregators.private_mean import private_mean
 from fedpax.aggregators.private_secure_mean import private_secure_mean
 from fedpax.aggregators.quantized_mean import quantized_mean
+from fedpax.aggregators.random_streams import random_stream
 from fedpax.aggregators.secure_mean import secure_mean
 from fedpax.aggregators.sent import mark_sent
 
@@ -36,6 +37,7 @@ __all__ = [
     "private_mean",
     "private_secure_mean",
     "quantized_mean",
+    "random_stream",
     "secure_mean",
     "trimmed_mean",
 ]

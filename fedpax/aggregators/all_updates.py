@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, Shaped
 
+from fedpax.aggregators.presence import mean_dtype
 from fedpax.primitives.layout import explicit_axis, mesh_axis, spans_devices
 from fedpax.primitives.placement import resolve_placement
 
@@ -31,7 +32,7 @@ def reduce_coordinates(
         updates: placed pytree of arrays `[participants, ...]`.
 
     Returns:
-        A server value of the structure and dtypes of `updates`.
+        A server value of the structure and dtypes of `updates`, float32 for integers.
     """
 
     def reduce_leaf(leaf: jax.Array) -> jax.Array:
@@ -41,7 +42,7 @@ def reduce_coordinates(
         else:
             blocks = functools.partial(_reduce_blocks, fn)
             reduced = jax.lax.platform_dependent(x, cpu=blocks, default=fn)
-        return _restore(reduced, leaf).astype(leaf.dtype)
+        return _restore(reduced, leaf).astype(mean_dtype(leaf))
 
     return jax.tree.map(reduce_leaf, updates)
 

@@ -7,8 +7,9 @@ from jaxtyping import Array, Bool, Float, Num
 
 from fedpax.aggregators.aggregator import Aggregator, EmptyState
 from fedpax.aggregators.all_updates import reduce_coordinates
+from fedpax.aggregators.checks import check_int
 from fedpax.aggregators.coordinate_means import median_of_sorted, sort_participants
-from fedpax.aggregators.krum import check_count, distances_of_present, krum_order
+from fedpax.aggregators.krum import BYZANTINE_REMEDY, distances_of_present, krum_order
 from fedpax.aggregators.presence import num_participants
 
 
@@ -31,7 +32,8 @@ def bulyan(num_byzantine: int) -> Aggregator:
     Returns:
         An aggregator without state and metrics. A participant is present if its weight is not 0;
         the weights have no other effect. NaN, infinity and absent participants are treated as in
-        `krum`. The result has the dtype of the updates; 0 if no participant is present.
+        `krum`. The result has the dtype of the updates, float32 for integers; 0 if no participant
+        is present.
 
     Raises:
         TypeError: `num_byzantine` is not an int.
@@ -52,7 +54,9 @@ def bulyan(num_byzantine: int) -> Aggregator:
         updates, the number of neighbours is at least 1. The median of an even number of values is
         the mean of the middle two.
     """
-    check_count("bulyan", "num_byzantine", num_byzantine, 0)
+    num_byzantine = check_int(
+        "bulyan", "num_byzantine", num_byzantine, least=0, remedy=BYZANTINE_REMEDY
+    )
 
     def init(params: chex.ArrayTree) -> EmptyState:
         return EmptyState()
@@ -60,9 +64,9 @@ def bulyan(num_byzantine: int) -> Aggregator:
     def aggregate(
         state: EmptyState, updates: chex.ArrayTree, weights: Num[Array, " participants"] | None
     ) -> tuple[chex.ArrayTree, EmptyState, dict[str, jax.Array]]:
-        n = num_participants(updates)
-        if not n:
+        if not jax.tree.leaves(updates):
             return updates, state, {}
+        n = num_participants()
         distances, here = distances_of_present("bulyan", updates, weights, num_byzantine, 4)
         chosen = _select_repeatedly(distances, here, num_byzantine)
         count = jnp.sum(chosen)

@@ -12,8 +12,9 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from fedpax.aggregators.aggregator import Aggregator
 from fedpax.aggregators.chain import AggregatorTransformation
-from fedpax.aggregators.gaussian_noise import check_at_least, round_key
+from fedpax.aggregators.checks import check_number, check_seed
 from fedpax.aggregators.presence import mean_dtype, present
+from fedpax.aggregators.random_streams import round_key
 from fedpax.primitives import federated_map, federated_mean, federated_sum
 
 
@@ -56,7 +57,7 @@ def clip_by_norm(max_norm: float) -> AggregatorTransformation:
         McMahan et al., Learning Differentially Private Recurrent Language Models,
         arXiv:1710.06963, section 2 (flat clipping).
     """
-    check_positive("clip_by_norm", "max_norm", max_norm)
+    max_norm = check_norm("clip_by_norm", "max_norm", max_norm)
 
     def transform(inner: Aggregator) -> Aggregator:
         def aggregate(
@@ -65,7 +66,7 @@ def clip_by_norm(max_norm: float) -> AggregatorTransformation:
             weights: Num[Array, " participants"] | None,
         ) -> tuple[chex.ArrayTree, chex.ArrayTree, dict[str, jax.Array]]:
             updates, norms = federated_map(lambda u: _clip_and_cast(u, max_norm), updates)
-            metrics = _clipping_metrics(norms, max_norm, present(updates, weights))
+            metrics = _clipping_metrics(norms, max_norm, present(weights))
             aggregated, state, reported = inner.aggregate(state, updates, weights)
             return aggregated, state, metrics | reported
 
@@ -140,10 +141,13 @@ def adaptive_clip(
         Andrew et al., Differentially Private Learning with Adaptive Clipping, arXiv:1905.03871,
         algorithm 1, with geometric updates.
     """
-    check_positive("adaptive_clip", "initial_norm", initial_norm)
-    check_quantile("adaptive_clip", quantile)
-    check_at_least("adaptive_clip", "learning_rate", learning_rate, 0.0)
-    check_at_least("adaptive_clip", "count_stddev", count_stddev, 0.0)
+    name = "adaptive_clip"
+    initial_norm = check_norm(name, "initial_norm", initial_norm)
+    quantile = check_quantile(name, quantile)
+    learning_rate = check_learning_rate(name, learning_rate)
+    remedy = "Use 0.0 for an exact count."
+    count_stddev = check_number(name, "count_stddev", count_stddev, least=0, remedy=remedy)
+    seed = check_seed(name, seed)
 
     def transform(inner: Aggregator) -> Aggregator:
         def init(params: chex.ArrayTree) -> AdaptiveClipState:
@@ -156,7 +160,7 @@ def adaptive_clip(
         ) -> tuple[chex.ArrayTree, AdaptiveClipState, dict[str, jax.Array]]:
             norm = state.max_norm
             updates, norms = federated_map(lambda u: _clip_and_cast(u, norm), updates)
-            taken = present(updates, weights)
+            taken = present(weights)
             below = federated_map(lambda norm_i, here: here & (norm_i <= norm), norms, taken)
             counted, total = federated_sum((below, taken))
             key = round_key(seed, "quantile", state.round)
@@ -217,28 +221,19 @@ def _clipping_metrics(
     return federated_mean(own, taken)
 
 
-def check_positive(function: str, argument: str, value: float) -> None:
-    """Check that an argument is a positive finite number.
-
-    Raises:
-        TypeError: it is not a number.
-        ValueError: it is not positive, or not finite.
-    """
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number and value <= 0:
-        raise ValueError(f"{function}(): {argument} is {value or 0}, expected a positive number.")
-    check_at_least(function, argument, value, 0.0)
+def check_norm(function: str, argument: str, norm: float) -> float:
+    """Return a clipping norm, a finite number above 0."""
+    remedy = "Use about the median of the norms of updates, such as 1.0."
+    return check_number(function, argument, norm, above=0, remedy=remedy)
 
 
-def check_quantile(function: str, quantile: float) -> None:
-    """Check that a quantile is between 0 and 1.
+def check_quantile(function: str, quantile: float) -> float:
+    """Return a quantile, a number from 0 to 1."""
+    remedy = "The median is 0.5."
+    return check_number(function, "quantile", quantile, least=0, most=1, remedy=remedy)
 
-    Raises:
-        TypeError: it is not a number.
-        ValueError: it is not between 0 and 1.
-    """
-    check_at_least(function, "quantile", quantile, 0.0)
-    if quantile > 1:
-        raise ValueError(
-            f"{function}(): quantile is {quantile}, expected 0 to 1. The median is 0.5."
-        )
+
+def check_learning_rate(function: str, learning_rate: float) -> float:
+    """Return the learning rate of a clipping norm, a finite number of at least 0."""
+    remedy = "Use 0.2, as the paper, or 0.0 for a fixed norm."
+    return check_number(function, "learning_rate", learning_rate, least=0, remedy=remedy)

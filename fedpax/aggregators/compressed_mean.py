@@ -10,11 +10,13 @@ from jax.sharding import AxisType
 from jaxtyping import Array, Float, Int, Num
 
 from fedpax.aggregators.aggregator import Aggregator
+from fedpax.aggregators.checks import check_number, check_seed
 from fedpax.aggregators.codecs.codec import Codec
 from fedpax.aggregators.codecs.exchange import choose_exchange
 from fedpax.aggregators.codecs.rotated import check_codec
 from fedpax.aggregators.codecs.update_coder import UpdateCoder
 from fedpax.aggregators.encodable import check_floats, normalized_weights
+from fedpax.aggregators.random_streams import in_stream
 from fedpax.aggregators.sent import mark_sent
 from fedpax.aggregators.transfer_work import work_under_transfer
 from fedpax.primitives import federated_broadcast, federated_map, federated_mean
@@ -101,11 +103,13 @@ def compressed_mean(
         seed: seed of the random keys, which differ by round, participant and parameter.
 
     Returns:
-        An aggregator with state `CompressedMeanState` and no metrics. Its aggregate is float32. Its
-        updates are float arrays; other dtypes raise a `TypeError`.
+        An aggregator with state `CompressedMeanState` and no metrics. The mean is computed in
+        float32 and has the dtype of the updates. These are float arrays; other dtypes raise a
+        `TypeError`.
 
     Raises:
-        TypeError: `codec` or `mean_codec` is not a codec.
+        TypeError: `codec` or `mean_codec` is not a codec, `decay` is not a number, or `seed` is not
+            an int.
         ValueError: `decay` is out of range, or is not 1 without error feedback; error feedback
             with a codec that is not contractive, whose residual could grow without bound;
             `mean_codec` with smaller blocks than `codec`.
@@ -135,6 +139,7 @@ def compressed_mean(
         section 2.4 (4 bits on the wire, sums in float32).
     """
     _check_arguments(codec, error_feedback, decay, mean_codec)
+    decay, seed = float(decay), check_seed("compressed_mean", seed)
 
     def init(params: chex.ArrayTree) -> CompressedMeanState:
         zeros = functools.partial(jax.tree.map, lambda x: jnp.zeros_like(x, jnp.float32))
@@ -152,7 +157,7 @@ def compressed_mean(
             return updates, state, {}
         placement = resolve_placement("compressed_mean", None).placement
         types = [unplaced_aval(jax.typeof(leaf)) for leaf in leaves]
-        round_key = jax.random.fold_in(jax.random.key(seed), state.round)
+        round_key = jax.random.fold_in(in_stream(jax.random.key(seed)), state.round)
         coder = UpdateCoder(codec, round_key, types, _model_axes(), mean_codec)
         parts = choose_exchange(
             codec, types, placement.size, _num_devices(placement), mean_codec=mean_codec
@@ -192,6 +197,7 @@ def compressed_mean(
             words = jax.tree.leaves(sent)
             means = _exchange(words, coder, placement, parts)
         residual = None if residual is None else jax.tree.unflatten(tree, residual)
+        means = [m.astype(leaf.dtype) for m, leaf in zip(means, leaves, strict=True)]
         mean = jax.tree.unflatten(tree, means)
         return mean, CompressedMeanState(state.round + 1, residual), {}
 
@@ -234,11 +240,8 @@ def _check_arguments(
     codec: Codec, error_feedback: bool, decay: float, mean_codec: Codec | None
 ) -> None:
     check_codec("compressed_mean", "codec", codec)
-    if not 0 < decay <= 1:
-        raise ValueError(
-            f"compressed_mean(): decay is {decay!r}, expected a number above 0 and at most 1. Use "
-            "1.0 to forget nothing."
-        )
+    remedy = "Use 1.0 to forget nothing."
+    check_number("compressed_mean", "decay", decay, above=0, most=1, remedy=remedy)
     if decay != 1 and not error_feedback:
         raise ValueError(
             f"compressed_mean(): decay is {decay!r}, but there is no residual without error "

@@ -9,8 +9,8 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from fedpax.aggregators.aggregator import Aggregator, EmptyState
 from fedpax.aggregators.all_updates import known_to_all, reduce_coordinates
-from fedpax.aggregators.gaussian_noise import check_at_least
-from fedpax.aggregators.presence import num_participants, present
+from fedpax.aggregators.checks import check_number
+from fedpax.aggregators.presence import present
 from fedpax.aggregators.sorting_network import sort_rows
 from fedpax.primitives import federated_sum
 
@@ -27,7 +27,7 @@ def coordinate_median() -> Aggregator:
     Returns:
         An aggregator without state and metrics. A participant is present if its weight is not 0;
         the weights have no other effect. A NaN counts as infinity, the largest value. The result
-        has the dtype of the updates; 0 if no participant is present.
+        has the dtype of the updates, float32 for integers; 0 if no participant is present.
 
     Example:
         >>> import fedpax
@@ -59,7 +59,7 @@ def trimmed_mean(trim_fraction: float) -> Aggregator:
     Returns:
         An aggregator without state and metrics. A participant is present if its weight is not 0;
         the weights have no other effect. A NaN counts as infinity, the largest value. The result
-        has the dtype of the updates; 0 if no participant is present.
+        has the dtype of the updates, float32 for integers; 0 if no participant is present.
 
     Raises:
         TypeError: `trim_fraction` is not a number.
@@ -78,12 +78,14 @@ def trimmed_mean(trim_fraction: float) -> Aggregator:
         Yin et al., Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates,
         arXiv:1803.01498, definition 2 and algorithm 1, option II.
     """
-    check_at_least("trimmed_mean", "trim_fraction", trim_fraction, 0.0)
-    if trim_fraction >= 0.5:
-        raise ValueError(
-            f"trimmed_mean(): trim_fraction is {trim_fraction}, expected less than 0.5, so that "
-            "values are left. Use coordinate_median() for the limit of 0.5."
-        )
+    trim_fraction = check_number(
+        "trimmed_mean",
+        "trim_fraction",
+        trim_fraction,
+        least=0,
+        below=0.5,
+        remedy="Use coordinate_median() for the limit of 0.5, and 0.0 to trim nothing.",
+    )
 
     def mean_of_sorted(x: Float[Array, "participants ..."], count: Int[Array, ""]) -> jax.Array:
         # In Python's floats, so that 0.1 of 10 is 1.
@@ -135,9 +137,9 @@ def _coordinate_mean(
     def aggregate(
         state: EmptyState, updates: chex.ArrayTree, weights: Num[Array, " participants"] | None
     ) -> tuple[chex.ArrayTree, EmptyState, dict[str, jax.Array]]:
-        if not num_participants(updates):
+        if not jax.tree.leaves(updates):
             return updates, state, {}
-        here = present(updates, weights)
+        here = present(weights)
         count, here = federated_sum(here), known_to_all(here)
 
         def reduce(x: Float[Array, "participants ..."]) -> Float[Array, "..."]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,8 +13,12 @@ from jaxtyping import Array, Int, Num
 
 from fedpax.aggregators.aggregator import Aggregator
 from fedpax.aggregators.chain import AggregatorTransformation
+from fedpax.aggregators.checks import check_number, check_seed
 from fedpax.aggregators.presence import mean_dtype, num_participants
+from fedpax.aggregators.random_streams import round_key
 from fedpax.primitives import federated_map
+
+_STDDEV_REMEDY = "Use 0.0 for no noise."
 
 
 class NoiseState(NamedTuple):
@@ -46,6 +49,7 @@ def add_noise(stddev: float, *, seed: int) -> AggregatorTransformation:
         dtype of the inner aggregate.
 
     Raises:
+        TypeError: `stddev` is not a number, or `seed` is not an int.
         ValueError: `stddev` is negative or not finite.
 
     Example:
@@ -59,7 +63,8 @@ def add_noise(stddev: float, *, seed: int) -> AggregatorTransformation:
         >>> round(noise.std().item(), 1)
         0.5
     """
-    check_at_least("add_noise", "stddev", stddev, 0.0)
+    stddev = check_number("add_noise", "stddev", stddev, least=0, remedy=_STDDEV_REMEDY)
+    seed = check_seed("add_noise", seed)
 
     def transform(inner: Aggregator) -> Aggregator:
         def aggregate(
@@ -94,6 +99,7 @@ def add_local_noise(stddev: float, *, seed: int) -> AggregatorTransformation:
         dtype of the update. It is the same on every mesh and for every `chunk_size`.
 
     Raises:
+        TypeError: `stddev` is not a number, or `seed` is not an int.
         ValueError: `stddev` is negative or not finite.
 
     Example:
@@ -107,7 +113,8 @@ def add_local_noise(stddev: float, *, seed: int) -> AggregatorTransformation:
         >>> round(noise.std().item(), 2)  # 0.5 / sqrt(4)
         0.25
     """
-    check_at_least("add_local_noise", "stddev", stddev, 0.0)
+    stddev = check_number("add_local_noise", "stddev", stddev, least=0, remedy=_STDDEV_REMEDY)
+    seed = check_seed("add_local_noise", seed)
 
     def transform(inner: Aggregator) -> Aggregator:
         def aggregate(
@@ -118,7 +125,7 @@ def add_local_noise(stddev: float, *, seed: int) -> AggregatorTransformation:
             def perturb_own(update: chex.ArrayTree, index: Int[Array, ""]) -> chex.ArrayTree:
                 return perturb(jax.random.fold_in(key, index), update, stddev)
 
-            updates = federated_map(perturb_own, updates, jnp.arange(num_participants(updates)))
+            updates = federated_map(perturb_own, updates, jnp.arange(num_participants()))
             aggregated, inner_state, metrics = inner.aggregate(
                 state.aggregator_state, updates, weights
             )
@@ -131,23 +138,6 @@ def add_local_noise(stddev: float, *, seed: int) -> AggregatorTransformation:
 
 def _init(inner: Aggregator) -> Callable[[chex.ArrayTree], NoiseState]:
     return lambda params: NoiseState(jnp.int32(0), inner.init(params))
-
-
-PURPOSES = (
-    "add_noise",
-    "add_local_noise",
-    "private_mean",
-    "quantile",
-    "masks",
-    "discrete_gaussian",
-)
-"""The sources of randomness of this package: each draws from keys of its own for every seed."""
-
-
-def round_key(seed: int, purpose: str, round_number: Int[Array, ""]) -> jax.Array:
-    """Return the key of a source of randomness for a round."""
-    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), PURPOSES.index(purpose))
-    return jax.random.fold_in(key, round_number)
 
 
 def perturb(key: jax.Array, tree: chex.ArrayTree, stddev: float | jax.Array) -> chex.ArrayTree:
@@ -166,18 +156,3 @@ def known_sharding(leaf: jax.Array) -> P | None:
     """Return the partition spec in an array's type, which explicit mesh axes have; else None."""
     spec = jax.typeof(leaf).sharding.spec
     return spec if any(entry is not None for entry in spec) else None
-
-
-def check_at_least(function: str, argument: str, value: float, least: float) -> None:
-    """Check that an argument is a finite number of at least `least`.
-
-    Raises:
-        TypeError: it is not a number.
-        ValueError: it is smaller, or not finite.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{function}(): {argument} is {value!r}, expected a number.")
-    if not (least <= value and math.isfinite(value)):
-        raise ValueError(
-            f"{function}(): {argument} is {value}, expected a finite number of at least {least}."
-        )

@@ -6,12 +6,12 @@ import chex
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float, Num
+from jaxtyping import Array, Float, Num
 
 from fedpax.aggregators.aggregator import Aggregator, EmptyState
-from fedpax.aggregators.clipping import check_positive
-from fedpax.aggregators.krum import check_count
-from fedpax.aggregators.presence import num_participants, select
+from fedpax.aggregators.all_updates import known_to_all
+from fedpax.aggregators.checks import check_int, check_number
+from fedpax.aggregators.presence import mean_dtype, num_participants, select
 from fedpax.primitives import federated_map, federated_mean
 
 
@@ -19,24 +19,32 @@ def geometric_median(*, num_iterations: int = 8, smoothing: float = 1e-6) -> Agg
     """Approximate the geometric median: the point with the least sum of distances to the updates.
 
     The smoothed Weiszfeld algorithm minimizes `sum_i w_i ||u_i - v||` by repeated weighted means.
-    It starts at the weighted mean, and then, with smoothing nu, `num_iterations` times:
+    With smoothing nu, an iteration is
 
         b_i = w_i / max(nu, ||u_i - v||);   v <- sum_i b_i u_i / sum_i b_i.
 
-    Participants with less than half of the total weight cannot move it arbitrarily far. Each
-    iteration is one weighted mean, an all-reduce: the updates are kept on their participants'
-    devices, and nothing else is exchanged. With one of n updates far away, an iteration reduces its
-    influence by a factor of about n; to limit the first influence, put `clip_by_norm` in front.
+    The first point is such a mean too, around v = 0, the current model, with the weighted median M
+    of the norms ||u_i|| in place of nu. `num_iterations` iterations with nu follow.
+
+    Participants with less than half of the total weight cannot move the result arbitrarily far:
+    the first point is at most 2 M from 0, for any length of their updates, and M is at most the
+    largest norm of the other updates. If wrong updates have the fraction p of the weight, an
+    iteration reduces their part of the error by a factor of about (1 - p) / p, until v is among the
+    other updates.
+
+    Each iteration is one weighted mean, an all-reduce: the updates are kept on their participants'
+    devices. In addition, every device receives all norms and weights once.
 
     Args:
-        num_iterations: number of iterations after the weighted mean, at least 1. Default 8. The
-            paper finds 3 sufficient.
+        num_iterations: number of iterations after the first point, at least 1. Default 8. The
+            paper, which starts at the weighted mean, finds 3 sufficient.
         smoothing: nu, above 0, in the units of the update's norm.
 
     Returns:
         An aggregator without state and metrics. Weights are those of the sum of distances. An
-        update with a NaN or an infinity counts as absent. It is computed in float32, and the result
-        has the dtype of the updates; 0 if no participant is present.
+        update counts as absent if its norm is NaN or infinite in float32, as it is from about
+        1.8e19. The median is computed in float32. The result has the dtype of the updates, float32
+        for integers; 0 if no participant is present.
 
     Raises:
         TypeError: `num_iterations` is not an int, or `smoothing` is not a number.
@@ -44,19 +52,23 @@ def geometric_median(*, num_iterations: int = 8, smoothing: float = 1e-6) -> Agg
 
     Example:
         >>> import fedpax
-        >>> aggregator = geometric_median(num_iterations=20)
+        >>> aggregator = geometric_median()
         >>> @fedpax.program(clients=3)
         ... def combine(updates):
         ...     return aggregator.aggregate(aggregator.init(None), updates, None)[0]
-        >>> median = combine(jnp.array([[0.0, 0.0], [1.0, 1.0], [900.0, 1000.0]]))
+        >>> median = combine(jnp.array([[0.0, 0.0], [1.0, 1.0], [9e9, 1e10]]))
         >>> bool(jnp.linalg.norm(median) < 2)
         True
 
     Reference:
         Pillutla et al., Robust Aggregation for Federated Learning, arXiv:1912.13445, algorithm 2.
+        The first point is chosen here.
     """
-    check_count("geometric_median", "num_iterations", num_iterations, 1)
-    check_positive("geometric_median", "smoothing", smoothing)
+    name = "geometric_median"
+    remedy = "Use 8; more iterations come closer to the median."
+    num_iterations = check_int(name, "num_iterations", num_iterations, least=1, remedy=remedy)
+    remedy = "Use 1e-6: it only prevents a division by 0."
+    smoothing = check_number(name, "smoothing", smoothing, above=0, remedy=remedy)
 
     def init(params: chex.ArrayTree) -> EmptyState:
         return EmptyState()
@@ -64,30 +76,51 @@ def geometric_median(*, num_iterations: int = 8, smoothing: float = 1e-6) -> Agg
     def aggregate(
         state: EmptyState, updates: chex.ArrayTree, weights: Num[Array, " participants"] | None
     ) -> tuple[chex.ArrayTree, EmptyState, dict[str, jax.Array]]:
-        n = num_participants(updates)
-        if not n:
+        if not jax.tree.leaves(updates):
             return updates, state, {}
         if weights is None:
-            weights = jnp.ones(n)
-        finite, own = federated_map(_only_finite, updates, weights)
+            weights = jnp.ones(num_participants())
+        taken, own, norms = federated_map(_take, updates, weights)
+
+        def average(
+            distances: Float[Array, " participants"], least: Float[Array, ""] | float
+        ) -> chex.ArrayTree:
+            def attract(weight: Float[Array, ""], distance: Float[Array, ""]) -> Float[Array, ""]:
+                return weight / jnp.maximum(distance, least)
+
+            return federated_mean(taken, federated_map(attract, own, distances))
 
         def iterate(_: jax.Array, v: chex.ArrayTree) -> chex.ArrayTree:
-            def attract(update: chex.ArrayTree, weight: Float[Array, ""]) -> Float[Array, ""]:
-                distance = optax.tree.norm(optax.tree.sub(update, v))
-                return weight / jnp.maximum(distance, smoothing)
+            def distance(update: chex.ArrayTree) -> Float[Array, ""]:
+                return optax.tree.norm(optax.tree.sub(update, v))
 
-            return federated_mean(finite, federated_map(attract, finite, own))
+            return average(federated_map(distance, taken), smoothing)
 
-        v = jax.lax.fori_loop(0, num_iterations, iterate, federated_mean(finite, own))
-        return jax.tree.map(lambda m, u: m.astype(u.dtype), v, updates), state, {}
+        median_norm = _weighted_median(known_to_all(norms), known_to_all(own))
+        first = average(norms, jnp.maximum(median_norm, smoothing))
+        v = jax.lax.fori_loop(0, num_iterations, iterate, first)
+        return jax.tree.map(lambda m, u: m.astype(mean_dtype(u)), v, updates), state, {}
 
     return Aggregator(init, aggregate, needs_all=True)
 
 
-def _only_finite(
+def _take(
     update: chex.ArrayTree, weight: Num[Array, ""]
-) -> tuple[chex.ArrayTree, Float[Array, ""]]:
-    """Return an update in float32 and its weight; both 0 if a coordinate is not finite."""
-    finite = jnp.stack([jnp.all(jnp.isfinite(u)) for u in jax.tree.leaves(update)])
-    taken: Bool[Array, ""] = jnp.all(finite) & (weight != 0)
-    return select(taken, update, jnp.float32), jnp.where(taken, weight.astype(jnp.float32), 0.0)
+) -> tuple[chex.ArrayTree, Float[Array, ""], Float[Array, ""]]:
+    """Return an update in float32, its weight and its norm; all 0 if the norm is not finite."""
+    norm = optax.tree.norm(jax.tree.map(lambda u: u.astype(jnp.float32), update))
+    is_taken = jnp.isfinite(norm) & (weight != 0)
+    return (
+        select(is_taken, update, jnp.float32),
+        jnp.where(is_taken, weight.astype(jnp.float32), 0.0),
+        jnp.where(is_taken, norm, 0.0),
+    )
+
+
+def _weighted_median(
+    values: Float[Array, " participants"], weights: Float[Array, " participants"]
+) -> Float[Array, ""]:
+    """Return the smallest value such that the values up to it have half of the total weight."""
+    order = jnp.argsort(values)
+    reached = jnp.cumsum(weights[order])
+    return values[order][jnp.argmax(reached >= reached[-1] / 2)]

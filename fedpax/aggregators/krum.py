@@ -9,8 +9,11 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from fedpax.aggregators.aggregator import Aggregator, EmptyState
 from fedpax.aggregators.all_updates import known_to_all, squared_distances
+from fedpax.aggregators.checks import check_int
 from fedpax.aggregators.presence import num_participants, present, select
 from fedpax.primitives import federated_map, federated_mean
+
+BYZANTINE_REMEDY = "Use 0 if no participant sends wrong updates."
 
 
 def krum(num_byzantine: int, *, num_selected: int = 1) -> Aggregator:
@@ -34,7 +37,7 @@ def krum(num_byzantine: int, *, num_selected: int = 1) -> Aggregator:
         not 0; the selected updates are averaged with equal weights. An update with a NaN or an
         infinity is infinitely far from every other one. Absent participants count neither as
         neighbours nor in the score: if fewer than `2 f + 3` are present, there is no guarantee. The
-        result has the dtype of the updates; 0 if no participant is present.
+        result has the dtype of the updates, float32 for integers; 0 if no participant is present.
 
     Raises:
         TypeError: an argument is not an int.
@@ -54,8 +57,12 @@ def krum(num_byzantine: int, *, num_selected: int = 1) -> Aggregator:
         Blanchard et al., Byzantine-Tolerant Machine Learning, arXiv:1703.02757, section 4 (Krum)
         and section 6 (Multi-Krum).
     """
-    check_count("krum", "num_byzantine", num_byzantine, 0)
-    check_count("krum", "num_selected", num_selected, 1)
+    num_byzantine = check_int(
+        "krum", "num_byzantine", num_byzantine, least=0, remedy=BYZANTINE_REMEDY
+    )
+    num_selected = check_int(
+        "krum", "num_selected", num_selected, least=1, remedy="Use 1 to select one update."
+    )
 
     def init(params: chex.ArrayTree) -> EmptyState:
         return EmptyState()
@@ -63,9 +70,9 @@ def krum(num_byzantine: int, *, num_selected: int = 1) -> Aggregator:
     def aggregate(
         state: EmptyState, updates: chex.ArrayTree, weights: Num[Array, " participants"] | None
     ) -> tuple[chex.ArrayTree, EmptyState, dict[str, jax.Array]]:
-        n = num_participants(updates)
-        if not n:
+        if not jax.tree.leaves(updates):
             return updates, state, {}
+        n = num_participants()
         distances, here = distances_of_present("krum", updates, weights, num_byzantine, 2)
         if num_selected > n - num_byzantine - 2:
             raise ValueError(
@@ -102,7 +109,7 @@ def distances_of_present(
     Raises:
         ValueError: too few participants for f.
     """
-    n = num_participants(updates)
+    n = num_participants()
     if n < factor * num_byzantine + 3:
         most = (n - 3) // factor
         remedy = f"Use at most {most}, or more participants." if most >= 0 else "Use more."
@@ -110,7 +117,7 @@ def distances_of_present(
             f"{function}(): num_byzantine is {num_byzantine}, but {n} participants are "
             f"fewer than {factor} * num_byzantine + 3 = {factor * num_byzantine + 3}. {remedy}"
         )
-    return squared_distances(updates), known_to_all(present(updates, weights))
+    return squared_distances(updates), known_to_all(present(weights))
 
 
 def krum_order(
@@ -140,16 +147,3 @@ def krum_order(
         return jnp.sum(jnp.where(jnp.arange(n)[None, :] < count, nearest, 0.0), axis=1)
 
     return jnp.lexsort((sum_of_nearest(count + 1), sum_of_nearest(count), ~here))
-
-
-def check_count(function: str, argument: str, value: int, least: int) -> None:
-    """Check that an argument is an int of at least `least`.
-
-    Raises:
-        TypeError: it is not an int.
-        ValueError: it is smaller.
-    """
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{function}(): {argument} is {value!r}, expected an int.")
-    if value < least:
-        raise ValueError(f"{function}(): {argument} is {value}, expected at least {least}.")

@@ -5,11 +5,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Num
 
+from fedpax.primitives.placement import resolve_placement
 
-def num_participants(updates: chex.ArrayTree) -> int:
-    """Return the number of participants of placed updates; 0 for a pytree without leaves."""
-    leaves = jax.tree.leaves(updates)
-    return leaves[0].shape[0] if leaves else 0
+
+def num_participants() -> int:
+    """Return the number of participants whose updates are aggregated. Inside a program."""
+    return resolve_placement("aggregate", None).placement.size
 
 
 def mean_dtype(leaf: jax.Array) -> jnp.dtype:
@@ -17,20 +18,17 @@ def mean_dtype(leaf: jax.Array) -> jnp.dtype:
     return leaf.dtype if jnp.issubdtype(leaf.dtype, jnp.inexact) else jnp.dtype(jnp.float32)
 
 
-def present(
-    updates: chex.ArrayTree, weights: Num[Array, " participants"] | None
-) -> Bool[Array, " participants"]:
+def present(weights: Num[Array, " participants"] | None) -> Bool[Array, " participants"]:
     """Return which participants take part: those of another weight than 0. Inside a program.
 
     Args:
-        updates: placed pytree.
-        weights: the weights. Default None: all participants take part.
+        weights: the weights. None: all participants take part.
 
     Returns:
         bool `[participants]`.
     """
     if weights is None:
-        return jnp.ones(num_participants(updates), bool)
+        return jnp.ones(num_participants(), bool)
     return jnp.asarray(weights) != 0
 
 

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import functools
+import math
+import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-from fedpax.aggregators.clipping import check_positive
-from fedpax.aggregators.gaussian_noise import check_at_least
+from fedpax.aggregators.checks import check_int, check_number
+
+FINEST_GRID = 1e-4  # of privacy losses; the default of dp-accounting
+MOST_POINTS = 1e5  # of the grid, for losses as large as epsilon; more take minutes and gigabytes
+MOST_LOSS = 1e5  # larger privacy losses are accounted without sampling
+MOST_NOISE = 1e9  # the largest noise multiplier that is searched
+TOLERANCE = 1e-3  # of the noise multiplier that is found
 
 
 def privacy_spent(
@@ -32,8 +39,11 @@ def privacy_spent(
       The sum then changes by up to `2 max_norm`, so that this epsilon is larger.
     - Neither: every participant joins every round. One participant is added or removed.
 
-    Poisson sampling and no sampling are accounted by privacy loss distributions, a fixed size by
-    the Renyi differential privacy bound of the reference. All are upper bounds.
+    No sampling is accounted exactly: k rounds are one with the noise multiplier `z / sqrt(k)`.
+    Poisson sampling is accounted by privacy loss distributions, on a grid that is coarser the
+    larger epsilon is, and a fixed size by the Renyi differential privacy bound of the reference.
+    All are upper bounds, and at most epsilon without sampling. Where this epsilon or the privacy
+    loss of one round is above 100,000, sampling is ignored.
 
     Args:
         noise_multiplier: z, the standard deviation of the noise of the sum over the clipping norm.
@@ -70,19 +80,13 @@ def privacy_spent(
         arXiv:1906.03049 (privacy loss distributions).
         Kairouz et al., arXiv:2102.06387, proposition 14 (discrete noise).
     """
-    check_at_least("privacy_spent", "noise_multiplier", noise_multiplier, 0.0)
-    mechanism = _mechanism(
-        "privacy_spent",
-        num_rounds,
-        delta,
-        sampling_probability,
-        cohort_size,
-        num_clients,
-        discrete,
+    name = "privacy_spent"
+    remedy = "Use the noise_multiplier of private_mean()."
+    noise = check_number(name, "noise_multiplier", noise_multiplier, least=0, remedy=remedy)
+    spent = _account(
+        name, num_rounds, delta, sampling_probability, cohort_size, num_clients, discrete
     )
-    accountant = mechanism.make_accountant()
-    accountant.compose(mechanism.make_event(noise_multiplier))
-    return float(accountant.get_epsilon(delta))
+    return math.inf if noise == 0 else spent(noise)
 
 
 def noise_multiplier_for(
@@ -107,14 +111,14 @@ def noise_multiplier_for(
         discrete: as in `privacy_spent`.
 
     Returns:
-        The noise multiplier, at most 0.001 above the smallest one. With Poisson sampling, the
-        search takes some seconds.
+        The noise multiplier, at most 0.001 above the smallest one. With sampling, the search takes
+        some seconds.
 
     Raises:
         ImportError: the dp-accounting library is not installed.
         TypeError: an argument is not a number.
-        ValueError: as for `privacy_spent`, or no noise multiplier reaches epsilon: the accountants'
-            bounds do not go to 0.
+        ValueError: as for `privacy_spent`, or no noise multiplier up to 10^9 reaches epsilon: the
+            accountants' bounds do not go to 0.
 
     Example:
         >>> noise_multiplier = noise_multiplier_for(epsilon=2.0, num_rounds=1, delta=1e-6)
@@ -126,42 +130,35 @@ def noise_multiplier_for(
     Reference:
         As for `privacy_spent`.
     """
-    check_positive("noise_multiplier_for", "epsilon", epsilon)
-    mechanism = _mechanism(
-        "noise_multiplier_for",
-        num_rounds,
-        delta,
-        sampling_probability,
-        cohort_size,
-        num_clients,
-        discrete,
+    name = "noise_multiplier_for"
+    remedy = "Use 1.0 to 10.0; the smaller epsilon is, the more noise is needed."
+    epsilon = check_number(name, "epsilon", epsilon, above=0, remedy=remedy)
+    spent = _account(
+        name, num_rounds, delta, sampling_probability, cohort_size, num_clients, discrete
     )
-    dp = _import_dp_accounting()
-    try:
-        found = dp.calibrate_dp_mechanism(
-            mechanism.make_accountant,
-            mechanism.make_event,
-            epsilon,
-            delta,
-            dp.LowerEndpointAndGuess(0.0, 1.0),
-            tol=1e-3,
-        )
-    except dp.mechanism_calibration.NoBracketIntervalFoundError as error:
-        raise ValueError(
-            f"noise_multiplier_for(): no noise multiplier reaches epsilon={epsilon} with delta="
-            f"{delta} in {num_rounds} rounds. Increase epsilon or delta, or run fewer rounds."
-        ) from error
-    return float(found)
+    lower = upper = 1.0
+    while spent(upper) > epsilon:
+        lower, upper = upper, 2 * upper
+        if upper > MOST_NOISE:
+            raise ValueError(
+                f"{name}(): no noise multiplier up to {MOST_NOISE:.0e} reaches epsilon={epsilon} "
+                f"with delta={delta} in {num_rounds} rounds. Increase epsilon or delta, or run "
+                "fewer rounds."
+            )
+    while spent(lower) <= epsilon:
+        lower, upper = lower / 2, lower
+        if upper < TOLERANCE:
+            return upper
+    while upper - lower > TOLERANCE:
+        middle = (lower + upper) / 2
+        if spent(middle) > epsilon:
+            lower = middle
+        else:
+            upper = middle
+    return upper
 
 
-class _Mechanism(NamedTuple):
-    """Sampling of cohorts: its accountant, and the event of all rounds by their noise."""
-
-    make_accountant: Callable[[], Any]
-    make_event: Callable[[float], Any]
-
-
-def _mechanism(
+def _account(
     function: str,
     num_rounds: int,
     delta: float,
@@ -169,85 +166,104 @@ def _mechanism(
     cohort_size: int | None,
     num_clients: int | None,
     discrete: bool,
-) -> _Mechanism:
-    """Check the arguments that describe the rounds."""
-    _check_int(function, "num_rounds", num_rounds)
-    check_positive(function, "delta", delta)
-    if delta >= 1:
-        raise ValueError(
-            f"{function}(): delta is {delta}, expected less than 1. Use well below 1 over the "
-            "population's size, such as 1e-6."
-        )
-    dp = _import_dp_accounting()
-    if discrete:
-        if (sampling_probability, cohort_size, num_clients) != (None, None, None):
-            raise ValueError(
-                f"{function}(): discrete noise is accounted without sampling. Leave out "
-                "sampling_probability, cohort_size and num_clients."
-            )
-        return _Mechanism(
-            dp.rdp.RdpAccountant,
-            _repeated(num_rounds, lambda noise: dp.ZCDpEvent(rho=1 / (2 * noise**2))),
-        )
+) -> Callable[[float], float]:
+    """Check the arguments that describe the rounds, and return epsilon by noise multiplier."""
+    remedy = "Use the number of rounds of the training."
+    num_rounds = check_int(function, "num_rounds", num_rounds, least=1, remedy=remedy)
+    remedy = "Use well below 1 over the population's size, such as 1e-6."
+    delta = check_number(function, "delta", delta, above=0, below=1, remedy=remedy)
     if (cohort_size is None) != (num_clients is None):
         raise ValueError(
             f"{function}(): cohort_size is {cohort_size} and num_clients is {num_clients}, "
             "expected both, or neither. Pass both for cohorts of a fixed size."
         )
-    if cohort_size is None or num_clients is None:
-        probability = 1.0 if sampling_probability is None else sampling_probability
-        check_positive(function, "sampling_probability", probability)
-        if probability > 1:
-            raise ValueError(
-                f"{function}(): sampling_probability is {probability}, expected at most 1. Divide "
-                "the expected size of a cohort by the population's size."
-            )
-
-        def poisson(noise_multiplier: float) -> Any:
-            event = dp.GaussianDpEvent(noise_multiplier)
-            return event if probability == 1 else dp.PoissonSampledDpEvent(probability, event)
-
-        return _Mechanism(dp.pld.PLDAccountant, _repeated(num_rounds, poisson))
-    if sampling_probability is not None:
+    if sampling_probability is not None and cohort_size is not None:
         raise ValueError(
             f"{function}(): got sampling_probability, for Poisson sampling, and cohort_size, for "
             "cohorts of a fixed size. Pass the one by which cohorts are drawn."
         )
-    _check_int(function, "cohort_size", cohort_size)
-    _check_int(function, "num_clients", num_clients)
-    if cohort_size > num_clients:
+    if discrete and (sampling_probability, cohort_size) != (None, None):
         raise ValueError(
-            f"{function}(): cohort_size is {cohort_size}, expected at most num_clients = "
-            f"{num_clients}. Cohorts are drawn without replacement."
+            f"{function}(): discrete noise is accounted without sampling. Leave out "
+            "sampling_probability, cohort_size and num_clients."
         )
+    _import_dp_accounting()
+    rounds: dict[str, Any] = {"num_rounds": num_rounds, "delta": delta}
+    if discrete:
+        return functools.partial(_concentrated_epsilon, **rounds)
+    if sampling_probability is not None:
+        remedy = "Divide the expected size of a cohort by the population's size."
+        probability = check_number(
+            function, "sampling_probability", sampling_probability, above=0, most=1, remedy=remedy
+        )
+        return functools.partial(_poisson_epsilon, **rounds, probability=probability)
+    if cohort_size is None or num_clients is None:
+        return functools.partial(_gaussian_epsilon, **rounds)
+    size = check_int(
+        function, "cohort_size", cohort_size, least=1, remedy="Use the size of a round's cohort."
+    )
+    population = check_int(
+        function, "num_clients", num_clients, least=1, remedy="Use the population's size."
+    )
+    if size > population:
+        raise ValueError(
+            f"{function}(): cohort_size is {size}, expected at most num_clients = {population}. "
+            "Cohorts are drawn without replacement: use a smaller cohort."
+        )
+    sizes = {"cohort_size": size, "num_clients": population}
+    return functools.partial(_fixed_size_epsilon, **rounds, **sizes)
 
-    def fixed_size(noise_multiplier: float) -> Any:
-        # Replacing a participant changes the sum by up to twice the clipping norm.
-        event = dp.GaussianDpEvent(noise_multiplier / 2)
-        return dp.SampledWithoutReplacementDpEvent(num_clients, cohort_size, event)
 
-    replace_one = dp.NeighboringRelation.REPLACE_ONE
-    accountant = functools.partial(dp.rdp.RdpAccountant, neighboring_relation=replace_one)
-    return _Mechanism(accountant, _repeated(num_rounds, fixed_size))
+def _gaussian_epsilon(noise: float, num_rounds: int, delta: float) -> float:
+    """Return epsilon without sampling: exact, and a bound where epsilon is above 500,000."""
+    noise /= math.sqrt(num_rounds)
+    if noise < 1e-3:  # the exact one takes differences of numbers that are too large
+        return 0.5 / noise / noise + math.sqrt(-2 * math.log(delta)) / noise
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of a logarithm that is -infinity
+        return float(_import_dp_accounting().get_epsilon_gaussian(noise, delta))
 
 
-def _repeated(num_rounds: int, one_round: Callable[[float], Any]) -> Callable[[float], Any]:
-    """Return the event of all rounds, by their noise multiplier."""
+def _concentrated_epsilon(noise: float, num_rounds: int, delta: float) -> float:
     dp = _import_dp_accounting()
-
-    def all_rounds(noise_multiplier: float) -> Any:
-        if noise_multiplier == 0:
-            return dp.NonPrivateDpEvent()
-        return dp.SelfComposedDpEvent(one_round(noise_multiplier), num_rounds)
-
-    return all_rounds
+    accountant = dp.rdp.RdpAccountant()
+    accountant.compose(dp.ZCDpEvent(rho=0.5 * num_rounds / noise / noise))
+    return float(accountant.get_epsilon(delta))
 
 
-def _check_int(function: str, argument: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{function}(): {argument} is {value!r}, expected an int.")
-    if value < 1:
-        raise ValueError(f"{function}(): {argument} is {value}, expected at least 1.")
+def _poisson_epsilon(noise: float, num_rounds: int, delta: float, probability: float) -> float:
+    dp = _import_dp_accounting()
+    unsampled = _gaussian_epsilon(noise, num_rounds, delta)
+    loss = 0.5 / noise / noise + 10 / noise  # of a round, up to ten standard deviations
+    if probability == 1 or loss > MOST_LOSS:
+        return unsampled
+    event = dp.SelfComposedDpEvent(
+        dp.PoissonSampledDpEvent(probability, dp.GaussianDpEvent(noise)), num_rounds
+    )
+    # Bounds of integer orders are fast. They tell how large the losses of all rounds are.
+    renyi = dp.rdp.RdpAccountant(orders=[*range(2, 65), 128, 256, 512, 1024])
+    renyi.compose(event)
+    largest = max(loss, min(unsampled, renyi.get_epsilon(delta)))
+    if largest > MOST_LOSS:
+        return unsampled
+    grid = max(FINEST_GRID, largest / MOST_POINTS)
+    accountant = dp.pld.PLDAccountant(value_discretization_interval=grid)
+    accountant.compose(event)
+    return min(unsampled, float(accountant.get_epsilon(delta)))
+
+
+def _fixed_size_epsilon(
+    noise: float, num_rounds: int, delta: float, cohort_size: int, num_clients: int
+) -> float:
+    dp = _import_dp_accounting()
+    noise /= 2  # replacing a participant changes the sum by up to twice the clipping norm
+    unsampled = _gaussian_epsilon(noise, num_rounds, delta)
+    if unsampled > MOST_LOSS:
+        return unsampled
+    accountant = dp.rdp.RdpAccountant(neighboring_relation=dp.NeighboringRelation.REPLACE_ONE)
+    event = dp.SampledWithoutReplacementDpEvent(num_clients, cohort_size, dp.GaussianDpEvent(noise))
+    accountant.compose(event, num_rounds)
+    return min(unsampled, float(accountant.get_epsilon(delta)))
 
 
 def _import_dp_accounting() -> Any:

@@ -11,9 +11,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 from fedpax.aggregators.aggregator import Aggregator
-from fedpax.aggregators.clipping import adapt_norm, check_positive, check_quantile, clip_update
-from fedpax.aggregators.gaussian_noise import check_at_least, perturb, round_key
+from fedpax.aggregators.checks import check_number, check_seed
+from fedpax.aggregators.clipping import (
+    adapt_norm,
+    check_learning_rate,
+    check_norm,
+    check_quantile,
+    clip_update,
+)
+from fedpax.aggregators.gaussian_noise import perturb
 from fedpax.aggregators.presence import mean_dtype, num_participants, present
+from fedpax.aggregators.random_streams import round_key
 from fedpax.primitives import federated_map, federated_sum
 
 
@@ -83,7 +91,7 @@ def private_mean(
         the standard deviation of each coordinate of the mean.
 
     Raises:
-        TypeError: an argument is not a number.
+        TypeError: an argument is not a number, or `seed` is not an int.
         ValueError: an argument is out of range; `count_stddev` is given without `quantile`, or the
             noise of the count alone spends more privacy than `noise_multiplier` allows. The default
             of `count_stddev` is checked when the program is traced.
@@ -106,15 +114,23 @@ def private_mean(
         algorithm 1 and theorem 1.
     """
     name = "private_mean"
-    check_positive(name, "max_norm", max_norm)
-    check_at_least(name, "noise_multiplier", noise_multiplier, 0.0)
-    check_at_least(name, "learning_rate", learning_rate, 0.0)
+    max_norm = check_norm(name, "max_norm", max_norm)
+    remedy = "Use 0.0 for no noise."
+    noise_multiplier = check_number(
+        name, "noise_multiplier", noise_multiplier, least=0, remedy=remedy
+    )
+    learning_rate = check_learning_rate(name, learning_rate)
+    seed = check_seed(name, seed)
     if expected_participants is not None:
-        check_positive(name, "expected_participants", expected_participants)
+        remedy = "Use sampling_probability * num_clients, or None for the placement's size."
+        expected_participants = check_number(
+            name, "expected_participants", expected_participants, above=0, remedy=remedy
+        )
     if quantile is not None:
-        check_quantile(name, quantile)
+        quantile = check_quantile(name, quantile)
     if count_stddev is not None:
-        check_at_least(name, "count_stddev", count_stddev, 0.0)
+        remedy = "Use expected_participants / 20, as the paper."
+        count_stddev = check_number(name, "count_stddev", count_stddev, least=0, remedy=remedy)
         if quantile is None:
             raise ValueError(
                 f"{name}(): count_stddev is {count_stddev}, but quantile is None, so nothing is "
@@ -130,7 +146,7 @@ def private_mean(
         updates: chex.ArrayTree,
         weights: Num[Array, " participants"] | None,
     ) -> tuple[chex.ArrayTree, PrivateMeanState, dict[str, jax.Array]]:
-        expected = expected_participants or num_participants(updates)
+        expected = expected_participants or num_participants()
         norm, multiplier = state.max_norm, noise_multiplier
 
         def bound(update: chex.ArrayTree, here: jax.Array) -> tuple[chex.ArrayTree, jax.Array]:
@@ -138,7 +154,7 @@ def private_mean(
             clipped = jax.tree.map(lambda c: jnp.where(here, c, 0.0), clipped)
             return clipped, jnp.where(here, jnp.where(own_norm <= norm, 0.5, -0.5), 0.0)
 
-        total, count = federated_sum(federated_map(bound, updates, present(updates, weights)))
+        total, count = federated_sum(federated_map(bound, updates, present(weights)))
         new_norm = norm
         if quantile is not None:
             stddev = expected / 20 if count_stddev is None else count_stddev

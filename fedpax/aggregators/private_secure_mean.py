@@ -9,10 +9,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, Num
 
 from fedpax.aggregators.aggregator import Aggregator
-from fedpax.aggregators.clipping import check_positive, clip_update
-from fedpax.aggregators.gaussian_noise import known_sharding, round_key
-from fedpax.aggregators.krum import check_count
+from fedpax.aggregators.checks import check_int, check_number, check_seed
+from fedpax.aggregators.clipping import check_norm, clip_update
+from fedpax.aggregators.gaussian_noise import known_sharding
 from fedpax.aggregators.presence import mean_dtype, num_participants, present
+from fedpax.aggregators.random_streams import round_key
 from fedpax.aggregators.random_words import random_normal, random_words
 from fedpax.aggregators.secure_mean import check_neighbors, secure_sum
 from fedpax.primitives import federated_sum
@@ -94,11 +95,18 @@ def private_secure_mean(
         rounding to the nearest integer hardly increases the sensitivity.
     """
     name = "private_secure_mean"
-    check_positive(name, "max_norm", max_norm)
-    check_positive(name, "noise_multiplier", noise_multiplier)
-    check_neighbors(name, num_neighbors)
+    max_norm = check_norm(name, "max_norm", max_norm)
+    remedy = "Use secure_mean() for no noise."
+    noise_multiplier = check_number(
+        name, "noise_multiplier", noise_multiplier, above=0, remedy=remedy
+    )
+    num_neighbors = check_neighbors(name, num_neighbors)
+    seed = check_seed(name, seed)
     if min_participants is not None:
-        check_count(name, "min_participants", min_participants, 1)
+        remedy = "Use None if no participant may drop out."
+        min_participants = check_int(
+            name, "min_participants", min_participants, least=1, remedy=remedy
+        )
 
     def init(params: chex.ArrayTree) -> PrivateSecureMeanState:
         return PrivateSecureMeanState(jnp.int32(0))
@@ -108,9 +116,7 @@ def private_secure_mean(
         updates: chex.ArrayTree,
         weights: Num[Array, " participants"] | None,
     ) -> tuple[chex.ArrayTree, PrivateSecureMeanState, dict[str, jax.Array]]:
-        n = num_participants(updates)
-        if not n:
-            return updates, PrivateSecureMeanState(state.round + 1), {}
+        n = num_participants()
         least = n if min_participants is None else min_participants
         if least > n:
             raise ValueError(
@@ -134,9 +140,9 @@ def private_secure_mean(
             ]
             return jax.tree.unflatten(structure, codes)
 
-        here = present(updates, weights)
+        here = present(weights)
         masks_key = round_key(seed, "masks", state.round)
-        total = secure_sum(encode, updates, here, masks_key, num_neighbors)
+        total = secure_sum(name, encode, updates, here, masks_key, num_neighbors)
         count = federated_sum(here)
         scale = jnp.where(count < least, 0.0, max_norm / resolution / jnp.maximum(count, 1))
         mean = jax.tree.map(lambda t, u: (scale * t).astype(mean_dtype(u)), total, updates)

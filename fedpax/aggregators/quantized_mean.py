@@ -9,9 +9,10 @@ from typing import NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Num
+from jaxtyping import Array, Bool, Float, Num
 
 from fedpax.aggregators.aggregator import Aggregator
+from fedpax.aggregators.checks import check_int
 from fedpax.aggregators.encodable import check_floats, normalized_weights
 from fedpax.aggregators.integer_packing import (
     Packing,
@@ -20,6 +21,7 @@ from fedpax.aggregators.integer_packing import (
     shards_per_axis,
     unpack,
 )
+from fedpax.aggregators.presence import num_participants, select
 from fedpax.aggregators.sent import mark_sent
 from fedpax.primitives import federated_broadcast, federated_map, federated_mean, federated_sum
 
@@ -57,7 +59,8 @@ def quantized_mean(num_levels: int) -> Aggregator:
     `federated_sum` of uint32 words, on any mesh.
 
     With weights w_i, x_i is scaled by n w_i / sum_i w_i before quantization, which needs one more
-    small all-reduce. The derivative is zero, like that of `jnp.round`.
+    small all-reduce. A participant of weight 0 is absent: it contributes nothing to the mean and to
+    the step, and keeps its residual. The derivative is zero, like that of `jnp.round`.
 
     Use it with a fixed set of participants, such as islands. With sampled clients, the residual of
     one client is added to the update of another.
@@ -67,9 +70,10 @@ def quantized_mean(num_levels: int) -> Aggregator:
             With 2, signs are sent.
 
     Returns:
-        An aggregator with state `QuantizedMeanState` and no metrics. Its aggregate is float32. Its
-        updates are float arrays; other dtypes raise a `TypeError`. A `ValueError` is raised where
-        a 32-bit word cannot hold the sum of the participants' codes.
+        An aggregator with state `QuantizedMeanState` and no metrics. The mean is computed in
+        float32 and has the dtype of the updates. These are float arrays; other dtypes raise a
+        `TypeError`. A `ValueError` is raised where a 32-bit word cannot hold the sum of the
+        participants' codes.
 
     Raises:
         TypeError: `num_levels` is not an int.
@@ -96,7 +100,7 @@ def quantized_mean(num_levels: int) -> Aggregator:
         arXiv:2102.08374, algorithm 1 (one step size for all, sums of integers).
         Max, Quantizing for Minimum Distortion, IRE Transactions on Information Theory, 1960.
     """
-    check_num_levels(num_levels)
+    num_levels = check_num_levels(num_levels)
 
     def init(params: chex.ArrayTree) -> QuantizedMeanState:
         zeros = functools.partial(jax.tree.map, lambda x: jnp.zeros_like(x, jnp.float32))
@@ -117,17 +121,15 @@ def quantized_mean(num_levels: int) -> Aggregator:
     return Aggregator(init, aggregate, needs_all=True)
 
 
-def check_num_levels(num_levels: int) -> None:
-    """Check a number of quantization levels.
+def check_num_levels(num_levels: int) -> int:
+    """Return a number of quantization levels, from 2 to 256.
 
     Raises:
         TypeError: it is not an int.
         ValueError: it is below 2 or above 256.
     """
-    if isinstance(num_levels, bool) or not isinstance(num_levels, int):
-        raise TypeError(f"num_levels is {num_levels!r}, expected an int from 2 to 256.")
-    if not 2 <= num_levels <= 256:
-        raise ValueError(f"num_levels is {num_levels}, expected 2 (signs) to 256.")
+    remedy = "Use 2 to send signs, and compressed_mean(codecs.float32()) for exact values."
+    return check_int("quantized_mean", "num_levels", num_levels, least=2, most=256, remedy=remedy)
 
 
 def _quantize_and_average(
@@ -138,12 +140,16 @@ def _quantize_and_average(
 ) -> tuple[chex.ArrayTree, chex.ArrayTree]:
     """Return the mean of the quantized updates, and the participants' new residuals."""
     middle = (num_levels - 1) / 2
+    here = None if shares is None else federated_map(lambda share: share != 0, shares)
+    num_present = num_participants() if here is None else federated_sum(here)
 
     def add_residual(
         update: chex.ArrayTree, residual: chex.ArrayTree, share: Float[Array, ""] | None
     ) -> chex.ArrayTree:
-        scale = 1.0 if share is None else share
-        return jax.tree.map(lambda x, e: x.astype(jnp.float32) * scale + e, update, residual)
+        if share is None:
+            return jax.tree.map(lambda x, e: x.astype(jnp.float32) + e, update, residual)
+        update = select(share != 0, update, jnp.float32)
+        return jax.tree.map(lambda x, e: x * share + e, update, residual)
 
     def mean_magnitudes(unsent: chex.ArrayTree) -> Float[Array, " leaves"]:
         return jnp.stack([jnp.mean(jnp.abs(c)) for c in jax.tree.leaves(unsent)])
@@ -152,22 +158,29 @@ def _quantize_and_average(
         return jax.tree.unflatten(jax.tree.structure(updates), list(steps))
 
     unsent = federated_map(add_residual, updates, residual, shares)
-    steps = _best_step(num_levels) * federated_mean(federated_map(mean_magnitudes, unsent))
+    magnitudes = federated_mean(federated_map(mean_magnitudes, unsent), here)
+    steps = _best_step(num_levels) * magnitudes
 
     def encode(c: jax.Array, step: jax.Array) -> jax.Array:
         # A step of 0 means that every entry is 0; a NaN in an entry makes the step NaN.
         place = jnp.where(step == 0, 0.0, c / step)
         return jnp.clip(jnp.round(place + middle), 0, num_levels - 1)
 
-    def send(unsent: chex.ArrayTree) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+    def send(
+        unsent: chex.ArrayTree, present: Bool[Array, ""] | None
+    ) -> tuple[chex.ArrayTree, chex.ArrayTree]:
         codes = jax.tree.map(encode, unsent, by_leaf(steps))
-        residual = jax.tree.map(lambda c, s, k: c - s * (k - middle), unsent, by_leaf(steps), codes)
+        left = jax.tree.map(lambda c, s, k: c - s * (k - middle), unsent, by_leaf(steps), codes)
+        if present is not None:  # an absent participant's unsent part is its residual
+            left = jax.tree.map(lambda new, old: jnp.where(present, new, old), left, unsent)
+            codes = select(present, codes)
         words = jax.tree.map(pack, codes, packings)
-        return mark_sent(words, instead_of=unsent), residual
+        return mark_sent(words, instead_of=unsent), left
 
     def receive(step: jax.Array, words: jax.Array, leaf: jax.Array, packing: Packing) -> jax.Array:
         total = unpack(words, packing, leaf.shape[1:]).astype(jnp.float32)
-        return step * (total / leaf.shape[0] - middle)
+        mean = step * (total / leaf.shape[0] - middle * (num_present / leaf.shape[0]))
+        return mean.astype(leaf.dtype)
 
     packings = jax.tree.map(
         lambda leaf: choose_packing(
@@ -175,7 +188,7 @@ def _quantize_and_average(
         ),
         updates,
     )
-    words, residual = federated_map(send, unsent)
+    words, residual = federated_map(send, unsent, here)
     return jax.tree.map(receive, by_leaf(steps), federated_sum(words), updates, packings), residual
 
 

@@ -13,11 +13,10 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from fedpax.aggregators.aggregator import Aggregator
 from fedpax.aggregators.all_updates import known_to_all
-from fedpax.aggregators.clipping import check_positive
-from fedpax.aggregators.gaussian_noise import round_key
-from fedpax.aggregators.krum import check_count
+from fedpax.aggregators.checks import check_int, check_number, check_seed
 from fedpax.aggregators.masks import Leaves, left_over, make_graph, mask
 from fedpax.aggregators.presence import mean_dtype, num_participants, present, select
+from fedpax.aggregators.random_streams import round_key
 from fedpax.aggregators.sent import mark_sent, mark_server
 from fedpax.primitives import federated_map, federated_mean, federated_sum
 from fedpax.primitives.layout import unplaced_aval
@@ -92,9 +91,13 @@ def secure_mean(
         Bell et al., Secure Single-Server Aggregation with (Poly)Logarithmic Overhead, CCS 2020,
         IACR ePrint 2020/704, section 3 (a random Harary graph of neighbours).
     """
-    check_positive("secure_mean", "max_value", max_value)
-    check_bits("secure_mean", bits)
-    check_neighbors("secure_mean", num_neighbors)
+    name = "secure_mean"
+    remedy = "Use the largest entry that an update may have, such as 1.0."
+    max_value = check_number(name, "max_value", max_value, above=0, remedy=remedy)
+    remedy = "Use 16; updates are float32, with 24 bits."
+    bits = check_int(name, "bits", bits, least=2, most=24, remedy=remedy)
+    num_neighbors = check_neighbors(name, num_neighbors)
+    seed = check_seed(name, seed)
     largest = 2 ** (bits - 1) - 1
     step = max_value / largest
 
@@ -109,19 +112,18 @@ def secure_mean(
         return jax.tree.map(quantize, update)
 
     def clipped_entries(update: chex.ArrayTree, here: Bool[Array, ""]) -> Float[Array, ""]:
-        outside = [jnp.mean(~(jnp.abs(u) <= max_value)) * u.size for u in jax.tree.leaves(update)]
-        size = sum(u.size for u in jax.tree.leaves(update))
+        leaves = jax.tree.leaves(update)
+        outside = [jnp.sum(~(jnp.abs(u) <= max_value)).astype(jnp.float32) for u in leaves]
+        size = sum(u.size for u in leaves)
         return jnp.where(here, sum(outside) / max(size, 1), 0.0)
 
     def aggregate(
         state: SecureMeanState, updates: chex.ArrayTree, weights: Num[Array, " participants"] | None
     ) -> tuple[chex.ArrayTree, SecureMeanState, dict[str, jax.Array]]:
-        if not num_participants(updates):
-            return updates, SecureMeanState(state.round + 1), {}
-        here = present(updates, weights)
-        check_sum("secure_mean", num_participants(updates), largest)
+        here = present(weights)
+        check_sum(name, num_participants(), largest)
         key = round_key(seed, "masks", state.round)
-        total = secure_sum(encode, updates, here, key, num_neighbors)
+        total = secure_sum(name, encode, updates, here, key, num_neighbors)
         count = federated_sum(here)
 
         def decode(total: jax.Array, u: jax.Array) -> jax.Array:
@@ -136,6 +138,7 @@ def secure_mean(
 
 
 def secure_sum(
+    function: str,
     encode: Callable[[chex.ArrayTree, Int[Array, ""]], chex.ArrayTree],
     updates: chex.ArrayTree,
     here: Bool[Array, " participants"],
@@ -145,6 +148,7 @@ def secure_sum(
     """Sum integers over present participants under masks: exactly, modulo 2^32.
 
     Args:
+        function: name of the aggregator, for errors.
         encode: `(update, index) -> pytree of int32 arrays` of the same structure, the integers of a
             participant. Runs on the participant.
         updates: placed pytree.
@@ -158,10 +162,10 @@ def secure_sum(
     Raises:
         ValueError: there are not more than `num_neighbors` participants.
     """
-    n = num_participants(updates)
-    if num_neighbors is not None and num_neighbors >= max(n, 1):
+    n = num_participants()
+    if num_neighbors is not None and num_neighbors >= n:
         raise ValueError(
-            f"secure_mean(): num_neighbors is {num_neighbors}, expected fewer than the {n} "
+            f"{function}(): num_neighbors is {num_neighbors}, expected fewer than the {n} "
             "participants. Leave it None for all of them."
         )
     graph = make_graph(key, n, num_neighbors)
@@ -197,33 +201,23 @@ def _spec(aval: Any) -> P | None:
     return spec if any(entry is not None for entry in spec) else None
 
 
-def check_neighbors(function: str, num_neighbors: int | None) -> None:
-    """Check a number of neighbours.
+def check_neighbors(function: str, num_neighbors: int | None) -> int | None:
+    """Return a number of neighbours, an even int; None for all other participants.
 
     Raises:
         TypeError: it is not an int.
         ValueError: it is below 2, or odd.
     """
     if num_neighbors is None:
-        return
-    check_count(function, "num_neighbors", num_neighbors, 2)
+        return None
+    remedy = "Use None for all other participants."
+    num_neighbors = check_int(function, "num_neighbors", num_neighbors, least=2, remedy=remedy)
     if num_neighbors % 2:
         raise ValueError(
             f"{function}(): num_neighbors is {num_neighbors}, expected an even number: half of "
             f"them on either side of a ring. Use {num_neighbors + 1}."
         )
-
-
-def check_bits(function: str, bits: int) -> None:
-    """Check the number of bits of an entry.
-
-    Raises:
-        TypeError: it is not an int.
-        ValueError: it is below 2 or above 24.
-    """
-    check_count(function, "bits", bits, 2)
-    if bits > 24:
-        raise ValueError(f"{function}(): bits is {bits}, expected at most 24: updates are float32.")
+    return num_neighbors
 
 
 def check_sum(function: str, participants: int, largest: int) -> None:

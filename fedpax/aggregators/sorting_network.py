@@ -47,7 +47,8 @@ def _bitonic_sort(x: Float[Array, "participants ..."]) -> Float[Array, "particip
         takes_less = takes_less.reshape(-1, *[1] * (x.ndim - 1))
         # Not by `minimum` and `maximum`: they would add 0 times the other row's derivative, which
         # may be NaN, and halve the derivatives of equal values.
-        is_exchanged = jnp.where(takes_less, x > other, x < other)
+        # `where` would need equal shardings, also on an explicit axis of one device.
+        is_exchanged = (takes_less & (x > other)) | (~takes_less & (x < other))
         return jnp.where(is_exchanged, other, x), None
 
     padding = [(0, row.size - n)] + [(0, 0)] * (x.ndim - 1)

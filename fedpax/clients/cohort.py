@@ -24,19 +24,23 @@ class Cohort(NamedTuple):
 
     If `batches` is a dict with a field `"mask"`, an example (or token) whose mask is 0 or False is
     padding. A step with only padding has no effect on parameters, optimizer state, step count and
-    metrics. A participant without a step has weight 0.
+    metrics. A participant without a step has weight 0, and so has one with a negative client id:
+    whatever its batches hold, it changes neither the model nor its state.
 
     Attributes:
         batches: a pytree of arrays `[participants, steps, batch, ...]`. `"mask"` in a dict:
             bool or number `[participants, steps, batch, ...]`.
         num_examples: number `[participants]`, the weight of each participant in means. Default
-            None: every participant with at least one step has the same weight.
+            None: every participant with at least one step has the same weight. A negative number
+            counts as 0.
         num_steps: int `[participants]`, number of leading batches that a participant trains on;
             later batches are skipped. Default None: compute every step, and discard steps with only
             padding. `jax.grad` through a round with `num_steps` raises, because JAX has no
             reverse-mode derivative of a `while_loop`; forward mode works.
         client_ids: int `[participants]`, each client's index in its population; -1 for an empty
-            slot of the cohort. Default None: unknown, for algorithms without client state.
+            slot of the cohort. To a method with client state, an index that is not below its
+            `num_clients` is an empty slot too. Default None: unknown, for algorithms without client
+            state.
         schedule: when participants arrive, for a method that runs over simulated time: `Arrivals`,
             `ArrivalOrder`, `RegionalOrder` or `Syncs` of `fedpax.clients`. Default None:
             participants are equally fast and never fail.
@@ -70,9 +74,9 @@ def check_cohort(
     Raises:
         TypeError: `cohort` is not a `Cohort`, the dtype of `num_steps` or `client_ids` is not an
             integer dtype, or `schedule` has another type.
-        ValueError: no batches, a leaf without the axes `[participants, steps]`, leaves with
-            different numbers of steps, a field of another shape than `[participants]`, or a
-            schedule without this axis.
+        ValueError: no batches, a leaf without the axes `[participants, steps]` or with 0 steps,
+            leaves with different numbers of steps, a field of another shape than `[participants]`,
+            or a schedule without this axis.
 
     Example:
         >>> check_cohort("fedavg", {"x": np.ones((2, 1))}, 2)
@@ -101,6 +105,11 @@ def check_cohort(
                 f"{algorithm}: {name} has shape {list(shape)}, expected [{num_participants}, "
                 f"steps, batch, ...]: {num_participants} is the number of participants of "
                 f"{algorithm}. Stack the participants' batches along the first axis."
+            )
+        if shape[1] == 0:
+            raise ValueError(
+                f"{algorithm}: {name} has shape {list(shape)}, expected at least one step along "
+                "axis 1. Give every participant at least one batch, or leave the round out."
             )
         num_steps.setdefault(shape[1], name)
     if len(num_steps) > 1:

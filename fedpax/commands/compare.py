@@ -1,9 +1,12 @@
 """`fedpax compare`: train several experiments and compare them in a table and a picture."""
 
+import dataclasses
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import jax
 from absl import flags
 
 from fedpax.commands.options import (
@@ -14,15 +17,25 @@ from fedpax.commands.options import (
     define_training_flags,
     parse,
 )
+from fedpax.commands.saved_run import build_run
+from fedpax.experiments.catalog import expand_groups, find_group, groups
+from fedpax.training.algorithm import RESERVED_METRICS
 from fedpax.training.checkpoint_dir import refuse_checkpoint_dir
 from fedpax.training.compare import write_comparison
 from fedpax.training.configuration import ConfigurationError, resolve_job_log_dir
 from fedpax.training.console import print_error, print_line
 from fedpax.training.experiment import Experiment
 from fedpax.training.job_dir import check_configuration, check_field_names
-from fedpax.training.metrics import describe_damage
+from fedpax.training.metrics import describe_damage, read_metrics, select
 from fedpax.training.preemption import run_subprocess
 from fedpax.training.saved_rounds import check_latest_round, latest_round
+from fedpax.training.target import (
+    Course,
+    Target,
+    course_of,
+    parse_target,
+    write_target_comparison,
+)
 
 
 def compare(arguments: Sequence[str]) -> int:
@@ -35,7 +48,8 @@ def compare(arguments: Sequence[str]) -> int:
         The exit status.
     """
     options, fields = parse("compare", arguments, define_flags)
-    names = [name for name in options.exp.split(",") if name]
+    chosen = [name for name in options.exp.split(",") if name]
+    target, names = _find_target(options.target, chosen), expand_groups(chosen)
     if not names:
         raise UsageError(
             f"--exp={options.exp} names no experiment, expected names separated by commas. Run "
@@ -72,17 +86,67 @@ def compare(arguments: Sequence[str]) -> int:
         command += [f"--allow_config_change={path}" for path in allowed[name]]
         if status := run_subprocess(command):
             return status
-    for folder in folders.values():
-        for text in describe_damage(folder, latest_round(folder) or 0):
+    for job_log_dir in folders.values():
+        for text in describe_damage(job_log_dir, latest_round(job_log_dir) or 0):
             print_error(text)
     print_line(write_comparison(folders, destination))
+    if target is not None:
+        configured = {folder: experiments[name] for folder, name in by_folder.items()}
+        print_line(f"\n{_compare_to_target(configured, folders, target, destination)}")
     print_line(f"\nSee {destination / 'comparison.png'} and {destination / 'comparison.json'}.")
+    if target is not None:
+        print_line(f"See {destination / 'target.png'} and {destination / 'target.json'}.")
     return 0
 
 
 def define_flags(options: flags.FlagValues) -> None:
     """Define the flags of the command."""
     define_training_flags(options)
+    flags.DEFINE_string("target", None, "A metric and its value.", flag_values=options)
+
+
+def _find_target(text: str | None, chosen: Sequence[str]) -> Target | None:
+    """Return the target that the command line or the only named group sets, or None."""
+    if text is None and len(chosen) == 1 and chosen[0] in groups():
+        text = find_group(chosen[0]).target
+    if text is None:
+        return None
+    try:
+        return parse_target(text)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def _compare_to_target(
+    experiments: Mapping[str, Experiment],
+    folders: Mapping[str, Path],
+    target: Target,
+    destination: Path,
+) -> str:
+    """Write the files of the target, and return the table of the costs until it is reached."""
+    evaluations = {
+        name: select(read_metrics(folder), "evaluation") for name, folder in folders.items()
+    }
+    known = {key for lines in evaluations.values() for line in lines for key in line}
+    if target.metric not in known:
+        metrics = sorted(known - RESERVED_METRICS - {"kind", "round"} | {"loss"})
+        raise UsageError(
+            f"--target={target.metric}={target.value:g}: no evaluation has the metric "
+            f"{target.metric!r}, expected one of {', '.join(metrics)}. Set for example "
+            f"--target={metrics[0]}={target.value:g}; the runs are kept."
+        )
+    courses: dict[str, Course] = {}
+
+    def fixed_size(name: str) -> int:
+        return math.prod(dataclasses.astuple(experiments[name].mesh))
+
+    # The largest mesh first, because the number of simulated devices is set once.
+    for name in sorted(experiments, key=fixed_size, reverse=True):
+        run = build_run(experiments[name])
+        with jax.set_mesh(run.mesh):
+            courses[name] = course_of(run, evaluations[name], target.metric)
+    in_order = {name: courses[name] for name in experiments}
+    return write_target_comparison(in_order, target, destination)
 
 
 def _allowed_by_experiment(

@@ -15,7 +15,7 @@ from typing import Any
 from absl import flags
 
 from fedpax.commands import COMMANDS, UsageError
-from fedpax.experiments.catalog import experiments
+from fedpax.experiments.catalog import experiments, groups
 
 SHELLS = ("bash", "zsh")
 GLOBAL_WORDS = ("--help", "--version")
@@ -62,6 +62,8 @@ def script(shell: str) -> str:
             words.remove("--exp=")  # they take folders alone
         elif words:
             words += [f"--exp={name}" for name in names]
+        if command == "compare":
+            words += [f"--exp={name}" for name in groups()]
         if command == "completion":
             words = [*SHELLS]
         by_command.append(f"{command}) known=({_quoted([*words, '--help'])}) ;;")

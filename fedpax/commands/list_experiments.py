@@ -1,26 +1,35 @@
-"""`fedpax list`: the experiments that come with fedpax."""
+"""`fedpax list`: the experiments and the groups of experiments that come with fedpax."""
 
 from collections.abc import Sequence
 
 from fedpax.commands import UsageError
-from fedpax.experiments.catalog import entries
+from fedpax.experiments.catalog import entries, expand_groups, groups
 
 
 def list_experiments(arguments: Sequence[str]) -> int:
-    """Print the name and the first line of the docstring of every experiment.
+    """Print the name and the first line of the docstring of every experiment and every group.
 
     Args:
-        arguments: none are allowed.
+        arguments: none, or the name of a group: print the names of its experiments.
 
     Returns:
         The exit status.
+
+    Raises:
+        UsageError: the argument is no group.
     """
     if arguments:
-        raise UsageError(
-            f"`fedpax list` got {arguments[0]!r}, expected no arguments. Leave it out."
-        )
-    found = entries()
+        if len(arguments) > 1 or arguments[0] not in groups():
+            raise UsageError(
+                f"`fedpax list` got {' '.join(arguments)!r}, expected no arguments, or one group: "
+                f"{', '.join(groups())}. Leave it out to list all experiments."
+            )
+        print("\n".join(expand_groups(arguments)))
+        return 0
+    found = {**entries(), **groups()}
     width = max(map(len, found), default=0)
-    for name, entry in sorted(found.items()):
+    for name, entry in sorted(entries().items()):
         print(f"{name.ljust(width)}  {entry.summary}")
+    for name, entry in sorted(groups().items()):
+        print(f"{name.ljust(width)}  A group (`fedpax list {name}`). {entry.summary}")
     return 0

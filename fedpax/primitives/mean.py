@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from fedpax.primitives._jax import Primitive, Zero, is_zero, zero_tangent
 from fedpax.primitives.broadcast import broadcast
 from fedpax.primitives.layout import shard_over_placement
+from fedpax.primitives.mask import federated_mask_p
 from fedpax.primitives.monoids import ADDITION, accumulation_dtype
 from fedpax.primitives.placement import (
     ArrayTree,
@@ -35,9 +36,10 @@ def federated_mean(
 ) -> ArrayTree:
     """Average over participants: `out = sum_i w[i] x[i] / sum_i w[i]`.
 
-    A participant of weight 0 is absent: its value has no effect, also if it is NaN or infinite. If
-    the weights sum to zero, the mean is 0, not NaN: a round in which no client has an example
-    changes nothing. A NaN weight gives NaN. Negative weights are used as given.
+    A participant of weight 0 is absent: its value has no effect, also if it is NaN or infinite, and
+    then the derivative with respect to its weight is 0. If the weights sum to zero, the mean is 0,
+    not NaN: a round in which no client has an example changes nothing. A NaN weight gives NaN.
+    Negative weights are used as given.
 
     Args:
         x: pytree of arrays `[n, ...]`, placed.
@@ -147,6 +149,8 @@ def _jvp(primals, tangents, *, placement):
         (w,), (tw,) = weights, weight_tangents
         wide = accumulation_dtype(out.dtype)
         deviation = x.astype(wide) - broadcast(out.astype(wide), placement)
+        has_effect = (append_axes(w, deviation) != 0) | jnp.isfinite(deviation)
+        deviation = federated_mask_p.bind(has_effect, deviation, placement=placement)
         change = federated_sum_p.bind(
             append_axes(tw.astype(wide), deviation) * deviation, placement=placement
         )

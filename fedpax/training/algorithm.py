@@ -89,7 +89,8 @@ class FederatedAlgorithm(NamedTuple):
     Both are pure functions and can be jitted. The state is an immutable `NamedTuple` whose field
     `params` is the server's model. State that participants keep between rounds is a placed value
     inside it: a leading axis of the placement's size. `round` returns a state of the same
-    structure, shapes, dtypes and shardings, so that the caller can donate the old one.
+    structure, shapes, dtypes and shardings, so that the caller can donate the old one. `init` must
+    copy `params` if the state is donated: otherwise the round deletes the caller's arrays.
 
     A run can resume with another number of participants: placed values are then averaged or copied
     (`fedpax.training.participant_states`). If this makes no sense for a method, its state has a
@@ -121,7 +122,8 @@ class FederatedAlgorithm(NamedTuple):
         ...     loss_fn = lambda w: jnp.mean((w - cohort.batches) ** 2)
         ...     loss, gradient = jax.value_and_grad(loss_fn)(state.params)
         ...     return DescentState(state.params - 0.5 * gradient), {"loss": loss}
-        >>> descent = FederatedAlgorithm(init=DescentState, round=jax.jit(descend))
+        >>> descent = FederatedAlgorithm(
+        ...     init=lambda w: DescentState(jnp.copy(w)), round=jax.jit(descend, donate_argnums=0))
         >>> cohort = Cohort(jnp.full((1, 1, 2), 3.0))  # participants, steps, batch
         >>> state, metrics = descent.round(descent.init(jnp.float32(0.0)), cohort)
         >>> float(state.params), float(metrics["loss"])

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fedpax.clients.cohort import Cohort
+from fedpax.clients.store import ClientStore
 from fedpax.hlo.collectives import operand_bytes_along
 from fedpax.parallel.divisibility import check_divisible
 from fedpax.training.algorithm import RESERVED_METRICS, Metrics, Params, State
@@ -71,7 +72,8 @@ def compile_round(
 
     Raises:
         ValueError: the round breaks the contract of `FederatedAlgorithm`, the run's placement is
-            none of the round's, or a mesh axis does not divide the array axis that it shards.
+            none of the round's, the method keeps states of fewer clients than there are, or a mesh
+            axis does not divide the array axis that it shards.
     """
     params = jax.eval_shape(lambda: run.init(jax.random.key(0)))
     state = jax.eval_shape(run.algorithm.init, params)
@@ -80,6 +82,7 @@ def compile_round(
             f"algorithm.init returns a {type(state).__name__} without a field params, expected a "
             "NamedTuple whose field params is the server's model. Return one from init."
         )
+    _check_population(state, getattr(run.cohorts, "num_clients", None))
     num_participants = jax.tree.leaves(cohort)[0].shape[0]
     shardings = run_state_shardings(run, params, state, num_participants)
     check_divisible("params", params, run.resolved_shardings.params)
@@ -280,6 +283,18 @@ def _types_by_path(cohort: Cohort) -> dict[str, str]:
         jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}"
         for path, leaf in jax.tree_util.tree_leaves_with_path(cohort)
     }
+
+
+def _check_population(state: Any, num_clients: int | None) -> None:
+    """Check that a state has room for all clients of the cohorts."""
+    for store in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, ClientStore)):
+        if isinstance(store, ClientStore) and num_clients is not None:
+            if store.num_clients < num_clients:
+                raise ValueError(
+                    f"the method keeps states of num_clients={store.num_clients} clients, expected "
+                    f"{num_clients}, the size of the population: the other clients would never "
+                    f"keep theirs. Pass num_clients={num_clients} to the method."
+                )
 
 
 def _check_placement(placement: str, traced: jax.stages.Traced) -> None:

@@ -84,6 +84,7 @@ class ScheduledRounds:
 
     def __init__(self, cohorts: CohortStream, attach: Callable[[Cohort, int], Cohort]) -> None:
         self._cohorts, self._attach = cohorts, attach
+        self.num_clients: int | None = getattr(cohorts, "num_clients", None)
         self._round = 0
 
     def __iter__(self) -> Iterator[Cohort]:

@@ -30,7 +30,7 @@ from fedpax.primitives._jax import (
 from fedpax.primitives.broadcast import federated_broadcast_p, federated_index_p
 from fedpax.primitives.layout import replicate_over_placement
 from fedpax.primitives.map import federated_map_p
-from fedpax.primitives.max_min import apply_mask, federated_mask_p
+from fedpax.primitives.mask import apply_mask, federated_mask_p
 from fedpax.primitives.monoids import Monoid, apply_by_monoid
 from fedpax.primitives.participant_loop import LazySlice, materialize, run_participants
 from fedpax.primitives.placement import Placement

@@ -46,9 +46,12 @@ def trimmed_of(x, fraction):
 
 
 def geometric_of(x, weights):
-    v = np.average(x, axis=0, weights=weights)
+    v = np.median(x, 0)
     for _ in range(1000):
-        v = np.average(x, axis=0, weights=weights / np.linalg.norm(x - v, axis=1))
+        distances = np.maximum(np.linalg.norm(x - v, axis=1), 1e-9)
+        last, v = v, np.average(x, axis=0, weights=weights / distances)
+        if np.linalg.norm(v - last) < 1e-9:
+            break
     return v
 
 

@@ -122,8 +122,9 @@ def test_bfloat16_updates_and_an_empty_tree():
     x = jax.tree.map(lambda p: draw(N, *p.shape).astype(jnp.bfloat16), params)
     mean, state = exchange(aggregator)(state, x)
     for own, sent, left in zip(*map(jax.tree.leaves, (x, mean, state.residual)), strict=True):
-        assert sent.dtype == left.dtype == jnp.float32
-        np.testing.assert_allclose(sent + left.mean(0), np.float32(own).mean(0), atol=1e-6)
+        assert sent.dtype == jnp.bfloat16 and left.dtype == jnp.float32
+        exact = np.float32(own).mean(0) - left.mean(0)  # in float32, then rounded once
+        np.testing.assert_allclose(np.float32(sent), exact, rtol=2**-8, atol=1e-6)
     assert exchange(aggregator)(initial(aggregator, {}), {})[0] == {}
 
 

@@ -273,9 +273,13 @@ def test_a_private_method_learns(method):
     [
         ({"max_norm": -1.0}, ValueError, "max_norm is -1.0, expected"),
         ({"noise_multiplier": -0.1}, ValueError, "noise_multiplier is -0.1, .* at least 0"),
-        ({"noise_multiplier": None}, TypeError, "noise_multiplier is None, expected a number"),
+        (
+            {"noise_multiplier": None},
+            TypeError,
+            "noise_multiplier is None, expected a finite",
+        ),
         ({"expected_participants": 0}, ValueError, "expected_participants is 0"),
-        ({"quantile": 1.5}, ValueError, "quantile is 1.5, expected 0 to 1"),
+        ({"quantile": 1.5}, ValueError, "quantile is 1.5, expected .* at most 1"),
         ({"count_stddev": 3.0}, ValueError, "but quantile is None.* Pass quantile=0.5"),
         (
             {"quantile": 0.5, "count_stddev": 0.5},

@@ -114,8 +114,10 @@ def test_an_empty_tree():
 def test_bfloat16_is_added_up_in_float32():
     x = draw((30,)).astype(jnp.bfloat16)
     mean, left = exchange(4)(x, zeros(x))
-    assert mean.dtype == left.dtype == jnp.float32
-    np.testing.assert_allclose(mean + left.mean(0), np.float32(x).mean(0), atol=1e-6)
+    wide, expected = exchange(4)(np.float32(x), zeros(x))
+    assert mean.dtype == jnp.bfloat16 and left.dtype == jnp.float32
+    np.testing.assert_array_equal(mean, wide.astype(jnp.bfloat16))
+    np.testing.assert_array_equal(left, expected)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +169,7 @@ def test_each_device_sends_the_words_of_its_shard(kind):
 @pytest.mark.parametrize(
     ("num_levels", "error", "message"),
     [
-        (1, ValueError, "num_levels is 1, expected 2"),
+        (1, ValueError, "num_levels is 1, expected an int from 2 to 256. Use"),
         (257, ValueError, "num_levels is 257, expected .* to 256"),
         (2.0, TypeError, "num_levels is 2.0, expected an int"),
         (True, TypeError, "num_levels is True, expected an int"),
@@ -191,6 +193,7 @@ def test_weights_weigh_the_updates():
     exact = np.average(np.float64(x), axis=0, weights=weights)
     # Residuals are of the scaled updates n w_i x_i / sum(w).
     np.testing.assert_allclose(mean + residual.mean(0), exact, rtol=1e-5, atol=1e-5)
+    assert not np.any(residual[2])
     for none in (np.zeros(N), np.zeros(N, np.int32)):
         mean, residual = jax.jit(exchange(4))(x, zeros(x), none)
         assert not np.any(mean) and not np.any(residual)

@@ -48,7 +48,7 @@ def _method(
         "clients",
         Rates(RATE, server),
         lambda clients, r: algorithm(
-            loss_fn, cohort_size=clients, client_optimizer=client(r.local), **settings
+            loss_fn=loss_fn, cohort_size=clients, client_optimizer=client(r.local), **settings
         ),
         lambda x, rounds, n, r: refer(x, rounds, n, r.local),
         weighted=True,
@@ -59,7 +59,12 @@ def _stateful(
     algorithm: Callable[..., FederatedAlgorithm], refer: Callable[..., Any], **settings: Any
 ) -> Method:
     """Make a method whose clients keep state, in uniform means."""
-    method = _method(algorithm, refer, num_clients=POPULATION, **settings)
+
+    def build(cohort_size: int, **options: Any) -> FederatedAlgorithm:
+        num_clients = max(POPULATION, cohort_size)
+        return algorithm(cohort_size=cohort_size, num_clients=num_clients, **options)
+
+    method = _method(build, refer, **settings)
     return method._replace(weighted=False, keeps_client_state=True)
 
 
@@ -70,7 +75,7 @@ def _scaffold(option: str) -> Method:
         lambda clients, r: scaffold(
             loss_fn,
             cohort_size=clients,
-            num_clients=POPULATION,
+            num_clients=max(POPULATION, clients),
             client_optimizer=optax.sgd(r.local),
             server_optimizer=optax.sgd(r.server),
             option=option,
@@ -100,8 +105,8 @@ def other_model(params: Any) -> Any:
     return {**params, "out": params["out"][:, ::-1]}
 
 
-def _hypcluster(loss: Any, **settings: Any) -> FederatedAlgorithm:
-    algorithm = hypcluster(loss, num_clusters=2, **settings)
+def _hypcluster(**settings: Any) -> FederatedAlgorithm:
+    algorithm = hypcluster(num_clusters=2, **settings)
 
     def init(params: Any) -> Any:
         pair = params, other_model(params)

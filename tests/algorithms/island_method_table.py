@@ -9,14 +9,17 @@ import numpy_methods
 import optax
 from method_problem import Method, Rates, loss_fn
 
+from fedpax.aggregators import codecs
 from fedpax.algorithms import (
     branch_train_merge,
     eager_diloco,
     easgd,
+    muloco,
     noloco,
     papa,
     papa_2,
     papa_all,
+    sparseloco,
     streaming_diloco,
 )
 from fedpax.algorithms.exchange import perfect_matchings
@@ -93,6 +96,34 @@ ISLAND_METHODS = {
             rounds,
             _adam(r.local)[1],
             numpy_methods.momentum(r.server, 0.8, nesterov=True),
+        ),
+    ),
+    "MuLoCo": Method(
+        "islands",
+        Rates(0.01, 0.5),
+        lambda islands, r: muloco(
+            loss_fn,
+            islands=islands,
+            learning_rate=r.local,
+            outer_optimizer=optax.sgd(r.server, momentum=0.8, nesterov=True),
+        ),
+        lambda x, rounds, _, r: numpy_methods.diloco(
+            x, rounds, reference.muon(r.local), r.server, 0.8
+        ),
+    ),
+    "SparseLoCo": Method(
+        "islands",
+        Rates(0.01, 0.5),
+        lambda islands, r: sparseloco(
+            loss_fn,
+            islands=islands,
+            inner_optimizer=_adam(r.local)[0],
+            outer_learning_rate=r.server,
+            codec=codecs.top_k(0.25),
+            decay=0.9,
+        ),
+        lambda x, rounds, _, r: reference.sparseloco(
+            x, rounds, _adam(r.local)[1], 0.25, r.server, 0.9
         ),
     ),
     "PAPA": _method(

@@ -128,3 +128,67 @@ def noloco(
         population.models = [each(np.add, p, m) for p, m in zip(phi, momentum, strict=True)]
         history.append((mean(population.models), metrics))
     return history
+
+
+def muon(rate: float, beta: float = 0.95, epsilon: float = 1e-8) -> Optimizer:
+    """Muon of matrices: five Newton-Schulz steps on the momentum. Adam of all other parameters.
+
+    Both with Nesterov's form of the bias-corrected momentum, as in optax.
+    """
+    a, b, c = 3.4445, -4.775, 2.0315
+
+    def orthogonal(m: np.ndarray) -> np.ndarray:
+        tall = m.shape[0] > m.shape[1]
+        x = m.T if tall else m
+        x = x / (np.linalg.norm(x) + epsilon)
+        for _ in range(5):
+            square = x @ x.T
+            x = a * x + (b * square + c * square @ square) @ x
+        return (x.T if tall else x) * np.sqrt(max(1, m.shape[1] / m.shape[0]))
+
+    def step(x: Tree, g: Tree, state: tuple[int, Tree, Tree]) -> tuple[Tree, Any]:
+        t = state[0] + 1
+        decays = {name: beta if leaf.ndim == 2 else 0.9 for name, leaf in x.items()}
+        first = {k: d * state[1][k] + (1 - d) * g[k] for k, d in decays.items()}
+        second = each(lambda v, g: 0.999 * v + 0.001 * g**2, state[2], g)
+
+        def moved(k: str) -> np.ndarray:
+            d = decays[k]
+            m = d * first[k] / (1 - d ** (t + 1)) + (1 - d) * g[k] / (1 - d**t)
+            if x[k].ndim == 2:
+                return orthogonal(m)
+            return m / (np.sqrt(second[k] / (1 - 0.999**t)) + epsilon)
+
+        return {k: x[k] - rate * moved(k) for k in x}, (t, first, second)
+
+    return Optimizer(lambda x: (0, each(np.zeros_like, x), each(np.zeros_like, x)), step)
+
+
+def top_k(x: np.ndarray, fraction: float) -> np.ndarray:
+    """Keep the largest magnitudes of a small array; the others are 0."""
+    flat = np.asarray(x).ravel()
+    kept = np.zeros_like(flat)
+    largest = np.argsort(-np.abs(flat))[: int(np.ceil(fraction * flat.size))]
+    kept[largest] = flat[largest]
+    return kept.reshape(np.shape(x))
+
+
+def sparseloco(
+    x: Tree, rounds: Sequence[Tree], optimizer: Optimizer, fraction: float, eta: float, beta: float
+) -> list[Round]:
+    """m_i = beta e_i + x - y_i; q_i = TopK(m_i); e_i <- m_i - q_i; x <- x - eta mean q_i."""
+    n = len(rounds[0]["label"])
+    states = [optimizer.init(x)] * n
+    residuals: list[Any] = [each(np.zeros_like, x)] * n
+    history = []
+    for batches in rounds:
+        sent, reports = [], []
+        for i in range(n):
+            y, states[i], report = train(x, optimizer, states[i], participant(batches, i))
+            unsent = each(lambda e, x, y: beta * e + x - y, residuals[i], x, y)
+            sent.append(each(lambda m: top_k(m, fraction), unsent))
+            residuals[i] = each(np.subtract, unsent, sent[-1])
+            reports.append(report)
+        x = each(lambda x, q: x - eta * q, x, mean(sent))
+        history.append((x, mean(reports)))
+    return history

@@ -25,7 +25,8 @@ def check(history: list, expected: list) -> None:
 
 
 def is_quick(name: str, mesh: str) -> bool:
-    return mesh == "none" or (name in method_table.OFTEN and mesh in OFTEN)
+    # MuLoCo's unrolled Newton-Schulz steps compile slowly.
+    return (mesh == "none" and name != "MuLoCo") or (name in method_table.OFTEN and mesh in OFTEN)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import method_problem
@@ -9,6 +10,7 @@ import method_table
 import numpy as np
 import optax
 import pytest
+from island_method_table import ISLAND_METHODS
 from method_problem import assert_close
 from method_table import METHODS, every_method, mesh_of, place_batches, place_params, problem, use
 
@@ -39,6 +41,7 @@ every_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
                 ("FedAdam", "4x2 explicit"),
                 ("DiLoCo", "4x2 automatic"),
                 ("data parallelism", "4x2 explicit"),
+                *[(name, "none") for name in ISLAND_METHODS],
             )
         ],
     ],
@@ -47,13 +50,18 @@ def test_bfloat16(name: str, mesh_name: str):
     """The state stays bfloat16, metrics are float32, and training agrees with float32."""
     method = METHODS[name]
     params, rounds, weights = problem(2)
-    mesh, algorithm = mesh_of(mesh_name, method.placement), method.algorithm()
+    rates = method.rates
+    if name in ISLAND_METHODS:  # so that two rounds move each parameter by more than its rounding
+        rates = rates._replace(local=4 * rates.local)
+    mesh, algorithm = mesh_of(mesh_name, method.placement), method.algorithm(rates=rates)
     step = jax.jit(algorithm.round)
     with use(mesh):
         small = place_params({k: p.astype(jnp.bfloat16) for k, p in params.items()}, mesh)
         state = algorithm.init(small)
-        floats = [leaf for leaf in jax.tree.leaves(state) if leaf.dtype != jnp.int32]
-        assert {leaf.dtype for leaf in floats} == {jnp.dtype(jnp.bfloat16)}
+        floats = {leaf.dtype for leaf in jax.tree.leaves(state) if leaf.dtype != jnp.int32}
+        # Muon's coefficients and the residuals of a codec are float32.
+        if name not in ("MuLoCo", "SparseLoCo"):
+            assert floats == {jnp.dtype(jnp.bfloat16)}
         for batches, n in zip(rounds, weights, strict=True):
             batches = {**batches, "x": batches["x"].astype(jnp.bfloat16)}
             cohort = place_batches(method.cohort(batches, n), mesh, method.placement)
@@ -63,13 +71,30 @@ def test_bfloat16(name: str, mesh_name: str):
             )
             state = new
     assert {m.dtype for m in metrics.values()} == {jnp.dtype(jnp.float32)}
-    (wanted, wanted_metrics) = method.reference(params, rounds, weights)[-1]
+    (wanted, wanted_metrics) = method.reference(params, rounds, weights, rates)[-1]
     for leaf, want in wanted.items():
         moved = np.abs(want - params[leaf]).max()
         assert moved > 0.02
         # bfloat16 has 8 bits: a parameter near 1 is rounded by 0.004 at each of some steps.
         np.testing.assert_allclose(np.float32(state.params[leaf]), want, atol=0.03, rtol=0.03)
     np.testing.assert_allclose(metrics["loss"], wanted_metrics["loss"], rtol=0.03)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, method in METHODS.items() if method.placement == "islands"]
+)
+def test_the_types_of_islands_in_bfloat16(name: str):
+    """Abstractly: no leaf of the state changes its dtype, and metrics are float32."""
+    method = METHODS[name]
+    params, (batches,), (weights,) = problem(1)
+    algorithm = method.algorithm()
+    small = jax.tree.map(lambda p: jnp.asarray(p, jnp.bfloat16), params)
+    state = jax.eval_shape(algorithm.init, small)
+    cohort = method.cohort({**batches, "x": jnp.asarray(batches["x"], jnp.bfloat16)}, weights)
+    after, metrics = jax.eval_shape(algorithm.round, state, cohort)
+    chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
+    assert {leaf.dtype for leaf in jax.tree.leaves(after.params)} == {jnp.dtype(jnp.bfloat16)}
+    assert {metric.dtype for metric in metrics.values()} == {jnp.dtype(jnp.float32)}
 
 
 # ---- a model of one vector, quick to compile
@@ -190,6 +215,13 @@ def test_batches_of_another_number_of_participants_raise(name: str, batches: Any
     algorithm, state = small(name)
     with pytest.raises(ValueError, match=words):
         algorithm.round(state, Cohort(batches))
+
+
+@every_algorithm
+def test_batches_without_a_step_raise(name: str):
+    algorithm, state = small(name)
+    with pytest.raises(ValueError, match=r"\['y'\] has shape \[4, 0, 5\], .* at least one batch"):
+        algorithm.round(state, Cohort({"x": batch(4, 2, 5), "y": batch(4, 0, 5)}))
 
 
 @every_algorithm

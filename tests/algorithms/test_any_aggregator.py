@@ -72,8 +72,13 @@ METHODS: dict[str, Callable[..., FederatedAlgorithm]] = {
     "fedavg": lambda **a: fedavg(loss_fn, **CLIENTS, **a),
     "FedAdam": lambda **a: fedavg(loss_fn, server_optimizer=server_adam(0.1), **CLIENTS, **a),
     "self-tuning": lambda **a: self_tuning(
-        lambda h: fedavg(loss_fn, server_optimizer=optax.sgd(h["rate"]), **CLIENTS, **a),
-        {"rate": 1.0},
+        lambda h: fedavg(
+            loss_fn,
+            server_optimizer=optax.sgd(h["rate"], momentum=1 - h["damping"]),
+            **CLIENTS,
+            **a,
+        ),
+        {"rate": 1.0, "damping": 0.1},
         loss_fn,
     ),
     "fedprox": lambda **a: fedprox(loss_fn, mu=0.1, **CLIENTS, **a),
@@ -126,18 +131,18 @@ AGGREGATORS = {
 }
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(
     "name",
     [n if n in ("fedavg", "diloco") else pytest.param(n, marks=pytest.mark.slow) for n in METHODS],
 )
-def test_a_round_keeps_the_types_of_the_state(name: str):
+def test_a_round_keeps_the_types_of_the_state(name: str, dtype: Any):
     """Abstractly; clients with unequal steps where the method has clients."""
-    kernel, bias = jnp.ones((5, 2)), jnp.zeros(2)
-    params = {"kernel": kernel, "bias": bias}
+    params = {"kernel": jnp.ones((5, 2), dtype), "bias": jnp.zeros(2, dtype)}
     if name == "hypcluster":
         params = jax.tree.map(lambda p: jnp.stack([p, -p]), params)
     shape = (N, STEPS, 4)
-    batches = {"x": np.ones((*shape, 5), np.float32), "y": np.ones((*shape, 2), np.float32)}
+    batches = {"x": jnp.ones((*shape, 5), dtype), "y": jnp.ones((*shape, 2), dtype)}
     cohort = Cohort(batches)
     if name not in ("streaming_diloco", "eager_diloco"):
         cohort = Cohort(batches, np.arange(1, N + 1), np.arange(N) % (STEPS + 1), np.arange(N))

@@ -9,20 +9,31 @@ import optax
 import pytest
 
 from fedpax import Cohort
+from fedpax.aggregators import clip_by_norm, coordinate_median
 from fedpax.algorithms import (
     FedAcRates,
     agnostic,
     apfl,
+    async_diloco,
+    decoupled_diloco,
+    diloco,
     ditto,
+    eager_diloco,
+    easgd,
     fedac,
     fedac_i,
     fedac_ii,
+    fedavg,
     feddyn,
+    fednova,
     fedprox,
     hypcluster,
+    merge,
     mime_adam,
+    noloco,
     per_fedavg,
     scaffold,
+    streaming_diloco,
 )
 
 COMMON = {"cohort_size": 4, "client_optimizer": optax.sgd(0.1)}
@@ -42,7 +53,10 @@ def random_cohort(batch_size: int = 2) -> Cohort:
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (lambda: fedprox(loss_fn, mu=-0.1, **COMMON), "fedprox: mu is -0.1, expected a number of"),
+        (
+            lambda: fedprox(loss_fn, mu=-0.1, **COMMON),
+            "fedprox: mu is -0.1, expected a number of at least 0. Pass 0.0 for fedavg",
+        ),
         (lambda: fedprox(loss_fn, mu=float("nan"), **COMMON), "mu is nan"),
         (lambda: feddyn(loss_fn, alpha=-1.0, **STORED), "feddyn: alpha is -1.0, expected a number"),
         (lambda: ditto(loss_fn, lam=-1.0, **STORED), "ditto: lam is -1.0, expected a number of at"),
@@ -64,7 +78,7 @@ def random_cohort(batch_size: int = 2) -> Cohort:
             ),
             r"shape \[3\] .* expected nonnegative numbers \[6\], one per client of the population",
         ),
-        (lambda: hypcluster(loss_fn, num_clusters=0, **COMMON), "num_clusters is 0, expected at"),
+        (lambda: hypcluster(loss_fn, num_clusters=0, **COMMON), "num_clusters is 0, .* Pass 1 for"),
         (
             lambda: hypcluster(loss_fn, num_clusters=2, **COMMON).init(START),
             r"shape \[5\], expected \[2, ...\]: a model for each cluster. Make them with jax.vmap",
@@ -80,7 +94,7 @@ def random_cohort(batch_size: int = 2) -> Cohort:
         ),
         (
             lambda: scaffold(loss_fn, **STORED | {"num_clients": 0}).init(START),
-            "num_clients is 0, expected at least 1",
+            "num_clients is 0, expected at least 1. Pass the size of the population",
         ),
     ],
 )
@@ -110,3 +124,91 @@ def test_a_batch_of_one_example_raises():
     cohort = random_cohort(batch_size=1)
     with pytest.raises(ValueError, match=r"expected at least two examples.* Use larger batches"):
         algorithm.round(algorithm.init(START), cohort)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda **sizes: scaffold(loss_fn, client_optimizer=optax.sgd(0.1), **sizes),
+        lambda **sizes: feddyn(loss_fn, alpha=0.1, client_optimizer=optax.sgd(0.1), **sizes),
+        lambda **sizes: ditto(loss_fn, lam=0.1, client_optimizer=optax.sgd(0.1), **sizes),
+        lambda **sizes: apfl(loss_fn, mixing=0.1, client_optimizer=optax.sgd(0.1), **sizes),
+        lambda **sizes: agnostic(
+            loss_fn, mixture_learning_rate=0.1, client_optimizer=optax.sgd(0.1), **sizes
+        ),
+    ],
+)
+def test_a_cohort_larger_than_the_population_raises(build: Any):
+    build(cohort_size=4, num_clients=np.int64(4))
+    with pytest.raises(ValueError, match=r"cohort_size is 4, expected at most .* 3. Reduce cohort"):
+        build(cohort_size=4, num_clients=3)
+
+
+@pytest.mark.parametrize(
+    ("mu", "error", "words"),
+    [
+        (None, TypeError, "mu is None, expected a number of at least 0. Pass 0.0 for fedavg"),
+        ("0.1", TypeError, "mu is '0.1', expected a number"),
+        (np.ones(2), TypeError, "mu is a ndarray, expected a number"),
+        (float("inf"), ValueError, "mu is inf, expected a number of at least 0"),
+    ],
+)
+def test_a_setting_that_is_no_number_raises(mu: Any, error: type[Exception], words: str):
+    for number in (1, np.float32(0.1), np.int64(1), jnp.float32(0.1), jnp.bfloat16(0.5)):
+        fedprox(loss_fn, mu=number, **COMMON)
+    with pytest.raises(error, match=words):
+        fedprox(loss_fn, mu=mu, **COMMON)
+
+
+@pytest.mark.parametrize("aggregator", [clip_by_norm(1.0), coordinate_median])
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda **settings: fedavg(loss_fn, **COMMON, **settings),
+        lambda **settings: fedac(
+            loss_fn, cohort_size=4, rates=FedAcRates(0.1, 0.1, 1.0, 1.0), **settings
+        ),
+        lambda **settings: diloco(loss_fn, islands=2, inner_optimizer=optax.sgd(0.1), **settings),
+        lambda **settings: async_diloco(
+            loss_fn, islands=2, inner_optimizer=optax.sgd(0.1), **settings
+        ),
+        lambda **settings: decoupled_diloco(
+            loss_fn, islands=2, inner_optimizer=optax.sgd(0.1), **settings
+        ),
+        lambda **settings: easgd(loss_fn, islands=2, optimizer=optax.sgd(0.1), **settings),
+        lambda **settings: eager_diloco(
+            loss_fn, islands=2, inner_optimizer=optax.sgd(0.1), **settings
+        ),
+        lambda **settings: streaming_diloco(
+            loss_fn, islands=2, inner_optimizer=optax.sgd(0.1), fragments=1, **settings
+        ),
+    ],
+)
+def test_an_aggregator_that_is_a_function_raises(build: Any, aggregator: Any):
+    with pytest.raises(TypeError, match=r"the function .* End .* chain\(clip_by_norm\(1.0\), mean"):
+        build(aggregator=aggregator)
+
+
+def test_fednova_raises_for_rules_by_parameter():
+    rules = optax.multi_transform({"a": optax.sgd(0.1)}, {"w": "a"})
+    with pytest.raises(ValueError, match=r"does not take a scalar parameter.* or use fedavg"):
+        fednova(loss_fn, cohort_size=4, client_optimizer=rules)
+
+
+@pytest.mark.parametrize("weights", [[0, 0], [-1, 2], [np.nan, 1], [np.inf, 1]])
+def test_weights_that_cannot_merge_models_raise(weights: Any):
+    with pytest.raises(ValueError, match=r"expected nonnegative numbers, not all 0. Leave w"):
+        merge(jnp.ones((2, 3)), weights)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"learning_rate": -1}, "learning_rate is -1, .* Pass 0.7, as the paper"),
+        ({"momentum": 5}, "momentum is 5, expected a number from 0 to 1. Pass 0.5"),
+        ({"pull": float("nan")}, "pull is nan"),
+    ],
+)
+def test_nolocos_settings_out_of_range_raise(settings: Any, words: str):
+    with pytest.raises(ValueError, match=words):
+        noloco(loss_fn, islands=2, inner_optimizer=optax.sgd(0.1), **settings)

@@ -11,7 +11,7 @@ import pytest
 from method_problem import assert_close
 
 from fedpax import Cohort, federated_map, federated_max, federated_mean
-from fedpax.aggregators import Aggregator, quantized_mean
+from fedpax.aggregators import Aggregator, coordinate_median, private_mean, quantized_mean
 from fedpax.algorithms import (
     FedAcRates,
     agnostic,
@@ -200,6 +200,25 @@ def test_agnostic_with_fixed_weights_is_fedavg():
     check_equals_fedavg(algorithm, random_cohort(ragged=True))
 
 
+def test_a_non_finite_loss_does_not_enter_agnostics_mixture():
+    """The other clients' losses do, as if the client had not been there."""
+    algorithm = agnostic(
+        lambda w, x: (jnp.mean((w - x) ** 2), {}),
+        cohort_size=3,
+        num_clients=4,
+        client_optimizer=optax.sgd(0.1),
+        mixture_learning_rate=0.01,
+        aggregator=coordinate_median(),
+    )
+    batches, client_ids = np.float32([1.0, 2.0, np.inf]).reshape(3, 1, 1), np.arange(3)
+    step, state = jax.jit(algorithm.round), algorithm.init(jnp.float32(0.0))
+    after, _ = step(state, Cohort(batches, client_ids=client_ids))
+    wanted, _ = step(state, Cohort(batches, client_ids=np.array([0, 1, -1])))
+    chex.assert_tree_all_finite(after)
+    assert after.mixture[1] > after.mixture[0] > after.mixture[3]
+    assert_close(after.mixture, wanted.mixture)
+
+
 def test_agnostic_evens_out_the_clients_losses():
     """Two clients that disagree: the largest loss falls below that of FedAvg."""
     cohort = random_cohort()._replace(num_examples=np.array([50, 1, 1, 1]))
@@ -254,6 +273,38 @@ def test_hypcluster_is_fedavg_of_the_clients_that_choose_a_model(clusters: int):
         assert_close(state.params[j], expected.params)
         if clusters == 1:
             assert_close(metrics, found)
+
+
+def test_hypclusters_models_get_noise_of_their_own():
+    algorithm = hypcluster(
+        lambda w, x: (0 * jnp.sum(w) + jnp.mean((w[0] - x) ** 2), {}),
+        cohort_size=2,
+        num_clusters=2,
+        client_optimizer=optax.sgd(0.0),
+        aggregator=private_mean(max_norm=1.0, noise_multiplier=1.0, seed=0),
+    )
+    models = jnp.zeros((2, 8)).at[1].set(1.0)
+    cohort = Cohort(np.float32([0.0, 1.0]).reshape(2, 1, 1))  # each model has a client
+    state, _ = jax.jit(algorithm.round)(algorithm.init(models), cohort)
+    first, second = np.asarray(state.params - models)
+    assert np.abs(np.corrcoef(first, second)[0, 1]) < 0.95
+    assert min(np.std(first), np.std(second)) > 0.1
+
+
+def test_hypclusters_momentum_does_not_move_a_model_that_no_client_chose():
+    algorithm = hypcluster(
+        lambda w, x: (jnp.mean((w - x) ** 2), {}),
+        cohort_size=2,
+        num_clusters=2,
+        client_optimizer=optax.sgd(0.1),
+        server_optimizer=optax.sgd(1.0, momentum=0.9),
+    )
+    state, step = algorithm.init(jnp.array([0.0, 10.0])), jax.jit(algorithm.round)
+    before, _ = step(state, Cohort(np.float32([1.0, 8.0]).reshape(2, 1, 1)))
+    after, _ = step(before, Cohort(np.float32([1.0, 2.0]).reshape(2, 1, 1)))
+    moved = jax.tree.map(lambda new, old: (new != old).tolist(), after, before)
+    assert moved.params == [True, False] != (before.params == state.params).tolist()
+    assert jax.tree.leaves(moved.server_optimizer_state) == [True, False]
 
 
 def test_fedac_without_acceleration_is_local_sgd():

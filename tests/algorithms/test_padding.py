@@ -10,6 +10,7 @@ import pytest
 from method_problem import (
     BATCH,
     PARTICIPANTS,
+    POPULATION,
     STEPS,
     TOLERANCE,
     assert_close,
@@ -18,8 +19,8 @@ from method_problem import (
 )
 from method_table import METHODS, every_method, problem, trainer
 
-from fedpax import Cohort
-from fedpax.algorithms import diloco, fedavg, local_steps
+from fedpax import Cohort, program
+from fedpax.algorithms import diloco, fedavg, local_steps, participant_weights
 from fedpax.data import ClientSampler, cohort_rounds
 
 # On one worker, where each method is compiled once for all of these tests.
@@ -91,10 +92,13 @@ def test_a_round_of_padding_alone_changes_nothing(name):
     # Momentum of the server goes on along its moments.
     kept = {"DiLoCo": "inner_optimizer_state", "FedAdam": "aggregator_state"}
     kept |= dict.fromkeys(["Mime", "MimeLite", "MimeAdam", "MimeLiteAdam"], "params")
-    kept |= {"FedBuff": "params", "Decoupled DiLoCo": "inner_optimizer_state"}
+    kept |= {"FedBuff": "params", "SparseLoCo": "params"}
+    kept |= {"Decoupled DiLoCo": "inner_optimizer_state"}
     # Models are pulled together, whether they have trained or not.
     kept |= dict.fromkeys(["PAPA", "PAPA-all", "PAPA-2", "EASGD"], "optimizer_state")
-    kept |= dict.fromkeys(["Streaming DiLoCo", "Eager DiLoCo", "NoLoCo"], "inner_optimizer_state")
+    kept |= dict.fromkeys(
+        ["Streaming DiLoCo", "Eager DiLoCo", "MuLoCo", "NoLoCo"], "inner_optimizer_state"
+    )
     if name in kept:
         after, state = (getattr(it, kept[name]) for it in (after, state))
     chex.assert_trees_all_equal(after, state)
@@ -155,6 +159,44 @@ def test_an_absent_participant_does_not_dilute_the_mean(name):
     own = jax.tree.map(lambda b: b[present], batches)
     wanted, expected = some.round(some.init(on_device(params)), Cohort(own))
     assert_close((state.params, metrics), (wanted.params, expected))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == "SCAFFOLD" else pytest.param(name, marks=pytest.mark.slow)
+        for name, method in METHODS.items()
+        if method.placement == "clients"
+    ],
+)
+def test_an_empty_slot_neither_trains_nor_weighs(name):
+    """A negative client id alone marks it: the same as a client without a step."""
+    method, slot = METHODS[name], 3
+    params, (batches,), (weights,) = problem(1)
+    algorithm = method.algorithm()
+    step, state = jax.jit(algorithm.round), algorithm.init(on_device(params))
+    client_ids = np.arange(2, 2 + PARTICIPANTS)
+
+    def cohort(value, client_ids, num_steps=None):
+        x = batches["x"].copy()
+        x[slot] = value
+        own = method.cohort({**batches, "x": x}, weights)
+        return own._replace(client_ids=client_ids, num_steps=num_steps)
+
+    num_steps = np.where(np.arange(PARTICIPANTS) == slot, 0, STEPS)
+    expected = step(state, cohort(0.0, client_ids, num_steps))
+    # Beyond the population there is no client either.
+    empty = (-1, POPULATION) if method.keeps_client_state else (-1,)
+    for client in empty:
+        ids = np.where(np.arange(PARTICIPANTS) == slot, client, client_ids)
+        assert_close(step(state, cohort(np.nan, ids)), expected)
+
+
+def test_a_negative_number_of_examples_counts_as_none():
+    weights = program(clients=3)(participant_weights)
+    x, sizes = np.zeros((3, 1)), np.array([4, -2, 1])
+    assert weights(Cohort(x, sizes)).tolist() == [4, 0, 1]
+    assert weights(Cohort(x, sizes, client_ids=np.array([-1, 0, 2]))).tolist() == [0, 0, 1]
 
 
 def test_an_islands_weight_is_its_number_of_examples():

@@ -11,16 +11,21 @@ import pytest
 
 import fedpax
 from fedpax.algorithms import (
+    data_parallel,
     diloco,
+    eager_diloco,
     easgd,
     fedavg,
     fednova,
     fedprox,
     mime_lite,
+    noloco,
+    papa,
     self_tuning,
     server_adagrad,
     server_adam,
     server_yogi,
+    streaming_diloco,
 )
 
 FEATURES = 6
@@ -141,6 +146,36 @@ def test_diloco_learns_its_outer_learning_rate_and_momentum():
     assert tuned[1]["hyperparameter/rate"] < tuned[0]["rate"]  # the round's own, before the update
 
 
+def relu_loss(w, x):
+    return jnp.mean((jnp.sum(jax.nn.relu(x @ w), -1) - 3.0) ** 2), {}
+
+
+@pytest.mark.parametrize(("eps_root", "skipped"), [(0.0, 2), (1e-12, 0)])
+def test_a_hyperparameter_whose_derivative_is_nan_keeps_its_value(eps_root: float, skipped: int):
+    """Adam's square root has a NaN derivative where a gradient is 0: here of a dead unit."""
+    algorithm = self_tuning(
+        lambda h: fedavg(
+            relu_loss,
+            cohort_size=2,
+            client_optimizer=optax.adamw(h["client"], eps_root=eps_root),
+            server_optimizer=optax.sgd(h["server"]),
+        ),
+        {"client": 0.01, "server": 0.5},
+        relu_loss,
+    )
+    x = np.random.default_rng(0).uniform(0.5, 1.0, size=(2, 2, 4, 3)).astype(np.float32)
+    state, train = algorithm.init(jnp.array([[0.5, -1.0]] * 3)), jax.jit(algorithm.round)
+    before, losses = state.hyperparameters, []
+    for _ in range(3):
+        state, metrics = train(state, fedpax.Cohort(x))
+        losses.append(metrics["loss_after"].item())
+        assert metrics["non_finite_hypergradients"] == skipped
+    assert losses[-1] < losses[0] and jnp.isfinite(state.params).all()
+    for name, start in before.items():
+        assert jnp.isfinite(state.hyperparameters[name])
+        assert (state.hyperparameters[name] == start) == bool(skipped)
+
+
 def temporaries(fn, *args) -> int:
     return jax.jit(fn).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
@@ -209,6 +244,27 @@ def test_the_gradient_in_the_clients_weights_stores_no_client(name: str):
     assert many - few <= (512 - 64) * 8  # two numbers; a model has 24 bytes
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_a_hyperparameter_of_the_clients_stores_no_client(name: str):
+    def of(clients: int) -> int:
+        algorithm = self_tuning(
+            lambda h: WEIGHTED[name](
+                loss_fn,
+                cohort_size=clients,
+                client_optimizer=optax.sgd(h["rate"]),
+                chunk_size=1,
+            ),
+            {"rate": 0.02},
+            loss_fn,
+            chunk_size=1,
+        )
+        state = jax.eval_shape(algorithm.init, jnp.zeros(FEATURES))
+        return temporaries(algorithm.round, state, random_cohort(clients, ragged=True))
+
+    assert of(512) - of(64) <= (512 - 64) * 16  # four numbers; a model has 24 bytes
+
+
 def test_a_hyperparameter_of_the_server_costs_one_more_gradient():
     cohort = random_cohort()
     plain = fedavg_of({"rate": 1.0, "damping": 1.0})
@@ -262,12 +318,75 @@ def test_settings_that_are_checked_can_be_tuned(name: str):
     assert 1e-7 < abs(state.hyperparameters["h"] - 0.3) < 0.2
 
 
+def momentum_of(h, rate=0.02):
+    return optax.sgd(rate, momentum=1 - h["h"])
+
+
+IN_BFLOAT16 = {
+    name: (kind, lambda h, make=make: make(h["h"])) for name, (kind, make) in TRACED.items()
+}
+IN_BFLOAT16 |= {
+    "server momentum": ("clients", lambda h: fedavg_with(momentum_of(h))),
+    "client momentum": (
+        "clients",
+        lambda h: fedavg(loss_fn, cohort_size=4, client_optimizer=momentum_of(h)),
+    ),
+    "DiLoCo": (
+        "islands",
+        lambda h: diloco(
+            loss_fn, islands=4, inner_optimizer=momentum_of(h), outer_optimizer=momentum_of(h)
+        ),
+    ),
+    "eager DiLoCo": (
+        "islands",
+        lambda h: eager_diloco(
+            loss_fn, islands=4, inner_optimizer=momentum_of(h), outer_optimizer=momentum_of(h)
+        ),
+    ),
+    "Streaming DiLoCo": (
+        "islands",
+        lambda h: streaming_diloco(
+            loss_fn,
+            islands=4,
+            inner_optimizer=momentum_of(h),
+            outer_optimizer=momentum_of(h),
+            fragments=lambda path, leaf: 0,
+        ),
+    ),
+    "data parallelism": (
+        "islands",
+        lambda h: data_parallel(loss_fn, islands=4, optimizer=momentum_of(h)),
+    ),
+    "PAPA": (
+        "islands",
+        lambda h: papa(loss_fn, islands=4, optimizer=optax.sgd(0.02), alpha=h["h"]),
+    ),
+    "NoLoCo": (
+        "islands",
+        lambda h: noloco(loss_fn, islands=4, inner_optimizer=momentum_of(h), momentum=h["h"]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IN_BFLOAT16)
+def test_traced_settings_keep_a_bfloat16_state(name: str):
+    """Abstractly: a hyperparameter is float32, and must not widen what a loop or state carries."""
+    placement, make = IN_BFLOAT16[name]
+    algorithm = self_tuning(make, {"h": 0.3}, loss_fn, placement=placement)
+    state = jax.eval_shape(algorithm.init, jnp.zeros(FEATURES, jnp.bfloat16))
+    cohort = random_cohort()
+    batches = jax.tree.map(lambda b: jnp.asarray(b, jnp.bfloat16), cohort.batches)
+    after, _ = jax.eval_shape(algorithm.round, state, cohort._replace(batches=batches))
+    chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"hyperparameters": {}}, "is empty, .* Pass for example"),
-        ({"hyperparameters": {"rate": -1.0}}, r"\['rate'\] is -1.0, .* Express it by a positive"),
+        ({"hyperparameters": {"rate": -1.0}}, r"\['rate'\] is -1.0, .* express it by a positive"),
         ({"hyperparameters": {"rate": 0.0}}, "expected a positive number"),
+        ({"hyperparameters": {"rate": float("inf")}}, r"\['rate'\] is inf, expected a positive"),
         ({"tuning_steps": 0}, "tuning_steps is 0, expected at least 1"),
     ],
 )

@@ -1,71 +1,14 @@
-"""SparseLoCo: against a NumPy loop, and what its default codec sends."""
+"""SparseLoCo: what its default codec sends; its settings. The method table has its equations."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy_methods as reference
 import optax
 import pytest
-from method_problem import assert_close, loss_fn, random_params, random_rounds
+from method_problem import loss_fn
 
 from fedpax import Cohort
-from fedpax.aggregators import codecs
 from fedpax.algorithms import sparseloco
-
-ISLANDS = 3
-
-
-def top_k(x, fraction):
-    """Keep the largest magnitudes of a small array; the others are 0."""
-    flat = np.asarray(x).ravel()
-    k = int(np.ceil(fraction * flat.size))
-    kept = np.zeros_like(flat)
-    largest = np.argsort(-np.abs(flat))[:k]
-    kept[largest] = flat[largest]
-    return kept.reshape(np.shape(x))
-
-
-def numpy_sparseloco(x, rounds, optimizer, fraction, eta, beta):
-    states = [optimizer.init(x)] * ISLANDS
-    residuals, history = [reference.each(np.zeros_like, x)] * ISLANDS, []
-    for batches in rounds:
-        sent, reports = [], []
-        for i in range(ISLANDS):
-            y, states[i], report = reference.train(
-                x, optimizer, states[i], reference.participant(batches, i)
-            )
-            unsent = reference.each(lambda e, x, y: beta * e + x - y, residuals[i], x, y)
-            sent.append(reference.each(lambda m: top_k(m, fraction), unsent))
-            residuals[i] = reference.each(np.subtract, unsent, sent[-1])
-            reports.append(report)
-        x = reference.each(lambda x, q: x - eta * q, x, reference.mean(sent))
-        history.append((x, list(residuals), reference.mean(reports)))
-    return history
-
-
-def test_equals_a_numpy_loop():
-    rate, fraction, eta, beta = 0.3, 0.25, 0.8, 0.9
-    algorithm = sparseloco(
-        loss_fn,
-        islands=ISLANDS,
-        inner_optimizer=optax.sgd(rate, momentum=0.8),
-        outer_learning_rate=eta,
-        codec=codecs.top_k(fraction, block_size=4096),
-        decay=beta,
-    )
-    rounds = random_rounds(3, ISLANDS)
-    x = {name: np.float64(p) for name, p in random_params().items()}
-    expected = numpy_sparseloco(x, rounds, reference.momentum(rate, 0.8), fraction, eta, beta)
-    state, step = (
-        algorithm.init(jax.tree.map(jnp.asarray, random_params())),
-        jax.jit(algorithm.round),
-    )
-    for batches, (params, residuals, report) in zip(rounds, expected, strict=True):
-        state, metrics = step(state, Cohort(batches))
-        assert_close((state.params, metrics), (params, report))
-        residual = state.aggregator_state.residual
-        for i in range(ISLANDS):
-            assert_close(jax.tree.map(lambda e, i=i: e[i], residual), residuals[i])
 
 
 @pytest.mark.slow
@@ -84,6 +27,13 @@ def test_the_default_sends_64_of_4096_entries_in_four_values():
     )
 
 
-def test_an_invalid_decay_raises():
-    with pytest.raises(ValueError, match="decay"):
-        sparseloco(loss_fn, islands=2, inner_optimizer=optax.sgd(0.1), decay=0.0)
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"decay": 0.0}, "decay"),
+        ({"outer_learning_rate": -1.0}, "outer_learning_rate is -1.0, .* Pass 1.0, the default"),
+    ],
+)
+def test_settings_out_of_range_raise(settings, words):
+    with pytest.raises(ValueError, match=words):
+        sparseloco(loss_fn, islands=2, inner_optimizer=optax.sgd(0.1), **settings)

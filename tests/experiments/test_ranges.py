@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fedpax.commands.options import configure
-from fedpax.experiments.catalog import experiments
+from fedpax.experiments.catalog import experiments, find_group, groups
 from fedpax.experiments.diloco_text import OuterConfig
 from fedpax.experiments.optimizers import OptimizerConfig
 from fedpax.experiments.ranges import COUNT, check_ranges
@@ -24,6 +24,8 @@ MAY_BE_ZERO = {
     *("decay_fraction", "num_experts", "rank"),
     *("seconds_to_global", "seconds_from_global", "local_momentum", "global_momentum"),
     "merge_weight",
+    *("mu", "lam", "mixing", "mixing_learning_rate", "adaptation_learning_rate"),
+    *("FedProxClients.alpha", "FedProxClients.beta"),
 }
 
 
@@ -43,8 +45,11 @@ def numbers(config: Any) -> Iterator[tuple[Any, str, type]]:
 
 FIELDS = {
     f"{type(config).__name__}.{name}": (config, name, kind)
-    for make in experiments().values()
-    for config, name, kind in numbers(make())
+    for experiment in (
+        *(make() for make in experiments().values()),
+        *(one for group in groups() for one in find_group(group).experiments.values()),
+    )
+    for config, name, kind in numbers(experiment)
 }
 
 
@@ -54,7 +59,7 @@ def test_every_number_out_of_range_raises(field: str) -> None:
     wrong: list[float] = [-2]  # -1 is a size of MeshConfig
     if kind is float:
         wrong += [-0.5, math.nan, -math.inf]
-    if name not in MAY_BE_ZERO:
+    if not {name, field} & MAY_BE_ZERO:
         wrong.append(0)
     for value in wrong:
         with pytest.raises(ValueError, match=rf"\b{name}\b|expected positive sizes"):

@@ -238,6 +238,22 @@ def test_bytes_that_depend_on_values_are_nan() -> None:
     assert np.isnan(compiled.bytes_across_placement)
 
 
+def test_a_store_of_too_few_clients_is_refused() -> None:
+    class State(NamedTuple):
+        params: Any
+        taken: Any
+
+    class Cohorts(NamedTuple):
+        num_clients: int
+
+    algorithm = FederatedAlgorithm(
+        lambda params: State(params, client_store(jnp.int32(0), num_clients=8)), None
+    )
+    run = regression().build()._replace(algorithm=algorithm, cohorts=Cohorts(12))
+    with pytest.raises(ValueError, match=r"=8 clients, expected 12.*Pass num_clients=12"):
+        compile_round(run, {"x": np.zeros((4, 1))})
+
+
 def test_a_client_store_in_the_state_is_sharded_over_the_mesh() -> None:
     mesh = make_mesh(devices=jax.devices()[:4], clients=4)
     spread = NamedSharding(mesh, PartitionSpec("clients"))

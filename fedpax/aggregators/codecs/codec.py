@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, UInt32
 
+from fedpax.aggregators.checks import check_int
+
 BLOCK_SIZE = 1024
 """Default number of entries that share a scale: 32 bits of scale are 0.03 bits per entry."""
 
@@ -65,7 +67,7 @@ def float32(block_size: int = BLOCK_SIZE) -> Codec:
     return Codec(
         encode=lambda key, blocks: float_words(blocks),
         decode=lambda key, words, entries: word_floats(words),
-        block_size=check_block_size(block_size),
+        block_size=check_block_size("float32", block_size),
         contractive=True,
     )
 
@@ -85,34 +87,7 @@ def divide(x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.where(y == 0, 0.0, x / jnp.where(y == 0, 1.0, y))
 
 
-def check_block_size(block_size: int) -> int:
-    """Return a block size.
-
-    Raises:
-        TypeError: it is not an int.
-        ValueError: it is below 1.
-    """
-    return check_int("block_size", block_size, 1, None, "Use a power of two, such as 1024.")
-
-
-def check_int(name: str, value: int, low: int, high: int | None, remedy: str) -> int:
-    """Return an int argument.
-
-    Args:
-        name: name of the argument.
-        value: its value.
-        low: the smallest valid value.
-        high: the largest valid value; None for no limit.
-        remedy: what the user can do, for messages.
-
-    Raises:
-        TypeError: it is not an int.
-        ValueError: it is out of range.
-    """
-    limits = f"{low} or more" if high is None else f"{low} to {high}"
-    message = f"{name} is {value!r}, expected an int, {limits}. {remedy}"
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(message)
-    if value < low or (high is not None and value > high):
-        raise ValueError(message)
-    return value
+def check_block_size(function: str, block_size: int) -> int:
+    """Return a block size, an int of at least 1."""
+    remedy = "Use a power of two, such as 1024."
+    return check_int(function, "block_size", block_size, least=1, remedy=remedy)

@@ -4,7 +4,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, UInt32
 
 from fedpax.aggregators.codecs.bit_packing import pack_bits
-from fedpax.aggregators.codecs.codec import BLOCK_SIZE, Codec, divide, float_words
+from fedpax.aggregators.codecs.codec import (
+    BLOCK_SIZE,
+    Codec,
+    check_block_size,
+    divide,
+    float_words,
+)
 from fedpax.aggregators.codecs.rotated import rotated
 from fedpax.aggregators.codecs.sign import sign
 
@@ -48,7 +54,7 @@ def drive(*, unbiased: bool = True, block_size: int = BLOCK_SIZE) -> Codec:
         Vargaftik et al., DRIVE: One-bit Distributed Mean Estimation, arXiv:2105.08339,
         algorithm 1, theorems 1 to 3, section 6 (Hadamard).
     """
-    signs = sign(block_size=block_size)
+    signs = sign(block_size=check_block_size("drive", block_size))
     if not unbiased:
         return rotated(signs)
 

@@ -65,4 +65,4 @@ def e3m0(*, block_size: int = BLOCK_SIZE) -> Codec:
         power = (1 << (codes & 7) >> 1).astype(jnp.float32) / 64  # 0, 1/64, 1/32, ..., 1
         return word_floats(words[:1]) * jnp.where(codes >= 8, -power, power)
 
-    return Codec(encode, decode, check_block_size(block_size), contractive=True)
+    return Codec(encode, decode, check_block_size("e3m0", block_size), contractive=True)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, UInt32
 
+from fedpax.aggregators.checks import check_number
 from fedpax.aggregators.codecs.codec import Codec, check_block_size, float32
 from fedpax.aggregators.codecs.rotated import check_codec
 from fedpax.aggregators.random_words import random_words
@@ -39,7 +40,7 @@ def random_k(
         The codec. It is contractive if `unbiased` is False and `values` is contractive.
 
     Raises:
-        TypeError: `values` is not a codec; `block_size` is not an int.
+        TypeError: `fraction` is not a number, `values` not a codec, or `block_size` not an int.
         ValueError: `fraction` or `block_size` is out of range.
 
     Example:
@@ -56,7 +57,7 @@ def random_k(
         arXiv:1610.05492, section 3 (random mask, sent as a seed).
         Stich et al., Sparsified SGD with Memory, arXiv:1809.07599, section 2.
     """
-    check_fraction("random_k", fraction)
+    fraction = check_fraction("random_k", fraction)
     value_codec = float32() if values is None else values
     check_codec("random_k", "values", value_codec)
 
@@ -82,7 +83,7 @@ def random_k(
         return zeros.at[indices].set(sent, unique_indices=True)
 
     contractive = value_codec.contractive and not unbiased
-    return Codec(encode, decode, check_block_size(block_size), contractive)
+    return Codec(encode, decode, check_block_size("random_k", block_size), contractive)
 
 
 def count(fraction: float, entries: int) -> int:
@@ -90,10 +91,7 @@ def count(fraction: float, entries: int) -> int:
     return min(entries, math.ceil(fraction * entries))
 
 
-def check_fraction(function: str, fraction: float) -> None:
-    """Raise a ValueError unless a fraction is above 0 and at most 1."""
-    if not 0 < fraction <= 1:
-        raise ValueError(
-            f"{function}(): fraction is {fraction!r}, expected a number above 0 and at most 1. Use "
-            "0.01 to send one entry in a hundred."
-        )
+def check_fraction(function: str, fraction: float) -> float:
+    """Return a fraction, a number above 0 and at most 1."""
+    remedy = "Use 0.01 to send one entry in a hundred."
+    return check_number(function, "fraction", fraction, above=0, most=1, remedy=remedy)

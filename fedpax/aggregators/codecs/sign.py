@@ -3,12 +3,12 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, UInt32
 
+from fedpax.aggregators.checks import check_int
 from fedpax.aggregators.codecs.bit_packing import pack_bits, unpack_bits
 from fedpax.aggregators.codecs.codec import (
     BLOCK_SIZE,
     Codec,
     check_block_size,
-    check_int,
     divide,
     float_words,
     word_floats,
@@ -56,7 +56,8 @@ def sign(bits: int = 1, *, block_size: int = BLOCK_SIZE) -> Codec:
         Sarfi et al., Communication Efficient LLM Pre-training with SparseLoCo, arXiv:2508.15706
         (2-bit values; that they are means of intervals is chosen here).
     """
-    check_int("bits", bits, 1, 4, "Use codecs.uniform(bits) for more.")
+    remedy = "Use codecs.uniform(bits) for more."
+    bits = check_int("sign", "bits", bits, least=1, most=4, remedy=remedy)
     bins = 2 ** (bits - 1)
 
     def encode(
@@ -82,7 +83,7 @@ def sign(bits: int = 1, *, block_size: int = BLOCK_SIZE) -> Codec:
             magnitude = jnp.where(codes >> 1 == i, scales[i], magnitude)
         return jnp.where(codes & 1 == 1, -magnitude, magnitude)
 
-    return Codec(encode, decode, check_block_size(block_size), contractive=True)
+    return Codec(encode, decode, check_block_size("sign", block_size), contractive=True)
 
 
 def _interval(magnitude: Float[Array, "entries ..."], bins: int) -> Float[Array, "entries ..."]:

@@ -5,6 +5,7 @@ import functools
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, UInt32
 
+from fedpax.aggregators.checks import check_number
 from fedpax.aggregators.codecs.bit_packing import pack_bits, unpack_bits
 from fedpax.aggregators.codecs.codec import (
     BLOCK_SIZE,
@@ -39,8 +40,8 @@ def terngrad(*, clip: float | None = None, block_size: int = BLOCK_SIZE) -> Code
         The codec. It is not contractive, so it cannot be used with error feedback.
 
     Raises:
-        TypeError: `block_size` is not an int.
-        ValueError: `block_size` is below 1; `clip` is not positive.
+        TypeError: `block_size` is not an int, or `clip` is not a number.
+        ValueError: `block_size` is below 1; `clip` is not positive and finite.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -53,11 +54,9 @@ def terngrad(*, clip: float | None = None, block_size: int = BLOCK_SIZE) -> Code
         Wen et al., TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep
         Learning, arXiv:1705.07878, equations 1 to 3; equation 10 (clipping).
     """
-    if clip is not None and not clip > 0:
-        raise ValueError(
-            f"clip is {clip!r}, expected a positive number of standard deviations. Use 2.5, as the "
-            "paper does, or None for no clipping."
-        )
+    if clip is not None:
+        remedy = "Use 2.5 standard deviations, as the paper, or None for no clipping."
+        clip = check_number("terngrad", "clip", clip, above=0, remedy=remedy)
 
     def encode(
         key: Key[Array, ""], blocks: Float[Array, "entries ..."]
@@ -85,4 +84,4 @@ def terngrad(*, clip: float | None = None, block_size: int = BLOCK_SIZE) -> Code
         signs = jnp.where(trits == 2, -1.0, trits.astype(jnp.float32))
         return word_floats(words[:1]) * signs
 
-    return Codec(encode, decode, check_block_size(block_size), contractive=False)
+    return Codec(encode, decode, check_block_size("terngrad", block_size), contractive=False)

@@ -30,7 +30,7 @@ def top_k(
         The codec. Use it with error feedback. It is contractive if `values` is.
 
     Raises:
-        TypeError: `values` is not a codec; `block_size` is not an int.
+        TypeError: `fraction` is not a number, `values` not a codec, or `block_size` not an int.
         ValueError: `fraction` or `block_size` is out of range.
 
     Example:
@@ -44,7 +44,7 @@ def top_k(
         Sarfi et al., Communication Efficient LLM Pre-training with SparseLoCo, arXiv:2508.15706
         (the largest entries of blocks).
     """
-    check_fraction("top_k", fraction)
+    fraction = check_fraction("top_k", fraction)
     value_codec = float32() if values is None else values
     check_codec("top_k", "values", value_codec)
 
@@ -67,7 +67,7 @@ def top_k(
         indices = unpack_bits(words[:split], bits, k)
         return _scatter(indices, value_codec.decode(key, words[split:], k), entries)
 
-    return Codec(encode, decode, check_block_size(block_size), value_codec.contractive)
+    return Codec(encode, decode, check_block_size("top_k", block_size), value_codec.contractive)
 
 
 def _index_bits(entries: int) -> int:

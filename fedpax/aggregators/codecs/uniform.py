@@ -3,12 +3,12 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, UInt32
 
+from fedpax.aggregators.checks import check_int
 from fedpax.aggregators.codecs.bit_packing import pack_bits, unpack_bits
 from fedpax.aggregators.codecs.codec import (
     BLOCK_SIZE,
     Codec,
     check_block_size,
-    check_int,
     divide,
     float_words,
     word_floats,
@@ -55,7 +55,9 @@ def uniform(bits: int, *, block_size: int = BLOCK_SIZE) -> Codec:
         Suresh et al., Distributed Mean Estimation with Limited Communication, arXiv:1611.00429,
         section 2.2 (stochastic k-level quantization).
     """
-    check_int("bits", bits, 1, 16, "Use codecs.float32() to send exact values.")
+    remedy = "Use codecs.float32() to send exact values."
+    bits = check_int("uniform", "bits", bits, least=1, most=16, remedy=remedy)
+    block_size = check_block_size("uniform", block_size)
     levels = 2**bits
 
     def encode(
@@ -73,5 +75,5 @@ def uniform(bits: int, *, block_size: int = BLOCK_SIZE) -> Codec:
         low, step = word_floats(words[:1]), word_floats(words[1:2])
         return low + step * unpack_bits(words[2:], bits, entries).astype(jnp.float32)
 
-    contractive = check_block_size(block_size) < 2 * (levels - 1) ** 2
+    contractive = block_size < 2 * (levels - 1) ** 2
     return Codec(encode, decode, block_size, contractive)

@@ -1,5 +1,6 @@
-"""logistic_clients: the synthetic(alpha, beta) federated data of FedProx and LEAF."""
+"""logistic_clients: the synthetic(alpha, beta) federated data of FedProx."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,8 @@ def logistic_clients(
         x ~ N(v_k, diag(j^-1.2)),  v_k ~ N(B_k, 1),  B_k ~ N(0, beta).
 
     `alpha` is the variance of the models between clients, `beta` that of their inputs. The numbers
-    of examples follow a power law: 50 + exp(N(4, 2)), at most 5,000.
+    of examples follow a power law: 50 + exp(N(4, 2^2)), at most 5,000. LEAF's synthetic data is
+    another one: `fedpax.data.populations.leaf_clients`.
 
     Args:
         num_clients: number of clients; the paper has 30.
@@ -46,14 +48,9 @@ def logistic_clients(
         (60, 30, True)
 
     Reference:
-        Li et al., Federated Optimization in Heterogeneous Networks, arXiv:1812.06127, section 5.1;
-        Caldas et al., LEAF, arXiv:1812.01097.
+        Li et al., Federated Optimization in Heterogeneous Networks, arXiv:1812.06127, section 5.1.
     """
-    if min(num_clients, num_features, num_classes) < 1:
-        raise ValueError(
-            f"num_clients is {num_clients}, num_features {num_features} and num_classes "
-            f"{num_classes}, expected at least 1 each."
-        )
+    check_logistic_sizes(num_clients, num_features, num_classes)
     if not (alpha >= 0 and beta >= 0):
         raise ValueError(f"alpha is {alpha} and beta {beta}, expected variances of at least 0.")
     rng = np.random.default_rng(seed)
@@ -68,6 +65,35 @@ def logistic_clients(
         image = center + deviation * rng.normal(size=(size, num_features))
         images.append(image.astype(np.float32))
         labels.append(np.argmax(image @ weights + bias, axis=1).astype(np.int32))
+    return gather_examples(images, labels)
+
+
+def gather_examples(
+    images: Sequence[NDArray[Any]], labels: Sequence[NDArray[Any]]
+) -> tuple[dict[str, NDArray[Any]], list[NDArray[np.int64]]]:
+    """Concatenate the clients' examples.
+
+    Args:
+        images: for each client its inputs.
+        labels: for each client its labels.
+
+    Returns:
+        All examples, and for each client the indices of its examples.
+    """
+    sizes = np.array([len(own) for own in labels], np.int64)
     starts = np.cumsum(sizes) - sizes
     examples = {"image": np.concatenate(images), "label": np.concatenate(labels)}
     return examples, [np.arange(s, s + n) for s, n in zip(starts, sizes, strict=True)]
+
+
+def check_logistic_sizes(num_clients: int, num_features: int, num_classes: int) -> None:
+    """Check the sizes of a population with logistic models.
+
+    Raises:
+        ValueError: a size is below 1.
+    """
+    if min(num_clients, num_features, num_classes) < 1:
+        raise ValueError(
+            f"num_clients is {num_clients}, num_features {num_features} and num_classes "
+            f"{num_classes}, expected at least 1 each."
+        )

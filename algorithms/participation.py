@@ -1,0 +1,126 @@
+"""Participation: which of a cohort's steps and participants are valid, and their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import chex
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, Num
+
+from fedpax.clients.cohort import MASK, Cohort
+from fedpax.primitives import federated_map
+
+
+def valid_steps(
+    batches: chex.ArrayTree, num_steps: Int[Array, ""] | int | None = None
+) -> Bool[Array, " steps"] | None:
+    """Return a mask of a participant's valid steps.
+
+    Args:
+        batches: a pytree of arrays `[steps, batch, ...]`; a field `"mask"` of a dict is nonzero
+            where there is an example.
+        num_steps: integer scalar, how many of the first steps are valid. Default None: all.
+
+    Returns:
+        bool `[steps]`, or None where nothing marks padding: no `num_steps` and no mask.
+
+    Raises:
+        TypeError: `num_steps` is not an integer scalar.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> mask = jnp.array([[1, 1], [0, 0], [1, 0]])
+        >>> valid_steps({"mask": mask}).tolist(), valid_steps({"mask": mask}, 2).tolist()
+        ([True, False, True], [True, False, False])
+    """
+    valid = None
+    if isinstance(batches, Mapping) and MASK in batches:
+        mask = batches[MASK]
+        valid = jnp.any(mask != 0, axis=tuple(range(1, mask.ndim)))
+    if num_steps is None:
+        return valid
+    given = jnp.asarray(num_steps)
+    if given.shape or not jnp.issubdtype(given.dtype, jnp.integer):
+        raise TypeError(
+            f"num_steps is {given.dtype}{list(given.shape)}, expected one integer per participant. "
+            "Give the round a cohort whose num_steps is an integer array [participants]."
+        )
+    before = jnp.arange(jax.tree.leaves(batches)[0].shape[0]) < given
+    return before if valid is None else before & valid
+
+
+def placed_valid_steps(cohort: Cohort) -> Bool[Array, "participants steps"] | None:
+    """Return a mask of the valid steps of every participant. Inside a program.
+
+    Args:
+        cohort: the cohort of the round.
+
+    Returns:
+        bool `[participants, steps]`, False for a participant with a negative client id; None where
+        nothing marks padding: no `num_steps`, no mask and no `client_ids`.
+    """
+    batches, client_ids = cohort.batches, cohort.client_ids
+    has_mask = isinstance(batches, Mapping) and MASK in batches
+    if not has_mask and cohort.num_steps is None and client_ids is None:
+        return None
+
+    def valid(
+        batches: chex.ArrayTree, num_steps: Int[Array, ""] | None, client: Int[Array, ""] | None
+    ) -> Bool[Array, " steps"]:
+        own = valid_steps(batches, num_steps)
+        steps = jnp.ones(jax.tree.leaves(batches)[0].shape[0], bool) if own is None else own
+        return steps if client is None else steps & (client >= 0)
+
+    marked = {MASK: batches[MASK]} if has_mask else jax.tree.leaves(batches)[0]
+    return federated_map(valid, marked, cohort.num_steps, client_ids)
+
+
+def takes_part(cohort: Cohort) -> Bool[Array, " participants"]:
+    """Return which participants have a valid step. Inside a program.
+
+    Args:
+        cohort: the cohort of the round.
+    """
+    valid = placed_valid_steps(cohort)
+    if valid is None:
+        return jnp.ones(jax.tree.leaves(cohort.batches)[0].shape[0], bool)
+    return federated_map(jnp.any, valid)
+
+
+def example_weights(cohort: Cohort) -> Num[Array, " participants"] | None:
+    """Return `cohort.num_examples`, with 0 for negative numbers. Inside a program."""
+    if cohort.num_examples is None:
+        return None
+    return federated_map(lambda n: jnp.where(n < 0, 0, n).astype(n.dtype), cohort.num_examples)
+
+
+def participant_weights(cohort: Cohort) -> Num[Array, " participants"] | None:
+    """Return the participants' weights in means: 0 without a valid step. Inside a program.
+
+    Args:
+        cohort: the cohort of the round.
+
+    Returns:
+        `cohort.num_examples`, or 1 for each participant where it is None, set to 0 for participants
+        without a valid step, with a negative client id, or with a negative number of examples; None
+        where every participant weighs the same.
+
+    Example:
+        >>> import fedpax
+        >>> import jax.numpy as jnp
+        >>> mask = jnp.array([[[1, 1]], [[0, 0]], [[1, 0]]])  # participants, steps, batch
+        >>> fedpax.program(clients=3)(participant_weights)(Cohort({"mask": mask})).tolist()
+        [1.0, 0.0, 1.0]
+    """
+    valid = placed_valid_steps(cohort)
+    weights = example_weights(cohort)
+    if valid is None:
+        return weights
+
+    def weight(valid: Bool[Array, " steps"], examples: Num[Array, ""] | None) -> Num[Array, ""]:
+        examples = jnp.float32(1) if examples is None else examples
+        return jnp.where(jnp.any(valid), examples, jnp.zeros_like(examples))
+
+    return federated_map(weight, valid, weights)

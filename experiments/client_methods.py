@@ -1,0 +1,354 @@
+"""Methods for clients as configuration: each makes its algorithm for an experiment's clients."""
+
+import abc
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import optax
+
+from fedpax.algorithms import (
+    agnostic,
+    apfl,
+    ditto,
+    fedac,
+    fedac_i,
+    fedavg,
+    feddyn,
+    fednova,
+    fedprox,
+    mime,
+    mime_lite,
+    per_fedavg,
+    reptile,
+    scaffold,
+    self_tuning,
+)
+from fedpax.experiments.ranges import COUNT, DECAY, FRACTION, NON_NEGATIVE, POSITIVE, check_ranges
+from fedpax.training.algorithm import FederatedAlgorithm, LossFn
+
+
+class ClientTraining(NamedTuple):
+    """The settings that all methods share.
+
+    Attributes:
+        cohort_size: number of clients in a round.
+        num_clients: number of clients in the population.
+        learning_rate: learning rate of the clients' SGD.
+        server_optimizer: the server optimizer.
+        chunk_size: number of clients that a device runs at once.
+    """
+
+    cohort_size: int
+    num_clients: int
+    learning_rate: float
+    server_optimizer: optax.GradientTransformation
+    chunk_size: int
+
+    @property
+    def cohort(self) -> dict[str, Any]:
+        """The arguments of the size of a round."""
+        return {"cohort_size": self.cohort_size, "chunk_size": self.chunk_size}
+
+    def arguments(self, momentum: float | None = None) -> dict[str, Any]:
+        """Return the arguments of a method with SGD on the clients and an optimizer on the server.
+
+        Args:
+            momentum: momentum of the clients' SGD. Default None: no momentum.
+        """
+        return {
+            **self.cohort,
+            "client_optimizer": optax.sgd(self.learning_rate, momentum),
+            "server_optimizer": self.server_optimizer,
+        }
+
+    @property
+    def stored(self) -> dict[str, Any]:
+        """The arguments of a method that keeps a state for each client."""
+        return {**self.arguments(), "num_clients": self.num_clients}
+
+
+@dataclasses.dataclass(frozen=True)
+class MethodConfig(abc.ABC):
+    """A method for clients; the base class of the methods.
+
+    Attributes:
+        has_server_optimizer: whether the method takes the experiment's server optimizer.
+    """
+
+    has_server_optimizer: ClassVar[bool] = True
+
+    @abc.abstractmethod
+    def make(self, loss_fn: LossFn, on: ClientTraining) -> FederatedAlgorithm:
+        """Make the algorithm.
+
+        Args:
+            loss_fn: the clients' loss.
+            on: the settings that all methods share.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class FedAvg(MethodConfig):
+    """FedAvg, or with another server optimizer FedAvgM, FedAdagrad, FedAdam or FedYogi."""
+
+    def make(self, loss_fn: LossFn, on: ClientTraining) -> FederatedAlgorithm:
+        """Make FedAvg."""
+        return fedavg(loss_fn, **on.arguments())
+
+
+@dataclasses.dataclass(frozen=True)
+class FedProx(MethodConfig):
+    """FedProx.
+
+    Attributes:
+        mu: weight of the proximal term.
+    """
+
+    mu: float = 0.1
+
+    def __post_init__(self) -> None:
+        """Check the range."""
+        check_ranges(self, "method", mu=NON_NEGATIVE)
+
+    def make(self, loss_fn: LossFn, on: ClientTraining) -> FederatedAlgorithm:
+        """Make FedProx."""
+        return fedprox(loss_fn, mu=self.mu, **on.arguments())
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaffold(MethodConfig):
+    """SCAFFOLD.
+
+    Attributes:
+        option: how a client updates its control variate. "I" computes one more gradient per batch.
+    """
+
+    option: Literal["I", "II"] = "II"
+
+    def make(self, loss_fn: LossFn, on: ClientTraining) -> FederatedAlgorithm:
+        """Make SCAFFOLD."""
+        return scaffold(loss_fn, option=self.option, **on.stored)
+
+
+@dataclasses.dataclass(frozen=True)
+class FedDyn(MethodConfig):
+    """FedDyn.
+
+    Attributes:
+        alpha: weight of the dynamic regularizer.
+    """
+
+    alpha: float = 0.1
+
+    def __post_init__(self) -> None:
+        """Check the range."""
+        check_ranges(self, "method", alpha=POSITIVE)
+
+    def make(self, loss_fn: LossFn, on: ClientTraining) -> FederatedAlgorithm:
+        """Make FedDyn."""
+        return feddyn(loss_fn, alpha=self.alpha, **on.stored)
+
+
+@dataclasses.dataclass(frozen=True)
+class FedNova(MethodConfig):
+    """FedNova."""
+
+    def make(self, loss_fn: LossFn, on: ClientTraining) -> FederatedAlgorithm:
+        """Make FedNova."""
+        return fednova(loss_fn, **on.arguments())
+
+
+@dataclasses.dataclass(frozen=True)
+class Mime(MethodConfig):
+    """Mime with SGD and momentum.
+
+    Attributes:
+        momentum: momentum of the clients' SGD, which the server holds.
+    """
+
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        """Check the range."""
+        check_ranges(self, "method", momentum=DECAY)
+
+    def make(self, loss_fn: LossFn, on: ClientTraining) -> FederatedAlgorithm:
+        """Make Mime."""
+        return mime(loss_fn, **on.arguments(self.momentum))
+
+
+@dataclasses.dataclass(frozen=True)
+class MimeLite(Mime):
+    """MimeLite with SGD and momentum."""
+
+    def make(self, loss_fn: LossFn, on: ClientTraining) -> FederatedAlgorithm:
+        """Make MimeLite."""
+        return mime_lite(loss_fn, **on.arguments(self.momentum))
+
+
+@dataclasses.dataclass(frozen=True)
+class FedAc(MethodConfig):
+    """FedAc-I. It has no server optimizer.
+
+    Attributes:
+        strong_convexity: the loss's strong convexity, or a guess.
+        local_steps: number of local steps of a client in a round, or their mean.
+    """
+
+    strong_convexity: float = 0.1
+    local_steps: int = 10
+    has_server_optimizer = False
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        check_ranges(self, "method", strong_convexity=POSITIVE, local_steps=COUNT)
+
+    def make(self, loss_fn: LossFn, on: ClientTraining) -> FederatedAlgorithm:
+        """Make FedAc, with the clients' learning rate as eta."""
+        rates = fedac_i(
+            on.learning_rate,
+            strong_convexity=self.strong_convexity,
+            local_steps=self.local_steps,
+        )
+        return fedac(loss_fn, rates=rates, **on.cohort)
+
+
+@dataclasses.dataclass(frozen=True)
+class Agnostic(MethodConfig):
+    """Agnostic federated learning: minimizes the loss of the worst mixture of clients.
+
+    Attributes:
+        mixture_learning_rate: learning rate of the mixture.
+    """
+
+    mixture_learning_rate: float = 0.001
+
+    def __post_init__(self) -> None:
+        """Check the range."""
+        check_ranges(self, "method", mixture_learning_rate=POSITIVE)
+
+    def make(self, loss_fn: LossFn, on: ClientTraining) -> FederatedAlgorithm:
+        """Make agnostic federated learning."""
+        return agnostic(loss_fn, mixture_learning_rate=self.mixture_learning_rate, **on.stored)
+
+
+@dataclasses.dataclass(frozen=True)
+class SelfTuningFedAvg(MethodConfig):
+    """FedAvgM that tunes the server's learning rate and momentum. It sets the server optimizer.
+
+    Attributes:
+        server_learning_rate: learning rate of the server in the first round.
+        damping: 1 minus the server's momentum in the first round.
+    """
+
+    server_learning_rate: float = 0.5
+    damping: float = 0.5
+    has_server_optimizer = False
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        check_ranges(self, "method", server_learning_rate=POSITIVE, damping=POSITIVE)
+
+    def make(self, loss_fn: LossFn, on: ClientTraining) -> FederatedAlgorithm:
+        """Make the method."""
+
+        def make_fedavg(h: Mapping[str, Any]) -> FederatedAlgorithm:
+            server = optax.sgd(h["learning_rate"], momentum=1 - h["damping"])
+            return fedavg(loss_fn, **{**on.arguments(), "server_optimizer": server})
+
+        start = {"learning_rate": self.server_learning_rate, "damping": self.damping}
+        return self_tuning(make_fedavg, start, loss_fn, chunk_size=on.chunk_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ditto(MethodConfig):
+    """Ditto: FedAvg, and beside it a model for each client.
+
+    Attributes:
+        lam: weight of the distance between a client's model and the shared one.
+    """
+
+    lam: float = 0.1
+
+    def __post_init__(self) -> None:
+        """Check the range."""
+        check_ranges(self, "method", lam=NON_NEGATIVE)
+
+    def make(self, loss_fn: LossFn, on: ClientTraining) -> FederatedAlgorithm:
+        """Make Ditto."""
+        return ditto(loss_fn, lam=self.lam, **on.stored)
+
+
+@dataclasses.dataclass(frozen=True)
+class APFL(MethodConfig):
+    """APFL: FedAvg, and beside it a local model for each client, mixed with the shared one.
+
+    Attributes:
+        mixing: share of the local model in a client's mixture, in the first round.
+        mixing_learning_rate: learning rate of this share. 0: it is fixed.
+    """
+
+    mixing: float = 0.5
+    mixing_learning_rate: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        check_ranges(self, "method", mixing=FRACTION, mixing_learning_rate=NON_NEGATIVE)
+
+    def make(self, loss_fn: LossFn, on: ClientTraining) -> FederatedAlgorithm:
+        """Make APFL."""
+        return apfl(
+            loss_fn,
+            mixing=self.mixing,
+            mixing_learning_rate=self.mixing_learning_rate,
+            **on.stored,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class PerFedAvg(MethodConfig):
+    """Per-FedAvg: a model from which one step on a client's data gives a good model.
+
+    Attributes:
+        adaptation_learning_rate: learning rate of this step.
+        first_order: leave out the Hessian.
+    """
+
+    adaptation_learning_rate: float = 0.1
+    first_order: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the range."""
+        check_ranges(self, "method", adaptation_learning_rate=NON_NEGATIVE)
+
+    def make(self, loss_fn: LossFn, on: ClientTraining) -> FederatedAlgorithm:
+        """Make Per-FedAvg."""
+        return per_fedavg(
+            loss_fn,
+            adaptation_learning_rate=self.adaptation_learning_rate,
+            first_order=self.first_order,
+            **on.arguments(),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Reptile(MethodConfig):
+    """Reptile, with clients as tasks. It sets the server optimizer.
+
+    Attributes:
+        meta_learning_rate: learning rate of the server.
+    """
+
+    meta_learning_rate: float = 0.5
+    has_server_optimizer = False
+
+    def __post_init__(self) -> None:
+        """Check the range."""
+        check_ranges(self, "method", meta_learning_rate=POSITIVE)
+
+    def make(self, loss_fn: LossFn, on: ClientTraining) -> FederatedAlgorithm:
+        """Make Reptile."""
+        optimizer = optax.sgd(on.learning_rate)
+        rate = self.meta_learning_rate
+        return reptile(loss_fn, client_optimizer=optimizer, meta_learning_rate=rate, **on.cohort)

@@ -1,0 +1,172 @@
+"""Logistic regression on synthetic clients, those of FedProx or of LEAF."""
+
+import abc
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedpax.data import Partition, example_batches
+from fedpax.data.populations.leaf_clients import leaf_clients
+from fedpax.data.populations.logistic_clients import logistic_clients
+from fedpax.data.rounds.preprocess import Arrays, Preprocess, preprocess_images
+from fedpax.experiments.fedavg_clients import ClientExperiment, CohortConfig
+from fedpax.experiments.ranges import COUNT, NON_NEGATIVE, check_ranges
+from fedpax.models.classifiers import MLPConfig, mlp
+from fedpax.models.losses import classification_loss
+from fedpax.models.nnx_functional import FunctionalModel
+from fedpax.training.algorithm import LossFn
+from fedpax.training.evaluation import Batch
+from fedpax.training.experiment import TrainingConfig
+
+HELDOUT_EVERY = 10
+"""Of this number of a client's examples, the first one is held out."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SyntheticClients(abc.ABC):
+    """Synthetic clients, each with a linear model and inputs of its own.
+
+    Attributes:
+        num_clients: number of clients.
+        num_features: size of an input.
+        num_classes: number of labels.
+    """
+
+    num_clients: int
+    num_features: int = 60
+    num_classes: int = 10
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        names = ("num_clients", "num_features", "num_classes")
+        check_ranges(self, "population", **dict.fromkeys(names, COUNT))
+
+    @abc.abstractmethod
+    def make(self, seed: int) -> tuple[Arrays, Partition]:
+        """Generate the examples, and the indices of each client's examples."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FedProxClients(SyntheticClients):
+    """The clients of FedProx, synthetic(alpha, beta).
+
+    Attributes:
+        alpha: variance of the clients' models.
+        beta: variance of the clients' inputs.
+    """
+
+    num_clients: int = 30
+    alpha: float = 1.0
+    beta: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        super().__post_init__()
+        check_ranges(self, "population", alpha=NON_NEGATIVE, beta=NON_NEGATIVE)
+
+    def make(self, seed: int) -> tuple[Arrays, Partition]:
+        """Generate the examples, and the indices of each client's examples."""
+        return logistic_clients(
+            self.num_clients,
+            alpha=self.alpha,
+            beta=self.beta,
+            num_features=self.num_features,
+            num_classes=self.num_classes,
+            seed=seed,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LeafClients(SyntheticClients):
+    """The clients of LEAF, whose models are in clusters.
+
+    Attributes:
+        cluster_probabilities: for each cluster, the probability that a client belongs to it.
+    """
+
+    num_clients: int = 1_000
+    num_classes: int = 5
+    cluster_probabilities: tuple[float, ...] = (1.0,)
+
+    def make(self, seed: int) -> tuple[Arrays, Partition]:
+        """Generate the examples, and the indices of each client's examples."""
+        return leaf_clients(
+            self.num_clients,
+            cluster_probabilities=self.cluster_probabilities,
+            num_features=self.num_features,
+            num_classes=self.num_classes,
+            seed=seed,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FedAvgSynthetic(ClientExperiment):
+    """Logistic regression on synthetic clients. A tenth of each client's examples is held out.
+
+    Attributes:
+        population: the clients that exist. Their seed is that of the cohort.
+    """
+
+    population: SyntheticClients
+
+    def read_clients(self) -> tuple[Arrays, Partition]:
+        """Return all examples, and the indices of each client's training examples."""
+        examples, population = self.population.make(self.cohort.seed)
+        return examples, [np.delete(part, np.s_[::HELDOUT_EVERY]) for part in population]
+
+    def read_population(self) -> tuple[Partition, NDArray[np.integer]]:
+        """Return the indices of each client's training examples, and the label of each example."""
+        examples, population = self.read_clients()
+        return population, examples["label"]
+
+    def open_heldout(self, preprocess: Preprocess) -> Callable[[], Sequence[Batch]]:
+        """Return the function that makes the batches of all clients' held-out examples."""
+
+        def read_heldout() -> Sequence[Batch]:
+            examples, population = self.population.make(self.cohort.seed)
+            chosen = np.concatenate([part[::HELDOUT_EVERY] for part in population])
+            heldout = preprocess({name: values[chosen] for name, values in examples.items()})
+            return example_batches(heldout, self.heldout_batch_size)
+
+        return read_heldout
+
+    def make_preprocess(self) -> Preprocess:
+        """Make the function from the fields of examples to those of batches."""
+        return preprocess_images  # floats stay as they are
+
+    def make_model(self) -> FunctionalModel:
+        """Make the logistic regression."""
+        sizes = (self.population.num_features, self.population.num_classes)
+        return mlp(MLPConfig(layer_sizes=sizes))
+
+    def make_loss(self, model: FunctionalModel) -> LossFn:
+        """Make the cross-entropy."""
+        return classification_loss(model.apply)
+
+
+def fedavg_synthetic() -> FedAvgSynthetic:
+    """FedAvg on FedProx's synthetic(1, 1), logistic regression of 30 clients. Takes seconds.
+
+    `--population.alpha` is the variance of the clients' models, and `--population.beta` that of
+    their inputs.
+
+    Reference:
+        Li et al., Federated Optimization in Heterogeneous Networks, arXiv:1812.06127, section 5.1.
+    """
+    return FedAvgSynthetic(
+        population=FedProxClients(),
+        cohort=CohortConfig(size=10, batch_size=10, max_steps=20),
+        client_learning_rate=0.1,
+        training=TrainingConfig(rounds=200, evaluate_every=10, checkpoint_every=100),
+    )
+
+
+def fedavg_leaf_synthetic() -> FedAvgSynthetic:
+    """FedAvg on LEAF's synthetic data, logistic regression of 1,000 clients. Takes seconds.
+
+    Reference:
+        Caldas et al., LEAF, arXiv:1812.01097; the authors' code, TalwalkarLab/leaf, data/synthetic.
+    """
+    return dataclasses.replace(fedavg_synthetic(), population=LeafClients())

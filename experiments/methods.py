@@ -1,0 +1,123 @@
+"""Groups of experiments: the methods for clients, each on the same problem."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from fedpax.experiments.catalog import ExperimentGroup
+from fedpax.experiments.client_methods import (
+    APFL,
+    Agnostic,
+    Ditto,
+    FedAc,
+    FedDyn,
+    FedNova,
+    FedProx,
+    Mime,
+    MimeLite,
+    PerFedAvg,
+    Reptile,
+    Scaffold,
+    SelfTuningFedAvg,
+)
+from fedpax.experiments.fedavg_clients import ClientExperiment, CohortConfig, ServerConfig
+from fedpax.experiments.fedavg_images import FedAvgImages
+from fedpax.experiments.fedavg_synthetic import fedavg_synthetic
+from fedpax.experiments.populations import DirichletPopulation
+from fedpax.models.classifiers import MLPConfig
+from fedpax.training.experiment import TrainingConfig
+
+METHODS: Mapping[str, Mapping[str, Any]] = {
+    "fedavg": {},
+    "fedavgm": {"server": ServerConfig(learning_rate=0.3, b1=0.9)},
+    "fedadagrad": {"server": ServerConfig(optimizer="adagrad", learning_rate=0.1)},
+    "fedadam": {"server": ServerConfig(optimizer="adam", learning_rate=0.03, b1=0.9)},
+    "fedyogi": {"server": ServerConfig(optimizer="yogi", learning_rate=0.03, b1=0.9)},
+    "self_tuning": {"method": SelfTuningFedAvg()},
+    "fedprox": {"method": FedProx()},
+    "fednova": {"method": FedNova()},
+    "scaffold": {"method": Scaffold()},
+    "feddyn": {"method": FedDyn()},
+    "mime": {"method": Mime()},
+    "mime_lite": {"method": MimeLite()},
+    "fedac": {"method": FedAc()},
+    "agnostic": {"method": Agnostic()},
+}
+"""The methods that train one shared model: the fields in which their experiments differ."""
+
+PERSONAL_METHODS: Mapping[str, Mapping[str, Any]] = {
+    "ditto": {"method": Ditto()},
+    "apfl": {"method": APFL()},
+    "per_fedavg": {"method": PerFedAvg()},
+    "reptile": {"method": Reptile()},
+}
+"""The methods for personal models, likewise."""
+
+# The client learning rates: the best of 0.03, 0.1 and 0.3 over three seeds, by
+# `fedpax.experiments.benchmarks.methods`.
+DIGITS_RATES = {name: 0.3 for name in METHODS} | {"mime": 0.1, "mime_lite": 0.03}
+SYNTHETIC_RATES = {
+    "fedavg": 0.1,
+    "fedavgm": 0.03,
+    "fedadagrad": 0.03,
+    "fedadam": 0.1,
+    "fedyogi": 0.1,
+    "self_tuning": 0.03,
+    "fedprox": 0.3,
+    "fednova": 0.3,
+    "scaffold": 0.03,
+    "feddyn": 0.1,
+    "mime": 0.03,
+    "mime_lite": 0.3,
+    "fedac": 0.3,
+    "agnostic": 0.1,
+}
+PERSONAL_RATES = {name: 0.1 for name in PERSONAL_METHODS}  # not tuned
+
+
+def methods_digits() -> ExperimentGroup:
+    """Methods for clients on digits: 100 clients with few labels each, an MLP.
+
+    The labels are from Dirichlet(0.1), and ten clients train in a round. The client learning rate
+    of each method is tuned.
+    """
+    return ExperimentGroup(_each(_digits(), METHODS, DIGITS_RATES), target="accuracy=0.85")
+
+
+def methods_synthetic() -> ExperimentGroup:
+    """Methods for clients on FedProx's synthetic(1, 1): 30 clients, logistic regression.
+
+    Ten clients train in a round. The client learning rate of each method is tuned.
+    """
+    base = fedavg_synthetic()
+    training = dataclasses.replace(base.training, evaluate_every=1)
+    base = dataclasses.replace(base, training=training)
+    return ExperimentGroup(_each(base, METHODS, SYNTHETIC_RATES), target="accuracy=0.85")
+
+
+def personal_digits() -> ExperimentGroup:
+    """Methods for personal models on the problem of methods_digits.
+
+    The held-out loss is that of the shared model. The clients' own models are in the checkpoints.
+    """
+    return ExperimentGroup(_each(_digits(), PERSONAL_METHODS, PERSONAL_RATES))
+
+
+def _digits() -> FedAvgImages:
+    return FedAvgImages(
+        dataset="digits",
+        population=DirichletPopulation(num_clients=100, alpha=0.1),
+        model=MLPConfig(layer_sizes=(64, 64, 10)),
+        cohort=CohortConfig(size=10, batch_size=10, max_steps=20),
+        client_learning_rate=0.1,
+        training=TrainingConfig(rounds=100, evaluate_every=1, checkpoint_every=100),
+    )
+
+
+def _each(
+    base: ClientExperiment, methods: Mapping[str, Mapping[str, Any]], rates: Mapping[str, float]
+) -> dict[str, ClientExperiment]:
+    return {
+        name: dataclasses.replace(base, client_learning_rate=rates[name], **fields)
+        for name, fields in methods.items()
+    }

@@ -44,7 +44,7 @@ class Exchange:
     def join(
         self, on_wait: Callable[[DisconnectedError], None], seconds: float
     ) -> Membership | None:
-        """Join the syncer, and start to exchange; wait for a syncer that does not answer yet.
+        """Join the syncer; wait for a syncer that does not answer yet.
 
         Args:
             on_wait: called in process 0 after each attempt without an answer.
@@ -64,12 +64,15 @@ class Exchange:
                 membership = self._channel.broadcast(None)
                 time.sleep(min(SECONDS_BETWEEN_JOINS, seconds))
             if membership is not None:
-                if self._link is not None:
-                    self._link.start()
                 return _read_membership(membership)
             if self.hear().silent_seconds >= seconds:
                 break
         return None
+
+    def start(self) -> None:
+        """Start to exchange, in threads of process 0."""
+        if self._link is not None:
+            self._link.start()
 
     def hear(self) -> News:
         """Return the news of process 0's link, in all processes.

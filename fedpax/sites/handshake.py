@@ -4,8 +4,23 @@ import socket
 import ssl
 import time
 from pathlib import Path
+from typing import Any
 
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+
+
+class _Socket(ssl.SSLSocket):
+    """Close the socket if the peer resets the connection before the handshake.
+
+    `wrap_socket` of Python 3.11 asks for the peer's name first, and leaves the socket open then.
+    """
+
+    def getpeername(self) -> Any:
+        try:
+            return super().getpeername()
+        except OSError:
+            self.close()
+            raise
 
 
 def find_refusal(
@@ -44,6 +59,7 @@ def _attempt(
             if certificates is None:
                 return _ask_for_tls(connected, address)
             context = ssl.create_default_context(cafile=certificates / "authority.pem")
+            context.sslsocket_class = _Socket
             context.load_cert_chain(certificates / "certificate.pem", certificates / "key.pem")
             context.set_alpn_protocols(["h2"])
             with context.wrap_socket(connected, server_hostname=server_name) as encrypted:
@@ -69,6 +85,7 @@ def _attempt(
 def _ask_for_tls(connected: socket.socket, address: str) -> str:
     """Begin TLS. Only a server with certificates answers; others raise an OSError."""
     context = ssl.create_default_context()
+    context.sslsocket_class = _Socket
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
     context.wrap_socket(connected).close()

@@ -7,6 +7,7 @@ import math
 import os
 import secrets
 import signal
+import threading
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -51,6 +52,7 @@ SECONDS_BETWEEN_NOTES = 10.0
 SECONDS_TO_ASK_AGAIN = 15.0
 ENDLESS = 2**31
 PROCESS_ENDED = 75  # EX_TEMPFAIL of sysexits.h: the same command can succeed later
+_writing = threading.Lock()  # two writers of a file would share its draft
 
 
 class JoinResult(NamedTuple):
@@ -211,23 +213,25 @@ def _join(
 
             def record_end() -> None:
                 # Before the syncer is told, and exits: an island that is killed then would wait
-                # for it in vain.
-                _write_member(folder, _Member(header["folder"], header["run"], finished=True))
+                # for it in vain. The answer to the first `join` is recorded below, with its run.
+                if header["run"] is not None:
+                    _write_member(folder, _Member(header["folder"], header["run"], finished=True))
 
             link = Link(connection.call, header, model.formats, versions, record_end)
         exchange = Exchange(link, channel, preemption)
         stack.callback(exchange.close)
-        # Already now, because data and compilation take long.
         member = exchange.join(_patience(progress), give_up_after)
         if member is None:
             stopped = preemption.signal
             finished = stopped is None and _read_member(folder).finished
             return JoinResult(first, finished, stopped, gave_up=stopped is None)
         progress.note(f"joined {syncer} with shard {member.shard} of {parts.islands}")
-        if channel.is_first:
+        header["run"] = member.run
+        if channel.is_first:  # before the threads start, which can record the end
             _write_member(folder, _Member(header["folder"], member.run, member.finished))
         if member.finished:
             return JoinResult(first, True, None)
+        exchange.start()  # already now, because data and compilation take long
         if member.rounds != training.rounds:
             progress.note(f"the run has {member.rounds} rounds at the syncer")
             progress.set_rounds(member.rounds)
@@ -236,7 +240,6 @@ def _join(
             run = build_parts(experiment, dataclasses.replace(experiment.mesh, islands=1), exp)
             parts, model = run.algorithm.parts, LocalModel(run)
             assert parts is not None
-        header["run"] = member.run
         rows = IslandRows(run.cohorts, member.shard)
         if first and position["shard"] == member.shard:
             rows.set_state(position["stream"])
@@ -389,4 +392,5 @@ def _read_member(folder: Path) -> _Member:
 
 
 def _write_member(folder: Path, member: _Member) -> None:
-    write_atomically(folder / FILE, json.dumps(member._asdict()) + "\n")
+    with _writing:
+        write_atomically(folder / FILE, json.dumps(member._asdict()) + "\n")

@@ -1,6 +1,5 @@
 """The syncer: answers islands, and merges a fragment when a quorum has sent it."""
 
-import contextlib
 import math
 import secrets
 import threading
@@ -132,16 +131,15 @@ class Syncer:
             "push": self._push,
             "pull": self._pull,
             "heartbeat": self._note,
-            "leave": self._leave,
         }
-        if kind not in kinds:
+        if kind not in (*kinds, "leave"):
             raise RefusedError(
                 f"the message has kind {kind[:100]!r}, expected join, push, pull, heartbeat or "
                 "leave. Use the same version of fedpax on both sides."
             )
-        heard_end = self.finished and (request.flag("heard_end") or kind == "leave")
-        # No merge is due then.
-        with self._merging if heard_end else contextlib.nullcontext(), self._lock:
+        with self._lock:
+            # If the run is finished, no merge saves a manifest any more.
+            heard_end = self.finished and (request.flag("heard_end") or kind == "leave")
             name, incarnation = request.text("island"), request.text("incarnation")
             island = self._members.find(name, peer, incarnation)
             if island is None:
@@ -152,6 +150,9 @@ class Syncer:
             # Before the answer: then the island exits, and a restarted syncer would wait for it.
             if is_new and self._store:
                 self._store.save_manifest(self._manifest())
+            # Under the same lock: an island knows the end if the answer says that it is finished.
+            if kind == "leave":
+                return self._answer(island)
         return kinds[kind](island, request, message.arrays)
 
     def advance(self) -> None:
@@ -278,10 +279,6 @@ class Syncer:
     def _note(self, island: Island, request: Request, arrays: Mapping[str, np.ndarray]) -> Message:
         with self._lock:
             island.seconds_per_update = request.number("seconds_per_update")
-            return self._answer(island)
-
-    def _leave(self, island: Island, request: Request, arrays: Mapping[str, np.ndarray]) -> Message:
-        with self._lock:
             return self._answer(island)
 
     def _answer(self, island: Island, **fields: Any) -> Message:

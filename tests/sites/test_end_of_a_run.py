@@ -1,17 +1,26 @@
 """The end of a run of sites: islands that were down, islands without a syncer, and more rounds."""
 
+import importlib
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import chex
 import pytest
+from site_problem import Sites
 from site_processes import Processes, wait_until
 from small_sites import sites_regression
+from syncer_methods import parts
 
 from fedpax.commands.join import describe
+from fedpax.sites.identity import WIRE_FORMAT
 from fedpax.sites.join import join
+from fedpax.sites.link import Link
 from fedpax.sites.merge_log import read_merges
+from fedpax.sites.message import Message
+from fedpax.sites.syncer_store import SyncerStore
 from fedpax.training.checkpoint import load_params
 from fedpax.training.configuration import ConfigurationError, from_json, read_configuration_json
 from fedpax.training.metrics import read_metrics, select
@@ -42,6 +51,73 @@ def test_an_island_without_a_syncer_stops_in_words(tmp_path: Path) -> None:
             ConfigurationError, match=r"island\.json cannot be read .* or delete it"
         ):
             join(sites_regression(), tmp_path / "a", "127.0.0.1:1", give_up_after=0.3)
+
+
+class EndingSyncer:
+    """A syncer whose last merge ends before its n-th message; it reads `island.json` at each."""
+
+    max_message_bytes = 0
+
+    def __init__(self, folder: Path, ends_before: int) -> None:
+        self.file, self.ends_before = folder / "island.json", ends_before
+        self.heard: list[tuple[str, bool]] = []
+        self.files: list[Any] = []
+
+    def call(self, message: Message, timeout: float) -> Message:
+        kind = message.header["kind"]
+        self.heard.append((kind, message.header["heard_end"]))
+        self.files.append(json.loads(self.file.read_bytes()) if self.file.exists() else None)
+        finished = len(self.heard) > self.ends_before
+        header = {"status": "ok", "merges": 119 + finished, "finished": finished, "saved": {}}
+        if kind == "join":
+            header |= {"run": "r", "wire_format": WIRE_FORMAT, "rounds": 60, "shard": 0}
+            header |= {"heartbeat_seconds": 60.0, "received": {}}
+        return Message(header)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("ends_before", [0, 1])
+def test_the_end_just_after_the_join_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends_before: int
+) -> None:
+    syncer = EndingSyncer(tmp_path / "a", ends_before)
+    module = importlib.import_module("fedpax.sites.join")
+    monkeypatch.setattr(module, "connect", lambda *args, **settings: syncer)
+    # The first messages of the threads, as if they came before anything else.
+    monkeypatch.setattr(Link, "start", lambda link: [link.exchange(), link.exchange()])
+    result = join(sites_regression(), tmp_path / "a", "127.0.0.1:1")
+    assert result == (0, True, None, False)
+    pulls = [("pull", False), ("pull", True)] if ends_before else []
+    assert syncer.heard == [("join", False), *pulls, ("leave", True)]
+    for (_, heard_end), content in zip(syncer.heard[1:], syncer.files[1:], strict=True):
+        assert content["run"] == "r" and content["finished"] == heard_end
+
+
+@pytest.mark.xdist_group("sites")
+def test_the_syncer_notes_an_island_that_leaves_at_the_end(tmp_path: Path) -> None:
+    sites = Sites(parts(), quorum=1, num_merges=1, store=SyncerStore(tmp_path))
+    link = Link(sites.call, sites.header("a", "a-1"), sites.model.formats, [-1, -1])
+    link.join()
+    inner = sites.syncer._lock
+
+    class Lock:
+        """The syncer's lock; the last merge ends just before a message gets it."""
+
+        def __enter__(self) -> None:
+            inner.acquire()
+            sites.syncer.merges = 1
+
+        def __exit__(self, *exception: object) -> None:
+            inner.release()
+
+    sites.syncer._lock = Lock()
+    link.close()
+    sites.syncer._lock = inner
+    assert link.finished and sites.syncer.everyone_heard_end
+    sites.start_syncer()  # it is saved too
+    assert sites.syncer.everyone_heard_end
 
 
 @pytest.mark.slow

@@ -97,7 +97,6 @@ def run_process(
     link = None
     if syncer is not None:
         link = Link(syncer.call, {"island": "a", "incarnation": "1"}, Model.formats, [-1] * 3)
-        link.start = lambda: None
         link.wait = lambda seconds: exchange_once(link)
     never = SimpleNamespace(should_stop=lambda count: False)
     exchange = Exchange(link, channel, never)

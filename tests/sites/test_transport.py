@@ -1,15 +1,20 @@
 """Calls from islands to a syncer: over broken streams, failing networks, and by many threads."""
 
 import contextlib
+import gc
 import logging
 import os
+import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import grpc
 import numpy as np
@@ -17,6 +22,7 @@ import pytest
 from test_message import MALFORMED
 
 from fedpax.experiments.benchmarks.unreliable_network import UnreliableNetwork
+from fedpax.sites.handshake import find_refusal
 from fedpax.sites.message import CHUNK_BYTES, Message, MessageError, encode
 from fedpax.sites.transport import (
     Connection,
@@ -200,6 +206,27 @@ def test_nobody_listens() -> None:
         with pytest.raises(DisconnectedError, match=r"no connection \([A-Z][^:]*\)\. Check"):
             connection.call(Message({}), timeout=10)
         assert time.monotonic() - begin < 2
+
+
+def test_a_reset_before_the_handshake_leaves_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def connect_and_reset(*args: Any) -> socket.socket:
+            connected = create_connection(*args)
+            peer, _ = listener.accept()
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            peer.close()
+            select.select([connected], [], [], 5)  # the reset has arrived
+            return connected
+
+        create_connection = socket.create_connection
+        monkeypatch.setattr(socket, "create_connection", connect_and_reset)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always", ResourceWarning)
+            address = f"127.0.0.1:{listener.getsockname()[1]}"
+            assert find_refusal(address, None, "localhost", 5.0) is None
+            gc.collect()
+    assert [str(warning.message) for warning in found if "SSLSocket" in str(warning.message)] == []
 
 
 def test_a_server_returns_at_its_port() -> None:

@@ -24,7 +24,7 @@ from fedpax.data.populations.partition import Examples
 from fedpax.data.rounds.preprocess import Arrays, Preprocess
 from fedpax.experiments.client_methods import ClientTraining, FedAvg, MethodConfig
 from fedpax.experiments.populations import PopulationConfig
-from fedpax.experiments.ranges import COUNT, DECAY, POSITIVE, check_ranges
+from fedpax.experiments.ranges import COUNT, COUNT_OR_ZERO, DECAY, POSITIVE, check_ranges
 from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.parallel.axes import shardings
 from fedpax.parallel.mesh import MeshConfig, available_devices
@@ -58,7 +58,7 @@ class CohortConfig:
     def __post_init__(self) -> None:
         """Check the ranges."""
         names = ("size", "batch_size", "local_epochs", "max_steps", "chunk_size")
-        check_ranges(self, "cohort", **dict.fromkeys(names, COUNT))
+        check_ranges(self, "cohort", **dict.fromkeys(names, COUNT), seed=COUNT_OR_ZERO)
 
 
 @dataclasses.dataclass(frozen=True)

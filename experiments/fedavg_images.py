@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -29,12 +29,12 @@ from fedpax.experiments.populations import (
     SyntheticPopulation,
     check_has_fields,
 )
-from fedpax.experiments.ranges import COUNT, check_ranges
+from fedpax.experiments.ranges import COUNT, NON_NEGATIVE, check_ranges
 from fedpax.models.classifiers import CNNConfig, MLPConfig, cnn, mlp
-from fedpax.models.losses import classification_loss
+from fedpax.models.losses import classification_loss, l2_regularized
 from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.models.resnet import ResNetConfig, resnet
-from fedpax.training.algorithm import LossFn
+from fedpax.training.algorithm import LossFn, Params
 from fedpax.training.evaluation import Batch
 from fedpax.training.experiment import Run, TrainingConfig
 from fedpax.training.virtual_time import ScheduledRounds
@@ -52,11 +52,13 @@ class FedAvgImages(FedAvgExperiment):
         crop_size: height and width of crops, standardized one by one: in training at random places,
             half of them flipped, in the evaluation the centers. Default None: whole images, pixels
             from 0 to 1.
+        l2_factor: factor of the squared weights in the training loss. Default 0: none.
         model: the network.
     """
 
     in_memory: bool = True
     crop_size: int | None = None
+    l2_factor: float = 0.0
     model: CNNConfig | ResNetConfig | MLPConfig
 
     def __post_init__(self) -> None:
@@ -67,7 +69,7 @@ class FedAvgImages(FedAvgExperiment):
                 images.
         """
         super().__post_init__()
-        check_ranges(self, "", crop_size=COUNT)
+        check_ranges(self, "", crop_size=COUNT, l2_factor=NON_NEGATIVE)
         if self.crop_size is None or not isinstance(self.model, CNNConfig):
             return
         height, width = self.model.image_height, self.model.image_width
@@ -146,8 +148,15 @@ class FedAvgImages(FedAvgExperiment):
         return cnn(self.model)
 
     def make_loss(self, model: FunctionalModel) -> LossFn:
-        """Make the cross-entropy."""
-        return classification_loss(model.apply)
+        """Make the cross-entropy, regularized if `l2_factor` is set."""
+        loss_fn = classification_loss(model.apply)
+        return l2_regularized(loss_fn, self.l2_factor) if self.l2_factor else loss_fn
+
+    def make_evaluation(
+        self, evaluate: Callable[..., Callable[[Params], dict[str, float]]], model: FunctionalModel
+    ) -> Callable[[Params], dict[str, float]]:
+        """Evaluate the cross-entropy, without the squared weights."""
+        return evaluate(classification_loss(model.apply))
 
 
 def fedavg_digits() -> FedAvgImages:
@@ -205,17 +214,19 @@ def fedyogi_cifar100() -> FedAvgImages:
 
     The settings of the paper: 10 clients per round, batches of 20, one epoch, 4,000 rounds, client
     learning rate 10^-1.5, server learning rate 1, b1 = 0.9, b2 = 0.99, tau = 0.1; ResNet-18 with
-    group normalization, 11,227,812 parameters; standardized crops of 24 x 24 pixels, in training at
-    random places and half of them flipped. The places differ between the images of a batch, unlike
-    in the authors' code.
+    group normalization, 11,227,812 parameters, and 10^-4 times the squared weights in the loss;
+    standardized crops of 24 x 24 pixels, in training at random places and half of them flipped. The
+    places differ between the images of a batch, unlike in the authors' code.
 
     Reference:
         Reddi et al., Adaptive Federated Optimization, arXiv:2003.00295, section 5 and appendix. The
-        crops: the authors' code, google-research/federated, optimization/README.md.
+        crops: the authors' code, google-research/federated, optimization/README.md; the squared
+        weights: utils/models/resnet_models.py there.
     """
     return FedAvgImages(
         dataset="federated_cifar100",
         crop_size=24,
+        l2_factor=1e-4,
         population=NaturalPopulation(field="client"),
         model=ResNetConfig(num_channels=3, num_classes=100),
         cohort=CohortConfig(size=10, batch_size=20),

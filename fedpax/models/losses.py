@@ -191,6 +191,40 @@ def classification_loss(apply: Callable[..., jax.Array]) -> LossFn:
     return loss_fn
 
 
+def l2_regularized(loss_fn: LossFn, factor: float) -> LossFn:
+    """Add `factor` times the sum of the squared weights of matmuls and convolutions to a loss.
+
+    Their biases are added too. Scales and biases of normalization are not.
+
+    Args:
+        loss_fn: `(params, batch) -> (loss, aux)`. Weights have the key `"kernel"`.
+        factor: the factor, at least 0.
+
+    Returns:
+        The regularized loss, of the same form. The aux are those of `loss_fn`.
+
+    Example:
+        >>> params = {"dense": {"kernel": jnp.array([3.0]), "bias": jnp.array([1.0])}}
+        >>> regularized = l2_regularized(lambda params, batch: (jnp.float32(0.5), {}), 0.25)
+        >>> regularized(params, {})[0].item()
+        3.0
+    """
+
+    def regularized(params: chex.ArrayTree, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+        loss, aux = loss_fn(params, batch)
+        leaves = {
+            jax.tree_util.keystr(path, simple=True, separator="/").rpartition("/"): leaf
+            for path, leaf in jax.tree.leaves_with_path(params)
+        }
+        layers = {layer for layer, _, name in leaves if name == "kernel"}
+        for (layer, _, _), leaf in leaves.items():
+            if layer in layers:
+                loss += factor * jnp.sum(jnp.square(leaf.astype(loss.dtype)))
+        return loss, aux
+
+    return regularized
+
+
 def next_word_loss(apply: Callable[[chex.ArrayTree, jax.Array], jax.Array], words: int) -> LossFn:
     """Make the loss of a language model of words, with the parts of its accuracy on known words.
 

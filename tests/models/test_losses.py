@@ -5,7 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedpax.models.losses import classification_loss, cross_entropy, next_token_loss
+from fedpax.models.losses import (
+    classification_loss,
+    cross_entropy,
+    l2_regularized,
+    next_token_loss,
+)
 
 
 def draw(*shape: int, classes: int = 7) -> tuple[Any, Any, Any]:
@@ -112,3 +117,22 @@ def test_classification_loss_reports_the_accuracy(masked: bool) -> None:
     assert 0 < (right * weights).sum() < weights.sum()
     np.testing.assert_allclose(aux["accuracy"], np.average(right, weights=weights), rtol=1e-6)
     np.testing.assert_allclose(loss, cross_entropy(2 * logits, labels, weights), rtol=1e-6)
+
+
+def test_l2_regularization_adds_the_weights_of_layers_alone():
+    rng = np.random.default_rng(0)
+    kernel, bias, scale = (rng.normal(size=shape).astype(np.float32) for shape in [(3, 4), 4, 4])
+    params = {
+        "conv": {"kernel": kernel},
+        "dense": {"kernel": 2 * kernel, "bias": bias},
+        "norm": {"scale": scale, "bias": bias},
+    }
+    plain = lambda params, batch: (jnp.sum(params["norm"]["scale"]) * batch["x"], {"x": batch["x"]})
+    regularized = l2_regularized(plain, 0.01)
+    loss, aux = regularized(params, {"x": 3.0})
+    expected = 3 * scale.sum() + 0.01 * (5 * (kernel**2).sum() + (bias**2).sum())
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    assert aux == {"x": 3.0}
+    gradient = jax.grad(lambda p: regularized(p, {"x": 3.0})[0])(params)
+    np.testing.assert_allclose(gradient["dense"]["bias"], 0.02 * bias, rtol=1e-5)
+    assert np.all(gradient["norm"]["bias"] == 0)

@@ -53,7 +53,9 @@ def without_mesh(codec):
     return step(zero_state(updates()), updates())
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize(
+    "kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize(
     "codec",
     [
@@ -84,7 +86,7 @@ def test_islands_gather_words(codec, kind):
 @pytest.mark.parametrize(
     ("participants", "kinds"),
     [
-        (4, {"all-gather"}),
+        pytest.param(4, {"all-gather"}, marks=pytest.mark.slow),
         (16, {"all-to-all", "all-gather"}),
         pytest.param(48, {"all-reduce"}, marks=pytest.mark.slow),
     ],

@@ -32,7 +32,13 @@ AGGREGATORS = {
 }
 
 
-@pytest.mark.parametrize("name", AGGREGATORS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name == "private_secure_mean" else name
+        for name in AGGREGATORS
+    ],
+)
 def test_streams_differ_and_stream_0_is_no_stream(name):
     aggregator = AGGREGATORS[name]
     x = 0.1 * np.float32(np.random.default_rng(0).standard_normal((N, SIZE)))

@@ -26,7 +26,8 @@ def check(history: list, expected: list) -> None:
 
 def is_quick(name: str, mesh: str) -> bool:
     # MuLoCo's unrolled Newton-Schulz steps compile slowly.
-    return (mesh == "none" and name != "MuLoCo") or (name in method_table.OFTEN and mesh in OFTEN)
+    often = name in method_table.OFTEN and mesh in ("none", "4x2 explicit")
+    return (mesh == "none" and name != "MuLoCo") or often
 
 
 @pytest.mark.parametrize(

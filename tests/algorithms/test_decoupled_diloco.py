@@ -147,6 +147,7 @@ def test_an_unreliable_run_equals_its_reference(delay, plain):
     assert step._cache_size() == 1  # one program for any set of live islands
 
 
+@pytest.mark.slow
 def test_a_quorum_of_all_without_failures_is_streaming_diloco():
     trace = draw_trace(ISLANDS, seed=0, seconds_per_step=lognormal(1.0, 0.7))
     syncs = fragment_syncs(

@@ -169,6 +169,7 @@ def test_an_unreliable_run_equals_its_reference(max_norm):
     assert (0 < np.mean(fractions) < 1) == clipped
 
 
+@pytest.mark.slow
 def test_a_scan_is_one_program_and_a_replay_is_bitwise():
     order, batches = unreliable_order(), random_rounds(ROUNDS, ISLANDS)
     algorithm, step = method()
@@ -215,6 +216,7 @@ def _diloco(eta, beta):
     return algorithm, jax.jit(algorithm.round)
 
 
+@pytest.mark.slow
 def test_one_region_is_async_diloco():
     """Its server is that of `async_diloco` until it exchanges; if it exchanges each update at
     once, and keeps the global model, then the global server is."""

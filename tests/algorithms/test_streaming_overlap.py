@@ -140,7 +140,15 @@ def test_two_transfers_are_each_sent_under_their_local_steps(
     assert kinds == {"ALL_TO_ALL", "ALL_GATHER", "ALL_REDUCE"}  # the last of metrics
 
 
-@pytest.mark.parametrize(("platform", "delay"), [("tpu", 1), ("tpu", 2), ("cpu", 1), ("cuda", 1)])
+@pytest.mark.parametrize(
+    ("platform", "delay"),
+    [
+        ("tpu", 1),
+        pytest.param("tpu", 2, marks=pytest.mark.slow),
+        ("cpu", 1),
+        pytest.param("cuda", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_a_phase_of_one_step_stays_together_on_a_tpu(platform, delay):
     """XLA would inline its loop, and then order the transfer as it likes."""
     algorithm = streaming(2, delay=delay)

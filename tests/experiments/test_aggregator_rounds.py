@@ -30,7 +30,9 @@ def test_every_aggregator_has_a_row_that_is_paired_with_the_mean(chosen, monkeyp
         assert f"| {row.aggregator} " in printed
 
 
-@pytest.mark.parametrize("clients", [2, 3, 4, 5, 6, 7, 64])
+@pytest.mark.parametrize(
+    "clients", [2, *[pytest.param(n, marks=pytest.mark.slow) for n in (3, 4, 5, 6)], 7, 64]
+)
 def test_the_settings_of_all_aggregators_fit_the_number_of_clients(clients: int):
     updates = jax.ShapeDtypeStruct((clients, 3), jnp.float32)
     for name, aggregator in aggregator_rounds.aggregators(clients).items():

@@ -35,6 +35,7 @@ def test_the_round_is_the_same_on_any_number_of_simulated_devices(capsys, chunk_
     assert len({row["temporary_bytes"] for row in rows}) == 1 and rows[0]["temporary_bytes"] > 0
 
 
+@pytest.mark.slow
 def test_a_difference_between_pods_gives_status_1(capsys, monkeypatch):
     compile_for = topologies.compile_for
 

@@ -228,7 +228,9 @@ def test_parameters_are_counted(config: Any, make: Any) -> None:
     assert config.num_params() == sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n == "cnn" else n for n in MODELS]
+)
 def test_learns_digits(name: str) -> None:
     """After 150 steps of Adam on scikit-learn's digits, held-out accuracy is above 85%."""
     from sklearn.datasets import load_digits  # here, since its import takes seconds

@@ -175,6 +175,7 @@ def test_pipeline_repeats_hold_the_same_layers(params: Any, tmp_path: Path) -> N
     assert_identical(tensors_in(tmp_path / "2"), tensors_in(tmp_path / "1"))
 
 
+@pytest.mark.slow
 def test_dtypes_are_kept_or_cast(tmp_path: Path) -> None:
     config, params = huggingface.load(fixture("qwen3"))
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}

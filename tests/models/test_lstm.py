@@ -51,7 +51,7 @@ def test_the_published_network_of_shakespeare_has_820_522_parameters() -> None:
     assert SHAKESPEARE.num_params() == 820_522
 
 
-@pytest.mark.parametrize("has_projections", [True, False])
+@pytest.mark.parametrize("has_projections", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_step_in_bfloat16_lowers_the_loss(has_projections: bool) -> None:
     model = lstm(LSTMConfig(11, 4, 6, num_layers=2, has_projections=has_projections))
     params = jax.tree.map(

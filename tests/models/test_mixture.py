@@ -144,6 +144,7 @@ def test_all_tokens_to_the_same_experts() -> None:
         assert used.tolist() == [False, True, False, True]
 
 
+@pytest.mark.slow
 def test_bfloat16_over_float32_parameters() -> None:
     x = jnp.asarray(draw(2, 7, EMBED_DIM), jnp.bfloat16)
     params = jax.tree.map(np.float32, draw_params(mixture(4, 2)))

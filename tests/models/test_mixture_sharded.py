@@ -151,6 +151,7 @@ def test_sizes_that_the_mesh_does_not_divide_equal_one_device(
     close(result, expected)
 
 
+@pytest.mark.slow
 def test_rows_after_the_last_group_may_be_nan(
     one_device: tuple[jax.stages.Compiled, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,6 +58,7 @@ def stored_bytes(config: TransformerConfig, batch: int, seq_len: int) -> int:
     return sum(aval.size * aval.dtype.itemsize for aval in kept) // config.num_layers
 
 
+@pytest.mark.slow
 def test_policies_are_ordered_by_memory() -> None:
     none, dots, no_batch, attention, full = (
         stored_bytes(replace(CONFIG, remat=policy), 4, 64)

@@ -101,7 +101,8 @@ def test_bfloat16() -> None:
     np.testing.assert_allclose(np.float32(found), expected, atol=0.05 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("chunk_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk_size", [1, 2])
 def test_rounds_of_fedavg_train_it(chunk_size: int) -> None:
     """Clients with kernels of their own, one after another and two at once."""
     model = resnet(SMALL)

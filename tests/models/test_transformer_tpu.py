@@ -60,7 +60,9 @@ def lowered(config: TransformerConfig, sizes: dict[str, int]) -> str:
         pytest.param(
             {"num_experts": 2}, {"islands": 2, "expert": 2, "tensor": 2}, marks=pytest.mark.slow
         ),
-        ({"num_microbatches": 2}, {"islands": 2, "stage": 2, "fsdp": 2}),
+        pytest.param(
+            {"num_microbatches": 2}, {"islands": 2, "stage": 2, "fsdp": 2}, marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )

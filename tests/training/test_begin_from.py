@@ -38,6 +38,7 @@ def test_a_run_begins_from_the_newest_model_of_another_run(tmp_path: Path) -> No
         chex.assert_trees_all_close(load_params(second), load_params(first), rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_run_that_resumes_does_not_need_the_other_run(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

@@ -155,6 +155,7 @@ def test_a_signal_saves_after_the_round_and_the_run_resumes(
     assert_same_run(uninterrupted, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_finished_run_takes_more_rounds(uninterrupted: Path, tmp_path: Path) -> None:
     train(settings(regression(), rounds=7), tmp_path)
     with pytest.raises(ConfigurationError, match=r"training\.rounds: 7 -> 6"):
@@ -254,7 +255,7 @@ def test_zero_saves_and_evaluates_only_after_the_last_round(tmp_path: Path) -> N
     assert [x["round"] for x in select(read_metrics(tmp_path), "evaluation")] == [3]
 
 
-@pytest.mark.parametrize("stop", [True, False])
+@pytest.mark.parametrize("stop", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_loss_that_is_not_finite_stops_the_run_or_is_recorded(tmp_path: Path, stop: bool) -> None:
     experiment = dataclasses.replace(
         settings(regression(), checkpoint_every=1, stop_on_non_finite=stop), learning_rate=5.0

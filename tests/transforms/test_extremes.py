@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from program_table import Federated, N, Rematerialized, close, normal, slow
+from program_table import MESHES, Federated, N, Rematerialized, cases, close, normal, slow
 
 import fedpax
 from fedpax import federated_broadcast, federated_map, federated_max, federated_min
@@ -68,6 +68,9 @@ def total_of_maxima(reduce, functions, chunk_size):
 
 @pytest.mark.parametrize("functions", [slow(Federated), Rematerialized])
 @pytest.mark.parametrize("chunk_size", [slow(1), 5, slow(None)])
+@pytest.mark.parametrize(
+    "current_mesh", cases(MESHES, fast={("automatic",)}), indirect=["current_mesh"]
+)
 def test_ties_share_the_gradient_equally(functions, chunk_size, current_mesh):
     w, x = np.abs(normal(16)) + 0.1, tied(N, 16)
     federated = total_of_maxima(federated_max, functions, chunk_size)

@@ -57,11 +57,8 @@ print(run.memory_analysis().temp_size_in_bytes)
     assert int(found.stdout) < 64 * 1000 * 4
 
 
-# Programs with server arrays, control flow or calls between maps, for the partitioner to lay out.
-ON_AUTOMATIC = [
-    *["two_phases", "elementwise_between", "server_arrays_between", "rounds_in_a_scan"],
-    *["values_per_participant", "gradient_inside", "under_a_condition", "behind_calls"],
-]
+# Programs with server arrays or control flow between maps, for the partitioner to lay out.
+ON_AUTOMATIC = ["two_phases", "rounds_in_a_scan"]
 
 
 @pytest.mark.parametrize(
@@ -96,11 +93,10 @@ SMOOTH = [
     "clipped_twice",
     "variance",
 ]
-# A gradient compiles for more than a second. Of two programs only gradients on all meshes are slow:
-# `rounds_in_a_scan` calls `average`, and `two_phases` reads a mean of its own as `variance` does.
+# A gradient compiles for more than a second. The test of second derivatives has a fast one of a
+# rematerialized program.
 FAST_GRADIENTS = {
     ("weights_from_the_map", Federated, "automatic"),
-    ("two_phases", Rematerialized, "explicit"),
     ("values_per_participant", Federated, "explicit"),
 }
 

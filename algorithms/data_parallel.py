@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Int
 
 from fedpax.algorithms.local_steps import gradient_and_metrics
 from fedpax.algorithms.optimizer_step import optimizer_step
-from fedpax.algorithms.participation import example_weights, placed_valid_steps
+from fedpax.algorithms.participation import placed_valid_steps
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_map, federated_max, federated_mean, program
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
@@ -80,7 +80,7 @@ def data_parallel(
     ) -> tuple[DataParallelState, Metrics]:
         check_cohort("data_parallel", cohort, islands)
         batches = cohort.batches
-        valid, examples = placed_valid_steps(cohort), example_weights(cohort)
+        valid, examples = placed_valid_steps(cohort), cohort.num_examples
         # [steps]: whether any island takes the step; computed once, so that a step communicates
         # nothing more.
         taken = None if valid is None else federated_max(valid.astype(jnp.int32)) > 0

@@ -89,13 +89,6 @@ def takes_part(cohort: Cohort) -> Bool[Array, " participants"]:
     return federated_map(jnp.any, valid)
 
 
-def example_weights(cohort: Cohort) -> Num[Array, " participants"] | None:
-    """Return `cohort.num_examples`, with 0 for negative numbers. Inside a program."""
-    if cohort.num_examples is None:
-        return None
-    return federated_map(lambda n: jnp.where(n < 0, 0, n).astype(n.dtype), cohort.num_examples)
-
-
 def participant_weights(cohort: Cohort) -> Num[Array, " participants"] | None:
     """Return the participants' weights in means: 0 without a valid step. Inside a program.
 
@@ -104,8 +97,8 @@ def participant_weights(cohort: Cohort) -> Num[Array, " participants"] | None:
 
     Returns:
         `cohort.num_examples`, or 1 for each participant where it is None, set to 0 for participants
-        without a valid step, with a negative client id, or with a negative number of examples; None
-        where every participant weighs the same.
+        without a valid step or with a negative client id; None where every participant weighs the
+        same.
 
     Example:
         >>> import fedpax
@@ -115,9 +108,9 @@ def participant_weights(cohort: Cohort) -> Num[Array, " participants"] | None:
         [1.0, 0.0, 1.0]
     """
     valid = placed_valid_steps(cohort)
-    weights = example_weights(cohort)
+    weights = cohort.num_examples
     if valid is None:
-        return weights
+        return weights  # as they are: aggregators that need their sum first can have it at once
 
     def weight(valid: Bool[Array, " steps"], examples: Num[Array, ""] | None) -> Num[Array, ""]:
         examples = jnp.float32(1) if examples is None else examples

@@ -189,10 +189,14 @@ def compressed_mean(
             return jax.tree.unflatten(tree, decoded if parts is None else words), residual
 
         residual = None if state.residual is None else jax.tree.leaves(state.residual)
-        shares = None if weights is None else normalized_weights(weights)
+        # Shares need the sum of the weights before the first update is encoded. Weights that are
+        # applied after decoding do not: participants in chunks train once, and are not stored.
+        weigh_decoded = parts is None and residual is None
+        shares = None if weights is None or weigh_decoded else normalized_weights(weights)
         sent, residual = federated_map(send, _indices(placement), leaves, residual, shares)
         if parts is None:
-            means = coder.round_mean(placement.size, jax.tree.leaves(federated_mean(sent)))
+            average = federated_mean(sent, weights if weigh_decoded else None)
+            means = coder.round_mean(placement.size, jax.tree.leaves(average))
         else:
             words = jax.tree.leaves(sent)
             means = _exchange(words, coder, placement, parts)

@@ -19,8 +19,8 @@ from method_problem import (
 )
 from method_table import METHODS, every_method, problem, trainer
 
-from fedpax import Cohort, program
-from fedpax.algorithms import diloco, fedavg, local_steps, participant_weights
+from fedpax import Cohort
+from fedpax.algorithms import diloco, fedavg, local_steps
 from fedpax.data import ClientSampler, cohort_rounds
 
 # On one worker, where each method is compiled once for all of these tests.
@@ -192,13 +192,6 @@ def test_an_empty_slot_neither_trains_nor_weighs(name):
         assert_close(step(state, cohort(np.nan, ids)), expected)
 
 
-def test_a_negative_number_of_examples_counts_as_none():
-    weights = program(clients=3)(participant_weights)
-    x, sizes = np.zeros((3, 1)), np.array([4, -2, 1])
-    assert weights(Cohort(x, sizes)).tolist() == [4, 0, 1]
-    assert weights(Cohort(x, sizes, client_ids=np.array([-1, 0, 2]))).tolist() == [0, 0, 1]
-
-
 def test_an_islands_weight_is_its_number_of_examples():
     params, (batches,), (weights,) = problem(1)
     algorithm = diloco(
@@ -310,3 +303,19 @@ def test_integer_parameters_are_named():
     state = algorithm.init({"w": jnp.ones(3, jnp.int32)})
     with pytest.raises(TypeError, match=r"params\['w'\] has dtype int32, expected floats"):
         algorithm.round(state, Cohort(jnp.ones((2, 1, 3))))
+
+
+@pytest.mark.parametrize("num_steps", [None, jnp.array([2, 0, 1])])
+def test_clients_train_once_with_weights_and_compression(num_steps):
+    """A sum of weights that comes before the encoding would need a second pass over the clients."""
+    aggregator = compressed_mean(codecs.uniform(4))
+    algorithm = fedavg(
+        lambda w, x: (jnp.mean((w - x) ** 2), {}),
+        cohort_size=3,
+        client_optimizer=optax.sgd(0.1),
+        aggregator=aggregator,
+        chunk_size=1,
+    )
+    cohort = Cohort(jnp.ones((3, 2, 4)), jnp.arange(3.0), num_steps)
+    text = str(explain(algorithm.round, algorithm.init(jnp.float32(0.0)), cohort))
+    assert "phase 0" in text and "phase 1" not in text and "rematerialized" not in text

@@ -18,9 +18,9 @@ demo: $(INSTALLED)  ## Train DiLoCo, Streaming DiLoCo, data parallelism and one 
 	$(BIN)/fedpax compare --exp=diloco_text,streaming_diloco_text,data_parallel_text,single_island_text --job_log_dir=runs/demo
 
 # The fast tests spend most of their time in the compiler. These options shorten it: XLA's simple
-# fusion emitters, LLVM without its expensive passes, and one LLVM module for each program in place
-# of up to 32 that compile in parallel. `make test-all` compiles as users do.
-HURRY := JAX_DISABLE_MOST_OPTIMIZATIONS=1 \
+# fusion emitters, LLVM without its expensive passes, one LLVM module for each program in place of
+# up to 32 that compile in parallel, and no stack traces in the compiled text. `make test-all` compiles as users do.
+HURRY := JAX_DISABLE_MOST_OPTIMIZATIONS=1 JAX_INCLUDE_FULL_TRACEBACKS_IN_LOCATIONS=0 \
 	XLA_FLAGS="$(XLA_FLAGS) --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters \
 	--xla_cpu_parallel_codegen_split_count=1"
 

@@ -19,7 +19,8 @@ from method_problem import (
 )
 from method_table import METHODS, every_method, problem, trainer
 
-from fedpax import Cohort
+from fedpax import Cohort, explain
+from fedpax.aggregators import codecs, compressed_mean
 from fedpax.algorithms import diloco, fedavg, local_steps
 from fedpax.data import ClientSampler, cohort_rounds
 

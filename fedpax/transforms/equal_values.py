@@ -18,17 +18,11 @@ class EqualValues:
     def __init__(self, jaxpr: Jaxpr) -> None:
         self._numbers: dict[Hashable, int] = {}
         self._values: dict[Var, int] = {}
-        self._converted: dict[int, int] = {}  # a float -> the integer or boolean with its value
         self._visit(jaxpr, self._values)
 
     def number(self, v: Atom) -> int:
         """Return the number of a value of the jaxpr."""
         return self._read(v, self._values)
-
-    def number_before_conversion(self, v: Atom) -> int:
-        """Return the number of the integers or booleans that are converted to a value, if any."""
-        number = self.number(v)
-        return self._converted.get(number, number)
 
     def _intern(self, key: Hashable) -> int:
         return self._numbers.setdefault(key, len(self._numbers))
@@ -55,11 +49,7 @@ class EqualValues:
             slices = {values[v]: whole for v, whole in zip(inner.invars, operands, strict=True)}
             results = [self._read(v, values) for v in inner.outvars]
             own = eqn.params["placement"]
-            found = [slices.get(n, self._intern(("placed", own, n))) for n in results]
-            for n, placed in zip(results, found, strict=True):
-                if self._converted.get(n) in slices:
-                    self._converted[placed] = slices[self._converted[n]]
-            return found
+            return [slices.get(n, self._intern(("placed", own, n))) for n in results]
         if eqn.primitive.name == "and":
             rest = [n for v, n in zip(eqn.invars, operands, strict=True) if not _is_true(v)]
             if len(rest) == 1:
@@ -68,11 +58,7 @@ class EqualValues:
             return [self._intern(("result", v)) for v in eqn.outvars]
         params = tuple(sorted((name, str(value)) for name, value in eqn.params.items()))
         key = (eqn.primitive.name, params, tuple(operands))
-        results = [self._intern((*key, i)) for i in range(len(eqn.outvars))]
-        if eqn.primitive.name == "convert_element_type":
-            if aval_of(eqn.invars[0]).dtype.kind in "biu":
-                self._converted[results[0]] = operands[0]
-        return results
+        return [self._intern((*key, i)) for i in range(len(eqn.outvars))]
 
 
 def _is_true(v: Atom) -> bool:

@@ -107,7 +107,7 @@ class _Sends:
         if all(not isinstance(v, Var) or v in self.placed.known for v in operands):
             return  # the result is a constant
         operation, (term, *others) = operation_of(eqn), _terms(reduction)
-        numbers = [self.equal.number_before_conversion(v) for v in operands]
+        numbers = [self.equal.number(v) for v in operands]
         monoid = "sum" if operation == "mean" else operation
         if isinstance(first, Var):
             kind = type_of(first, reduction.axes[0])

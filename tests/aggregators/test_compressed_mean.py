@@ -215,6 +215,7 @@ def test_methods_take_it_in_a_chain(method):
     chex.assert_shape(state.aggregator_state.residual, (N, 5))
 
 
+@pytest.mark.slow
 def test_the_cost_of_a_program_counts_encoded_bytes():
     aggregator = compressed_mean(SPARSELOCO, error_feedback=True)
     params = {"w": jnp.zeros((40, 50)), "b": jnp.zeros(7)}

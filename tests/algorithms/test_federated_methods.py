@@ -28,7 +28,14 @@ def on_device(tree: Any) -> Any:
     return jax.tree.map(jnp.asarray, tree)
 
 
-@every_method
+# Methods whose rounds differ most in what they do with a client's steps.
+QUICK = ("FedProx", "SCAFFOLD", "FedNova", "FedDyn", "Mime", "APFL", "Ditto")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in FEDERATED_METHODS],
+)
 def test_unequal_clients_train_on_their_own_steps(name: str):
     """Against the reference on each client's own batches; clients without any are absent."""
     method = METHODS[name]

@@ -16,6 +16,7 @@ from fedpax.training.configuration import read_configuration
 PROMPT = "def naïve("
 
 
+@pytest.mark.slow
 def test_the_continuation_is_that_of_the_models_own_function(command: Command, text: Path) -> None:
     _, experiment = read_configuration(text)
     prompt = jnp.array([SEPARATOR, *encode(PROMPT)])[None]

@@ -54,6 +54,7 @@ def test_rounds_with_different_results_raise(monkeypatch):
         fedavg_round.measure("tiny", 1, 4, baselines=["vmap", "unweighted"], repetitions=1)
 
 
+@pytest.mark.slow
 def test_compiling_without_repetitions_draws_no_data(monkeypatch):
     monkeypatch.setattr(Workload, "random_arguments", lambda *_: pytest.fail("drew data"))
     small, large = (

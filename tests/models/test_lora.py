@@ -148,6 +148,7 @@ def test_new_adapters_change_nothing() -> None:
     assert 0.7 < float(jnp.std(output)) * (4 * 6) ** 0.5 < 1.3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [

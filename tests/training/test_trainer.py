@@ -166,6 +166,7 @@ def test_a_finished_run_takes_more_rounds(uninterrupted: Path, tmp_path: Path) -
     assert all(params[k].tobytes() == expected[k].tobytes() for k in expected)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_on_another_mesh_from_the_same_state(
     uninterrupted: Path, tmp_path: Path
 ) -> None:

@@ -51,7 +51,8 @@ def checked_aggregator(aggregator: Aggregator) -> Aggregator:
 
 
 def _check_aggregated(aggregated: Any, updates: chex.ArrayTree) -> None:
-    expected, found = jax.tree.structure(updates), jax.tree.structure(aggregated)
+    expected: Any = jax.tree.structure(updates)
+    found: Any = jax.tree.structure(aggregated)
     if found != expected:
         raise TypeError(
             f"aggregator.aggregate returned an aggregate of the structure {found}, expected that "

@@ -108,7 +108,7 @@ def participant_weights(cohort: Cohort) -> Num[Array, " participants"] | None:
         [1.0, 0.0, 1.0]
     """
     valid = placed_valid_steps(cohort)
-    weights = cohort.num_examples
+    weights = None if cohort.num_examples is None else jnp.asarray(cohort.num_examples)
     if valid is None:
         return weights  # as they are: aggregators that need their sum first can have it at once
 

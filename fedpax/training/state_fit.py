@@ -1,4 +1,4 @@
-"""Whether the state of an experiment fits the state in a run's newest checkpoint."""
+"""Compare the state of an experiment with that in a run's newest checkpoint."""
 
 from pathlib import Path
 

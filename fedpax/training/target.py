@@ -36,7 +36,7 @@ class Target(NamedTuple):
 
     @property
     def is_loss(self) -> bool:
-        """Whether smaller values are better."""
+        """Return whether smaller values are better."""
         return self.metric.endswith("loss")
 
     def first(self, values: Sequence[float]) -> int | None:
@@ -142,7 +142,7 @@ def _valid_fraction(cohort: Cohort) -> float:
 
 
 class CostToTarget(NamedTuple):
-    """What a run needs until the target.
+    """Rounds, bytes and FLOPs of a run until the target.
 
     Attributes:
         rounds: number of rounds; None if the target was not reached.

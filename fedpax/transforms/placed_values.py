@@ -41,7 +41,7 @@ Axes = tuple[int | None, ...]
 
 
 class Kind(enum.Enum):
-    """How an equation uses the participants' axis of its operands."""
+    """The uses of the participants' axis of an equation's operands."""
 
     LOCAL = "local"
     REDUCTION = "reduction"

@@ -1,4 +1,4 @@
-"""What holds for every aggregator: absent participants, dtypes, empty updates, settings."""
+"""Laws of every aggregator: absent participants, dtypes, empty updates, settings."""
 
 import functools
 import inspect

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from fedpax.algorithms.optimizer_step import optimizer_step
 from fedpax.primitives import program
 from fedpax.sites.fragment_format import FragmentFormat
 from fedpax.training.algorithm import Params
@@ -128,8 +129,8 @@ class OuterModel:
             delta, aggregator_state, metrics = parts.aggregator.aggregate(
                 aggregator_state, gradients, weights
             )
-            updates, outer_state = parts.outer_optimizer.update(delta, outer_state, x)
-            return optax.apply_updates(x, updates), outer_state, aggregator_state, metrics
+            x, outer_state = optimizer_step(parts.outer_optimizer, delta, outer_state, x)
+            return x, outer_state, aggregator_state, metrics
 
         return merge
 

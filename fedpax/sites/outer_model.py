@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from fedpax.aggregators import random_stream
 from fedpax.algorithms.optimizer_step import optimizer_step
 from fedpax.primitives import program
 from fedpax.sites.fragment_format import FragmentFormat
@@ -107,7 +108,8 @@ class OuterModel:
         stacked = jax.tree.map(
             lambda *leaves: np.stack(leaves), *[zeros if row is None else row for row in rows]
         )
-        *new, metrics = self._merge(*state[:3], stacked, weights)
+        with random_stream(p):  # noise of its own for each fragment, as in decoupled_diloco
+            *new, metrics = self._merge(*state[:3], stacked, weights)
         values = {name: float(value) for name, value in metrics.items()}
         return self._on_host(*new, version=state.version + 1), values
 

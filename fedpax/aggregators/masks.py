@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int, UInt32
 
 from fedpax.aggregators.gaussian_noise import known_sharding
-from fedpax.aggregators.random_words import random_words
+from fedpax.aggregators.random_words import hashed_indices, rehash
 
 Leaves = Sequence[UInt32[Array, "..."]]
 
@@ -74,7 +74,7 @@ def mask(codes: Leaves, index: Int[Array, ""], graph: MaskGraph) -> Leaves:
         return _add(masked, draw(_neighbor(index, t, graph)))
 
     masked = _add(codes, draw(index))
-    return jax.lax.fori_loop(0, graph.num_neighbors, add_neighbor, masked)
+    return jax.lax.fori_loop(0, graph.num_neighbors, add_neighbor, masked, unroll=4)
 
 
 def left_over(
@@ -98,13 +98,14 @@ def left_over(
         uint32 arrays.
     """
     draw = _vectors(index, graph, shapes)
+    neighbors = jax.vmap(lambda t: _neighbor(index, t, graph))(jnp.arange(graph.num_neighbors))
+    absent_first = neighbors[jnp.argsort(here[neighbors])]
 
     def add_absent(t: Int[Array, ""], left: list[jax.Array]) -> list[jax.Array]:
-        other = _neighbor(index, t, graph)
-        vectors = [jnp.where(here[other], jnp.zeros_like(p), p) for p in draw(other)]
-        return _add(left, vectors)
+        return _add(left, draw(absent_first[t]))
 
-    return jax.lax.fori_loop(0, graph.num_neighbors, add_absent, draw(index))
+    # A loop over absent neighbours alone: most are present, and their vectors cost as much.
+    return jax.lax.fori_loop(0, jnp.sum(~here[neighbors]), add_absent, draw(index))
 
 
 def _neighbor(index: Int[Array, ""], t: Int[Array, ""], graph: MaskGraph) -> Int[Array, ""]:
@@ -120,14 +121,17 @@ def _vectors(
     shapes: Sequence[tuple[tuple[int, ...], P | None]],
 ) -> Callable[[Int[Array, ""]], list[jax.Array]]:
     """Return the function j -> p_ij for j >= i, and -p_ij for j < i."""
+    # All pairs share the hash of the indices, which takes as long as the rest of a vector. Its key
+    # is that of no pair: pairs have numbers below n.
+    shared = jax.random.fold_in(graph.key, graph.order.shape[0])
+    first = jax.random.bits(shared, (len(shapes),), jnp.uint32)
+    hashed = [hashed_indices(seed, *shape) for seed, shape in zip(first, shapes, strict=True)]
 
     def draw(other: Int[Array, ""]) -> list[jax.Array]:
         pair = jax.random.fold_in(graph.key, jnp.minimum(index, other))
         pair = jax.random.fold_in(pair, jnp.maximum(index, other))
-        vectors = [
-            random_words(jax.random.fold_in(pair, i), shape, spec)
-            for i, (shape, spec) in enumerate(shapes)
-        ]
+        seeds = jax.random.bits(pair, (len(shapes),), jnp.uint32)
+        vectors = map(rehash, hashed, seeds)
         return [jnp.where(other >= index, p, -p) for p in vectors]
 
     return draw

@@ -14,7 +14,12 @@ from fedpax.aggregators.clipping import check_norm, clip_update
 from fedpax.aggregators.gaussian_noise import known_sharding
 from fedpax.aggregators.presence import mean_dtype, num_participants, present
 from fedpax.aggregators.random_streams import round_key
-from fedpax.aggregators.random_words import random_normal, random_words
+from fedpax.aggregators.random_words import (
+    hashed_indices,
+    normal_from_words,
+    random_normal,
+    rehash,
+)
 from fedpax.aggregators.secure_mean import check_neighbors, secure_sum
 from fedpax.primitives import federated_sum
 
@@ -197,15 +202,12 @@ def discrete_gaussian(key: jax.Array, like: jax.Array, stddev: float) -> Int[Arr
         ('int32', 5)
     """
     sharding = known_sharding(like)
-
-    def normal(key: jax.Array, stddev: float) -> jax.Array:
-        return random_normal(key, like.shape, stddev=stddev, sharding=sharding)
-
     if stddev >= DITHERED_STDDEV:
-        normal_key, dither_key = jax.random.split(key)
+        first, second, third = jax.random.bits(key, (3,), jnp.uint32)
+        hashed = hashed_indices(first, like.shape, sharding)
         bits = dither_bits(stddev)
-        t = normal(normal_key, math.sqrt(stddev**2 - 4**bits / 12))
-        dither = random_words(dither_key, like.shape, sharding) >> (32 - bits)
+        t = normal_from_words(rehash(hashed, second), math.sqrt(stddev**2 - 4**bits / 12))
+        dither = rehash(hashed, third) >> (32 - bits)
         return jnp.floor(t).astype(jnp.int32) + (dither.astype(jnp.int32) - (2 ** (bits - 1) - 1))
     bound = (MOST_DEVIATIONS * stddev + 0.25) / (2 * stddev**2)
 
@@ -214,7 +216,7 @@ def discrete_gaussian(key: jax.Array, like: jax.Array, stddev: float) -> Int[Arr
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         key, accepted, drawn = carry
         key, normal_key, uniform_key = jax.random.split(key, 3)
-        t = normal(normal_key, stddev)
+        t = random_normal(normal_key, like.shape, stddev=stddev, sharding=sharding)
         uniform = jax.random.uniform(uniform_key, like.shape, out_sharding=sharding)
         k = jnp.round(t)
         u = t - k

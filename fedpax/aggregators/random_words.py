@@ -30,13 +30,43 @@ def random_words(
         >>> words.shape, words.dtype, round(words.astype(float).mean().item() / 2**32, 2)
         ((1001, 3), dtype('uint32'), 0.5)
     """
+    first, second = jax.random.bits(key, (2,), jnp.uint32)
+    return rehash(hashed_indices(first, shape, sharding), second)
+
+
+def hashed_indices(
+    seed: UInt32[Array, ""], shape: tuple[int, ...], sharding: P | None = None
+) -> UInt32[Array, "..."]:
+    """Hash the indices of an array once: half of `random_words`.
+
+    Several calls of `rehash` can share it, each with a seed of its own.
+
+    Args:
+        seed: a random word.
+        shape: shape of the result.
+        sharding: as in `random_words`.
+
+    Returns:
+        uint32 words, all different within 2^32 indices.
+    """
     indices = jnp.zeros((), jnp.uint32)
     for axis in range(len(shape)):
         stride = jnp.uint32(math.prod(shape[axis + 1 :]) % 2**32)
         places = jax.lax.broadcasted_iota(jnp.uint32, shape, axis, out_sharding=sharding)
         indices += stride * places
-    first, second = jax.random.bits(key, (2,), jnp.uint32)
-    return _hash(_hash(indices + first) ^ second)
+    return _hash(indices + seed)
+
+
+def rehash(hashed: UInt32[Array, "..."], seed: UInt32[Array, ""]) -> UInt32[Array, "..."]:
+    """Draw random words from `hashed_indices` with a second seed: one hash for each word.
+
+    Example:
+        >>> first, second, third = jax.random.bits(jax.random.key(0), (3,), jnp.uint32)
+        >>> hashed = hashed_indices(first, (1000,))
+        >>> int((rehash(hashed, second) == rehash(hashed, third)).sum())
+        0
+    """
+    return _hash(hashed ^ seed)
 
 
 def random_normal(

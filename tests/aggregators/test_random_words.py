@@ -1,11 +1,17 @@
 """Hashed random words and normal numbers: their distributions, and their independence."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import stats
 
-from fedpax.aggregators.random_words import random_normal, random_words
+from fedpax.aggregators.random_words import (
+    hashed_indices,
+    random_normal,
+    random_words,
+    rehash,
+)
 
 SHAPE = (300, 401)
 KEYS = [jax.random.fold_in(jax.random.key(7), i) for i in range(8)]
@@ -47,3 +53,18 @@ def test_normal_numbers_are_uncorrelated(normal: np.ndarray) -> None:
 def test_sums_over_keys_are_normal(normal: np.ndarray) -> None:
     # As in a mean over participants, whose noise has one key each.
     assert stats.kstest(normal.sum(0) / np.sqrt(len(KEYS)), "norm").pvalue > 1e-4
+
+
+def test_words_that_share_a_hash_are_uniform_and_independent() -> None:
+    seeds = jax.random.bits(jax.random.key(3), (9,), jnp.uint32)
+    hashed = hashed_indices(seeds[0], SHAPE)
+    words = np.stack([np.asarray(rehash(hashed, seed)).ravel() for seed in seeds[1:]])
+    n = words.shape[1]
+    for one in words:
+        assert stats.kstest(one / 2.0**32, "uniform").pvalue > 1e-4
+    # Each pair of bits of two sequences, and the words as numbers.
+    bits = np.unpackbits(words.view(np.uint8).reshape(len(words), n, 4), axis=2) - 0.5
+    for i in range(len(words)):
+        for j in range(i):
+            assert np.abs(4 * bits[i].T @ bits[j] / n).max() < 6 / np.sqrt(n)
+    assert np.abs(np.corrcoef(words / 2.0**32) - np.eye(len(words))).max() < 5 / np.sqrt(n)

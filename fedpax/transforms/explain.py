@@ -18,7 +18,7 @@ from fedpax.primitives._jax import (
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.program import federated_program_p
 from fedpax.transforms.inlining import inline, is_federated, placements_of
-from fedpax.transforms.phases import plan_phases
+from fedpax.transforms.plan import make_plan
 
 
 def explain(program: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
@@ -72,7 +72,7 @@ def _explain_jaxpr(closed: ClosedJaxpr) -> Iterator[str]:
     if not is_federated(closed.jaxpr):
         yield "It has no federated_map, so there is no loop over participants."
     for placement in placements_of(closed.jaxpr):
-        plan = plan_phases(closed.jaxpr, placement)
+        plan = make_plan(closed.jaxpr, placement)
         for phase in sorted(plan.loops):
             stored = plan.stored[phase]
             own, rematerialized = plan.maps(phase)

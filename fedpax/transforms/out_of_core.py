@@ -20,7 +20,8 @@ from jax.sharding import PartitionSpec as P
 from fedpax.primitives._jax import ClosedJaxpr, Literal, Var, eliminate_dead_code
 from fedpax.primitives.layout import mesh_axis
 from fedpax.transforms.inlining import inline, placements_of
-from fedpax.transforms.phases import Atom, plan_phases
+from fedpax.transforms.phases import Atom
+from fedpax.transforms.plan import make_plan
 from fedpax.transforms.streaming import (
     finish_reductions,
     merge_totals,
@@ -130,7 +131,7 @@ class _ChunkedProgram:
                 "itself, or a single round if it runs many in a loop."
             )
         self.closed = closed
-        self.plan = plan_phases(closed.jaxpr, placements[0])
+        self.plan = make_plan(closed.jaxpr, placements[0])
         self.chunk_size = min(chunk_size, placements[0].size)
         self.axis = mesh_axis(placements[0])
         if self.axis is not None:

@@ -5,7 +5,8 @@ one loop over the participants. An operation that depends on the result of a red
 later phase than the operands of that reduction.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from fedpax.primitives._jax import Jaxpr, JaxprEqn, Literal, Var, aval_of, is_rematerialized
 from fedpax.primitives.broadcast import federated_broadcast_p, federated_index_p
@@ -200,13 +201,17 @@ class StreamingPlan:
 
 
 def plan_phases(
-    jaxpr: Jaxpr, placement: Placement, computed_by_server: frozenset[Var] = frozenset()
+    jaxpr: Jaxpr,
+    placement: Placement,
+    not_before: Mapping[int, int] = MappingProxyType({}),
+    computed_by_server: frozenset[Var] = frozenset(),
 ) -> StreamingPlan:
-    """Divide the equations of a jaxpr into phases.
+    """Divide the equations of a jaxpr into phases, each as early as its operands permit.
 
     Args:
         jaxpr: the jaxpr of a program, with its calls inlined.
         placement: the placement whose participants run in the loops.
+        not_before: id of the equation of a map -> the first phase in which it may run.
         computed_by_server: values that no loop computes.
 
     Returns:
@@ -226,7 +231,7 @@ def plan_phases(
             if federated and axis and isinstance(v, Var)
         }
         if swapped:
-            return plan_phases(jaxpr, placement, computed_by_server | swapped)
+            return plan_phases(jaxpr, placement, not_before, computed_by_server | swapped)
         one: Unstacked | None = None
         if _is_map(eqn, placement):
             one = _federated(eqn, 0)
@@ -235,7 +240,7 @@ def plan_phases(
         elif not computed_by_server.intersection(eqn.outvars) and known != [None] * len(known):
             one = unstack(eqn, size, mesh_axis, known)
         if one is not None:
-            phase = _loop_phase(plan, one)
+            phase = max(_loop_phase(plan, one), not_before.get(id(eqn), 0))
             if _is_map(eqn, placement):
                 plan.loops.setdefault(phase, []).append(eqn)
                 plan.stored.setdefault(phase, {})

@@ -34,7 +34,7 @@ from fedpax.primitives.placement import Placement
 from fedpax.primitives.reduction import REDUCTIONS
 from fedpax.transforms.inlining import CALLS
 from fedpax.transforms.loop_reductions import LoopReduction, loop_reduction
-from fedpax.transforms.phases import plan_phases
+from fedpax.transforms.plan import make_plan
 from fedpax.transforms.unstack import unstack
 
 Axes = tuple[int | None, ...]
@@ -90,7 +90,7 @@ class PlacedValues:
         fixed: set[Var] | None = None,
     ) -> None:
         self.jaxpr, self.placement = jaxpr, placement
-        self.plan = plan_phases(jaxpr, placement)
+        self.plan = make_plan(jaxpr, placement)
         self.fixed = {*jaxpr.constvars, *(fixed or ())}
         self.known: set[Var] = set()
         self.collected: set[Var] = set()

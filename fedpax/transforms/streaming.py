@@ -35,7 +35,8 @@ from fedpax.primitives.monoids import Monoid, apply_by_monoid
 from fedpax.primitives.participant_loop import LazySlice, materialize, run_participants
 from fedpax.primitives.placement import Placement
 from fedpax.transforms.inlining import inline, is_federated, placements_of
-from fedpax.transforms.phases import Atom, StreamingPlan, plan_phases
+from fedpax.transforms.phases import Atom, StreamingPlan
+from fedpax.transforms.plan import make_plan
 from fedpax.transforms.unstack import Unstacked
 
 
@@ -67,11 +68,11 @@ def run_streamed(closed: ClosedJaxpr, *args: jax.Array | LazySlice) -> list[jax.
         closed = eliminate_dead_code(inline(closed, stream))
     placements = placements_of(closed.jaxpr)
     for placement in placements[:-1]:
-        rewritten = functools.partial(_execute, plan_phases(closed.jaxpr, placement), closed)
+        rewritten = functools.partial(_execute, make_plan(closed.jaxpr, placement), closed)
         closed = jax.make_jaxpr(rewritten)(*closed.in_avals)
     if not placements:
         return evaluate(closed, *map(materialize, args))
-    return _execute(plan_phases(closed.jaxpr, placements[-1]), closed, *args)
+    return _execute(make_plan(closed.jaxpr, placements[-1]), closed, *args)
 
 
 def _execute(plan: StreamingPlan, closed: ClosedJaxpr, *args: Any) -> list[jax.Array]:

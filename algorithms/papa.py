@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import chex
 import jax
@@ -160,20 +161,31 @@ def papa_2(
     *,
     islands: int,
     optimizer: optax.GradientTransformation,
+    pairs: Literal["random", "rotation"] = "random",
     seed: int = 0,
 ) -> FederatedAlgorithm:
     """Train a population whose models are replaced by averages of random pairs of them.
 
+    Each round draws n different pairs of the n models at random. Model i becomes the average of
+    pair i, which it need not belong to:
+
+        w_i <- (w_a(i) + w_b(i)) / 2,   a(i) < b(i).
+
+    Every pair is equally probable for every i, so the average of the population is kept in
+    expectation. Two models have one pair, which both of them take.
+
+    Each island receives n - 1 models, one after another, so its memory does not grow with n. With
+    `pairs="rotation"` it receives one model:
+
         w_i <- (w_i + w_j(i)) / 2,   j(i) = i + c mod n,   c uniform from 1 to n - 1.
 
-    The paper draws n pairs at random. Here the pairs of a round are rotations: all pairs are
-    equally probable, and each model is sent to one other model. Each model is in two pairs; if
-    c = n / 2, these are the same pair.
+    Each model is then in two pairs, so the average of the population is kept exactly.
 
     Args:
         loss_fn: as in `papa`.
         islands: as in `papa`.
         optimizer: as in `papa`.
+        pairs: "random" or "rotation". Default "random", as in the paper.
         seed: seed of the random pairs.
 
     Returns:
@@ -181,33 +193,85 @@ def papa_2(
 
     Raises:
         TypeError: as in `papa`.
-        ValueError: as in `papa`.
+        ValueError: `pairs` is neither "random" nor "rotation"; and as in `papa`.
 
     Example:
         >>> import fedpax
         >>> loss_fn = lambda w, x: (jnp.mean((w - x) ** 2), {})
-        >>> algorithm = papa_2(loss_fn, islands=2, optimizer=optax.sgd(0.5))
+        >>> algorithm = papa_2(loss_fn, islands=3, optimizer=optax.sgd(0.5))
         >>> state = algorithm.init(jnp.float32(0.0))
-        >>> state, _ = algorithm.round(state, fedpax.Cohort(jnp.array([[[1.0]], [[5.0]]])))
-        >>> state.local_params.tolist()
-        [3.0, 3.0]
+        >>> cohort = fedpax.Cohort(jnp.array([[[1.0]], [[5.0]], [[7.0]]]))  # w = 1, 5 and 7
+        >>> state, _ = algorithm.round(state, cohort)
+        >>> sorted(state.local_params.tolist())
+        [3.0, 4.0, 6.0]
 
     Reference:
-        arXiv:2304.03094, algorithm 2 (PAPA-2).
+        arXiv:2304.03094, algorithm 2 (PAPA-2). The pairs differ from each other as in the authors'
+        code, SamsungSAILMontreal/PAPA, main.py, whose comment is "select n_pop random pairs". That
+        code draws from the first n pairs of the list alone, here all n (n - 1) / 2 are drawn from.
     """
+    if pairs not in ("random", "rotation"):
+        raise ValueError(
+            f'papa_2: pairs is {pairs!r}, expected "random" or "rotation". Pass "random", as the '
+            'paper, or "rotation", with which each island receives one model.'
+        )
+    average = _average_pairs if pairs == "random" else _average_rotated
 
     def combine(models: Params, index: Int[Array, ""]) -> Params:
-        rotations = [tuple((i + c) % islands for i in range(islands)) for c in range(1, islands)]
-        if not rotations:
+        if islands == 1:
             return models
-        key = jax.random.fold_in(jax.random.key(seed), index)
-        rotation = jax.random.randint(key, (), 0, len(rotations), jnp.int32)
-        partners = exchange(models, rotations, rotation, placement="islands")
-        return federated_map(
-            lambda w, other: jax.tree.map(lambda a, b: (a + b) / 2, w, other), models, partners
-        )
+        return average(models, islands, jax.random.fold_in(jax.random.key(seed), index))
 
     return _population("papa_2", loss_fn, islands, optimizer, combine)
+
+
+def random_pairs(key: jax.Array, islands: int) -> Int[Array, "islands 2"]:
+    """Draw a pair of models for each island: different pairs, where there are enough of them.
+
+    Args:
+        key: a random key.
+        islands: number of models, at least 2.
+
+    Example:
+        >>> sorted(random_pairs(jax.random.key(0), 3).tolist())
+        [[0, 1], [0, 2], [1, 2]]
+    """
+    every = jnp.array(list(itertools.combinations(range(islands), 2)), jnp.int32)
+    return every[jax.random.choice(key, len(every), (islands,), replace=islands > len(every))]
+
+
+def _average_pairs(models: Params, islands: int, key: jax.Array) -> Params:
+    """Average the pair of each island, while the models pass all islands in a ring."""
+    pairs = random_pairs(key, islands)
+    ring = [(i + 1) % islands for i in range(islands)]
+
+    def add(total: Params, passing: Params, step: Int[Array, ""]) -> Params:
+        def add_one(total: Params, passing: Params, i: Int[Array, ""]) -> Params:
+            joins = jnp.any(pairs[i] == (i + step) % islands)
+            return jax.tree.map(lambda t, w: jnp.where(joins, t + w / 2, t), total, passing)
+
+        return federated_map(add_one, total, passing, jnp.arange(islands))
+
+    def receive(carry: tuple[Params, Params], step: Int[Array, ""]) -> tuple[Any, None]:
+        total, passing = carry
+        passing = exchange(passing, [ring], jnp.int32(0), placement="islands")
+        return (add(total, passing, step), passing), None
+
+    zeros = federated_map(lambda w: jax.tree.map(jnp.zeros_like, w), models)
+    total = add(zeros, models, jnp.int32(0))
+    # A loop, in which only one model is received at a time.
+    (total, _), _ = jax.lax.scan(receive, (total, models), jnp.arange(1, islands))
+    return total
+
+
+def _average_rotated(models: Params, islands: int, key: jax.Array) -> Params:
+    """Average each model with the model c places further."""
+    rotations = [tuple((i + c) % islands for i in range(islands)) for c in range(1, islands)]
+    rotation = jax.random.randint(key, (), 0, len(rotations), jnp.int32)
+    partners = exchange(models, rotations, rotation, placement="islands")
+    return federated_map(
+        lambda w, other: jax.tree.map(lambda a, b: (a + b) / 2, w, other), models, partners
+    )
 
 
 def _population(

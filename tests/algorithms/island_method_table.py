@@ -23,15 +23,20 @@ from fedpax.algorithms import (
     streaming_diloco,
 )
 from fedpax.algorithms.exchange import perfect_matchings
+from fedpax.algorithms.papa import random_pairs
 from fedpax.training.algorithm import FederatedAlgorithm
 
 SEED = 3
 
 
 def drawn(seed: int, rounds: int, below: int) -> list[int]:
-    """Draw the number of each round that NoLoCo and PAPA-2 draw."""
-    keys = [jax.random.fold_in(jax.random.key(seed), r) for r in range(rounds)]
-    return [int(jax.random.randint(key, (), 0, below, "int32")) for key in keys]
+    """Draw the number of each round that NoLoCo and the rotations of PAPA-2 draw."""
+    return [int(jax.random.randint(key, (), 0, below, "int32")) for key in round_keys(seed, rounds)]
+
+
+def round_keys(seed: int, rounds: int) -> list[jax.Array]:
+    """Return the random key of each round."""
+    return [jax.random.fold_in(jax.random.key(seed), r) for r in range(rounds)]
 
 
 def _adam(rate: Any) -> tuple[optax.GradientTransformation, numpy_methods.Optimizer]:
@@ -57,8 +62,15 @@ def _method(
 
 def _papa_2(x: Any, rounds: Any, optimizer: Any) -> Any:
     n = len(rounds[0]["label"])
+    pairs = [random_pairs(key, n).tolist() for key in round_keys(SEED, len(rounds))]
+    return reference.papa_2(x, rounds, optimizer, pairs)
+
+
+def _papa_2_rotated(x: Any, rounds: Any, optimizer: Any) -> Any:
+    n = len(rounds[0]["label"])
     shifts = [1 + c for c in drawn(SEED, len(rounds), n - 1)]
-    return reference.papa_2(x, rounds, optimizer, shifts)
+    pairs = [[(i, (i + shift) % n) for i in range(n)] for shift in shifts]
+    return reference.papa_2(x, rounds, optimizer, pairs)
 
 
 def _noloco(x: Any, rounds: Any, rate: Any, eta: Any) -> Any:
@@ -136,6 +148,7 @@ ISLAND_METHODS = {
         lambda x, rounds, optimizer: reference.papa(x, rounds, optimizer, lambda r: 0.0),
     ),
     "PAPA-2": _method(papa_2, _papa_2, seed=SEED),
+    "PAPA-2, rotation": _method(papa_2, _papa_2_rotated, pairs="rotation", seed=SEED),
     "EASGD": _method(
         easgd, lambda x, rounds, optimizer: reference.easgd(x, rounds, optimizer, 0.7), beta=0.7
     ),

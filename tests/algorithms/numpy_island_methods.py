@@ -43,15 +43,14 @@ def papa(
 
 
 def papa_2(
-    x: Tree, rounds: Sequence[Tree], optimizer: Optimizer, shifts: Sequence[int]
+    x: Tree, rounds: Sequence[Tree], optimizer: Optimizer, pairs: Sequence[Sequence[Sequence[int]]]
 ) -> list[Round]:
-    """Replace each model by its average with the one `shift` places further."""
-    n = len(rounds[0]["label"])
-    population, history = Population(x, n, optimizer), []
-    for shift, batches in zip(shifts, rounds, strict=True):
+    """Replace model i by the average of pair i, of the pairs of each round."""
+    population, history = Population(x, len(rounds[0]["label"]), optimizer), []
+    for drawn, batches in zip(pairs, rounds, strict=True):
         models, metrics = population.train(batches)
-        population.models = [mean([models[i], models[(i + shift) % n]]) for i in range(n)]
-        history.append((mean(models), metrics))
+        population.models = [mean([models[a], models[b]]) for a, b in drawn]
+        history.append((mean(population.models), metrics))
     return history
 
 

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.xdist_group("algorithms")
 on_each_kind_of_mesh = pytest.mark.parametrize("mesh", ["none", "4x2 automatic", "4x2 explicit"])
 
 # Methods whose participants have partners, or a region, by their place.
-BY_POSITION = ("NoLoCo", "PAPA-2", "HALoS")
+BY_POSITION = ("NoLoCo", "PAPA-2", "PAPA-2, rotation", "HALoS")
 
 
 @on_each_kind_of_mesh

@@ -96,7 +96,8 @@ def test_a_round_of_padding_alone_changes_nothing(name):
     kept |= {"FedBuff": "params", "SparseLoCo": "params"}
     kept |= {"Decoupled DiLoCo": "inner_optimizer_state"}
     # Models are pulled together, whether they have trained or not.
-    kept |= dict.fromkeys(["PAPA", "PAPA-all", "PAPA-2", "EASGD"], "optimizer_state")
+    papas = "PAPA", "PAPA-all", "PAPA-2", "PAPA-2, rotation"
+    kept |= dict.fromkeys([*papas, "EASGD"], "optimizer_state")
     kept |= dict.fromkeys(
         ["Streaming DiLoCo", "Eager DiLoCo", "MuLoCo", "NoLoCo"], "inner_optimizer_state"
     )

@@ -1,16 +1,28 @@
 """PAPA: its forms, and what they keep."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
 from method_problem import assert_close, loss_fn, random_params, random_rounds
+from method_table import trainer
 from numpy_island_methods import papa as papa_reference
 from numpy_methods import sgd
 
 from fedpax import Cohort
 from fedpax.algorithms import branch_train_merge, papa, papa_2, papa_all
+from fedpax.algorithms.papa import random_pairs
+from fedpax.hlo.collectives import collectives
+from fedpax.parallel.mesh import make_mesh
+
+# On one worker, where each method is compiled once for all of these tests.
+pytestmark = pytest.mark.xdist_group("algorithms")
 
 ISLANDS = 5
 SETTINGS = {"islands": ISLANDS, "optimizer": optax.sgd(0.2, momentum=0.8)}
@@ -41,9 +53,91 @@ def test_the_ends_of_alpha():
     )
 
 
+@settings(max_examples=40)
+@given(st.integers(2, 12), st.integers(0, 1000))
+def test_random_pairs_differ(n, seed):
+    pairs = np.asarray(random_pairs(jax.random.key(seed), n))
+    assert pairs.shape == (n, 2)
+    assert np.all((pairs[:, 0] >= 0) & (pairs[:, 0] < pairs[:, 1]) & (pairs[:, 1] < n))
+    assert len(np.unique(pairs, axis=0)) == (n if n > 2 else 1)
+
+
+def test_every_pair_is_equally_probable_for_every_island():
+    """So the average of the population is kept in expectation."""
+    draws, n = 6000, 4
+    keys = jax.random.split(jax.random.key(1), draws)
+    pairs = np.asarray(jax.vmap(lambda key: random_pairs(key, n))(keys))
+    share = 1 / 6
+    for i, pair in itertools.product(range(n), itertools.combinations(range(n), 2)):
+        found = np.mean(np.all(pairs[:, i] == pair, axis=-1))
+        assert abs(found - share) < 4 * np.sqrt(share * (1 - share) / draws)
+    models = np.random.default_rng(0).normal(size=n)
+    averages = models[pairs].mean(axis=-1).mean(axis=0)
+    np.testing.assert_allclose(averages, models.mean(), atol=0.03)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("islands", [2, 3, 8])
+def test_each_model_becomes_the_average_of_its_pair(islands, dtype):
+    """Exactly: half of a model has no rounding. A model that is NaN stays out of other pairs."""
+    algorithm = papa_2(
+        lambda w, x: (jnp.sum(w) * jnp.mean(x), {}), islands=islands, optimizer=optax.sgd(0.0)
+    )
+    models = np.random.default_rng(islands).normal(size=(islands, 5)).astype(dtype)
+    models[0, 3:] = np.nan, np.inf
+    state = algorithm.init(jnp.zeros(5, dtype))._replace(
+        local_params=jnp.asarray(models), round=jnp.int32(7)
+    )
+    after, _ = jax.jit(algorithm.round)(state, Cohort(np.ones((islands, 1, 2), np.float32)))
+    pairs = random_pairs(jax.random.fold_in(jax.random.key(0), 7), islands)
+    assert after.local_params.dtype == dtype
+    for model, (a, b) in zip(after.local_params, pairs.tolist(), strict=True):
+        average = (models[a] + models[b]) / 2
+        np.testing.assert_array_equal(model.astype("float32"), average.astype("float32"))
+
+
 @pytest.mark.slow
-def test_pairs_keep_the_average_and_halve_the_difference():
-    algorithm = papa_2(loss_fn, **SETTINGS)
+@pytest.mark.parametrize("mesh", ["8 automatic", "8 explicit"])
+def test_random_pairs_pass_a_ring_without_an_all_gather(mesh):
+    """All that is reduced are the metrics; models are received one at a time."""
+    it = trainer("PAPA-2", mesh)
+    found = [c for c in collectives(it.round.as_text(), it.mesh) if "islands" in c.axes]
+    assert {c.kind for c in found} == {"all-reduce", "collective-permute"}
+    reduced = [c for c in found if c.kind == "all-reduce"]
+    assert {shape for c in reduced for shape in c.shapes} == {"f32[]"}
+    sent = [c for c in found if c.kind == "collective-permute"]
+    assert sum(len(c.shapes) for c in sent) == len(random_params())
+    assert all(c.executions == 7 for c in sent)
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_number_of_islands():
+    model, temporaries = 4 * 300 * 300, []
+    for islands in (3, 8):
+        mesh = make_mesh(islands=islands, devices=jax.devices()[:islands])
+        with jax.set_mesh(mesh):
+            algorithm = papa_2(
+                lambda w, x: (jnp.sum(w) * jnp.mean(x), {}),
+                islands=islands,
+                optimizer=optax.sgd(0.1),
+            )
+            placed = NamedSharding(mesh, PartitionSpec("islands"))
+            state = jax.tree.map(
+                lambda x, placed=placed: jax.ShapeDtypeStruct(
+                    x.shape, x.dtype, sharding=placed if x.ndim else None
+                ),
+                jax.eval_shape(algorithm.init, jnp.zeros((300, 300))),
+            )
+            cohort = Cohort(np.ones((islands, 1, 2), np.float32))
+            compiled = jax.jit(algorithm.round, donate_argnums=0).lower(state, cohort).compile()
+        temporaries.append(compiled.memory_analysis().temp_size_in_bytes)
+    assert max(temporaries) < 4 * model
+    assert temporaries[1] - temporaries[0] < 0.1 * model
+
+
+@pytest.mark.slow
+def test_rotations_keep_the_average_and_halve_the_difference():
+    algorithm = papa_2(loss_fn, pairs="rotation", **SETTINGS)
     apart, _ = run(branch_train_merge(loss_fn, **SETTINGS), rounds=1)
     paired, _ = run(algorithm, rounds=1)
     assert_close(paired.params, apart.params)
@@ -54,12 +148,18 @@ def test_pairs_keep_the_average_and_halve_the_difference():
         assert min(errors) < 1e-6 < sorted(errors)[1]
 
 
-def test_one_model_is_its_own_average():
+@pytest.mark.parametrize("pairs", ["random", "rotation"])
+def test_one_model_is_its_own_average(pairs):
     algorithm = papa_2(
-        lambda w, x: (jnp.sum((w - x) ** 2), {}), islands=1, optimizer=optax.sgd(0.5)
+        lambda w, x: (jnp.sum((w - x) ** 2), {}), islands=1, optimizer=optax.sgd(0.5), pairs=pairs
     )
     state, _ = algorithm.round(algorithm.init(jnp.zeros(3)), Cohort(jnp.ones((1, 1, 3))))
     np.testing.assert_array_equal(state.local_params, np.ones((1, 3)))
+
+
+def test_unknown_pairs_raise():
+    with pytest.raises(ValueError, match=r"pairs is 'all', .* Pass \"random\", as the paper"):
+        papa_2(loss_fn, pairs="all", **SETTINGS)
 
 
 @pytest.mark.parametrize("alpha", [-0.1, 1.5, float("nan")])

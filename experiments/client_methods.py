@@ -2,15 +2,17 @@
 
 import abc
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple
 
+import chex
+import jax
 import optax
+from jaxtyping import Array, Int
 
+from fedpax.aggregators import Aggregator
 from fedpax.algorithms import (
     agnostic,
-    apfl,
-    ditto,
     fedac,
     fedac_i,
     fedavg,
@@ -19,13 +21,12 @@ from fedpax.algorithms import (
     fedprox,
     mime,
     mime_lite,
-    per_fedavg,
-    reptile,
     scaffold,
     self_tuning,
 )
-from fedpax.experiments.ranges import COUNT, DECAY, FRACTION, NON_NEGATIVE, POSITIVE, check_ranges
-from fedpax.training.algorithm import FederatedAlgorithm, LossFn
+from fedpax.clients.cohort import Cohort
+from fedpax.experiments.ranges import COUNT, DECAY, NON_NEGATIVE, POSITIVE, check_ranges
+from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Params
 
 
 class ClientTraining(NamedTuple):
@@ -37,6 +38,7 @@ class ClientTraining(NamedTuple):
         learning_rate: learning rate of the clients' SGD.
         server_optimizer: the server optimizer.
         chunk_size: number of clients that a device runs at once.
+        aggregator: combines the clients' updates. Default None: the weighted mean.
     """
 
     cohort_size: int
@@ -44,11 +46,16 @@ class ClientTraining(NamedTuple):
     learning_rate: float
     server_optimizer: optax.GradientTransformation
     chunk_size: int
+    aggregator: Aggregator | None = None
 
     @property
     def cohort(self) -> dict[str, Any]:
-        """The arguments of the size of a round."""
-        return {"cohort_size": self.cohort_size, "chunk_size": self.chunk_size}
+        """The arguments of all methods: the size of a round, and how it combines updates."""
+        return {
+            "cohort_size": self.cohort_size,
+            "chunk_size": self.chunk_size,
+            "aggregator": self.aggregator,
+        }
 
     def arguments(self, momentum: float | None = None) -> dict[str, Any]:
         """Return the arguments of a method with SGD on the clients and an optimizer on the server.
@@ -74,9 +81,11 @@ class MethodConfig(abc.ABC):
 
     Attributes:
         has_server_optimizer: whether the method takes the experiment's server optimizer.
+        has_shared_model: whether the parameters of the algorithm's state are one model.
     """
 
     has_server_optimizer: ClassVar[bool] = True
+    has_shared_model: ClassVar[bool] = True
 
     @abc.abstractmethod
     def make(self, loss_fn: LossFn, on: ClientTraining) -> FederatedAlgorithm:
@@ -86,6 +95,54 @@ class MethodConfig(abc.ABC):
             loss_fn: the clients' loss.
             on: the settings that all methods share.
         """
+
+    def make_init(self, init: Callable[[jax.Array], Params]) -> Callable[[jax.Array], Params]:
+        """Make the initial parameters of the algorithm, by default those of one model.
+
+        Args:
+            init: `key -> params` of one model.
+        """
+        return init
+
+    def personalize(
+        self,
+        loss_fn: LossFn,
+        learning_rate: float,
+        params: Params,
+        batches: chex.ArrayTree,
+        num_steps: Int[Array, ""] | None,
+    ) -> Params:
+        """Make a client's own model from the server's parameters, by default the shared model.
+
+        Args:
+            loss_fn: the clients' loss.
+            learning_rate: learning rate of the clients' SGD.
+            params: the parameters of the algorithm's state.
+            batches: the client's training batches, a pytree of arrays `[steps, batch, ...]`.
+            num_steps: number of the first batches that are valid. None: all.
+        """
+        return params
+
+    def personal_models(
+        self, loss_fn: LossFn, learning_rate: float, state: Any, cohort: Cohort
+    ) -> Params:
+        """Return the own models of clients, by default those that `personalize` makes.
+
+        Args:
+            loss_fn: the clients' loss.
+            learning_rate: learning rate of the clients' SGD.
+            state: the algorithm's state.
+            cohort: the clients, with their ids and training batches `[clients, steps, batch, ...]`.
+
+        Returns:
+            A pytree of arrays `[clients, ...]`.
+        """
+
+        def personalize(batches: chex.ArrayTree, num_steps: Any) -> Params:
+            return self.personalize(loss_fn, learning_rate, state.params, batches, num_steps)
+
+        size = jax.tree.leaves(cohort.batches)[0].shape[0]
+        return jax.vmap(personalize, axis_size=size)(cohort.batches, cohort.num_steps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,96 +316,3 @@ class SelfTuningFedAvg(MethodConfig):
 
         start = {"learning_rate": self.server_learning_rate, "damping": self.damping}
         return self_tuning(make_fedavg, start, loss_fn, chunk_size=on.chunk_size)
-
-
-@dataclasses.dataclass(frozen=True)
-class Ditto(MethodConfig):
-    """Ditto: FedAvg, and beside it a model for each client.
-
-    Attributes:
-        lam: weight of the distance between a client's model and the shared one.
-    """
-
-    lam: float = 0.1
-
-    def __post_init__(self) -> None:
-        """Check the range."""
-        check_ranges(self, "method", lam=NON_NEGATIVE)
-
-    def make(self, loss_fn: LossFn, on: ClientTraining) -> FederatedAlgorithm:
-        """Make Ditto."""
-        return ditto(loss_fn, lam=self.lam, **on.stored)
-
-
-@dataclasses.dataclass(frozen=True)
-class APFL(MethodConfig):
-    """APFL: FedAvg, and beside it a local model for each client, mixed with the shared one.
-
-    Attributes:
-        mixing: share of the local model in a client's mixture, in the first round.
-        mixing_learning_rate: learning rate of this share. 0: it is fixed.
-    """
-
-    mixing: float = 0.5
-    mixing_learning_rate: float = 0.0
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        check_ranges(self, "method", mixing=FRACTION, mixing_learning_rate=NON_NEGATIVE)
-
-    def make(self, loss_fn: LossFn, on: ClientTraining) -> FederatedAlgorithm:
-        """Make APFL."""
-        return apfl(
-            loss_fn,
-            mixing=self.mixing,
-            mixing_learning_rate=self.mixing_learning_rate,
-            **on.stored,
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class PerFedAvg(MethodConfig):
-    """Per-FedAvg: a model from which one step on a client's data gives a good model.
-
-    Attributes:
-        adaptation_learning_rate: learning rate of this step.
-        first_order: leave out the Hessian.
-    """
-
-    adaptation_learning_rate: float = 0.1
-    first_order: bool = False
-
-    def __post_init__(self) -> None:
-        """Check the range."""
-        check_ranges(self, "method", adaptation_learning_rate=NON_NEGATIVE)
-
-    def make(self, loss_fn: LossFn, on: ClientTraining) -> FederatedAlgorithm:
-        """Make Per-FedAvg."""
-        return per_fedavg(
-            loss_fn,
-            adaptation_learning_rate=self.adaptation_learning_rate,
-            first_order=self.first_order,
-            **on.arguments(),
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class Reptile(MethodConfig):
-    """Reptile, with clients as tasks. It sets the server optimizer.
-
-    Attributes:
-        meta_learning_rate: learning rate of the server.
-    """
-
-    meta_learning_rate: float = 0.5
-    has_server_optimizer = False
-
-    def __post_init__(self) -> None:
-        """Check the range."""
-        check_ranges(self, "method", meta_learning_rate=POSITIVE)
-
-    def make(self, loss_fn: LossFn, on: ClientTraining) -> FederatedAlgorithm:
-        """Make Reptile."""
-        optimizer = optax.sgd(on.learning_rate)
-        rate = self.meta_learning_rate
-        return reptile(loss_fn, client_optimizer=optimizer, meta_learning_rate=rate, **on.cohort)

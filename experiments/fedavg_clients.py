@@ -22,9 +22,17 @@ from fedpax.data import (
 )
 from fedpax.data.populations.partition import Examples
 from fedpax.data.rounds.preprocess import Arrays, Preprocess
+from fedpax.experiments.client_aggregators import AggregatorConfig, Mean
 from fedpax.experiments.client_methods import ClientTraining, FedAvg, MethodConfig
 from fedpax.experiments.populations import PopulationConfig
-from fedpax.experiments.ranges import COUNT, COUNT_OR_ZERO, DECAY, POSITIVE, check_ranges
+from fedpax.experiments.ranges import (
+    COUNT,
+    COUNT_OR_ZERO,
+    DECAY,
+    POSITIVE,
+    PROBABILITY,
+    check_ranges,
+)
 from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.parallel.axes import shardings
 from fedpax.parallel.mesh import MeshConfig, available_devices
@@ -45,7 +53,11 @@ class CohortConfig:
         chunk_size: number of clients that a device runs at once. With 1, a client runs only its
             own steps. With more, every client of a chunk takes as long as the longest. "auto" is
             not supported, because clients of similar size share a chunk.
-        seed: random seed of the population, the cohorts and the order of each client's examples.
+        sampling_probability: probability that a client joins a round, independently of others
+            (Poisson sampling); `size` is then the largest number of clients. Default None: a round
+            has `size` clients.
+        seed: random seed of the population, the cohorts, the order of each client's examples, and
+            what the aggregator draws.
     """
 
     size: int
@@ -53,12 +65,14 @@ class CohortConfig:
     local_epochs: int = 1
     max_steps: int | None = None
     chunk_size: int = 1
+    sampling_probability: float | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
         """Check the ranges."""
         names = ("size", "batch_size", "local_epochs", "max_steps", "chunk_size")
         check_ranges(self, "cohort", **dict.fromkeys(names, COUNT), seed=COUNT_OR_ZERO)
+        check_ranges(self, "cohort", sampling_probability=PROBABILITY)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +124,7 @@ class ClientExperiment(Experiment):
         client_learning_rate: learning rate of the clients' SGD.
         server: the server optimizer.
         method: the method. Default: FedAvg or FedOpt, as the server optimizer says.
+        aggregator: how the clients' updates are combined. Default: the weighted mean.
     """
 
     heldout_batch_size: int = 256
@@ -117,6 +132,7 @@ class ClientExperiment(Experiment):
     client_learning_rate: float
     server: ServerConfig = ServerConfig()
     method: MethodConfig = dataclasses.field(default_factory=FedAvg)
+    aggregator: AggregatorConfig = dataclasses.field(default_factory=Mean)
     mesh: MeshConfig = dataclasses.field(default_factory=lambda: MeshConfig(clients=-1))
 
     def __post_init__(self) -> None:
@@ -165,16 +181,22 @@ class ClientExperiment(Experiment):
 
     def make_sampler(self, population: Partition) -> ClientSampler:
         """Make the sampler of the clients of each round."""
-        return ClientSampler(len(population), self.cohort.size, self.cohort.seed)
+        return ClientSampler(
+            len(population),
+            self.cohort.size,
+            self.cohort.seed,
+            sampling_probability=self.cohort.sampling_probability,
+        )
 
-    def make_algorithm(self, loss_fn: LossFn, num_clients: int) -> FederatedAlgorithm:
-        """Make the federated algorithm for a population of a size."""
+    def make_algorithm(self, loss_fn: LossFn, sampler: ClientSampler) -> FederatedAlgorithm:
+        """Make the federated algorithm for the clients of a sampler."""
         on = ClientTraining(
             cohort_size=self.cohort.size,
-            num_clients=num_clients,
+            num_clients=sampler.num_clients,
             learning_rate=self.client_learning_rate,
             server_optimizer=self.server.make(),
             chunk_size=self.cohort.chunk_size,
+            aggregator=self.aggregator.make(self.cohort.seed, sampler.expected_participants),
         )
         return self.method.make(loss_fn, on)
 
@@ -225,7 +247,7 @@ class ClientExperiment(Experiment):
             )
 
         return Run(
-            algorithm=self.make_algorithm(self.make_loss(model), len(population)),
+            algorithm=self.make_algorithm(self.make_loss(model), sampler),
             init=model.init,
             cohorts=self.make_stream(rounds, sampler),
             evaluate=lambda params: evaluate_heldout()(params),

@@ -61,12 +61,18 @@ class FedBuffImages(FedAvgImages):
     trace: TraceConfig = dataclasses.field(default_factory=TraceConfig)
 
     def __post_init__(self) -> None:
-        """Check the ranges, and that the method is FedBuff.
+        """Check the ranges, that the method is FedBuff, and that no clients are sampled.
 
         Raises:
-            ValueError: a number is out of range, or `method` is another method.
+            ValueError: a number is out of range, `method` is another method, or
+                `cohort.sampling_probability` is given.
         """
         super().__post_init__()
+        if self.cohort.sampling_probability is not None:
+            raise ValueError(
+                f"cohort.sampling_probability={self.cohort.sampling_probability} has no effect: "
+                "clients arrive when they have finished. Leave it None."
+            )
         if self.method != FedAvg():
             raise ValueError(
                 f"method={self.method} has no effect: these clients are trained by FedBuff. Leave "
@@ -139,9 +145,8 @@ class FedBuffImages(FedAvgImages):
         schedule = TimedSchedule(Arrivals(integers), seconds)
         return run._replace(cohort_shapes=shapes._replace(num_examples=None, schedule=schedule))
 
-    def make_algorithm(self, loss_fn: LossFn, num_clients: int) -> FederatedAlgorithm:
+    def make_algorithm(self, loss_fn: LossFn, sampler: ClientSampler) -> FederatedAlgorithm:
         """Make FedBuff."""
-        del num_clients
         algorithm = fedbuff(
             loss_fn,
             buffer_size=self.cohort.size,
@@ -149,6 +154,7 @@ class FedBuffImages(FedAvgImages):
             client_optimizer=optax.sgd(self.client_learning_rate),
             server_optimizer=self.server.make(),
             chunk_size=self.cohort.chunk_size,
+            aggregator=self.aggregator.make(self.cohort.seed, sampler.expected_participants),
         )
         # Each client that arrives has received a model and sends an update.
         return with_virtual_seconds(

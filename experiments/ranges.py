@@ -23,6 +23,8 @@ NON_NEGATIVE = Range(lambda x: 0 <= x < math.inf, "a finite number of at least 0
 POSITIVE_OR_INFINITE = Range(lambda x: x > 0, "a positive number or inf")
 DECAY = Range(lambda x: 0 <= x < 1, "a number of at least 0 and below 1")
 FRACTION = Range(lambda x: 0 <= x <= 1, "a number from 0 to 1")
+PROBABILITY = Range(lambda x: 0 < x <= 1, "a number above 0 and at most 1")
+LEVELS = Range(lambda x: 2 <= x <= 256, "a number from 2 to 256")
 COUNT = Range(lambda x: x >= 1, "at least 1")
 COUNT_OR_ZERO = Range(lambda x: x >= 0, "at least 0")
 

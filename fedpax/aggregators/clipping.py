@@ -30,8 +30,8 @@ def clip_by_norm(max_norm: float) -> AggregatorTransformation:
     Returns:
         A transformation without state of its own. It computes norms and scales in float32. An
         update whose norm is infinite or NaN becomes 0. Metrics, over present participants:
-        `"clipped_fraction"`, the fraction whose norm is above C, and `"update_norm"`, the mean of
-        the norms before clipping. They are exact: do not publish them with a private mean.
+        `"clipped_fraction"`, the fraction whose norm is above C, and `"participant_norm"`, the mean
+        of the norms before clipping. They are exact: do not publish them with a private mean.
 
     Raises:
         TypeError: `max_norm` is not a number.
@@ -48,7 +48,7 @@ def clip_by_norm(max_norm: float) -> AggregatorTransformation:
         >>> clipped_mean, metrics = average(jnp.array([[0.0, 0.5], [0.0, 8.0]]))
         >>> clipped_mean.tolist()  # the mean of [0, 0.5] and [0, 1]
         [0.0, 0.75]
-        >>> metrics["clipped_fraction"].item(), metrics["update_norm"].item()
+        >>> metrics["clipped_fraction"].item(), metrics["participant_norm"].item()
         (0.5, 4.25)
 
     Reference:
@@ -214,7 +214,7 @@ def _clipping_metrics(
 ) -> dict[str, jax.Array]:
     # A NaN norm counts as clipped.
     clipped = federated_map(lambda norm: (~(norm <= max_norm)).astype(jnp.float32), norms)
-    own = {"clipped_fraction": clipped, "update_norm": norms}
+    own = {"clipped_fraction": clipped, "participant_norm": norms}
     own = federated_map(
         lambda values, here: jax.tree.map(lambda v: jnp.where(here, v, 0.0), values), own, taken
     )

@@ -48,7 +48,7 @@ def test_equals_numpy(max_norm):
         expected = np.average(scale.reshape(-1, *[1] * (x.ndim - 1)) * x, axis=0, weights=weights)
         np.testing.assert_allclose(found[key], expected, rtol=1e-5, atol=1e-6)
     assert metrics["clipped_fraction"] == pytest.approx((norms > max_norm)[here].mean())
-    assert metrics["update_norm"] == pytest.approx(norms[here].mean(), rel=1e-5)
+    assert metrics["participant_norm"] == pytest.approx(norms[here].mean(), rel=1e-5)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 3e38])
@@ -64,7 +64,7 @@ def test_an_update_without_a_finite_norm_counts_as_zero(value):
     assert metrics["clipped_fraction"] == ((norms > 3.5).sum() + 1) / N
     # The metrics of absent participants do not count.
     _, metrics = clipped(3.5)(updates, np.float32(np.arange(N) != 3))
-    assert np.isfinite(metrics["update_norm"])
+    assert np.isfinite(metrics["participant_norm"])
 
 
 def test_bfloat16_updates_are_clipped_in_float32():
@@ -72,7 +72,7 @@ def test_bfloat16_updates_are_clipped_in_float32():
     found, metrics = clipped(3.5)(updates)
     assert found["w"].dtype == jnp.bfloat16
     norm = 0.1 * np.sqrt(1000)
-    assert metrics["update_norm"] == pytest.approx(norm, rel=2e-3)  # 0.1 in bfloat16
+    assert metrics["participant_norm"] == pytest.approx(norm, rel=2e-3)  # 0.1 in bfloat16
     wide, metrics = clipped(0.5)(updates)
     np.testing.assert_allclose(np.linalg.norm(np.float32(wide["w"])), 0.5, rtol=5e-3)
     assert metrics["clipped_fraction"] == 1

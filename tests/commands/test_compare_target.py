@@ -35,7 +35,7 @@ def test_the_experiments_of_a_group_are_trained_and_compared(
     status, output, _ = command("compare", "--exp=personal_digits", *few)
     assert status == 0 and "rounds to accuracy 0" in output
     runs = {run["name"]: run for run in json.loads((tmp_path / "target.json").read_text())["runs"]}
-    assert set(runs) == {"ditto", "apfl", "per_fedavg", "reptile"}
+    assert set(runs) == {"ditto", "apfl", "hypcluster", "per_fedavg", "reptile"}
     assert all(run["rounds"] == 1 for run in runs.values())
     # The personal models stay with the clients, and take a second gradient; their loss is sent.
     assert runs["ditto"]["num_bytes"] == runs["reptile"]["num_bytes"] + 10 * 4

@@ -1,6 +1,7 @@
 """The methods for clients as experiments, and the groups of them."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +18,13 @@ from fedpax.experiments.catalog import (
     find_group,
     groups,
 )
-from fedpax.experiments.client_methods import ClientTraining, FedProx, Reptile
+from fedpax.experiments.client_methods import ClientTraining, FedProx
 from fedpax.experiments.fedavg_clients import ServerConfig
 from fedpax.experiments.fedavg_synthetic import fedavg_leaf_synthetic, fedavg_synthetic
 from fedpax.experiments.fedbuff_images import fedbuff_digits
 from fedpax.experiments.methods import METHODS, PERSONAL_METHODS
+from fedpax.experiments.personal_images import ServerState
+from fedpax.experiments.personal_methods import APFL, Ditto, HypCluster, PerFedAvg, Reptile
 from fedpax.training.trainer import train
 
 ALL = {**METHODS, **PERSONAL_METHODS}
@@ -44,11 +47,69 @@ COHORT = Cohort(
 @pytest.mark.parametrize("name", ALL)
 def test_a_round_of_each_method_keeps_the_state(name: str) -> None:
     experiment = dataclasses.replace(fedavg_synthetic(), **ALL[name])
-    algorithm = experiment.method.make(loss_fn, training(experiment.server))
-    state = jax.eval_shape(algorithm.init, jnp.zeros(5))
+    method = experiment.method
+    algorithm = method.make(loss_fn, training(experiment.server))
+    init = method.make_init(lambda key: jax.random.normal(key, 5))
+    state = jax.eval_shape(lambda key: algorithm.init(init(key)), jax.random.key(0))
     after, metrics = jax.eval_shape(algorithm.round, state, COHORT)
     assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
     assert metrics["loss"].shape == ()
+    models = jax.eval_shape(partial(method.personal_models, loss_fn, 0.1), after, COHORT)
+    assert models.shape == (3, 5)
+
+
+def test_clusters_start_from_different_models_and_clients_choose_the_better_one() -> None:
+    method = HypCluster(num_clusters=3)
+    models = method.make_init(lambda key: jax.random.normal(key, 5))(jax.random.key(0))
+    assert models.shape == (3, 5) and len(np.unique(models, axis=0)) == 3
+    batches = np.tile(np.asarray(models)[[2, 0, 2], None, None], (1, 4, 2, 1)) + np.float32(0.01)
+    chosen = method.personal_models(loss_fn, 0.1, ServerState(models), Cohort(batches))
+    np.testing.assert_array_equal(chosen, np.asarray(models)[[2, 0, 2]])
+
+
+def test_clients_adapt_the_shared_model_on_their_own_batches() -> None:
+    start = np.random.default_rng(1).normal(size=5).astype(np.float32)
+    batches, state = np.asarray(COHORT.batches), ServerState(start)
+    cohort = COHORT._replace(num_steps=np.array([4, 2, 0], np.int32))
+    (shared, once, trained) = (
+        np.asarray(method.personal_models(loss_fn, 0.2, state, cohort))
+        for method in (FedProx(), PerFedAvg(adaptation_learning_rate=0.3), Reptile())
+    )
+    for i, steps in enumerate((4, 2, 0)):
+        w, gradients = start, []
+        for batch in batches[i, :steps]:
+            gradients.append(2 * (start - batch.mean(0)) / 5)
+            w = w - 0.2 * 2 * (w - batch.mean(0)) / 5
+        np.testing.assert_array_equal(shared[i], start)
+        adapted = start - 0.3 * np.mean(gradients, axis=0) if steps else start
+        np.testing.assert_allclose(once[i], adapted, rtol=1e-5)
+        np.testing.assert_allclose(trained[i], w, rtol=1e-5)
+
+
+def test_clients_keep_their_own_models() -> None:
+    on = training()
+    for method in (Ditto(lam=0.5), APFL(mixing=0.25)):
+        algorithm = method.make(loss_fn, on)
+        state, _ = algorithm.round(algorithm.init(jnp.zeros(5)), COHORT)
+        models = method.personal_models(loss_fn, 0.1, state, COHORT)
+        assert len(np.unique(models, axis=0)) == 3
+        order = np.array([2, 0, 1])
+        moved = COHORT._replace(client_ids=COHORT.client_ids[order])
+        np.testing.assert_array_equal(
+            method.personal_models(loss_fn, 0.1, state, moved), models[order]
+        )
+
+
+@pytest.mark.parametrize("num_clusters", [0, -1])
+def test_a_number_of_clusters_below_1_is_refused(num_clusters: int) -> None:
+    with pytest.raises(ValueError, match=r"method\.num_clusters=.* expected at least 1"):
+        HypCluster(num_clusters=num_clusters)
+
+
+def test_an_experiment_with_one_model_refuses_clusters() -> None:
+    run = dataclasses.replace(fedavg_synthetic(), method=HypCluster()).build()
+    with pytest.raises(ValueError, match="a model for each cluster"):
+        run.algorithm.init(run.init(jax.random.key(0)))
 
 
 def test_fields_of_the_method_and_shared_settings_reach_the_algorithm() -> None:
@@ -66,7 +127,9 @@ def test_fields_of_the_method_and_shared_settings_reach_the_algorithm() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["personal_digits:apfl", "methods_synthetic:agnostic"])
+@pytest.mark.parametrize(
+    "name", ["personal_digits:apfl", "personal_digits:hypcluster", "methods_synthetic:agnostic"]
+)
 def test_an_experiment_of_a_group_trains(name: str, tmp_path) -> None:
     experiment = find_experiment(name)()
     changed = dataclasses.replace(experiment.training, rounds=2)
@@ -112,15 +175,15 @@ def test_groups_expand_to_experiments_that_are_found_by_name() -> None:
     assert "one of the group methods_digits" in scaffold.__doc__
     with pytest.raises(UnknownExperimentError, match="Did you mean scaffold"):
         find_experiment("methods_digits:scafold")
-    with pytest.raises(UnknownExperimentError, match="group of 4 experiments"):
+    with pytest.raises(UnknownExperimentError, match="group of 5 experiments"):
         find_experiment("personal_digits")
     with pytest.raises(UnknownExperimentError, match="Did you mean methods_digits"):
         find_experiment("method_digits")
 
 
-def test_experiments_of_a_group_differ_in_method_server_and_client_rate_alone() -> None:
+def test_experiments_of_a_group_differ_in_method_aggregator_and_rates_alone() -> None:
     for group in groups():
-        found = list(find_group(group).experiments.values())
-        fields = {"method": found[0].method, "server": found[0].server}
-        rate = {"client_learning_rate": found[0].client_learning_rate}
-        assert {dataclasses.replace(one, **fields, **rate) for one in found} == {found[0]}
+        first, *others = find_group(group).experiments.values()
+        names = ("method", "server", "client_learning_rate", "aggregator")
+        fields = {name: getattr(first, name) for name in names}
+        assert all(dataclasses.replace(one, **fields) == first for one in others)

@@ -27,6 +27,7 @@ MAY_BE_ZERO = {
     "merge_weight",
     *("mu", "lam", "mixing", "mixing_learning_rate", "adaptation_learning_rate"),
     *("FedProxClients.alpha", "FedProxClients.beta"),
+    *("PrivateMean.noise_multiplier", "quantile", "trim_fraction", "num_byzantine"),
 }
 
 

@@ -1,0 +1,166 @@
+"""Methods for personal models on images: each client's model, evaluated on the client's labels."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from fedpax import Cohort
+from fedpax.data import ClientSampler, Partition, cohort_rounds
+from fedpax.experiments.fedavg_images import FedAvgImages
+from fedpax.models.losses import LossFn, classification_loss
+from fedpax.training.algorithm import Params
+from fedpax.training.experiment import Run
+
+
+class ServerState(NamedTuple):
+    """The part of an algorithm's state that an evaluation in training reads.
+
+    Attributes:
+        params: the parameters.
+    """
+
+    params: Params
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PersonalImages(FedAvgImages):
+    """An image classifier trained by a method for personal models.
+
+    The held-out loss and accuracy of a run are those of the shared model. HypCluster has none: they
+    are those of the clients' models, by `evaluate_clients`.
+    """
+
+    def build(self) -> Run:
+        """Make the run, with a model for each cluster if the method has clusters."""
+        run = super().build()
+        if self.method.has_shared_model:
+            return run
+        assert run.shardings is not None
+        stacked = jax.tree.map(
+            lambda one: NamedSharding(one.mesh, PartitionSpec(None, *one.spec)),
+            run.shardings.params,
+        )
+        # Made at the first evaluation: `fedpax plan` compiles for devices that cannot hold data.
+        evaluate = functools.cache(self.evaluate_clients)
+        return run._replace(
+            init=self.method.make_init(run.init),
+            shardings=run.shardings._replace(params=stacked),
+            evaluate=lambda params: evaluate()(ServerState(params)),
+        )
+
+    def evaluate_clients(self) -> Callable[[Any], dict[str, float]]:
+        """Make the evaluation of the clients' own models, on held-out examples of their labels.
+
+        The held-out examples are weighted for each client, so that every label has the share that
+        it has among the client's training examples. A client counts by the number of these. The
+        training batches of all clients are in memory.
+
+        Returns:
+            `state -> {"loss": ..., "accuracy": ...}`, floats; `state` is that of the algorithm.
+        """
+        population, labels = self.read_population()
+        cohort = self._read_cohort(population)
+        heldout = self.open_heldout(self.make_preprocess())()
+        batches = jax.tree.map(lambda *leaves: np.stack(leaves), *heldout)
+        parts = [labels[np.asarray(population[k])] for k in np.asarray(cohort.client_ids)]
+        weights = label_weights(parts, batches["label"][batches["mask"] > 0])
+        model, rate = self.make_model(), self.client_learning_rate
+        train_loss, loss_fn = self.make_loss(model), classification_loss(model.apply)
+
+        @jax.jit
+        def evaluate(
+            state: Any, cohort: Cohort, batches: chex.ArrayTree, weights: Float[Array, "..."]
+        ) -> dict[str, jax.Array]:
+            models = self.method.personal_models(train_loss, rate, state, cohort)
+            return client_metrics(loss_fn, models, batches, weights)
+
+        return lambda state: {
+            name: float(value) for name, value in evaluate(state, cohort, batches, weights).items()
+        }
+
+    def _read_cohort(self, population: Partition) -> Cohort:
+        """Read a round of all clients."""
+        sampler = ClientSampler(len(population), len(population), self.cohort.seed)
+        rounds = cohort_rounds(
+            self.read_clients()[0],
+            population,
+            sampler,
+            batch_size=self.cohort.batch_size,
+            local_epochs=self.cohort.local_epochs,
+            max_steps=self.cohort.max_steps,
+            seed=self.cohort.seed,
+            preprocess=self.make_preprocess(),
+        )
+        return next(self.make_stream(rounds, sampler))
+
+
+def label_weights(
+    parts: Sequence[Int[np.ndarray, " examples"]], heldout: Int[np.ndarray, " heldout"]
+) -> Float[np.ndarray, "clients classes"]:
+    """Weigh held-out examples by label, so that they stand for the examples of each client.
+
+    Args:
+        parts: for each client, the labels of its examples.
+        heldout: the labels of the held-out examples.
+
+    Returns:
+        For each client and label, the weight of a held-out example with this label. The sum over
+        all held-out examples is the client's number of examples whose label is held out.
+
+    Example:
+        >>> label_weights([np.array([0, 0, 1]), np.array([1])], np.array([0, 1, 1, 1, 1])).tolist()
+        [[2.0, 0.25], [0.0, 0.25]]
+    """
+    classes = 1 + max(int(labels.max(initial=0)) for labels in (*parts, heldout))
+    counts = np.stack([np.bincount(part, minlength=classes) for part in parts])
+    return (counts / np.maximum(np.bincount(heldout, minlength=classes), 1)).astype(np.float32)
+
+
+def client_metrics(
+    loss_fn: LossFn,
+    models: Params,
+    batches: Mapping[str, jax.Array],
+    weights: Float[Array, "clients classes"],
+) -> dict[str, jax.Array]:
+    """Average the metrics of each client's model over examples that are weighted by label.
+
+    Args:
+        loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`, means weighted by the `mask`.
+        models: the clients' models, a pytree of arrays `[clients, ...]`.
+        batches: arrays `[batches, batch, ...]`, with `label` and `mask`.
+        weights: for each client and label, the weight of an example.
+
+    Returns:
+        `"loss"` and the metrics of `loss_fn`, weighted means over clients and examples.
+
+    Example:
+        >>> loss_fn = lambda w, batch: (jnp.sum(batch["mask"] * w) / jnp.sum(batch["mask"]), {})
+        >>> batches = {"label": jnp.array([[0, 1]]), "mask": jnp.ones((1, 2))}
+        >>> models, weights = jnp.array([3.0, 6.0]), jnp.array([[2.0, 0.0], [0.5, 0.5]])
+        >>> client_metrics(loss_fn, models, batches, weights)["loss"].item()
+        4.0
+    """
+
+    def one(client: tuple[Params, Float[Array, " classes"]]) -> tuple[Any, jax.Array]:
+        model, weights = client
+
+        def weighted(batch: Mapping[str, jax.Array]) -> tuple[Any, jax.Array]:
+            mask = batch["mask"] * weights[batch["label"]]
+            loss, metrics = loss_fn(model, {**batch, "mask": mask})
+            weight = jnp.sum(mask)
+            return {
+                name: weight * value for name, value in {**metrics, "loss": loss}.items()
+            }, weight
+
+        return jax.tree.map(lambda x: jnp.sum(x, axis=0), jax.lax.map(weighted, batches))
+
+    totals, weight = jax.tree.map(jnp.sum, jax.lax.map(one, (models, weights)))
+    return {name: total / weight for name, total in totals.items()}

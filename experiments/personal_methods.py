@@ -1,0 +1,198 @@
+"""Methods for personal models as configuration: each also makes the own models of clients."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Int
+
+from fedpax.algorithms import (
+    apfl,
+    apfl_models,
+    choose_cluster,
+    ditto,
+    hypcluster,
+    per_fedavg,
+    reptile,
+)
+from fedpax.algorithms.local_evaluation import full_gradient
+from fedpax.algorithms.local_steps import local_steps
+from fedpax.clients import gather_clients
+from fedpax.clients.cohort import Cohort
+from fedpax.experiments.client_methods import ClientTraining, MethodConfig
+from fedpax.experiments.ranges import COUNT, FRACTION, NON_NEGATIVE, POSITIVE, check_ranges
+from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Params
+
+
+@dataclasses.dataclass(frozen=True)
+class Ditto(MethodConfig):
+    """Ditto: FedAvg, and beside it a model for each client.
+
+    Attributes:
+        lam: weight of the distance between a client's model and the shared one.
+    """
+
+    lam: float = 0.1
+
+    def __post_init__(self) -> None:
+        """Check the range."""
+        check_ranges(self, "method", lam=NON_NEGATIVE)
+
+    def make(self, loss_fn: LossFn, on: ClientTraining) -> FederatedAlgorithm:
+        """Make Ditto."""
+        return ditto(loss_fn, lam=self.lam, **on.stored)
+
+    def personal_models(
+        self, loss_fn: LossFn, learning_rate: float, state: Any, cohort: Cohort
+    ) -> Params:
+        """Return the models that clients keep."""
+        return gather_clients(state.personal_params, jnp.asarray(cohort.client_ids))
+
+
+@dataclasses.dataclass(frozen=True)
+class APFL(MethodConfig):
+    """APFL: FedAvg, and beside it a local model for each client, mixed with the shared one.
+
+    Attributes:
+        mixing: share of the local model in a client's mixture, in the first round.
+        mixing_learning_rate: learning rate of this share. 0: it is fixed.
+    """
+
+    mixing: float = 0.5
+    mixing_learning_rate: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        check_ranges(self, "method", mixing=FRACTION, mixing_learning_rate=NON_NEGATIVE)
+
+    def make(self, loss_fn: LossFn, on: ClientTraining) -> FederatedAlgorithm:
+        """Make APFL."""
+        return apfl(
+            loss_fn,
+            mixing=self.mixing,
+            mixing_learning_rate=self.mixing_learning_rate,
+            **on.stored,
+        )
+
+    def personal_models(
+        self, loss_fn: LossFn, learning_rate: float, state: Any, cohort: Cohort
+    ) -> Params:
+        """Return the mixtures of the shared model and the models that clients keep."""
+        return apfl_models(state, jnp.asarray(cohort.client_ids))
+
+
+@dataclasses.dataclass(frozen=True)
+class HypCluster(MethodConfig):
+    """HypCluster: several shared models, of which each client trains the one that fits it best.
+
+    The parameters have an axis of clusters in front. An experiment must make a model for each
+    cluster, as `fedpax.experiments.personal_images.PersonalImages` does.
+
+    Attributes:
+        num_clusters: number of models.
+    """
+
+    num_clusters: int = 2
+    has_shared_model = False
+
+    def __post_init__(self) -> None:
+        """Check the range."""
+        check_ranges(self, "method", num_clusters=COUNT)
+
+    def make(self, loss_fn: LossFn, on: ClientTraining) -> FederatedAlgorithm:
+        """Make HypCluster."""
+        return hypcluster(loss_fn, num_clusters=self.num_clusters, **on.arguments())
+
+    def make_init(self, init: Callable[[jax.Array], Params]) -> Callable[[jax.Array], Params]:
+        """Make the initial models from different random keys: equal models would stay equal."""
+        return lambda key: jax.vmap(init)(jax.random.split(key, self.num_clusters))
+
+    def personalize(
+        self,
+        loss_fn: LossFn,
+        learning_rate: float,
+        params: Params,
+        batches: chex.ArrayTree,
+        num_steps: Int[Array, ""] | None,
+    ) -> Params:
+        """Choose the model with the least loss on the client's training batches."""
+        cluster = choose_cluster(loss_fn, params, batches, num_steps)
+        return jax.tree.map(lambda p: p[cluster], params)
+
+
+@dataclasses.dataclass(frozen=True)
+class PerFedAvg(MethodConfig):
+    """Per-FedAvg: a model from which one step on a client's data gives a good model.
+
+    Attributes:
+        adaptation_learning_rate: learning rate of this step.
+        first_order: leave out the Hessian.
+    """
+
+    adaptation_learning_rate: float = 0.1
+    first_order: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the range."""
+        check_ranges(self, "method", adaptation_learning_rate=NON_NEGATIVE)
+
+    def make(self, loss_fn: LossFn, on: ClientTraining) -> FederatedAlgorithm:
+        """Make Per-FedAvg."""
+        return per_fedavg(
+            loss_fn,
+            adaptation_learning_rate=self.adaptation_learning_rate,
+            first_order=self.first_order,
+            **on.arguments(),
+        )
+
+    def personalize(
+        self,
+        loss_fn: LossFn,
+        learning_rate: float,
+        params: Params,
+        batches: chex.ArrayTree,
+        num_steps: Int[Array, ""] | None,
+    ) -> Params:
+        """Take one step along the gradient of all training batches of the client."""
+        gradient = full_gradient(loss_fn, params, batches, num_steps)
+        rate = self.adaptation_learning_rate
+        return jax.tree.map(lambda p, g: p - rate * g, params, gradient)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reptile(MethodConfig):
+    """Reptile, with clients as tasks. It sets the server optimizer.
+
+    Attributes:
+        meta_learning_rate: learning rate of the server.
+    """
+
+    meta_learning_rate: float = 0.5
+    has_server_optimizer = False
+
+    def __post_init__(self) -> None:
+        """Check the range."""
+        check_ranges(self, "method", meta_learning_rate=POSITIVE)
+
+    def make(self, loss_fn: LossFn, on: ClientTraining) -> FederatedAlgorithm:
+        """Make Reptile."""
+        optimizer = optax.sgd(on.learning_rate)
+        rate = self.meta_learning_rate
+        return reptile(loss_fn, client_optimizer=optimizer, meta_learning_rate=rate, **on.cohort)
+
+    def personalize(
+        self,
+        loss_fn: LossFn,
+        learning_rate: float,
+        params: Params,
+        batches: chex.ArrayTree,
+        num_steps: Int[Array, ""] | None,
+    ) -> Params:
+        """Take the local steps of a round."""
+        optimizer = optax.sgd(learning_rate)
+        start = optimizer.init(params)
+        return local_steps(loss_fn, optimizer, params, start, batches, num_steps)[0]

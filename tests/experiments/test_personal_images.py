@@ -1,0 +1,149 @@
+"""The evaluation of clients' own models, and the runs of methods for personal models."""
+
+import dataclasses
+import functools
+import re
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from fedpax.experiments.benchmarks import personal_methods
+from fedpax.experiments.catalog import find_group
+from fedpax.experiments.client_methods import FedAvg
+from fedpax.experiments.personal_images import PersonalImages, ServerState
+from fedpax.experiments.personal_methods import APFL
+from fedpax.parallel.mesh import MeshConfig
+from fedpax.training.trainer import train
+
+
+@functools.cache
+def small(**fields) -> PersonalImages:
+    """Return an experiment of the group, with 12 clients."""
+    experiment = find_group("personal_digits").experiments["hypcluster"]
+    population = dataclasses.replace(experiment.population, num_clients=12)
+    cohort = dataclasses.replace(experiment.cohort, size=4, max_steps=3)
+    return dataclasses.replace(experiment, population=population, cohort=cohort, **fields)
+
+
+def scores(experiment: PersonalImages, model: Any, image: Any, label: Any) -> dict[str, Any]:
+    """Return the cross-entropy and the correctness of each example, in NumPy."""
+    images = image.reshape(-1, *image.shape[-3:])
+    logits = np.asarray(experiment.make_model().apply(model, images), np.float64)
+    logits = logits.reshape(*label.shape, -1)
+    own = np.take_along_axis(logits, np.asarray(label)[..., None], axis=-1)[..., 0]
+    loss = np.log(np.sum(np.exp(logits), axis=-1)) - own
+    return {"loss": loss, "accuracy": logits.argmax(-1) == label}
+
+
+def by_hand(experiment: PersonalImages, models: list) -> dict[str, float]:
+    """Average over clients, and over the held-out examples of each label that a client has."""
+    population, labels = experiment.read_population()
+    heldout = experiment.open_heldout(experiment.make_preprocess())()
+    image, label, mask = (
+        np.concatenate([batch[name] for batch in heldout]) for name in ("image", "label", "mask")
+    )
+    image, label = image[mask > 0], label[mask > 0]
+    totals = {"loss": 0.0, "accuracy": 0.0}
+    for model, part in zip(models, population, strict=True):
+        found = scores(experiment, model, image, label)
+        for own, count in zip(*np.unique(labels[part], return_counts=True), strict=True):
+            for name, values in found.items():
+                totals[name] += count * values[label == own].mean()
+    return {name: total / sum(map(len, population)) for name, total in totals.items()}
+
+
+def test_each_client_is_evaluated_on_its_labels_by_the_model_that_it_chooses():
+    experiment = small()
+    run = experiment.build()
+    params = run.init(jax.random.key(3))
+    cohort = experiment._read_cohort(experiment.read_population()[0])
+    losses = []  # [models, clients]
+    for j in range(experiment.method.num_clusters):
+        model = jax.tree.map(lambda p, j=j: p[j], params)
+        batches, mask = cohort.batches, cohort.batches["mask"]
+        found = scores(experiment, model, batches["image"], batches["label"])["loss"]
+        of_batches = np.sum(found * mask, axis=-1) / np.maximum(mask.sum(axis=-1), 1)
+        losses.append(np.sum(of_batches, axis=-1) / cohort.num_steps)
+    chosen = np.empty(12, int)
+    chosen[cohort.client_ids] = np.argmin(losses, axis=0)
+    assert len(set(chosen)) > 1
+    models = [jax.tree.map(lambda p, j=j: p[j], params) for j in chosen]
+    check(run.evaluate(params), by_hand(experiment, models))
+
+
+def test_a_shared_model_is_evaluated_on_all_labels():
+    experiment = dataclasses.replace(small(), method=FedAvg())
+    run = experiment.build()
+    params = run.init(jax.random.key(3))
+    found = experiment.evaluate_clients()(ServerState(params))
+    check(found, by_hand(experiment, [params] * 12))
+    assert abs(found["accuracy"] - run.evaluate(params)["accuracy"]) < 0.1  # labels are as frequent
+
+
+def check(found: dict[str, float], expected: dict[str, float]) -> None:
+    assert found.keys() == expected.keys()
+    np.testing.assert_allclose(*[[x[k] for k in sorted(x)] for x in (found, expected)], rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("clients", [1, 4])
+def test_clusters_train_and_are_evaluated(clients: int, tmp_path):
+    experiment = dataclasses.replace(
+        small(), mesh=MeshConfig(clients=clients), client_learning_rate=0.3
+    )
+    changed = dataclasses.replace(experiment.training, rounds=15, evaluate_every=15)
+    outcome = train(dataclasses.replace(experiment, training=changed), tmp_path)
+    assert outcome.evaluation["accuracy"] > 0.6  # 0.1 at first
+
+
+def test_models_of_clusters_are_sharded_as_one_model_is():
+    experiment = small(mesh=MeshConfig(clients=2, tensor=2))
+    run = experiment.build()
+    alone = dataclasses.replace(experiment, method=FedAvg()).build()
+    shapes = jax.eval_shape(run.init, jax.random.key(0))
+    for many, one, leaf in zip(
+        *(jax.tree.leaves(r.shardings.params) for r in (run, alone)),
+        jax.tree.leaves(shapes),
+        strict=True,
+    ):
+        assert tuple(many.spec) == (None, *one.spec)
+        assert leaf.shape[0] == experiment.method.num_clusters
+
+
+def test_a_method_with_a_shared_model_has_the_evaluation_of_other_experiments():
+    experiment = dataclasses.replace(small(), method=APFL())
+    run = experiment.build()
+    params = run.init(jax.random.key(0))
+    assert all(leaf.ndim <= 2 for leaf in jax.tree.leaves(params))
+    assert 0 <= run.evaluate(params)["accuracy"] <= 1
+
+
+# ---- the benchmark
+
+
+@pytest.mark.slow
+def test_the_table_has_the_best_setting_of_each_method(capsys):
+    personal_methods.main(["--methods=fedavg,hypcluster", "--rates=0.001,0.3", "--rounds=20"])
+    out = capsys.readouterr().out
+    tried = re.findall(r"hypcluster, num_clusters = (\d), rate (\S+): (\S+)", out)
+    assert [row[:2] for row in tried] == [(q, r) for q in "235" for r in ("0.001", "0.3")]
+    best = max(tried, key=lambda row: float(row[2]))
+    (row,) = re.findall(r"\| hypcluster *\| *(.*?) \| *(\S+) \| *(\S+) .* \| *(\S+) \|", out)
+    assert row == (f"num_clusters = {best[0]}", best[1], best[2], "-")
+    assert "| fedavg " in out
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("--methods=fedavg,hyp", "unknown methods"),
+        ("--rounds=0", "invalid integer value"),
+        ("--seeds=a", "expected integers"),
+    ],
+)
+def test_wrong_options_are_refused(capsys, argument, words):
+    with pytest.raises(SystemExit):
+        personal_methods.main([argument])
+    assert words in capsys.readouterr().err

@@ -54,7 +54,7 @@ def test_the_ends_of_alpha():
 
 
 @settings(max_examples=40)
-@given(st.integers(2, 12), st.integers(0, 1000))
+@given(st.sampled_from([2, 3, 5, 12]), st.integers(0, 1000))
 def test_random_pairs_differ(n, seed):
     pairs = np.asarray(random_pairs(jax.random.key(seed), n))
     assert pairs.shape == (n, 2)

@@ -34,13 +34,21 @@ class ServerState(NamedTuple):
 class PersonalImages(FedAvgImages):
     """An image classifier trained by a method for personal models.
 
-    The held-out loss and accuracy of a run are those of the shared model. HypCluster has none: they
-    are those of the clients' models, by `evaluate_clients`.
+    The metrics `personal_loss` and `personal_accuracy` are those of the clients' own models, by
+    `evaluate_clients`. The held-out `loss` and `accuracy` are those of the shared model. HypCluster
+    has none: all are those of the clients' models.
     """
 
     def build(self) -> Run:
         """Make the run, with a model for each cluster if the method has clusters."""
         run = super().build()
+        # Made at the first evaluation: `fedpax plan` compiles for devices that cannot hold data.
+        evaluate = functools.cache(self.evaluate_clients)
+
+        def evaluate_state(state: Any) -> dict[str, float]:
+            return {f"personal_{name}": value for name, value in evaluate()(state).items()}
+
+        run = run._replace(evaluate_state=evaluate_state)
         if self.method.has_shared_model:
             return run
         assert run.shardings is not None
@@ -48,8 +56,6 @@ class PersonalImages(FedAvgImages):
             lambda one: NamedSharding(one.mesh, PartitionSpec(None, *one.spec)),
             run.shardings.params,
         )
-        # Made at the first evaluation: `fedpax plan` compiles for devices that cannot hold data.
-        evaluate = functools.cache(self.evaluate_clients)
         return run._replace(
             init=self.method.make_init(run.init),
             shardings=run.shardings._replace(params=stacked),

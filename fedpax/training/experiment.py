@@ -75,6 +75,8 @@ class Run(NamedTuple):
             such as adapters. Default None: `params` are the whole model.
         compiler_options: options of the compiler for the round, by name, such as
             `fedpax.parallel.overlap_options(mesh)`. Default None: the compiler's defaults.
+        evaluate_state: `state -> metrics`, further metrics of the evaluations in training, from the
+            algorithm's state, such as those of the models that clients keep. Default None: none.
     """
 
     algorithm: FederatedAlgorithm
@@ -93,6 +95,7 @@ class Run(NamedTuple):
     frozen: StoredParams | None = None
     whole_model: Callable[[Params], Params] | None = None
     compiler_options: Mapping[str, str] | None = None
+    evaluate_state: Callable[[chex.ArrayTree], dict[str, float]] | None = None
 
     @property
     def resolved_shardings(self) -> Shardings:

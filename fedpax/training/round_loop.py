@@ -330,6 +330,8 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         self._logger.flush()
         self._clock.enter("evaluate")
         self.evaluation = self._run.evaluate(self._state.params)
+        if self._run.evaluate_state is not None:
+            self.evaluation |= self._run.evaluate_state(self._state)
         self._logger.log_evaluation(self.done, self.evaluation)
         self._clock.enter("step")
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import re
 from typing import Any
 
@@ -15,6 +16,7 @@ from fedpax.experiments.client_methods import FedAvg
 from fedpax.experiments.personal_images import PersonalImages, ServerState
 from fedpax.experiments.personal_methods import APFL
 from fedpax.parallel.mesh import MeshConfig
+from fedpax.training.saved_params import load_field, load_params
 from fedpax.training.trainer import train
 
 
@@ -96,6 +98,25 @@ def test_clusters_train_and_are_evaluated(clients: int, tmp_path):
     changed = dataclasses.replace(experiment.training, rounds=15, evaluate_every=15)
     outcome = train(dataclasses.replace(experiment, training=changed), tmp_path)
     assert outcome.evaluation["accuracy"] > 0.6  # 0.1 at first
+
+
+def test_training_evaluates_the_models_that_clients_keep(tmp_path):
+    # All of a client's mixture is its own model, which starts from the shared one.
+    experiment = dataclasses.replace(small(), method=APFL(mixing=1.0), client_learning_rate=0.3)
+    changed = dataclasses.replace(experiment.training, rounds=4, evaluate_every=2)
+    experiment = dataclasses.replace(experiment, training=changed)
+    outcome = train(experiment, tmp_path)
+    state = experiment.build().algorithm.init(load_params(tmp_path))
+    shared = dataclasses.replace(experiment, method=FedAvg()).evaluate_clients()(state)
+    own = {name: outcome.evaluation[f"personal_{name}"] for name in shared}
+    assert own["loss"] < shared["loss"]
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    found = [line for line in lines if line["kind"] == "evaluation"]
+    assert [line["round"] for line in found] == [2, 4]
+    assert found[-1]["personal_accuracy"] == own["accuracy"]
+    store = load_field(tmp_path, "personal")["rows"]["params"]
+    kept = [jax.tree.map(lambda p, k=k: p[k], store) for k in range(12)]
+    check(own, by_hand(experiment, kept))
 
 
 def test_models_of_clusters_are_sharded_as_one_model_is():

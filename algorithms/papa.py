@@ -185,7 +185,7 @@ def papa_2(
         loss_fn: as in `papa`.
         islands: as in `papa`.
         optimizer: as in `papa`.
-        pairs: "random" or "rotation". Default "random", as in the paper.
+        pairs: "random" or "rotation". Default "random", as in the authors' code.
         seed: seed of the random pairs.
 
     Returns:
@@ -213,7 +213,7 @@ def papa_2(
     if pairs not in ("random", "rotation"):
         raise ValueError(
             f'papa_2: pairs is {pairs!r}, expected "random" or "rotation". Pass "random", as the '
-            'paper, or "rotation", with which each island receives one model.'
+            'authors, or "rotation", with which each island receives one model.'
         )
     average = _average_pairs if pairs == "random" else _average_rotated
 

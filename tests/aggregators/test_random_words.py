@@ -57,13 +57,14 @@ def test_sums_over_keys_are_normal(normal: np.ndarray) -> None:
 
 def test_words_that_share_a_hash_are_uniform_and_independent() -> None:
     seeds = jax.random.bits(jax.random.key(3), (9,), jnp.uint32)
-    hashed = hashed_indices(seeds[0], SHAPE)
+    hashed = hashed_indices(seeds[0], (100, 201))
     words = np.stack([np.asarray(rehash(hashed, seed)).ravel() for seed in seeds[1:]])
     n = words.shape[1]
     for one in words:
         assert stats.kstest(one / 2.0**32, "uniform").pvalue > 1e-4
     # Each pair of bits of two sequences, and the words as numbers.
-    bits = np.unpackbits(words.view(np.uint8).reshape(len(words), n, 4), axis=2) - 0.5
+    bits = np.unpackbits(words.view(np.uint8).reshape(len(words), n, 4), axis=2)
+    bits = bits.astype(np.float32) - 0.5
     for i in range(len(words)):
         for j in range(i):
             assert np.abs(4 * bits[i].T @ bits[j] / n).max() < 6 / np.sqrt(n)

@@ -158,7 +158,7 @@ def test_one_model_is_its_own_average(pairs):
 
 
 def test_unknown_pairs_raise():
-    with pytest.raises(ValueError, match=r"pairs is 'all', .* Pass \"random\", as the paper"):
+    with pytest.raises(ValueError, match=r"pairs is 'all', .* Pass \"random\", as the authors"):
         papa_2(loss_fn, pairs="all", **SETTINGS)
 
 

@@ -100,6 +100,7 @@ def test_clusters_train_and_are_evaluated(clients: int, tmp_path):
     assert outcome.evaluation["accuracy"] > 0.6  # 0.1 at first
 
 
+@pytest.mark.slow
 def test_training_evaluates_the_models_that_clients_keep(tmp_path):
     # All of a client's mixture is its own model, which starts from the shared one.
     experiment = dataclasses.replace(small(), method=APFL(mixing=1.0), client_learning_rate=0.3)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import jax
 import numpy as np
+import optax
 import pytest
 from small_regression import ModelConfig, RandomRounds, Regression, shared_compilation
 
@@ -258,6 +259,30 @@ def test_update_norms_are_logged_on_request(tmp_path: Path) -> None:
     line = select(read_metrics(tmp_path), "training")[1]
     assert line["update_norm"] == pytest.approx(np.sqrt(sum(squares)), rel=1e-5)
     assert not {"mfu"} & line.keys()  # a CPU has no known peak
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StateEvaluated(SpikyRegression):
+    """Training with an evaluation of the whole state."""
+
+    def build(self) -> Run:
+        def norm(state: Any) -> dict[str, float]:
+            return {"norm": float(optax.tree.norm(state.params))}
+
+        return super().build()._replace(evaluate_state=norm)
+
+
+def test_evaluations_add_the_metrics_of_the_whole_state(tmp_path: Path) -> None:
+    of_params = experiment(2, evaluate_every=1, checkpoint_every=1)
+    fields = {field.name: getattr(of_params, field.name) for field in dataclasses.fields(of_params)}
+    outcome = train(StateEvaluated(**fields), tmp_path)
+    lines = select(read_metrics(tmp_path), "evaluation")
+    assert [line["round"] for line in lines] == [1, 2]
+    assert outcome.evaluation is not None and outcome.evaluation.keys() >= {"loss", "norm"}
+    assert lines[1]["norm"] == outcome.evaluation["norm"] != lines[0]["norm"]
+    for number, line in enumerate(lines, start=1):
+        squares = [np.sum(np.float64(v) ** 2) for v in load_params(tmp_path, number).values()]
+        assert line["norm"] == pytest.approx(np.sqrt(sum(squares)), rel=1e-5)
 
 
 @pytest.mark.slow

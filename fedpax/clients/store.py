@@ -300,9 +300,19 @@ def _axis(placement: str) -> tuple[str | None, int]:
 
 def _on_devices(fn: Any, axis: str, in_specs: Any) -> Any:
     """Map `fn` over the devices of the mesh axis."""
-    return jax.shard_map(
+    mapped = jax.shard_map(
         fn, axis_names={axis}, in_specs=in_specs, out_specs=P(axis), check_vma=False
     )
+    mesh = jax.sharding.get_abstract_mesh()
+    if dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[axis] != AxisType.Auto:
+        return mapped
+
+    def with_constraint(*args: Any) -> Any:
+        # Without it, jit drops the explicit axes of its results beside an automatic one.
+        constrain = functools.partial(jax.lax.with_sharding_constraint, shardings=P(axis))
+        return jax.tree.map(constrain, mapped(*args))
+
+    return with_constraint
 
 
 def _check_call(name: str, store: Any, client_ids: ClientIds, placement: str) -> None:

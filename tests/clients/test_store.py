@@ -284,3 +284,14 @@ def test_the_derivative_of_a_write_is_that_of_numpy_indexing(current_mesh):
     gradient = jax.jit(jax.grad(written))(states, slopes)
     expected = np.where(client_ids[:, None] >= 0, slopes, 0)
     np.testing.assert_allclose(gradient, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("current_mesh", ["fsdp explicit"], indirect=True)
+def test_rows_keep_the_explicit_axes_of_a_state_beside_automatic_ones(current_mesh):
+    state = jax.device_put(jnp.zeros(4), NamedSharding(current_mesh, P("fsdp")))
+    store = client_store(state, NUM_CLIENTS)
+    assert store.rows.sharding.spec == P("clients", "fsdp")
+    ids = jnp.arange(COHORT, dtype=jnp.int32)
+    assert gather_clients(store, ids).sharding.spec == P("clients", "fsdp")
+    written = scatter_clients(store, ids, gather_clients(store, ids))
+    assert written.rows.sharding.spec == P("clients", "fsdp")

@@ -6,6 +6,7 @@ again, or its results are stored for all participants. Here it waits for that ph
 saves a run or memory.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -19,14 +20,24 @@ class Cost(NamedTuple):
     """What the loops of a plan cost.
 
     Attributes:
+        runs: id of the equation of a map -> number of loops that run it.
         loops: number of loops.
-        runs: number of maps that the loops run, rematerialized ones included.
-        stored_bytes: bytes of the values that they store for all participants.
+        stored_bytes: bytes of the values that loops store for all participants.
+        server_reductions: number of reductions that no loop accumulates.
     """
 
+    runs: Counter[int]
     loops: int
-    runs: int
     stored_bytes: int
+    server_reductions: int
+
+    def is_below(self, other: "Cost") -> bool:
+        """Return whether a plan costs less in some respect, and in none more."""
+        return (
+            self != other
+            and self.runs <= other.runs
+            and all(a <= b for a, b in zip(self[1:], other[1:], strict=True))
+        )
 
 
 def make_plan(jaxpr: Jaxpr, placement: Placement) -> StreamingPlan:
@@ -37,8 +48,7 @@ def make_plan(jaxpr: Jaxpr, placement: Placement) -> StreamingPlan:
         placement: as in `plan_phases`.
 
     Returns:
-        The plan of `plan_phases`, or one in which some maps run in a later phase: it costs less in
-        some respect of `Cost`, and no more in any other.
+        The plan of `plan_phases`, or one of lower `Cost` in which some maps run in a later phase.
     """
     not_before: dict[int, int] = {}
     best = plan_phases(jaxpr, placement)
@@ -54,8 +64,7 @@ def _postpone(best: StreamingPlan, not_before: dict[int, int]) -> StreamingPlan 
         for group in ([eqn], _with_maps_before(best, eqn)):
             moved = not_before | {id(e): phase for e in group}
             plan = plan_phases(best.jaxpr, best.placement, moved)
-            found = _cost(plan)
-            if found != cost and all(a <= b for a, b in zip(found, cost, strict=True)):
+            if _cost(plan).is_below(cost):
                 not_before.update(moved)
                 return plan
     return None
@@ -90,6 +99,12 @@ def _with_maps_before(plan: StreamingPlan, eqn: JaxprEqn) -> list[JaxprEqn]:
 
 
 def _cost(plan: StreamingPlan) -> Cost:
-    runs = sum(len(maps) for phase in plan.loops for maps in plan.maps(phase))
+    runs = Counter(id(eqn) for phase in plan.loops for maps in plan.maps(phase) for eqn in maps)
     avals = [aval_of(v) for values in plan.stored.values() for v in values]
-    return Cost(len(plan.loops), runs, sum(a.size * a.dtype.itemsize for a in avals))
+    accumulated = sum(map(len, plan.reductions.values()))
+    return Cost(
+        runs=runs,
+        loops=len(plan.loops),
+        stored_bytes=sum(aval.size * aval.dtype.itemsize for aval in avals),
+        server_reductions=len(plan.candidates) - accumulated,
+    )

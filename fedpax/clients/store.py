@@ -102,7 +102,10 @@ def client_store(
     def fill(arrays: list[jax.Array]) -> list[jax.Array]:
         return [jnp.broadcast_to(a, (num_rows // num_devices, *a.shape)) for a in arrays]
 
-    make = fill if axis is None else _on_devices(fill, axis, (P(),))
+    make = fill
+    if axis is not None:
+        own = [_state_spec(a, axis) for a in arrays]
+        make = _on_devices(fill, (own,), [P(axis, *spec) for spec in own])
     return ClientStore(jax.tree.unflatten(tree, jax.jit(make)(arrays)), num_clients)
 
 
@@ -161,7 +164,8 @@ def _gather(store: ClientStore[State], client_ids: jax.Array, placement: str) ->
             1, num_devices, lambda hop, found: fill(hop, _hop(found, axis, num_devices)), found
         )
 
-    return _on_devices(on_device, axis, (P(axis), P()))(store.rows, _replicated(client_ids))
+    specs = _row_specs(store.rows, axis)
+    return _on_devices(on_device, (specs, P()), specs)(store.rows, client_ids)
 
 
 def scatter_clients(
@@ -229,8 +233,8 @@ def _scatter(
 
         return jax.lax.fori_loop(1, num_devices, body, (write(0, store, states), states))[0]
 
-    in_specs = (P(axis), P(), P(axis))
-    rows = _on_devices(on_device, axis, in_specs)(store.rows, _replicated(client_ids), states)
+    specs = _row_specs(store.rows, axis)
+    rows = _on_devices(on_device, (specs, P(), specs), specs)(store.rows, client_ids, states)
     return ClientStore(rows, store.num_clients)
 
 
@@ -279,14 +283,6 @@ def _absent_beyond(client_ids: ClientIds, num_clients: int) -> jax.Array:
     return jnp.where(client_ids < num_clients, client_ids, -1)
 
 
-def _replicated(client_ids: jax.Array) -> jax.Array:
-    """Put the cohort's indices on every device."""
-    spec = jax.typeof(client_ids).sharding.spec
-    if all(entry is None for entry in spec):
-        return client_ids
-    return jax.sharding.reshard(client_ids, P())
-
-
 def _axis(placement: str) -> tuple[str | None, int]:
     """Return the mesh axis that shards the rows, or None if there is none, and its size."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -298,21 +294,46 @@ def _axis(placement: str) -> tuple[str | None, int]:
     return placement, mesh.shape[placement]
 
 
-def _on_devices(fn: Any, axis: str, in_specs: Any) -> Any:
-    """Map `fn` over the devices of the mesh axis."""
+def _state_spec(state: jax.Array, axis: str) -> P:
+    """Return the explicit axes that shard one client's state, other than the placement's."""
+    return P(*(tuple(n for n in _names(e) if n != axis) or None for e in _spec(state)))
+
+
+def _row_specs(rows: Any, axis: str) -> Any:
+    """Return the specs of rows, and of a cohort's states beside them."""
+    return jax.tree.map(lambda x: P(axis, *_spec(x)[1:]), rows)
+
+
+def _on_devices(fn: Any, in_specs: Any, out_specs: Any) -> Any:
+    """Map `fn` over the devices of all mesh axes that the specs name.
+
+    Explicit axes of a state's own dimensions are among them: a map over the placement's axis alone
+    gathers its arguments and results over each explicit axis.
+    """
+    specs = jax.tree.leaves((in_specs, out_specs))
+    names = {name for spec in specs for entry in spec for name in _names(entry)}
     mapped = jax.shard_map(
-        fn, axis_names={axis}, in_specs=in_specs, out_specs=P(axis), check_vma=False
+        fn, axis_names=names, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
-    mesh = jax.sharding.get_abstract_mesh()
-    if dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[axis] != AxisType.Auto:
-        return mapped
+    return lambda *arguments: mapped(*jax.tree.map(_reshard, arguments, in_specs))
 
-    def with_constraint(*args: Any) -> Any:
-        # Without it, jit drops the explicit axes of its results beside an automatic one.
-        constrain = functools.partial(jax.lax.with_sharding_constraint, shardings=P(axis))
-        return jax.tree.map(constrain, mapped(*args))
 
-    return with_constraint
+def _reshard(x: jax.Array, spec: P) -> jax.Array:
+    """Shard an array over the explicit axes of a spec."""
+    explicit = jax.sharding.get_abstract_mesh().explicit_axes
+    entries = [tuple(n for n in _names(entry) if n in explicit) or None for entry in spec]
+    wanted = [*entries, *[None] * (x.ndim - len(entries))]
+    is_there = [_names(entry) for entry in _spec(x)] == [_names(entry) for entry in wanted]
+    return x if is_there else jax.sharding.reshard(x, P(*wanted))
+
+
+def _spec(x: jax.Array) -> P:
+    return jax.typeof(x).sharding.spec
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    """Return the mesh axes in one entry of a spec."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _check_call(name: str, store: Any, client_ids: ClientIds, placement: str) -> None:

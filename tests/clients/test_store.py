@@ -286,12 +286,17 @@ def test_the_derivative_of_a_write_is_that_of_numpy_indexing(current_mesh):
     np.testing.assert_allclose(gradient, expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("current_mesh", ["fsdp explicit"], indirect=True)
-def test_rows_keep_the_explicit_axes_of_a_state_beside_automatic_ones(current_mesh):
-    state = jax.device_put(jnp.zeros(4), NamedSharding(current_mesh, P("fsdp")))
-    store = client_store(state, NUM_CLIENTS)
+def test_no_device_gathers_rows_over_a_model_axis(current_mesh):
+    if current_mesh is None:
+        pytest.skip("one device")
+
+    def put(x, *axes):
+        return jax.device_put(x, NamedSharding(current_mesh, P(*axes)))
+
+    store = client_store(put(jnp.zeros(4096), "fsdp"), NUM_CLIENTS)
     assert store.rows.sharding.spec == P("clients", "fsdp")
-    ids = jnp.arange(COHORT, dtype=jnp.int32)
-    assert gather_clients(store, ids).sharding.spec == P("clients", "fsdp")
-    written = scatter_clients(store, ids, gather_clients(store, ids))
-    assert written.rows.sharding.spec == P("clients", "fsdp")
+    ids = put(jnp.arange(8, dtype=jnp.int32), "clients")
+    states = put(jnp.ones((8, 4096)), "clients", "fsdp")
+    for fn, arguments in ((gather_clients, (store, ids)), (scatter_clients, (store, ids, states))):
+        text = jax.jit(fn).lower(*arguments).compile().as_text()
+        assert "f32[2,2048]" in text and ",4096]" not in text

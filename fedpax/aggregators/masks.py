@@ -98,6 +98,8 @@ def left_over(
         uint32 arrays.
     """
     draw = _vectors(index, graph, shapes)
+    if not graph.num_neighbors:  # a single participant
+        return draw(index)
     neighbors = jax.vmap(lambda t: _neighbor(index, t, graph))(jnp.arange(graph.num_neighbors))
     absent_first = neighbors[jnp.argsort(here[neighbors])]
 

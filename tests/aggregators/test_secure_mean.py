@@ -261,3 +261,13 @@ def test_the_largest_sum_does_not_overflow():
 
 def test_an_empty_tree():
     assert combine()({})[0] == {}
+
+
+def test_a_single_participant_has_its_own_mean():
+    aggregator = secure_mean(max_value=1.0, bits=16, seed=0)
+
+    @fedpax.program(clients=1)
+    def average(updates):
+        return aggregator.aggregate(aggregator.init(None), updates, None)[0]
+
+    np.testing.assert_allclose(average(np.full((1, 3), 0.5, np.float32)), 0.5, atol=1e-4)

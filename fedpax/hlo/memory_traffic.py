@@ -82,7 +82,10 @@ def host_transfers(computation: Computation, instruction: Instruction) -> float:
         ends = [shapes[1], shapes[0]]
         moved = shapes[1]
     else:
-        *_, moved = (s for s in arrays(instruction.shape) if not s.startswith("u32[]"))
+        results = arrays(instruction.shape)
+        if instruction.opcode.endswith("-start"):  # the context is a scalar
+            results = [s for s in results if not s.startswith("u32[]")] or results
+        moved = results[-1]
         # The result of a copy-start is the tuple (destination, source, context).
         ends = arrays(instruction.shape)[:2] if opcode == "copy" else [shapes[0], moved]
         if len(ends) == 1:

@@ -22,7 +22,7 @@ from fedpax.data import (
 )
 from fedpax.data.populations.partition import Examples
 from fedpax.data.rounds.preprocess import Arrays, Preprocess
-from fedpax.experiments.client_aggregators import AggregatorConfig, Mean
+from fedpax.experiments.client_aggregators import AggregatorConfig, Mean, PrivateSecureMean
 from fedpax.experiments.client_methods import ClientTraining, FedAvg, MethodConfig
 from fedpax.experiments.populations import PopulationConfig
 from fedpax.experiments.ranges import (
@@ -146,6 +146,16 @@ class ClientExperiment(Experiment):
             raise ValueError(
                 f"server={self.server} has no effect: {type(self.method).__name__} takes no server "
                 "optimizer. Leave the fields of --server at their defaults."
+            )
+        if (
+            self.cohort.sampling_probability is not None
+            and isinstance(self.aggregator, PrivateSecureMean)
+            and self.aggregator.min_participants is None
+        ):
+            raise ValueError(
+                "aggregator.min_participants=None with cohort.sampling_probability: the result is "
+                "0 unless all --cohort.size clients join a round. Set "
+                "--aggregator.min_participants to a number that nearly all rounds have."
             )
 
     @abc.abstractmethod

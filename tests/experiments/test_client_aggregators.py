@@ -137,6 +137,14 @@ def test_poisson_cohorts_have_the_expected_participants_as_denominator() -> None
         (lambda: CohortConfig(size=3, sampling_probability=0.0), "cohort.sampling_probability=0.0"),
         (
             lambda: dataclasses.replace(
+                fedavg_synthetic(),
+                aggregator=PrivateSecureMean(),
+                cohort=CohortConfig(size=20, sampling_probability=0.1),
+            ),
+            "Set --aggregator.min_participants",
+        ),
+        (
+            lambda: dataclasses.replace(
                 fedbuff_digits(),
                 cohort=dataclasses.replace(fedbuff_digits().cohort, sampling_probability=0.1),
             ),

@@ -1,4 +1,4 @@
-"""The plan that runs each map as rarely as possible.
+"""A plan that runs maps less often where this costs nothing else.
 
 `plan_phases` runs a map in the first phase that has its arguments. If a later phase reads the
 results too, such as the updates of clients whose weights are added up first, the map then runs
@@ -17,7 +17,7 @@ from fedpax.transforms.phases import StreamingPlan, plan_phases
 
 
 class Cost(NamedTuple):
-    """What the loops of a plan cost.
+    """The cost of the loops of a plan.
 
     Attributes:
         runs: id of the equation of a map -> number of loops that run it.
@@ -51,16 +51,25 @@ def make_plan(jaxpr: Jaxpr, placement: Placement) -> StreamingPlan:
         The plan of `plan_phases`, or one of lower `Cost` in which some maps run in a later phase.
     """
     not_before: dict[int, int] = {}
+    tried = set[tuple[int, int]]()
     best = plan_phases(jaxpr, placement)
-    while (better := _postpone(best, not_before)) is not None:
+    while (better := _postpone(best, not_before, tried)) is not None:
         best = better
     return best
 
 
-def _postpone(best: StreamingPlan, not_before: dict[int, int]) -> StreamingPlan | None:
-    """Return a plan that costs less because a map waits; record it in `not_before`."""
+def _postpone(
+    best: StreamingPlan, not_before: dict[int, int], tried: set[tuple[int, int]]
+) -> StreamingPlan | None:
+    """Return a plan that costs less because a map waits; record it in `not_before`.
+
+    Maps and phases in `tried` are passed over: otherwise planning is cubic in the number of maps.
+    """
     cost = _cost(best)
     for phase, eqn in _run_again(best):
+        if (phase, id(eqn)) in tried:
+            continue
+        tried.add((phase, id(eqn)))
         for group in ([eqn], _with_maps_before(best, eqn)):
             moved = not_before | {id(e): phase for e in group}
             plan = plan_phases(best.jaxpr, best.placement, moved)

@@ -2,22 +2,28 @@
 
     python -m fedpax.experiments.benchmarks.aggregator_rounds --model=cnn --clients=64
 
-One round of FedAvg is timed with each aggregator, in interleaved calls. The ratio of a round's time
-to that with the plain mean is what the aggregator costs a user, local steps included. Robust means
-need all updates at once: `temporaries` shows their memory. On a busy machine, `--clock=cpu`
-measures the CPU time of the process in place of wall-clock time.
+One round of FedAvg is timed with each aggregator, in interleaved calls. `round / mean's` is its
+time divided by that with the plain mean. A program without training is timed too: clients scale the
+parameters. `added` is the time that the aggregator adds to the mean there, as a fraction of the
+round with the mean. The local steps do not blur it: their time depends on where the buffers of a
+program lie in memory, by several percent. `temporaries` shows the memory of robust means, which
+need all updates at once. On a busy machine, `--clock=cpu` measures the CPU time of the process in
+place of wall-clock time.
 """
 
 import argparse
 import functools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import optax
+from jaxtyping import Array, Float
 
-from fedpax import Cohort
+import fedpax
+from fedpax import Cohort, federated_broadcast, federated_map
 from fedpax.aggregators import (
     Aggregator,
     adaptive_clip,
@@ -48,6 +54,7 @@ from fedpax.experiments.benchmarks.timing import (
 from fedpax.experiments.benchmarks.workloads import LEARNING_RATE, WORKLOADS
 from fedpax.models.losses import classification_loss
 from fedpax.parallel.mesh import make_mesh
+from fedpax.training.algorithm import Params
 from fedpax.training.table import format_bytes, markdown_table
 
 
@@ -59,12 +66,16 @@ class Row(NamedTuple):
         temporary_bytes: bytes of the round's temporaries on one device.
         seconds: seconds of each call.
         ratio: seconds divided by those of the round with the mean (paired).
+        untrained_seconds: seconds of each call of the program without training.
+        added: `untrained_seconds` more than the mean's, divided by `seconds` of the mean (paired).
     """
 
     aggregator: str
     temporary_bytes: int
     seconds: list[float]
     ratio: float
+    untrained_seconds: list[float]
+    added: float
 
 
 def aggregators(clients: int) -> dict[str, Aggregator]:
@@ -132,7 +143,7 @@ def measure(
     with jax.set_mesh(mesh):
         params, batches, num_examples = workload.random_arguments(clients, mesh)
         cohort = Cohort(batches, num_examples)
-        calls, temporaries = {}, {}
+        rounds, untrained, temporaries = {}, {}, {}
         for name, aggregator in aggregators(clients).items():
             if names is not None and name not in ("mean", *names):
                 continue
@@ -146,13 +157,54 @@ def measure(
             state = algorithm.init(params)
             step: Any = algorithm.round
             compiled = compile_for(step, state, cohort)
-            calls[name] = functools.partial(compiled.call, state, cohort)
+            rounds[name] = functools.partial(compiled.call, state, cohort)
             temporaries[name] = compiled.temporary_bytes
-        seconds = interleaved(calls, (), repetitions, CLOCKS[clock])
+            untrained[name] = _untrained_round(aggregator, chunk_size, params, num_examples)
+        seconds = interleaved(rounds, (), repetitions, CLOCKS[clock])
+        alone = interleaved(untrained, (), repetitions, CLOCKS[clock])
+    mean_round, mean_alone = seconds["mean"], alone["mean"]
     return [
-        Row(name, temporaries[name], took, paired_ratio(took, seconds["mean"]))
+        Row(
+            aggregator=name,
+            temporary_bytes=temporaries[name],
+            seconds=took,
+            ratio=paired_ratio(took, mean_round),
+            untrained_seconds=alone[name],
+            added=statistics.median(
+                (own - least) / whole
+                for own, least, whole in zip(alone[name], mean_alone, mean_round, strict=True)
+            ),
+        )
         for name, took in seconds.items()
     ]
+
+
+def _untrained_round(
+    aggregator: Aggregator,
+    chunk_size: int,
+    params: Params,
+    num_examples: Float[Array, " clients"],
+) -> Callable[[], Any]:
+    """Compile a round in which a client's update is the parameters times its number of examples."""
+    program = fedpax.program(clients=len(num_examples))
+
+    @program
+    def run(
+        params: Params, state: chex.ArrayTree, num_examples: Float[Array, " clients"]
+    ) -> tuple[Params, chex.ArrayTree]:
+        def scale(params: Params, factor: Float[Array, ""]) -> Params:
+            # The barrier keeps the update an array, as a trained one is.
+            return jax.lax.optimization_barrier(jax.tree.map(lambda p: p * factor, params))
+
+        updates = federated_map(
+            scale, federated_broadcast(params), num_examples, chunk_size=chunk_size
+        )
+        mean, state, _ = aggregator.aggregate(state, updates, num_examples)
+        return mean, state
+
+    state = jax.jit(program(aggregator.init))(params)
+    compiled = compile_for(run, params, state, num_examples)
+    return functools.partial(compiled.call, params, state, num_examples)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -199,10 +251,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             format_bytes(row.temporary_bytes),
             f"{statistics.median(row.seconds):.3f} s",
             f"{row.ratio:.2f}",
+            f"{row.added:+.1%}",
         ]
         for row in rows
     ]
-    print(markdown_table(["aggregator", "temporaries", "round", "round / mean's"], cells))
+    print(markdown_table(["aggregator", "temporaries", "round", "round / mean's", "added"], cells))
     write(options.json, rows, model=options.model, clients=options.clients)
     return 0
 

@@ -1,5 +1,7 @@
 """Tests of the benchmark of FedAvg's rounds with each aggregator."""
 
+import statistics
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -27,7 +29,15 @@ def test_every_aggregator_has_a_row_that_is_paired_with_the_mean(chosen, monkeyp
     printed = capsys.readouterr().out
     for row in rows:
         assert row.ratio == timing.paired_ratio(row.seconds, rows[0].seconds)
+        added = [
+            (own - least) / whole
+            for own, least, whole in zip(
+                row.untrained_seconds, rows[0].untrained_seconds, rows[0].seconds, strict=True
+            )
+        ]
+        assert row.added == statistics.median(added)
         assert f"| {row.aggregator} " in printed
+        assert f"| {row.added:+.1%} |".replace(" ", "") in printed.replace(" ", "")
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,26 @@ def test_top_k_equals_numpy():
     np.testing.assert_array_equal(decoded[0], expected)
 
 
+@pytest.mark.parametrize("total", [4, 2**16])  # entries of a large array are searched in two steps
+@pytest.mark.parametrize(
+    ("entries", "sent"), [(1, 1), (31, 1), (64, 40), (129, 3), (1000, 16), (4096, 1)]
+)
+def test_top_k_sends_the_largest_entries_of_blocks_of_any_size(entries: int, sent: int, total: int):
+    random = np.random.default_rng(entries + sent)
+    x = random.standard_normal((entries, max(4, -(-total // entries)))).astype(np.float32)
+    x[:, 1] = np.round(x[:, 1])  # many ties
+    x[:, 2] = 0
+    x[random.random(entries) < 0.1, 3] = np.nan  # counts as the largest, so that it is sent
+    codec, key = codecs.top_k(sent / entries), jax.random.key(0)
+    decode = jax.jit(lambda x: codec.decode(key, codec.encode(key, x), entries))
+    decoded = np.asarray(decode(x))
+    expected = np.sort(np.abs(x), axis=0)[entries - sent :]
+    np.testing.assert_array_equal(np.sort(np.abs(decoded), axis=0)[entries - sent :], expected)
+    kept = decoded != 0
+    assert np.all(kept.sum(0) <= sent)
+    np.testing.assert_array_equal(decoded[kept], x[kept])
+
+
 @pytest.mark.parametrize(("name", "scale"), [("random-k", 4), ("biased random-k", 1)])
 def test_random_k_sends_a_quarter_at_the_same_places_of_every_block(name, scale):
     x, decoded = draws(name)

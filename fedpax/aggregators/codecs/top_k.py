@@ -75,14 +75,24 @@ def top_k(
 
 
 def _largest(magnitudes: Float[Array, "entries ..."], k: int) -> Int[Array, "k ..."]:
-    """Return the indices of the k largest entries along the leading axis.
+    """Return the indices of the k largest entries along the leading axis."""
+    search = functools.partial(_search, k=k)
+    if magnitudes.size < _FEW_ENTRIES:
+        return search(magnitudes)
+    behind_maxima = functools.partial(_search_behind_maxima, k=k)
+    return jax.lax.platform_dependent(magnitudes, cpu=behind_maxima, default=search)
+
+
+def _search(magnitudes: Float[Array, "entries ..."], k: int) -> Int[Array, "k ..."]:
+    return jnp.moveaxis(jax.lax.top_k(jnp.moveaxis(magnitudes, 0, -1), k)[1], -1, 0)
+
+
+def _search_behind_maxima(magnitudes: Float[Array, "entries ..."], k: int) -> Int[Array, "k ..."]:
+    """Search with the maxima of at least k groups of entries in front of the others.
 
     A CPU keeps a heap of the largest entries so far, and spends its time on those that enter it and
-    leave again. Behind the maxima of at least k groups, few others enter: it takes two thirds of
-    the time.
+    leave again. Behind the maxima, few others enter: it takes two thirds of the time.
     """
-    if magnitudes.size < _FEW_ENTRIES:
-        return _top_k(magnitudes, k)
     entries = len(magnitudes)
     size = max(k, -(-entries // _MOST_ROWS))
     padding = [(0, -entries % size), *[(0, 0)] * (magnitudes.ndim - 1)]
@@ -95,13 +105,9 @@ def _largest(magnitudes: Float[Array, "entries ..."], k: int) -> Int[Array, "k .
     ]
     row_of_maximum = functools.reduce(jnp.minimum, found)
     others = [jnp.where(row_of_maximum == i, -1, row) for i, row in enumerate(rows)]
-    places = _top_k(jnp.concatenate([maxima, *others]), k)
+    places = _search(jnp.concatenate([maxima, *others]), k)
     row = jnp.take_along_axis(row_of_maximum, jnp.minimum(places, size - 1), axis=0)
     return jnp.where(places < size, row * size + places, places - size)
-
-
-def _top_k(x: Float[Array, "entries ..."], k: int) -> Int[Array, "k ..."]:
-    return jnp.moveaxis(jax.lax.top_k(jnp.moveaxis(x, 0, -1), k)[1], -1, 0)
 
 
 def _index_bits(entries: int) -> int:

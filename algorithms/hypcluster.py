@@ -123,15 +123,20 @@ def hypcluster(
     def hypcluster_round(state: HypClusterState, cohort: Cohort) -> tuple[HypClusterState, Metrics]:
         check_cohort("hypcluster", cohort, cohort_size)
 
-        def local_train(
-            batches: chex.ArrayTree, num_steps: Int[Array, ""] | None
-        ) -> tuple[Params, Metrics, Int[Array, ""]]:
-            cluster = choose_cluster(loss_fn, state.params, batches, num_steps)
-            x = jax.tree.map(lambda p: p[cluster], state.params)
-            return *local_update(loss_fn, client_optimizer, x, batches, num_steps), cluster
+        def choose(batches: chex.ArrayTree, num_steps: Int[Array, ""] | None) -> Int[Array, ""]:
+            return choose_cluster(loss_fn, state.params, batches, num_steps)
 
-        pseudo_gradients, metrics, clusters = map_clients(
-            local_train, cohort.batches, cohort.num_steps, chunk_size=chunk_size
+        def local_train(
+            batches: chex.ArrayTree, num_steps: Int[Array, ""] | None, cluster: Int[Array, ""]
+        ) -> tuple[Params, Metrics]:
+            x = jax.tree.map(lambda p: p[cluster], state.params)
+            return local_update(loss_fn, client_optimizer, x, batches, num_steps)
+
+        # A map of its own: an aggregator that needs the weights before the updates, which depend on
+        # the choices, does not train the clients twice.
+        clusters = map_clients(choose, cohort.batches, cohort.num_steps, chunk_size=chunk_size)
+        pseudo_gradients, metrics = map_clients(
+            local_train, cohort.batches, cohort.num_steps, clusters, chunk_size=chunk_size
         )
         weights = participant_weights(cohort)
 

@@ -153,3 +153,25 @@ def test_a_round_keeps_the_types_of_the_state(name: str, dtype: Any):
         after, metrics = jax.eval_shape(algorithm.round, state, cohort)
         assert types(after) == types(state), combined
         assert all(metric.shape == () for metric in metrics.values()), combined
+
+
+@pytest.mark.parametrize(
+    "aggregator",
+    [mean(), quantized_mean(4), compressed_mean(codecs.top_k(1 / 4), error_feedback=True)],
+    ids=["mean", "quantized_mean", "error_feedback"],
+)
+def test_clients_in_chunks_that_choose_their_weights_train_once(aggregator):
+    def loss_fn(w, x):
+        return jnp.sum(jnp.sin(w) * x), {}  # the gradient has one cosine
+
+    algorithm = hypcluster(
+        loss_fn,
+        cohort_size=4,
+        num_clusters=2,
+        client_optimizer=SGD,
+        aggregator=aggregator,
+        chunk_size=1,
+    )
+    state = algorithm.init(jnp.ones((2, 8)))
+    text = jax.jit(algorithm.round).lower(state, Cohort(jnp.ones((4, 2, 8)))).as_text()
+    assert text.count("stablehlo.cosine") == 1

@@ -208,7 +208,8 @@ def papa_2(
     Reference:
         arXiv:2304.03094, algorithm 2 (PAPA-2). The pairs differ from each other as in the authors'
         code, SamsungSAILMontreal/PAPA, main.py, whose comment is "select n_pop random pairs". That
-        code draws from the first n pairs of the list alone, here all n (n - 1) / 2 are drawn from.
+        code draws from the first n pairs of the list alone. Here the draw is from all
+        n (n - 1) / 2 pairs.
     """
     if pairs not in ("random", "rotation"):
         raise ValueError(

@@ -6,21 +6,23 @@ from collections.abc import Mapping
 from fedpax.experiments.catalog import ExperimentGroup
 from fedpax.experiments.client_aggregators import (
     AggregatorConfig,
-    Bulyan,
     ClippedMean,
     CompressedMean,
-    CoordinateMedian,
-    GeometricMedian,
-    Krum,
     Mean,
     PrivateMean,
     PrivateSecureMean,
     QuantizedMean,
     SecureMean,
-    TrimmedMean,
 )
 from fedpax.experiments.fedavg_clients import ClientExperiment
 from fedpax.experiments.methods import methods_digits
+from fedpax.experiments.robust_aggregators import (
+    Bulyan,
+    CoordinateMedian,
+    GeometricMedian,
+    Krum,
+    TrimmedMean,
+)
 
 AGGREGATORS: Mapping[str, AggregatorConfig] = {
     "mean": Mean(),

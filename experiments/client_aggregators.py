@@ -2,37 +2,39 @@
 
 import abc
 import dataclasses
-from typing import Literal
+from collections.abc import Mapping
+from typing import Literal, get_args
 
 from fedpax.aggregators import (
     Aggregator,
     adaptive_clip,
-    bulyan,
     chain,
     clip_by_norm,
     codecs,
     compressed_mean,
-    coordinate_median,
-    geometric_median,
-    krum,
     mean,
     private_mean,
     private_secure_mean,
     quantized_mean,
     secure_mean,
-    trimmed_mean,
 )
 from fedpax.experiments.ranges import (
+    CODE_BITS,
     COUNT,
-    COUNT_OR_ZERO,
-    DECAY,
+    EVEN,
     FRACTION,
     LEVELS,
+    MASKED_BITS,
     NON_NEGATIVE,
     POSITIVE,
     PROBABILITY,
+    check_choice,
     check_ranges,
 )
+
+CodecName = Literal["uniform", "drive", "terngrad", "sign", "e3m0", "top_k", "random_k"]
+CODECS: tuple[CodecName, ...] = get_args(CodecName)
+"""The names of the codecs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +49,27 @@ class AggregatorConfig(abc.ABC):
             seed: random seed of its noise, masks and roundings.
             expected_participants: number of clients in a round; the average with Poisson sampling.
         """
+
+    def limits(self, cohort_size: int) -> Mapping[str, int]:
+        """Return the largest value of each setting that the size of a cohort limits, by name."""
+        return {}
+
+    def check_cohort(self, cohort_size: int) -> None:
+        """Check that the settings fit the size of a cohort.
+
+        Args:
+            cohort_size: number of clients in a round; the largest number with Poisson sampling.
+
+        Raises:
+            ValueError: a setting is too large.
+        """
+        for name, most in self.limits(cohort_size).items():
+            value = getattr(self, name)
+            if value is not None and value > most:
+                raise ValueError(
+                    f"aggregator.{name}={value} with cohort.size={cohort_size}: expected at most "
+                    f"{most}. Set --aggregator.{name} to at most {most}, or change --cohort.size."
+                )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +132,21 @@ class PrivateMean(AggregatorConfig):
         )
 
     def make(self, seed: int, expected_participants: float) -> Aggregator:
-        """Make the mean."""
+        """Make the mean.
+
+        Raises:
+            ValueError: with `quantile`, the noise is too large for the number of clients.
+        """
+        if self.quantile is not None and self.noise_multiplier >= (
+            most := expected_participants / 10
+        ):
+            raise ValueError(
+                f"aggregator.noise_multiplier={self.noise_multiplier} with aggregator.quantile="
+                f"{self.quantile}: expected a number below {most:g}, a tenth of the clients of a "
+                "round. The noisy number of clipped updates alone would spend the privacy budget. "
+                "Lower --aggregator.noise_multiplier, set --aggregator.quantile=None, or have more "
+                "clients in a round with --cohort.size or --cohort.sampling_probability."
+            )
         return private_mean(
             max_norm=self.max_norm,
             noise_multiplier=self.noise_multiplier,
@@ -125,7 +162,7 @@ class SecureMean(AggregatorConfig):
 
     Attributes:
         max_value: largest absolute value of an entry; larger ones are clipped.
-        bits: bits of the integers.
+        bits: bits of the integers, 2 to 24.
         num_neighbors: number of clients that each client shares masks with, even. Default None:
             all others.
     """
@@ -136,7 +173,12 @@ class SecureMean(AggregatorConfig):
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        check_ranges(self, "aggregator", max_value=POSITIVE, bits=COUNT, num_neighbors=COUNT)
+        check_ranges(self, "aggregator", max_value=POSITIVE, bits=MASKED_BITS, num_neighbors=EVEN)
+
+    def limits(self, cohort_size: int) -> Mapping[str, int]:
+        """Return the limits of sums of 32 bits and of the ring of neighbours."""
+        bits = ((2**31 - 1) // cohort_size + 1).bit_length()
+        return {"bits": bits, "num_neighbors": _most_neighbors(cohort_size)}
 
     def make(self, seed: int, expected_participants: float) -> Aggregator:
         """Make the mean."""
@@ -170,8 +212,12 @@ class PrivateSecureMean(AggregatorConfig):
             max_norm=POSITIVE,
             noise_multiplier=POSITIVE,
             min_participants=COUNT,
-            num_neighbors=COUNT,
+            num_neighbors=EVEN,
         )
+
+    def limits(self, cohort_size: int) -> Mapping[str, int]:
+        """Return the limits of the number of clients and of the ring of neighbours."""
+        return {"min_participants": cohort_size, "num_neighbors": _most_neighbors(cohort_size)}
 
     def make(self, seed: int, expected_participants: float) -> Aggregator:
         """Make the mean."""
@@ -209,32 +255,43 @@ class CompressedMean(AggregatorConfig):
 
     Attributes:
         codec: name of the codec.
-        bits: bits of an entry for "uniform". Default None: 4.
+        bits: bits of an entry for "uniform", 1 to 16. Default None: 4.
         fraction: share of the entries that "top_k" and "random_k" send. Default None: 1/64.
         rotated: whether a random rotation comes before the codec.
         error_feedback: whether what a codec leaves out is added to the update of the next round.
-            The codecs that are biased need it: "sign", "e3m0" and "top_k".
+            The codecs that are biased need it: "sign", "e3m0" and "top_k". "terngrad" and "uniform"
+            below 5 bits are too inexact for it.
     """
 
-    codec: Literal["uniform", "drive", "terngrad", "sign", "e3m0", "top_k", "random_k"] = "uniform"
+    codec: CodecName = "uniform"
     bits: int | None = None
     fraction: float | None = None
     rotated: bool = False
     error_feedback: bool = False
 
     def __post_init__(self) -> None:
-        """Check the ranges, and that the codec has the settings.
+        """Check the codec and the ranges, and that the codec has the settings.
 
         Raises:
-            ValueError: a number is out of range, or the codec does not use it.
+            ValueError: there is no codec of this name, a number is out of range, the codec does not
+                use it, or the codec cannot have error feedback.
         """
-        check_ranges(self, "aggregator", bits=COUNT, fraction=PROBABILITY)
+        check_choice(self, "aggregator", "codec", CODECS)
+        check_ranges(self, "aggregator", bits=CODE_BITS, fraction=PROBABILITY)
         for name, users in {"bits": ("uniform",), "fraction": ("top_k", "random_k")}.items():
             if getattr(self, name) is not None and self.codec not in users:
                 raise ValueError(
-                    f"aggregator.{name}={getattr(self, name)} has no effect with codec="
-                    f"{self.codec!r}. Leave it out, or choose codec={users[0]!r}."
+                    f"aggregator.{name}={getattr(self, name)} has no effect with aggregator.codec="
+                    f"{self.codec}. Leave out --aggregator.{name}, or set --aggregator.codec="
+                    f"{' or '.join(users)}."
                 )
+        if self.error_feedback and not self._codec().contractive:
+            other = "bits to 5 or more" if self.codec == "uniform" else "codec to another codec"
+            raise ValueError(
+                f"aggregator.error_feedback=True with aggregator.codec={self.codec}: its error can "
+                "be larger than the update, so that what is left out could grow without bound. Set "
+                f"--aggregator.error_feedback=False, or set --aggregator.{other}."
+            )
 
     def make(self, seed: int, expected_participants: float) -> Aggregator:
         """Make the mean."""
@@ -261,88 +318,6 @@ class CompressedMean(AggregatorConfig):
                 ]()
 
 
-@dataclasses.dataclass(frozen=True)
-class CoordinateMedian(AggregatorConfig):
-    """The median of each coordinate."""
-
-    def make(self, seed: int, expected_participants: float) -> Aggregator:
-        """Make the median."""
-        return coordinate_median()
-
-
-@dataclasses.dataclass(frozen=True)
-class TrimmedMean(AggregatorConfig):
-    """The mean of each coordinate without its largest and smallest values.
-
-    Attributes:
-        trim_fraction: share of the values that is left out at each end, below 0.5.
-    """
-
-    trim_fraction: float = 0.1
-
-    def __post_init__(self) -> None:
-        """Check the range."""
-        check_ranges(self, "aggregator", trim_fraction=DECAY)
-
-    def make(self, seed: int, expected_participants: float) -> Aggregator:
-        """Make the mean."""
-        return trimmed_mean(self.trim_fraction)
-
-
-@dataclasses.dataclass(frozen=True)
-class Krum(AggregatorConfig):
-    """Krum, or Multi-Krum: the updates that are nearest to others.
-
-    Attributes:
-        num_byzantine: largest number of clients that lie.
-        num_selected: number of updates that are averaged; 1 for Krum.
-    """
-
-    num_byzantine: int = 1
-    num_selected: int = 1
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        check_ranges(self, "aggregator", num_byzantine=COUNT_OR_ZERO, num_selected=COUNT)
-
-    def make(self, seed: int, expected_participants: float) -> Aggregator:
-        """Make Krum."""
-        return krum(self.num_byzantine, num_selected=self.num_selected)
-
-
-@dataclasses.dataclass(frozen=True)
-class Bulyan(AggregatorConfig):
-    """Bulyan: Krum, and then the values nearest to the median of each coordinate.
-
-    Attributes:
-        num_byzantine: largest number of clients that lie.
-    """
-
-    num_byzantine: int = 1
-
-    def __post_init__(self) -> None:
-        """Check the range."""
-        check_ranges(self, "aggregator", num_byzantine=COUNT_OR_ZERO)
-
-    def make(self, seed: int, expected_participants: float) -> Aggregator:
-        """Make Bulyan."""
-        return bulyan(self.num_byzantine)
-
-
-@dataclasses.dataclass(frozen=True)
-class GeometricMedian(AggregatorConfig):
-    """The geometric median, by smoothed Weiszfeld iterations.
-
-    Attributes:
-        num_iterations: number of iterations.
-    """
-
-    num_iterations: int = 8
-
-    def __post_init__(self) -> None:
-        """Check the range."""
-        check_ranges(self, "aggregator", num_iterations=COUNT)
-
-    def make(self, seed: int, expected_participants: float) -> Aggregator:
-        """Make the median."""
-        return geometric_median(num_iterations=self.num_iterations)
+def _most_neighbors(cohort_size: int) -> int:
+    """Return the largest even number of other clients."""
+    return (cohort_size - 1) // 2 * 2

@@ -75,6 +75,24 @@ class ClientTraining(NamedTuple):
         return {**self.arguments(), "num_clients": self.num_clients}
 
 
+class PersonalTraining(NamedTuple):
+    """What a client makes its own model from.
+
+    Attributes:
+        loss_fn: the clients' loss.
+        learning_rate: learning rate of the clients' SGD.
+        params: the parameters of the algorithm's state.
+        batches: the client's training batches, a pytree of arrays `[steps, batch, ...]`.
+        num_steps: number of the first batches that are valid. None: all.
+    """
+
+    loss_fn: LossFn
+    learning_rate: float
+    params: Params
+    batches: chex.ArrayTree
+    num_steps: Int[Array, ""] | None
+
+
 @dataclasses.dataclass(frozen=True)
 class MethodConfig(abc.ABC):
     """A method for clients; the base class of the methods.
@@ -104,24 +122,13 @@ class MethodConfig(abc.ABC):
         """
         return init
 
-    def personalize(
-        self,
-        loss_fn: LossFn,
-        learning_rate: float,
-        params: Params,
-        batches: chex.ArrayTree,
-        num_steps: Int[Array, ""] | None,
-    ) -> Params:
+    def personalize(self, on: PersonalTraining) -> Params:
         """Make a client's own model from the server's parameters, by default the shared model.
 
         Args:
-            loss_fn: the clients' loss.
-            learning_rate: learning rate of the clients' SGD.
-            params: the parameters of the algorithm's state.
-            batches: the client's training batches, a pytree of arrays `[steps, batch, ...]`.
-            num_steps: number of the first batches that are valid. None: all.
+            on: the server's parameters, and the client's batches.
         """
-        return params
+        return on.params
 
     def personal_models(
         self, loss_fn: LossFn, learning_rate: float, state: Any, cohort: Cohort
@@ -139,7 +146,9 @@ class MethodConfig(abc.ABC):
         """
 
         def personalize(batches: chex.ArrayTree, num_steps: Any) -> Params:
-            return self.personalize(loss_fn, learning_rate, state.params, batches, num_steps)
+            return self.personalize(
+                PersonalTraining(loss_fn, learning_rate, state.params, batches, num_steps)
+            )
 
         size = jax.tree.leaves(cohort.batches)[0].shape[0]
         return jax.vmap(personalize, axis_size=size)(cohort.batches, cohort.num_steps)

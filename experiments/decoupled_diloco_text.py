@@ -114,6 +114,12 @@ class DecoupledDiLoCoText(TextExperiment):
                 f"{decoupled.fragments}, expected the same number of steps before each merge. Set "
                 f"--data.local_steps to a multiple of {decoupled.fragments}."
             )
+        if decoupled.quorum > self.islands:
+            raise ValueError(
+                f"decoupled.quorum={decoupled.quorum} with islands={self.islands}: expected at "
+                f"most all islands. Set --decoupled.quorum to at most {self.islands}, or raise "
+                "--islands."
+            )
         outer = optax.sgd(decoupled.learning_rate, momentum=decoupled.momentum, nesterov=True)
         fragments = layer_fragments(decoupled.fragments, decoupled.pattern)
         parts = decoupled_diloco_parts(

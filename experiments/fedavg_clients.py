@@ -136,10 +136,11 @@ class ClientExperiment(Experiment):
     mesh: MeshConfig = dataclasses.field(default_factory=lambda: MeshConfig(clients=-1))
 
     def __post_init__(self) -> None:
-        """Check the ranges, and that the method takes the server optimizer.
+        """Check the ranges, the method's server optimizer, and the aggregator's cohorts.
 
         Raises:
-            ValueError: a number is out of range, or a method without a server optimizer has one.
+            ValueError: a number is out of range, a method without a server optimizer has one, or
+                the aggregator needs other cohorts.
         """
         check_ranges(self, "", heldout_batch_size=COUNT, client_learning_rate=POSITIVE)
         if not self.method.has_server_optimizer and self.server != ServerConfig():
@@ -147,6 +148,7 @@ class ClientExperiment(Experiment):
                 f"server={self.server} has no effect: {type(self.method).__name__} takes no server "
                 "optimizer. Leave the fields of --server at their defaults."
             )
+        self.aggregator.check_cohort(self.cohort.size)
         if (
             self.cohort.sampling_probability is not None
             and isinstance(self.aggregator, PrivateSecureMean)

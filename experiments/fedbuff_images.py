@@ -71,7 +71,7 @@ class FedBuffImages(FedAvgImages):
         if self.cohort.sampling_probability is not None:
             raise ValueError(
                 f"cohort.sampling_probability={self.cohort.sampling_probability} has no effect: "
-                "clients arrive when they have finished. Leave it None."
+                "clients arrive when they have finished. Leave out --cohort.sampling_probability."
             )
         if self.method != FedAvg():
             raise ValueError(

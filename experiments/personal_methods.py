@@ -4,11 +4,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Int
 
 from fedpax.algorithms import (
     apfl,
@@ -23,7 +21,7 @@ from fedpax.algorithms.local_evaluation import full_gradient
 from fedpax.algorithms.local_steps import local_steps
 from fedpax.clients import gather_clients
 from fedpax.clients.cohort import Cohort
-from fedpax.experiments.client_methods import ClientTraining, MethodConfig
+from fedpax.experiments.client_methods import ClientTraining, MethodConfig, PersonalTraining
 from fedpax.experiments.ranges import COUNT, FRACTION, NON_NEGATIVE, POSITIVE, check_ranges
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Params
 
@@ -111,17 +109,10 @@ class HypCluster(MethodConfig):
         """Make the initial models from different random keys: equal models would stay equal."""
         return lambda key: jax.vmap(init)(jax.random.split(key, self.num_clusters))
 
-    def personalize(
-        self,
-        loss_fn: LossFn,
-        learning_rate: float,
-        params: Params,
-        batches: chex.ArrayTree,
-        num_steps: Int[Array, ""] | None,
-    ) -> Params:
+    def personalize(self, on: PersonalTraining) -> Params:
         """Choose the model with the least loss on the client's training batches."""
-        cluster = choose_cluster(loss_fn, params, batches, num_steps)
-        return jax.tree.map(lambda p: p[cluster], params)
+        cluster = choose_cluster(on.loss_fn, on.params, on.batches, on.num_steps)
+        return jax.tree.map(lambda p: p[cluster], on.params)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,18 +140,11 @@ class PerFedAvg(MethodConfig):
             **on.arguments(),
         )
 
-    def personalize(
-        self,
-        loss_fn: LossFn,
-        learning_rate: float,
-        params: Params,
-        batches: chex.ArrayTree,
-        num_steps: Int[Array, ""] | None,
-    ) -> Params:
+    def personalize(self, on: PersonalTraining) -> Params:
         """Take one step along the gradient of all training batches of the client."""
-        gradient = full_gradient(loss_fn, params, batches, num_steps)
+        gradient = full_gradient(on.loss_fn, on.params, on.batches, on.num_steps)
         rate = self.adaptation_learning_rate
-        return jax.tree.map(lambda p, g: p - rate * g, params, gradient)
+        return jax.tree.map(lambda p, g: p - rate * g, on.params, gradient)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,15 +168,8 @@ class Reptile(MethodConfig):
         rate = self.meta_learning_rate
         return reptile(loss_fn, client_optimizer=optimizer, meta_learning_rate=rate, **on.cohort)
 
-    def personalize(
-        self,
-        loss_fn: LossFn,
-        learning_rate: float,
-        params: Params,
-        batches: chex.ArrayTree,
-        num_steps: Int[Array, ""] | None,
-    ) -> Params:
+    def personalize(self, on: PersonalTraining) -> Params:
         """Take the local steps of a round."""
-        optimizer = optax.sgd(learning_rate)
-        start = optimizer.init(params)
-        return local_steps(loss_fn, optimizer, params, start, batches, num_steps)[0]
+        optimizer = optax.sgd(on.learning_rate)
+        start = optimizer.init(on.params)
+        return local_steps(on.loss_fn, optimizer, on.params, start, on.batches, on.num_steps)[0]

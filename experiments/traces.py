@@ -108,8 +108,8 @@ class TraceConfig:
             if trace.num_participants != num_participants:
                 raise ValueError(
                     f"trace.file={self.file} has {trace.num_participants} participants, expected "
-                    f"{num_participants}, those of the experiment. Change the experiment's number, "
-                    "or give another file."
+                    f"{num_participants}, those of the experiment. Set --trace.file to another "
+                    "file, or change --islands or --population.num_clients."
                 )
             return trace
         transfer = None

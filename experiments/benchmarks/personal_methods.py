@@ -165,7 +165,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         ):
             with_rate = dataclasses.replace(variant, client_learning_rate=rate)
             tried.append(measure(name, setting, with_rate, options.seeds, options.rounds))
-            print(f"{name}, {setting}, rate {rate:g}: {tried[-1].score:.3f}", flush=True)
+            label = ", ".join(filter(None, (name, setting, f"rate {rate:g}")))
+            print(f"{label}: {tried[-1].score:.3f}", flush=True)
         rows.append(max(tried, key=lambda row: row.score))
     print(table(rows))
 

@@ -156,7 +156,8 @@ def buffered_arrivals(
             raise ValueError(
                 f"buffered_arrivals(): all clients are down for good after {now:g} seconds and "
                 f"{version} of {num_rounds} rounds. Ask for fewer rounds, or draw a trace with "
-                "time_to_return=."
+                "time_to_return=. In an experiment, set --training.rounds or "
+                "--trace.seconds_to_return."
             )
         now, free = events[0][0], 0
         while events and events[0][0] == now:

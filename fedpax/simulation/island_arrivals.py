@@ -168,5 +168,6 @@ def island_arrivals(
             begin(island, now)
     raise ValueError(
         f"island_arrivals(): all islands are down for good in round {len(position) - 1} of "
-        f"{num_rounds}. Ask for fewer rounds, or draw a trace with time_to_return=."
+        f"{num_rounds}. Ask for fewer rounds, or draw a trace with time_to_return=. In an "
+        "experiment, set --training.rounds or --trace.seconds_to_return."
     )

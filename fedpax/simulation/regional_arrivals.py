@@ -231,7 +231,8 @@ def regional_arrivals(
     if current < num_rounds:
         raise ValueError(
             f"regional_arrivals(): all islands are down for good in round {current} of "
-            f"{num_rounds}. Ask for fewer rounds, or draw a trace with time_to_return=."
+            f"{num_rounds}. Ask for fewer rounds, or draw a trace with time_to_return=. In an "
+            "experiment, set --training.rounds or --trace.seconds_to_return."
         )
 
     def table(records: Sequence[tuple[int, ...]], column: int, empty: int, width: int) -> Table:

@@ -2,36 +2,44 @@
 
 import dataclasses
 import functools
+from typing import get_args, get_type_hints
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import fedpax
 from fedpax import Cohort
 from fedpax.experiments.aggregators import AGGREGATORS
 from fedpax.experiments.catalog import find_group
 from fedpax.experiments.client_aggregators import (
+    CODECS,
     ClippedMean,
     CompressedMean,
-    Krum,
     Mean,
     PrivateMean,
     PrivateSecureMean,
     QuantizedMean,
     SecureMean,
-    TrimmedMean,
 )
 from fedpax.experiments.client_methods import ClientTraining
 from fedpax.experiments.fedavg_clients import CohortConfig
 from fedpax.experiments.fedavg_synthetic import fedavg_synthetic
 from fedpax.experiments.fedbuff_images import fedbuff_digits
 from fedpax.experiments.methods import METHODS, PERSONAL_METHODS
+from fedpax.experiments.robust_aggregators import Bulyan, Krum, TrimmedMean
 from fedpax.training.algorithm import RESERVED_METRICS
 from fedpax.training.saved_params import load_params
 from fedpax.training.trainer import train
 
 CLIENTS = 8
+
+# Compilation takes most of the time, and each program runs a few times only.
+quick_jit = functools.partial(
+    jax.jit,
+    compiler_options={"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False},
+)
 
 
 def loss_fn(w, batch):
@@ -59,7 +67,7 @@ def method_of(experiment, aggregator):
 @functools.cache
 def round_of(aggregator):
     algorithm, state = method_of(fedavg_synthetic(), aggregator)
-    return jax.jit(algorithm.round)(state, COHORT)
+    return quick_jit(algorithm.round)(state, COHORT)
 
 
 def leaves(tree):
@@ -87,7 +95,46 @@ def test_each_method_takes_an_aggregator(name: str) -> None:
     assert "noise_stddev" in metrics
 
 
-def test_the_aggregator_of_an_experiment_is_trained_with(tmp_path) -> None:
+@pytest.fixture(scope="module")
+def poisson_rounds():
+    """Run five rounds; return the first and last parameters, and clients and noise by round."""
+    experiment = dataclasses.replace(
+        fedavg_synthetic(),
+        aggregator=PrivateMean(max_norm=1e-6, noise_multiplier=0.5),
+        cohort=CohortConfig(size=24, max_steps=2, sampling_probability=0.2),
+    )
+    run = experiment.build()
+    first = state = run.algorithm.init(
+        jax.tree.map(
+            lambda leaf: np.random.default_rng(0).normal(size=leaf.shape).astype(leaf.dtype),
+            jax.eval_shape(run.init, jax.random.key(0)),
+        )
+    )
+    step, present, noise = quick_jit(run.algorithm.round), [], []
+    for _ in range(5):
+        cohort = next(run.cohorts)
+        present.append(int(np.sum(np.asarray(cohort.client_ids) >= 0)))
+        state, metrics = step(state, cohort)
+        noise.append(metrics["noise_stddev"])
+    return leaves(first.params), leaves(state.params), present, noise
+
+
+def test_the_aggregator_of_an_experiment_is_trained_with(poisson_rounds) -> None:
+    before, after, *_ = poisson_rounds
+    moved = [np.sum((a - b) ** 2) for a, b in zip(after, before, strict=True)]
+    # Of each round: 24 clients of norm 1e-6 divided by 6, and less than that of noise.
+    assert 0 < np.sqrt(sum(moved)) < 5 * 2 * 4e-6
+
+
+def test_poisson_cohorts_have_the_expected_participants_as_denominator(poisson_rounds) -> None:
+    _, _, present, noise = poisson_rounds
+    # 30 clients join with probability 0.2.
+    assert noise == pytest.approx([0.5 * 1e-6 / 6] * 5, rel=1e-5)
+    assert len(set(present)) > 1 and max(present) < 24
+
+
+@pytest.mark.slow
+def test_the_training_loop_uses_the_aggregator(tmp_path) -> None:
     experiment = dataclasses.replace(
         fedavg_synthetic(),
         aggregator=PrivateMean(max_norm=1e-6, noise_multiplier=0.0),
@@ -104,36 +151,52 @@ def test_the_aggregator_of_an_experiment_is_trained_with(tmp_path) -> None:
     assert 0 < np.sqrt(sum(moved)) < 3e-6  # two rounds of at most 1e-6
 
 
-def test_poisson_cohorts_have_the_expected_participants_as_denominator() -> None:
-    experiment = dataclasses.replace(
-        fedavg_synthetic(),
-        aggregator=PrivateMean(max_norm=2.0, noise_multiplier=0.5),
-        cohort=CohortConfig(size=24, max_steps=2, sampling_probability=0.2),
-    )
-    run = experiment.build()
-    state = run.algorithm.init(run.init(jax.random.key(0)))
-    step, present = jax.jit(run.algorithm.round), []
-    for _ in range(5):
-        cohort = next(run.cohorts)
-        present.append(int(np.sum(np.asarray(cohort.client_ids) >= 0)))
-        state, metrics = step(state, cohort)
-        # 30 clients join with probability 0.2.
-        assert metrics["noise_stddev"] == pytest.approx(0.5 * 2.0 / 6, rel=1e-5)
-    assert len(set(present)) > 1 and max(present) < 24
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: ClippedMean(max_norm=0.0), r"aggregator.max_norm=0.0: .* Set --aggregator.max_no"),
         (lambda: PrivateMean(noise_multiplier=-1.0), "aggregator.noise_multiplier=-1.0: expected"),
         (lambda: PrivateSecureMean(noise_multiplier=0.0), "aggregator.noise_multiplier=0.0: expec"),
-        (lambda: SecureMean(bits=0), "aggregator.bits=0: expected"),
+        (lambda: SecureMean(bits=1), "aggregator.bits=1: expected a number from 2 to 24. Set --ag"),
+        (
+            lambda: SecureMean(num_neighbors=3),
+            "aggregator.num_neighbors=3: expected an even number",
+        ),
+        (
+            lambda: PrivateSecureMean(num_neighbors=1),
+            "aggregator.num_neighbors=1: expected an even",
+        ),
         (lambda: QuantizedMean(num_levels=1), "aggregator.num_levels=1: expected"),
-        (lambda: TrimmedMean(trim_fraction=1.0), "aggregator.trim_fraction=1.0: expected"),
+        (
+            lambda: TrimmedMean(trim_fraction=0.5),
+            "aggregator.trim_fraction=0.5: .* below 0.5. Set -",
+        ),
         (lambda: Krum(num_byzantine=-1), "aggregator.num_byzantine=-1: expected"),
-        (lambda: CompressedMean(bits=2, codec="sign"), "bits=2 has no effect .* codec='uniform'"),
-        (lambda: CompressedMean(fraction=0.1), "fraction=0.1 has no effect .* codec='top_k'"),
+        (lambda: CompressedMean(bits=17), "aggregator.bits=17: expected a number from 1 to 16"),
+        (
+            lambda: CompressedMean(bits=2, codec="sign"),
+            "bits=2 has no effect .* --aggregator.codec=uniform",
+        ),
+        (
+            lambda: CompressedMean(fraction=0.1),
+            "fraction=0.1 has no effect .* --aggregator.codec=top_k or random_k",
+        ),
+        (
+            lambda: CompressedMean(codec="foo"),
+            "aggregator.codec='foo': expected one of uniform, drive, terngrad, .* random_k. Set --",
+        ),
+        (
+            lambda: CompressedMean(codec="terngrad", error_feedback=True),
+            "--aggregator.error_feedback=False, or set --aggregator.codec to another codec",
+        ),
+        (
+            lambda: CompressedMean(error_feedback=True),
+            "--aggregator.error_feedback=False, or set --aggregator.bits to 5 or more",
+        ),
+        (
+            lambda: PrivateMean(quantile=0.5).make(0, 10),
+            "expected a number below 1, .* Lower --aggregator.noise_multiplier, set --aggregat",
+        ),
         (lambda: CohortConfig(size=3, sampling_probability=0.0), "cohort.sampling_probability=0.0"),
         (
             lambda: dataclasses.replace(
@@ -148,13 +211,83 @@ def test_poisson_cohorts_have_the_expected_participants_as_denominator() -> None
                 fedbuff_digits(),
                 cohort=dataclasses.replace(fedbuff_digits().cohort, sampling_probability=0.1),
             ),
-            "sampling_probability=0.1 has no effect: clients arrive",
+            "sampling_probability=0.1 has no effect: .* Leave out --cohort.sampling_probability",
         ),
     ],
 )
 def test_bad_settings_are_refused(make, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+VALUES = {int: (0, 1, 2, 3, 4, 5, 16, 17, 24, 25, 256, 257), float: (0.0, 0.3, 0.5, 1.0, 1.5, 30.0)}
+
+
+@pytest.mark.parametrize("name", AGGREGATORS)
+def test_the_library_takes_what_a_configuration_takes(name: str) -> None:
+    base = AGGREGATORS[name]
+    hints = get_type_hints(type(base))
+    changes = [
+        {field: value}
+        for field, hint in hints.items()
+        for kind, values in VALUES.items()
+        if kind in (hint, *get_args(hint))
+        for value in values
+    ]
+    for change in changes:
+        try:
+            config = dataclasses.replace(base, **change)
+        except ValueError as error:
+            assert f"--aggregator.{next(iter(change))}" in str(error)
+        else:
+            config.make(0, 1e3)
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("codec", CODECS)
+def test_error_feedback_is_refused_where_the_library_refuses_it(codec: str, rotated: bool) -> None:
+    settings = {"codec": codec, "rotated": rotated, "error_feedback": True}
+    if codec == "terngrad":
+        with pytest.raises(ValueError, match=r"Set --aggregator\.error_feedback=False"):
+            CompressedMean(**settings)
+    else:
+        CompressedMean(**settings, bits=5 if codec == "uniform" else None).make(0, 10)
+
+
+@pytest.mark.parametrize(
+    ("aggregator", "size"),
+    [
+        (SecureMean(), 300),
+        (PrivateSecureMean(), 9),
+        (Krum(), 10),
+        (Krum(num_byzantine=0), 9),
+        (Bulyan(), 11),
+    ],
+)
+def test_the_limits_of_a_cohort_are_those_of_the_library(aggregator, size: int) -> None:
+    experiment = dataclasses.replace(fedavg_synthetic(), cohort=CohortConfig(size=size))
+
+    def trace(config) -> None:
+        made = config.make(3, size)
+
+        @fedpax.program(clients=size)
+        def aggregate(updates):
+            return made.aggregate(made.init(None), updates, None)
+
+        jax.eval_shape(aggregate, jax.ShapeDtypeStruct((size, 2), np.float32))
+
+    for name, most in aggregator.limits(size).items():
+        step = 2 if name == "num_neighbors" else 1
+        largest, above = (
+            dataclasses.replace(aggregator, **{name: value}) for value in (most, most + step)
+        )
+        trace(dataclasses.replace(experiment, aggregator=largest).aggregator)
+        with pytest.raises(ValueError, match=name):
+            trace(above)
+        with pytest.raises(
+            ValueError, match=rf"cohort\.size={size}: .* Set --aggregator\.{name} to"
+        ):
+            dataclasses.replace(experiment, aggregator=above)
 
 
 def test_the_group_has_the_problem_of_the_methods() -> None:

@@ -10,12 +10,15 @@ import jax
 import numpy as np
 import pytest
 
+from fedpax.data import Source, load
+from fedpax.experiments import fedavg_clients
 from fedpax.experiments.benchmarks import personal_methods
 from fedpax.experiments.catalog import find_group
 from fedpax.experiments.client_methods import FedAvg
 from fedpax.experiments.personal_images import PersonalImages, ServerState
 from fedpax.experiments.personal_methods import APFL
 from fedpax.parallel.mesh import MeshConfig
+from fedpax.training.experiment import Run
 from fedpax.training.saved_params import load_field, load_params
 from fedpax.training.trainer import train
 
@@ -27,6 +30,28 @@ def small(**fields) -> PersonalImages:
     population = dataclasses.replace(experiment.population, num_clients=12)
     cohort = dataclasses.replace(experiment.cohort, size=4, max_steps=3)
     return dataclasses.replace(experiment, population=population, cohort=cohort, **fields)
+
+
+@pytest.fixture
+def few_examples(monkeypatch) -> None:
+    """Let experiments read 400 training and 200 held-out examples, from memory."""
+    monkeypatch.setattr(fedavg_clients, "load", load_few)
+
+
+@functools.cache
+def load_few(name: str, split: str, data_dir: None = None) -> Source:
+    source = load(name, split, data_dir=data_dir)
+    count = 400 if split == "train" else 200
+    return Source(source.name, source.folder, [source[i] for i in range(count)])
+
+
+def random_params(run: Run, seed: int = 3) -> Any:
+    """Return parameters of a run, without the compilation of its initial ones."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda leaf: rng.normal(0, 0.3, leaf.shape).astype(leaf.dtype),
+        jax.eval_shape(run.init, jax.random.key(0)),
+    )
 
 
 def scores(experiment: PersonalImages, model: Any, image: Any, label: Any) -> dict[str, Any]:
@@ -56,10 +81,10 @@ def by_hand(experiment: PersonalImages, models: list) -> dict[str, float]:
     return {name: total / sum(map(len, population)) for name, total in totals.items()}
 
 
-def test_each_client_is_evaluated_on_its_labels_by_the_model_that_it_chooses():
+def test_each_client_is_evaluated_on_its_labels_by_the_model_that_it_chooses(few_examples):
     experiment = small()
     run = experiment.build()
-    params = run.init(jax.random.key(3))
+    params = random_params(run)
     cohort = experiment._read_cohort(experiment.read_population()[0])
     losses = []  # [models, clients]
     for j in range(experiment.method.num_clusters):
@@ -75,10 +100,10 @@ def test_each_client_is_evaluated_on_its_labels_by_the_model_that_it_chooses():
     check(run.evaluate(params), by_hand(experiment, models))
 
 
-def test_a_shared_model_is_evaluated_on_all_labels():
+def test_a_shared_model_is_evaluated_on_all_labels(few_examples):
     experiment = dataclasses.replace(small(), method=FedAvg())
     run = experiment.build()
-    params = run.init(jax.random.key(3))
+    params = random_params(run)
     found = experiment.evaluate_clients()(ServerState(params))
     check(found, by_hand(experiment, [params] * 12))
     assert abs(found["accuracy"] - run.evaluate(params)["accuracy"]) < 0.1  # labels are as frequent
@@ -120,7 +145,7 @@ def test_training_evaluates_the_models_that_clients_keep(tmp_path):
     check(own, by_hand(experiment, kept))
 
 
-def test_models_of_clusters_are_sharded_as_one_model_is():
+def test_models_of_clusters_are_sharded_as_one_model_is(few_examples):
     experiment = small(mesh=MeshConfig(clients=2, tensor=2))
     run = experiment.build()
     alone = dataclasses.replace(experiment, method=FedAvg()).build()
@@ -134,10 +159,10 @@ def test_models_of_clusters_are_sharded_as_one_model_is():
         assert leaf.shape[0] == experiment.method.num_clusters
 
 
-def test_a_method_with_a_shared_model_has_the_evaluation_of_other_experiments():
+def test_a_method_with_a_shared_model_has_the_evaluation_of_other_experiments(few_examples):
     experiment = dataclasses.replace(small(), method=APFL())
     run = experiment.build()
-    params = run.init(jax.random.key(0))
+    params = random_params(run)
     assert all(leaf.ndim <= 2 for leaf in jax.tree.leaves(params))
     assert 0 <= run.evaluate(params)["accuracy"] <= 1
 
@@ -155,6 +180,22 @@ def test_the_table_has_the_best_setting_of_each_method(capsys):
     (row,) = re.findall(r"\| hypcluster *\| *(.*?) \| *(\S+) \| *(\S+) .* \| *(\S+) \|", out)
     assert row == (f"num_clusters = {best[0]}", best[1], best[2], "-")
     assert "| fedavg " in out
+
+
+def test_each_setting_that_was_tried_is_printed(capsys, monkeypatch):
+    def measure(name, setting, experiment, seeds, num_rounds):
+        rate = experiment.client_learning_rate
+        return personal_methods.Row(name, setting, rate, [rate + len(setting) / 100], [])
+
+    monkeypatch.setattr(personal_methods, "measure", measure)
+    personal_methods.main(["--methods=alone,apfl", "--rates=0.1,0.3"])
+    tried = capsys.readouterr().out.partition("\n| ")[0].splitlines()
+    assert tried[:3] == [
+        "alone, rate 0.1: 0.100",
+        "alone, rate 0.3: 0.300",
+        "apfl, mixing = 0.25, rate 0.1: 0.230",
+    ]
+    assert len(tried) == 8
 
 
 @pytest.mark.parametrize(

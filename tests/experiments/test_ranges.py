@@ -7,10 +7,12 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
+import optax
 import pytest
 
 from fedpax.commands.options import configure
 from fedpax.experiments.catalog import experiments, find_group, groups
+from fedpax.experiments.decoupled_diloco_text import decoupled_diloco_text
 from fedpax.experiments.diloco_text import OuterConfig
 from fedpax.experiments.optimizers import OptimizerConfig
 from fedpax.experiments.ranges import COUNT, check_ranges
@@ -84,6 +86,16 @@ def test_the_fields_include_those_of_every_configuration() -> None:
         ("fedavg_digits", "--population.alpha=0", "population.alpha=0.0: expected a positive"),
         ("fedavg_population", "--population.sigma=nan", "population.sigma=nan: expected a finite"),
         ("diloco_text", "--outer.momentum=nan", "outer.momentum=nan: expected a number of at"),
+        (
+            "aggregators_digits:trimmed_mean",
+            "--aggregator.trim_fraction=0.5",
+            "aggregator.trim_fraction=0.5: expected a number of at least 0 and below 0.5. Set --ag",
+        ),
+        (
+            "aggregators_digits:krum",
+            "--aggregator.num_byzantine=4",
+            "with cohort.size=10: expected at most 3. Set --aggregator.num_byzantine to at most 3",
+        ),
     ],
 )
 def test_the_command_line_names_the_field_and_its_range(
@@ -93,6 +105,14 @@ def test_the_command_line_names_the_field_and_its_range(
         configure(exp, [override])
     message = " ".join(capsys.readouterr().err.replace("│", "").split())
     assert stop.value.code == 2 and words in message
+
+
+def test_a_quorum_above_the_number_of_islands_is_refused_by_its_flag() -> None:
+    experiment = decoupled_diloco_text()
+    decoupled = dataclasses.replace(experiment.decoupled, quorum=experiment.islands + 1)
+    experiment = dataclasses.replace(experiment, decoupled=decoupled)
+    with pytest.raises(ValueError, match=r"Set --decoupled\.quorum to at most 4, or raise"):
+        experiment.make_algorithm(lambda params, batch: (params, {}), optax.sgd(0.1))
 
 
 def test_decay_rates_are_below_1_and_rates_are_finite() -> None:

@@ -119,5 +119,6 @@ def test_a_population_that_dies_out_raises():
     trace = draw_trace(
         9, seed=0, seconds_per_step=constant(1), time_to_failure=exponential(9), horizon=1e3
     )
-    with pytest.raises(ValueError, match=r"down for good .* draw a trace with time_to_return"):
+    remedy = r"down for good .* draw a trace with time_to_return.*--trace\.seconds_to_return"
+    with pytest.raises(ValueError, match=remedy):
         buffered_arrivals(trace, num_rounds=1000, concurrency=3)

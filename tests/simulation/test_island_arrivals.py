@@ -101,7 +101,7 @@ def test_grace_waits_for_others_and_no_longer_than_needed():
                 num_rounds=99,
                 num_steps=1,
             ),
-            "down for good in round 4 of 99. Ask for fewer rounds",
+            "down for good in round 4 of 99. Ask for fewer rounds.*--trace.seconds_to_return",
         ),
     ],
 )

@@ -151,7 +151,7 @@ def test_equal_speeds_and_no_transfers_are_one_instant_per_round():
         ({"seconds_from_global": [1.0, 2.0, 3.0]}, "or 2 of them: one per region"),
         (
             {"trace": Trace(np.ones(2), downtimes=np.full((2, 1, 2), [5.0, np.inf]))},
-            "down for good in round 4 of 99. Ask for fewer rounds",
+            "down for good in round 4 of 99. Ask for fewer rounds.*--trace.seconds_to_return",
         ),
     ],
 )

@@ -83,7 +83,8 @@ class ClientSampler:
         if self.cohort_size > self.num_clients:
             raise ValueError(
                 f"cohort_size is {self.cohort_size}, but the population has {self.num_clients} "
-                f"clients and sampling is without replacement: take {self.num_clients} or fewer."
+                f"clients and sampling is without replacement: take {self.num_clients} or fewer. "
+                "In an experiment, set --cohort.size."
             )
         if self.sampling_probability is not None:
             self._check_probability(self.sampling_probability)
@@ -112,14 +113,30 @@ class ClientSampler:
                 "are for cohorts of a fixed size, but with sampling_probability every client has "
                 "the same probability. Leave weights out."
             )
-        suggested = poisson_cohort_size(self.num_clients, probability)
+        remedy = self._larger_cohort(probability)
         if self.cohort_size < (mean := self.num_clients * probability):
             raise ValueError(
                 f"cohort_size is {self.cohort_size}, but a round has {mean:g} clients on average "
-                f"with sampling_probability={probability} and num_clients={self.num_clients}. Take "
-                f"cohort_size={suggested}, which a round in a billion exceeds, or reduce "
-                "sampling_probability."
+                f"with sampling_probability={probability} and num_clients={self.num_clients}. "
+                f"{remedy} Or reduce sampling_probability (--cohort.sampling_probability)."
             )
+
+    def _larger_cohort(self, probability: float) -> str:
+        """Return sentences with a `cohort_size` that is large enough, for errors.
+
+        Raises:
+            ValueError: the probability is out of range.
+        """
+        suggested = poisson_cohort_size(self.num_clients, probability)
+        if suggested == self.num_clients:
+            sizes = f"cohort_size={suggested}, all clients."
+        else:
+            # A mesh needs a multiple of its devices, and the population is the limit.
+            sizes = (
+                f"a cohort_size from {suggested}, which a round in a billion exceeds, to "
+                f"{self.num_clients}. On several devices, take a multiple of their number."
+            )
+        return f"Take {sizes} In an experiment, set --cohort.size."
 
     @property
     def expected_participants(self) -> float:
@@ -224,9 +241,8 @@ class ClientSampler:
                 f"sample(): {len(sampled)} clients join round {round_number}, but cohort_size is "
                 f"{self.cohort_size}. A round of all {self.num_clients} clients with "
                 f"sampling_probability={probability} has {mean:g} on average, with standard "
-                f"deviation {stddev:.3g}. Take cohort_size="
-                f"{poisson_cohort_size(self.num_clients, probability)}, which a round in a billion "
-                "exceeds. Clients are not left out, because epsilon would not be valid."
+                f"deviation {stddev:.3g}. {self._larger_cohort(probability)} Clients are not left "
+                "out, because epsilon would not be valid."
             )
         order = shuffled_index(
             np.arange(len(sampled)), len(sampled), hash_key(self.seed, _ORDER, round_number)

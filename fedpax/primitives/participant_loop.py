@@ -354,19 +354,27 @@ class _DeviceLoop(NamedTuple):
 
         Returns:
             For each stacked output, the index of an input buffer with the same shape, dtype and
-            sharding that it can alias, or None. No input is assigned twice.
+            sharding that it can alias, or None. No input is assigned twice. Inputs that the output
+            depends on come first, such as the state that it replaces: XLA copies an input that
+            another output still reads.
         """
-        free = [
-            (i, _shape_and_layout(unplaced_aval(aval_of_value(v))))
+        free = {
+            i: _shape_and_layout(unplaced_aval(aval_of_value(v)))
             for i, v in enumerate(placed)
             if not v.indices and has_typed_mesh(v.array)
-        ]
-        found: list[int | None] = []
-        for aval in self.split(self.out_avals)[0]:
-            own = next((entry for entry in free if entry[1] == _shape_and_layout(aval)), None)
-            found.append(own and own[0])
-            if own:
-                free.remove(own)
+        }
+        wanted = dict(enumerate(map(_shape_and_layout, self.split(self.out_avals)[0])))
+        found: list[int | None] = [None] * len(wanted)
+        for depends in (True, False):
+            for output, layout in wanted.items():
+                fitting = (
+                    i
+                    for i, own in free.items()
+                    if own == layout and (output in self.outputs_by_slice[i]) >= depends
+                )
+                if found[output] is None and (i := next(fitting, None)) is not None:
+                    found[output] = i
+                    del free[i]
         return found
 
     def identities(self) -> list[jax.Array]:

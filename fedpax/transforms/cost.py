@@ -23,7 +23,7 @@ from fedpax.transforms.cost_table import Cost, PlacementCost, Transfer
 from fedpax.transforms.flops import NO_FLOPS, Flops, equation_flops
 from fedpax.transforms.inlining import inline, is_federated, placements_of
 from fedpax.transforms.placed_values import PlacedValues, bodies_of
-from fedpax.transforms.sends import sent_values
+from fedpax.transforms.sends import sends_in_while, sent_values
 from fedpax.transforms.sent import kept_values, server_work
 from fedpax.transforms.value_names import Names, type_of
 
@@ -148,6 +148,7 @@ class _Counter:
             of_server, _ = server_work(placed.plan)
             by_participants |= {id(one.eqn) for one in placed.plan.producer.values()} - of_server
             self._count_placement(placed, names, executions)
+            server += Flops(is_exact=not sends_in_while(placed))
         for eqn in jaxpr.eqns:
             if id(eqn) in by_participants:
                 continue
@@ -161,11 +162,12 @@ class _Counter:
         self, eqn: JaxprEqn, names: Names, executions: int, levels: list[PlacedValues]
     ) -> Flops:
         """Count the bodies of a loop, or the costliest branch of a conditional."""
-        if eqn.primitive.name == "scan":
+        name = eqn.primitive.name
+        if name == "scan":
             executions *= eqn.params["length"]
         found: list[tuple[Flops, _Counter]] = []
         for i, body in enumerate(bodies_of(eqn) or ()):
-            counter = _Counter() if eqn.primitive.name == "cond" else self
+            counter = _Counter() if name in ("cond", "while") else self
             inside = names.inside(body.jaxpr, [eqn.invars[k] for k in body.operands])
             arguments = {}
             for level in levels:
@@ -174,12 +176,17 @@ class _Counter:
                 placed = {v: axis for v, axis in inner.axes.items() if v in own}
                 arguments[level.placement] = placed, inner.fixed & own
             found.append((counter.visit(body.jaxpr, inside, executions, arguments), counter))
-        if eqn.primitive.name == "cond":
+        if name == "cond":
             server, costliest = max(found, key=lambda one: one[1].total())
             self._merge(costliest)
             return server
         server = sum((one for one, _ in found), start=NO_FLOPS)
-        return Flops(server.number, server.is_exact and eqn.primitive.name != "while")
+        if name != "while":
+            return server
+        costs_nothing = not server.number and all(c.total() == (0, 0) for _, c in found)
+        for _, counter in found:
+            self._merge(counter)
+        return Flops(server.number, server.is_exact and costs_nothing)
 
     def _merge(self, other: _Counter) -> None:
         for name, theirs in other.placements.items():
@@ -221,10 +228,12 @@ class _Counter:
                 if is_federated(inner.jaxpr):
                     inlined = eliminate_dead_code(inline(inner, inside=lambda j: j)).jaxpr
                     inside = names.inside(inlined, plan.operands(one.eqn))
-                    own.flops += self.visit(inlined, inside, executions, {})
+                    counter = _Counter()
+                    own.flops += counter.visit(inlined, inside, executions, {})
                     for nested in placements_of(inlined):
-                        found = self.placements[nested.name]
+                        found = counter.placements[nested.name]
                         own.flops += found.flops.times(nested.size)
+                    self._merge(counter)
                 else:
                     own.flops += equation_flops(one.eqn).times(1 / placement.size).times(executions)
             else:

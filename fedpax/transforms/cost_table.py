@@ -73,7 +73,8 @@ class Cost:
         peak_bytes: peak memory of a device in the compiled program: arguments, results, the values
             in between and code.
         flops_are_exact: False if a loop has a number of steps that is known only at run time, as
-            with `Cohort.num_steps`; the body of such a loop counts once.
+            with `Cohort.num_steps`; the body of such a loop counts once. A loop without FLOPs,
+            broadcasts and reductions leaves the counts exact.
     """
 
     placements: dict[str, PlacementCost]

@@ -33,9 +33,9 @@ def explain(program: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
         **kwargs: the keyword arguments of `program`; likewise.
 
     Returns:
-        One line per program, then one line per placement and phase: the number of maps and
-        reductions in the loop, and its chunk size. Each stored value follows on its own line, with
-        its type and the reason.
+        One line per program, then one line per placement and phase with a loop: the number of maps
+        and reductions in the loop, and its chunk size. Each stored value follows on its own line,
+        with its type and the reason.
 
     Example:
         >>> import jax.numpy as jnp
@@ -73,7 +73,7 @@ def _explain_jaxpr(closed: ClosedJaxpr) -> Iterator[str]:
         yield "It has no federated_map, so there is no loop over participants."
     for placement in placements_of(closed.jaxpr):
         plan = make_plan(closed.jaxpr, placement)
-        for phase in sorted(plan.loops):
+        for number, phase in enumerate(sorted(plan.loops)):
             stored = plan.stored[phase]
             own, rematerialized = plan.maps(phase)
             parts = [_count(len(own), "map")] if own or not rematerialized else []
@@ -82,7 +82,7 @@ def _explain_jaxpr(closed: ClosedJaxpr) -> Iterator[str]:
             parts.append(_count(len(plan.reductions.get(phase, ())), "reduction"))
             parts.append(f"chunk_size={plan.chunk_size(phase)!r}")
             yield (
-                f"{placement}, phase {phase}: {', '.join(parts)}; "
+                f"{placement}, phase {number}: {', '.join(parts)}; "
                 + ("stored for all participants:" if stored else "nothing is stored.")
             )
             yield from (f"  {aval_of(v).str_short()}: {why}" for v, why in stored.items())

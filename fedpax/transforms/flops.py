@@ -33,8 +33,8 @@ class Flops:
 
     Attributes:
         number: number of operations.
-        is_exact: False if a loop has a number of steps that is known only at run time; its body
-            counts once.
+        is_exact: False if a loop with floating-point operations has a number of steps that is known
+            only at run time; its body counts once.
     """
 
     number: float = 0
@@ -86,7 +86,8 @@ def equation_flops(eqn: JaxprEqn) -> Flops:
     if name == "scan":
         return count_flops(inner[0]).times(eqn.params["length"])
     if name == "while":
-        return Flops(sum(count_flops(body).number for body in inner), is_exact=False)
+        number = sum(count_flops(body).number for body in inner)
+        return Flops(number, is_exact=not number)
     if name == "cond":
         return max((count_flops(branch) for branch in inner), key=lambda flops: flops.number)
     if inner and name not in ("custom_jvp_call", "custom_vjp_call", "pallas_call"):

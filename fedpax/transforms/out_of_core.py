@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedpax.primitives._jax import ClosedJaxpr, Literal, Var, eliminate_dead_code
+from fedpax.primitives._jax import ClosedJaxpr, Literal, Var, aval_of, eliminate_dead_code
 from fedpax.primitives.layout import mesh_axis
 from fedpax.transforms.inlining import inline, placements_of
 from fedpax.transforms.phases import Atom
@@ -171,7 +171,7 @@ class _ChunkedProgram:
 
     def _output(self, values: dict[Var, Any], v: Atom) -> Any:
         if isinstance(v, Literal):
-            return v.val
+            return jnp.asarray(v.val, aval_of(v).dtype)
         axis = self.plan.axis[v] if self.plan.is_stored(v) else 0
         return np.moveaxis(values[v], 0, axis) if axis else values[v]
 
@@ -254,7 +254,7 @@ class _ChunkedProgram:
         wanted += [v for v in self.outputs if isinstance(v, Var)]
         found = [v for v in dict.fromkeys(wanted) if v in computed]
         if part == self.plan.last_phase + 1:
-            outputs = [v for v in dict.fromkeys(self.outputs) if isinstance(v, Var)]
+            outputs = dict.fromkeys(v for v in self.outputs if isinstance(v, Var))
             found += [v for v in outputs if self._is_computed_on_demand(v)]
         return found
 

@@ -51,6 +51,8 @@ class StreamingPlan:
         reductions: phase -> the reductions that its loop accumulates.
         stored: phase -> the values that its loop stores for all participants, and the reasons.
             They are stored with the participants' axis first.
+        on_server: the mapped values that the server computes for all participants, because their
+            phase has no loop.
         server: phase -> the equations that the server runs before the loop.
     """
 
@@ -72,6 +74,7 @@ class StreamingPlan:
         self.loops: dict[int, list[JaxprEqn]] = {}
         self.reductions: dict[int, list[LoopReduction]] = {}
         self.stored: dict[int, dict[Var, str]] = {}
+        self.on_server: set[Var] = set()
         self.server: dict[int, list[JaxprEqn]] = {}
 
     def resolve(self, v: Atom) -> Atom:
@@ -126,7 +129,8 @@ class StreamingPlan:
         if phase in self.loops:
             self.stored[phase].setdefault(v, reason)
             return
-        for operand in self.operands(self.producer[v].eqn):  # the server computes v from these
+        self.on_server.add(v)
+        for operand in self.operands(self.producer[v].eqn):
             self.store(operand, reason)
 
     def walk(self, phase: int) -> Iterator[tuple[Var, int | None, Unstacked | None]]:

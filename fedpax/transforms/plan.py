@@ -10,8 +10,9 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from fedpax.primitives._jax import Jaxpr, JaxprEqn, Var, aval_of
+from fedpax.primitives._jax import Jaxpr, JaxprEqn, Var
 from fedpax.primitives.map import federated_map_p
+from fedpax.primitives.peak_memory import num_bytes
 from fedpax.primitives.placement import Placement
 from fedpax.transforms.phases import StreamingPlan, plan_phases
 
@@ -24,19 +25,31 @@ class Cost(NamedTuple):
         loops: number of loops.
         stored_bytes: bytes of the values that loops store for all participants.
         server_reductions: number of reductions that no loop accumulates.
+        read_bytes: bytes of the placed values that loops read, once for each loop.
+        server_bytes: bytes of the mapped values that the server computes for all participants.
+        chunk_sizes: id of an equation -> the largest chunk size of a loop that runs it. "auto"
+            counts as 0, because it adapts to the memory.
     """
 
     runs: Counter[int]
     loops: int
     stored_bytes: int
     server_reductions: int
+    read_bytes: int
+    server_bytes: int
+    chunk_sizes: dict[int, int]
 
     def is_below(self, other: "Cost") -> bool:
-        """Return whether a plan costs less in some respect, and in none more."""
+        """Return whether a plan is better: some respect falls, and none grows.
+
+        The runs, the loops, the stored bytes or the server's reductions must fall. The other
+        respects only veto.
+        """
         return (
-            self != other
+            self[:4] != other[:4]
             and self.runs <= other.runs
-            and all(a <= b for a, b in zip(self[1:], other[1:], strict=True))
+            and all(a <= b for a, b in zip(self[1:6], other[1:6], strict=True))
+            and all(size <= other.chunk_sizes.get(e, size) for e, size in self.chunk_sizes.items())
         )
 
 
@@ -63,7 +76,8 @@ def _postpone(
 ) -> StreamingPlan | None:
     """Return a plan that costs less because a map waits; record it in `not_before`.
 
-    Maps and phases in `tried` are passed over: otherwise planning is cubic in the number of maps.
+    A map does not wait if the order of effects, such as callbacks, would change. Maps and phases
+    in `tried` are passed over: otherwise planning is cubic in the number of maps.
     """
     cost = _cost(best)
     for phase, eqn in _run_again(best):
@@ -73,7 +87,7 @@ def _postpone(
         for group in ([eqn], _with_maps_before(best, eqn)):
             moved = not_before | {id(e): phase for e in group}
             plan = plan_phases(best.jaxpr, best.placement, moved)
-            if _cost(plan).is_below(cost):
+            if _cost(plan).is_below(cost) and _effects(plan) == _effects(best):
                 not_before.update(moved)
                 return plan
     return None
@@ -107,13 +121,40 @@ def _with_maps_before(plan: StreamingPlan, eqn: JaxprEqn) -> list[JaxprEqn]:
     return [one for one in found.values() if one.primitive is federated_map_p]
 
 
+def _effects(plan: StreamingPlan) -> list[tuple[int, ...]]:
+    """Return the ids of the equations with effects, in the order in which they run.
+
+    Those of a loop are in one tuple, because each participant runs all of them in turn.
+    """
+    order: list[tuple[int, ...]] = []
+    for phase in range(plan.last_phase + 1):
+        order += [(id(eqn),) for eqn in plan.server.get(phase, ()) if eqn.effects]
+        order += [tuple(id(eqn) for eqn in plan.loops.get(phase, ()) if eqn.effects)]
+    return [ids for ids in order if ids]
+
+
 def _cost(plan: StreamingPlan) -> Cost:
-    runs = Counter(id(eqn) for phase in plan.loops for maps in plan.maps(phase) for eqn in maps)
-    avals = [aval_of(v) for values in plan.stored.values() for v in values]
-    accumulated = sum(map(len, plan.reductions.values()))
+    runs = Counter[int]()
+    chunk_sizes: dict[int, int] = {}
+    for phase in plan.loops:
+        chunk = _chunk_size(plan, phase)
+        for one in plan.computed(phase):
+            chunk_sizes[id(one.eqn)] = max(chunk, chunk_sizes.get(id(one.eqn), 0))
+            runs[id(one.eqn)] += one.eqn.primitive is federated_map_p
     return Cost(
         runs=runs,
         loops=len(plan.loops),
-        stored_bytes=sum(aval.size * aval.dtype.itemsize for aval in avals),
-        server_reductions=len(plan.candidates) - accumulated,
+        stored_bytes=sum(num_bytes(v) for values in plan.stored.values() for v in values),
+        server_reductions=len(plan.candidates) - sum(map(len, plan.reductions.values())),
+        read_bytes=sum(num_bytes(v) for phase in plan.loops for v in plan.loop_inputs(phase)[1]),
+        server_bytes=sum(map(num_bytes, plan.on_server)),
+        chunk_sizes=chunk_sizes,
     )
+
+
+def _chunk_size(plan: StreamingPlan, phase: int) -> int:
+    """Return the chunk size of a loop as a number."""
+    size = plan.chunk_size(phase)
+    if size == "auto":
+        return 0
+    return plan.placement.size if size is None else size

@@ -31,6 +31,23 @@ def sent_values(placed: PlacedValues, names: Names, executions: int) -> list[Tra
     return list(_Sends(placed, names, executions).transfers())
 
 
+def sends_in_while(placed: PlacedValues, is_inside: bool = False) -> bool:
+    """Return whether participants send values in a loop of unknown length.
+
+    Args:
+        placed: the placed values of a jaxpr.
+        is_inside: whether the jaxpr runs in such a loop.
+    """
+    for eqn in placed.jaxpr.eqns:
+        use = placed.uses[id(eqn)]
+        if is_inside and (use.read or use.kind in (Kind.REDUCTION, Kind.EXCHANGE)):
+            return True
+        unknown = is_inside or eqn.primitive.name == "while"
+        if any(sends_in_while(body, unknown) for body in use.bodies):
+            return True
+    return False
+
+
 class _Sends:
     """The values that a participant sends in one jaxpr."""
 

@@ -60,3 +60,18 @@ def test_donated_states_have_no_second_buffer(chunk_size):
 
     # 4 clients remain after the last chunk of 7, in both cases: their new states are temporaries.
     assert temporaries(2048) == temporaries(60)
+
+
+def test_a_state_replaces_the_argument_that_it_depends_on():
+    """The first argument has the same type, but another result is computed from it."""
+
+    @fedpax.program(clients=64, chunk_size=1)
+    def program(x, states):
+        return federated_map(jnp.sin, states), federated_map(jnp.linalg.norm, x)
+
+    x, states = normal(64, 256), normal(64, 256, seed=1)
+    step = jax.jit(program, donate_argnums=1)
+    assert step.lower(x, states).compile().memory_analysis().temp_size_in_bytes < x.nbytes
+    donated = jax.device_put(states)
+    close(step(x, donated), (jnp.sin(states), jnp.linalg.norm(x, axis=1)))
+    assert donated.is_deleted()

@@ -59,5 +59,15 @@ def test_explain_describes_the_bodies_of_loops_and_conditionals():
     ]
 
 
+def test_explain_numbers_the_phases_that_have_a_loop():
+    def program(x):
+        scaled = federated_map(jnp.sin, x)
+        total = jnp.sum(scaled * federated_mean(scaled))  # by the server, in a phase of its own
+        return federated_mean(federated_map(jnp.multiply, scaled, federated_broadcast(total)))
+
+    text = fedpax.explain(fedpax.program(clients=N)(program), WEIGHTS)
+    assert re.findall(r"phase (\d+)", text) == ["0", "1"], text
+
+
 def test_explain_of_a_function_without_programs():
     assert fedpax.explain(jnp.sin, 1.0) == "This function calls no fedpax program."

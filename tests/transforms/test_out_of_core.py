@@ -49,6 +49,16 @@ def test_chunks_equal_the_whole_program(name):
     close(fedpax.out_of_core(federated(name), chunk_size=5)(W, X, WEIGHTS), expected(name))
 
 
+def test_a_program_that_returns_constants():
+    @fedpax.program(clients=N)
+    def program(x):
+        return federated_mean(federated_map(jnp.sum, x)), 0.5, True, jnp.bfloat16(1.5)
+
+    found = fedpax.out_of_core(program, chunk_size=5)(X)
+    close(found, program(X))
+    assert all(isinstance(leaf, jax.Array) for leaf in found)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [slow("two_phases"), slow("variance"), "weights_of_a_later_phase"])
 def test_chunks_of_rematerialized_programs(name):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import io_callback
 from program_table import normal
 
 import fedpax
@@ -46,6 +47,11 @@ def scaled_before_the_mean(clients, wrap=lambda fn: fn):
     return round
 
 
+def temporaries(program, *args, **settings):
+    compiled = jax.jit(program, **settings).lower(*args).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
 def arguments(clients):
     examples = np.random.default_rng(0).integers(1, 9, (clients, 3))
     return normal(SIZE), normal(clients, SIZE, seed=1), examples
@@ -67,9 +73,7 @@ def test_clients_wait_for_the_sum_of_their_weights(wrap):
 
 def test_memory_is_flat_without_checkpoint():
     def stored(clients):
-        args = arguments(clients)
-        compiled = jax.jit(scaled_before_the_mean(clients)).lower(*args).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
+        return temporaries(scaled_before_the_mean(clients), *arguments(clients))
 
     per_client = (stored(4096) - stored(1024)) / (4096 - 1024)
     assert per_client <= 8  # the weights, not the updates
@@ -129,3 +133,99 @@ def test_reductions_that_the_server_needs_are_not_postponed():
     assert "phase 0: 1 map, 1 reduction" in text and "phase 1: 1 map, 1 reduction" in text
     updates = np.sin(np.float64(w)) * x
     np.testing.assert_allclose(two_phases(w, x), updates.var(0), atol=1e-5)
+
+
+def test_a_map_does_not_wait_if_two_loops_then_read_its_argument():
+    """A donated state that a later loop reads is copied before it is overwritten."""
+    clients, size = 64, 256
+
+    @fedpax.program(clients=clients, chunk_size=1)
+    def program(states, x, examples):
+        total = federated_sum(federated_map(weigh, examples))
+        new = federated_map(train, states, x)
+        norms = federated_map(jnp.linalg.norm, states)
+        share = lambda norm, total: norm / total
+        return new, federated_mean(federated_map(share, norms, federated_broadcast(total)))
+
+    states = normal(clients, size)
+    args = states, normal(clients, size, seed=1), normal(clients, 3)
+    assert temporaries(program, *args, donate_argnums=0) < states.nbytes
+
+
+def test_a_map_does_not_wait_if_the_server_then_computes_for_all():
+    clients, size = 64, 32
+
+    @fedpax.program(clients=clients, chunk_size=1)
+    def program(x, weights):
+        updates = federated_map(jnp.sin, x)
+        total = federated_sum(federated_map(jnp.tanh, weights)) + jnp.sum(federated_mean(updates))
+        scaled = updates * total
+        products = jnp.sort(scaled[:, :, None] * scaled[:, None], axis=1)
+        median = jnp.sort(products[:, 0, 0])[clients // 2]
+        shares = federated_map(lambda n, t: n * t, weights, federated_broadcast(total))
+        return federated_mean(
+            federated_map(lambda s, m: s * m, shares, federated_broadcast(median))
+        )
+
+    # The products of one client at a time.
+    assert temporaries(program, normal(clients, size), normal(clients)) < 4 * clients * size**2 / 4
+
+
+def test_a_map_does_not_wait_for_a_loop_of_larger_chunks():
+    clients, size = 64, 64
+
+    @fedpax.program(clients=clients)
+    def program(x, rows):
+        pairs = lambda row: jnp.sum(jnp.sort(jnp.sort(row[:, None] * row[None], 0), 1)[0])
+        weights = federated_map(pairs, rows, chunk_size=1)
+        total = federated_sum(weights)
+        updates = federated_map(jnp.sin, x)
+        scale = lambda u, w, t: jnp.round(u * w / t)
+        return federated_sum(federated_map(scale, updates, weights, federated_broadcast(total)))
+
+    text = fedpax.explain(program, normal(clients, 4 * size), normal(clients, size))
+    assert "phase 0: 2 maps, 1 reduction, chunk_size=1" in text
+
+
+def watched(trained, loss, total):
+    """Make a round that calls a function in the map, and two with results of reductions."""
+
+    @fedpax.program(clients=N, chunk_size=1)
+    def round(w, x, examples):
+        weights = federated_map(weigh, examples)
+        sum_of_weights = federated_sum(weights)
+
+        def local(w, x):
+            trained(x[0])
+            return train(w, x), jnp.sum(x)
+
+        updates, losses = federated_map(local, federated_broadcast(w), x)
+        loss(federated_mean(losses))
+        total(sum_of_weights)
+        share = lambda u, n, t: u * n / t
+        return federated_sum(
+            federated_map(share, updates, weights, federated_broadcast(sum_of_weights))
+        )
+
+    return round
+
+
+@pytest.mark.parametrize("first", ["trained", "loss"])
+def test_ordered_effects_keep_their_order(first):
+    seen = []
+    record = lambda name: lambda v: io_callback(lambda _: seen.append(name), None, v, ordered=True)
+    functions = {"trained": lambda v: None, "loss": lambda v: None, "total": record("total")}
+    functions[first] = record(first)
+    jax.block_until_ready(jax.jit(watched(**functions))(*arguments(N)))
+    jax.effects_barrier()
+    assert seen == [first] * (N if first == "trained" else 1) + ["total"]
+
+
+def test_a_map_with_the_only_effect_waits(capfd):
+    nothing = lambda v: None
+    round = watched(lambda v: jax.debug.print("trained {}", v), nothing, nothing)
+    args = arguments(N)
+    assert f"float32[{N},{SIZE}]" not in fedpax.explain(round, *args)
+    jax.block_until_ready(round(*args))
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("trained") == N

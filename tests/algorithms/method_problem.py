@@ -1,5 +1,6 @@
 """A method with its settings and its reference, and the small random problem that it trains on."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -98,7 +99,11 @@ class Method(NamedTuple):
     keeps_client_state: bool = False
 
     def algorithm(self, participants: int = PARTICIPANTS, rates: Rates | None = None):
-        return self.build(participants, rates or self.rates)
+        return (
+            default_algorithm(self, participants)
+            if rates is None
+            else self.build(participants, rates)
+        )
 
     def cohort(self, batches: Any, weights: Any) -> Cohort:
         """Make the cohort of a round; weights count where the method's test weighs participants."""
@@ -112,3 +117,9 @@ class Method(NamedTuple):
         rates = rates or self.rates
         params = {name: np.asarray(p, np.float64) for name, p in params.items()}
         return self.refer(params, rounds, weights, rates)
+
+
+@functools.cache  # an algorithm that is built once is compiled once for all tests of its shapes
+def default_algorithm(method: Method, participants: int) -> FederatedAlgorithm:
+    """Build a method with its own rates."""
+    return method.build(participants, method.rates)

@@ -82,13 +82,11 @@ def test_padded_steps_change_nothing(name, places):
 @every_method
 def test_a_round_of_padding_alone_changes_nothing(name):
     params, rounds, weights = problem(2)
-    method = METHODS[name]
-    algorithm = method.algorithm()
-    step = jax.jit(algorithm.round)
-    state, _ = step(algorithm.init(on_device(params)), method.cohort(rounds[0], weights[0]))
+    it = trainer(name, "none")
+    state, _ = it.round(it.start(params), it.cohort(rounds[0], weights[0]))
     padding = pad(rounds[1], [])
     padding["mask"][:] = False
-    after, metrics = step(state, method.cohort(padding, weights[1]))
+    after, metrics = jax.jit(it.algorithm.round)(state, it.cohort(padding, weights[1]))
     assert all(value == 0 for value in metrics.values())
     # Momentum of the server goes on along its moments.
     kept = {"DiLoCo": "inner_optimizer_state", "FedAdam": "aggregator_state"}
@@ -129,12 +127,15 @@ def test_clients_of_unequal_size_train_on_their_own_steps(optimizer, marked_by):
         cohort = Cohort({**batches, "x": garbage}, weights, num_steps)
     state, metrics = jax.jit(algorithm.round)(algorithm.init(on_device(params)), cohort)
 
+    @jax.jit
+    def train(start, batches):
+        return local_steps(loss_fn, optimizer, start, optimizer.init(start), batches)
+
     ends, reports, shares = [], [], []
     for i, n in enumerate(num_steps):
         own = jax.tree.map(lambda b, i=i, n=n: b[i, :n], batches)
         if n:
-            start = on_device(params)
-            end, _, report = local_steps(loss_fn, optimizer, start, optimizer.init(start), own)
+            end, _, report = train(on_device(params), own)
             ends.append(end)
             reports.append(report)
             shares.append(weights[i])

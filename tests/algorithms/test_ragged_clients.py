@@ -1,6 +1,7 @@
 """Clients with different numbers of steps and examples."""
 
 import collections
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from fedpax.algorithms import fedavg, local_steps
 RATE, BETA = 0.2, 0.8
 
 
+@functools.cache  # compiled once for all tests of the same shapes
 def algorithm(chunk_size=1, loss=loss_fn):
     return fedavg(
         loss,

@@ -36,10 +36,7 @@ from fedpax.training.trainer import train
 CLIENTS = 8
 
 # Compilation takes most of the time, and each program runs a few times only.
-quick_jit = functools.partial(
-    jax.jit,
-    compiler_options={"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False},
-)
+quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def loss_fn(w, batch):

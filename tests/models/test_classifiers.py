@@ -101,17 +101,24 @@ def test_max_pool_equals_a_reduction_over_windows(draw: Any, shape: tuple[int, .
     def windows(x: Any) -> Any:
         return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
 
-    (ours, pull), (expected, expected_pull) = jax.vjp(max_pool, x), jax.vjp(windows, x)
+    def value_and_pull(pool: Any) -> Any:
+        def both(x: Any, cotangent: Any) -> Any:
+            value, pull = jax.vjp(pool, x)
+            return value, pull(cotangent)[0]
+
+        return jax.jit(both)
+
+    cotangent = random.normal(size=jax.eval_shape(max_pool, x).shape).astype(np.float32)
+    ours, pulled = value_and_pull(max_pool)(x, cotangent)
+    expected, expected_pulled = value_and_pull(windows)(x, cotangent)
     np.testing.assert_array_equal(ours, expected)
-    cotangent = random.normal(size=ours.shape).astype(np.float32)
-    np.testing.assert_array_equal(pull(cotangent)[0], expected_pull(cotangent)[0])
+    np.testing.assert_array_equal(pulled, expected_pulled)
     tangent = random.normal(size=shape).astype(np.float32)
-    moved = jax.jvp(max_pool, (x,), (tangent,))[1]
-    np.testing.assert_allclose(
-        np.vdot(moved, cotangent), np.vdot(tangent, pull(cotangent)[0]), rtol=1e-5
-    )
-    one_by_one = np.stack([max_pool(image) for image in x])
-    np.testing.assert_array_equal(jax.vmap(max_pool)(x), one_by_one)
+    moved = jax.jit(lambda x, tangent: jax.jvp(max_pool, (x,), (tangent,))[1])(x, tangent)
+    np.testing.assert_allclose(np.vdot(moved, cotangent), np.vdot(tangent, pulled), rtol=1e-5)
+    one = jax.jit(max_pool)
+    one_by_one = np.stack([one(image) for image in x])
+    np.testing.assert_array_equal(jax.jit(jax.vmap(max_pool))(x), one_by_one)
 
 
 def test_pooling_stores_a_byte_per_window() -> None:
@@ -305,14 +312,16 @@ def test_dropout_equals_numpy_and_keeps_the_mean() -> None:
     image = np.tile(random.normal(size=(1, 8, 8)).astype(np.float32), (n, 1, 1))
     apply = jax.jit(model.apply)
     module = model.bind(params)
-    pooled = np.asarray(module.features(image[:1, ..., None]), np.float64).ravel()
+    pooled = np.asarray(jax.jit(module.features)(image[:1, ..., None]), np.float64).ravel()
     first, second = params["dense_0"], params["dense_1"]
     seeds = random.integers(2**32, size=n, dtype=np.uint32)
     masks = [
         np.asarray(
-            jax.vmap(
-                lambda seed, layer=layer, rate=rate, size=size: jax.random.bernoulli(
-                    jax.random.fold_in(jax.random.key(seed), layer), 1 - rate, (size,)
+            jax.jit(
+                jax.vmap(
+                    lambda seed, layer=layer, rate=rate, size=size: jax.random.bernoulli(
+                        jax.random.fold_in(jax.random.key(seed), layer), 1 - rate, (size,)
+                    )
                 )
             )(seeds)
         )
@@ -329,10 +338,10 @@ def test_dropout_equals_numpy_and_keeps_the_mean() -> None:
         correlations = np.corrcoef(mask.T) - np.eye(mask.shape[1])
         assert np.abs(correlations).max() < 6 / np.sqrt(n)
     # Without seeds, as in an evaluation, nothing is dropped.
-    plain = cnn(dataclasses.replace(DROPOUT, dropout_rates=(0.0, 0.0)))
-    without = plain.apply(params, image[:2])
+    plain = jax.jit(cnn(dataclasses.replace(DROPOUT, dropout_rates=(0.0, 0.0))).apply)
+    without = plain(params, image[:2])
     assert_close(apply(params, image[:2]), without)
-    assert_close(plain.apply(params, image[:2], seeds[:2]), without)
+    assert_close(plain(params, image[:2], seeds[:2]), without)
 
 
 def test_a_loss_hands_the_seeds_of_a_batch_to_the_network() -> None:

@@ -70,15 +70,16 @@ def test_init_depends_only_on_the_key() -> None:
 
 def test_apply_under_jit_vmap_and_grad() -> None:
     model = to_functional(Tower)
-    stacked = jax.vmap(model.init)(jax.random.split(jax.random.key(0), 4))
+    stacked = jax.jit(jax.vmap(model.init))(jax.random.split(jax.random.key(0), 4))
     x = np.random.default_rng(0).normal(size=(4, 5, 3)).astype(np.float32)
 
     def objective(params: Any, x: Any) -> jax.Array:
         return jnp.sum(model.apply(params, x) ** 2)
 
     gradients = jax.jit(jax.vmap(jax.grad(objective)))(stacked, x)
+    gradient = jax.jit(jax.grad(objective))
     for i in range(4):
-        expected = jax.grad(objective)(jax.tree.map(lambda leaf, i=i: leaf[i], stacked), x[i])
+        expected = gradient(jax.tree.map(lambda leaf, i=i: leaf[i], stacked), x[i])
         jax.tree.map(
             lambda a, b, i=i: np.testing.assert_allclose(a[i], b, rtol=1e-5, atol=1e-6),
             gradients,

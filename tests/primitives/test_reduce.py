@@ -191,9 +191,9 @@ def test_the_value_of_a_participant_of_weight_zero_is_not_read():
     rest = np.arange(N) != 2
     assert_close(weighted_mean(x, w), weighted_reference(x[rest], w[rest]))
     plain = lambda x, w: jnp.tensordot(w, x, 1) / jnp.sum(w)
-    expected = jax.jacrev(plain, argnums=(0, 1))(x[rest], w[rest])
+    expected = jax.jit(jax.jacrev(plain, argnums=(0, 1)))(x[rest], w[rest])
     for derivative in (jax.jacfwd, jax.jacrev):
-        by_value, by_weight = derivative(weighted_mean, argnums=(0, 1))(x, w)
+        by_value, by_weight = jax.device_get(derivative(weighted_mean, argnums=(0, 1))(x, w))
         assert_close((by_value[:, rest], by_weight[:, rest]), expected)
         assert np.all(by_value[:, 2] == 0) and np.all(by_weight[:, 2] == 0)
 

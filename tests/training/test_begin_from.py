@@ -33,7 +33,7 @@ def test_a_run_begins_from_the_newest_model_of_another_run(tmp_path: Path) -> No
     with jax.set_mesh(run.mesh):
         state = run.algorithm.init(load_params(first))
         state, _ = jax.jit(run.algorithm.round)(state, next(run.cohorts))
-    chex.assert_trees_all_close(load_params(second), jax.device_get(state.params), rtol=1e-6)
+    chex.assert_trees_all_close(load_params(second), jax.device_get(state.params), rtol=1e-5)
     with pytest.raises(AssertionError):  # one round from other parameters differs
         chex.assert_trees_all_close(load_params(second), load_params(first), rtol=1e-3)
 

@@ -1,7 +1,8 @@
 # `make demo` and `make test` need Python 3.11 or newer with pip, and nothing else.
 # Each Python takes an environment of its own: `make test PYTHON=python3.12 VENV=.venv312`.
 PYTHON ?= python3
-WORKERS ?= 2
+# One more than the cores of a small machine: some tests wait for processes and clocks.
+WORKERS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed

@@ -1,5 +1,7 @@
 """Finished runs for the commands that read them, and a function that runs a command."""
 
+import fcntl
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -41,25 +43,34 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> C
     return call
 
 
-def train_once(folder: Path, *arguments: str) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "path", list(sys.path))
-        patch.chdir(EXPERIMENTS)
-        patch.setenv("XLA_FLAGS", "")
-        assert main(["train", f"--job_log_dir={folder}", *arguments]) == 0
-    return folder
+def train_once(factory: pytest.TempPathFactory, name: str, *arguments: str) -> Path:
+    """Train in the first worker that needs the run; the others wait for it and read it."""
+    folder = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # of all workers
+    run, is_trained = folder / name, folder / f"{name}.trained"
+    with (folder / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not is_trained.exists():
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(sys, "path", list(sys.path))
+                patch.chdir(EXPERIMENTS)
+                patch.setenv("XLA_FLAGS", "")
+                assert main(["train", f"--job_log_dir={run}", *arguments]) == 0
+            is_trained.touch()
+    return run
 
 
 @pytest.fixture(scope="session")
 def trained_regression(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_once(tmp_path_factory.mktemp("regression"), f"--exp={REGRESSION}", *EVERY)
+    return train_once(tmp_path_factory, "regression", f"--exp={REGRESSION}", *EVERY)
 
 
 @pytest.fixture(scope="session")
 def trained_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     mesh = ("--mesh.islands=4", "--mesh.fsdp=2")  # all simulated devices, as later commands need
     settings = (*TINY_TRANSFORMER, *mesh, "--training.rounds=2", "--training.evaluate_every=1")
-    return train_once(tmp_path_factory.mktemp("text"), "--exp=diloco_text", *settings)
+    return train_once(tmp_path_factory, "text", "--exp=diloco_text", *settings)
 
 
 @pytest.fixture

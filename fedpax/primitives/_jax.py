@@ -397,3 +397,11 @@ def register_pruning(primitive: Primitive) -> None:
         )
 
     pe.dce_rules[primitive] = rule
+
+
+def scan_sizes(eqn: JaxprEqn) -> tuple[int, int]:
+    """Return the numbers of constants and of carried values among the operands of a scan."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].update(eqn.invars).unpack()  # jax 0.11
+    return len(list(consts)), len(list(carry))

@@ -26,6 +26,7 @@ from fedpax.primitives._jax import (
     aval_of,
     eliminate_dead_code,
     inner_jaxprs,
+    scan_sizes,
 )
 from fedpax.primitives.broadcast import federated_index_p
 from fedpax.primitives.layout import explicit_axis
@@ -192,8 +193,8 @@ class PlacedValues:
         carried = range(0)
         name = eqn.primitive.name
         if name == "scan":
-            first = eqn.params["num_consts"]
-            carried = range(first, first + eqn.params["num_carry"])
+            first, num_carried = scan_sizes(eqn)
+            carried = range(first, first + num_carried)
             shift[carried.stop :] = [1] * (len(operands) - carried.stop)
         elif name == "while":
             first = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]

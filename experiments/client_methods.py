@@ -76,7 +76,7 @@ class ClientTraining(NamedTuple):
 
 
 class PersonalTraining(NamedTuple):
-    """What a client makes its own model from.
+    """Inputs of a client's own model.
 
     Attributes:
         loss_fn: the clients' loss.

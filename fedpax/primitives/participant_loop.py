@@ -365,12 +365,12 @@ class _DeviceLoop(NamedTuple):
         }
         wanted = dict(enumerate(map(_shape_and_layout, self.split(self.out_avals)[0])))
         found: list[int | None] = [None] * len(wanted)
-        for depends in (True, False):
+        for only_dependent in (True, False):
             for output, layout in wanted.items():
                 fitting = (
                     i
                     for i, own in free.items()
-                    if own == layout and (output in self.outputs_by_slice[i]) >= depends
+                    if own == layout and (output in self.outputs_by_slice[i] or not only_dependent)
                 )
                 if found[output] is None and (i := next(fitting, None)) is not None:
                     found[output] = i

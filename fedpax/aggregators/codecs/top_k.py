@@ -1,18 +1,14 @@
 """The entries of largest magnitude, and where they are."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, UInt32
 
 from fedpax.aggregators.codecs.bit_packing import pack_bits, packed_words, unpack_bits
 from fedpax.aggregators.codecs.codec import Codec, check_block_size, float32
+from fedpax.aggregators.codecs.largest import largest
 from fedpax.aggregators.codecs.random_k import SPARSE_BLOCK_SIZE, check_fraction, count
 from fedpax.aggregators.codecs.rotated import check_codec
-
-_MOST_ROWS = 16  # a program has a few operations for each row
-_FEW_ENTRIES = 2**16  # compiling the faster search would take longer than it saves
 
 
 def top_k(
@@ -57,7 +53,7 @@ def top_k(
         key: Key[Array, ""], blocks: Float[Array, "entries ..."]
     ) -> UInt32[Array, "words ..."]:
         entries = blocks.shape[0]
-        indices = _largest(jnp.abs(blocks), count(fraction, entries))
+        indices = largest(jnp.abs(blocks), count(fraction, entries))
         kept = jnp.take_along_axis(blocks, indices, axis=0)
         return jnp.concatenate(
             [pack_bits(indices, _index_bits(entries)), value_codec.encode(key, kept)]
@@ -72,42 +68,6 @@ def top_k(
         return _scatter(indices, value_codec.decode(key, words[split:], k), entries)
 
     return Codec(encode, decode, check_block_size("top_k", block_size), value_codec.contractive)
-
-
-def _largest(magnitudes: Float[Array, "entries ..."], k: int) -> Int[Array, "k ..."]:
-    """Return the indices of the k largest entries along the leading axis."""
-    search = functools.partial(_search, k=k)
-    if magnitudes.size < _FEW_ENTRIES:
-        return search(magnitudes)
-    behind_maxima = functools.partial(_search_behind_maxima, k=k)
-    return jax.lax.platform_dependent(magnitudes, cpu=behind_maxima, default=search)
-
-
-def _search(magnitudes: Float[Array, "entries ..."], k: int) -> Int[Array, "k ..."]:
-    return jnp.moveaxis(jax.lax.top_k(jnp.moveaxis(magnitudes, 0, -1), k)[1], -1, 0)
-
-
-def _search_behind_maxima(magnitudes: Float[Array, "entries ..."], k: int) -> Int[Array, "k ..."]:
-    """Search with the maxima of at least k groups of entries in front of the others.
-
-    A CPU keeps a heap of the largest entries so far, and spends its time on those that enter it and
-    leave again. Behind the maxima, few others enter: it takes two thirds of the time.
-    """
-    entries = len(magnitudes)
-    size = max(k, -(-entries // _MOST_ROWS))
-    padding = [(0, -entries % size), *[(0, 0)] * (magnitudes.ndim - 1)]
-    padded = jnp.pad(magnitudes, padding, constant_values=-1)
-    # Written out by row, as in pack_bits, so that a compiler vectorizes it.
-    rows = [padded[i : i + size] for i in range(0, len(padded), size)]
-    maxima = functools.reduce(jnp.maximum, rows)
-    found = [
-        jnp.where((row == maxima) | jnp.isnan(row), i, len(rows)) for i, row in enumerate(rows)
-    ]
-    row_of_maximum = functools.reduce(jnp.minimum, found)
-    others = [jnp.where(row_of_maximum == i, -1, row) for i, row in enumerate(rows)]
-    places = _search(jnp.concatenate([maxima, *others]), k)
-    row = jnp.take_along_axis(row_of_maximum, jnp.minimum(places, size - 1), axis=0)
-    return jnp.where(places < size, row * size + places, places - size)
 
 
 def _index_bits(entries: int) -> int:

@@ -192,6 +192,10 @@ class Scaffold(MethodConfig):
 
     option: Literal["I", "II"] = "II"
 
+    def __post_init__(self) -> None:
+        """Check the option."""
+        check_ranges(self, "method")
+
     def make(self, loss_fn: LossFn, on: ClientTraining) -> FederatedAlgorithm:
         """Make SCAFFOLD."""
         return scaffold(loss_fn, option=self.option, **on.stored)

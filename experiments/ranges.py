@@ -1,8 +1,8 @@
 """Ranges of configuration fields, checked with messages that name the command-line flag."""
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 
 class Range(NamedTuple):
@@ -34,51 +34,36 @@ COUNT_OR_ZERO = Range(lambda x: x >= 0, "at least 0")
 
 
 def check_ranges(config: Any, path: str, **ranges: Range) -> None:
-    """Check that fields of a configuration are in their ranges.
+    """Check the fields of a configuration: the names of choices, and numbers in their ranges.
+
+    The command line checks names itself. A configuration that is made in Python is checked here.
 
     Args:
-        config: a configuration. Fields that are None are not checked.
+        config: a configuration. Each of its fields of a `Literal` type must have one of the type's
+            values. Other fields that are None are not checked.
         path: the path of the configuration in an experiment, such as "optimizer"; "" for the
             experiment itself.
-        **ranges: the range of each field to check, by name.
+        **ranges: the range of each number to check, by name.
 
     Raises:
-        ValueError: a field is NaN or out of range.
+        ValueError: a field has a name that its type lacks, is NaN or is out of range.
 
     Example:
         >>> from fedpax.experiments.optimizers import OptimizerConfig
-        >>> check_ranges(OptimizerConfig(), "optimizer", learning_rate=POSITIVE)
+        >>> check_ranges(OptimizerConfig(name="lion"), "optimizer", learning_rate=POSITIVE)
     """
+    prefix = f"{path}." if path else ""
+    for name, hint in get_type_hints(type(config)).items():
+        choices = get_args(hint) if get_origin(hint) is Literal else None
+        if choices and (value := getattr(config, name)) not in choices:
+            raise ValueError(
+                f"{prefix}{name}={value!r}: expected one of {', '.join(choices)}. Set "
+                f"--{prefix}{name} to one of them."
+            )
     for name, range_ in ranges.items():
         value = getattr(config, name)
         if value is not None and not range_.contains(value):
-            flag = f"{path}.{name}" if path else name
             raise ValueError(
-                f"{flag}={value}: expected {range_.words}. Set --{flag} to a value in this range."
+                f"{prefix}{name}={value}: expected {range_.words}. Set --{prefix}{name} to a value "
+                "in this range."
             )
-
-
-def check_choice(config: Any, path: str, name: str, choices: Sequence[str]) -> None:
-    """Check that a field of a configuration has one of its names.
-
-    The command line checks the names itself. A configuration that is made in Python is checked
-    here.
-
-    Args:
-        config: a configuration.
-        path: the path of the configuration in an experiment, such as "aggregator".
-        name: the field.
-        choices: the names.
-
-    Raises:
-        ValueError: the field has another value.
-
-    Example:
-        >>> from fedpax.experiments.client_aggregators import CODECS, CompressedMean
-        >>> check_choice(CompressedMean(codec="sign"), "aggregator", "codec", CODECS)
-    """
-    if (value := getattr(config, name)) not in choices:
-        raise ValueError(
-            f"{path}.{name}={value!r}: expected one of {', '.join(choices)}. Set --{path}.{name} "
-            "to one of them."
-        )

@@ -33,27 +33,43 @@ MAY_BE_ZERO = {
 }
 
 
-def numbers(config: Any) -> Iterator[tuple[Any, str, type]]:
-    """Yield the numeric fields of nested configurations: configuration, field, and int or float."""
+def nested(config: Any) -> Iterator[Any]:
+    """Yield a configuration, and those in its fields."""
+    yield config
+    for field in dataclasses.fields(config):
+        if dataclasses.is_dataclass(value := getattr(config, field.name)):
+            yield from nested(value)
+
+
+def numbers(config: Any) -> Iterator[tuple[str, type]]:
+    """Yield the numeric fields of a configuration: the name, and int or float."""
     hints = typing.get_type_hints(type(config))
     for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            yield from numbers(value)
         hint = hints[field.name]
         is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
         kinds = {hint, *(typing.get_args(hint) if is_union else ())} & {int, float}
         if kinds and field.name not in ANY_INTEGER:
-            yield config, field.name, kinds.pop()
+            yield field.name, kinds.pop()
 
 
-FIELDS = {
-    f"{type(config).__name__}.{name}": (config, name, kind)
+CONFIGS = [
+    config
     for experiment in (
         *(make() for make in experiments().values()),
         *(one for group in groups() for one in find_group(group).experiments.values()),
     )
-    for config, name, kind in numbers(experiment)
+    for config in nested(experiment)
+]
+FIELDS = {
+    f"{type(config).__name__}.{name}": (config, name, kind)
+    for config in CONFIGS
+    for name, kind in numbers(config)
+}
+CHOICES = {
+    f"{type(config).__name__}.{name}": (config, name)
+    for config in CONFIGS
+    for name, hint in typing.get_type_hints(type(config)).items()
+    if typing.get_origin(hint) is typing.Literal
 }
 
 
@@ -70,7 +86,15 @@ def test_every_number_out_of_range_raises(field: str) -> None:
             dataclasses.replace(config, **{name: kind(value)})
 
 
+@pytest.mark.parametrize("field", CHOICES)
+def test_every_choice_refuses_another_name(field: str) -> None:
+    config, name = CHOICES[field]
+    with pytest.raises(ValueError, match=rf"\b{name}='unknown'"):
+        dataclasses.replace(config, **{name: "unknown"})
+
+
 def test_the_fields_include_those_of_every_configuration() -> None:
+    assert {"ServerConfig.optimizer", "OptimizerConfig.schedule", "Scaffold.option"} <= set(CHOICES)
     names = {field.partition(".")[2] for field in FIELDS}
     assert names >= {
         *("learning_rate", "client_learning_rate", "momentum", "alpha", "sigma", "tau"),

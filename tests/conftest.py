@@ -43,6 +43,8 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "fedpax")
 
+MEMORY_MAPS = Path("/proc/self/maps")  # about 16 for each compiled program
+
 AXIS_TYPES = {
     "automatic": (AxisType.Auto, AxisType.Auto),
     "explicit": (AxisType.Explicit, AxisType.Explicit),
@@ -53,6 +55,14 @@ AXIS_TYPES = {
 def pytest_collection_finish() -> None:
     """Exclude what the imports made from later collections of garbage."""
     gc.freeze()
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Free the compiled programs of past modules before they reach Linux's 65,530 memory maps."""
+    if nextitem and nextitem.path != item.path and MEMORY_MAPS.exists():
+        with MEMORY_MAPS.open("rb") as maps:
+            if sum(1 for _ in maps) > 20_000:
+                jax.clear_caches()
 
 
 @pytest.fixture

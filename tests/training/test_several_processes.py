@@ -68,6 +68,19 @@ def test_two_processes_stream_as_one_and_resume_what_one_began(tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("method", ["ditto", "hypcluster"])
+def test_two_processes_evaluate_the_models_of_clients_as_one(tmp_path: Path, method: str) -> None:
+    short = ("--training.rounds=2", "--training.evaluate_every=2")
+    evaluations = []
+    for count in (1, 2):
+        ended = finish(start(count, tmp_path / str(count), *short, exp=f"personal_digits:{method}"))
+        assert [status for status, _, _ in ended] == [0] * count, ended[0][2]
+        (evaluation,) = select(read_metrics(tmp_path / str(count)), "evaluation")
+        evaluations.append({k: evaluation[k] for k in ("personal_accuracy", "personal_loss")})
+    chex.assert_trees_all_close(*evaluations, rtol=1e-5)
+
+
+@pytest.mark.slow
 def test_killed_and_resumed_with_fewer_processes(tmp_path: Path, one: Path) -> None:
     for count, rounds in [(4, 5), (2, 8)]:
         processes = start(count, tmp_path, "--pause=0.3", "--allow_config_change=pause")

@@ -54,10 +54,13 @@ class StreamingPlan:
         on_server: the mapped values that the server computes for all participants, because their
             phase has no loop.
         server: phase -> the equations that the server runs before the loop.
+        not_before: id of an equation -> the first phase in which it may run. Effects, such as
+            callbacks, keep the order of the jaxpr.
     """
 
-    def __init__(self, jaxpr: Jaxpr, placement: Placement):
+    def __init__(self, jaxpr: Jaxpr, placement: Placement, not_before: Mapping[int, int]):
         self.jaxpr = jaxpr
+        self.not_before = dict(not_before)
         self.placement = placement
         self.aliases: dict[Var, Atom] = {}
         self.producer: dict[Var, Unstacked] = {}
@@ -119,7 +122,8 @@ class StreamingPlan:
         operands = self.operands(eqn)
         if id(eqn) in self.candidates and any(map(self.is_rematerializable, operands)):
             return 1 + max(map(self.phase_of, operands))
-        return max((self.phase_of(v) + self.is_mapped(v) for v in operands), default=0)
+        phases = [self.phase_of(v) + self.is_mapped(v) for v in operands]
+        return max([*phases, self.not_before.get(id(eqn), 0)])
 
     def store(self, v: Atom, reason: str) -> None:
         """Record that a value is needed for all participants at once."""
@@ -221,7 +225,8 @@ def plan_phases(
     Returns:
         The plan. It has no loops if the jaxpr has no map of the placement at its top level.
     """
-    plan = StreamingPlan(jaxpr, placement)
+    plan = StreamingPlan(jaxpr, placement, not_before)
+    last_effect = 0  # twice its phase; one more in a loop, which follows the server's work
     size, mesh_axis = placement.size, explicit_axis(placement)
     others: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:
@@ -245,6 +250,9 @@ def plan_phases(
             one = unstack(eqn, size, mesh_axis, known)
         if one is not None:
             phase = max(_loop_phase(plan, one), not_before.get(id(eqn), 0))
+            if eqn.effects:
+                phase = max(phase, last_effect // 2)
+                last_effect = 2 * phase + 1
             if _is_map(eqn, placement):
                 plan.loops.setdefault(phase, []).append(eqn)
                 plan.stored.setdefault(phase, {})
@@ -260,6 +268,9 @@ def plan_phases(
         reduction = loop_reduction(eqn, placement, mesh_axis, known)
         if reduction is not None:
             plan.candidates[id(eqn)] = reduction
+        if eqn.effects:
+            plan.not_before[id(eqn)] = -(-last_effect // 2)
+            last_effect = 2 * plan.server_phase(eqn)
         plan.phase.update(dict.fromkeys(eqn.outvars, plan.server_phase(eqn)))
         others.append(eqn)
     _move_into_loops(plan, others, mesh_axis)

@@ -76,8 +76,7 @@ def _postpone(
 ) -> StreamingPlan | None:
     """Return a plan that costs less because a map waits; record it in `not_before`.
 
-    A map does not wait if the order of effects, such as callbacks, would change. Maps and phases
-    in `tried` are passed over: otherwise planning is cubic in the number of maps.
+    Maps and phases in `tried` are passed over: otherwise planning is cubic in the number of maps.
     """
     cost = _cost(best)
     for phase, eqn in _run_again(best):
@@ -87,7 +86,7 @@ def _postpone(
         for group in ([eqn], _with_maps_before(best, eqn)):
             moved = not_before | {id(e): phase for e in group}
             plan = plan_phases(best.jaxpr, best.placement, moved)
-            if _cost(plan).is_below(cost) and _effects(plan) == _effects(best):
+            if _cost(plan).is_below(cost):
                 not_before.update(moved)
                 return plan
     return None
@@ -119,18 +118,6 @@ def _with_maps_before(plan: StreamingPlan, eqn: JaxprEqn) -> list[JaxprEqn]:
         mapped = (v for v in plan.operands(one) if isinstance(v, Var) and plan.is_mapped(v))
         waiting += [plan.producer[v].eqn for v in mapped]
     return [one for one in found.values() if one.primitive is federated_map_p]
-
-
-def _effects(plan: StreamingPlan) -> list[tuple[int, ...]]:
-    """Return the ids of the equations with effects, in the order in which they run.
-
-    Those of a loop are in one tuple, because each participant runs all of them in turn.
-    """
-    order: list[tuple[int, ...]] = []
-    for phase in range(plan.last_phase + 1):
-        order += [(id(eqn),) for eqn in plan.server.get(phase, ()) if eqn.effects]
-        order += [tuple(id(eqn) for eqn in plan.loops.get(phase, ()) if eqn.effects)]
-    return [ids for ids in order if ids]
 
 
 def _cost(plan: StreamingPlan) -> Cost:

@@ -221,6 +221,33 @@ def test_ordered_effects_keep_their_order(first):
     assert seen == [first] * (N if first == "trained" else 1) + ["total"]
 
 
+@pytest.mark.parametrize("steps", ["server map", "map server", "map map server server map"])
+def test_effects_of_independent_equations_keep_the_order_of_the_program(steps):
+    seen = []
+    where = steps.split()
+
+    @fedpax.program(clients=N, chunk_size=1)
+    def program(x, n):
+        total = federated_sum(federated_map(jnp.sin, n))
+        sums = []
+        for i, place in enumerate(where):
+
+            def record(v, i=i):
+                io_callback(lambda _: seen.append(i), None, v, ordered=True)
+                return jnp.cos(v)
+
+            sums += [record(total) if place == "server" else federated_map(record, x + i)]
+        return sums
+
+    jax.block_until_ready(jax.jit(program)(normal(N), normal(N)))
+    jax.effects_barrier()
+    for i, place in enumerate(where):
+        assert seen.count(i) == (1 if place == "server" else N)
+        if place == "server":  # participants of maps in one loop take turns
+            before, after = seen[: seen.index(i)], seen[seen.index(i) + 1 :]
+            assert max(before, default=-1) < i < min(after, default=len(where))
+
+
 def test_a_map_with_the_only_effect_waits(capfd):
     nothing = lambda v: None
     round = watched(lambda v: jax.debug.print("trained {}", v), nothing, nothing)

@@ -72,7 +72,8 @@ def data_parallel(
     """
 
     def init(params: Params) -> DataParallelState:
-        return DataParallelState(params, optimizer.init(params))
+        # Copied, so that a round that donates the state does not delete the caller's arrays.
+        return DataParallelState(jax.tree.map(jnp.copy, params), optimizer.init(params))
 
     @program(islands=islands)
     def data_parallel_round(

@@ -62,6 +62,14 @@ def test_the_state_can_be_donated(name: str, mesh: str):
 
 
 @every_method
+def test_donating_the_state_keeps_the_params_of_init(name: str):
+    params = jax.tree.map(jnp.asarray, problem(1)[0])
+    state = METHODS[name].algorithm().init(params)
+    jax.block_until_ready(jax.jit(lambda s: jax.tree.map(jnp.copy, s), donate_argnums=0)(state))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
+
+
+@every_method
 def test_jit_equals_eager(name: str):
     assert_close(trainer(name, "none").run(*problem(2)), run_eager(name, "none", *problem(2)))
 

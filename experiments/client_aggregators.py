@@ -63,11 +63,17 @@ class AggregatorConfig(abc.ABC):
         """
         for name, most in self.limits(cohort_size).items():
             value = getattr(self, name)
-            if value is not None and value > most:
-                raise ValueError(
-                    f"aggregator.{name}={value} with cohort.size={cohort_size}: expected at most "
-                    f"{most}. Set --aggregator.{name} to at most {most}, or change --cohort.size."
-                )
+            if value is None or value <= most:
+                continue
+            at = f"aggregator.{name}={value} with cohort.size={cohort_size}"
+            try:
+                dataclasses.replace(self, **{name: most})
+            except ValueError:  # the limit is below the smallest value of the setting
+                raise ValueError(f"{at}: too few clients. Use a larger --cohort.size.") from None
+            raise ValueError(
+                f"{at}: expected at most {most}. Set --aggregator.{name} to at most {most}, or "
+                "change --cohort.size."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +180,7 @@ class SecureMean(AggregatorConfig):
         check_ranges(self, "aggregator", max_value=POSITIVE, bits=MASKED_BITS, num_neighbors=EVEN)
 
     def limits(self, cohort_size: int) -> Mapping[str, int]:
-        """Return the limits of sums of 32 bits and of the ring of neighbours."""
+        """Return the largest `bits`, whose sums fit 32 bits, and `num_neighbors`."""
         bits = ((2**31 - 1) // cohort_size + 1).bit_length()
         return {"bits": bits, "num_neighbors": _most_neighbors(cohort_size)}
 
@@ -214,7 +220,7 @@ class PrivateSecureMean(AggregatorConfig):
         )
 
     def limits(self, cohort_size: int) -> Mapping[str, int]:
-        """Return the limits of the number of clients and of the ring of neighbours."""
+        """Return the largest `min_participants` and `num_neighbors`."""
         return {"min_participants": cohort_size, "num_neighbors": _most_neighbors(cohort_size)}
 
     def make(self, seed: int, expected_participants: float) -> Aggregator:
@@ -231,6 +237,9 @@ class PrivateSecureMean(AggregatorConfig):
 @dataclasses.dataclass(frozen=True)
 class QuantizedMean(AggregatorConfig):
     """The mean of updates on a few levels, whose packed integers an all-reduce sums.
+
+    It has error feedback. With sampled clients, the residual of one client is added to the update
+    of another.
 
     Attributes:
         num_levels: number of levels of an entry.
@@ -256,9 +265,11 @@ class CompressedMean(AggregatorConfig):
         bits: bits of an entry for "uniform", 1 to 16. Default None: 4.
         fraction: share of the entries that "top_k" and "random_k" send. Default None: 1/64.
         rotated: whether a random rotation comes before the codec.
-        error_feedback: whether what a codec leaves out is added to the update of the next round.
-            The codecs that are biased need it: "sign", "e3m0" and "top_k". "terngrad" and "uniform"
-            below 5 bits are too inexact for it.
+        error_feedback: whether the part of an update that is not sent is added to the next update.
+            With sampled clients, the residual of one client is added to the update of another.
+            "sign" and "top_k" are biased and need it to converge. "e3m0" is biased too, but
+            Streaming DiLoCo uses it without error feedback. "terngrad" and "uniform" below 5 bits
+            are too inexact for it.
     """
 
     codec: CodecName = "uniform"

@@ -48,7 +48,7 @@ class Krum(AggregatorConfig):
     """Krum, or Multi-Krum: the updates that are nearest to others.
 
     Attributes:
-        num_byzantine: largest number of clients that lie.
+        num_byzantine: f, number of clients that may send wrong updates.
         num_selected: number of updates that are averaged; 1 for Krum.
     """
 
@@ -60,7 +60,7 @@ class Krum(AggregatorConfig):
         check_ranges(self, "aggregator", num_byzantine=COUNT_OR_ZERO, num_selected=COUNT)
 
     def limits(self, cohort_size: int) -> Mapping[str, int]:
-        """Return the limits that the neighbours of an update need."""
+        """Return the largest `num_byzantine`, (n - 3) // 2, and `num_selected`, n - f - 2."""
         return {
             "num_byzantine": (cohort_size - 3) // 2,
             "num_selected": cohort_size - self.num_byzantine - 2,
@@ -76,7 +76,7 @@ class Bulyan(AggregatorConfig):
     """Bulyan: Krum, and then the values nearest to the median of each coordinate.
 
     Attributes:
-        num_byzantine: largest number of clients that lie.
+        num_byzantine: f, number of clients that may send wrong updates.
     """
 
     num_byzantine: int = 1
@@ -86,7 +86,7 @@ class Bulyan(AggregatorConfig):
         check_ranges(self, "aggregator", num_byzantine=COUNT_OR_ZERO)
 
     def limits(self, cohort_size: int) -> Mapping[str, int]:
-        """Return the limit that two selections need."""
+        """Return the largest `num_byzantine`, (n - 3) // 4."""
         return {"num_byzantine": (cohort_size - 3) // 4}
 
     def make(self, seed: int, expected_participants: float) -> Aggregator:

@@ -24,7 +24,8 @@ def bulyan(num_byzantine: int) -> Aggregator:
 
     Krum alone bounds the distance of the selected update, which leaves room for a large error in
     one coordinate; the second step bounds each coordinate. For n participants, the bound is
-    `n >= 4 f + 3`. Memory and communication are those of `krum` and of `coordinate_median`.
+    `n >= 4 f + 3`. Memory is that of `krum`. On a mesh, it sends what `coordinate_median` and the
+    distances of `krum` send: two all-to-alls, an all-reduce and an all-gather.
 
     Args:
         num_byzantine: f, number of participants that may send wrong updates.

@@ -22,7 +22,8 @@ def coordinate_median() -> Aggregator:
     participants cannot move a coordinate beyond the values of the others.
 
     It needs all updates at once: memory grows with the number of participants. On a mesh, one
-    all-to-all gives each device some coordinates of all participants, which it sorts locally.
+    all-to-all gives each device some coordinates of all participants, which it sorts locally. An
+    all-gather joins the medians.
 
     Returns:
         An aggregator without state and metrics. A participant is present if its weight is not 0;

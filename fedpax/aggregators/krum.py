@@ -1,4 +1,4 @@
-"""Krum and Multi-Krum: the updates that lie closest to their neighbours."""
+"""Krum and Multi-Krum: the updates that are closest to their neighbours."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def krum(num_byzantine: int, *, num_selected: int = 1) -> Aggregator:
 
     It needs all updates at once: memory grows with the number of participants. On a mesh, one
     all-to-all gives each device some coordinates of all participants, for one matmul per leaf and
-    an all-reduce of the n x n distances. The distances are float32: they resolve differences above
-    about 0.001 of the updates' norms.
+    an all-reduce of the n x n distances. A second all-reduce averages the selected updates. The
+    distances are float32: they resolve differences above about 0.001 of the updates' norms.
 
     Args:
         num_byzantine: f, number of participants that may send wrong updates.

@@ -42,8 +42,9 @@ def privacy_spent(
     No sampling is accounted exactly: k rounds are one with the noise multiplier `z / sqrt(k)`.
     Poisson sampling is accounted by privacy loss distributions, on a grid that is coarser the
     larger epsilon is, and a fixed size by the Renyi differential privacy bound of the reference.
-    All are upper bounds, and at most epsilon without sampling. Where this epsilon or the privacy
-    loss of one round is above 100,000, sampling is ignored.
+    Both are upper bounds, and at most epsilon without sampling for the same neighbouring
+    populations. Where that epsilon or the privacy loss of one round is above 100,000, the bound can
+    ignore sampling.
 
     Args:
         noise_multiplier: z, the standard deviation of the noise of the sum over the clipping norm.

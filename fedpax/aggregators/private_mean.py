@@ -69,8 +69,9 @@ def private_mean(
     The guarantee covers the aggregate and the metrics of this aggregator. It does not cover what a
     method averages beside the updates, without noise: metrics such as `"loss"`, the controls of
     `scaffold`, the gradients of `mime`, the losses of `agnostic`, the numbers of steps of
-    `fednova`. The noise comes from JAX's pseudo-random generator with a known seed: use it for
-    simulation.
+    `fednova`. Nor does it cover whether any client chose a model of `hypcluster`: a model that no
+    client chose stays unchanged. The noise comes from JAX's pseudo-random generator with a known
+    seed: use it for simulation.
 
     Args:
         max_norm: C, above 0; with `quantile`, its initial value.

@@ -1,4 +1,4 @@
-"""Robust means: against NumPy, by their laws, against liars, and in the compiled text."""
+"""Robust means: against NumPy, by their laws, with wrong updates, and in the compiled text."""
 
 import functools
 
@@ -130,7 +130,7 @@ def test_equal_updates_are_returned(name):
         np.testing.assert_allclose(found[key], x[0], rtol=1e-6)
 
 
-LIES = {
+WRONG = {
     "zeros": lambda honest, rng: np.zeros_like(honest[0]),
     "far": lambda honest, rng: 1e3 * np.float32(rng.standard_normal(honest[0].shape)),
     "flipped": lambda honest, rng: -10 * honest.mean(0),
@@ -141,36 +141,36 @@ LIES = {
 
 
 @pytest.mark.parametrize("name", AGGREGATORS)
-def test_liars_do_not_move_it_far(name):
+def test_a_wrong_update_does_not_move_it_far(name):
     """The result is no farther from the honest mean than the farthest honest update."""
-    for seed, (kind, lie) in enumerate(LIES.items()):
+    for seed, (kind, wrong) in enumerate(WRONG.items()):
         updates = draw(seed)
         updates = {key: x + 3.0 for key, x in updates.items()}
         rng = np.random.default_rng(seed)
         for x in updates.values():
-            x[1] = lie(np.delete(x, 1, 0), rng)
+            x[1] = wrong(np.delete(x, 1, 0), rng)
         honest = np.delete(flat(updates), 1, 0)
         radius = np.linalg.norm(honest - honest.mean(0), axis=1).max()
         found = flat({k: np.asarray(x)[None] for k, x in combine(name)(updates).items()})[0]
         assert np.linalg.norm(found - honest.mean(0)) < 1.01 * radius, kind
 
 
-@pytest.mark.parametrize("num_liars", [2, 4])
-def test_krum_selects_an_honest_update_within_its_bound_and_not_beyond(num_liars):
-    """8 participants tolerate 2 liars; 4 that agree are closer to each other than the honest."""
+@pytest.mark.parametrize("num_wrong", [2, 4])
+def test_krum_selects_an_honest_update_within_its_bound_and_not_beyond(num_wrong):
+    """8 updates tolerate 2 wrong ones; 4 that agree are closer to each other than the honest."""
     updates = draw(5)
     for x in updates.values():
-        x[:num_liars] = 100.0 + 1e-3 * x[:num_liars]
+        x[:num_wrong] = 100.0 + 1e-3 * x[:num_wrong]
     found = combine("krum")(updates)
     matches = [
         i for i in range(N) if all(np.array_equal(found[key], updates[key][i]) for key in SHAPES)
     ]
     assert len(matches) == 1
-    assert (matches[0] >= num_liars) == (num_liars == 2)
+    assert (matches[0] >= num_wrong) == (num_wrong == 2)
 
 
 def test_bulyan_bounds_each_coordinate():
-    """Krum selects a lie that is far off in one coordinate of many; Bulyan does not follow it."""
+    """Krum selects an update that is wrong in one coordinate of many; Bulyan bounds its effect."""
     rng = np.random.default_rng(0)
     updates = np.float32(rng.standard_normal((N, 1000)))
     updates[0] = updates[1:].mean(0)
@@ -206,28 +206,32 @@ def geometric(participants):
 
 
 @pytest.mark.parametrize("center", [0.0, 3.0], ids=["centered", "far"])
-@pytest.mark.parametrize(("participants", "liars"), [(8, 1), (8, 3), (9, 4)])
-def test_eight_iterations_reach_the_geometric_median_for_liars_of_any_size(
-    participants, liars, center
+@pytest.mark.parametrize(("participants", "num_wrong"), [(8, 1), (8, 3), (9, 4)])
+def test_eight_iterations_reach_the_geometric_median_for_wrong_updates_of_any_size(
+    participants, num_wrong, center
 ):
     """Within a tenth of the honest radius, and 1.5 of it from the honest mean.
 
-    `far` honest updates have a mean of three times their radius. The reference is in float64. It
-    leaves out the liars whose norm is not finite in float32.
+    It is 0.3 of the radius where wrong updates are about as long as the honest ones. `far` honest
+    updates have a mean of three times their radius. The reference is in float64. It leaves out the
+    wrong updates whose norm is not finite in float32.
     """
-    rng = np.random.default_rng(participants + liars)
-    x = np.float32(rng.standard_normal((participants, 30)) + center)
-    honest = np.float64(x[liars:])
+    rng = np.random.default_rng(participants + num_wrong)
+    x = np.float32(rng.standard_normal((participants, 30)))
+    x[num_wrong:] -= x[num_wrong:].mean(0)
+    radius = np.linalg.norm(x[num_wrong:], axis=1).max()
+    x[num_wrong:] += center * radius / np.sqrt(30)
+    honest = np.float64(x[num_wrong:])
     mean = honest.mean(0)
-    radius = np.linalg.norm(honest - mean, axis=1).max()
-    lies = {"equal": np.ones(30), "opposite": -np.ones(30), "each": rng.uniform(-1, 1, (liars, 30))}
-    for size in (0.0, 1e3, 1e6, 1e12, 3e38, np.inf, np.nan):
-        for kind, direction in lies.items():
-            x[:liars] = size * np.float32(direction)
+    each = rng.uniform(-1, 1, (num_wrong, 30))
+    directions = {"equal": np.ones(30), "opposite": -np.ones(30), "each": each}
+    for size in (0.0, 0.1, 1.0, 3.0, 10.0, 1e3, 1e6, 1e12, 3e38, np.inf, np.nan):
+        for kind, direction in directions.items():
+            x[:num_wrong] = size * np.float32(direction)
             kept = np.float64(x) if size < 1e18 else honest
             found = np.float64(geometric(participants)(x))
             distance = np.linalg.norm(found - geometric_of(kept, np.ones(len(kept))))
-            assert distance < 0.1 * radius, (size, kind)
+            assert distance < (0.3 if 0 < size < 1e3 else 0.1) * radius, (size, kind)
             assert np.linalg.norm(found - mean) < 1.5 * radius, (size, kind)
 
 
@@ -368,7 +372,7 @@ def test_on_a_mesh_no_device_receives_all_updates(kind, names):
 
 
 @pytest.mark.parametrize("method", ["fedavg", pytest.param("diloco", marks=pytest.mark.slow)])
-def test_a_method_with_a_robust_mean_learns_in_spite_of_a_liar(method):
+def test_a_method_with_a_robust_mean_learns_in_spite_of_wrong_labels(method):
     truth = np.float32([1.0, -2.0, 3.0])
     x = np.float32(np.random.default_rng(0).standard_normal((N, 3, 16, 3)))
     y = x @ truth
@@ -434,7 +438,7 @@ def test_bad_settings_are_refused(make, error, words):
         (krum(2, num_selected=5), "num_selected is 5, expected at most .* = 4 .* Select fewer"),
     ],
 )
-def test_too_many_liars_are_refused(aggregator, words):
+def test_too_few_participants_raise(aggregator, words):
     @fedpax.program(clients=N)
     def combine(updates):
         return aggregator.aggregate(aggregator.init(None), updates, None)[0]

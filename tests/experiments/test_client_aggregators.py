@@ -287,6 +287,15 @@ def test_the_limits_of_a_cohort_are_those_of_the_library(aggregator, size: int) 
             dataclasses.replace(experiment, aggregator=above)
 
 
+@pytest.mark.parametrize(
+    "aggregator",
+    [Krum(), Bulyan(), SecureMean(num_neighbors=2), PrivateSecureMean(num_neighbors=2)],
+)
+def test_a_cohort_too_small_for_any_value_of_a_setting(aggregator) -> None:
+    with pytest.raises(ValueError, match=r"with cohort\.size=2: too few clients\. Use a larger -"):
+        dataclasses.replace(fedavg_synthetic(), aggregator=aggregator, cohort=CohortConfig(size=2))
+
+
 def test_the_group_has_the_problem_of_the_methods() -> None:
     group, methods = find_group("aggregators_digits"), find_group("methods_digits")
     assert group.target == methods.target

@@ -49,8 +49,8 @@ class ClientTraining(NamedTuple):
     aggregator: Aggregator | None = None
 
     @property
-    def cohort(self) -> dict[str, Any]:
-        """The arguments of all methods: the size of a round, and how it combines updates."""
+    def shared_arguments(self) -> dict[str, Any]:
+        """Return the arguments of all methods: the size of a round, and its aggregator."""
         return {
             "cohort_size": self.cohort_size,
             "chunk_size": self.chunk_size,
@@ -64,14 +64,14 @@ class ClientTraining(NamedTuple):
             momentum: momentum of the clients' SGD. Default None: no momentum.
         """
         return {
-            **self.cohort,
+            **self.shared_arguments,
             "client_optimizer": optax.sgd(self.learning_rate, momentum),
             "server_optimizer": self.server_optimizer,
         }
 
     @property
-    def stored(self) -> dict[str, Any]:
-        """The arguments of a method that keeps a state for each client."""
+    def stored_arguments(self) -> dict[str, Any]:
+        """Return the arguments of a method that keeps a state for each client."""
         return {**self.arguments(), "num_clients": self.num_clients}
 
 
@@ -106,12 +106,12 @@ class MethodConfig(abc.ABC):
     has_shared_model: ClassVar[bool] = True
 
     @abc.abstractmethod
-    def make(self, loss_fn: LossFn, on: ClientTraining) -> FederatedAlgorithm:
+    def make(self, loss_fn: LossFn, settings: ClientTraining) -> FederatedAlgorithm:
         """Make the algorithm.
 
         Args:
             loss_fn: the clients' loss.
-            on: the settings that all methods share.
+            settings: the settings that all methods share.
         """
 
     def make_init(self, init: Callable[[jax.Array], Params]) -> Callable[[jax.Array], Params]:
@@ -122,13 +122,13 @@ class MethodConfig(abc.ABC):
         """
         return init
 
-    def personalize(self, on: PersonalTraining) -> Params:
+    def personalize(self, inputs: PersonalTraining) -> Params:
         """Make a client's own model from the server's parameters, by default the shared model.
 
         Args:
-            on: the server's parameters, and the client's batches.
+            inputs: the server's parameters, and the client's batches.
         """
-        return on.params
+        return inputs.params
 
     def personal_models(
         self, loss_fn: LossFn, learning_rate: float, state: Any, cohort: Cohort
@@ -158,9 +158,9 @@ class MethodConfig(abc.ABC):
 class FedAvg(MethodConfig):
     """FedAvg, or with another server optimizer FedAvgM, FedAdagrad, FedAdam or FedYogi."""
 
-    def make(self, loss_fn: LossFn, on: ClientTraining) -> FederatedAlgorithm:
+    def make(self, loss_fn: LossFn, settings: ClientTraining) -> FederatedAlgorithm:
         """Make FedAvg."""
-        return fedavg(loss_fn, **on.arguments())
+        return fedavg(loss_fn, **settings.arguments())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,9 +177,9 @@ class FedProx(MethodConfig):
         """Check the range."""
         check_ranges(self, "method", mu=NON_NEGATIVE)
 
-    def make(self, loss_fn: LossFn, on: ClientTraining) -> FederatedAlgorithm:
+    def make(self, loss_fn: LossFn, settings: ClientTraining) -> FederatedAlgorithm:
         """Make FedProx."""
-        return fedprox(loss_fn, mu=self.mu, **on.arguments())
+        return fedprox(loss_fn, mu=self.mu, **settings.arguments())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,9 +196,9 @@ class Scaffold(MethodConfig):
         """Check the option."""
         check_ranges(self, "method")
 
-    def make(self, loss_fn: LossFn, on: ClientTraining) -> FederatedAlgorithm:
+    def make(self, loss_fn: LossFn, settings: ClientTraining) -> FederatedAlgorithm:
         """Make SCAFFOLD."""
-        return scaffold(loss_fn, option=self.option, **on.stored)
+        return scaffold(loss_fn, option=self.option, **settings.stored_arguments)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,18 +215,18 @@ class FedDyn(MethodConfig):
         """Check the range."""
         check_ranges(self, "method", alpha=POSITIVE)
 
-    def make(self, loss_fn: LossFn, on: ClientTraining) -> FederatedAlgorithm:
+    def make(self, loss_fn: LossFn, settings: ClientTraining) -> FederatedAlgorithm:
         """Make FedDyn."""
-        return feddyn(loss_fn, alpha=self.alpha, **on.stored)
+        return feddyn(loss_fn, alpha=self.alpha, **settings.stored_arguments)
 
 
 @dataclasses.dataclass(frozen=True)
 class FedNova(MethodConfig):
     """FedNova."""
 
-    def make(self, loss_fn: LossFn, on: ClientTraining) -> FederatedAlgorithm:
+    def make(self, loss_fn: LossFn, settings: ClientTraining) -> FederatedAlgorithm:
         """Make FedNova."""
-        return fednova(loss_fn, **on.arguments())
+        return fednova(loss_fn, **settings.arguments())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,18 +243,18 @@ class Mime(MethodConfig):
         """Check the range."""
         check_ranges(self, "method", momentum=DECAY)
 
-    def make(self, loss_fn: LossFn, on: ClientTraining) -> FederatedAlgorithm:
+    def make(self, loss_fn: LossFn, settings: ClientTraining) -> FederatedAlgorithm:
         """Make Mime."""
-        return mime(loss_fn, **on.arguments(self.momentum))
+        return mime(loss_fn, **settings.arguments(self.momentum))
 
 
 @dataclasses.dataclass(frozen=True)
 class MimeLite(Mime):
     """MimeLite with SGD and momentum."""
 
-    def make(self, loss_fn: LossFn, on: ClientTraining) -> FederatedAlgorithm:
+    def make(self, loss_fn: LossFn, settings: ClientTraining) -> FederatedAlgorithm:
         """Make MimeLite."""
-        return mime_lite(loss_fn, **on.arguments(self.momentum))
+        return mime_lite(loss_fn, **settings.arguments(self.momentum))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,14 +274,14 @@ class FedAc(MethodConfig):
         """Check the ranges."""
         check_ranges(self, "method", strong_convexity=POSITIVE, local_steps=COUNT)
 
-    def make(self, loss_fn: LossFn, on: ClientTraining) -> FederatedAlgorithm:
+    def make(self, loss_fn: LossFn, settings: ClientTraining) -> FederatedAlgorithm:
         """Make FedAc, with the clients' learning rate as eta."""
         rates = fedac_i(
-            on.learning_rate,
+            settings.learning_rate,
             strong_convexity=self.strong_convexity,
             local_steps=self.local_steps,
         )
-        return fedac(loss_fn, rates=rates, **on.cohort)
+        return fedac(loss_fn, rates=rates, **settings.shared_arguments)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,9 +298,11 @@ class Agnostic(MethodConfig):
         """Check the range."""
         check_ranges(self, "method", mixture_learning_rate=POSITIVE)
 
-    def make(self, loss_fn: LossFn, on: ClientTraining) -> FederatedAlgorithm:
+    def make(self, loss_fn: LossFn, settings: ClientTraining) -> FederatedAlgorithm:
         """Make agnostic federated learning."""
-        return agnostic(loss_fn, mixture_learning_rate=self.mixture_learning_rate, **on.stored)
+        return agnostic(
+            loss_fn, mixture_learning_rate=self.mixture_learning_rate, **settings.stored_arguments
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,12 +322,12 @@ class SelfTuningFedAvg(MethodConfig):
         """Check the ranges."""
         check_ranges(self, "method", server_learning_rate=POSITIVE, damping=POSITIVE)
 
-    def make(self, loss_fn: LossFn, on: ClientTraining) -> FederatedAlgorithm:
+    def make(self, loss_fn: LossFn, settings: ClientTraining) -> FederatedAlgorithm:
         """Make the method."""
 
         def make_fedavg(h: Mapping[str, Any]) -> FederatedAlgorithm:
             server = optax.sgd(h["learning_rate"], momentum=1 - h["damping"])
-            return fedavg(loss_fn, **{**on.arguments(), "server_optimizer": server})
+            return fedavg(loss_fn, **{**settings.arguments(), "server_optimizer": server})
 
         start = {"learning_rate": self.server_learning_rate, "damping": self.damping}
-        return self_tuning(make_fedavg, start, loss_fn, chunk_size=on.chunk_size)
+        return self_tuning(make_fedavg, start, loss_fn, chunk_size=settings.chunk_size)

@@ -52,7 +52,8 @@ class CohortConfig:
         max_steps: largest number of local steps of a client in a round. Default None: no limit.
         chunk_size: number of clients that a device runs at once. With 1, a client runs only its
             own steps. With more, every client of a chunk takes as long as the longest. "auto" is
-            not supported, because clients of similar size share a chunk.
+            not supported, because the order of clients depends on this number: clients of similar
+            size share a chunk.
         sampling_probability: probability that a client joins a round, independently of others
             (Poisson sampling); `size` is then the largest number of clients. Default None: a round
             has `size` clients.
@@ -123,7 +124,8 @@ class ClientExperiment(Experiment):
         cohort: the clients of a round and their local training.
         client_learning_rate: learning rate of the clients' SGD.
         server: the server optimizer.
-        method: the method. Default: FedAvg or FedOpt, as the server optimizer says.
+        method: the method. Default: FedAvg. With the server optimizer "adagrad", "adam" or "yogi",
+            it is FedAdagrad, FedAdam or FedYogi.
         aggregator: how the clients' updates are combined. Default: the weighted mean.
     """
 
@@ -139,8 +141,9 @@ class ClientExperiment(Experiment):
         """Check the ranges, the method's server optimizer, and the aggregator's cohorts.
 
         Raises:
-            ValueError: a number is out of range, a method without a server optimizer has one, or
-                the aggregator needs other cohorts.
+            ValueError: a number is out of range, a method without a server optimizer has one, the
+                cohort is too small for the aggregator, or `aggregator.min_participants` is missing
+                with `cohort.sampling_probability`.
         """
         check_ranges(self, "", heldout_batch_size=COUNT, client_learning_rate=POSITIVE)
         if not self.method.has_server_optimizer and self.server != ServerConfig():
@@ -202,7 +205,7 @@ class ClientExperiment(Experiment):
 
     def make_algorithm(self, loss_fn: LossFn, sampler: ClientSampler) -> FederatedAlgorithm:
         """Make the federated algorithm for the clients of a sampler."""
-        on = ClientTraining(
+        settings = ClientTraining(
             cohort_size=self.cohort.size,
             num_clients=sampler.num_clients,
             learning_rate=self.client_learning_rate,
@@ -210,7 +213,7 @@ class ClientExperiment(Experiment):
             chunk_size=self.cohort.chunk_size,
             aggregator=self.aggregator.make(self.cohort.seed, sampler.expected_participants),
         )
-        return self.method.make(loss_fn, on)
+        return self.method.make(loss_fn, settings)
 
     def make_stream(self, rounds: CohortRounds, sampler: ClientSampler) -> CohortStream:
         """Make the stream of cohorts from the rounds of the sampled clients."""

@@ -33,8 +33,8 @@ class BufferConfig:
 
     Attributes:
         concurrency: number of clients that train at the same time, at most the population.
-        max_staleness: the server discards updates above it. It keeps this many versions of the
-            model.
+        max_staleness: the server discards updates above it, and keeps `max_staleness + 1` versions
+            of the model.
     """
 
     concurrency: int

@@ -101,8 +101,8 @@ def personal_digits() -> ExperimentGroup:
     """Methods for personal models on the problem of methods_digits.
 
     The personal accuracy is that of the clients' own models, the held-out loss that of the shared
-    model. HypCluster has no shared model: its held-out loss is that of the models that clients
-    choose. The client learning rate and the setting of each method are tuned.
+    model. HypCluster has no single shared model: its held-out loss is that of the models that
+    clients choose. The client learning rate and the setting of each method are tuned.
     """
     base = _digits(PersonalImages)
     # An evaluation of all clients takes as long as several rounds.

@@ -36,7 +36,7 @@ class PersonalImages(FedAvgImages):
 
     The metrics `personal_loss` and `personal_accuracy` are those of the clients' own models, by
     `evaluate_clients`. The held-out `loss` and `accuracy` are those of the shared model. HypCluster
-    has none: all are those of the clients' models.
+    has no single shared model: all are those of the clients' models.
     """
 
     def build(self) -> Run:

@@ -40,9 +40,9 @@ class Ditto(MethodConfig):
         """Check the range."""
         check_ranges(self, "method", lam=NON_NEGATIVE)
 
-    def make(self, loss_fn: LossFn, on: ClientTraining) -> FederatedAlgorithm:
+    def make(self, loss_fn: LossFn, settings: ClientTraining) -> FederatedAlgorithm:
         """Make Ditto."""
-        return ditto(loss_fn, lam=self.lam, **on.stored)
+        return ditto(loss_fn, lam=self.lam, **settings.stored_arguments)
 
     def personal_models(
         self, loss_fn: LossFn, learning_rate: float, state: Any, cohort: Cohort
@@ -67,13 +67,13 @@ class APFL(MethodConfig):
         """Check the ranges."""
         check_ranges(self, "method", mixing=FRACTION, mixing_learning_rate=NON_NEGATIVE)
 
-    def make(self, loss_fn: LossFn, on: ClientTraining) -> FederatedAlgorithm:
+    def make(self, loss_fn: LossFn, settings: ClientTraining) -> FederatedAlgorithm:
         """Make APFL."""
         return apfl(
             loss_fn,
             mixing=self.mixing,
             mixing_learning_rate=self.mixing_learning_rate,
-            **on.stored,
+            **settings.stored_arguments,
         )
 
     def personal_models(
@@ -101,18 +101,18 @@ class HypCluster(MethodConfig):
         """Check the range."""
         check_ranges(self, "method", num_clusters=COUNT)
 
-    def make(self, loss_fn: LossFn, on: ClientTraining) -> FederatedAlgorithm:
+    def make(self, loss_fn: LossFn, settings: ClientTraining) -> FederatedAlgorithm:
         """Make HypCluster."""
-        return hypcluster(loss_fn, num_clusters=self.num_clusters, **on.arguments())
+        return hypcluster(loss_fn, num_clusters=self.num_clusters, **settings.arguments())
 
     def make_init(self, init: Callable[[jax.Array], Params]) -> Callable[[jax.Array], Params]:
         """Make the initial models from different random keys: equal models would stay equal."""
         return lambda key: jax.vmap(init)(jax.random.split(key, self.num_clusters))
 
-    def personalize(self, on: PersonalTraining) -> Params:
+    def personalize(self, inputs: PersonalTraining) -> Params:
         """Choose the model with the least loss on the client's training batches."""
-        cluster = choose_cluster(on.loss_fn, on.params, on.batches, on.num_steps)
-        return jax.tree.map(lambda p: p[cluster], on.params)
+        cluster = choose_cluster(inputs.loss_fn, inputs.params, inputs.batches, inputs.num_steps)
+        return jax.tree.map(lambda p: p[cluster], inputs.params)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,20 +131,20 @@ class PerFedAvg(MethodConfig):
         """Check the range."""
         check_ranges(self, "method", adaptation_learning_rate=NON_NEGATIVE)
 
-    def make(self, loss_fn: LossFn, on: ClientTraining) -> FederatedAlgorithm:
+    def make(self, loss_fn: LossFn, settings: ClientTraining) -> FederatedAlgorithm:
         """Make Per-FedAvg."""
         return per_fedavg(
             loss_fn,
             adaptation_learning_rate=self.adaptation_learning_rate,
             first_order=self.first_order,
-            **on.arguments(),
+            **settings.arguments(),
         )
 
-    def personalize(self, on: PersonalTraining) -> Params:
+    def personalize(self, inputs: PersonalTraining) -> Params:
         """Take one step along the gradient of all training batches of the client."""
-        gradient = full_gradient(on.loss_fn, on.params, on.batches, on.num_steps)
+        gradient = full_gradient(inputs.loss_fn, inputs.params, inputs.batches, inputs.num_steps)
         rate = self.adaptation_learning_rate
-        return jax.tree.map(lambda p, g: p - rate * g, on.params, gradient)
+        return jax.tree.map(lambda p, g: p - rate * g, inputs.params, gradient)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,14 +162,21 @@ class Reptile(MethodConfig):
         """Check the range."""
         check_ranges(self, "method", meta_learning_rate=POSITIVE)
 
-    def make(self, loss_fn: LossFn, on: ClientTraining) -> FederatedAlgorithm:
+    def make(self, loss_fn: LossFn, settings: ClientTraining) -> FederatedAlgorithm:
         """Make Reptile."""
-        optimizer = optax.sgd(on.learning_rate)
+        optimizer = optax.sgd(settings.learning_rate)
         rate = self.meta_learning_rate
-        return reptile(loss_fn, client_optimizer=optimizer, meta_learning_rate=rate, **on.cohort)
+        return reptile(
+            loss_fn,
+            client_optimizer=optimizer,
+            meta_learning_rate=rate,
+            **settings.shared_arguments,
+        )
 
-    def personalize(self, on: PersonalTraining) -> Params:
+    def personalize(self, inputs: PersonalTraining) -> Params:
         """Take the local steps of a round."""
-        optimizer = optax.sgd(on.learning_rate)
-        start = optimizer.init(on.params)
-        return local_steps(on.loss_fn, optimizer, on.params, start, on.batches, on.num_steps)[0]
+        optimizer = optax.sgd(inputs.learning_rate)
+        start = optimizer.init(inputs.params)
+        return local_steps(
+            inputs.loss_fn, optimizer, inputs.params, start, inputs.batches, inputs.num_steps
+        )[0]

@@ -63,7 +63,7 @@ def _with_groups(values: Float[Array, "entries ..."], k: int) -> Int[Array, "k .
 def _with_bits(order: Int[Array, "entries ..."], k: int) -> Int[Array, "k ..."]:
     """Return the indices of the k largest integers, of which at least k are not negative."""
 
-    def set_bit(i, least):
+    def set_bit(i: jax.Array, least: jax.Array) -> jax.Array:
         higher = least | jnp.int32(1) << (_VALUE_BITS - 1 - i)
         return jnp.where(jnp.sum(order >= higher, axis=0, dtype=jnp.int32) >= k, higher, least)
 
@@ -73,7 +73,7 @@ def _with_bits(order: Int[Array, "entries ..."], k: int) -> Int[Array, "k ..."]:
     rows = len(above)
     row_numbers = jax.lax.broadcasted_iota(jnp.int32, (2 * rows, *order.shape[1:]), 0)
 
-    def take(words, _):
+    def take(words: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
         first = jnp.min(jnp.where(words != 0, row_numbers, 2 * rows), axis=0)
         word = jnp.sum(jnp.where(row_numbers == first, words, 0), axis=0, dtype=jnp.uint32)
         bit = jax.lax.population_count((word & -word) - 1).astype(jnp.int32)

@@ -4,29 +4,12 @@ import fcntl
 import os
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from small_runs import EVERY, EXPERIMENTS, REGRESSION, TINY_TRANSFORMER, Command
 
 from fedpax.main import main
-
-EXPERIMENTS = Path(__file__).parent.parent / "training"
-REGRESSION = "small_regression:regression"
-TINY_TRANSFORMER = (
-    "--model.num_layers=1",
-    "--model.embed_dim=24",
-    "--model.num_heads=2",
-    "--model.num_kv_heads=1",
-    "--model.mlp_dim=52",
-    "--model.scale_embeddings=False",
-    "--data.seq_len=16",
-    "--data.heldout_tokens=1024",
-)
-
-EVERY = ("--training.rounds=4", "--training.evaluate_every=2", "--training.checkpoint_every=2")
-
-Command = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from conftest import Command
+from small_runs import Command
 
 from fedpax.sites.certificates import read_certificates
 

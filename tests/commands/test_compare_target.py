@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import EVERY, REGRESSION, Command
+from small_runs import EVERY, REGRESSION, Command
 
 from fedpax.commands.compare import _find_target
 from fedpax.training.target import Target

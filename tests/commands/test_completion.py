@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from conftest import Command
+from small_runs import Command
 
 from fedpax.commands import COMMANDS
 from fedpax.commands.completion import script

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from conftest import Command
+from small_runs import Command
 
 import fedpax
 from fedpax.commands import doctor

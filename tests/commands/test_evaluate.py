@@ -10,8 +10,8 @@ from pathlib import Path
 
 import chex
 import pytest
-from conftest import EVERY, REGRESSION, Command
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from small_runs import EVERY, REGRESSION, Command
 
 from fedpax.training.checkpoint import load_params
 from fedpax.training.compiled_round import with_shardings

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from conftest import Command
+from small_runs import Command
 
 from fedpax.data import train_tokenizer
 from fedpax.models import huggingface

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import Command
+from small_runs import Command
 
 from fedpax.data.text.byte_tokenizer import SEPARATOR, decode, encode
 from fedpax.models.generation import generate

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from conftest import REGRESSION, Command
+from small_runs import REGRESSION, Command
 
 COMMANDS = [
     ("evaluate", "--job_log_dir={run}", "--json={}.json"),

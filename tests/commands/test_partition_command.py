@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from conftest import REGRESSION, Command
+from small_runs import REGRESSION, Command
 
 from fedpax.commands.options import configure
 from fedpax.data import partition_statistics

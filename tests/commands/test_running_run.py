@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import EXPERIMENTS, TINY_TRANSFORMER, Command
+from small_runs import EXPERIMENTS, TINY_TRANSFORMER, Command
 
 from fedpax.commands import saved_run
 from fedpax.models import huggingface

@@ -6,7 +6,7 @@ import struct
 from pathlib import Path
 
 import pytest
-from conftest import REGRESSION, Command
+from small_runs import REGRESSION, Command
 
 from fedpax.training.goodput import read_goodput
 from fedpax.training.job_dir import JobDirLock

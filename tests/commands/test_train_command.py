@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import EVERY, Command
+from small_runs import EVERY, Command
 
 from fedpax.commands.options import configure
 from fedpax.experiments.catalog import find_experiment

@@ -23,18 +23,19 @@ def bulyan(num_byzantine: int) -> Aggregator:
     2. Each coordinate is the mean of the `theta - 2 f` selected values closest to their median.
 
     Krum alone bounds the distance of the selected update, which leaves room for a large error in
-    one coordinate; the second step bounds each coordinate. For n participants, the bound is
-    `n >= 4 f + 3`. Memory is that of `krum`. On a mesh, it sends what `coordinate_median` and the
-    distances of `krum` send: two all-to-alls, an all-reduce and an all-gather.
+    one coordinate; the second step bounds each coordinate. For m present participants, f of which
+    may send wrong updates, the bound is `m >= 4 f + 3`. With fewer, the result is 0.
+
+    Memory is that of `krum`. On a mesh, it sends what `coordinate_median` and the distances of
+    `krum` send: two all-to-alls, an all-reduce and an all-gather.
 
     Args:
         num_byzantine: f, number of participants that may send wrong updates.
 
     Returns:
         An aggregator without state and metrics. A participant is present if its weight is not 0;
-        the weights have no other effect. NaN, infinity and absent participants are treated as in
-        `krum`. The result has the dtype of the updates, float32 for integers; 0 if no participant
-        is present.
+        the weights have no other effect. NaN and infinity are treated as in `krum`. The result has
+        the dtype of the updates, float32 for integers.
 
     Raises:
         TypeError: `num_byzantine` is not an int.

@@ -21,7 +21,8 @@ def krum(num_byzantine: int, *, num_selected: int = 1) -> Aggregator:
 
     With m present participants, f of which may send wrong updates, the score of an update is the
     sum of the squared distances to its `m - f - 2` nearest neighbours. The `num_selected` updates
-    with the smallest scores are averaged. For n participants, Krum's bound is `n >= 2 f + 3`.
+    with the smallest scores are averaged, at most `m - f - 2`. Krum's bound is `m >= 2 f + 3`. With
+    fewer, a wrong update could be selected: the result is 0.
 
     It needs all updates at once: memory grows with the number of participants. On a mesh, one
     all-to-all gives each device some coordinates of all participants, for one matmul per leaf and
@@ -35,9 +36,8 @@ def krum(num_byzantine: int, *, num_selected: int = 1) -> Aggregator:
     Returns:
         An aggregator without state and metrics. A participant is present if its weight is
         not 0; the selected updates are averaged with equal weights. An update with a NaN or an
-        infinity is infinitely far from every other one. Absent participants count neither as
-        neighbours nor in the score: if fewer than `2 f + 3` are present, there is no guarantee. The
-        result has the dtype of the updates, float32 for integers; 0 if no participant is present.
+        infinity is infinitely far from every other one. The result has the dtype of the updates,
+        float32 for integers.
 
     Raises:
         TypeError: an argument is not an int.
@@ -80,7 +80,8 @@ def krum(num_byzantine: int, *, num_selected: int = 1) -> Aggregator:
                 f"{n - num_byzantine - 2} for {n} participants. Select fewer."
             )
         order = krum_order(distances, here, num_byzantine)
-        chosen = here & (jnp.argsort(order) < num_selected)
+        most = jnp.minimum(num_selected, jnp.sum(here) - num_byzantine - 2)
+        chosen = here & (jnp.argsort(order) < most)
         selected = federated_map(lambda update, taken: select(taken, update), updates, chosen)
         return federated_mean(selected, chosen), state, {}
 
@@ -104,7 +105,8 @@ def distances_of_present(
         factor: the aggregator's bound is `n >= factor * f + 3`.
 
     Returns:
-        The distances, and which participants are present. Both are server values.
+        The distances, and which participants are present, none if too few are. Both are server
+        values.
 
     Raises:
         ValueError: too few participants for f.
@@ -117,7 +119,9 @@ def distances_of_present(
             f"{function}(): num_byzantine is {num_byzantine}, but {n} participants are "
             f"fewer than {factor} * num_byzantine + 3 = {factor * num_byzantine + 3}. {remedy}"
         )
-    return squared_distances(updates), known_to_all(present(weights))
+    here = known_to_all(present(weights))
+    enough = jnp.sum(here) >= factor * num_byzantine + 3
+    return squared_distances(updates), here & enough
 
 
 def krum_order(

@@ -63,3 +63,11 @@ REFERENCES = {
     "bulyan": lambda x, w: bulyan_of(x, 1),
     "geometric_median": geometric_of,
 }
+
+
+def draw(seed=0, participants=8):
+    rng = np.random.default_rng(seed)
+    return {
+        name: np.float32(rng.standard_normal((participants, *shape)))
+        for name, shape in SHAPES.items()
+    }

@@ -14,9 +14,8 @@ from jax.sharding import PartitionSpec as P
 from numpy_robust_means import (
     REFERENCES,
     SHAPES,
-    bulyan_of,
+    draw,
     flat,
-    geometric_of,
     unflat,
 )
 
@@ -63,14 +62,6 @@ def combine(name):
     return lambda updates, weights=None: compiled(name)(
         updates, ones if weights is None else weights
     )
-
-
-def draw(seed=0, participants=N):
-    rng = np.random.default_rng(seed)
-    return {
-        name: np.float32(rng.standard_normal((participants, *shape)))
-        for name, shape in SHAPES.items()
-    }
 
 
 def check(name, updates, weights=None, found=None):
@@ -169,72 +160,6 @@ def test_krum_selects_an_honest_update_within_its_bound_and_not_beyond(num_wrong
     assert (matches[0] >= num_wrong) == (num_wrong == 2)
 
 
-def test_bulyan_bounds_each_coordinate():
-    """Krum selects an update that is wrong in one coordinate of many; Bulyan bounds its effect."""
-    rng = np.random.default_rng(0)
-    updates = np.float32(rng.standard_normal((N, 1000)))
-    updates[0] = updates[1:].mean(0)
-    updates[0, 0] += 20.0  # the distance of two honest updates is about sqrt(2000) = 45
-
-    def first(aggregator):
-        @jax.jit
-        @fedpax.program(clients=N)
-        def combine(updates):
-            return aggregator.aggregate(aggregator.init(None), updates, None)[0]
-
-        return combine(updates)[0]
-
-    assert first(krum(1)) > 15
-    assert abs(first(bulyan(1))) < 2
-
-
-def test_the_geometric_median_is_that_of_weighted_distances():
-    updates, weights = draw(6), np.float32([1, 2, 3, 1, 1, 1, 1, 4])
-    aggregator = geometric_median(num_iterations=50)
-    combine = fedpax.program(clients=N)(lambda *args: aggregator.aggregate(None, *args)[0])
-    found = flat({key: x[None] for key, x in jax.jit(combine)(updates, weights).items()})[0]
-    np.testing.assert_allclose(found, geometric_of(flat(updates), weights), atol=1e-5)
-
-
-@functools.cache
-def geometric(participants):
-    return jax.jit(
-        fedpax.program(clients=participants)(
-            lambda updates: geometric_median().aggregate(None, updates, None)[0]
-        )
-    )
-
-
-@pytest.mark.parametrize("center", [0.0, 3.0], ids=["centered", "far"])
-@pytest.mark.parametrize(("participants", "num_wrong"), [(8, 1), (8, 3), (9, 4)])
-def test_eight_iterations_reach_the_geometric_median_for_wrong_updates_of_any_size(
-    participants, num_wrong, center
-):
-    """Within a tenth of the honest radius, and 1.5 of it from the honest mean.
-
-    It is 0.3 of the radius where wrong updates are about as long as the honest ones. `far` honest
-    updates have a mean of three times their radius. The reference is in float64. It leaves out the
-    wrong updates whose norm is not finite in float32.
-    """
-    rng = np.random.default_rng(participants + num_wrong)
-    x = np.float32(rng.standard_normal((participants, 30)))
-    x[num_wrong:] -= x[num_wrong:].mean(0)
-    radius = np.linalg.norm(x[num_wrong:], axis=1).max()
-    x[num_wrong:] += center * radius / np.sqrt(30)
-    honest = np.float64(x[num_wrong:])
-    mean = honest.mean(0)
-    each = rng.uniform(-1, 1, (num_wrong, 30))
-    directions = {"equal": np.ones(30), "opposite": -np.ones(30), "each": each}
-    for size in (0.0, 0.1, 1.0, 3.0, 10.0, 1e3, 1e6, 1e12, 3e38, np.inf, np.nan):
-        for kind, direction in directions.items():
-            x[:num_wrong] = size * np.float32(direction)
-            kept = np.float64(x) if size < 1e18 else honest
-            found = np.float64(geometric(participants)(x))
-            distance = np.linalg.norm(found - geometric_of(kept, np.ones(len(kept))))
-            assert distance < (0.3 if 0 < size < 1e3 else 0.1) * radius, (size, kind)
-            assert np.linalg.norm(found - mean) < 1.5 * radius, (size, kind)
-
-
 def test_bfloat16_updates_are_combined_in_float32():
     updates = {key: x.astype(jnp.bfloat16) for key, x in draw(7).items()}
     wide = {key: np.float32(x) for key, x in updates.items()}
@@ -263,16 +188,6 @@ def test_blocks_of_coordinates_change_nothing(name, monkeypatch):
 def test_bulyan_takes_the_lower_of_two_values_that_are_equally_close(seed):
     rng = np.random.default_rng(seed)
     check("bulyan", {k: np.float32(rng.integers(0, 9, (N, *s))) for k, s in SHAPES.items()})
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_bulyan_passes_many_equal_values_below_the_median(seed):
-    """A coordinate may have more equal values than Bulyan averages: here 3 of a selection of 9."""
-    rng = np.random.default_rng(seed)
-    updates = np.float32(rng.standard_normal((15, 100)))
-    updates[:, 50:] = rng.integers(0, 2, (15, 50))
-    found = fedpax.program(clients=15)(lambda u: bulyan(3).aggregate(None, u, None)[0])(updates)
-    np.testing.assert_allclose(found, bulyan_of(np.float64(updates), 3), atol=1e-5)
 
 
 def test_blocks_of_coordinates_keep_float32_with_x64(monkeypatch):

@@ -92,6 +92,10 @@ def compare(arguments: Sequence[str]) -> int:
     print_line(write_comparison(folders, destination))
     if target is not None:
         configured = {folder: experiments[name] for folder, name in by_folder.items()}
+        print_line(
+            "\n`communicated` is the size of the operands of collectives on this mesh. The bytes "
+            "below are those that all participants receive and send."
+        )
         print_line(f"\n{_compare_to_target(configured, folders, target, destination)}")
     print_line(f"\nSee {destination / 'comparison.png'} and {destination / 'comparison.json'}.")
     if target is not None:

@@ -11,7 +11,12 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from fedpax.aggregators import Aggregator
-from fedpax.algorithms.checks import check_population, check_setting, cohort_of_population
+from fedpax.algorithms.checks import (
+    check_optimizer,
+    check_population,
+    check_setting,
+    cohort_of_population,
+)
 from fedpax.algorithms.local_evaluation import local_metrics
 from fedpax.algorithms.local_steps import local_update
 from fedpax.algorithms.map_clients import map_clients
@@ -107,6 +112,8 @@ def agnostic(
         Mohri et al., Agnostic Federated Learning, arXiv:1902.00146, section 4; Deng et al.,
         Distributionally Robust Federated Averaging, arXiv:2102.12660, algorithm 1.
     """
+    check_optimizer("agnostic", "client_optimizer", client_optimizer)
+    check_optimizer("agnostic", "server_optimizer", server_optimizer, optional=True)
     remedy = "Pass 0.0 to keep the mixture as it is."
     check_setting("agnostic", "mixture_learning_rate", mixture_learning_rate, remedy=remedy)
     check_population("agnostic", cohort_size, num_clients)

@@ -11,7 +11,12 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from fedpax.aggregators import Aggregator
-from fedpax.algorithms.checks import check_population, check_setting, cohort_of_population
+from fedpax.algorithms.checks import (
+    check_optimizer,
+    check_population,
+    check_setting,
+    cohort_of_population,
+)
 from fedpax.algorithms.local_evaluation import count_steps
 from fedpax.algorithms.local_steps import gradient_and_metrics, local_steps
 from fedpax.algorithms.map_clients import map_clients
@@ -115,6 +120,8 @@ def apfl(
     Reference:
         Deng et al., Adaptive Personalized Federated Learning, arXiv:2003.13461, algorithm 1.
     """
+    check_optimizer("apfl", "client_optimizer", client_optimizer)
+    check_optimizer("apfl", "server_optimizer", server_optimizer, optional=True)
     remedy = "Pass 0.5 for equal shares of the personal and the shared model."
     check_setting("apfl", "mixing", mixing, most=1, remedy=remedy)
     remedy = "Pass 0.0 to keep mixing as it is."

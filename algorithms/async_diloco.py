@@ -18,6 +18,7 @@ from fedpax.algorithms.arrivals import (
     outer_gradients,
     without_absent,
 )
+from fedpax.algorithms.checks import check_optimizer
 from fedpax.algorithms.delayed_nesterov import (
     DelayedNesterov,
     DelayedNesterovState,
@@ -111,7 +112,8 @@ def async_diloco(
         and the aggregator's, averaged over the positions at which an update arrives.
 
     Raises:
-        TypeError: `islands` is not an int; in a round, a schedule of another type.
+        TypeError: `islands` is not an int, or `inner_optimizer` is not optax's; in a round, a
+            schedule of another type.
         ValueError: a setting is out of range; an aggregator that needs the updates of all islands
             at once, such as a median; in a round, batches without an axis of size `islands`.
 
@@ -134,6 +136,7 @@ def async_diloco(
         Liu et al., Asynchronous Local-SGD Training for Language Modeling, arXiv:2401.09135,
         delayed Nesterov and dynamic local updates.
     """
+    check_optimizer("async_diloco", "inner_optimizer", inner_optimizer)
     every = max(islands, 1) if period is None else period
     outer = DelayedNesterov(learning_rate, momentum, every, activation)
     check_delayed_nesterov("async_diloco", "", outer)
@@ -154,7 +157,7 @@ def async_diloco(
     def async_diloco_round(
         state: AsyncDiLoCoState, cohort: Cohort
     ) -> tuple[AsyncDiLoCoState, Metrics]:
-        check_cohort("async_diloco", cohort, islands, ArrivalOrder)
+        check_cohort("async_diloco", cohort, islands, ArrivalOrder, size_argument="islands")
         if cohort.schedule is not None:
             cohort = without_absent(cohort, cohort.schedule.position)
 

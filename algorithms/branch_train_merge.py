@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-from fedpax.algorithms.checks import check_setting
+from fedpax.algorithms.checks import check_optimizer, check_setting
 from fedpax.algorithms.local_steps import local_steps
 from fedpax.algorithms.participation import participant_weights
 from fedpax.algorithms.population import population_mean
@@ -69,7 +69,8 @@ def branch_train_merge(
         `loss_fn`, averaged over steps and experts.
 
     Raises:
-        TypeError: `islands` is not an int; the argument of a round is not a `fedpax.Cohort`.
+        TypeError: `islands` is not an int, or an optimizer is not optax's; the argument of a round
+            is not a `fedpax.Cohort`.
         ValueError: `islands` below 1; in a round, batches without an axis of size `islands`.
 
     Example:
@@ -86,6 +87,7 @@ def branch_train_merge(
         Li et al., Branch-Train-Merge: Embarrassingly Parallel Training of Expert Language Models,
         arXiv:2208.03306, section 3.
     """
+    check_optimizer("branch_train_merge", "optimizer", optimizer)
 
     @program(islands=islands)
     def init(params: Params) -> BranchTrainMergeState:
@@ -96,7 +98,7 @@ def branch_train_merge(
     def branch_train_merge_round(
         state: BranchTrainMergeState, cohort: Cohort
     ) -> tuple[BranchTrainMergeState, Metrics]:
-        check_cohort("branch_train_merge", cohort, islands)
+        check_cohort("branch_train_merge", cohort, islands, size_argument="islands")
 
         def train(
             params: Params,

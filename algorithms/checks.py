@@ -93,6 +93,36 @@ def check_count(method: str, name: str, value: Any, *, remedy: str, least: int =
         raise ValueError(f"{method}: {name} is {value}, expected at least {least}. {remedy}")
 
 
+def check_optimizer(method: str, name: str, value: Any, *, optional: bool = False) -> None:
+    """Check that an argument is an optax optimizer.
+
+    Args:
+        method: the method's name, for the message.
+        name: the argument's name.
+        value: an `optax.GradientTransformation`, or an object with the same methods.
+        optional: None is allowed too. Default False.
+
+    Raises:
+        TypeError: the value lacks `init` or `update`.
+
+    Example:
+        >>> check_optimizer("fedavg", "client_optimizer", 0.1)
+        Traceback (most recent call last):
+            ...
+        TypeError: fedavg: client_optimizer is 0.1, expected an optax.GradientTransformation. ...
+    """
+    if optional and value is None:
+        return
+    if all(callable(getattr(value, part, None)) for part in ("init", "update")):
+        return
+    found = repr(value) if isinstance(value, int) else _describe(value)
+    remedy = "Call it, for" if callable(value) else "Pass for"
+    raise TypeError(
+        f"{method}: {name} is {found}, expected an optax.GradientTransformation. {remedy} "
+        "example optax.sgd(0.1)."
+    )
+
+
 def check_population(method: str, cohort_size: Any, num_clients: Any) -> None:
     """Check that a cohort is not larger than the population that it is drawn from.
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Int
 
+from fedpax.algorithms.checks import check_optimizer
 from fedpax.algorithms.local_steps import gradient_and_metrics
 from fedpax.algorithms.optimizer_step import optimizer_step
 from fedpax.algorithms.participation import placed_valid_steps
@@ -56,7 +57,8 @@ def data_parallel(
         float32 scalars: `"loss"` and the metrics of `loss_fn`, averaged over steps and islands.
 
     Raises:
-        TypeError: `islands` is not an int; the argument of a round is not a `fedpax.Cohort`.
+        TypeError: `islands` is not an int, or an optimizer is not optax's; the argument of a round
+            is not a `fedpax.Cohort`.
         ValueError: `islands` below 1; in a round, batches without an axis of size `islands`, or
             with different numbers of steps.
 
@@ -70,6 +72,7 @@ def data_parallel(
         >>> state.params.item(), metrics["loss"].item()
         (4.0, 9.0)
     """
+    check_optimizer("data_parallel", "optimizer", optimizer)
 
     def init(params: Params) -> DataParallelState:
         # Copied, so that a round that donates the state does not delete the caller's arrays.
@@ -79,7 +82,7 @@ def data_parallel(
     def data_parallel_round(
         state: DataParallelState, cohort: Cohort
     ) -> tuple[DataParallelState, Metrics]:
-        check_cohort("data_parallel", cohort, islands)
+        check_cohort("data_parallel", cohort, islands, size_argument="islands")
         batches = cohort.batches
         valid, examples = placed_valid_steps(cohort), cohort.num_examples
         # [steps]: whether any island takes the step; computed once, so that a step communicates

@@ -11,6 +11,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from fedpax.aggregators import Aggregator, random_stream
+from fedpax.algorithms.checks import check_optimizer
 from fedpax.algorithms.directional_mean import directional_mean
 from fedpax.algorithms.fragments import Fragment, FragmentFn, make_fragments
 from fedpax.algorithms.inner_steps import InnerReport, average_reports, make_inner_steps
@@ -108,6 +109,8 @@ def decoupled_diloco(
     Reference:
         Douillard et al., Decoupled DiLoCo for Resilient Distributed Pre-training, arXiv:2604.21428.
     """
+    check_optimizer("decoupled_diloco", "inner_optimizer", inner_optimizer)
+    check_optimizer("decoupled_diloco", "outer_optimizer", outer_optimizer, optional=True)
     outer = (
         optax.sgd(0.4, momentum=0.9, nesterov=True) if outer_optimizer is None else outer_optimizer
     )
@@ -176,7 +179,7 @@ def decoupled_diloco(
     def scheduled_round(
         state: StreamingDiLoCoState, cohort: Cohort
     ) -> tuple[StreamingDiLoCoState, Metrics]:
-        check_cohort("decoupled_diloco", cohort, islands, Syncs)
+        check_cohort("decoupled_diloco", cohort, islands, Syncs, size_argument="islands")
         parts = make_fragments(fragments, state.params)
         schedule: Any = cohort.schedule
         most = _steps_per_merge(cohort.batches, schedule, len(parts), delay)

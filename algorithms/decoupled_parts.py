@@ -8,7 +8,7 @@ import optax
 
 from fedpax.aggregators import Aggregator
 from fedpax.aggregators.codecs import Codec
-from fedpax.algorithms.checks import check_count, check_setting
+from fedpax.algorithms.checks import check_count, check_optimizer, check_setting
 from fedpax.algorithms.directional_mean import directional_mean
 from fedpax.algorithms.fragments import FragmentFn, make_fragments
 from fedpax.algorithms.inner_steps import make_inner_steps
@@ -71,6 +71,7 @@ def decoupled_diloco_parts(
         The parts, for `FederatedAlgorithm.parts`.
 
     Raises:
+        TypeError: a setting has another type.
         ValueError: a setting is out of range, or `error_feedback` is True and the codec is not
             contractive.
 
@@ -89,6 +90,8 @@ def decoupled_diloco_parts(
         Douillard et al., Decoupled DiLoCo for Resilient Distributed Pre-training, arXiv:2604.21428.
     """
     name = "decoupled_diloco_parts"
+    check_optimizer(name, "inner_optimizer", inner_optimizer)
+    check_optimizer(name, "outer_optimizer", outer_optimizer, optional=True)
     check_count(name, "islands", islands, remedy="Pass the number of shards of the data.")
     remedy = "Pass the inner steps between two updates, such as 24."
     check_count(name, "steps_per_sync", steps_per_sync, remedy=remedy)

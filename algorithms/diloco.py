@@ -9,6 +9,7 @@ import chex
 import optax
 
 from fedpax.aggregators import Aggregator, mean
+from fedpax.algorithms.checks import check_optimizer
 from fedpax.algorithms.inner_steps import make_outer_gradient
 from fedpax.algorithms.optimizer_step import optimizer_step
 from fedpax.algorithms.participation import participant_weights
@@ -69,7 +70,8 @@ def diloco(
         the metrics of `loss_fn`, averaged over inner steps and islands, and the aggregator's.
 
     Raises:
-        TypeError: `islands` is not an int; the argument of a round is not a `fedpax.Cohort`.
+        TypeError: `islands` is not an int, or an optimizer is not optax's; the argument of a round
+            is not a `fedpax.Cohort`.
         ValueError: `islands` below 1; in a round, batches without an axis of size `islands`.
 
     Example:
@@ -88,6 +90,8 @@ def diloco(
         Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models,
         arXiv:2311.08105, algorithm 1.
     """
+    check_optimizer("diloco", "inner_optimizer", inner_optimizer)
+    check_optimizer("diloco", "outer_optimizer", outer_optimizer, optional=True)
     outer = (
         optax.sgd(0.7, momentum=0.9, nesterov=True) if outer_optimizer is None else outer_optimizer
     )
@@ -101,7 +105,7 @@ def diloco(
 
     @program(islands=islands)
     def diloco_round(state: DiLoCoState, cohort: Cohort) -> tuple[DiLoCoState, Metrics]:
-        check_cohort("diloco", cohort, islands)
+        check_cohort("diloco", cohort, islands, size_argument="islands")
 
         outer_gradients, inner_state, metrics = federated_map(
             functools.partial(outer_gradient, state.params),

@@ -9,7 +9,12 @@ import optax
 from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator
-from fedpax.algorithms.checks import check_population, check_setting, cohort_of_population
+from fedpax.algorithms.checks import (
+    check_optimizer,
+    check_population,
+    check_setting,
+    cohort_of_population,
+)
 from fedpax.algorithms.gradient_terms import proximal_term
 from fedpax.algorithms.local_steps import local_steps, local_update
 from fedpax.algorithms.map_clients import map_clients
@@ -102,6 +107,9 @@ def ditto(
         Li et al., Ditto: Fair and Robust Federated Learning Through Personalization,
         arXiv:2012.04221, algorithm 1.
     """
+    check_optimizer("ditto", "client_optimizer", client_optimizer)
+    check_optimizer("ditto", "personal_optimizer", personal_optimizer, optional=True)
+    check_optimizer("ditto", "server_optimizer", server_optimizer, optional=True)
     check_setting("ditto", "lam", lam, remedy="Pass 0.0 for personal models without a tie.")
     check_population("ditto", cohort_size, num_clients)
     personal = client_optimizer if personal_optimizer is None else personal_optimizer

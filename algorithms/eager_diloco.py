@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from fedpax.aggregators import Aggregator, mean
+from fedpax.algorithms.checks import check_optimizer
 from fedpax.algorithms.inner_steps import make_outer_gradient
 from fedpax.algorithms.optimizer_step import optimizer_step
 from fedpax.algorithms.participation import participant_weights
@@ -83,7 +84,8 @@ def eager_diloco(
         and the metrics of `loss_fn`, averaged over inner steps and islands, and the aggregator's.
 
     Raises:
-        TypeError: `islands` is not an int; the argument of a round is not a `fedpax.Cohort`.
+        TypeError: `islands` is not an int, or an optimizer is not optax's; the argument of a round
+            is not a `fedpax.Cohort`.
         ValueError: `islands` below 1; in a round, batches without an axis of size `islands`.
 
     Example:
@@ -102,6 +104,8 @@ def eager_diloco(
         Kale et al., Eager Updates For Overlapped Communication and Computation in DiLoCo,
         arXiv:2502.12996, algorithm of eager updates.
     """
+    check_optimizer("eager_diloco", "inner_optimizer", inner_optimizer)
+    check_optimizer("eager_diloco", "outer_optimizer", outer_optimizer, optional=True)
     outer = (
         optax.sgd(0.4, momentum=0.9, nesterov=True) if outer_optimizer is None else outer_optimizer
     )
@@ -122,7 +126,7 @@ def eager_diloco(
     def eager_diloco_round(
         state: EagerDiLoCoState, cohort: Cohort
     ) -> tuple[EagerDiLoCoState, Metrics]:
-        check_cohort("eager_diloco", cohort, islands)
+        check_cohort("eager_diloco", cohort, islands, size_argument="islands")
         # The transfer starts here ...
         average, aggregator_state, reported = combine.aggregate(
             state.aggregator_state, state.outer_gradient, None

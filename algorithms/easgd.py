@@ -9,7 +9,7 @@ import optax
 from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator, mean
-from fedpax.algorithms.checks import check_setting
+from fedpax.algorithms.checks import check_optimizer, check_setting
 from fedpax.algorithms.local_steps import local_steps
 from fedpax.algorithms.participation import participant_weights
 from fedpax.algorithms.server import given_aggregator
@@ -70,7 +70,8 @@ def easgd(
         `loss_fn`, averaged over steps and islands, and the aggregator's.
 
     Raises:
-        TypeError: `islands` is not an int; the argument of a round is not a `fedpax.Cohort`.
+        TypeError: `islands` is not an int, or an optimizer is not optax's; the argument of a round
+            is not a `fedpax.Cohort`.
         ValueError: `islands` below 1 or `beta` out of range; in a round, batches without an axis of
             size `islands`.
 
@@ -88,6 +89,7 @@ def easgd(
         Zhang, Choromanska, LeCun, Deep learning with Elastic Averaging SGD, arXiv:1412.6651,
         section 3, equations 5 and 6, and algorithm 1 (the period).
     """
+    check_optimizer("easgd", "optimizer", optimizer)
     check_setting("easgd", "beta", beta, above=0, most=1, remedy="Pass 0.9, as the paper.")
     combine = given_aggregator(aggregator, mean())
 
@@ -100,7 +102,7 @@ def easgd(
 
     @program(islands=islands)
     def easgd_round(state: EASGDState, cohort: Cohort) -> tuple[EASGDState, Metrics]:
-        check_cohort("easgd", cohort, islands)
+        check_cohort("easgd", cohort, islands, size_argument="islands")
         center, alpha = state.params, beta / islands
 
         def explore(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int
 
-from fedpax.algorithms.checks import check_count, check_setting
+from fedpax.algorithms.checks import check_count, check_optimizer, check_setting
 from fedpax.algorithms.gradient_terms import proximal_term
 from fedpax.algorithms.history import History, start_history
 from fedpax.algorithms.local_steps import local_update
@@ -78,6 +78,7 @@ def fedasync(
         client's steps, and `"staleness"`.
 
     Raises:
+        TypeError: a setting has another type; and as in `fedavg`.
         ValueError: a setting is out of range; in a round, a cohort of more than one client.
 
     Example:
@@ -97,6 +98,7 @@ def fedasync(
     Reference:
         Xie et al., Asynchronous Federated Optimization, arXiv:1903.03934, algorithm 1.
     """
+    check_optimizer("fedasync", "client_optimizer", client_optimizer)
     remedy = "Pass the largest staleness of the schedule, or 0 to use fresh models alone."
     check_count("fedasync", "max_staleness", max_staleness, least=0, remedy=remedy)
     check_setting("fedasync", "mixing", mixing, most=1, remedy="Pass for example 0.6.")
@@ -114,7 +116,7 @@ def fedasync(
 
     @program(clients=1)
     def fedasync_round(state: FedAsyncState, cohort: Cohort) -> tuple[FedAsyncState, Metrics]:
-        check_cohort("fedasync", cohort, 1, Arrivals)
+        check_cohort("fedasync", cohort, 1, Arrivals, size_argument=None)
         if cohort.schedule is None:
             staleness = jnp.zeros(1, jnp.int32)
         else:

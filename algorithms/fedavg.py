@@ -10,6 +10,7 @@ import chex
 import optax
 
 from fedpax.aggregators import Aggregator
+from fedpax.algorithms.checks import check_optimizer
 from fedpax.algorithms.local_steps import local_update
 from fedpax.algorithms.map_clients import map_clients
 from fedpax.algorithms.participation import participant_weights
@@ -74,7 +75,8 @@ def fedavg(
         over clients, and the aggregator's.
 
     Raises:
-        TypeError: `cohort_size` is not an int; the argument of a round is not a `fedpax.Cohort`.
+        TypeError: `cohort_size` is not an int, or an optimizer is not optax's; the argument of a
+            round is not a `fedpax.Cohort`.
         ValueError: `cohort_size` or `chunk_size` below 1; in a round, arrays without an axis of
             size `cohort_size`.
 
@@ -94,6 +96,8 @@ def fedavg(
         arXiv:1602.05629, algorithm 1; Reddi et al., Adaptive Federated Optimization,
         arXiv:2003.00295, algorithm 1.
     """
+    check_optimizer("fedavg", "client_optimizer", client_optimizer)
+    check_optimizer("fedavg", "server_optimizer", server_optimizer, optional=True)
     server = make_server(server_optimizer, aggregator)
 
     @program(clients=cohort_size)

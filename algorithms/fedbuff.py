@@ -10,7 +10,7 @@ import optax
 from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator
-from fedpax.algorithms.checks import check_count
+from fedpax.algorithms.checks import check_count, check_optimizer
 from fedpax.algorithms.history import History, start_history
 from fedpax.algorithms.local_steps import local_update
 from fedpax.algorithms.map_clients import map_clients
@@ -107,6 +107,8 @@ def fedbuff(
         Nguyen et al., Federated Learning with Buffered Asynchronous Aggregation, arXiv:2106.06639,
         algorithm 1.
     """
+    check_optimizer("fedbuff", "client_optimizer", client_optimizer)
+    check_optimizer("fedbuff", "server_optimizer", server_optimizer, optional=True)
     check_count("fedbuff", "buffer_size", buffer_size, remedy="Pass 10, as the paper.")
     remedy = "Pass the largest staleness of the schedule, or 0 for fedavg."
     check_count("fedbuff", "max_staleness", max_staleness, least=0, remedy=remedy)
@@ -120,7 +122,7 @@ def fedbuff(
 
     @program(clients=buffer_size, chunk_size=chunk_size)
     def fedbuff_round(state: FedBuffState, cohort: Cohort) -> tuple[FedBuffState, Metrics]:
-        check_cohort("fedbuff", cohort, buffer_size, Arrivals)
+        check_cohort("fedbuff", cohort, buffer_size, Arrivals, size_argument="buffer_size")
         weights = participant_weights(cohort)
 
         def train_from(

@@ -10,7 +10,12 @@ import optax
 from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator
-from fedpax.algorithms.checks import check_population, check_setting, cohort_of_population
+from fedpax.algorithms.checks import (
+    check_optimizer,
+    check_population,
+    check_setting,
+    cohort_of_population,
+)
 from fedpax.algorithms.gradient_terms import proximal_term
 from fedpax.algorithms.local_steps import local_update
 from fedpax.algorithms.map_clients import map_clients
@@ -107,6 +112,8 @@ def feddyn(
         Acar et al., Federated Learning Based on Dynamic Regularization, arXiv:2111.04263,
         algorithm 1.
     """
+    check_optimizer("feddyn", "client_optimizer", client_optimizer)
+    check_optimizer("feddyn", "server_optimizer", server_optimizer, optional=True)
     check_setting("feddyn", "alpha", alpha, remedy="Pass 0.0 for fedavg.")
     check_population("feddyn", cohort_size, num_clients)
     server = make_server(server_optimizer, aggregator)

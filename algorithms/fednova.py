@@ -11,6 +11,7 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from fedpax.aggregators import Aggregator
+from fedpax.algorithms.checks import check_optimizer
 from fedpax.algorithms.fedavg import FedAvgState
 from fedpax.algorithms.local_evaluation import count_steps
 from fedpax.algorithms.local_steps import local_update
@@ -78,6 +79,8 @@ def fednova(
         Wang et al., Tackling the Objective Inconsistency Problem in Heterogeneous Federated
         Optimization, arXiv:2007.07481, section 4, equation 9.
     """
+    check_optimizer("fednova", "client_optimizer", client_optimizer)
+    check_optimizer("fednova", "server_optimizer", server_optimizer, optional=True)
     _check_scalar_rule(client_optimizer)
     server = make_server(server_optimizer, aggregator)
 

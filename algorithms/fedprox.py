@@ -9,7 +9,7 @@ from typing import Any
 import optax
 
 from fedpax.aggregators import Aggregator
-from fedpax.algorithms.checks import check_setting
+from fedpax.algorithms.checks import check_optimizer, check_setting
 from fedpax.algorithms.fedavg import FedAvgState
 from fedpax.algorithms.gradient_terms import proximal_term
 from fedpax.algorithms.local_steps import local_update
@@ -72,6 +72,8 @@ def fedprox(
     Reference:
         Li et al., Federated Optimization in Heterogeneous Networks, arXiv:1812.06127, algorithm 2.
     """
+    check_optimizer("fedprox", "client_optimizer", client_optimizer)
+    check_optimizer("fedprox", "server_optimizer", server_optimizer, optional=True)
     check_setting("fedprox", "mu", mu, remedy="Pass 0.0 for fedavg.")
     server = make_server(server_optimizer, aggregator)
 

@@ -8,6 +8,7 @@ import chex
 import optax
 from jaxtyping import Array, Int
 
+from fedpax.algorithms.checks import check_optimizer
 from fedpax.algorithms.local_evaluation import local_metrics
 from fedpax.algorithms.local_steps import local_steps
 from fedpax.algorithms.map_clients import map_clients
@@ -43,7 +44,7 @@ def fine_tuning_evaluation(
         fine-tuning, and after it the same names with `"fine_tuned_"` in front.
 
     Raises:
-        TypeError, ValueError: as in the round of `fedavg`, for either cohort.
+        TypeError, ValueError: as in `fedavg`, for either cohort.
 
     Example:
         >>> import fedpax, jax, jax.numpy as jnp
@@ -58,6 +59,7 @@ def fine_tuning_evaluation(
     Reference:
         Yu et al., Salvaging Federated Learning by Local Adaptation, arXiv:2002.04758, section 3.
     """
+    check_optimizer("fine_tuning_evaluation", "client_optimizer", client_optimizer)
 
     @program(clients=cohort_size, chunk_size=chunk_size)
     def evaluate(params: Params, cohort: Cohort, heldout: Cohort) -> Metrics:

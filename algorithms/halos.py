@@ -19,7 +19,7 @@ from fedpax.algorithms.arrivals import (
     outer_gradients,
     without_absent,
 )
-from fedpax.algorithms.checks import check_setting
+from fedpax.algorithms.checks import check_optimizer, check_setting
 from fedpax.algorithms.delayed_nesterov import (
     DelayedNesterov,
     DelayedNesterovState,
@@ -146,7 +146,8 @@ def halos(
         server applies; and the aggregator's, averaged over its calls with an update.
 
     Raises:
-        TypeError: a server is no `DelayedNesterov`; in a round, a schedule of another type.
+        TypeError: a server is no `DelayedNesterov`, or `inner_optimizer` is not optax's; in a
+            round, a schedule of another type.
         ValueError: a setting is out of range, or a region has no island; an aggregator that needs
             the updates of all islands at once, such as a median; in a round, batches without an
             axis of size `len(regions)`.
@@ -182,6 +183,7 @@ def halos(
         Geo-Distributed Large Language Model Training, arXiv:2506.04531, algorithm 1. What a region
         does during an exchange, and the settings: the authors' simulator, github.com/utnslab/halos.
     """
+    check_optimizer("halos", "inner_optimizer", inner_optimizer)
     region_of = check_regions("halos", regions)
     num_regions, islands = max(region_of) + 1, len(region_of)
     check_delayed_nesterov("halos", "local_server", local_server)
@@ -235,7 +237,7 @@ def halos(
 
     @program(islands=islands)
     def halos_round(state: HALoSState, cohort: Cohort) -> tuple[HALoSState, Metrics]:
-        check_cohort("halos", cohort, islands, RegionalOrder)
+        check_cohort("halos", cohort, islands, RegionalOrder, size_argument=None)
         order: Any = cohort.schedule
         if order is not None:
             cohort = without_absent(cohort, order.position)

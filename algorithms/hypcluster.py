@@ -11,7 +11,7 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from fedpax.aggregators import Aggregator, random_stream
-from fedpax.algorithms.checks import check_count
+from fedpax.algorithms.checks import check_count, check_optimizer
 from fedpax.algorithms.local_evaluation import local_metrics
 from fedpax.algorithms.local_steps import local_update
 from fedpax.algorithms.map_clients import map_clients
@@ -97,6 +97,8 @@ def hypcluster(
         Mansour et al., Three Approaches for Personalization with Applications to Federated
         Learning, arXiv:2002.10619, algorithm HypCluster.
     """
+    check_optimizer("hypcluster", "client_optimizer", client_optimizer)
+    check_optimizer("hypcluster", "server_optimizer", server_optimizer, optional=True)
     check_count("hypcluster", "num_clusters", num_clusters, remedy="Pass 1 for fedavg.")
     server = make_server(server_optimizer, aggregator)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import optax
 
 from fedpax.aggregators import Aggregator
+from fedpax.algorithms.checks import check_optimizer
 from fedpax.algorithms.diloco import diloco
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn
 
@@ -51,6 +52,7 @@ def local_sgd(
     Reference:
         Stich, Local SGD Converges Fast and Communicates Little, arXiv:1805.09767, algorithm 1.
     """
+    check_optimizer("local_sgd", "optimizer", optimizer)
     return diloco(
         loss_fn,
         islands=islands,

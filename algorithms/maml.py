@@ -9,7 +9,7 @@ import jax
 import optax
 
 from fedpax.aggregators import Aggregator
-from fedpax.algorithms.checks import check_setting
+from fedpax.algorithms.checks import check_optimizer, check_setting
 from fedpax.algorithms.fedavg import fedavg
 from fedpax.algorithms.local_steps import gradient_and_metrics
 from fedpax.algorithms.tree_arithmetic import scale, subtract
@@ -74,6 +74,8 @@ def per_fedavg(
         Fallah et al., Personalized Federated Learning: A Meta-Learning Approach,
         arXiv:2002.07948, algorithm 1.
     """
+    check_optimizer("per_fedavg", "client_optimizer", client_optimizer)
+    check_optimizer("per_fedavg", "server_optimizer", server_optimizer, optional=True)
     remedy = "Pass 0.0 for fedavg on every second example."
     check_setting("per_fedavg", "adaptation_learning_rate", adaptation_learning_rate, remedy=remedy)
 
@@ -138,6 +140,7 @@ def reptile(
     Reference:
         Nichol et al., On First-Order Meta-Learning Algorithms, arXiv:1803.02999, algorithm 2.
     """
+    check_optimizer("reptile", "client_optimizer", client_optimizer)
     if not callable(meta_learning_rate):
         remedy = "Pass 1.0 for fedavg."
         check_setting("reptile", "meta_learning_rate", meta_learning_rate, remedy=remedy)

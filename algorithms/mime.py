@@ -11,7 +11,7 @@ import optax
 from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator
-from fedpax.algorithms.checks import check_setting
+from fedpax.algorithms.checks import check_optimizer, check_setting
 from fedpax.algorithms.gradient_terms import added_term
 from fedpax.algorithms.local_evaluation import full_gradient
 from fedpax.algorithms.local_steps import gradient_and_metrics, local_update
@@ -253,6 +253,8 @@ def _mime(
     *,
     is_corrected: bool,
 ) -> FederatedAlgorithm:
+    check_optimizer(name, "client_optimizer", client_optimizer)
+    check_optimizer(name, "server_optimizer", server_optimizer, optional=True)
     server = make_server(server_optimizer, aggregator)
 
     @program(clients=cohort_size)

@@ -9,7 +9,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from fedpax.aggregators import Aggregator
-from fedpax.algorithms.checks import check_setting
+from fedpax.algorithms.checks import check_optimizer, check_setting
 from fedpax.algorithms.diloco import diloco
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Params
 
@@ -66,6 +66,7 @@ def muloco(
         Therien et al., MuLoCo: Muon is a practical inner optimizer for DiLoCo, arXiv:2505.23725,
         algorithm 1.
     """
+    check_optimizer("muloco", "outer_optimizer", outer_optimizer, optional=True)
     if not callable(learning_rate):
         remedy = "Pass 0.02, as the authors' code."
         check_setting("muloco", "learning_rate", learning_rate, remedy=remedy)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int
 
-from fedpax.algorithms.checks import check_setting
+from fedpax.algorithms.checks import check_optimizer, check_setting
 from fedpax.algorithms.exchange import exchange, perfect_matchings
 from fedpax.algorithms.local_steps import local_steps
 from fedpax.algorithms.participation import participant_weights
@@ -83,7 +83,8 @@ def noloco(
         `loss_fn`, averaged over inner steps and islands.
 
     Raises:
-        TypeError: `islands` is not an int; the argument of a round is not a `fedpax.Cohort`.
+        TypeError: `islands` is not an int, or an optimizer is not optax's; the argument of a round
+            is not a `fedpax.Cohort`.
         ValueError: `islands` below 1 or a setting out of range; in a round, batches without an axis
             of size `islands`.
 
@@ -103,6 +104,7 @@ def noloco(
         Models, arXiv:2506.10911, section 3. The paper's random routing through pipeline stages is
         not part of this method.
     """
+    check_optimizer("noloco", "inner_optimizer", inner_optimizer)
     gamma = learning_rate if pull is None else pull
     for name, value in {"learning_rate": learning_rate, "pull": gamma}.items():
         check_setting("noloco", name, value, remedy="Pass 0.7, as the paper.")
@@ -120,7 +122,7 @@ def noloco(
 
     @program(islands=islands)
     def noloco_round(state: NoLoCoState, cohort: Cohort) -> tuple[NoLoCoState, Metrics]:
-        check_cohort("noloco", cohort, islands)
+        check_cohort("noloco", cohort, islands, size_argument="islands")
 
         def inner_steps(
             phi: Params,

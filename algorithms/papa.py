@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int
 
-from fedpax.algorithms.checks import check_setting
+from fedpax.algorithms.checks import check_optimizer, check_setting
 from fedpax.algorithms.exchange import exchange
 from fedpax.algorithms.local_steps import local_steps
 from fedpax.algorithms.participation import participant_weights
@@ -81,7 +81,8 @@ def papa(
         averaged over steps and models.
 
     Raises:
-        TypeError: `islands` is not an int; the argument of a round is not a `fedpax.Cohort`.
+        TypeError: `islands` is not an int, or an optimizer is not optax's; the argument of a round
+            is not a `fedpax.Cohort`.
         ValueError: `islands` below 1 or `alpha` outside 0 to 1; in a round, batches without an axis
             of size `islands`.
 
@@ -283,6 +284,7 @@ def _population(
     combine: Combine,
 ) -> FederatedAlgorithm:
     """Make a method that trains models separately, and combines them at the end of a round."""
+    check_optimizer(name, "optimizer", optimizer)
 
     @program(islands=islands)
     def init(params: Params) -> PapaState:
@@ -291,7 +293,7 @@ def _population(
 
     @program(islands=islands)
     def papa_round(state: PapaState, cohort: Cohort) -> tuple[PapaState, Metrics]:
-        check_cohort(name, cohort, islands)
+        check_cohort(name, cohort, islands, size_argument="islands")
 
         def train(
             params: Params,

@@ -11,7 +11,7 @@ import optax
 from jaxtyping import Array, Bool, Int
 
 from fedpax.aggregators import Aggregator
-from fedpax.algorithms.checks import check_population, cohort_of_population
+from fedpax.algorithms.checks import check_optimizer, check_population, cohort_of_population
 from fedpax.algorithms.gradient_terms import added_term, constant_learning_rate
 from fedpax.algorithms.local_evaluation import accumulator, count_steps, full_gradient, mean_of
 from fedpax.algorithms.local_steps import local_steps
@@ -109,6 +109,8 @@ def scaffold(
         Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning,
         arXiv:1910.06378, algorithm 1.
     """
+    check_optimizer("scaffold", "client_optimizer", client_optimizer)
+    check_optimizer("scaffold", "server_optimizer", server_optimizer, optional=True)
     if option not in ("I", "II"):
         raise ValueError(
             f'scaffold: option is {option!r}, expected "I" or "II". Pass "II", which computes no '

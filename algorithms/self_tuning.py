@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-from fedpax.algorithms.checks import check_count, check_setting
+from fedpax.algorithms.checks import check_count, check_optimizer, check_setting
 from fedpax.algorithms.local_evaluation import accumulator, count_steps, mean_of
 from fedpax.algorithms.local_steps import fold_steps, gradient_and_metrics
 from fedpax.algorithms.map_clients import map_clients
@@ -21,6 +21,7 @@ from fedpax.clients.cohort import Cohort
 from fedpax.primitives import federated_mean, program
 from fedpax.primitives.placement import ChunkSize
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+from fedpax.transforms.inlining import program_placements
 
 Hyperparameters = Mapping[str, Float[Array, ""]]
 
@@ -108,7 +109,9 @@ def self_tuning(
         their derivative is NaN or infinite.
 
     Raises:
-        ValueError: a hyperparameter is not positive, or there is none; `tuning_steps` below 1.
+        TypeError: a setting has another type.
+        ValueError: a hyperparameter is not positive, or there is none; `tuning_steps` below 1; in
+            `init`, `placement` is none of the method's.
 
     Example:
         >>> import fedpax, jax, jax.numpy as jnp, optax
@@ -136,12 +139,15 @@ def self_tuning(
         arXiv:1703.04782, algorithm 1. Built here: one gradient step in log h after each round, by
         the loss on the round's own cohort.
     """
+    check_optimizer("self_tuning", "hyper_optimizer", hyper_optimizer, optional=True)
     optimizer = optax.adam(0.05) if hyper_optimizer is None else hyper_optimizer
     _check(hyperparameters, tuning_steps)
 
     def init(params: Params) -> SelfTuningState:
         log = {name: jnp.float32(math.log(value)) for name, value in hyperparameters.items()}
-        algorithm_state = make_algorithm(jax.tree.map(jnp.exp, log)).init(params)
+        algorithm = make_algorithm(jax.tree.map(jnp.exp, log))
+        _check_placement(placement, algorithm, params)
+        algorithm_state = algorithm.init(params)
         return SelfTuningState(algorithm_state, log, optimizer.init(log))
 
     def self_tuning_round(
@@ -197,6 +203,17 @@ def self_tuning(
         return evaluate(params, cohort)
 
     return FederatedAlgorithm(init, self_tuning_round)
+
+
+def _check_placement(placement: str, algorithm: FederatedAlgorithm, params: Params) -> None:
+    """Check that a placement is one of those of a method's `init`, if it has any."""
+    names = program_placements(jax.make_jaxpr(algorithm.init)(params).jaxpr)
+    if names and placement not in names:
+        wanted = " or ".join(map(repr, sorted(names)))
+        raise ValueError(
+            f"self_tuning: placement={placement!r} is no placement of the method, expected "
+            f"{wanted}. Set placement to this name."
+        )
 
 
 def _check(hyperparameters: Mapping[str, float], tuning_steps: int) -> None:

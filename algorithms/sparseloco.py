@@ -6,7 +6,7 @@ import optax
 
 from fedpax.aggregators import codecs, compressed_mean
 from fedpax.aggregators.codecs import Codec
-from fedpax.algorithms.checks import check_setting
+from fedpax.algorithms.checks import check_optimizer, check_setting
 from fedpax.algorithms.diloco import diloco
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn
 
@@ -66,6 +66,7 @@ def sparseloco(
         Sarfi et al., Communication Efficient LLM Pre-training with SparseLoCo, arXiv:2508.15706,
         algorithm 1.
     """
+    check_optimizer("sparseloco", "inner_optimizer", inner_optimizer)
     if not callable(outer_learning_rate):
         remedy = "Pass 1.0, the default."
         check_setting("sparseloco", "outer_learning_rate", outer_learning_rate, remedy=remedy)

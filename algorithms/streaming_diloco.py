@@ -13,7 +13,7 @@ from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator, mean, random_stream
 from fedpax.aggregators.transfer_work import under_transfers
-from fedpax.algorithms.checks import check_setting
+from fedpax.algorithms.checks import check_optimizer, check_setting
 from fedpax.algorithms.fragments import Fragment, FragmentFn, layer_fragments, make_fragments
 from fedpax.algorithms.inner_steps import (
     InnerReport,
@@ -117,7 +117,7 @@ def streaming_diloco(
         in a round has weight 0 in all means of the round.
 
     Raises:
-        TypeError: `islands`, `delay`, `fragments` or `aggregator` has another type.
+        TypeError: `islands`, an optimizer, `delay`, `fragments` or `aggregator` has another type.
         ValueError: `islands` below 1, `delay` below 0 or `mixing` out of range; in `init`,
             fragments that do not fit the parameters; in a round, batches without an axis of size
             `islands`, or whose number of steps does not fit `fragments` and `delay`.
@@ -145,6 +145,8 @@ def streaming_diloco(
         Douillard et al., Streaming DiLoCo with overlapping communication: Towards a Distributed
         Free Lunch, arXiv:2501.18512, algorithm 2.
     """
+    check_optimizer("streaming_diloco", "inner_optimizer", inner_optimizer)
+    check_optimizer("streaming_diloco", "outer_optimizer", outer_optimizer, optional=True)
     _check_settings(fragments, delay, mixing)
     outer = (
         optax.sgd(0.4, momentum=0.9, nesterov=True) if outer_optimizer is None else outer_optimizer
@@ -252,7 +254,7 @@ def streaming_diloco(
     def streaming_diloco_round(
         state: StreamingDiLoCoState, cohort: Cohort
     ) -> tuple[StreamingDiLoCoState, Metrics]:
-        check_cohort("streaming_diloco", cohort, islands)
+        check_cohort("streaming_diloco", cohort, islands, size_argument="islands")
         parts = make_fragments(fragments, state.params)
         num_steps = jax.tree.leaves(cohort.batches)[0].shape[1]
         num_blocks = _number_of_blocks(num_steps, len(parts), delay)

@@ -194,10 +194,9 @@ def find_experiment(exp: str) -> Callable[[], Experiment]:
         module = _import_module(exp, module_name)
     function = getattr(module, name, None)
     if not callable(function):
-        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        raise UnknownExperimentError(
-            f"--exp={exp}: {module_name} has no function {name!r}.{did_you_mean(name, functions)}"
-        )
+        functions = {key: f for key, f in vars(module).items() if inspect.isfunction(f)}
+        hint = did_you_mean(name, functions) or _list_own_functions(module, functions)
+        raise UnknownExperimentError(f"--exp={exp}: {module_name} has no function {name!r}.{hint}")
     needed = [p.name for p in _parameters(function) if p.default is p.empty]
     if needed:
         raise UnknownExperimentError(
@@ -205,6 +204,19 @@ def find_experiment(exp: str) -> Callable[[], Experiment]:
             "Write a function around it that gives them."
         )
     return function
+
+
+def _list_own_functions(module: ModuleType, functions: Mapping[str, Callable[..., Any]]) -> str:
+    """Return a sentence with up to ten public functions that a module defines."""
+    own = [
+        name
+        for name, function in functions.items()
+        if function.__module__ == module.__name__ and not name.startswith("_")
+    ]
+    if not own:
+        return " It defines no public function. Add one that returns an experiment."
+    more = " and others" if len(own) > 10 else ""
+    return f" Use one of its functions: {', '.join(own[:10])}{more}."
 
 
 def _find_member(group: str, name: str) -> Callable[[], Experiment]:

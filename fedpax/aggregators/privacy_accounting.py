@@ -13,6 +13,7 @@ from fedpax.aggregators.checks import check_int, check_number
 FINEST_GRID = 1e-4  # of privacy losses; the default of dp-accounting
 MOST_POINTS = 1e5  # of the grid, for losses as large as epsilon; more take minutes and gigabytes
 MOST_LOSS = 1e5  # larger privacy losses are accounted without sampling
+MOST_SAMPLED_NOISE = 1e8  # with more, dp-accounting takes the logarithm of 0 for a fixed size
 MOST_NOISE = 1e9  # the largest noise multiplier that is searched
 TOLERANCE = 1e-3  # of the noise multiplier that is found
 
@@ -141,10 +142,13 @@ def noise_multiplier_for(
     while spent(upper) > epsilon:
         lower, upper = upper, 2 * upper
         if upper > MOST_NOISE:
+            smaller = "cohort_size" if cohort_size is not None else "sampling_probability"
+            is_sampled = (sampling_probability, cohort_size) != (None, None)
+            remedy = f"fewer rounds, or take a smaller {smaller}" if is_sampled else "fewer rounds"
             raise ValueError(
                 f"{name}(): no noise multiplier up to {MOST_NOISE:.0e} reaches epsilon={epsilon} "
                 f"with delta={delta} in {num_rounds} rounds. Increase epsilon or delta, or run "
-                "fewer rounds."
+                f"{remedy}."
             )
     while spent(lower) <= epsilon:
         lower, upper = lower / 2, lower
@@ -188,7 +192,6 @@ def _account(
             f"{function}(): discrete noise is accounted without sampling. Leave out "
             "sampling_probability, cohort_size and num_clients."
         )
-    _import_dp_accounting()
     rounds: dict[str, Any] = {"num_rounds": num_rounds, "delta": delta}
     if discrete:
         return functools.partial(_concentrated_epsilon, **rounds)
@@ -259,7 +262,7 @@ def _fixed_size_epsilon(
     dp = _import_dp_accounting()
     noise /= 2  # replacing a participant changes the sum by up to twice the clipping norm
     unsampled = _gaussian_epsilon(noise, num_rounds, delta)
-    if unsampled > MOST_LOSS:
+    if unsampled > MOST_LOSS or noise > MOST_SAMPLED_NOISE:
         return unsampled
     accountant = dp.rdp.RdpAccountant(neighboring_relation=dp.NeighboringRelation.REPLACE_ONE)
     event = dp.SampledWithoutReplacementDpEvent(num_clients, cohort_size, dp.GaussianDpEvent(noise))

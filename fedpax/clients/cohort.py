@@ -61,7 +61,12 @@ class Cohort(NamedTuple):
 
 
 def check_cohort(
-    algorithm: str, cohort: Any, num_participants: int, schedule_type: type | None = None
+    algorithm: str,
+    cohort: Any,
+    num_participants: int,
+    schedule_type: type | None = None,
+    *,
+    size_argument: str | None = "cohort_size",
 ) -> None:
     """Check that the argument of a round is a `Cohort` with consistent shapes.
 
@@ -70,6 +75,8 @@ def check_cohort(
         cohort: the second argument of the algorithm's `round`.
         num_participants: size of the algorithm's placement.
         schedule_type: the type of schedule that the algorithm takes. Default None: it takes none.
+        size_argument: the algorithm's argument that is its number of participants, for the message.
+            None: it has no such argument. Default "cohort_size".
 
     Raises:
         TypeError: `cohort` is not a `Cohort`, the dtype of `num_steps` or `client_ids` is not an
@@ -101,10 +108,11 @@ def check_cohort(
         shape = np.shape(leaf)
         name = f"cohort.batches{jax.tree_util.keystr(path)}"
         if len(shape) < 2 or shape[0] != num_participants:
+            remedy = _size_remedy(algorithm, leaves, num_participants, size_argument)
             raise ValueError(
                 f"{algorithm}: {name} has shape {list(shape)}, expected [{num_participants}, "
                 f"steps, batch, ...]: {num_participants} is the number of participants of "
-                f"{algorithm}. Stack the participants' batches along the first axis."
+                f"{algorithm}. {remedy}"
             )
         if shape[1] == 0:
             raise ValueError(
@@ -140,6 +148,20 @@ def check_cohort(
             )
     if cohort.schedule is not None:
         _check_schedule(algorithm, cohort.schedule, num_participants, schedule_type)
+
+
+def _size_remedy(
+    algorithm: str, leaves: list[Any], num_participants: int, size_argument: str | None
+) -> str:
+    """Return the remedy for leaves that are not those of `num_participants` participants."""
+    shapes = [np.shape(leaf) for _, leaf in leaves]
+    sizes = {shape[0] if len(shape) > 1 else 0 for shape in shapes}
+    if len(sizes) > 1 or 0 in sizes:
+        return "Stack the participants' batches along the first axis."
+    wanted = f"a cohort of {num_participants} participant{'s' if num_participants > 1 else ''}"
+    if size_argument is None:
+        return f"Pass {wanted}."
+    return f"Pass {size_argument}={sizes.pop()} to {algorithm}, or {wanted} to the round."
 
 
 def _check_schedule(

@@ -109,7 +109,8 @@ def provide_devices(mesh: MeshConfig, num_processes: int = 1) -> None:
         elif in_use and jax.default_backend() == "cpu":
             remedy += (
                 f", or start Python with JAX_NUM_CPU_DEVICES={mesh.size} to simulate more: this "
-                "process has used JAX already, so that their number is fixed"
+                "process has used JAX already, so that their number is fixed. If the experiment's "
+                "file uses JAX when it is imported, use NumPy there"
             )
         raise UsageError(
             f"the mesh {axes} needs {mesh.size:,} devices, but there are {available} "

@@ -1,8 +1,10 @@
 """Options that the commands share: the command's own flags, and the experiment's fields."""
 
 import contextlib
+import dataclasses
 import difflib
 import inspect
+import operator
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -247,7 +249,43 @@ def override(
                 registry=whole_sentences(),
             )
 
-    return parse(experiment).resolve(experiment, parse, job_log_dir)
+    try:
+        changed = parse(experiment)
+    except SystemExit as stop:
+        if stop.code and (hint := describe_group(experiment, overrides)):
+            print_error(f"fedpax: {hint}")
+        raise
+    return changed.resolve(experiment, parse, job_log_dir)
+
+
+def describe_group(experiment: Experiment, overrides: Sequence[str]) -> str:
+    """Return a sentence on the first argument that names a group of fields and not a field.
+
+    Args:
+        experiment: the experiment.
+        overrides: arguments such as `"--model.num_layers=4"`.
+
+    Returns:
+        The sentence; empty if no argument names a group.
+
+    Example:
+        >>> from fedpax.experiments.catalog import find_experiment
+        >>> describe_group(find_experiment("diloco_text")(), ["--mesh=4"])
+        '--mesh is a MeshConfig, set in the code of the experiment. Set one of its fields, such ...'
+    """
+    for word in overrides:
+        name = word.partition("=")[0].removeprefix("--")
+        try:
+            value = operator.attrgetter(name)(experiment)
+        except AttributeError:
+            continue
+        if not word.startswith("--") or not dataclasses.is_dataclass(value):
+            continue
+        found = f"--{name} is a {type(value).__name__}, set in the code of the experiment"
+        if not (fields := dataclasses.fields(value)):
+            return f"{found}, and has no fields. Set another one there."
+        return f"{found}. Set one of its fields, such as --{name}.{fields[0].name}."
+    return ""
 
 
 @contextlib.contextmanager

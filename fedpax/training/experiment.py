@@ -131,7 +131,7 @@ def check_run(run: object, experiment_name: str) -> None:
             "cohorts",
             run.cohorts,
             ("__next__", "get_state", "set_state"),
-            "The state of a stream is its place in the data, such as the round.",
+            "Use fedpax.data.FunctionRounds. The state is a place in the data, such as the round.",
         ),
     ):
         if lacking := [name for name in methods if not hasattr(value, name)]:

@@ -181,15 +181,36 @@ def test_without_sampling_the_noise_multiplier_is_found_at_once(epsilon, rounds)
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [{"delta": 1e-20}, {"delta": 1e-20, "discrete": True}],
+    ("arguments", "words"),
+    [
+        ({}, ""),
+        ({"discrete": True}, ""),
+        ({"sampling_probability": 0.5}, ", or take a smaller sampling_probability"),
+        pytest.param(FIXED, ", or take a smaller cohort_size", marks=pytest.mark.slow),
+    ],
 )
-def test_an_epsilon_that_nothing_reaches_is_refused(arguments):
-    with pytest.raises(ValueError, match=r"up to 1e\+09 reaches .* Increase epsilon or delta"):
-        noise_multiplier_for(epsilon=1e-10, num_rounds=100, **arguments)
+def test_an_epsilon_that_nothing_reaches_is_refused(arguments, words):
+    words = rf"up to 1e\+09 reaches .* Increase epsilon or delta, or run fewer rounds{words}.$"
+    with pytest.raises(ValueError, match=words):
+        noise_multiplier_for(epsilon=1e-10, num_rounds=100, delta=1e-20, **arguments)
 
 
 def test_a_missing_library_is_named_with_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     with pytest.raises(ImportError, match=r"pip install 'fedpax\[privacy\]'"):
         privacy_spent(noise_multiplier=1.0, num_rounds=1, delta=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "words"),
+    [
+        ({"sampling_probability": 1.5}, "sampling_probability is 1.5, expected"),
+        ({"cohort_size": 5, "num_clients": 4}, "cohort_size is 5, expected at most"),
+    ],
+)
+def test_arguments_are_checked_without_the_library(monkeypatch, sampling, words):
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    with pytest.raises(ValueError, match=words):
+        privacy_spent(noise_multiplier=1.0, num_rounds=1, delta=1e-6, **sampling)
+    with pytest.raises(ValueError, match=words):
+        noise_multiplier_for(epsilon=1.0, num_rounds=1, delta=1e-6, **sampling)

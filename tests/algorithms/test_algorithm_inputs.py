@@ -201,11 +201,12 @@ def batch(*shape: int) -> np.ndarray:
     [
         (
             {"x": batch(3, 2, 5), "y": batch(3, 2, 5)},
-            r"batches\['x'\] has shape \[3, 2, 5\], expected \[4",
+            r"batches\['x'\] has shape \[3, 2, 5\], expected \[4.* Pass (cohort_size|islands)=3 to "
+            r"\w+, or a cohort of 4 participants to the round",
         ),
         (
             {"x": batch(4, 2, 5), "y": batch(5, 2, 5)},
-            r"batches\['y'\] has shape \[5, 2, 5\], expected \[4",
+            r"batches\['y'\] has shape \[5, 2, 5\], expected \[4.* Stack the participants' batches",
         ),
     ],
     ids=["all leaves", "one leaf"],

@@ -99,5 +99,9 @@ def test_a_process_that_uses_jax_already_is_told_how_to_get_more_devices(
     monkeypatch.delenv("JAX_NUM_CPU_DEVICES", raising=False)
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     jax.devices()
-    with pytest.raises(UsageError, match=r"needs 16 .* start Python with JAX_NUM_CPU_DEVICES=16"):
+    words = (
+        "needs 16 .* start Python with JAX_NUM_CPU_DEVICES=16 .* number is fixed. If the "
+        "experiment's file uses JAX when it is imported, use NumPy there"
+    )
+    with pytest.raises(UsageError, match=words):
         devices.provide_devices(MeshConfig(clients=16))

@@ -100,7 +100,8 @@ def test_errors_in_the_code_of_a_user_keep_their_traceback(
         ("algorithm=fedavg", "Run.algorithm is a function without init, round, expected an object"),
         (
             "cohorts=iter([])",
-            "Run.cohorts is a list_iterator without get_state, set_state, expected",
+            "Run.cohorts is a list_iterator without get_state, set_state, expected an object with "
+            "__next__, get_state, set_state. Use fedpax.data.FunctionRounds. The state is",
         ),
         ("items_per_round=0", "Run.items_per_round=0, expected a positive number. Give the tokens"),
         (None, "Mine.build returns a NoneType, expected a fedpax.training.experiment.Run"),
@@ -212,7 +213,8 @@ def test_an_experiment_in_a_file_is_found_from_any_folder(
         status, _, errors = run("train", f"--exp={missing}:linear", "--job_log_dir=x")
         assert status == 2 and "there is no file" in errors
     status, _, errors = run("train", f"--exp=../code/{name}.py:nope", "--job_log_dir=x")
-    assert status == 2 and "has no function 'nope'" in errors
+    words = "has no function 'nope'. Use one of its functions: linear."
+    assert status == 2 and words in errors
 
 
 @pytest.mark.parametrize("name", ["json.py", "two.dots.py"])

@@ -125,6 +125,14 @@ def test_fields_that_are_refused(run: Run, tmp_path: Path, override: str, words:
     assert not folder.exists()
 
 
+@pytest.mark.parametrize("override", ["--mesh=4", "--training=3"])
+def test_a_group_of_fields_in_place_of_a_field_is_named(run: Run, override: str) -> None:
+    status, _, errors = run("train", "--exp=diloco_text", "--job_log_dir=x", override)
+    name = override.partition("=")[0]
+    assert status == 2 and f"{name} is a " in errors
+    assert ", set in the code of the experiment. Set one of its fields, such as --" in errors
+
+
 def test_multihost_without_processes_names_the_variables_to_set(run: Run, tmp_path: Path) -> None:
     status, _, errors = run(
         "train", f"--exp={REGRESSION}", f"--job_log_dir={tmp_path}", "--multihost"

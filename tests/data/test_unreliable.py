@@ -174,7 +174,7 @@ def test_settings_out_of_range_are_refused(settings, words):
     ("make", "words"),
     [
         (lambda: DailyAvailability(5, rounds_per_day=0), "rounds_per_day 0, expected at least 1"),
-        (lambda: DailyAvailability(5, rounds_per_day=4, fraction=0.0), "fraction is 0.0"),
+        (lambda: DailyAvailability(5, rounds_per_day=4, fraction=0.0), "is 0.0, .* Use 0.5 for"),
         (lambda: RecordedAvailability(np.ones((2, 3))), "float64.* Convert it with .astype"),
         (lambda: RecordedAvailability(np.eye(3, 2) > 0), "row 2 of the table .* Drop the row"),
     ],

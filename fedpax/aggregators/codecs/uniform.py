@@ -55,7 +55,8 @@ def uniform(bits: int, *, block_size: int = BLOCK_SIZE) -> Codec:
         Suresh et al., Distributed Mean Estimation with Limited Communication, arXiv:1611.00429,
         section 2.2 (stochastic k-level quantization).
     """
-    remedy = "Use codecs.float32() to send exact values."
+    is_too_large = isinstance(bits, int) and bits > 16
+    remedy = "Use 16, the largest." if is_too_large else "Use 4, for example."
     bits = check_int("uniform", "bits", bits, least=1, most=16, remedy=remedy)
     block_size = check_block_size("uniform", block_size)
     levels = 2**bits

@@ -42,7 +42,8 @@ class DailyAvailability:
             )
         if not 0 < fraction <= 1:
             raise ValueError(
-                f"fraction is {fraction}, expected a part of the day above 0 and at most 1."
+                f"fraction is {fraction}, expected a part of the day above 0 and at most 1. Use "
+                "0.5 for half of it."
             )
         self._rounds_per_day, self._fraction = rounds_per_day, fraction
         keys = hash_key(seed, np.arange(num_clients))

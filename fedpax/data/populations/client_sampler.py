@@ -196,8 +196,11 @@ class ClientSampler:
         if self._weights is not None:
             available = available & (self._weights > 0)
         if not available.any():
+            client = "one client" if self._weights is None else "one client of positive weight"
             raise ValueError(
-                f"No client is available in round {round_number}: a round needs at least one."
+                f"No client is available in round {round_number}: a round needs at least one. "
+                "Raise the fraction of DailyAvailability, or let `available` return True for at "
+                f"least {client}."
             )
         return np.flatnonzero(available)
 

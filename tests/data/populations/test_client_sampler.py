@@ -120,7 +120,11 @@ def test_bad_sizes_and_weights_raise(arguments, remedy):
 @pytest.mark.parametrize(
     ("available", "message"),
     [
-        (lambda r: np.zeros(4, bool), "No client is available in round 7"),
+        (
+            lambda r: np.zeros(4, bool),
+            "No client is available in round 7: a round needs at least one. Raise the fraction of "
+            "DailyAvailability, or let `available` return True for at least one client.",
+        ),
         (lambda r: np.ones(3, bool), "bool[3], expected one boolean for each of the 4 clients"),
         (lambda r: np.ones(4), "float64[4], expected one boolean"),
     ],

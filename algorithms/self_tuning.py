@@ -21,7 +21,6 @@ from fedpax.clients.cohort import Cohort
 from fedpax.primitives import federated_mean, program
 from fedpax.primitives.placement import ChunkSize
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.transforms.inlining import program_placements
 
 Hyperparameters = Mapping[str, Float[Array, ""]]
 
@@ -110,8 +109,7 @@ def self_tuning(
 
     Raises:
         TypeError: a setting has another type.
-        ValueError: a hyperparameter is not positive, or there is none; `tuning_steps` below 1; in
-            `init`, `placement` is none of the method's.
+        ValueError: a hyperparameter is not positive, or there is none; `tuning_steps` below 1.
 
     Example:
         >>> import fedpax, jax, jax.numpy as jnp, optax
@@ -145,9 +143,7 @@ def self_tuning(
 
     def init(params: Params) -> SelfTuningState:
         log = {name: jnp.float32(math.log(value)) for name, value in hyperparameters.items()}
-        algorithm = make_algorithm(jax.tree.map(jnp.exp, log))
-        _check_placement(placement, algorithm, params)
-        algorithm_state = algorithm.init(params)
+        algorithm_state = make_algorithm(jax.tree.map(jnp.exp, log)).init(params)
         return SelfTuningState(algorithm_state, log, optimizer.init(log))
 
     def self_tuning_round(
@@ -203,17 +199,6 @@ def self_tuning(
         return evaluate(params, cohort)
 
     return FederatedAlgorithm(init, self_tuning_round)
-
-
-def _check_placement(placement: str, algorithm: FederatedAlgorithm, params: Params) -> None:
-    """Check that a placement is one of those of a method's `init`, if it has any."""
-    names = program_placements(jax.make_jaxpr(algorithm.init)(params).jaxpr)
-    if names and placement not in names:
-        wanted = " or ".join(map(repr, sorted(names)))
-        raise ValueError(
-            f"self_tuning: placement={placement!r} is no placement of the method, expected "
-            f"{wanted}. Set placement to this name."
-        )
 
 
 def _check(hyperparameters: Mapping[str, float], tuning_steps: int) -> None:

@@ -63,7 +63,7 @@ def pytest_runtest_teardown() -> None:
     """Free the compiled programs of past tests before they reach Linux's 65,530 memory maps."""
     if next(_ended_tests) % 10 == 0 and MEMORY_MAPS.exists():
         with MEMORY_MAPS.open("rb") as maps:
-            if sum(1 for _ in maps) > 30_000:
+            if sum(1 for _ in maps) > 45_000:
                 jax.clear_caches()
 
 

@@ -388,10 +388,9 @@ def test_traced_settings_keep_a_bfloat16_state(name: str):
         ({"hyperparameters": {"rate": 0.0}}, "expected a positive number"),
         ({"hyperparameters": {"rate": float("inf")}}, r"\['rate'\] is inf, expected a positive"),
         ({"tuning_steps": 0}, "tuning_steps is 0, expected at least 1"),
-        ({"placement": "x"}, "placement='x' is no placement .*, expected 'clients'. Set placement"),
     ],
 )
 def test_settings_that_cannot_be_tuned_are_refused(settings, words):
-    settings = {"hyperparameters": {"rate": 1.0, "damping": 0.5}} | settings
+    settings = {"hyperparameters": {"rate": 1.0}} | settings
     with pytest.raises(ValueError, match=words):
-        self_tuning(fedavg_of, loss_fn=loss_fn, **settings).init(jnp.zeros(FEATURES))
+        self_tuning(fedavg_of, loss_fn=loss_fn, **settings)

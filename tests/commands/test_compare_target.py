@@ -31,8 +31,8 @@ def test_a_finished_run_is_compared_to_a_target(
 def test_the_experiments_of_a_group_are_trained_and_compared(
     command: Command, tmp_path: Path
 ) -> None:
-    few = ("--training.rounds=2", "--target=accuracy=0", f"--job_log_dir={tmp_path}")
-    status, output, _ = command("compare", "--exp=personal_digits", *few)
+    few = ("--training.rounds=2", "--training.evaluate_every=1", f"--job_log_dir={tmp_path}")
+    status, output, _ = command("compare", "--exp=personal_digits", "--target=accuracy=0", *few)
     assert status == 0 and "rounds to accuracy 0" in output
     runs = {run["name"]: run for run in json.loads((tmp_path / "target.json").read_text())["runs"]}
     assert set(runs) == {"ditto", "apfl", "hypcluster", "per_fedavg", "reptile"}

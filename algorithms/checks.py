@@ -115,11 +115,10 @@ def check_optimizer(method: str, name: str, value: Any, *, optional: bool = Fals
         return
     if all(callable(getattr(value, part, None)) for part in ("init", "update")):
         return
-    found = repr(value) if isinstance(value, int) else _describe(value)
     remedy = "Call it, for" if callable(value) else "Pass for"
     raise TypeError(
-        f"{method}: {name} is {found}, expected an optax.GradientTransformation. {remedy} "
-        "example optax.sgd(0.1)."
+        f"{method}: {name} is {_describe(value)}, expected an optax.GradientTransformation. "
+        f"{remedy} example optax.sgd(0.1)."
     )
 
 
@@ -254,7 +253,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _describe(value: Any) -> str:
-    """Name a value that is not a number: its type, unless it is None or short text."""
-    if value is None or isinstance(value, str | bool | float):
+    """Name a value of a wrong type: its type, unless it is None, a number or short text."""
+    if value is None or isinstance(value, str | int | float):
         return repr(value)
     return f"a {type(value).__name__}"

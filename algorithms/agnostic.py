@@ -23,9 +23,10 @@ from fedpax.algorithms.map_clients import map_clients
 from fedpax.algorithms.participation import takes_part
 from fedpax.algorithms.server import make_server
 from fedpax.clients.cohort import Cohort, check_cohort
-from fedpax.primitives import federated_sum, program
+from fedpax.primitives import federated_sum
 from fedpax.primitives.placement import ChunkSize
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+from fedpax.transforms.program import program
 
 
 class AgnosticState(NamedTuple):

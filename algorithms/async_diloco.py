@@ -31,9 +31,9 @@ from fedpax.primitives import (
     federated_broadcast,
     federated_map,
     federated_max,
-    program,
 )
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+from fedpax.transforms.program import program
 
 
 class AsyncDiLoCoState(NamedTuple):

@@ -21,8 +21,9 @@ from fedpax.algorithms.streaming_diloco import StreamingDiLoCoState, streaming_d
 from fedpax.algorithms.tree_arithmetic import subtract
 from fedpax.clients import Syncs
 from fedpax.clients.cohort import Cohort, check_cohort
-from fedpax.primitives import federated_map, federated_mean, federated_sum, program
+from fedpax.primitives import federated_map, federated_mean, federated_sum
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+from fedpax.transforms.program import program
 
 
 def decoupled_diloco(

@@ -15,8 +15,9 @@ from fedpax.algorithms.optimizer_step import optimizer_step
 from fedpax.algorithms.participation import participant_weights
 from fedpax.algorithms.server import given_aggregator
 from fedpax.clients.cohort import Cohort, check_cohort
-from fedpax.primitives import federated_broadcast, federated_map, federated_mean, program
+from fedpax.primitives import federated_broadcast, federated_map, federated_mean
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+from fedpax.transforms.program import program
 
 
 class DiLoCoState(NamedTuple):

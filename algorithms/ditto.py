@@ -22,9 +22,9 @@ from fedpax.algorithms.participation import participant_weights
 from fedpax.algorithms.server import make_server
 from fedpax.clients import ClientStore, client_store, gather_clients, scatter_clients
 from fedpax.clients.cohort import Cohort, check_cohort
-from fedpax.primitives import program
 from fedpax.primitives.placement import ChunkSize
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+from fedpax.transforms.program import program
 
 
 class DittoState(NamedTuple):

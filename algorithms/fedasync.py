@@ -18,8 +18,9 @@ from fedpax.algorithms.staleness import StalenessFn, polynomial_staleness
 from fedpax.algorithms.tree_arithmetic import scale, subtract
 from fedpax.clients import Arrivals
 from fedpax.clients.cohort import Cohort, check_cohort
-from fedpax.primitives import federated_map, federated_mean, program
+from fedpax.primitives import federated_map, federated_mean
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+from fedpax.transforms.program import program
 
 
 class FedAsyncState(NamedTuple):

@@ -16,9 +16,9 @@ from fedpax.algorithms.map_clients import map_clients
 from fedpax.algorithms.participation import participant_weights
 from fedpax.algorithms.server import make_server
 from fedpax.clients.cohort import Cohort, check_cohort
-from fedpax.primitives import program
 from fedpax.primitives.placement import ChunkSize
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+from fedpax.transforms.program import program
 
 
 class FedAvgState(NamedTuple):

@@ -20,9 +20,10 @@ from fedpax.algorithms.staleness import StalenessFn, polynomial_staleness
 from fedpax.algorithms.tree_arithmetic import scale
 from fedpax.clients import Arrivals
 from fedpax.clients.cohort import Cohort, check_cohort
-from fedpax.primitives import federated_map, program
+from fedpax.primitives import federated_map
 from fedpax.primitives.placement import ChunkSize
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+from fedpax.transforms.program import program
 
 
 class FedBuffState(NamedTuple):

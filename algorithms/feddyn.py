@@ -24,9 +24,10 @@ from fedpax.algorithms.server import make_server
 from fedpax.algorithms.tree_arithmetic import scale
 from fedpax.clients import ClientStore, client_store, gather_clients, scatter_clients
 from fedpax.clients.cohort import Cohort, check_cohort
-from fedpax.primitives import federated_map, federated_mean, federated_sum, program
+from fedpax.primitives import federated_map, federated_mean, federated_sum
 from fedpax.primitives.placement import ChunkSize
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+from fedpax.transforms.program import program
 
 
 class FedDynState(NamedTuple):

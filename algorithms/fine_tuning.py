@@ -14,9 +14,10 @@ from fedpax.algorithms.local_steps import local_steps
 from fedpax.algorithms.map_clients import map_clients
 from fedpax.algorithms.participation import participant_weights
 from fedpax.clients.cohort import Cohort, check_cohort
-from fedpax.primitives import federated_mean, program
+from fedpax.primitives import federated_mean
 from fedpax.primitives.placement import ChunkSize
 from fedpax.training.algorithm import LossFn, Metrics, Params
+from fedpax.transforms.program import program
 
 
 def fine_tuning_evaluation(

@@ -33,9 +33,9 @@ from fedpax.primitives import (
     federated_broadcast,
     federated_map,
     federated_max,
-    program,
 )
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+from fedpax.transforms.program import program
 
 LOCAL_SERVER = DelayedNesterov(learning_rate=3.2, momentum=0.9, period=16)
 """The optimizer of a regional server: 0.2 times an island's update, momentum every 16."""

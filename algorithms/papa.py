@@ -18,8 +18,9 @@ from fedpax.algorithms.local_steps import local_steps
 from fedpax.algorithms.participation import participant_weights
 from fedpax.algorithms.population import population_mean
 from fedpax.clients.cohort import Cohort, check_cohort
-from fedpax.primitives import federated_broadcast, federated_map, federated_mean, program
+from fedpax.primitives import federated_broadcast, federated_map, federated_mean
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+from fedpax.transforms.program import program
 
 
 class PapaState(NamedTuple):

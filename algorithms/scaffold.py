@@ -21,9 +21,10 @@ from fedpax.algorithms.server import make_server
 from fedpax.algorithms.tree_arithmetic import scale, subtract
 from fedpax.clients import ClientStore, client_store, gather_clients, scatter_clients
 from fedpax.clients.cohort import Cohort, check_cohort
-from fedpax.primitives import federated_mean, program
+from fedpax.primitives import federated_mean
 from fedpax.primitives.placement import ChunkSize
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+from fedpax.transforms.program import program
 
 
 class ScaffoldState(NamedTuple):

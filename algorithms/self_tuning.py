@@ -18,9 +18,10 @@ from fedpax.algorithms.local_steps import fold_steps, gradient_and_metrics
 from fedpax.algorithms.map_clients import map_clients
 from fedpax.algorithms.participation import participant_weights
 from fedpax.clients.cohort import Cohort
-from fedpax.primitives import federated_mean, program
+from fedpax.primitives import federated_mean
 from fedpax.primitives.placement import ChunkSize
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+from fedpax.transforms.program import program
 
 Hyperparameters = Mapping[str, Float[Array, ""]]
 

@@ -14,9 +14,8 @@ if TYPE_CHECKING:
         federated_mean,
         federated_min,
         federated_sum,
-        program,
     )
-    from fedpax.transforms import cost, explain, out_of_core
+    from fedpax.transforms import cost, explain, out_of_core, program
 
 __version__ = "0.1.0"
 
@@ -41,6 +40,7 @@ _MODULES = {
     "explain": "fedpax.transforms",
     "make_mesh": "fedpax.parallel.mesh",
     "out_of_core": "fedpax.transforms",
+    "program": "fedpax.transforms",
 }
 
 

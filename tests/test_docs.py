@@ -44,7 +44,7 @@ FAST = {
     "fedpax.algorithms.fedavg",
     "fedpax.primitives.map",
     "fedpax.primitives.mean",
-    "fedpax.primitives.program",
+    "fedpax.transforms.program",
 }
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"^\$? *(fedpax (?:[^\n]|(?<=\\)\n)*)$", re.MULTILINE)

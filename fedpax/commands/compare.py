@@ -81,7 +81,7 @@ def compare(arguments: Sequence[str]) -> int:
             print_error(f"{name} is finished already.")
             continue
         # One process each, because a process can set the number of simulated devices only once.
-        command = [sys.executable, "-m", "fedpax.main", "train", f"--exp={name}"]
+        command = [sys.executable, "-m", "fedpax", "train", f"--exp={name}"]
         command += [f"--job_log_dir={folders[folder]}", *fields]
         command += [f"--allow_config_change={path}" for path in allowed[name]]
         if status := run_subprocess(command):

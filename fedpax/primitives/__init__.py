@@ -1,6 +1,7 @@
-"""Federated primitives: placements, programs, broadcasts, maps and reductions."""
+"""Federated primitives: placements, broadcasts, maps and reductions."""
 
 from fedpax.primitives.broadcast import federated_broadcast, federated_broadcast_p
+from fedpax.primitives.federated_program import federated_program_p
 from fedpax.primitives.map import federated_map, federated_map_p
 from fedpax.primitives.max_min import (
     federated_max,
@@ -10,7 +11,6 @@ from fedpax.primitives.max_min import (
 )
 from fedpax.primitives.mean import federated_mean, federated_mean_p
 from fedpax.primitives.placement import Placement
-from fedpax.primitives.program import federated_program_p, program
 from fedpax.primitives.sum import federated_sum, federated_sum_p
 
 __all__ = [
@@ -28,5 +28,4 @@ __all__ = [
     "federated_program_p",
     "federated_sum",
     "federated_sum_p",
-    "program",
 ]

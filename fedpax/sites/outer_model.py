@@ -11,10 +11,10 @@ import optax
 
 from fedpax.aggregators import random_stream
 from fedpax.algorithms.optimizer_step import optimizer_step
-from fedpax.primitives import program
 from fedpax.sites.fragment_format import FragmentFormat
 from fedpax.training.algorithm import Params
 from fedpax.training.algorithm_parts import AlgorithmParts
+from fedpax.transforms.program import program
 
 
 class FragmentState(NamedTuple):

@@ -10,9 +10,10 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
-from fedpax.primitives import federated_map, federated_sum, program
+from fedpax.primitives import federated_map, federated_sum
 from fedpax.training.algorithm import LossFn, Params
 from fedpax.training.prefetch import put_on_mesh
+from fedpax.transforms.program import program
 
 Batch = Mapping[str, np.ndarray]
 

@@ -15,8 +15,8 @@ from fedpax.primitives._jax import (
     eliminate_dead_code,
     inner_jaxprs,
 )
+from fedpax.primitives.federated_program import federated_program_p
 from fedpax.primitives.map import federated_map_p
-from fedpax.primitives.program import federated_program_p
 from fedpax.transforms.inlining import inline, is_federated, placements_of
 from fedpax.transforms.plan import make_plan
 

@@ -18,12 +18,12 @@ from fedpax.primitives._jax import (
     rebind,
 )
 from fedpax.primitives.broadcast import federated_broadcast_p, federated_index_p
+from fedpax.primitives.federated_program import federated_program_p
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.placement import Placement
-from fedpax.primitives.program import federated_program_p
 from fedpax.primitives.reduction import REDUCTIONS
 
-# Calls, which can be inlined because all differentiation has been done, and where their jaxpr is.
+# Call primitives that are safe to inline after differentiation -> the parameter with their jaxpr.
 CALLS = {
     "jit": "jaxpr",
     "pjit": "jaxpr",

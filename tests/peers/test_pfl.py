@@ -16,7 +16,7 @@ from peers.server_rounds import cohort_of, draw_params, draw_updates, make
 import fedpax
 from fedpax.aggregators import adaptive_clip, chain, clip_by_norm, mean, noise_multiplier_for
 from fedpax.algorithms import fedavg, fedprox, scaffold
-from fedpax.primitives import program
+from fedpax.transforms.program import program
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("pfl")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
 
-from fedpax.primitives._jax import Primitive, trace
+from fedpax.primitives._jax import trace
 from fedpax.primitives.call_rules import define_call
+from fedpax.primitives.federated_program import federated_program_p
 from fedpax.primitives.layout import check_placement_divisible, find_mesh
 from fedpax.primitives.placement import (
     ActivePlacement,
@@ -29,9 +29,7 @@ from fedpax.primitives.signatures import (
     resolve_static,
     split_static,
 )
-
-federated_program_p = Primitive("federated_program")
-federated_program_p.multiple_results = True
+from fedpax.transforms.streaming import run_streamed
 
 OPTIONS = ("placements", "chunk_size", "static_argnums", "static_argnames")
 
@@ -299,11 +297,8 @@ def _check_argument(function: str, leaf: Any, path: tuple, names: Sequence[str])
 
 
 def _implementation(*args, jaxpr, placements, name):
-    # The streaming pass is of the layer above. It is imported here, by name, so that every program
-    # is compiled with it, whichever modules a process has imported.
-    streaming = importlib.import_module("fedpax.transforms.streaming")
     with jax.named_scope(name):
-        return streaming.run_streamed(jaxpr, *args)
+        return run_streamed(jaxpr, *args)
 
 
 def _same(aval, *, placements, name):

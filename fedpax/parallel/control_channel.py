@@ -15,10 +15,12 @@ import jax
 
 from fedpax.parallel.cluster import ClusterError, find_cluster
 from fedpax.parallel.gather import gather_json
+from fedpax.parallel.lines import MOST_STRANGERS, greetings, parse_line, printable, read_line
 
 SECONDS_TO_CONNECT = 60.0
 SECONDS_TO_GREET = 5.0
 SECONDS_BETWEEN_BEATS = 5.0
+LONGEST_VALUE = 2**26
 SECONDS_TO_FAIL = 10.0
 """Seconds in which a process can fail for the reason for which another one has failed."""
 
@@ -121,8 +123,9 @@ class ControlChannel(AbstractContextManager["ControlChannel"]):
         """Receive values; return how the other process has ended, or None if it is done."""
         try:
             with connection.makefile("rb") as lines:
-                for line in lines:
-                    message = json.loads(line)
+                while line := lines.readline(LONGEST_VALUE):
+                    if (message := parse_line(line)) is None:
+                        return f"has sent no JSON object within {LONGEST_VALUE} bytes"
                     if "value" in message:
                         self._values.put(message["value"])
                     elif message.get("failed"):
@@ -148,40 +151,38 @@ def _own_names() -> list[str]:
 
 
 def _listen() -> socket.socket:
+    backlog = max(jax.process_count(), MOST_STRANGERS)
     if socket.has_dualstack_ipv6():
         return socket.create_server(
-            ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=jax.process_count()
+            ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog
         )
-    return socket.create_server(("", 0), backlog=jax.process_count())
+    return socket.create_server(("", 0), backlog=backlog)
 
 
 def _accept_all(
     listener: socket.socket, offer: dict[str, Any]
 ) -> list[tuple[int, str, socket.socket]]:
     """Return number, host and connection of each other process. Strangers are ignored."""
+    expected = set(range(1, jax.process_count()))
     found: dict[int, tuple[int, str, socket.socket]] = {}
     deadline = time.monotonic() + SECONDS_TO_CONNECT
-    while len(found) < jax.process_count() - 1:
-        listener.settimeout(max(deadline - time.monotonic(), 0.01))
-        try:
-            connection, _ = listener.accept()
-        except TimeoutError:
-            missing = set(range(1, jax.process_count())) - found.keys()
-            raise ClusterError(
-                f"processes {sorted(missing)} did not connect to process 0 on port "
-                f"{offer['port']} within {SECONDS_TO_CONNECT:g} s, expected all of them. Let the "
-                "hosts of the job connect to each other on any port."
-            ) from None
-        with contextlib.suppress(OSError, ValueError):
-            connection.settimeout(SECONDS_TO_GREET)
-            greeting = _read_line(connection)
-            if greeting.get("token") == offer["token"]:
-                connection.sendall(b'{"welcome": true}\n')
-                number, host = int(greeting["process"]), str(greeting["host"])
-                found[number] = number, host, connection
-                continue
-        connection.close()
-    return list(found.values())
+    with contextlib.closing(greetings(listener, deadline, SECONDS_TO_GREET)) as connections:
+        for connection, greeting in connections:
+            number, host = greeting.get("process"), printable(greeting.get("host"))
+            with contextlib.suppress(OSError):
+                if greeting.get("token") == offer["token"] and number in expected:
+                    connection.settimeout(SECONDS_TO_GREET)
+                    connection.sendall(b'{"welcome": true}\n')
+                    found[number] = number, host, connection
+                    if found.keys() == expected:
+                        return list(found.values())
+                    continue
+            connection.close()
+    raise ClusterError(
+        f"processes {sorted(expected - found.keys())} did not connect to process 0 on port "
+        f"{offer['port']} within {SECONDS_TO_CONNECT:g} s, expected all of them. Let the "
+        "hosts of the job connect to each other on any port."
+    )
 
 
 def _connect(offer: dict[str, Any]) -> tuple[int, str, socket.socket]:
@@ -201,11 +202,11 @@ def _connect(offer: dict[str, Any]) -> tuple[int, str, socket.socket]:
                         socket.create_connection((host, offer["port"]), SECONDS_TO_GREET)
                     )
                     connection.sendall(json.dumps(greeting).encode() + b"\n")
-                    if _read_line(connection).get("welcome"):
+                    if read_line(connection, SECONDS_TO_GREET).get("welcome"):
                         after_failure.pop_all()
                         return 0, host, connection
                     reasons[host] = "another program answers"
-                except (OSError, ValueError) as error:
+                except OSError as error:
                     reasons[host] = str(error)
         time.sleep(0.2)
     tried = "; ".join(f"{host}: {reason}" for host, reason in reasons.items())
@@ -214,14 +215,3 @@ def _connect(offer: dict[str, Any]) -> tuple[int, str, socket.socket]:
         f"({tried}), expected one of these names to reach its host. Let the hosts of the job "
         "connect to each other on any port, and resolve each other's names."
     )
-
-
-def _read_line(connection: socket.socket) -> dict[str, Any]:
-    """Return a line of JSON from a process that may be a stranger."""
-    text = b""
-    while not text.endswith(b"\n") and len(text) < 4096:
-        if not (part := connection.recv(1)):
-            break
-        text += part
-    message = json.loads(text)
-    return message if isinstance(message, dict) else {}

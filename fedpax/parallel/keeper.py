@@ -36,7 +36,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from fedpax.parallel.cluster import Cluster, ClusterError
-from fedpax.parallel.lines import Lines
+from fedpax.parallel.lines import MOST_STRANGERS, Lines, printable
 from fedpax.parallel.roll_call import listen
 
 FINISHED, FAILED, CANNOT_RUN = 0, 1, 2
@@ -47,6 +47,7 @@ SIGNALED = 128
 """Statuses above it are those of signals."""
 MOST_FAILURES = 3
 SECONDS_TO_END = 30.0
+SECONDS_TO_GREET = 5.0
 TICK = 0.1
 
 
@@ -87,8 +88,9 @@ class Keeper:
         self._checkpoint = 0
         self._resumed: int | None = None  # the copies that were used last
         self._start_by = time.monotonic() + join_timeout
-        self._strangers: list[Lines] = []
+        self._strangers: dict[Lines, str] = {}  # with their addresses, the oldest first
         self._members: dict[int, Lines] = {}
+        self._addresses: dict[int, str] = {}
         self._hosts: dict[int, str] = {}
         self._generation = 0
         self._trained: list[int] = []  # the members of the generation
@@ -129,10 +131,7 @@ class Keeper:
         while not self._stopped:
             for key, _ in self._selector.select(TICK):
                 if key.fileobj is self._server:
-                    connection, _ = self._server.accept()
-                    lines = Lines(connection)
-                    self._selector.register(connection, selectors.EVENT_READ, lines)
-                    self._strangers.append(lines)
+                    self._accept()
                 else:
                     self._read(key.data)
             if time.monotonic() - last_beat > 1:
@@ -144,6 +143,20 @@ class Keeper:
         time.sleep(0.2)  # the last messages are on their way
         for key in list(self._selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr]
+
+    def _accept(self) -> None:
+        full = len(self._strangers) >= MOST_STRANGERS
+        try:
+            connection, (address, *_) = self._server.accept()
+        except OSError:  # it is gone, or too many files are open
+            full = True
+            time.sleep(TICK)
+        else:
+            lines = Lines(connection)
+            self._selector.register(connection, selectors.EVENT_READ, lines)
+            self._strangers[lines] = address.removeprefix("::ffff:")
+        if full and self._strangers:
+            next(iter(self._strangers)).closed = True
 
     def _read(self, lines: Lines) -> None:
         for message in lines.receive():
@@ -162,13 +175,13 @@ class Keeper:
         refusal = None
         if count != self._cluster.num_processes:
             refusal = (
-                f"it was started with {count} processes, process 0 with "
+                f"it was started with {printable(count)} processes, process 0 with "
                 f"{self._cluster.num_processes}. Set the same number in every process"
             )
         elif type(number) is not int or not 0 <= number < self._cluster.num_processes:
             refusal = (
-                f"its number is {number!r}, expected 0 to {self._cluster.num_processes - 1}. "
-                "Number the processes from 0"
+                f"its number is {printable(number)}, expected 0 to "
+                f"{self._cluster.num_processes - 1}. Number the processes from 0"
             )
         elif number in self._members:
             refusal = (
@@ -179,9 +192,8 @@ class Keeper:
             lines.send(stop=CANNOT_RUN, reason=refusal)
             lines.closed = True
         else:
-            self._strangers.remove(lines)
-            self._members[number] = lines
-            self._hosts[number] = str(message.get("host"))
+            self._members[number], self._addresses[number] = lines, self._strangers.pop(lines)
+            self._hosts[number] = printable(message.get("host"))
             self._note_progress(number, message)
             self._most = self._cluster.num_processes  # a new device may make a mesh fit again
             if self._generation:
@@ -192,12 +204,13 @@ class Keeper:
         now = time.monotonic()
         for lines in [*self._strangers, *self._members.values()]:
             silent = now - lines.heard > self._heartbeat_timeout
+            silent |= lines in self._strangers and now - lines.began > SECONDS_TO_GREET
             if not lines.closed and not silent:
                 continue
             self._selector.unregister(lines.connection)
             lines.connection.close()
             if lines in self._strangers:
-                self._strangers.remove(lines)
+                del self._strangers[lines]
                 continue
             number = next(i for i, member in self._members.items() if member is lines)
             del self._members[number], self._copies[number]
@@ -295,7 +308,7 @@ class Keeper:
             )
         first = self._trained[0]
         # JAX's coordinator is in the training process of the first member.
-        address = self._members[first].connection.getpeername()[0].removeprefix("::ffff:")
+        address = self._addresses[first]
         if (first == 0 and not self._alone) or ipaddress.ip_address(address).is_loopback:
             address = self._cluster.coordinator.rpartition(":")[0]  # on the keeper's host
         elif ":" in address:
@@ -349,7 +362,8 @@ class Keeper:
     def _note_progress(self, number: int, message: dict[str, Any]) -> None:
         """Note the newest checkpoint, and the copies in the memory of a process's host."""
         names = message.get("copies")
-        pairs = [str(name).rpartition("-") for name in names] if isinstance(names, list) else []
+        names = [str(name) for name in names] if isinstance(names, list) else []
+        pairs = [name.rpartition("-") for name in names if len(name) < 100]
         rounds = {int(text) for job, _, text in pairs if job == self._job and text.isdecimal()}
         self._copies[number] = rounds
         saved = message.get("round")

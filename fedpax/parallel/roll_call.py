@@ -14,10 +14,10 @@ import time
 from typing import Any
 
 from fedpax.parallel.cluster import Cluster, ClusterError
+from fedpax.parallel.lines import MOST_STRANGERS, greetings, printable, read_line
 
 # A process sends and receives one line of JSON, so that bytes of another program are recognized.
 GREETING = "fedpax roll call 1"
-LONGEST_LINE = 8192
 SECONDS_TO_TALK = 2.0
 
 
@@ -53,30 +53,30 @@ def _answer_all(cluster: Cluster, deadline: float, timeout: float) -> None:
     with contextlib.ExitStack() as connections:
         server = connections.enter_context(listen(cluster))
         waiting: dict[int, socket.socket] = {}
-        while len(hosts) < cluster.num_processes:
-            server.settimeout(max(deadline - time.monotonic(), 0.01))
-            try:
-                connection, _ = server.accept()
-            except TimeoutError:
-                message = _missing(cluster, hosts, turned_away, timeout)
-                for one in waiting.values():
-                    _send(one, {"error": message})
-                raise ClusterError(message) from None
-            connections.enter_context(connection)
-            connection.settimeout(SECONDS_TO_TALK)
-            greeting = _receive(connection)
-            number, count, host = (greeting.get(key) for key in ("process", "count", "host"))
-            if greeting.get("greeting") != GREETING or not isinstance(number, int):
-                connection.close()  # a port scanner, or a process of something else
-                continue
-            if number in waiting and _is_closed(waiting[number]):
-                del hosts[number]  # it ended while it waited, and was started again
-            if refusal := _refusal(cluster, hosts, number, count):
-                turned_away.append(f"process {number} on {host}: {refusal}")
-                _send(connection, {"error": refusal})
-                continue
-            hosts[number] = str(host)
-            waiting[number] = connection
+        found = greetings(server, deadline, SECONDS_TO_TALK)
+        with contextlib.closing(found):
+            for connection, greeting in found:
+                connections.enter_context(connection)
+                connection.settimeout(SECONDS_TO_TALK)
+                number, count = greeting.get("process"), greeting.get("count")
+                host = printable(greeting.get("host"))
+                if greeting.get("greeting") != GREETING or type(number) is not int:
+                    connection.close()  # a port scanner, or a process of something else
+                    continue
+                if number in waiting and _is_closed(waiting[number]):
+                    del hosts[number]  # it ended while it waited, and was started again
+                if refusal := _refusal(cluster, hosts, number, count):
+                    turned_away.append(f"process {printable(number)} on {host}: {refusal}")
+                    _send(connection, {"error": refusal})
+                    continue
+                hosts[number], waiting[number] = host, connection
+                if len(hosts) == cluster.num_processes:
+                    break
+        if len(hosts) < cluster.num_processes:
+            message = _missing(cluster, hosts, turned_away, timeout)
+            for one in waiting.values():
+                _send(one, {"error": message})
+            raise ClusterError(message)
         server.close()  # from here on, a connection to the port is one to JAX's coordinator
         for one in waiting.values():
             _send(one, {"error": None})
@@ -117,15 +117,13 @@ def listen(cluster: Cluster, port: int | None = None) -> socket.socket:
         ClusterError: the port is in use.
     """
     port = cluster.port if port is None else port
+    backlog = max(cluster.num_processes, MOST_STRANGERS)
     try:
         if socket.has_dualstack_ipv6():
             return socket.create_server(
-                ("", port),
-                family=socket.AF_INET6,
-                dualstack_ipv6=True,
-                backlog=cluster.num_processes,
+                ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog
             )
-        return socket.create_server(("", port), backlog=cluster.num_processes)
+        return socket.create_server(("", port), backlog=backlog)
     except OSError as error:
         raise ClusterError(
             f"process 0 cannot listen on port {port} of {socket.gethostname()} "
@@ -139,9 +137,14 @@ def _refusal(cluster: Cluster, hosts: dict[int, str], number: int, count: Any) -
     """Return why a process does not belong to the job, or None if it does."""
     if count != cluster.num_processes:
         return (
-            f"it was started with {count} processes, process 0 with {cluster.num_processes}, "
-            "expected the same number in every process. Set the same JAX_NUM_PROCESSES (Slurm: "
-            "--ntasks) everywhere."
+            f"it was started with {printable(count)} processes, process 0 with "
+            f"{cluster.num_processes}, expected the same number in every process. Set the same "
+            "JAX_NUM_PROCESSES (Slurm: --ntasks) everywhere."
+        )
+    if not 0 <= number < cluster.num_processes:
+        return (
+            f"its number is {printable(number)}, expected 0 to {cluster.num_processes - 1}. "
+            "Number the processes from 0 in JAX_PROCESS_ID."
         )
     if number in hosts:
         return (
@@ -183,8 +186,7 @@ def _report(cluster: Cluster, deadline: float, timeout: float) -> None:
             with attempt as connection:
                 _send(connection, greeting)
                 # Process 0 ends its wait after the same time, and must be able to say so.
-                connection.settimeout(left + 5)
-                answer = _receive(connection)
+                answer = read_line(connection, left + 5)
         except OSError as error:
             reason = error.strerror or str(error)
         else:
@@ -218,16 +220,3 @@ def _is_closed(connection: socket.socket) -> bool:
 def _send(connection: socket.socket, message: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):
         connection.sendall(json.dumps(message).encode() + b"\n")
-
-
-def _receive(connection: socket.socket) -> dict[str, Any]:
-    """Return one line of JSON; an empty dict if it is none."""
-    text = b""
-    with contextlib.suppress(OSError, ValueError):
-        while not text.endswith(b"\n") and len(text) < LONGEST_LINE:
-            if not (part := connection.recv(LONGEST_LINE)):
-                break
-            text += part
-        message = json.loads(text)
-        return message if isinstance(message, dict) else {}
-    return {}

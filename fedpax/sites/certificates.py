@@ -8,7 +8,9 @@ import ipaddress
 import logging
 import os
 import re
+import shlex
 import shutil
+import stat
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -141,12 +143,14 @@ def read_certificates(folder: Path | str) -> Certificates:
     Raises:
         OSError: a file is missing or cannot be read.
         ValueError: a file is not a certificate or key in PEM, the key belongs to another
-            certificate, the certificate is of another authority, or it has expired.
+            certificate, the certificate is of another authority, it has expired, or other users
+            can read the key.
     """
     folder = Path(folder)
     authority_pem, certificate_pem, key_pem = (
         _read_file(folder / name) for name in (_AUTHORITY_FILE, _CERTIFICATE_FILE, _KEY_FILE)
     )
+    _check_mode(folder / _KEY_FILE)
     name = _AUTHORITY_FILE
     try:
         authority = x509.load_pem_x509_certificate(authority_pem)
@@ -228,6 +232,8 @@ def _make_authority() -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
 
 
 def _read_authority(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+    if (folder / _KEY_FILE).exists():
+        _check_mode(folder / _KEY_FILE)
     try:
         certificate = x509.load_pem_x509_certificate(_read_file(folder / _CERTIFICATE_FILE))
         key = serialization.load_pem_private_key(_read_file(folder / _KEY_FILE), None)
@@ -333,6 +339,19 @@ def _read_file(path: Path) -> bytes:
             f"{path} cannot be read ({error.strerror}), expected a file that `fedpax certificates` "
             "made. Let the user of this process read it, or copy the folder again."
         ) from None
+
+
+def _check_mode(path: Path) -> None:
+    """Check that only its owner can use a private key. As in ssh, keys of another user pass."""
+    if os.name == "nt":
+        return
+    found = path.stat()
+    mode = stat.S_IMODE(found.st_mode)
+    if found.st_uid == os.getuid() and mode & 0o077:
+        raise ValueError(
+            f"{path} has mode {mode:04o}, expected 0600: other users of this machine can read or "
+            f"change this private key. Run `chmod 600 {shlex.quote(str(path))}`."
+        )
 
 
 def _now() -> datetime.datetime:

@@ -119,21 +119,44 @@ def test_a_silent_process_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert text.startswith("process 1 on ") and text.endswith("has sent nothing for 0.4 s")
 
 
+@pytest.mark.parametrize("line", [b"[" * 100_000 + b"\n", b"\xff\n", b"[1]\n"])
+def test_a_line_that_is_no_message_is_named(monkeypatch: pytest.MonkeyPatch, line: bytes) -> None:
+    job = Job(monkeypatch, 2)
+
+    def program(channel: ControlChannel, number: int) -> None:
+        if number == 0:
+            channel._connections[1].sendall(line)
+        deadline = time.monotonic() + 5
+        while not job.ends and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    job.run(program)
+    assert any(number == 1 and "has sent no JSON object" in text for number, text in job.ends)
+
+
 def test_strangers_are_ignored_and_missing_processes_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     job = Job(monkeypatch, 2)
     monkeypatch.setattr(control_channel, "SECONDS_TO_GREET", 0.5)
     connect = control_channel._connect
+    silent = []
 
     def strangers(offer: dict[str, Any]) -> Any:
-        for text in (b"GET / HTTP/1.1\r\n\r\n", b"{}\n", json.dumps([]).encode() + b"\n", b""):
+        address = ("localhost", offer["port"])
+        silent.extend(socket.create_connection(address) for _ in range(20))  # 0.5 s each
+        texts = (b"GET / HTTP/1.1\r\n\r\n", b"{}\n", json.dumps([]).encode() + b"\n", b"")
+        for text in (*texts, b"[" * 100_000, b"[" * 50_000 + b"\n"):
             with socket.create_connection(("localhost", offer["port"])) as stranger:
                 stranger.sendall(text)
         return connect(offer)
 
     monkeypatch.setattr(control_channel, "_connect", strangers)
+    began = time.monotonic()
     assert job.run(lambda channel, number: channel.broadcast(number)) == [0, 0]
+    assert time.monotonic() - began < 5
+    for stranger in silent:
+        stranger.close()
     monkeypatch.setattr(control_channel, "SECONDS_TO_CONNECT", 0.5)
     wrong = lambda offer: connect({**offer, "token": "another job's"})
     monkeypatch.setattr(control_channel, "_connect", wrong)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from fedpax.parallel import keeper
 from fedpax.parallel.cluster import Cluster, ClusterError
 from fedpax.parallel.keeper import Keeper
 from fedpax.parallel.lines import Lines
@@ -300,13 +301,36 @@ def test_strangers_and_wrong_counts_are_refused(start: Start) -> None:
         with socket.create_connection(("localhost", port)) as stranger:
             stranger.sendall(json.dumps({"process": number, "count": 2}).encode() + b"\n")
             assert b"expected 0 to 1. Number the processes from 0" in stranger.recv(1000)
-    with socket.create_connection(("localhost", port)) as stranger:
-        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    copies = {"process": 5, "count": 2, "copies": ["9" * 5000]}
+    texts = [b"GET / HTTP/1.1\r\n\r\n", b"[" * 60_000 + b"\n", json.dumps(copies).encode()]
+    for text in [*texts, b"[" * 200_000]:
+        with socket.create_connection(("localhost", port)) as stranger:
+            stranger.sendall(text)
     for one in (first, other):
         one.end(0)
     assert first.expect("stop")["stop"] == other.expect("stop")["stop"] == 0
     for one in (twice, wrong):
         one.leave()
+
+
+def test_slow_and_many_strangers_are_closed(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper, "SECONDS_TO_GREET", 0.3)
+    monkeypatch.setattr(keeper, "MOST_STRANGERS", 3)
+    everyone = start(2)
+    port = everyone[0].lines.connection.getpeername()[1]
+    crowd = [socket.create_connection(("localhost", port)) for _ in range(5)]
+    assert [one.recv(1) for one in crowd[:2]] == [b"", b""]  # the oldest make room
+    began = time.monotonic()
+    with contextlib.suppress(ConnectionError):
+        while time.monotonic() - began < 5:
+            crowd[-1].sendall(b"[")  # a byte now and then, never a line
+            time.sleep(0.05)
+    assert time.monotonic() - began < 2
+    for one in everyone:
+        one.end(0)
+    assert [one.expect("stop")["stop"] for one in everyone] == [0, 0]
+    for one in crowd:
+        one.close()
 
 
 def test_the_job_starts_without_those_that_do_not_come(told: list[str]) -> None:

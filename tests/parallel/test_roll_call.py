@@ -123,7 +123,19 @@ def test_a_process_that_ended_while_it_waited_can_come_again() -> None:
     assert found == [""]
 
 
-@pytest.mark.parametrize("text", [b"GET / HTTP/1.1\r\n\r\n", b"", b"[1]\n", b"\xff\n", b"9" * 9000])
+WRONG = b'{"greeting": "fedpax roll call 1", "process": 7, "count": 2, "host": "a"}\n'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        *(b"", b"[1]\n", b"\xff\n", b"9" * 9000, b"9" * 90_000),
+        b"[" * 100_000,
+        b"[" * 60_000 + b"\n",
+        WRONG,
+    ],
+)
 def test_strangers_at_the_port_are_ignored(text: bytes) -> None:
     port = free_port()
     first: list[str] = []
@@ -139,6 +151,32 @@ def test_strangers_at_the_port_are_ignored(text: bytes) -> None:
     assert results([process(port, 1, 2)]) == [""]
     listener.join()
     assert first == [""]
+
+
+def test_slow_strangers_delay_no_process_and_do_not_prolong_the_wait() -> None:
+    port, ended = free_port(), threading.Event()
+
+    def send_slowly() -> None:
+        while not ended.is_set():
+            with contextlib.suppress(OSError), socket.create_connection(("localhost", port)) as one:
+                while not ended.wait(0.1):
+                    one.sendall(b"[")
+
+    strangers = [threading.Thread(target=send_slowly) for _ in range(10)]
+    for stranger in strangers:
+        stranger.start()
+    try:
+        began = time.monotonic()
+        assert results([process(port, number, 3) for number in (0, 1, 2)]) == [""] * 3
+        assert time.monotonic() - began < 1.5  # SECONDS_TO_TALK is 2
+        began = time.monotonic()
+        (message,) = results([process(port, 0, 2)], timeout=0.6)
+        assert "1 of 2 processes did not come within 0.6 s: 1" in message
+        assert time.monotonic() - began < 1.5
+    finally:
+        ended.set()
+        for stranger in strangers:
+            stranger.join()
 
 
 def test_nobody_listens() -> None:

@@ -255,6 +255,23 @@ def test_folders_that_cannot_be_read(folder: Path, tmp_path: Path, damage: str) 
         serve(tell_peer, "localhost:0", certificates=site)
 
 
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o620])
+def test_keys_that_other_users_can_use_are_refused(folder: Path, tmp_path: Path, mode: int) -> None:
+    shutil.copytree(folder / "own", tmp_path / "own")
+    for name in ("site-1", "authority"):
+        key = tmp_path / "own" / name / "key.pem"
+        key.chmod(mode)
+        words = rf"key.pem has mode {mode:04o}, expected 0600: .* Run `chmod 600 {key}`"
+        with pytest.raises(ValueError, match=words):
+            if name == "authority":
+                make_certificates(tmp_path / "new", ["a"], authority=key.parent)
+            else:
+                connect("localhost:1", certificates=key.parent)
+        key.chmod(0o400)  # what ssh accepts
+    read_certificates(tmp_path / "own" / "site-1")
+    make_certificates(tmp_path / "new", ["a"], authority=tmp_path / "own" / "authority")
+
+
 @pytest.mark.parametrize("name", ["site-1", "nothing"])
 def test_authorities_that_cannot_sign(folder: Path, tmp_path: Path, name: str) -> None:
     authority = folder / "own" / name

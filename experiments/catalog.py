@@ -146,6 +146,21 @@ def expand_groups(names: Iterable[str]) -> list[str]:
     return expanded
 
 
+def is_shipped(exp: str) -> bool:
+    """Return whether an experiment's name is one that comes with fedpax, or is empty.
+
+    Args:
+        exp: a name, such as a folder's `config.json` has it. Its code is not imported.
+
+    Example:
+        >>> is_shipped("diloco_text"), is_shipped("methods_digits:scaffold"), is_shipped("./a.py:f")
+        (True, True, False)
+    """
+    module = exp.rpartition(":")[0]
+    is_module = module.startswith("fedpax.") and not module.endswith(".py")
+    return not exp or exp in entries() or module in groups() or is_module
+
+
 def find_experiment(exp: str) -> Callable[[], Experiment]:
     """Find an experiment by the name that `--exp` takes.
 

@@ -158,7 +158,7 @@ class LanguageModelExperiment(Experiment):
         if self.model.weights is None or self.model.weights == default.model.weights:
             return self
         folder = Path(self.model.weights).expanduser().absolute()
-        saved = _saved_run(job_log_dir, self.training.checkpoint_dir)
+        saved = _saved_run(job_log_dir, self)
         if isinstance(saved, type(self)) and saved.model.weights == str(folder):
             begun = default._with_architecture(saved.model, folder, saved.data.tokenizer)
         else:
@@ -287,14 +287,14 @@ class LanguageModelExperiment(Experiment):
         return HeldoutSets(read(data.dataset, None, None), others)
 
 
-def _saved_run(job_log_dir: str | Path | None, checkpoint_dir: str | None) -> Any:
+def _saved_run(job_log_dir: str | Path | None, experiment: Experiment) -> Any:
     """Return the experiment of a run that will resume, or None."""
     if job_log_dir is None:
         return None
-    saved_in = resolve_folder(checkpoint_dir or job_log_dir)
+    saved_in = resolve_folder(experiment.training.checkpoint_dir or job_log_dir)
     if latest_round(saved_in) is None:
         return None
-    found = read_configuration(saved_in)
+    found = read_configuration(saved_in, experiment)
     return found and found[1]
 
 

@@ -67,7 +67,7 @@ fedpax: federated and multi-island training on JAX
 
   --exp             a name from `fedpax list`, GROUP:NAME, my_package.my_module:function or
                     path/to/file.py:function; the function has no arguments and returns an
-                    Experiment
+                    Experiment. Commands that read the run of such a function need it again
   --job_log_dir     the folder for config.json, metrics.jsonl, tensorboard/ and checkpoints/;
                     one process at a time can use it. Commands that read a run also take its
                     --training.checkpoint_dir, such as gs://BUCKET/FOLDER

@@ -31,7 +31,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     """
     options, fields = parse("evaluate", arguments, define_flags, needs_exp=False)
     report = output_file("json", options.json)
-    saved = read_saved_run("evaluate", options, fields)
+    saved = read_saved_run("evaluate", arguments, options, fields)
     number = checkpoint_round("evaluate", saved, options.round)
     run = build_run(saved.experiment)
     print_error(f"{saved.exp}: evaluating round {number} on {describe_devices(run.mesh)}")

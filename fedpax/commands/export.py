@@ -43,7 +43,7 @@ def export(arguments: Sequence[str]) -> int:
         UsageError: `--out` is missing or has files, or no Hugging Face model is like the run's.
     """
     options, fields = parse("export", arguments, define_flags, needs_exp=False)
-    saved = read_saved_run("export", options, fields)
+    saved = read_saved_run("export", arguments, options, fields)
     number = checkpoint_round("export", saved, options.round)
     out = _new_folder(options.out)
     if options.format == "huggingface":

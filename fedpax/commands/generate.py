@@ -38,7 +38,7 @@ def generate(arguments: Sequence[str]) -> int:
         UsageError: the experiment is not one on text.
     """
     options, fields = parse("generate", arguments, define_flags, needs_exp=False)
-    saved = read_saved_run("generate", options, fields)
+    saved = read_saved_run("generate", arguments, options, fields)
     experiment = saved.experiment
     if not isinstance(experiment, LanguageModelExperiment):
         raise UsageError(

@@ -1,7 +1,8 @@
 """A run that a folder holds: its experiment is rebuilt, and its parameters are loaded."""
 
 import os
-from collections.abc import Sequence
+import shlex
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from fedpax.commands import UsageError
 from fedpax.commands.compilation_cache import enable_compilation_cache
 from fedpax.commands.devices import provide_devices
 from fedpax.commands.options import check_job_log_dir, override
-from fedpax.experiments.catalog import find_experiment
+from fedpax.experiments.catalog import find_experiment, is_shipped
 from fedpax.training.algorithm import Params
 from fedpax.training.checkpoint import (
     FOLDER,
@@ -27,6 +28,8 @@ from fedpax.training.configuration import FILE as CONFIGURATION
 from fedpax.training.configuration import (
     class_name,
     from_json,
+    is_within_fedpax,
+    own_classes,
     read_configuration_json,
 )
 from fedpax.training.console import print_error
@@ -65,19 +68,25 @@ def define_saved_run_flags(options: flags.FlagValues) -> None:
     )
 
 
-def read_saved_run(command: str, options: flags.FlagValues, fields: Sequence[str]) -> SavedRun:
-    """Rebuild the experiment of the run in `--job_log_dir`.
+def read_saved_run(
+    command: str, arguments: Sequence[str], options: flags.FlagValues, fields: Sequence[str]
+) -> SavedRun:
+    """Rebuild the experiment of the run in `--job_log_dir`, which can come from others.
+
+    Only code of fedpax is run, and code that `--exp` names.
 
     Args:
         command: the command's name.
-        options: its flags; `--exp` says where the experiment's code is now, if it has moved.
+        arguments: all its arguments.
+        options: its flags, from the arguments.
         fields: the other arguments: overrides of the experiment's fields.
 
     Returns:
         The run.
 
     Raises:
-        UsageError: the folder is missing, holds no run, or holds that of another experiment.
+        UsageError: the folder is missing, holds no run, holds that of another experiment, or holds
+            an experiment outside of fedpax and there is no `--exp`.
         ConfigurationError: `config.json` is damaged.
         SystemExit: as in `fedpax.commands.options.configure`.
     """
@@ -96,17 +105,22 @@ def read_saved_run(command: str, options: flags.FlagValues, fields: Sequence[str
             "as `fedpax train` writes it. Give the folder of a run, or train there first."
         )
     exp, saved = found
-    if exp or options.exp:
-        function = find_experiment(options.exp or exp)  # makes its module importable
-        same_name = (options.exp or exp).rpartition(":")[2] == exp.rpartition(":")[2]
-        if options.exp and not (same_name and class_name(function()) == saved["class"]):
+    own: Collection[type] = ()
+    if options.exp:
+        default = find_experiment(options.exp)()
+        same_name = not exp or options.exp.rpartition(":")[2] == exp.rpartition(":")[2]
+        if not (same_name and class_name(default) == saved["class"]):
             raise UsageError(
-                f"--job_log_dir={options.job_log_dir} holds another experiment, --exp={exp}, "
-                f"expected --exp={options.exp}. Leave out --exp, or give another folder."
+                f"--job_log_dir={options.job_log_dir} holds another experiment, "
+                f"--exp={exp or saved['class']}, expected --exp={options.exp}. Leave out --exp, or "
+                "give another folder."
             )
+        own = own_classes(default)
+    elif not is_shipped(exp) or not is_within_fedpax(saved["class"]):
+        raise UsageError(_how_to_name(command, arguments, folder, exp, saved["class"]))
     prefix = f"fedpax {command} --job_log_dir={options.job_log_dir}"
     description = f"The configuration of {exp or saved['class']} in {folder}."
-    configuration = from_json(saved, folder / CONFIGURATION)
+    configuration = from_json(saved, folder / CONFIGURATION, own)
     try:
         experiment = override(configuration, fields, prefix, description)
     except SystemExit as stop:
@@ -115,6 +129,21 @@ def read_saved_run(command: str, options: flags.FlagValues, fields: Sequence[str
             print_error(f"`fedpax {command}` takes {own} and the fields of the experiment.")
         raise
     return SavedRun(exp or saved["class"], folder, experiment)
+
+
+def _how_to_name(
+    command: str, arguments: Sequence[str], folder: Path, exp: str, class_: str
+) -> str:
+    """Return the message for an experiment whose code runs only if the command names it."""
+    known = exp and not is_shipped(exp)
+    named = f"--exp={exp if known else 'path/to/file.py:function'}"
+    again = shlex.join(["fedpax", command, *arguments, named])
+    subject = f"the experiment {exp}" if known else f"the class {class_}"
+    return (
+        f"{folder / CONFIGURATION} names {subject}, which does not come with fedpax, expected "
+        "--exp: code that a folder names runs only if the command names it too. If you trust this "
+        f"code, run: {again}"
+    )
 
 
 def existing_folder(job_log_dir: str) -> Path:

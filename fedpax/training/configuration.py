@@ -6,9 +6,12 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Collection, Iterator
 from pathlib import Path, PurePath
 from typing import Any
+
+from fedpax.files import create_draft, read_json
 
 VERSION = 1
 FILE = "config.json"
@@ -96,43 +99,57 @@ def class_name(configuration: Any) -> str:
         >>> class_name(MeshConfig())
         'fedpax.parallel.mesh:MeshConfig'
     """
-    kind = type(configuration)
+    return _name_of(type(configuration))
+
+
+def _name_of(kind: type) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def from_json(value: Any, file: str | PurePath = FILE) -> Any:
-    """Rebuild a configuration from the result of `to_json`.
+def from_json(value: Any, file: str | PurePath = FILE, own: Collection[type] = ()) -> Any:
+    """Rebuild a configuration from the result of `to_json`, and run no code that the value names.
 
-    Fields that were added to the class in the meantime take their defaults.
+    The value can come from others. So a class that it names is one of fedpax's dataclasses, or one
+    in `own`. Fields that were added to the class in the meantime take their defaults.
 
     Args:
         value: a result of `to_json`.
         file: the file that holds it, for error messages.
+        own: dataclasses outside of fedpax that the value may name, see `own_classes`. Default:
+            none.
 
     Returns:
         An equal configuration.
 
     Raises:
-        ConfigurationError: a class is not named, was removed, or lacks a field that the value sets;
-            or a group of fields, such as `mesh`, is something else.
+        ConfigurationError: a class is not named, is none of these, was removed, or lacks a field
+            that the value sets; or a group of fields, such as `mesh`, is something else.
 
     Example:
         >>> from fedpax.training.experiment import TrainingConfig
         >>> training = TrainingConfig(rounds=5, evaluate_every=1, checkpoint_every=1)
         >>> from_json(to_json(training)) == training
         True
+        >>> from_json({"class": "os:system", "command": "ls"})  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+            ...
+        fedpax.training.configuration.ConfigurationError: config.json names the class 'os:system'...
     """
     if isinstance(value, list):
-        return tuple(from_json(item, file) for item in value)
+        return tuple(from_json(item, file, own) for item in value)
     if not isinstance(value, dict):
         return value
     named = value.get("class")
+    if isinstance(named, str) and not is_within_fedpax(named) and not _find(named, own):
+        raise ConfigurationError(
+            f"{file} names the class {named!r}, expected a dataclass of fedpax or of the "
+            "experiment's own module: code that a folder names is not run. Name the experiment "
+            "itself: --exp=FILE.py:FUNCTION on the command line, or the argument `experiment` in "
+            "Python."
+        )
     try:
-        module, _, name = str(named).partition(":")
-        kind: Any = importlib.import_module(module)
-        for part in name.split("."):
-            kind = getattr(kind, part)
-        fields = {key: from_json(item, file) for key, item in value.items() if key != "class"}
+        kind = _find(named, own) or _find_in_fedpax(str(named))
+        fields = {key: from_json(item, file, own) for key, item in value.items() if key != "class"}
         for field in dataclasses.fields(kind):
             group = dataclasses.is_dataclass(field.type) and field.name in fields
             if group and not dataclasses.is_dataclass(fields[field.name]):
@@ -143,6 +160,70 @@ def from_json(value: Any, file: str | PurePath = FILE) -> Any:
             f"{file} names {named}, expected a class that can be made from its fields: {error}. "
             "Run the version of the code that wrote it, or start in an empty folder."
         ) from error
+
+
+def is_within_fedpax(name: str) -> bool:
+    """Return whether `module:name` is in a module of fedpax.
+
+    Example:
+        >>> is_within_fedpax("fedpax.parallel.mesh:MeshConfig"), is_within_fedpax("mine:Model")
+        (True, False)
+    """
+    return name.partition(":")[0].startswith("fedpax.")
+
+
+def own_classes(experiment: Any) -> frozenset[type]:
+    """Return the dataclasses outside of fedpax that an experiment's configuration may name.
+
+    They are the classes of the experiment and its fields, and the dataclasses that their modules
+    define or import.
+
+    Args:
+        experiment: an experiment, or another dataclass; its code is trusted.
+    """
+    used = {type(part) for part in _parts(experiment)}
+    modules = {sys.modules.get(kind.__module__) for kind in used}
+    named = {
+        value
+        for module in modules
+        if module
+        for value in vars(module).values()
+        if isinstance(value, type)
+    }
+    return frozenset(
+        kind
+        for kind in used | named
+        if dataclasses.is_dataclass(kind) and not is_within_fedpax(kind.__module__)
+    )
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """Yield a configuration and the dataclasses in it."""
+    if isinstance(value, tuple):
+        for item in value:
+            yield from _parts(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield value
+        for field in dataclasses.fields(value):
+            yield from _parts(getattr(value, field.name))
+
+
+def _find(named: Any, own: Collection[type]) -> Any:
+    return next((kind for kind in own if _name_of(kind) == named), None)
+
+
+def _find_in_fedpax(named: str) -> Any:
+    """Return the dataclass of fedpax with this `module:Name`; other attributes are not used."""
+    module, _, name = named.partition(":")
+    if not is_within_fedpax(named):
+        raise TypeError("the class has no name")
+    kind: Any = importlib.import_module(module)
+    for part in name.split("."):
+        kind = getattr(kind, part)
+    is_class = isinstance(kind, type) and dataclasses.is_dataclass(kind)
+    if not is_class or _name_of(kind) != named:
+        raise TypeError(f"{named} is not a dataclass of this module")
+    return kind
 
 
 def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -210,20 +291,23 @@ def write_configuration(folder: str | Path, configuration: Any, exp: str) -> Non
     write_atomically(Path(folder) / FILE, json.dumps(content, indent=2) + "\n")
 
 
-def read_configuration(folder: str | Path) -> tuple[str, Any] | None:
-    """Read `config.json` and rebuild the configuration.
+def read_configuration(folder: str | Path, experiment: Any = None) -> tuple[str, Any] | None:
+    """Read `config.json` and rebuild the configuration; code that the file names is not run.
 
     Args:
-        folder: a run's folder.
+        folder: a run's folder, which can come from others.
+        experiment: an experiment outside of fedpax, of which the file may hold the configuration.
+            Default None: the file may name classes of fedpax alone.
 
     Returns:
         The experiment's name and the configuration; None if the folder has no `config.json`.
 
     Raises:
-        ConfigurationError: the file is damaged or has another version.
+        ConfigurationError: the file is damaged, has another version, or names another class.
     """
     found = read_configuration_json(folder)
-    return found and (found[0], from_json(found[1], f"{folder}/{FILE}"))
+    own = own_classes(experiment)
+    return found and (found[0], from_json(found[1], f"{folder}/{FILE}", own))
 
 
 def read_configuration_json(folder: str | Path) -> tuple[str, dict[str, Any]] | None:
@@ -242,7 +326,7 @@ def read_configuration_json(folder: str | Path) -> tuple[str, dict[str, Any]] | 
     if not path.exists():
         return None
     try:
-        content = json.loads(path.read_text())
+        content = read_json(path)
         version, exp, configuration = (content[k] for k in ("version", "exp", "configuration"))
         for value in (exp, configuration["class"]):  # as to_json writes them
             if not isinstance(value, str):
@@ -315,7 +399,7 @@ def write_atomically(path: Path, text: str) -> None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.draft")
-    with draft.open("w") as file:
+    with os.fdopen(create_draft(draft), "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

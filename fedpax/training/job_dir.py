@@ -23,6 +23,7 @@ from fedpax.training.configuration import (
     flatten,
     from_json,
     is_remote,
+    own_classes,
     read_configuration_json,
     to_json,
 )
@@ -202,7 +203,10 @@ def check_configuration(
         return
     name, saved = found
     same_class = saved["class"] == class_name(experiment)
-    changes = _changes(folder, from_json(saved, folder / FILE), experiment) if same_class else {}
+    changes = {}
+    if same_class:
+        own = own_classes(experiment)
+        changes = _changes(folder, from_json(saved, folder / FILE, own), experiment)
     # A module can be written in several ways (mine, ./mine.py), but the class is the same.
     functions = {text.rpartition(":")[2] for text in (name, exp) if text}
     if not same_class and name == exp:

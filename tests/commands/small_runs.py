@@ -5,6 +5,7 @@ from pathlib import Path
 
 EXPERIMENTS = Path(__file__).parent.parent / "training"
 REGRESSION = "small_regression:regression"
+NAMED = f"--exp={REGRESSION}"  # to read its runs: the folder's own name runs no code
 TINY_TRANSFORMER = (
     "--model.num_layers=1",
     "--model.embed_dim=24",

@@ -11,7 +11,7 @@ from pathlib import Path
 import chex
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from small_runs import EVERY, REGRESSION, Command
+from small_runs import EVERY, NAMED, REGRESSION, Command
 
 from fedpax.training.checkpoint import load_params
 from fedpax.training.compiled_round import with_shardings
@@ -34,12 +34,13 @@ def test_the_metrics_are_those_of_the_runs_own_evaluations(
     command: Command, request: pytest.FixtureRequest, tmp_path: Path, kind: str
 ) -> None:
     folder = request.getfixturevalue(kind)
+    named = [NAMED] if kind == "regression" else []
     before = snapshot(folder)
     evaluations = select(read_metrics(folder), "evaluation")
     rounds = {line["round"]: line for line in evaluations}
     newest = max(rounds)
     status, output, errors = command(
-        "evaluate", f"--job_log_dir={folder}", f"--json={tmp_path / 'new' / 'metrics.json'}"
+        "evaluate", *named, f"--job_log_dir={folder}", f"--json={tmp_path / 'new' / 'metrics.json'}"
     )
     content = json.loads((tmp_path / "new" / "metrics.json").read_text())
     assert status == 0
@@ -55,17 +56,19 @@ def test_the_metrics_are_those_of_the_runs_own_evaluations(
 def test_a_newer_checkpoint_that_is_incomplete_is_named(command: Command, regression: Path) -> None:
     newest = regression / "checkpoints" / "4"
     (newest / "checksums.json").unlink()
-    status, output, errors = command("evaluate", f"--job_log_dir={regression}")
+    status, output, errors = command("evaluate", NAMED, f"--job_log_dir={regression}")
     assert status == 0 and " round 2: " in output
     assert f"{newest} has no checksums.json" in errors and "is read, of round 2. If a" in errors
-    assert "checksums" not in command("evaluate", f"--job_log_dir={regression}", "--round=2")[2]
+    assert (
+        "checksums" not in command("evaluate", NAMED, f"--job_log_dir={regression}", "--round=2")[2]
+    )
     with JobDirLock(regression):  # a run may be writing it
-        assert "checksums" not in command("evaluate", f"--job_log_dir={regression}")[2]
+        assert "checksums" not in command("evaluate", NAMED, f"--job_log_dir={regression}")[2]
 
 
 def test_an_earlier_round_can_be_evaluated(command: Command, regression: Path) -> None:
     first, last = (line["loss"] for line in select(read_metrics(regression), "evaluation"))
-    status, output, _ = command("evaluate", f"--job_log_dir={regression}", "--round=2")
+    status, output, _ = command("evaluate", NAMED, f"--job_log_dir={regression}", "--round=2")
     assert first != last
     assert (status, output) == (0, f"{REGRESSION} round 2: held-out loss {first:.4f}\n")
 
@@ -91,7 +94,7 @@ def test_a_run_can_be_evaluated_while_it_trains(command: Command, regression: Pa
     unfinished = regression / "checkpoints" / "6.orbax-checkpoint-tmp"
     unfinished.mkdir()
     with JobDirLock(regression):
-        status, output, _ = command("evaluate", f"--job_log_dir={regression}")
+        status, output, _ = command("evaluate", NAMED, f"--job_log_dir={regression}")
     assert status == 0 and "round 4: held-out loss" in output
     assert unfinished.exists()
 
@@ -103,7 +106,7 @@ def test_code_that_has_moved_is_found_by_exp(
     path.write_text(path.read_text().replace(f'"{REGRESSION}"', '"./gone.py:regression"'))
     monkeypatch.chdir(tmp_path)
     status, _, errors = command("evaluate", f"--job_log_dir={regression}")
-    assert status == 2 and "there is no file" in errors
+    assert status == 2 and "names the experiment ./gone.py:regression, which does not" in errors
     here = Path(__file__).parent.parent / "training" / "small_regression.py"
     status, output, _ = command(
         "evaluate", f"--job_log_dir={regression}", f"--exp={here}:regression"
@@ -133,23 +136,23 @@ def test_folders_that_are_refused(
 
 def test_a_folder_without_a_checkpoint_is_refused(command: Command, regression: Path) -> None:
     shutil.rmtree(regression / "checkpoints")
-    status, output, errors = command("evaluate", f"--job_log_dir={regression}")
+    status, output, errors = command("evaluate", NAMED, f"--job_log_dir={regression}")
     assert (status, output) == (2, "")
     assert "has no complete checkpoint" in errors and "train on, then run `fedpax eval" in errors
 
 
 def test_a_folder_without_its_configuration_is_refused(command: Command, regression: Path) -> None:
     (regression / "config.json").unlink()
-    status, output, errors = command("evaluate", f"--job_log_dir={regression}")
+    status, output, errors = command("evaluate", NAMED, f"--job_log_dir={regression}")
     assert (status, output) == (2, "")
     assert "has checkpoints but no config.json" in errors
     assert "start the run's former command again, which writes it" in errors
     assert command("train", f"--exp={REGRESSION}", f"--job_log_dir={regression}", *EVERY)[0] == 0
-    assert command("evaluate", f"--job_log_dir={regression}")[0] == 0
+    assert command("evaluate", NAMED, f"--job_log_dir={regression}")[0] == 0
 
 
 def test_a_round_without_a_checkpoint_is_refused(command: Command, regression: Path) -> None:
-    status, _, errors = command("evaluate", f"--job_log_dir={regression}", "--round=3")
+    status, _, errors = command("evaluate", NAMED, f"--job_log_dir={regression}", "--round=3")
     assert status == 2 and "--round=3 has no checkpoint" in errors and "one of 2, 4" in errors
 
 
@@ -158,13 +161,13 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_offered(
 ) -> None:
     largest = max((regression / "checkpoints" / "4").rglob("d/*"), key=os.path.getsize)
     largest.write_bytes(bytes(byte ^ 1 for byte in largest.read_bytes()))
-    status, output, errors = command("evaluate", f"--job_log_dir={regression}")
+    status, output, errors = command("evaluate", NAMED, f"--job_log_dir={regression}")
     assert (status, output) == (2, "")
     assert (
         "checkpoint of round 4 is damaged" in errors
         and "--round=2 reads the newest whole one" in errors
     )
-    assert command("evaluate", f"--job_log_dir={regression}", "--round=2")[0] == 0
+    assert command("evaluate", NAMED, f"--job_log_dir={regression}", "--round=2")[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -177,7 +180,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_offered(
 )
 def test_a_damaged_configuration_is_refused(command: Command, regression: Path, text: str) -> None:
     (regression / "config.json").write_text(text)
-    status, _, errors = command("evaluate", f"--job_log_dir={regression}")
+    status, _, errors = command("evaluate", NAMED, f"--job_log_dir={regression}")
     assert status == 2 and "config.json cannot be read" in errors
 
 
@@ -191,7 +194,9 @@ def test_another_experiments_folder_is_refused(
 
 
 def test_the_parameters_of_another_model_are_refused(command: Command, regression: Path) -> None:
-    status, _, errors = command("evaluate", f"--job_log_dir={regression}", "--model.hidden=6")
+    status, _, errors = command(
+        "evaluate", NAMED, f"--job_log_dir={regression}", "--model.hidden=6"
+    )
     assert status == 2 and "hidden has shape [16, 32], expected [16, 6]" in errors
 
 

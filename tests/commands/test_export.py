@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from small_runs import Command
+from small_runs import NAMED, Command
 
 from fedpax.data import train_tokenizer
 from fedpax.models import huggingface
 from fedpax.models.huggingface.config import differing_fields
 from fedpax.training.checkpoint import load_params
-from fedpax.training.configuration import read_configuration
+from fedpax.training.configuration import read_configuration, read_configuration_json
 from fedpax.training.job_dir import JobDirLock
 
 
@@ -95,7 +95,7 @@ def test_any_model_can_be_exported_as_a_checkpoint_of_its_own(
 ) -> None:
     out = tmp_path / "out"
     out.mkdir()  # an empty folder is as good as none
-    arguments = ("export", f"--job_log_dir={regression}", f"--out={out}")
+    arguments = ("export", NAMED, f"--job_log_dir={regression}", f"--out={out}")
     status, output, errors = command(*arguments)
     assert (status, output) == (2, "")
     assert "a Regression, expected a transformer for --format=huggingface" in errors
@@ -105,7 +105,7 @@ def test_any_model_can_be_exported_as_a_checkpoint_of_its_own(
     with ocp.StandardCheckpointer() as checkpointer:
         restored = checkpointer.restore(out / "params")
     assert_same_bits(restored, load_params(regression, 2))
-    assert read_configuration(out) == read_configuration(regression)
+    assert read_configuration_json(out) == read_configuration_json(regression)
 
 
 def test_a_model_without_a_hugging_face_form_is_refused_with_the_reason(

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_runs import Command
+from small_runs import NAMED, Command
 
 from fedpax.data.text.byte_tokenizer import SEPARATOR, decode, encode
 from fedpax.models.generation import generate
@@ -67,7 +67,7 @@ def test_arguments_that_are_refused(
 
 
 def test_an_experiment_without_text_is_refused(command: Command, regression: Path) -> None:
-    status, output, errors = command("generate", f"--job_log_dir={regression}", "--prompt=x")
+    status, output, errors = command("generate", NAMED, f"--job_log_dir={regression}", "--prompt=x")
     assert (status, output) == (2, "")
     assert "holds --exp=small_regression:regression, a Regression, expected an exp" in errors
 

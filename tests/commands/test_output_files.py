@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from small_runs import REGRESSION, Command
+from small_runs import NAMED, REGRESSION, Command
 
 COMMANDS = [
-    ("evaluate", "--job_log_dir={run}", "--json={}.json"),
+    ("evaluate", NAMED, "--job_log_dir={run}", "--json={}.json"),
     ("show", "--job_log_dir={run}", "--picture={}.png"),
     ("partition", "--exp=fedavg_digits", "--picture={}.png"),
     ("plan", f"--exp={REGRESSION}", "--topology=cpu:1", "--picture={}.png"),
@@ -35,7 +35,7 @@ def test_a_file_in_place_of_the_folder_of_an_export_is_refused(
     (tmp_path / "file").touch()
     out = tmp_path / "file" / "model"
     status, output, errors = command(
-        "export", f"--job_log_dir={trained_regression}", f"--out={out}", "--format=orbax"
+        "export", NAMED, f"--job_log_dir={trained_regression}", f"--out={out}", "--format=orbax"
     )
     assert (status, output) == (2, "")
     assert f"--out={out} cannot be made (File exists" in errors

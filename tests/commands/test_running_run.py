@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from small_runs import EXPERIMENTS, TINY_TRANSFORMER, Command
+from small_runs import EXPERIMENTS, NAMED, TINY_TRANSFORMER, Command
 
 from fedpax.commands import saved_run
 from fedpax.models import huggingface
@@ -29,7 +29,9 @@ def test_a_checkpoint_that_the_run_removes_meanwhile_is_named_with_a_remedy(
 
     monkeypatch.setattr(saved_run, "load_params", remove_and_load)
     with JobDirLock(regression):
-        status, output, errors = command("evaluate", f"--job_log_dir={regression}", "--round=2")
+        status, output, errors = command(
+            "evaluate", NAMED, f"--job_log_dir={regression}", "--round=2"
+        )
     assert (status, output) == (2, "")
     assert "has removed it or was removing it" in errors and "of round 4" in errors
     assert "--training.keep_every" in errors

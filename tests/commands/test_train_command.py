@@ -38,7 +38,7 @@ def test_a_run_is_trained_resumed_and_refused(run: Run, tmp_path: Path) -> None:
     status, output, errors = run(*command, "--training.rounds=4")
     assert status == 0 and f"Finished 4 of 4 rounds in {folder}: held-out loss" in output
     assert "round 4/4: held-out loss" in errors
-    name, configuration = read_configuration(folder)
+    name, configuration = read_configuration(folder, configure(REGRESSION, []))
     assert (name, configuration.model.hidden) == (REGRESSION, 6)
     assert configuration == configure(REGRESSION, ["--model.hidden=6", "--training.rounds=4"])
 

@@ -18,7 +18,8 @@ from fedpax.training.checkpoint import load_params
 from fedpax.training.metrics import FILE, read_metrics
 
 SERVER = Path(sys.executable).with_name("gcp-storage-emulator")
-TRAIN = ("train", "--exp=small_regression:regression", "--training.checkpoint_dir=gs://runs/run")
+EXP = "--exp=small_regression:regression"
+TRAIN = ("train", EXP, "--training.checkpoint_dir=gs://runs/run")
 READ = """
 import sys
 from fedpax.training.checkpoint import complete_rounds, load_params
@@ -152,12 +153,12 @@ def test_killed_while_saving_and_resumed_on_another_machine(
 
     _, shown, _ = server.run("show", "--job_log_dir=gs://runs/run")
     assert "|  12/12 |" in shown and "| finished |" in shown
-    _, measured, _ = server.run("evaluate", "--job_log_dir=gs://runs/run", "--round=6")
-    _, expected, _ = server.run("evaluate", f"--job_log_dir={plain}", "--round=6")
+    _, measured, _ = server.run("evaluate", EXP, "--job_log_dir=gs://runs/run", "--round=6")
+    _, expected, _ = server.run("evaluate", EXP, f"--job_log_dir={plain}", "--round=6")
     assert measured == expected and "round 6: held-out loss" in measured
     out = tmp_path / "model"
     status, _, errors = server.run(
-        "export", "--job_log_dir=gs://runs/run", f"--out={out}", "--format=orbax"
+        "export", EXP, "--job_log_dir=gs://runs/run", f"--out={out}", "--format=orbax"
     )
     assert status == 0 and (out / "config.json").exists(), errors
     exports = server.folder / ".cloudstorage" / "runs" / "run" / "exports"

@@ -11,6 +11,7 @@ from fedpax.training.configuration import (
     ConfigurationError,
     differences,
     from_json,
+    own_classes,
     read_configuration,
     resolve_job_log_dir,
     to_json,
@@ -45,10 +46,11 @@ EVERYTHING = Everything(
 
 def test_reading_gives_an_equal_dataclass(tmp_path: Path) -> None:
     for number, configuration in enumerate((EVERYTHING, regression())):
-        write_configuration(tmp_path / str(number), configuration, exp="some:name")
-        assert read_configuration(tmp_path / str(number)) == ("some:name", configuration)
+        folder = tmp_path / str(number)
+        write_configuration(folder, configuration, exp="some:name")
+        assert read_configuration(folder, configuration) == ("some:name", configuration)
     # Python takes 1, True and 1.0 for equal.
-    reloaded = read_configuration(tmp_path / "0")[1]
+    reloaded = read_configuration(tmp_path / "0", EVERYTHING)[1]
     assert isinstance(reloaded.bias, bool) and isinstance(reloaded.betas, tuple)
     assert isinstance(reloaded.meshes[0], MeshConfig)
 
@@ -110,7 +112,7 @@ def test_a_configuration_that_cannot_be_rebuilt_raises(change: dict, words: str)
 def test_a_group_of_fields_that_is_something_else_raises(group: object) -> None:
     value = to_json(EVERYTHING) | {"training": group}
     with pytest.raises(ConfigurationError, match=r"runs/x names .*: training is ") as caught:
-        from_json(value, "runs/x")
+        from_json(value, "runs/x", own_classes(EVERYTHING))
     assert "start in an empty folder" in str(caught.value)
 
 
@@ -118,7 +120,7 @@ def test_a_kill_while_writing_leaves_the_old_file_complete(tmp_path: Path) -> No
     write_configuration(tmp_path, EVERYTHING, "a")
     # A kill between the first byte and the rename leaves this behind.
     (tmp_path / f".{FILE}.draft").write_text('{"version": 1, "exp')
-    assert read_configuration(tmp_path) == ("a", EVERYTHING)
+    assert read_configuration(tmp_path, EVERYTHING) == ("a", EVERYTHING)
     write_configuration(tmp_path, EVERYTHING, "a")
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
 

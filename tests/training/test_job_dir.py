@@ -137,7 +137,7 @@ def test_changed_fields_are_listed_and_refused(tmp_path: Path) -> None:
     assert "  learning_rate: 0.01 -> 0.5\n" in message and "  mesh.clients: 4 -> 2\n" in message
     assert "another --job_log_dir" in message
     assert "--allow_config_change=mesh.clients,mesh.fsdp,learning_rate" in message
-    assert read_configuration(tmp_path) == ("a", regression())
+    assert read_configuration(tmp_path, regression()) == ("a", regression())
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fedpax.training.checkpoint import latest_round, load_params
-from fedpax.training.configuration import read_configuration
+from fedpax.training.configuration import read_configuration_json
 from fedpax.training.metrics import FILE, TIMINGS, read_metrics
 
 HERE = Path(__file__).parent
@@ -104,7 +104,7 @@ def assert_same_run(one: Path, other: Path) -> None:
         for folder in (one, other)
     ]
     assert lines[0] == lines[1]
-    assert read_configuration(one) == read_configuration(other)
+    assert read_configuration_json(one) == read_configuration_json(other)
 
 
 @pytest.fixture(scope="module")

@@ -295,7 +295,7 @@ def test_rounds_are_profiled_on_request(tmp_path: Path, capsys: pytest.CaptureFi
     # These settings have no effect on the training, so a run resumes with others.
     result = train(experiment(6, profile_at="6:9", hang_after=60.0, on_hang="exit"), tmp_path)
     assert result.finished and "profile of rounds 6 to 6 in" in capsys.readouterr().err
-    assert read_configuration(tmp_path)[1].training.profile_at == "6:9"
+    assert read_configuration(tmp_path, experiment(6))[1].training.profile_at == "6:9"
 
 
 def test_a_run_whose_data_stop_is_reported_and_goes_on(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_folder_holds_the_checkpoints_and_metrics_of_the_settings(uninterrupted: Path) -> None:
-    assert read_configuration(uninterrupted) == ("regression", regression())
+    assert read_configuration(uninterrupted, regression()) == ("regression", regression())
     assert {p.name for p in (uninterrupted / "checkpoints").iterdir()} == {"6", "9", "12"}
     assert len(list((uninterrupted / "tensorboard").iterdir())) == 1
     lines = read_metrics(uninterrupted)

@@ -1,0 +1,195 @@
+"""Files that another user or program may have made: read within bounds, written without links.
+
+A run's folder can come from others. So a file is read only if it is a regular file of a bounded
+size, and a file is never written through a link, which could lead to a file of the user.
+"""
+
+import errno
+import json
+import os
+import stat
+from pathlib import Path, PurePath
+from typing import Any
+
+JSON_BYTES = 1 << 28
+"""The largest JSON file that is read: the index of the largest model has a tenth of it."""
+
+NESTING = 100
+"""The deepest nesting of JSON that is read; a configuration has about five levels."""
+
+_KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFLNK: "a link",
+}
+
+
+def read_file(path: PurePath, max_bytes: int = JSON_BYTES) -> bytes:
+    """Read a regular file: not a pipe or a device, which could block or never end.
+
+    Args:
+        path: the file, or a file in a bucket. A link to a regular file is read.
+        max_bytes: the largest size.
+
+    Returns:
+        The content.
+
+    Raises:
+        OSError: the file is missing, is no regular file, is too large, or cannot be read.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "a"
+        >>> _ = path.write_bytes(b"text")
+        >>> read_file(path)
+        b'text'
+        >>> read_file(path, max_bytes=3)
+        Traceback (most recent call last):
+            ...
+        OSError: [Errno 22] it has 4 bytes, expected at most 3: ...
+    """
+    if not isinstance(path, Path):  # in a bucket, which has regular files alone
+        content: bytes = path.read_bytes()  # type: ignore[attr-defined]
+        return content
+    _check_is_regular(path.stat(), path)  # to open a device can have effects
+    # If the file is a pipe by now, do not wait for its other end.
+    file = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    with os.fdopen(file, "rb") as reader:
+        status = os.fstat(file)
+        _check_is_regular(status, path)
+        if status.st_size > max_bytes:
+            raise _error(f"it has {status.st_size} bytes, expected at most {max_bytes}", path)
+        content = reader.read(max_bytes + 1)
+    if len(content) > max_bytes:  # such as files in /proc, whose size is unknown
+        raise _error(f"it has more than {max_bytes} bytes", path)
+    return content
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON whose nesting is bounded, so that functions can follow it.
+
+    Args:
+        text: the JSON.
+
+    Returns:
+        Dicts, lists and plain values.
+
+    Raises:
+        ValueError: it is not JSON, or nested deeper than `NESTING`.
+
+    Example:
+        >>> parse_json('{"a": [1, 2]}')
+        {'a': [1, 2]}
+        >>> parse_json("[" * 200 + "]" * 200)
+        Traceback (most recent call last):
+            ...
+        ValueError: it nests lists or objects deeper than 100 levels
+    """
+    too_deep = f"it nests lists or objects deeper than {NESTING} levels"
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(too_deep) from None
+    level, depth = [value], 0
+    while level := [item for value in level for item in _items(value)]:
+        depth += 1
+        if depth > NESTING:
+            raise ValueError(too_deep)
+    return value
+
+
+def _items(value: Any) -> list[Any]:
+    """Return the lists and objects directly in a JSON value."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [item for item in items if isinstance(item, dict | list)]
+
+
+def read_json(path: PurePath, max_bytes: int = JSON_BYTES) -> Any:
+    """Read a JSON file as `read_file` and `parse_json` do.
+
+    Args:
+        path: the file, or a file in a bucket.
+        max_bytes: the largest size.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not JSON, or nested too deeply.
+    """
+    return parse_json(read_file(path, max_bytes))
+
+
+def open_unlinked(path: Path, flags: int) -> int:
+    """Open a file of a run's folder to change it in place, if no other path leads to the file.
+
+    A symbolic link, or another name of the file (a hard link), could lead to a file of the user.
+
+    Args:
+        path: the file.
+        flags: such as `os.O_WRONLY | os.O_APPEND | os.O_CREAT`.
+
+    Returns:
+        The descriptor.
+
+    Raises:
+        OSError: the file is a link, has several names, is no regular file, or cannot be opened.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> (folder / "link").symlink_to(folder / "file")
+        >>> open_unlinked(folder / "link", os.O_WRONLY | os.O_CREAT)
+        Traceback (most recent call last):
+            ...
+        OSError: [Errno 22] it is a link, expected a regular file of this folder: ...
+    """
+    if path.is_symlink():  # for the message; the flag below closes the gap until the file is open
+        raise _error("it is a link, expected a regular file of this folder", path)
+    flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    file = os.open(path, flags | getattr(os, "O_BINARY", 0), 0o666)
+    try:
+        status = os.fstat(file)
+        _check_is_regular(status, path)
+        if status.st_nlink > 1:
+            raise _error(
+                f"it has {status.st_nlink} names (hard links), expected one: the others would "
+                "change with it. Copy the folder with its files",
+                path,
+            )
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def create_draft(path: Path) -> int:
+    """Create a new file for writing, in place of the remains of a killed process.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The descriptor of a file that did not exist before.
+
+    Raises:
+        OSError: the file cannot be created.
+    """
+    path.unlink(missing_ok=True)  # a link is removed, not followed
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
+    return os.open(path, flags | getattr(os, "O_BINARY", 0), 0o666)
+
+
+def describe_kind(mode: int) -> str | None:
+    """Return in words what a file's mode says it is; None for a regular file."""
+    return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "a special file")
+
+
+def _check_is_regular(status: os.stat_result, path: Path) -> None:
+    if kind := describe_kind(status.st_mode):
+        raise _error(f"it is {kind}, expected a regular file", path)
+
+
+def _error(reason: str, path: Path) -> OSError:
+    return OSError(errno.EINVAL, reason, str(path))

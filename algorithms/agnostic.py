@@ -56,7 +56,7 @@ def agnostic(
     server_optimizer: optax.GradientTransformation | None = None,
     aggregator: Aggregator | None = None,
     chunk_size: ChunkSize = None,
-) -> FederatedAlgorithm:
+) -> FederatedAlgorithm[AgnosticState]:
     """Descend on the model and ascend on the clients' weights: min over x, max over lambda.
 
     Solves min_x max_lambda sum_i lambda_i f_i(x) over the simplex. In a round with a cohort S out

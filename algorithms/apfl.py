@@ -69,7 +69,7 @@ def apfl(
     server_optimizer: optax.GradientTransformation | None = None,
     aggregator: Aggregator | None = None,
     chunk_size: ChunkSize = None,
-) -> FederatedAlgorithm:
+) -> FederatedAlgorithm[APFLState]:
     """Train the shared model as FedAvg does, and each client's mixture of it and a local model.
 
     Each client i of the cohort starts from w_i = x, the shared model, and from its own v_i. For

@@ -65,7 +65,7 @@ def async_diloco(
     period: int | None = None,
     activation: float = 0.0,
     aggregator: Aggregator | None = None,
-) -> FederatedAlgorithm:
+) -> FederatedAlgorithm[AsyncDiLoCoState]:
     """Apply each outer gradient when it arrives, and the momentum at every N-th arrival.
 
     Island i trains from the model x_(s_i) that it received after its last arrival, and arrives

@@ -44,7 +44,7 @@ class BranchTrainMergeState(NamedTuple):
 
 def branch_train_merge(
     loss_fn: LossFn, *, islands: int, optimizer: optax.GradientTransformation
-) -> FederatedAlgorithm:
+) -> FederatedAlgorithm[BranchTrainMergeState]:
     """Train experts, one per island and domain, that never communicate.
 
     1. Branch: `init(params)` copies a model to every expert: a seed model, or earlier experts

@@ -37,7 +37,7 @@ def data_parallel(
     *,
     islands: int,
     optimizer: optax.GradientTransformation,
-) -> FederatedAlgorithm:
+) -> FederatedAlgorithm[DataParallelState]:
     """Average the islands' gradients at every step.
 
         x <- x + update(mean_i grad loss_fn(x, batch_i))

@@ -35,7 +35,7 @@ def decoupled_diloco(
     fragments: int | FragmentFn = 1,
     delay: int = 0,
     aggregator: Aggregator | None = None,
-) -> FederatedAlgorithm:
+) -> FederatedAlgorithm[StreamingDiLoCoState]:
     """Merge one fragment of the model at a time, from the islands that are up.
 
     A syncer holds the outer model x. When it merges fragment p, island i has taken c_i steps, on
@@ -213,7 +213,7 @@ def decoupled_diloco(
         # Reduced once, after the last transfer, as in streaming_diloco.
         state, inner_reports = jax.lax.optimization_barrier((state, inner_reports))
         metrics = federated_mean(*federated_map(average_reports, inner_reports))
-        metrics |= {"participants": sum(present) / len(present)}
+        metrics["participants"] = sum(present[1:], start=present[0]) / len(present)
         return state, metrics | jax.tree.map(lambda *m: sum(m) / len(m), *reports)
 
     def decoupled_diloco_round(

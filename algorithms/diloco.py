@@ -43,7 +43,7 @@ def diloco(
     inner_optimizer: optax.GradientTransformation,
     outer_optimizer: optax.GradientTransformation | None = None,
     aggregator: Aggregator | None = None,
-) -> FederatedAlgorithm:
+) -> FederatedAlgorithm[DiLoCoState]:
     """Train islands that communicate once every H local steps.
 
     Each island i starts from the shared model x and takes H inner steps, one per batch, ending at

@@ -54,7 +54,7 @@ def ditto(
     server_optimizer: optax.GradientTransformation | None = None,
     aggregator: Aggregator | None = None,
     chunk_size: ChunkSize = None,
-) -> FederatedAlgorithm:
+) -> FederatedAlgorithm[DittoState]:
     """Train a shared model as FedAvg does, and beside it each client's personal model.
 
     Each client i of the cohort takes one optimizer step per batch from the shared model x, for

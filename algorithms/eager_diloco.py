@@ -52,7 +52,7 @@ def eager_diloco(
     inner_optimizer: optax.GradientTransformation,
     outer_optimizer: optax.GradientTransformation | None = None,
     aggregator: Aggregator | None = None,
-) -> FederatedAlgorithm:
+) -> FederatedAlgorithm[EagerDiLoCoState]:
     """Train as DiLoCo does, and hide the average of a round behind the inner steps of the next one.
 
     In round t, island i starts to average the outer gradients of round t - 1, and takes its H inner

@@ -43,7 +43,7 @@ def easgd(
     optimizer: optax.GradientTransformation,
     beta: Any = 0.9,
     aggregator: Aggregator | None = None,
-) -> FederatedAlgorithm:
+) -> FederatedAlgorithm[EASGDState]:
     """Train islands whose models and a center pull at each other: elastic averaging SGD.
 
     Each island i takes tau local steps from its own x_i, one per batch. Then, with n islands and

@@ -61,7 +61,7 @@ def fedac(
     rates: FedAcRates,
     aggregator: Aggregator | None = None,
     chunk_size: ChunkSize = None,
-) -> FederatedAlgorithm:
+) -> FederatedAlgorithm[FedAcState]:
     """Take accelerated local steps on two sequences, and average both once per round.
 
     Each client takes one step per batch, with the gradient at a middle point:

@@ -44,7 +44,7 @@ def fedasync(
     staleness_fn: StalenessFn | None = None,
     proximal: float = 0.0,
     update: Literal["model", "difference"] = "model",
-) -> FederatedAlgorithm:
+) -> FederatedAlgorithm[FedAsyncState]:
     """Mix the model of one client at a time into the server's, with less weight if it is stale.
 
     A client received the model when it was version t - s, x_(t - s), takes its local steps from

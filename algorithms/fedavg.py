@@ -43,7 +43,7 @@ def fedavg(
     server_optimizer: optax.GradientTransformation | None = None,
     aggregator: Aggregator | None = None,
     chunk_size: ChunkSize = None,
-) -> FederatedAlgorithm:
+) -> FederatedAlgorithm[FedAvgState]:
     """Average clients' pseudo-gradients by weight, and step along the average on the server.
 
     Each client i starts from the server's model x and takes one optimizer step per batch, ending at

@@ -52,7 +52,7 @@ def fedbuff(
     staleness_fn: StalenessFn | None = None,
     aggregator: Aggregator | None = None,
     chunk_size: ChunkSize = None,
-) -> FederatedAlgorithm:
+) -> FederatedAlgorithm[FedBuffState]:
     """Update the server's model after every K arrivals of clients that train at their own pace.
 
     Client i received the model when it was version t - s_i, takes its local steps from there and

@@ -59,7 +59,7 @@ def feddyn(
     server_optimizer: optax.GradientTransformation | None = None,
     aggregator: Aggregator | None = None,
     chunk_size: ChunkSize = None,
-) -> FederatedAlgorithm:
+) -> FederatedAlgorithm[FedDynState]:
     """Train clients on a loss with a linear term that sums their own past updates.
 
     From the server's model x, each client i of the cohort takes one optimizer step per batch on

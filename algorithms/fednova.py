@@ -34,7 +34,7 @@ def fednova(
     server_optimizer: optax.GradientTransformation | None = None,
     aggregator: Aggregator | None = None,
     chunk_size: ChunkSize = None,
-) -> FederatedAlgorithm:
+) -> FederatedAlgorithm[FedAvgState]:
     """Average the clients' updates divided by the length of their local training.
 
     Where clients take different numbers of steps, FedAvg minimizes a sum in which clients with

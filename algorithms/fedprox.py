@@ -31,7 +31,7 @@ def fedprox(
     server_optimizer: optax.GradientTransformation | None = None,
     aggregator: Aggregator | None = None,
     chunk_size: ChunkSize = None,
-) -> FederatedAlgorithm:
+) -> FederatedAlgorithm[FedAvgState]:
     """Train clients on their loss plus `mu / 2 |y - x|^2`, then average as FedAvg does.
 
     From the server's model x, each client i takes one optimizer step per batch on

@@ -89,7 +89,7 @@ def halos(
     global_server: DelayedNesterov = GLOBAL_SERVER,
     merge_weight: float = 0.25,
     aggregator: Aggregator | None = None,
-) -> FederatedAlgorithm:
+) -> FederatedAlgorithm[HALoSState]:
     """Update a region's model at each arrival of an island, and the global model at exchanges.
 
     Islands communicate with the server of their region over a fast network, and regions with the

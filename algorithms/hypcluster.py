@@ -48,7 +48,7 @@ def hypcluster(
     server_optimizer: optax.GradientTransformation | None = None,
     aggregator: Aggregator | None = None,
     chunk_size: ChunkSize = None,
-) -> FederatedAlgorithm:
+) -> FederatedAlgorithm[HypClusterState]:
     """Let each client choose the model with the least loss on its data, and average by choice.
 
     Each client i of the cohort receives all models x_1 ... x_q, chooses j(i) = argmin_j f_i(x_j),

@@ -6,7 +6,7 @@ import optax
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithms.checks import check_optimizer
-from fedpax.algorithms.diloco import diloco
+from fedpax.algorithms.diloco import DiLoCoState, diloco
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn
 
 
@@ -16,7 +16,7 @@ def local_sgd(
     islands: int,
     optimizer: optax.GradientTransformation,
     aggregator: Aggregator | None = None,
-) -> FederatedAlgorithm:
+) -> FederatedAlgorithm[DiLoCoState]:
     """Average the islands' models after every H local steps.
 
     Each island i takes H steps, one per batch, from the shared model x to y_i; then

@@ -10,7 +10,7 @@ import optax
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithms.checks import check_optimizer, check_setting
-from fedpax.algorithms.fedavg import fedavg
+from fedpax.algorithms.fedavg import FedAvgState, fedavg
 from fedpax.algorithms.local_steps import gradient_and_metrics
 from fedpax.algorithms.tree_arithmetic import scale, subtract
 from fedpax.primitives.placement import ChunkSize
@@ -27,7 +27,7 @@ def per_fedavg(
     server_optimizer: optax.GradientTransformation | None = None,
     aggregator: Aggregator | None = None,
     chunk_size: ChunkSize = None,
-) -> FederatedAlgorithm:
+) -> FederatedAlgorithm[FedAvgState]:
     """Minimize the clients' loss after one step of adaptation: FedAvg on MAML's objective.
 
         F_i(w) = f_i(w - alpha grad f_i(w; D); D')
@@ -104,7 +104,7 @@ def reptile(
     meta_learning_rate: Any,
     aggregator: Aggregator | None = None,
     chunk_size: ChunkSize = None,
-) -> FederatedAlgorithm:
+) -> FederatedAlgorithm[FedAvgState]:
     """Move the model a part of the way to the mean of the clients' fine-tuned models.
 
         x <- x + epsilon mean_i (y_i - x)

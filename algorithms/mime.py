@@ -50,7 +50,7 @@ def mime(
     server_optimizer: optax.GradientTransformation | None = None,
     aggregator: Aggregator | None = None,
     chunk_size: ChunkSize = None,
-) -> FederatedAlgorithm:
+) -> FederatedAlgorithm[MimeState]:
     """Mimic centralized training: fixed optimizer state, and local gradients without client bias.
 
     An optimizer is a pair of functions: U computes the update, V the next state. With
@@ -117,7 +117,7 @@ def mime_lite(
     server_optimizer: optax.GradientTransformation | None = None,
     aggregator: Aggregator | None = None,
     chunk_size: ChunkSize = None,
-) -> FederatedAlgorithm:
+) -> FederatedAlgorithm[MimeState]:
     """Take local steps with the server's fixed optimizer state, without correcting client bias.
 
     As `mime`, with uncorrected local steps y_i <- y_i + U(grad f_i(y_i; z), s). A round computes
@@ -253,7 +253,7 @@ def _mime(
     chunk_size: ChunkSize,
     *,
     is_corrected: bool,
-) -> FederatedAlgorithm:
+) -> FederatedAlgorithm[MimeState]:
     check_optimizer(name, "client_optimizer", client_optimizer)
     check_optimizer(name, "server_optimizer", server_optimizer, optional=True)
     server = make_server(server_optimizer, aggregator)

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithms.checks import check_optimizer, check_setting
-from fedpax.algorithms.diloco import diloco
+from fedpax.algorithms.diloco import DiLoCoState, diloco
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Params
 
 
@@ -22,7 +22,7 @@ def muloco(
     weight_dimension_numbers: Any = None,
     outer_optimizer: optax.GradientTransformation | None = None,
     aggregator: Aggregator | None = None,
-) -> FederatedAlgorithm:
+) -> FederatedAlgorithm[DiLoCoState]:
     """Train islands as DiLoCo does, with Muon inside.
 
     Muon replaces the momentum M = U S V^T of a matrix by the nearest orthogonal matrix, U V^T. Its

@@ -51,7 +51,7 @@ def noloco(
     momentum: float = 0.5,
     pull: float | None = None,
     seed: int = 0,
-) -> FederatedAlgorithm:
+) -> FederatedAlgorithm[NoLoCoState]:
     """Train islands that exchange models with one random partner per round.
 
     Island i takes H inner steps from phi_i to y_i. With its partner j of this round:

@@ -52,7 +52,7 @@ def papa(
     islands: int,
     optimizer: optax.GradientTransformation,
     alpha: Any | optax.Schedule = 0.99,
-) -> FederatedAlgorithm:
+) -> FederatedAlgorithm[PapaState]:
     """Train a population whose models are pushed slowly toward their average.
 
     Each model i takes the steps of a round on its own data, ending at w_i; then
@@ -119,7 +119,7 @@ def papa(
 
 def papa_all(
     loss_fn: LossFn, *, islands: int, optimizer: optax.GradientTransformation
-) -> FederatedAlgorithm:
+) -> FederatedAlgorithm[PapaState]:
     """Train a population whose models are replaced by their average at the end of each round.
 
         w_i <- mean_j w_j.
@@ -165,7 +165,7 @@ def papa_2(
     optimizer: optax.GradientTransformation,
     pairs: Literal["random", "rotation"] = "random",
     seed: int = 0,
-) -> FederatedAlgorithm:
+) -> FederatedAlgorithm[PapaState]:
     """Train a population whose models are replaced by averages of random pairs of them.
 
     Each round draws n different pairs of the n models at random. Model i becomes the average of
@@ -283,7 +283,7 @@ def _population(
     islands: int,
     optimizer: optax.GradientTransformation,
     combine: Combine,
-) -> FederatedAlgorithm:
+) -> FederatedAlgorithm[PapaState]:
     """Make a method that trains models separately, and combines them at the end of a round."""
     check_optimizer(name, "optimizer", optimizer)
 

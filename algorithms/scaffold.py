@@ -55,7 +55,7 @@ def scaffold(
     server_optimizer: optax.GradientTransformation | None = None,
     aggregator: Aggregator | None = None,
     chunk_size: ChunkSize = None,
-) -> FederatedAlgorithm:
+) -> FederatedAlgorithm[ScaffoldState]:
     """Correct each local gradient by the server's control variate minus the client's.
 
     From the server's model x, each client i of the cohort takes K local steps; then S of N clients

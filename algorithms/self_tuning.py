@@ -59,7 +59,7 @@ def self_tuning(
     tuning_steps: int = 1,
     placement: str = "clients",
     chunk_size: ChunkSize = None,
-) -> FederatedAlgorithm:
+) -> FederatedAlgorithm[SelfTuningState]:
     """Tune positive hyperparameters of any method by the gradient of the loss after each round.
 
     A round of the method with hyperparameters h takes the model x to x'(h). Each round ends with

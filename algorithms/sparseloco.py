@@ -7,7 +7,7 @@ import optax
 from fedpax.aggregators import codecs, compressed_mean
 from fedpax.aggregators.codecs import Codec
 from fedpax.algorithms.checks import check_optimizer, check_setting
-from fedpax.algorithms.diloco import diloco
+from fedpax.algorithms.diloco import DiLoCoState, diloco
 from fedpax.training.algorithm import FederatedAlgorithm, LossFn
 
 
@@ -20,7 +20,7 @@ def sparseloco(
     codec: Codec | None = None,
     decay: float = 0.95,
     seed: int = 0,
-) -> FederatedAlgorithm:
+) -> FederatedAlgorithm[DiLoCoState]:
     """Train islands as DiLoCo does, without outer momentum, and send about 1% of each update.
 
     Each island i takes H inner steps from the shared model x to y_i. It keeps a residual e_i:

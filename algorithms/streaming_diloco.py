@@ -59,7 +59,7 @@ def streaming_diloco(
     delay: int = 1,
     mixing: float = 0.0,
     aggregator: Aggregator | None = None,
-) -> FederatedAlgorithm:
+) -> FederatedAlgorithm[StreamingDiLoCoState]:
     """Synchronize one fragment of the model at a time, while the islands train.
 
     A round has H steps and P fragments. It is divided into P blocks of H / P steps, and block p

@@ -1,22 +1,5 @@
 """fedpax: federated and multi-island training as jitted JAX functions."""
 
-import importlib
-
-# A type checker takes this name as true. `typing` would be imported before Ctrl-C is handled.
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from fedpax.clients.cohort import Cohort
-    from fedpax.parallel.mesh import make_mesh
-    from fedpax.primitives import (
-        federated_broadcast,
-        federated_map,
-        federated_max,
-        federated_mean,
-        federated_min,
-        federated_sum,
-    )
-    from fedpax.transforms import cost, explain, out_of_core, program
-
 __version__ = "0.1.0"
 
 __all__ = [
@@ -45,13 +28,27 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name on first use: the command line handles signals before it loads JAX."""
-    if name not in __all__:
-        raise AttributeError(f"module 'fedpax' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_MODULES.get(name, "fedpax.primitives")), name)
-    globals()[name] = value
-    return value
+    """Import a public name or a package on first use.
+
+    The command line handles signals before it loads JAX. Type checkers read `__init__.pyi`.
+    """
+    import importlib
+
+    if name in __all__:
+        value = getattr(importlib.import_module(_MODULES.get(name, "fedpax.primitives")), name)
+        globals()[name] = value
+        return value
+    if name in _packages():
+        return importlib.import_module(f"fedpax.{name}")
+    raise AttributeError(f"module 'fedpax' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    own = {name for name in globals() if name.startswith("__")}
+    return sorted({*own, *__all__, *_packages()})
+
+
+def _packages() -> list[str]:
+    import pkgutil
+
+    return [module.name for module in pkgutil.iter_modules(__path__) if module.ispkg]

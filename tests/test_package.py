@@ -1,14 +1,18 @@
 """The installed package: its names, its versions, and imports without side effects."""
 
 import importlib.metadata
+import inspect
+import os
 import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from setuptools import find_packages
 
 import fedpax
 
@@ -35,16 +39,29 @@ def test_every_folder_of_modules_is_installed() -> None:
         for top in ("fedpax", "algorithms", "experiments")
         for path in (ROOT / top).rglob("*.py")
     }
-    placed = PROJECT["tool"]["setuptools"]["package-dir"]
+    where = PROJECT["tool"]["setuptools"]["packages"]["find"]["where"]
+    assert where == ["src"]
+    packages = [name.replace(".", "/") for name in find_packages(str(ROOT / "src"))]
+    installed = {(ROOT / "src" / name).resolve().relative_to(ROOT).as_posix() for name in packages}
+    assert folders == installed
 
-    def folder(package: str) -> str:
-        """Return the folder that setuptools takes a package from."""
-        if package in placed or "." not in package:
-            return placed.get(package, package)
-        around, _, name = package.rpartition(".")
-        return f"{folder(around)}/{name}"
 
-    assert folders == {folder(name) for name in PROJECT["tool"]["setuptools"]["packages"]}
+def test_the_folder_on_the_path_of_an_editable_installation_has_no_other_name() -> None:
+    names = {path.name for path in (ROOT / "src").iterdir()}
+    assert names - {"fedpax.egg-info"} == {"fedpax"}
+    for link in ("src/fedpax", "fedpax/algorithms", "fedpax/experiments"):
+        assert (ROOT / link).is_symlink() and not Path(os.readlink(ROOT / link)).is_absolute()
+
+
+def test_the_public_names_are_the_exported_ones_and_the_packages() -> None:
+    public = {name for name in dir(fedpax) if not name.startswith("_")}
+    assert {"algorithms", "data", "program", "training"} <= public
+    assert not {"importlib", "pkgutil", "annotations"} & public
+    packages = [name for name in sorted(public) if inspect.ismodule(getattr(fedpax, name))]
+    assert public == {*fedpax.__all__, *packages}
+    assert all(getattr(fedpax, name).__name__ == f"fedpax.{name}" for name in packages)
+    with pytest.raises(AttributeError, match="has no attribute 'importlib'"):
+        _ = fedpax.importlib
 
 
 def test_constraints_are_exact_versions_and_hold_no_address() -> None:

@@ -151,7 +151,7 @@ def compare(settings: Settings) -> list[Curve]:
             seed=settings.seed,
         )
         most = order.max_staleness
-        algorithm = (
+        algorithm: FederatedAlgorithm = (
             fedbuff(loss_fn, buffer_size=buffer, max_staleness=most, **local)
             if method == "FedBuff"
             else fedasync(loss_fn, max_staleness=most, mixing=0.4, **local)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import Int, Num
-
-if TYPE_CHECKING:  # chex imports absl.flags
-    import chex
 
 MASK = "mask"
 """Name of the field of a dict of batches that marks padding with 0 or False."""
@@ -53,11 +50,11 @@ class Cohort(NamedTuple):
         True
     """
 
-    batches: chex.ArrayTree
+    batches: Any
     num_examples: Num[jax.Array | np.ndarray, " participants"] | None = None
     num_steps: Int[jax.Array | np.ndarray, " participants"] | None = None
     client_ids: Int[jax.Array | np.ndarray, " participants"] | None = None
-    schedule: chex.ArrayTree | None = None
+    schedule: Any = None
 
 
 def check_cohort(

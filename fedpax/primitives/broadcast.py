@@ -5,6 +5,8 @@ The transpose of the broadcast is a sum, so sum.py registers it.
 
 from __future__ import annotations
 
+from typing import overload
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
@@ -19,11 +21,21 @@ from fedpax.primitives.layout import (
     replicate_over_placement,
     shard_over_placement,
 )
-from fedpax.primitives.placement import ArrayTree, Placement, check_array, resolve_placement
+from fedpax.primitives.placement import (
+    ArrayTree,
+    Placement,
+    Tree,
+    check_array,
+    resolve_placement,
+)
 
 federated_broadcast_p = Primitive("federated_broadcast")
 
 
+@overload
+def federated_broadcast(x: jax.typing.ArrayLike, *, placement: str | None = None) -> jax.Array: ...
+@overload
+def federated_broadcast(x: Tree, *, placement: str | None = None) -> Tree: ...
 def federated_broadcast(x: ArrayTree, *, placement: str | None = None) -> ArrayTree:
     """Broadcast a server value to all participants: `out[i] = x` for each participant `i`.
 

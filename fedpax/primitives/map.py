@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 
 import jax
 
@@ -21,6 +21,7 @@ from fedpax.primitives.placement import (
     ArrayTree,
     ChunkSize,
     Placement,
+    Tree,
     check_array,
     check_chunk_size,
     check_placed,
@@ -33,6 +34,20 @@ federated_map_p = Primitive("federated_map")
 federated_map_p.multiple_results = True
 
 
+@overload
+def federated_map(
+    fn: Callable[..., jax.typing.ArrayLike],
+    *args: ArrayTree,
+    placement: str | None = None,
+    chunk_size: ChunkSize = None,
+) -> jax.Array: ...
+@overload
+def federated_map(
+    fn: Callable[..., Tree],
+    *args: ArrayTree,
+    placement: str | None = None,
+    chunk_size: ChunkSize = None,
+) -> Tree: ...
 def federated_map(
     fn: Callable[..., ArrayTree],
     *args: ArrayTree,

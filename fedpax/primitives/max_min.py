@@ -11,14 +11,16 @@ first and the last are found by comparing values.
 from __future__ import annotations
 
 import functools
+from typing import overload
 
+import jax
 import jax.numpy as jnp
 
 from fedpax.primitives._jax import Primitive, is_zero, zero_tangent
 from fedpax.primitives.broadcast import broadcast, federated_index_p
 from fedpax.primitives.mask import federated_mask_p
 from fedpax.primitives.monoids import MAXIMUM, MINIMUM, equal_with_nan, with_ties
-from fedpax.primitives.placement import ArrayTree
+from fedpax.primitives.placement import ArrayTree, Tree
 from fedpax.primitives.reduction import Reduction, append_axes, define_reduction, reduce_tree
 from fedpax.primitives.sum import federated_sum_p
 
@@ -26,6 +28,10 @@ federated_max_p = Primitive("federated_max")
 federated_min_p = Primitive("federated_min")
 
 
+@overload
+def federated_max(x: jax.typing.ArrayLike, *, placement: str | None = None) -> jax.Array: ...
+@overload
+def federated_max(x: Tree, *, placement: str | None = None) -> Tree: ...
 def federated_max(x: ArrayTree, *, placement: str | None = None) -> ArrayTree:
     """Take the elementwise maximum over participants: `out = max_i x[i]`.
 
@@ -54,6 +60,10 @@ def federated_max(x: ArrayTree, *, placement: str | None = None) -> ArrayTree:
     return reduce_tree("federated_max", federated_max_p, x, placement, ordered=True)
 
 
+@overload
+def federated_min(x: jax.typing.ArrayLike, *, placement: str | None = None) -> jax.Array: ...
+@overload
+def federated_min(x: Tree, *, placement: str | None = None) -> Tree: ...
 def federated_min(x: ArrayTree, *, placement: str | None = None) -> ArrayTree:
     """Take the elementwise minimum over participants: `out = min_i x[i]`.
 

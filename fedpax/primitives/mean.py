@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from fedpax.primitives.monoids import ADDITION, accumulation_dtype
 from fedpax.primitives.placement import (
     ArrayTree,
     Placement,
+    Tree,
     check_array,
     check_placed,
     resolve_placement,
@@ -31,6 +32,17 @@ from fedpax.primitives.sum import federated_sum_p
 federated_mean_p = Primitive("federated_mean")
 
 
+@overload
+def federated_mean(
+    x: jax.typing.ArrayLike,
+    weights: jax.typing.ArrayLike | None = None,
+    *,
+    placement: str | None = None,
+) -> jax.Array: ...
+@overload
+def federated_mean(
+    x: Tree, weights: jax.typing.ArrayLike | None = None, *, placement: str | None = None
+) -> Tree: ...
 def federated_mean(
     x: ArrayTree, weights: jax.typing.ArrayLike | None = None, *, placement: str | None = None
 ) -> ArrayTree:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,8 @@ import numpy as np
 
 # A pytree whose leaves are arrays or numbers.
 ArrayTree = Any
+# The same where a result has the structure of an argument.
+Tree = TypeVar("Tree")
 
 # Number of participants that a device runs at once; None runs all of them.
 ChunkSize = int | Literal["auto"] | None

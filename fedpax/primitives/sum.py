@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +10,16 @@ import jax.numpy as jnp
 from fedpax.primitives._jax import Primitive, Zero, is_zero, set_transpose, zero_tangent
 from fedpax.primitives.broadcast import broadcast, federated_broadcast_p
 from fedpax.primitives.monoids import ADDITION, accumulation_dtype
-from fedpax.primitives.placement import ArrayTree
+from fedpax.primitives.placement import ArrayTree, Tree
 from fedpax.primitives.reduction import Reduction, define_reduction, reduce_tree
 
 federated_sum_p = Primitive("federated_sum")
 
 
+@overload
+def federated_sum(x: jax.typing.ArrayLike, *, placement: str | None = None) -> jax.Array: ...
+@overload
+def federated_sum(x: Tree, *, placement: str | None = None) -> Tree: ...
 def federated_sum(x: ArrayTree, *, placement: str | None = None) -> ArrayTree:
     """Sum over participants: `out = sum_i x[i]`.
 

@@ -2,24 +2,30 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import Any, Generic, NamedTuple, TypeAlias
 
-import chex
 import jax
+from typing_extensions import TypeVar  # with defaults, which `typing` has from Python 3.13 on
 
 from fedpax.clients.cohort import Cohort
 from fedpax.training.algorithm_parts import AlgorithmParts
 
-Params: TypeAlias = chex.ArrayTree
-"""The server's model: a pytree of arrays."""
+Params: TypeAlias = Any
+"""The server's model: a pytree of arrays. A loss can name a narrower type."""
 
-State: TypeAlias = chex.ArrayTree
+Batch: TypeAlias = Any
+"""A participant's batch: a pytree of arrays. A loss can name a narrower type."""
+
+State: TypeAlias = Any
 """The state of a method: a NamedTuple of arrays with a field `params`, the server's model."""
+
+StateT = TypeVar("StateT", default=Any)
+"""The class of a method's state, such as `FedAvgState`."""
 
 Metrics: TypeAlias = dict[str, jax.Array]
 """Scalars of one round by name; `"loss"` is the mean training loss over the round."""
 
-LossFn: TypeAlias = Callable[[Params, chex.ArrayTree], tuple[jax.Array, Metrics | None]]
+LossFn: TypeAlias = Callable[[Params, Batch], tuple[jax.Array, Metrics | None]]
 """A loss: `(params, batch) -> (scalar loss, dict of scalar metrics, or None)`."""
 
 
@@ -52,7 +58,7 @@ class WithGradientNorm:
 
     loss_fn: LossFn
 
-    def __call__(self, params: Params, batch: chex.ArrayTree) -> tuple[jax.Array, Metrics | None]:
+    def __call__(self, params: Params, batch: Batch) -> tuple[jax.Array, Metrics | None]:
         """Return the loss and its metrics."""
         return self.loss_fn(params, batch)
 
@@ -83,7 +89,7 @@ RESERVED_METRICS = frozenset(
 """The keys that the training loop adds to each line of `metrics.jsonl`."""
 
 
-class FederatedAlgorithm(NamedTuple):
+class FederatedAlgorithm(NamedTuple, Generic[StateT]):
     """A federated method: the initial state, and the round that advances it.
 
     Both are pure functions and can be jitted. The state is an immutable `NamedTuple` whose field
@@ -91,6 +97,9 @@ class FederatedAlgorithm(NamedTuple):
     inside it: a leading axis of the placement's size. `round` returns a state of the same
     structure, shapes, dtypes and shardings, so that the caller can donate the old one. `init` must
     copy `params` if the state is donated: otherwise the round deletes the caller's arrays.
+
+    To a type checker, `FederatedAlgorithm[FedAvgState]` has this state; without brackets, its state
+    has any type.
 
     A run can resume with another number of participants: placed values are then averaged or copied
     (`fedpax.training.participant_states`). If this makes no sense for a method, its state has a
@@ -130,6 +139,6 @@ class FederatedAlgorithm(NamedTuple):
         (3.0, 9.0)
     """
 
-    init: Callable[[Params], State]
-    round: Callable[[State, Cohort], tuple[State, Metrics]]
+    init: Callable[[Params], StateT]
+    round: Callable[[StateT, Cohort], tuple[StateT, Metrics]]
     parts: AlgorithmParts | None = None

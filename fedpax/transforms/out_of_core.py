@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +31,13 @@ from fedpax.transforms.streaming import (
     whole_value,
 )
 
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
-def out_of_core(program: Callable[..., Any], chunk_size: int) -> Callable[..., Any]:
+
+def out_of_core(
+    program: Callable[Arguments, Result], chunk_size: int
+) -> Callable[Arguments, Result]:
     """Run a program whose placed arguments do not fit the devices' memory.
 
     The result is that of the whole program. Sums are accumulated chunk by chunk.
@@ -89,7 +94,7 @@ def out_of_core(program: Callable[..., Any], chunk_size: int) -> Callable[..., A
         return _ChunkedProgram(closed, chunk_size), jax.tree.structure(out_shape)
 
     @functools.wraps(program)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
         if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
             raise TypeError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import jax
 
@@ -40,16 +40,26 @@ SETTING_WORDS = frozenset(
 )
 
 
-class Program(Protocol):
-    """A function with declared placements, as `fedpax.program` returns it."""
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result", covariant=True)
+
+
+class Program(Protocol[Arguments, Result]):
+    """A function with declared placements, as `fedpax.program` returns it.
+
+    To a type checker, it has the arguments and the result of the decorated function.
+    """
 
     __name__: str
-    __wrapped__: Callable[..., Any]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> ArrayTree:
+    @property
+    def __wrapped__(self) -> Callable[Arguments, Result]:
+        """The decorated function."""
+
+    def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         """Run the program."""
 
-    def with_options(self, **options: Any) -> Program:
+    def with_options(self, **options: Any) -> Program[Arguments, Result]:
         """Return the same program with other settings.
 
         Args:
@@ -79,7 +89,7 @@ def program(
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Iterable[str] | None = None,
     **sizes: int,
-) -> Callable[[Callable[..., Any]], Program]:
+) -> Callable[[Callable[Arguments, Result]], Program[Arguments, Result]]:
     """Declare the participants of a function that calls `federated_*` functions.
 
     The decorated function takes and returns pytrees of arrays. It can be jitted, differentiated,
@@ -146,7 +156,7 @@ def program(
     declared = {**(placements or {}), **sizes}
     entries = declare_placements(declared, chunk_size)
 
-    def decorate(fn: Callable[..., Any]) -> Program:
+    def decorate(fn: Callable[Arguments, Result]) -> Program[Arguments, Result]:
         if not callable(fn):
             raise TypeError(
                 f"fedpax.program(...) decorates a function, got {type(fn).__name__}. "
@@ -157,7 +167,7 @@ def program(
         def run(*args: Any, **kwargs: Any) -> ArrayTree:
             return _call(fn, entries, static, args, kwargs)
 
-        def with_options(**options: Any) -> Program:
+        def with_options(**options: Any) -> Program[Arguments, Result]:
             others = {k: v for k, v in options.items() if k not in OPTIONS}
             renewed: dict[str, Any] = {
                 "chunk_size": chunk_size,

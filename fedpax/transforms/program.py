@@ -8,7 +8,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 import jax
 
-from fedpax.primitives._jax import trace
+from fedpax.primitives._jax import ClosedJaxpr, trace
 from fedpax.primitives.call_rules import define_call
 from fedpax.primitives.federated_program import federated_program_p
 from fedpax.primitives.layout import check_placement_divisible, find_mesh
@@ -16,6 +16,7 @@ from fedpax.primitives.placement import (
     ActivePlacement,
     ArrayTree,
     ChunkSize,
+    Placement,
     activate,
     active_placements,
     check_array,
@@ -306,12 +307,14 @@ def _check_argument(function: str, leaf: Any, path: tuple, names: Sequence[str])
     return check_array(f"program {function}", leaf, where, remedy)
 
 
-def _implementation(*args, jaxpr, placements, name):
+def _implementation(
+    *args: Any, jaxpr: ClosedJaxpr, placements: tuple[Placement, ...], name: str
+) -> list[jax.Array]:
     with jax.named_scope(name):
         return run_streamed(jaxpr, *args)
 
 
-def _same(aval, *, placements, name):
+def _same(aval: Any, *, placements: tuple[Placement, ...], name: str) -> Any:
     return aval
 
 

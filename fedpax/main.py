@@ -45,10 +45,12 @@ fedpax: federated and multi-island training on JAX
   fedpax partition --exp=NAME [--picture=FILE.png] [--FIELD=VALUE ...]
       Show how the clients of an experiment differ in the amounts and labels of their examples.
   fedpax syncer --exp=NAME --listen=HOST:PORT --job_log_dir=DIR [--certificates=DIR]
-                [--heartbeat_seconds=1] [--goodbye_seconds=15] [--FIELD=VALUE ...]
+                [--heartbeat_seconds=1] [--free_shard_after=1800] [--islands_per_certificate=1]
+                [--goodbye_seconds=15] [--FIELD=VALUE ...]
       Hold the outer model of an experiment whose islands are processes of their own, and merge
-      their updates. Needs no accelerator; resumes after its last merge. At the end it answers
-      until each island knows it, at most --goodbye_seconds.
+      their updates. Needs no accelerator; resumes after its last merge. An island keeps its name
+      for the run, and its shard until it is silent for --free_shard_after seconds. At the end the
+      syncer answers until each island knows it, at most --goodbye_seconds.
   fedpax join --exp=NAME --syncer=HOST:PORT --job_log_dir=DIR [--certificates=DIR] [--name=NAME]
               [--shard=K] [--server_name=NAME] [--give_up_after=600] [--multihost]
               [--FIELD=VALUE ...]

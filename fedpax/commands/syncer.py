@@ -43,6 +43,8 @@ def syncer(arguments: Sequence[str]) -> int:
         certificates=options.certificates,
         allow_config_change=allowed_changes(options),
         heartbeat_seconds=options.heartbeat_seconds,
+        free_shard_after=options.free_shard_after,
+        islands_per_certificate=options.islands_per_certificate,
         goodbye_seconds=options.goodbye_seconds,
     )
     completed = f"{result.rounds} of {experiment.training.rounds} rounds"
@@ -66,6 +68,20 @@ def define_flags(options: flags.FlagValues) -> None:
         1.0,
         "Seconds between an island's heartbeats.",
         lower_bound=0.05,
+        flag_values=options,
+    )
+    flags.DEFINE_float(
+        "free_shard_after",
+        1800.0,
+        "Seconds without a message of an island after which another island can take its shard.",
+        lower_bound=0.0,
+        flag_values=options,
+    )
+    flags.DEFINE_integer(
+        "islands_per_certificate",
+        1,
+        "The most islands of one certificate; they count once in a quorum and in a median.",
+        lower_bound=1,
         flag_values=options,
     )
     flags.DEFINE_float(

@@ -10,7 +10,7 @@ from fedpax.training.algorithm import Params
 from fedpax.training.configuration import flatten, to_json
 from fedpax.training.experiment import Experiment
 
-WIRE_FORMAT = 2
+WIRE_FORMAT = 3
 """The format of headers and encoded updates. Increase it with each change that the other side would
 misread, such as another layout of a codec's words."""
 

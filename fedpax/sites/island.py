@@ -26,11 +26,12 @@ class Island:
         parts: the method.
         model: the compiled functions of the island.
         link: the link to the syncer, or the exchange that several processes share.
-        shard: the island's shard.
+        shard: the island's shard when it starts.
         process: identifies this process, the `incarnation` of its messages.
         tokens_per_step: tokens of an inner step.
 
     Attributes:
+        shard: the island's shard; after a wait for a free one it can be another one.
         state: the island's state, on its devices.
         ledger: the sent and the unsent progress of each fragment.
         news: the newest news of the syncer.
@@ -49,7 +50,7 @@ class Island:
         tokens_per_step: float,
     ) -> None:
         self._parts, self._model, self._link = parts, model, link
-        self._shard, self._process, self._tokens = shard, process, tokens_per_step
+        self.shard, self._process, self._tokens = shard, process, tokens_per_step
         self._phases_since_merge = 0
         self._clock = time.monotonic()
         self._unsent: list[tuple[dict[str, Any], Mapping[str, Any], Report]] = []
@@ -106,6 +107,8 @@ class Island:
     def receive(self) -> None:
         """Hear the news, and add the fragments that have arrived to the model."""
         self.news = self._link.hear()
+        if self.news.shard is not None:
+            self.shard = self.news.shard
         for reason, merge in self.news.dropped:
             self.ledger.was_dropped(merge)
             self.dropped[reason] = self.dropped.get(reason, 0) + 1
@@ -169,12 +172,13 @@ class Island:
             "target": merge,
             # A fragment that is sent beside counts as late.
             "merge": max(self.news.merges - 1, 0) if merge is None else merge,
+            "shard": self.shard,  # of its encoding, also if it is sent from another one
             "count": own.version,
             "base": own.base,
             "tokens": own.tokens,
             "update_steps": own.steps,
         }
-        self.state, arrays = self._model.encode(self.state, p, self._shard, own.version)
+        self.state, arrays = self._model.encode(self.state, p, self.shard, own.version)
         self.ledger.sent(p, self._process, merge)
         header["sequence"] = self.ledger.sequence
         self._unsent.append((header, self._link.prepare(arrays), self._report))

@@ -1,6 +1,8 @@
 """The data of one island: its row of the cohorts that an experiment draws."""
 
+import contextlib
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,7 +11,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fedpax.clients.cohort import Cohort
 from fedpax.clients.cohort_stream import CohortStream, IslandStream
+from fedpax.training.prefetch import Prefetch
 from fedpax.training.shardings import ShardingTree
+
+ENDLESS = 2**31
 
 
 class IslandRows:
@@ -76,6 +81,56 @@ class _Row:
         index = index if isinstance(index, tuple) else (index,)
         block: np.ndarray = self._array[(slice(self._row, self._row + 1), *index)][0]
         return block
+
+
+class ShardPrefetch:
+    """The batches of an island's shard, drawn ahead by a thread.
+
+    If the shard changes, the data of the new one begin at their first round.
+
+    Args:
+        cohorts: the stream of cohorts of all islands, which is not used yet.
+        reopen: opens this stream again, from its beginning.
+        shardings: the shardings of a cohort's batches.
+        shard: the first shard.
+        state: the position in its data. Default None: the beginning.
+
+    Attributes:
+        shard: the shard of the batches.
+    """
+
+    def __init__(
+        self,
+        cohorts: CohortStream,
+        reopen: Callable[[], CohortStream],
+        shardings: ShardingTree,
+        shard: int,
+        state: Any = None,
+    ) -> None:
+        self._reopen, self._shardings = reopen, row_shardings(shardings)
+        self._stack = contextlib.ExitStack()
+        self._open(cohorts, shard, state)
+
+    def next(self, shard: int) -> tuple[Any, Any]:
+        """Return the batches of the next round of a shard, and the position after them."""
+        if shard != self.shard:
+            self._stack.close()
+            self._open(self._reopen(), shard, None)
+        return self._prefetch.next()
+
+    def _open(self, cohorts: CohortStream, shard: int, state: Any) -> None:
+        rows = IslandRows(cohorts, shard)
+        if state is not None:
+            rows.set_state(state)
+        prefetch = Prefetch(rows, self._shardings, ENDLESS)
+        self._prefetch, self.shard = self._stack.enter_context(prefetch), shard
+
+    def __enter__(self) -> "ShardPrefetch":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Stop the thread."""
+        self._stack.close()
 
 
 def row_shardings(cohort: ShardingTree) -> ShardingTree:

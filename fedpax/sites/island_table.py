@@ -60,7 +60,7 @@ class IslandWatch:
         for island in islands:
             if self._states.get(island.name) != island.state:
                 self._states[island.name] = island.state
-                self._progress.note(f"island {island.name} (shard {island.shard}): {island.state}")
+                self._progress.note(f"island {island.name} ({_shard(island)}): {island.state}")
         now = time.monotonic()
         if now >= self._next_table and islands:
             self._next_table = now + SECONDS_BETWEEN_TABLES
@@ -82,6 +82,10 @@ class IslandWatch:
                     "syncer writes the table of its islands to this file. Remove the folder, then "
                     "run the same command again to resume."
                 ) from error
+
+
+def _shard(island: IslandReport) -> str:
+    return "no shard" if island.shard is None else f"shard {island.shard}"
 
 
 def format_islands(islands: Sequence[IslandReport]) -> str:
@@ -109,7 +113,7 @@ def format_islands(islands: Sequence[IslandReport]) -> str:
         (
             island.name,
             island.state,
-            str(island.shard),
+            "-" if island.shard is None else str(island.shard),
             f"{island.steps:,}",
             "-" if island.loss is None else f"{island.loss:.4f}",
             str(island.contributed),

@@ -20,9 +20,9 @@ from fedpax.sites.exchange import Exchange
 from fedpax.sites.fragment_format import largest_message
 from fedpax.sites.identity import identify
 from fedpax.sites.island import Island
-from fedpax.sites.island_data import IslandRows, row_shardings
+from fedpax.sites.island_data import ShardPrefetch
 from fedpax.sites.island_log import IslandLog
-from fedpax.sites.link import Link
+from fedpax.sites.link import Link, WaitingError
 from fedpax.sites.local_model import LocalModel
 from fedpax.sites.run_syncer import build_parts, tokens_per_step
 from fedpax.sites.transport import Connection, DisconnectedError, connect
@@ -42,7 +42,6 @@ from fedpax.training.experiment import Experiment, Run
 from fedpax.training.job_dir import JobDirLock, check_configuration
 from fedpax.training.metrics import MetricsWriter
 from fedpax.training.preemption import PreemptionGuard
-from fedpax.training.prefetch import Prefetch
 from fedpax.training.progress import Progress, describe_devices
 from fedpax.training.saved_rounds import latest_round
 
@@ -50,7 +49,6 @@ FILE = "island.json"
 SECONDS_TO_FLUSH = 5.0
 SECONDS_BETWEEN_NOTES = 10.0
 SECONDS_TO_ASK_AGAIN = 15.0
-ENDLESS = 2**31
 PROCESS_ENDED = 75  # EX_TEMPFAIL of sysexits.h: the same command can succeed later
 _writing = threading.Lock()  # two writers of a file would share its draft
 
@@ -225,7 +223,8 @@ def _join(
             stopped = preemption.signal
             finished = stopped is None and _read_member(folder).finished
             return JoinResult(first, finished, stopped, gave_up=stopped is None)
-        progress.note(f"joined {syncer} with shard {member.shard} of {parts.islands}")
+        if member.shard is not None:
+            progress.note(f"joined {syncer} with shard {member.shard} of {parts.islands}")
         header["run"] = member.run
         if channel.is_first:  # before the threads start, which can record the end
             _write_member(folder, _Member(header["folder"], member.run, member.finished))
@@ -240,9 +239,8 @@ def _join(
             run = build_parts(experiment, dataclasses.replace(experiment.mesh, islands=1), exp)
             parts, model = run.algorithm.parts, LocalModel(run)
             assert parts is not None
-        rows = IslandRows(run.cohorts, member.shard)
-        if first and position["shard"] == member.shard:
-            rows.set_state(position["stream"])
+        assert member.shard is not None
+        returns = first and position["shard"] == member.shard
         rate = tokens_per_step(run, parts, len(model.formats))
         island = Island(
             parts,
@@ -277,19 +275,31 @@ def _join(
             metrics.sync()
             position = {
                 "stream": stream_state,
-                "shard": member.shard,
+                "shard": data.shard,
                 "ledger": island.ledger.to_json(),
             }
             checkpoints.save(done, island.state, position, to_json(experiment))
 
         with (
-            Prefetch(rows, row_shardings(run.resolved_shardings.cohort), ENDLESS) as prefetch,
+            ShardPrefetch(
+                run.cohorts,
+                lambda: (
+                    build_parts(
+                        experiment, dataclasses.replace(experiment.mesh, islands=1), exp
+                    ).cohorts
+                ),
+                run.resolved_shardings.cohort,
+                member.shard,
+                position["stream"] if returns else None,
+            ) as data,
             preemption,
         ):
             stream_state: Any = None
             gave_up = False
             while not island.must_stop():
-                cohort, stream_state = prefetch.next()
+                if island.shard != data.shard:
+                    progress.note(f"has shard {island.shard} now, another island has {data.shard}")
+                cohort, stream_state = data.next(island.shard)
                 waited, reports = 0.0, []
                 for phase in range(phases):
                     waited += _wait_for_merge(island, exchange, progress, give_up_after)
@@ -341,14 +351,15 @@ def _exit_after(folder: Path) -> Callable[[str], None]:
 
 
 def _patience(progress: Progress) -> Callable[[DisconnectedError], None]:
-    """Return a function that prints, at most every 10 seconds, that the syncer does not answer."""
+    """Return a function that prints, at most every 10 seconds, for what an island waits to join."""
     noted = -math.inf
 
     def note(error: DisconnectedError) -> None:
         nonlocal noted
         if time.monotonic() - noted > SECONDS_BETWEEN_NOTES:
             noted = time.monotonic()
-            progress.note(f"waiting for the syncer at {error}")
+            waits = isinstance(error, WaitingError)
+            progress.note(f"waiting: {error}" if waits else f"waiting for the syncer at {error}")
 
     return note
 
@@ -366,8 +377,9 @@ def _wait_for_merge(
         exchange.wait(0.05)
         if time.perf_counter() - noted > SECONDS_BETWEEN_NOTES:
             noted = time.perf_counter()
-            connected = island.news.connected
-            reason = "a merge" if connected else "the syncer, which does not answer"
+            reason = "a merge" if island.news.shard is not None else "a free shard"
+            if not island.news.connected:
+                reason = "the syncer, which does not answer"
             progress.note(f"waiting for {reason}")
     return time.perf_counter() - began
 

@@ -26,6 +26,10 @@ LONGEST_BACKOFF = 2.0
 CALL_TIMEOUT, TRANSFER_TIMEOUT = 10.0, 600.0
 
 
+class WaitingError(DisconnectedError):
+    """The syncer has no free shard for this island; ask again later."""
+
+
 class Fragment(NamedTuple):
     """Outer parameters that have arrived.
 
@@ -52,6 +56,7 @@ class News(NamedTuple):
         dropped: reason and target merge of each update that the syncer has dropped since then.
         stop: whether a signal asks the island to save and stop.
         silent_seconds: seconds since the last answer of the syncer, or since the start.
+        shard: the island's shard; None before it has one, or after another island has taken it.
     """
 
     merges: int = 0
@@ -62,6 +67,7 @@ class News(NamedTuple):
     dropped: Sequence[tuple[str, int | None]] = ()
     stop: bool = False
     silent_seconds: float = 0.0
+    shard: int | None = None
 
 
 class Membership(NamedTuple):
@@ -69,7 +75,7 @@ class Membership(NamedTuple):
 
     Attributes:
         run: identifies the syncer's run.
-        shard: the island's shard of the data.
+        shard: the island's shard of the data; None if the run is finished and no shard is free.
         received: process and sequence number of the newest update of each fragment that the syncer
             has from this island.
         rounds: number of rounds of the run.
@@ -77,7 +83,7 @@ class Membership(NamedTuple):
     """
 
     run: str
-    shard: int
+    shard: int | None
     received: Mapping[int, tuple[str, int]]
     rounds: int
     finished: bool
@@ -96,7 +102,8 @@ class Link:
     `start` runs it in threads. Without threads, a call of `exchange` does one exchange. If the
     syncer does not answer, the link calls it again, with pauses of up to two seconds. After a
     restart of the syncer, the link sends each update again that the saved model does not have. The
-    syncer applies no update twice.
+    syncer applies no update twice. If another island has taken this island's shard, the link keeps
+    the updates, and joins when a shard is free.
 
     Args:
         call: calls the syncer, such as `Connection.call`.
@@ -110,6 +117,7 @@ class Link:
     Attributes:
         merges: number of merges that the syncer has done, as far as known.
         finished: whether the syncer has done all merges.
+        shard: as in `News`.
         heartbeat_seconds: seconds between heartbeats, as the syncer requests.
         connected: whether the last call got an answer.
         failure: the error that ended the exchange, after which the island must stop; None before.
@@ -138,6 +146,7 @@ class Link:
         self._steps, self._seconds_per_update = 0, 0.0
         self.merges, self.finished, self.connected = 0, False, False
         self.heartbeat_seconds = 1.0
+        self.shard: int | None = None
         self._last_answer = time.monotonic()
         self.failure: Exception | None = None
         self.sent_bytes = self.received_bytes = 0
@@ -165,6 +174,7 @@ class Link:
                 fragments=arrived,
                 dropped=dropped,
                 silent_seconds=time.monotonic() - self._last_answer,
+                shard=self.shard,
             )
 
     def prepare(self, arrays: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
@@ -227,19 +237,22 @@ class Link:
 
         Raises:
             RefusedError: the syncer does not want this island.
+            WaitingError: it has no free shard.
             DisconnectedError: it does not answer.
         """
         header = self._request("join", **self._identity).header
+        if header["status"] == "wait":
+            self.shard = None
+            raise WaitingError(header["reason"])
         if difference := find_other_format(header.get("wire_format")):
             raise RefusedError(f"the syncer {difference}")
         with self._lock:
             for update in self._outbox.values():
                 update.acknowledged = False
         self.heartbeat_seconds, self._joined = header["heartbeat_seconds"], True
+        self.shard = header["shard"]
         received = {int(p): (process, n) for p, (process, n) in header["received"].items()}
-        return Membership(
-            header["run"], header["shard"], received, header["rounds"], header["finished"]
-        )
+        return Membership(header["run"], self.shard, received, header["rounds"], header["finished"])
 
     def exchange(self) -> bool:
         """Send the queued updates, and receive the new fragments.

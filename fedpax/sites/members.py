@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from fedpax.sites.transport import RefusedError
 
-State = Literal["starting", "training", "stalled", "silent", "left", "finished"]
+State = Literal["starting", "training", "stalled", "silent", "left", "waiting", "finished"]
 
 SILENT_AFTER = 1.75
 """An island is silent after this many heartbeats without a message."""
@@ -16,6 +16,9 @@ STALLED_AFTER = 10.0
 """An island that sends heartbeats is stalled after this many times its usual seconds per update."""
 
 LEAST_STALL_SECONDS = 30.0
+
+FREE_SHARD_AFTER = 1800.0
+"""Default seconds without a message of an island after which another island can take its shard."""
 
 KNOWN_PROCESSES = 16
 """Processes of an island that the syncer knows. The manifest, saved with each merge, has them."""
@@ -30,7 +33,7 @@ class Island:
 
     Attributes:
         name: its name.
-        shard: its shard of the data.
+        shard: its shard of the data; None after another island has taken it.
         peer: the name in its certificate; "" without certificates.
         folder: identifies its folder, over all of its processes.
         incarnations: identifies its newest processes, the last one last.
@@ -51,7 +54,7 @@ class Island:
     """
 
     name: str
-    shard: int
+    shard: int | None
     peer: str
     folder: str
     incarnations: list[str]
@@ -74,6 +77,11 @@ class Island:
         """The newest process."""
         return self.incarnations[-1]
 
+    @property
+    def voter(self) -> str:
+        """The name that counts in a quorum: of its certificate, or without one its own."""
+        return self.peer or self.name
+
     def last_sequence(self, fragment: int) -> int:
         """Return the largest sequence number of a fragment's merged and dropped updates."""
         process, sequence = self.merged.get(fragment, ("", 0))
@@ -92,6 +100,8 @@ class Island:
             return "left"
         if not self.joined or now - self.last_message > SILENT_AFTER * heartbeat_seconds:
             return "silent"
+        if self.shard is None:
+            return "waiting"
         if not self.steps:
             return "starting"
         limit = max(LEAST_STALL_SECONDS, STALLED_AFTER * self.seconds_per_update)
@@ -129,7 +139,7 @@ class IslandReport(NamedTuple):
 
     name: str
     state: State
-    shard: int
+    shard: int | None
     steps: int
     loss: float | None
     contributed: int
@@ -141,22 +151,43 @@ class IslandReport(NamedTuple):
 class Members:
     """The islands of a run, each with a shard of its own.
 
+    An island keeps its name for the whole run. It keeps its shard until the syncer has not heard of
+    it for `free_shard_after` seconds and another island asks for a shard.
+
     Args:
-        num_shards: number of shards, and the largest number of islands.
+        num_shards: number of shards, and the largest number of islands that train.
         heartbeat_seconds: seconds between an island's heartbeats.
+        free_shard_after: seconds without a message after which a shard can be taken.
+        per_certificate: the most islands of one certificate.
+        quorum: number of certificates that a merge needs.
     """
 
-    def __init__(self, num_shards: int, heartbeat_seconds: float) -> None:
+    def __init__(
+        self,
+        num_shards: int,
+        heartbeat_seconds: float,
+        *,
+        free_shard_after: float = FREE_SHARD_AFTER,
+        per_certificate: int = 1,
+        quorum: int = 1,
+    ) -> None:
         self._num_shards, self._heartbeat = num_shards, heartbeat_seconds
+        self._free_after, self._per_certificate = free_shard_after, per_certificate
+        self._quorum = quorum
         self._islands: dict[str, Island] = {}
 
     def __iter__(self) -> Iterator[Island]:
         return iter(self._islands.values())
 
-    def restore(self, saved: Mapping[str, dict[str, Any]]) -> None:
-        """Restore islands, none of which has joined, from the result of `to_json`."""
-        for name, island in saved.items():
-            self._islands[name] = Island.from_json(name, island)
+    def restore(self, saved: Mapping[str, dict[str, Any]], now: float) -> None:
+        """Restore islands from the result of `to_json`; none has joined, and each may return."""
+        for name, fields in saved.items():
+            self._islands[name] = island = Island.from_json(name, fields)
+            island.last_message = now
+
+    def shard(self, name: str) -> int | None:
+        """Return the shard of an island; None if there is no such island, or it has no shard."""
+        return self._islands[name].shard if name in self._islands else None
 
     def to_json(self) -> dict[str, dict[str, Any]]:
         """Return the saved fields of each island."""
@@ -215,17 +246,25 @@ class Members:
             now: the time on the syncer's clock.
 
         Returns:
-            The island.
+            The island. A known one whose shard was taken has the shard None if no shard is free.
 
         Raises:
-            RefusedError: the name or all shards are taken, or the process was replaced.
+            RefusedError: the name is taken, the process was replaced, a new island finds no free
+                shard, or its certificate has as many islands as it may have.
         """
         island = self._islands.get(name)
         if island is None:
-            shard = self._free_shard(shard, now)
-            island = self._islands[name] = Island(name, shard, peer, folder, [incarnation])
+            self._check_certificate(name, peer)
+            free = self._find_shard(shard, now)
+            if free is None:
+                raise RefusedError(self.why_no_shard(shard))
+            self._take_shard(free)
+            island = self._islands[name] = Island(name, free, peer, folder, [incarnation])
         else:
             self._check_return(island, peer, folder, incarnation, now)
+            if island.shard is None and (free := self._find_shard(shard, now)) is not None:
+                self._take_shard(free)
+                island.shard = free
             if incarnation != island.incarnation:
                 island.incarnations.append(incarnation)
                 del island.incarnations[:-KNOWN_PROCESSES]
@@ -248,7 +287,7 @@ class Members:
                 island.dropped,
                 now - island.last_message if island.joined else math.inf,
             )
-            for island in sorted(self, key=lambda island: island.shard)
+            for island in sorted(self, key=lambda island: (island.shard is None, island.shard or 0))
         ]
 
     def _check_return(
@@ -260,8 +299,7 @@ class Members:
                 f"{peer!r}. Give --name another name."
             )
         if folder != island.folder:
-            alive = island.state(now, self._heartbeat) in ("starting", "training", "stalled")
-            if alive:
+            if island.state(now, self._heartbeat) not in ("silent", "left"):
                 raise RefusedError(
                     f"an island called {island.name!r} is training already, in another folder. "
                     "Give --name another name."
@@ -272,32 +310,54 @@ class Members:
                 f"this process of island {island.name!r} was replaced by a newer one. Stop it."
             )
 
-    def _free_shard(self, wanted: int | None, now: float) -> int:
+    def _check_certificate(self, name: str, peer: str) -> None:
+        """Check that a certificate may have one more island, and that a quorum stays possible."""
+        own = sorted(island.name for island in self if peer and island.peer == peer)
+        most = self._per_certificate
+        if len(own) >= most:
+            raise RefusedError(
+                f"the certificate {peer!r} has joined as {', '.join(own)[:300]}, expected at most "
+                f"{most} {'island' if most == 1 else 'islands'} of one certificate. Give "
+                f"--name={own[0]} to return as this island, or start `fedpax syncer` with "
+                f"--islands_per_certificate={most + 1}."
+            )
+        holders = [island for island in self if island.shard is not None]
+        voters = {island.voter for island in holders} | {peer or name}
+        possible = len(voters) + max(self._num_shards - len(holders) - 1, 0)
+        if own and possible < self._quorum:
+            raise RefusedError(
+                f"with island {name!r} of the certificate {peer!r}, at most {possible} "
+                f"certificates could train, expected at least the quorum of {self._quorum}. Leave "
+                "the shard to another certificate, or start a run with a smaller quorum."
+            )
+
+    def why_no_shard(self, wanted: int | None) -> str:
+        """Return the reason for which an island gets no shard, with the remedy."""
+        holders = sorted(island.name for island in self if island.shard is not None)
+        held = f"shard {wanted} is" if wanted is not None else f"all {self._num_shards} shards are"
+        return (
+            f"{held} in use by other islands ({', '.join(holders)[:300]}). Wait until one leaves: "
+            f"its shard is free after {self._free_after:g} s without a message "
+            "(--free_shard_after of `fedpax syncer`). Or start a run with more --islands."
+        )
+
+    def _find_shard(self, wanted: int | None, now: float) -> int | None:
+        """Return a shard that no island has, else that of the island that was heard longest ago."""
         count = self._num_shards
         if wanted is not None and wanted >= count:
             raise RefusedError(
                 f"--shard={wanted} is no shard of this run, expected 0 to {count - 1}. Leave out "
                 "--shard to take a free one."
             )
-        holders = {island.shard: island for island in self._islands.values()}
-        free = [k for k in range(count) if k not in holders]
-        absent = [
-            k
-            for k, island in holders.items()
-            if island.state(now, self._heartbeat) in ("silent", "left")
-        ]
-        absent.sort(key=lambda k: holders[k].last_message)
-        candidates = [k for k in (*free, *absent) if wanted in (None, k)]
-        if not candidates:
-            held = f"shard {wanted} is" if wanted is not None else f"all {count} shards are"
-            raise RefusedError(
-                f"{held} in use by other islands ({', '.join(sorted(self._islands))[:300]}). Wait "
-                "until one leaves, or start a run with more --islands."
-            )
-        shard = candidates[0]
-        if shard in holders:
-            del self._islands[holders[shard].name]
-        return shard
+        heard = {island.shard: island.last_message for island in self if island.shard is not None}
+        taken = {k for k, last in heard.items() if now - last <= self._free_after}
+        free = [k for k in range(count) if k not in taken and wanted in (None, k)]
+        return min(free, key=lambda k: heard.get(k, -math.inf), default=None)
+
+    def _take_shard(self, shard: int) -> None:
+        for island in self:
+            if island.shard == shard:
+                island.shard = None
 
 
 def note_merged(island: dict[str, Any], fragment: int, incarnation: str, sequence: int) -> None:

@@ -15,6 +15,7 @@ from fedpax.parallel.mesh import MeshConfig
 from fedpax.sites.fragment_format import largest_message
 from fedpax.sites.identity import identify
 from fedpax.sites.island_table import IslandWatch
+from fedpax.sites.members import FREE_SHARD_AFTER
 from fedpax.sites.merge_log import read_merges
 from fedpax.sites.outer_model import FragmentState, OuterModel
 from fedpax.sites.round_log import RoundLog
@@ -94,6 +95,8 @@ def run_syncer(
     certificates: str | Path | None = None,
     allow_config_change: Collection[str] = (),
     heartbeat_seconds: float = 1.0,
+    free_shard_after: float = FREE_SHARD_AFTER,
+    islands_per_certificate: int = 1,
     goodbye_seconds: float = 15.0,
 ) -> SyncerResult:
     """Serve the outer model of an experiment to islands, until all of its merges are done.
@@ -117,6 +120,9 @@ def run_syncer(
         certificates: the folder of this site's certificate. Default None: no encryption.
         allow_config_change: as in `fedpax.training.trainer.train`.
         heartbeat_seconds: seconds between an island's heartbeats. Default 1.0.
+        free_shard_after: seconds without a message of an island after which another island can
+            take its shard. Default 1800.0.
+        islands_per_certificate: the most islands of one certificate. Default 1.
         goodbye_seconds: seconds after the end in which islands can learn it. Default 15.0.
 
     Returns:
@@ -164,6 +170,8 @@ def run_syncer(
             tokens_per_step=tokens_per_step(run, parts, phases),
             store=store,
             heartbeat_seconds=heartbeat_seconds,
+            free_shard_after=free_shard_after,
+            islands_per_certificate=islands_per_certificate,
             on_merge=lambda report: reports.put((report, list(model.fragments))),
         )
         write_configuration(folder, experiment, exp)

@@ -11,21 +11,28 @@ import jax
 import numpy as np
 
 from fedpax.sites.identity import Identity, find_difference
-from fedpax.sites.members import Island, IslandReport, Members, note_merged
+from fedpax.sites.members import FREE_SHARD_AFTER, Island, IslandReport, Members, note_merged
 from fedpax.sites.message import Message
-from fedpax.sites.outer_model import Contribution, OuterModel
+from fedpax.sites.outer_model import OuterModel
 from fedpax.sites.requests import Request
+from fedpax.sites.step_credit import StepCredit
 from fedpax.sites.syncer_store import SyncerStore
 from fedpax.sites.transport import RefusedError
-from fedpax.sites.updates import REPORTED, MergeReport, Totals, Update, check_update, read_update
+from fedpax.sites.updates import (
+    REPORTED,
+    MergeReport,
+    Totals,
+    Update,
+    check_update,
+    read_update,
+    why_dropped,
+)
+from fedpax.sites.votes import combine, group_votes, make_report
 from fedpax.training.algorithm_parts import AlgorithmParts, most_phases_ahead
 from fedpax.training.logging import NonFiniteError
 
 MAX_WAITING = 16
 """Largest number of updates of one island and fragment that wait for a merge."""
-
-LARGEST_NORM, LARGEST_LOSS = 1e18, 1e38
-"""Beyond them an update is dropped in any case: its square, or the sum of losses, overflows."""
 
 
 class Syncer:
@@ -45,6 +52,11 @@ class Syncer:
             refused. Default infinity: no limit.
         store: the saved state. Default None: nothing is saved.
         heartbeat_seconds: seconds between an island's heartbeats. Default 1.0.
+        free_shard_after: seconds without a message of an island after which another island can
+            take its shard. Default 1800.0.
+        islands_per_certificate: the most islands of one certificate. Default 1. In a quorum, and
+            in a merge that needs all updates at once, such as a median, the islands of a
+            certificate count once. Without certificates each island counts.
         clock: returns seconds of a monotonic clock. Default `time.monotonic`.
         on_merge: called after each merge, in the thread that did it. Default: do nothing.
 
@@ -65,22 +77,29 @@ class Syncer:
         tokens_per_step: float = math.inf,
         store: SyncerStore | None = None,
         heartbeat_seconds: float = 1.0,
+        free_shard_after: float = FREE_SHARD_AFTER,
+        islands_per_certificate: int = 1,
         clock: Callable[[], float] = time.monotonic,
         on_merge: Callable[[MergeReport], None] = lambda report: None,
     ) -> None:
         self._parts, self._model, self._identity = parts, model, identity
+        self._one_vote = parts.aggregator.needs_all  # of each certificate in a merge
         self._num_merges, self._tokens_per_step = num_merges, tokens_per_step
-        # An island that claims more steps than it can have taken gets no more weight than this.
-        phases = len(model.fragments) + most_phases_ahead(parts)
-        self._max_weight = tokens_per_step**2 * parts.steps_per_sync * 4 * phases
         self._store, self._heartbeat = store, heartbeat_seconds
         self._clock, self._on_merge = clock, on_merge
         self._lock = threading.RLock()
         self._merging = threading.Lock()
-        self._pending: list[dict[int, list[Update]]] = [{} for _ in model.fragments]
+        self._pending: list[dict[str, list[Update]]] = [{} for _ in model.fragments]
         self._deadline: float | None = None
-        self._members = Members(parts.islands, heartbeat_seconds)
-        self._in_merge: dict[int, list[Update]] = {}
+        self._members = Members(
+            parts.islands,
+            heartbeat_seconds,
+            free_shard_after=free_shard_after,
+            per_certificate=islands_per_certificate,
+            quorum=parts.quorum,
+        )
+        self._credits: dict[str, StepCredit] = {}
+        self._in_merge: dict[str, list[Update]] = {}
         self._merging_fragment: int | None = None
         self.merges, self.run, self.totals = 0, secrets.token_hex(8), Totals()
         self.failure: Exception | None = None
@@ -88,7 +107,7 @@ class Syncer:
         if saved:
             self.merges, self.run = saved["merges"], saved["run"]
             self.totals = Totals(**saved["totals"])
-            self._members.restore(saved["islands"])
+            self._members.restore(saved["islands"], self._clock())
             for island in self._members:
                 island.heard_end = island.heard_end and self.finished
         elif store:
@@ -103,7 +122,11 @@ class Syncer:
     def everyone_heard_end(self) -> bool:
         """Tell whether the run is finished, and each island knows it."""
         with self._lock:
-            return self.finished and all(island.heard_end for island in self._members)
+            return self.finished and all(
+                island.heard_end
+                for island in self._members
+                if island.joined or island.shard is not None
+            )
 
     def islands(self) -> list[IslandReport]:
         """Return the islands for a table, by shard."""
@@ -153,6 +176,8 @@ class Syncer:
             # Under the same lock: an island knows the end if the answer says that it is finished.
             if kind == "leave":
                 return self._answer(island)
+            if island.shard is None:  # another island has taken it
+                return Message({"status": "join"})
         return kinds[kind](island, request, message.arrays)
 
     def advance(self) -> None:
@@ -183,9 +208,17 @@ class Syncer:
         with self._merging, self._lock:
             shard, before = request.optional_count("shard"), self._members.to_json()
             island = self._members.join(name, peer, folder, incarnation, shard, self._clock())
+            self._forget_updates_without_shard()
+            if name not in self._credits:
+                self._credits[name] = self._new_credit(returns=name in before)
+            elif incarnation not in before[name]["incarnations"]:
+                self._credits[name].add_merge()
             # Else a syncer that restarts would give its shard to another one.
             if self._store and self._members.to_json() != before:
                 self._store.save_manifest(self._manifest())
+            if island.shard is None and not self.finished:
+                reason = self._members.why_no_shard(shard)
+                return self._answer(island, status="wait", reason=reason)
             return self._answer(
                 island,
                 run=self.run,
@@ -200,31 +233,44 @@ class Syncer:
         """Return process and sequence number of the newest update of each fragment."""
         newest = dict(island.merged)
         for p in range(len(self._pending)):
-            for update in self._unmerged(p, island.shard):
-                if update.island == island.name:
-                    newest[p] = update.incarnation, update.sequence
+            for update in self._unmerged(p, island.name):
+                newest[p] = update.incarnation, update.sequence
         return {str(p): list(sent) for p, sent in newest.items()}
 
-    def _unmerged(self, p: int, shard: int) -> list[Update]:
+    def _unmerged(self, p: int, name: str) -> list[Update]:
         """Return the updates of an island that wait for a merge, or are in a current merge."""
-        waiting = self._pending[p].get(shard, [])
-        return waiting if p != self._merging_fragment else waiting + self._in_merge.get(shard, [])
+        waiting = self._pending[p].get(name, [])
+        return waiting if p != self._merging_fragment else waiting + self._in_merge.get(name, [])
+
+    def _forget_updates_without_shard(self) -> None:
+        """Forget updates of islands whose shards were taken: such an island sends them again."""
+        for island in self._members:
+            if island.shard is None:
+                self._credits.pop(island.name, None)
+                for pending in self._pending:
+                    pending.pop(island.name, None)
+
+    def _new_credit(self, *, returns: bool) -> StepCredit:
+        per_merge = self._parts.steps_per_sync * most_phases_ahead(self._parts)
+        return StepCredit(len(self._pending), per_merge, self.merges, returns=returns)
 
     def _push(self, island: Island, request: Request, arrays: Mapping[str, np.ndarray]) -> Message:
         p = request.fragment(len(self._model.fragments))
-        update = read_update(request, arrays)
+        if (shard := island.shard) is None:
+            return Message({"status": "join"})
+        update = read_update(request, arrays, shard, self._parts.islands)
         version = self._model.fragments[p].version
         check_update(update, p, version, self._tokens_per_step, self._model.formats[p].wire_shapes)
         # Outside of the lock, because it takes long.
-        gradient = self._model.decode[p](dict(arrays), island.shard, update.count)
+        gradient = self._model.decode[p](dict(arrays), update.shard, update.count)
         squares = [np.sum(np.square(x, dtype=np.float64)) for x in jax.tree.leaves(gradient)]
-        norm, limit = math.sqrt(sum(squares)), min(self._parts.max_norm or math.inf, LARGEST_NORM)
+        norm = math.sqrt(sum(squares))
         with self._lock:
             size = sum(array.nbytes for array in arrays.values())
             self.totals = self.totals.add(received_bytes=size)
-            if update.incarnation != island.incarnation:
+            if update.incarnation != island.incarnation or island.shard is None:
                 return Message({"status": "join"})
-            unmerged = self._unmerged(p, island.shard)
+            unmerged = self._unmerged(p, island.name)
             known = [u.sequence for u in unmerged if u.incarnation == update.incarnation]
             if update.sequence <= max([island.last_sequence(p), *known]):
                 self.totals = self.totals.add(repeated=1)
@@ -239,19 +285,15 @@ class Syncer:
                     f"expected at most {MAX_WAITING}. Stop this island, and start it again later."
                 )
             version = self._model.fragments[p].version
-            reason = ""
-            if not math.isfinite(norm) or not abs(update.loss) < LARGEST_LOSS:
-                reason = "not_finite"
-            elif norm > limit:
-                reason = "too_large"
-            elif version - update.base > self._parts.max_staleness:
-                reason = "stale"
+            reason = why_dropped(update, norm, version, self._parts)
             if reason:
                 self.totals = self.totals.add(**{reason: 1})
                 island.dropped += 1
                 island.newest_dropped[p] = update.sequence, reason
+                self._credits[island.name].add_merge()
                 return self._answer(island, status=reason)
-            self._pending[p].setdefault(island.shard, []).append(update)
+            counted = self._credits[island.name].take(p, update.steps, self.merges)
+            self._pending[p].setdefault(island.name, []).append(update.counting(counted))
             island.loss = update.loss
             late = update.merge < self.merges
             island.late += late
@@ -302,34 +344,20 @@ class Syncer:
             waiting, self._pending[p] = self._pending[p], {}
             self._in_merge, self._merging_fragment, self._deadline = waiting, p, None
             version = self._model.fragments[p].version
-            updates = [update for own in waiting.values() for update in own]
-        contributions = [
-            self._contribution(p, shard, own) for shard, own in sorted(waiting.items()) if own
-        ]
-        state, metrics = self._model.merge(p, contributions)
+            votes = group_votes(self._members, waiting, self._one_vote)
+        state, metrics = self._model.merge(p, combine(self._model.decode[p], votes))
         if not all(np.all(np.isfinite(x)) for x in jax.tree.leaves(state.params)):
             raise NonFiniteError(
                 f"merge {self.merges + 1} made a parameter of fragment {p} NaN or infinite, "
                 "expected finite values. The state before it is saved. Use a smaller outer "
                 "learning rate, or a robust aggregator."
             )
-        steps = sum(update.steps for update in updates)
-        report = MergeReport(
-            merge=self.merges + 1,
-            islands=tuple(sorted({update.island for update in updates})),
-            updates=len(updates),
-            late=sum(update.merge < self.merges for update in updates),
-            steps=steps,
-            tokens=sum(update.tokens for update in updates),
-            loss=sum(update.loss * update.steps for update in updates) / steps,
-            staleness=max(version - update.base for update in updates),
-            metrics=metrics,
-        )
+        report = make_report(self.merges, version, votes, metrics, robust=self._one_vote)
         with self._lock:
             islands = self._members.to_json()
+            updates = [update for own in waiting.values() for update in own]
             for update in updates:
-                if update.island in islands:  # else its shard was given to another island
-                    note_merged(islands[update.island], p, update.incarnation, update.sequence)
+                note_merged(islands[update.island], p, update.incarnation, update.sequence)
             totals = self.totals.add(tokens=report.tokens)
             versions = [fragment.version for fragment in self._model.fragments]
             versions[p] = state.version
@@ -354,32 +382,23 @@ class Syncer:
     def _is_due(self, p: int) -> bool:
         """Return whether fragment p has its quorum and the grace window has ended."""
         on_time = {
-            shard
-            for shard, updates in self._pending[p].items()
+            name
+            for name, updates in self._pending[p].items()
             if any(update.merge >= self.merges for update in updates)
         }
-        if len(on_time) < self._parts.quorum:
+        voters = {island.voter for island in self._members if island.name in on_time}
+        if len(voters) < self._parts.quorum:
             self._deadline = None
             return False
         now = self._clock()
         if self._deadline is None:
             self._deadline = now + self._parts.grace_seconds
         alive = {
-            island.shard
+            island.name
             for island in self._members
             if island.state(now, self._heartbeat) in ("starting", "training")
         }
         return now >= self._deadline or alive <= on_time
-
-    def _contribution(self, p: int, shard: int, updates: list[Update]) -> Contribution:
-        """Add the updates of one island: its steps since its last part in a merge."""
-        decoded = [
-            jax.device_get(self._model.decode[p](dict(update.arrays), shard, update.count))
-            for update in updates
-        ]
-        gradient = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *decoded)
-        steps, tokens = sum(u.steps for u in updates), sum(u.tokens for u in updates)
-        return Contribution(shard, gradient, min(tokens**2 / steps, self._max_weight))
 
     def _manifest(self) -> dict[str, Any]:
         return {

@@ -1,5 +1,6 @@
 """The updates of islands, the report of a merge, and the counts of a run."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -9,6 +10,10 @@ import numpy as np
 from fedpax.sites.fragment_format import check_arrays
 from fedpax.sites.requests import Request
 from fedpax.sites.transport import RefusedError
+from fedpax.training.algorithm_parts import AlgorithmParts
+
+LARGEST_NORM, LARGEST_LOSS = 1e18, 1e38
+"""Beyond them an update is dropped in any case: its square, or the sum of losses, overflows."""
 
 REPORTED = ("merge", "loss", "late", "staleness", "metrics")
 """The fields of a merge's report in `merges.jsonl`. Its updates have the others."""
@@ -28,6 +33,7 @@ class Update(NamedTuple):
         steps: its inner steps.
         loss: mean loss of the island's last S steps; NaN if it is not finite.
         arrays: the encoded outer gradient.
+        shard: the island's shard when it encoded the update.
     """
 
     island: str
@@ -40,14 +46,33 @@ class Update(NamedTuple):
     steps: int
     loss: float
     arrays: Mapping[str, np.ndarray]
+    shard: int
+
+    def counting(self, steps: int) -> "Update":
+        """Return the update with fewer steps, and tokens in proportion."""
+        return self._replace(steps=steps, tokens=self.tokens * (steps / self.steps))
 
 
-def read_update(request: Request, arrays: Mapping[str, np.ndarray]) -> Update:
+def read_update(
+    request: Request, arrays: Mapping[str, np.ndarray], shard: int, num_shards: int
+) -> Update:
     """Read an update from the message that brings it.
+
+    Args:
+        request: the message's header.
+        arrays: the message's arrays.
+        shard: the shard of the island. An update that was encoded for another one names it.
+        num_shards: number of shards.
 
     Raises:
         RefusedError: a field is missing or has another type.
     """
+    stated = request.optional_count("shard")
+    if stated is not None and stated >= num_shards:
+        raise RefusedError(
+            f"the update is encoded for shard {stated}, expected a number below {num_shards}. Use "
+            "the same version of fedpax on both sides."
+        )
     return Update(
         request.text("island"),
         request.text("incarnation"),
@@ -59,6 +84,7 @@ def read_update(request: Request, arrays: Mapping[str, np.ndarray]) -> Update:
         request.count("update_steps", least=1),
         request.number("loss"),
         arrays,
+        shard if stated is None else stated,
     )
 
 
@@ -99,6 +125,22 @@ def check_update(
         )
 
 
+def why_dropped(update: Update, norm: float, version: int, parts: AlgorithmParts) -> str:
+    """Return the reason for which an update is not applied, a count of `Totals`; "" for none.
+
+    Args:
+        update: the update.
+        norm: the L2 norm of its outer gradient.
+        version: number of merges of its fragment.
+        parts: the method.
+    """
+    if not math.isfinite(norm) or not abs(update.loss) < LARGEST_LOSS:
+        return "not_finite"
+    if norm > min(parts.max_norm or math.inf, LARGEST_NORM):
+        return "too_large"
+    return "stale" if version - update.base > parts.max_staleness else ""
+
+
 class MergeReport(NamedTuple):
     """The report of one merge.
 
@@ -109,7 +151,8 @@ class MergeReport(NamedTuple):
         late: number of these updates that had missed an earlier merge.
         steps: inner steps in it.
         tokens: tokens of these steps.
-        loss: mean of the updates' losses, weighted by their steps.
+        loss: mean of the updates' losses, weighted by their steps; in a robust merge the median of
+            the certificates' means.
         staleness: the largest number of merges of the fragment that an update missed.
         metrics: the metrics of the aggregator.
     """

@@ -90,15 +90,22 @@ def compiled(parts: Any) -> tuple[Run, LocalModel, OuterModel, list[Any]]:
 class Sites:
     """A syncer and its islands; each exchange happens when a test asks for it.
 
-    The rules of the syncer in `policy`, such as the quorum, replace those of `parts`.
+    The rules of the syncer in `policy`, such as the quorum, replace those of `parts`. `options`
+    are further arguments of the syncer, such as `free_shard_after`.
     """
 
     def __init__(
-        self, parts: Any, *, num_merges: int = 10**6, store: Any = None, **policy: Any
+        self,
+        parts: Any,
+        *,
+        num_merges: int = 10**6,
+        store: Any = None,
+        options: dict[str, Any] | None = None,
+        **policy: Any,
     ) -> None:
         self.run, self.model, self.outer, self.initial = compiled(parts)
         self.parts, self.now, self.reports = parts._replace(**policy), 0.0, []
-        self.store, self.num_merges = store, num_merges
+        self.store, self.num_merges, self.options = store, num_merges, options or {}
         self.islands: list[Island] = []
         self.links: list[Link] = []
         self.messages: list[Message] = []
@@ -116,6 +123,7 @@ class Sites:
             store=self.store,
             clock=lambda: self.now,
             on_merge=self.reports.append,
+            **self.options,
         )
 
     def call(self, message: Message, timeout: float = 0.0, peer: str = "") -> Message:
@@ -126,6 +134,18 @@ class Sites:
         if self.lose_answers:
             raise DisconnectedError("the answer is lost")
         return answer
+
+    def push(self, name: str, value: float, peer: str = "", **fields: Any) -> str:
+        """Send an update of fragment 0 that is `value` everywhere; return the answer's status."""
+        arrays = {
+            path: np.full(like.shape, value, np.float32)
+            for path, like in self.model.formats[0].shapes.items()
+        }
+        header = {"kind": "push", "steps": 2, "fragment": 0, "merge": self.syncer.merges}
+        header |= {"count": 0, "base": 0, "sequence": 1, "update_steps": 2, "loss": 1.0}
+        header |= {"tokens": TOKENS_PER_STEP * fields.get("update_steps", 2)}
+        message = Message(self.header(name, f"{name}-1") | header | fields, arrays)
+        return self.call(message, peer=peer).header["status"]
 
     def header(self, name: str, process: str, **more: Any) -> dict[str, Any]:
         return {

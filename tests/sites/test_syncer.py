@@ -125,7 +125,7 @@ def test_a_syncer_that_restarts_continues_equally(tmp_path):
             sites.receive(island)
         for island in 3 * sites.islands:  # hear of the restart; join and send again; receive
             sites.receive(island)
-    assert sites.syncer.merges == 6 and [i._shard for i in sites.islands] == [0, 1, 2]
+    assert sites.syncer.merges == 6 and [i.shard for i in sites.islands] == [0, 1, 2]
     for name in want:
         np.testing.assert_array_equal(sites.params()[name], want[name])
 

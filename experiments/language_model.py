@@ -48,6 +48,8 @@ class TextDataConfig:
         heldout_split: the split to evaluate on.
         field: the field of an example that contains its text.
         tokenizer: "bytes", or the path of a `tokenizer.json` or of a SentencePiece model.
+        end_of_document: the token of `tokenizer` that separates documents, such as "<|im_end|>".
+            Default None: the files beside the tokenizer name it, see `fedpax.data.load_tokenizer`.
         seq_len: tokens in a row.
         heldout_batch_size: rows that a participant evaluates at once.
         heldout_tokens: number of tokens of each set to evaluate on; None: the whole split.
@@ -61,6 +63,7 @@ class TextDataConfig:
     heldout_split: str = "heldout"
     field: str = "text"
     tokenizer: str = "bytes"
+    end_of_document: str | None = None
     seq_len: int = 128
     heldout_batch_size: int = 16
     heldout_tokens: int | None = 65_536
@@ -224,9 +227,25 @@ class LanguageModelExperiment(Experiment):
                 whole = load_params(config.weights, config, dtype=jnp.float32)
                 params = lora.merge(whole, params, self.lora)
         if huggingface_obstacle(config) is None:
-            write_huggingface(folder, config, self.data.tokenizer, params)
+            self.write_huggingface(folder, params)
         else:
             super().write_model(folder, params, exp)
+
+    def write_huggingface(self, folder: Path, params: Params) -> None:
+        """Write a whole model of this architecture, with its tokenizer, as a Hugging Face folder.
+
+        Args:
+            folder: the folder; created.
+            params: the parameters.
+        """
+        data = self.data
+        write_huggingface(
+            folder,
+            self.model,
+            params,
+            tokenizer=data.tokenizer,
+            end_of_document=data.end_of_document,
+        )
 
     def read_tokenizer(self) -> Tokenizer:
         """Load the tokenizer, and check that the model has its tokens.
@@ -236,7 +255,7 @@ class LanguageModelExperiment(Experiment):
                 weights that were trained before.
         """
         data, config = self.data, self.model
-        tokenizer = load_tokenizer(data.tokenizer)
+        tokenizer = load_tokenizer(data.tokenizer, end_of_document=data.end_of_document)
         if tokenizer.vocab_size > config.vocab_size:
             remedy = (
                 f"Set --model.vocab_size to at least {tokenizer.vocab_size}."

@@ -1,13 +1,17 @@
 """Weights in Hugging Face folders: those that a run begins from, and those that it writes."""
 
+import json
 import shutil
 from pathlib import Path
 
 import jax
 
+from fedpax._files import read_json
+from fedpax.data.text.end_of_document import SOURCES, named_end
 from fedpax.models import huggingface
 from fedpax.models.huggingface import load_config, load_params
 from fedpax.models.huggingface.config import differing_fields, to_entries
+from fedpax.models.huggingface.reading import CONFIG
 from fedpax.models.transformer import TransformerConfig
 from fedpax.training.algorithm import Params
 from fedpax.training.frozen import StoredParams
@@ -82,15 +86,21 @@ def huggingface_obstacle(config: TransformerConfig) -> str | None:
 
 
 def write_huggingface(
-    folder: Path, config: TransformerConfig, tokenizer: str, params: Params
+    folder: Path,
+    config: TransformerConfig,
+    params: Params,
+    *,
+    tokenizer: str,
+    end_of_document: str | None,
 ) -> None:
     """Write config.json, safetensors and the tokenizer's files.
 
     Args:
         folder: the folder; created.
         config: the transformer. The other entries of the config.json in `config.weights` are kept.
-        tokenizer: "bytes", for which no file is written, or the path of the tokenizer's file.
         params: the parameters.
+        tokenizer: "bytes", for which no file is written, or the path of the tokenizer's file.
+        end_of_document: the token that ends a document. None: the files beside the tokenizer's say.
     """
     weights = config.weights
     original = weights if weights is not None and Path(weights).is_dir() else None
@@ -102,3 +112,14 @@ def write_huggingface(
         for name in _TOKENIZER_FILES:
             if (file.parent / name).is_file():
                 shutil.copyfile(file.parent / name, folder / name)
+        if end_of_document is not None:
+            _add_entry(folder / "tokenizer_config.json", "eos_token", end_of_document)
+        elif (named := named_end(file)) is not None and named[0].name == CONFIG:
+            _add_entry(folder / CONFIG, SOURCES[CONFIG], named[1])
+
+
+def _add_entry(path: Path, name: str, value: str | int) -> None:
+    """Set an entry of a JSON file, which need not exist."""
+    entries = read_json(path) if path.is_file() else {}
+    text = json.dumps({**entries, name: value}, indent=2)
+    path.write_text(text + "\n", encoding="utf-8")

@@ -18,7 +18,7 @@ from fedpax.commands.saved_run import (
     read_saved_run,
 )
 from fedpax.experiments.language_model import LanguageModelExperiment
-from fedpax.experiments.weights import huggingface_obstacle, write_huggingface
+from fedpax.experiments.weights import huggingface_obstacle
 from fedpax.training.algorithm import Params
 from fedpax.training.configuration import write_configuration
 from fedpax.training.console import print_error
@@ -112,7 +112,7 @@ def _write_huggingface(folder: Path, saved: SavedRun, params: Params) -> None:
     """Write config.json and safetensors, with the original folder's other entries and tokenizer."""
     experiment = saved.experiment
     assert isinstance(experiment, LanguageModelExperiment)
-    write_huggingface(folder, experiment.model, experiment.data.tokenizer, params)
+    experiment.write_huggingface(folder, params)
 
 
 def _write_orbax(folder: Path, saved: SavedRun, params: Params) -> None:

@@ -16,7 +16,6 @@ from fedpax.commands.saved_run import (
     load_whole_model,
     read_saved_run,
 )
-from fedpax.data import load_tokenizer
 from fedpax.experiments.language_model import LanguageModelExperiment
 from fedpax.models.generation import generate as generate_tokens
 from fedpax.training.console import print_error
@@ -53,7 +52,7 @@ def generate(arguments: Sequence[str]) -> int:
             "--prompt='def main('; an empty prompt begins a document."
         )
     number = checkpoint_round("generate", saved, options.round)
-    tokenizer = load_tokenizer(experiment.data.tokenizer)
+    tokenizer = experiment.read_tokenizer()
     tokens = np.asarray(tokenizer.encode(options.prompt), np.int32)
     prompt = np.concatenate([np.array([tokenizer.separator], np.int32), tokens])
     run = build_run(experiment)

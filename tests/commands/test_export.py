@@ -1,5 +1,6 @@
 """Tests of `fedpax export`."""
 
+import json
 import os
 import shutil
 import sys
@@ -13,8 +14,9 @@ import orbax.checkpoint as ocp
 import pytest
 from small_runs import NAMED, Command
 
-from fedpax.data import train_tokenizer
-from fedpax.models import huggingface
+from fedpax.data import load_tokenizer, train_tokenizer
+from fedpax.experiments.weights import write_huggingface
+from fedpax.models import TransformerConfig, huggingface, transformer
 from fedpax.models.huggingface.config import differing_fields
 from fedpax.training.checkpoint import load_params
 from fedpax.training.configuration import read_configuration, read_configuration_json
@@ -78,6 +80,25 @@ def test_the_tokenizer_and_the_files_beside_it_are_exported(
     listed = ", ".join(sorted([name, "tokenizer_config.json"]))
     assert f"config.json, model.safetensors, {listed}" in output
     assert (tmp_path / "new" / name).read_bytes() == path.read_bytes()
+
+
+def test_an_exported_folder_names_the_token_that_ends_a_document(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    config = TransformerConfig(num_layers=1, vocab_size=300, scale_embeddings=False)
+    params = transformer(config).init(jax.random.key(0))
+    path = tmp_path / "original" / "tokenizer.json"
+    path.parent.mkdir()
+    train_tokenizer(["to be or not"], vocab_size=258, path=path)
+    entries = json.loads(path.read_text())
+    entries["added_tokens"].append({**entries["added_tokens"][0], "id": 299, "content": "<|e|>"})
+    path.write_text(json.dumps(entries))
+    (path.parent / "config.json").write_text('{"eos_token_id": 299}')
+    for given in (None, "<|end_of_text|>"):
+        expected = load_tokenizer(str(path), end_of_document=given)
+        assert expected.end_of_document == (given or "<|e|>")
+        out = tmp_path / f"{given}"
+        write_huggingface(out, config, params, tokenizer=str(path), end_of_document=given)
+        assert load_tokenizer(str(out / "tokenizer.json")).separator == expected.separator
 
 
 def test_a_missing_package_is_named_without_a_traceback(

@@ -9,7 +9,8 @@ import jax
 import numpy as np
 from jaxtyping import Int64, Integer
 
-from fedpax.data.populations.partition import Examples, get_field
+from fedpax.data.populations.partition import Examples
+from fedpax.data.rounds.shard import get_text
 from fedpax.data.rounds.stream import check_sizes
 from fedpax.data.text.packing import Batch, TokenPairs, concatenate, to_batch
 from fedpax.data.text.tokenizer import BYTE_TOKENIZER, Tokenizer
@@ -75,7 +76,7 @@ class HeldoutRows:
         self._encode(0)  # so that a wrong field raises now
 
     def _encode_document(self, number: int) -> Integer[np.ndarray, " tokens"]:
-        return self._tokenizer.encode(get_field(self._source[number], self._field))
+        return self._tokenizer.encode(get_text(self._source[number], self._field))
 
     @functools.cached_property
     def _starts(self) -> Int64[np.ndarray, " documents_and_1"]:
@@ -86,7 +87,7 @@ class HeldoutRows:
         lengths = []
         for first in range(documents.start, documents.stop, _DOCUMENTS_AT_ONCE):
             numbers = range(first, min(first + _DOCUMENTS_AT_ONCE, documents.stop))
-            texts = [get_field(self._source[number], self._field) for number in numbers]
+            texts = [get_text(self._source[number], self._field) for number in numbers]
             lengths += [len(tokens) + 1 for tokens in self._tokenizer.encode_all(texts)]
         if shares > 1:
             lengths = [length for share in gather_json(lengths) for length in share]

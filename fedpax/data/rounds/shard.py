@@ -5,12 +5,13 @@ and shuffles the rows within a window, so that consecutive rows come from many d
 position is three integers. After a restore, only documents from the current window on are read.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int64, UInt64
 
+from fedpax._files import BYTE_ORDER_MARK
 from fedpax.data.populations.partition import Examples, Indices, get_field
 from fedpax.data.shuffle import hash_key, shuffled_index
 from fedpax.data.text.packing import TokenPairs, Tokens, concatenate
@@ -188,7 +189,7 @@ class Shard:
             count = min(int(wanted / self._mean_tokens) + 1, len(self._order), _MOST_AHEAD)
             following = (self._order[document + k] for k in range(count))
             missing = [e for e in dict.fromkeys(following) if e not in self._cache]
-            texts = [get_field(found, self._field) for found in read(self._source, missing)]
+            texts = [get_text(found, self._field) for found in read(self._source, missing)]
             tokens = self._tokenizer.encode_all(texts)
             self._cache.update(zip(missing, tokens, strict=True))
             added = sum(map(len, tokens))
@@ -207,6 +208,14 @@ class Shard:
         kept = {self._order[number] for number in range(document, max(self._ahead, document + 1))}
         self._cache = {example: self._cache[example] for example in kept & self._cache.keys()}
         self._cached_tokens = sum(map(len, self._cache.values()))
+
+
+def get_text(example: Mapping[str, Any], field: str) -> Any:
+    """Return the field of an example that holds its text, without a byte-order mark."""
+    text = get_field(example, field)
+    if isinstance(text, bytes):
+        return text.removeprefix(BYTE_ORDER_MARK)
+    return text.removeprefix(BYTE_ORDER_MARK.decode()) if isinstance(text, str) else text
 
 
 def read(source: Examples, indices: Sequence[int]) -> Sequence[Any]:

@@ -11,11 +11,11 @@ from fedpax.data.populations.partition import (
     Examples,
     Partition,
     check_partition,
-    get_field,
     partition_checksum,
 )
 from fedpax.data.rounds.local_rows import RowMask
 from fedpax.data.rounds.mixture import Mixture
+from fedpax.data.rounds.shard import get_text
 from fedpax.data.rounds.stream import check_sizes, source_name
 from fedpax.data.rounds.token_stream import IN_MIXTURE, DataSet, TokenRounds, without_mask
 from fedpax.data.shuffle import hash_key
@@ -195,4 +195,4 @@ def _named_key(seed: int, name: str) -> UInt64[np.ndarray, ""]:
 
 def _check_text(source: Examples, field: str, tokenizer: Tokenizer) -> None:
     """Encode a data set's first text, so that a wrong field raises before the training."""
-    tokenizer.encode(get_field(source[0], field))
+    tokenizer.encode(get_text(source[0], field))

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
+import re
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from fedpax._files import read_bytes
 from fedpax.data.text.byte_tokenizer import SEPARATOR, VOCAB_SIZE, decode, encode
+from fedpax.data.text.end_of_document import end_of_document as find_end
 from fedpax.data.text.packing import Tokens
+from fedpax.data.text.sentencepiece_model import read_sentencepiece
+from fedpax.data.text.tokenizer_json import read_tokenizer_json
+from fedpax.data.text.vocabulary import Vocabulary, changed_text
 
-# The names that published vocabularies give the end-of-document token, in order of preference.
-END_OF_DOCUMENT = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eot_id|>")
+END_OF_DOCUMENT = "<|end_of_text|>"
+"""The name of the end-of-document token that `train_tokenizer` gives."""
+_MOST_TOKENS = 2**31
 
 
 class Tokenizer(NamedTuple):
@@ -29,6 +38,7 @@ class Tokenizer(NamedTuple):
         decode: takes integers of any shape, and returns the text without separators.
         encode_batch: encodes several strings or UTF-8 bytes, on several cores. Default None: there
             is no faster way than `encode` for one after another.
+        end_of_document: the separator's name in the vocabulary. Default None: it has no name.
     """
 
     name: str
@@ -37,6 +47,7 @@ class Tokenizer(NamedTuple):
     encode: Callable[[str | bytes], Tokens]
     decode: Callable[[ArrayLike], str]
     encode_batch: Callable[[Sequence[str | bytes]], list[Tokens]] | None = None
+    end_of_document: str | None = None
 
     def encode_all(self, texts: Sequence[str | bytes]) -> list[Tokens]:
         """Encode several texts, in the fastest way.
@@ -60,14 +71,22 @@ BYTE_TOKENIZER = Tokenizer("bytes", VOCAB_SIZE, SEPARATOR, encode, decode)
 """The tokenizer with one token for each UTF-8 byte."""
 
 
-def load_tokenizer(name: str) -> Tokenizer:
+def load_tokenizer(name: str, *, end_of_document: str | None = None) -> Tokenizer:
     """Load a tokenizer.
+
+    Tokens are those of the text alone. The file's truncation, padding, dropout, and added tokens
+    and spaces have no effect, and a text that spells a special token has the tokens of these
+    characters. A normalizer, such as lower case, applies only if the vocabulary does not spell
+    every text without it; a warning is logged if decoding does not give back every text.
 
     Args:
         name: `"bytes"`, or the path of a file: a `tokenizer.json`, as published with many models
-            and as written by `train_tokenizer`, or a SentencePiece model (`tokenizer.model`), which
-            normalizes texts, so decoding may not give back the text. Reading a file needs the extra
-            `tokenizers`.
+            and as written by `train_tokenizer`, or a SentencePiece model (`tokenizer.model`).
+            Reading a file needs the extra `tokenizers`.
+        end_of_document: the name of the token that separates documents, such as "<|im_end|>".
+            Default None: `eos_token` of the tokenizer_config.json beside the file, else
+            `eos_token_id` of config.json or generation_config.json there, else the file's only
+            special token or the SentencePiece model's end of a sentence.
 
     Returns:
         The tokenizer.
@@ -75,13 +94,19 @@ def load_tokenizer(name: str) -> Tokenizer:
     Raises:
         FileNotFoundError: the file does not exist.
         ImportError: the extra `tokenizers` is not installed.
-        ValueError: the file is not a tokenizer, or has no end-of-document token.
+        ValueError: the file is not a tokenizer or is a Git LFS pointer, or does not have the
+            end-of-document token or does not say which one it is.
 
     Example:
         >>> load_tokenizer("bytes").encode("né").tolist()
         [110, 195, 169]
     """
     if name == BYTE_TOKENIZER.name:
+        if end_of_document is not None:
+            raise ValueError(
+                f"end_of_document={end_of_document!r} with tokenizer='bytes', expected None: byte "
+                "255 separates documents. Leave it out."
+            )
         return BYTE_TOKENIZER
     path = Path(name).expanduser()
     if not path.is_file():
@@ -89,85 +114,80 @@ def load_tokenizer(name: str) -> Tokenizer:
             f"tokenizer={name!r}: there is no such file. Pass the path of a tokenizer.json or of a "
             "SentencePiece model, or 'bytes'."
         )
-    content = path.read_bytes()
-    identity = f"{path.name}:{hashlib.sha256(content).hexdigest()[:16]}"
-    is_json = content.lstrip()[:1] == b"{"  # a SentencePiece model is binary
-    return (_from_json if is_json else _from_sentencepiece)(name, identity, content)
-
-
-def _from_json(name: str, identity: str, content: bytes) -> Tokenizer:
-    """Make the tokenizer of a `tokenizer.json`."""
-    try:
-        library = _library().Tokenizer.from_str(content.decode())
-    except ImportError:
-        raise
-    except Exception as error:
+    content = read_bytes(path)
+    vocabulary = _read(name, content)
+    if vocabulary.size > _MOST_TOKENS:
         raise ValueError(
-            f"tokenizer={name!r} is not a tokenizer.json ({error}). Pass the path of one, or "
-            "'bytes'."
-        ) from error
-    separator = next(
-        (i for token in END_OF_DOCUMENT if (i := library.token_to_id(token)) is not None), None
-    )
-    if separator is None:
-        raise ValueError(
-            f"tokenizer={name!r} has no end-of-document token, expected one of "
-            f"{', '.join(END_OF_DOCUMENT)}: add one to its special tokens."
+            f"tokenizer={name!r} has a token {vocabulary.size - 1}, expected numbers below "
+            f"{_MOST_TOKENS}: tokens are int32. Number the tokens anew."
         )
-    vocab_size = library.get_vocab_size()
-    dtype = _smallest_dtype(vocab_size)
+    if (changed := changed_text(vocabulary)) is not None:
+        logging.getLogger(__name__).warning(
+            "tokenizer=%r does not give back every text: %r becomes %r.", name, *changed
+        )
+    separator = find_end(path, vocabulary, end_of_document)
+    identity = f"{path.name}:{hashlib.sha256(content).hexdigest()[:16]}:{separator}"
+    return _tokenizer(identity, vocabulary, separator)
+
+
+def _read(name: str, content: bytes) -> Vocabulary:
+    """Read a `tokenizer.json` or a SentencePiece model."""
+    is_json = content.lstrip()[:1] == b"{"  # a SentencePiece model is binary
+    expected = "a tokenizer.json" if is_json else "a SentencePiece model"
+    try:
+        return read_tokenizer_json(content.decode()) if is_json else read_sentencepiece(content)
+    except ImportError as error:
+        raise ImportError(_needs_extra(expected)) from error
+    except Exception as error:  # the libraries raise several types
+        kind = f"not {expected}" if is_json else f"neither a tokenizer.json nor {expected}"
+        raise ValueError(
+            f"tokenizer={name!r} is {kind} ({error}). Pass the path of one, or 'bytes'."
+        ) from error
+
+
+def _tokenizer(identity: str, vocabulary: Vocabulary, separator: int) -> Tokenizer:
+    """Make a tokenizer of a vocabulary."""
+    dtype = np.uint16 if vocabulary.size <= 2**16 else np.int32
+    end = vocabulary.name(separator)
+    special = {**vocabulary.special, str(end): separator}
+    is_special = np.zeros(vocabulary.size, np.bool_)
+    is_special[list(special.values())] = True
+    # The place after the first character of a special token's name.
+    inside = "|".join(
+        f"(?<={re.escape(name[0])})(?={re.escape(name[1:])})" for name in special if len(name) > 1
+    )
+    cut = re.compile(inside or "(?!)", re.IGNORECASE)  # a normalizer may write lower case
 
     def encode_text(text: str | bytes) -> Tokens:
-        return np.asarray(library.encode(_as_string(text), add_special_tokens=False).ids, dtype)
+        return encode_texts([text])[0]
 
     def encode_texts(texts: Sequence[str | bytes]) -> list[Tokens]:
         strings = [_as_string(text) for text in texts]
-        encode_fast = library.encode_batch_fast  # without the tokens' places in the text
-        return [np.asarray(x.ids, dtype) for x in encode_fast(strings, add_special_tokens=False)]
-
-    def decode_tokens(tokens: ArrayLike) -> str:
-        flat = np.asarray(tokens).ravel()
-        return library.decode(flat[flat != separator].tolist(), skip_special_tokens=False)
-
-    return Tokenizer(identity, vocab_size, separator, encode_text, decode_tokens, encode_texts)
-
-
-def _from_sentencepiece(name: str, identity: str, content: bytes) -> Tokenizer:
-    """Make the tokenizer of a SentencePiece model."""
-    try:
-        from sentencepiece import SentencePieceProcessor
-    except ImportError as error:
-        raise ImportError(_needs_extra("a SentencePiece model")) from error
-    try:
-        if not content:
-            raise ValueError("the file is empty")
-        model = SentencePieceProcessor(model_proto=content)
-        vocab_size, separator = model.get_piece_size(), model.eos_id()
-    except Exception as error:
-        raise ValueError(
-            f"tokenizer={name!r} is neither a tokenizer.json nor a SentencePiece model ({error}). "
-            "Pass the path of one, or 'bytes'."
-        ) from error
-    if separator < 0:
-        raise ValueError(
-            f"tokenizer={name!r} has no end-of-sentence token, which separates documents: train "
-            "the SentencePiece model without eos_id=-1."
-        )
-    dtype = _smallest_dtype(vocab_size)
-
-    def encode_text(text: str | bytes) -> Tokens:
-        return np.asarray(model.encode(_as_string(text)), dtype)
-
-    def encode_texts(texts: Sequence[str | bytes]) -> list[Tokens]:
+        found = [np.asarray(tokens, dtype) for tokens in vocabulary.encode(strings)]
         return [
-            np.asarray(ids, dtype) for ids in model.encode([_as_string(text) for text in texts])
+            encode_parts(text) if is_special[tokens].any() else tokens
+            for text, tokens in zip(strings, found, strict=True)
         ]
 
+    def encode_parts(text: str) -> Tokens:
+        """Encode a text that spells a special token, in parts that do not."""
+        parts = vocabulary.encode(cut.split(text))
+        tokens = np.asarray(list(chain.from_iterable(parts)), dtype)
+        if (wrong := tokens[is_special[tokens]]).size:
+            raise ValueError(
+                f"A text ({text[:60]!r}) spells {vocabulary.name(int(wrong[0]))!r}, a special "
+                "token, and the vocabulary has no other tokens for it. Remove it from the text."
+            )
+        return tokens
+
     def decode_tokens(tokens: ArrayLike) -> str:
         flat = np.asarray(tokens).ravel()
-        return model.decode(flat[flat != separator].tolist())
+        known = (flat != separator) & (flat < vocabulary.size)  # a model can have more tokens
+        return vocabulary.decode(flat[known].tolist())
 
-    return Tokenizer(identity, vocab_size, separator, encode_text, decode_tokens, encode_texts)
+    return Tokenizer(
+        identity, vocabulary.size, separator, encode_text, decode_tokens, encode_texts, end
+    )
 
 
 def _as_string(text: str | bytes) -> str:
@@ -177,10 +197,6 @@ def _as_string(text: str | bytes) -> str:
             "the field of the examples that holds the text."
         )
     return text.decode(errors="replace") if isinstance(text, bytes) else text
-
-
-def _smallest_dtype(vocab_size: int) -> type[np.integer]:
-    return np.uint16 if vocab_size <= 2**16 else np.int32
 
 
 def train_tokenizer(
@@ -217,7 +233,7 @@ def train_tokenizer(
     tokenizer.decoder = library.decoders.ByteLevel()
     trainer = library.trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_DOCUMENT[0]],
+        special_tokens=[END_OF_DOCUMENT],
         initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

@@ -80,5 +80,5 @@ def test_a_tokenizer_without_an_end_of_document_token_raises(
 
     path = tmp_path / "words.json"
     Library(WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(path))
-    with pytest.raises(ValueError, match=r"no end-of-document token, expected one of"):
+    with pytest.raises(ValueError, match=r"does not say which token ends a document, expected one"):
         load_tokenizer(str(path))

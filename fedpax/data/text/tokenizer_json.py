@@ -1,0 +1,135 @@
+"""The vocabulary of a `tokenizer.json`, without what the file stores for other purposes."""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+from fedpax.data.text.vocabulary import Vocabulary, changed_text
+
+Entries: TypeAlias = dict[str, Any]
+_LISTS = ("normalizers", "pretokenizers", "decoders")  # of a part of the type "Sequence"
+
+
+def read_tokenizer_json(content: str) -> Vocabulary:
+    """Make the vocabulary of a `tokenizer.json`.
+
+    Truncation, padding, dropout, and added tokens and characters are left out. So is the normalizer
+    where the tokens spell every text without it.
+
+    Args:
+        content: the content of the file.
+
+    Raises:
+        ImportError: the extra `tokenizers` is not installed.
+        Exception: the content is not a `tokenizer.json`; of any type, as the library raises it.
+    """
+    entries = json.loads(content)
+    for name in ("truncation", "padding", "post_processor"):
+        entries[name] = None
+    if "dropout" in entries["model"]:
+        entries["model"]["dropout"] = None
+    for name in ("normalizer", "pre_tokenizer", "decoder"):
+        entries[name] = _map_parts(entries.get(name), _without_prefix)
+    if entries["decoder"] is None:
+        entries["decoder"] = _decoder(entries)
+    plain = {**entries, "normalizer": _map_parts(entries["normalizer"], _spelling)}
+    vocabulary = _vocabulary(plain)
+    return vocabulary if changed_text(vocabulary) is None else _vocabulary(entries)
+
+
+def _vocabulary(entries: Entries) -> Vocabulary:
+    library = _library(entries)
+    library.encode_special_tokens = True  # text that spells a special token is text
+    unknown = _unknown(entries["model"])
+    special = {
+        added["content"]: added["id"]
+        for added in entries.get("added_tokens") or ()
+        if added["special"] and added["content"] != unknown
+    }
+
+    def encode(texts: Sequence[str]) -> list[list[int]]:
+        # "fast": without the tokens' places in the text.
+        found = library.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in found]
+
+    return Vocabulary(
+        size=max(library.get_vocab().values(), default=-1) + 1,
+        encode=encode,
+        decode=lambda tokens: library.decode(tokens, skip_special_tokens=False),
+        token=library.token_to_id,
+        name=library.id_to_token,
+        special=special,
+        end=next(iter(special.values())) if len(special) == 1 else None,
+    )
+
+
+def _library(entries: Entries) -> Any:
+    """Make the library's tokenizer, with the numbers that the file gives to added tokens."""
+    import tokenizers
+
+    added = {token["content"]: token["id"] for token in entries.get("added_tokens") or ()}
+    library = tokenizers.Tokenizer.from_str(json.dumps(entries))
+    moved = {name: k for name, k in added.items() if library.token_to_id(name) != k}
+    if not moved:
+        return library
+    # The library numbers added tokens without gaps, but keeps the numbers of the model's tokens.
+    model, vocab = entries["model"], entries["model"]["vocab"]
+    if isinstance(vocab, dict) and not moved.keys() & vocab.keys():
+        changed = {**entries, "model": {**model, "vocab": vocab | moved}}
+        library = tokenizers.Tokenizer.from_str(json.dumps(changed))
+    for name, k in moved.items():
+        if (found := library.token_to_id(name)) != k:
+            raise ValueError(f"the added token {name!r} has id {k}, expected {found}")
+    return library
+
+
+def _unknown(model: Entries) -> str | None:
+    """Return the name of the token for what has no other token."""
+    if model.get("unk_id") is not None:
+        return str(model["vocab"][model["unk_id"]][0])
+    return model.get("unk_token")
+
+
+def _map_parts(part: Entries | None, change: Callable[[Entries], Entries | None]) -> Any:
+    """Apply a function to a part, or to each of a sequence of parts; None removes a part."""
+    if part is None or part["type"] != "Sequence":
+        return None if part is None else change(part)
+    (name,) = (name for name in _LISTS if name in part)
+    parts = [changed for inner in part[name] if (changed := _map_parts(inner, change)) is not None]
+    return {**part, name: parts} if parts else None
+
+
+def _without_prefix(part: Entries) -> Entries | None:
+    """Add and remove no character at the ends of a text."""
+    match part["type"]:
+        case "Prepend" | "Strip":
+            return None
+        case "Metaspace":
+            kept = {name: x for name, x in part.items() if name != "add_prefix_space"}
+            return kept | {"prepend_scheme": "never"}
+        case "ByteLevel" if "add_prefix_space" in part:
+            return part | {"add_prefix_space": False}
+    return part
+
+
+def _spelling(part: Entries) -> Entries | None:
+    """Keep the normalizers that write a text's own characters in the vocabulary's alphabet."""
+    writes_space = part["type"] == "Replace" and part["pattern"] == {"String": " "}
+    return part if writes_space or part["type"] == "ByteLevel" else None
+
+
+def _decoder(entries: Entries) -> Entries | None:
+    """Return the decoder of a file that has none: the inverse of its way to write spaces."""
+    found: list[Entries] = []
+
+    def find(part: Entries) -> Entries:
+        if part["type"] in ("ByteLevel", "Metaspace"):
+            found.append(part)
+        return part
+
+    for name in ("normalizer", "pre_tokenizer"):
+        _map_parts(entries[name], find)
+    if not found:
+        return None
+    defaults = {"add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    return found[0] if found[0]["type"] == "Metaspace" else {**defaults, **found[0]}

@@ -8,8 +8,9 @@ import errno
 import json
 import os
 import stat
+from collections.abc import Iterable
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, TextIO
 
 JSON_BYTES = 1 << 28
 """The largest JSON file that is read: the index of the largest model has a tenth of it."""
@@ -121,7 +122,7 @@ def read_json(path: PurePath, max_bytes: int = JSON_BYTES) -> Any:
     return parse_json(read_file(path, max_bytes))
 
 
-def open_unlinked(path: Path, flags: int) -> int:
+def open_unlinked(path: Path, flags: int, *, other_names: bool = False) -> int:
     """Open a file of a run's folder to change it in place, if no other path leads to the file.
 
     A symbolic link, or another name of the file (a hard link), could lead to a file of the user.
@@ -129,6 +130,7 @@ def open_unlinked(path: Path, flags: int) -> int:
     Args:
         path: the file.
         flags: such as `os.O_WRONLY | os.O_APPEND | os.O_CREAT`.
+        other_names: open a file with several names too; the caller does not change its content.
 
     Returns:
         The descriptor.
@@ -152,7 +154,7 @@ def open_unlinked(path: Path, flags: int) -> int:
     try:
         status = os.fstat(file)
         _check_is_regular(status, path)
-        if status.st_nlink > 1:
+        if status.st_nlink > 1 and not other_names:
             raise _error(
                 f"it has {status.st_nlink} names (hard links), expected one: the others would "
                 "change with it. Copy the folder with its files",
@@ -162,6 +164,76 @@ def open_unlinked(path: Path, flags: int) -> int:
         os.close(file)
         raise
     return file
+
+
+def append_to(path: Path) -> TextIO:
+    """Open a text file of a run's folder to append to it, as `open_unlinked` does."""
+    file = open_unlinked(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    return os.fdopen(file, "a", encoding="utf-8")
+
+
+def replace_file(path: Path, content: bytes, *, sync: bool = True) -> None:
+    """Write a file such that a kill leaves the old or the new content, never a part.
+
+    A link at its place is replaced, not followed.
+
+    Args:
+        path: the file, in an existing folder.
+        content: the new content.
+        sync: wait until the content is on the disk, so that a crash of the machine leaves no part.
+
+    Raises:
+        OSError: the file cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> _ = (folder / "theirs").write_text("old")
+        >>> (folder / "link").symlink_to("theirs")
+        >>> replace_file(folder / "link", b"new")
+        >>> (folder / "theirs").read_text(), (folder / "link").read_text()
+        ('old', 'new')
+    """
+    draft = path.with_name(f".{path.name}.draft")
+    with os.fdopen(create_draft(draft), "wb") as file:
+        file.write(content)
+        file.flush()
+        if sync:
+            os.fsync(file.fileno())
+    draft.replace(path)
+
+
+def find_links(folder: Path, names: Iterable[str]) -> list[Path]:
+    """Return the links among folders and the entries directly in them.
+
+    Args:
+        folder: a folder, such as that of a run.
+        names: the names of folders in it, which may be missing.
+    """
+    found = []
+    for path in (folder / name for name in names):
+        if path.is_symlink():
+            found.append(path)
+        elif path.is_dir():
+            with os.scandir(path) as entries:
+                found += [path / entry.name for entry in entries if entry.is_symlink()]
+    return found
+
+
+def is_private(folder: Path) -> bool:
+    """Return whether a folder belongs to this user alone, and is no link.
+
+    Args:
+        folder: the folder.
+
+    Raises:
+        OSError: the folder is missing.
+    """
+    status = folder.lstat()
+    is_folder = stat.S_ISDIR(status.st_mode)
+    if not hasattr(os, "getuid"):
+        return is_folder
+    return is_folder and status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
 def create_draft(path: Path) -> int:

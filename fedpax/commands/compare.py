@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -70,6 +71,13 @@ def compare(arguments: Sequence[str]) -> int:
         )
     destination = resolve_job_log_dir(options.job_log_dir)
     folders = {folder: destination / folder for folder in by_folder}
+    for path in folders.values():
+        if path.is_symlink():
+            raise UsageError(
+                f"{path} is a link to {os.readlink(path)}, expected the folder of a run itself, "
+                "because the run would be trained where the link leads. Remove the link, or set "
+                "another --job_log_dir."
+            )
     allowed = _allowed_by_experiment(experiments, allowed_changes(options))
     for folder, name in by_folder.items():
         check_configuration(

@@ -125,8 +125,8 @@ def read_saved_run(
         experiment = override(configuration, fields, prefix, description)
     except SystemExit as stop:
         if stop.code:
-            own = ", ".join(f"--{name}" for name in options)
-            print_error(f"`fedpax {command}` takes {own} and the fields of the experiment.")
+            names = ", ".join(f"--{name}" for name in options)
+            print_error(f"`fedpax {command}` takes {names} and the fields of the experiment.")
         raise
     return SavedRun(exp or saved["class"], folder, experiment)
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from fedpax.files import read_json, replace_file
 from fedpax.sites.members import IslandReport
 from fedpax.training.configuration import ConfigurationError
 from fedpax.training.progress import Progress
@@ -25,7 +26,7 @@ def read_islands(job_log_dir: str | Path) -> list[IslandReport]:
         The islands. Empty if no syncer has used the folder, or the file is damaged.
     """
     try:
-        content = json.loads((Path(job_log_dir) / FILE).read_bytes())
+        content = read_json(Path(job_log_dir) / FILE)
         islands = [IslandReport(**island) for island in content]
     except (OSError, ValueError, TypeError):
         return []
@@ -71,11 +72,9 @@ class IslandWatch:
             for fields in content:
                 if math.isinf(fields["seconds_since_message"]):  # JSON has no infinity
                     fields["seconds_since_message"] = None
-            # Without a flush to the disk, for which merges would wait.
-            draft = self._path.with_name(f".{FILE}.draft")
-            try:
-                draft.write_text(json.dumps(content, indent=2) + "\n")
-                draft.replace(self._path)
+            text = json.dumps(content, indent=2) + "\n"
+            try:  # without a flush to the disk, for which merges would wait
+                replace_file(self._path, text.encode(), sync=False)
             except IsADirectoryError as error:
                 raise ConfigurationError(
                     f"{error.filename2 or error.filename} is a folder, expected no folder: the "

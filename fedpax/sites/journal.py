@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from fedpax.files import open_unlinked
 from fedpax.sites.message import (
     CHECKSUM_BYTES,
     CHUNK_BYTES,
@@ -45,6 +46,9 @@ class Journal:
         path: the file; created if it is missing.
         end: the length of the complete records. What follows is removed. Default 0.
 
+    Raises:
+        OSError: the file is a link, has several names, or cannot be opened.
+
     Attributes:
         flushes: number of flushes of this process to the disk.
         written_bytes: number of bytes that this process has written.
@@ -54,7 +58,7 @@ class Journal:
         self.path = path
         self.flushes = self.written_bytes = 0
         is_new = not path.exists()
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        self._file = open_unlinked(path, os.O_RDWR | os.O_CREAT)
         self._end = end
         os.ftruncate(self._file, end)
         os.lseek(self._file, end, os.SEEK_SET)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fedpax.files import append_to
 from fedpax.training.configuration import write_atomically
 from fedpax.training.console import print_error
 from fedpax.training.json_lines import name_lines, read_json_lines
@@ -53,7 +54,7 @@ def append_merge(job_log_dir: Path, merge: Mapping[str, Any]) -> None:
     Raises:
         OSError: the line cannot be written.
     """
-    with (job_log_dir / FILE).open("a") as file:
+    with append_to(job_log_dir / FILE) as file:
         file.write(json.dumps(merge) + "\n")
 
 

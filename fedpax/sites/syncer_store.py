@@ -110,6 +110,7 @@ class SyncerStore:
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         path, draft = self._path(0), self._folder / "draft"
+        draft.unlink(missing_ok=True)
         journal = Journal(draft)
         journal.append(*(_message(p, own, manifest) for p, own in enumerate(model.fragments)))
         journal.close()

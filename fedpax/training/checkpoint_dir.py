@@ -117,7 +117,7 @@ class CheckpointDir(AbstractContextManager["CheckpointDir"]):
         if found is not None and not found["free"] and not was_here:
             self._wait_for_silence(found)
         self._write()
-        last.write_text(self._id)
+        write_atomically(last, self._id)
         if not was_here:
             for name in (METRICS, GOODPUT):
                 if (self._folder / name).exists():

@@ -4,14 +4,13 @@ import dataclasses
 import importlib
 import inspect
 import json
-import os
 import re
 import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path, PurePath
 from typing import Any
 
-from fedpax.files import create_draft, read_json
+from fedpax.files import read_json, replace_file
 
 VERSION = 1
 FILE = "config.json"
@@ -398,9 +397,4 @@ def write_atomically(path: Path, text: str) -> None:
         path.write_text(text)
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.draft")
-    with os.fdopen(create_draft(draft), "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
+    replace_file(path, text.encode())

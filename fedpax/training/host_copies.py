@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from fedpax.files import create_draft, is_private
 from fedpax.training.algorithm import State
 from fedpax.training.local_shards import (
     Region,
@@ -256,8 +257,8 @@ class HostCopies:
             OSError: the memory is full, or the folder cannot be written.
         """
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if self._folder.stat().st_uid != os.getuid():
-            raise PermissionError(f"{self._folder} belongs to another user, expected this one")
+        if not is_private(self._folder):
+            raise PermissionError(f"{self._folder} is not a folder of this user alone")
         rounds = self.rounds()
         kept = [number for number in rounds if number < round_number][1 - self._keep :]
         for number in rounds:
@@ -265,7 +266,7 @@ class HostCopies:
                 self._path(number).unlink(missing_ok=True)
         draft = self._folder / "draft"
         try:
-            with draft.open("wb") as file:
+            with os.fdopen(create_draft(draft), "wb") as file:
                 _write(file, round_number, state, stream_state, participants)
             draft.replace(self._path(round_number))
         except OSError:

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from fedpax.files import find_links, open_unlinked
 from fedpax.training.checkpoint_dir import is_owned, resolve_checkpoint_dir
 from fedpax.training.configuration import (
     FILE,
@@ -37,6 +38,8 @@ if sys.platform != "win32":
     import fcntl
 
 LOCK = ".lock"
+FOLDERS = (CHECKPOINTS, SCALARS, "exports", "profile", "syncer")
+"""The folders of a run, into which it writes."""
 
 WITHOUT_EFFECT = frozenset({"training.profile_at", "training.hang_after", "training.on_hang"})
 """Fields that may always change, because they have no effect on what is trained."""
@@ -84,7 +87,9 @@ class JobDirLock(AbstractContextManager["JobDirLock"]):
     def _lock(self, folder: Path) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+            _check_links(folder)
+            # Another name of the file is harmless until the file is changed, below.
+            self._file = open_unlinked(self._path, os.O_RDWR | os.O_CREAT, other_names=True)
         except OSError as error:
             self._remove_created()
             raise ConfigurationError(
@@ -106,8 +111,12 @@ class JobDirLock(AbstractContextManager["JobDirLock"]):
             ) from error
         except OSError:
             return  # a file system without locks
-        if not self._is_current():
-            # The former holder deleted the file between the two calls above.
+        shared = os.fstat(self._file).st_nlink > 1
+        if shared or not self._is_current():
+            # The former holder deleted the file between the two calls above; or the file has
+            # another name, which could be that of a file of the user.
+            if shared:
+                self._path.unlink(missing_ok=True)
             os.close(self._file)
             self._lock(folder)
             return
@@ -162,13 +171,26 @@ def is_in_use(folder: Path) -> bool:
     if sys.platform == "win32" or is_remote(folder):
         return False  # no locks of this kind
     try:
-        with (folder / LOCK).open("rb") as file:
+        file = open_unlinked(folder / LOCK, os.O_RDONLY, other_names=True)
+        try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        finally:
+            os.close(file)
     except BlockingIOError:
         return True
     except OSError:
         pass  # no file, or a file system without locks
     return False
+
+
+def _check_links(folder: Path) -> None:
+    """Raise if a folder of the run is a link, or has one directly in it."""
+    for path in find_links(folder, FOLDERS):
+        raise ConfigurationError(
+            f"{path} is a link to {os.readlink(path)}, expected a file or folder of the run "
+            "itself: the run would write and delete where the link leads. Remove the link, or set "
+            "another --job_log_dir; --training.checkpoint_dir saves checkpoints elsewhere."
+        )
 
 
 def check_configuration(

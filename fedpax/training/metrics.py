@@ -14,6 +14,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.record_writer import RecordWriter
 
+from fedpax.files import append_to
 from fedpax.training.configuration import write_atomically
 from fedpax.training.console import print_error
 from fedpax.training.goodput import BUCKETS
@@ -149,11 +150,12 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
         folder, after = self._folder, self._after
         path = folder / FILE
         write_atomically(path, "".join(json.dumps(line) + "\n" for line in self.kept))
-        self._file = path.open("a")
+        self._file = append_to(path)
         # Not tensorboardX's SummaryWriter: its thread dies with a traceback when the disk is full.
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.after{after}"
         (folder / SCALARS).mkdir(exist_ok=True)
         is_first = not any((folder / SCALARS).iterdir())
+        (folder / SCALARS / name).unlink(missing_ok=True)
         self._events = RecordWriter(str(folder / SCALARS / name))
         self._add_event(0, file_version="brain.Event:2")
         self._add_event(after + 1, session_log=SessionLog(status=SessionLog.START))
@@ -199,12 +201,12 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
         """
         if not self._enabled or select(self.kept, "run"):
             return
-        path = Path(self._file.name)
+        path = self._folder / FILE
         self._file.close()
         # Where lines are kept, an earlier process has written this line, and it was lost.
         self.kept.insert(0, {"kind": "run", "round": 0, **_json_values(sizes)})
         write_atomically(path, "".join(json.dumps(line) + "\n" for line in self.kept))
-        self._file = path.open("a")
+        self._file = append_to(path)
         self._add_scalars("run", 0, sizes)
 
     def _add_scalars(self, kind: str, round_number: int, values: Mapping[str, float | str]) -> None:

@@ -1,5 +1,6 @@
 """Pictures of runs: their losses over items, communicated bytes or time."""
 
+import io
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -8,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
+from fedpax.files import replace_file
 from fedpax.training.metrics import select
 from fedpax.training.table import number_or_nan
 
@@ -64,7 +66,19 @@ def plot_losses(
         ncols=min(len(runs), 4),
         frameon=False,
     )
-    figure.savefig(path)
+    save_picture(figure, path)
+
+
+def save_picture(figure: Figure, path: str | Path) -> None:
+    """Write a figure as a PNG file; a link at its place is replaced, not followed.
+
+    Args:
+        figure: the figure.
+        path: the file, in an existing folder.
+    """
+    content = io.BytesIO()
+    figure.savefig(content, format="png")
+    replace_file(Path(path), content.getvalue(), sync=False)
 
 
 def _plot(axes: Axes, positions: Sequence[float], losses: Sequence[float], **style: Any) -> None:

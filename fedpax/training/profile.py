@@ -8,6 +8,8 @@ from pathlib import Path
 
 import jax
 
+from fedpax.training.configuration import ConfigurationError
+
 FOLDER = "profile"
 
 
@@ -68,6 +70,7 @@ class Profile(AbstractContextManager["Profile"]):
         """
         if self._started is None and self._first <= round_number <= self._last:
             wait()
+            self._check_no_links()
             self._started = round_number
             jax.profiler.start_trace(self._folder)
 
@@ -82,6 +85,14 @@ class Profile(AbstractContextManager["Profile"]):
         if self._started is not None and round_number >= self._last:
             wait()
             self._stop()
+
+    def _check_no_links(self) -> None:
+        for path in (self._folder, *self._folder.rglob("*")):
+            if path.is_symlink():
+                raise ConfigurationError(
+                    f"{path} is a link, expected files and folders of the run: the profile would "
+                    "be written where it leads. Remove the link, or leave out training.profile_at."
+                )
 
     def _stop(self) -> None:
         jax.profiler.stop_trace()

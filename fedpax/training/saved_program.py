@@ -26,6 +26,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 import fedpax
+from fedpax.files import create_draft, is_private
 from fedpax.parallel.gather import all_agree
 from fedpax.training.algorithm import State
 
@@ -98,7 +99,7 @@ class ProgramFile:
 
     def _load(self, mesh: Mesh, state: State, arguments: tuple[Any, ...]) -> Program | None:
         try:
-            if self._path.parent.stat().st_uid != os.getuid():
+            if not is_private(self._path.parent):
                 return None
             header, _, content = self._path.read_bytes().partition(b"\n")
             saved = json.loads(header)
@@ -148,7 +149,8 @@ class ProgramFile:
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             try:
-                draft.write_bytes(json.dumps(header).encode() + b"\n" + content)
+                with os.fdopen(create_draft(draft), "wb") as file:
+                    file.write(json.dumps(header).encode() + b"\n" + content)
                 draft.replace(self._path)
             finally:
                 draft.unlink(missing_ok=True)

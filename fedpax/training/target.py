@@ -15,7 +15,7 @@ from matplotlib.ticker import EngFormatter
 from fedpax.clients.cohort import Cohort
 from fedpax.training.configuration import write_atomically
 from fedpax.training.experiment import Run
-from fedpax.training.plot import COLORS
+from fedpax.training.plot import COLORS, save_picture
 from fedpax.training.table import format_bytes, markdown_table, number_or_nan
 from fedpax.transforms.cost import cost
 from fedpax.transforms.inlining import program_placements
@@ -269,4 +269,4 @@ def plot_courses(courses: Mapping[str, Course], target: Target, path: str | Path
         over_bytes.xaxis.set_major_formatter(EngFormatter(unit="B"))
     over_rounds.set_ylabel(f"held-out {target.metric}")
     figure.legend(loc="outside right center", frameon=False, fontsize="small")
-    figure.savefig(path)
+    save_picture(figure, path)

@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias
 
 import jax
 
+from fedpax.files import append_to
 from fedpax.training.console import print_error
 from fedpax.training.goodput import Bucket, GoodputClock
 
@@ -120,7 +121,7 @@ class Watchdog(AbstractContextManager["Watchdog"]):
         )
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         try:
-            with path.open("a") as file:
+            with append_to(path) as file:
                 file.write(f"{stamp}: {text}\n")
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from fedpax.training import host_copies
 from fedpax.training.host_copies import (
     HostCopies,
     list_copies,
@@ -168,8 +169,8 @@ def test_full_memory_leaves_the_former_copy(
     state = put(random_values(1, 6), mesh_of(1))
     copies = HostCopies(tmp_path, "a1")
     copies.save(1, state, {})
-    full = Path("/dev/full")
-    monkeypatch.setattr(Path, "open", lambda path, mode: open(full, mode))
+    full = os.open("/dev/full", os.O_WRONLY)
+    monkeypatch.setattr(host_copies, "create_draft", lambda path: full)
     with pytest.raises(OSError, match="No space left"):
         copies.save(2, state, {})
     monkeypatch.undo()

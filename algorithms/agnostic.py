@@ -11,6 +11,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from fedpax.aggregators import Aggregator
+from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.checks import (
     check_optimizer,
     check_population,
@@ -25,7 +26,6 @@ from fedpax.algorithms.server import make_server
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_sum
 from fedpax.primitives.placement import ChunkSize
-from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.transforms.program import program
 
 

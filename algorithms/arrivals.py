@@ -10,12 +10,12 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from fedpax.aggregators import Aggregator
+from fedpax.algorithm import Metrics, Params
 from fedpax.algorithms.participation import takes_part
 from fedpax.algorithms.server import given_aggregator
 from fedpax.algorithms.tree_arithmetic import scale
 from fedpax.clients.cohort import Cohort
 from fedpax.primitives import federated_map, federated_mean, federated_sum
-from fedpax.training.algorithm import Metrics, Params
 
 
 def without_absent(cohort: Cohort, position: Int[Array, " islands"]) -> Cohort:

@@ -11,6 +11,7 @@ import optax
 from jaxtyping import Array, Bool, Int
 
 from fedpax.aggregators import Aggregator
+from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.arrivals import (
     ArrivingUpdates,
     Combined,
@@ -32,7 +33,6 @@ from fedpax.primitives import (
     federated_map,
     federated_max,
 )
-from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.transforms.program import program
 
 

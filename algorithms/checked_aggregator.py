@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Num
 
 from fedpax.aggregators import Aggregator
+from fedpax.algorithm import Metrics
 from fedpax.algorithms.checks import describe_value, is_scalar
-from fedpax.training.algorithm import Metrics
 
 
 def checked_aggregator(aggregator: Aggregator) -> Aggregator:

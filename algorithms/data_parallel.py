@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Int
 
+from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.checks import check_optimizer
 from fedpax.algorithms.local_steps import gradient_and_metrics
 from fedpax.algorithms.optimizer_step import optimizer_step
 from fedpax.algorithms.participation import placed_valid_steps
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_map, federated_max, federated_mean
-from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.transforms.program import program
 
 

@@ -11,6 +11,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from fedpax.aggregators import Aggregator, random_stream
+from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.checks import check_optimizer
 from fedpax.algorithms.directional_mean import directional_mean
 from fedpax.algorithms.fragments import Fragment, FragmentFn, make_fragments
@@ -22,7 +23,6 @@ from fedpax.algorithms.tree_arithmetic import subtract
 from fedpax.clients import Syncs
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_map, federated_mean, federated_sum
-from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.transforms.program import program
 
 

@@ -8,13 +8,12 @@ import optax
 
 from fedpax.aggregators import Aggregator
 from fedpax.aggregators.codecs import Codec
+from fedpax.algorithm import AlgorithmParts, LossFn
 from fedpax.algorithms.checks import check_count, check_optimizer, check_setting
 from fedpax.algorithms.directional_mean import directional_mean
 from fedpax.algorithms.fragments import FragmentFn, make_fragments
 from fedpax.algorithms.inner_steps import make_inner_steps
 from fedpax.algorithms.server import given_aggregator
-from fedpax.training.algorithm import LossFn
-from fedpax.training.algorithm_parts import AlgorithmParts
 
 
 def decoupled_diloco_parts(

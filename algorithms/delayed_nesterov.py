@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
+from fedpax.algorithm import Params
 from fedpax.algorithms.checks import check_count, check_setting
-from fedpax.training.algorithm import Params
 
 
 class DelayedNesterovState(NamedTuple):

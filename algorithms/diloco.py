@@ -9,6 +9,7 @@ import chex
 import optax
 
 from fedpax.aggregators import Aggregator, mean
+from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.checks import check_optimizer
 from fedpax.algorithms.inner_steps import make_outer_gradient
 from fedpax.algorithms.optimizer_step import optimizer_step
@@ -16,7 +17,6 @@ from fedpax.algorithms.participation import participant_weights
 from fedpax.algorithms.server import given_aggregator
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_broadcast, federated_map, federated_mean
-from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.transforms.program import program
 
 

@@ -9,6 +9,7 @@ import optax
 from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator, mean
+from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.checks import check_optimizer, check_setting
 from fedpax.algorithms.local_steps import local_steps
 from fedpax.algorithms.participation import participant_weights
@@ -16,7 +17,6 @@ from fedpax.algorithms.server import given_aggregator
 from fedpax.algorithms.tree_arithmetic import subtract, weighted_sum
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_broadcast, federated_map, federated_mean
-from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.transforms.program import program
 
 

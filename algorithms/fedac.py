@@ -11,6 +11,7 @@ import optax
 from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator, mean
+from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.checks import check_setting
 from fedpax.algorithms.local_steps import local_steps
 from fedpax.algorithms.map_clients import map_clients
@@ -20,7 +21,6 @@ from fedpax.algorithms.tree_arithmetic import subtract, weighted_sum
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_mean
 from fedpax.primitives.placement import ChunkSize
-from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.transforms.program import program
 
 

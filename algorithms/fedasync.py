@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int
 
+from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.checks import check_count, check_optimizer, check_setting
 from fedpax.algorithms.gradient_terms import proximal_term
 from fedpax.algorithms.history import History, start_history
@@ -19,7 +20,6 @@ from fedpax.algorithms.tree_arithmetic import scale, subtract
 from fedpax.clients import Arrivals
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_map, federated_mean
-from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.transforms.program import program
 
 

@@ -10,6 +10,7 @@ import optax
 from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator
+from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.checks import check_count, check_optimizer
 from fedpax.algorithms.history import History, start_history
 from fedpax.algorithms.local_steps import local_update
@@ -22,7 +23,6 @@ from fedpax.clients import Arrivals
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_map
 from fedpax.primitives.placement import ChunkSize
-from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.transforms.program import program
 
 

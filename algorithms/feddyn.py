@@ -10,6 +10,7 @@ import optax
 from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator
+from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.checks import (
     check_optimizer,
     check_population,
@@ -26,7 +27,6 @@ from fedpax.clients import ClientStore, client_store, gather_clients, scatter_cl
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_map, federated_mean, federated_sum
 from fedpax.primitives.placement import ChunkSize
-from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.transforms.program import program
 
 

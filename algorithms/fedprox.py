@@ -9,6 +9,7 @@ from typing import Any
 import optax
 
 from fedpax.aggregators import Aggregator
+from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.checks import check_optimizer, check_setting
 from fedpax.algorithms.fedavg import FedAvgState
 from fedpax.algorithms.gradient_terms import proximal_term
@@ -18,7 +19,6 @@ from fedpax.algorithms.participation import participant_weights
 from fedpax.algorithms.server import make_server
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives.placement import ChunkSize
-from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.transforms.program import program
 
 

@@ -8,6 +8,7 @@ import chex
 import optax
 from jaxtyping import Array, Int
 
+from fedpax.algorithm import LossFn, Metrics, Params
 from fedpax.algorithms.checks import check_optimizer
 from fedpax.algorithms.local_evaluation import local_metrics
 from fedpax.algorithms.local_steps import local_steps
@@ -16,7 +17,6 @@ from fedpax.algorithms.participation import participant_weights
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_mean
 from fedpax.primitives.placement import ChunkSize
-from fedpax.training.algorithm import LossFn, Metrics, Params
 from fedpax.transforms.program import program
 
 

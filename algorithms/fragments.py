@@ -10,7 +10,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from fedpax.training.algorithm import Params
+from fedpax.algorithm import Params
 
 FragmentFn: TypeAlias = Callable[[str, Any], int | Sequence[int]]
 """An assignment of parameters to fragments: `(path, leaf) -> fragment`, from 0.

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import optax
 
+from fedpax.algorithm import Params
 from fedpax.algorithms.tree_arithmetic import scale, subtract
-from fedpax.training.algorithm import Params
 
 
 def added_term(term: Params) -> optax.GradientTransformation:

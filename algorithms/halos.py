@@ -12,6 +12,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from fedpax.aggregators import Aggregator
+from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.arrivals import (
     ArrivingUpdates,
     Combined,
@@ -34,7 +35,6 @@ from fedpax.primitives import (
     federated_map,
     federated_max,
 )
-from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.transforms.program import program
 
 LOCAL_SERVER = DelayedNesterov(learning_rate=3.2, momentum=0.9, period=16)

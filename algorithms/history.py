@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from fedpax.training.algorithm import Params
+from fedpax.algorithm import Params
 
 
 class History(NamedTuple):

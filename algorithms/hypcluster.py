@@ -11,6 +11,7 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from fedpax.aggregators import Aggregator, random_stream
+from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.checks import check_count, check_optimizer
 from fedpax.algorithms.local_evaluation import local_metrics
 from fedpax.algorithms.local_steps import local_update
@@ -21,7 +22,6 @@ from fedpax.algorithms.server import make_server
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_map, federated_mean, federated_sum
 from fedpax.primitives.placement import ChunkSize
-from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.transforms.program import program
 
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
+from fedpax.algorithm import LossFn, Metrics, Params
 from fedpax.algorithms.local_steps import local_steps
 from fedpax.algorithms.participation import valid_steps
 from fedpax.algorithms.tree_arithmetic import subtract
-from fedpax.training.algorithm import LossFn, Metrics, Params
 
 
 class InnerReport(NamedTuple):

@@ -5,9 +5,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from fedpax.algorithm import LossFn, Metrics, Params
 from fedpax.algorithms.local_steps import fold_steps, gradient_and_metrics, loss_and_metrics
 from fedpax.algorithms.participation import valid_steps
-from fedpax.training.algorithm import LossFn, Metrics, Params
 
 
 def local_metrics(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import optax
 
 from fedpax.aggregators import Aggregator
+from fedpax.algorithm import FederatedAlgorithm, LossFn
 from fedpax.algorithms.checks import check_optimizer
 from fedpax.algorithms.diloco import DiLoCoState, diloco
-from fedpax.training.algorithm import FederatedAlgorithm, LossFn
 
 
 def local_sgd(

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int
 
+from fedpax.algorithm import LossFn, Metrics, Params, WithGradientNorm
 from fedpax.algorithms.checks import check_float_params, describe_value, is_scalar
 from fedpax.algorithms.optimizer_step import optimizer_step
 from fedpax.algorithms.participation import valid_steps
 from fedpax.algorithms.tree_arithmetic import subtract
-from fedpax.training.algorithm import LossFn, Metrics, Params, WithGradientNorm
 
 Carry = TypeVar("Carry", bound=chex.ArrayTree)
 
@@ -185,7 +185,7 @@ def gradient_and_metrics(
 
     Returns:
         The gradient, of the structure of `params`, and a dict of the metrics with `"loss"`; if
-        `loss_fn` is a `fedpax.training.algorithm.WithGradientNorm`, with the gradient's norm too.
+        `loss_fn` is a `fedpax.algorithm.WithGradientNorm`, with the gradient's norm too.
 
     Raises:
         TypeError: a parameter is not a float; `loss_fn` does not return a pair, its loss or a

@@ -9,9 +9,9 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from fedpax.aggregators import Aggregator
+from fedpax.algorithm import FederatedAlgorithm, LossFn, Params
 from fedpax.algorithms.checks import check_optimizer, check_setting
 from fedpax.algorithms.diloco import DiLoCoState, diloco
-from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Params
 
 
 def muloco(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int
 
+from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.checks import check_optimizer, check_setting
 from fedpax.algorithms.exchange import exchange, perfect_matchings
 from fedpax.algorithms.local_steps import local_steps
@@ -17,7 +18,6 @@ from fedpax.algorithms.participation import participant_weights
 from fedpax.algorithms.population import population_mean
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_broadcast, federated_map, federated_mean
-from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.transforms.program import program
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedpax.training.algorithm import Params
+from fedpax.algorithm import Params
 
 
 def optimizer_step(

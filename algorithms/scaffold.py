@@ -11,6 +11,7 @@ import optax
 from jaxtyping import Array, Bool, Int
 
 from fedpax.aggregators import Aggregator
+from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.checks import check_optimizer, check_population, cohort_of_population
 from fedpax.algorithms.gradient_terms import added_term, constant_learning_rate
 from fedpax.algorithms.local_evaluation import accumulator, count_steps, full_gradient, mean_of
@@ -23,7 +24,6 @@ from fedpax.clients import ClientStore, client_store, gather_clients, scatter_cl
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_mean
 from fedpax.primitives.placement import ChunkSize
-from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.transforms.program import program
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
+from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.checks import check_count, check_optimizer, check_setting
 from fedpax.algorithms.local_evaluation import accumulator, count_steps, mean_of
 from fedpax.algorithms.local_steps import fold_steps, gradient_and_metrics
@@ -20,7 +21,6 @@ from fedpax.algorithms.participation import participant_weights
 from fedpax.clients.cohort import Cohort
 from fedpax.primitives import federated_mean
 from fedpax.primitives.placement import ChunkSize
-from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.transforms.program import program
 
 Hyperparameters = Mapping[str, Float[Array, ""]]

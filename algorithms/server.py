@@ -7,10 +7,10 @@ import optax
 from jaxtyping import Array, Num
 
 from fedpax.aggregators import Aggregator, mean
+from fedpax.algorithm import Metrics, Params
 from fedpax.algorithms.checked_aggregator import checked_aggregator
 from fedpax.algorithms.optimizer_step import optimizer_step
 from fedpax.primitives import federated_mean
-from fedpax.training.algorithm import Metrics, Params
 
 State = TypeVar("State", bound=Any)
 

@@ -13,6 +13,7 @@ from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator, mean, random_stream
 from fedpax.aggregators.transfer_work import under_transfers
+from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.checks import check_optimizer, check_setting
 from fedpax.algorithms.fragments import Fragment, FragmentFn, layer_fragments, make_fragments
 from fedpax.algorithms.inner_steps import (
@@ -27,7 +28,6 @@ from fedpax.algorithms.server import given_aggregator
 from fedpax.algorithms.tree_arithmetic import subtract
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_broadcast, federated_map, federated_mean
-from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.transforms.program import program
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from fedpax.aggregators import codecs, compressed_mean
+from fedpax.algorithm import FederatedAlgorithm, LossFn, Params
 from fedpax.algorithms import async_diloco
 from fedpax.experiments.asynchronous_text import AsynchronousText
 from fedpax.experiments.diloco_text import diloco_text
@@ -16,7 +17,6 @@ from fedpax.experiments.ranges import COUNT, DECAY, NON_NEGATIVE, POSITIVE, chec
 from fedpax.experiments.text import text_fields
 from fedpax.experiments.traces import TraceConfig
 from fedpax.simulation import IslandArrivals, dynamic_local_steps, island_arrivals
-from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Params
 from fedpax.training.exchanged_bytes import with_exchanged_bytes
 from fedpax.training.virtual_time import with_virtual_seconds
 

@@ -11,6 +11,7 @@ import optax
 from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator
+from fedpax.algorithm import FederatedAlgorithm, LossFn, Params
 from fedpax.algorithms import (
     agnostic,
     fedac,
@@ -26,7 +27,6 @@ from fedpax.algorithms import (
 )
 from fedpax.clients.cohort import Cohort
 from fedpax.experiments.ranges import COUNT, DECAY, NON_NEGATIVE, POSITIVE, check_ranges
-from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Params
 
 
 class ClientTraining(NamedTuple):

@@ -6,6 +6,7 @@ from typing import Literal
 import optax
 
 from fedpax.aggregators import Aggregator, codecs, coordinate_median, mean, trimmed_mean
+from fedpax.algorithm import FederatedAlgorithm, LossFn
 from fedpax.algorithms import (
     decoupled_diloco,
     decoupled_diloco_parts,
@@ -24,7 +25,6 @@ from fedpax.experiments.ranges import (
 from fedpax.experiments.text import TextConfig, TextExperiment
 from fedpax.models import presets
 from fedpax.parallel.mesh import MeshConfig
-from fedpax.training.algorithm import FederatedAlgorithm, LossFn
 from fedpax.training.experiment import TrainingConfig
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import optax
 
 from fedpax.aggregators.quantized_mean import check_num_levels, quantized_mean
+from fedpax.algorithm import FederatedAlgorithm, LossFn
 from fedpax.algorithms import data_parallel, diloco
 from fedpax.experiments.optimizers import OptimizerConfig
 from fedpax.experiments.ranges import DECAY, POSITIVE, check_ranges
@@ -12,7 +13,6 @@ from fedpax.experiments.text import TextConfig, TextExperiment, text_fields
 from fedpax.models import presets
 from fedpax.models.lora import LoRAConfig
 from fedpax.parallel.mesh import MeshConfig
-from fedpax.training.algorithm import FederatedAlgorithm, LossFn
 from fedpax.training.experiment import TrainingConfig
 
 

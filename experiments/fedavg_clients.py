@@ -10,6 +10,7 @@ import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from fedpax.algorithm import FederatedAlgorithm, LossFn, Params
 from fedpax.algorithms import server_adagrad, server_adam, server_yogi
 from fedpax.clients.cohort_stream import CohortStream
 from fedpax.data import (
@@ -36,7 +37,6 @@ from fedpax.experiments.ranges import (
 from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.parallel.axes import shardings
 from fedpax.parallel.mesh import MeshConfig, available_devices
-from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Params
 from fedpax.training.evaluation import Batch, evaluator
 from fedpax.training.experiment import Experiment, Run, Shardings
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpax import Cohort
+from fedpax.algorithm import LossFn, Params
 from fedpax.clients.cohort_stream import CohortStream
 from fedpax.data import (
     ClientSampler,
@@ -35,7 +36,6 @@ from fedpax.models.classifiers import CNNConfig, MLPConfig, cnn, mlp
 from fedpax.models.losses import classification_loss, l2_regularized
 from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.models.resnet import ResNetConfig, resnet
-from fedpax.training.algorithm import LossFn, Params
 from fedpax.training.evaluation import Batch
 from fedpax.training.experiment import Run, TrainingConfig
 from fedpax.training.virtual_time import ScheduledRounds

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from fedpax.algorithm import LossFn
 from fedpax.data import Partition, example_batches
 from fedpax.data.populations.leaf_clients import leaf_clients
 from fedpax.data.populations.logistic_clients import logistic_clients
@@ -16,7 +17,6 @@ from fedpax.experiments.ranges import COUNT, NON_NEGATIVE, check_ranges
 from fedpax.models.classifiers import MLPConfig, mlp
 from fedpax.models.losses import classification_loss
 from fedpax.models.nnx_functional import FunctionalModel
-from fedpax.training.algorithm import LossFn
 from fedpax.training.evaluation import Batch
 from fedpax.training.experiment import TrainingConfig
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from jax.sharding import NamedSharding, PartitionSpec
 
+from fedpax.algorithm import Params
 from fedpax.algorithms import fedavg
 from fedpax.data import ClientSampler, Partition, Source, Tokenizer, cohort_rounds
 from fedpax.data.rounds.client_rows import pack_clients, preprocess_rows
@@ -29,7 +30,6 @@ from fedpax.models import presets
 from fedpax.models.lora import LoRAConfig
 from fedpax.models.losses import transformer_loss
 from fedpax.parallel.mesh import MeshConfig, available_devices
-from fedpax.training.algorithm import Params
 from fedpax.training.experiment import Run, Shardings, TrainingConfig
 
 

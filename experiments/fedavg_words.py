@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedpax import Cohort
+from fedpax.algorithm import LossFn, Params
 from fedpax.clients.cohort_stream import CohortStream
 from fedpax.data import ClientSampler, CohortRounds, Partition, Source
 from fedpax.data.rounds.preprocess import Preprocess
@@ -22,7 +23,6 @@ from fedpax.experiments.ranges import COUNT, check_ranges
 from fedpax.models.losses import next_word_loss
 from fedpax.models.lstm import LSTMConfig, lstm
 from fedpax.models.nnx_functional import FunctionalModel
-from fedpax.training.algorithm import LossFn, Params
 from fedpax.training.evaluation import Batch
 from fedpax.training.experiment import TrainingConfig
 from fedpax.training.virtual_time import ScheduledRounds

@@ -9,6 +9,7 @@ import optax
 from numpy.typing import NDArray
 
 from fedpax import Cohort
+from fedpax.algorithm import FederatedAlgorithm, LossFn
 from fedpax.algorithms import fedbuff
 from fedpax.clients import Arrivals
 from fedpax.clients.cohort_stream import CohortStream
@@ -21,7 +22,6 @@ from fedpax.experiments.ranges import COUNT, COUNT_OR_ZERO, check_ranges
 from fedpax.experiments.traces import TraceConfig
 from fedpax.models.classifiers import CNNConfig
 from fedpax.simulation import BufferedArrivals, buffered_arrivals
-from fedpax.training.algorithm import FederatedAlgorithm, LossFn
 from fedpax.training.exchanged_bytes import with_exchanged_bytes
 from fedpax.training.experiment import Run, TrainingConfig
 from fedpax.training.virtual_time import ScheduledRounds, TimedSchedule, with_virtual_seconds

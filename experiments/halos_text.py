@@ -6,13 +6,13 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
+from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics
 from fedpax.algorithms import DelayedNesterov, halos
 from fedpax.experiments.async_diloco_text import async_diloco_text
 from fedpax.experiments.asynchronous_text import AsynchronousText
 from fedpax.experiments.ranges import COUNT, DECAY, FRACTION, NON_NEGATIVE, POSITIVE, check_ranges
 from fedpax.experiments.text import text_fields
 from fedpax.simulation import RegionalArrivals, dynamic_local_steps, regional_arrivals
-from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics
 from fedpax.training.exchanged_bytes import tree_bytes, with_exchanged_bytes
 from fedpax.training.virtual_time import with_virtual_seconds
 

@@ -9,9 +9,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Float, Int64
 
+from fedpax.algorithm import LossFn, Params
 from fedpax.data.rounds.local_rows import LocalRows, addressable_rows
 from fedpax.data.text.packing import Batch
-from fedpax.training.algorithm import LossFn, Params
 from fedpax.training.evaluation import placed_evaluator
 
 

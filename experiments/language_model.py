@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from fedpax.algorithm import LossFn, Metrics, Params
 from fedpax.data import Source, Tokenizer, load, load_tokenizer
 from fedpax.data.rounds.heldout import HeldoutRows
 from fedpax.data.text.byte_tokenizer import VOCAB_SIZE
@@ -30,7 +31,6 @@ from fedpax.models.huggingface.config import EXECUTION_FIELDS
 from fedpax.models.lora import LoRAConfig
 from fedpax.models.transformer import TransformerConfig, transformer
 from fedpax.parallel.axes import shardings
-from fedpax.training.algorithm import LossFn, Metrics, Params
 from fedpax.training.compiled_round import with_shardings
 from fedpax.training.configuration import read_configuration
 from fedpax.training.experiment import Experiment

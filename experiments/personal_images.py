@@ -13,10 +13,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from fedpax import Cohort
+from fedpax.algorithm import Params
 from fedpax.data import ClientSampler, Partition, cohort_rounds
 from fedpax.experiments.fedavg_images import FedAvgImages
-from fedpax.models.losses import LossFn, classification_loss
-from fedpax.training.algorithm import Params
+from fedpax.models.losses import ModelLoss, classification_loss
 from fedpax.training.experiment import Run
 
 
@@ -131,7 +131,7 @@ def label_weights(
 
 
 def client_metrics(
-    loss_fn: LossFn,
+    loss_fn: ModelLoss,
     models: Params,
     batches: Mapping[str, jax.Array],
     weights: Float[Array, "clients classes"],

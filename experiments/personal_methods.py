@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from fedpax.algorithm import FederatedAlgorithm, LossFn, Params
 from fedpax.algorithms import (
     apfl,
     apfl_models,
@@ -23,7 +24,6 @@ from fedpax.clients import gather_clients
 from fedpax.clients.cohort import Cohort
 from fedpax.experiments.client_methods import ClientTraining, MethodConfig, PersonalTraining
 from fedpax.experiments.ranges import COUNT, FRACTION, NON_NEGATIVE, POSITIVE, check_ranges
-from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Params
 
 
 @dataclasses.dataclass(frozen=True)

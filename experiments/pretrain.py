@@ -11,13 +11,13 @@ import dataclasses
 
 import optax
 
+from fedpax.algorithm import FederatedAlgorithm, LossFn
 from fedpax.algorithms import data_parallel
 from fedpax.experiments.diloco_text import DiLoCoText, OuterConfig
 from fedpax.experiments.optimizers import OptimizerConfig
 from fedpax.experiments.text import LossConfig, TextConfig
 from fedpax.models import presets
 from fedpax.parallel.mesh import MeshConfig
-from fedpax.training.algorithm import FederatedAlgorithm, LossFn
 from fedpax.training.experiment import TrainingConfig
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from fedpax.algorithm import FederatedAlgorithm, LossFn, Params, WithGradientNorm
 from fedpax.data import (
     LazyStream,
     Mixture,
@@ -31,7 +32,6 @@ from fedpax.experiments.ranges import COUNT, NON_NEGATIVE, check_ranges
 from fedpax.models.accumulation import accumulate_gradients
 from fedpax.models.losses import transformer_loss
 from fedpax.parallel.axes import partition_spec
-from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Params, WithGradientNorm
 from fedpax.training.experiment import Run, Shardings
 
 
@@ -79,7 +79,7 @@ class LossConfig:
         load_balance_weight: weight of the load-balancing loss of a mixture of experts.
         grad_accum_steps: microbatches of a step; their gradients accumulate one after another.
         gradient_norm: add the norm of the gradient, and the fraction of steps where it is not
-            finite, to the metrics (`fedpax.training.algorithm.WithGradientNorm`).
+            finite, to the metrics (`fedpax.algorithm.WithGradientNorm`).
     """
 
     z_loss_weight: float = 0.0

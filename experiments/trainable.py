@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 
 import jax
 
+from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.models import lora
 from fedpax.models.lora import LoRAConfig
 from fedpax.models.transformer import TransformerConfig
-from fedpax.training.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.training.frozen import StoredParams, with_frozen_argument
 from fedpax.training.shardings import ShardingTree
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import jax
 
 from fedpax._files import read_json
+from fedpax.algorithm import Params
 from fedpax.data.text.end_of_document import SOURCES, named_end
 from fedpax.models import huggingface
 from fedpax.models.huggingface import load_config, load_params
 from fedpax.models.huggingface.config import differing_fields, to_entries
 from fedpax.models.huggingface.reading import CONFIG
 from fedpax.models.transformer import TransformerConfig
-from fedpax.training.algorithm import Params
 from fedpax.training.frozen import StoredParams
 
 TOKENIZER, SENTENCEPIECE = "tokenizer.json", "tokenizer.model"

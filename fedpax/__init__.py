@@ -4,6 +4,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Cohort",
+    "FederatedAlgorithm",
     "cost",
     "explain",
     "federated_broadcast",
@@ -19,6 +20,7 @@ __all__ = [
 
 _MODULES = {
     "Cohort": "fedpax.clients.cohort",
+    "FederatedAlgorithm": "fedpax.algorithm",
     "cost": "fedpax.transforms",
     "explain": "fedpax.transforms",
     "make_mesh": "fedpax.parallel.mesh",

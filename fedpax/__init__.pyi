@@ -15,6 +15,7 @@ from fedpax import simulation as simulation
 from fedpax import sites as sites
 from fedpax import training as training
 from fedpax import transforms as transforms
+from fedpax.algorithm import FederatedAlgorithm as FederatedAlgorithm
 from fedpax.clients.cohort import Cohort as Cohort
 from fedpax.parallel.mesh import make_mesh as make_mesh
 from fedpax.primitives import federated_broadcast as federated_broadcast

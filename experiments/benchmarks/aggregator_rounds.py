@@ -42,6 +42,7 @@ from fedpax.aggregators import (
     secure_mean,
     trimmed_mean,
 )
+from fedpax.algorithm import Params
 from fedpax.algorithms import fedavg
 from fedpax.experiments.benchmarks.timing import (
     CLOCKS,
@@ -54,7 +55,6 @@ from fedpax.experiments.benchmarks.timing import (
 from fedpax.experiments.benchmarks.workloads import LEARNING_RATE, WORKLOADS
 from fedpax.models.losses import classification_loss
 from fedpax.parallel.mesh import make_mesh
-from fedpax.training.algorithm import Params
 from fedpax.training.table import format_bytes, markdown_table
 
 

@@ -22,9 +22,9 @@ from jaxtyping import Float
 from matplotlib.figure import Figure
 
 from fedpax import Cohort
+from fedpax.algorithm import FederatedAlgorithm
 from fedpax.algorithms import fedavg, feddyn, fedprox, mime, mime_lite, scaffold
 from fedpax.experiments.benchmarks.arguments import integers
-from fedpax.training.algorithm import FederatedAlgorithm
 from fedpax.training.table import markdown_table
 
 

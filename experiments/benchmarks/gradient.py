@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 import fedpax
+from fedpax.algorithm import Params
 from fedpax.experiments.benchmarks.arguments import chunk_size, integers
 from fedpax.experiments.benchmarks.fedavg_round import check_equal
 from fedpax.experiments.benchmarks.rounds import vmap_round
@@ -36,7 +37,6 @@ from fedpax.experiments.benchmarks.workloads import (
     Workload,
 )
 from fedpax.primitives.placement import ChunkSize
-from fedpax.training.algorithm import Params
 
 Rates: TypeAlias = dict[str, jax.Array]
 """The scalar learning rates `"server"` and `"client"`."""

@@ -26,6 +26,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from fedpax import Cohort
+from fedpax.algorithm import FederatedAlgorithm
 from fedpax.algorithms import (
     FedAcRates,
     agnostic,
@@ -68,7 +69,6 @@ from fedpax.experiments.benchmarks.workloads import LEARNING_RATE, WORKLOADS
 from fedpax.models.losses import classification_loss
 from fedpax.parallel.mesh import make_mesh
 from fedpax.primitives.placement import ChunkSize
-from fedpax.training.algorithm import FederatedAlgorithm
 
 FORWARD = 1 / 3
 NUM_CLUSTERS = 2

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from fedpax.algorithm import FederatedAlgorithm
 from fedpax.experiments.benchmarks.arguments import numbers, several
 from fedpax.experiments.catalog import find_group, groups
 from fedpax.experiments.fedavg_clients import ClientExperiment
-from fedpax.training.algorithm import FederatedAlgorithm
 from fedpax.training.table import format_bytes, markdown_table
 from fedpax.training.target import (
     Course,

@@ -35,6 +35,7 @@ import optax
 
 import fedpax
 from fedpax.aggregators import private_mean
+from fedpax.algorithm import FederatedAlgorithm
 from fedpax.algorithms import fedavg, fedprox, scaffold
 from fedpax.experiments.benchmarks.arguments import integers
 from fedpax.experiments.benchmarks.fedavg_round import check_equal
@@ -54,7 +55,6 @@ from fedpax.experiments.benchmarks.workloads import (
     WORKLOADS,
 )
 from fedpax.models.losses import classification_loss
-from fedpax.training.algorithm import FederatedAlgorithm
 
 SCRIPTS = {
     "pfl": "torch_rounds.py",

@@ -25,6 +25,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fedpax
+from fedpax.algorithm import Metrics, Params, State
 from fedpax.algorithms import fedavg
 from fedpax.data import balanced_order, idle_fraction
 from fedpax.experiments.benchmarks.arguments import integers
@@ -32,7 +33,6 @@ from fedpax.experiments.benchmarks.fedavg_round import check_equal
 from fedpax.experiments.benchmarks.timing import interleaved, on_devices, paired_ratio, write
 from fedpax.models.classifiers import MLPConfig, mlp
 from fedpax.models.losses import classification_loss
-from fedpax.training.algorithm import Metrics, Params, State
 
 
 class Row(NamedTuple):

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 import fedpax
+from fedpax.algorithm import Params
 from fedpax.primitives.placement import ChunkSize
-from fedpax.training.algorithm import Params
 
 NumExamples: TypeAlias = Float[Array, " clients"]
 LocalTrain: TypeAlias = Callable[[Params, chex.ArrayTree], Params]

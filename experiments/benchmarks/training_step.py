@@ -26,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
 import fedpax
+from fedpax.algorithm import LossFn, Metrics, Params
 from fedpax.algorithms import data_parallel
 from fedpax.data import token_round_shapes
 from fedpax.experiments.benchmarks.timing import interleaved, on_devices, paired_ratio, write
@@ -36,7 +37,6 @@ from fedpax.models.transformer import TransformerConfig, transformer
 from fedpax.parallel.axes import partition_spec, shardings
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.planning import find_topology
-from fedpax.training.algorithm import LossFn, Metrics, Params
 from fedpax.training.compiled_round import with_shardings
 from fedpax.training.shardings import state_shardings
 

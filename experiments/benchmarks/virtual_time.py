@@ -22,6 +22,7 @@ from jaxtyping import Float64
 from matplotlib.figure import Figure
 
 from fedpax import Cohort
+from fedpax.algorithm import FederatedAlgorithm
 from fedpax.algorithms import fedasync, fedavg, fedbuff
 from fedpax.clients import Arrivals
 from fedpax.data import load, read_examples
@@ -38,7 +39,6 @@ from fedpax.simulation import (
     transfer_seconds,
     uniform,
 )
-from fedpax.training.algorithm import FederatedAlgorithm
 
 
 class Settings(NamedTuple):

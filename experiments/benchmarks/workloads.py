@@ -12,10 +12,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
+from fedpax.algorithm import Params
 from fedpax.models.classifiers import CNNConfig, MLPConfig, cnn, mlp
 from fedpax.models.losses import classification_loss
 from fedpax.models.nnx_functional import FunctionalModel
-from fedpax.training.algorithm import Params
 
 LOCAL_STEPS, BATCH_SIZE, LEARNING_RATE = 5, 20, 0.1
 

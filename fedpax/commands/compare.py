@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 from absl import flags
 
+from fedpax.algorithm import RESERVED_METRICS
 from fedpax.commands.options import (
     UsageError,
     allowed_changes,
@@ -20,7 +21,6 @@ from fedpax.commands.options import (
 )
 from fedpax.commands.saved_run import build_run
 from fedpax.experiments.catalog import expand_groups, find_group, groups
-from fedpax.training.algorithm import RESERVED_METRICS
 from fedpax.training.checkpoint_dir import refuse_checkpoint_dir
 from fedpax.training.compare import write_comparison
 from fedpax.training.configuration import ConfigurationError, resolve_job_log_dir

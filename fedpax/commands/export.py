@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 from absl import flags
 
+from fedpax.algorithm import Params
 from fedpax.commands import UsageError
 from fedpax.commands.options import parse
 from fedpax.commands.saved_run import (
@@ -19,7 +20,6 @@ from fedpax.commands.saved_run import (
 )
 from fedpax.experiments.language_model import LanguageModelExperiment
 from fedpax.experiments.weights import huggingface_obstacle
-from fedpax.training.algorithm import Params
 from fedpax.training.configuration import write_configuration
 from fedpax.training.console import print_error
 from fedpax.training.exports import LAST_FILE, write_orbax

@@ -9,12 +9,12 @@ from typing import NamedTuple
 import jax
 from absl import flags
 
+from fedpax.algorithm import Params
 from fedpax.commands import UsageError
 from fedpax.commands.compilation_cache import enable_compilation_cache
 from fedpax.commands.devices import provide_devices
 from fedpax.commands.options import check_job_log_dir, override
 from fedpax.experiments.catalog import find_experiment, is_shipped
-from fedpax.training.algorithm import Params
 from fedpax.training.checkpoint import (
     FOLDER,
     DamagedCheckpointError,

@@ -12,7 +12,7 @@ from fedpax.models.chunked_loss import chunked_cross_entropy
 from fedpax.models.classifiers import CNNConfig, MLPConfig, cnn, mlp
 from fedpax.models.generation import generate
 from fedpax.models.losses import (
-    LossFn,
+    ModelLoss,
     classification_loss,
     cross_entropy,
     next_token_loss,
@@ -27,8 +27,8 @@ from fedpax.models.utilization import flops_per_token, model_flops_utilization
 __all__ = [
     "CNNConfig",
     "FunctionalModel",
-    "LossFn",
     "MLPConfig",
+    "ModelLoss",
     "ResNetConfig",
     "TransformerConfig",
     "accumulate_gradients",

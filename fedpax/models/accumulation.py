@@ -6,10 +6,10 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from fedpax.models.losses import Batch, LossFn
+from fedpax.models.losses import Batch, ModelLoss
 
 
-def accumulate_gradients(loss_fn: LossFn, grad_accum_steps: int) -> LossFn:
+def accumulate_gradients(loss_fn: ModelLoss, grad_accum_steps: int) -> ModelLoss:
     """Split the batch of a loss into microbatches that run one after another.
 
     The loss is the mean over microbatches. Its gradient accumulates in the parameters' dtype. The

@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
+from fedpax.algorithm import Metrics
 from fedpax.models.chunked_loss import TOKENS_PER_CHUNK, chunked_cross_entropy
 from fedpax.models.transformer import TransformerConfig, transformer
 
 Batch: TypeAlias = Mapping[str, jax.Array]
-LossFn: TypeAlias = Callable[[chex.ArrayTree, Batch], tuple[jax.Array, dict[str, jax.Array]]]
-"""A loss that always returns metrics; `fedpax.training.algorithm.LossFn` also allows None."""
+ModelLoss: TypeAlias = Callable[[chex.ArrayTree, Batch], tuple[jax.Array, Metrics]]
+"""A `fedpax.algorithm.LossFn` that always returns metrics."""
 
 
 def cross_entropy(
@@ -59,7 +60,7 @@ def cross_entropy(
     return _mean(jax.nn.logsumexp(logits, axis=-1) - target_logits, mask)
 
 
-def next_token_loss(apply: Callable[..., jax.Array]) -> LossFn:
+def next_token_loss(apply: Callable[..., jax.Array]) -> ModelLoss:
     """Make the loss of a language model: the mean cross-entropy of the next token, in nats.
 
     Args:
@@ -81,7 +82,7 @@ def next_token_loss(apply: Callable[..., jax.Array]) -> LossFn:
         (True, 17)
     """
 
-    def loss_fn(params: chex.ArrayTree, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss_fn(params: chex.ArrayTree, batch: Batch) -> tuple[jax.Array, Metrics]:
         logits = apply(params, batch["inputs"], batch.get("segments"), batch.get("positions"))
         targets, mask = batch["targets"], batch.get("mask")
         tokens = jnp.float32(targets.size) if mask is None else jnp.sum(mask, dtype=jnp.float32)
@@ -97,7 +98,7 @@ def transformer_loss(
     load_balance_weight: float = 0.01,
     router_z_weight: float = 0.0,
     tokens_per_chunk: int = TOKENS_PER_CHUNK,
-) -> LossFn:
+) -> ModelLoss:
     """Make the training loss of a transformer: the mean next-token cross-entropy, in nats.
 
     The logits are computed one chunk of tokens at a time, see
@@ -132,7 +133,7 @@ def transformer_loss(
     """
     model = transformer(config)
 
-    def loss_fn(params: chex.ArrayTree, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss_fn(params: chex.ArrayTree, batch: Batch) -> tuple[jax.Array, Metrics]:
         module = model.bind(params)
         features, auxiliary = module.hidden(
             batch["inputs"], batch.get("segments"), batch.get("positions")
@@ -158,7 +159,7 @@ def transformer_loss(
     return loss_fn
 
 
-def classification_loss(apply: Callable[..., jax.Array]) -> LossFn:
+def classification_loss(apply: Callable[..., jax.Array]) -> ModelLoss:
     """Make the loss of a classifier: the mean cross-entropy of the labels, in nats.
 
     Args:
@@ -181,7 +182,7 @@ def classification_loss(apply: Callable[..., jax.Array]) -> LossFn:
         ((), True)
     """
 
-    def loss_fn(params: chex.ArrayTree, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss_fn(params: chex.ArrayTree, batch: Batch) -> tuple[jax.Array, Metrics]:
         seeds = [batch["dropout_seed"]] if "dropout_seed" in batch else []
         logits = apply(params, batch["image"], *seeds)
         label, mask = batch["label"], batch.get("mask")
@@ -191,7 +192,7 @@ def classification_loss(apply: Callable[..., jax.Array]) -> LossFn:
     return loss_fn
 
 
-def l2_regularized(loss_fn: LossFn, factor: float) -> LossFn:
+def l2_regularized(loss_fn: ModelLoss, factor: float) -> ModelLoss:
     """Add `factor` times the sum of the squared weights of matmuls and convolutions to a loss.
 
     Their biases are added too. Scales and biases of normalization are not.
@@ -210,7 +211,7 @@ def l2_regularized(loss_fn: LossFn, factor: float) -> LossFn:
         3.0
     """
 
-    def regularized(params: chex.ArrayTree, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def regularized(params: chex.ArrayTree, batch: Batch) -> tuple[jax.Array, Metrics]:
         loss, aux = loss_fn(params, batch)
         leaves = {
             jax.tree_util.keystr(path, simple=True, separator="/").rpartition("/"): leaf
@@ -225,7 +226,9 @@ def l2_regularized(loss_fn: LossFn, factor: float) -> LossFn:
     return regularized
 
 
-def next_word_loss(apply: Callable[[chex.ArrayTree, jax.Array], jax.Array], words: int) -> LossFn:
+def next_word_loss(
+    apply: Callable[[chex.ArrayTree, jax.Array], jax.Array], words: int
+) -> ModelLoss:
     """Make the loss of a language model of words, with the parts of its accuracy on known words.
 
     Args:
@@ -250,7 +253,7 @@ def next_word_loss(apply: Callable[[chex.ArrayTree, jax.Array], jax.Array], word
         (0.67, 0.33)
     """
 
-    def loss_fn(params: chex.ArrayTree, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss_fn(params: chex.ArrayTree, batch: Batch) -> tuple[jax.Array, Metrics]:
         logits = apply(params, batch["inputs"])
         targets, mask = batch["targets"], batch["mask"]
         known = (targets >= 1) & (targets <= words)

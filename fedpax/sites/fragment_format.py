@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedpax.aggregators.codecs.update_coder import UpdateCoder
-from fedpax.training.algorithm_parts import AlgorithmParts
+from fedpax.algorithm import AlgorithmParts
 
 SEED = 0
 """Seed of the codec's random keys, which island and syncer share."""

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 
 import fedpax
-from fedpax.training.algorithm import Params
+from fedpax.algorithm import Params
 from fedpax.training.configuration import flatten, to_json
 from fedpax.training.experiment import Experiment
 

@@ -7,11 +7,11 @@ from typing import Any
 import chex
 import jax
 
+from fedpax.algorithm import AlgorithmParts, Report, most_phases_ahead
 from fedpax.sites.exchange import Exchange
 from fedpax.sites.link import Link, News
 from fedpax.sites.local_model import LocalModel, LocalState
 from fedpax.sites.progress_ledger import Ledger
-from fedpax.training.algorithm_parts import AlgorithmParts, Report, most_phases_ahead
 
 
 class Island:

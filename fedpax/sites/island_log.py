@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import jax
 
-from fedpax.training.algorithm import Metrics
+from fedpax.algorithm import Metrics
 from fedpax.training.logging import NonFiniteError
 from fedpax.training.metrics import MetricsWriter, select
 from fedpax.training.progress import Progress

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from fedpax.algorithm import Metrics
 from fedpax.parallel.control_channel import ControlChannel
 from fedpax.sites.exchange import Exchange
 from fedpax.sites.fragment_format import largest_message
@@ -27,7 +28,6 @@ from fedpax.sites.local_model import LocalModel
 from fedpax.sites.run_syncer import build_parts, tokens_per_step
 from fedpax.sites.transport import Connection, DisconnectedError, connect
 from fedpax.training.agreement import check_agreement
-from fedpax.training.algorithm import Metrics
 from fedpax.training.checkpoint import Checkpoints
 from fedpax.training.checkpoint_dir import refuse_checkpoint_dir
 from fedpax.training.configuration import (

@@ -11,10 +11,9 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from fedpax.algorithm import Params, Report
 from fedpax.parallel.broadcast import Broadcast
 from fedpax.sites.fragment_format import FragmentFormat
-from fedpax.training.algorithm import Params
-from fedpax.training.algorithm_parts import Report
 from fedpax.training.compiled_round import run_state_shardings, with_shardings
 from fedpax.training.experiment import Run
 

@@ -10,10 +10,9 @@ import numpy as np
 import optax
 
 from fedpax.aggregators import random_stream
+from fedpax.algorithm import AlgorithmParts, Params
 from fedpax.algorithms.optimizer_step import optimizer_step
 from fedpax.sites.fragment_format import FragmentFormat
-from fedpax.training.algorithm import Params
-from fedpax.training.algorithm_parts import AlgorithmParts
 from fedpax.transforms.program import program
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 
+from fedpax.algorithm import AlgorithmParts, Params
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.sites.fragment_format import largest_message
 from fedpax.sites.identity import identify
@@ -23,8 +24,6 @@ from fedpax.sites.syncer import Syncer
 from fedpax.sites.syncer_store import FOLDER, DamagedStateError, SyncerStore
 from fedpax.sites.transport import serve
 from fedpax.sites.updates import MergeReport
-from fedpax.training.algorithm import Params
-from fedpax.training.algorithm_parts import AlgorithmParts
 from fedpax.training.begin_from import begin_from
 from fedpax.training.checkpoint import Checkpoints
 from fedpax.training.checkpoint_dir import refuse_checkpoint_dir

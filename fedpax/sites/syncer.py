@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from fedpax.algorithm import AlgorithmParts, most_phases_ahead
 from fedpax.sites.identity import Identity, find_difference
 from fedpax.sites.members import FREE_SHARD_AFTER, Island, IslandReport, Members, note_merged
 from fedpax.sites.message import Message
@@ -28,7 +29,6 @@ from fedpax.sites.updates import (
     why_dropped,
 )
 from fedpax.sites.votes import combine, group_votes, make_report
-from fedpax.training.algorithm_parts import AlgorithmParts, most_phases_ahead
 from fedpax.training.logging import NonFiniteError
 
 MAX_WAITING = 16

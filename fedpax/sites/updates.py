@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from fedpax.algorithm import AlgorithmParts
 from fedpax.sites.fragment_format import check_arrays
 from fedpax.sites.requests import Request
 from fedpax.sites.transport import RefusedError
-from fedpax.training.algorithm_parts import AlgorithmParts
 
 LARGEST_NORM, LARGEST_LOSS = 1e18, 1e38
 """Beyond them an update is dropped in any case: its square, or the sum of losses, overflows."""

@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from fedpax.algorithm import Params
 from fedpax.sites.members import Island
 from fedpax.sites.outer_model import Contribution
 from fedpax.sites.updates import MergeReport, Update
-from fedpax.training.algorithm import Params
 
 Vote = Mapping[int, Sequence[Update]]
 """The updates of the islands that have one vote in a merge, by shard."""

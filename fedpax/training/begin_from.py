@@ -2,7 +2,7 @@
 
 import jax
 
-from fedpax.training.algorithm import Params
+from fedpax.algorithm import Params
 from fedpax.training.compiled_round import with_shardings
 from fedpax.training.configuration import ConfigurationError
 from fedpax.training.experiment import Run

@@ -11,7 +11,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from fedpax.training.algorithm import State
+from fedpax.algorithm import State
 from fedpax.training.checkpoint_dir import LostCheckpointDirError
 from fedpax.training.checksums import find_damage, write_checksums
 from fedpax.training.configuration import is_remote

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from fedpax.algorithm import RESERVED_METRICS, Metrics, Params, State
 from fedpax.clients.cohort import Cohort
 from fedpax.clients.store import ClientStore
 from fedpax.hlo.collectives import operand_bytes_along
 from fedpax.parallel.divisibility import check_divisible
-from fedpax.training.algorithm import RESERVED_METRICS, Metrics, Params, State
 from fedpax.training.experiment import Run
 from fedpax.training.norms import report_update_norm
 from fedpax.training.saved_program import Program, ProgramFile, serializable

@@ -10,8 +10,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
+from fedpax.algorithm import LossFn, Params
 from fedpax.primitives import federated_map, federated_sum
-from fedpax.training.algorithm import LossFn, Params
 from fedpax.training.prefetch import put_on_mesh
 from fedpax.transforms.program import program
 

@@ -12,8 +12,8 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from fedpax.algorithm import FederatedAlgorithm, Metrics, Params, State
 from fedpax.clients.cohort import Cohort
-from fedpax.training.algorithm import FederatedAlgorithm, Metrics, Params, State
 
 UPLOADED_BYTES = "uploaded_bytes"
 """Name of the metric: bytes of the updates that participants send to the server in a round."""

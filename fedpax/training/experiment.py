@@ -11,9 +11,9 @@ import chex
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from fedpax.algorithm import FederatedAlgorithm, Params
 from fedpax.clients.cohort_stream import CohortStream
 from fedpax.parallel.mesh import MeshConfig
-from fedpax.training.algorithm import FederatedAlgorithm, Params
 from fedpax.training.configuration import write_configuration
 from fedpax.training.exports import write_orbax
 from fedpax.training.frozen import StoredParams

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from fedpax.training.algorithm import Params
+from fedpax.algorithm import Params
 from fedpax.training.checksums import has_checksums
 from fedpax.training.configuration import is_remote
 from fedpax.training.console import print_error

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import chex
 
+from fedpax.algorithm import FederatedAlgorithm, Metrics, State
 from fedpax.clients.cohort import Cohort
-from fedpax.training.algorithm import FederatedAlgorithm, Metrics, State
 
 
 class StoredParams(NamedTuple):

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from fedpax.algorithm import State
 from fedpax.files import create_draft, is_private
-from fedpax.training.algorithm import State
 from fedpax.training.local_shards import (
     Region,
     assemble,

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from fedpax.training.algorithm import RESERVED_METRICS, Metrics, State
+from fedpax.algorithm import RESERVED_METRICS, Metrics, State
 from fedpax.training.exchanged_bytes import UPLOADED_BYTES
 from fedpax.training.goodput import GoodputClock, line_values
 from fedpax.training.metrics import MetricsWriter

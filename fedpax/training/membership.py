@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 
+from fedpax.algorithm import State
 from fedpax.parallel.gather import all_agree, gather_json
-from fedpax.training.algorithm import State
 from fedpax.training.console import print_error
 from fedpax.training.host_copies import (
     HostCopies,

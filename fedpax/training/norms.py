@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from fedpax.training.algorithm import Metrics, Params, State
+from fedpax.algorithm import Metrics, Params, State
 
 
 def report_update_norm(

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Float
 
-from fedpax.training.algorithm import State
+from fedpax.algorithm import State
 
 ParticipantRule: TypeAlias = Literal["average", "copy"]
 """The rule that makes participants' states from those of another number of participants."""

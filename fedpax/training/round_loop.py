@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from fedpax.algorithm import State
 from fedpax.parallel.gather import gather_json
-from fedpax.training.algorithm import State
 from fedpax.training.announcement import announce
 from fedpax.training.checkpoint import Checkpoints
 from fedpax.training.compiled_round import (

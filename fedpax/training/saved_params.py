@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from fedpax.training.algorithm import Params
+from fedpax.algorithm import Params
 from fedpax.training.checksums import find_damage
 from fedpax.training.open_checkpoints import open_checkpoints
 from fedpax.training.remote import resolve_folder

@@ -26,9 +26,9 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 import fedpax
+from fedpax.algorithm import State
 from fedpax.files import create_draft, is_private
 from fedpax.parallel.gather import all_agree
-from fedpax.training.algorithm import State
 
 OF_A_START = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 """Variables that differ between starts of the same program."""

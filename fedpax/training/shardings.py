@@ -6,8 +6,8 @@ from typing import Any, TypeAlias
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from fedpax.algorithm import Params, State
 from fedpax.clients.store import ClientStore
-from fedpax.training.algorithm import Params, State
 
 ShardingTree: TypeAlias = NamedSharding | Iterable["ShardingTree"] | Mapping[Any, "ShardingTree"]
 """A pytree whose leaves are `NamedSharding`s."""

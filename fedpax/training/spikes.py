@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from fedpax.training.algorithm import Metrics, State
+from fedpax.algorithm import Metrics, State
 from fedpax.training.norms import turned_non_finite
 
 OnSpike: TypeAlias = Literal["ignore", "skip", "roll_back"]

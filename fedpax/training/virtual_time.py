@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from fedpax.algorithm import FederatedAlgorithm, Metrics, State
 from fedpax.clients.cohort import Cohort
 from fedpax.clients.cohort_stream import CohortStream
-from fedpax.training.algorithm import FederatedAlgorithm, Metrics, State
 
 VIRTUAL_SECONDS = "virtual_seconds"
 """Name of the metric: the second of simulated time at which a round ends."""

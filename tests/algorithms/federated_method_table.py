@@ -12,6 +12,7 @@ import numpy_methods
 import optax
 from method_problem import POPULATION, Method, Rates, loss_fn
 
+from fedpax.algorithm import FederatedAlgorithm
 from fedpax.algorithms import (
     FedAcRates,
     agnostic,
@@ -30,7 +31,6 @@ from fedpax.algorithms import (
     reptile,
     scaffold,
 )
-from fedpax.training.algorithm import FederatedAlgorithm
 
 RATE = 0.2
 

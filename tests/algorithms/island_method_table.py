@@ -10,6 +10,7 @@ import optax
 from method_problem import Method, Rates, loss_fn
 
 from fedpax.aggregators import codecs
+from fedpax.algorithm import FederatedAlgorithm
 from fedpax.algorithms import (
     branch_train_merge,
     eager_diloco,
@@ -24,7 +25,6 @@ from fedpax.algorithms import (
 )
 from fedpax.algorithms.exchange import perfect_matchings
 from fedpax.algorithms.papa import random_pairs
-from fedpax.training.algorithm import FederatedAlgorithm
 
 SEED = 3
 

@@ -12,7 +12,7 @@ import numpy_methods as reference
 from jax.sharding import PartitionSpec as P
 
 from fedpax import Cohort
-from fedpax.training.algorithm import FederatedAlgorithm
+from fedpax.algorithm import FederatedAlgorithm
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 

@@ -33,8 +33,8 @@ from method_problem import (
 from method_problem import assert_close as assert_close
 
 from fedpax import Cohort
+from fedpax.algorithm import FederatedAlgorithm
 from fedpax.algorithms import data_parallel, diloco, fedavg, server_adam
-from fedpax.training.algorithm import FederatedAlgorithm
 from fedpax.training.shardings import state_shardings
 
 

@@ -21,10 +21,10 @@ from method_table import (
 )
 
 from fedpax import Cohort
+from fedpax.algorithm import FederatedAlgorithm
 from fedpax.algorithms import data_parallel, diloco
 from fedpax.hlo.collectives import Collective, collectives, operand_bytes_along
 from fedpax.parallel.mesh import make_mesh
-from fedpax.training.algorithm import FederatedAlgorithm
 
 # On one worker, where each method is compiled once for all of these tests.
 pytestmark = pytest.mark.xdist_group("algorithms")

@@ -20,8 +20,8 @@ from method_table import (
 )
 
 from fedpax import Cohort
+from fedpax.algorithm import FederatedAlgorithm
 from fedpax.algorithms import data_parallel, diloco, fedavg
-from fedpax.training.algorithm import FederatedAlgorithm
 
 # On one worker, where each method is compiled once for all of these tests.
 pytestmark = pytest.mark.xdist_group("algorithms")

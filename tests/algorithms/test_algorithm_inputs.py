@@ -15,9 +15,9 @@ from method_problem import assert_close
 from method_table import METHODS, every_method, mesh_of, place_batches, place_params, problem, use
 
 from fedpax import Cohort
+from fedpax.algorithm import FederatedAlgorithm
 from fedpax.algorithms import data_parallel, diloco, fedavg
 from fedpax.parallel.mesh import make_mesh
-from fedpax.training.algorithm import FederatedAlgorithm
 
 ALGORITHMS = {
     "FedAvg": lambda loss_fn, n: fedavg(loss_fn, cohort_size=n, client_optimizer=optax.sgd(0.1)),

@@ -29,6 +29,7 @@ from fedpax.aggregators import (
     secure_mean,
     trimmed_mean,
 )
+from fedpax.algorithm import FederatedAlgorithm
 from fedpax.algorithms import (
     FedAcRates,
     agnostic,
@@ -54,7 +55,6 @@ from fedpax.algorithms import (
     server_adam,
     streaming_diloco,
 )
-from fedpax.training.algorithm import FederatedAlgorithm
 
 N, POPULATION, STEPS = 8, 12, 4
 SGD = optax.sgd(0.05)

@@ -10,6 +10,7 @@ import pytest
 
 from fedpax import Cohort, federated_map, federated_mean
 from fedpax.aggregators import Aggregator
+from fedpax.algorithm import FederatedAlgorithm
 from fedpax.algorithms import (
     async_diloco,
     decoupled_diloco,
@@ -21,7 +22,6 @@ from fedpax.algorithms import (
     hypcluster,
     streaming_diloco,
 )
-from fedpax.training.algorithm import FederatedAlgorithm
 
 N, FEATURES = 4, 3
 CLIENTS = {"cohort_size": N, "client_optimizer": optax.sgd(0.1)}

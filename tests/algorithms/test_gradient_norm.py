@@ -9,8 +9,8 @@ import optax
 import pytest
 
 import fedpax
+from fedpax.algorithm import FederatedAlgorithm, WithGradientNorm
 from fedpax.algorithms import data_parallel, diloco, fedavg
-from fedpax.training.algorithm import FederatedAlgorithm, WithGradientNorm
 
 RNG = np.random.default_rng(0)
 BATCHES = RNG.normal(size=(3, 4, 5, 2)).astype(np.float32)  # participants, steps, batch, features

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fedpax
+from fedpax.algorithm import FederatedAlgorithm
 from fedpax.algorithms import decoupled_diloco_parts
 from fedpax.sites.identity import Identity
 from fedpax.sites.island import Island
@@ -21,7 +22,6 @@ from fedpax.sites.message import Message
 from fedpax.sites.outer_model import OuterModel
 from fedpax.sites.syncer import Syncer
 from fedpax.sites.transport import DisconnectedError
-from fedpax.training.algorithm import FederatedAlgorithm
 from fedpax.training.experiment import Run, Shardings
 
 FEATURES, BATCH, TOKENS_PER_STEP = 5, 3, 12.0

@@ -10,9 +10,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from small_regression import RandomRounds
 
 from fedpax import Cohort
+from fedpax.algorithm import FederatedAlgorithm
 from fedpax.algorithms import diloco
 from fedpax.parallel.mesh import MeshConfig, available_devices
-from fedpax.training.algorithm import FederatedAlgorithm
 from fedpax.training.experiment import Experiment, Run, Shardings, TrainingConfig
 
 FEATURES = 16

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from fedpax.algorithm import FederatedAlgorithm
 from fedpax.parallel.mesh import MeshConfig, available_devices
 from fedpax.training import round_loop
-from fedpax.training.algorithm import FederatedAlgorithm
 from fedpax.training.compiled_round import compile_round
 from fedpax.training.experiment import Experiment, Run, Shardings, TrainingConfig
 

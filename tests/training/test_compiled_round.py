@@ -9,9 +9,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from small_regression import regression, single_client
 
 import fedpax
+from fedpax.algorithm import FederatedAlgorithm
 from fedpax.clients import client_store, gather_clients, scatter_clients
 from fedpax.parallel.mesh import make_mesh
-from fedpax.training.algorithm import FederatedAlgorithm
 from fedpax.training.compiled_round import CompiledRound, compile_round, init_state
 from fedpax.training.experiment import Run, Shardings
 from fedpax.training.prefetch import put_on_mesh

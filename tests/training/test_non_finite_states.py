@@ -12,9 +12,9 @@ import pytest
 from small_regression import shared_compilation
 
 from fedpax import Cohort
+from fedpax.algorithm import FederatedAlgorithm
 from fedpax.algorithms import eager_diloco, streaming_diloco
 from fedpax.data import FunctionRounds
-from fedpax.training.algorithm import FederatedAlgorithm
 from fedpax.training.checkpoint import Checkpoints, complete_rounds
 from fedpax.training.experiment import Experiment, Run, TrainingConfig
 from fedpax.training.logging import NonFiniteError

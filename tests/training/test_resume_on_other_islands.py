@@ -19,6 +19,7 @@ from small_regression import RandomRounds
 from fedpax import Cohort
 from fedpax.aggregators import compressed_mean, quantized_mean
 from fedpax.aggregators.codecs import e3m0
+from fedpax.algorithm import FederatedAlgorithm
 from fedpax.algorithms import (
     branch_train_merge,
     data_parallel,
@@ -28,7 +29,6 @@ from fedpax.algorithms import (
     streaming_diloco,
 )
 from fedpax.parallel.mesh import MeshConfig, available_devices
-from fedpax.training.algorithm import FederatedAlgorithm
 from fedpax.training.checkpoint import Checkpoints, load_params
 from fedpax.training.compiled_round import with_shardings
 from fedpax.training.experiment import Experiment, Run, Shardings, TrainingConfig

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import pytest
 from small_regression import regression
 
+from fedpax.algorithm import FederatedAlgorithm
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.training import compiled_round
-from fedpax.training.algorithm import FederatedAlgorithm
 from fedpax.training.compiled_round import CompiledRound, compile_round, init_state
 from fedpax.training.experiment import Run
 from fedpax.training.prefetch import put_on_mesh

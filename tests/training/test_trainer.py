@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from small_regression import RandomRounds, Regression, regression
 
+from fedpax.algorithm import RESERVED_METRICS, FederatedAlgorithm
 from fedpax.experiments.fedavg_images import fedavg_digits
 from fedpax.parallel.mesh import MeshConfig, default_devices
-from fedpax.training.algorithm import RESERVED_METRICS, FederatedAlgorithm
 from fedpax.training.checkpoint import load_params
 from fedpax.training.configuration import ConfigurationError, read_configuration
 from fedpax.training.experiment import Experiment, Run, TrainingConfig

@@ -10,6 +10,7 @@ import pytest
 
 import fedpax
 from fedpax.aggregators import codecs, compressed_mean, coordinate_median, quantized_mean
+from fedpax.algorithm import FederatedAlgorithm
 from fedpax.algorithms import (
     async_diloco,
     branch_train_merge,
@@ -29,7 +30,6 @@ from fedpax.algorithms import (
 )
 from fedpax.clients import ArrivalOrder, Cohort, Syncs
 from fedpax.hlo.collectives import collectives
-from fedpax.training.algorithm import FederatedAlgorithm
 from fedpax.transforms.cost_table import Transfer
 
 N, STEPS, MODEL = 4, 6, 1120

@@ -16,6 +16,7 @@ __all__ = [
     "make_mesh",
     "out_of_core",
     "program",
+    "train",
 ]
 
 _MODULES = {
@@ -26,6 +27,7 @@ _MODULES = {
     "make_mesh": "fedpax.parallel.mesh",
     "out_of_core": "fedpax.transforms",
     "program": "fedpax.transforms",
+    "train": "fedpax.commands.train_in_python",
 }
 
 

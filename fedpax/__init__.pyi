@@ -17,6 +17,7 @@ from fedpax import training as training
 from fedpax import transforms as transforms
 from fedpax.algorithm import FederatedAlgorithm as FederatedAlgorithm
 from fedpax.clients.cohort import Cohort as Cohort
+from fedpax.commands.train_in_python import train as train
 from fedpax.parallel.mesh import make_mesh as make_mesh
 from fedpax.primitives import federated_broadcast as federated_broadcast
 from fedpax.primitives import federated_map as federated_map

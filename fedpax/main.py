@@ -148,8 +148,11 @@ USAGE_ERROR = 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
+    An experiment that is a Python object is trained by `fedpax.train`.
+
     Args:
-        argv: the arguments after the program's name. Default None: those of the process.
+        argv: the arguments after the program's name, a list of strings. Default None: those of the
+            process.
 
     Returns:
         The exit status, as `fedpax --help` explains it. An error has been printed on stderr.
@@ -163,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     open_closed_streams()
     with exit_on_signals():
         try:
-            status = _run(list(sys.argv[1:] if argv is None else argv))
+            status = _run(sys.argv[1:] if argv is None else _check_words(argv))
             sys.stdout.flush()
             return status
         except BrokenPipeError:
@@ -190,6 +193,22 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise
             print_error(f"fedpax: {error}")
             return failure
+
+
+def _check_words(argv: Sequence[str]) -> list[str]:
+    """Return the arguments of a call in Python, if they are a list of strings."""
+    is_list = isinstance(argv, Sequence) and not isinstance(argv, str)
+    wrong = [word for word in argv if not isinstance(word, str)] if is_list else [argv]
+    if not wrong:
+        return list(argv)
+    from fedpax.commands import UsageError
+
+    shown = repr(argv) if isinstance(argv, str) else f"a {type(wrong[0]).__name__}"
+    raise UsageError(
+        f"main got {shown}, expected a list of the arguments of the command line, such as "
+        '["train", "--exp=fedavg_digits", "--job_log_dir=runs/digits"]. To train an experiment '
+        'that is a Python object, call fedpax.train(experiment, "runs/NAME").'
+    )
 
 
 def _run(arguments: list[str]) -> int:

@@ -29,6 +29,7 @@ from fedpax.training.configuration import (
     class_name,
     from_json,
     is_within_fedpax,
+    moved_out_of_main,
     own_classes,
     read_configuration_json,
 )
@@ -108,6 +109,7 @@ def read_saved_run(
     own: Collection[type] = ()
     if options.exp:
         default = find_experiment(options.exp)()
+        saved = moved_out_of_main(saved, type(default).__module__)
         same_name = not exp or options.exp.rpartition(":")[2] == exp.rpartition(":")[2]
         if not (same_name and class_name(default) == saved["class"]):
             raise UsageError(
@@ -139,6 +141,14 @@ def _how_to_name(
     named = f"--exp={exp if known else 'path/to/file.py:function'}"
     again = shlex.join(["fedpax", command, *arguments, named])
     subject = f"the experiment {exp}" if known else f"the class {class_}"
+    if class_.startswith("__main__:"):
+        return (
+            f"{folder / CONFIGURATION} names {subject}, which a notebook or a script defined, "
+            "expected code that other programs can import. There, fedpax.train(experiment, folder) "
+            "returns the model and the metrics; anywhere, fedpax.training.checkpoint.load_params("
+            "folder) loads the model. For this command, save the class and a function that returns "
+            f"the experiment in a file, and run: {again}"
+        )
     return (
         f"{folder / CONFIGURATION} names {subject}, which does not come with fedpax, expected "
         "--exp: code that a folder names runs only if the command names it too. If you trust this "

@@ -161,6 +161,30 @@ def from_json(value: Any, file: str | PurePath = FILE, own: Collection[type] = (
         ) from error
 
 
+def moved_out_of_main(value: Any, module: str) -> Any:
+    """Name the classes that a notebook or a script defined as those of a module.
+
+    Args:
+        value: a result of `to_json`.
+        module: the module that has the code now.
+
+    Returns:
+        The same value, in which a class `__main__:Name` is `module:Name`.
+
+    Example:
+        >>> moved_out_of_main({"class": "__main__:Model", "hidden": 8}, "mine")
+        {'class': 'mine:Model', 'hidden': 8}
+    """
+    if isinstance(value, list):
+        return [moved_out_of_main(item, module) for item in value]
+    if not isinstance(value, dict):
+        return value
+    moved = {key: moved_out_of_main(item, module) for key, item in value.items()}
+    if isinstance(name := value.get("class"), str) and name.startswith("__main__:"):
+        moved["class"] = f"{module}:{name.partition(':')[2]}"
+    return moved
+
+
 def is_within_fedpax(name: str) -> bool:
     """Return whether `module:name` is in a module of fedpax.
 

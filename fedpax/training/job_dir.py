@@ -24,6 +24,7 @@ from fedpax.training.configuration import (
     flatten,
     from_json,
     is_remote,
+    moved_out_of_main,
     own_classes,
     read_configuration_json,
     to_json,
@@ -224,6 +225,7 @@ def check_configuration(
     if found is None:
         return
     name, saved = found
+    saved = moved_out_of_main(saved, type(experiment).__module__)
     same_class = saved["class"] == class_name(experiment)
     changes = {}
     if same_class:

@@ -1,0 +1,147 @@
+"""`fedpax.train`: train an experiment that is a Python object, such as one of a notebook's cell."""
+
+import dataclasses
+import functools
+import inspect
+import signal
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from fedpax.commands.compilation_cache import enable_compilation_cache
+from fedpax.commands.devices import provide_devices
+from fedpax.training.algorithm import RESERVED_METRICS, Params
+from fedpax.training.checkpoint_dir import resolve_checkpoint_dir
+from fedpax.training.configuration import check_is_dataclass, resolve_job_log_dir
+from fedpax.training.experiment import Experiment
+from fedpax.training.metrics import read_metrics, select
+from fedpax.training.saved_params import load_params
+from fedpax.training.table import number_or_nan
+from fedpax.training.trainer import train as train_in_folder
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedRun:
+    """A run that `fedpax.train` has trained.
+
+    Attributes:
+        experiment: the experiment.
+        folder: the run's folder.
+        rounds: number of completed rounds; all of them are saved.
+        evaluation: the newest held-out metrics. None: there was no evaluation.
+    """
+
+    experiment: Experiment = dataclasses.field(repr=False)
+    folder: Path
+    rounds: int
+    evaluation: dict[str, float] | None
+
+    @functools.cached_property
+    def params(self) -> Params:
+        """The server's model after the last round: NumPy arrays in the structure of `Run.init`."""
+        saved_in = resolve_checkpoint_dir(self.folder, self.experiment.training.checkpoint_dir)
+        arrays = load_params(saved_in, self.rounds)
+        shapes = jax.eval_shape(self.experiment.build().init, jax.random.key(0))
+        return ocp.tree.from_flat_dict(ocp.tree.to_flat_dict(arrays), target=shapes)
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of `metrics.jsonl`, see `fedpax.training.metrics.read_metrics`."""
+        return read_metrics(self.folder)
+
+
+def train(
+    experiment: Experiment,
+    job_log_dir: str | Path,
+    *,
+    allow_config_change: Collection[str] = (),
+) -> TrainedRun:
+    """Train an experiment in a folder, or resume the run that the folder holds.
+
+    It does what `fedpax train` does, for an object: its class can be defined in a notebook's cell.
+    On a CPU, the devices of its mesh are simulated, if JAX is not in use yet. Ctrl-C, or a
+    notebook's interrupt, saves after the current round and then raises `KeyboardInterrupt`; the
+    same call resumes.
+
+    Args:
+        experiment: an instance of a frozen dataclass, a subclass of
+            `fedpax.training.experiment.Experiment`. `dataclasses.replace` changes its fields.
+        job_log_dir: the run's folder.
+        allow_config_change: paths of fields that may differ from the folder's configuration, such
+            as `["learning_rate"]`. A path allows all fields below it. Default: only
+            `training.rounds` may grow, once the run is finished.
+
+    Returns:
+        The final model and metrics.
+
+    Raises:
+        TypeError: `experiment` is no experiment.
+        ConfigurationError: the folder holds another configuration, another process trains there, or
+            a field cannot be stored in `config.json`.
+        KeyboardInterrupt: Ctrl-C; completed rounds are saved.
+        SystemExit: SIGTERM; completed rounds are saved.
+        ValueError: there are too few devices, or the algorithm breaks its contract.
+        NonFiniteError: the loss or the state is not finite.
+
+    Example:
+        >>> import dataclasses, tempfile
+        >>> import fedpax
+        >>> from fedpax.experiments.fedavg_images import fedavg_digits
+        >>> experiment = fedavg_digits()
+        >>> training = dataclasses.replace(experiment.training, rounds=2)
+        >>> run = fedpax.train(dataclasses.replace(experiment, training=training),
+        ...                    tempfile.mkdtemp())
+        >>> run.rounds, sorted(run.evaluation), len(run.params)
+        (2, ['accuracy', 'loss'], 4)
+    """
+    check_is_experiment(experiment)
+    check_is_dataclass(experiment)
+    enable_compilation_cache()
+    if not jax.distributed.is_initialized():  # otherwise the processes' devices are known
+        provide_devices(experiment.mesh)
+    experiment = experiment.resolve(experiment, lambda default: default, job_log_dir)
+    folder = resolve_job_log_dir(job_log_dir)
+    result = train_in_folder(experiment, folder, allow_config_change=allow_config_change)
+    if result.signal == signal.SIGINT:
+        raise KeyboardInterrupt
+    if result.signal is not None:
+        raise SystemExit(128 + result.signal)
+    evaluation = result.evaluation or _logged_evaluation(folder)
+    floats = evaluation and {name: float(value) for name, value in evaluation.items()}
+    return TrainedRun(experiment, folder, result.rounds, floats)
+
+
+def _logged_evaluation(folder: Path) -> dict[str, float] | None:
+    """Return the held-out metrics of a run that this process did not have to train."""
+    lines = select(read_metrics(folder), "evaluation")
+    if not lines:
+        return None
+    own = lines[-1].keys() - RESERVED_METRICS
+    return {name: number_or_nan(value) for name, value in lines[-1].items() if name in own}
+
+
+def check_is_experiment(value: object) -> None:
+    """Check that a value is an experiment.
+
+    Raises:
+        TypeError: it is a function, a class or a name, or something else.
+    """
+    if isinstance(value, Experiment):
+        return
+    found = f"a {type(value).__name__}"
+    remedy = "Pass an instance of a frozen dataclass that inherits from it."
+    if isinstance(value, str):
+        found = repr(value)
+        remedy = f"Pass fedpax.experiments.catalog.find_experiment({value!r})()."
+    elif inspect.isclass(value):
+        found = f"the class {value.__name__}"
+        remedy = f"Make an instance: {value.__name__}(training=TrainingConfig(...))."
+    elif callable(value) and hasattr(value, "__name__"):
+        found = f"the function {value.__name__}"
+        remedy = f"Pass its result: {value.__name__}()."
+    raise TypeError(
+        f"fedpax.train got {found}, expected a fedpax.training.experiment.Experiment. {remedy}"
+    )

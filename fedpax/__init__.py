@@ -27,7 +27,7 @@ _MODULES = {
     "make_mesh": "fedpax.parallel.mesh",
     "out_of_core": "fedpax.transforms",
     "program": "fedpax.transforms",
-    "train": "fedpax.commands.train_in_python",
+    "train": "fedpax.commands.train_in_python:train",
 }
 
 
@@ -39,7 +39,8 @@ def __getattr__(name: str) -> object:
     import importlib
 
     if name in __all__:
-        value = getattr(importlib.import_module(_MODULES.get(name, "fedpax.primitives")), name)
+        module = _MODULES.get(name, "fedpax.primitives").partition(":")[0]
+        value = getattr(importlib.import_module(module), name)
         globals()[name] = value
         return value
     if name in _packages():

@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from fedpax.algorithm import RESERVED_METRICS, Params
 from fedpax.commands.compilation_cache import enable_compilation_cache
 from fedpax.commands.devices import provide_devices
-from fedpax.training.algorithm import RESERVED_METRICS, Params
 from fedpax.training.checkpoint_dir import resolve_checkpoint_dir
 from fedpax.training.configuration import check_is_dataclass, resolve_job_log_dir
 from fedpax.training.experiment import Experiment

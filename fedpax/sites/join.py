@@ -17,6 +17,7 @@ import jax
 
 from fedpax.algorithm import Metrics
 from fedpax.parallel.control_channel import ControlChannel
+from fedpax.sites.data_identity import shorten
 from fedpax.sites.exchange import Exchange
 from fedpax.sites.fragment_format import largest_message
 from fedpax.sites.identity import identify
@@ -27,7 +28,7 @@ from fedpax.sites.link import Link, WaitingError
 from fedpax.sites.local_model import LocalModel
 from fedpax.sites.run_syncer import build_parts, tokens_per_step
 from fedpax.sites.transport import Connection, DisconnectedError, connect
-from fedpax.training.agreement import check_agreement
+from fedpax.training.agreement import check_agreement, check_same_data
 from fedpax.training.checkpoint import Checkpoints
 from fedpax.training.checkpoint_dir import refuse_checkpoint_dir
 from fedpax.training.configuration import (
@@ -134,7 +135,7 @@ def join(
         ConfigurationError: the folder holds another configuration, or another process uses it; or
             the method cannot be divided into parts.
         RefusedError: the syncer refuses this island, for example because it has another
-            experiment.
+            experiment or other data.
         NonFiniteError: the loss is not finite, and `training.stop_on_non_finite` is True.
         OSError: the certificates cannot be read.
         ValueError: the address is malformed, or certificates are missing or cannot be used.
@@ -186,6 +187,7 @@ def _join(
     assert parts is not None
     params = jax.eval_shape(run.init, jax.random.key(0))
     header["identity"] = identify(experiment, params)._asdict()
+    header["data"] = shorten(check_same_data(run.cohorts))
     preemption = PreemptionGuard()
     with (
         jax.set_mesh(run.mesh),

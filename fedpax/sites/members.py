@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
+from fedpax.sites.data_identity import describe_other_data
 from fedpax.sites.transport import RefusedError
 
 State = Literal["starting", "training", "stalled", "silent", "left", "waiting", "finished"]
@@ -37,6 +38,7 @@ class Island:
         peer: the name in its certificate; "" without certificates.
         folder: identifies its folder, over all of its processes.
         incarnations: identifies its newest processes, the last one last.
+        data: the fingerprint of its data; empty if unknown.
         merged: for each fragment, process and sequence number of its newest update in the saved
             model.
         joined: whether its newest process has joined this syncer process.
@@ -58,6 +60,7 @@ class Island:
     peer: str
     folder: str
     incarnations: list[str]
+    data: dict[str, str] = dataclasses.field(default_factory=dict)
     merged: dict[int, tuple[str, int]] = dataclasses.field(default_factory=dict)
     joined: bool = False
     left: bool = False
@@ -120,6 +123,7 @@ class Island:
             "peer": self.peer,
             "folder": self.folder,
             "incarnations": list(self.incarnations),
+            "data": dict(self.data),
             "merged": {str(p): list(sent) for p, sent in self.merged.items()},
             "contributed": self.contributed,
             "late": self.late,
@@ -234,6 +238,7 @@ class Members:
         incarnation: str,
         shard: int | None,
         now: float,
+        data: dict[str, str] | None = None,
     ) -> Island:
         """Add an island, or the new process of a known one.
 
@@ -244,15 +249,18 @@ class Members:
             incarnation: its process.
             shard: the shard that it asks for; None: any free one.
             now: the time on the syncer's clock.
+            data: the fingerprint of its data. Default None: unknown.
 
         Returns:
             The island. A known one whose shard was taken has the shard None if no shard is free.
 
         Raises:
             RefusedError: the name is taken, the process was replaced, a new island finds no free
-                shard, or its certificate has as many islands as it may have.
+                shard, its certificate has as many islands as it may have, or it has other data than
+                an island that has a shard.
         """
         island = self._islands.get(name)
+        self._check_data(name, data or {}, now)
         if island is None:
             self._check_certificate(name, peer)
             free = self._find_shard(shard, now)
@@ -269,6 +277,7 @@ class Members:
                 island.incarnations.append(incarnation)
                 del island.incarnations[:-KNOWN_PROCESSES]
                 island.newest_dropped, island.steps = {}, 0
+        island.data = data or {}
         island.joined, island.left, island.last_step = True, False, now
         island.saw(now)
         return island
@@ -330,6 +339,13 @@ class Members:
                 f"certificates could train, expected at least the quorum of {self._quorum}. Leave "
                 "the shard to another certificate, or start a run with a smaller quorum."
             )
+
+    def _check_data(self, name: str, data: dict[str, str], now: float) -> None:
+        for island in self:
+            keeps = island.shard is not None and now - island.last_message <= self._free_after
+            if keeps and island.name != name:
+                if other := describe_other_data(name, data, island.name, island.data):
+                    raise RefusedError(other)
 
     def why_no_shard(self, wanted: int | None) -> str:
         """Return the reason for which an island gets no shard, with the remedy."""

@@ -79,6 +79,15 @@ integer of at least 0. Use the same version of fedpax on both sides.
             raise self._error(name, "a dict")
         return value
 
+    def texts(self, name: str, most: int) -> dict[str, str]:
+        """Return short texts by short names, at most `most`; empty if the field is missing."""
+        value = self._header.get(name, {})
+        if not isinstance(value, dict) or len(value) > most:
+            raise self._error(name, f"at most {most} texts by name")
+        for key in value:
+            Request({"name": key}).text("name"), Request(value).text(key)
+        return value
+
     def fragment(self, num_fragments: int) -> int:
         """Return the fragment's number."""
         value = self.count("fragment")

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from fedpax.algorithm import AlgorithmParts, most_phases_ahead
+from fedpax.sites.data_identity import MAX_DATA_SETS
 from fedpax.sites.identity import Identity, find_difference
 from fedpax.sites.members import FREE_SHARD_AFTER, Island, IslandReport, Members, note_merged
 from fedpax.sites.message import Message
@@ -207,7 +208,8 @@ class Syncer:
         # No merge may save its manifest between this one's making and its saving.
         with self._merging, self._lock:
             shard, before = request.optional_count("shard"), self._members.to_json()
-            island = self._members.join(name, peer, folder, incarnation, shard, self._clock())
+            data = request.texts("data", MAX_DATA_SETS)
+            island = self._members.join(name, peer, folder, incarnation, shard, self._clock(), data)
             self._forget_updates_without_shard()
             if name not in self._credits:
                 self._credits[name] = self._new_credit(returns=name in before)

@@ -2,17 +2,27 @@
 
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
 
 import fedpax
+from fedpax.clients.cohort_stream import CohortStream, fingerprint
 from fedpax.parallel.gather import gather_json
 from fedpax.training.configuration import ConfigurationError, flatten, to_json
 from fedpax.training.experiment import Experiment
 from fedpax.training.job_dir import LOCK
 from fedpax.training.saved_rounds import latest_round
+
+SAME_COMMAND = (
+    "Start every process with the same command and the same installation.",
+    "Set a --job_log_dir on a file system that all hosts share.",
+)
+SAME_FILES = (
+    "The processes divide the rows of one stream: each would leave out most of its own documents.",
+    "Give all hosts the same files, in the folder that --data.data_dir names on each of them.",
+)
 
 SECONDS_UNTIL_VISIBLE = 10.0
 """Seconds that network file systems may take to show a file that another host has created."""
@@ -53,11 +63,40 @@ def check_agreement(folder: Path, experiment: Experiment, saved_in: Path | None 
         raise ConfigurationError(difference)
 
 
-def describe_difference(everyone: list[Mapping[str, str]]) -> str | None:
+def check_same_data(cohorts: CohortStream) -> dict[str, str]:
+    """Check that the processes have the same data, of which each reads its own rows.
+
+    With other files under the same name, each process would leave out most of its documents. With
+    one process, nothing is compared.
+
+    Args:
+        cohorts: the stream of cohorts.
+
+    Returns:
+        The fingerprint of the data of this process: see `fedpax.clients.IdentifiedStream`.
+
+    Raises:
+        ConfigurationError: a process differs from process 0; every process of the job raises.
+    """
+    own = fingerprint(cohorts)
+    if jax.process_count() > 1:
+        everyone = gather_json(
+            {f"the data set {name}": text for name, text in own.items()}
+            | {"host": socket.gethostname()}
+        )
+        if difference := describe_difference(everyone, SAME_FILES):
+            raise ConfigurationError(difference)
+    return own
+
+
+def describe_difference(
+    everyone: list[Mapping[str, str]], remedies: Sequence[str] = SAME_COMMAND
+) -> str | None:
     """Describe how processes differ from process 0.
 
     Args:
         everyone: the settings of each process by name, with the name of its `"host"`.
+        remedies: the last lines.
 
     Returns:
         The differences and the remedy in a few lines, or None if there are none.
@@ -87,7 +126,6 @@ def describe_difference(everyone: list[Mapping[str, str]]) -> str | None:
             "The processes of the job differ, expected the same in all of them:",
             *lines[:10],
             *more,
-            "Start every process with the same command and the same installation.",
-            "Set a --job_log_dir on a file system that all hosts share.",
+            *remedies,
         ]
     )

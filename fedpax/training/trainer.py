@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import jax
 
-from fedpax.training.agreement import check_agreement
+from fedpax.training.agreement import check_agreement, check_same_data
 from fedpax.training.begin_from import begin_from
 from fedpax.training.checkpoint import Checkpoints, CheckpointWriteError
 from fedpax.training.checkpoint_dir import (
@@ -181,6 +181,8 @@ def _train(
         check_run(run, type(experiment).__name__)
         run = begin_from(run, training.begin_from)
         enter(jax.set_mesh(run.mesh))
+        if jax.process_count() > 1:  # else the data are opened while the round is compiled
+            check_same_data(run.cohorts)
         retention = Retention(
             training.keep_checkpoints,
             every=training.keep_every,

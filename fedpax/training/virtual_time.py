@@ -11,7 +11,7 @@ from jaxtyping import Float
 
 from fedpax.algorithm import FederatedAlgorithm, Metrics, State
 from fedpax.clients.cohort import Cohort
-from fedpax.clients.cohort_stream import CohortStream
+from fedpax.clients.cohort_stream import CohortStream, fingerprint
 
 VIRTUAL_SECONDS = "virtual_seconds"
 """Name of the metric: the second of simulated time at which a round ends."""
@@ -89,6 +89,10 @@ class ScheduledRounds:
 
     def __iter__(self) -> Iterator[Cohort]:
         return self
+
+    def fingerprint(self) -> dict[str, str]:
+        """Return the fingerprint of the data: see `IdentifiedStream`."""
+        return fingerprint(self._cohorts)
 
     def __next__(self) -> Cohort:
         """Return the cohort of the next round."""

@@ -27,9 +27,15 @@ class Processes:
         self.address = f"127.0.0.1:{free_port()}"
 
     def start(
-        self, command: str, name: str, *more: str, log: str | None = None, **variables: str
+        self,
+        command: str,
+        name: str,
+        *more: str,
+        log: str | None = None,
+        cwd: Path = HERE,
+        **variables: str,
     ) -> subprocess.Popen:
-        """Start a command in the folder `name`, with further environment variables."""
+        """Start a command for the folder `name`, with further environment variables."""
         where = f"--listen={self.address}" if command == "syncer" else f"--syncer={self.address}"
         options = [
             where,
@@ -40,7 +46,7 @@ class Processes:
         with (self.folder / f"{log or name}.log").open("a") as file:
             process = subprocess.Popen(
                 [sys.executable, "-m", "fedpax.main", command, *options, *more],
-                cwd=HERE,
+                cwd=cwd,
                 stdout=file,
                 stderr=file,
                 env=environment | {"JAX_NUM_CPU_DEVICES": "1"} | variables,

@@ -48,12 +48,14 @@ def start(
     ]
 
 
-def start_one(arguments: Sequence[str], variables: dict[str, str] | None) -> subprocess.Popen:
-    """Start fedpax in a folder that has the tests' experiments."""
+def start_one(
+    arguments: Sequence[str], variables: dict[str, str] | None, cwd: Path = HERE
+) -> subprocess.Popen:
+    """Start fedpax, by default in the folder that has the tests' experiments."""
     return subprocess.Popen(
         [*FEDPAX, *arguments],
         env=variables,
-        cwd=HERE,
+        cwd=cwd,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -7,7 +7,8 @@ import chex
 import jax
 import orbax.checkpoint as ocp
 import pytest
-from several_processes import finish, start
+from array_record.python.array_record_module import ArrayRecordWriter
+from several_processes import environment, finish, free_port, start, start_one
 
 from fedpax.commands.options import configure
 from fedpax.parallel.mesh import default_devices
@@ -76,3 +77,26 @@ def test_processes_read_the_rows_of_one_process_and_resume_each_other(tmp_path: 
         if number == 6:
             chex.assert_trees_all_equal(exported, load_params(several))
     chex.assert_trees_all_close(load_params(several), load_params(one), rtol=0, atol=1e-5)
+
+
+def test_processes_with_other_files_of_one_name_are_refused(tmp_path: Path) -> None:
+    """Each would leave out half of its own documents."""
+    dataset = ("--data.dataset=corpus-{split}.array_record",)
+    others = [argument for argument in ARGUMENTS if "stdlib" not in argument]
+    others.remove("--data.mixture")
+    command = ["train", "--exp=diloco_text", f"--job_log_dir={tmp_path / 'run'}", "--multihost"]
+    port, processes = free_port(), []
+    for number in range(2):
+        host = tmp_path / f"host{number}"
+        host.mkdir()
+        for split in ("train", "heldout"):
+            writer = ArrayRecordWriter(f"{host}/corpus-{split}.array_record", "group_size:1")
+            for k in range(200):
+                writer.write(f"document {k} of host {number}".encode())
+            writer.close()
+        whole = [*command, *others, *dataset, "--training.rounds=1"]
+        processes.append(start_one(whole, environment(number, 2, port), host))
+    for status, _, errors in finish(processes):
+        assert status == 2, errors
+        assert "the data set corpus-train.array_record is 200 documents, sample" in errors
+        assert "Give all hosts the same files" in errors

@@ -98,6 +98,13 @@ class CohortRounds:
     def __iter__(self) -> Iterator[Cohort]:
         return self
 
+    def fingerprint(self) -> dict[str, str]:
+        """Return the size of the data and a checksum of a sample, by name."""
+        number = int(self.settings["num_examples"])
+        sample = arrays_fingerprint(self._read(evenly_spaced(number, 256)))
+        clients = f"{len(self._population)} clients {self.settings['population']}"
+        return {str(self.settings["source"]): f"{number} examples, {sample}, {clients}"}
+
     def __next__(self) -> Cohort:
         """Return the cohort of the next round, in new arrays.
 

@@ -20,7 +20,7 @@ from fedpax.data.populations.partition import (
     partition_iid,
 )
 from fedpax.data.rounds.labeled_examples import read_raw, scale_pixels
-from fedpax.data.rounds.stream import check_sizes, check_state, source_name
+from fedpax.data.rounds.stream import arrays_fingerprint, check_sizes, check_state, source_name
 from fedpax.data.shuffle import hash_key, shuffled_index
 
 
@@ -60,6 +60,11 @@ class ExampleRounds:
 
     def __iter__(self) -> Iterator[Cohort]:
         return self
+
+    def fingerprint(self) -> dict[str, str]:
+        """Return the size of the data and a checksum of a sample, by name."""
+        sample = arrays_fingerprint({"image": self._images, "label": self._labels})
+        return {str(self.settings["source"]): f"{len(self._labels)} examples, {sample}"}
 
     def __next__(self) -> Cohort:
         """Return the cohort of the next round, in new arrays."""

@@ -1,6 +1,7 @@
 """FunctionRounds, LazyStream, and the checks of sizes and states that all streams share."""
 
 import functools
+import hashlib
 import os
 import zlib
 from collections.abc import Callable, Mapping
@@ -10,8 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpax.clients.cohort import Cohort
-from fedpax.clients.cohort_stream import CohortStream, IslandStream
-from fedpax.data.populations.partition import Examples
+from fedpax.clients.cohort_stream import CohortStream, IslandStream, fingerprint
+from fedpax.data.populations.partition import Examples, get_field
+from fedpax.data.rounds.shard import read
+
+SAMPLED_DOCUMENTS, SAMPLED_BYTES = 256, 65_536
+"""Documents of a fingerprint, and bytes of each."""
 
 Settings = Mapping[str, int | str]
 """The settings that determine a stream: streams with equal settings give equal cohorts."""
@@ -101,6 +106,10 @@ class LazyStream:
 
         self._open = functools.cache(open_island)
 
+    def fingerprint(self) -> dict[str, str]:
+        """Return the fingerprint of the data, which are opened for it: see `IdentifiedStream`."""
+        return fingerprint(self._open())
+
     def __next__(self) -> Cohort:
         """Return the cohort of the next round."""
         return next(self._open())
@@ -166,6 +175,31 @@ def arrays_fingerprint(arrays: Mapping[str, NDArray[Any]]) -> str:
         for example in values[evenly_spaced(len(values))]:
             value = zlib.crc32(np.asarray(example).tobytes(), value)
     return f"arrays {', '.join(sorted(arrays))}: {value}"
+
+
+def texts_fingerprint(source: Examples, field: str) -> str:
+    """Return a text that identifies the documents of a source: their number and a checksum.
+
+    Args:
+        source: the examples.
+        field: the field with the text.
+
+    Returns:
+        The same text for the same documents. At most 256 evenly spaced documents are read, so large
+        data sets take no longer; the length and the first 64 KiB of each count.
+
+    Example:
+        >>> corpus = [{"text": "to be"}, {"text": b"or not"}]
+        >>> texts_fingerprint(corpus, "text") == texts_fingerprint(corpus[::-1], "text")
+        False
+    """
+    indices = evenly_spaced(len(source), SAMPLED_DOCUMENTS).tolist()
+    checksum = hashlib.sha256()
+    for example in read(source, indices):
+        value = get_field(example, field)
+        text = value if isinstance(value, bytes) else str(value).encode(errors="surrogatepass")
+        checksum.update(len(text).to_bytes(8, "little") + text[:SAMPLED_BYTES])
+    return f"{len(source)} documents, sample {checksum.hexdigest()[:16]}"
 
 
 def qualified_name(function: Callable[..., Any]) -> str:

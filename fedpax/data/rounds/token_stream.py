@@ -18,7 +18,7 @@ from fedpax.data.populations.partition import Examples, Indices
 from fedpax.data.rounds.local_rows import LocalRows, RowMask
 from fedpax.data.rounds.mixture import Mixture, apportion
 from fedpax.data.rounds.shard import DocumentOrder, Position, Shard
-from fedpax.data.rounds.stream import check_state
+from fedpax.data.rounds.stream import check_state, source_name, texts_fingerprint
 from fedpax.data.shuffle import hash_key, shuffled_index
 from fedpax.data.text.packing import Batch, TokenPairs, to_batch
 from fedpax.data.text.tokenizer import Tokenizer
@@ -118,6 +118,14 @@ class TokenRounds:
         places = np.full(rows.shape, -1)  # in this process's arrays
         places[rows] = np.arange(rows.sum())
         self._places = places.transpose(1, 0, 2).ravel()  # steps, islands, batch
+
+    def fingerprint(self) -> dict[str, str]:
+        """Return the number of documents and a checksum of each data set's sample, by name."""
+        if self._by_island:  # the islands have one source
+            own = self._data_sets[0]
+            sample = texts_fingerprint(own.source, own.field)
+            return {source_name(own.source): f"{sample}, partition {self.settings['partition']}"}
+        return {own.name: texts_fingerprint(own.source, own.field) for own in self._data_sets}
 
     def keep_island(self, island: int) -> None:
         """Read only the rows of one island from now on; they are bitwise the same rows.

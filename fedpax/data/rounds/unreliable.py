@@ -67,6 +67,10 @@ class UnreliableRounds:
     def __iter__(self) -> Iterator[Cohort]:
         return self
 
+    def fingerprint(self) -> dict[str, str]:
+        """Return the fingerprint of the data: see `IdentifiedStream`."""
+        return self._rounds.fingerprint()
+
     def __next__(self) -> Cohort:
         """Return the cohort of the next round; clients whose updates are lost have no steps."""
         round_number = int(self._rounds.get_state()["round"])

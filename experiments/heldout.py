@@ -61,7 +61,8 @@ class HeldoutSets(NamedTuple):
 
 
 _FORM = re.compile(
-    r"(?P<name>[\w.+-]+)=(?P<dataset>[^=@#\s]+)(#(?P<field>[^=@#\s]+))?(@(?P<split>[^=@#\s]+))?"
+    r"(?P<name>[\w.+-]+)=(?P<dataset>[^=@#\s]+|.+\.array_record)"
+    r"(#(?P<field>[^=@#\s]+))?(@(?P<split>[^=@#\s]+))?"
 )
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from fedpax.data.rounds.mixture import Weight, check_weights
 
-_ITEM = re.compile(r"(?P<name>[^#=]+)(#(?P<field>[^#=]+))?=(?P<weight>[^#=]+)")
+_ITEM = re.compile(r"(?P<name>[^#=]+|.+\.array_record)(#(?P<field>[^#=/]+))?=(?P<weight>[^#=]+)")
 _REMEDY = "Write NAME=WEIGHT, NAME#FIELD=WEIGHT or NAME=WEIGHT@ROUND,WEIGHT@ROUND,..."
 
 

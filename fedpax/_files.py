@@ -1,6 +1,8 @@
-"""Files that users bring: texts with a byte-order mark, and files that Git LFS has not fetched."""
+"""Files that users bring: paths with patterns, byte-order marks, and pointers of Git LFS."""
 
+import glob
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,3 +37,45 @@ def read_json(path: Path) -> Any:
         ValueError: the file is a Git LFS pointer or is not JSON.
     """
     return json.loads(read_bytes(path).decode())
+
+
+def find_paths(pattern: str | Path) -> list[Path]:
+    """Return the paths that match a pattern, in order.
+
+    A part of the pattern that exists as it is written stands for itself, so a folder can be named
+    `corpus[1]`.
+
+    Args:
+        pattern: a path, whose parts may have the patterns of `glob`, such as `train-*`.
+    """
+    whole = Path(pattern).expanduser()
+    found = [Path(whole.anchor)]
+    for part in whole.parts[bool(whole.anchor) :]:
+        found = [path for folder in found for path in _match(folder, part)]
+    return sorted(found)
+
+
+def _match(folder: Path, part: str) -> list[Path]:
+    if (folder / part).exists():
+        return [folder / part]
+    return [folder / name for name in glob.glob(part, root_dir=folder)]
+
+
+def split_list(text: str, exists: Callable[[str], bool]) -> list[str]:
+    """Split a list at its commas, but for the commas in a name that exists.
+
+    Args:
+        text: names, separated by commas.
+        exists: returns whether a name with commas exists.
+
+    Example:
+        >>> split_list("runs/a,b,runs/c", {"runs/a,b"}.__contains__)
+        ['runs/a,b', 'runs/c']
+    """
+    parts, names = text.split(","), []
+    while parts:
+        joined = (n for n in range(len(parts), 1, -1) if exists(",".join(parts[:n])))
+        count = next(joined, 1)
+        names.append(",".join(parts[:count]))
+        parts = parts[count:]
+    return [name for name in names if name]

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 from absl import flags
 
+from fedpax._files import split_list
 from fedpax.algorithm import RESERVED_METRICS
 from fedpax.commands.options import (
     UsageError,
@@ -49,7 +50,7 @@ def compare(arguments: Sequence[str]) -> int:
         The exit status.
     """
     options, fields = parse("compare", arguments, define_flags)
-    chosen = [name for name in options.exp.split(",") if name]
+    chosen = split_list(options.exp, lambda exp: Path(exp.rpartition(":")[0]).is_file())
     target, names = _find_target(options.target, chosen), expand_groups(chosen)
     if not names:
         raise UsageError(

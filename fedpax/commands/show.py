@@ -6,11 +6,12 @@ from pathlib import Path
 
 from absl import flags
 
+from fedpax._files import split_list
 from fedpax.commands import UsageError
 from fedpax.commands.options import did_you_mean_flag, output_file, parse
 from fedpax.commands.saved_run import existing_folder
 from fedpax.sites.island_table import format_islands, read_islands
-from fedpax.training.configuration import is_remote
+from fedpax.training.configuration import is_remote, resolve_job_log_dir
 from fedpax.training.console import print_error
 from fedpax.training.job_dir import is_in_use
 from fedpax.training.metrics import read_metrics, select
@@ -39,7 +40,7 @@ def show(arguments: Sequence[str]) -> int:
             "--job_log_dir=DIR and --picture=FILE.png alone."
             f"{did_you_mean_flag(options, unknown[:1]) or ' Leave it out.'}"
         )
-    names = [name for text in options.job_log_dir for name in text.split(",") if name]
+    names = [name for text in options.job_log_dir for name in split_list(text, _exists)]
     if not names:
         raise UsageError(
             "--job_log_dir is missing, expected the folders of runs, separated by commas. Give for "
@@ -73,6 +74,10 @@ def show(arguments: Sequence[str]) -> int:
         over: tuple[Axis, ...] = ("items", "bytes_across_placement", "wall_seconds")
         plot_losses(lines, picture, over=over, training_loss=True)
     return 0
+
+
+def _exists(job_log_dir: str) -> bool:
+    return not is_remote(job_log_dir) and resolve_job_log_dir(job_log_dir).exists()
 
 
 def _runs_in(job_log_dir: str) -> list[Path]:

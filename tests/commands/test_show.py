@@ -171,3 +171,16 @@ def test_help_names_the_command(command: Command) -> None:
     for arguments in (("show", "--help"), ("show", "--job_log_dir=x", "-h")):
         status, output, _ = command(*arguments)
         assert status == 0 and "fedpax show --job_log_dir=DIR" in output
+
+
+def test_a_folder_with_a_comma_is_itself(
+    command: Command, regression: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(regression.parent)
+    regression.rename("a,b,")
+    shutil.copytree("a,b,", "c")
+    for names in ("c,a,b,", "a,b,,c", "./a,b,,,c,"):
+        status, output, _ = command("show", f"--job_log_dir={names}")
+        assert status == 0 and len(cells(output)) == 4
+    status, _, errors = command("show", "--job_log_dir=c,b")
+    assert status == 2 and "--job_log_dir=b does not exist" in errors

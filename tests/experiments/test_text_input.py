@@ -13,6 +13,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from numpy.typing import NDArray
 
 from fedpax.commands.options import configure
+from fedpax.experiments.heldout import parse_heldout_sets
 from fedpax.experiments.mixtures import parse_mixture
 from fedpax.experiments.pretrain import Pretraining, pretrain_text
 from fedpax.parallel.mesh import MeshConfig, default_devices
@@ -119,3 +120,12 @@ def test_a_tokenizer_of_another_size_than_the_weights_is_refused() -> None:
     larger = dataclasses.replace(base.model, vocab_size=200)
     with pytest.raises(ValueError, match=r"model.vocab_size=200.*Set --model.vocab_size to at"):
         dataclasses.replace(base, model=larger).read_tokenizer()
+
+
+def test_a_path_may_have_the_signs_of_the_form() -> None:
+    path = "my data@2/date=1#x/{split}.array_record"
+    for suffix, field in (("", None), ("#body", "body")):
+        (item,) = parse_mixture([f"{path}{suffix}=0.5"])
+        assert (item.name, item.field, item.weight) == (path, field, 0.5)
+        (heldout,) = parse_heldout_sets([f"web={path}{suffix}@test"])
+        assert heldout[1:] == (path, field, "test")

@@ -152,7 +152,8 @@ def load(name: str, split: str, *, data_dir: str | os.PathLike[str] | None = Non
               `"federated_stackoverflow"`;
             - any name in TFDS's catalog, such as `"mnist"` or `"wikipedia/20230601.en"`;
             - the path of array_record files, with patterns and with `{split}` in the place of the
-              split: `"corpus/{split}-*.array_record"`. A record is a text in UTF-8 (the field
+              split: `"corpus/{split}-*.array_record"`. A folder or file that exists as it is
+              written is itself. A record is a text in UTF-8 (the field
               `"text"`) or a `tf.train.Example`.
         split: a split's name, or a part of a split in TFDS's notation, such as `"train[:90%]"`.
         data_dir: the folder of prepared data sets. Default None: the environment variable
@@ -194,7 +195,7 @@ def _open_records(pattern: str) -> Source:
     folder = Path(pattern).expanduser().absolute().parent
     try:
         records = TextRecords(pattern)
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError):
         raise
     except Exception as error:
         raise OSError(

@@ -1,9 +1,9 @@
 """Texts in array_record files that TFDS did not prepare."""
 
-import glob
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
+
+from fedpax._files import check_fetched, find_paths
 
 SUFFIX = ".array_record"
 
@@ -17,21 +17,26 @@ class TextRecords(Sequence[dict[str, Any]]):
     decides for all.
 
     Args:
-        pattern: the path of a file, or a pattern such as `"corpus/train-*.array_record"`.
+        pattern: the path of a file, or a pattern such as `"corpus/train-*.array_record"`. A folder
+            or file that exists as it is written is itself.
 
     Raises:
         FileNotFoundError: no file matches.
+        ValueError: a file is a Git LFS pointer.
     """
 
     def __init__(self, pattern: str) -> None:
         from grain.sources import ArrayRecordDataSource  # here because it is slow to import
 
-        self.paths = sorted(glob.glob(str(Path(pattern).expanduser())))
+        found = find_paths(pattern)
+        self.paths = [str(path) for path in found]
         if not self.paths:
             raise FileNotFoundError(
                 f"No file matches {pattern!r}: name files that end with {SUFFIX}. {{split}} in the "
                 "name stands for the split, such as 'corpus/{split}-*.array_record'."
             )
+        for path in found:
+            check_fetched(path)
         self._files = ArrayRecordDataSource(self.paths)
         self._are_examples = len(self._files) > 0 and bool(_features(self._files[0]))
 

@@ -75,3 +75,26 @@ def test_files_that_cannot_be_read_raise(tmp_path: Path) -> None:
     write_records(tmp_path / "empty.array_record", [])
     with pytest.raises(ValueError, match="have no records"):
         load(f"{tmp_path}/empty.array_record", "train")
+
+
+def test_a_folder_that_exists_is_itself(tmp_path: Path) -> None:
+    for name in ("corpus1", "corpus[1]", "corpus*", "corpus1/in?"):
+        (tmp_path / name).mkdir()
+        write_records(tmp_path / name / "train-0.array_record", [name.encode()])
+        write_records(tmp_path / name / "train-[1].array_record", [b"brackets"])
+    for name in ("corpus1", "corpus[1]", "corpus*", "corpus1/in?"):
+        source = load(f"{tmp_path}/{name}/{{split}}-*.array_record", "train")
+        assert [x["text"] for x in source] == [name.encode(), b"brackets"]
+        one = load(f"{tmp_path}/{name}/train-[1].array_record", "train")
+        assert [x["text"] for x in one] == [b"brackets"]
+    several = load(f"{tmp_path}/c?rpus[[1]*/train-0.array_record", "train")
+    assert {x["text"] for x in several} == {b"corpus1", b"corpus[1]"}
+    with pytest.raises(FileNotFoundError, match="No file matches"):
+        load(f"{tmp_path}/corpus[2]/train-*.array_record", "train")
+
+
+def test_a_git_lfs_pointer_is_called_one(tmp_path: Path) -> None:
+    path = tmp_path / "train-0.array_record"
+    path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(ValueError, match=r"train-0\.\w+ is a Git LFS pointer.*git lfs pull"):
+        load(f"{tmp_path}/{{split}}-*.array_record", "train")

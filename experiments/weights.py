@@ -6,9 +6,9 @@ from pathlib import Path
 
 import jax
 
-from fedpax._files import read_json
 from fedpax.algorithm import Params
 from fedpax.data.text.end_of_document import SOURCES, named_end
+from fedpax.files import read_json
 from fedpax.models import huggingface
 from fedpax.models.huggingface import load_config, load_params
 from fedpax.models.huggingface.config import differing_fields, to_entries

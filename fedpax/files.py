@@ -18,6 +18,10 @@ JSON_BYTES = 1 << 28
 NESTING = 100
 """The deepest nesting of JSON that is read; a configuration has about five levels."""
 
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+"""What some programs write at the start of a text in UTF-8; `read_json` reads past it."""
+
+_POINTER = b"version https://git-lfs.github.com/spec/"
 _KINDS = {
     stat.S_IFIFO: "a pipe",
     stat.S_IFSOCK: "a socket",
@@ -40,6 +44,7 @@ def read_file(path: PurePath, max_bytes: int = JSON_BYTES) -> bytes:
 
     Raises:
         OSError: the file is missing, is no regular file, is too large, or cannot be read.
+        ValueError: it is a pointer of Git LFS.
 
     Example:
         >>> import tempfile
@@ -66,7 +71,35 @@ def read_file(path: PurePath, max_bytes: int = JSON_BYTES) -> bytes:
         content = reader.read(max_bytes + 1)
     if len(content) > max_bytes:  # such as files in /proc, whose size is unknown
         raise _error(f"it has more than {max_bytes} bytes", path)
+    _check_is_content(content[: len(_POINTER)], path)
     return content
+
+
+def check_fetched(path: Path) -> None:
+    """Raise a ValueError if Git LFS has left a pointer in the place of a file's content.
+
+    Args:
+        path: the file, which another library reads.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "a"
+        >>> _ = path.write_text("version https://git-lfs.github.com/spec/v1")
+        >>> check_fetched(path)
+        Traceback (most recent call last):
+            ...
+        ValueError: ...a is a Git LFS pointer, expected the content of the file. Run `git lfs ...
+    """
+    with path.open("rb") as file:
+        _check_is_content(file.read(len(_POINTER)), path)
+
+
+def _check_is_content(start: bytes, path: Path) -> None:
+    if start == _POINTER:
+        raise ValueError(
+            f"{path} is a Git LFS pointer, expected the content of the file. Run `git lfs pull` in "
+            f"{path.absolute().parent}, or download the file again"
+        )
 
 
 def parse_json(text: str | bytes) -> Any:

@@ -10,7 +10,6 @@ from pathlib import Path
 import jax
 from absl import flags
 
-from fedpax._files import split_list
 from fedpax.algorithm import RESERVED_METRICS
 from fedpax.commands.options import (
     UsageError,
@@ -22,6 +21,7 @@ from fedpax.commands.options import (
 )
 from fedpax.commands.saved_run import build_run
 from fedpax.experiments.catalog import expand_groups, find_group, groups
+from fedpax.paths import split_list
 from fedpax.training.checkpoint_dir import refuse_checkpoint_dir
 from fedpax.training.compare import write_comparison
 from fedpax.training.configuration import ConfigurationError, resolve_job_log_dir

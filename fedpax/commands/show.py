@@ -6,10 +6,10 @@ from pathlib import Path
 
 from absl import flags
 
-from fedpax._files import split_list
 from fedpax.commands import UsageError
 from fedpax.commands.options import did_you_mean_flag, output_file, parse
 from fedpax.commands.saved_run import existing_folder
+from fedpax.paths import split_list
 from fedpax.sites.island_table import format_islands, read_islands
 from fedpax.training.configuration import is_remote, resolve_job_log_dir
 from fedpax.training.console import print_error

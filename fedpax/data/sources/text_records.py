@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from fedpax._files import check_fetched, find_paths
+from fedpax.files import check_fetched
+from fedpax.paths import find_paths
 
 SUFFIX = ".array_record"
 

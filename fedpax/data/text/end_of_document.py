@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from fedpax._files import read_json
 from fedpax.data.text.vocabulary import Vocabulary
+from fedpax.files import read_json
 
 # The files of a Hugging Face folder that name the token, with the entry, in order of preference.
 SOURCES = {
@@ -62,7 +62,7 @@ def named_end(path: Path) -> tuple[Path, str | int] | None:
 def _entries(file: Path) -> dict[str, Any]:
     try:
         entries = read_json(file)
-    except (ValueError, OSError, RecursionError) as error:
+    except (ValueError, OSError) as error:
         raise ValueError(
             f"{file}, which can name the token that ends a document, cannot be read ({error}). "
             f"Correct the file. {_REMEDY}"

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fedpax._files import read_bytes
 from fedpax.data.text.byte_tokenizer import SEPARATOR, VOCAB_SIZE, decode, encode
 from fedpax.data.text.end_of_document import end_of_document as find_end
 from fedpax.data.text.packing import Tokens
 from fedpax.data.text.sentencepiece_model import read_sentencepiece
 from fedpax.data.text.tokenizer_json import read_tokenizer_json
 from fedpax.data.text.vocabulary import Vocabulary, changed_text
+from fedpax.files import BYTE_ORDER_MARK, read_file
 
 END_OF_DOCUMENT = "<|end_of_text|>"
 """The name of the end-of-document token that `train_tokenizer` gives."""
@@ -114,7 +114,7 @@ def load_tokenizer(name: str, *, end_of_document: str | None = None) -> Tokenize
             f"tokenizer={name!r}: there is no such file. Pass the path of a tokenizer.json or of a "
             "SentencePiece model, or 'bytes'."
         )
-    content = read_bytes(path)
+    content = read_file(path).removeprefix(BYTE_ORDER_MARK)
     vocabulary = _read(name, content)
     if vocabulary.size > _MOST_TOKENS:
         raise ValueError(

@@ -46,7 +46,7 @@ fedpax: federated and multi-island training on JAX
       Show how the clients of an experiment differ in the amounts and labels of their examples.
   fedpax syncer --exp=NAME --listen=HOST:PORT --job_log_dir=DIR [--certificates=DIR]
                 [--heartbeat_seconds=1] [--free_shard_after=1800] [--islands_per_certificate=1]
-                [--goodbye_seconds=15] [--FIELD=VALUE ...]
+                [--goodbye_seconds=15] [--allow_older_state] [--FIELD=VALUE ...]
       Hold the outer model of an experiment whose islands are processes of their own, and merge
       their updates. Needs no accelerator; resumes after its last merge. An island keeps its name
       for the run, and its shard until it is silent for --free_shard_after seconds. At the end the

@@ -46,6 +46,7 @@ def syncer(arguments: Sequence[str]) -> int:
         free_shard_after=options.free_shard_after,
         islands_per_certificate=options.islands_per_certificate,
         goodbye_seconds=options.goodbye_seconds,
+        allow_older_state=options.allow_older_state,
     )
     completed = f"{result.rounds} of {experiment.training.rounds} rounds"
     if result.signal is not None:
@@ -89,5 +90,11 @@ def define_flags(options: flags.FlagValues) -> None:
         15.0,
         "Seconds after the end in which islands can learn it.",
         lower_bound=0.0,
+        flag_values=options,
+    )
+    flags.DEFINE_boolean(
+        "allow_older_state",
+        False,
+        "Continue from a saved state that is older than the newest merge, such as a copy.",
         flag_values=options,
     )

@@ -1,7 +1,7 @@
 """An island: takes inner steps, sends its progress, and adds the merged fragments to its model."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import chex
@@ -29,6 +29,8 @@ class Island:
         shard: the island's shard when it starts.
         process: identifies this process, the `incarnation` of its messages.
         tokens_per_step: tokens of an inner step.
+        on_discard: called with the number of unsent steps that the island discards, because the
+            syncer has restored an older state. Default: do nothing.
 
     Attributes:
         shard: the island's shard; after a wait for a free one it can be another one.
@@ -48,7 +50,9 @@ class Island:
         shard: int,
         process: str,
         tokens_per_step: float,
+        on_discard: Callable[[int], None] = lambda steps: None,
     ) -> None:
+        self._on_discard = on_discard
         self._parts, self._model, self._link = parts, model, link
         self.shard, self._process, self._tokens = shard, process, tokens_per_step
         self._phases_since_merge = 0
@@ -109,6 +113,9 @@ class Island:
         self.news = self._link.hear()
         if self.news.shard is not None:
             self.shard = self.news.shard
+        if self.news.discard:
+            self._discard()
+        self.ledger.epoch = self.news.epoch
         for reason, merge in self.news.dropped:
             self.ledger.was_dropped(merge)
             self.dropped[reason] = self.dropped.get(reason, 0) + 1
@@ -117,6 +124,13 @@ class Island:
             self.state = self._model.receive(self.state, fragment.number, fragment.arrays)
             self.ledger.received(fragment.number, fragment.version)
             self._phases_since_merge = 0
+
+    def _discard(self) -> None:
+        """Discard what belongs to merges that the syncer has lost; its model comes anew."""
+        self._on_discard(max(fragment.steps for fragment in self.ledger.fragments))
+        self.state = self._model.forget(self.state, frozenset(range(len(self.ledger.fragments))))
+        self.ledger.discard()
+        self._unsent, self._report, self._phases_since_merge = [], None, 0
 
     def train(self, batches: chex.ArrayTree, start: int = 0, *frozen: Any) -> Report:
         """Take the S inner steps of a phase, and send a fragment if its merge is due.

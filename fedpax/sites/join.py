@@ -204,9 +204,10 @@ def _join(
     ):
         model = LocalModel(run)
         position: Any = checkpoints.restore_position().stream if first else {}
-        versions = [-1] * len(model.formats)
+        versions, epoch = [-1] * len(model.formats), None
         if first:
             versions = [fragment["version"] for fragment in position["ledger"]["fragments"]]
+            epoch = position["ledger"].get("epoch")
         link = None
         if connection is not None:
             connection.max_message_bytes = largest_message(model.formats)
@@ -217,7 +218,7 @@ def _join(
                 if header["run"] is not None:
                     _write_member(folder, _Member(header["folder"], header["run"], finished=True))
 
-            link = Link(connection.call, header, model.formats, versions, record_end)
+            link = Link(connection.call, header, model.formats, versions, record_end, epoch)
         exchange = Exchange(link, channel, preemption)
         stack.callback(exchange.close)
         member = exchange.join(_patience(progress), give_up_after)
@@ -251,6 +252,10 @@ def _join(
             shard=member.shard,
             process=header["incarnation"],
             tokens_per_step=rate,
+            on_discard=lambda steps: progress.note(
+                f"the syncer has restored an older state: discards {steps} unsent steps, and takes "
+                "its model"
+            ),
         )
         if first:
             progress.note(f"resuming after its round {first}")

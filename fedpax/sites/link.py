@@ -57,6 +57,9 @@ class News(NamedTuple):
         stop: whether a signal asks the island to save and stop.
         silent_seconds: seconds since the last answer of the syncer, or since the start.
         shard: the island's shard; None before it has one, or after another island has taken it.
+        epoch: the epoch of the syncer in which the island last joined.
+        discard: whether the island must discard its unsent progress and take the syncer's model,
+            because the syncer has restored an older state. It comes before `fragments`.
     """
 
     merges: int = 0
@@ -68,6 +71,8 @@ class News(NamedTuple):
     stop: bool = False
     silent_seconds: float = 0.0
     shard: int | None = None
+    epoch: str | None = None
+    discard: bool = False
 
 
 class Membership(NamedTuple):
@@ -113,6 +118,7 @@ class Link:
         versions: the versions of the fragments that the island has already; -1 for none.
         on_end: called in a thread of the exchange when an answer says that the syncer has done all
             merges, before the syncer is told that the island knows it. Default None.
+        epoch: the epoch of the syncer in which the island received `versions`. Default None.
 
     Attributes:
         merges: number of merges that the syncer has done, as far as known.
@@ -132,8 +138,10 @@ class Link:
         formats: list[FragmentFormat],
         versions: list[int],
         on_end: Callable[[], None] | None = None,
+        epoch: str | None = None,
     ) -> None:
         self._on_end = on_end
+        self._epoch, self._discard = epoch, False
         self._call, self._identity, self._formats = call, identity, formats
         self._versions = list(versions)
         self._lock = threading.Lock()
@@ -164,6 +172,7 @@ class Link:
         with self._lock:
             arrived, self._inbox = self._inbox, []
             dropped, self._dropped = self._dropped, []
+            discard, self._discard = self._discard, False
             self._arrived.clear()
             acknowledged = all(update.acknowledged for update in self._outbox.values())
             return News(
@@ -175,6 +184,8 @@ class Link:
                 dropped=dropped,
                 silent_seconds=time.monotonic() - self._last_answer,
                 shard=self.shard,
+                epoch=self._epoch,
+                discard=discard,
             )
 
     def prepare(self, arrays: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
@@ -196,7 +207,8 @@ class Link:
             arrays: the arrays of the update, which may still be computed.
         """
         with self._lock:
-            self._outbox[header["sequence"]] = _Outgoing(dict(header), arrays)
+            if not self._discard:  # else it has progress that the island is about to discard
+                self._outbox[header["sequence"]] = _Outgoing(dict(header), arrays)
         self._wake.set()
 
     def report(self, steps: int, seconds_per_update: float) -> None:
@@ -240,7 +252,8 @@ class Link:
             WaitingError: it has no free shard.
             DisconnectedError: it does not answer.
         """
-        header = self._request("join", **self._identity).header
+        known = {"epoch": self._epoch, "versions": self._versions}
+        header = self._request("join", **self._identity, **known).header
         if header["status"] == "wait":
             self.shard = None
             raise WaitingError(header["reason"])
@@ -249,6 +262,11 @@ class Link:
         with self._lock:
             for update in self._outbox.values():
                 update.acknowledged = False
+            self._epoch = header.get("epoch")
+            if header.get("discard"):
+                self._outbox, self._inbox, self._dropped = {}, [], []
+                self._versions, self._discard = [-1] * len(self._versions), True
+                self._arrived.set()
         self.heartbeat_seconds, self._joined = header["heartbeat_seconds"], True
         self.shard = header["shard"]
         received = {int(p): (process, n) for p, (process, n) in header["received"].items()}

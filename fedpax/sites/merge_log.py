@@ -1,7 +1,7 @@
 """The log of a syncer's merges: a line for each merge, with all of its updates."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ def read_merges(job_log_dir: str | Path) -> list[dict[str, Any]]:
         `loss`, `late`, `staleness`, `metrics` (as in `MergeReport`) and `updates`, each with
         `island`, `incarnation` (its process), `sequence` (the update's number in this process),
         `steps` (inner steps), `tokens`, `base` and `count` (the island's number of merges of the
-        fragment at the update's first step, and when it was encoded). Empty if there is no file.
+        fragment at the update's first step, and when it was encoded), and `record`, the
+        identifier of the syncer's state after the merge. Empty if there is no file.
         Damaged lines, and an incomplete last one, of a killed syncer, are left out.
 
     Raises:
@@ -35,7 +36,7 @@ def read_merges(job_log_dir: str | Path) -> list[dict[str, Any]]:
         >>> folder = Path(tempfile.mkdtemp())
         >>> append_merge(folder, {"merge": 1, "fragment": 0, "time": 5.0, "updates": []})
         >>> append_merge(folder, {"merge": 2, "fragment": 1, "time": 6.0, "updates": []})
-        >>> forget_merges(folder, after=1)
+        >>> restore_merges(folder, 1, [])
         >>> [merge["merge"] for merge in read_merges(folder)]
         [1]
     """
@@ -43,7 +44,7 @@ def read_merges(job_log_dir: str | Path) -> list[dict[str, Any]]:
 
 
 def append_merge(job_log_dir: Path, merge: Mapping[str, Any]) -> None:
-    """Append a line, before the state of the syncer that includes this merge is saved.
+    """Append a line, after the state of the syncer that includes this merge is saved.
 
     The line survives the death of the process. After a power failure the last lines can be missing.
 
@@ -58,23 +59,25 @@ def append_merge(job_log_dir: Path, merge: Mapping[str, Any]) -> None:
         file.write(json.dumps(merge) + "\n")
 
 
-def forget_merges(job_log_dir: Path, after: int) -> None:
-    """Remove the merges that the syncer's saved state does not include.
+def restore_merges(job_log_dir: Path, last: int, known: Sequence[Mapping[str, Any]]) -> None:
+    """Remove the merges that the syncer's saved state does not include, and add missing ones.
 
     Args:
         job_log_dir: the run's folder.
-        after: number of merges in the saved state.
+        last: number of merges in the saved state.
+        known: the lines of merges in the saved state's journals.
     """
     path = job_log_dir / FILE
-    if path.exists():
-        merges, damaged = _read(path)
-        if damaged:
-            print_error(
-                f"{path}: {name_lines(damaged)} cannot be read (expected a JSON object with merge) "
-                "and will be removed; all other lines are kept."
-            )
-        kept = [merge for merge in merges if merge["merge"] <= after]
-        write_atomically(path, "".join(json.dumps(merge) + "\n" for merge in kept))
+    merges, damaged = _read(path)
+    if damaged:
+        print_error(
+            f"{path}: {name_lines(damaged)} cannot be read (expected a JSON object with merge) "
+            "and will be removed; all other lines are kept."
+        )
+    kept = {merge["merge"]: merge for merge in [*known, *merges] if merge["merge"] <= last}
+    if kept or path.exists():
+        lines = [json.dumps(kept[number]) + "\n" for number in sorted(kept)]
+        write_atomically(path, "".join(lines))
 
 
 def _read(path: Path) -> tuple[list[dict[str, Any]], list[int]]:

@@ -38,6 +38,12 @@ class Ledger:
         num_fragments: P.
         steps_per_sync: S.
 
+    Attributes:
+        fragments: the progress of each fragment.
+        sequence: number of updates so far.
+        last_merge: the newest merge that an update was for; -1 for none.
+        epoch: the epoch of the syncer in which the island last joined.
+
     Example:
         >>> ledger = Ledger(num_fragments=2, steps_per_sync=4)
         >>> ledger.add_steps(4, tokens=64.0)
@@ -54,6 +60,7 @@ class Ledger:
         self.fragments = [FragmentLedger() for _ in range(num_fragments)]
         self.sequence = 0
         self.last_merge = -1
+        self.epoch: str | None = None
         self._starved = 2 * num_fragments * steps_per_sync
 
     def add_steps(self, steps: int, tokens: float) -> None:
@@ -100,6 +107,13 @@ class Ledger:
         if not fragment.steps:
             fragment.base = version
 
+    def discard(self) -> None:
+        """Forget the unsent steps, and the outer parameters that the island has."""
+        for fragment in self.fragments:
+            fragment.version = -1
+            fragment.forget()
+        self.last_merge = -1
+
     def versions(self) -> list[int]:
         """Return the version of each fragment."""
         return [fragment.version for fragment in self.fragments]
@@ -109,12 +123,14 @@ class Ledger:
         return {
             "sequence": self.sequence,
             "last_merge": self.last_merge,
+            "epoch": self.epoch,
             "fragments": [dataclasses.asdict(fragment) for fragment in self.fragments],
         }
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Restore a ledger from the result of `to_json`."""
         self.sequence, self.last_merge = saved["sequence"], saved["last_merge"]
+        self.epoch = saved.get("epoch")
         self.fragments = [
             FragmentLedger(**{**fragment, "last_sent": tuple(fragment["last_sent"])})
             for fragment in saved["fragments"]

@@ -21,7 +21,7 @@ from fedpax.sites.merge_log import read_merges
 from fedpax.sites.outer_model import FragmentState, OuterModel
 from fedpax.sites.round_log import RoundLog
 from fedpax.sites.syncer import Syncer
-from fedpax.sites.syncer_store import FOLDER, DamagedStateError, SyncerStore
+from fedpax.sites.syncer_store import SyncerStore
 from fedpax.sites.transport import serve
 from fedpax.sites.updates import MergeReport
 from fedpax.training.begin_from import begin_from
@@ -97,6 +97,7 @@ def run_syncer(
     free_shard_after: float = FREE_SHARD_AFTER,
     islands_per_certificate: int = 1,
     goodbye_seconds: float = 15.0,
+    allow_older_state: bool = False,
 ) -> SyncerResult:
     """Serve the outer model of an experiment to islands, until all of its merges are done.
 
@@ -123,6 +124,8 @@ def run_syncer(
             take its shard. Default 1800.0.
         islands_per_certificate: the most islands of one certificate. Default 1.
         goodbye_seconds: seconds after the end in which islands can learn it. Default 15.0.
+        allow_older_state: whether the run may continue from a saved state that is older than the
+            newest merge in `merges.jsonl`, such as a restored copy. Default False.
 
     Returns:
         The number of completed rounds, and the signal that stopped the call.
@@ -130,7 +133,7 @@ def run_syncer(
     Raises:
         ConfigurationError: the folder holds another configuration, or another process uses it; or
             the method cannot be divided into parts.
-        DamagedStateError: the saved state is damaged or missing.
+        DamagedStateError: the saved state is damaged, missing, or not the newest one.
         NonFiniteError: a merge made a parameter NaN or infinite.
         OSError: the state cannot be saved, or the address is in use.
         ValueError: the address is malformed, or certificates are missing or cannot be used.
@@ -140,13 +143,8 @@ def run_syncer(
     with JobDirLock(folder):
         check_configuration(folder, experiment, exp, allow_config_change=allow_config_change)
         rounds, checkpoint = experiment.training.rounds, latest_round(folder) or 0
-        store = SyncerStore(folder)
-        if checkpoint and store.is_empty:
-            raise DamagedStateError(
-                f"{folder} holds the outer model of round {checkpoint}, but no state of the syncer "
-                f"in {folder / FOLDER}, expected both. Restore {folder / FOLDER} from a copy, or "
-                "start in an empty --job_log_dir."
-            )
+        store = SyncerStore(folder, allow_older=allow_older_state)
+        store.check_presence()
         run = build_parts(experiment, MeshConfig(), exp)
         parts = run.algorithm.parts
         assert parts is not None

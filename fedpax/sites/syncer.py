@@ -1,5 +1,7 @@
 """The syncer: answers islands, and merges a fragment when a quorum has sent it."""
 
+import copy
+import logging
 import math
 import secrets
 import threading
@@ -12,6 +14,7 @@ import numpy as np
 
 from fedpax.algorithm import AlgorithmParts, most_phases_ahead
 from fedpax.sites.data_identity import MAX_DATA_SETS
+from fedpax.sites.epochs import Epochs
 from fedpax.sites.identity import Identity, find_difference
 from fedpax.sites.members import FREE_SHARD_AFTER, Island, IslandReport, Members, note_merged
 from fedpax.sites.message import Message
@@ -34,6 +37,8 @@ from fedpax.training.logging import NonFiniteError
 
 MAX_WAITING = 16
 """Largest number of updates of one island and fragment that wait for a merge."""
+
+_logger = logging.getLogger(__name__)
 
 
 class Syncer:
@@ -104,13 +109,17 @@ class Syncer:
         self._merging_fragment: int | None = None
         self.merges, self.run, self.totals = 0, secrets.token_hex(8), Totals()
         self.failure: Exception | None = None
+        self._epochs = Epochs(len(model.fragments))
         saved = store and store.load(model)
         if saved:
             self.merges, self.run = saved["merges"], saved["run"]
+            self._epochs = Epochs(len(model.fragments), saved["epochs"], self.merges)
             self.totals = Totals(**saved["totals"])
             self._members.restore(saved["islands"], self._clock())
             for island in self._members:
                 island.heard_end = island.heard_end and self.finished
+            assert store is not None
+            store.save_manifest(self._manifest())  # the epoch, before an island hears of it
         elif store:
             store.save_all(model, self._manifest())
 
@@ -170,10 +179,7 @@ class Syncer:
                 return Message({"status": "join"})
             island.left = kind == "leave"
             island.saw(self._clock(), request.count("steps"))
-            is_new, island.heard_end = heard_end and not island.heard_end, heard_end
-            # Before the answer: then the island exits, and a restarted syncer would wait for it.
-            if is_new and self._store:
-                self._store.save_manifest(self._manifest())
+            self._note_end(island, heard_end)
             # Under the same lock: an island knows the end if the answer says that it is finished.
             if kind == "leave":
                 return self._answer(island)
@@ -192,6 +198,19 @@ class Syncer:
             finally:
                 self._merging.release()
 
+    def _note_end(self, island: Island, heard_end: bool) -> None:
+        """Note whether an island knows the end; it is saved before the island's answer.
+
+        After the answer the island exits, and a restarted syncer would wait for it.
+        """
+        before, island.heard_end = island.heard_end, heard_end
+        if heard_end and not before and self._store:
+            try:
+                self._store.save_manifest(self._manifest())
+            except BaseException:
+                island.heard_end = before
+                raise
+
     # Messages, in the order in which an island sends them.
 
     def _join(self, peer: str, request: Request) -> Message:
@@ -209,18 +228,16 @@ class Syncer:
         with self._merging, self._lock:
             shard, before = request.optional_count("shard"), self._members.to_json()
             data = request.texts("data", MAX_DATA_SETS)
-            island = self._members.join(name, peer, folder, incarnation, shard, self._clock(), data)
+            island = self._admit(name, peer, folder, incarnation, shard, self._clock(), data)
             self._forget_updates_without_shard()
             if name not in self._credits:
                 self._credits[name] = self._new_credit(returns=name in before)
             elif incarnation not in before[name]["incarnations"]:
                 self._credits[name].add_merge()
-            # Else a syncer that restarts would give its shard to another one.
-            if self._store and self._members.to_json() != before:
-                self._store.save_manifest(self._manifest())
             if island.shard is None and not self.finished:
                 reason = self._members.why_no_shard(shard)
                 return self._answer(island, status="wait", reason=reason)
+            discard = self._is_of_another_history(request, island)
             return self._answer(
                 island,
                 run=self.run,
@@ -229,7 +246,43 @@ class Syncer:
                 shard=island.shard,
                 heartbeat_seconds=self._heartbeat,
                 received=self._newest_updates(island),
+                epoch=self._epochs.current,
+                discard=discard,
             )
+
+    def _admit(self, name: str, *asked: Any) -> Island:
+        """Add an island to the members, as `Members.join` does, after it is saved with them.
+
+        Else a syncer that restarts would give its shard to another one.
+        """
+        members = copy.deepcopy(self._members)
+        members.join(name, *asked)
+        islands = members.to_json()
+        if self._store and islands != self._members.to_json():
+            try:
+                self._store.save_manifest(self._manifest() | {"islands": islands})
+            except OSError as error:
+                reason = error.strerror or error
+                raise RefusedError(
+                    f"the syncer cannot save that island {name!r} joins ({reason}), "
+                    "expected free space on its disk. Free some at the syncer, then start the "
+                    "same command again."
+                ) from error
+        return self._members.join(name, *asked)
+
+    def _is_of_another_history(self, request: Request, island: Island) -> bool:
+        """Return whether an island has merges that were lost with a newer state of this run."""
+        if (epoch := request.optional_text("epoch")) is None:
+            return False
+        versions = request.versions(len(self._model.fragments))
+        if self._epochs.include(epoch, versions, self.merges):
+            return False
+        _logger.warning(
+            "island %r has merges that are not in this state of the run, which was restored from "
+            "an older copy: it is told to take the model, and to discard its unsent steps",
+            island.name,
+        )
+        return True
 
     def _newest_updates(self, island: Island) -> dict[str, list[Any]]:
         """Return process and sequence number of the newest update of each fragment."""
@@ -405,6 +458,7 @@ class Syncer:
     def _manifest(self) -> dict[str, Any]:
         return {
             "run": self.run,
+            "epochs": self._epochs.to_json(),
             "merges": self.merges,
             "versions": [state.version for state in self._model.fragments],
             "islands": self._members.to_json(),

@@ -1,18 +1,23 @@
 """The saved state of a syncer: a journal of its merges for each round."""
 
-from collections.abc import Iterable, Mapping
+import json
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
+from fedpax.sites.island_table import read_islands
 from fedpax.sites.journal import Journal, flush_folder, read_journal
-from fedpax.sites.merge_log import append_merge, forget_merges
+from fedpax.sites.merge_log import FILE as MERGES
+from fedpax.sites.merge_log import append_merge, read_merges, restore_merges
 from fedpax.sites.message import Message, MessageError
 from fedpax.sites.outer_model import FragmentState, OuterModel
+from fedpax.training.saved_rounds import latest_round
 
 FOLDER = "syncer"
-VERSION = 2
+VERSION = 3
 KEPT = 2
 """Number of complete journals that stay beside the current one. One is enough to resume. With two,
 a copy of the folder may take as long as a round."""
@@ -22,7 +27,7 @@ LOGGED = ("island", "incarnation", "sequence", "steps", "tokens", "base", "count
 
 
 class DamagedStateError(OSError):
-    """A syncer's saved state that cannot be read; the message names the remedy."""
+    """A syncer's saved state that is damaged, missing or old; the message names the remedy."""
 
 
 class SyncerStore:
@@ -34,17 +39,25 @@ class SyncerStore:
     moment leaves the state before the merge or after it. A copy of the folder that is made during
     the run holds the state of a moment, if less than one round passes meanwhile.
 
+    A missing, cut, renamed or replaced file is noticed. Each record has an identifier and that of
+    the record before it, a journal has the number of its records, and `merges.jsonl`, outside of
+    the folder, has the identifier of each merge. A merge is written to `merges.jsonl` after its
+    state: a process that is killed can leave a line less, never a line more.
+
     Args:
         job_log_dir: the run's folder.
+        allow_older: whether `load` may restore a state that is older than `merges.jsonl`.
 
     Attributes:
         flushes: number of flushes of this process to the disk.
         written_bytes: number of bytes that this process has written.
     """
 
-    def __init__(self, job_log_dir: Path) -> None:
-        self._folder = job_log_dir / FOLDER
+    def __init__(self, job_log_dir: Path, allow_older: bool = False) -> None:
+        self._folder, self._allow_older = job_log_dir / FOLDER, allow_older
         self._journal: Journal | None = None
+        self._newest: str | None = None  # the record
+        self._line: dict[str, Any] = {}  # of the next merge
         self._before = (0, 0)
 
     @property
@@ -57,25 +70,44 @@ class SyncerStore:
         """Number of bytes that this process has written."""
         return self._before[1] + (self._journal.written_bytes if self._journal else 0)
 
-    @property
-    def is_empty(self) -> bool:
-        """Tell whether nothing was saved."""
-        return not self._journals()
-
-    def log(self, merge: Mapping[str, Any], updates: Iterable[NamedTuple]) -> None:
-        """Append a merge to `merges.jsonl`, with its updates without their arrays.
-
-        If the process is killed before the merge is saved, `load` removes the merge again.
+    def check_presence(self) -> None:
+        """Check that a run's folder without a saved state has had none.
 
         Raises:
-            OSError: the line cannot be written.
+            DamagedStateError: the folder tells of a state that is not there.
+        """
+        folder = self._folder.parent
+        if self._journals():
+            return
+        merges, checkpoint = read_merges(folder), latest_round(folder)
+        names = [island.name for island in read_islands(folder)]
+        signs = (
+            *([f"the outer model of round {checkpoint}"] if checkpoint else ()),
+            *([f"merge {merges[-1]['merge']} in {MERGES}"] if merges else ()),
+            *([f"the islands {', '.join(names)[:200]}"] if names else ()),
+        )
+        if signs:
+            raise DamagedStateError(
+                f"{folder} holds {' and '.join(signs)}, but no state of the syncer in "
+                f"{self._folder}, expected both. Restore {self._folder} from a copy, or start in "
+                "an empty --job_log_dir."
+            )
+
+    def log(self, merge: Mapping[str, Any], updates: Iterable[NamedTuple]) -> None:
+        """Set the line of `merges.jsonl` of the merge that `save` saves next.
+
+        Args:
+            merge: JSON values.
+            updates: the merge's updates; their arrays are left out.
         """
         fields = [update._asdict() for update in updates]
-        content = [{name: own[name] for name in LOGGED} for own in fields]
-        append_merge(self._folder.parent, {**merge, "updates": content})
+        self._line = dict(merge)
+        self._line["updates"] = [{name: own[name] for name in LOGGED} for own in fields]
 
     def save(self, p: int, state: FragmentState, manifest: Mapping[str, Any]) -> None:
-        """Save one fragment and the manifest; both are on the disk when this returns.
+        """Save a merge: one fragment and the manifest; both are on the disk when this returns.
+
+        Then the merge is appended to `merges.jsonl`.
 
         Args:
             p: the fragment.
@@ -91,7 +123,9 @@ class SyncerStore:
             self._open(path)
             for old in self._journals()[: -1 - KEPT]:
                 old.unlink(missing_ok=True)
-        self._journal.append(_message(p, state, manifest))
+        line = {**self._line, "record": secrets.token_hex(8)}
+        self._append([_message(p, state, manifest, {"merge": json.dumps(line)})], line["record"])
+        append_merge(self._folder.parent, line)
 
     def save_manifest(self, manifest: Mapping[str, Any]) -> None:
         """Save the manifest alone, with the versions of saved fragments.
@@ -99,8 +133,7 @@ class SyncerStore:
         Raises:
             OSError: it cannot be written.
         """
-        assert self._journal is not None
-        self._journal.append(Message({"format": VERSION, "manifest": dict(manifest)}))
+        self._append([Message({"manifest": dict(manifest)})])
 
     def save_all(self, model: OuterModel, manifest: Mapping[str, Any]) -> None:
         """Save all fragments and the manifest, in a folder without a saved state.
@@ -109,15 +142,17 @@ class SyncerStore:
             OSError: they cannot be written.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
-        path, draft = self._path(0), self._folder / "draft"
+        path = self._path(0)
+        draft = path.with_suffix(".draft")
         draft.unlink(missing_ok=True)
-        journal = Journal(draft)
-        journal.append(*(_message(p, own, manifest) for p, own in enumerate(model.fragments)))
-        journal.close()
+        self._journal = Journal(draft)
+        self._append([_message(p, own, manifest) for p, own in enumerate(model.fragments)])
+        records, size = len(model.fragments), draft.stat().st_size
+        self.close()
         draft.replace(path)
         flush_folder(self._folder)
         flush_folder(self._folder.parent)
-        self._open(path, path.stat().st_size)
+        self._open(path, size, records)
 
     def load(self, model: OuterModel) -> dict[str, Any] | None:
         """Restore the fragments of a model, and return the manifest.
@@ -129,25 +164,32 @@ class SyncerStore:
             The manifest; None if nothing was saved.
 
         Raises:
-            DamagedStateError: a file is missing, damaged, or of another model.
+            DamagedStateError: a file is missing, damaged, or of another model; or the state is
+                older than `merges.jsonl`.
         """
-        manifest: dict[str, Any] | None = None
+        self.check_presence()
+        if not self._journals():
+            return None
+        manifest: dict[str, Any] = {"versions": None}
         states: dict[int, FragmentState] = {}
-        end, path = 0, self._folder
+        merges: list[dict[str, Any]] = []
+        newest: str | None = None
+        end, records, path = 0, 0, self._folder
         try:
             for path in self._journals():
-                end = 0
+                end, records = 0, 0
                 for record in read_journal(path):
-                    header, end = record.message.header, record.end
-                    if header["format"] != VERSION:
-                        raise ValueError(f"its format is {header['format']}, expected {VERSION}")
-                    manifest = header["manifest"]
+                    header, end, records = record.message.header, record.end, records + 1
+                    _check_place(header, path, newest)
+                    manifest, newest = header["manifest"], header["record"]
                     if "fragment" in header:
                         p = header["fragment"]
                         states[p] = _restore(record.message, model.fragments[p])
-            if manifest is None:
-                return None
-            versions = [states[p].version for p in range(len(model.fragments))]
+                    if "merge" in header:
+                        merges.append(json.loads(header["merge"]))
+            if newest is None:
+                raise ValueError("it has no record")
+            versions = [own and own.version for own in map(states.get, range(len(model.fragments)))]
             if versions != manifest["versions"]:
                 raise ValueError(f"it has versions {versions} of {manifest['versions']}")
         except (OSError, MessageError, ValueError, KeyError, IndexError, TypeError) as error:
@@ -156,11 +198,38 @@ class SyncerStore:
                 f"`fedpax syncer` saved. Restore the folder {self._folder} from a copy, or start "
                 "in an empty --job_log_dir."
             ) from error
+        self._compare_log(manifest["merges"], merges)
         for p, state in states.items():
             model.put(p, state)
-        forget_merges(self._folder.parent, after=manifest["merges"])
-        self._open(path, end)
+        restore_merges(self._folder.parent, manifest["merges"], merges)
+        self._open(path, end, records)
+        self._newest = newest
         return manifest
+
+    def _compare_log(self, last: int, merges: Sequence[Mapping[str, Any]]) -> None:
+        """Compare the merges of the journals with `merges.jsonl`.
+
+        Args:
+            last: number of merges in the restored state.
+            merges: the lines of the merges in the journals.
+        """
+        path, known = self._folder.parent / MERGES, {own["merge"]: own["record"] for own in merges}
+        logged = {line["merge"]: line.get("record") for line in read_merges(self._folder.parent)}
+        newest = max(logged, default=0)
+        if newest > last and not self._allow_older:
+            raise DamagedStateError(
+                f"{self._folder} holds the state after merge {last}, but {path} tells of merge "
+                f"{newest}, expected the newest state. Restore the newest {self._folder} from a "
+                f"copy. To train again from merge {last}, start once with --allow_older_state: "
+                "islands then take this state, and later merges are removed from the file."
+            )
+        for number, record in known.items():
+            if logged.get(number, record) != record:
+                raise DamagedStateError(
+                    f"{path} tells of another merge {number} than {self._folder}, expected files "
+                    "of one history. Restore both from one copy. To keep this state without the "
+                    "file, move the file away."
+                )
 
     def close(self) -> None:
         """Close the journal."""
@@ -169,9 +238,23 @@ class SyncerStore:
             self._journal.close()
             self._journal = None
 
-    def _open(self, path: Path, end: int = 0) -> None:
+    def _append(self, messages: Sequence[Message], record: str | None = None) -> None:
+        """Append records, of which each names the record before it; the last one is `record`."""
+        assert self._journal is not None
+        names = [*(secrets.token_hex(8) for _ in messages[1:]), record or secrets.token_hex(8)]
+        befores = [self._newest, *names]
+        place = {"format": VERSION, "round": self._journal.path.stem}
+        self._journal.append(
+            *(
+                Message(message.header | place | {"record": name, "after": before}, message.arrays)
+                for message, name, before in zip(messages, names, befores, strict=False)
+            )
+        )
+        self._newest = names[-1]
+
+    def _open(self, path: Path, end: int = 0, records: int = 0) -> None:
         self.close()
-        self._journal = Journal(path, end)
+        self._journal = Journal(path, end, records)
 
     def _path(self, version: int) -> Path:
         """Return the journal of a round: its merges give each fragment this version."""
@@ -181,13 +264,25 @@ class SyncerStore:
         return sorted(self._folder.glob("round_*.journal"))
 
 
-def _message(p: int, state: FragmentState, manifest: Mapping[str, Any]) -> Message:
+def _message(
+    p: int,
+    state: FragmentState,
+    manifest: Mapping[str, Any],
+    more: Mapping[str, Any] | None = None,
+) -> Message:
     leaves = jax.tree.leaves(state[:3])
-    header = {"format": VERSION, "manifest": dict(manifest)}
-    return Message(
-        header | {"fragment": p, "version": state.version},
-        {str(i): leaf for i, leaf in enumerate(leaves)},
-    )
+    header = {"manifest": dict(manifest), "fragment": p, "version": state.version}
+    return Message(header | dict(more or {}), {str(i): leaf for i, leaf in enumerate(leaves)})
+
+
+def _check_place(header: Mapping[str, Any], path: Path, before: str | None) -> None:
+    """Check that a record follows the record before it, in the journal of its name."""
+    if header["format"] != VERSION:
+        raise ValueError(f"its format is {header['format']}, expected {VERSION}")
+    if header["round"] != path.stem:
+        raise ValueError(f"it is {header['round']} under another name")
+    if before is not None and header["after"] != before:
+        raise ValueError("it does not follow the journal before it: one is missing or replaced")
 
 
 def _restore(message: Message, like: FragmentState) -> FragmentState:

@@ -158,8 +158,9 @@ def test_islands_that_were_down_learn_the_end_and_get_more_rounds(
 
 @pytest.mark.slow
 def test_an_older_state_replaces_later_checkpoints(processes: Processes, tmp_path: Path) -> None:
-    def train() -> None:
-        started = [processes.start("syncer", "syncer", "--training.rounds=6")]
+    def train(*flags: str, log: str = "syncer") -> None:
+        started = [processes.start("syncer", "syncer", "--training.rounds=6", *flags, log=log)]
+        wait_until(lambda: "listening at" in processes.log(log), processes)
         started += [processes.start("join", name) for name in "ab"]
         assert [process.wait(400) for process in started] == [0, 0, 0], processes.logs()
 
@@ -167,11 +168,12 @@ def test_an_older_state_replaces_later_checkpoints(processes: Processes, tmp_pat
     folder = tmp_path / "syncer"
     before = load_params(folder)
     max((folder / "syncer").glob("*.journal")).unlink()  # as in an older copy
-    for name in "ab":
-        shutil.rmtree(tmp_path / name)
-    train()
+    refused = processes.start("syncer", "syncer", "--training.rounds=6", log="refused")
+    assert refused.wait(400) != 0
+    assert "start once with --allow_older_state" in processes.log("refused")
+    train("--allow_older_state", log="older")  # islands that have later merges discard them
     aside = folder / "checkpoint_6_before_round_5_resumed"
-    assert f"Moved {folder / 'checkpoints' / '6'} to {aside}" in processes.log("syncer")
+    assert f"Moved {folder / 'checkpoints' / '6'} to {aside}" in processes.log("older")
     shutil.copytree(aside, tmp_path / "aside" / "checkpoints" / "6")
     chex.assert_trees_all_equal(load_params(tmp_path / "aside"), before)
     with pytest.raises(AssertionError):

@@ -2,9 +2,14 @@
 
 import contextlib
 import functools
+import itertools
+import json
 import os
+import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import hypothesis.strategies as st
 import jax
@@ -14,6 +19,8 @@ import pytest
 from hypothesis import given, settings
 
 from fedpax.sites import journal as journal_module
+from fedpax.sites import syncer_store
+from fedpax.sites.members import IslandReport
 from fedpax.sites.merge_log import read_merges
 from fedpax.sites.outer_model import FragmentState
 from fedpax.sites.syncer_store import KEPT, DamagedStateError, SyncerStore
@@ -82,25 +89,99 @@ def load(folder: Path) -> int:
     return found["merges"]
 
 
-@given(merges=st.integers(0, 3 * FRAGMENTS + 1), lost=st.integers(0, 4000))
-@settings(max_examples=25, deadline=None)
-def test_a_kill_at_any_byte_leaves_the_state_of_the_merge_before(merges: int, lost: int) -> None:
-    with tempfile.TemporaryDirectory() as name:
-        begin(Path(name), merges).close()
-        newest = max(Path(name, "syncer").glob("*.journal"))
-        sizes = [end for _, end in journal_module.read_journal(newest)]
-        size = newest.stat().st_size
-        kept = size - lost % size if merges else size  # the first file is renamed when complete
-        os.truncate(newest, kept)
-        complete = sum(end <= kept for end in sizes)
-        want = merges - (len(sizes) - complete) if merges else 0
-        assert load(Path(name)) == want
-        store = SyncerStore(Path(name))  # and it continues
+class KilledError(BaseException):
+    """The end of a process: nothing that follows it is done."""
+
+
+class Operations:
+    """The file operations of a process that is killed after a number of them.
+
+    A write that is the last operation is done in part.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, most: int, part: float) -> None:
+        self.count, self.most, self.part = 0, most, part
+        for name in ("open", "ftruncate", "lseek", "fsync", "fdatasync"):
+            monkeypatch.setattr(os, name, self._counted(getattr(os, name)))
+        for name in ("replace", "unlink", "mkdir"):
+            monkeypatch.setattr(Path, name, self._counted(getattr(Path, name)))
+        monkeypatch.setattr(os, "write", self._in_parts(os.write))
+        monkeypatch.setattr(syncer_store, "append_merge", self._append_in_parts)
+
+    def _is_last(self) -> bool:
+        self.count += 1
+        if self.count > self.most + 1:
+            raise KilledError
+        return self.count == self.most + 1
+
+    def _counted(self, operation: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **options: Any) -> Any:
+            if self._is_last():
+                raise KilledError
+            return operation(*arguments, **options)
+
+        return run
+
+    def _in_parts(self, write: Callable[[int, Any], int]) -> Callable[[int, Any], int]:
+        def run(file: int, content: Any) -> int:
+            if not self._is_last():
+                return write(file, content)
+            if len(content) > 8:  # a process is not killed inside of a few bytes
+                write(file, content[: int(len(content) * self.part)])
+            raise KilledError
+
+        return run
+
+    def _append_in_parts(self, folder: Path, merge: dict[str, Any]) -> None:
+        killed, line = self._is_last(), json.dumps(merge) + "\n"
+        with (folder / "merges.jsonl").open("a") as file:
+            file.write(line[: int(len(line) * self.part)] if killed else line)
+        if killed:
+            raise KilledError
+
+
+def work(folder: Path, merges: int, done: list[int]) -> None:
+    """Start, and do two merges; `done` gets each number that an island can hear of."""
+    store = SyncerStore(folder)
+    if store.load(Model()) is None:
+        store.save_all(Model(), manifest(0))
+    store.save_manifest(manifest(merges))
+    for number in range(merges + 1, merges + 3):
+        merge(store, number)
+        done.append(number)
+    store.close()
+
+
+@pytest.mark.parametrize("merges", [0, 3 * FRAGMENTS - 1])
+def test_a_kill_after_any_file_operation_leaves_the_newest_state(
+    tmp_path: Path, merges: int
+) -> None:
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    if merges:
+        begin(begun, merges).close()
+    for most in itertools.count():
+        folder, done = tmp_path / str(most), [merges]
+        shutil.copytree(begun, folder)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            Operations(monkeypatch, most, part=0.6 * (most % 2))
+            with contextlib.suppress(KilledError):
+                work(folder, merges, done)
+        ended = done[-1] == merges + 2
+        if not merges and SyncerStore(folder).load(Model()) is None:
+            assert done == [0]  # it was killed before its first save
+            continue
+        found = load(folder)
+        assert done[-1] <= found <= done[-1] + 1, most
+        store = SyncerStore(folder)  # and it continues
         store.load(Model())
-        for number in range(want + 1, want + FRAGMENTS + 2):
-            merge(store, number)
+        merge(store, found + 1)
         store.close()
-        assert load(Path(name)) == want + FRAGMENTS + 1
+        assert load(folder) == found + 1
+        assert [line["merge"] for line in read_merges(folder)] == list(range(1, found + 2))
+        if ended:
+            break
+    assert most > 20
 
 
 @given(merges=st.integers(2 * FRAGMENTS, 4 * FRAGMENTS), data=st.data())
@@ -122,10 +203,123 @@ def test_a_copy_made_during_the_run_is_a_state_of_the_run(merges: int, data: st.
                 merge(store, number)
             with contextlib.suppress(FileNotFoundError):
                 content = file.read_bytes()
-                cut = len(content) - data.draw(st.integers(0, 20)) * (file == max(files))
-                (copy / "syncer" / file.name).write_bytes(content[:cut])
+                if index == len(files) - 1 and len(moments) < FRAGMENTS - 1:
+                    number += 1
+                    merge(store, number)  # the file is read while a record is appended to it
+                    grown = file.read_bytes()[len(content) :]
+                    content += grown[: data.draw(st.integers(0, len(grown)))]
+                (copy / "syncer" / file.name).write_bytes(content)
         store.close()
         assert merges - 1 <= load(copy) <= number
+
+
+Files = dict[Path, bytes]
+
+
+def read_files(folder: Path) -> Files:
+    return {
+        path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()
+    }
+
+
+def write_files(folder: Path, files: Files) -> None:
+    for path, content in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(content)
+
+
+@functools.cache
+def history() -> tuple[list[Files], list[Files]]:
+    """Return the files after each of four rounds of merges, and after a join that follows it."""
+    merged, joined = [], []
+    with tempfile.TemporaryDirectory() as name:
+        store = begin(Path(name), 0)
+        for number in range(1, 4 * FRAGMENTS + 1):
+            merge(store, number)
+            merged.append(read_files(Path(name)))
+            store.save_manifest(manifest(number) | {"islands": {"a": [], "b": [number]}})
+            joined.append(read_files(Path(name)))
+        store.close()
+    return merged, joined
+
+
+@given(merges=st.integers(1, 4 * FRAGMENTS), joins=st.booleans(), data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_an_older_state_is_never_loaded_silently(
+    merges: int, joins: bool, data: st.DataObject
+) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_files(folder, history()[joins][merges - 1])
+        want = SyncerStore(folder).load(Model())
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        path = data.draw(st.sampled_from(files))
+        action = data.draw(st.sampled_from(["delete", "cut", "rename", "swap", "replace", "old"]))
+        if action == "delete":
+            path.unlink()
+        elif action == "cut":
+            ends = (
+                [0, 8, *(record.end for record in journal_module.read_journal(path))]
+                if (path.suffix == ".journal")
+                else [0]
+            )
+            size = path.stat().st_size
+            os.truncate(path, data.draw(st.sampled_from(ends) | st.integers(0, size - 1)))
+        elif action == "rename":
+            other = data.draw(st.sampled_from(["a", "round_000000000.journal", "merges.jsonl"]))
+            path.rename(path.with_name(other))
+        elif action in ("swap", "replace"):
+            other = data.draw(st.sampled_from([each for each in files if each != path]))
+            content = path.read_bytes()
+            if action == "swap":
+                path.write_bytes(other.read_bytes())
+            other.write_bytes(content)
+        else:
+            old = history()[joins][data.draw(st.integers(0, merges - 1))]
+            path = data.draw(st.sampled_from(sorted(old)))
+            write_files(folder, {path: old[path]})
+        with contextlib.suppress(DamagedStateError, ConfigurationError):
+            found = SyncerStore(folder).load(Model())
+            assert found is not None and found["merges"] == merges, (action, path)
+            assert found == want, (action, path)
+
+
+def test_a_lost_state_is_named(tmp_path: Path) -> None:
+    begin(tmp_path, 2).close()
+    copy = tmp_path / "copy"
+    shutil.move(tmp_path / "syncer", copy)
+    with pytest.raises(DamagedStateError, match=r"holds merge 2 in merges.jsonl, but no state"):
+        SyncerStore(tmp_path).load(Model())
+    (tmp_path / "merges.jsonl").unlink()
+    SyncerStore(tmp_path).check_presence()  # a new folder
+    island = IslandReport("paris", "training", 0, 0, None, 0, 0, 0, 0.0)
+    (tmp_path / "islands.json").write_text(json.dumps([island._asdict()]))
+    with pytest.raises(DamagedStateError, match=r"holds the islands paris, .* Restore .* or start"):
+        SyncerStore(tmp_path).check_presence()
+    shutil.move(copy, tmp_path / "syncer")
+    assert load(tmp_path) == 2
+
+
+def test_an_older_state_is_restored_on_request_alone(tmp_path: Path) -> None:
+    store = begin(tmp_path, 4)
+    shutil.copytree(tmp_path / "syncer", tmp_path / "copy")
+    merge(store, 5)
+    store.close()
+    shutil.copytree(tmp_path / "syncer", tmp_path / "newest")
+    shutil.rmtree(tmp_path / "syncer")
+    shutil.move(tmp_path / "copy", tmp_path / "syncer")
+    with pytest.raises(DamagedStateError, match=r"after merge 4, .* merge 5, .*allow_older_state"):
+        load(tmp_path)
+    store = SyncerStore(tmp_path, allow_older=True)
+    assert store.load(Model()) == manifest(4)
+    assert [line["merge"] for line in read_merges(tmp_path)] == [1, 2, 3, 4]
+    merge(store, 5)  # another one
+    store.close()
+    assert load(tmp_path) == 5
+    shutil.rmtree(tmp_path / "syncer")
+    shutil.move(tmp_path / "newest", tmp_path / "syncer")
+    with pytest.raises(DamagedStateError, match=r"tells of another merge 5 .* one history"):
+        load(tmp_path)
 
 
 def test_a_merge_is_one_flush_and_a_round_one_more(

@@ -252,7 +252,7 @@ class Link:
             WaitingError: it has no free shard.
             DisconnectedError: it does not answer.
         """
-        known = {"epoch": self._epoch, "versions": self._versions}
+        known: dict[str, Any] = {"epoch": self._epoch, "versions": self._versions}
         header = self._request("join", **self._identity, **known).header
         if header["status"] == "wait":
             self.shard = None

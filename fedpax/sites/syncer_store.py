@@ -244,12 +244,11 @@ class SyncerStore:
         names = [*(secrets.token_hex(8) for _ in messages[1:]), record or secrets.token_hex(8)]
         befores = [self._newest, *names]
         place = {"format": VERSION, "round": self._journal.path.stem}
-        self._journal.append(
-            *(
-                Message(message.header | place | {"record": name, "after": before}, message.arrays)
-                for message, name, before in zip(messages, names, befores, strict=False)
-            )
-        )
+        records = []
+        for message, name, before in zip(messages, names, befores, strict=False):
+            header = {**message.header, **place, "record": name, "after": before}
+            records.append(Message(header, message.arrays))
+        self._journal.append(*records)
         self._newest = names[-1]
 
     def _open(self, path: Path, end: int = 0, records: int = 0) -> None:

@@ -105,6 +105,7 @@ class Keeper:
         self._asked_to_stop = False  # by `signal`: no supervisor has made its process save
         self._stopped = False
         self._server = listen(cluster)
+        self._server.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
@@ -148,7 +149,9 @@ class Keeper:
         full = len(self._strangers) >= MOST_STRANGERS
         try:
             connection, (address, *_) = self._server.accept()
-        except OSError:  # it is gone, or too many files are open
+        except BlockingIOError:  # it is gone
+            return
+        except OSError:  # too many files are open
             full = True
             time.sleep(TICK)
         else:

@@ -156,7 +156,9 @@ def greetings(
                 full = len(waiting) >= MOST_STRANGERS
                 try:
                     connection, _ = server.accept()
-                except OSError:  # it is gone, or too many files are open
+                except BlockingIOError:  # it is gone
+                    continue
+                except OSError:  # too many files are open
                     full = True
                     time.sleep(0.01)
                 else:

@@ -42,14 +42,16 @@ class Epochs:
         """The name of the current epoch."""
         return self._epochs[-1][0]
 
-    def include(self, name: str, versions: Sequence[int], merges: int) -> bool:
+    def include(self, name: str | None, versions: Sequence[int] | None, merges: int) -> bool:
         """Return whether the merges of an island are in this history.
 
         Args:
-            name: the epoch in which the island last joined.
-            versions: its number of merges of each fragment; -1 for none yet.
+            name: the epoch in which the island last joined; None if it has not joined yet.
+            versions: its number of merges of each fragment; -1 or None for none yet.
             merges: the syncer's number of merges.
         """
+        if name is None or versions is None:
+            return True
         newest = max(
             (version - 1) * self._num_fragments + p + 1 if version > 0 else 0
             for p, version in enumerate(versions)

@@ -228,6 +228,8 @@ class Syncer:
         with self._merging, self._lock:
             shard, before = request.optional_count("shard"), self._members.to_json()
             data = request.texts("data", MAX_DATA_SETS)
+            epoch = request.optional_text("epoch")
+            versions = None if epoch is None else request.versions(len(self._pending))
             island = self._admit(name, peer, folder, incarnation, shard, self._clock(), data)
             self._forget_updates_without_shard()
             if name not in self._credits:
@@ -237,7 +239,12 @@ class Syncer:
             if island.shard is None and not self.finished:
                 reason = self._members.why_no_shard(shard)
                 return self._answer(island, status="wait", reason=reason)
-            discard = self._is_of_another_history(request, island)
+            if discard := not self._epochs.include(epoch, versions, self.merges):
+                _logger.warning(
+                    "island %r has merges that are not in this state of the run: a newer state was "
+                    "lost. It is told to take the model, and to discard its unsent steps",
+                    name,
+                )
             return self._answer(
                 island,
                 run=self.run,
@@ -269,20 +276,6 @@ class Syncer:
                     "same command again."
                 ) from error
         return self._members.join(name, *asked)
-
-    def _is_of_another_history(self, request: Request, island: Island) -> bool:
-        """Return whether an island has merges that were lost with a newer state of this run."""
-        if (epoch := request.optional_text("epoch")) is None:
-            return False
-        versions = request.versions(len(self._model.fragments))
-        if self._epochs.include(epoch, versions, self.merges):
-            return False
-        _logger.warning(
-            "island %r has merges that are not in this state of the run, which was restored from "
-            "an older copy: it is told to take the model, and to discard its unsent steps",
-            island.name,
-        )
-        return True
 
     def _newest_updates(self, island: Island) -> dict[str, list[Any]]:
         """Return process and sequence number of the newest update of each fragment."""

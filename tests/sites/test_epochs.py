@@ -15,7 +15,9 @@ from syncer_methods import parts
 from fedpax.sites.island import Island
 from fedpax.sites.link import Link
 from fedpax.sites.merge_log import read_merges
+from fedpax.sites.message import Message
 from fedpax.sites.syncer_store import SyncerStore
+from fedpax.sites.transport import RefusedError
 
 
 def merge(sites: Sites, island: Island, times: int) -> None:
@@ -69,7 +71,7 @@ def test_an_island_of_the_lost_history_takes_the_model(
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             sites.receive(a)
-    assert "island 'a' has merges that are not in this state" in caplog.text
+    assert "island 'a' has merges that are not in this state of the run" in caplog.text
     assert discarded == [max(discarded)] and discarded[0] > 0
     assert sites.syncer.merges == merges and not a._link._outbox
     for name, want in sites.params().items():
@@ -132,3 +134,11 @@ def test_an_island_that_starts_again_from_its_checkpoint(
         np.testing.assert_allclose(island.state.sent_params[name], want)
         if of_lost_history:
             np.testing.assert_array_equal(island.state.params[name], want)
+
+
+def test_a_malformed_history_is_refused_before_the_island_joins() -> None:
+    sites = Sites(parts(), quorum=1)
+    for fields in ({"epoch": 1}, {"epoch": "e"}, {"epoch": "e", "versions": [0]}):
+        with pytest.raises(RefusedError, match=r"field '(epoch|versions)' is .* expected"):
+            sites.call(Message(sites.header("a", "a-1", kind="join", **fields)))
+        assert sites.syncer.islands() == []

@@ -26,6 +26,7 @@ METHOD = "/fedpax.Sites/Call"
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 FIELDS = (
     *("kind", "island", "incarnation", "folder", "run", "shard", "identity", "steps", "versions"),
+    "epoch",
     *("fragment", "sequence", "merge", "count", "base", "tokens", "update_steps", "loss"),
     *("heard_end", "seconds_per_update"),
 )

@@ -189,10 +189,6 @@ class Members:
             self._islands[name] = island = Island.from_json(name, fields)
             island.last_message = now
 
-    def shard(self, name: str) -> int | None:
-        """Return the shard of an island; None if there is no such island, or it has no shard."""
-        return self._islands[name].shard if name in self._islands else None
-
     def to_json(self) -> dict[str, dict[str, Any]]:
         """Return the saved fields of each island."""
         return {name: island.to_json() for name, island in self._islands.items()}

@@ -2,11 +2,13 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from fedpax.data import LazyStream, Mixture, partition_iid, token_rounds
-from fedpax.sites.island_data import IslandRows
+from fedpax.sites.island_data import IslandRows, ShardPrefetch
 
 ISLANDS, SIZES = 3, {"islands": 3, "local_steps": 2, "batch_size": 2, "seq_len": 8}
 
@@ -52,6 +54,26 @@ def test_rows_are_those_of_all_islands(kind):
                 state = json.loads(json.dumps(rows.get_state()))
                 rows = IslandRows(LazyStream(lambda: streams(kind, CountedDocuments())), k)
                 rows.set_state(state)
+
+
+def test_another_shard_begins_at_its_first_round():
+    whole = streams("shared", CountedDocuments())
+    rounds = [next(whole).batches["inputs"] for _ in range(3)]
+
+    def open_stream():
+        return LazyStream(lambda: streams("shared", CountedDocuments()))
+
+    sharding = NamedSharding(jax.make_mesh((1,), ("islands",)), PartitionSpec("islands"))
+    rows = IslandRows(open_stream(), 0)
+    next(rows)
+    state = rows.get_state()
+    with ShardPrefetch(open_stream(), open_stream, sharding, 0, state) as data:
+        for shard, number in ((0, 1), (0, 2), (2, 0), (2, 1), (0, 0)):
+            cohort, state = data.next(shard)
+            np.testing.assert_array_equal(cohort.batches["inputs"], rounds[number][shard])
+            assert data.shard == shard
+    rows.set_state(state)  # of the data of the last shard
+    np.testing.assert_array_equal(next(rows).batches["inputs"], rounds[1][0])
 
 
 def test_only_the_documents_of_the_rows_are_read():

@@ -131,22 +131,32 @@ def test_an_island_that_waits_learns_the_end() -> None:
 
 
 @pytest.mark.slow
-def test_a_stopped_process_waits_for_a_shard_and_trains_on(tmp_path: Path) -> None:
+def test_processes_whose_shards_were_taken_wait_and_train_on(tmp_path: Path) -> None:
+    """One that was stopped, and one that was killed and started again."""
     processes = Processes(tmp_path)
+    syncer = lambda words: wait_until(lambda: words in processes.log("syncer"), processes)
     try:
         processes.start("syncer", "syncer", "--training.rounds=1000000", "--free_shard_after=1")
-        a, _ = (processes.start("join", name) for name in "ab")
+        a = processes.start("join", "a")
+        syncer("island a (shard 0): training")
+        b = processes.start("join", "b")
         wait_until(lambda: processes.islands_since(0) == {"a", "b"}, processes)
         a.send_signal(signal.SIGSTOP)
-        wait_until(lambda: "island a (shard 0): silent" in processes.log("syncer"), processes)
-        c = processes.start("join", "c")
-        wait_until(lambda: "c" in processes.islands_since(0), processes)
+        b.kill()
+        syncer("island a (shard 0): silent")
+        syncer("island b (shard 1): silent")
+        c, d = (processes.start("join", name, f"--shard={k}") for k, name in enumerate("cd"))
+        wait_until(lambda: processes.islands_since(0) == set("abcd"), processes)
         a.send_signal(signal.SIGCONT)
-        wait_until(lambda: "island a (no shard): waiting" in processes.log("syncer"), processes)
+        syncer("island a (no shard): waiting")
+        d.send_signal(signal.SIGTERM)  # a waits for any shard
+        syncer("island a (shard 1): ")
+        processes.start("join", "b", "--shard=0")
+        wait_until(lambda: "waiting: shard 0 is in use by" in processes.log("b"), processes)
         c.send_signal(signal.SIGTERM)
-        assert c.wait(240) == 143
+        assert [process.wait(240) for process in (c, d)] == [143, 143]
         at = processes.merges()
-        wait_until(lambda: "a" in processes.islands_since(at), processes)
-        assert a.poll() is None
+        wait_until(lambda: processes.islands_since(at) == {"a", "b"}, processes)
+        assert a.poll() is None and "has shard 1 now, another island has 0" in processes.log("a")
     finally:
         processes.end()

@@ -24,7 +24,6 @@ from fedpax.experiments.ranges import (
 )
 from fedpax.experiments.text import TextConfig, TextExperiment
 from fedpax.models import presets
-from fedpax.parallel.mesh import MeshConfig
 from fedpax.training.experiment import TrainingConfig
 
 
@@ -158,7 +157,6 @@ def decoupled_diloco_text() -> DecoupledDiLoCoText:
     """
     return DecoupledDiLoCoText(
         islands=4,
-        mesh=MeshConfig(islands=4),
         model=presets.base_1m(),
         data=TextConfig(
             local_steps=32,

@@ -12,7 +12,6 @@ from fedpax.experiments.ranges import DECAY, POSITIVE, check_ranges
 from fedpax.experiments.text import TextConfig, TextExperiment, text_fields
 from fedpax.models import presets
 from fedpax.models.lora import LoRAConfig
-from fedpax.parallel.mesh import MeshConfig
 from fedpax.training.experiment import TrainingConfig
 
 
@@ -78,14 +77,13 @@ class DataParallelText(TextExperiment):
 
 
 def diloco_text() -> DiLoCoText:
-    """DiLoCo: 4 islands, one device each, train a byte-level transformer on Python's own sources.
+    """DiLoCo: 4 islands share the devices and train a byte-level transformer on Python's sources.
 
     Islands synchronize every 18 steps. Outer gradients are quantized to 16 levels with error
-    feedback. For islands of several devices, add `--mesh.fsdp=2`.
+    feedback. A CPU simulates one device for each island.
     """
     return DiLoCoText(
         islands=4,
-        mesh=MeshConfig(islands=4),
         model=presets.base_100k(),
         data=TextConfig(
             local_steps=18,
@@ -111,7 +109,7 @@ def data_parallel_text() -> DataParallelText:
 
 def single_island_text() -> DataParallelText:
     """One island alone: the local batch and steps of diloco_text, a quarter of the tokens."""
-    return dataclasses.replace(data_parallel_text(), islands=1, mesh=MeshConfig())
+    return dataclasses.replace(data_parallel_text(), islands=1)
 
 
 def diloco_lora_text() -> DiLoCoText:
@@ -124,7 +122,6 @@ def diloco_lora_text() -> DiLoCoText:
     """
     return DiLoCoText(
         islands=4,
-        mesh=MeshConfig(islands=4, fsdp=2),
         model=presets.base_1m(),
         data=TextConfig(
             local_steps=10,

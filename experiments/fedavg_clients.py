@@ -8,7 +8,7 @@ from typing import Literal
 
 import jax
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Params
 from fedpax.algorithms import server_adagrad, server_adam, server_yogi
@@ -36,7 +36,8 @@ from fedpax.experiments.ranges import (
 )
 from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.parallel.axes import shardings
-from fedpax.parallel.mesh import MeshConfig, available_devices
+from fedpax.parallel.mesh import MeshConfig, MeshSizeError, available_devices
+from fedpax.parallel.mesh_rule import ShardedSize
 from fedpax.training.evaluation import Batch, evaluator
 from fedpax.training.experiment import Experiment, Run, Shardings
 
@@ -220,11 +221,18 @@ class ClientExperiment(Experiment):
         del sampler
         return rounds
 
+    def sharded_sizes(self) -> list[ShardedSize]:
+        """Return the size that the axis of clients divides."""
+        return [ShardedSize("cohort.size", self.cohort.size, ("clients",))]
+
+    def make_mesh(self) -> Mesh:
+        """Make the mesh of the largest number of devices that divides the cohort."""
+        return clients_mesh(self.mesh, self.cohort.size)
+
     def build(self) -> Run:
         """Open the data, and make the population, cohorts, model, algorithm and mesh."""
         cohort = self.cohort
-        mesh_config = resolve_clients_axis(self.mesh, cohort.size)
-        mesh = mesh_config.make(available_devices()[: mesh_config.size])
+        mesh = self.make_mesh()
         num_devices = mesh.shape.get("clients", 1)
         preprocess = self.make_preprocess()
         training, population = self.read_clients()
@@ -319,12 +327,47 @@ class FedAvgExperiment(ClientExperiment):
         return self.read_training(source), self.population.make(source, self.cohort.seed)
 
 
-def resolve_clients_axis(mesh: MeshConfig, cohort_size: int) -> MeshConfig:
-    """Replace `clients=-1` by the largest axis that divides the cohort and fits the devices.
+def clients_mesh(mesh: MeshConfig, cohort_size: int) -> Mesh:
+    """Make a mesh whose axis of clients divides the cohort, with equal parts of all processes.
+
+    Args:
+        mesh: the sizes of the mesh; `clients` as in `resolve_clients_axis`.
+        cohort_size: number of clients in a round.
+
+    Raises:
+        ValueError: `clients` is a number that does not divide the cohort.
+        MeshSizeError: no number of devices divides the cohort and has devices of every process.
+
+    Example:
+        >>> clients_mesh(MeshConfig(clients=1), cohort_size=10).size
+        1
+    """
+    devices = available_devices()
+    processes = sorted({device.process_index for device in devices})
+    sizes = resolve_clients_axis(mesh, cohort_size, len(processes))
+    if sizes.size % len(processes):
+        others = dataclasses.replace(mesh, clients=1).size
+        raise MeshSizeError(
+            f"{len(processes)} processes cannot share --cohort.size={cohort_size} clients equally. "
+            f"Set --cohort.size={len(devices) // others} for all {len(devices)} devices."
+        )
+    each = sizes.size // len(processes)
+    return sizes.make(
+        [
+            device
+            for process in processes
+            for device in [one for one in devices if one.process_index == process][:each]
+        ]
+    )
+
+
+def resolve_clients_axis(mesh: MeshConfig, cohort_size: int, processes: int = 1) -> MeshConfig:
+    """Replace `clients=-1`, or no size, by the largest one that divides cohort and fits devices.
 
     Args:
         mesh: the sizes of the mesh.
         cohort_size: number of clients in a round.
+        processes: number of processes that have equal parts of the mesh, if the cohort allows it.
 
     Raises:
         ValueError: `clients` is a number that does not divide the cohort.
@@ -333,7 +376,7 @@ def resolve_clients_axis(mesh: MeshConfig, cohort_size: int) -> MeshConfig:
         >>> resolve_clients_axis(MeshConfig(clients=2), cohort_size=10).clients
         2
     """
-    if mesh.clients != -1:
+    if mesh.clients not in (None, -1):
         if cohort_size % mesh.clients:
             raise ValueError(
                 f"--mesh.clients={mesh.clients} does not divide --cohort.size={cohort_size}. Set "
@@ -341,6 +384,8 @@ def resolve_clients_axis(mesh: MeshConfig, cohort_size: int) -> MeshConfig:
                 "largest axis that divides the cohort."
             )
         return mesh
-    available = len(available_devices()) // dataclasses.replace(mesh, clients=1).size
-    size = max(d for d in range(1, max(available, 1) + 1) if cohort_size % d == 0)
-    return dataclasses.replace(mesh, clients=size)
+    others = dataclasses.replace(mesh, clients=1).size
+    available = max(len(available_devices()) // others, 1)
+    sizes = [d for d in range(1, available + 1) if cohort_size % d == 0]
+    even = [d for d in sizes if d * others % processes == 0]
+    return dataclasses.replace(mesh, clients=max(even or sizes))

@@ -11,14 +11,14 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fedpax.algorithm import Params
 from fedpax.algorithms import fedavg
 from fedpax.data import ClientSampler, Partition, Source, Tokenizer, cohort_rounds
 from fedpax.data.rounds.client_rows import pack_clients, preprocess_rows
 from fedpax.data.rounds.preprocess import Arrays
-from fedpax.experiments.fedavg_clients import CohortConfig, ServerConfig, resolve_clients_axis
+from fedpax.experiments.fedavg_clients import CohortConfig, ServerConfig, clients_mesh
 from fedpax.experiments.heldout import heldout_evaluator
 from fedpax.experiments.language_model import (
     LanguageModelExperiment,
@@ -29,7 +29,8 @@ from fedpax.experiments.optimizers import OptimizerConfig
 from fedpax.models import presets
 from fedpax.models.lora import LoRAConfig
 from fedpax.models.losses import transformer_loss
-from fedpax.parallel.mesh import MeshConfig, available_devices
+from fedpax.parallel.mesh import MeshConfig
+from fedpax.parallel.mesh_rule import ShardedSize
 from fedpax.training.experiment import Run, Shardings, TrainingConfig
 
 
@@ -65,6 +66,14 @@ class FedAvgText(LanguageModelExperiment):
     server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=lambda: MeshConfig(clients=-1))
 
+    def sharded_sizes(self) -> list[ShardedSize]:
+        """Return the size that the axis of clients divides."""
+        return [ShardedSize("cohort.size", self.cohort.size, ("clients",))]
+
+    def make_mesh(self) -> Mesh:
+        """Make the mesh of the largest number of devices that divides the cohort."""
+        return clients_mesh(self.mesh, self.cohort.size)
+
     def read_population(self) -> tuple[Partition, None]:
         """Return the indices of each client's rows; text has no labels."""
         tokenizer = self.read_tokenizer()
@@ -83,8 +92,7 @@ class FedAvgText(LanguageModelExperiment):
     def build(self) -> Run:
         """Read the text, and make the population, cohorts, model, algorithm and mesh."""
         cohort = self.cohort
-        mesh_config = resolve_clients_axis(self.mesh, cohort.size)
-        mesh = mesh_config.make(available_devices()[: mesh_config.size])
+        mesh = self.make_mesh()
         num_devices = mesh.shape.get("clients", 1)
         trainable = self.trainable(mesh)
         tokenizer = self.read_tokenizer()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Float, Int64
 
 from fedpax.algorithm import LossFn, Params
@@ -189,7 +189,8 @@ def place_rows(
     if sharding is None:
         mask = np.ones(shape, np.bool_)
     else:
-        mask = addressable_rows(sharding, (*shape, 1))
+        over_rows = PartitionSpec(*sharding.spec[:3])  # a row's tokens can be sharded too
+        mask = addressable_rows(NamedSharding(sharding.mesh, over_rows), shape)
     read = rows.read(numbers[mask.ravel()])
     if mask.all():
         return {

@@ -3,8 +3,9 @@
     fedpax train --exp=pretrain_text --job_log_dir=runs/pretrain_text
     fedpax plan --exp=diloco_llama_8b --topology=v5e:16x16 --slices=4
 
-Every experiment also runs on another mesh, such as `--mesh.fsdp=16 --mesh.tensor=2`. `fedpax plan`
-reports whether it fits the memory of the devices.
+The mesh follows from the islands, the model and the devices. Every experiment also runs on another
+mesh, such as `--mesh.fsdp=16 --mesh.tensor=2`. `fedpax plan` reports whether it fits the memory of
+the devices.
 """
 
 import dataclasses
@@ -58,7 +59,6 @@ def pretrain_c4_1b() -> Pretraining:
     a `tokenizer.json` of at most 32,000 tokens.
     """
     return Pretraining(
-        mesh=MeshConfig(fsdp=4),
         model=presets.pax_c4_1b(),
         data=_c4(batch_size=128),
         loss=LossConfig(z_loss_weight=1e-4),
@@ -70,7 +70,7 @@ def pretrain_c4_1b() -> Pretraining:
 def pretrain_c4_16b() -> Pretraining:
     """Pretraining of a 16B model on C4 on 32 chips, as Pax's C4Spmd16BAdam32Replicas."""
     return Pretraining(
-        mesh=MeshConfig(fsdp=16, tensor=2),
+        mesh=MeshConfig(tensor=2),
         model=presets.pax_c4_16b(),
         data=_c4(batch_size=512),
         loss=LossConfig(z_loss_weight=1e-4),
@@ -88,7 +88,6 @@ def diloco_c4_1b() -> Pretraining:
     return dataclasses.replace(
         base,
         islands=4,
-        mesh=MeshConfig(islands=4, fsdp=4),
         outer=OuterConfig(num_levels=16),
         data=dataclasses.replace(base.data, local_steps=100, batch_size=32),
         training=TrainingConfig(rounds=150, evaluate_every=10, checkpoint_every=10),
@@ -98,7 +97,6 @@ def diloco_c4_1b() -> Pretraining:
 def pretrain_llama_8b() -> Pretraining:
     """Pretraining of Llama 3.1 8B on C4: one island, 256 rows of 8,192 tokens per step."""
     return Pretraining(
-        mesh=MeshConfig(fsdp=-1),
         model=presets.llama_3_1_8b(),
         data=_c4(batch_size=256, seq_len=8192),
         loss=LossConfig(z_loss_weight=1e-4),
@@ -117,7 +115,6 @@ def diloco_llama_8b() -> Pretraining:
     return dataclasses.replace(
         base,
         islands=4,
-        mesh=MeshConfig(islands=4, fsdp=256),
         outer=OuterConfig(num_levels=16),
         data=dataclasses.replace(base.data, local_steps=100),
         training=TrainingConfig(rounds=500, evaluate_every=10, checkpoint_every=10),

@@ -32,6 +32,7 @@ from fedpax.experiments.ranges import COUNT, NON_NEGATIVE, check_ranges
 from fedpax.models.accumulation import accumulate_gradients
 from fedpax.models.losses import transformer_loss
 from fedpax.parallel.axes import partition_spec
+from fedpax.parallel.mesh_rule import ShardedSize
 from fedpax.training.experiment import Run, Shardings
 
 
@@ -107,7 +108,8 @@ class TextExperiment(LanguageModelExperiment):
     """A transformer trained on text by one or several islands, or adapters of one.
 
     Attributes:
-        islands: number of islands, a multiple of the mesh's `islands` axis.
+        islands: number of islands, a multiple of the mesh's `islands` axis. The mesh follows from
+            it, from the model and from the devices, as far as `mesh` does not state it.
         data: the text, and the sizes of a round.
         loss: the training loss.
         optimizer: the optimizer of the local steps.
@@ -135,7 +137,7 @@ class TextExperiment(LanguageModelExperiment):
 
     def build(self) -> Run:
         """Make the model, algorithm and mesh. The text is read when the first round needs it."""
-        data, mesh = self.data, self.mesh.make()
+        data, mesh = self.data, self.make_mesh()
         self._check_divisibility(mesh.shape)
         loss, trainable = self.loss, self.trainable(mesh)
         training_loss = accumulate_gradients(
@@ -230,19 +232,23 @@ class TextExperiment(LanguageModelExperiment):
             {item.name: item.field for item in items if item.field is not None},
         )
 
-    def _check_divisibility(self, mesh: Mapping[str, int]) -> None:
-        """Check that mesh axes divide the sizes they shard, so that no devices repeat work."""
+    def sharded_sizes(self) -> list[ShardedSize]:
+        """Return the sizes that axes of the mesh divide."""
         model, data = self.model, self.data
-        sharded: list[tuple[str, int, tuple[str, ...]]] = [
-            ("islands", self.islands, ("islands",)),
-            ("data.batch_size", data.batch_size, ("data", "fsdp", "expert")),
-            ("data.seq_len", data.seq_len, ("sequence",)),
-            ("model.num_heads", model.num_heads, ("tensor",)),
-            ("model.mlp_dim", model.mlp_dim, ("tensor",)),
+        sharded = [
+            ShardedSize("islands", self.islands, ("islands",)),
+            ShardedSize("data.batch_size", data.batch_size, ("data", "fsdp", "expert")),
+            ShardedSize("model.num_heads", model.num_heads, ("tensor",)),
+            ShardedSize("model.mlp_dim", model.mlp_dim, ("tensor",)),
+            ShardedSize("data.seq_len", data.seq_len, ("sequence",)),
         ]
         if model.num_experts:
-            sharded.append(("model.num_experts", model.num_experts, ("expert",)))
-        for name, size, axes in sharded:
+            sharded.append(ShardedSize("model.num_experts", model.num_experts, ("expert",)))
+        return sharded
+
+    def _check_divisibility(self, mesh: Mapping[str, int]) -> None:
+        """Check that mesh axes divide the sizes they shard, so that no devices repeat work."""
+        for name, size, axes in self.sharded_sizes():
             shards = math.prod(mesh.get(axis, 1) for axis in axes)
             if size % shards:
                 larger = [axis for axis in axes if mesh.get(axis, 1) > 1]

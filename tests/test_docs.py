@@ -23,6 +23,7 @@ import fedpax.algorithms
 import fedpax.experiments
 from fedpax.commands.options import override
 from fedpax.experiments.catalog import experiments
+from fedpax.parallel.mesh import default_devices
 
 ROOT = Path(__file__).parent.parent
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -134,7 +135,8 @@ def test_commands_of_pages_have_fields_and_meshes_that_exist() -> None:
                 pytest.fail(f"{text}: {name} does not accept {' '.join(fields)}")
             if count := flags.get("topology", "").removeprefix("cpu:"):
                 if count.isdigit() and int(count) <= jax.device_count():
-                    experiment.mesh.make(jax.devices()[: int(count)])
+                    with default_devices(jax.devices()[: int(count)]):
+                        experiment.make_mesh()
 
 
 def test_blocks_of_a_page_share_a_namespace(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_help_of_an_experiment_shows_every_field(run: Run) -> None:
         "--model.hidden INT",
         "width of the hidden layer",
         "--training.checkpoint_every INT",
-        "--mesh.clients INT",
+        "--mesh.clients {None}|INT",
         "--learning_rate FLOAT",
     ):
         assert words in output

@@ -11,7 +11,7 @@ The paper does not state how many of a model's parameters are exchanged. One con
 
 `--plans` takes the bytes of a method from a compiled program, in place of this formula:
 
-    fedpax plan --exp=diloco_c4_1b --islands=2 --mesh.islands=2 --mesh.fsdp=-1 \
+    fedpax plan --exp=diloco_c4_1b --islands=2 \
         --topology=v5e:4x4 --slices=2 --json=diloco.json
     python -m fedpax.experiments.benchmarks.bandwidth --plans DiLoCo=diloco.json
 """

@@ -206,7 +206,7 @@ def main() -> None:
         parser.error(f"unknown tables {sorted(unknown)}; choose from {', '.join(tables)}")
     if "methods" not in chosen:
         chosen = ["methods", *chosen]  # holds the baseline
-    simulate_devices(diloco_text().mesh.islands)
+    simulate_devices(diloco_text().islands)
     jax.config.update("jax_platforms", "cpu")
 
     todo = {

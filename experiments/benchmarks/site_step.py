@@ -30,7 +30,7 @@ import numpy as np
 
 from fedpax.experiments.benchmarks.timing import paired_ratio, write
 from fedpax.experiments.decoupled_diloco_text import DecoupledDiLoCoText, decoupled_diloco_text
-from fedpax.parallel.mesh import MeshConfig
+from fedpax.parallel.mesh import SINGLE_DEVICE
 from fedpax.sites.certificates import make_certificates
 from fedpax.sites.identity import identify
 from fedpax.sites.island import Island
@@ -69,7 +69,7 @@ class Workload(NamedTuple):
         return dataclasses.replace(
             base,
             islands=1,
-            mesh=MeshConfig(),
+            mesh=SINGLE_DEVICE,
             data=dataclasses.replace(base.data, **sizes),
             decoupled=dataclasses.replace(base.decoupled, quorum=1),
         )
@@ -113,7 +113,7 @@ def measure(workload: Workload) -> Result:
 def _serve(pipe: Pipe, workload: Workload, folder: Path) -> None:
     _use_core(1)
     experiment = workload.experiment()
-    run = build_parts(experiment, MeshConfig())
+    run = build_parts(experiment, SINGLE_DEVICE)
     assert run.algorithm.parts is not None
     params = jax.device_get(jax.jit(run.init)(jax.random.key(0)))
     syncer = Syncer(
@@ -132,7 +132,7 @@ def _serve(pipe: Pipe, workload: Workload, folder: Path) -> None:
 def _train(address: str, workload: Workload, folder: Path) -> Result:
     _use_core(0)
     experiment = workload.experiment()
-    run = build_parts(experiment, MeshConfig())
+    run = build_parts(experiment, SINGLE_DEVICE)
     parts = run.algorithm.parts
     assert parts is not None
     params = jax.eval_shape(run.init, jax.random.key(0))

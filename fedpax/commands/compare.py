@@ -1,7 +1,5 @@
 """`fedpax compare`: train several experiments and compare them in a table and a picture."""
 
-import dataclasses
-import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,6 +9,7 @@ import jax
 from absl import flags
 
 from fedpax.algorithm import RESERVED_METRICS
+from fedpax.commands.devices import num_cores
 from fedpax.commands.options import (
     UsageError,
     allowed_changes,
@@ -21,6 +20,7 @@ from fedpax.commands.options import (
 )
 from fedpax.commands.saved_run import build_run
 from fedpax.experiments.catalog import expand_groups, find_group, groups
+from fedpax.parallel.mesh_rule import simulated_count
 from fedpax.paths import split_list
 from fedpax.training.checkpoint_dir import refuse_checkpoint_dir
 from fedpax.training.compare import write_comparison
@@ -150,11 +150,12 @@ def _compare_to_target(
         )
     courses: dict[str, Course] = {}
 
-    def fixed_size(name: str) -> int:
-        return math.prod(dataclasses.astuple(experiments[name].mesh))
+    def simulated(name: str) -> int:
+        experiment = experiments[name]
+        return simulated_count(experiment.mesh, experiment.sharded_sizes(), num_cores())
 
     # The largest mesh first, because the number of simulated devices is set once.
-    for name in sorted(experiments, key=fixed_size, reverse=True):
+    for name in sorted(experiments, key=simulated, reverse=True):
         run = build_run(experiments[name])
         with jax.set_mesh(run.mesh):
             courses[name] = course_of(run, evaluations[name], target.metric)

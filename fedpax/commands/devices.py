@@ -1,17 +1,19 @@
 """Provide the devices of a training command, simulated on a CPU where there are no others."""
 
 import contextlib
-import dataclasses
 import importlib.metadata
 import importlib.util
 import math
 import os
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 
 from fedpax.commands import UsageError
-from fedpax.parallel.mesh import MeshConfig
+from fedpax.parallel.mesh import MeshConfig, MeshSizeError
+from fedpax.parallel.mesh_rule import ShardedSize, follow, simulated_count
 from fedpax.parallel.simulated_devices import (
     MAX_SIMULATED_DEVICES,
     provide_worker_threads,
@@ -52,43 +54,49 @@ def has_tpu(root: Path) -> bool:
     return False
 
 
-def provide_devices(mesh: MeshConfig, num_processes: int = 1) -> None:
+def provide_devices(
+    mesh: MeshConfig, sharded: Sequence[ShardedSize] = (), num_processes: int = 1
+) -> None:
     """Simulate the devices of a mesh on a CPU, unless the environment sets their number.
 
-    A mesh that takes all devices (-1) gets one device per core, as far as the other axes divide
-    them: clients that run one after another on a device occupy one core. Several processes simulate
-    the same number of devices each.
+    `fedpax.parallel.mesh_rule.simulated_count` tells how many. Several processes simulate the same
+    number of devices each.
 
     Args:
         mesh: the sizes of the mesh's axes.
+        sharded: the sizes that the axes divide, from which sizes that are not stated follow.
         num_processes: number of processes whose devices form the mesh; they are joined already.
 
     Raises:
         UsageError: there are fewer devices than the mesh needs.
     """
     skip_absent_tpus()
-    sizes = dataclasses.asdict(mesh)
+    sizes = mesh.stated
     takes_all = -1 in sizes.values()
-    fixed = math.prod(size for size in sizes.values() if size != -1)
-    needed = max(num_cores() // fixed, 1) * fixed if takes_all else mesh.size
-    chosen = "JAX_NUM_CPU_DEVICES" in os.environ
-    chosen |= "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    # On a mesh with one axis every collective runs over all devices.
-    subgroups = sum(size != 1 for size in sizes.values()) > 1
+    needed = simulated_count(mesh, sharded, num_cores())
+    requested = os.environ.get("JAX_NUM_CPU_DEVICES", "")
+    forced = re.search(
+        r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", "")
+    )
+    chosen = "JAX_NUM_CPU_DEVICES" in os.environ or forced is not None
     # Simulating more devices than a CPU can hangs. A larger mesh needs accelerators.
     too_many = needed > MAX_SIMULATED_DEVICES
-    requested = os.environ.get("JAX_NUM_CPU_DEVICES", "")
     if requested.isdecimal() and int(requested) > MAX_SIMULATED_DEVICES:
         raise UsageError(
             f"JAX_NUM_CPU_DEVICES={requested}: expected at most {MAX_SIMULATED_DEVICES:,}, which a "
             "CPU can simulate. Set a smaller number, or unset it to simulate what the mesh needs."
         )
+    count = math.ceil(needed / num_processes)
+    if chosen and (number := requested or (forced and forced[1])) and number.isdecimal():
+        count = int(number)
+    # On a mesh with one axis every collective runs over all devices.
+    subgroups = _num_axes(mesh, sharded, count * num_processes) > 1
     if subgroups and not too_many:
-        provide_worker_threads(needed)
+        provide_worker_threads(count)
     in_use = False
     if not chosen and not too_many:
         try:
-            simulate_devices(math.ceil(needed / num_processes), subgroups=subgroups)
+            simulate_devices(count, subgroups=subgroups)
         except RuntimeError:  # JAX is in use already, with the devices that it has
             in_use = True
     try:
@@ -116,6 +124,13 @@ def provide_devices(mesh: MeshConfig, num_processes: int = 1) -> None:
             f"the mesh {axes} needs {mesh.size:,} devices, but there are {available} "
             f"({jax.default_backend()}). {remedy}."
         )
+
+
+def _num_axes(mesh: MeshConfig, sharded: Sequence[ShardedSize], num_devices: int) -> int:
+    """Return the number of axes of the mesh that have more than one device."""
+    with contextlib.suppress(MeshSizeError):  # clients use some of the devices
+        mesh = follow(mesh, sharded, num_devices)
+    return sum(size != 1 for size in mesh.sizes.values())
 
 
 def num_cores() -> int:

@@ -1,7 +1,6 @@
 """The mesh of fewer processes: the outer axis of a configured mesh, scaled down."""
 
-import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from fedpax.parallel.mesh import BETWEEN_SLICES
 from fedpax.training.experiment import Experiment
@@ -12,7 +11,8 @@ def fit_mesh(experiment: Experiment, processes: int, num_processes: int) -> list
 
     The outer axis, the first of islands, clients, data and fsdp with more than one device, gets as
     many devices as its share of processes. With the axis `islands` the number of islands changes
-    too. A mesh with an axis of -1 takes all devices and needs no change.
+    too. A mesh that takes all devices needs no change: one with an axis of -1, or with sizes that
+    follow from the experiment (`Experiment.sharded_sizes`).
 
     Args:
         experiment: the experiment, configured for all processes.
@@ -25,20 +25,20 @@ def fit_mesh(experiment: Experiment, processes: int, num_processes: int) -> list
     Example:
         >>> from fedpax.experiments.diloco_text import diloco_text
         >>> fit_mesh(diloco_text(), 3, 4)
-        ['--mesh.islands=3', '--islands=3']
+        ['--islands=3']
         >>> print(fit_mesh(diloco_text(), 2, 3))
         None
     """
-    sizes = dataclasses.asdict(experiment.mesh)
-    outer = _outer_axis(experiment)
+    sizes = _sizes(experiment)
+    outer = _outer_axis(sizes)
     if processes == num_processes or -1 in sizes.values():
         return []
     if outer is None:
-        return None
+        return [] if experiment.sharded_sizes() else None
     size, remainder = divmod(sizes[outer] * processes, num_processes)
     if remainder or not size:
         return None
-    settings = [f"--mesh.{outer}={size}"]
+    settings = [f"--mesh.{outer}={size}"] if outer in experiment.mesh.stated else []
     if _islands_are_processes(experiment):
         settings.append(f"--islands={size}")
     return settings
@@ -60,7 +60,7 @@ def fit_fewer(
     Example:
         >>> from fedpax.experiments.diloco_text import diloco_text
         >>> fit_fewer(diloco_text(), 8, 8)  # islands of two processes
-        (6, ['--mesh.islands=3', '--islands=3'])
+        (6, ['--islands=3'])
     """
     group = processes_per_island(experiment, num_processes)
     for fewer in range(processes - 1, 0, -1):
@@ -87,7 +87,7 @@ def processes_per_island(experiment: Experiment, num_processes: int) -> int:
     """
     if not _islands_are_processes(experiment):
         return 1
-    group, remainder = divmod(num_processes, experiment.mesh.islands)
+    group, remainder = divmod(num_processes, _sizes(experiment)["islands"])
     return 1 if remainder or not group else group
 
 
@@ -116,7 +116,7 @@ def island_numbers(
     """
     if not _islands_are_processes(experiment):
         return None
-    islands = experiment.mesh.islands
+    islands = _sizes(experiment)["islands"]
     if islands % num_processes and num_processes % islands:
         return None
     # Processes have equal parts of the islands axis, in order.
@@ -136,8 +136,16 @@ def island_numbers(
     return numbers if whole else None
 
 
-def _outer_axis(experiment: Experiment) -> str | None:
-    sizes = dataclasses.asdict(experiment.mesh)
+def _sizes(experiment: Experiment) -> dict[str, int]:
+    """Return the sizes of the mesh; the axis of islands is their number if it is not stated."""
+    sizes, stated = experiment.mesh.sizes, experiment.mesh.stated
+    for item in experiment.sharded_sizes():
+        if item.axes == ("islands",) and "islands" not in stated:
+            sizes["islands"] = item.size
+    return sizes
+
+
+def _outer_axis(sizes: Mapping[str, int]) -> str | None:
     return next((name for name in (*BETWEEN_SLICES, "fsdp") if sizes[name] > 1), None)
 
 
@@ -146,6 +154,6 @@ def _islands_are_processes(experiment: Experiment) -> bool:
 
     This is so if the outer axis is `islands`, and its size is the experiment's field `islands`.
     """
-    islands = experiment.mesh.islands
-    same = getattr(experiment, "islands", None) == islands
-    return _outer_axis(experiment) == "islands" and same
+    sizes = _sizes(experiment)
+    same = getattr(experiment, "islands", None) == sizes["islands"]
+    return _outer_axis(sizes) == "islands" and same

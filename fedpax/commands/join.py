@@ -45,7 +45,10 @@ def join(arguments: Sequence[str]) -> int:
         )
     enable_compilation_cache()
     with leave_on_failure():
-        provide_processes(options, dataclasses.replace(experiment.mesh, islands=1))
+        provide_processes(
+            options,
+            dataclasses.replace(experiment, mesh=dataclasses.replace(experiment.mesh, islands=1)),
+        )
         from fedpax.sites.join import join as join_syncer
 
         try:

@@ -11,9 +11,9 @@ from absl import flags
 from fedpax.commands import UsageError
 from fedpax.commands.devices import provide_devices
 from fedpax.parallel.cluster import Cluster, ClusterError, find_cluster
-from fedpax.parallel.mesh import MeshConfig
 from fedpax.parallel.roll_call import call_roll, wait_for_coordinator
 from fedpax.training.console import print_error
+from fedpax.training.experiment import Experiment
 
 USAGE_ERROR = 2
 SECONDS_TO_LEAVE = 10.0
@@ -31,12 +31,12 @@ def define_process_flags(options: flags.FlagValues) -> None:
     )
 
 
-def provide_processes(options: flags.FlagValues, mesh: MeshConfig) -> None:
-    """Join the other processes with `--multihost`, and provide the devices of a mesh.
+def provide_processes(options: flags.FlagValues, experiment: Experiment) -> None:
+    """Join the other processes with `--multihost`, and provide the devices of an experiment.
 
     Args:
         options: the flags of `define_process_flags`.
-        mesh: the sizes of the mesh's axes.
+        experiment: the experiment.
 
     Raises:
         UsageError: a process is missing, or there are fewer devices than the mesh needs.
@@ -46,7 +46,7 @@ def provide_processes(options: flags.FlagValues, mesh: MeshConfig) -> None:
         num_processes = join_processes(options.join_timeout, options.heartbeat_timeout)
     # Where only JAX knows the number of processes, it knows their devices too.
     if num_processes is not None:
-        provide_devices(mesh, num_processes)
+        provide_devices(experiment.mesh, experiment.sharded_sizes(), num_processes)
 
 
 def join_processes(timeout: float, heartbeat_timeout: int) -> int | None:

@@ -211,7 +211,7 @@ def checkpoint_round(command: str, saved: SavedRun, round_number: int | None) ->
 def build_run(experiment: Experiment) -> Run:
     """Provide the devices of an experiment's mesh, and build its run."""
     enable_compilation_cache()
-    provide_devices(experiment.mesh)
+    provide_devices(experiment.mesh, experiment.sharded_sizes())
     return experiment.build()
 
 

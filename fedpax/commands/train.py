@@ -46,7 +46,7 @@ def train(arguments: Sequence[str]) -> int:
     enable_compilation_cache()
     membership = find_membership()
     with leave_on_failure():
-        provide_processes(options, experiment.mesh)
+        provide_processes(options, experiment)
         result = train_experiment(
             experiment,
             folder,

@@ -101,7 +101,7 @@ def train(
     check_is_dataclass(experiment)
     enable_compilation_cache()
     if not jax.distributed.is_initialized():  # otherwise the processes' devices are known
-        provide_devices(experiment.mesh)
+        provide_devices(experiment.mesh, experiment.sharded_sizes())
     experiment = experiment.resolve(experiment, lambda default: default, job_log_dir)
     folder = resolve_job_log_dir(job_log_dir)
     result = train_in_folder(experiment, folder, allow_config_change=allow_config_change)

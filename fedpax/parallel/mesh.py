@@ -7,7 +7,8 @@ import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 import jax
 import numpy as np
@@ -110,7 +111,8 @@ class MeshConfig:
     """Sizes of the mesh's axes, in their order; one size can be -1: all remaining devices.
 
     The axis of a placement (islands, clients) has its name. The other axes shard the model and the
-    batch.
+    batch. A size that is not stated (None) follows from the experiment and the devices, as
+    `fedpax.parallel.mesh_rule.follow` describes; in `make` it is 1.
 
     Attributes:
         islands: groups of devices that share the islands of a round.
@@ -128,23 +130,25 @@ class MeshConfig:
     Example:
         >>> MeshConfig(islands=4, fsdp=2).size
         8
+        >>> MeshConfig(islands=4, fsdp=2).stated
+        {'islands': 4, 'fsdp': 2}
         >>> mesh = MeshConfig(fsdp=-1).make()
         >>> mesh.shape["fsdp"] == jax.device_count(), mesh.shape["clients"]
         (True, 1)
     """
 
-    islands: int = 1
-    clients: int = 1
-    data: int = 1
-    fsdp: int = 1
-    tensor: int = 1
-    sequence: int = 1
-    expert: int = 1
-    stage: int = 1
+    islands: int | None = None
+    clients: int | None = None
+    data: int | None = None
+    fsdp: int | None = None
+    tensor: int | None = None
+    sequence: int | None = None
+    expert: int | None = None
+    stage: int | None = None
 
     def __post_init__(self) -> None:
         """Check the sizes."""
-        for name, size in asdict(self).items():
+        for name, size in self.stated.items():
             if size < 1 and size != -1:
                 raise ValueError(
                     f"mesh.{name}={size} is not a size: expected at least 1, or -1 for all "
@@ -152,9 +156,19 @@ class MeshConfig:
                 )
 
     @property
+    def stated(self) -> dict[str, int]:
+        """The sizes that are stated, by axis."""
+        return {name: size for name, size in asdict(self).items() if size is not None}
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of all axes; 1 where none is stated."""
+        return dict.fromkeys(asdict(self), 1) | self.stated
+
+    @property
     def size(self) -> int:
         """Number of devices of the mesh; all available devices if an axis is -1."""
-        sizes = asdict(self).values()
+        sizes = self.sizes.values()
         return len(available_devices()) if -1 in sizes else math.prod(sizes)
 
     def make(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -175,7 +189,7 @@ class MeshConfig:
             MeshSizeError: if the sizes do not fit the devices or the slices.
         """
         devices = list(available_devices() if devices is None else devices)
-        sizes = asdict(self)
+        sizes: dict[str, Any] = self.sizes
         larger = {name: size for name, size in sizes.items() if size != 1}
         # Devices are arranged along the larger axes: axes of size 1 do not change their order.
         try:
@@ -186,9 +200,13 @@ class MeshConfig:
             )
         except ValueError as error:
             flags = _join([f"--mesh.{name}" for name in larger])
-            raise MeshSizeError(f"{error} On the command line, change {flags}.") from None
+            raise MeshSizeError(f"{error} On the command line, leave out {flags}.") from None
         shape = tuple(mesh.shape.get(name, 1) for name in sizes)
         return Mesh(mesh.devices.reshape(shape), tuple(sizes), (AxisType.Auto,) * len(sizes))
+
+
+SINGLE_DEVICE = MeshConfig(*(1,) * len(fields(MeshConfig)))
+"""The mesh of one device, whatever devices there are."""
 
 
 def available_devices() -> Sequence[jax.Device]:

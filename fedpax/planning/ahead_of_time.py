@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -60,13 +61,14 @@ def plan_experiment(
         progress(f"{time.perf_counter() - started:6.1f} s  {line}")
 
     name = exp or type(experiment).__name__
-    if misfit := describe_misfit(name, experiment.mesh, topology):
-        raise PlanError(misfit)
     with default_devices(topology.devices):
         try:
-            mesh = experiment.mesh.make()
+            mesh = experiment.make_mesh()
         except ValueError as error:
-            raise PlanError(f"{name} on {topology.name}: {error}") from None
+            stated = math.prod(map(abs, experiment.mesh.stated.values()))  # -1: any number
+            others_follow = experiment.sharded_sizes() and len(topology.devices) % stated == 0
+            misfit = None if others_follow else describe_misfit(name, experiment.mesh, topology)
+            raise PlanError(misfit or f"{name} on {topology.name}: {error}") from None
         report(f"building {name} for {mesh.size:,} devices")
         run = experiment.build()
     if run.cohort_shapes is None:

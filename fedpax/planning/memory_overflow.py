@@ -56,8 +56,9 @@ def overflow_report(
         lines.append(f"  {size / 2**30:8.2f} GiB  {part}")
     lines.append("Change one or more of these:")
     for field, (remedy, last) in _REMEDIES.items():
-        value = _value(experiment, field)
-        no_effect = field == "model.num_microbatches" and _value(experiment, "mesh.stage") == 1
+        group, _, name_of_axis = field.partition(".")
+        value = run.mesh.shape.get(name_of_axis) if group == "mesh" else _value(experiment, field)
+        no_effect = field == "model.num_microbatches" and run.mesh.shape.get("stage", 1) == 1
         if value not in (None, last) and not no_effect:
             lines.append(f"  --{field}={value} now: {remedy}")
     lines.append("  --topology, --slices: more chips, or chips with more memory")
@@ -78,7 +79,7 @@ def shortage_of(message: str) -> str:
 
 
 def _value(experiment: Experiment, field: str) -> Any:
-    """Return the value of a field such as "mesh.fsdp"; None if the experiment lacks it."""
+    """Return the value of a field such as "data.seq_len"; None if the experiment lacks it."""
     value: Any = experiment
     for name in field.split("."):
         value = getattr(value, name, None)

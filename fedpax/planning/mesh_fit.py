@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 
@@ -30,7 +29,7 @@ def describe_misfit(name: str, mesh: MeshConfig, topology: Topology) -> str | No
         >>> print(describe_misfit("islands", MeshConfig(fsdp=-1), find_topology("cpu:1")))
         None
     """
-    sizes = {axis: size for axis, size in dataclasses.asdict(mesh).items() if size != 1}
+    sizes = {axis: size for axis, size in mesh.stated.items() if size != 1}
     total, needed = len(topology.devices), math.prod(size for size in sizes.values() if size != -1)
     takes_rest = -1 in sizes.values()
     if not sizes or total == needed or (takes_rest and total % needed == 0):

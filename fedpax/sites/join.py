@@ -39,12 +39,13 @@ from fedpax.training.configuration import (
     write_configuration,
 )
 from fedpax.training.console import print_error
-from fedpax.training.experiment import Experiment, Run
+from fedpax.training.experiment import Experiment
 from fedpax.training.job_dir import JobDirLock, check_configuration
 from fedpax.training.metrics import MetricsWriter
 from fedpax.training.preemption import PreemptionGuard
 from fedpax.training.progress import Progress, describe_devices
 from fedpax.training.saved_rounds import latest_round
+from fedpax.training.unused_devices import check_processes
 
 FILE = "island.json"
 SECONDS_TO_FLUSH = 5.0
@@ -181,8 +182,8 @@ def _join(
     started = time.perf_counter()
     training = experiment.training
     first = done = saved = latest_round(folder) or 0
-    run = build_parts(experiment, dataclasses.replace(experiment.mesh, islands=1), exp)
-    _check_devices(run)
+    run = build_parts(experiment, island_of(experiment).mesh, exp)
+    check_processes(island_of(experiment), run)
     parts = run.algorithm.parts
     assert parts is not None
     params = jax.eval_shape(run.init, jax.random.key(0))
@@ -239,7 +240,7 @@ def _join(
             progress.set_rounds(member.rounds)
             training = dataclasses.replace(training, rounds=member.rounds)
             experiment = dataclasses.replace(experiment, training=training)
-            run = build_parts(experiment, dataclasses.replace(experiment.mesh, islands=1), exp)
+            run = build_parts(experiment, island_of(experiment).mesh, exp)
             parts, model = run.algorithm.parts, LocalModel(run)
             assert parts is not None
         assert member.shard is not None
@@ -331,15 +332,9 @@ def _join(
     return JoinResult(done, finished, None if finished else preemption.signal, gave_up)
 
 
-def _check_devices(run: Run) -> None:
-    """Check that each process has devices of the mesh."""
-    processes = {device.process_index for device in run.mesh.devices.flat}
-    if len(processes) < jax.process_count():
-        raise ConfigurationError(
-            f"the mesh has {run.mesh.size} devices, all in {len(processes)} of the island's "
-            f"{jax.process_count()} processes, expected devices of every process. Set "
-            "--mesh.fsdp=-1 for all devices, or start fewer processes."
-        )
+def island_of(experiment: Experiment) -> Experiment:
+    """Return the experiment on the mesh of one island: stated sizes of its other axes are kept."""
+    return dataclasses.replace(experiment, mesh=dataclasses.replace(experiment.mesh, islands=1))
 
 
 def _exit_after(folder: Path) -> Callable[[str], None]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 
 from fedpax.algorithm import AlgorithmParts, Params
-from fedpax.parallel.mesh import MeshConfig
+from fedpax.parallel.mesh import SINGLE_DEVICE, MeshConfig
 from fedpax.sites.fragment_format import largest_message
 from fedpax.sites.identity import identify
 from fedpax.sites.island_table import IslandWatch
@@ -145,7 +145,7 @@ def run_syncer(
         rounds, checkpoint = experiment.training.rounds, latest_round(folder) or 0
         store = SyncerStore(folder, allow_older=allow_older_state)
         store.check_presence()
-        run = build_parts(experiment, MeshConfig(), exp)
+        run = build_parts(experiment, SINGLE_DEVICE, exp)
         parts = run.algorithm.parts
         assert parts is not None
         with jax.set_mesh(run.mesh):

@@ -8,20 +8,29 @@ from pathlib import Path
 import jax
 
 from fedpax.parallel.chips import CHIPS
-from fedpax.training.experiment import Run
+from fedpax.training.experiment import Experiment, Run
 from fedpax.training.metrics import SCALARS
 from fedpax.training.progress import Progress, describe_devices
+from fedpax.training.unused_devices import describe_unused
 from fedpax.training.utilization import Utilization
 
 
 def announce(
-    progress: Progress, run: Run, folder: Path, first: int, utilization: Utilization | None
+    progress: Progress,
+    experiment: Experiment,
+    run: Run,
+    participants: int,
+    folder: Path,
+    first: int,
+    utilization: Utilization | None,
 ) -> None:
     """Tell the user what is about to run, and where to see it.
 
     Args:
         progress: prints the lines.
+        experiment: the experiment.
         run: the run.
+        participants: number of participants of a round.
         folder: its folder.
         first: the number of rounds that are trained already.
         utilization: what MFU is computed from; None: unknown.
@@ -29,6 +38,8 @@ def announce(
     params = jax.eval_shape(lambda: run.init(jax.random.key(0)))
     num_parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
     progress.note(f"{num_parameters:,} parameters on {describe_devices(run.mesh)}")
+    if unused := describe_unused(experiment, run, participants):
+        progress.note(unused)
     scalars = shlex.quote(str(folder / SCALARS))
     missing = "" if shutil.which("tensorboard") else " (pip install tensorboard)"
     progress.note(f"folder {folder}; live view: tensorboard --logdir {scalars}{missing}")

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, Self, get_args
 
@@ -13,7 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fedpax.algorithm import FederatedAlgorithm, Params
 from fedpax.clients.cohort_stream import CohortStream
-from fedpax.parallel.mesh import MeshConfig
+from fedpax.parallel.mesh import MeshConfig, available_devices
+from fedpax.parallel.mesh_rule import ShardedSize, follow
 from fedpax.training.configuration import write_configuration
 from fedpax.training.exports import write_orbax
 from fedpax.training.frozen import StoredParams
@@ -271,7 +272,8 @@ class Experiment(abc.ABC):
 
     Attributes:
         training: the settings of the training loop.
-        mesh: the sizes of the mesh's axes; -1 takes the remaining devices.
+        mesh: the sizes of the mesh's axes; -1 takes the remaining devices. Sizes that are not
+            stated follow from `sharded_sizes`; without them they are 1.
     """
 
     training: TrainingConfig
@@ -292,6 +294,23 @@ class Experiment(abc.ABC):
         """
         del default, parse, job_log_dir
         return self
+
+    def sharded_sizes(self) -> Sequence[ShardedSize]:
+        """Return the sizes that axes of the mesh divide, from which `make_mesh` chooses the mesh.
+
+        By default there are none: `make_mesh` makes the mesh as it is stated.
+        """
+        return ()
+
+    def make_mesh(self) -> Mesh:
+        """Make the mesh of all available devices: stated sizes, and sizes that follow from them.
+
+        Raises:
+            MeshSizeError: the sizes do not fit the devices; the message names a field to change.
+        """
+        devices = available_devices()
+        slices = {getattr(device, "slice_index", None) for device in devices}
+        return follow(self.mesh, self.sharded_sizes(), len(devices), len(slices)).make()
 
     def write_model(self, folder: Path, params: Params, exp: str) -> None:
         """Write the model of a checkpoint to a new folder, for other programs.

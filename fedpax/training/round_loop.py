@@ -156,7 +156,16 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         is_first = self._compiled is None
         utilization = utilization_of(run)
         if is_first:
-            announce(self._progress, run, self._folder, self.done, utilization)
+            participants = jax.tree.leaves(cohort)[0].shape[0]
+            announce(
+                self._progress,
+                self._experiment,
+                run,
+                participants,
+                self._folder,
+                self.done,
+                utilization,
+            )
             # Before the compilation, which takes long: these folders can be missing or damaged.
             self._frozen = () if run.frozen is None else (run.frozen.load(),)
         initial = None if self.done or run.initial is None else run.initial.load()

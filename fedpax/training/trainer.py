@@ -41,6 +41,7 @@ from fedpax.training.retention import Retention
 from fedpax.training.round_loop import Changes, RoundLoop
 from fedpax.training.saved_rounds import check_latest_round, latest_round
 from fedpax.training.spikes import RepeatedSpikesError
+from fedpax.training.unused_devices import check_processes
 from fedpax.training.watchdog import Watchdog
 
 
@@ -179,6 +180,7 @@ def _train(
         clock = enter(GoodputClock(folder, after=first, lines=kept, enabled=primary))
         run = experiment.build()
         check_run(run, type(experiment).__name__)
+        check_processes(experiment, run)
         run = begin_from(run, training.begin_from)
         enter(jax.set_mesh(run.mesh))
         if jax.process_count() > 1:  # else the data are opened while the round is compiled

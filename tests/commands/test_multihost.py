@@ -129,9 +129,9 @@ def programs(folder: Path, **sources: str) -> dict[str, str]:
 
 SRUN = """
 while [[ $1 == --* ]]; do shift; done
-for number in 0 1; do
-  SLURM_STEP_NODELIST=localhost SLURM_NTASKS=2 SLURM_PROCID=$number SLURM_LOCALID=$number \\
-    "$@" --pause=0.1 & processes+=($!)
+for ((number = 0; number < TASKS; number++)); do
+  SLURM_STEP_NODELIST=localhost SLURM_NTASKS=$TASKS SLURM_PROCID=$number SLURM_LOCALID=$number \\
+    "$@" & processes+=($!)
 done
 status=0
 for process in "${processes[@]}"; do wait $process || status=$?; done
@@ -162,13 +162,63 @@ def test_the_slurm_script_runs_two_processes(tmp_path: Path) -> None:
     requeued = tmp_path / "requeued"
     environment = programs(tmp_path / "bin", srun=SRUN, scontrol=f'echo "$@" > {requeued}') | {
         "SLURM_JOB_ID": str(os.getpid()),
+        "TASKS": "2",
         "EXPERIMENT": REGRESSION,
         "FOLDER": str(tmp_path / "run"),
     }
-    done = run("slurm.sh", environment)
+    done = run("slurm.sh", environment, "--pause=0.1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Finished 12 of 12 rounds") == 1
     assert not requeued.exists()
+
+
+SHORT = ("--training.rounds=1", "--data.local_steps=2", "--data.heldout_tokens=2048")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
+def test_the_slurm_script_trains_its_experiment_on_32_devices(
+    tmp_path: Path, processes: int
+) -> None:
+    environment = programs(tmp_path / "bin", srun=SRUN) | {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "TASKS": str(processes),
+        "JAX_NUM_CPU_DEVICES": str(32 // processes),
+        "FOLDER": str(tmp_path / "run"),
+    }
+    done = run("slurm.sh", environment, *SHORT)
+    assert done.returncode == 0, done.stderr
+    assert "on 32 cpu devices, mesh islands=4, fsdp=4, tensor=2" in done.stderr
+    assert done.stdout.count("Finished 1 of 1 rounds") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
+def test_the_manifest_trains_its_experiment_on_32_devices(tmp_path: Path, processes: int) -> None:
+    _, job = yaml.safe_load_all((HOSTS / "kubernetes.yaml").read_text())
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    words = [word.replace("/runs/", f"{tmp_path}/") for word in container["args"]]
+    coordinator = f"localhost:{20000 + os.getpid() % 10000}"
+    kept = programs(tmp_path / "bin")
+    pods = [
+        subprocess.Popen(
+            [*container["command"], *words, *SHORT],
+            env=kept
+            | job_environment(number)
+            | {
+                "JAX_COORDINATOR_ADDRESS": coordinator,
+                "JAX_NUM_PROCESSES": str(processes),
+                "JAX_NUM_CPU_DEVICES": str(32 // processes),
+            },
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(processes)
+    ]
+    errors = [pod.communicate(timeout=200)[1] for pod in pods]
+    assert [pod.returncode for pod in pods] == [0] * processes, errors
+    assert "on 32 cpu devices, mesh islands=4, fsdp=4, tensor=2" in errors[0]
 
 
 def test_the_slurm_script_requeues_a_job_that_was_stopped(tmp_path: Path) -> None:

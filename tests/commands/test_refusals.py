@@ -59,7 +59,7 @@ def test_commands_that_are_refused(run: Run, arguments: list[str], words: str) -
     ("exp", "override", "words"),
     [
         (
-            "diloco_text --mesh.fsdp=2",
+            "diloco_text --mesh.islands=4",
             "--islands=3",
             "islands=4 does not divide --islands=3. Set --islands to a multiple",
         ),

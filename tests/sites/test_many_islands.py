@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from fedpax.experiments.decoupled_diloco_text import decoupled_diloco_text
-from fedpax.parallel.mesh import MeshConfig
+from fedpax.parallel.mesh import SINGLE_DEVICE
 from fedpax.sites.identity import identify
 from fedpax.sites.message import Message
 from fedpax.sites.outer_model import OuterModel
@@ -41,7 +41,7 @@ def test_64_islands_in_bounded_memory(tmp_path: Path) -> None:
         decoupled=dataclasses.replace(demo.decoupled, quorum=ISLANDS),
         training=dataclasses.replace(demo.training, rounds=ROUNDS),
     )
-    run = build_parts(experiment, MeshConfig())
+    run = build_parts(experiment, SINGLE_DEVICE)
     params = jax.eval_shape(run.init, jax.random.key(0))
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, np.float32), params)
     formats = OuterModel(run.algorithm.parts._replace(islands=1), zeros).formats

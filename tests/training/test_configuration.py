@@ -83,7 +83,7 @@ def test_differences_are_listed_by_the_path_of_the_field() -> None:
 def test_another_class_is_a_difference() -> None:
     changes = differences(MeshConfig(), EVERYTHING.training)
     assert "MeshConfig" in changes["class"]
-    assert changes["islands"] == "1 -> (no such field)"
+    assert changes["islands"] == "null -> (no such field)"
 
 
 def test_a_field_added_to_the_class_takes_its_default() -> None:

@@ -45,8 +45,12 @@ def check_processes(experiment: Experiment, run: Run) -> None:
 def _remedy(
     experiment: Experiment, run: Run, total: int, participants: int | None = None
 ) -> str | None:
-    axis, sizes = run.placement, experiment.mesh.sizes
-    if axis not in sizes or dict(run.mesh.shape) != dict(experiment.make_mesh().shape):
+    axis = run.placement
+    try:
+        same = experiment.make_mesh() == run.mesh
+    except ValueError:
+        same = False
+    if not same or axis not in experiment.mesh.sizes:
         return None  # the experiment makes its mesh in another way
     share = total * run.mesh.shape[axis] // run.mesh.size
     for item in experiment.sharded_sizes():

@@ -296,18 +296,26 @@ def _sliding_window(read: _Reader, model_type: str) -> int | None:
         return window
     num_layers = read.integer("num_hidden_layers")
     first = read.integer("max_window_layers", 28) if window is not None else num_layers
-    kinds = entries.get("layer_types") or [
-        "sliding_attention" if i >= first else "full_attention" for i in range(num_layers)
-    ]
-    if kinds == ["full_attention"] * num_layers:
+    kinds = entries.get("layer_types")
+    if kinds and not isinstance(kinds, list):
+        raise read.unsupported("layer_types", "a list with an entry for each layer")
+    if not kinds:  # in this form, no list as long as the file says is made
+        kinds = ["full_attention"] * (first > 0) + ["sliding_attention"] * (first < num_layers)
+    elif len(kinds) != num_layers:
+        raise ValueError(
+            f"{read.source}: num_hidden_layers={num_layers}, but layer_types has {len(kinds)} "
+            "entries: expected one for each layer."
+        )
+    kinds = sorted(set(map(str, kinds)))
+    if kinds == ["full_attention"]:
         return None
-    if kinds == ["sliding_attention"] * num_layers and window is not None:
+    if kinds == ["sliding_attention"] and window is not None:
         return window
     raise ValueError(
         f"{read.source}: layer_types={kinds} with use_sliding_window="
-        f"{entries.get('use_sliding_window')!r} and sliding_window={window!r} is not supported: "
-        "expected the same attention in all layers, 'full_attention' without a sliding window or "
-        "'sliding_attention' with one."
+        f"{entries.get('use_sliding_window')!r} and sliding_window={window!r} is not "
+        "supported: expected the same attention in all layers, 'full_attention' without a sliding "
+        "window or 'sliding_attention' with one."
     )
 
 

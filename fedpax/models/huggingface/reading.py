@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,18 @@ from jax.sharding import Mesh, Sharding
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
+from fedpax.files import check_fetched
 from fedpax.models.huggingface.config import from_entries
+from fedpax.models.huggingface.folder import (
+    AGAIN,
+    CONFIG,
+    INDEX,
+    existing_folder,
+    listed,
+    read_entries,
+    weight_files,
+)
+from fedpax.models.huggingface.sizes import check_entries, check_sizes
 from fedpax.models.huggingface.tensors import (
     Bounds,
     StoredParameter,
@@ -29,8 +39,6 @@ from fedpax.models.transformer import transformer
 from fedpax.models.transformer_config import TransformerConfig
 from fedpax.parallel import axes
 
-CONFIG, SINGLE_FILE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-AGAIN = "Copy or download the folder again."
 DTYPES: Mapping[str, np.dtype] = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
@@ -88,10 +96,13 @@ def load_config(folder: str | Path) -> TransformerConfig:
 
     Raises:
         FileNotFoundError: the folder or config.json does not exist.
-        ValueError: config.json is damaged, or needs a feature that the transformer does not have.
-            The message names the entry, its value and the supported values.
+        ValueError: config.json is damaged, needs a feature that the transformer does not have, or
+            has another size than the tensors in the folder's files, if it has any. The message
+            names the entry, its value and the supported values.
     """
-    return from_entries(*read_entries(folder))
+    entries, source = read_entries(folder)
+    check_entries(entries, source, existing_folder(folder))
+    return from_entries(entries, source)
 
 
 def load_params(
@@ -127,6 +138,8 @@ def load_params(
     """
     if mesh is not None and shardings is not None:
         raise ValueError("load_params() got mesh and shardings: pass one of them, or none.")
+    path = existing_folder(folder)
+    check_sizes(config, path)  # before anything of these sizes is made
     model, stored = transformer(config), stored_parameters(config)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     if mesh is not None:
@@ -140,24 +153,13 @@ def load_params(
         )
     target = None if dtype is None else np.dtype(dtype)
     with contextlib.ExitStack() as stack:
-        tensors = _open_tensors(_existing(folder), stack)
-        _check_tensors(tensors, stored, Path(folder), config.tied_embeddings)
+        tensors = _open_tensors(path, stack)
+        _check_tensors(tensors, stored, path, config.tied_embeddings)
         params = {
             path: _read(parameter, tensors, by_path.get(path), _dtype(parameter, tensors, target))
             for path, parameter in stored.items()
         }
     return jax.tree.unflatten(jax.tree.structure(shapes), params.values())
-
-
-def read_entries(folder: str | Path) -> tuple[dict[str, Any], str]:
-    """Return the entries of a folder's config.json, and the name of that file."""
-    path = _existing(folder) / CONFIG
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{path} does not exist: expected a Hugging Face folder with {CONFIG}. Copy the file "
-            "there, or give another folder."
-        )
-    return _json_object(path), str(path)
 
 
 def safetensors(module: str) -> Any:
@@ -171,41 +173,16 @@ def safetensors(module: str) -> Any:
         ) from None
 
 
-def listed(names: Collection[str]) -> str:
-    """Join names; of many only the first five."""
-    shown, more = list(names)[:5], len(names) - 5
-    return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
-
-
-def _existing(folder: str | Path) -> Path:
-    path = Path(folder).expanduser()
-    if not path.is_dir():
-        raise FileNotFoundError(
-            f"{path} is not a folder: expected a Hugging Face folder. Give a folder with {CONFIG} "
-            "and safetensors files."
-        )
-    return path
-
-
-def _json_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}. {AGAIN}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} is damaged: expected a JSON object. {AGAIN}")
-    return value
-
-
 def _open_tensors(folder: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
     """Return the safetensors slice of each tensor in the folder's files, by name."""
-    listing = _files(folder)
+    listing = weight_files(folder)
     library = safetensors("safetensors")
     tensors: dict[str, Any] = {}
     for name, expected in listing.items():
         path = folder / name
         if not path.is_file():
             raise FileNotFoundError(f"{path}, listed in {INDEX}, does not exist. {AGAIN}")
+        check_fetched(path)
         try:
             file = stack.enter_context(library.safe_open(path, framework="numpy"))
         except library.SafetensorError as error:
@@ -217,28 +194,6 @@ def _open_tensors(folder: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
             )
         tensors |= {name: file.get_slice(name) for name in (expected or names)}
     return tensors
-
-
-def _files(folder: Path) -> dict[str, set[str] | None]:
-    """Return the tensors of each file of weights; None: all that the file has."""
-    # In this order, as transformers does.
-    if (folder / SINGLE_FILE).is_file():
-        return {SINGLE_FILE: None}
-    if not (folder / INDEX).is_file():
-        found = sorted(path.name for path in folder.glob("*.bin"))
-        remedy = f"Convert {listed(found)} to safetensors first." if found else AGAIN
-        raise FileNotFoundError(f"{folder} has neither {SINGLE_FILE} nor {INDEX}. {remedy}")
-    names = _json_object(folder / INDEX).get("weight_map")
-    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
-        raise ValueError(
-            f"{folder / INDEX} is damaged: expected weight_map, a file per tensor. {AGAIN}"
-        )
-    if outside := sorted({file for file in names.values() if Path(file).name != file}):
-        raise ValueError(f"{folder / INDEX}: {listed(outside)} is not a file of this folder.")
-    files: dict[str, set[str] | None] = {}
-    for name, file in names.items():
-        files[file] = (files.get(file) or set()) | {name}
-    return files
 
 
 def _check_tensors(

@@ -18,15 +18,8 @@ from fedpax.models.huggingface.config import (
     from_entries,
     to_entries,
 )
-from fedpax.models.huggingface.reading import (
-    CONFIG,
-    DTYPES,
-    INDEX,
-    SINGLE_FILE,
-    listed,
-    read_entries,
-    safetensors,
-)
+from fedpax.models.huggingface.folder import CONFIG, INDEX, SINGLE_FILE, listed, read_entries
+from fedpax.models.huggingface.reading import DTYPES, safetensors
 from fedpax.models.huggingface.tensors import (
     Index,
     StoredParameter,

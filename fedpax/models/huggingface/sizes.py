@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from fedpax.models.huggingface.config import FAMILIES
 from fedpax.models.huggingface.folder import CONFIG, INDEX, SINGLE_FILE, weight_files
@@ -100,7 +100,7 @@ def _differ(source: str, says: str, found: str) -> ValueError:
     )
 
 
-def _is_integer(value: Any) -> bool:
+def _is_integer(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 

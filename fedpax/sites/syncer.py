@@ -19,6 +19,7 @@ from fedpax.sites.identity import Identity, find_difference
 from fedpax.sites.members import FREE_SHARD_AFTER, Island, IslandReport, Members, note_merged
 from fedpax.sites.message import Message
 from fedpax.sites.outer_model import OuterModel
+from fedpax.sites.pending import PendingUpdates
 from fedpax.sites.requests import Request
 from fedpax.sites.step_credit import StepCredit
 from fedpax.sites.syncer_store import SyncerStore
@@ -27,16 +28,12 @@ from fedpax.sites.updates import (
     REPORTED,
     MergeReport,
     Totals,
-    Update,
     check_update,
     read_update,
     why_dropped,
 )
 from fedpax.sites.votes import combine, group_votes, make_report
 from fedpax.training.logging import NonFiniteError
-
-MAX_WAITING = 16
-"""Largest number of updates of one island and fragment that wait for a merge."""
 
 _logger = logging.getLogger(__name__)
 
@@ -95,7 +92,7 @@ class Syncer:
         self._clock, self._on_merge = clock, on_merge
         self._lock = threading.RLock()
         self._merging = threading.Lock()
-        self._pending: list[dict[str, list[Update]]] = [{} for _ in model.fragments]
+        self._pending = PendingUpdates(len(model.fragments))
         self._deadline: float | None = None
         self._members = Members(
             parts.islands,
@@ -105,8 +102,6 @@ class Syncer:
             quorum=parts.quorum,
         )
         self._credits: dict[str, StepCredit] = {}
-        self._in_merge: dict[str, list[Update]] = {}
-        self._merging_fragment: int | None = None
         self.merges, self.run, self.totals = 0, secrets.token_hex(8), Totals()
         self.failure: Exception | None = None
         self._epochs = Epochs(len(model.fragments))
@@ -252,7 +247,7 @@ class Syncer:
                 rounds=self._num_merges // len(self._pending),
                 shard=island.shard,
                 heartbeat_seconds=self._heartbeat,
-                received=self._newest_updates(island),
+                received=island.merged | self._pending.newest(name),
                 epoch=self._epochs.current,
                 discard=discard,
             )
@@ -277,26 +272,12 @@ class Syncer:
                 ) from error
         return self._members.join(name, *asked)
 
-    def _newest_updates(self, island: Island) -> dict[str, list[Any]]:
-        """Return process and sequence number of the newest update of each fragment."""
-        newest = dict(island.merged)
-        for p in range(len(self._pending)):
-            for update in self._unmerged(p, island.name):
-                newest[p] = update.incarnation, update.sequence
-        return {str(p): list(sent) for p, sent in newest.items()}
-
-    def _unmerged(self, p: int, name: str) -> list[Update]:
-        """Return the updates of an island that wait for a merge, or are in a current merge."""
-        waiting = self._pending[p].get(name, [])
-        return waiting if p != self._merging_fragment else waiting + self._in_merge.get(name, [])
-
     def _forget_updates_without_shard(self) -> None:
         """Forget updates of islands whose shards were taken: such an island sends them again."""
         for island in self._members:
             if island.shard is None:
                 self._credits.pop(island.name, None)
-                for pending in self._pending:
-                    pending.pop(island.name, None)
+                self._pending.forget(island.name)
 
     def _new_credit(self, *, returns: bool) -> StepCredit:
         per_merge = self._parts.steps_per_sync * most_phases_ahead(self._parts)
@@ -318,7 +299,7 @@ class Syncer:
             self.totals = self.totals.add(received_bytes=size)
             if update.incarnation != island.incarnation or island.shard is None:
                 return Message({"status": "join"})
-            unmerged = self._unmerged(p, island.name)
+            unmerged = self._pending.find(p, island.name)
             known = [u.sequence for u in unmerged if u.incarnation == update.incarnation]
             if update.sequence <= max([island.last_sequence(p), *known]):
                 self.totals = self.totals.add(repeated=1)
@@ -327,11 +308,7 @@ class Syncer:
                 return self._answer(
                     island, status=reason if dropped == update.sequence else "repeated"
                 )
-            if len(unmerged) >= MAX_WAITING:
-                raise RefusedError(
-                    f"{len(unmerged)} updates of fragment {p} of this island wait for a merge, "
-                    f"expected at most {MAX_WAITING}. Stop this island, and start it again later."
-                )
+            self._pending.check_room(p, island.name)
             version = self._model.fragments[p].version
             reason = why_dropped(update, norm, version, self._parts)
             if reason:
@@ -341,7 +318,7 @@ class Syncer:
                 self._credits[island.name].add_merge()
                 return self._answer(island, status=reason)
             counted = self._credits[island.name].take(p, update.steps, self.merges)
-            self._pending[p].setdefault(island.name, []).append(update.counting(counted))
+            self._pending.add(p, update.counting(counted))
             island.loss = update.loss
             late = update.merge < self.merges
             island.late += late
@@ -389,8 +366,7 @@ class Syncer:
             p = self.merges % len(self._pending)
             if self.finished or not self._is_due(p):
                 return False
-            waiting, self._pending[p] = self._pending[p], {}
-            self._in_merge, self._merging_fragment, self._deadline = waiting, p, None
+            waiting, self._deadline = self._pending.begin_merge(p), None
             version = self._model.fragments[p].version
             votes = group_votes(self._members, waiting, self._one_vote)
         state, metrics = self._model.merge(p, combine(self._model.decode[p], votes))
@@ -423,17 +399,13 @@ class Syncer:
             self._members.update_merged(islands)
             self._model.put(p, state)
             self.merges, self.totals = self.merges + 1, self.totals.add(tokens=report.tokens)
-            self._in_merge, self._merging_fragment = {}, None
+            self._pending.end_merge()
         self._on_merge(report)
         return True
 
     def _is_due(self, p: int) -> bool:
         """Return whether fragment p has its quorum and the grace window has ended."""
-        on_time = {
-            name
-            for name, updates in self._pending[p].items()
-            if any(update.merge >= self.merges for update in updates)
-        }
+        on_time = self._pending.on_time(p, self.merges)
         voters = {island.voter for island in self._members if island.name in on_time}
         if len(voters) < self._parts.quorum:
             self._deadline = None

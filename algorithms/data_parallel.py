@@ -14,7 +14,7 @@ from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.checks import check_optimizer
 from fedpax.algorithms.local_steps import gradient_and_metrics
 from fedpax.algorithms.optimizer_step import optimizer_step
-from fedpax.algorithms.participation import placed_valid_steps
+from fedpax.algorithms.participation import counted_examples, placed_valid_steps
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_map, federated_max, federated_mean
 from fedpax.transforms.program import program
@@ -85,7 +85,7 @@ def data_parallel(
     ) -> tuple[DataParallelState, Metrics]:
         check_cohort("data_parallel", cohort, islands, size_argument="islands")
         batches = cohort.batches
-        valid, examples = placed_valid_steps(cohort), cohort.num_examples
+        valid, examples = placed_valid_steps(cohort), counted_examples(cohort)
         # [steps]: whether any island takes the step; computed once, so that a step communicates
         # nothing more.
         taken = None if valid is None else federated_max(valid.astype(jnp.int32)) > 0

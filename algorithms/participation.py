@@ -89,6 +89,17 @@ def takes_part(cohort: Cohort) -> Bool[Array, " participants"]:
     return federated_map(jnp.any, valid)
 
 
+def counted_examples(cohort: Cohort) -> Num[Array, " participants"] | None:
+    """Return `cohort.num_examples` with 0 for negative numbers. Inside a program.
+
+    Args:
+        cohort: the cohort of the round.
+    """
+    if cohort.num_examples is None:
+        return None
+    return federated_map(lambda n: jnp.maximum(n, jnp.zeros_like(n)), cohort.num_examples)
+
+
 def participant_weights(cohort: Cohort) -> Num[Array, " participants"] | None:
     """Return the participants' weights in means: 0 without a valid step. Inside a program.
 
@@ -96,8 +107,8 @@ def participant_weights(cohort: Cohort) -> Num[Array, " participants"] | None:
         cohort: the cohort of the round.
 
     Returns:
-        `cohort.num_examples`, or 1 for each participant where it is None, set to 0 for participants
-        without a valid step or with a negative client id; None where every participant weighs the
+        `cohort.num_examples`, or 1 for each participant where it is None; 0 where it is negative,
+        without a valid step and with a negative client id. None where every participant weighs the
         same.
 
     Example:
@@ -108,9 +119,9 @@ def participant_weights(cohort: Cohort) -> Num[Array, " participants"] | None:
         [1.0, 0.0, 1.0]
     """
     valid = placed_valid_steps(cohort)
-    weights = None if cohort.num_examples is None else jnp.asarray(cohort.num_examples)
+    weights = counted_examples(cohort)
     if valid is None:
-        return weights  # as they are: aggregators that need their sum first can have it at once
+        return weights
 
     def weight(valid: Bool[Array, " steps"], examples: Num[Array, ""] | None) -> Num[Array, ""]:
         examples = jnp.float32(1) if examples is None else examples

@@ -125,7 +125,7 @@ class NaturalPopulation(PopulationConfig):
         )
         if self.field == "client" and source.client_starts is not None:
             return ContiguousClients(source.client_starts, max_examples=self.max_examples)
-        parts, _ = partition_natural(source, self.field)
+        parts = partition_natural(source, self.field)
         return [part[: self.max_examples] for part in parts]
 
 

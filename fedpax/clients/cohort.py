@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import Int, Num
 
+from fedpax.primitives.casts import checked_tree, device_weights, needs_cast
+
 MASK = "mask"
 """Name of the field of a dict of batches that marks padding with 0 or False."""
 
+_REMEDY = (
+    "Convert it before the cohort is made, for example in a `preprocess` of the data, or set "
+    "jax.config.update('jax_enable_x64', True) when the process starts."
+)
 
-class Cohort(NamedTuple):
+
+class _Fields(NamedTuple):
+    """The fields of a `Cohort`, whose constructor checks them."""
+
+    batches: Any
+    num_examples: Num[jax.Array | np.ndarray, " participants"] | None = None
+    num_steps: Int[jax.Array | np.ndarray, " participants"] | None = None
+    client_ids: Int[jax.Array | np.ndarray, " participants"] | None = None
+    schedule: Any = None
+
+
+class Cohort(_Fields):
     """The participants of one round and their batches.
 
     The leading axis of every array is the participants. The `round` of every algorithm takes a
@@ -42,6 +60,11 @@ class Cohort(NamedTuple):
             `ArrivalOrder`, `RegionalOrder` or `Syncs` of `fedpax.clients`. Default None:
             participants are equally fast and never fail.
 
+    Raises:
+        TypeError: a NumPy array is not numbers.
+        ValueError: JAX cannot hold a value of a NumPy array, such as an int64 beyond int32 without
+            `jax_enable_x64`. A larger `num_examples` is kept in float32.
+
     Example:
         >>> import numpy as np
         >>> x = np.ones((2, 3, 4, 5), np.float32)  # clients, steps, batch, features
@@ -50,11 +73,29 @@ class Cohort(NamedTuple):
         True
     """
 
-    batches: Any
-    num_examples: Num[jax.Array | np.ndarray, " participants"] | None = None
-    num_steps: Int[jax.Array | np.ndarray, " participants"] | None = None
-    client_ids: Int[jax.Array | np.ndarray, " participants"] | None = None
-    schedule: Any = None
+    __slots__ = ()
+
+    def __new__(
+        cls,
+        batches: Any,
+        num_examples: Num[jax.Array | np.ndarray, " participants"] | None = None,
+        num_steps: Int[jax.Array | np.ndarray, " participants"] | None = None,
+        client_ids: Int[jax.Array | np.ndarray, " participants"] | None = None,
+        schedule: Any = None,
+    ) -> Cohort:
+        """Make a cohort, and check that JAX can hold the values of its NumPy arrays."""
+        # Here, because jax.jit would wrap large integers before the algorithm sees the cohort.
+        batches = checked_tree(batches, "cohort.batches", _REMEDY)
+        if needs_cast(num_examples):
+            num_examples = device_weights(num_examples, "cohort.num_examples")
+        num_steps = checked_tree(num_steps, "cohort.num_steps", _REMEDY)
+        client_ids = checked_tree(client_ids, "cohort.client_ids", _REMEDY)
+        schedule = checked_tree(schedule, "cohort.schedule", _REMEDY)
+        return super().__new__(cls, batches, num_examples, num_steps, client_ids, schedule)
+
+    @classmethod
+    def _make(cls, iterable: Iterable[Any]) -> Cohort:
+        return cls(*iterable)
 
 
 def check_cohort(

@@ -23,6 +23,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Int
 
+from fedpax.primitives.casts import checked_tree, device_array
 from fedpax.transforms.sent import KEPT
 
 if TYPE_CHECKING:  # chex imports absl.flags
@@ -138,7 +139,7 @@ def gather_clients(
         >>> gather_clients(store, jnp.array([3, -1, 0])).tolist()
         [[1.0, 1.0], [0.0, 0.0], [0.0, 0.0]]
     """
-    _check_call("gather_clients", store, client_ids, placement)
+    client_ids = _check_call("gather_clients", store, client_ids, placement)
     return _mark_kept(_gather(store, client_ids, placement))
 
 
@@ -193,9 +194,9 @@ def scatter_clients(
         at one that is not below `num_clients` is ignored too.
 
     Raises:
-        TypeError: `store` is not a `ClientStore`.
+        TypeError: `store` is not a `ClientStore`, or states are floats where it has integers.
         ValueError: the mesh axis does not divide the cohort; or, outside of `jax.jit`, an index is
-            not below `num_clients`.
+            not below `num_clients`, or JAX cannot hold a state.
 
     Example:
         >>> client_ids, states = jnp.array([3, -1, 0]), jnp.array([7.0, 8.0, 9.0])
@@ -203,7 +204,9 @@ def scatter_clients(
         >>> store.to_host().tolist()
         [9.0, 0.0, 0.0, 7.0, 0.0]
     """
-    _check_call("scatter_clients", store, client_ids, placement)
+    client_ids = _check_call("scatter_clients", store, client_ids, placement)
+    _check_states(store, states)
+    states = checked_tree(states, "scatter_clients(): states")
     return _scatter(store, client_ids, _mark_kept(states), placement)
 
 
@@ -336,8 +339,24 @@ def _names(entry: Any) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def _check_call(name: str, store: Any, client_ids: ClientIds, placement: str) -> None:
-    """Check the arguments that `gather_clients` and `scatter_clients` share."""
+def _check_states(store: ClientStore[Any], states: Any) -> None:
+    """Raise a TypeError for floats that would be truncated to the integers of the store."""
+
+    def check(path: Any, rows: jax.Array, new: Any) -> None:
+        dtype = jnp.result_type(new)
+        if jnp.issubdtype(dtype, jnp.inexact) and not jnp.issubdtype(rows.dtype, jnp.inexact):
+            raise TypeError(
+                f"scatter_clients(): states{jax.tree_util.keystr(path)} has dtype {dtype}, but the "
+                f"store has {rows.dtype}, expected equal dtypes. Make the store with floats: "
+                "client_store(state, num_clients) keeps the dtypes of state."
+            )
+
+    if jax.tree.structure(store.rows) == jax.tree.structure(states):
+        jax.tree.map_with_path(check, store.rows, states)
+
+
+def _check_call(name: str, store: Any, client_ids: ClientIds, placement: str) -> ClientIds:
+    """Check the arguments that `gather_clients` and `scatter_clients` share; return the ids."""
     if not isinstance(store, ClientStore):
         raise TypeError(
             f"{name}(): store is a {type(store).__name__}, expected a ClientStore. Make it with "
@@ -360,6 +379,9 @@ def _check_call(name: str, store: Any, client_ids: ClientIds, placement: str) ->
                 f"clients (0 to {store.num_clients - 1}). Make it with client_store(state, "
                 f"num_clients={largest + 1}) or more."
             )
+    if isinstance(client_ids, np.ndarray) and client_ids.dtype.kind == "i":
+        client_ids = np.maximum(client_ids, -1)  # -2**32 would be 0 in int32
+    return client_ids
 
 
 def _check_leaf(leaf: Any, path: Any) -> jax.Array:
@@ -371,4 +393,5 @@ def _check_leaf(leaf: Any, path: Any) -> jax.Array:
             f"and dtype {dtype}, expected an array of numbers. For random keys, store an integer "
             "and fold it in."
         )
-    return jnp.asarray(leaf)
+    name = f"client_store(): state{jax.tree_util.keystr(path)}"
+    return jnp.asarray(device_array(leaf, name) if isinstance(leaf, np.ndarray) else leaf)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from fedpax.primitives._jax import Primitive, Zero, is_zero, zero_tangent
 from fedpax.primitives.broadcast import broadcast
+from fedpax.primitives.casts import device_weights, is_host_number
 from fedpax.primitives.layout import shard_over_placement
 from fedpax.primitives.mask import federated_mask_p
 from fedpax.primitives.monoids import ADDITION, accumulation_dtype
@@ -55,8 +56,8 @@ def federated_mean(
 
     Args:
         x: pytree of arrays `[n, ...]`, placed.
-        weights: array `[n]` of any real dtype, for example numbers of examples. Default None: equal
-            weights.
+        weights: array `[n]` of any real dtype, for example numbers of examples. They are used in
+            float32 or wider. Default None: equal weights.
         placement: name of the placement. Default None: the only placement of the program.
 
     Returns:
@@ -96,6 +97,8 @@ def federated_mean(
 
 
 def _check_weights(weights: Any, placement: Placement) -> jax.Array:
+    if is_host_number(weights):
+        weights = device_weights(weights, "federated_mean(): weights")
     leaves = [
         check_array("federated_mean()", leaf, "weights" + jax.tree_util.keystr(path))
         for path, leaf in jax.tree.leaves_with_path(weights)

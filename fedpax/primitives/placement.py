@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedpax.primitives.casts import conversion, device_array, is_host_number
+
 # A pytree whose leaves are arrays or numbers.
 ArrayTree = Any
 # The same where a result has the structure of an argument.
@@ -232,12 +234,17 @@ def check_array(
 
     Raises:
         TypeError: the leaf is not an array or a number.
+        ValueError: JAX would change a value, such as an int64 that does not fit int32.
     """
+    if is_host_number(leaf):
+        array = device_array(leaf, f"{function}: {where}")
+        return jnp.asarray(array if isinstance(leaf, np.ndarray | np.generic) else leaf)
     try:
         jax.typeof(leaf)
     except TypeError:
         raise TypeError(
-            f"{function}: {where} {describe_type(leaf)}, expected arrays or numbers. {remedy}"
+            f"{function}: {where} {describe_type(leaf)}, expected arrays or numbers. "
+            f"{' '.join(filter(None, (conversion(leaf), remedy)))}"
         ) from None
     return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
 

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 
 from fedpax.algorithm import LossFn, Params
 from fedpax.primitives import federated_map, federated_sum
+from fedpax.primitives.casts import checked_tree
 from fedpax.training.prefetch import put_on_mesh
 from fedpax.transforms.program import program
 
@@ -45,7 +46,8 @@ def evaluator(
         A function `params -> metrics`: `"loss"` and the metrics of `loss_fn`, as floats.
 
     Raises:
-        ValueError: there are no batches.
+        TypeError: an array is not numbers.
+        ValueError: there are no batches, or JAX cannot hold a value, such as an int64 beyond int32.
 
     Example:
         >>> batches = [{"x": np.array([1.0, 3.0])}, {"x": np.array([5.0, 7.0])}]
@@ -62,6 +64,7 @@ def evaluator(
     num_steps = -(-len(batches) // num_participants)
     padding = num_steps * num_participants - len(batches)
     weights = np.array([*[_weight(b) for b in batches], *[0.0] * padding], np.float32)
+    batches = [checked_tree(batch, "batch") for batch in batches]
     stacked = jax.tree.map(lambda *xs: np.stack([*xs, *[xs[0]] * padding]), *batches)
     placed, placed_weights = jax.tree.map(
         lambda x: x.reshape(num_participants, num_steps, *x.shape[1:]), (stacked, weights)
@@ -130,5 +133,5 @@ def placed_evaluator(
 
 def _weight(batch: Batch) -> float:
     if "mask" in batch:
-        return float(batch["mask"].sum())
+        return float(np.sum(batch["mask"], dtype=np.float64))
     return float(jax.tree.leaves(batch)[0].shape[0])

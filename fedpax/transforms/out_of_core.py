@@ -18,7 +18,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedpax.primitives._jax import ClosedJaxpr, Literal, Var, aval_of, eliminate_dead_code
+from fedpax.primitives.casts import device_array, is_host_number, needs_cast
 from fedpax.primitives.layout import mesh_axis
+from fedpax.primitives.signatures import argument_names
 from fedpax.transforms.inlining import inline, placements_of
 from fedpax.transforms.phases import Atom
 from fedpax.transforms.plan import make_plan
@@ -65,9 +67,10 @@ def out_of_core(
         `jax.jit` or `jax.grad`: transform the program, and run the result out of core.
 
     Raises:
-        TypeError: at the call, a traced argument.
+        TypeError: at the call, a traced argument, or an array that is not numbers.
         ValueError: `chunk_size` below 1; at the call, a `chunk_size` that the mesh axis does not
-            divide, or a program without maps, or with maps of several placements, at its top level.
+            divide, a program without maps, or with maps of several placements, at its top level, or
+            a value that JAX cannot hold, such as an int64 beyond int32.
 
     Example:
         >>> import jax.numpy as jnp
@@ -101,6 +104,9 @@ def out_of_core(
                 "out_of_core() runs on the host and cannot be traced by jax.jit or jax.grad. "
                 "Transform the program instead: out_of_core(jax.grad(program), ...)."
             )
+        paths = [path for path, _ in jax.tree.leaves_with_path((args, kwargs))]
+        names = argument_names(program, len(args))
+        leaves = [_checked(*pair, names) for pair in zip(leaves, paths, strict=True)]
         mesh = jax.sharding.get_abstract_mesh()
         chunked, out_tree = prepare(tree, tuple(map(_aval, leaves)), mesh)
         return jax.tree.unflatten(out_tree, chunked.run(leaves))
@@ -111,6 +117,35 @@ def out_of_core(
 def _call(program: Callable[..., Any], tree: Any, leaves: Sequence[Any]) -> Any:
     args, kwargs = jax.tree.unflatten(tree, leaves)
     return program(*args, **kwargs)
+
+
+class _CheckedRows:
+    """A user's array whose dtype JAX would change: each chunk is checked when it is read."""
+
+    def __init__(self, array: Any, name: str) -> None:
+        self._array, self._name = array, name
+        self.shape = array.shape
+        self.dtype = device_array(np.zeros(0, array.dtype), name).dtype
+
+    def __getitem__(self, rows: Any) -> np.ndarray:
+        return device_array(self._array[rows], self._name)
+
+
+def _checked(leaf: Any, path: Any, names: Sequence[str]) -> Any:
+    """Return a leaf of the arguments such that JAX cannot change its values without an error."""
+    in_kwargs, key, *rest = path
+    argument = str(key.key) if in_kwargs.idx else names[key.idx]
+    name = f"out_of_core(): argument {argument}{jax.tree_util.keystr(tuple(rest))}"
+    if isinstance(leaf, jax.Array) or not hasattr(leaf, "shape"):
+        if is_host_number(leaf):
+            device_array(leaf, name)
+        return leaf
+    return _CheckedRows(leaf, name) if needs_cast(np.zeros(0, leaf.dtype)) else leaf
+
+
+def _whole(value: Any) -> Any:
+    """Return a value that is not read in chunks."""
+    return value[...] if isinstance(value, _CheckedRows) else value
 
 
 def _aval(leaf: Any) -> Any:
@@ -166,7 +201,7 @@ class _ChunkedProgram:
         values.update(zip(jaxpr.invars, leaves, strict=True))
         totals: list = []
         for part, compiled in enumerate(self.parts):
-            results = compiled([values[v] for v in self.inputs[part]], totals)
+            results = compiled([_whole(values[v]) for v in self.inputs[part]], totals)
             values.update(zip(self.results[part], results, strict=True))
             totals = []
             if part in self.plan.loops:
@@ -178,12 +213,13 @@ class _ChunkedProgram:
         if isinstance(v, Literal):
             return jnp.asarray(v.val, aval_of(v).dtype)
         axis = self.plan.axis[v] if self.plan.is_stored(v) else 0
-        return np.moveaxis(values[v], 0, axis) if axis else values[v]
+        value = _whole(values[v])
+        return np.moveaxis(value, 0, axis) if axis else value
 
     def _run_chunks(self, phase: int, values: dict[Var, Any]) -> tuple[dict[Var, Any], list]:
         """Run the loop of a phase; return the stored values on the host, and the totals."""
         shared, placed = self.plan.loop_inputs(phase)
-        servers = [values[v] for v in shared]
+        servers = [_whole(values[v]) for v in shared]
         host_arrays = [_to_host(values[v]) for v in placed]
         size = self.plan.placement.size
         merged: list = []

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import jax
+import numpy as np
 
 from fedpax.primitives._jax import ClosedJaxpr, trace
 from fedpax.primitives.call_rules import define_call
+from fedpax.primitives.casts import device_array, is_host_number
 from fedpax.primitives.federated_program import federated_program_p
 from fedpax.primitives.layout import check_placement_divisible, find_mesh
 from fedpax.primitives.placement import (
@@ -121,8 +123,10 @@ def program(
             are missing. At the call: an argument is neither static nor an array or a number.
         ValueError: there is no placement, or a size or `chunk_size` is below 1, or the function has
             no argument that is declared static. At the call: an enclosing program declares the same
-            placement, the mesh axis does not divide a placement, or a static argument is not
-            hashable.
+            placement, the mesh axis does not divide a placement, a static argument is not hashable,
+            or JAX cannot hold a value, such as 3e9 in an int64 array without `jax_enable_x64`.
+            (`jax.jit` converts its arguments before the program sees them, and wraps such a value
+            silently.)
 
     Example:
         >>> import jax
@@ -287,23 +291,27 @@ def _check_hashable(
             ) from None
 
 
-def _check_argument(function: str, leaf: Any, path: tuple, names: Sequence[str]) -> jax.Array:
-    """Return a leaf of a program's arguments as an array, or raise an error that names it."""
+def _check_argument(function: str, leaf: Any, path: tuple, names: Sequence[str]) -> Any:
+    """Return a leaf of a program's arguments, or raise an error that names it."""
     kind, key, *rest = path
     name = names[key.idx] if kind.idx == 0 else str(key.key)
     declared = name.partition("[")[0]
+    where = f"argument {name}{jax.tree_util.keystr(tuple(rest))}"
+    if is_host_number(leaf):
+        array = device_array(leaf, f"program {function}: {where}")
+        # A Python number stays as it is: converted, it would lose its weak type.
+        return array if isinstance(leaf, np.ndarray | np.generic) else leaf
     try:
         jax.typeof(leaf)
     except TypeError:
         pass
     else:
-        return leaf  # a number stays as it is: converted, it would lose its weak type
+        return leaf
     remedy = (
         f"Declare it static: @fedpax.program(..., static_argnames={declared!r})."
         if not rest and name == declared
         else "Remove it from the pytree, or use it in the function as a closure."
     )
-    where = f"argument {name}{jax.tree_util.keystr(tuple(rest))}"
     return check_array(f"program {function}", leaf, where, remedy)
 
 

@@ -298,3 +298,21 @@ def test_no_device_gathers_rows_over_a_model_axis(current_mesh):
     for fn, arguments in ((gather_clients, (store, ids)), (scatter_clients, (store, ids, states))):
         text = jax.jit(fn).lower(*arguments).compile().as_text()
         assert "f32[2,2048]" in text and ",4096]" not in text
+
+
+def test_values_that_the_store_cannot_hold_raise():
+    store = client_store(np.zeros(2, np.int64), 5)
+    with pytest.raises(ValueError, match=r"client_store\(\): state\['a'\] has the value 109951162"):
+        client_store({"a": np.array(2**40)}, 5)
+    with pytest.raises(
+        ValueError, match=r"scatter_clients\(\): states has the value 1099511627776"
+    ):
+        scatter_clients(store, np.array([0]), np.array([[2**40, 1]]))
+    with pytest.raises(TypeError, match=r"states has dtype float32, but the store has int32"):
+        scatter_clients(store, jnp.array([0]), jnp.array([[0.5, 1.0]]))
+
+
+def test_any_negative_index_is_absent():
+    store = client_store(np.ones(2, np.float32), 5)
+    found = gather_clients(store, np.array([-(2**32), 1, -(2**31) - 1]))
+    assert found.tolist() == [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0]]

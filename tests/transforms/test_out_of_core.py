@@ -285,3 +285,23 @@ def test_chunks_of_second_derivatives(work, current_mesh):
 
     hessian = jax.jacfwd(jax.grad(lambda w, x: jnp.sum(program(w, x) ** 2)))
     close(fedpax.out_of_core(hessian, chunk_size=4)(w, x), jax.jit(hessian)(w, x))
+
+
+def test_a_value_that_jax_cannot_hold_is_named():
+    @fedpax.program(clients=5)
+    def mean_square(w, x):
+        return fedpax.federated_mean(fedpax.federated_map(lambda x: (w - x) ** 2, x))
+
+    run = fedpax.out_of_core(mean_square, chunk_size=2)
+    assert run(np.float64(1.0), np.arange(5.0).astype(">f8")).item() == 3.0
+    large = np.array([0, 1, 2, 3, 2**40])
+    for arguments, name in (
+        ((1.0, large), "x"),
+        ((2**40, large % 5), "w"),
+        ((large[4], large), "w"),
+    ):
+        message = rf"^out_of_core\(\): argument {name} has the value 1099511627776 \(int64\)"
+        with pytest.raises(ValueError, match=message):
+            run(*arguments)
+    with pytest.raises(TypeError, match=r"argument x has dtype object.*\.astype"):
+        run(1.0, large.astype(object))

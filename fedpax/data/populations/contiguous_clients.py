@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fedpax.data.populations.partition import Indices
+from fedpax.primitives.casts import checked_cast
 
 
 class ContiguousClients(Sequence[Indices]):
@@ -43,7 +44,7 @@ class ContiguousClients(Sequence[Indices]):
             raise ValueError(
                 f"max_examples is {max_examples}, expected at least 1, or None for no limit."
             )
-        self._starts = array.astype(np.int64)
+        self._starts = checked_cast(array, np.int64, "starts")
         self._max_examples = max_examples
 
     def __len__(self) -> int:

@@ -8,15 +8,17 @@ See `label_skew` and `quantity_skew` for random partitions whose participants di
 
 import heapq
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int64
 from numpy.typing import ArrayLike
 
+from fedpax.data.examples import Columns, as_examples, column_values
 from fedpax.data.shuffle import hash_key, shuffled_index
 from fedpax.data.sources.source import Source
+from fedpax.primitives.casts import checked_cast
 
 Indices = Int64[np.ndarray, " examples"]
 """The indices of a participant's examples in a source."""
@@ -26,6 +28,8 @@ Partition = Sequence[Indices]
 
 Examples = Sequence[Mapping[str, Any]]
 """A source of examples: a sequence of dicts, each with an example's fields."""
+
+_COLUMN = "source"  # the name of a column that is given alone, in messages
 
 
 def partition_iid(num_examples: int, num_participants: int, *, seed: int = 0) -> list[Indices]:
@@ -65,7 +69,8 @@ def partition_by_field(
     that has least so far, so participants have nearly equal amounts. The source is read once.
 
     Args:
-        source: the examples.
+        source: the examples: records, columns, a data frame or a table, as `partition_natural`
+            takes them.
         field: the name of the field, such as `"client"` or `"label"`.
         num_participants: the number of participants.
         size: a function that returns an example's size, such as its number of bytes. Default None:
@@ -94,34 +99,67 @@ def partition_by_field(
     return [np.sort(np.array(indices, np.int64)) for indices in parts]
 
 
-def partition_natural(source: Examples, field: str) -> tuple[list[Indices], list[Any]]:
+class NaturalPartition(list[Indices]):
+    """A partition by the values of a field, as `partition_natural` returns it.
+
+    Attributes:
+        names: for each participant its value of the field.
+    """
+
+    def __init__(self, parts: Iterable[Indices], names: Sequence[Any]) -> None:
+        super().__init__(parts)
+        self.names = list(names)
+
+
+def partition_natural(source: Examples | Any, field: str | None = None) -> NaturalPartition:
     """Partition examples by the values of a field: one participant for each writer, user, ...
 
     The source is read once. From a source that `load` returned, only this field is decoded.
 
     Args:
-        source: the examples.
-        field: the name of the field, such as `"client"`.
+        source: the examples: records (a source from `load`, or a list of dicts), a dict of columns,
+            or a data frame or table of pandas, Polars or pyarrow. Or the column alone: an array or
+            a list with the field's value of each example.
+        field: the name of the field, such as `"client"`. Default None: `source` is the column.
 
     Returns:
-        A pair: for each participant the sorted indices of its examples, int64; and for each
-        participant its value of the field. Participants are sorted by value.
+        For each participant the sorted indices of its examples, int64. Participants are sorted by
+        value, and the attribute `names` has the values.
 
     Raises:
         KeyError: the examples have no such field.
-        ValueError: there are no examples, or the field holds arrays.
+        TypeError: `source` is something else, such as a generator.
+        ValueError: there are no examples, the field holds arrays, or a value is NaN.
 
     Example:
-        >>> source = [{"author": name} for name in ("b", "a", "b", "c", "b", "a")]
-        >>> parts, names = partition_natural(source, "author")
-        >>> [indices.tolist() for indices in parts], names
+        >>> authors = ["b", "a", "b", "c", "b", "a"]
+        >>> parts = partition_natural({"author": authors}, "author")
+        >>> [indices.tolist() for indices in parts], parts.names
         ([[1, 5], [0, 2, 4], [3]], ['a', 'b', 'c'])
+        >>> partition_natural(authors).names
+        ['a', 'b', 'c']
     """
+    if field is None:
+        source, field = Columns({_COLUMN: _as_column(source)}, "source"), _COLUMN
     groups, _ = _groups(source, field, None)
     check_count(len(groups), f"values of the field {field!r}", 1)
     # By type first: values of different types, such as None and strings, cannot be compared.
     names = sorted(groups, key=lambda name: (type(name).__name__, name))
-    return [np.array(groups[name], np.int64) for name in names], names
+    return NaturalPartition([np.array(groups[name], np.int64) for name in names], names)
+
+
+def _as_column(source: Any) -> Any:
+    """Return the values of a column that was given without the other fields."""
+    column = column_values(source) if not hasattr(source, "columns") else source
+    is_list = isinstance(column, list | tuple) and not any(hasattr(v, "keys") for v in column[:1])
+    if is_list or (isinstance(column, np.ndarray) and column.dtype.names is None):
+        return column
+    as_examples(source)
+    raise TypeError(
+        f"partition_natural() got a {type(source).__name__} and no field, expected the name of the "
+        "field whose values are the participants. Pass it, for example "
+        "partition_natural(source, 'client')."
+    )
 
 
 def check_partition(
@@ -244,7 +282,8 @@ def index_labels(
             "one-hot rows with labels.argmax(-1)."
         )
     classes, class_index = np.unique(array, return_inverse=True)
-    return classes.astype(np.int64), class_index.astype(np.int64)
+    remedy = "Number the labels with np.unique(labels, return_inverse=True)[1]."
+    return checked_cast(classes, np.int64, name, remedy), class_index.astype(np.int64)
 
 
 def check_count(count: int, noun: str, num_participants: int, min_examples: int = 1) -> None:
@@ -268,13 +307,18 @@ def _groups(
     groups: dict[Any, list[int]] = {}
     sizes: dict[Any, int] = {}
     for index, (value, example_size) in enumerate(_values(source, field, size)):
-        if isinstance(value, np.generic | np.ndarray):
-            if value.size != 1:
+        if isinstance(value, np.generic | np.ndarray | list):
+            if np.size(value) != 1:
                 raise ValueError(
-                    f"The field {field!r} holds arrays of shape {list(value.shape)}, expected one "
-                    "value that examples share, such as a client's name: name another field."
+                    f"The field {field!r} holds arrays of shape {list(np.shape(value))}, expected "
+                    "one value that examples share, such as a client's name: name another field."
                 )
-            value = value.item()
+            value = np.asarray(value).item()
+        if isinstance(value, float) and value != value:
+            raise ValueError(
+                f"The field {field!r} is {value} for example {index}, expected a value that names "
+                "its group: fill in the missing values, or leave these examples out."
+            )
         groups.setdefault(value, []).append(index)
         sizes[value] = sizes.get(value, 0) + example_size
     return groups, sizes
@@ -284,7 +328,8 @@ def _values(
     source: Examples, field: str, size: Callable[[Mapping[str, Any]], int] | None
 ) -> Iterator[tuple[Any, int]]:
     """Yield each example's value of a field, and its size."""
-    if size is None and isinstance(source, Source):
+    source = as_examples(source)
+    if size is None and isinstance(source, Source | Columns):
         get_field(source[0], field)
         yield from ((value, 1) for value in source.column(field))
         return

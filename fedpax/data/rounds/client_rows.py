@@ -3,6 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from fedpax.data.examples import as_examples
 from fedpax.data.populations.partition import Examples, get_field
 from fedpax.data.rounds.preprocess import Arrays
 from fedpax.data.rounds.shard import get_text
@@ -23,7 +24,8 @@ def pack_clients(
     No row has tokens of two clients.
 
     Args:
-        source: the documents: a source from `load`, or a list of dicts.
+        source: the documents: a source from `load`, a list of dicts, a dict of columns, or a data
+            frame.
         seq_len: tokens per row.
         field: the field of an example with its text, a string or UTF-8 bytes.
         client_field: the field of an example that names its client.
@@ -34,6 +36,7 @@ def pack_clients(
         are in the order of their names. `preprocess_rows` makes batches of the rows.
 
     Raises:
+        TypeError: `source` is something else, such as a generator.
         ValueError: the source has no examples, or `seq_len` is below 1.
 
     Example:
@@ -47,6 +50,7 @@ def pack_clients(
         >>> next(rounds).batches["inputs"].shape  # clients, steps, batch, seq_len
         (2, 2, 2, 8)
     """
+    source = as_examples(source)
     if not len(source):
         raise ValueError("The source has no examples to train on: load another split.")
     documents: dict[str | bytes, list[NDArray[np.integer]]] = {}

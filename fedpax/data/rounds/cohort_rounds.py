@@ -5,7 +5,7 @@ the examples of the cohort are read, so a population can be larger than memory.
 """
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpax.clients.cohort import MASK, Cohort
+from fedpax.data.examples import Columns, as_examples
 from fedpax.data.populations.client_sampler import ClientSampler
 from fedpax.data.populations.partition import (
     Examples,
@@ -38,6 +39,7 @@ from fedpax.data.rounds.stream import (
     source_name,
 )
 from fedpax.data.shuffle import hash_key, shuffled_index
+from fedpax.primitives.casts import checked_cast
 
 Read = Callable[[NDArray[np.int64]], dict[str, NDArray[Any]]]
 
@@ -159,9 +161,9 @@ class CohortRounds:
         self._round += 1
         return Cohort(
             batches,
-            num_examples=np.minimum(sizes, row_slots).astype(np.int32),
-            num_steps=num_steps.astype(np.int32),
-            client_ids=client_ids.astype(np.int32),
+            num_examples=checked_cast(np.minimum(sizes, row_slots), np.int32, "num_examples"),
+            num_steps=checked_cast(num_steps, np.int32, "num_steps"),
+            client_ids=checked_cast(client_ids, np.int32, "client_ids"),
         )
 
     def _sample(self) -> NDArray[np.int64]:
@@ -236,8 +238,9 @@ def cohort_rounds(
     the same time (`balanced_order`).
 
     Args:
-        examples: a source from `load`, from which each round reads the records of its cohort; or a
-            dict of arrays `[examples, ...]` in memory, as from `read_examples`.
+        examples: a source from `load` or a list of dicts, of which each round reads the records of
+            its cohort; or a dict of arrays `[examples, ...]` in memory, as from `read_examples`; or
+            a data frame or table of pandas, Polars or pyarrow.
         population: for each client the indices of its examples: a list, or a sequence that
             generates them when indexed. A client without examples has no steps and weight 0.
         sampler: samples the clients of each round. If it samples fewer than `cohort_size`, other
@@ -269,8 +272,8 @@ def cohort_rounds(
             examples; population and sampler have different numbers of clients; a client of a list
             has an index that is out of range; or `chunk_size` is not an integer.
         KeyError: the examples have no `image` or `label`, and `preprocess` is the default.
-        TypeError: `preprocess` returns a field that is not an array of numbers, or `sampler` is not
-            a `ClientSampler`.
+        TypeError: `preprocess` returns a field that is not an array of numbers, `sampler` is not a
+            `ClientSampler`, or `examples` is something else, such as a generator.
 
     Example:
         >>> images = np.random.default_rng(0).random((7, 4, 4, 1), np.float32)
@@ -370,17 +373,13 @@ def _num_steps(
 
 def _open(examples: Examples | Arrays) -> tuple[Read, int, str]:
     """Return a function that stacks the examples of given indices, their number and a name."""
-    if isinstance(examples, Mapping):
-        lengths = {name: len(values) for name, values in examples.items()}
-        if len(set(lengths.values())) != 1 or not min(lengths.values()):
-            raise ValueError(
-                f"examples has fields of {lengths} examples, expected one length that is not 0: "
-                "give one array [examples, ...] for each field."
-            )
+    examples = as_examples(examples, "examples")
+    if isinstance(examples, Columns):
+        arrays = {name: _as_array(values) for name, values in examples.columns.items()}
         return (
-            lambda indices: {name: values[indices] for name, values in examples.items()},
-            min(lengths.values()),
-            arrays_fingerprint(examples),
+            lambda indices: {name: values[indices] for name, values in arrays.items()},
+            len(examples),
+            arrays_fingerprint(arrays),
         )
 
     if not len(examples):
@@ -393,6 +392,14 @@ def _open(examples: Examples | Arrays) -> tuple[Read, int, str]:
         return {name: _stack([example[name] for example in found])[position] for name in found[0]}
 
     return read_stacked, len(examples), source_name(examples)
+
+
+def _as_array(column: Any) -> NDArray[Any]:
+    """Return a column as an array; in a data frame, one of arrays has objects."""
+    dtype = getattr(column, "dtype", None)
+    if dtype is None or (np.dtype(dtype).kind == "O" and isinstance(column[0], np.ndarray)):
+        return _stack(column)
+    return np.asarray(column)
 
 
 def _stack(values: Sequence[Any]) -> NDArray[Any]:

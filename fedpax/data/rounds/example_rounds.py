@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Int32, Num
 
 from fedpax.clients.cohort import Cohort
+from fedpax.data.examples import as_examples
 from fedpax.data.populations.partition import (
     Examples,
     Indices,
@@ -22,6 +23,7 @@ from fedpax.data.populations.partition import (
 from fedpax.data.rounds.labeled_examples import read_raw, scale_pixels
 from fedpax.data.rounds.stream import arrays_fingerprint, check_sizes, check_state, source_name
 from fedpax.data.shuffle import hash_key, shuffled_index
+from fedpax.primitives.casts import checked_cast
 
 
 class ExampleRounds:
@@ -80,7 +82,7 @@ class ExampleRounds:
         self._round += 1
         return Cohort(
             {"image": scale_pixels(self._images[chosen]), "label": self._labels[chosen]},
-            num_examples=self.examples_per_client.astype(np.int32),
+            num_examples=checked_cast(self.examples_per_client, np.int32, "num_examples"),
             client_ids=np.arange(num_clients, dtype=np.int32),
         )
 
@@ -118,7 +120,8 @@ def example_rounds(
     a round needs starts its next epoch, in a new order, within the round. All batches are full.
 
     Args:
-        source: labeled images: a source from `load`, or a list of dicts.
+        source: labeled images: a source from `load`, a list of dicts, a dict of columns, or a data
+            frame.
         num_clients: the number of clients.
         local_steps: steps per client and round.
         batch_size: examples per step and client.
@@ -139,8 +142,10 @@ def example_rounds(
 
     Raises:
         KeyError: the examples have no such field.
+        TypeError: `source` is something else, or an image or label is not numbers.
         ValueError: a size is below 1 or does not fit the memory, there are fewer examples than
-            clients, or the partition does not fit the source.
+            clients, the partition does not fit the source, an image of integers has a value outside
+            0 to 255, or a label is not an integer within int32.
 
     Example:
         >>> images = np.random.default_rng(0).integers(0, 256, (10, 8, 8, 1), np.uint8)
@@ -152,6 +157,7 @@ def example_rounds(
         >>> cohort.num_examples.tolist()
         [4, 3, 3]
     """
+    source = as_examples(source)
     images, labels = read_raw(source, image_field, label_field)
     sizes = {"num_clients": num_clients, "local_steps": local_steps, "batch_size": batch_size}
     check_sizes(4 * images[0].size, **sizes)

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import Int64, Integer
 
+from fedpax.data.examples import as_examples
 from fedpax.data.populations.partition import Examples
 from fedpax.data.rounds.shard import get_text
 from fedpax.data.rounds.stream import check_sizes
@@ -26,7 +27,8 @@ class HeldoutRows:
     are read are tokenized again, so memory holds these rows alone.
 
     Args:
-        source: the documents: a source from `load`, or a list of dicts.
+        source: the documents: a source from `load`, a list of dicts, a dict of columns, or a data
+            frame.
         seq_len: tokens per row.
         max_tokens: use only this many tokens, in rows evenly spaced over the split, so that they
             come from many documents. Default None: use all rows.
@@ -38,6 +40,7 @@ class HeldoutRows:
 
     Raises:
         KeyError: the examples have no such field.
+        TypeError: `source` is something else, such as a generator.
         ValueError: a size is below 1, the source has no examples, or `max_tokens` is below
             `seq_len`.
 
@@ -61,6 +64,7 @@ class HeldoutRows:
         divide: bool = False,
     ) -> None:
         check_sizes(1, seq_len=seq_len)
+        source = as_examples(source)
         if not len(source):
             raise ValueError("The source has no examples to evaluate on: load another split.")
         if max_tokens is not None and max_tokens < seq_len:
@@ -157,7 +161,8 @@ def heldout_token_batches(
     the sum of its mask.
 
     Args:
-        source: the documents: a source from `load`, or a list of dicts.
+        source: the documents: a source from `load`, a list of dicts, a dict of columns, or a data
+            frame.
         batch_size: rows per batch.
         seq_len: tokens per row.
         max_tokens: use only this many tokens, in rows evenly spaced over the split, so that they
@@ -171,6 +176,7 @@ def heldout_token_batches(
 
     Raises:
         KeyError: the examples have no such field.
+        TypeError: `source` is something else, such as a generator.
         ValueError: a size is below 1, the source has no examples, or `max_tokens` is below
             `seq_len`.
 

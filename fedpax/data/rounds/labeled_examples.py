@@ -6,11 +6,18 @@ import numpy as np
 from jaxtyping import Float32, Int32, Num
 from numpy.typing import NDArray
 
+from fedpax.data.examples import as_examples
 from fedpax.data.populations.partition import Examples, get_field
 from fedpax.data.rounds.stream import check_sizes, source_name
+from fedpax.primitives.casts import checked_cast
 
 Arrays = dict[str, NDArray[Any]]
 """`image`: float32 `[..., height, width, channels]`; `label`: int32 `[...]`."""
+
+_REMEDY = (
+    "Convert it when the data set is prepared, or give cohort_rounds(preprocess=...) a function of "
+    "your own (dict leaves all fields as they are)."
+)
 
 
 def read_examples(
@@ -19,7 +26,7 @@ def read_examples(
     """Read all examples of a source of labeled images into memory.
 
     Args:
-        source: a source from `load`, or a list of dicts.
+        source: a source from `load`, a list of dicts, a dict of columns, or a data frame.
         image_field: the field of an example with its image.
         label_field: the field of an example with its label.
 
@@ -29,7 +36,9 @@ def read_examples(
 
     Raises:
         KeyError: the examples have no such field.
-        ValueError: the source has no examples, or the images' shapes differ.
+        TypeError: `source` is something else, or an image or label is not numbers.
+        ValueError: the source has no examples, the images' shapes differ, an image of integers has
+            a value outside 0 to 255, or a label is not an integer within int32.
 
     Example:
         >>> images = np.random.default_rng(0).integers(0, 256, (3, 8, 8, 1), np.uint8)
@@ -70,18 +79,38 @@ def example_batches(examples: Arrays, batch_size: int) -> list[Arrays]:
     ]
 
 
-def scale_pixels(images: Num[np.ndarray, "*shape"]) -> Float32[np.ndarray, "*shape"]:
-    """Convert images to float32: integers are divided by 255, floats are unchanged."""
-    largest = 255 if np.issubdtype(images.dtype, np.integer) else 1
-    return images.astype(np.float32) / np.float32(largest)
+def scale_pixels(
+    images: Num[np.ndarray, "*shape"], field: str = "image"
+) -> Float32[np.ndarray, "*shape"]:
+    """Convert images to float32: integers, 0 to 255, are divided by 255; floats are unchanged."""
+    images = checked_pixels(images, field)
+    largest = 255 if images.dtype == np.uint8 else 1
+    return images.astype(np.float32, copy=False) / np.float32(largest)
+
+
+def checked_pixels(
+    images: Num[np.ndarray, "*shape"], field: str = "image"
+) -> Num[np.ndarray, "*shape"]:
+    """Return images as uint8 where they are integers, and as float32 otherwise."""
+    dtype = np.uint8 if images.dtype.kind in "iu" else np.float32
+    remedy = f"Scale it to 0 to 1, as floats. {_REMEDY}" if dtype == np.uint8 else _REMEDY
+    return checked_cast(images, dtype, f"The field {field!r}", remedy)
+
+
+def checked_labels(
+    labels: Num[np.ndarray, "*shape"], field: str = "label"
+) -> Int32[np.ndarray, "*shape"]:
+    """Return labels as int32."""
+    return checked_cast(labels, np.int32, f"The field {field!r}", _REMEDY)
 
 
 def read_raw(
     source: Examples, image_field: str, label_field: str
 ) -> tuple[Num[np.ndarray, "examples height width channels"], Int32[np.ndarray, " examples"]]:
-    """Read the images, with their own dtype, and the labels of all examples of a source."""
+    """Read the images, uint8 or float32, and the labels of all examples of a source."""
     import grain  # here because it is slow to import
 
+    source = as_examples(source)
     if not len(source):
         raise ValueError("The source has no examples: load another split.")
     images, labels = [], []
@@ -96,4 +125,5 @@ def read_raw(
             f"{' and '.join(map(str, sorted(shapes)[:2]))}, expected one: resize them when the "
             "data set is prepared."
         )
-    return np.stack(images), np.stack(labels).astype(np.int32)
+    pixels = checked_pixels(np.stack(images), image_field)
+    return pixels, checked_labels(np.stack(labels), label_field)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jaxtyping import Int64
 
+from fedpax.data.examples import as_examples
 from fedpax.data.populations.partition import Examples
 
 Weight = float | Sequence[tuple[int, float]]
@@ -23,12 +24,13 @@ class Mixture:
     jump, which takes effect in this round.
 
     Args:
-        sources: the data sets by name.
+        sources: the data sets by name, each as `token_rounds` takes it.
         weights: the weight of each data set by name.
         fields: the field with the text, by name of the data set. Default: the `field` of
             `token_rounds` for each.
 
     Raises:
+        TypeError: a source is something else, such as a generator.
         ValueError: there is no data set, one has no examples, names differ, or weights are
             negative, not finite, not in order, or sum to 0 in some round.
 
@@ -47,7 +49,9 @@ class Mixture:
     fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check the names and the weights."""
+        """Check the sources, the names and the weights."""
+        examples = {name: as_examples(one, repr(name)) for name, one in self.sources.items()}
+        object.__setattr__(self, "sources", examples)
         if not self.sources:
             raise ValueError("The mixture names no data set, expected at least one: add a source.")
         for name in {*self.weights, *self.fields} - {*self.sources}:

@@ -7,8 +7,9 @@ import numpy as np
 from jaxtyping import Bool, Num
 from numpy.typing import NDArray
 
-from fedpax.data.rounds.labeled_examples import scale_pixels
+from fedpax.data.rounds.labeled_examples import checked_labels, scale_pixels
 from fedpax.data.rounds.stream import qualified_name
+from fedpax.primitives.casts import checked_tree
 
 Arrays = Mapping[str, NDArray[Any]]
 Preprocess = Callable[[Arrays], dict[str, NDArray[Any]]]
@@ -26,7 +27,9 @@ def preprocess_images(fields: Arrays) -> dict[str, NDArray[Any]]:
 
     Raises:
         KeyError: a field is missing.
-        ValueError: the images' shapes differ.
+        TypeError: a field is not numbers.
+        ValueError: the images' shapes differ, an image of integers has a value outside 0 to 255, or
+            a label is not an integer within int32.
     """
     if not {"image", "label"} <= fields.keys():
         raise KeyError(
@@ -40,7 +43,7 @@ def preprocess_images(fields: Arrays) -> dict[str, NDArray[Any]]:
             f"The images have several shapes, such as {image[0].shape}, expected one: resize them "
             "when the data set is prepared, or give a `preprocess` that does."
         )
-    return {"image": scale_pixels(image), "label": label.astype(np.int32)}
+    return {"image": scale_pixels(image), "label": checked_labels(label)}
 
 
 def apply_preprocess(
@@ -62,6 +65,8 @@ def apply_preprocess(
                 f"({qualified_name(preprocess)}), expected [{count}, ...]: one entry for each of "
                 "the examples that it was given."
             )
+        where = f"The field {name!r} after preprocess ({qualified_name(preprocess)})"
+        result[name] = checked_tree(values, where, "Let preprocess return other numbers.")
     return result
 
 

@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import UInt64
 
 from fedpax.clients.cohort import Cohort
+from fedpax.data.examples import as_examples
 from fedpax.data.populations.partition import (
     Examples,
     Partition,
@@ -77,7 +78,7 @@ def token_rounds(
 
     Args:
         source: the documents: a source from `load`, a list of dicts, a `grain.MapDataset` of dicts,
-            or a `Mixture` of several.
+            a dict of columns, a data frame, or a `Mixture` of several.
         islands: the number of islands.
         local_steps: steps per island and round.
         batch_size: rows per step and island.
@@ -107,7 +108,7 @@ def token_rounds(
 
     Raises:
         KeyError: the examples have no such field.
-        TypeError: the field is not a text.
+        TypeError: the field is not a text, or `source` is something else, such as a generator.
         ValueError: a size is below 1 or does not fit the memory, there are no documents, the
             partition does not fit the source or comes with a mixture, or `rows` is not such a mask.
 
@@ -158,6 +159,7 @@ def token_rounds(
                 f"{source_name(one.source)}, {one.documents} documents, field {one.field!r}"
             )
     else:
+        source = as_examples(source)
         name = source_name(source)
         if not len(source):
             raise ValueError(f"{name} has no documents: load another split.")

@@ -12,6 +12,7 @@ from fedpax.clients.cohort import Cohort
 from fedpax.data.rounds.cohort_rounds import CohortRounds
 from fedpax.data.rounds.stream import check_state
 from fedpax.data.shuffle import hash_key
+from fedpax.primitives.casts import checked_cast
 
 _DROPOUT, _DELAY = 1, 2  # part of the keys, so that the draws are independent of each other
 
@@ -80,9 +81,9 @@ class UnreliableRounds:
         reported = self.outcome.reported
         num_examples, num_steps = np.asarray(cohort.num_examples), np.asarray(cohort.num_steps)
         return cohort._replace(
-            num_examples=np.where(reported, num_examples, 0).astype(np.int32),
-            num_steps=np.where(reported, num_steps, 0).astype(np.int32),
-            client_ids=np.where(reported, ids, -1).astype(np.int32),
+            num_examples=np.where(reported, num_examples, 0),
+            num_steps=np.where(reported, num_steps, 0),
+            client_ids=checked_cast(np.where(reported, ids, -1), np.int32, "client_ids"),
         )
 
     def _play(

@@ -16,6 +16,7 @@ from jaxtyping import Bool, Int64, Integer, Num
 from numpy.typing import NDArray
 
 from fedpax.data.text.byte_tokenizer import SEPARATOR
+from fedpax.primitives.casts import checked_cast
 
 Tokens = Integer[np.ndarray, " tokens"]
 Batch = dict[str, Num[np.ndarray, "*rows seq_len"]]
@@ -48,11 +49,15 @@ def concatenate(documents: Iterable[Tokens], separator: int = SEPARATOR) -> Toke
     """Concatenate documents.
 
     Args:
-        documents: integer arrays `[tokens]` of one dtype, without separators.
+        documents: integer arrays `[tokens]` of one dtype, within int32, without separators.
         separator: the token before and after every document.
 
     Returns:
-        The pairs; each array has shape `[sum of (tokens + 1)]`.
+        The pairs; each array has shape `[sum of (tokens + 1)]`. Dtypes wider than int32 become
+        int32.
+
+    Raises:
+        ValueError: a token is beyond int32.
 
     Example:
         >>> pairs = concatenate([np.array([1, 2], np.uint8), np.array([3], np.uint8)])
@@ -64,6 +69,8 @@ def concatenate(documents: Iterable[Tokens], separator: int = SEPARATOR) -> Toke
     tokens = np.concatenate(
         [*chain.from_iterable((between, document) for document in documents), between]
     )
+    if not np.can_cast(tokens.dtype, np.int32):
+        tokens = checked_cast(tokens, np.int32, "tokens", "Number the vocabulary from 0.")
     lengths = np.array([len(document) + 1 for document in documents], np.int64)
     starts = np.zeros(len(tokens) - 1, np.bool_)
     starts[np.cumsum(lengths) - lengths] = True

@@ -190,19 +190,19 @@ def test_by_field_assigns_each_group_to_the_smallest_participant(rng: np.random.
 
 @given(st.lists(st.sampled_from([b"a", b"bb", "c", None, 3, -4]), min_size=1, max_size=60))
 def test_natural_makes_every_value_a_participant(values: list[Any]) -> None:
-    parts, names = partition_natural([{"writer": value} for value in values], "writer")
+    parts = partition_natural([{"writer": value} for value in values], "writer")
     check_partition(parts, len(set(values)), len(values), "clients")
     assert sum(map(len, parts)) == len(values)
-    for indices, name in zip(parts, names, strict=True):
+    for indices, name in zip(parts, parts.names, strict=True):
         assert {values[index] for index in indices} == {name}
 
 
 def test_natural_sorts_participants_by_value(rng: np.random.Generator) -> None:
     labels = rng.permutation(np.arange(200) % 30 - 10)
-    parts, names = partition_natural([{"label": label} for label in labels], "label")
-    assert names == list(range(-10, 20))
+    parts = partition_natural([{"label": label} for label in labels], "label")
+    assert parts.names == list(range(-10, 20))
     assert [indices.tolist() for indices in parts] == [
-        np.flatnonzero(labels == k).tolist() for k in names
+        np.flatnonzero(labels == k).tolist() for k in parts.names
     ]
 
 

@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from fedpax.data import ExampleRounds, Source, example_rounds, partition_by_field, read_examples
+from fedpax.data import (
+    ClientSampler,
+    ExampleRounds,
+    Source,
+    cohort_rounds,
+    example_rounds,
+    partition_by_field,
+    read_examples,
+)
 
 SIZES: dict[str, Any] = {"num_clients": 3, "local_steps": 2, "batch_size": 4}
 
@@ -138,3 +146,97 @@ def test_a_round_counts_examples_and_names_all_clients() -> None:
     assert rounds.item_unit == "examples"
     assert cohort.num_examples.tolist() == rounds.examples_per_client.tolist() == [17, 17, 16]
     assert cohort.client_ids.tolist() == [0, 1, 2]
+
+
+IMAGES = np.random.default_rng(1).integers(0, 256, (4, 2, 2, 1), np.uint8)
+READERS: dict[str, Callable[..., Any]] = {
+    "read_examples": lambda images, labels: read_examples({"image": images, "label": labels}),
+    "example_rounds": lambda images, labels: (
+        next(
+            example_rounds(
+                {"image": images, "label": labels}, num_clients=2, local_steps=1, batch_size=2
+            )
+        ).batches
+    ),
+    "cohort_rounds": lambda images, labels: (
+        next(
+            cohort_rounds(
+                {"image": images, "label": labels},
+                [np.arange(2), np.arange(2, 4)],
+                ClientSampler(2, 2),
+                batch_size=2,
+            )
+        ).batches
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_images_and_labels_of_other_dtypes_keep_their_values(name: str) -> None:
+    read, labels = READERS[name], np.array([0, 3, 1, 2])
+    wanted = read(IMAGES, labels)
+    for image_dtype in ("int64", ">u2", "float64", "uint32"):
+        scale = 255 if image_dtype == "float64" else 1
+        for label_dtype in ("float32", "uint8", ">i8", "uint64"):
+            found = read(
+                IMAGES.astype(image_dtype) / scale if scale > 1 else IMAGES.astype(image_dtype),
+                labels.astype(label_dtype),
+            )
+            assert found["image"].dtype == np.float32 and found["label"].dtype == np.int32
+            np.testing.assert_allclose(found["image"], wanted["image"], rtol=1e-6)
+            np.testing.assert_array_equal(found["label"], wanted["label"])
+
+
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize(
+    ("labels", "words"),
+    [
+        (
+            np.linspace(0.1, 1, 4),
+            r"'label' has the value 0\.\d+ \(float64\), expected integers from",
+        ),
+        (np.array([np.nan] * 4), r"'label' has the value nan \(float64\)"),
+        (np.array([-np.inf] * 4), r"'label' has the value -inf"),
+        (np.full(4, 2**32 - 1, np.uint32), r"'label' has the value 4294967295 \(uint32\)"),
+        (np.full(4, 2**33), r"'label' has the value 8589934592 \(int64\)"),
+        (np.array([*"abcd"]), r"'label' has dtype <U1 and values such as '[abcd]'.*np\.unique"),
+        (np.array([None] * 4), r"'label' has dtype object and values such as None"),
+    ],
+)
+def test_a_label_that_is_not_a_class_is_named(name: str, labels: Any, words: str) -> None:
+    error = TypeError if "dtype" in words else ValueError
+    with pytest.raises(error, match=rf"^The field {words}.*preprocess"):
+        READERS[name](IMAGES, labels)
+
+
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize(
+    ("images", "words"),
+    [
+        (IMAGES.astype(np.uint16) + 256, r"has the value \d+ \(uint16\), expected .* 0 to 255"),
+        (IMAGES.astype(np.int32) - 300, r"has the value -\d+ \(int32\), expected .* 0 to 255"),
+        (np.full(IMAGES.shape, 1e39), r"has the value 1e\+39 \(float64\), expected numbers"),
+        (IMAGES * 1j, r"has dtype complex128, expected real numbers"),
+        (IMAGES.astype(str), r"has dtype <U\d+ and values such as"),
+    ],
+)
+def test_an_image_that_is_not_pixels_is_named(name: str, images: Any, words: str) -> None:
+    error = TypeError if "dtype" in words else ValueError
+    with pytest.raises(error, match=rf"^The field 'image' {words}.*preprocess"):
+        READERS[name](images, np.arange(4))
+
+
+def test_a_field_of_preprocess_that_jax_cannot_hold_is_named() -> None:
+    def hashed(fields: Any) -> dict[str, Any]:
+        return {"ids": fields["label"] + 2**40, "image": fields["image"]}
+
+    with pytest.raises(
+        ValueError, match=r"The field 'ids' after preprocess \(.*hashed\) has the v"
+    ):
+        cohort_rounds(
+            {"image": IMAGES, "label": np.arange(4)},
+            [np.arange(4)],
+            ClientSampler(1, 1),
+            batch_size=2,
+            preprocess=hashed,
+        )

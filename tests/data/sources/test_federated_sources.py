@@ -102,7 +102,7 @@ def test_examples_equal_the_archive_sorted_by_client(
         assert all((np.diff(part) == 1).all() for part in parts)
         assert source.client_starts is not None
         clients = ContiguousClients(source.client_starts)
-        for found, part in zip(clients, partition_natural(source, "client")[0], strict=True):
+        for found, part in zip(clients, partition_natural(source, "client"), strict=True):
             np.testing.assert_array_equal(found, part)
         assert len(list(source.folder.glob(f"*-{split}.array_record*"))) == 4
     # The temporary database has been deleted.

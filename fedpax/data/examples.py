@@ -1,0 +1,122 @@
+"""as_examples: what users have in memory (records, columns, data frames) as a sequence of dicts."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+ACCEPTED = (
+    "expected a source from fedpax.data.load, a list of dicts with one dict for each example, a "
+    "dict of columns {field: array [examples, ...]}, or a data frame or table (pandas, Polars, "
+    "pyarrow)"
+)
+
+
+class Columns(Sequence[dict[str, Any]]):
+    """Columns of equal length as a sequence of examples.
+
+    Args:
+        columns: for each field its values, which can be indexed by an example's number.
+        name: the argument's name, for the message.
+
+    Raises:
+        TypeError: a column is not a sequence of values.
+        ValueError: there is no column, or their lengths differ or are 0.
+
+    Example:
+        >>> examples = Columns({"label": np.array([3, 4]), "text": ["to be", "or not"]})
+        >>> len(examples), examples[1]["text"], list(examples.column("text"))
+        (2, 'or not', ['to be', 'or not'])
+    """
+
+    def __init__(self, columns: Mapping[str, Any], name: str = "columns") -> None:
+        for field, values in columns.items():
+            if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__"):
+                raise TypeError(
+                    f"{name} is a dict whose field {field!r} is a {type(values).__name__}, "
+                    f"{ACCEPTED}. Put a single example in a list: [{name}]."
+                )
+        lengths = {field: len(values) for field, values in columns.items()}
+        if len(set(lengths.values())) != 1 or not min(lengths.values()):
+            raise ValueError(
+                f"{name} has fields of {lengths} examples, expected one length that is not 0: "
+                "give one value of each field for every example."
+            )
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())))
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return an example: a dict of its fields."""
+        return {field: values[index] for field, values in self.columns.items()}
+
+    def column(self, field: str) -> Iterator[Any]:
+        """Yield one field of every example, in order."""
+        yield from self.columns[field]
+
+
+def as_examples(source: Any, name: str = "source") -> Sequence[Mapping[str, Any]]:
+    """Return a user's data as a sequence of examples, each a dict of its fields.
+
+    Args:
+        source: a sequence of dicts, such as a source from `load`; a dict of columns; a data frame
+            of pandas or Polars; a table of pyarrow; or a NumPy array with named fields.
+        name: the argument's name, for messages.
+
+    Returns:
+        A sequence of dicts; `source` itself if it is one.
+
+    Raises:
+        TypeError: `source` is something else, such as a generator or a list of texts.
+        ValueError: columns have different lengths, or are empty.
+
+    Example:
+        >>> as_examples({"label": [3, 4]})[1]
+        {'label': 4}
+        >>> as_examples(["to be", "or not"])
+        Traceback (most recent call last):
+            ...
+        TypeError: source is a list of str, expected a source from fedpax.data.load, a list ...
+    """
+    if (columns := _columns(source)) is not None:
+        return Columns(columns, name)
+    found = f"a {type(source).__name__}"
+    if isinstance(source, str | bytes) or not hasattr(source, "__getitem__"):
+        is_lazy = hasattr(source, "__next__")
+        remedy = f"Read it into a list: list({name})." if is_lazy else "Convert it to one of these."
+    elif isinstance(source, np.ndarray) or not hasattr(source, "__len__"):
+        remedy = "Name it: give a dict of columns."
+    else:
+        if not len(source) or hasattr(source[0], "keys"):
+            return source  # type: ignore[no-any-return]
+        kind = type(source[0]).__name__
+        found += f" of {kind}"
+        is_text = isinstance(source[0], str | bytes)
+        remedy = (
+            f"Name the field of its texts: [{{'text': text}} for text in {name}]."
+            if is_text
+            else f"Name the fields of each {kind}: give dicts."
+        )
+    raise TypeError(f"{name} is {found}, {ACCEPTED}. {remedy}")
+
+
+def column_values(column: Any) -> Any:
+    """Return a column of a data frame or table as an array or a list; any other value as it is."""
+    if hasattr(column, "null_count") and hasattr(column, "to_pylist"):  # pyarrow
+        return column.to_pylist() if column.null_count else column.to_numpy(zero_copy_only=False)
+    return column.to_numpy() if hasattr(column, "to_numpy") else column
+
+
+def _columns(source: Any) -> Mapping[str, Any] | None:
+    """Return the columns of a dict, a data frame, a table or a structured array, or None."""
+    names: Any = None
+    if isinstance(source, Mapping):
+        names = list(source)
+    elif isinstance(source, np.ndarray):
+        names = source.dtype.names
+    elif hasattr(source, "to_pydict"):  # pyarrow
+        names = source.column_names
+    elif hasattr(source, "to_numpy") and hasattr(source, "columns"):  # pandas and Polars
+        names = list(source.columns)
+    return None if names is None else {name: column_values(source[name]) for name in names}

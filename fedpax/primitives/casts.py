@@ -1,0 +1,202 @@
+"""Checked casts: a user's numbers in the dtypes that devices hold, or an error.
+
+Without `jax_enable_x64`, JAX holds numbers in at most 32 bits, and silently wraps larger integers.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+_CONVERSIONS = {
+    "O": "Convert it with .astype(np.float32) or .astype(np.int32), or stack it with np.stack.",
+    "M": "Convert it to numbers with .astype('datetime64[s]').astype(np.int64).",
+    "m": "Convert it to numbers with .astype('timedelta64[s]').astype(np.int64).",
+} | dict.fromkeys("UST", "Number the values with np.unique(values, return_inverse=True)[1].")
+
+
+def checked_cast(
+    values: ArrayLike, dtype: Any, name: str, remedy: str | None = None
+) -> NDArray[Any]:
+    """Convert numbers to a dtype, or raise an error that names a value which would change.
+
+    Args:
+        values: numbers of any shape and real dtype, of any byte order.
+        dtype: the dtype of the result. An integer or bool dtype keeps every value exactly. A float
+            dtype rounds to its precision; a finite value stays finite.
+        name: what the values are, for messages: an argument or a field.
+        remedy: what the user can do, for messages. Default None: use 64 bits, or other numbers.
+
+    Returns:
+        The array; `values` itself where it has the dtype.
+
+    Raises:
+        TypeError: `values` is not numbers, or it is complex and `dtype` is not.
+        ValueError: `dtype` cannot represent a value.
+
+    Example:
+        >>> checked_cast([0.0, 2.0], np.int32, "label").tolist()
+        [0, 2]
+        >>> checked_cast([0.0, 0.5], np.int32, "label", "Round it.")
+        Traceback (most recent call last):
+            ...
+        ValueError: label has the value 0.5 (float64), expected integers from ...
+    """
+    array, dtype = _numbers(values, name, remedy), np.dtype(dtype)
+    if array.dtype == dtype:
+        return array
+    is_complex = jnp.issubdtype(array.dtype, jnp.complexfloating)
+    if is_complex and not jnp.issubdtype(dtype, jnp.complexfloating):
+        raise TypeError(
+            f"{name} has dtype {array.dtype}, expected real numbers. {remedy or 'Pass x.real.'}"
+        )
+    if jnp.issubdtype(dtype, jnp.inexact):
+        with np.errstate(over="ignore"):
+            cast = array.astype(dtype)
+        changed = np.isfinite(array) & ~np.isfinite(cast)
+        expected = f"numbers from {jnp.finfo(dtype).min} to {jnp.finfo(dtype).max}"
+    else:
+        low, high = (0, 1) if dtype == np.bool_ else _bounds(dtype)
+        changed = _outside(array, low, high)
+        expected = f"integers from {low} to {high}"
+        cast = array if np.any(changed) else array.astype(dtype)
+    if np.any(changed):
+        raise ValueError(
+            f"{name} has the value {array[changed].flat[0]} ({array.dtype}), expected {expected} "
+            f"({dtype}). {remedy or _wider(array)}"
+        )
+    return cast
+
+
+def device_array(values: Any, name: str, remedy: str | None = None) -> NDArray[Any]:
+    """Convert NumPy or Python numbers to the dtype in which JAX holds them.
+
+    Args:
+        values: numbers, as for `checked_cast`.
+        name: what the values are, for messages.
+        remedy: what the user can do, for messages. Default None: use 64 bits, or other numbers.
+
+    Returns:
+        The array, of 64 bits only under `jax_enable_x64`.
+
+    Raises:
+        TypeError: `values` is not numbers.
+        ValueError: the dtype cannot represent a value.
+
+    Example:
+        >>> device_array(np.array([7, 8]), "ids").dtype
+        dtype('int32')
+        >>> device_array(np.array([7, 2**40]), "ids", "Hash them.")
+        Traceback (most recent call last):
+            ...
+        ValueError: ids has the value 1099511627776 (int64), expected integers from ...
+    """
+    if isinstance(values, int) and not -(2**63) <= values < 2**64:
+        raise ValueError(f"{name} is {values}, expected an integer of at most 64 bits.")
+    array = _numbers(values, name, remedy)
+    return checked_cast(array, jax.dtypes.canonicalize_dtype(array.dtype), name, remedy)
+
+
+def device_weights(values: Any, name: str) -> NDArray[Any]:
+    """Convert NumPy or Python weights as `device_array`, integers beyond its bounds to floats.
+
+    Means use weights in floats, so nothing is lost: 3e9 examples are the float32 number 3e9.
+    """
+    array = _numbers(values, name)
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    if jnp.issubdtype(dtype, jnp.integer) and np.any(_outside(array, *_bounds(dtype))):
+        dtype = jax.dtypes.canonicalize_dtype(np.float64)
+    return checked_cast(array, dtype, name)
+
+
+def is_host_number(value: Any) -> bool:
+    """Return whether a value is NumPy's or Python's numbers, which JAX converts."""
+    if isinstance(value, np.ndarray | np.generic):
+        return _is_numeric(value.dtype)
+    return isinstance(value, int | float | complex)
+
+
+def checked_tree(tree: Any, name: str, remedy: str | None = None) -> Any:
+    """Check that JAX can hold the NumPy arrays of a pytree without changing a value.
+
+    Args:
+        tree: a pytree; leaves that are not NumPy's are ignored.
+        name: the pytree's name, for messages.
+        remedy: what the user can do, for messages. Default None: use 64 bits, or other numbers.
+
+    Returns:
+        The pytree. Arrays keep their dtypes, in the machine's byte order.
+
+    Raises:
+        TypeError: an array is not numbers.
+        ValueError: JAX cannot hold a value.
+    """
+
+    def check(path: Any, leaf: Any) -> Any:
+        if not needs_cast(leaf):
+            return leaf
+        array = device_array(leaf, name + jax.tree_util.keystr(path), remedy)
+        return leaf if leaf.dtype.isnative else array
+
+    if not any(map(needs_cast, jax.tree.leaves(tree))):
+        return tree
+    return jax.tree.map_with_path(check, tree)
+
+
+def needs_cast(value: Any) -> bool:
+    """Return whether JAX would change a NumPy array's dtype, or not take it at all."""
+    if not isinstance(value, np.ndarray | np.generic):
+        return False
+    dtype = value.dtype
+    is_same = _is_numeric(dtype) and dtype.isnative
+    return not (is_same and jax.dtypes.canonicalize_dtype(dtype) == dtype)
+
+
+def conversion(value: Any) -> str:
+    """Return how to convert an array that is not numbers, for messages; empty if unknown."""
+    return _CONVERSIONS.get(getattr(getattr(value, "dtype", None), "kind", ""), "")
+
+
+def _is_numeric(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, np.number) or dtype == np.bool_
+
+
+def _wider(array: NDArray[Any]) -> str:
+    """Return the remedy for numbers that JAX holds in fewer bits than NumPy."""
+    is_integer = jnp.issubdtype(array.dtype, jnp.integer)
+    other = "Pass floats (.astype(np.float32))" if is_integer else "Scale the numbers"
+    return f"{other}, or set jax.config.update('jax_enable_x64', True) when the process starts."
+
+
+def _numbers(values: Any, name: str, remedy: str | None = None) -> NDArray[Any]:
+    """Return values as an array of numbers in the machine's byte order, or raise a TypeError."""
+    array = np.asarray(values)
+    if not _is_numeric(array.dtype):
+        sample = f" and values such as {array.ravel()[:1].tolist()[0]!r:.80}" if array.size else ""
+        raise TypeError(
+            f"{name} has dtype {array.dtype}{sample}, expected numbers. "
+            f"{' '.join(filter(None, (conversion(array), remedy)))}"
+        )
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def _bounds(dtype: Any) -> tuple[int, int]:
+    return int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)
+
+
+def _outside(array: NDArray[Any], low: int, high: int) -> Any:
+    """Return where numbers are not integers from `low` to `high`; False where none can be."""
+    if array.dtype == np.bool_ or not array.size:
+        return False
+    if jnp.issubdtype(array.dtype, jnp.integer):
+        if array.dtype.kind == "V":  # 2 and 4 bits
+            array = array.astype(np.int64)
+        if low <= int(array.min()) and int(array.max()) <= high:
+            return False
+        # Bounds beyond the dtype's own cannot be compared with.
+        info = np.iinfo(array.dtype)
+        return (array < max(low, info.min)) | (array > min(high, info.max))
+    wide = array.astype(np.promote_types(array.dtype, np.float64))
+    return ~((wide >= low) & (wide < float(high + 1)) & (np.trunc(wide) == wide))

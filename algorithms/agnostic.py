@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.checks import (
+    check_no_keys,
     check_optimizer,
     check_population,
     check_setting,
@@ -123,6 +124,7 @@ def agnostic(
 
     @program(clients=cohort_size)
     def init(params: Params) -> AgnosticState:
+        check_no_keys(params)
         return AgnosticState(params, *server.init(params), first)
 
     @program(clients=cohort_size, chunk_size=chunk_size)

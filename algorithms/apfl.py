@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.checks import (
+    check_no_keys,
     check_optimizer,
     check_population,
     check_setting,
@@ -131,6 +132,7 @@ def apfl(
 
     @program(clients=cohort_size)
     def init(params: Params) -> APFLState:
+        check_no_keys(params)
         personal = client_store(Personal(params, jnp.float32(mixing)), num_clients)
         return APFLState(params, *server.init(params), personal)
 

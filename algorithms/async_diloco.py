@@ -19,7 +19,7 @@ from fedpax.algorithms.arrivals import (
     outer_gradients,
     without_absent,
 )
-from fedpax.algorithms.checks import check_optimizer
+from fedpax.algorithms.checks import check_no_keys, check_optimizer
 from fedpax.algorithms.delayed_nesterov import (
     DelayedNesterov,
     DelayedNesterovState,
@@ -144,6 +144,7 @@ def async_diloco(
 
     @program(islands=islands)
     def init(params: Params) -> AsyncDiLoCoState:
+        check_no_keys(params)
         local_params = federated_broadcast(params)
         return AsyncDiLoCoState(
             params,

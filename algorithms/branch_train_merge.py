@@ -11,7 +11,7 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.checks import check_optimizer, check_setting
+from fedpax.algorithms.checks import check_no_keys, check_optimizer, check_setting
 from fedpax.algorithms.local_steps import local_steps
 from fedpax.algorithms.participation import participant_weights
 from fedpax.algorithms.population import population_mean
@@ -92,6 +92,7 @@ def branch_train_merge(
 
     @program(islands=islands)
     def init(params: Params) -> BranchTrainMergeState:
+        check_no_keys(params)
         experts = federated_broadcast(params)
         return BranchTrainMergeState(experts, federated_map(optimizer.init, experts))
 

@@ -149,6 +149,36 @@ def check_population(method: str, cohort_size: Any, num_clients: Any) -> None:
         )
 
 
+_SPLIT = (
+    "Keep keys, counters and other state of a flax model apart from its parameters: graphdef, "
+    "params, rest = nnx.split(model, nnx.Param, ...), and in loss_fn nnx.merge(graphdef, params, "
+    "rest)."
+)
+
+
+def check_no_keys(params: chex.ArrayTree) -> None:
+    """Check that no leaf of the parameters is a random key, as of `nnx.Dropout`.
+
+    Args:
+        params: a pytree of arrays.
+
+    Raises:
+        TypeError: a leaf is a random key; the message names it.
+
+    Example:
+        >>> check_no_keys({"w": jnp.zeros(3), "rngs": jax.random.key(0)})
+        Traceback (most recent call last):
+            ...
+        TypeError: params['rngs'] is a random key (key<fry>), expected floats. Keep keys, ...
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
+            raise TypeError(
+                f"params{jax.tree_util.keystr(path)} is a random key ({jnp.result_type(leaf)}), "
+                f"expected floats. {_SPLIT}"
+            )
+
+
 def check_float_params(params: chex.ArrayTree) -> None:
     """Check that parameters can be differentiated.
 
@@ -156,19 +186,20 @@ def check_float_params(params: chex.ArrayTree) -> None:
         params: a pytree of arrays.
 
     Raises:
-        TypeError: a leaf has an integer or boolean dtype; the message names it.
+        TypeError: a leaf is an integer, a boolean or a random key; the message names it.
 
     Example:
         >>> check_float_params({"w": jnp.zeros(3, int)})
         Traceback (most recent call last):
             ...
-        TypeError: params['w'] has dtype int32, expected floats. Cast it with .astype(jnp.float32).
+        TypeError: params['w'] has dtype int32, expected floats. Cast it with ...
     """
+    check_no_keys(params)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             raise TypeError(
                 f"params{jax.tree_util.keystr(path)} has dtype {jnp.result_type(leaf)}, expected "
-                "floats. Cast it with .astype(jnp.float32)."
+                f"floats. Cast it with .astype(jnp.float32) if it is a parameter. {_SPLIT}"
             )
 
 

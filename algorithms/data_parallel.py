@@ -11,7 +11,7 @@ import optax
 from jaxtyping import Array, Bool, Int
 
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.checks import check_optimizer
+from fedpax.algorithms.checks import check_no_keys, check_optimizer
 from fedpax.algorithms.local_steps import gradient_and_metrics
 from fedpax.algorithms.optimizer_step import optimizer_step
 from fedpax.algorithms.participation import counted_examples, placed_valid_steps
@@ -76,6 +76,7 @@ def data_parallel(
     check_optimizer("data_parallel", "optimizer", optimizer)
 
     def init(params: Params) -> DataParallelState:
+        check_no_keys(params)
         # Copied, so that a round that donates the state does not delete the caller's arrays.
         return DataParallelState(jax.tree.map(jnp.copy, params), optimizer.init(params))
 

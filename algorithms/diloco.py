@@ -10,7 +10,7 @@ import optax
 
 from fedpax.aggregators import Aggregator, mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.checks import check_optimizer
+from fedpax.algorithms.checks import check_no_keys, check_optimizer
 from fedpax.algorithms.inner_steps import make_outer_gradient
 from fedpax.algorithms.optimizer_step import optimizer_step
 from fedpax.algorithms.participation import participant_weights
@@ -101,6 +101,7 @@ def diloco(
 
     @program(islands=islands)
     def init(params: Params) -> DiLoCoState:
+        check_no_keys(params)
         inner_state = federated_map(inner_optimizer.init, federated_broadcast(params))
         return DiLoCoState(params, outer.init(params), inner_state, combine.init(params))
 

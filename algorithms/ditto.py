@@ -11,6 +11,7 @@ from jaxtyping import Array, Int
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.checks import (
+    check_no_keys,
     check_optimizer,
     check_population,
     check_setting,
@@ -117,6 +118,7 @@ def ditto(
 
     @program(clients=cohort_size)
     def init(params: Params) -> DittoState:
+        check_no_keys(params)
         return DittoState(params, *server.init(params), client_store(params, num_clients))
 
     @program(clients=cohort_size, chunk_size=chunk_size)

@@ -11,7 +11,7 @@ import optax
 
 from fedpax.aggregators import Aggregator, mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.checks import check_optimizer
+from fedpax.algorithms.checks import check_no_keys, check_optimizer
 from fedpax.algorithms.inner_steps import make_outer_gradient
 from fedpax.algorithms.optimizer_step import optimizer_step
 from fedpax.algorithms.participation import participant_weights
@@ -114,6 +114,7 @@ def eager_diloco(
 
     @program(islands=islands)
     def init(params: Params) -> EagerDiLoCoState:
+        check_no_keys(params)
         models = federated_broadcast(params)
         return EagerDiLoCoState(
             models,

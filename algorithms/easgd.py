@@ -10,7 +10,7 @@ from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator, mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.checks import check_optimizer, check_setting
+from fedpax.algorithms.checks import check_no_keys, check_optimizer, check_setting
 from fedpax.algorithms.local_steps import local_steps
 from fedpax.algorithms.participation import participant_weights
 from fedpax.algorithms.server import given_aggregator
@@ -96,6 +96,7 @@ def easgd(
 
     @program(islands=islands)
     def init(params: Params) -> EASGDState:
+        check_no_keys(params)
         models = federated_broadcast(params)
         return EASGDState(
             params, models, federated_map(optimizer.init, models), combine.init(params)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator, mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.checks import check_setting
+from fedpax.algorithms.checks import check_no_keys, check_setting
 from fedpax.algorithms.local_steps import local_steps
 from fedpax.algorithms.map_clients import map_clients
 from fedpax.algorithms.participation import participant_weights
@@ -112,6 +112,7 @@ def fedac(
 
     @program(clients=cohort_size)
     def init(params: Params) -> FedAcState:
+        check_no_keys(params)
         return FedAcState(params, params, combine.init((params, params)))
 
     @program(clients=cohort_size, chunk_size=chunk_size)

@@ -10,7 +10,7 @@ import optax
 from jaxtyping import Array, Int
 
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.checks import check_count, check_optimizer, check_setting
+from fedpax.algorithms.checks import check_count, check_no_keys, check_optimizer, check_setting
 from fedpax.algorithms.gradient_terms import proximal_term
 from fedpax.algorithms.history import History, start_history
 from fedpax.algorithms.local_steps import local_update
@@ -113,6 +113,7 @@ def fedasync(
 
     @program(clients=1)
     def init(params: Params) -> FedAsyncState:
+        check_no_keys(params)
         return FedAsyncState(params, start_history(params, max_staleness + 1))
 
     @program(clients=1)

@@ -11,7 +11,7 @@ import optax
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.checks import check_optimizer
+from fedpax.algorithms.checks import check_no_keys, check_optimizer
 from fedpax.algorithms.local_steps import local_update
 from fedpax.algorithms.map_clients import map_clients
 from fedpax.algorithms.participation import participant_weights
@@ -102,6 +102,7 @@ def fedavg(
 
     @program(clients=cohort_size)
     def init(params: Params) -> FedAvgState:
+        check_no_keys(params)
         return FedAvgState(params, *server.init(params))
 
     @program(clients=cohort_size, chunk_size=chunk_size)

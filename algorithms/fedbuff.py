@@ -11,7 +11,7 @@ from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.checks import check_count, check_optimizer
+from fedpax.algorithms.checks import check_count, check_no_keys, check_optimizer
 from fedpax.algorithms.history import History, start_history
 from fedpax.algorithms.local_steps import local_update
 from fedpax.algorithms.map_clients import map_clients
@@ -118,6 +118,7 @@ def fedbuff(
 
     @program(clients=buffer_size)
     def init(params: Params) -> FedBuffState:
+        check_no_keys(params)
         history = start_history(params, max_staleness + 1)
         return FedBuffState(params, *server.init(params), history)
 

@@ -12,6 +12,7 @@ from jaxtyping import Array, Int
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.checks import (
+    check_no_keys,
     check_optimizer,
     check_population,
     check_setting,
@@ -121,6 +122,7 @@ def feddyn(
 
     @program(clients=cohort_size)
     def init(params: Params) -> FedDynState:
+        check_no_keys(params)
         zeros = optax.tree.zeros_like(params)
         gradients = client_store(zeros, num_clients)
         return FedDynState(params, *server.init(params), zeros, gradients)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.checks import check_optimizer
+from fedpax.algorithms.checks import check_no_keys, check_optimizer
 from fedpax.algorithms.fedavg import FedAvgState
 from fedpax.algorithms.local_evaluation import count_steps
 from fedpax.algorithms.local_steps import local_update
@@ -87,6 +87,7 @@ def fednova(
 
     @program(clients=cohort_size)
     def init(params: Params) -> FedAvgState:
+        check_no_keys(params)
         return FedAvgState(params, *server.init(params))
 
     @program(clients=cohort_size, chunk_size=chunk_size)

@@ -10,7 +10,7 @@ import optax
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.checks import check_optimizer, check_setting
+from fedpax.algorithms.checks import check_no_keys, check_optimizer, check_setting
 from fedpax.algorithms.fedavg import FedAvgState
 from fedpax.algorithms.gradient_terms import proximal_term
 from fedpax.algorithms.local_steps import local_update
@@ -79,6 +79,7 @@ def fedprox(
 
     @program(clients=cohort_size)
     def init(params: Params) -> FedAvgState:
+        check_no_keys(params)
         return FedAvgState(params, *server.init(params))
 
     @program(clients=cohort_size, chunk_size=chunk_size)

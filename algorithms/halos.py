@@ -20,7 +20,7 @@ from fedpax.algorithms.arrivals import (
     outer_gradients,
     without_absent,
 )
-from fedpax.algorithms.checks import check_optimizer, check_setting
+from fedpax.algorithms.checks import check_no_keys, check_optimizer, check_setting
 from fedpax.algorithms.delayed_nesterov import (
     DelayedNesterov,
     DelayedNesterovState,
@@ -225,6 +225,7 @@ def halos(
 
     @program(islands=islands)
     def init(params: Params) -> HALoSState:
+        check_no_keys(params)
         local_params = federated_broadcast(params)
         return HALoSState(
             params,

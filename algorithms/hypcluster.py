@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from fedpax.aggregators import Aggregator, random_stream
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.checks import check_count, check_optimizer
+from fedpax.algorithms.checks import check_count, check_no_keys, check_optimizer
 from fedpax.algorithms.local_evaluation import local_metrics
 from fedpax.algorithms.local_steps import local_update
 from fedpax.algorithms.map_clients import map_clients
@@ -105,6 +105,7 @@ def hypcluster(
 
     @program(clients=cohort_size)
     def init(params: Params) -> HypClusterState:
+        check_no_keys(params)
         _check_models(params, num_clusters)
         optimizer_state = jax.vmap(server.optimizer.init)(params)
         aggregator_states = tuple(

@@ -12,7 +12,7 @@ from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.checks import check_optimizer, check_setting
+from fedpax.algorithms.checks import check_no_keys, check_optimizer, check_setting
 from fedpax.algorithms.gradient_terms import added_term
 from fedpax.algorithms.local_evaluation import full_gradient
 from fedpax.algorithms.local_steps import gradient_and_metrics, local_update
@@ -260,6 +260,7 @@ def _mime(
 
     @program(clients=cohort_size)
     def init(params: Params) -> MimeState:
+        check_no_keys(params)
         return MimeState(params, *server.init(params), client_optimizer.init(params))
 
     @program(clients=cohort_size, chunk_size=chunk_size)

@@ -11,7 +11,7 @@ import optax
 from jaxtyping import Array, Int
 
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.checks import check_optimizer, check_setting
+from fedpax.algorithms.checks import check_no_keys, check_optimizer, check_setting
 from fedpax.algorithms.exchange import exchange, perfect_matchings
 from fedpax.algorithms.local_steps import local_steps
 from fedpax.algorithms.participation import participant_weights
@@ -113,6 +113,7 @@ def noloco(
 
     @program(islands=islands)
     def init(params: Params) -> NoLoCoState:
+        check_no_keys(params)
         local_params = federated_broadcast(params)
         return NoLoCoState(
             local_params,

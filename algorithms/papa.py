@@ -13,7 +13,7 @@ import optax
 from jaxtyping import Array, Int
 
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.checks import check_optimizer, check_setting
+from fedpax.algorithms.checks import check_no_keys, check_optimizer, check_setting
 from fedpax.algorithms.exchange import exchange
 from fedpax.algorithms.local_steps import local_steps
 from fedpax.algorithms.participation import participant_weights
@@ -289,6 +289,7 @@ def _population(
 
     @program(islands=islands)
     def init(params: Params) -> PapaState:
+        check_no_keys(params)
         models = federated_broadcast(params)
         return PapaState(models, federated_map(optimizer.init, models), jnp.int32(0))
 

@@ -12,7 +12,12 @@ from jaxtyping import Array, Bool, Int
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.checks import check_optimizer, check_population, cohort_of_population
+from fedpax.algorithms.checks import (
+    check_no_keys,
+    check_optimizer,
+    check_population,
+    cohort_of_population,
+)
 from fedpax.algorithms.gradient_terms import added_term, constant_learning_rate
 from fedpax.algorithms.local_evaluation import accumulator, count_steps, full_gradient, mean_of
 from fedpax.algorithms.local_steps import local_steps
@@ -122,6 +127,7 @@ def scaffold(
 
     @program(clients=cohort_size)
     def init(params: Params) -> ScaffoldState:
+        check_no_keys(params)
         zeros = optax.tree.zeros_like(params)
         controls = client_store(zeros, num_clients)
         return ScaffoldState(params, *server.init(params), zeros, controls)

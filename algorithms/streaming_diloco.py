@@ -14,7 +14,7 @@ from jaxtyping import Array, Int
 from fedpax.aggregators import Aggregator, mean, random_stream
 from fedpax.aggregators.transfer_work import under_transfers
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.checks import check_optimizer, check_setting
+from fedpax.algorithms.checks import check_no_keys, check_optimizer, check_setting
 from fedpax.algorithms.fragments import Fragment, FragmentFn, layer_fragments, make_fragments
 from fedpax.algorithms.inner_steps import (
     InnerReport,
@@ -158,6 +158,7 @@ def streaming_diloco(
 
     @program(islands=islands)
     def init(params: Params) -> StreamingDiLoCoState:
+        check_no_keys(params)
         parts = [fragment.take(params) for fragment in make_fragments(fragments, params)]
         local_params = federated_broadcast(params)
         return StreamingDiLoCoState(

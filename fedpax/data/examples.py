@@ -85,10 +85,11 @@ def as_examples(source: Any, name: str = "source") -> Sequence[Mapping[str, Any]
     if isinstance(source, str | bytes) or not hasattr(source, "__getitem__"):
         is_lazy = hasattr(source, "__next__")
         remedy = f"Read it into a list: list({name})." if is_lazy else "Convert it to one of these."
-    elif isinstance(source, np.ndarray) or not hasattr(source, "__len__"):
-        remedy = "Name it: give a dict of columns."
+    elif isinstance(source, np.ndarray) or hasattr(source, "to_numpy"):
+        remedy = f"Name its field: {{'text': {name}}} or another name."
     else:
-        if not len(source) or hasattr(source[0], "keys"):
+        # Other sequences are not read here: an example may be far away.
+        if not isinstance(source, list | tuple) or not source or hasattr(source[0], "keys"):
             return source  # type: ignore[no-any-return]
         kind = type(source[0]).__name__
         found += f" of {kind}"

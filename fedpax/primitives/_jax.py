@@ -17,6 +17,7 @@ from jax.extend.core import (
     Literal,
     Primitive,
     Var,
+    get_opaque_trace_state,
     jaxpr_as_fun,
 )
 from jax.interpreters import ad, batching, mlir
@@ -36,6 +37,7 @@ __all__ = [
     "depends_on",
     "eliminate_dead_code",
     "evaluate",
+    "get_opaque_trace_state",
     "inner_jaxprs",
     "is_linear",
     "is_rematerialized",

@@ -119,7 +119,8 @@ def check_numbers(function: str, x: ArrayTree, *, ordered: bool) -> None:
         if jnp.issubdtype(dtype, jax.dtypes.extended):
             raise TypeError(
                 f"{function}(): {where} has dtype {dtype}, expected numbers: random keys cannot be "
-                "reduced. Remove them from the pytree."
+                "reduced. Remove them from the pytree; of a flax model, "
+                "nnx.split(model, nnx.Param, ...) gives the parameters alone."
             )
         if ordered and jnp.issubdtype(dtype, jnp.complexfloating):
             raise TypeError(

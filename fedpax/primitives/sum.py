@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from fedpax.primitives._jax import Primitive, Zero, is_zero, set_transpose, zero_tangent
 from fedpax.primitives.broadcast import broadcast, federated_broadcast_p
+from fedpax.primitives.integer_sums import collect
 from fedpax.primitives.monoids import ADDITION, accumulation_dtype
 from fedpax.primitives.placement import ArrayTree, Tree
 from fedpax.primitives.reduction import Reduction, define_reduction, reduce_tree
@@ -28,14 +29,18 @@ def federated_sum(x: ArrayTree, *, placement: str | None = None) -> ArrayTree:
         placement: name of the placement. Default None: the only placement of the program.
 
     Returns:
-        The same pytree with leaves `[...]`. The dtype is that of `jnp.sum`. float16 and bfloat16
-        are accumulated in float32 and rounded once.
+        The same pytree with leaves `[...]`. The dtype is that of `jnp.sum`: int32 for smaller
+        integers. float16 and bfloat16 are accumulated in float32 and rounded once. Inside `jax.jit`
+        a sum of signed integers beyond its dtype wraps around, as with `jnp.sum`; sum floats where
+        it can be. Unsigned integers are always summed modulo 2^32 (or 2^64), on which secure
+        aggregation relies.
 
     Raises:
         RuntimeError: called outside a program.
         TypeError: a leaf is not an array or a number.
         ValueError: a leaf lacks the placement's axis, the placement is unknown, or the program has
-            several placements and `placement` is None.
+            several placements and `placement` is None; or, outside of `jax.jit`, a sum of signed
+            integers is beyond its dtype.
 
     Example:
         >>> import jax.numpy as jnp
@@ -43,7 +48,13 @@ def federated_sum(x: ArrayTree, *, placement: str | None = None) -> ArrayTree:
         >>> fedpax.program(clients=3)(fedpax.federated_sum)(jnp.array([1.0, 2.0, 4.0])).item()
         7.0
     """
-    return reduce_tree("federated_sum", federated_sum_p, x, placement, ordered=False)
+
+    def add(x: ArrayTree) -> ArrayTree:
+        return reduce_tree("federated_sum", federated_sum_p, x, placement, ordered=False)
+
+    totals = add(x)
+    collect(x, totals, add)
+    return totals
 
 
 def _sum_dtype(dtype: Any) -> Any:

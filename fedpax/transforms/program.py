@@ -13,6 +13,7 @@ from fedpax.primitives._jax import ClosedJaxpr, trace
 from fedpax.primitives.call_rules import define_call
 from fedpax.primitives.casts import device_array, is_host_number
 from fedpax.primitives.federated_program import federated_program_p
+from fedpax.primitives.integer_sums import IntegerSum, check_sums, collect_sums, is_eager
 from fedpax.primitives.layout import check_placement_divisible, find_mesh
 from fedpax.primitives.placement import (
     ActivePlacement,
@@ -237,15 +238,18 @@ def _call(
     ]
     structure = jax.tree.structure((traced, traced_by_name))
     out_trees: list[Any] = []
+    sums: list[IntegerSum] = []
+    eager = is_eager(leaves)
 
     def run(*traced: ArrayTree, **traced_by_name: ArrayTree) -> list[jax.Array]:
         args, kwargs = merge(*traced, **traced_by_name)
         own = (entry._replace(depth=len(enclosing)) for entry in entries)
-        with activate((*enclosing, *own)):
+        with activate((*enclosing, *own)), collect_sums(eager) as found:
             out = fn(*args, **kwargs)
+        sums[:] = found
         outputs, out_tree = jax.tree.flatten_with_path(out)
         out_trees.append(out_tree)
-        return [
+        results = [
             check_array(
                 f"program {name}",
                 leaf,
@@ -254,6 +258,7 @@ def _call(
             )
             for path, leaf in outputs
         ]
+        return [*results, *(x for one in sums for x in (one.total, one.estimate))]
 
     avals = list(map(jax.typeof, leaves))
     types, types_by_name = jax.tree.unflatten(structure, avals)
@@ -268,6 +273,9 @@ def _call(
             placements=tuple(e.placement for e in entries),
             name=name,
         )
+    if sums:
+        outputs, both = outputs[: -2 * len(sums)], outputs[-2 * len(sums) :]
+        check_sums(list(map(IntegerSum, (s.where for s in sums), both[::2], both[1::2])))
     return jax.tree.unflatten(out_trees[0], outputs)
 
 

@@ -1,5 +1,6 @@
 """Other kinds of models, batches and metrics; input that raises, and its messages."""
 
+import re
 from typing import Any
 
 import chex
@@ -10,11 +11,12 @@ import method_table
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from island_method_table import ISLAND_METHODS
 from method_problem import assert_close
 from method_table import METHODS, every_method, mesh_of, place_batches, place_params, problem, use
 
-from fedpax import Cohort
+from fedpax import Cohort, federated_mean, program
 from fedpax.algorithm import FederatedAlgorithm
 from fedpax.algorithms import data_parallel, diloco, fedavg
 from fedpax.parallel.mesh import make_mesh
@@ -284,3 +286,34 @@ def test_metrics_that_are_no_dict_raise(name: str, aux: Any, error: type[Excepti
     algorithm = ALGORITHMS[name](lambda w, x: (jnp.mean((w - x) ** 2), aux), 2)
     with pytest.raises(error, match=words):
         algorithm.round(algorithm.init(jnp.ones(2)), Cohort(jnp.zeros((2, 1, 3, 2))))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_random_key_among_the_parameters_points_to_the_split(name: str):
+    params, _, _ = problem(1)
+    method = METHODS[name]
+    algorithm = method.algorithm(rates=method.rates)
+    with pytest.raises(TypeError, match=r"params\['rngs'\] is a random key.*nnx\.split\(model"):
+        algorithm.init(params | {"rngs": jax.random.key(0)})
+
+
+def test_a_flax_model_among_the_parameters_points_to_the_split():
+    class Dropped(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.linear, self.dropout = nnx.Linear(2, 1, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+    model = Dropped(nnx.Rngs(0))
+    algorithm = ALGORITHMS["FedAvg"](lambda params, batch: (0.0, {}), 2)
+    for params, path in (
+        (model, "dropout.rngs.key"),
+        (nnx.state(model), "['dropout']['rngs']['key']"),
+    ):
+        with pytest.raises(TypeError, match=re.escape(path) + r".*is a random key.*nnx\.split"):
+            algorithm.init(params)
+    counts = nnx.state(model, (nnx.Param, nnx.RngCount))
+    with pytest.raises(TypeError, match=r"\['count'\].* has dtype uint32, expected.*nnx\.split"):
+        algorithm.round(algorithm.init(counts), Cohort(jnp.ones((2, 1, 3))))
+    with pytest.raises(TypeError, match=r"x\['dropout'\]\['rngs'\]\['key'\].*nnx\.split"):
+        program(clients=1)(federated_mean)(
+            {"dropout": {"rngs": {"key": jax.random.split(jax.random.key(0), 1)}}}
+        )

@@ -115,7 +115,7 @@ USES: dict[str, Callable[[Any], Any]] = {
         (lambda: [(1, "a")], "is a list of tuple, expected.*give dicts"),
         (lambda: "to be", "is a str, expected"),
         (lambda: None, "is a NoneType, expected"),
-        (lambda: np.zeros((3, 2)), "is a ndarray, expected.*dict of columns"),
+        (lambda: np.zeros((3, 2)), "is a ndarray, expected.*Name its field: {"),
         (lambda: {"text": "to be"}, "whose field 'text' is a str, expected.*in a list"),
     ],
 )

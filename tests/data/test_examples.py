@@ -11,6 +11,7 @@ from fedpax.data import (
     ClientSampler,
     Mixture,
     cohort_rounds,
+    example_batches,
     example_rounds,
     heldout_token_batches,
     partition_by_field,
@@ -136,3 +137,10 @@ def test_columns_of_different_lengths_and_missing_values_raise() -> None:
     for source in (RECORDS, COLUMNS):
         with pytest.raises(TypeError, match=r"no field, expected.*partition_natural\(source, 'cli"):
             partition_natural(source)
+
+
+def test_columns_become_batches_to_evaluate_on() -> None:
+    batches = example_batches({"label": [3, 1, 2]}, 2)
+    assert [batch["label"].tolist() for batch in batches] == [[3, 1], [2, 3]]
+    with pytest.raises(TypeError, match=r"examples is a list, expected.*read_examples\(source\)"):
+        example_batches(RECORDS, 2)

@@ -206,3 +206,22 @@ def test_a_round_that_no_client_joins_can_be_unreliable():
     assert (next(stream).client_ids == -1).all()
     assert stream.outcome.round_seconds == 0
     assert stream.num_clients == plain.num_clients == CLIENTS
+
+
+def test_weights_that_are_no_integers_keep_their_values():
+    class Halved:
+        def __init__(self, stream):
+            self.__dict__.update(vars(stream), stream=stream)
+
+        def __next__(self):
+            cohort = next(self.stream)
+            return cohort._replace(num_examples=cohort.num_examples / 2)
+
+        def get_state(self):
+            return self.stream.get_state()
+
+    plain, unreliable = rounds(), rounds(dropout_probability=0.3)
+    unreliable._rounds = Halved(unreliable._rounds)
+    cohort, reported = next(unreliable), unreliable.outcome.reported
+    halves = np.where(reported, next(plain).num_examples / 2, 0)
+    assert np.any(halves % 1) and cohort.num_examples.tolist() == halves.tolist()

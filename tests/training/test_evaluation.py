@@ -66,3 +66,9 @@ def test_a_mesh_gives_the_same_metrics():
 def test_no_batches_raise():
     with pytest.raises(ValueError, match="Load a held-out split"):
         evaluator(loss_fn, [], placement="islands", num_participants=2)
+
+
+def test_a_value_that_jax_cannot_hold_is_named():
+    batches = [{"x": np.ones((4, 3)), "label": np.array([1, 2, 3, 2**32 + 1])}]
+    with pytest.raises(ValueError, match=r"batch\['label'\] has the value 4294967297 \(int64\)"):
+        evaluator(loss_fn, batches, placement="islands", num_participants=1)

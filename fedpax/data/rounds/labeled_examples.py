@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Float32, Int32, Num
 from numpy.typing import NDArray
 
-from fedpax.data.examples import as_examples
+from fedpax.data.examples import Columns, as_examples
 from fedpax.data.populations.partition import Examples, get_field
 from fedpax.data.rounds.stream import check_sizes, source_name
 from fedpax.primitives.casts import checked_cast
@@ -62,7 +62,8 @@ def example_batches(examples: Arrays, batch_size: int) -> list[Arrays]:
         padding.
 
     Raises:
-        ValueError: `batch_size` is below 1.
+        TypeError: `examples` is not columns.
+        ValueError: `batch_size` is below 1, or columns have different lengths or are empty.
 
     Example:
         >>> batches = example_batches({"label": np.arange(5)}, 3)
@@ -70,7 +71,14 @@ def example_batches(examples: Arrays, batch_size: int) -> list[Arrays]:
         ([[0, 1, 2], [3, 4, 0]], [1.0, 1.0, 0.0])
     """
     check_sizes(1, batch_size=batch_size)
-    count = len(next(iter(examples.values())))
+    columns = as_examples(examples, "examples")
+    if not isinstance(columns, Columns):
+        raise TypeError(
+            f"examples is a {type(examples).__name__}, expected a dict of arrays [examples, ...]. "
+            "Make it with read_examples(source)."
+        )
+    examples = {name: np.asarray(values) for name, values in columns.columns.items()}
+    count = len(columns)
     positions = np.arange(-(-count // batch_size) * batch_size).reshape(-1, batch_size)
     return [
         {name: values[position % count] for name, values in examples.items()}

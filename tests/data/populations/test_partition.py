@@ -313,3 +313,8 @@ ALPHA = "expected a positive, finite number"
 def test_bad_arguments_raise(make: Callable[[], Sequence[Any]], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make()
+
+
+def test_unsigned_labels_beyond_int64_raise() -> None:
+    with pytest.raises(ValueError, match=r"labels has the value 18446744073709551615.*np\.unique"):
+        partition_dirichlet(np.array([0, 2**64 - 1], np.uint64), 2, alpha=1.0)

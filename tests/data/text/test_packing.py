@@ -97,3 +97,13 @@ def test_no_documents_give_no_rows() -> None:
 def test_a_seq_len_below_1_raises(seq_len: int) -> None:
     with pytest.raises(ValueError, match=f"seq_len is {seq_len}, expected at least 1"):
         pack([], seq_len)
+
+
+@pytest.mark.parametrize("dtype", [np.uint32, np.int64, np.uint64, ">i4"])
+def test_wide_tokens_are_kept_or_named(dtype) -> None:
+    batch = pack([np.array([7, 2**31 - 1], dtype), np.array([5], dtype)], seq_len=3)
+    assert batch["targets"].dtype == np.int32
+    assert batch["targets"].tolist() == [[7, 2**31 - 1, SEPARATOR], [5, SEPARATOR, 0]]
+    if dtype != ">i4":
+        with pytest.raises(ValueError, match=r"tokens has the value 2147483648 .*vocabulary"):
+            pack([np.array([7, 2**31], dtype)], seq_len=3)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
@@ -82,7 +82,7 @@ class Cohort(_Fields):
         num_steps: Int[jax.Array | np.ndarray, " participants"] | None = None,
         client_ids: Int[jax.Array | np.ndarray, " participants"] | None = None,
         schedule: Any = None,
-    ) -> Cohort:
+    ) -> Self:
         """Make a cohort, and check that JAX can hold the values of its NumPy arrays."""
         # Here, because jax.jit would wrap large integers before the algorithm sees the cohort.
         batches = checked_tree(batches, "cohort.batches", _REMEDY)
@@ -94,7 +94,7 @@ class Cohort(_Fields):
         return super().__new__(cls, batches, num_examples, num_steps, client_ids, schedule)
 
     @classmethod
-    def _make(cls, iterable: Iterable[Any]) -> Cohort:
+    def _make(cls, iterable: Iterable[Any]) -> Self:  # type: ignore[override]
         return cls(*iterable)
 
 

@@ -341,8 +341,8 @@ def _names(entry: Any) -> tuple[str, ...]:
 
 def _check_states(store: ClientStore[Any], states: Any) -> None:
     """Raise a TypeError for floats that would be truncated to the integers of the store."""
-
-    def check(path: Any, rows: jax.Array, new: Any) -> None:
+    leaves = jax.tree.leaves_with_path(states)
+    for (path, new), rows in zip(leaves, jax.tree.leaves(store.rows), strict=False):
         dtype = jnp.result_type(new)
         if jnp.issubdtype(dtype, jnp.inexact) and not jnp.issubdtype(rows.dtype, jnp.inexact):
             raise TypeError(
@@ -350,9 +350,6 @@ def _check_states(store: ClientStore[Any], states: Any) -> None:
                 f"store has {rows.dtype}, expected equal dtypes. Make the store with floats: "
                 "client_store(state, num_clients) keeps the dtypes of state."
             )
-
-    if jax.tree.structure(store.rows) == jax.tree.structure(states):
-        jax.tree.map_with_path(check, store.rows, states)
 
 
 def _check_call(name: str, store: Any, client_ids: ClientIds, placement: str) -> ClientIds:

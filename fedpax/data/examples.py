@@ -90,7 +90,7 @@ def as_examples(source: Any, name: str = "source") -> Sequence[Mapping[str, Any]
     else:
         # Other sequences are not read here: an example may be far away.
         if not isinstance(source, list | tuple) or not source or hasattr(source[0], "keys"):
-            return source  # type: ignore[no-any-return]
+            return source
         kind = type(source[0]).__name__
         found += f" of {kind}"
         is_text = isinstance(source[0], str | bytes)

@@ -75,6 +75,11 @@ def restore_merges(job_log_dir: Path, last: int, known: Sequence[Mapping[str, An
             "and will be removed; all other lines are kept."
         )
     kept = {merge["merge"]: merge for merge in [*known, *merges] if merge["merge"] <= last}
+    if len(kept) < last:
+        print_error(
+            f"{path} has {len(kept)} of {last} merges, expected all of them. The state is the one "
+            "after the newest merge. Restore the file from a copy, or continue without its lines."
+        )
     if kept or path.exists():
         lines = [json.dumps(kept[number]) + "\n" for number in sorted(kept)]
         write_atomically(path, "".join(lines))

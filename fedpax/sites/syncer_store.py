@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from fedpax.sites.island_table import FILE as ISLANDS
 from fedpax.sites.island_table import read_islands
 from fedpax.sites.journal import Journal, flush_folder, read_journal
 from fedpax.sites.merge_log import FILE as MERGES
@@ -198,7 +199,7 @@ class SyncerStore:
                 f"`fedpax syncer` saved. Restore the folder {self._folder} from a copy, or start "
                 "in an empty --job_log_dir."
             ) from error
-        self._compare_log(manifest["merges"], merges)
+        self._compare(manifest, merges)
         for p, state in states.items():
             model.put(p, state)
         restore_merges(self._folder.parent, manifest["merges"], merges)
@@ -206,22 +207,27 @@ class SyncerStore:
         self._newest = newest
         return manifest
 
-    def _compare_log(self, last: int, merges: Sequence[Mapping[str, Any]]) -> None:
-        """Compare the merges of the journals with `merges.jsonl`.
+    def _compare(self, manifest: Mapping[str, Any], merges: Sequence[Mapping[str, Any]]) -> None:
+        """Compare the state with the files of the run's folder that tell of a newer one.
 
         Args:
-            last: number of merges in the restored state.
+            manifest: the manifest of the state.
             merges: the lines of the merges in the journals.
         """
-        path, known = self._folder.parent / MERGES, {own["merge"]: own["record"] for own in merges}
-        logged = {line["merge"]: line.get("record") for line in read_merges(self._folder.parent)}
-        newest = max(logged, default=0)
-        if newest > last and not self._allow_older:
+        folder, last = self._folder.parent, manifest["merges"]
+        path, known = folder / MERGES, {own["merge"]: own["record"] for own in merges}
+        logged = {line["merge"]: line.get("record") for line in read_merges(folder)}
+        newer = [f"{path} tells of merge {max(logged)}"] if max(logged, default=0) > last else []
+        # An island is saved before it is in the table, and stays for the run.
+        names = {island.name for island in read_islands(folder)} - set(manifest["islands"])
+        newer += [f"{folder / ISLANDS} names island {name}" for name in sorted(names)[:5]]
+        if newer and not self._allow_older:
             raise DamagedStateError(
-                f"{self._folder} holds the state after merge {last}, but {path} tells of merge "
-                f"{newest}, expected the newest state. Restore the newest {self._folder} from a "
-                f"copy. To train again from merge {last}, start once with --allow_older_state: "
-                "islands then take this state, and later merges are removed from the file."
+                f"{self._folder} holds an older state, the one after merge {last}, but "
+                f"{' and '.join(newer)}, expected the newest state. Restore the newest "
+                f"{self._folder} from a copy. To train again from merge {last}, start once with "
+                f"--allow_older_state: islands then take this state, and later merges are removed "
+                f"from {MERGES}."
             )
         for number, record in known.items():
             if logged.get(number, record) != record:

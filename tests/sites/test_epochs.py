@@ -27,30 +27,35 @@ def merge(sites: Sites, island: Island, times: int) -> None:
         sites.receive(island)
 
 
-@pytest.fixture
-def sites(tmp_path: Path) -> Sites:
+@pytest.fixture(params=["syncer", "folder"])
+def sites(request: pytest.FixtureRequest, tmp_path: Path) -> Sites:
     """A syncer that has restored the state after 2 of 5 merges, and does not answer yet.
 
+    The copy is one of `syncer/`, or one of the run's folder, which tells of no later merge.
     Island a has all 5 merges and unsent progress, island b has 2 and unsent progress.
     """
-    sites = Sites(parts(), quorum=1, store=SyncerStore(tmp_path))
+    folder, copy = tmp_path / "run", tmp_path / "copy"
+    sites = Sites(parts(), quorum=1, store=SyncerStore(folder))
     a, b = sites.add("a"), sites.add("b")
     merge(sites, a, 2)
     sites.receive(b)
     assert a.ledger.versions() == b.ledger.versions() == [1, 1]
-    shutil.copytree(tmp_path / "syncer", tmp_path / "copy")
+    shutil.copytree(folder, copy)
     merge(sites, a, 3)
     sites.phase(a)
     assert a.ledger.versions() == [3, 2] and sites.syncer.merges >= 5
     sites.down = True
     for island in (a, b):
         sites.phase(island)
-    shutil.rmtree(tmp_path / "syncer")
-    shutil.move(tmp_path / "copy", tmp_path / "syncer")
-    sites.store = SyncerStore(tmp_path, allow_older=True)
+    if request.param == "syncer":
+        (copy / "merges.jsonl").unlink()
+        shutil.copy(folder / "merges.jsonl", copy)
+    shutil.rmtree(folder)
+    shutil.move(copy, folder)
+    sites.store = SyncerStore(folder, allow_older=request.param == "syncer")
     sites.start_syncer()
     assert sites.syncer.merges == 2
-    sites.store = SyncerStore(tmp_path)
+    sites.store = SyncerStore(folder)
     return sites
 
 
@@ -80,11 +85,11 @@ def test_an_island_of_the_lost_history_takes_the_model(
     merge(sites, a, 2)  # it trains on, in this history
     assert sites.syncer.merges == merges + 2
     assert discarded == [max(discarded)]
-    numbers = [line["merge"] for line in read_merges(tmp_path)]
+    numbers = [line["merge"] for line in read_merges(tmp_path / "run")]
     assert numbers == list(range(1, merges + 3))
     sequences = [
         update["sequence"]
-        for line in read_merges(tmp_path)[2:]
+        for line in read_merges(tmp_path / "run")[2:]
         for update in line["updates"]
         if update["island"] == "a"
     ]

@@ -228,6 +228,12 @@ def write_files(folder: Path, files: Files) -> None:
         (folder / path).write_bytes(content)
 
 
+def table(*names: str) -> bytes:
+    """Return the content of `islands.json`."""
+    islands = [IslandReport(name, "training", 0, 0, None, 0, 0, 0, 0.0) for name in names]
+    return json.dumps([island._asdict() for island in islands]).encode()
+
+
 @functools.cache
 def history() -> tuple[list[Files], list[Files]]:
     """Return the files after each of four rounds of merges, and after a join that follows it."""
@@ -238,7 +244,7 @@ def history() -> tuple[list[Files], list[Files]]:
             merge(store, number)
             merged.append(read_files(Path(name)))
             store.save_manifest(manifest(number) | {"islands": {"a": [], "b": [number]}})
-            joined.append(read_files(Path(name)))
+            joined.append(read_files(Path(name)) | {Path("islands.json"): table("a", "b")})
         store.close()
     return merged, joined
 
@@ -275,7 +281,7 @@ def test_an_older_state_is_never_loaded_silently(
                 path.write_bytes(other.read_bytes())
             other.write_bytes(content)
         else:
-            old = history()[joins][data.draw(st.integers(0, merges - 1))]
+            old = history()[data.draw(st.booleans())][data.draw(st.integers(0, merges - 1))]
             path = data.draw(st.sampled_from(sorted(old)))
             write_files(folder, {path: old[path]})
         with contextlib.suppress(DamagedStateError, ConfigurationError):
@@ -292,11 +298,13 @@ def test_a_lost_state_is_named(tmp_path: Path) -> None:
         SyncerStore(tmp_path).load(Model())
     (tmp_path / "merges.jsonl").unlink()
     SyncerStore(tmp_path).check_presence()  # a new folder
-    island = IslandReport("paris", "training", 0, 0, None, 0, 0, 0, 0.0)
-    (tmp_path / "islands.json").write_text(json.dumps([island._asdict()]))
+    (tmp_path / "islands.json").write_bytes(table("paris"))
     with pytest.raises(DamagedStateError, match=r"holds the islands paris, .* Restore .* or start"):
         SyncerStore(tmp_path).check_presence()
     shutil.move(copy, tmp_path / "syncer")
+    with pytest.raises(DamagedStateError, match=r"islands.json names island paris, expected the"):
+        load(tmp_path)
+    (tmp_path / "islands.json").write_bytes(table("a"))
     assert load(tmp_path) == 2
 
 
@@ -308,7 +316,7 @@ def test_an_older_state_is_restored_on_request_alone(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "syncer", tmp_path / "newest")
     shutil.rmtree(tmp_path / "syncer")
     shutil.move(tmp_path / "copy", tmp_path / "syncer")
-    with pytest.raises(DamagedStateError, match=r"after merge 4, .* merge 5, .*allow_older_state"):
+    with pytest.raises(DamagedStateError, match=r"after merge 4, .* merge 5, .*--allow_older"):
         load(tmp_path)
     store = SyncerStore(tmp_path, allow_older=True)
     assert store.load(Model()) == manifest(4)
@@ -399,6 +407,16 @@ def test_damaged_lines_of_the_log_are_left_out(
     assert load(tmp_path) == 3
     assert f"{log}: line 2 cannot be read" in capsys.readouterr().err
     assert [line["merge"] for line in read_merges(tmp_path)] == [1, 2, 3]
+
+
+def test_a_log_without_older_merges_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begin(tmp_path, merges=5 * FRAGMENTS).close()
+    (tmp_path / "merges.jsonl").unlink()
+    assert load(tmp_path) == 5 * FRAGMENTS
+    assert "merges.jsonl has 9 of 15 merges, expected all of them" in capsys.readouterr().err
+    assert [line["merge"] for line in read_merges(tmp_path)] == list(range(7, 16))
 
 
 def test_a_log_that_is_a_folder_is_named(tmp_path: Path) -> None:

@@ -88,10 +88,11 @@ class SyncerStore:
             *([f"the islands {', '.join(names)[:200]}"] if names else ()),
         )
         if signs:
+            begin = f" with --training.begin_from={folder}, for its model" if checkpoint else ""
             raise DamagedStateError(
                 f"{folder} holds {' and '.join(signs)}, but no state of the syncer in "
                 f"{self._folder}, expected both. Restore {self._folder} from a copy, or start in "
-                "an empty --job_log_dir."
+                f"an empty --job_log_dir{begin}."
             )
 
     def log(self, merge: Mapping[str, Any], updates: Iterable[NamedTuple]) -> None:

@@ -33,11 +33,11 @@ class Channel:
 
 
 class RandomSyncer:
-    """A syncer that merges, drops, refuses and disconnects at random."""
+    """A syncer that merges, drops, refuses, disconnects and loses its newest state at random."""
 
-    def __init__(self, seed: int, refuses_after: int = 10**6) -> None:
+    def __init__(self, seed: int, refuses_after: int = 10**6, loss: float = 0.0) -> None:
         self.rng, self.merges, self.calls = np.random.default_rng(seed), 0, 0
-        self.refuses_after = refuses_after
+        self.refuses_after, self.loss, self.losses, self.lost = refuses_after, loss, 0, False
 
     def call(self, message: Message, timeout: float) -> Message:
         self.calls += 1
@@ -45,6 +45,10 @@ class RandomSyncer:
             raise RefusedError("another island has this name")
         if self.rng.random() < 0.2:
             raise DisconnectedError("the line is cut")
+        if message.header["kind"] != "join" and (self.lost or self.rng.random() < self.loss):
+            if not self.lost:
+                self.merges, self.lost, self.losses = self.merges // 2, True, self.losses + 1
+            return Message({"status": "join"})
         self.merges += int(self.rng.integers(3))
         header: dict[str, Any] = {"status": "accepted", "merges": self.merges, "finished": False}
         header["saved"] = {}
@@ -52,8 +56,11 @@ class RandomSyncer:
         if message.header["kind"] == "join":
             header |= {"heartbeat_seconds": 1.0, "received": {"1": ["old", 7]}, "run": "r"}
             header["wire_format"] = WIRE_FORMAT
-            header |= {"shard": 2, "rounds": 9}
+            header |= {"shard": 2, "rounds": 9, "epoch": str(self.losses), "discard": self.lost}
+            self.lost = False
         elif message.header["kind"] == "push":
+            count, p = message.header["count"], message.header["fragment"]
+            assert 0 <= count <= -(-max(self.merges - p, 0) // FRAGMENTS)
             sequence = message.header["sequence"]
             header["status"] = str(self.rng.choice(["accepted", "late", "stale", "too_large"]))
             header["saved"] = {str(p): sequence for p in range(FRAGMENTS)}
@@ -84,6 +91,9 @@ class Model:
     def encode(self, state: None, p: int, shard: int, count: int) -> tuple[None, dict]:
         self.programs.append(("encode", p, shard, count))
         return None, {}
+
+    def forget(self, state: None, fragments: frozenset[int]) -> None:
+        self.programs.append(("forget", *sorted(fragments)))
 
     def receive(self, state: None, p: int, arrays: Any) -> None:
         self.programs.append(("receive", p))
@@ -137,6 +147,19 @@ def test_all_processes_dispatch_the_same_programs(seed: int, monkeypatch) -> Non
     # One update per phase, but for a fragment that was not sent for two rounds.
     sent = [p for kind, p, *_ in first.programs[1:] if kind == "encode"]
     assert len(sent) <= PHASES + PHASES // (2 * FRAGMENTS)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_all_processes_discard_the_progress_on_a_lost_state(seed: int, monkeypatch) -> None:
+    monkeypatch.setattr("fedpax.sites.exchange.SECONDS_BETWEEN_JOINS", 0.0)
+    values: queue.SimpleQueue = queue.SimpleQueue()
+    syncer = RandomSyncer(seed, loss=0.05)
+    first, one = run_process(Channel(True, values), syncer)
+    second, other = run_process(Channel(False, values), None)
+    assert second.programs == first.programs and values.empty()
+    assert 0 < first.programs.count(("forget", 0, 1, 2)) <= syncer.losses
+    assert other.ledger.to_json() == one.ledger.to_json()
+    assert 0 < int(one.ledger.epoch) <= syncer.losses
 
 
 def test_a_refusal_reaches_all_processes(monkeypatch) -> None:

@@ -2,12 +2,10 @@
 
 import contextlib
 import dataclasses
-import json
 import math
 import os
 import secrets
 import signal
-import threading
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -23,6 +21,7 @@ from fedpax.sites.fragment_format import largest_message
 from fedpax.sites.identity import identify
 from fedpax.sites.island import Island
 from fedpax.sites.island_data import ShardPrefetch
+from fedpax.sites.island_file import Member, read_member, write_member
 from fedpax.sites.island_log import IslandLog
 from fedpax.sites.link import Link, WaitingError
 from fedpax.sites.local_model import LocalModel
@@ -32,10 +31,8 @@ from fedpax.training.agreement import check_agreement, check_same_data
 from fedpax.training.checkpoint import Checkpoints
 from fedpax.training.checkpoint_dir import refuse_checkpoint_dir
 from fedpax.training.configuration import (
-    ConfigurationError,
     resolve_job_log_dir,
     to_json,
-    write_atomically,
     write_configuration,
 )
 from fedpax.training.console import print_error
@@ -47,12 +44,10 @@ from fedpax.training.progress import Progress, describe_devices
 from fedpax.training.saved_rounds import latest_round
 from fedpax.training.unused_devices import check_processes
 
-FILE = "island.json"
 SECONDS_TO_FLUSH = 5.0
 SECONDS_BETWEEN_NOTES = 10.0
 SECONDS_TO_ASK_AGAIN = 15.0
 PROCESS_ENDED = 75  # EX_TEMPFAIL of sysexits.h: the same command can succeed later
-_writing = threading.Lock()  # two writers of a file would share its draft
 
 
 class JoinResult(NamedTuple):
@@ -70,14 +65,6 @@ class JoinResult(NamedTuple):
     finished: bool
     signal: signal.Signals | None
     gave_up: bool = False
-
-
-class _Member(NamedTuple):
-    """The content of `island.json`: the folder's identity, its run, and whether it is finished."""
-
-    folder: str
-    run: str | None = None
-    finished: bool = False
 
 
 def join(
@@ -148,7 +135,7 @@ def join(
         changes = (*allow_config_change, "training.rounds")  # which is the syncer's
         check_configuration(folder, experiment, exp, allow_config_change=changes)
         with ControlChannel(_exit_after(folder), 0.4 * heartbeat_timeout) as channel:
-            member = _Member(**channel.broadcast(_read_member(folder)._asdict()))
+            member = Member(**channel.broadcast(read_member(folder)._asdict()))
             if member.finished:
                 give_up_after = min(give_up_after, SECONDS_TO_ASK_AGAIN)
             header = {
@@ -217,7 +204,7 @@ def _join(
                 # Before the syncer is told, and exits: an island that is killed then would wait
                 # for it in vain. The answer to the first `join` is recorded below, with its run.
                 if header["run"] is not None:
-                    _write_member(folder, _Member(header["folder"], header["run"], finished=True))
+                    write_member(folder, Member(header["folder"], header["run"], finished=True))
 
             link = Link(connection.call, header, model.formats, versions, record_end, epoch)
         exchange = Exchange(link, channel, preemption)
@@ -225,13 +212,13 @@ def _join(
         member = exchange.join(_patience(progress), give_up_after)
         if member is None:
             stopped = preemption.signal
-            finished = stopped is None and _read_member(folder).finished
+            finished = stopped is None and read_member(folder).finished
             return JoinResult(first, finished, stopped, gave_up=stopped is None)
         if member.shard is not None:
             progress.note(f"joined {syncer} with shard {member.shard} of {parts.islands}")
         header["run"] = member.run
         if channel.is_first:  # before the threads start, which can record the end
-            _write_member(folder, _Member(header["folder"], member.run, member.finished))
+            write_member(folder, Member(header["folder"], member.run, member.finished))
         if member.finished:
             return JoinResult(first, True, None)
         exchange.start()  # already now, because data and compilation take long
@@ -389,22 +376,3 @@ def _wait_for_merge(
 @jax.jit
 def _mean(metrics: list[Metrics]) -> Metrics:
     return jax.tree.map(lambda *values: sum(values) / len(values), *metrics)
-
-
-def _read_member(folder: Path) -> _Member:
-    path = folder / FILE
-    if not path.exists():
-        return _Member(secrets.token_hex(8))
-    try:
-        return _Member(**json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigurationError(
-            f"{path} cannot be read ({type(error).__name__}: {error}), expected the file that "
-            "`fedpax join` writes. Restore it from a copy, or delete it and start the same command "
-            "again: the syncer then takes the folder for a new one."
-        ) from error
-
-
-def _write_member(folder: Path, member: _Member) -> None:
-    with _writing:
-        write_atomically(folder / FILE, json.dumps(member._asdict()) + "\n")

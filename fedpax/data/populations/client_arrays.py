@@ -1,6 +1,6 @@
 """concatenate_clients: from a list of clients' arrays to examples and a population."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -71,6 +71,12 @@ def _check_client(client: int, fields: Any) -> dict[str, NDArray[Any]]:
             f"Client {client} is {fields!r:.100}, expected a dict of arrays [examples, ...], such "
             'as {"image": images, "label": labels}.'
         )
+    for name, values in fields.items():
+        if isinstance(values, str | bytes | Mapping | Iterator):
+            raise TypeError(
+                f"Client {client} has a field {name!r} that is a {type(values).__name__}, expected "
+                "an array [examples, ...]. Convert it, for example with np.array(list(values))."
+            )
     arrays = {name: np.asarray(values) for name, values in fields.items()}
     shapes = {name: list(array.shape) for name, array in arrays.items()}
     if len({tuple(shape[:1]) for shape in shapes.values()}) != 1 or [] in shapes.values():

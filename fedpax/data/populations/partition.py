@@ -162,6 +162,25 @@ def _as_column(source: Any) -> Any:
     )
 
 
+def check_sized(partition: Any, name: str) -> None:
+    """Check that a partition is a sequence, which has a length and an order.
+
+    Args:
+        partition: the partition.
+        name: the argument's name, for the message.
+
+    Raises:
+        TypeError: it is a generator, a dict or another type without these.
+    """
+    if isinstance(partition, Mapping) or not hasattr(partition, "__len__"):
+        remedy = f"list({name}{'.values()' if isinstance(partition, Mapping) else ''})"
+        raise TypeError(
+            f"{name} is a {type(partition).__name__}, expected a list with the indices of each "
+            "participant's examples, as the partition_... functions return it, or a sequence that "
+            f"generates them. Pass {remedy}."
+        )
+
+
 def check_partition(
     partition: Partition, num_participants: int, num_examples: int, placement: str
 ) -> list[Indices]:
@@ -177,9 +196,11 @@ def check_partition(
         The partition, as int64 arrays.
 
     Raises:
+        TypeError: the partition is a generator or a dict.
         ValueError: the number of participants is wrong, a participant has no examples, an index is
             out of range, or an example is assigned twice.
     """
+    check_sized(partition, "partition")
     if len(partition) != num_participants:
         raise ValueError(
             f"The partition has {len(partition)} parts, expected {num_participants}, one for each "
@@ -279,7 +300,8 @@ def index_labels(
         raise ValueError(
             f"{name} has dtype {array.dtype} and shape {list(array.shape)}, expected one integer "
             "for each example. Convert strings with np.unique(labels, return_inverse=True)[1], "
-            "one-hot rows with labels.argmax(-1)."
+            "one-hot rows with labels.argmax(-1), objects and whole floats with "
+            "labels.astype(np.int64), a generator with list(labels)."
         )
     classes, class_index = np.unique(array, return_inverse=True)
     remedy = "Number the labels with np.unique(labels, return_inverse=True)[1]."

@@ -19,6 +19,7 @@ from fedpax.data.populations.partition import (
     Examples,
     Partition,
     check_indices,
+    check_sized,
     partition_checksum,
 )
 from fedpax.data.rounds.preprocess import (
@@ -163,7 +164,7 @@ class CohortRounds:
             batches,
             num_examples=checked_cast(np.minimum(sizes, row_slots), np.int32, "num_examples"),
             num_steps=checked_cast(num_steps, np.int32, "num_steps"),
-            client_ids=checked_cast(client_ids, np.int32, "client_ids"),
+            client_ids=checked_cast(client_ids, np.int32, "client_ids", "Sample fewer clients."),
         )
 
     def _sample(self) -> NDArray[np.int64]:
@@ -273,7 +274,7 @@ def cohort_rounds(
             has an index that is out of range; or `chunk_size` is not an integer.
         KeyError: the examples have no `image` or `label`, and `preprocess` is the default.
         TypeError: `preprocess` returns a field that is not an array of numbers, `sampler` is not a
-            `ClientSampler`, or `examples` is something else, such as a generator.
+            `ClientSampler`, or `examples` or `population` is something else, such as a generator.
 
     Example:
         >>> images = np.random.default_rng(0).random((7, 4, 4, 1), np.float32)
@@ -298,6 +299,7 @@ def cohort_rounds(
             f"sampler is a {type(sampler).__name__}, expected a ClientSampler. For a sampler of "
             "your own, subclass ClientSampler and override sample(round_number)."
         )
+    check_sized(population, "population")
     if len(population) != sampler.num_clients:
         raise ValueError(
             f"population has {len(population)} clients, but the sampler has {sampler.num_clients}: "

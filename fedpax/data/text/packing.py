@@ -110,7 +110,7 @@ def pack(documents: Iterable[Tokens], seq_len: int) -> Batch:
     """Pack documents into rows, with padding at the end of the last row.
 
     Args:
-        documents: uint8 arrays `[tokens]` without separators, as `encode` returns them.
+        documents: integer arrays `[tokens]` without separators, such as those of `encode`.
         seq_len: tokens per row.
 
     Returns:
@@ -119,7 +119,8 @@ def pack(documents: Iterable[Tokens], seq_len: int) -> Batch:
         that is split is a separate segment in each of its rows. Attention must not cross segments.
 
     Raises:
-        ValueError: `seq_len` is below 1.
+        TypeError: a document is not integers `[tokens]`, such as a text.
+        ValueError: `seq_len` is below 1, or a token is beyond int32.
 
     Example:
         >>> from fedpax.data import encode
@@ -131,7 +132,16 @@ def pack(documents: Iterable[Tokens], seq_len: int) -> Batch:
         >>> rows["segments"].tolist(), rows["positions"].tolist()
         ([[1, 1, 1, 1], [1, 1, 0, 0]], [[0, 1, 2, 3], [0, 1, 0, 0]])
     """
-    return to_batch(*split_rows(concatenate(documents), seq_len))
+    arrays = []
+    for number, document in enumerate(documents):
+        array = np.asarray(document)
+        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+            raise TypeError(
+                f"Document {number} is {array.dtype}{list(array.shape)}, expected an array of "
+                "integers [tokens]. Encode a text: fedpax.data.encode(text)."
+            )
+        arrays.append(array if array.size else array.astype(np.uint8))
+    return to_batch(*split_rows(concatenate(arrays), seq_len))
 
 
 def split_rows(

@@ -54,3 +54,11 @@ def test_a_client_without_examples_needs_no_shape_or_dtype():
 def test_clients_that_do_not_fit_together_raise(clients, error, words):
     with pytest.raises(error, match=re.escape(words)):
         concatenate_clients(clients)
+
+
+@pytest.mark.parametrize("values", [(i for i in range(3)), "to be", {"a": 1}])
+def test_a_field_that_is_no_array_names_its_type(values):
+    with pytest.raises(
+        TypeError, match=rf"Client 1 has a field 'x' that is a {type(values).__name__}"
+    ):
+        concatenate_clients([{"x": [1, 2]}, {"x": values}])

@@ -8,7 +8,9 @@ from hypothesis import given
 from numpy.typing import NDArray
 
 from fedpax.data import (
+    ClientSampler,
     Source,
+    cohort_rounds,
     partition_by_field,
     partition_by_quantity,
     partition_by_shards,
@@ -318,3 +320,19 @@ def test_bad_arguments_raise(make: Callable[[], Sequence[Any]], words: str) -> N
 def test_unsigned_labels_beyond_int64_raise() -> None:
     with pytest.raises(ValueError, match=r"labels has the value 18446744073709551615.*np\.unique"):
         partition_dirichlet(np.array([0, 2**64 - 1], np.uint64), 2, alpha=1.0)
+
+
+@pytest.mark.parametrize("name", ["partition", "population"])
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: (part for part in ([0, 1], [2])), "is a generator, expected.*list\\({}\\)"),
+        (lambda: {"a": [0, 1], "b": [2]}, "is a dict, expected.*list\\({}.values\\(\\)\\)"),
+    ],
+)
+def test_a_partition_without_an_order_raises(name: str, make: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=f"^{name} {words.format(name)}"):
+        if name == "partition":
+            check_partition(make(), 2, 3, "clients")
+        else:
+            cohort_rounds({"x": np.ones(3)}, make(), ClientSampler(2, 2), batch_size=1)

@@ -107,3 +107,11 @@ def test_wide_tokens_are_kept_or_named(dtype) -> None:
     if dtype != ">i4":
         with pytest.raises(ValueError, match=r"tokens has the value 2147483648 .*vocabulary"):
             pack([np.array([7, 2**31], dtype)], seq_len=3)
+
+
+def test_lists_are_packed_and_texts_raise() -> None:
+    lists, arrays = pack([[1, 2], [], [300]], 4), pack([np.array([1, 2]), [], np.array([300])], 4)
+    assert {k: v.tolist() for k, v in lists.items()} == {k: v.tolist() for k, v in arrays.items()}
+    for document in ("to be", [0.5], np.zeros((2, 2), int)):
+        with pytest.raises(TypeError, match=r"Document 1 is .*, expected an array of integers"):
+            pack([[1], document], 4)

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Float64, Int, Int32
 
 from fedpax.clients.schedule import Arrivals
+from fedpax.primitives.casts import checked_cast
 from fedpax.simulation.presence import TRIES, Presence
 from fedpax.simulation.trace import Trace
 
@@ -103,7 +104,7 @@ def buffered_arrivals(
         if value < 1 or (most is not None and value > most):
             expected = "at least 1" if most is None else f"1 to {most}, the size of the population"
             raise ValueError(f"buffered_arrivals(): {name} is {value}, expected {expected}.")
-    steps = np.asarray(num_steps)
+    steps = checked_cast(num_steps, np.int32, "buffered_arrivals(): num_steps", "Round it.")
     if steps.shape not in ((), (population,)) or np.any(steps < 0):
         raise ValueError(
             f"buffered_arrivals(): num_steps has shape {list(steps.shape)}, expected one number of "

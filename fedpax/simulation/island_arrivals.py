@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Float64, Int32, Int64
 
 from fedpax.clients.schedule import ArrivalOrder
+from fedpax.primitives.casts import checked_cast
 from fedpax.simulation.presence import Presence
 from fedpax.simulation.trace import Trace
 
@@ -106,7 +107,8 @@ def island_arrivals(
         ([0, 0, 2], [10.0, 10.0, 10.0])
     """
     islands = trace.num_participants
-    steps = np.broadcast_to(np.asarray(num_steps), (islands,)).tolist()
+    whole = checked_cast(num_steps, np.int32, "island_arrivals(): num_steps", "Round it.")
+    steps = np.broadcast_to(whole, (islands,)).tolist()
     if num_rounds < 1 or min(steps) < 1 or not 0 <= grace_seconds < np.inf:
         raise ValueError(
             f"island_arrivals(): num_rounds is {num_rounds}, the smallest num_steps {min(steps)} "

@@ -9,6 +9,7 @@ from jaxtyping import Float64, Int32, Int64
 from numpy.typing import ArrayLike
 
 from fedpax.clients.schedule import RegionalOrder
+from fedpax.primitives.casts import checked_cast
 from fedpax.simulation.presence import Presence
 from fedpax.simulation.trace import Trace
 
@@ -127,7 +128,8 @@ def regional_arrivals(
     islands = trace.num_participants
     own, (up, down) = _check(trace, regions, seconds_to_global, seconds_from_global)
     num_regions = len(up)
-    steps = np.broadcast_to(np.asarray(num_steps), (islands,)).tolist()
+    whole = checked_cast(num_steps, np.int32, "regional_arrivals(): num_steps", "Round it.")
+    steps = np.broadcast_to(whole, (islands,)).tolist()
     if num_rounds < 1 or min(steps) < 1 or updates_per_exchange < 1:
         raise ValueError(
             f"regional_arrivals(): num_rounds is {num_rounds}, the smallest num_steps "

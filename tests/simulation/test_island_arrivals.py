@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_trace import random_trace
 
-from fedpax.simulation import Trace, dynamic_local_steps, island_arrivals
+from fedpax.simulation import Trace, buffered_arrivals, dynamic_local_steps, island_arrivals
 
 
 def times_alone(trace, island, duration, last):
@@ -108,3 +108,14 @@ def test_grace_waits_for_others_and_no_longer_than_needed():
 def test_bad_arguments_raise(call, words):
     with pytest.raises(ValueError, match=words):
         call(Trace(np.ones(2)))
+
+
+@pytest.mark.parametrize("num_steps", [2.5, np.array([2.0, np.nan]), 2**31])
+def test_steps_that_are_not_whole_raise(num_steps):
+    trace = Trace(np.array([1.0, 2.0]))
+    for simulate, arguments in (
+        (island_arrivals, {}),
+        (buffered_arrivals, {"buffer_size": 1, "concurrency": 1}),
+    ):
+        with pytest.raises(ValueError, match=r"_arrivals\(\): num_steps has the value"):
+            simulate(trace, num_rounds=1, num_steps=num_steps, **arguments)

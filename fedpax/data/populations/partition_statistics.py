@@ -7,7 +7,8 @@ import numpy as np
 from jaxtyping import Float64, Int64
 from numpy.typing import ArrayLike
 
-from fedpax.data.populations.partition import Partition, index_labels
+from fedpax.data.populations.partition import Partition, check_sized, index_labels
+from fedpax.primitives.casts import checked_cast
 
 
 class PartitionStatistics(NamedTuple):
@@ -116,6 +117,7 @@ def partition_statistics(
         | entropy of all examples  | 0.693 nats |
         | total variation distance |      0.333 |
     """
+    check_sized(partition, "partition")
     sizes = np.array([len(indices) for indices in partition], np.int64)
     num_participants, num_examples = len(sizes), int(sizes.sum())
     if not num_examples:
@@ -136,7 +138,9 @@ def partition_statistics(
     if labels is None:
         return statistics
     all_classes, class_index = index_labels(labels)
-    indices = np.concatenate([np.asarray(part, np.int64) for part in partition])
+    indices = np.concatenate(
+        [checked_cast(part, np.int64, "The partition", "Give indices.") for part in partition]
+    )
     if indices.min() < 0 or indices.max() >= len(class_index):
         outside = indices.min() if indices.min() < 0 else indices.max()
         raise ValueError(

@@ -9,6 +9,8 @@ import numpy as np
 from jaxtyping import UInt8
 from numpy.typing import ArrayLike
 
+from fedpax.primitives.casts import checked_cast
+
 VOCAB_SIZE = 256
 """The number of tokens: one for each byte value."""
 
@@ -71,5 +73,5 @@ def decode(tokens: ArrayLike) -> str:
             f"tokens has values from {array.min()} to {array.max()}, expected bytes from 0 to "
             f"{VOCAB_SIZE - 1}: use a model with vocab_size={VOCAB_SIZE}."
         )
-    flat = array.astype(np.uint8).ravel()
+    flat = checked_cast(array, np.uint8, "tokens", "Decode integers.").ravel()
     return flat[flat != SEPARATOR].tobytes().decode(errors="replace")

@@ -195,3 +195,10 @@ def test_every_kind_of_picture_is_written(
     assert width == 1650 and 250 < height < 1700
     picture = imread(tmp_path / "x.png")[..., 0]
     assert 0.03 < (picture < 0.95).mean() < 0.98  # neither empty nor one block
+
+
+def test_indices_that_are_no_integers_raise() -> None:
+    with pytest.raises(ValueError, match=r"The partition has the value 0.5 \(float64\)"):
+        partition_statistics([np.array([0.0, 0.5]), np.array([2])], np.array([0, 1, 2]))
+    with pytest.raises(TypeError, match=r"partition is a generator, expected.*list\(partition\)"):
+        partition_statistics(part for part in ([0], [1]))

@@ -44,3 +44,10 @@ def test_other_types_than_text_raise(value: object) -> None:
 def test_tokens_that_are_not_bytes_raise(tokens: list[int]) -> None:
     with pytest.raises(ValueError, match="vocab_size=256"):
         decode(tokens)
+
+
+def test_tokens_that_are_no_integers_raise() -> None:
+    assert decode(np.array([104.0, 105.0])) == "hi"
+    for tokens in (np.array([104.5]), np.array([np.nan])):
+        with pytest.raises(ValueError, match=r"tokens has the value (104.5|nan) \(float64\)"):
+            decode(tokens)

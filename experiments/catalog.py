@@ -10,6 +10,7 @@ import importlib.util
 import inspect
 import os
 import pkgutil
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -115,19 +116,72 @@ def experiments() -> dict[str, Callable[[], Experiment]]:
     return {name: find_experiment(name) for name in entries()}
 
 
-def find_group(name: str) -> ExperimentGroup:
-    """Return a group of experiments.
+def find_group(name: str) -> ExperimentGroup | None:
+    """Return the group of experiments that a name on the command line names.
 
     Args:
-        name: a name in `groups`.
+        name: a name in `groups`, or a function as in `find_experiment`, which is called.
+
+    Returns:
+        The group. None: the name is that of an experiment, or of one in a group.
+
+    Raises:
+        UnknownExperimentError: there is no such function, or the group's experiments cannot be
+            used.
 
     Example:
         >>> list(find_group("methods_digits").experiments)[:3]
         ['fedavg', 'fedavgm', 'fedadagrad']
+        >>> find_group("methods_digits:fedavg") is None
+        True
     """
-    entry = groups()[name]
-    group: ExperimentGroup = getattr(importlib.import_module(entry.module), entry.function)()
-    return group
+    if name in groups():
+        entry = groups()[name]
+        made = getattr(importlib.import_module(entry.module), entry.function)()
+    elif ":" not in name or _is_group_name(name.rpartition(":")[0]):
+        return None
+    else:
+        made = find_experiment(name)()
+    if not isinstance(made, ExperimentGroup):
+        return None
+    _check_group(name, made)
+    return made
+
+
+def _is_group_name(text: str) -> bool:
+    """Return whether `text:NAME` can only be an experiment of a group."""
+    return text in groups() or ":" in text
+
+
+def _check_group(exp: str, group: ExperimentGroup) -> None:
+    """Check that a group has experiments, whose names can be those of folders."""
+    from fedpax.training.experiment import Experiment
+
+    if not group.experiments:
+        raise UnknownExperimentError(
+            f"--exp={exp} is a group of 0 experiments, expected at least one. Add one to it."
+        )
+    for name, experiment in group.experiments.items():
+        if not re.fullmatch(r"\w[\w.+-]*", str(name)):
+            raise UnknownExperimentError(
+                f"--exp={exp}: the group has an experiment of the name {name!r}, expected letters, "
+                "digits and any of _ . + -, because it names a folder. Rename the experiment."
+            )
+        if not isinstance(experiment, Experiment):
+            raise UnknownExperimentError(
+                f"--exp={exp}: {name!r} of the group is a {type(experiment).__name__}, expected a "
+                "fedpax.training.experiment.Experiment. If it is a function, add its result."
+            )
+
+
+def describe_group(exp: str, group: ExperimentGroup) -> str:
+    """Return the message where a group is named and one experiment is expected."""
+    members = group.experiments
+    return (
+        f"--exp={exp} is a group of {len(members)} experiments, expected one of them: "
+        f"{', '.join(members)}. Set for example --exp={exp}:{next(iter(members))}. "
+        "`fedpax compare` takes the whole group."
+    )
 
 
 def expand_groups(names: Iterable[str]) -> list[str]:
@@ -139,10 +193,8 @@ def expand_groups(names: Iterable[str]) -> list[str]:
     """
     expanded: list[str] = []
     for name in names:
-        if name in groups():
-            expanded += [f"{name}:{own}" for own in find_group(name).experiments]
-        else:
-            expanded.append(name)
+        group = find_group(name)
+        expanded += [name] if group is None else [f"{name}:{own}" for own in group.experiments]
     return expanded
 
 
@@ -165,9 +217,10 @@ def find_experiment(exp: str) -> Callable[[], Experiment]:
     """Find an experiment by the name that `--exp` takes.
 
     Args:
-        exp: a name from `experiments`, or `group:name` with a group from `groups`, or
-            `my_package.my_module:function` with a module that is installed, on `PYTHONPATH` or
-            below the current folder, or `path/to/file.py:function`.
+        exp: a name from `experiments`, or `my_package.my_module:function` with a module that is
+            installed, on `PYTHONPATH` or below the current folder, or `path/to/file.py:function`,
+            or `group:name`. The group is one from `groups`, or a function as before, which is
+            called.
 
     Returns:
         The function.
@@ -175,18 +228,13 @@ def find_experiment(exp: str) -> Callable[[], Experiment]:
     Raises:
         UnknownExperimentError: there is no such function.
     """
-    if ":" in exp and exp.rpartition(":")[0] in groups():
-        group, _, member = exp.rpartition(":")
+    group, _, member = exp.rpartition(":")
+    if _is_group_name(group):
         return _find_member(group, member)
     if ":" not in exp:
         found = entries()
-        if exp in groups():
-            members = find_group(exp).experiments
-            raise UnknownExperimentError(
-                f"--exp={exp} is a group of {len(members)} experiments, expected one of them: "
-                f"{', '.join(members)}. Set for example --exp={exp}:{next(iter(members))}. "
-                "`fedpax compare` takes the whole group."
-            )
+        if found_group := find_group(exp):
+            raise UnknownExperimentError(describe_group(exp, found_group))
         if exp not in found:
             raise UnknownExperimentError(
                 f"there is no experiment {exp!r}.{did_you_mean(exp, [*found, *groups()])} Run "
@@ -236,7 +284,13 @@ def _list_own_functions(module: ModuleType, functions: Mapping[str, Callable[...
 
 def _find_member(group: str, name: str) -> Callable[[], Experiment]:
     """Return a function that makes an experiment of a group, with a docstring for `--help`."""
-    members = find_group(group).experiments
+    found = find_group(group)
+    if found is None:
+        raise UnknownExperimentError(
+            f"--exp={group}:{name}: {group} returns no ExperimentGroup, expected one. Set "
+            f"--exp={group} if it returns an experiment."
+        )
+    members = found.experiments
     if name not in members:
         raise UnknownExperimentError(
             f"--exp={group}:{name}: the group {group} has no experiment {name!r}, expected one of "
@@ -246,7 +300,8 @@ def _find_member(group: str, name: str) -> Callable[[], Experiment]:
     def make() -> Experiment:
         return members[name]
 
-    make.__doc__ = f"{name}: one of the group {group}.\n\n{groups()[group].summary}"
+    summary = groups()[group].summary if group in groups() else ""
+    make.__doc__ = f"{name}: one of the group {group}.\n\n{summary}".rstrip()
     return make
 
 

@@ -21,18 +21,21 @@ fedpax: federated and multi-island training on JAX
       group's experiments.
   fedpax train --exp=NAME --job_log_dir=DIR [--FIELD=VALUE ...]
       Train an experiment in a folder, or resume the run that the folder holds.
-  fedpax compare --exp=NAME,NAME,... --job_log_dir=DIR [--target=METRIC=VALUE] [--FIELD=VALUE ...]
-      Train each experiment in DIR/NAME, print a table, and write DIR/comparison.png and
-      DIR/comparison.json. NAME can be a group, such as methods_digits. With a target, print and
-      write (DIR/target.png, DIR/target.json) the rounds, bytes and FLOPs until it is reached.
+  fedpax compare --exp=NAME,NAME,... --job_log_dir=DIR [--seeds=0,1,2] [--metric=NAME,...]
+                 [--target=METRIC=VALUE] [--FIELD=VALUE ...]
+      Train each experiment in DIR/NAME, print tables, and write DIR/comparison.png and
+      DIR/comparison.json. NAME can be a group, such as methods_digits or ./mine.py:group. With
+      seeds, train in DIR/NAME_seed_0, ..., and show means and standard deviations. With a target,
+      print and write (DIR/target.png, DIR/target.json) the rounds, bytes and FLOPs until it is
+      reached.
   fedpax plan --exp=NAME --topology=v5p:4x8x8 [--slices=4] [--bandwidth=GBIT] [--json=FILE]
               [--picture=FILE.png] [--hlo=FILE] [--FIELD=VALUE ...]
       Compile an experiment's round without the hardware, and report its memory,
       collectives, a lower bound on the step time, and for each transfer between slices the
       local steps that hide it and the time that stays exposed.
-  fedpax show --job_log_dir=DIR,DIR,... [--picture=FILE.png]
-      Show the progress of runs, running or finished, and draw their losses over items, bytes and
-      wall time.
+  fedpax show --job_log_dir=DIR,DIR,... [--metric=NAME,...] [--picture=FILE.png]
+      Show the progress and the metrics of runs, running or finished, and draw their losses over
+      items, bytes and wall time.
   fedpax evaluate --job_log_dir=DIR [--round=N] [--json=FILE] [--FIELD=VALUE ...]
       Measure the model of a run on held-out data.
   fedpax generate --job_log_dir=DIR --prompt=TEXT [--num_tokens=100] [--temperature=1] [--top_p=1]
@@ -67,9 +70,10 @@ fedpax: federated and multi-island training on JAX
       source <(fedpax completion bash)
   fedpax --version
 
-  --exp             a name from `fedpax list`, GROUP:NAME, my_package.my_module:function or
+  --exp             a name from `fedpax list`, my_package.my_module:function or
                     path/to/file.py:function; the function has no arguments and returns an
-                    Experiment. Commands that read the run of such a function need it again
+                    Experiment, or an ExperimentGroup, of which GROUP:NAME is an experiment.
+                    Commands that read the run of such a function need it again
   --job_log_dir     the folder for config.json, metrics.jsonl, tensorboard/ and checkpoints/;
                     one process at a time can use it. Commands that read a run also take its
                     --training.checkpoint_dir, such as gs://BUCKET/FOLDER
@@ -107,6 +111,12 @@ fedpax: federated and multi-island training on JAX
   --name            the island's name; default: the name of its folder
   --shard           the island's shard of the data, from 0; default: a free one
   --server_name     the name in the syncer's certificate; default: the host of --syncer
+  --seeds           seeds of the compared runs, each as --seed sets it, such as 0,1,2
+  --metric          the metrics for the second table and the picture, such as accuracy,loss;
+                    default: all in the table, the loss in the picture
+  --seed            sets all seeds of an experiment, of its model, data and cohorts; a seed that is
+                    stated by its own name, such as --training.seed=0, keeps its value. For
+                    generate: the seed of the tokens
   --FIELD=VALUE     overrides a field of the experiment, such as --model.num_layers=4;
                     `fedpax train --exp=NAME --help` shows all fields
   --model.weights   the Hugging Face folder that an experiment on text begins from, with its
@@ -216,11 +226,16 @@ def _run(arguments: list[str]) -> int:
         print(USAGE, end="", file=sys.stderr)
         return USAGE_ERROR
     command, *rest = arguments
-    # With an experiment, --help shows its fields.
-    named = "--job_log_dir" if command in ("evaluate", "generate", "export") else "--exp"
-    help_only = {"--help", "-h"} & set(rest) and not any(named in word for word in rest)
-    if command in ("--help", "-h", "help", "--helpfull") or (command in COMMANDS and help_only):
+    if command in ("--help", "-h", "help", "--helpfull"):
         print(USAGE, end="")
+        return 0
+    # With one experiment, --help shows its fields.
+    named = "--job_log_dir" if command in ("evaluate", "generate", "export") else "--exp"
+    shows_fields = command != "compare" and any(named in word for word in rest)
+    if command in COMMANDS and {"--help", "-h"} & set(rest) and not shows_fields:
+        from fedpax.commands.help import help_of
+
+        print(help_of(command, USAGE), end="")
         return 0
     if command in ("--version", "version"):
         print(f"fedpax {__version__}")

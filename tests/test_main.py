@@ -18,7 +18,7 @@ REGRESSION = "small_regression:regression"
 Run = Callable[..., tuple[int, str, str]]
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["help"], ["train", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["help"]])
 def test_help_is_printed(run: Run, arguments: list[str]) -> None:
     status, output, errors = run(*arguments)
     assert (status, errors) == (0, "")
@@ -29,6 +29,26 @@ def test_help_is_printed(run: Run, arguments: list[str]) -> None:
         "--allow_config_change",
     ):
         assert words in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "own", "flags_of_others"),
+    [
+        (["compare", "--help"], ["--seeds ", "--metric ", "--target "], ["--multihost", "--hlo"]),
+        (["compare", "--exp=a,b", "-h"], ["--seeds ", "--exp ", "--FIELD="], ["--keeper", "INT"]),
+        (["train", "--help"], ["--allow_config_change", "--multihost ", "--seed "], ["--target"]),
+        (["show", "--help"], ["--picture ", "--metric "], ["--exp ", "--seed "]),
+    ],
+)
+def test_help_of_a_command_is_its_own(
+    run: Run, arguments: list[str], own: list[str], flags_of_others: list[str]
+) -> None:
+    status, output, errors = run(*arguments)
+    assert (status, errors) == (0, "")
+    commands = [line.split()[1] for line in output.splitlines() if line.startswith("  fedpax ")]
+    assert commands == [arguments[0]]
+    assert all(words in output for words in own)
+    assert not any(words in output for words in flags_of_others)
 
 
 def test_the_version_is_printed(run: Run) -> None:

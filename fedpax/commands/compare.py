@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 from absl import flags
@@ -15,11 +16,13 @@ from fedpax.commands.options import (
     allowed_changes,
     check_job_log_dir,
     configure,
+    define_metric_flag,
     define_training_flags,
+    metric_names_of,
     parse,
 )
 from fedpax.commands.saved_run import build_run
-from fedpax.experiments.catalog import expand_groups, find_group, groups
+from fedpax.experiments.catalog import expand_groups, find_group
 from fedpax.parallel.mesh_rule import simulated_count
 from fedpax.paths import split_list
 from fedpax.training.checkpoint_dir import refuse_checkpoint_dir
@@ -57,21 +60,22 @@ def compare(arguments: Sequence[str]) -> int:
             f"--exp={options.exp} names no experiment, expected names separated by commas. Run "
             "`fedpax list` to see the names."
         )
-    into = Path(options.job_log_dir) if options.job_log_dir else None
-    experiments = {
-        name: configure(name, fields, into and into / name.rpartition(":")[2]) for name in names
-    }
-    for experiment in experiments.values():
-        refuse_checkpoint_dir(experiment.training.checkpoint_dir, "compare")
-    check_job_log_dir(options)
-    by_folder = {name.rpartition(":")[2]: name for name in names}
-    if len(by_folder) < len(names):
+    seeds, metrics = _parse_seeds(options.seeds, fields), metric_names_of(options)
+    by_title = {name.rpartition(":")[2]: name for name in names}
+    if len(by_title) < len(names):
         raise UsageError(
             f"--exp={options.exp} names two experiments whose functions have the same name, "
             "expected different names, because each names a folder. Leave one out."
         )
+    into = Path(options.job_log_dir) if options.job_log_dir else None
+    runs = [
+        _plan(title, name, seed, fields, into) for title, name in by_title.items() for seed in seeds
+    ]
+    for run in runs:
+        refuse_checkpoint_dir(run.experiment.training.checkpoint_dir, "compare")
+    check_job_log_dir(options)
     destination = resolve_job_log_dir(options.job_log_dir)
-    folders = {folder: destination / folder for folder in by_folder}
+    folders = {run.label: destination / run.label for run in runs}
     for path in folders.values():
         if path.is_symlink():
             raise UsageError(
@@ -79,49 +83,109 @@ def compare(arguments: Sequence[str]) -> int:
                 "because the run would be trained where the link leads. Remove the link, or set "
                 "another --job_log_dir."
             )
+    experiments = {run.label: run.experiment for run in runs}
     allowed = _allowed_by_experiment(experiments, allowed_changes(options))
-    for folder, name in by_folder.items():
+    for run in runs:
         check_configuration(
-            folders[folder], experiments[name], name, allow_config_change=allowed[name]
+            folders[run.label], run.experiment, run.exp, allow_config_change=allowed[run.label]
         )
-    for folder, name in by_folder.items():
-        if (latest_round(folders[folder]) or 0) >= experiments[name].training.rounds:
-            check_latest_round(folders[folder])
-            print_error(f"{name} is finished already.")
-            continue
-        # One process each, because a process can set the number of simulated devices only once.
-        command = [sys.executable, "-m", "fedpax", "train", f"--exp={name}"]
-        command += [f"--job_log_dir={folders[folder]}", *fields]
-        command += [f"--allow_config_change={path}" for path in allowed[name]]
-        if status := run_subprocess(command):
+    for run in runs:
+        if status := _train(run, folders[run.label], allowed[run.label]):
             return status
     for job_log_dir in folders.values():
         for text in describe_damage(job_log_dir, latest_round(job_log_dir) or 0):
             print_error(text)
-    print_line(write_comparison(folders, destination))
+    repeats = {
+        title: [folders[run.label] for run in runs if run.title == title] for title in by_title
+    }
+    print_line(write_comparison(repeats, destination, metrics))
+    if len(seeds) > 1:
+        print_line(
+            f"\nMeans ± standard deviations of {len(seeds)} seeds: {', '.join(map(str, seeds))}."
+        )
     if target is not None:
-        configured = {folder: experiments[name] for folder, name in by_folder.items()}
         print_line(
             "\n`communicated` is the size of the operands of collectives on this mesh. The bytes "
             "below are those that all participants receive and send."
         )
-        print_line(f"\n{_compare_to_target(configured, folders, target, destination)}")
+        print_line(f"\n{_compare_to_target(experiments, folders, target, destination)}")
     print_line(f"\nSee {destination / 'comparison.png'} and {destination / 'comparison.json'}.")
     if target is not None:
         print_line(f"See {destination / 'target.png'} and {destination / 'target.json'}.")
     return 0
 
 
+class PlannedRun(NamedTuple):
+    """A run of the comparison.
+
+    Attributes:
+        label: the name of its folder.
+        title: the experiment's name in tables.
+        exp: the experiment, as `fedpax train` takes it.
+        fields: the arguments that override fields, with the seed.
+        experiment: the configuration.
+    """
+
+    label: str
+    title: str
+    exp: str
+    fields: Sequence[str]
+    experiment: Experiment
+
+
+def _plan(
+    title: str, exp: str, seed: int | None, fields: Sequence[str], into: Path | None
+) -> PlannedRun:
+    label = title if seed is None else f"{title}_seed_{seed}"
+    # First, so that a seed that is stated by its own name keeps its value.
+    fields = fields if seed is None else [f"--seed={seed}", *fields]
+    return PlannedRun(label, title, exp, fields, configure(exp, fields, into and into / label))
+
+
+def _train(run: PlannedRun, folder: Path, allowed: Sequence[str]) -> int:
+    """Train a run unless it is finished; return the exit status."""
+    if (latest_round(folder) or 0) >= run.experiment.training.rounds:
+        check_latest_round(folder)
+        print_error(f"{run.label if run.label != run.title else run.exp} is finished already.")
+        return 0
+    # One process each, because a process can set the number of simulated devices only once.
+    command = [sys.executable, "-m", "fedpax", "train", f"--exp={run.exp}"]
+    command += [f"--job_log_dir={folder}", *run.fields]
+    return run_subprocess([*command, *(f"--allow_config_change={path}" for path in allowed)])
+
+
+def _parse_seeds(text: str | None, fields: Sequence[str]) -> list[int] | list[None]:
+    """Return the seeds of `--seeds`; without it, one run with the seeds of the experiment."""
+    if text is None:
+        return [None]
+    try:
+        seeds = [int(word) for word in text.split(",")]
+    except ValueError:
+        seeds = []
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise UsageError(
+            f"--seeds={text} is no list of seeds, expected different integers, separated by "
+            "commas. Set for example --seeds=0,1,2."
+        )
+    if any(word.partition("=")[0] == "--seed" for word in fields):
+        raise UsageError(
+            f"--seeds={text} and --seed are both given, expected one of them. Leave out --seed."
+        )
+    return seeds
+
+
 def define_flags(options: flags.FlagValues) -> None:
     """Define the flags of the command."""
     define_training_flags(options)
     flags.DEFINE_string("target", None, "A metric and its value.", flag_values=options)
+    flags.DEFINE_string("seeds", None, "Seeds, one run each.", flag_values=options)
+    define_metric_flag(options)
 
 
 def _find_target(text: str | None, chosen: Sequence[str]) -> Target | None:
     """Return the target that the command line or the only named group sets, or None."""
-    if text is None and len(chosen) == 1 and chosen[0] in groups():
-        text = find_group(chosen[0]).target
+    if text is None and len(chosen) == 1 and (group := find_group(chosen[0])):
+        text = group.target
     if text is None:
         return None
     try:

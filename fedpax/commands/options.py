@@ -15,10 +15,12 @@ from absl import flags
 
 from fedpax.commands import UsageError
 from fedpax.commands.descriptions import whole_sentences
-from fedpax.experiments.catalog import find_experiment
+from fedpax.experiments.catalog import ExperimentGroup, find_experiment
+from fedpax.experiments.catalog import describe_group as describe_experiments
 from fedpax.training.configuration import check_is_dataclass, resolve_job_log_dir
 from fedpax.training.console import print_error
 from fedpax.training.experiment import Experiment
+from fedpax.training.seeds import seed_paths, with_seed
 
 
 def parse(
@@ -114,6 +116,16 @@ def define_training_flags(options: flags.FlagValues) -> None:
     )
 
 
+def define_metric_flag(options: flags.FlagValues) -> None:
+    """Define the flag of the commands that print and draw metrics."""
+    flags.DEFINE_string("metric", None, "Names of metrics.", flag_values=options)
+
+
+def metric_names_of(options: flags.FlagValues) -> list[str]:
+    """Return the names in `--metric`; empty if it is not set."""
+    return [name for name in (options.metric or "").split(",") if name]
+
+
 def allowed_changes(options: flags.FlagValues) -> list[str]:
     """Return the field paths of `--allow_config_change`, which is repeatable and takes commas."""
     paths = (path.strip() for text in options.allow_config_change for path in text.split(","))
@@ -202,6 +214,8 @@ def configure(
         )
     function = find_experiment(exp)
     experiment = function()
+    if isinstance(experiment, ExperimentGroup):
+        raise UsageError(describe_experiments(exp, experiment))
     if not isinstance(experiment, Experiment):
         raise UsageError(
             f"--exp={exp} returns a {type(experiment).__name__}, expected a "
@@ -224,7 +238,8 @@ def override(
 
     Args:
         experiment: the experiment.
-        overrides: arguments such as `"--model.num_layers=4"`.
+        overrides: arguments such as `"--model.num_layers=4"`. `--seed=N` sets all seeds
+            (`fedpax.training.seeds`); a seed that is stated by its own name keeps its value.
         command: the command, for the text of `--help`.
         description: the first lines of that text.
         job_log_dir: the folder to train in. Default None: the command does not train.
@@ -235,15 +250,19 @@ def override(
     Raises:
         SystemExit: as in `configure`.
     """
+    seed, fields = _split_seed(overrides)
+    if seed is not None:
+        experiment = with_seed(experiment, seed)
+    seeds = ", ".join(seed_paths(experiment))
 
     def parse(default: Experiment) -> Experiment:
         with _colors_on_terminals_alone():
             return tyro.cli(
                 type(default),
                 default=default,
-                args=list(overrides),
+                args=fields,
                 prog=command,
-                description=description,
+                description=f"{description}\n\n--seed=N sets all seeds at once: {seeds}.".lstrip(),
                 use_underscores=True,
                 config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands),
                 registry=whole_sentences(),
@@ -256,6 +275,25 @@ def override(
             print_error(f"fedpax: {hint}")
         raise
     return changed.resolve(experiment, parse, job_log_dir)
+
+
+def _split_seed(overrides: Sequence[str]) -> tuple[int | None, list[str]]:
+    """Return the number of the last `--seed`, which sets all seeds, and the other arguments."""
+    seed, fields = None, []
+    words = iter(overrides)
+    for word in words:
+        name, equals, text = word.partition("=")
+        if name != "--seed":
+            fields.append(word)
+            continue
+        text = text if equals else next(words, "")
+        try:
+            seed = int(text)
+        except ValueError:
+            raise UsageError(
+                f"--seed={text} is not an integer, expected one. Set for example --seed=1."
+            ) from None
+    return seed, fields
 
 
 def describe_group(experiment: Experiment, overrides: Sequence[str]) -> str:

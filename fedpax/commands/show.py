@@ -3,17 +3,25 @@
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 
 from fedpax.commands import UsageError
-from fedpax.commands.options import did_you_mean_flag, output_file, parse
+from fedpax.commands.options import (
+    define_metric_flag,
+    did_you_mean_flag,
+    metric_names_of,
+    output_file,
+    parse,
+)
 from fedpax.commands.saved_run import existing_folder
 from fedpax.paths import split_list
 from fedpax.sites.island_table import format_islands, read_islands
-from fedpax.training.configuration import is_remote, resolve_job_log_dir
+from fedpax.training.configuration import ConfigurationError, is_remote, resolve_job_log_dir
 from fedpax.training.console import print_error
 from fedpax.training.job_dir import is_in_use
+from fedpax.training.metric_table import check_metrics, format_metrics
 from fedpax.training.metrics import read_metrics, select
 from fedpax.training.plot import Axis, plot_losses
 from fedpax.training.run_report import format_goodput, format_reports, holds_run, report_run
@@ -37,7 +45,7 @@ def show(arguments: Sequence[str]) -> int:
     if unknown or options.exp:
         raise UsageError(
             f"`fedpax show` got {unknown[0] if unknown else f'--exp={options.exp}'!r}, expected "
-            "--job_log_dir=DIR and --picture=FILE.png alone."
+            "--job_log_dir=DIR, --metric=NAME and --picture=FILE.png alone."
             f"{did_you_mean_flag(options, unknown[:1]) or ' Leave it out.'}"
         )
     names = [name for text in options.job_log_dir for name in split_list(text, _exists)]
@@ -55,7 +63,12 @@ def show(arguments: Sequence[str]) -> int:
         run if uses[run.name] == 1 else run._replace(name=f"{run.name} ({_short(folder)})")
         for run, folder in zip(reports, folders, strict=True)
     ]
+    lines = {run.name: _lines(folder) for run, folder in zip(reports, folders, strict=True)}
+    metrics = metric_names_of(options)
+    check_metrics(metrics, lines)
     print(format_reports(reports))
+    if table := format_metrics(lines, metrics):
+        print(f"\nMetrics:\n{table}")
     if goodput := format_goodput(reports):
         print(f"\nUse of the wall time:\n{goodput}")
     for folder in folders:
@@ -65,15 +78,21 @@ def show(arguments: Sequence[str]) -> int:
     for text in (text for run in reports for text in run.damage):
         print_error(text)
     if picture:
-        lines = {run.name: read_metrics(f) for run, f in zip(reports, folders, strict=True)}
         if not any(select(found, "training") for found in lines.values()):
             raise UsageError(
                 f"--picture={options.picture} has nothing to show: no round is logged yet. Repeat "
                 "the command later."
             )
         over: tuple[Axis, ...] = ("items", "bytes_across_placement", "wall_seconds")
-        plot_losses(lines, picture, over=over, training_loss=True)
+        plot_losses(lines, picture, over=over, metrics=metrics or ("loss",), training_loss=True)
     return 0
+
+
+def _lines(folder: Path) -> list[dict[str, Any]]:
+    try:
+        return read_metrics(folder)
+    except ConfigurationError:  # the report says so
+        return []
 
 
 def _exists(job_log_dir: str) -> bool:
@@ -107,3 +126,4 @@ def define_flags(options: flags.FlagValues) -> None:
     """Define the flags of the command."""
     flags.DEFINE_multi_string("job_log_dir", [], "The runs' folders.", flag_values=options)
     flags.DEFINE_string("picture", None, "A PNG file for the losses.", flag_values=options)
+    define_metric_flag(options)

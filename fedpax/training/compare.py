@@ -4,17 +4,22 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from fedpax.training.configuration import write_atomically
+from fedpax.training.metric_table import check_metrics, format_metrics, metric_names
 from fedpax.training.metrics import read_metrics, select, throughput
 from fedpax.training.plot import Axis, plot_losses
+from fedpax.training.repeats import DEVIATION, average_lines
 from fedpax.training.table import (
     format_bytes,
     format_seconds,
     markdown_table,
     number_or_nan,
 )
+
+Folders: TypeAlias = str | Path | Sequence[str | Path]
+"""The folder of a run, or the folders of runs of one experiment with several seeds."""
 
 
 class RunSummary(NamedTuple):
@@ -31,6 +36,7 @@ class RunSummary(NamedTuple):
         num_parameters: numbers in the model; NaN if the line of the run's sizes is lost.
         wall_seconds: total time of all processes that trained the run.
         virtual_seconds: simulated seconds of an asynchronous run; NaN for any other run.
+        loss_deviation: standard deviation of the loss over seeds; NaN for one run.
     """
 
     name: str
@@ -42,6 +48,12 @@ class RunSummary(NamedTuple):
     num_parameters: float
     wall_seconds: float
     virtual_seconds: float = math.nan
+    loss_deviation: float = math.nan
+
+    @property
+    def has_deviation(self) -> bool:
+        """Return whether the loss is a mean over seeds."""
+        return not math.isnan(self.loss_deviation)
 
 
 def summarize_run(name: str, job_log_dir: str | Path) -> RunSummary:
@@ -57,7 +69,13 @@ def summarize_run(name: str, job_log_dir: str | Path) -> RunSummary:
     Raises:
         ValueError: the run has no evaluation yet.
     """
-    lines = read_metrics(job_log_dir)
+    return _summarize(name, [read_metrics(job_log_dir)], job_log_dir)
+
+
+def _summarize(
+    name: str, repeats: Sequence[Sequence[Mapping[str, Any]]], job_log_dir: str | Path
+) -> RunSummary:
+    lines = average_lines(repeats)
     runs, rounds, evaluations = (select(lines, kind) for kind in ("run", "training", "evaluation"))
     if not (rounds and evaluations):
         raise ValueError(
@@ -75,6 +93,7 @@ def summarize_run(name: str, job_log_dir: str | Path) -> RunSummary:
         num_parameters=number_or_nan(sizes.get("num_parameters")),
         wall_seconds=lines[-1]["wall_seconds"],
         virtual_seconds=number_or_nan(rounds[-1].get("virtual_seconds")),
+        loss_deviation=evaluations[-1].get(DEVIATION, {}).get("loss", math.nan),
     )
 
 
@@ -103,7 +122,7 @@ def format_table(runs: Sequence[RunSummary]) -> str:
     rows: list[tuple[str, ...]] = [
         (
             run.name,
-            f"{run.loss:.4f}",
+            f"{run.loss:.4f}" + (f" ± {run.loss_deviation:.4f}" if run.has_deviation else ""),
             format_bytes(run.bytes_across_placement),
             f"{run.items_per_second:,.0f}" + (f" {run.item_unit}/s" if units else ""),
             "-" if math.isnan(run.num_parameters) else f"{run.num_parameters:,.0f}",
@@ -120,41 +139,86 @@ def format_table(runs: Sequence[RunSummary]) -> str:
     return markdown_table(head, rows)
 
 
-def plot_comparison(folders: Mapping[str, str | Path], path: str | Path) -> None:
+def plot_comparison(
+    folders: Mapping[str, Folders], path: str | Path, metrics: Sequence[str] = ()
+) -> None:
     """Plot the held-out loss over items and over bytes that participants exchanged.
 
     If a run has virtual seconds, there is a panel over them. If the bytes of all runs are unknown,
-    there is none over bytes.
+    there is none over bytes. Means over seeds have error bars of a standard deviation.
 
     Args:
-        folders: the runs' folders by name.
+        folders: the folder of each run, or those of its seeds, by name.
         path: the PNG to write.
+        metrics: the held-out metrics, one row of panels each. Default: the loss.
     """
-    lines = {name: read_metrics(folder) for name, folder in folders.items()}
+    lines = read_averages(folders)
     evaluations = [line for run in lines.values() for line in select(run, "evaluation")]
     over: list[Axis] = ["items"]
     if any(line.get("bytes_across_placement") is not None for line in evaluations):
         over.append("bytes_across_placement")
     if any("virtual_seconds" in line for run in lines.values() for line in run):
         over.append("virtual_seconds")
-    plot_losses(lines, path, over=over)
+    plot_losses(lines, path, over=over, metrics=metrics or ("loss",))
 
 
-def write_comparison(folders: Mapping[str, str | Path], destination: str | Path) -> str:
+def read_averages(folders: Mapping[str, Folders]) -> dict[str, list[dict[str, Any]]]:
+    """Read the lines of `metrics.jsonl` of runs, averaged over seeds.
+
+    Args:
+        folders: the folder of each run, or those of its seeds, by name.
+    """
+    return {
+        name: average_lines([read_metrics(folder) for folder in _each(found)])
+        for name, found in folders.items()
+    }
+
+
+def _each(folders: Folders) -> Sequence[str | Path]:
+    return [folders] if isinstance(folders, str | Path) else folders
+
+
+def write_comparison(
+    folders: Mapping[str, Folders], destination: str | Path, metrics: Sequence[str] = ()
+) -> str:
     """Write `comparison.png` and `comparison.json`.
 
     Args:
-        folders: the runs' folders by name.
+        folders: the folder of each run, or those of its seeds, by name.
         destination: the folder for the two files.
+        metrics: the metrics of the picture and of the second table. Default: the loss in the
+            picture, and all others in the table.
 
     Returns:
-        The table.
+        The table of the runs, and that of their metrics if there are any but the loss.
+
+    Raises:
+        ValueError: no run has such a metric, or a run has no evaluation.
     """
-    runs = [summarize_run(name, folder) for name, folder in folders.items()]
-    plot_comparison(folders, Path(destination) / "comparison.png")
+    lines = read_averages(folders)
+    runs = [
+        _summarize(name, [read_metrics(folder) for folder in _each(found)], _each(found)[0])
+        for name, found in folders.items()
+    ]
+    check_metrics(metrics, lines)
+    plot_comparison(folders, Path(destination) / "comparison.png", metrics)
     content = [
         {key: None if value != value else value for key, value in run._asdict().items()}
+        | {"metrics": _last_metrics(lines[run.name])}
         for run in runs
     ]
     write_atomically(Path(destination) / "comparison.json", json.dumps(content, indent=2) + "\n")
-    return format_table(runs)
+    second = format_metrics(lines, metrics)
+    return format_table(runs) + (f"\n\nMetrics:\n{second}" if second else "")
+
+
+def _last_metrics(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the last held-out and training metrics, with standard deviations over seeds."""
+    content: dict[str, Any] = {}
+    for kind in ("evaluation", "training"):
+        line = select(lines, kind)[-1]
+        names = metric_names({"": [line]})
+        content[kind] = {name: line[name] for name in names}
+        if DEVIATION in line:
+            content[f"{kind}_deviation"] = {name: line[DEVIATION].get(name) for name in names}
+    return content

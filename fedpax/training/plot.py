@@ -1,4 +1,4 @@
-"""Pictures of runs: their losses over items, communicated bytes or time."""
+"""Pictures of runs: their held-out metrics over items, communicated bytes or time."""
 
 import io
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,6 +11,7 @@ from matplotlib.ticker import EngFormatter
 
 from fedpax.files import replace_file
 from fedpax.training.metrics import select
+from fedpax.training.repeats import DEVIATION
 from fedpax.training.table import number_or_nan
 
 Line: TypeAlias = Mapping[str, Any]
@@ -31,20 +32,42 @@ def plot_losses(
     path: str | Path,
     *,
     over: Sequence[Axis],
+    metrics: Sequence[str] = ("loss",),
     training_loss: bool = False,
 ) -> None:
-    """Plot the held-out loss of runs, one panel per horizontal axis.
+    """Plot held-out metrics of runs, one panel per horizontal axis.
 
     Args:
         runs: the lines of each run's `metrics.jsonl`, by the run's name.
         path: the PNG to write.
         over: the keys for the horizontal axes.
-        training_loss: whether to draw the training loss of every round too, as a thin line.
+        metrics: the metrics' names, one row of panels each. Default: the loss.
+        training_loss: whether to draw the metrics of every training round too, as thin lines.
     """
-    figure = Figure(figsize=(5.5 * len(over), 4.5), dpi=150, layout="constrained")
-    panels = figure.subplots(1, len(over), sharey=True, squeeze=False)[0]
+    rows, columns = len(metrics), len(over)
+    figure = Figure(figsize=(5.5 * columns, 4.5 * rows), dpi=150, layout="constrained")
+    panels = figure.subplots(rows, columns, sharey="row", squeeze=False)
+    for metric, row in zip(metrics, panels, strict=True):
+        _plot_metric(row, runs, metric, over=over, training_loss=training_loss)
+    figure.legend(
+        *panels[0][0].get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=min(len(runs), 4),
+        frameon=False,
+    )
+    save_picture(figure, path)
+
+
+def _plot_metric(
+    panels: Sequence[Axes],
+    runs: Mapping[str, Sequence[Line]],
+    metric: str,
+    *,
+    over: Sequence[Axis],
+    training_loss: bool,
+) -> None:
     for key, axes in zip(over, panels, strict=True):
-        scale = _style_panel(axes, key, runs.values())
+        scale = _style_panel(axes, key, runs.values(), metric)
         for number, (name, lines) in enumerate(runs.items()):
             at_round = {line["round"]: line.get(key) for line in select(lines, "training")}
             kinds: dict[str, dict[str, Any]] = {
@@ -57,16 +80,13 @@ def plot_losses(
                 known = [{key: at_round.get(line["round"]), **line} for line in chosen]
                 positions = [x / scale for x in _numbers(known, key)]
                 color = COLORS[number % len(COLORS)]
-                _plot(axes, positions, _numbers(chosen, "loss"), color=color, **style)
-    thin = " (thin: training loss)" if training_loss else ""
-    panels[0].set_ylabel(f"held-out loss{thin}")
-    figure.legend(
-        *panels[0].get_legend_handles_labels(),
-        loc="outside lower center",
-        ncols=min(len(runs), 4),
-        frameon=False,
-    )
-    save_picture(figure, path)
+                values = _numbers(chosen, metric)
+                if kind == "evaluation" and any(DEVIATION in line for line in chosen):
+                    style["yerr"] = [line[DEVIATION].get(metric, 0.0) for line in chosen]
+                    style |= {"capsize": 3, "elinewidth": 1}
+                _plot(axes, positions, values, color=color, **style)
+    thin = f" (thin: training {metric})" if training_loss else ""
+    panels[0].set_ylabel(f"held-out {metric}{thin}")
 
 
 def save_picture(figure: Figure, path: str | Path) -> None:
@@ -84,7 +104,7 @@ def save_picture(figure: Figure, path: str | Path) -> None:
 def _plot(axes: Axes, positions: Sequence[float], losses: Sequence[float], **style: Any) -> None:
     # A logarithmic axis has no zero.
     if axes.get_xscale() == "linear" or not positions or max(positions) > 0:
-        axes.plot(positions, losses, **style)
+        (axes.errorbar if "yerr" in style else axes.plot)(positions, losses, **style)
     elif max(positions) == 0 and "label" in style:
         axes.axhline(losses[-1], color=style["color"], linewidth=2, linestyle="--")
         axes.annotate(
@@ -109,25 +129,25 @@ def _time_unit(runs: Iterable[Sequence[Line]], key: Axis) -> tuple[str, float]:
     return ("min", 60) if longest < 3 * 3600 else ("h", 3600)
 
 
-def _style_panel(axes: Axes, key: Axis, runs: Iterable[Sequence[Line]]) -> float:
+def _style_panel(axes: Axes, key: Axis, runs: Iterable[Sequence[Line]], metric: str) -> float:
     """Style a panel's axes for all runs; return the size of its horizontal unit."""
-    scale = 1.0
+    scale, shown = 1.0, metric[:1].upper() + metric[1:]
     match key:
         case "items":
             units = {
                 line.get("item_unit", "items") for lines in runs for line in select(lines, "run")
             }
             label = " or ".join(sorted(units)) or "items"
-            title = f"Loss over {label}"
+            title = f"{shown} over {label}"
             axes.xaxis.set_major_formatter(EngFormatter())
         case "bytes_across_placement":
-            title, label = "Loss over communication", "bytes between participants"
+            title, label = f"{shown} over communication", "bytes between participants"
             axes.set_xscale("log")
             axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
         case "wall_seconds" | "virtual_seconds":
             unit, scale = _time_unit(runs, key)
             kind = key.removesuffix("_seconds")
-            title, label = f"Loss over {kind} time", f"{kind} time ({unit})"
+            title, label = f"{shown} over {kind} time", f"{kind} time ({unit})"
     axes.set_title(title, loc="left", fontweight="bold")
     axes.set_xlabel(label)
     axes.grid(alpha=0.25, which="both", linewidth=0.6)

@@ -116,8 +116,29 @@ def experiments() -> dict[str, Callable[[], Experiment]]:
     return {name: find_experiment(name) for name in entries()}
 
 
-def find_group(name: str) -> ExperimentGroup | None:
-    """Return the group of experiments that a name on the command line names.
+def find_group(name: str) -> ExperimentGroup:
+    """Return a group of experiments.
+
+    Args:
+        name: a name in `groups`, or a function as in `find_experiment`, which is called.
+
+    Raises:
+        UnknownExperimentError: the name is not that of a group.
+
+    Example:
+        >>> list(find_group("methods_digits").experiments)[:3]
+        ['fedavg', 'fedavgm', 'fedadagrad']
+    """
+    if (group := group_or_none(name)) is None:
+        raise UnknownExperimentError(
+            f"--exp={name} returns no ExperimentGroup, expected one. Leave out what follows the "
+            "function's name if it returns an experiment."
+        )
+    return group
+
+
+def group_or_none(name: str) -> ExperimentGroup | None:
+    """Return the group of experiments that a name on the command line names, if it names one.
 
     Args:
         name: a name in `groups`, or a function as in `find_experiment`, which is called.
@@ -130,9 +151,7 @@ def find_group(name: str) -> ExperimentGroup | None:
             used.
 
     Example:
-        >>> list(find_group("methods_digits").experiments)[:3]
-        ['fedavg', 'fedavgm', 'fedadagrad']
-        >>> find_group("methods_digits:fedavg") is None
+        >>> group_or_none("methods_digits:fedavg") is None
         True
     """
     if name in groups():
@@ -193,7 +212,7 @@ def expand_groups(names: Iterable[str]) -> list[str]:
     """
     expanded: list[str] = []
     for name in names:
-        group = find_group(name)
+        group = group_or_none(name)
         expanded += [name] if group is None else [f"{name}:{own}" for own in group.experiments]
     return expanded
 
@@ -233,7 +252,7 @@ def find_experiment(exp: str) -> Callable[[], Experiment]:
         return _find_member(group, member)
     if ":" not in exp:
         found = entries()
-        if found_group := find_group(exp):
+        if found_group := group_or_none(exp):
             raise UnknownExperimentError(describe_group(exp, found_group))
         if exp not in found:
             raise UnknownExperimentError(
@@ -284,13 +303,7 @@ def _list_own_functions(module: ModuleType, functions: Mapping[str, Callable[...
 
 def _find_member(group: str, name: str) -> Callable[[], Experiment]:
     """Return a function that makes an experiment of a group, with a docstring for `--help`."""
-    found = find_group(group)
-    if found is None:
-        raise UnknownExperimentError(
-            f"--exp={group}:{name}: {group} returns no ExperimentGroup, expected one. Set "
-            f"--exp={group} if it returns an experiment."
-        )
-    members = found.experiments
+    members = find_group(group).experiments
     if name not in members:
         raise UnknownExperimentError(
             f"--exp={group}:{name}: the group {group} has no experiment {name!r}, expected one of "

@@ -22,7 +22,7 @@ from fedpax.commands.options import (
     parse,
 )
 from fedpax.commands.saved_run import build_run
-from fedpax.experiments.catalog import expand_groups, find_group
+from fedpax.experiments.catalog import expand_groups, group_or_none
 from fedpax.parallel.mesh_rule import simulated_count
 from fedpax.paths import split_list
 from fedpax.training.checkpoint_dir import refuse_checkpoint_dir
@@ -184,7 +184,7 @@ def define_flags(options: flags.FlagValues) -> None:
 
 def _find_target(text: str | None, chosen: Sequence[str]) -> Target | None:
     """Return the target that the command line or the only named group sets, or None."""
-    if text is None and len(chosen) == 1 and (group := find_group(chosen[0])):
+    if text is None and len(chosen) == 1 and (group := group_or_none(chosen[0])):
         text = group.target
     if text is None:
         return None

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from fedpax.commands import UsageError
-from fedpax.experiments.catalog import entries, expand_groups, find_group, groups
+from fedpax.experiments.catalog import entries, expand_groups, group_or_none, groups
 
 
 def list_experiments(arguments: Sequence[str]) -> int:
@@ -19,7 +19,7 @@ def list_experiments(arguments: Sequence[str]) -> int:
         UsageError: the argument is no group.
     """
     if arguments:
-        if len(arguments) > 1 or find_group(arguments[0]) is None:
+        if len(arguments) > 1 or group_or_none(arguments[0]) is None:
             raise UsageError(
                 f"`fedpax list` got {' '.join(arguments)!r}, expected no arguments, or one group: "
                 f"{', '.join(groups())}. Leave it out to list all experiments."

@@ -7,12 +7,12 @@ def main() -> int:
     """Run the command line, or end with status 130 if Ctrl-C arrives before it is handled there.
 
     Returns:
-        The exit status, as in `fedpax.main.main`.
+        The exit status, as in `fedpax.main.program`.
     """
     try:
-        from fedpax.main import main as run
+        from fedpax.main import program
 
-        return run()
+        return program()
     except KeyboardInterrupt:
         sys.stderr.write("fedpax: SIGINT: stopped; there was nothing to save.\n")
         return 130

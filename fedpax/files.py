@@ -7,6 +7,7 @@ size, and a file is never written through a link, which could lead to a file of 
 import errno
 import json
 import os
+import shlex
 import stat
 from collections.abc import Iterable
 from pathlib import Path, PurePath
@@ -14,6 +15,9 @@ from typing import Any, TextIO
 
 JSON_BYTES = 1 << 28
 """The largest JSON file that is read: the index of the largest model has a tenth of it."""
+
+LINES_BYTES = 1 << 31
+"""The largest file of JSON lines that is read: millions of rounds."""
 
 NESTING = 100
 """The deepest nesting of JSON that is read; a configuration has about five levels."""
@@ -27,9 +31,11 @@ _KINDS = {
     stat.S_IFSOCK: "a socket",
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
-    stat.S_IFDIR: "a folder",
-    stat.S_IFLNK: "a link",
 }
+
+
+class UnusableFileError(OSError):
+    """A file that is no regular file, is too large, or is a link; the message says which."""
 
 
 def read_file(path: PurePath, max_bytes: int = JSON_BYTES) -> bytes:
@@ -43,7 +49,8 @@ def read_file(path: PurePath, max_bytes: int = JSON_BYTES) -> bytes:
         The content.
 
     Raises:
-        OSError: the file is missing, is no regular file, is too large, or cannot be read.
+        UnusableFileError: the file is no regular file, or is too large.
+        OSError: the file is missing or cannot be read.
         ValueError: it is a pointer of Git LFS.
 
     Example:
@@ -55,7 +62,7 @@ def read_file(path: PurePath, max_bytes: int = JSON_BYTES) -> bytes:
         >>> read_file(path, max_bytes=3)
         Traceback (most recent call last):
             ...
-        OSError: [Errno 22] it has 4 bytes, expected at most 3: ...
+        fedpax.files.UnusableFileError: [Errno 22] it has 4 bytes, expected at most 3: ...
     """
     if not isinstance(path, Path):  # in a bucket, which has regular files alone
         content: bytes = path.read_bytes()  # type: ignore[attr-defined]
@@ -127,11 +134,12 @@ def parse_json(text: str | bytes) -> Any:
         value = json.loads(text)
     except RecursionError:
         raise ValueError(too_deep) from None
-    level, depth = [value], 0
-    while level := [item for value in level for item in _items(value)]:
+    level, depth = _items([value]), 0
+    while level:
         depth += 1
         if depth > NESTING:
             raise ValueError(too_deep)
+        level = [item for outer in level for item in _items(outer)]
     return value
 
 
@@ -169,7 +177,8 @@ def open_unlinked(path: Path, flags: int, *, other_names: bool = False) -> int:
         The descriptor.
 
     Raises:
-        OSError: the file is a link, has several names, is no regular file, or cannot be opened.
+        UnusableFileError: the file is a link, has several names, or is no regular file.
+        OSError: the file cannot be opened.
 
     Example:
         >>> import tempfile
@@ -178,7 +187,7 @@ def open_unlinked(path: Path, flags: int, *, other_names: bool = False) -> int:
         >>> open_unlinked(folder / "link", os.O_WRONLY | os.O_CREAT)
         Traceback (most recent call last):
             ...
-        OSError: [Errno 22] it is a link, expected a regular file of this folder: ...
+        fedpax.files.UnusableFileError: [Errno 22] it is a link, expected a regular ...
     """
     if path.is_symlink():  # for the message; the flag below closes the gap until the file is open
         raise _error("it is a link, expected a regular file of this folder", path)
@@ -286,15 +295,30 @@ def create_draft(path: Path) -> int:
     return os.open(path, flags | getattr(os, "O_BINARY", 0), 0o666)
 
 
-def describe_kind(mode: int) -> str | None:
-    """Return in words what a file's mode says it is; None for a regular file."""
-    return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "a special file")
-
-
 def _check_is_regular(status: os.stat_result, path: Path) -> None:
-    if kind := describe_kind(status.st_mode):
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a special file")
         raise _error(f"it is {kind}, expected a regular file", path)
 
 
-def _error(reason: str, path: Path) -> OSError:
-    return OSError(errno.EINVAL, reason, str(path))
+def _error(reason: str, path: Path) -> UnusableFileError:
+    return UnusableFileError(errno.EINVAL, reason, str(path))
+
+
+def describe_no_permission(path: PurePath) -> str:
+    """Return the message for a file that this user must not read or write.
+
+    Args:
+        path: the file or folder.
+    """
+    try:
+        owner = f"it belongs to {Path(path).owner()}"
+    except (OSError, KeyError, NotImplementedError):
+        owner = "its owner is unknown"
+    return (
+        f"{path}: permission denied ({owner}), expected a file that this user can use. Nothing is "
+        f"damaged: give the permission, for example `chmod -R u+rwX {shlex.quote(str(path.parent))}"
+        "`, or run the command as the owner."
+    )

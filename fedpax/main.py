@@ -7,9 +7,11 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from fedpax import __version__
 from fedpax.commands import COMMANDS
+from fedpax.files import describe_no_permission
 from fedpax.training.console import discard_output, open_closed_streams, print_error
 from fedpax.training.preemption import exit_on_signals
 
@@ -156,7 +158,10 @@ USAGE_ERROR = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command.
+    """Run a command, in the program or in Python.
+
+    In Python, signals keep their handlers until the training begins: Ctrl-C raises
+    `KeyboardInterrupt`, and a notebook's kernel lives on. In the training, the first Ctrl-C saves.
 
     An experiment that is a Python object is trained by `fedpax.train`.
 
@@ -167,6 +172,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status, as `fedpax --help` explains it. An error has been printed on stderr.
 
+    Raises:
+        KeyboardInterrupt: Ctrl-C before or after the training, or a second one in it.
+
     Example:
         >>> print("status", main(["--help"]))  # doctest: +ELLIPSIS
         fedpax: federated and multi-island training on JAX
@@ -174,35 +182,49 @@ def main(argv: Sequence[str] | None = None) -> int:
         status 0
     """
     open_closed_streams()
+    try:
+        status = _run(sys.argv[1:] if argv is None else _check_words(argv))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        discard_output(sys.stdout)
+        return 128 + signal.SIGPIPE
+    except SystemExit as stop:  # tyro has printed the fields, or the error in one
+        if isinstance(stop.code, str):
+            print_error(stop.code)
+            return STOPPED
+        return int(stop.code or 0)
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            discard_output(sys.stdout)
+            where = error.filename or "the output"
+            print_error(
+                f"fedpax: {where} cannot be written: {error.strerror}. Make room on the disk, "
+                "or write to another one."
+            )
+            return STOPPED
+        if (failure := _status_of(error)) is None:
+            raise
+        if isinstance(error, PermissionError) and isinstance(error.filename, str):
+            print_error(f"fedpax: {describe_no_permission(Path(error.filename))}")
+        else:
+            print_error(f"fedpax: {error}")
+        return failure
+
+
+def program() -> int:
+    """Run the command line of this process, which Ctrl-C and SIGTERM end at once.
+
+    Returns:
+        The exit status.
+    """
+    open_closed_streams()
     with exit_on_signals():
         try:
-            status = _run(sys.argv[1:] if argv is None else _check_words(argv))
-            sys.stdout.flush()
-            return status
-        except BrokenPipeError:
-            discard_output(sys.stdout)
-            return 128 + signal.SIGPIPE
-        except SystemExit as stop:  # tyro has printed the fields, or the error in one
-            if isinstance(stop.code, str):
-                print_error(stop.code)
-                return STOPPED
-            return int(stop.code or 0)
+            return main()
         except KeyboardInterrupt:
             print_error("fedpax: SIGINT: stopped without saving.")
             return 128 + signal.SIGINT
-        except Exception as error:
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                discard_output(sys.stdout)
-                where = error.filename or "the output"
-                print_error(
-                    f"fedpax: {where} cannot be written: {error.strerror}. Make room on the disk, "
-                    "or write to another one."
-                )
-                return STOPPED
-            if (failure := _status_of(error)) is None:
-                raise
-            print_error(f"fedpax: {error}")
-            return failure
 
 
 def _check_words(argv: Sequence[str]) -> list[str]:
@@ -298,4 +320,4 @@ def _was_raised_by_statement(error: Exception) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program())

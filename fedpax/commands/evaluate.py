@@ -16,7 +16,7 @@ from fedpax.commands.saved_run import (
     read_saved_run,
 )
 from fedpax.training.configuration import write_atomically
-from fedpax.training.console import print_error
+from fedpax.training.console import print_error, print_line
 from fedpax.training.progress import describe_devices, format_metrics
 
 
@@ -37,7 +37,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     print_error(f"{saved.exp}: evaluating round {number} on {describe_devices(run.mesh)}")
     with jax.set_mesh(run.mesh):
         metrics = run.evaluate(load_saved_params(saved, run, number))
-    print(f"{saved.exp} round {number}: held-out {format_metrics(metrics)}")
+    print_line(f"{saved.exp} round {number}: held-out {format_metrics(metrics)}")
     if report:
         finite = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
         content = {

@@ -21,7 +21,7 @@ from fedpax.commands.saved_run import (
 from fedpax.experiments.language_model import LanguageModelExperiment
 from fedpax.experiments.weights import huggingface_obstacle
 from fedpax.training.configuration import write_configuration
-from fedpax.training.console import print_error
+from fedpax.training.console import print_error, print_line
 from fedpax.training.exports import LAST_FILE, write_orbax
 from fedpax.training.mounts import rename_folder
 
@@ -66,7 +66,7 @@ def export(arguments: Sequence[str]) -> int:
         shutil.rmtree(draft, ignore_errors=True)
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     names = ", ".join(sorted(path.name for path in out.iterdir()))
-    print(f"{saved.exp} round {number}: {count:,} parameters in {out}: {names}")
+    print_line(f"{saved.exp} round {number}: {count:,} parameters in {out}: {names}")
     return 0
 
 

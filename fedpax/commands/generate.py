@@ -1,5 +1,6 @@
 """`fedpax generate`: continue a prompt with the language model of a run."""
 
+import sys
 from collections.abc import Sequence
 
 import jax
@@ -18,7 +19,7 @@ from fedpax.commands.saved_run import (
 )
 from fedpax.experiments.language_model import LanguageModelExperiment
 from fedpax.models.generation import generate as generate_tokens
-from fedpax.training.console import print_error
+from fedpax.training.console import print_error, print_line
 
 
 def generate(arguments: Sequence[str]) -> int:
@@ -76,7 +77,10 @@ def generate(arguments: Sequence[str]) -> int:
             )
         )
     (ends,) = np.nonzero(generated == tokenizer.separator)
-    print(tokenizer.decode(np.concatenate([tokens, generated[: ends[0] if len(ends) else None]])))
+    end = ends[0] if len(ends) else None
+    continued = tokenizer.decode(np.concatenate([tokens, generated[:end]]))
+    # A file or a pipe gets the text as it is; a terminal would execute control characters.
+    print_line(continued) if sys.stdout.isatty() else print(continued)
     return 0
 
 

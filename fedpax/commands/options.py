@@ -1,6 +1,7 @@
 """Options that the commands share: the command's own flags, and the experiment's fields."""
 
 import contextlib
+import copy
 import dataclasses
 import difflib
 import inspect
@@ -9,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import tyro
 from absl import flags
@@ -18,7 +20,7 @@ from fedpax.commands.descriptions import whole_sentences
 from fedpax.experiments.catalog import ExperimentGroup, find_experiment
 from fedpax.experiments.catalog import describe_group as describe_experiments
 from fedpax.training.configuration import check_is_dataclass, resolve_job_log_dir
-from fedpax.training.console import print_error
+from fedpax.training.console import escape_controls, print_error
 from fedpax.training.experiment import Experiment
 from fedpax.training.seeds import seed_paths, with_seed
 
@@ -254,19 +256,30 @@ def override(
     if seed is not None:
         experiment = with_seed(experiment, seed)
     seeds = ", ".join(seed_paths(experiment))
+    text = f"{description}\n\n--seed=N sets all seeds at once: {seeds}.".lstrip()
 
-    def parse(default: Experiment) -> Experiment:
+    def run_tyro(default: Experiment, *, prints: bool = True) -> Experiment:
         with _colors_on_terminals_alone():
             return tyro.cli(
                 type(default),
                 default=default,
                 args=fields,
                 prog=command,
-                description=f"{description}\n\n--seed=N sets all seeds at once: {seeds}.".lstrip(),
+                description=escape_controls(text, keep="\n"),
                 use_underscores=True,
                 config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands),
                 registry=whole_sentences(),
+                console_outputs=prints,
             )
+
+    def parse(default: Experiment) -> Experiment:
+        # tyro prints the fields' values, which a folder of others can have set.
+        if (shown := _escape_texts(default)) == default:
+            return run_tyro(default)
+        try:
+            return run_tyro(default, prints=False)
+        except SystemExit:
+            return run_tyro(shown)
 
     try:
         changed = parse(experiment)
@@ -324,6 +337,21 @@ def describe_group(experiment: Experiment, overrides: Sequence[str]) -> str:
             return f"{found}, and has no fields. Set another one there."
         return f"{found}. Set one of its fields, such as --{name}.{fields[0].name}."
     return ""
+
+
+def _escape_texts(value: Any) -> Any:
+    """Escape the control characters of all texts in a configuration, to print it."""
+    if isinstance(value, str):
+        return escape_controls(value)
+    if isinstance(value, tuple):
+        return tuple(_escape_texts(item) for item in value)
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return value
+    shown = copy.copy(value)
+    for field in dataclasses.fields(value):
+        # Without the checks of a new object: it is only shown.
+        object.__setattr__(shown, field.name, _escape_texts(getattr(value, field.name)))
+    return shown
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from absl import flags
 from fedpax.commands import UsageError
 from fedpax.commands.options import configure, output_file, parse
 from fedpax.data import partition_statistics, plot_partition
+from fedpax.training.console import print_line
 
 
 def partition(arguments: Sequence[str]) -> int:
@@ -34,7 +35,7 @@ def partition(arguments: Sequence[str]) -> int:
             "read_population, such as fedavg_digits. Choose another one from `fedpax list`."
         )
     population, labels = read_population()
-    print(partition_statistics(population, labels))
+    print_line(str(partition_statistics(population, labels)))
     if picture:
         plot_partition(population, labels, picture)
     return 0

@@ -19,7 +19,7 @@ from fedpax.commands.saved_run import existing_folder
 from fedpax.paths import split_list
 from fedpax.sites.island_table import format_islands, read_islands
 from fedpax.training.configuration import ConfigurationError, is_remote, resolve_job_log_dir
-from fedpax.training.console import print_error
+from fedpax.training.console import print_error, print_line
 from fedpax.training.job_dir import is_in_use
 from fedpax.training.metric_table import check_metrics, format_metrics
 from fedpax.training.metrics import read_metrics, select
@@ -66,15 +66,17 @@ def show(arguments: Sequence[str]) -> int:
     lines = {run.name: _lines(folder) for run, folder in zip(reports, folders, strict=True)}
     metrics = metric_names_of(options)
     check_metrics(metrics, lines)
-    print(format_reports(reports))
+    print_line(format_reports(reports))
     if table := format_metrics(lines, metrics):
-        print(f"\nMetrics:\n{table}")
+        print_line(f"\nMetrics:\n{table}")
     if goodput := format_goodput(reports):
-        print(f"\nUse of the wall time:\n{goodput}")
+        print_line(f"\nUse of the wall time:\n{goodput}")
     for folder in folders:
         if islands := read_islands(folder):
             when = "" if is_in_use(folder) else ", when it stopped"
-            print(f"\nIslands of the syncer in {_short(folder)}{when}:\n{format_islands(islands)}")
+            print_line(
+                f"\nIslands of the syncer in {_short(folder)}{when}:\n{format_islands(islands)}"
+            )
     for text in (text for run in reports for text in run.damage):
         print_error(text)
     if picture:

@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 from typing import NamedTuple
 
+from fedpax.files import describe_no_permission, read_json
 from fedpax.training.configuration import ConfigurationError, write_atomically
 
 FILE = "island.json"
@@ -30,7 +31,9 @@ def read_member(folder: Path) -> Member:
     if not path.exists():
         return Member(secrets.token_hex(8))
     try:
-        return Member(**json.loads(path.read_bytes()))
+        return Member(**read_json(path))
+    except PermissionError as error:
+        raise ConfigurationError(describe_no_permission(path)) from error
     except (OSError, ValueError, TypeError) as error:
         raise ConfigurationError(
             f"{path} cannot be read ({type(error).__name__}: {error}), expected the file that "

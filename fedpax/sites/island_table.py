@@ -9,6 +9,7 @@ from pathlib import Path
 from fedpax.files import read_json, replace_file
 from fedpax.sites.members import IslandReport
 from fedpax.training.configuration import ConfigurationError
+from fedpax.training.metrics import is_number
 from fedpax.training.progress import Progress
 from fedpax.training.table import format_seconds, markdown_table
 
@@ -30,12 +31,29 @@ def read_islands(job_log_dir: str | Path) -> list[IslandReport]:
         islands = [IslandReport(**island) for island in content]
     except (OSError, ValueError, TypeError):
         return []
+    if not all(_is_whole(island) for island in islands):
+        return []
     return [
         island
         if island.seconds_since_message is not None
         else island._replace(seconds_since_message=math.inf)
         for island in islands
     ]
+
+
+def _is_whole(island: IslandReport) -> bool:
+    """Return whether the fields have the types that the table shows."""
+    name, state, *numbers = island
+    optional = {"shard", "loss", "seconds_since_message"}
+    known = dict(zip(IslandReport._fields[2:], numbers, strict=True))
+    return (
+        isinstance(name, str)
+        and isinstance(state, str)
+        and all(
+            is_number(value) or (value is None and field in optional)
+            for field, value in known.items()
+        )
+    )
 
 
 class IslandWatch:

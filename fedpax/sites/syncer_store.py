@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from fedpax.files import describe_no_permission, parse_json
 from fedpax.sites.island_table import FILE as ISLANDS
 from fedpax.sites.island_table import read_islands
 from fedpax.sites.journal import Journal, flush_folder, read_journal
@@ -188,12 +189,14 @@ class SyncerStore:
                         p = header["fragment"]
                         states[p] = _restore(record.message, model.fragments[p])
                     if "merge" in header:
-                        merges.append(json.loads(header["merge"]))
+                        merges.append(parse_json(header["merge"]))
             if newest is None:
                 raise ValueError("it has no record")
             versions = [own and own.version for own in map(states.get, range(len(model.fragments)))]
             if versions != manifest["versions"]:
                 raise ValueError(f"it has versions {versions} of {manifest['versions']}")
+        except PermissionError as error:
+            raise DamagedStateError(describe_no_permission(path)) from error
         except (OSError, MessageError, ValueError, KeyError, IndexError, TypeError) as error:
             raise DamagedStateError(
                 f"{path} cannot be read ({type(error).__name__}: {error}), expected the state that "

@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 
 from fedpax.algorithm import State
 from fedpax.training.checkpoint_dir import LostCheckpointDirError
-from fedpax.training.checksums import find_damage, write_checksums
+from fedpax.training.checksums import NOT_DAMAGE, find_damage, write_checksums
 from fedpax.training.configuration import is_remote
 from fedpax.training.console import print_error
 from fedpax.training.exports import Exports
@@ -283,10 +283,17 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
                 f"{self._folder} has no complete checkpoint, expected at least one. Train first."
             )
         if step != self._verified:
-            damage = find_damage(self._folder / str(step)) if self._primary else None
+            damage, unread = None, None
+            if self._primary:
+                try:
+                    damage = find_damage(self._folder / str(step))
+                except OSError as error:  # the other processes wait for the result
+                    damage, unread = str(error), error
             damaged = damage is not None
             if jax.process_count() > 1:
                 damaged = bool(multihost_utils.broadcast_one_to_all(np.int32(damaged)))
+            if unread is not None:
+                raise unread
             if damaged:
                 raise damaged_checkpoint(self._folder, step, damage or "as process 0 reports")
             self._verified = step
@@ -334,6 +341,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         except (jax.errors.JaxRuntimeError, MemoryError):
             raise  # not caused by the files
         except Exception as error:
+            if isinstance(error, OSError) and error.errno in NOT_DAMAGE:
+                raise
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             raise damaged_checkpoint(self._folder, step, reason) from error
 

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from fedpax.files import LINES_BYTES, UnusableFileError, read_file, read_json
 from fedpax.training.configuration import FILE as CONFIGURATION
 from fedpax.training.configuration import ConfigurationError, is_remote, write_atomically
 from fedpax.training.console import print_error
@@ -113,7 +114,7 @@ class CheckpointDir(AbstractContextManager["CheckpointDir"]):
             self._folder.mkdir(parents=True, exist_ok=True)
         last = self._job_log_dir / LAST_OWNER
         found = read_owner(self._folder)
-        was_here = found is not None and last.exists() and found["id"] == last.read_text()
+        was_here = found is not None and last.exists() and found["id"] == read_file(last).decode()
         if found is not None and not found["free"] and not was_here:
             self._wait_for_silence(found)
         self._write()
@@ -121,7 +122,7 @@ class CheckpointDir(AbstractContextManager["CheckpointDir"]):
         if not was_here:
             for name in (METRICS, GOODPUT):
                 if (self._folder / name).exists():
-                    text = (self._folder / name).read_text()
+                    text = read_file(self._folder / name, LINES_BYTES).decode()
                     write_atomically(self._job_log_dir / name, text)
 
     def _wait_for_silence(self, found: dict[str, Any]) -> None:
@@ -181,7 +182,7 @@ class CheckpointDir(AbstractContextManager["CheckpointDir"]):
     def _copy(self, *names: str) -> None:
         for name in names:
             if (self._job_log_dir / name).exists():
-                text = (self._job_log_dir / name).read_text()
+                text = read_file(self._job_log_dir / name, LINES_BYTES).decode()
                 write_atomically(self._folder / name, text)
 
     def _beat(self) -> None:
@@ -212,9 +213,13 @@ def read_owner(folder: Path) -> dict[str, Any] | None:
         The record; None if there is none, or if it is damaged.
     """
     try:
-        record: dict[str, Any] = json.loads((folder / OWNER).read_text())
-        return record if {"id", "holder", "free", "time"} <= record.keys() else None
-    except (FileNotFoundError, NotADirectoryError, ValueError, AttributeError):
+        record: dict[str, Any] = read_json(folder / OWNER)
+        kinds = {"id": str, "holder": str, "free": bool, "time": int | float}
+        is_whole = all(isinstance(record[name], kind) for name, kind in kinds.items())
+        return record if is_whole else None
+    except (FileNotFoundError, NotADirectoryError, UnusableFileError):
+        return None
+    except (ValueError, TypeError, KeyError):
         return None
 
 

@@ -4,18 +4,25 @@ On a disk, the files are read. In a bucket they are not: the store has computed 
 """
 
 import base64
+import errno
 import json
 import os
+import stat
 import zlib
 from pathlib import Path
 from typing import Any
 
+from fedpax.files import read_json
 from fedpax.training.configuration import is_remote, write_atomically
 from fedpax.training.remote import list_files
 
 FILE = "checksums.json"
 # Orbax writes these two when it renames the checkpoint. They hold no data, but the time.
 IGNORED = {FILE, "_CHECKPOINT_METADATA", "commit_success.txt"}
+NOT_DAMAGE = frozenset(
+    {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETIMEDOUT}
+)
+"""Errors of the operating system that say nothing about a file's content."""
 CHUNK_BYTES = 1 << 24
 
 
@@ -47,8 +54,17 @@ def write_checksums(folder: Path) -> None:
 
 
 def has_checksums(folder: Path) -> bool:
-    """Return whether a folder has its checksums, which are written last."""
-    return (folder / FILE).is_file()
+    """Return whether a folder has its checksums, which are written last.
+
+    Raises:
+        PermissionError: this user must not look into the folder.
+    """
+    if is_remote(folder):
+        return (folder / FILE).is_file()
+    try:  # Path.is_file returns False without permission in Python 3.14
+        return stat.S_ISREG((folder / FILE).stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def find_damage(folder: Path) -> str | None:
@@ -59,9 +75,14 @@ def find_damage(folder: Path) -> str | None:
 
     Returns:
         The first difference in words, or None if there is none.
+
+    Raises:
+        OSError: a file cannot be read for another reason than damage, such as its permissions.
     """
     try:
-        expected = json.loads((folder / FILE).read_bytes())
+        expected = read_json(folder / FILE)
+        if not is_remote(folder) and (name := _find_special(folder)):
+            return f"{name} is no regular file"
         listed = list_files(folder) if is_remote(folder) else None
         for name, (size, crc) in expected.items():
             if name not in listed if listed is not None else not (folder / name).is_file():
@@ -79,6 +100,8 @@ def find_damage(folder: Path) -> str | None:
     except (ValueError, TypeError, AttributeError) as error:
         return f"{FILE} cannot be read ({error})"
     except OSError as error:
+        if error.errno in NOT_DAMAGE:
+            raise
         return f"a file cannot be read ({error})"
     return None  # a file without a checksum was added later, and is not read
 
@@ -87,6 +110,15 @@ def _files(folder: Path) -> list[str]:
     paths = (Path(root, name) for root, _, names in os.walk(folder) for name in names)
     found = (path for path in paths if not _is_ignored(path.name))
     return sorted(path.relative_to(folder).as_posix() for path in found)
+
+
+def _find_special(folder: Path) -> str | None:
+    """Return the path of a file that is no regular one: reading a pipe would not end."""
+    for root, _, names in os.walk(folder):
+        for path in (Path(root, name) for name in names):
+            if path.exists() and not path.is_file():
+                return path.relative_to(folder).as_posix()
+    return None
 
 
 def _is_ignored(name: str) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path, PurePath
 from typing import Any
 
-from fedpax.files import read_json, replace_file
+from fedpax.files import describe_no_permission, read_json, replace_file
 
 VERSION = 1
 FILE = "config.json"
@@ -354,6 +354,8 @@ def read_configuration_json(folder: str | Path) -> tuple[str, dict[str, Any]] | 
         for value in (exp, configuration["class"]):  # as to_json writes them
             if not isinstance(value, str):
                 raise TypeError(f"{value!r} in place of a name")
+    except PermissionError as error:
+        raise ConfigurationError(describe_no_permission(path)) from error
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise ConfigurationError(
             f"{path} cannot be read ({type(error).__name__}: {error}), expected a configuration as "

@@ -4,6 +4,13 @@ import os
 import sys
 from typing import TextIO
 
+_CONTROLS = (*range(0x20), *range(0x7F, 0xA0))
+_DIRECTIONS = (0x200E, 0x200F, 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+_UNDECODED = range(0xD800, 0xE000)  # bytes of file names that are no text
+_ESCAPES = {code: f"\\x{code:02x}" for code in _CONTROLS} | {
+    code: f"\\u{code:04x}" for code in (*_DIRECTIONS, *_UNDECODED)
+}
+
 
 def open_closed_streams() -> None:
     """Open the null device in place of each standard stream that is closed, as after `>&-`.
@@ -20,7 +27,7 @@ def open_closed_streams() -> None:
 
 
 def print_line(text: str) -> None:
-    """Print a line on stdout, or drop it where stdout is closed.
+    """Print a line on stdout with its control characters escaped; drop it if stdout is closed.
 
     Args:
         text: the line, without its newline.
@@ -33,7 +40,7 @@ def print_line(text: str) -> None:
 
 
 def print_error(text: str) -> None:
-    """Print a line on stderr, or drop it where stderr is closed.
+    """Print a line on stderr with its control characters escaped; drop it if stderr is closed.
 
     Args:
         text: the line, without its newline.
@@ -41,7 +48,25 @@ def print_error(text: str) -> None:
     _write(text, sys.stderr)
 
 
+def escape_controls(text: str, keep: str = "") -> str:
+    r"""Escape the control characters of a text, which a terminal would execute.
+
+    Texts in a folder of others, such as an experiment's name, could clear the screen, change its
+    title or reverse the order of the letters.
+
+    Args:
+        text: the text.
+        keep: control characters to leave as they are.
+
+    Example:
+        >>> escape_controls("loss\x1b[2J\n"), escape_controls("a\nb", keep="\n")
+        ('loss\\x1b[2J\\x0a', 'a\nb')
+    """
+    return text.translate({code: new for code, new in _ESCAPES.items() if chr(code) not in keep})
+
+
 def _write(text: str, stream: TextIO) -> None:
+    text = escape_controls(text, keep="\n\t")
     try:
         print(text, file=stream, flush=True)
     except OSError:

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
+from fedpax.files import read_json
 from fedpax.training.configuration import write_atomically
 
 FILE = "goodput.json"
@@ -203,7 +204,7 @@ def read_goodput(folder: Path) -> tuple[Seconds, dict[int, Seconds]] | None:
         file is missing or damaged.
     """
     try:
-        content = json.loads((folder / FILE).read_text())
+        content = read_json(folder / FILE)
         at_checkpoint = {int(k): _checked(v) for k, v in content["checkpoints"].items()}
         return _checked(content["seconds"]), at_checkpoint
     except (OSError, ValueError, TypeError, KeyError, AttributeError):

@@ -1,10 +1,10 @@
 """Files with one JSON object per line, of which a kill or a disk can damage some lines."""
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedpax.files import LINES_BYTES, describe_no_permission, parse_json, read_file
 from fedpax.training.configuration import ConfigurationError
 
 
@@ -41,14 +41,16 @@ def read_json_lines(
     if not path.exists():
         return lines, damaged
     try:
-        content = path.read_bytes()
+        content = read_file(path, LINES_BYTES)
+    except PermissionError as error:
+        raise ConfigurationError(describe_no_permission(path)) from error
     except OSError as error:
         raise ConfigurationError(
             f"{path} cannot be read ({error.strerror}), {expectation}"
         ) from error
     for number, text in enumerate(content.split(b"\n")[:-1], start=1):
         try:
-            line = json.loads(text)
+            line = parse_json(text)
         except ValueError:
             line = None
         if is_whole(line):

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -258,12 +259,16 @@ def _is_whole(line: Any) -> bool:
     if not isinstance(line, dict) or type(line.get("round")) is not int:
         return False
     kind = line.get("kind")
-    if kind == "run":
-        return isinstance(line.get("item_unit", ""), str)
-    numbers = (value for name, value in line.items() if name != "kind")
+    texts = {"kind", "item_unit"} if kind == "run" else {"kind"}
     return isinstance(kind, str) and all(
-        value is None or isinstance(value, int | float) for value in numbers
+        isinstance(value, str) if name in texts else value is None or is_number(value)
+        for name, value in line.items()
     )
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a JSON value is a finite number that arithmetic on floats can take."""
+    return isinstance(value, int | float) and -sys.float_info.max <= value <= sys.float_info.max
 
 
 def _json_values(values: Mapping[str, float | str]) -> dict[str, float | str | None]:

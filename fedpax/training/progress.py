@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from fedpax.training.console import print_error
+from fedpax.training.console import escape_controls, print_error
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -43,7 +43,13 @@ class Progress(AbstractContextManager["Progress"]):
         self._last_line = time.perf_counter()
         self._enabled = enabled
         self._bar = (
-            tqdm(total=rounds, initial=rounds_done, desc=name, unit="round", dynamic_ncols=True)
+            tqdm(
+                total=rounds,
+                initial=rounds_done,
+                desc=escape_controls(name),
+                unit="round",
+                dynamic_ncols=True,
+            )
             if enabled and sys.stderr.isatty()
             else None
         )

@@ -13,6 +13,7 @@ from fedpax.training.configuration import (
     flatten,
     read_configuration_json,
 )
+from fedpax.training.console import escape_controls
 from fedpax.training.goodput import BUCKETS, Bucket, read_goodput
 from fedpax.training.job_dir import is_in_use
 from fedpax.training.metrics import FILE as METRICS
@@ -76,7 +77,9 @@ def report_run(folder: Path) -> RunReport:
             fields = dict(flatten(configuration))
             total = fields.get("training.rounds")
             total_rounds = total if isinstance(total, int) else None
-            saved_in = folder_of_checkpoints(folder, fields.get("training.checkpoint_dir"))
+            checkpoint_dir = fields.get("training.checkpoint_dir")
+            if isinstance(checkpoint_dir, str):
+                saved_in = folder_of_checkpoints(folder, checkpoint_dir)
     except ConfigurationError as error:
         damage.append(str(error))
     saved, is_running = latest_round(saved_in) or 0, is_in_use(folder)
@@ -94,7 +97,7 @@ def report_run(folder: Path) -> RunReport:
     seconds = goodput[0] if goodput else {}
     logged = number_or_nan(lines[-1].get("wall_seconds") if lines else None)
     return RunReport(
-        name=name,
+        name=escape_controls(name),
         state="running" if is_running else "finished" if finished else "stopped",
         rounds=max(saved, last.get("round", 0)),
         total_rounds=total_rounds,

@@ -74,7 +74,11 @@ def damaged_checkpoint(folder: Path, step: int, damage: str) -> DamagedCheckpoin
     before = None
     for number in reversed(complete_rounds(folder)):
         if number < step:
-            if find_damage(folder / str(number)) is None:
+            try:
+                is_whole = find_damage(folder / str(number)) is None
+            except OSError:
+                break  # such as a missing permission: its state is unknown
+            if is_whole:
                 before = number
                 break
             delete.append(str(folder / str(number)))

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 from matplotlib.ticker import EngFormatter
 
+from fedpax.training.console import escape_controls
+
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Format a Markdown table: the first column aligned left, all others right.
@@ -20,6 +22,9 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         | diloco |  2.5 |
         | single | 12.5 |
     """
+    # Names come from files, which can come from others.
+    head = [escape_controls(cell) for cell in head]
+    rows = [[escape_controls(cell) for cell in row] for row in rows]
     widths = [max(len(cell) for cell in column) for column in zip(head, *rows, strict=True)]
 
     def line(cells: Sequence[str]) -> str:

@@ -5,27 +5,29 @@ import signal
 import subprocess
 import sys
 import types
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from fedpax.__main__ import main as program
+from fedpax.main import main
 
 REGRESSION = "small_regression:regression"
 
-Run = Callable[..., tuple[int, str, str]]
-
 
 def test_ctrl_c_before_the_training_gives_no_traceback(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("fedpax.commands.train.parse_run", interrupted)
     command = ("train", f"--exp={REGRESSION}", f"--job_log_dir={tmp_path}")
-    assert run(*command) == (130, "", "fedpax: SIGINT: stopped without saving.\n")
+    monkeypatch.setattr(sys, "argv", ["fedpax", *command])
+    assert program() == 130
+    assert capsys.readouterr() == ("", "fedpax: SIGINT: stopped without saving.\n")
+    with pytest.raises(KeyboardInterrupt):
+        main(command)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -40,6 +42,24 @@ def test_signals_are_handled_before_jax_is_imported(tmp_path: Path, number: sign
         _, errors = process.communicate(timeout=30)
     assert process.returncode == 128 + number
     assert errors == f"fedpax: {number.name}: stopped; there was nothing to save.\n"
+
+
+def test_ctrl_c_in_python_raises_while_a_command_imports(tmp_path: Path) -> None:
+    """A notebook's kernel runs on, and a second command can follow."""
+    (tmp_path / "slow.py").write_text("import time; print('importing', flush=True); time.sleep(60)")
+    code = f"""
+from fedpax.main import main
+try:
+    main(["train", "--exp={tmp_path}/slow.py:x", "--job_log_dir=x"])
+except KeyboardInterrupt:
+    print(main(["--version"]))
+"""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as process:
+        assert process.stdout is not None and process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=30)
+    assert (process.returncode, output[-2:], errors) == (0, "0\n", "")
 
 
 def test_a_closed_pipe_gives_no_traceback() -> None:
@@ -78,7 +98,7 @@ def test_closed_streams_give_no_traceback(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("where", ["__getattr__", "main"])
+@pytest.mark.parametrize("where", ["__getattr__", "program"])
 def test_ctrl_c_before_it_is_handled_gives_one_line(
     where: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

@@ -1,0 +1,172 @@
+"""Tests of commands on a folder whose files would block, hang, or write to the terminal."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from small_runs import Command
+
+from fedpax.commands.options import configure
+from fedpax.files import parse_json
+from fedpax.training.checksums import find_damage, write_checksums
+from fedpax.training.configuration import (
+    ConfigurationError,
+    read_configuration,
+    write_configuration,
+)
+from fedpax.training.metrics import FILE as METRICS
+from fedpax.training.saved_rounds import complete_rounds
+
+EVIL = "\x1b]0;title\x07\x1b[2J\r\n\u202e\x9b31m"
+NESTED = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.fixture
+def folder(command: Command, tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    write_configuration(folder, configure("diloco_text", []), "diloco_text")
+    sizes = {"kind": "run", "round": 0, "item_unit": "tokens"}
+    training = {"kind": "training", "round": 1, "loss": 2.0, "items": 8, "wall_seconds": 1.0}
+    lines = (sizes, {**training, "seconds": 1.0, "items_per_second": 8.0, "spikes": 0})
+    (folder / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def pipe(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+def device(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.symlink_to("/dev/zero")
+
+
+def sparse(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+
+
+def nested(path: Path) -> None:
+    path.write_text(NESTED + "\n")
+
+
+SHOWN = ("config.json", METRICS, "goodput.json", "islands.json", "owner.json", ".lock")
+
+
+@pytest.mark.parametrize("make", [pipe, device, sparse, nested])
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_file_that_is_no_regular_json_is_told_or_left_out(
+    command: Command, folder: Path, make: Callable[[Path], None], name: str
+) -> None:
+    make(folder / name)
+    status, output, errors = command("show", f"--job_log_dir={folder}")
+    assert status == 0 and "stopped" in output
+    if name in ("config.json", METRICS):
+        assert f"{folder / name}" in errors and "cannot be read" in errors
+    if name == "config.json":
+        status, _, errors = command("evaluate", f"--job_log_dir={folder}")
+        assert status == 2 and "config.json cannot be read" in errors
+        assert any(word in errors for word in ("a pipe", "a device", "at most", "100 levels"))
+        with pytest.raises(ConfigurationError):
+            read_configuration(folder)
+
+
+def test_control_characters_of_stored_names_are_escaped(command: Command, folder: Path) -> None:
+    path = folder / "config.json"
+    content = json.loads(path.read_text())
+    content["configuration"]["data"]["tokenizer"] = f"bytes{EVIL}"
+    path.write_text(json.dumps(content))
+    island = {"name": EVIL, "state": EVIL, "shard": 0, "steps": 1, "loss": 2.0, "contributed": 1}
+    island |= {"late": 0, "dropped": 0, "seconds_since_message": 1.0}
+    (folder / "islands.json").write_text(json.dumps([island]))
+    outputs = [command("evaluate", f"--job_log_dir={folder}", word) for word in ("--help", "--x=1")]
+    path.write_text(json.dumps(content | {"exp": f"./a.py:{EVIL}"}))
+    outputs += [
+        command("show", f"--job_log_dir={folder}"),
+        command("evaluate", f"--job_log_dir={folder}"),
+        command("train", "--exp=diloco_text", f"--job_log_dir={folder}"),
+    ]
+    content["configuration"]["class"] = f"os:{EVIL}"
+    path.write_text(json.dumps(content))
+    outputs.append(command("evaluate", f"--job_log_dir={folder}"))
+    evil = folder.rename(folder.with_name("run\x1b[2J"))
+    outputs.append(command("show", f"--job_log_dir={evil.parent}"))
+    for _, output, errors in outputs:
+        text = output + errors
+        assert not set(text) & set("\x1b\x07\r\u202e\x9b")
+        assert "x1b" in text or "Unrecognized options" in text
+
+
+def test_numbers_that_arithmetic_cannot_take_are_damage(command: Command, folder: Path) -> None:
+    huge = "9" * 400
+    damage = ['"spikes": Infinity', '"loss": NaN', f'"items": {huge}', '"seconds": [1]']
+    with (folder / METRICS).open("a") as file:
+        for text in damage:
+            file.write(f'{{"kind": "training", "round": 2, "loss": 1, {text}}}\n')
+    (folder / "islands.json").write_text('[{"name": 1}]')
+    (folder / "owner.json").write_text('{"id": 1, "holder": 2, "free": 0, "time": "x"}')
+    status, output, errors = command("show", f"--job_log_dir={folder}")
+    assert status == 0 and "lines 3, 4, 5, 6 cannot be read and are left out" in errors
+    assert "2.0000" in output
+
+
+def test_json_is_bounded() -> None:
+    assert parse_json("[" * 100 + "]" * 100)
+    for depth in (101, 900, 5000, 200_000):
+        for text in ("[" * depth + "]" * depth, '{"a":' * depth + "1" + "}" * depth):
+            with pytest.raises(ValueError, match="deeper than 100 levels"):
+                parse_json(text)
+
+
+def test_a_pipe_in_a_checkpoint_is_damage(tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(b"x")
+    write_checksums(tmp_path)
+    assert find_damage(tmp_path) is None
+    pipe(tmp_path / "_METADATA")
+    assert find_damage(tmp_path) == "_METADATA is no regular file"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has other permissions")
+def test_a_missing_permission_is_no_damage(folder: Path) -> None:
+    """Another user reads the folder: nothing advises to delete files."""
+    checkpoint = folder / "checkpoints" / "1"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "data").write_bytes(b"x")
+    write_checksums(checkpoint)
+    assert complete_rounds(folder / "checkpoints") == [1]
+    for path in (checkpoint / "data", folder / "config.json", folder / METRICS):
+        path.chmod(0)
+    for path in [folder.parent, *folder.parent.parents]:
+        if path.stat().st_uid == os.getuid() and path != Path("/"):
+            path.chmod(path.stat().st_mode | 0o055)
+    code = """
+import os, sys
+from pathlib import Path
+from fedpax.training.checksums import find_damage
+from fedpax.training.configuration import read_configuration
+from fedpax.training.metrics import read_metrics
+folder = Path(sys.argv[1])
+if os.getuid() == 0:
+    os.setgid(65534), os.setuid(65534)
+readers = {find_damage: folder / "checkpoints" / "1"}
+readers |= {read_configuration: folder, read_metrics: folder}
+for read, path in readers.items():
+    try:
+        read(path)
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}")
+"""
+    command = [sys.executable, "-c", code, str(folder)]
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    lines = process.stdout.splitlines()
+    assert lines[0].startswith("PermissionError: [Errno 13] Permission denied")
+    for line in lines[1:]:
+        assert "permission denied (it belongs to" in line and "chmod -R u+rwX" in line
+        assert "delete" not in line and "Nothing is damaged" in line
+    assert len(lines) == 3

@@ -161,6 +161,13 @@ class Supervisor:
 
     def _join(self, deadline: float) -> Lines:
         reason = "no attempt"
+        greeting = {  # complete before the keeper waits for it
+            "process": self._cluster.process_id,
+            "count": self._cluster.num_processes,
+            "host": socket.gethostname(),
+            "round": latest_round(self._saved_in) or 0,
+            "copies": list_copies(self._memory),
+        }
         while True:
             try:
                 address = (self._cluster.host, self._cluster.port)
@@ -168,13 +175,7 @@ class Supervisor:
             except OSError as error:
                 reason = error.strerror or str(error)
             else:
-                lines.send(
-                    process=self._cluster.process_id,
-                    count=self._cluster.num_processes,
-                    host=socket.gethostname(),
-                    round=latest_round(self._saved_in) or 0,
-                    copies=list_copies(self._memory),
-                )
+                lines.send(**greeting)
                 return lines
             if time.monotonic() > deadline:
                 break

@@ -1,7 +1,9 @@
 """Checkpoints of a run: state, position in the data, round and configuration, saved together."""
 
 import copy
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -32,11 +34,13 @@ from fedpax.training.run_position import RunPosition
 from fedpax.training.saved_leaves import check_same_leaves, saved_shapes, saved_struct
 from fedpax.training.saved_params import load_field, load_params
 from fedpax.training.saved_rounds import (
+    DELETED,
     FOLDER,
     DamagedCheckpointError,
     complete_rounds,
     damaged_checkpoint,
     latest_round,
+    remove_deleted,
     set_aside_unfinished,
 )
 from fedpax.training.stream_state import gather_stream_state
@@ -96,6 +100,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self._progress: tuple[int, dict[str, Any]] | None = None
         self._before_complete = before_complete
         self._retention = Retention(keep) if isinstance(keep, int) else keep
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deleted checkpoints")
+        self._removal: Future[None] | None = None
         self._lost: CheckpointWriteError | None = None
         self._num_lost = 0
         self._manager = self._open()
@@ -107,6 +113,9 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             self._folder,
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=self._retention,
+                # A kill in the removal of the files must not leave a half of them under the name of
+                # a checkpoint. An object store has no operation that renames a folder.
+                todelete_subdir=None if is_object_store(self._folder) else DELETED,
                 cleanup_tmp_directories=True,
                 atomicity_options=atomicity_of(self._folder),
                 async_options=ocp.AsyncOptions(
@@ -172,6 +181,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             if self._lost is not None:  # a manager raises the error of a save again and again
                 self._manager, self._lost = self._open(), None
             self._manager.save(round_number, args=ocp.args.Composite(**items), force=True)
+            self._removal = self._thread.submit(self._remove_when_saved)
             if self._exports is not None:
                 self._exports.start(round_number)
 
@@ -193,7 +203,18 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         for number in self._manager.all_steps():
             if number > to:
                 self._manager.delete(number)
+                self._remove_deleted()  # two checkpoints of one round have the same name there
         return to
+
+    def _remove_deleted(self) -> None:
+        if self._primary:
+            remove_deleted(self._folder)
+
+    def _remove_when_saved(self) -> None:
+        """Remove the checkpoints that Orbax has moved away after the running save."""
+        while self._manager.is_saving_in_progress():
+            time.sleep(0.1)
+        self._remove_deleted()
 
     def _complete(self) -> None:
         """Write the checksums of the checkpoint that is being saved, before it is renamed."""
@@ -375,6 +396,9 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             raise self._lost
         with self._writing():
             self._manager.wait_until_finished()
+            if self._removal is not None:
+                self._removal.result()
+                self._removal = None
         if self._saving is not None:
             self._num_lost = 0
 
@@ -383,6 +407,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         try:
             if self._lost is None:
                 self._manager.close()
+            self._thread.shutdown()
+            self._remove_deleted()
         except Exception as failure:
             if kind is None:
                 kind = type(failure)

@@ -19,7 +19,7 @@ from fedpax.algorithm import Params
 from fedpax.training.checksums import has_checksums
 from fedpax.training.configuration import is_remote
 from fedpax.training.console import print_error
-from fedpax.training.mounts import atomicity_of, remove_folder, rename_folder
+from fedpax.training.mounts import atomicity_of, delete_folder, rename_folder
 from fedpax.training.saved_params import load_params
 from fedpax.training.saved_rounds import FOLDER as CHECKPOINTS
 from fedpax.training.saved_rounds import complete_rounds
@@ -86,8 +86,9 @@ class Exports(AbstractContextManager["Exports"]):
     def __enter__(self) -> "Exports":
         """Write the model that an earlier process was killed before it had written."""
         if self._enabled:
-            for draft in self._drafts.glob(".*.draft"):
-                shutil.rmtree(draft)
+            for folder in {self._drafts, self._folder}:
+                for draft in () if is_remote(folder) else folder.glob(".*.draft"):
+                    shutil.rmtree(draft)
             saved = complete_rounds(self._run / CHECKPOINTS)
             for number in [number for number in saved if self._is_due(number)][-1:]:
                 if not (self._folder / f"{number}" / LAST_FILE).is_file():
@@ -139,7 +140,7 @@ class Exports(AbstractContextManager["Exports"]):
             self._folder.mkdir(exist_ok=True)
             self._write(draft, load_params(self._run, round_number))
             if target.exists():  # of a run that has returned to an earlier round
-                remove_folder(target)
+                delete_folder(target, last=LAST_FILE)
             rename_folder(draft, target, last=LAST_FILE)
         except Exception as error:
             shutil.rmtree(draft, ignore_errors=True)

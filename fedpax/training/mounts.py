@@ -80,6 +80,30 @@ def remove_folder(folder: Any) -> None:
         shutil.rmtree(folder)
 
 
+def delete_folder(folder: Any, *, last: str) -> None:
+    """Delete a folder that counts as complete; if the process is killed, a part does not count.
+
+    On a disk the folder is renamed to `.NAME.deleted.draft` first; in an object store, which has no
+    such operation, one file is deleted first.
+
+    Args:
+        folder: a path, or a folder in a bucket.
+        last: name of the file in it without which it is incomplete.
+
+    Raises:
+        OSError: the files cannot be removed.
+    """
+    if is_object_store(folder):
+        (folder / last).unlink(missing_ok=True)
+        remove_folder(folder)
+        return
+    leftover = folder.with_name(f".{folder.name}.deleted.draft")
+    if leftover.exists():
+        shutil.rmtree(leftover)
+    folder.rename(leftover)
+    shutil.rmtree(leftover)
+
+
 def rename_folder(source: Path, target: Path, *, last: str) -> None:
     """Rename a folder; in an object store, or between two of them, move its files one by one.
 

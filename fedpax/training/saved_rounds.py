@@ -8,6 +8,8 @@ from fedpax.training.mounts import COMMITTED, is_object_store, remove_folder
 from fedpax.training.remote import resolve_folder
 
 FOLDER = "checkpoints"
+DELETED = "deleted"
+"""The folder in it to which a checkpoint is moved before its files are removed."""
 
 
 class DamagedCheckpointError(OSError):
@@ -94,13 +96,14 @@ def damaged_checkpoint(folder: Path, step: int, damage: str) -> DamagedCheckpoin
 
 
 def set_aside_unfinished(folder: Path) -> None:
-    """Remove checkpoints that are not written, and rename those without checksums.
+    """Remove unfinished and half deleted checkpoints, and rename those without checksums.
 
     Args:
         folder: a run's `checkpoints` folder, which may be missing.
     """
     if not folder.is_dir():
         return
+    remove_deleted(folder)
     for path in folder.iterdir():
         if not path.name.isdecimal() or not path.is_dir() or has_checksums(path):
             continue
@@ -114,6 +117,19 @@ def set_aside_unfinished(folder: Path) -> None:
             f"Moved {path} to {aside}: the checkpoint is unfinished or incomplete, it has no "
             "checksums.json. If a copy left that file out, copy it back."
         )
+
+
+def remove_deleted(folder: Path) -> None:
+    """Remove what is left of deleted checkpoints, which a kill can have interrupted.
+
+    Args:
+        folder: a run's `checkpoints` folder.
+
+    Raises:
+        OSError: the files cannot be removed.
+    """
+    if not is_object_store(folder) and (folder / DELETED).is_dir():
+        remove_folder(folder / DELETED)
 
 
 def set_aside_after(folder: Path, round_number: int) -> None:

@@ -156,6 +156,33 @@ def test_the_newest_checkpoints_are_kept(tmp_path: Path, sharding: NamedSharding
     assert float(load_params(tmp_path, 5)["layers"][1]) == 5.0
 
 
+@pytest.mark.parametrize("kept_file", ["checksums.json", "_CHECKPOINT_METADATA"])
+def test_a_kill_while_an_old_checkpoint_is_deleted_leaves_no_half_of_it(
+    tmp_path: Path, sharding: NamedSharding, monkeypatch: pytest.MonkeyPatch, kept_file: str
+) -> None:
+    folder = tmp_path / "checkpoints"
+    state = random_state(1, sharding)
+    with monkeypatch.context() as patch:  # a kill before any file is removed
+        patch.setattr(checkpoint, "remove_deleted", lambda folder: None)
+        with Checkpoints(tmp_path, keep=1) as checkpoints:
+            for number in (2, 5):
+                checkpoints.save(number, state, {}, {})
+    (deleted,) = (folder / "deleted").iterdir()
+    for path in deleted.iterdir():  # and one between two files
+        if path.name != kept_file:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert complete_rounds(folder) == [5]
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        assert [path.name for path in folder.iterdir()] == ["5"]
+        for _ in range(2):  # the same round is deleted twice
+            checkpoints.save(6, state, {}, {})
+            checkpoints.wait()
+            checkpoints.delete_after(0)
+        checkpoints.save(7, state, {}, {})
+    assert [path.name for path in folder.iterdir()] == ["7"]
+    assert not [path for path in tmp_path.iterdir() if path != folder]
+
+
 def test_every_nth_checkpoint_is_kept_beside_the_newest_also_after_a_restart(
     tmp_path: Path, sharding: NamedSharding
 ) -> None:

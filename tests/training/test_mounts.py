@@ -14,7 +14,7 @@ from small_regression import single_client
 from fedpax.training import mounts
 from fedpax.training.checkpoint import complete_rounds, load_params
 from fedpax.training.metrics import TIMINGS, read_metrics
-from fedpax.training.mounts import is_object_store, rename_folder
+from fedpax.training.mounts import delete_folder, is_object_store, rename_folder
 from fedpax.training.trainer import train
 
 
@@ -111,6 +111,24 @@ def test_checkpoints_that_were_copied_into_a_bucket_are_used(bucket: Path, tmp_p
             load_params(tmp_path / "back", number)["out"],
             load_params(bucket / "run", number)["out"],
         )
+
+
+def test_a_folder_of_which_a_part_is_deleted_does_not_count(
+    bucket: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kill(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", kill)
+    for parent in (bucket, tmp_path):
+        folder = parent / "4"
+        folder.mkdir(parents=True)
+        for name in ("config.json", "model.safetensors"):
+            (folder / name).touch()
+        with pytest.raises(KeyboardInterrupt):
+            delete_folder(folder, last="config.json")
+        assert not (folder / "config.json").exists()
+    assert [path.name for path in tmp_path.glob(".*.draft")] == [".4.deleted.draft"]
 
 
 def test_files_are_moved_one_by_one_and_the_last_one_last(

@@ -1,5 +1,6 @@
 """Compiler options that a program needs on some devices."""
 
+import jax
 from jax.sharding import Mesh
 
 from fedpax.parallel.chips import chip_of
@@ -32,3 +33,21 @@ def overlap_options(mesh: Mesh) -> dict[str, str]:
     if len(slices) > 1 and chip is not None and chip.name == "v5e":
         return {"xla_tpu_enable_async_collective_fusion_fuse_all_gather": "false"}
     return {}
+
+
+def run_once_options(platform: str) -> dict[str, int]:
+    """Return compiler options for a program that runs seldom, such as that of the initial state.
+
+    Args:
+        platform: of the devices, such as `"cpu"`.
+
+    Returns:
+        Options for `jax.jit(fn, compiler_options=...)`. On a CPU, LLVM skips its expensive passes,
+        unless all programs of the process skip them already. Elsewhere: none.
+
+    Example:
+        >>> run_once_options("tpu")
+        {}
+    """
+    is_fast = jax.config.values["jax_disable_most_optimizations"]
+    return {"xla_backend_optimization_level": 1} if platform == "cpu" and not is_fast else {}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fedpax.primitives._jax import Primitive, Zero, is_zero, zero_tangent
 from fedpax.primitives.broadcast import broadcast
@@ -123,6 +125,7 @@ def _check_weights(weights: Any, placement: Placement) -> jax.Array:
 # ---- rules; `weights` has any number of the leading axes of `x`, so that weights can be batched
 
 
+@functools.cache  # rounds have thousands of leaves
 def _mean_dtype(dtype: Any) -> Any:
     return jax.eval_shape(jnp.mean, jax.ShapeDtypeStruct((1,), dtype)).dtype
 
@@ -150,7 +153,8 @@ def _finish(totals, participants, dtype):
     else:
         # For one participant there is no division, not even by 1: it would block XLA's sharding
         # propagation, and the program of one island must equal the program without islands.
-        mean = total / participants if participants > 1 else total
+        count = np.asarray(participants, total.dtype)
+        mean = jax.lax.div(total, count) if participants > 1 else total
     return [mean.astype(_mean_dtype(dtype))]
 
 

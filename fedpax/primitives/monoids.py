@@ -132,9 +132,14 @@ def _elementwise(reduce: Callable, merge: Callable, identity: Callable, all_redu
     return Monoid(
         lambda arrays: reduce(arrays, axis=0),
         lambda some, others: list(map(merge, some, others)),
-        lambda dtypes: list(map(identity, dtypes)),
+        functools.partial(_for_each_dtype, identity),
         all_reduce,
     )
+
+
+def _for_each_dtype(identity: Callable, dtypes: Sequence[Any]) -> list[jax.Array]:
+    found = {dtype: identity(dtype) for dtype in dict.fromkeys(dtypes)}
+    return [found[dtype] for dtype in dtypes]
 
 
 def _for_each(reduce: Callable) -> Callable:
@@ -183,7 +188,7 @@ def _propagating_nan(extremum: Callable, nan_key: Callable) -> Callable:
 ADDITION = _elementwise(
     # The terms have the dtype of the result already. By default NumPy widens integers again.
     lambda arrays, axis: [jnp.sum(a, axis=axis, dtype=a.dtype) for a in arrays],
-    jnp.add,
+    jax.lax.add,
     lambda dtype: jnp.zeros((), dtype),
     jax.lax.psum,
 )

@@ -105,6 +105,9 @@ def run_participants(
     shared = [False, *[True] * len(server_values)]
     for is_lazy, slice_type in zip(lazy, slice_types, strict=True):
         shared += [is_lazy] * len(jax.tree.leaves(slice_type))
+    max_auto_chunk = 1
+    if chunk_size == "auto":
+        max_auto_chunk = max(1, AUTO_CHUNK_BYTES // _bytes_per_participant(jaxpr, shared))
     loop = _DeviceLoop(
         functools.partial(evaluate, jaxpr),
         jaxpr.out_avals,
@@ -114,7 +117,7 @@ def run_participants(
         _outputs_by_slice(jaxpr, 1 + len(server_values), slice_types),
         local,
         first_index if uses_index else 0,
-        max(1, AUTO_CHUNK_BYTES // _bytes_per_participant(jaxpr, shared)),
+        max_auto_chunk,
     )
     if axis is None:
         return loop.run(slices_of, chunk_size)
@@ -223,7 +226,7 @@ class _DeviceLoop(NamedTuple):
         outputs_by_slice: for each placed value, the outputs that may depend on it.
         participants: number of participants on the device.
         first_index: index of the first participant.
-        max_auto_chunk: largest chunk that "auto" may choose on an accelerator.
+        max_auto_chunk: largest chunk that "auto" may choose on an accelerator; 1 without "auto".
     """
 
     participant_fn: Callable[..., list]
@@ -383,7 +386,12 @@ class _DeviceLoop(NamedTuple):
         values = apply_by_monoid(
             self.monoids, lambda m, own: m.identity([a.dtype for a in own]), avals
         )
-        return list(map(_broadcast_to_aval, values, avals))
+        found: dict[tuple, jax.Array] = {}  # leaves of one shape share their array
+        for value, aval in zip(values, avals, strict=True):
+            key = (id(value), *_shape_and_layout(aval))
+            if key not in found:
+                found[key] = _broadcast_to_aval(value, aval)
+        return [found[id(v), *_shape_and_layout(a)] for v, a in zip(values, avals, strict=True)]
 
 
 def _shape_and_layout(aval: Any) -> tuple:

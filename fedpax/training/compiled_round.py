@@ -13,6 +13,7 @@ from fedpax.algorithm import RESERVED_METRICS, Metrics, Params, State
 from fedpax.clients.cohort import Cohort
 from fedpax.clients.store import ClientStore
 from fedpax.hlo.collectives import operand_bytes_along
+from fedpax.parallel.compiler_options import run_once_options
 from fedpax.parallel.divisibility import check_divisible
 from fedpax.training.experiment import Run
 from fedpax.training.norms import report_update_norm
@@ -187,11 +188,13 @@ def init_state(run: Run, compiled: CompiledRound, seed: int, params: Params | No
     Returns:
         The algorithm's state for these parameters.
     """
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, compiled.state)
+    options: dict[str, Any] = {
+        "out_shardings": jax.tree.map(lambda leaf: leaf.sharding, compiled.state),
+        "compiler_options": run_once_options(run.mesh.devices.flat[0].platform),
+    }
     if params is not None:
-        start = jax.jit(run.algorithm.init, out_shardings=shardings, donate_argnums=0)
-        return start(params)
-    init = jax.jit(lambda key: run.algorithm.init(run.init(key)), out_shardings=shardings)
+        return jax.jit(run.algorithm.init, donate_argnums=0, **options)(params)
+    init = jax.jit(lambda key: run.algorithm.init(run.init(key)), **options)
     return init(jax.random.key(seed))
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from fedpax.algorithm import Metrics, Params, State
+from fedpax.parallel.compiler_options import run_once_options
 
 
 def report_update_norm(
@@ -105,7 +106,9 @@ class FiniteCheck:
     """
 
     def __init__(self, state: State) -> None:
-        self._at_start = _finite_leaves(state)  # on the devices: nothing waits for it
+        options = run_once_options(jax.default_backend())
+        self._finite_leaves = jax.jit(_finite_leaves, compiler_options=options)
+        self._at_start = self._finite_leaves(state)  # on the devices: nothing waits for it
 
     def find(self, state: State) -> str | None:
         """Return the path of the first leaf that must be finite and is not, or None.
@@ -113,14 +116,13 @@ class FiniteCheck:
         Args:
             state: the state, with the structure of the one at the start.
         """
-        finite, at_start = jax.device_get((_finite_leaves(state), self._at_start))
+        finite, at_start = jax.device_get((self._finite_leaves(state), self._at_start))
         for path, is_finite in finite.items():
             if not is_finite and (at_start[path] or path.startswith(".params")):
                 return path
         return None
 
 
-@jax.jit
 def _finite_leaves(state: State) -> dict[str, Bool[Array, ""]]:
     """Return for each leaf of a real dtype, and of the model, whether it is finite."""
     leaves = _by_path("", state)

@@ -70,9 +70,18 @@ def inline(closed: ClosedJaxpr, inside: Callable[[ClosedJaxpr], ClosedJaxpr]) ->
         inside: applied to the jaxprs of loops and conditionals that contain maps.
 
     Returns:
-        A jaxpr of the same function.
+        A jaxpr of the same function; the same jaxpr if there is nothing to inline.
     """
+    if not any(map(_is_call_or_nested, closed.jaxpr.eqns)):
+        return closed
     return jax.make_jaxpr(functools.partial(_run_inlined, closed, inside))(*closed.in_avals)
+
+
+def _is_call_or_nested(eqn: JaxprEqn) -> bool:
+    """Return whether inlining can change an equation."""
+    if _called_jaxpr(eqn) is not None:
+        return True
+    return eqn.primitive is not federated_map_p and any(map(is_federated, inner_jaxprs(eqn)))
 
 
 def _run_inlined(

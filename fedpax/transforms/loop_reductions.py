@@ -6,6 +6,7 @@ contract it. A weighted average written as `jnp.einsum("n,nij->ij", weights, del
 kind, and so is the derivative of `delta @ w` with respect to a server value `w`.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from fedpax.primitives._jax import JaxprEqn, aval_of, rebind
 from fedpax.primitives.max_min import federated_max_p, federated_min_p
 from fedpax.primitives.monoids import ADDITION, Monoid, accumulation_dtype
 from fedpax.primitives.placement import Placement
-from fedpax.primitives.reduction import REDUCTIONS
+from fedpax.primitives.reduction import REDUCTIONS, Reduction
 from fedpax.primitives.sum import federated_sum_p
 from fedpax.transforms.unstack import unstack_reduction
 
@@ -37,8 +38,10 @@ class LoopReduction(NamedTuple):
         eqn: the equation.
         axes: the participants' axis of each operand.
         monoids: how each total is combined.
-        terms: `(*operands, with a participants' axis of size 1) -> one term for each total`.
+        terms: `(*operands) -> one term for each total`. The operands are slices, or have a
+            participants' axis of size 1.
         finish: `(totals) -> results`.
+        takes_slices: whether the operands of `terms` are slices, without the participants' axis.
     """
 
     eqn: JaxprEqn
@@ -46,6 +49,7 @@ class LoopReduction(NamedTuple):
     monoids: list[Monoid]
     terms: Callable[..., list[jax.Array]]
     finish: Callable[[list[jax.Array]], list[jax.Array]]
+    takes_slices: bool = False
 
 
 def loop_reduction(
@@ -90,12 +94,22 @@ def loop_reduction(
     )
 
 
+@functools.cache
+def _as_calls(reduction: Reduction) -> Reduction:
+    """Trace and lower the parts of a reduction once for each shape, and not for each leaf."""
+    finish = jax.jit(reduction.finish, static_argnums=(1, 2))
+    return reduction._replace(terms=jax.jit(reduction.terms), finish=finish)
+
+
 def _federated(eqn: JaxprEqn, placement: Placement) -> LoopReduction:
     own, dtype = REDUCTIONS[eqn.primitive], aval_of(eqn.invars[0]).dtype
+    if len(eqn.invars) > 1:
+        own = _as_calls(own)
     return LoopReduction(
         eqn,
         (0,) * len(eqn.invars),
         [own.monoid] * len(eqn.invars),
-        lambda *operands: own.terms(*(jax.lax.squeeze(x, [0]) for x in operands)),
+        own.terms,
         lambda totals: own.finish(totals, placement.size, dtype),
+        takes_slices=True,
     )

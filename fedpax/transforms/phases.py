@@ -145,6 +145,7 @@ class StreamingPlan:
             that computes it (None: the loop reads it).
         """
         seen = set[tuple[Var, int | None]]()
+        expanded = set[int]()
         waiting = list(self._roots(phase))
         while waiting:
             v, axis = waiting.pop()
@@ -156,7 +157,9 @@ class StreamingPlan:
                 continue
             one = self.producer[v]
             yield v, axis, one
-            waiting += zip(self.operands(one.eqn), one.axes.operands, strict=True)
+            if id(one) not in expanded:  # once, and not for each result of a map
+                expanded.add(id(one))
+                waiting += zip(self.operands(one.eqn), one.axes.operands, strict=True)
 
     def _roots(self, phase: int) -> Iterator[tuple[Atom, int | None]]:
         """Yield the operands of the reductions of a loop, and the values that it stores."""
@@ -392,7 +395,7 @@ def _alias_forwarded_arguments(plan: StreamingPlan, eqn: JaxprEqn) -> None:
     inner = eqn.params["jaxpr"].jaxpr
     if inner.effects:
         return  # the map must run, even if only these results are used
-    position = {v: i for i, v in enumerate(inner.invars)}
+    operand = dict(zip(inner.invars, plan.operands(eqn), strict=True))
     for outer, v in zip(eqn.outvars, inner.outvars, strict=True):
-        if isinstance(v, Var) and v in position:
-            plan.aliases[outer] = plan.operands(eqn)[position[v]]
+        if isinstance(v, Var) and v in operand:
+            plan.aliases[outer] = operand[v]

@@ -78,11 +78,12 @@ def _postpone(
 
     Maps and phases in `tried` are passed over: otherwise planning is cubic in the number of maps.
     """
-    cost = _cost(best)
+    cost: Cost | None = None
     for phase, eqn in _run_again(best):
         if (phase, id(eqn)) in tried:
             continue
         tried.add((phase, id(eqn)))
+        cost = cost or _cost(best)
         for group in ([eqn], _with_maps_before(best, eqn)):
             moved = not_before | {id(e): phase for e in group}
             plan = plan_phases(best.jaxpr, best.placement, moved)

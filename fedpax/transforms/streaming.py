@@ -166,8 +166,11 @@ def run_loop(
             values.run(one)
         outputs = [materialize(values.slice_of(v)) for v in stored]
         for reduction in plan.reductions.get(phase, ()):
-            operands = zip(plan.operands(reduction.eqn), reduction.axes, strict=True)
-            outputs += reduction.terms(*(values.row_of(v, axis) for v, axis in operands))
+            operands = plan.operands(reduction.eqn)
+            if reduction.takes_slices:
+                outputs += reduction.terms(*map(values.array_of, operands))
+            else:
+                outputs += reduction.terms(*map(values.row_of, operands, reduction.axes))
         return outputs
 
     server_values = [replicate_over_placement(read_server(v), placement) for v in shared]
@@ -237,6 +240,11 @@ class _ParticipantValues:
             self.slices[v] = jax.lax.squeeze(self.rows[v], [self.plan.axis[v]])
         return self.slices[v]
 
+    def array_of(self, v: Var) -> jax.Array:
+        """Return the slice of a value as an array, also if a map returns a number."""
+        value: Any = materialize(self.slice_of(v))
+        return value if isinstance(value, jax.Array) else jnp.asarray(value, aval_of(v).dtype)
+
     def row_of(self, v: Atom, axis: int | None) -> Any:
         """Return the row of a value, or the whole value if `axis` is None.
 
@@ -250,10 +258,7 @@ class _ParticipantValues:
         if not self.plan.is_placed_input(v, axis):
             return jax.lax.dynamic_slice_in_dim(self.servers[v], self.index, 1, axis)
         if v not in self.rows:
-            value: Any = materialize(self.slices[v])  # a number, if the map returns a constant
-            if not isinstance(value, jax.Array):
-                value = jnp.asarray(value, aval_of(v).dtype)
-            self.rows[v] = jax.lax.expand_dims(value, [axis])
+            self.rows[v] = jax.lax.expand_dims(self.array_of(v), [axis])
         return self.rows[v]
 
 

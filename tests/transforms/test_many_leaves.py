@@ -1,0 +1,44 @@
+"""The time to trace and lower a round is linear in the number of leaves of the model."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import fedpax
+
+
+def count_calls(fn):
+    """Count the function calls of Python while `fn` runs: a time without noise."""
+    calls = 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        fn()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def lower_round(leaves, weights):
+    @fedpax.program(clients=2, chunk_size=1)
+    def fedavg_round(params, x, num_examples):
+        train = lambda p, x: jax.tree.map(lambda w: w * x, p)
+        updates = fedpax.federated_map(train, fedpax.federated_broadcast(params), x)
+        return fedpax.federated_mean(updates, weights=num_examples if weights else None)
+
+    params = {f"layer{i}": jnp.ones(2) for i in range(leaves)}
+    return jax.jit(fedavg_round).lower(params, jnp.ones((2, 2)), jnp.ones(2))
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_lowering_is_linear_in_leaves(weights):
+    lower_round(2, weights)  # what the first lowering caches
+    few = count_calls(lambda: lower_round(50, weights))
+    many = count_calls(lambda: lower_round(200, weights))
+    assert many < 4.4 * few

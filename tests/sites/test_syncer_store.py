@@ -281,7 +281,8 @@ def test_an_older_state_is_never_loaded_silently(
                 path.write_bytes(other.read_bytes())
             other.write_bytes(content)
         else:
-            old = history()[data.draw(st.booleans())][data.draw(st.integers(0, merges - 1))]
+            joined = joins and data.draw(st.booleans())
+            old = history()[joined][data.draw(st.integers(0, merges - 1))]
             path = data.draw(st.sampled_from(sorted(old)))
             write_files(folder, {path: old[path]})
         with contextlib.suppress(DamagedStateError, ConfigurationError):

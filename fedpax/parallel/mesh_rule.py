@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from fedpax.parallel.mesh import MeshConfig, MeshSizeError
+from fedpax.parallel.mesh import SINGLE_DEVICE, MeshConfig, MeshSizeError
 
 PLACEMENTS = ("islands", "clients")
 # The axes that shard a step, in the order in which they take devices.
@@ -44,8 +44,8 @@ def follow(
         slices: number of slices in which the devices are.
 
     Returns:
-        The mesh. If the stated sizes do not divide the devices, it is `mesh` itself, which raises
-        in `make`.
+        The mesh. It is `mesh` itself if it is the mesh of one device (`SINGLE_DEVICE`), or if the
+        stated sizes do not divide the devices: then `make` raises.
 
     Raises:
         MeshSizeError: the axes cannot share the devices; the message names a field to change.
@@ -63,7 +63,7 @@ def follow(
     """
     stated = mesh.stated
     fixed = math.prod(size for size in stated.values() if size != -1)
-    if not sharded or num_devices % fixed:
+    if not sharded or mesh == SINGLE_DEVICE or num_devices % fixed:
         return mesh
     sizes, left = {**stated}, num_devices // fixed
     for axis in _order(mesh, sharded):

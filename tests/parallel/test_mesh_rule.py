@@ -1,11 +1,12 @@
 """The mesh follows from islands, devices and the model unless it is stated."""
 
+import dataclasses
 import math
 
 import pytest
 
 from fedpax.experiments import decoupled_diloco_text, diloco_text, pretrain
-from fedpax.parallel.mesh import MeshConfig, MeshSizeError
+from fedpax.parallel.mesh import SINGLE_DEVICE, MeshConfig, MeshSizeError
 from fedpax.parallel.mesh_rule import ShardedSize, follow, simulated_count
 from fedpax.training.experiment import Experiment
 
@@ -68,6 +69,12 @@ def test_sizes_that_are_not_stated_follow(
             follow(mesh, sharded, num_devices)
     else:
         assert follow(mesh, sharded, num_devices).stated == expected
+
+
+def test_a_mesh_of_one_device_stays_one_among_many() -> None:
+    experiment = decoupled_diloco_text.decoupled_diloco_text()
+    assert follow(SINGLE_DEVICE, SHARDED, 8) == SINGLE_DEVICE
+    assert dataclasses.replace(experiment, mesh=SINGLE_DEVICE).make_mesh().size == 1
 
 
 def test_data_runs_between_the_slices_of_one_island() -> None:

@@ -14,10 +14,7 @@ from fedpax.primitives.casts import checked_tree, device_weights, needs_cast
 MASK = "mask"
 """Name of the field of a dict of batches that marks padding with 0 or False."""
 
-_REMEDY = (
-    "Convert it before the cohort is made, for example in a `preprocess` of the data, or set "
-    "jax.config.update('jax_enable_x64', True) when the process starts."
-)
+_REMEDY = "Convert it before the cohort is made, for example in a `preprocess` of the data."
 
 
 class _Fields(NamedTuple):

@@ -23,7 +23,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Int
 
-from fedpax.primitives.casts import checked_tree, device_array
+from fedpax.primitives.casts import checked_tree, conversion, device_array
 from fedpax.transforms.sent import KEPT
 
 if TYPE_CHECKING:  # chex imports absl.flags
@@ -367,6 +367,12 @@ def _check_call(name: str, store: Any, client_ids: ClientIds, placement: str) ->
             f"axis {placement!r} do not divide. Pad it with -1 to {size + -size % num_devices}, or "
             "use a mesh axis that divides it."
         )
+    dtype = jnp.result_type(client_ids if hasattr(client_ids, "dtype") else np.asarray(client_ids))
+    if not jnp.issubdtype(dtype, jnp.integer):
+        raise TypeError(
+            f"{name}(): client_ids has dtype {dtype}, expected integers, each client's index in "
+            "the population. Number the clients from 0."
+        )
     is_concrete = not isinstance(client_ids, jax.core.Tracer)
     if is_concrete and size and getattr(client_ids, "is_fully_addressable", True):
         largest = np.max(np.asarray(client_ids))
@@ -387,8 +393,8 @@ def _check_leaf(leaf: Any, path: Any) -> jax.Array:
     if not (jnp.issubdtype(dtype, np.number) or dtype == np.bool_):
         raise TypeError(
             f"client_store(): state{jax.tree_util.keystr(path)} is of type {type(leaf).__name__} "
-            f"and dtype {dtype}, expected an array of numbers. For random keys, store an integer "
-            "and fold it in."
+            f"and dtype {dtype}, expected an array of numbers. {conversion(leaf)} For random keys, "
+            "store an integer and fold it in."
         )
     name = f"client_store(): state{jax.tree_util.keystr(path)}"
     return jnp.asarray(device_array(leaf, name) if isinstance(leaf, np.ndarray) else leaf)

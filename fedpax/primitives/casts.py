@@ -96,7 +96,7 @@ def device_array(values: Any, name: str, remedy: str | None = None) -> NDArray[A
     if isinstance(values, int) and not -(2**63) <= values < 2**64:
         raise ValueError(f"{name} is {values}, expected an integer of at most 64 bits.")
     array = _numbers(values, name, remedy)
-    return checked_cast(array, jax.dtypes.canonicalize_dtype(array.dtype), name, remedy)
+    return checked_cast(array, _device_dtype(array.dtype), name, remedy)
 
 
 def device_weights(values: Any, name: str) -> NDArray[Any]:
@@ -105,7 +105,7 @@ def device_weights(values: Any, name: str) -> NDArray[Any]:
     Means use weights in floats, so nothing is lost: 3e9 examples are the float32 number 3e9.
     """
     array = _numbers(values, name)
-    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    dtype = _device_dtype(array.dtype)
     if jnp.issubdtype(dtype, jnp.integer) and np.any(_outside(array, *_bounds(dtype))):
         dtype = jax.dtypes.canonicalize_dtype(np.float64)
     return checked_cast(array, dtype, name)
@@ -138,7 +138,7 @@ def checked_tree(tree: Any, name: str, remedy: str | None = None) -> Any:
         if not needs_cast(leaf):
             return leaf
         array = device_array(leaf, name + jax.tree_util.keystr(path), remedy)
-        return leaf if leaf.dtype.isnative else array
+        return leaf if leaf.dtype.isnative and leaf.dtype.char not in "gG" else array
 
     if not any(map(needs_cast, jax.tree.leaves(tree))):
         return tree
@@ -150,13 +150,19 @@ def needs_cast(value: Any) -> bool:
     if not isinstance(value, np.ndarray | np.generic):
         return False
     dtype = value.dtype
-    is_same = _is_numeric(dtype) and dtype.isnative
-    return not (is_same and jax.dtypes.canonicalize_dtype(dtype) == dtype)
+    is_same = _is_numeric(dtype) and dtype.isnative and not isinstance(value, np.ma.MaskedArray)
+    return not (is_same and _device_dtype(dtype) == dtype)
 
 
 def conversion(value: Any) -> str:
     """Return how to convert an array that is not numbers, for messages; empty if unknown."""
     return _CONVERSIONS.get(getattr(getattr(value, "dtype", None), "kind", ""), "")
+
+
+def _device_dtype(dtype: Any) -> Any:
+    """Return the dtype in which JAX holds numbers of a dtype."""
+    doubles = {"g": np.float64, "G": np.complex128}  # of long doubles, which JAX has not
+    return jax.dtypes.canonicalize_dtype(doubles.get(dtype.char, dtype))
 
 
 def _is_numeric(dtype: Any) -> bool:
@@ -172,6 +178,11 @@ def _wider(array: NDArray[Any]) -> str:
 
 def _numbers(values: Any, name: str, remedy: str | None = None) -> NDArray[Any]:
     """Return values as an array of numbers in the machine's byte order, or raise a TypeError."""
+    if isinstance(values, np.ma.MaskedArray) and np.any(values.mask):
+        raise ValueError(
+            f"{name} is an array with masked values, expected a value in every place. Fill them "
+            "with x.filled(...), and mark them in a field 'mask' of the batch."
+        )
     array = np.asarray(values)
     if not _is_numeric(array.dtype):
         sample = f" and values such as {array.ravel()[:1].tolist()[0]!r:.80}" if array.size else ""

@@ -240,12 +240,14 @@ def check_array(
         array = device_array(leaf, f"{function}: {where}")
         return jnp.asarray(array if isinstance(leaf, np.ndarray | np.generic) else leaf)
     try:
-        jax.typeof(leaf)
+        is_array = jax.typeof(leaf) is not None and not conversion(leaf)
     except TypeError:
+        is_array = False
+    if not is_array:
         raise TypeError(
             f"{function}: {where} {describe_type(leaf)}, expected arrays or numbers. "
             f"{' '.join(filter(None, (conversion(leaf), remedy)))}"
-        ) from None
+        )
     return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from fedpax.primitives._jax import ClosedJaxpr, trace
 from fedpax.primitives.call_rules import define_call
-from fedpax.primitives.casts import device_array, is_host_number
+from fedpax.primitives.casts import conversion, device_array, is_host_number
 from fedpax.primitives.federated_program import federated_program_p
 from fedpax.primitives.integer_sums import IntegerSum, check_sums, collect_sums, is_eager
 from fedpax.primitives.layout import check_placement_divisible, find_mesh
@@ -314,7 +314,8 @@ def _check_argument(function: str, leaf: Any, path: tuple, names: Sequence[str])
     except TypeError:
         pass
     else:
-        return leaf
+        if not conversion(leaf):  # strings have a type in JAX
+            return leaf
     remedy = (
         f"Declare it static: @fedpax.program(..., static_argnames={declared!r})."
         if not rest and name == declared

@@ -316,3 +316,12 @@ def test_any_negative_index_is_absent():
     store = client_store(np.ones(2, np.float32), 5)
     found = gather_clients(store, np.array([-(2**32), 1, -(2**31) - 1]))
     assert found.tolist() == [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize("client_ids", [np.array([0.0, 1.0]), jnp.array([0.5, jnp.nan]), [True]])
+def test_indices_that_are_no_integers_raise(client_ids):
+    store = client_store({"a": np.ones(2, np.float32)}, 5)
+    with pytest.raises(TypeError, match=r"client_ids has dtype (float|bool)\w*, expected integers"):
+        gather_clients(store, client_ids)
+    with pytest.raises(TypeError, match=r"state\['a'\] .*dtype object.*\.astype\(np\.float32\)"):
+        client_store({"a": np.array([1, None])}, 5)

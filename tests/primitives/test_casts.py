@@ -109,6 +109,16 @@ def test_numbers_that_jax_would_wrap_raise_unless_jax_has_64_bits():
         assert device_array(large, "ids") is large
 
 
+def test_long_doubles_and_masked_arrays_are_kept_or_named():
+    assert device_array(np.ones(2, np.longdouble), "x").dtype == np.float32
+    assert checked_tree(np.ones(2, np.clongdouble), "x").dtype == np.complex64
+    hidden = np.ma.array([1.0, 2.0], mask=[False, True])
+    for check in (device_array, checked_tree, device_weights):
+        with pytest.raises(ValueError, match=r"x is an array with masked values.*filled"):
+            check(hidden, "x")
+    assert checked_tree(np.ma.array([1.0, 2.0]), "x").tolist() == [1.0, 2.0]
+
+
 # ---- where a user's numbers enter a program
 
 average = fedpax.program(clients=3)(lambda x, w: fedpax.federated_mean(x, weights=w))
@@ -134,6 +144,7 @@ def test_weights_within_a_program_may_be_larger_than_int32():
         (np.array([1, 2, 2**63], np.uint64), r"argument w has the value 9223372036854775808"),
         (np.array([1e300, 1, 1]), r"argument w has the value 1e\+300 \(float64\)"),
         ([1, 2, 2**40], r"argument w\[2\] has the value 1099511627776"),
+        (np.ma.array([1, 2, 3], mask=[0, 1, 0]), "argument w is an array with masked values"),
     ],
 )
 def test_an_argument_that_jax_would_change_is_named(value, words):
@@ -150,3 +161,11 @@ def test_a_constant_of_a_program_that_jax_would_change_is_named(name):
     message = re.escape(f"federated_{name}(): ") + r".*\['a'\] has the value 1099511627776"
     with pytest.raises(ValueError, match=message):
         fedpax.program(clients=3)(lambda x: call(large))(VALUES)
+
+
+def test_strings_name_their_conversion():
+    text = np.array(["a", "b", "c"], np.dtypes.StringDType())
+    with pytest.raises(TypeError, match=r"argument w .*StringDType.*np\.unique"):
+        average(VALUES, text)
+    with pytest.raises(TypeError, match=r"x .*StringDType.*np\.unique"):
+        fedpax.program(clients=3)(lambda x: fedpax.federated_sum(text))(VALUES)

@@ -60,7 +60,8 @@ def decoupled_diloco_parts(
         codec: the format of an update on the wire. Default None: float32.
         error_feedback: whether an island adds the codec's error to its next update of the fragment.
             Without a codec it has no effect. Default False.
-        quorum: K, number of islands that must send a fragment before it is merged. Default 1.
+        quorum: K, number of islands that must send a fragment before it is merged; islands of one
+            certificate count once. Default 1.
         grace_seconds: the most seconds that the syncer waits after the quorum. Default 0.0.
         max_steps_ahead: as in `AlgorithmParts`. Default None: 32 S.
         max_staleness: as in `AlgorithmParts`. Default 4 merges of the fragment.

@@ -42,7 +42,8 @@ class DecoupledConfig:
         error_feedback: whether an island adds what the compression dropped to its next update.
         learning_rate: outer learning rate.
         momentum: Nesterov momentum of the outer optimizer; 0 is plain SGD.
-        quorum: islands that have to send a fragment before it is merged.
+        quorum: islands that have to send a fragment before it is merged; islands of one certificate
+            count once.
         grace_seconds: seconds that the syncer waits for the other islands beyond the quorum.
         max_steps_ahead: inner steps that an island takes at most beyond the last merge that it has
             received; at least local steps / P, which waits for every merge.

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fedpax.commands.show import show
-from fedpax.sites.island_table import FILE, IslandWatch, read_islands
+from fedpax.sites.island_table import FILE, IslandWatch, format_islands, read_islands
 from fedpax.sites.members import IslandReport
 from fedpax.training.configuration import ConfigurationError
 from fedpax.training.job_dir import JobDirLock
@@ -39,6 +39,17 @@ def test_show_prints_the_islands_of_a_syncer(
     assert "| oslo   |   silent |     1 |    12 |      - |" in printed
     assert show([f"--job_log_dir={tmp_path}"]) == 0
     assert f"Islands of the syncer in {tmp_path}, when it stopped:" in capsys.readouterr().out
+
+
+def test_an_island_without_a_shard_has_a_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waiting = PARIS._replace(shard=None, state="waiting")
+    with Progress("x", rounds_done=0, rounds=1) as progress:
+        IslandWatch(tmp_path, progress).update([waiting])
+    assert "island paris (no shard): waiting" in capsys.readouterr().err
+    assert read_islands(tmp_path) == [waiting]
+    assert "| paris  |  waiting |     - |" in format_islands([waiting, OSLO])
 
 
 @pytest.mark.parametrize("content", ["", "[1]", json.dumps([{"name": "paris"}])])

@@ -31,6 +31,7 @@ from fedpax.models.huggingface.config import EXECUTION_FIELDS
 from fedpax.models.lora import LoRAConfig
 from fedpax.models.transformer import TransformerConfig, transformer
 from fedpax.parallel.axes import shardings
+from fedpax.paths import expand_home
 from fedpax.training.compiled_round import with_shardings
 from fedpax.training.configuration import read_configuration
 from fedpax.training.experiment import Experiment
@@ -123,7 +124,7 @@ class LanguageModelExperiment(Experiment):
             >>> pretrain_text().with_weights(folder).model.num_layers
             2
         """
-        folder = Path(folder).expanduser().absolute()
+        folder = expand_home(folder).absolute()
         config, tokenizer = load_config(folder), folder / TOKENIZER
         if not tokenizer.is_file() and (folder / SENTENCEPIECE).is_file():
             tokenizer = folder / SENTENCEPIECE
@@ -160,7 +161,7 @@ class LanguageModelExperiment(Experiment):
         assert isinstance(default, type(self))
         if self.model.weights is None or self.model.weights == default.model.weights:
             return self
-        folder = Path(self.model.weights).expanduser().absolute()
+        folder = expand_home(self.model.weights).absolute()
         saved = _saved_run(job_log_dir, self)
         if isinstance(saved, type(self)) and saved.model.weights == str(folder):
             begun = default._with_architecture(saved.model, folder, saved.data.tokenizer)

@@ -1,5 +1,6 @@
 """Weights in Hugging Face folders: those that a run begins from, and those that it writes."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -14,6 +15,7 @@ from fedpax.models.huggingface import load_config, load_params
 from fedpax.models.huggingface.config import differing_fields, to_entries
 from fedpax.models.huggingface.reading import CONFIG
 from fedpax.models.transformer import TransformerConfig
+from fedpax.paths import expand_home
 from fedpax.training.frozen import StoredParams
 
 TOKENIZER, SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
@@ -73,16 +75,41 @@ def huggingface_obstacle(config: TransformerConfig) -> str | None:
         The reason and its remedy in words; None if a family has the transformer's features.
 
     Example:
-        >>> huggingface_obstacle(TransformerConfig(scale_embeddings=False)) is None
+        >>> huggingface_obstacle(TransformerConfig()) is None
         True
-        >>> print(huggingface_obstacle(TransformerConfig(scale_embeddings=True))[:34])
-        TransformerConfig.scale_embeddings
+        >>> print(huggingface_obstacle(TransformerConfig(logit_softcap=30.0))[:36])
+        TransformerConfig.logit_softcap=30.0
     """
     try:
-        to_entries(config, "float32")
+        to_entries(without_scale(config), "float32")
     except ValueError as error:
         return str(error)
     return None
+
+
+def without_scale(config: TransformerConfig) -> TransformerConfig:
+    """Describe the same transformer with the scale of its embeddings in the embedding table.
+
+    No Hugging Face family of `fedpax.models.huggingface` scales embeddings. A table that is scaled
+    is no longer the output projection too.
+
+    Example:
+        >>> config = without_scale(TransformerConfig(scale_embeddings=True))
+        >>> config.scale_embeddings, config.tied_embeddings
+        (False, False)
+    """
+    if not config.scale_embeddings:
+        return config
+    return dataclasses.replace(config, scale_embeddings=False, tied_embeddings=False)
+
+
+def _scaled(config: TransformerConfig, params: Params) -> Params:
+    """Return the parameters for `without_scale(config)`."""
+    if not config.scale_embeddings:
+        return params
+    table = params["embedding"]
+    scaled = (table.astype("float32") * config.embed_dim**0.5).astype(table.dtype)
+    return {"output": table, **params, "embedding": scaled}
 
 
 def write_huggingface(
@@ -95,6 +122,9 @@ def write_huggingface(
 ) -> None:
     """Write config.json, safetensors and the tokenizer's files.
 
+    If the transformer scales its embeddings, the embedding table is written with the scale, and the
+    output projection by itself.
+
     Args:
         folder: the folder; created.
         config: the transformer. The other entries of the config.json in `config.weights` are kept.
@@ -104,8 +134,10 @@ def write_huggingface(
     """
     weights = config.weights
     original = weights if weights is not None and Path(weights).is_dir() else None
-    huggingface.save(folder, config, params, original_folder=original)
-    file = Path(tokenizer).expanduser()
+    huggingface.save(
+        folder, without_scale(config), _scaled(config, params), original_folder=original
+    )
+    file = expand_home(tokenizer)
     if file.is_file():  # not "bytes"
         is_model = not file.read_bytes().lstrip().startswith(b"{")  # of SentencePiece
         shutil.copyfile(file, folder / (SENTENCEPIECE if is_model else TOKENIZER))

@@ -46,7 +46,8 @@ fedpax: federated and multi-island training on JAX
   fedpax export --job_log_dir=DIR --out=FOLDER [--format=huggingface] [--dtype=bfloat16] [--round=N]
               [--FIELD=VALUE ...]
       Write the model of a run to a new folder: config.json, safetensors and tokenizer.json, or with
-      --format=orbax a checkpoint of the parameters. Adapters are merged into their model.
+      --format=orbax a checkpoint of the parameters. --out=FILE.npz and --out=FILE.safetensors write
+      the parameters of any model, by name. Adapters are merged into their model.
   fedpax partition --exp=NAME [--picture=FILE.png] [--FIELD=VALUE ...]
       Show how the clients of an experiment differ in the amounts and labels of their examples.
   fedpax syncer --exp=NAME --listen=HOST:PORT --job_log_dir=DIR [--certificates=DIR]
@@ -131,7 +132,8 @@ fedpax: federated and multi-island training on JAX
   --picture         the PNG for the mesh (plan), the losses (show) or the clients (partition)
   --hlo             the file for the compiled text (HLO) of the round
   --round           the checkpoint's round; default: the newest
-  --format          huggingface (default) or orbax
+  --format          huggingface, orbax, npz or safetensors; default: by the suffix of --out, else
+                    huggingface
   --dtype           casts the exported parameters: float32, bfloat16 or float16
   --temperature     sampling temperature; 0 always takes the most likely token
   --top_p           samples from the smallest set of tokens with this total probability

@@ -5,6 +5,25 @@ from collections.abc import Callable
 from pathlib import Path
 
 
+def expand_home(path: str | Path) -> Path:
+    """Return a path with `~` expanded.
+
+    Raises:
+        ValueError: the home folder is unknown.
+
+    Example:
+        >>> expand_home("~/data") == Path.home() / "data"
+        True
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ValueError(
+            f"{path} begins with a home folder that is unknown, expected a full path. Set the "
+            "environment variable HOME, or give another folder."
+        ) from error
+
+
 def find_paths(pattern: str | Path) -> list[Path]:
     """Return the paths that match a pattern, in order.
 
@@ -14,7 +33,7 @@ def find_paths(pattern: str | Path) -> list[Path]:
     Args:
         pattern: a path, whose parts may have the patterns of `glob`, such as `train-*`.
     """
-    whole = Path(pattern).expanduser()
+    whole = expand_home(pattern)
     found = [Path(whole.anchor)]
     for part in whole.parts[bool(whole.anchor) :]:
         found = [path for folder in found for path in _match(folder, part)]

@@ -193,6 +193,11 @@ def _cache() -> str:
 
 
 def _data_sets() -> str:
-    folder = Path(os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets").expanduser()
+    from fedpax.data.sources.source import data_folder  # imports the data sources
+
+    try:
+        folder = data_folder(None)
+    except ValueError as error:
+        return str(error)
     names = sorted(p.name for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
     return f"{', '.join(names) or 'none prepared'} in {folder}"

@@ -1,8 +1,9 @@
-"""`fedpax export`: write the model of a run to a folder, for other programs."""
+"""`fedpax export`: write the model of a run to a folder or a file, for other programs."""
 
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 from absl import flags
@@ -20,16 +21,17 @@ from fedpax.commands.saved_run import (
 )
 from fedpax.experiments.language_model import LanguageModelExperiment
 from fedpax.experiments.weights import huggingface_obstacle
+from fedpax.training.array_files import FILE_WRITERS
 from fedpax.training.configuration import write_configuration
 from fedpax.training.console import print_error, print_line
 from fedpax.training.exports import LAST_FILE, write_orbax
 from fedpax.training.mounts import rename_folder
 
-FORMATS = ("huggingface", "orbax")
+FORMATS = ("huggingface", "orbax", *FILE_WRITERS)
 
 
 def export(arguments: Sequence[str]) -> int:
-    """Write a checkpoint's model to a new folder, completely or not at all.
+    """Write a checkpoint's model to a new folder or file, completely or not at all.
 
     Adapters are merged into the model that they adapt.
 
@@ -40,62 +42,90 @@ def export(arguments: Sequence[str]) -> int:
         The exit status.
 
     Raises:
-        UsageError: `--out` is missing or has files, or no Hugging Face model is like the run's.
+        UsageError: `--out` is missing or has files, or the format cannot hold the run's model.
     """
     options, fields = parse("export", arguments, define_flags, needs_exp=False)
     saved = read_saved_run("export", arguments, options, fields)
     number = checkpoint_round("export", saved, options.round)
-    out = _new_folder(options.out)
-    if options.format == "huggingface":
+    suffix = Path(options.out or "").suffix[1:]
+    as_file = suffix in FILE_WRITERS
+    chosen = options.format or (suffix if as_file else FORMATS[0])
+    if as_file and chosen != suffix:
+        raise UsageError(
+            f"--out={options.out} is the name of a file, expected a folder for --format={chosen}. "
+            "Leave out --format, or give a folder."
+        )
+    out = _new_path(options.out, is_folder=not as_file)
+    if chosen == "huggingface":
         _check_has_huggingface_form(saved)
     run = build_run(saved.experiment)
     print_error(f"{saved.exp}: exporting round {number}")
     draft = out.with_name(f".{out.name}.draft")
-    if draft.exists():
-        shutil.rmtree(draft)  # of an export that was killed
+    _remove(draft)  # of an export that was killed
     try:
         with jax.set_mesh(run.mesh):
             params = load_whole_model(saved, run, number)
             if options.dtype:
-                params = jax.tree.map(lambda leaf: leaf.astype(options.dtype), params)
-            _WRITERS[options.format](draft, saved, params)
-        if out.exists():
-            out.rmdir()
-        rename_folder(draft, out, last=LAST_FILE)
+                params = jax.tree.map(lambda leaf: _cast(leaf, options.dtype), params)
+            if as_file:
+                _write_file(draft, chosen, params)
+            else:
+                _write_folder(draft, chosen, saved, params)
+        if as_file:
+            draft.replace(out)
+        else:
+            if out.exists():
+                out.rmdir()
+            rename_folder(draft, out, last=LAST_FILE)
     finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        _remove(draft)
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
-    names = ", ".join(sorted(path.name for path in out.iterdir()))
-    print_line(f"{saved.exp} round {number}: {count:,} parameters in {out}: {names}")
+    names = "" if as_file else f": {', '.join(sorted(path.name for path in out.iterdir()))}"
+    print_line(f"{saved.exp} round {number}: {count:,} parameters in {out}{names}")
     return 0
 
 
-def _new_folder(name: str | None) -> Path:
-    """Return the folder to write, which must not exist, or be empty."""
+def _remove(draft: Path) -> None:
+    if draft.is_file() or draft.is_symlink():
+        draft.unlink()
+    shutil.rmtree(draft, ignore_errors=True)
+
+
+def _cast(leaf: Any, dtype: str) -> Any:
+    """Cast a parameter, but no counts: integers stay."""
+    return leaf.astype(dtype) if jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating) else leaf
+
+
+def _new_path(name: str | None, *, is_folder: bool) -> Path:
+    """Return the folder to write, which must not exist or be empty, or the file."""
     if not name:
         raise UsageError(
-            "--out is missing, expected a new folder. Give for example --out=exported."
+            "--out is missing, expected a new folder. Give for example --out=exported, or a file: "
+            "--out=exported.npz or --out=exported.safetensors."
         )
     out = Path(name).expanduser().absolute()
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        kind = "has files" if out.is_dir() else "is a file"
+    if out.exists() and not (is_folder and out.is_dir() and not any(out.iterdir())):
+        kind = "is a file" if out.is_file() else "has files" if is_folder else "is a folder"
+        expected = "a new or an empty folder" if is_folder else "a new file"
         raise UsageError(
-            f"--out={name} {kind}, expected a new or an empty folder. Give another --out, or "
-            "remove it."
+            f"--out={name} {kind}, expected {expected}. Give another --out, or remove it."
         )
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(
             f"--out={name} cannot be made ({error.strerror}: {error.filename}), expected a new "
-            "folder. Give another --out."
+            f"{'folder' if is_folder else 'file'}. Give another --out."
         ) from error
     return out
 
 
 def _check_has_huggingface_form(saved: SavedRun) -> None:
     experiment = saved.experiment
-    remedy = "--format=orbax writes the parameters of any model"
+    remedy = (
+        "--format=orbax writes the parameters of any model, and so do --out=NAME.safetensors and "
+        "--out=NAME.npz"
+    )
     if not isinstance(experiment, LanguageModelExperiment):
         raise UsageError(
             f"--job_log_dir={saved.folder} holds --exp={saved.exp}, a {type(experiment).__name__}, "
@@ -108,26 +138,31 @@ def _check_has_huggingface_form(saved: SavedRun) -> None:
         )
 
 
-def _write_huggingface(folder: Path, saved: SavedRun, params: Params) -> None:
-    """Write config.json and safetensors, with the original folder's other entries and tokenizer."""
-    experiment = saved.experiment
-    assert isinstance(experiment, LanguageModelExperiment)
-    experiment.write_huggingface(folder, params)
-
-
-def _write_orbax(folder: Path, saved: SavedRun, params: Params) -> None:
-    """Write the parameters as a checkpoint of their own, and the configuration."""
-    write_orbax(folder, params)
+def _write_folder(folder: Path, chosen: str, saved: SavedRun, params: Params) -> None:
+    """Write a Hugging Face folder, or the parameters and the configuration."""
+    if chosen == "huggingface":
+        assert isinstance(saved.experiment, LanguageModelExperiment)
+        saved.experiment.write_huggingface(folder, params)
+        return
+    if chosen == "orbax":
+        write_orbax(folder, params)
+    else:
+        folder.mkdir()
+        _write_file(folder / f"params.{chosen}", chosen, params)
     write_configuration(folder, saved.experiment, saved.exp)
 
 
-_WRITERS = {"huggingface": _write_huggingface, "orbax": _write_orbax}
+def _write_file(path: Path, chosen: str, params: Params) -> None:
+    try:
+        FILE_WRITERS[chosen](path, params)
+    except ValueError as error:
+        raise UsageError(f"--format={chosen}: {error}") from error
 
 
 def define_flags(options: flags.FlagValues) -> None:
     """Define the flags of the command."""
     define_saved_run_flags(options)
-    flags.DEFINE_string("out", None, "The folder to write.", flag_values=options)
-    flags.DEFINE_enum("format", FORMATS[0], FORMATS, "The format.", flag_values=options)
+    flags.DEFINE_string("out", None, "The folder or file to write.", flag_values=options)
+    flags.DEFINE_enum("format", None, FORMATS, "The format.", flag_values=options)
     dtypes = ("float32", "bfloat16", "float16")
     flags.DEFINE_enum("dtype", None, dtypes, "Cast the parameters.", flag_values=options)

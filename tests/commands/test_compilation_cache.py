@@ -12,6 +12,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from fedpax.commands.compilation_cache import enable_compilation_cache
+from fedpax.data.sources.source import data_folder
 from fedpax.training.metrics import TIMINGS, read_metrics
 
 SETTINGS = (
@@ -48,6 +49,23 @@ def test_a_relative_cache_home_is_ignored(
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     enable_compilation_cache()
     assert (tmp_path / "home" / ".cache" / "fedpax" / "jax").is_dir()
+
+
+def test_without_a_home_folder_no_folder_of_this_name_is_made(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(user: int) -> None:  # as in a container with a user id of its own
+        raise KeyError(user)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    for name in ("HOME", "XDG_CACHE_HOME", "TFDS_DATA_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    enable_compilation_cache()
+    assert jax.config.jax_compilation_cache_dir is None
+    with pytest.raises(ValueError, match=r"tensorflow_datasets begins with .* Set the env.* HOME"):
+        data_folder(None)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_jaxs_own_settings_come_first(cache: Path, tmp_path: Path) -> None:

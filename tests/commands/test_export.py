@@ -12,12 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from safetensors.numpy import load_file
 from small_runs import NAMED, Command
 
 from fedpax.data import load_tokenizer, train_tokenizer
 from fedpax.experiments.weights import write_huggingface
 from fedpax.models import TransformerConfig, huggingface, transformer
 from fedpax.models.huggingface.config import differing_fields
+from fedpax.training.array_files import named_arrays
 from fedpax.training.checkpoint import load_params
 from fedpax.training.configuration import read_configuration, read_configuration_json
 from fedpax.training.job_dir import JobDirLock
@@ -129,14 +131,41 @@ def test_any_model_can_be_exported_as_a_checkpoint_of_its_own(
     assert read_configuration_json(out) == read_configuration_json(regression)
 
 
+def test_any_model_can_be_exported_as_a_file_of_arrays(
+    command: Command, regression: Path, tmp_path: Path
+) -> None:
+    expected = named_arrays(load_params(regression, 2))
+    arguments = ("export", NAMED, f"--job_log_dir={regression}", "--round=2")
+    status, output, errors = command(*arguments, f"--out={tmp_path}/model.npz")
+    assert (status, output.endswith(f"parameters in {tmp_path}/model.npz\n")) == (0, True), errors
+    assert_same_bits(dict(np.load(tmp_path / "model.npz")), expected)
+    assert command(*arguments, f"--out={tmp_path}/model.safetensors")[0] == 0
+    assert_same_bits(load_file(tmp_path / "model.safetensors"), expected)
+    assert sorted(path.name for path in tmp_path.glob("*model*")) == [
+        "model.npz", "model.safetensors",
+    ]  # fmt: skip
+    status, output, _ = command(*arguments, f"--out={tmp_path}/new", "--format=npz")
+    assert status == 0 and output.endswith("config.json, params.npz\n")
+    assert_same_bits(dict(np.load(tmp_path / "new" / "params.npz")), expected)
+
+    for out, more, words in [
+        ("model.npz", (), "model.npz is a file, expected a new file. Give another --out"),
+        ("a.npz", ("--format=orbax",), "the name of a file, expected a folder for --format=orbax"),
+        ("b.npz", ("--dtype=bfloat16",), "has dtype bfloat16, which a .npz file cannot hold"),
+    ]:
+        status, output, errors = command(*arguments, f"--out={tmp_path}/{out}", *more)
+        assert (status, output) == (2, "") and words in errors
+    assert not [*tmp_path.glob("*b.npz*")]
+
+
 def test_a_model_without_a_hugging_face_form_is_refused_with_the_reason(
     command: Command, text: Path, tmp_path: Path
 ) -> None:
-    arguments = (f"--job_log_dir={text}", f"--out={tmp_path}/new", "--model.scale_embeddings=True")
+    arguments = (f"--job_log_dir={text}", f"--out={tmp_path}/new", "--model.logit_softcap=30")
     status, output, errors = command("export", *arguments)
     assert (status, output) == (2, "")
-    assert "scale_embeddings=True: no supported Hugging Face family" in errors
-    assert "Only scale_embeddings=False can be saved. Train with this value" in errors
+    assert "logit_softcap=30.0: no supported Hugging Face family" in errors
+    assert "Only logit_softcap=None can be saved. Train with this value" in errors
     assert not (tmp_path / "new").exists()
 
 

@@ -17,6 +17,7 @@ from fedpax.data import train_tokenizer
 from fedpax.experiments import language_model
 from fedpax.experiments.fedavg_text import ClientTextConfig, FedAvgText, fedavg_lora_text
 from fedpax.experiments.pretrain import pretrain_text
+from fedpax.experiments.weights import write_huggingface
 from fedpax.models import huggingface, lora
 from fedpax.models.transformer import TransformerConfig, transformer
 from fedpax.training.compiled_round import compile_round, init_state
@@ -221,10 +222,29 @@ def test_a_model_is_exported_in_the_form_of_the_folder_it_began_from(
 
 
 def test_a_model_of_no_family_is_exported_by_orbax(tmp_path: Path) -> None:
-    flags = ["--mesh.fsdp=1", "--model.scale_embeddings=True", "--model.num_layers=2"]
+    flags = ["--mesh.fsdp=1", "--model.logit_softcap=30", "--model.num_layers=2"]
     experiment: Any = configure("pretrain_text", flags)
     params = random_params(experiment.build(), seed=1)
     experiment.write_model(tmp_path / "out", params, "pretrain_text")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"params", "config.json"}
     with ocp.StandardCheckpointer() as checkpointer:
         chex.assert_trees_all_equal(checkpointer.restore(tmp_path / "out" / "params"), params)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_scaled_embeddings_are_exported_with_their_scale(
+    tied: bool, dtype: str, tmp_path: Path
+) -> None:
+    config = TransformerConfig(
+        num_layers=1, embed_dim=24, num_heads=2, mlp_dim=16, tied_embeddings=tied, dtype=dtype
+    )
+    assert config.scale_embeddings  # the default
+    params = jax.jit(transformer(config).init)(jax.random.key(0))
+    write_huggingface(tmp_path, config, params, tokenizer="bytes", end_of_document=None)
+    found, loaded = huggingface.load(tmp_path)
+    assert not (found.scale_embeddings or found.tied_embeddings)
+    tokens = jax.random.randint(jax.random.key(1), (2, 9), 0, 256)
+    expected = transformer(dataclasses.replace(config, dtype="float32")).apply(params, tokens)
+    logits = transformer(dataclasses.replace(found, dtype="float32")).apply(loaded, tokens)
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5)

@@ -23,6 +23,7 @@ from typing import Any
 from fedpax.data.sources._reachability import unreachable_hosts
 from fedpax.data.sources.client_starts import Starts, read_client_starts
 from fedpax.data.sources.text_records import SUFFIX, TextRecords
+from fedpax.paths import expand_home
 
 EMBEDDED = {
     "stdlib_text": "fedpax.data.sources.stdlib_text",
@@ -186,13 +187,13 @@ def load(name: str, split: str, *, data_dir: str | os.PathLike[str] | None = Non
 
 def data_folder(data_dir: str | os.PathLike[str] | None) -> Path:
     """Return the folder of prepared data sets, see `load`."""
-    root = Path(data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets")
-    return root.expanduser().absolute()
+    root = data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
+    return expand_home(Path(root)).absolute()
 
 
 def _open_records(pattern: str) -> Source:
     """Open array_record files by their path."""
-    folder = Path(pattern).expanduser().absolute().parent
+    folder = expand_home(pattern).absolute().parent
     try:
         records = TextRecords(pattern)
     except (FileNotFoundError, ValueError):

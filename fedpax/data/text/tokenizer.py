@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +20,7 @@ from fedpax.data.text.sentencepiece_model import read_sentencepiece
 from fedpax.data.text.tokenizer_json import read_tokenizer_json
 from fedpax.data.text.vocabulary import Vocabulary, changed_text
 from fedpax.files import BYTE_ORDER_MARK, read_file
+from fedpax.paths import expand_home
 
 END_OF_DOCUMENT = "<|end_of_text|>"
 """The name of the end-of-document token that `train_tokenizer` gives."""
@@ -108,7 +108,7 @@ def load_tokenizer(name: str, *, end_of_document: str | None = None) -> Tokenize
                 "255 separates documents. Leave it out."
             )
         return BYTE_TOKENIZER
-    path = Path(name).expanduser()
+    path = expand_home(name)
     if not path.is_file():
         raise FileNotFoundError(
             f"tokenizer={name!r}: there is no such file. Pass the path of a tokenizer.json or of a "

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedpax.files import check_fetched, read_json
+from fedpax.paths import expand_home
 
 CONFIG, SINGLE_FILE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 AGAIN = "Copy or download the folder again."
@@ -33,7 +34,7 @@ def listed(names: Collection[str]) -> str:
 
 def existing_folder(folder: str | Path) -> Path:
     """Return the path of a Hugging Face folder, which must exist."""
-    path = Path(folder).expanduser()
+    path = expand_home(folder)
     if not path.is_dir():
         raise FileNotFoundError(
             f"{path} is not a folder: expected a Hugging Face folder. Give a folder with {CONFIG} "

@@ -29,6 +29,7 @@ from fedpax.models.huggingface.tensors import (
 )
 from fedpax.models.nnx_functional import Params
 from fedpax.models.transformer_config import TransformerConfig
+from fedpax.paths import expand_home
 
 
 def save(
@@ -90,7 +91,7 @@ def save(
     entries |= dtype_entries(dtype)
 
     library = safetensors("safetensors.numpy")
-    folder = Path(folder).expanduser()
+    folder = expand_home(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if found := [p.name for p in folder.iterdir() if p.name == CONFIG or ".safetensors" in p.name]:
         raise FileExistsError(

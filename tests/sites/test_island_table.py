@@ -49,7 +49,7 @@ def test_an_island_without_a_shard_has_a_row(
         IslandWatch(tmp_path, progress).update([waiting])
     assert "island paris (no shard): waiting" in capsys.readouterr().err
     assert read_islands(tmp_path) == [waiting]
-    assert "| paris  |  waiting |     - |" in format_islands([waiting, OSLO])
+    assert "| paris  | waiting |     - |" in format_islands([waiting, OSLO])
 
 
 @pytest.mark.parametrize("content", ["", "[1]", json.dumps([{"name": "paris"}])])

@@ -345,9 +345,8 @@ def _import_file(exp: str, path: Path) -> ModuleType:
         )
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
-    module = sys.modules.get(path.stem)
-    if module is None and "." not in path.stem:
-        module = importlib.import_module(path.stem)
+    # Even if the module is known already: another thread may still import it.
+    module = None if "." in path.stem else importlib.import_module(path.stem)
     if module is None or Path(getattr(module, "__file__", None) or "").resolve() != path:
         raise UnknownExperimentError(
             f"--exp={exp}: the file's name is that of another module, {path.stem}, expected a name "

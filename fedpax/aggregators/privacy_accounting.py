@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -218,12 +219,16 @@ def _account(
     return functools.partial(_fixed_size_epsilon, **rounds, **sizes)
 
 
+# The filters of warnings belong to all threads.
+_FILTERS = threading.Lock()
+
+
 def _gaussian_epsilon(noise: float, num_rounds: int, delta: float) -> float:
     """Return epsilon without sampling: exact, and a bound where epsilon is above 500,000."""
     noise /= math.sqrt(num_rounds)
     if noise < 1e-3:  # the exact one takes differences of numbers that are too large
         return 0.5 / noise / noise + math.sqrt(-2 * math.log(delta)) / noise
-    with warnings.catch_warnings():
+    with _FILTERS, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of a logarithm that is -infinity
         return float(_import_dp_accounting().get_epsilon_gaussian(noise, delta))
 

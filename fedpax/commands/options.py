@@ -8,6 +8,7 @@ import inspect
 import operator
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from fedpax.training.configuration import check_is_dataclass, resolve_job_log_di
 from fedpax.training.console import escape_controls, print_error
 from fedpax.training.experiment import Experiment
 from fedpax.training.seeds import seed_paths, with_seed
+
+_PARSING = threading.Lock()
 
 
 def parse(
@@ -259,7 +262,8 @@ def override(
     text = f"{description}\n\n--seed=N sets all seeds at once: {seeds}.".lstrip()
 
     def run_tyro(default: Experiment, *, prints: bool = True) -> Experiment:
-        with _colors_on_terminals_alone():
+        # tyro's registries, and the environment, belong to all threads.
+        with _PARSING, _colors_on_terminals_alone():
             return tyro.cli(
                 type(default),
                 default=default,

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import shutil
 import statistics
 import sys
 from pathlib import Path
@@ -15,74 +16,12 @@ from fedpax.main import main
 from fedpax.training.metrics import read_metrics, select
 from fedpax.training.seeds import seed_paths, with_seed
 
-LEAF = """\
-import dataclasses
-
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-
-import fedpax
-from fedpax.algorithms import fedavg
-from fedpax.data import FunctionRounds
-from fedpax.experiments.catalog import ExperimentGroup
-from fedpax.training.experiment import Experiment, Run, TrainingConfig
-
-
-@dataclasses.dataclass(frozen=True)
-class Data:
-    seed: int = 5
-    shuffle_seed: int | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Line(Experiment):
-    rate: float
-    data: Data = Data()
-
-    def build(self):
-        def loss_fn(w, x):
-            return jnp.mean((w - x) ** 2), {"width": jnp.max(x) - jnp.min(x)}
-
-        random = np.random.default_rng(self.data.seed)
-        x = random.normal(size=(2, 1, 4)).astype(np.float32)
-        return Run(
-            algorithm=fedavg(loss_fn, cohort_size=2, client_optimizer=optax.sgd(self.rate)),
-            init=lambda key: jnp.float32(self.training.seed),
-            cohorts=FunctionRounds(lambda number: fedpax.Cohort(x)),
-            evaluate=lambda w: {"loss": loss_fn(w, x)[0], "accuracy": 1 / (1 + abs(w))},
-            mesh=self.mesh.make(jax.devices()[:1]),
-            items_per_round=8,
-            placement="clients",
-        )
-
-
-def line(rate=0.1):
-    return Line(rate=rate, training=TrainingConfig(rounds=2, evaluate_every=1, checkpoint_every=2))
-
-
-def three():
-    \"\"\"Three rates.\"\"\"
-    return ExperimentGroup({f"rate_{rate}": line(rate) for rate in (0.1, 0.2, 0.3)}, "accuracy=0.1")
-
-
-def two():
-    return ExperimentGroup({"slow": line(0.1), "fast": line(0.3)})
-
-
-def wrong():
-    return ExperimentGroup({"a/b": line()})
-
-
-def functions():
-    return ExperimentGroup({"a": line})
-"""
+LEAF = Path(__file__).parent / "small_leaf.py"
 
 
 @pytest.fixture
 def leaf(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "leaf.py").write_text(LEAF)
+    shutil.copy(LEAF, tmp_path / "leaf.py")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "leaf", raising=False)  # another test's file
     compare = importlib.import_module("fedpax.commands.compare")

@@ -16,6 +16,7 @@ import logging
 import operator
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -352,19 +353,24 @@ def _lock(path: Path, name: str) -> Iterator[bool]:
         yield True
 
 
+# stdout and the progress bars belong to all threads.
+_QUIET = threading.Lock()
+
+
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Silence TFDS's output and progress bars, for preparations that take about a second."""
     import tensorflow_datasets as tfds
     from tensorflow_datasets.core.utils import tqdm_utils
 
-    shown = tqdm_utils._active
-    tfds.disable_progress_bar()
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        tfds.display_progress_bar(shown)
+    with _QUIET:
+        shown = tqdm_utils._active
+        tfds.disable_progress_bar()
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                yield
+        finally:
+            tfds.display_progress_bar(shown)
 
 
 def _how_to_copy(builder: Any, split: str, root: Path) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 ACCEPTED = (
     "expected a source from fedpax.data.load, a list of dicts with one dict for each example, a "
@@ -107,6 +108,24 @@ def column_values(column: Any) -> Any:
     if hasattr(column, "null_count") and hasattr(column, "to_pylist"):  # pyarrow
         return column.to_pylist() if column.null_count else column.to_numpy(zero_copy_only=False)
     return column.to_numpy() if hasattr(column, "to_numpy") else column
+
+
+def column_array(column: Any) -> NDArray[Any]:
+    """Return a column as an array; in a data frame, one of arrays has objects."""
+    dtype = getattr(column, "dtype", None)
+    if dtype is None or (np.dtype(dtype).kind == "O" and isinstance(column[0], np.ndarray)):
+        return stack_values(column)
+    return np.asarray(column)
+
+
+def stack_values(values: Sequence[Any]) -> NDArray[Any]:
+    """Stack values to an array `[examples, ...]`, or to one of objects if their shapes differ."""
+    arrays = [np.asarray(value) for value in values]
+    if len({array.shape for array in arrays}) == 1:
+        return np.stack(arrays)
+    objects = np.empty(len(arrays), object)
+    objects[:] = arrays
+    return objects
 
 
 def _columns(source: Any) -> Mapping[str, Any] | None:

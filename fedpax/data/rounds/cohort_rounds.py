@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpax.clients.cohort import MASK, Cohort
-from fedpax.data.examples import Columns, as_examples
+from fedpax.data.examples import Columns, as_examples, column_array, stack_values
 from fedpax.data.populations.client_sampler import ClientSampler
 from fedpax.data.populations.partition import (
     Examples,
@@ -377,7 +377,7 @@ def _open(examples: Examples | Arrays) -> tuple[Read, int, str]:
     """Return a function that stacks the examples of given indices, their number and a name."""
     examples = as_examples(examples, "examples")
     if isinstance(examples, Columns):
-        arrays = {name: _as_array(values) for name, values in examples.columns.items()}
+        arrays = {name: column_array(values) for name, values in examples.columns.items()}
         return (
             lambda indices: {name: values[indices] for name, values in arrays.items()},
             len(examples),
@@ -391,24 +391,8 @@ def _open(examples: Examples | Arrays) -> tuple[Read, int, str]:
         unique, position = np.unique(indices, return_inverse=True)
         # In one call, which takes a tenth of the time for files of 2**18 examples.
         found = read_records(examples, unique.tolist())
-        return {name: _stack([example[name] for example in found])[position] for name in found[0]}
+        return {
+            name: stack_values([example[name] for example in found])[position] for name in found[0]
+        }
 
     return read_stacked, len(examples), source_name(examples)
-
-
-def _as_array(column: Any) -> NDArray[Any]:
-    """Return a column as an array; in a data frame, one of arrays has objects."""
-    dtype = getattr(column, "dtype", None)
-    if dtype is None or (np.dtype(dtype).kind == "O" and isinstance(column[0], np.ndarray)):
-        return _stack(column)
-    return np.asarray(column)
-
-
-def _stack(values: Sequence[Any]) -> NDArray[Any]:
-    """Stack values to an array `[examples, ...]`, or to one of objects if their shapes differ."""
-    arrays = [np.asarray(value) for value in values]
-    if len({array.shape for array in arrays}) == 1:
-        return np.stack(arrays)
-    objects = np.empty(len(arrays), object)
-    objects[:] = arrays
-    return objects

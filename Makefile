@@ -50,6 +50,7 @@ test-pods: $(INSTALLED)  ## Compile for TPU pods, and check that transfers overl
 
 lint: $(INSTALLED)  ## Run ruff, and check the format of code and pages.
 	$(BIN)/ruff check .
+	$(BIN)/ruff check --preview --select PLW1514 fedpax algorithms experiments  # encodings are named
 	$(BIN)/ruff format --check .
 
 # Check the types of the wheel, since users import the installed package. mypy treats a folder on

@@ -88,7 +88,7 @@ def _entries(*, are_groups: bool) -> Mapping[str, Entry]:
             continue  # the benchmarks
         spec = importlib.util.find_spec(info.name)
         assert spec is not None and spec.origin is not None
-        for node in ast.parse(Path(spec.origin).read_text()).body:
+        for node in ast.parse(Path(spec.origin).read_bytes()).body:
             if not isinstance(node, ast.FunctionDef) or not (returned := _returned_class(node)):
                 continue
             if (returned == ExperimentGroup.__name__) == are_groups:

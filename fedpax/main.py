@@ -12,7 +12,12 @@ from pathlib import Path
 from fedpax import __version__
 from fedpax.commands import COMMANDS
 from fedpax.files import describe_no_permission
-from fedpax.training.console import discard_output, open_closed_streams, print_error
+from fedpax.training.console import (
+    discard_output,
+    escape_unknown_characters,
+    open_closed_streams,
+    print_error,
+)
 from fedpax.training.preemption import exit_on_signals
 
 USAGE = """\
@@ -184,6 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status 0
     """
     open_closed_streams()
+    escape_unknown_characters()
     try:
         status = _run(sys.argv[1:] if argv is None else _check_words(argv))
         sys.stdout.flush()

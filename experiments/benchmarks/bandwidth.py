@@ -196,7 +196,7 @@ def main() -> None:
         if method not in PUBLISHED:
             parser.error(f"--plans: unknown method {method!r}; choose from {', '.join(PUBLISHED)}")
         try:
-            bits[method] = bits_per_parameter(method, json.loads(Path(file).read_text()))
+            bits[method] = bits_per_parameter(method, json.loads(Path(file).read_bytes()))
         except (OSError, ValueError) as error:
             parser.error(f"--plans: {error}")
         print(f"{method}: {bits[method]:.2f} bits of each parameter in an exchange, as compiled")

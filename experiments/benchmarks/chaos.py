@@ -201,7 +201,7 @@ def heldout_loss(sites: Sites) -> float:
     subprocess.run(
         [sys.executable, "-m", "fedpax", *command], check=True, stdout=subprocess.DEVNULL
     )
-    return float(json.loads(file.read_text())["metrics"]["loss"])
+    return float(json.loads(file.read_text(encoding="utf-8"))["metrics"]["loss"])
 
 
 def draw(quiet: Outcome, chaotic: Outcome, path: Path) -> None:

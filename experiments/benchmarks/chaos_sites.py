@@ -218,7 +218,7 @@ class Sites:
 
     def dropped(self, island: int) -> int:
         """Return how many updates of an island the syncer has counted and not applied."""
-        islands = json.loads((self.run_folder(SYNCER) / "islands.json").read_text())
+        islands = json.loads((self.run_folder(SYNCER) / "islands.json").read_text(encoding="utf-8"))
         name = self.run_folder(island).name
         return sum(own["dropped"] for own in islands if own["name"] == name)
 

@@ -206,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(table(results[count], shown))
     if options.json:
         content = {"settings": vars(options), "distances": results}
-        Path(options.json).write_text(json.dumps(content, indent=1) + "\n")
+        Path(options.json).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     if options.plot:
         draw(results[steps[-1]]).savefig(options.plot)
 

@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("files", nargs="+", type=Path, help="written by fedavg_round --json")
     parser.add_argument("--out", type=Path, default=Path("rounds.png"), help="file of the picture")
     options = parser.parse_args(argv)
-    rows = [row for file in options.files for row in json.loads(file.read_text())["rows"]]
+    rows = [row for file in options.files for row in json.loads(file.read_bytes())["rows"]]
     draw(rows).savefig(options.out)
     print(options.out)
     return 0

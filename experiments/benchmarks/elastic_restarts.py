@@ -105,7 +105,7 @@ class Job(AbstractContextManager["Job"]):
     def wait_for_message(self, text: str, times: int) -> float:
         """Wait until the keeper has printed a text several times; return the time."""
         deadline = time.monotonic() + LONGEST
-        while Path(self._log.name).read_text().count(text) < times:
+        while Path(self._log.name).read_text(encoding="utf-8").count(text) < times:
             self._check(deadline)
         return time.monotonic()
 
@@ -125,7 +125,7 @@ class Job(AbstractContextManager["Job"]):
         if self._supervisors[0].poll() is not None or time.monotonic() > deadline:
             raise RuntimeError(
                 f"the job did not train on, expected a round within {LONGEST:g} s. Its messages: "
-                f"{Path(self._log.name).read_text()[-2000:]}"
+                f"{Path(self._log.name).read_text(encoding='utf-8')[-2000:]}"
             )
         time.sleep(0.02)
 
@@ -133,7 +133,7 @@ class Job(AbstractContextManager["Job"]):
         """Send a signal to the training process of a host, the child of its fork server."""
         process = self._supervisors[number].pid
         for _ in range(2):
-            process = int(Path(f"/proc/{process}/task/{process}/children").read_text())
+            process = int(Path(f"/proc/{process}/task/{process}/children").read_bytes())
         os.kill(process, which)
 
     def kill_host(self, number: int) -> None:

@@ -200,7 +200,7 @@ def main() -> None:
                 for row in rows
             ],
         }
-        Path(options.json).write_text(json.dumps(content, indent=1) + "\n")
+        Path(options.json).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     if options.plot:
         plot_courses({row.method: row.courses[0] for row in rows}, target, options.plot)
 

@@ -163,4 +163,4 @@ def write(path: str | None, rows: Sequence[NamedTuple], **settings: Any) -> None
     if path is None:
         print(json.dumps(content))
     else:
-        Path(path).write_text(json.dumps(content, indent=2) + "\n")
+        Path(path).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

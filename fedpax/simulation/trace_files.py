@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from fedpax.files import check_fetched
 from fedpax.simulation.trace import Trace
 
 FIELDS = ("seconds_per_step", "seconds_to_receive", "seconds_to_send")
@@ -44,7 +45,7 @@ def save_trace(trace: Trace, path: str | Path) -> None:
             for start, end in intervals[np.isfinite(intervals[:, 0])]
         ]
         lines.append(json.dumps(entry) + "\n")
-    path.write_text("".join(lines))
+    path.write_text("".join(lines), encoding="utf-8")
 
 
 def load_trace(path: str | Path) -> Trace:
@@ -71,7 +72,9 @@ def load_trace(path: str | Path) -> Trace:
         [False]
     """
     path = Path(path)
-    return _load_arrays(path) if _format(path) == ".npz" else _load_lines(path)
+    form = _format(path)
+    check_fetched(path)
+    return _load_arrays(path) if form == ".npz" else _load_lines(path)
 
 
 def _load_arrays(path: Path) -> Trace:
@@ -94,7 +97,7 @@ def _load_arrays(path: Path) -> Trace:
 def _load_lines(path: Path) -> Trace:
     """Read JSON lines."""
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError:
         raise ValueError(
             f"{path} is no text, expected lines of JSON. Write it with save_trace."

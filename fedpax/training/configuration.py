@@ -387,7 +387,8 @@ def resolve_job_log_dir(job_log_dir: str | Path) -> Path:
         job_log_dir: a folder on a file system that every process sees.
 
     Raises:
-        ConfigurationError: the path is a URL such as `gs://bucket/run`, or names an unknown user.
+        ConfigurationError: the path is a URL such as `gs://bucket/run`, names an unknown user, or
+            has characters that the environment's encoding lacks.
 
     Example:
         >>> resolve_job_log_dir("~/runs/digits") == Path.home() / "runs" / "digits"
@@ -404,7 +405,15 @@ def resolve_job_log_dir(job_log_dir: str | Path) -> Path:
             f"--job_log_dir={job_log_dir} is a URL, expected a folder of a file system. {remedy}"
         )
     try:
-        return Path(job_log_dir).expanduser().absolute()
+        folder = Path(job_log_dir).expanduser().absolute()
+        str(folder).encode("utf-8")  # Orbax opens only such paths
+        return folder
+    except UnicodeEncodeError as error:
+        raise ConfigurationError(
+            f"--job_log_dir={job_log_dir} has characters that are unknown in this environment, "
+            f"whose encoding is {sys.getfilesystemencoding()}. Set the environment variable "
+            "PYTHONUTF8=1 or LC_ALL=C.UTF-8, or give a folder in ASCII."
+        ) from error
     except RuntimeError as error:
         raise ConfigurationError(
             f"--job_log_dir={job_log_dir} names a home folder that is unknown ({error}), expected "
@@ -420,7 +429,7 @@ def write_atomically(path: Path, text: str) -> None:
         text: the new content.
     """
     if is_remote(path):  # a bucket has no part of a file
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, text.encode())

@@ -1,5 +1,6 @@
 """Lines for the user: a closed pipe or a full disk loses the line, but does not stop the run."""
 
+import io
 import os
 import sys
 from typing import TextIO
@@ -24,6 +25,17 @@ def open_closed_streams() -> None:
     for number, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, mode, closefd=False))
+
+
+def escape_unknown_characters() -> None:
+    """Print characters that the encoding of stdout or stderr lacks as escapes.
+
+    In the C locale the encoding can be ASCII, and a library's help or a user's path could not be
+    printed.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def print_line(text: str) -> None:

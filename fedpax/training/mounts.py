@@ -37,7 +37,7 @@ def is_object_store(folder: Path) -> bool:
     if is_remote(folder):
         return True
     try:
-        lines = MOUNTS.read_text().splitlines()
+        lines = MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
         return False
     folder = folder.resolve()

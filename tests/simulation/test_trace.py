@@ -167,3 +167,13 @@ def test_a_damaged_archive_is_named(tmp_path):
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match=r"trace.jsonl is no text, expected lines of JSON"):
         load_trace(path)
+
+
+def test_a_byte_order_mark_is_read_and_a_git_lfs_pointer_is_called_one(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"seconds_per_step": 1.5, "downtimes": []}\n')
+    assert load_trace(path).seconds_per_step.tolist() == [1.5]
+    for path in (tmp_path / "a.jsonl", tmp_path / "a.npz"):
+        path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+        with pytest.raises(ValueError, match=r"is a Git LFS pointer.*git lfs pull"):
+            load_trace(path)

@@ -341,7 +341,7 @@ def _lock(path: Path, name: str) -> Iterator[bool]:
     except ImportError:  # not a POSIX system
         yield False
         return
-    with path.open("w") as file:
+    with path.open("wb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

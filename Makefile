@@ -69,4 +69,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 clean:  ## Remove the environment and all caches; keep the results in runs/.
-	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist .src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -40,16 +40,16 @@ def test_every_folder_of_modules_is_installed() -> None:
         for path in (ROOT / top).rglob("*.py")
     }
     where = PROJECT["tool"]["setuptools"]["packages"]["find"]["where"]
-    assert where == ["src"]
-    packages = [name.replace(".", "/") for name in find_packages(str(ROOT / "src"))]
-    installed = {(ROOT / "src" / name).resolve().relative_to(ROOT).as_posix() for name in packages}
+    assert where == [".src"]
+    packages = [name.replace(".", "/") for name in find_packages(str(ROOT / ".src"))]
+    installed = {(ROOT / ".src" / name).resolve().relative_to(ROOT).as_posix() for name in packages}
     assert folders == installed
 
 
 def test_the_folder_on_the_path_of_an_editable_installation_has_no_other_name() -> None:
-    names = {path.name for path in (ROOT / "src").iterdir()}
+    names = {path.name for path in (ROOT / ".src").iterdir()}
     assert names - {"fedpax.egg-info"} == {"fedpax"}
-    for link in ("src/fedpax", "fedpax/algorithms", "fedpax/experiments"):
+    for link in (".src/fedpax", "fedpax/algorithms", "fedpax/experiments"):
         assert (ROOT / link).is_symlink() and not Path(os.readlink(ROOT / link)).is_absolute()
 
 

@@ -31,7 +31,7 @@ OPTAX_HAS_NO_TYPES = "[mypy]\nstrict = True\n[mypy-optax]\nignore_missing_import
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Copy the files of an installation, because pip writes beside them."""
     folder = tmp_path_factory.mktemp("sources")
-    for name in ("fedpax", "algorithms", "experiments", "src"):
+    for name in ("fedpax", "algorithms", "experiments", ".src"):
         shutil.copytree(
             ROOT / name,
             folder / name,

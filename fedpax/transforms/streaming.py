@@ -240,7 +240,7 @@ class _ParticipantValues:
             self.slices[v] = jax.lax.squeeze(self.rows[v], [self.plan.axis[v]])
         return self.slices[v]
 
-    def array_of(self, v: Var) -> jax.Array:
+    def array_of(self, v: Atom) -> jax.Array:
         """Return the slice of a value as an array, also if a map returns a number."""
         value: Any = materialize(self.slice_of(v))
         return value if isinstance(value, jax.Array) else jnp.asarray(value, aval_of(v).dtype)

@@ -94,6 +94,7 @@ def check_seed(function: str, seed: Any) -> int:
 
     Raises:
         TypeError: the seed is not an integer.
+        ValueError: the seed needs more than 32 bits, of which JAX would drop all others.
     """
     remedy = "Pass an int of your choice, such as 0: equal seeds give equal random numbers."
-    return check_int(function, "seed", seed, remedy=remedy)
+    return check_int(function, "seed", seed, remedy=remedy, least=-(2**31), most=2**32 - 1)

@@ -20,6 +20,8 @@ from fedpax.commands.saved_run import (
 from fedpax.experiments.language_model import LanguageModelExperiment
 from fedpax.models.generation import generate as generate_tokens
 from fedpax.training.console import print_error, print_line
+from fedpax.training.integers import LARGEST_ROUND as LARGEST
+from fedpax.training.integers import SEEDS
 
 
 def generate(arguments: Sequence[str]) -> int:
@@ -88,7 +90,9 @@ def define_flags(options: flags.FlagValues) -> None:
     """Define the flags of the command."""
     define_saved_run_flags(options)
     flags.DEFINE_string("prompt", None, "The text to continue.", flag_values=options)
-    flags.DEFINE_integer("num_tokens", 100, "The number of new tokens.", flag_values=options)
+    flags.DEFINE_integer(
+        "num_tokens", 100, "The number of new tokens.", None, LARGEST, flag_values=options
+    )
     flags.DEFINE_float("temperature", 1.0, "Divides the logits.", flag_values=options)
     flags.DEFINE_float("top_p", 1.0, "The nucleus' probability.", flag_values=options)
-    flags.DEFINE_integer("seed", 0, "The seed of the sampling.", flag_values=options)
+    flags.DEFINE_integer("seed", 0, "The seed of the sampling.", *SEEDS, flag_values=options)

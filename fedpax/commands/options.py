@@ -23,6 +23,7 @@ from fedpax.experiments.catalog import describe_group as describe_experiments
 from fedpax.training.configuration import check_is_dataclass, resolve_job_log_dir
 from fedpax.training.console import escape_controls, print_error
 from fedpax.training.experiment import Experiment
+from fedpax.training.integers import check_integers
 from fedpax.training.seeds import seed_paths, with_seed
 
 _PARSING = threading.Lock()
@@ -291,7 +292,9 @@ def override(
         if stop.code and (hint := describe_group(experiment, overrides)):
             print_error(f"fedpax: {hint}")
         raise
-    return changed.resolve(experiment, parse, job_log_dir)
+    resolved = changed.resolve(experiment, parse, job_log_dir)
+    check_integers(resolved)
+    return resolved
 
 
 def _split_seed(overrides: Sequence[str]) -> tuple[int | None, list[str]]:

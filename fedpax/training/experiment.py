@@ -18,6 +18,7 @@ from fedpax.parallel.mesh_rule import ShardedSize, follow
 from fedpax.training.configuration import write_configuration
 from fedpax.training.exports import write_orbax
 from fedpax.training.frozen import StoredParams
+from fedpax.training.integers import check_integers
 from fedpax.training.profile import parse_profile_at
 from fedpax.training.shardings import ShardingTree
 from fedpax.training.spikes import OnSpike
@@ -219,8 +220,9 @@ class TrainingConfig:
         """Check the ranges.
 
         Raises:
-            ValueError: a number is too small, or a setting is none of its values.
+            ValueError: a number is too small or no integer, or a setting is none of its values.
         """
+        check_integers(self, "training")
         least = {
             "rounds": 1,
             "evaluate_every": 0,

@@ -29,6 +29,7 @@ from fedpax.training.configuration import (
 from fedpax.training.experiment import Experiment, check_run
 from fedpax.training.exports import Exports
 from fedpax.training.goodput import GoodputClock, describe_goodput
+from fedpax.training.integers import check_integers
 from fedpax.training.job_dir import JobDirLock, check_configuration
 from fedpax.training.logging import NonFiniteError
 from fedpax.training.membership import Membership
@@ -124,6 +125,7 @@ def train(
     """
     if isinstance(allow_config_change, str):
         allow_config_change = allow_config_change.split(",")
+    check_integers(experiment)
     check_rule(participant_states)
     check_profile_at(experiment.training.profile_at, experiment.training.rounds)
     folder = resolve_job_log_dir(job_log_dir)

@@ -18,6 +18,7 @@ from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import fedpax.experiments
+from fedpax.experiments.edited_modules import folder_of_module, import_newest
 
 if TYPE_CHECKING:
     from fedpax.training.experiment import Experiment
@@ -320,10 +321,14 @@ def _find_member(group: str, name: str) -> Callable[[], Experiment]:
 
 def _import_module(exp: str, module_name: str) -> ModuleType:
     """Import a module that is installed, on PYTHONPATH or below the current folder."""
+    importlib.invalidate_caches()  # the file can be new
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        return importlib.import_module(module_name)
+        folder = folder_of_module(module_name)
+        if folder is None:
+            return importlib.import_module(module_name)
+        return import_newest(module_name, folder)
     except ModuleNotFoundError as error:
         # If another module is missing, the experiment's own module imports it: keep the traceback.
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
@@ -336,7 +341,10 @@ def _import_module(exp: str, module_name: str) -> ModuleType:
 
 
 def _import_file(exp: str, path: Path) -> ModuleType:
-    """Import a file as the module of its name, with its folder on the path as for a script."""
+    """Import a file as the module of its name, with its folder on the path as for a script.
+
+    A file that was edited since is imported again (`fedpax.experiments.edited_modules`).
+    """
     path = path.expanduser().resolve()
     if not path.is_file():
         raise UnknownExperimentError(
@@ -345,8 +353,11 @@ def _import_file(exp: str, path: Path) -> ModuleType:
         )
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
-    # Even if the module is known already: another thread may still import it.
-    module = None if "." in path.stem else importlib.import_module(path.stem)
+    module = sys.modules.get(path.stem)
+    is_free = module is None or Path(getattr(module, "__file__", None) or "").resolve() == path
+    if is_free and "." not in path.stem:
+        # Even if the module is known already: another thread may still import it.
+        module = import_newest(path.stem, path.parent)
     if module is None or Path(getattr(module, "__file__", None) or "").resolve() != path:
         raise UnknownExperimentError(
             f"--exp={exp}: the file's name is that of another module, {path.stem}, expected a name "

@@ -205,17 +205,15 @@ def own_classes(experiment: Any) -> frozenset[type]:
         experiment: an experiment, or another dataclass; its code is trusted.
     """
     used = {type(part) for part in _parts(experiment)}
-    modules = {sys.modules.get(kind.__module__) for kind in used}
-    named = {
-        value
-        for module in modules
-        if module
-        for value in vars(module).values()
-        if isinstance(value, type)
-    }
+    names = {kind.__module__ for kind in used if not is_within_fedpax(kind.__module__)}
+    modules = [sys.modules[name] for name in names if name in sys.modules]
+    beside = [value for module in modules for value in vars(module).values()]
+    # By name: a module that was imported again has other classes than an older experiment.
+    kinds = {_name_of(kind): kind for kind in beside if isinstance(kind, type)}
+    kinds |= {_name_of(kind): kind for kind in used}
     return frozenset(
         kind
-        for kind in used | named
+        for kind in kinds.values()
         if dataclasses.is_dataclass(kind) and not is_within_fedpax(kind.__module__)
     )
 

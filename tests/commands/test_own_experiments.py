@@ -1,5 +1,6 @@
 """Experiments of a user: how they are found, and how their mistakes are reported."""
 
+import importlib
 import os
 import sys
 from collections.abc import Callable
@@ -231,3 +232,67 @@ def test_the_experiments_that_come_with_fedpax_can_be_configured(run: Run) -> No
     assert status == 0 and len(output.splitlines()) == len(experiments()) + len(groups())
     for name, function in experiments().items():
         assert configure(name, []) == function()
+
+
+def test_an_edited_experiment_and_the_modules_beside_it_are_imported_again(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An edit in the same second with the same length, as in a notebook, counts too."""
+    monkeypatch.chdir(tmp_path)
+    name = f"edited_{tmp_path.name}"
+    package = tmp_path / f"parts_{name}"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    base, late = tmp_path / f"base_{name}.py", package / "late.py"
+    file = tmp_path / f"{name}.py"
+
+    def write(path: Path, rounds: int) -> None:
+        before = path.stat().st_mtime_ns if path.exists() else None
+        path.write_text(f"ROUNDS = {rounds}\n")
+        if before is not None:
+            os.utime(path, ns=(before, before))
+
+    def rounds(exp: str) -> tuple[int, ...]:
+        status, _, errors = run("train", f"--exp={exp}:own", "--help")
+        assert status == 0, errors
+        training = find_experiment(f"{exp}:own")().training
+        return training.rounds, training.spike_limit, training.seed
+
+    source = MODULE.format(name="own").replace(
+        "import dataclasses",
+        f"import dataclasses\nfrom base_{name} import ROUNDS as BASE\nROUNDS = 1",
+    )
+    source = source.replace(
+        "return Small(training=TrainingConfig(rounds=1,",
+        f"from parts_{name} import late\n    "
+        "return Small(training=TrainingConfig(rounds=ROUNDS, seed=late.ROUNDS, spike_limit=BASE,",
+    )
+    file.write_text(source)
+    write(base, 1), write(late, 1)
+    exps = (f"./{name}.py", name)
+    for exp in exps:
+        assert rounds(exp) == (1, 1, 1)
+    function = find_experiment(f"{name}:own")
+    assert find_experiment(f"./{name}.py:own") is function
+    for number, exp in enumerate(exps, start=2):
+        write(base, number), write(late, number)
+        assert rounds(exp) == (number - 1, number, number)
+        file.write_text(source.replace("\nROUNDS = 1", f"\nROUNDS = {number}"))
+        assert rounds(exp) == (number, number, number)
+
+
+def test_a_module_that_was_imported_before_and_edited_is_imported_again(
+    run: Run, tmp_path: Path
+) -> None:
+    name = f"before_{tmp_path.name}"
+    file = tmp_path / f"{name}.py"
+    file.write_text(MODULE.format(name="own"))
+    sys.path.append(str(tmp_path))  # restored by the fixture
+    importlib.import_module(name)
+    file.write_text(MODULE.format(name="own").replace("rounds=1,", "rounds=2,"))
+    assert find_experiment(f"{file}:own")().training.rounds == 2
+    file.write_text("def own(:")
+    with pytest.raises(SyntaxError):
+        find_experiment(f"{file}:own")
+    file.write_text(MODULE.format(name="own").replace("rounds=1,", "rounds=3,"))
+    assert find_experiment(f"{file}:own")().training.rounds == 3

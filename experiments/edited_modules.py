@@ -54,7 +54,7 @@ def import_newest(name: str, folder: Path) -> ModuleType:
         if any(_is_edited(n, file, seen) for n, file in own.items()):
             for n, file in own.items():
                 del sys.modules[n]
-                # Python takes bytecode for newer than an edit in the same second of the same length.
+                # Its bytecode counts as newer than an edit in the same second of the same length.
                 with contextlib.suppress(OSError, NotImplementedError):
                     os.unlink(importlib.util.cache_from_source(file))
         importlib.invalidate_caches()

@@ -92,7 +92,12 @@ def test_a_folder_has_one_thread(tmp_path: Path) -> None:
             in_threads([lambda: JobDirLock(tmp_path / "run")])
 
 
-def test_failed_saves_stay_quiet_until_the_last_thread_ends() -> None:
+def test_failed_saves_stay_quiet_until_the_last_thread_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # After an error of an earlier run they stay quiet.
+    monkeypatch.setattr(QuietFailedSaves, "_in_effect", 0)
+    monkeypatch.setattr(sys, "unraisablehook", sys.__unraisablehook__)
     before = sys.unraisablehook
     filters = list(logging.getLogger("absl").filters)
     first, second = QuietFailedSaves(), QuietFailedSaves()

@@ -44,6 +44,8 @@ class Island:
         joined: whether its newest process has joined this syncer process.
         left: whether it has told the syncer that it leaves.
         heard_end: whether it has told the syncer that it knows the end of the run.
+        since: time at which the syncer has first heard of it, or was started.
+        last_parts: for each fragment, time of its last part in a merge.
         last_message: time of its last message, on the syncer's clock.
         last_step: time of the last message with a larger number of steps.
         steps: inner steps of its process.
@@ -65,6 +67,8 @@ class Island:
     joined: bool = False
     left: bool = False
     heard_end: bool = False
+    since: float = 0.0
+    last_parts: dict[int, float] = dataclasses.field(default_factory=dict)
     last_message: float = 0.0
     last_step: float = 0.0
     steps: int = 0
@@ -187,7 +191,7 @@ class Members:
         """Restore islands from the result of `to_json`; none has joined, and each may return."""
         for name, fields in saved.items():
             self._islands[name] = island = Island.from_json(name, fields)
-            island.last_message = now
+            island.since = island.last_message = now
 
     def to_json(self) -> dict[str, dict[str, Any]]:
         """Return the saved fields of each island."""
@@ -263,7 +267,9 @@ class Members:
             if free is None:
                 raise RefusedError(self.why_no_shard(shard))
             self._take_shard(free)
-            island = self._islands[name] = Island(name, free, peer, folder, [incarnation])
+            island = self._islands[name] = Island(
+                name, free, peer, folder, [incarnation], since=now
+            )
         else:
             self._check_return(island, peer, folder, incarnation, now)
             if island.shard is None and (free := self._find_shard(shard, now)) is not None:

@@ -369,7 +369,9 @@ class Syncer:
             waiting, self._deadline = self._pending.begin_merge(p), None
             version = self._model.fragments[p].version
             votes = group_votes(self._members, waiting, self._one_vote)
-        state, metrics = self._model.merge(p, combine(self._model.decode[p], votes))
+            now, inside = self._clock(), [i for i in self._members if i.name in waiting]
+            seconds = {i.name: now - i.last_parts.get(p, i.since) for i in inside}
+        state, metrics = self._model.merge(p, combine(self._model.decode[p], votes, seconds))
         if not all(np.all(np.isfinite(x)) for x in jax.tree.leaves(state.params)):
             raise NonFiniteError(
                 f"merge {self.merges + 1} made a parameter of fragment {p} NaN or infinite, "
@@ -400,6 +402,8 @@ class Syncer:
             self._model.put(p, state)
             self.merges, self.totals = self.merges + 1, self.totals.add(tokens=report.tokens)
             self._pending.end_merge()
+            for island in inside:
+                island.last_parts[p] = now
         self._on_merge(report)
         return True
 

@@ -16,7 +16,10 @@ Vote = Mapping[int, Sequence[Update]]
 """The updates of the islands that have one vote in a merge, by shard."""
 
 MOST_WEIGHT = 8.0
-"""No vote weighs more in a merge than this many times the median of all other votes in it."""
+"""No vote weighs more per second than this many times the median of all other votes in a merge."""
+
+LEAST_SECONDS = 1.0
+"""Shorter times than this count as equal."""
 
 
 def group_votes(
@@ -39,7 +42,9 @@ def group_votes(
     return [votes[voter] for voter in sorted(votes, key=lambda voter: min(votes[voter]))]
 
 
-def combine(decode: Callable[..., Params], votes: Sequence[Vote]) -> list[Contribution]:
+def combine(
+    decode: Callable[..., Params], votes: Sequence[Vote], seconds: Mapping[str, float]
+) -> list[Contribution]:
     """Decode the updates of a merge, and combine those of each vote.
 
     An island's updates are added: they are its steps since its last part in a merge. The islands of
@@ -48,9 +53,11 @@ def combine(decode: Callable[..., Params], votes: Sequence[Vote]) -> list[Contri
     Args:
         decode: `(arrays, shard, count) -> outer gradient`.
         votes: the votes.
+        seconds: for each island by name, the seconds in which it can have taken its steps.
     """
     weights = [[_weight(updates) for updates in vote.values()] for vote in votes]
-    limited = limit_weights([sum(own) for own in weights])
+    spans = [max(seconds[own[0].island] for own in vote.values()) for vote in votes]
+    limited = limit_weights([sum(own) for own in weights], spans)
     return [
         Contribution(min(vote), _average(decode, vote, own), weight)
         for vote, own, weight in zip(votes, weights, limited, strict=True)
@@ -99,23 +106,32 @@ def mean_loss(votes: Sequence[Vote], robust: bool) -> float:
     return sum(sums) / sum(steps)
 
 
-def limit_weights(weights: Sequence[float]) -> list[float]:
-    """Limit each weight to `MOST_WEIGHT` times the median of all other weights.
+def limit_weights(weights: Sequence[float], seconds: Sequence[float]) -> list[float]:
+    """Limit each weight per second to `MOST_WEIGHT` times the median of all other ones.
+
+    So a claim of many steps has a bounded weight, and an island that returns after a long time has
+    the weight of all of its steps.
 
     Args:
         weights: the weights of a merge, not negative.
+        seconds: for each of them, the seconds since its last part in a merge of the fragment.
 
     Returns:
         The limited weights, divided by the largest one.
 
     Example:
-        >>> limit_weights([1.0, 3.0, 1e300]), limit_weights([1e-300])
-        ([0.0625, 0.1875, 1.0], [1.0])
+        >>> limit_weights([1.0, 3.0, 1e300], [5.0, 5.0, 5.0])
+        [0.0625, 0.1875, 1.0]
+        >>> limit_weights([1.0, 1.0, 100.0], [5.0, 5.0, 500.0])
+        [0.01, 0.01, 1.0]
     """
+    spans = [max(span, LEAST_SECONDS) for span in seconds]
+    rates = [weight / span for weight, span in zip(weights, spans, strict=True)]
     limited = []
-    for i, weight in enumerate(weights):
-        others = [other for other in (*weights[:i], *weights[i + 1 :]) if other > 0]
-        limited.append(min(weight, MOST_WEIGHT * statistics.median(others)) if others else weight)
+    for i, (weight, span) in enumerate(zip(weights, spans, strict=True)):
+        others = [rate for rate in (*rates[:i], *rates[i + 1 :]) if rate > 0]
+        most = MOST_WEIGHT * statistics.median(others) * span if others else weight
+        limited.append(min(weight, most))
     largest = max(limited)
     return [weight / largest if largest > 0 else 1.0 for weight in limited]
 

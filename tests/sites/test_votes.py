@@ -112,6 +112,25 @@ def test_a_claim_of_many_steps_has_a_bounded_weight(kind: str, claims: list[int]
     assert report.steps <= most + 4 and report.tokens == report.steps * TOKENS_PER_STEP
 
 
+@pytest.mark.parametrize(("absent", "share"), [(True, 60 / 64), (False, 8 / 10)])
+def test_an_island_that_was_cut_off_has_the_weight_of_its_steps(absent: bool, share: float) -> None:
+    """As many steps, in the time of one merge, are not believed."""
+    sites = Sites(parts("plain"), quorum=2 if absent else 3, max_staleness=100)
+    for name in "abc":
+        sites.add(name)
+    for number in range(1, 31):
+        sites.now += 5.0
+        if number == 30:
+            sites.syncer._parts = sites.parts._replace(quorum=3)
+            sites.push("a", 1.0, update_steps=60, sequence=number)
+        elif not absent:
+            sites.push("a", 0.0, sequence=number)
+        for name in "bc":
+            sites.push(name, 0.0, sequence=number)
+    assert sites.syncer.merges == 30 and sites.reports[-1].islands == ("a", "b", "c")
+    assert moved(sites) == pytest.approx(share, rel=1e-3)
+
+
 def test_tokens_are_bounded_without_a_limit_of_a_step() -> None:
     sites = Sites(parts("plain"), quorum=3)
     sites.syncer._tokens_per_step = float("inf")

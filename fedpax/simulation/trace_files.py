@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fedpax.files import check_fetched
+from fedpax.files import check_fetched, parse_json
 from fedpax.simulation.trace import Trace
 
 FIELDS = ("seconds_per_step", "seconds_to_receive", "seconds_to_send")
@@ -126,8 +126,8 @@ def _format(path: Path) -> str:
 def _entry(path: Path, number: int, line: str) -> dict[str, Any]:
     """Read a participant's line, and fill in the defaults."""
     try:
-        entry = json.loads(line)
-    except json.JSONDecodeError as error:
+        entry = parse_json(line)
+    except ValueError as error:
         raise ValueError(f"{path}, line {number}: not JSON: {error}.") from None
     known = {*FIELDS, "downtimes"}
     if not isinstance(entry, dict) or "seconds_per_step" not in entry or set(entry) - known:

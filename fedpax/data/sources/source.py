@@ -23,6 +23,7 @@ from typing import Any
 
 from fedpax.data.sources._reachability import unreachable_hosts
 from fedpax.data.sources.client_starts import Starts, read_client_starts
+from fedpax.data.sources.feature_classes import check_feature_classes
 from fedpax.data.sources.text_records import SUFFIX, TextRecords
 from fedpax.paths import expand_home
 
@@ -214,6 +215,7 @@ def _builder(name: str, root: Path) -> Any:
     """Make the TFDS builder of a data set, or raise an error that suggests similar names."""
     import tensorflow_datasets as tfds
 
+    check_feature_classes(root / _base_name(name))
     if module := {**EMBEDDED, **FEDERATED}.get(_base_name(name)):
         importlib.import_module(module)  # this registers the builder with TFDS
     try:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from fedpax.data.text.vocabulary import Vocabulary, changed_text
+from fedpax.files import parse_json
 
 Entries: TypeAlias = dict[str, Any]
 _LISTS = ("normalizers", "pretokenizers", "decoders")  # of a part of the type "Sequence"
@@ -23,7 +24,7 @@ def read_tokenizer_json(content: str) -> Vocabulary:
         ImportError: the extra `tokenizers` is not installed.
         Exception: the content is not a `tokenizer.json`; of any type, as the library raises it.
     """
-    entries = json.loads(content)
+    entries = parse_json(content)
     for name in ("truncation", "padding", "post_processor"):
         entries[name] = None
     if "dropout" in entries["model"]:

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from fedpax.aggregators import Aggregator
+from fedpax.aggregators import Aggregator, mean
 from fedpax.algorithm import Metrics, Params
+from fedpax.algorithms.mean_metrics import mean_metrics
 from fedpax.algorithms.participation import takes_part
 from fedpax.algorithms.server import given_aggregator
 from fedpax.algorithms.tree_arithmetic import scale
 from fedpax.clients.cohort import Cohort
-from fedpax.primitives import federated_map, federated_mean, federated_sum
+from fedpax.primitives import federated_map, federated_sum
 
 
 def without_absent(cohort: Cohort, position: Int[Array, " islands"]) -> Cohort:
@@ -48,6 +49,7 @@ def outer_gradients(
     local_params: Params,
     inner_state: optax.OptState,
     cohort: Cohort,
+    aggregator: Aggregator | None,
 ) -> tuple[Params, optax.OptState, Bool[Array, " islands"], Metrics]:
     """Train each island from its own model. Inside a program.
 
@@ -56,6 +58,7 @@ def outer_gradients(
         local_params: the islands' models, placed.
         inner_state: the states of their inner optimizers, placed.
         cohort: the cohort of the round, in which absent islands have no steps.
+        aggregator: combines the updates; None: they are added up.
 
     Returns:
         The outer gradients and the inner states, placed; which islands have a valid step, and so
@@ -67,7 +70,7 @@ def outer_gradients(
     )
     sends = takes_part(cohort)
     weights = federated_map(lambda s: s.astype(jnp.float32), sends)
-    metrics = federated_mean(metrics, weights)
+    metrics = mean_metrics(metrics, weights, mean() if aggregator is None else aggregator)
     if cohort.schedule is not None:
         metrics |= {"arrivals": federated_sum(weights)}
     return gradients, inner_state, sends, metrics

@@ -167,6 +167,7 @@ def async_diloco(
             state.local_params,
             state.inner_optimizer_state,
             cohort,
+            combine,
         )
 
         arrivals = ArrivingUpdates(gradients, combine)

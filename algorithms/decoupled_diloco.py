@@ -16,13 +16,14 @@ from fedpax.algorithms.checks import check_optimizer
 from fedpax.algorithms.directional_mean import directional_mean
 from fedpax.algorithms.fragments import Fragment, FragmentFn, make_fragments
 from fedpax.algorithms.inner_steps import InnerReport, average_reports, make_inner_steps
+from fedpax.algorithms.mean_metrics import mean_metrics
 from fedpax.algorithms.optimizer_step import optimizer_step
 from fedpax.algorithms.server import given_aggregator
 from fedpax.algorithms.streaming_diloco import StreamingDiLoCoState, streaming_diloco
 from fedpax.algorithms.tree_arithmetic import subtract
 from fedpax.clients import Syncs
 from fedpax.clients.cohort import Cohort, check_cohort
-from fedpax.primitives import federated_map, federated_mean, federated_sum
+from fedpax.primitives import federated_map, federated_sum
 from fedpax.transforms.program import program
 
 
@@ -212,7 +213,7 @@ def decoupled_diloco(
 
         # Reduced once, after the last transfer, as in streaming_diloco.
         state, inner_reports = jax.lax.optimization_barrier((state, inner_reports))
-        metrics = federated_mean(*federated_map(average_reports, inner_reports))
+        metrics = mean_metrics(*federated_map(average_reports, inner_reports), merge)
         metrics["participants"] = sum(present[1:], start=present[0]) / len(present)
         return state, metrics | jax.tree.map(lambda *m: sum(m) / len(m), *reports)
 

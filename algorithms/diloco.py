@@ -12,11 +12,12 @@ from fedpax.aggregators import Aggregator, mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.checks import check_no_keys, check_optimizer
 from fedpax.algorithms.inner_steps import make_outer_gradient
+from fedpax.algorithms.mean_metrics import mean_metrics
 from fedpax.algorithms.optimizer_step import optimizer_step
 from fedpax.algorithms.participation import participant_weights
 from fedpax.algorithms.server import given_aggregator
 from fedpax.clients.cohort import Cohort, check_cohort
-from fedpax.primitives import federated_broadcast, federated_map, federated_mean
+from fedpax.primitives import federated_broadcast, federated_map
 from fedpax.transforms.program import program
 
 
@@ -119,7 +120,7 @@ def diloco(
         delta, aggregator_state, reported = combine.aggregate(
             state.aggregator_state, outer_gradients, weights
         )
-        metrics = federated_mean(metrics, weights) | reported
+        metrics = mean_metrics(metrics, weights, combine) | reported
         params, outer_state = optimizer_step(
             outer, delta, state.outer_optimizer_state, state.params
         )

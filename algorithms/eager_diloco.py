@@ -13,12 +13,13 @@ from fedpax.aggregators import Aggregator, mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.checks import check_no_keys, check_optimizer
 from fedpax.algorithms.inner_steps import make_outer_gradient
+from fedpax.algorithms.mean_metrics import mean_metrics
 from fedpax.algorithms.optimizer_step import optimizer_step
 from fedpax.algorithms.participation import participant_weights
 from fedpax.algorithms.population import population_mean
 from fedpax.algorithms.server import given_aggregator
 from fedpax.clients.cohort import Cohort, check_cohort
-from fedpax.primitives import federated_broadcast, federated_map, federated_mean
+from fedpax.primitives import federated_broadcast, federated_map
 from fedpax.transforms.program import program
 
 
@@ -161,6 +162,6 @@ def eager_diloco(
         after = EagerDiLoCoState(models, fresh, outer_state, inner_state, aggregator_state)
         # Last: the compiler would combine a reduction beside the transfer with it.
         after, metrics = jax.lax.optimization_barrier((after, metrics))
-        return after, federated_mean(metrics, participant_weights(cohort)) | reported
+        return after, mean_metrics(metrics, participant_weights(cohort), combine) | reported
 
     return FederatedAlgorithm(init, eager_diloco_round)

@@ -12,11 +12,12 @@ from fedpax.aggregators import Aggregator, mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.checks import check_no_keys, check_optimizer, check_setting
 from fedpax.algorithms.local_steps import local_steps
+from fedpax.algorithms.mean_metrics import mean_metrics
 from fedpax.algorithms.participation import participant_weights
 from fedpax.algorithms.server import given_aggregator
 from fedpax.algorithms.tree_arithmetic import subtract, weighted_sum
 from fedpax.clients.cohort import Cohort, check_cohort
-from fedpax.primitives import federated_broadcast, federated_map, federated_mean
+from fedpax.primitives import federated_broadcast, federated_map
 from fedpax.transforms.program import program
 
 
@@ -129,6 +130,6 @@ def easgd(
         )
         center = weighted_sum(1, center, beta, difference)
         after = EASGDState(center, models, optimizer_state, aggregator_state)
-        return after, federated_mean(metrics, weights) | reported
+        return after, mean_metrics(metrics, weights, combine) | reported
 
     return FederatedAlgorithm(init, easgd_round)

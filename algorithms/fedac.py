@@ -15,11 +15,11 @@ from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.checks import check_no_keys, check_setting
 from fedpax.algorithms.local_steps import local_steps
 from fedpax.algorithms.map_clients import map_clients
+from fedpax.algorithms.mean_metrics import mean_metrics
 from fedpax.algorithms.participation import participant_weights
 from fedpax.algorithms.server import given_aggregator
 from fedpax.algorithms.tree_arithmetic import subtract, weighted_sum
 from fedpax.clients.cohort import Cohort, check_cohort
-from fedpax.primitives import federated_mean
 from fedpax.primitives.placement import ChunkSize
 from fedpax.transforms.program import program
 
@@ -140,7 +140,7 @@ def fedac(
         difference, aggregator_state, reported = combine.aggregate(
             state.aggregator_state, differences, weights
         )
-        metrics = federated_mean(metrics, weights) | reported
+        metrics = mean_metrics(metrics, weights, combine) | reported
         params, main = subtract(start, difference)
         return FedAcState(params, main, aggregator_state), metrics
 

@@ -21,12 +21,13 @@ from fedpax.algorithms.checks import (
 from fedpax.algorithms.gradient_terms import proximal_term
 from fedpax.algorithms.local_steps import local_update
 from fedpax.algorithms.map_clients import map_clients
+from fedpax.algorithms.mean_metrics import mean_metrics
 from fedpax.algorithms.participation import participant_weights, takes_part
 from fedpax.algorithms.server import make_server
 from fedpax.algorithms.tree_arithmetic import scale
 from fedpax.clients import ClientStore, client_store, gather_clients, scatter_clients
 from fedpax.clients.cohort import Cohort, check_cohort
-from fedpax.primitives import federated_map, federated_mean, federated_sum
+from fedpax.primitives import federated_map, federated_sum
 from fedpax.primitives.placement import ChunkSize
 from fedpax.transforms.program import program
 
@@ -161,6 +162,6 @@ def feddyn(
         return state._replace(
             drift=drift,
             client_gradients=scatter_clients(state.client_gradients, client_ids, own),
-        ), federated_mean(metrics, weights) | reported
+        ), mean_metrics(metrics, weights, server.aggregator) | reported
 
     return FederatedAlgorithm(init, feddyn_round)

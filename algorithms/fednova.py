@@ -17,6 +17,7 @@ from fedpax.algorithms.fedavg import FedAvgState
 from fedpax.algorithms.local_evaluation import count_steps
 from fedpax.algorithms.local_steps import local_update
 from fedpax.algorithms.map_clients import map_clients
+from fedpax.algorithms.mean_metrics import mean_metrics
 from fedpax.algorithms.participation import participant_weights
 from fedpax.algorithms.server import make_server
 from fedpax.algorithms.tree_arithmetic import scale
@@ -97,22 +98,23 @@ def fednova(
 
         def local_train(
             batches: chex.ArrayTree, num_steps: Int[Array, ""] | None
-        ) -> tuple[Params, Any]:
+        ) -> tuple[Params, Metrics, Float[Array, ""]]:
             pseudo_gradient, metrics = local_update(
                 loss_fn, client_optimizer, state.params, batches, num_steps
             )
             length = lengths[count_steps(batches, num_steps)]
             # A client without a step has length 0, and a pseudo-gradient of 0.
             inverse = 1 / jnp.where(length == 0, 1, length)
-            return scale(inverse, pseudo_gradient), (metrics, length)
+            return scale(inverse, pseudo_gradient), metrics, length
 
-        normalized, reports = map_clients(
+        normalized, metrics, lengths_taken = map_clients(
             local_train, cohort.batches, cohort.num_steps, chunk_size=chunk_size
         )
         weights = participant_weights(cohort)
         direction, state, reported = server.aggregate(state, normalized, weights)
-        metrics, length = federated_mean(reports, weights)
-        return server.descend(state, scale(length, direction)), metrics | reported
+        length = federated_mean(lengths_taken, weights)
+        metrics = mean_metrics(metrics, weights, server.aggregator) | reported
+        return server.descend(state, scale(length, direction)), metrics
 
     return FederatedAlgorithm(init, fednova_round)
 

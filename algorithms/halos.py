@@ -247,6 +247,7 @@ def halos(
             state.local_params,
             state.inner_optimizer_state,
             cohort,
+            combine,
         )
         arrivals = ArrivingUpdates(gradients, combine)
         own_regions = jnp.array(region_of)

@@ -16,11 +16,12 @@ from fedpax.algorithms.checks import check_count, check_no_keys, check_optimizer
 from fedpax.algorithms.local_evaluation import local_metrics
 from fedpax.algorithms.local_steps import local_update
 from fedpax.algorithms.map_clients import map_clients
+from fedpax.algorithms.mean_metrics import mean_metrics
 from fedpax.algorithms.optimizer_step import optimizer_step
 from fedpax.algorithms.participation import participant_weights
 from fedpax.algorithms.server import make_server
 from fedpax.clients.cohort import Cohort, check_cohort
-from fedpax.primitives import federated_map, federated_mean, federated_sum
+from fedpax.primitives import federated_map, federated_sum
 from fedpax.primitives.placement import ChunkSize
 from fedpax.transforms.program import program
 
@@ -160,7 +161,7 @@ def hypcluster(
         )
         before = state.params, state.server_optimizer_state
         after = jax.vmap(step)(_stack(directions), jnp.stack(total_weights), *before)
-        metrics = federated_mean(metrics, weights) | jax.tree.map(
+        metrics = mean_metrics(metrics, weights, server.aggregator) | jax.tree.map(
             lambda m: jnp.mean(m, axis=0), _stack(reported)
         )
         return HypClusterState(*after, aggregator_states), metrics

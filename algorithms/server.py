@@ -9,8 +9,8 @@ from jaxtyping import Array, Num
 from fedpax.aggregators import Aggregator, mean
 from fedpax.algorithm import Metrics, Params
 from fedpax.algorithms.checked_aggregator import checked_aggregator
+from fedpax.algorithms.mean_metrics import mean_metrics
 from fedpax.algorithms.optimizer_step import optimizer_step
-from fedpax.primitives import federated_mean
 
 State = TypeVar("State", bound=Any)
 
@@ -69,7 +69,8 @@ class Server(NamedTuple):
             of the aggregator.
         """
         pseudo_gradient, state, reported = self.aggregate(state, pseudo_gradients, weights)
-        return self.descend(state, pseudo_gradient), federated_mean(metrics, weights) | reported
+        metrics = mean_metrics(metrics, weights, self.aggregator) | reported
+        return self.descend(state, pseudo_gradient), metrics
 
 
 def make_server(

@@ -22,12 +22,13 @@ from fedpax.algorithms.inner_steps import (
     keep_step_together,
     make_inner_steps,
 )
+from fedpax.algorithms.mean_metrics import mean_metrics
 from fedpax.algorithms.optimizer_step import optimizer_step
 from fedpax.algorithms.participation import participant_weights
 from fedpax.algorithms.server import given_aggregator
 from fedpax.algorithms.tree_arithmetic import subtract
 from fedpax.clients.cohort import Cohort, check_cohort
-from fedpax.primitives import federated_broadcast, federated_map, federated_mean
+from fedpax.primitives import federated_broadcast, federated_map
 from fedpax.transforms.program import program
 
 
@@ -282,9 +283,10 @@ def streaming_diloco(
         # Reduced once, and after the last transfer: the compiler combines reductions that do not
         # depend on each other, and a transfer combined with the metrics would wait for the steps.
         state, reports = jax.lax.optimization_barrier((state, reports))
-        metrics = federated_mean(
+        metrics = mean_metrics(
             federated_map(lambda own: average_reports(own).metrics, reports),
             participant_weights(cohort),
+            combine,
         )
         return state, metrics | jax.tree.map(_mean, *aggregator_reports)
 

@@ -29,6 +29,11 @@ class Aggregator(NamedTuple):
         needs_all: True if the aggregate is defined only for the updates of all participants at
             once, as for a median. An asynchronous method, which aggregates each update when it
             arrives, then raises. Default False.
+        passes_non_finite: True if an update with a NaN or an infinity makes the aggregate so too,
+            as in a plain mean. The metrics of a round are then averaged in the same way: a NaN of
+            one participant makes the loss NaN. Default False: each metric is the mean over the
+            participants whose value is finite, and `"non_finite_participants"` counts all other
+            present participants.
 
     Example:
         >>> import fedpax
@@ -49,6 +54,7 @@ class Aggregator(NamedTuple):
         tuple[chex.ArrayTree, chex.ArrayTree, dict[str, jax.Array]],
     ]
     needs_all: bool = False
+    passes_non_finite: bool = False
 
 
 class EmptyState(NamedTuple):
@@ -74,4 +80,4 @@ def mean() -> Aggregator:
     ) -> tuple[chex.ArrayTree, EmptyState, dict[str, jax.Array]]:
         return federated_mean(updates, weights), state, {}
 
-    return Aggregator(init, aggregate)
+    return Aggregator(init, aggregate, passes_non_finite=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -30,8 +30,9 @@ def clip_by_norm(max_norm: float) -> AggregatorTransformation:
     Returns:
         A transformation without state of its own. It computes norms and scales in float32. An
         update whose norm is infinite or NaN becomes 0. Metrics, over present participants:
-        `"clipped_fraction"`, the fraction whose norm is above C, and `"participant_norm"`, the mean
-        of the norms before clipping. They are exact: do not publish them with a private mean.
+        `"clipped_fraction"`, the fraction whose norm is not at most C; `"participant_norm"`, the
+        mean of the finite norms before clipping; and `"non_finite_updates"`, the number of updates
+        whose norm is infinite or NaN. They are exact: do not publish them with a private mean.
 
     Raises:
         TypeError: `max_norm` is not a number.
@@ -70,7 +71,7 @@ def clip_by_norm(max_norm: float) -> AggregatorTransformation:
             aggregated, state, reported = inner.aggregate(state, updates, weights)
             return aggregated, state, metrics | reported
 
-        return inner._replace(aggregate=aggregate)
+        return inner._replace(aggregate=aggregate, passes_non_finite=False)
 
     return transform
 
@@ -177,7 +178,7 @@ def adaptive_clip(
                 metrics | reported,
             )
 
-        return inner._replace(init=init, aggregate=aggregate)
+        return inner._replace(init=init, aggregate=aggregate, passes_non_finite=False)
 
     return transform
 
@@ -212,13 +213,17 @@ def _clipping_metrics(
     max_norm: float | Float[Array, ""],
     taken: Bool[Array, " participants"],
 ) -> dict[str, jax.Array]:
-    # A NaN norm counts as clipped.
-    clipped = federated_map(lambda norm: (~(norm <= max_norm)).astype(jnp.float32), norms)
-    own = {"clipped_fraction": clipped, "participant_norm": norms}
-    own = federated_map(
-        lambda values, here: jax.tree.map(lambda v: jnp.where(here, v, 0.0), values), own, taken
-    )
-    return federated_mean(own, taken)
+    def measure(norm: Float[Array, ""], here: Bool[Array, ""]) -> tuple[Any, ...]:
+        finite = here & jnp.isfinite(norm)
+        clipped = (~(norm <= max_norm)).astype(jnp.float32)  # a NaN norm counts as clipped
+        return jnp.where(here, clipped, 0.0), norm, finite, here & ~finite
+
+    clipped, norms, finite, non_finite = federated_map(measure, norms, taken)
+    return {
+        "clipped_fraction": federated_mean(clipped, taken),
+        "participant_norm": federated_mean(norms, finite),
+        "non_finite_updates": federated_sum(non_finite),
+    }
 
 
 def check_norm(function: str, argument: str, norm: float) -> float:

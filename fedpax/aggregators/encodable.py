@@ -24,7 +24,11 @@ def check_floats(function: str, updates: chex.ArrayTree) -> None:
 
 
 def normalized_weights(weights: Num[Array, " participants"]) -> Float[Array, " participants"]:
-    """Scale weights to a mean of 1; all 0 where they sum to 0. Inside a program."""
+    """Scale weights to a mean of 1. Inside a program.
+
+    All are 0 where the weights sum to 0, and NaN where their sum overflows.
+    """
     total, n = federated_sum(weights.astype(jnp.float32)), weights.shape[0]
     scale = jnp.where(total == 0, 0.0, n / jnp.where(total == 0, 1.0, total))
+    scale = jnp.where(jnp.isinf(total), jnp.nan, scale)
     return federated_map(lambda w: w.astype(jnp.float32) * scale, weights)

@@ -56,6 +56,11 @@ def federated_mean(
     not NaN: a round in which no client has an example changes nothing. A NaN weight gives NaN.
     Negative weights are used as given.
 
+    The weights are added up in float32 (float64 for float64 values). If their sum overflows, above
+    3.4e38, or if weights other than 0 are too small for it, below 1.2e-38, the mean is NaN. Divide
+    such weights by their largest one first. Weights whose values are known when the program is
+    traced raise instead.
+
     Args:
         x: pytree of arrays `[n, ...]`, placed.
         weights: array `[n]` of any real dtype, for example numbers of examples. They are used in
@@ -69,8 +74,9 @@ def federated_mean(
     Raises:
         RuntimeError: called outside a program.
         TypeError: a leaf is not an array or a number, or the weights are complex.
-        ValueError: a leaf lacks the placement's axis, the weights do not have shape `[n]`, the
-            placement is unknown, or the program has several placements and `placement` is None.
+        ValueError: a leaf lacks the placement's axis, the weights do not have shape `[n]` or their
+            known values have a sum out of range, the placement is unknown, or the program has
+            several placements and `placement` is None.
 
     Example:
         >>> import jax.numpy as jnp
@@ -113,6 +119,8 @@ def _check_weights(weights: Any, placement: Placement) -> jax.Array:
             "weights differ between parameters, multiply inside federated_map() and divide one "
             "federated_sum() by another."
         )
+    if not isinstance(weights, jax.core.Tracer):
+        _check_sum(np.asarray(weights))
     (w,) = check_placed("federated_mean", leaves[0], placement, "weights")
     if jnp.issubdtype(w.dtype, jnp.complexfloating):
         raise TypeError(
@@ -120,6 +128,19 @@ def _check_weights(weights: Any, placement: Placement) -> jax.Array:
             "numbers of examples. Pass weights.real."
         )
     return w
+
+
+def _check_sum(weights: np.ndarray) -> None:
+    """Raise a ValueError if the sum of known weights is out of the range of float32."""
+    if not np.all(np.isfinite(weights)):
+        return  # the mean is NaN
+    total = float(np.sum(np.abs(weights), dtype=np.float64))
+    least, most = (float(x) for x in (jnp.finfo(jnp.float32).tiny, jnp.finfo(jnp.float32).max))
+    if total > most or 0 < total < least:
+        raise ValueError(
+            f"federated_mean(): weights has the sum {total:g}, expected 0 or 1.2e-38 to 3.4e38, "
+            "the range of float32. Divide the weights by their largest one."
+        )
 
 
 # ---- rules; `weights` has any number of the leading axes of `x`, so that weights can be batched
@@ -136,20 +157,36 @@ def _divide(total, weight):
     return jnp.where(empty, 0, total / jnp.where(empty, 1, weight))
 
 
+def _without_subnormals(w):
+    """Raise weights that a processor may read as 0 to the smallest number that it does not."""
+    kind, tiny = f"uint{8 * w.dtype.itemsize}", jnp.finfo(w.dtype).tiny
+    magnitude = jax.lax.bitcast_convert_type(w, kind) << 1  # without the sign
+    is_subnormal = (magnitude != 0) & (magnitude < np.asarray(tiny).view(kind) << 1)
+    return jnp.where(is_subnormal, tiny, w)
+
+
+def _is_out_of_range(weight, participants):
+    """Return where a sum of weights has overflowed, or may be one of subnormal weights."""
+    least = participants * jnp.finfo(weight.dtype).tiny
+    return jnp.isinf(weight) | ((weight != 0) & (jnp.abs(weight) <= least))
+
+
 def _terms(x, *weights):
     wide = x.astype(accumulation_dtype(_mean_dtype(x.dtype)))
     if not weights:
         return [wide]
-    w = weights[0].astype(wide.dtype)
+    w = weights[0].astype(jnp.finfo(wide.dtype).dtype)  # real, also for complex values
     factor = append_axes(w, wide)
     # 0 * NaN is NaN: an absent participant, whose data are padding, would make the mean NaN.
-    return [jnp.where(factor == 0, 0, factor * wide), w]
+    return [jnp.where(factor == 0, 0, factor * wide), _without_subnormals(w)]
 
 
 def _finish(totals, participants, dtype):
     total, *weight = totals
     if weight:
         mean = _divide(total, append_axes(weight[0], total))
+        lost = _is_out_of_range(weight[0], participants)
+        mean = jnp.where(append_axes(lost, mean), jnp.nan, mean)
     else:
         # For one participant there is no division, not even by 1: it would block XLA's sharding
         # propagation, and the program of one island must equal the program without islands.

@@ -69,6 +69,7 @@ class RoundLogger:
         self._stop_on_non_finite = stop_on_non_finite
         self._pending: tuple[int, Metrics] | None = None
         self._has_warned = False  # of a state that is not finite
+        self._has_noted_participants = False  # whose values are not finite
         self.waits_for: int | None = None
         self._idle = 0.0  # seconds since the clock was restarted
         self._clock = time.perf_counter()
@@ -148,10 +149,21 @@ class RoundLogger:
             },
         )
         self._progress.show_round(round_number, loss, items_per_second, mfu)
+        self._note_non_finite(round_number, values.get("non_finite_participants", 0.0))
         self._history.check(round_number, loss, is_spike)
         ignored = self._history.on_spike == "ignore"
         if self._stop_on_non_finite and ignored and not math.isfinite(loss):
             raise NonFiniteError(f"the loss of round {round_number} is {loss}")
+
+    def _note_non_finite(self, round_number: int, count: float) -> None:
+        """Tell the user once that metrics leave out participants whose values are not finite."""
+        if count > 0 and not self._has_noted_participants:
+            self._has_noted_participants = True
+            self._progress.note(
+                f"round {round_number}: the values of {count:g} of {self._num_participants} "
+                "participants are not finite; the metrics leave them out, and the metric "
+                "non_finite_participants counts them"
+            )
 
     def log_evaluation(self, round_number: int, metrics: Mapping[str, float]) -> None:
         """Log the metrics on held-out data.

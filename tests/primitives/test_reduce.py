@@ -24,6 +24,29 @@ def weighted_reference(x, w):
     return np.tensordot(w, x, 1) / w.sum()
 
 
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        ([3e38, 3e38, 0, 0, 0], np.nan),  # the sum is infinite
+        ([1e-39, 2e-39, 0, 0, 0], np.nan),  # processors read them as 0
+        ([0, 0, 0, 0, 0], 0.0),
+        ([3e37, 3e37, 3e37, 0, 0], 2.0),
+        ([1e-37, 1e-37, 1e-37, 0, 0], 2.0),
+        ([1e-39, 1, 0, 1e-45, 0], 2.0),
+    ],
+)
+def test_weights_whose_sum_is_out_of_range_do_not_give_a_number(weights, expected):
+    x = np.arange(1, N + 1, dtype=np.float32)
+    w = np.float32(weights)
+    np.testing.assert_array_equal(jax.jit(weighted_mean)(x, w), np.float32(expected))
+    known = fedpax.program(clients=N)(lambda x: fedpax.federated_mean(x, w))
+    if np.isnan(expected):
+        with pytest.raises(ValueError, match="Divide the weights by their largest one"):
+            known(x)
+    else:
+        assert known(x) == expected
+
+
 def draw(dtype, *shape):
     values = normal(*shape) * 20
     if dtype == "complex64":

@@ -221,7 +221,7 @@ def cohort_of_population(
         ValueError: `cohort.client_ids` is None.
 
     Example:
-        >>> cohort = Cohort(jnp.zeros((3, 1)), client_ids=jnp.array([4, 5, -1]))
+        >>> cohort = Cohort(jnp.zeros((3, 1, 1)), client_ids=jnp.array([4, 5, -1]))
         >>> cohort_of_population("scaffold", cohort, num_clients=5)[1].tolist()
         [4, -1, -1]
     """

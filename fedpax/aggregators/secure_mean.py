@@ -18,7 +18,7 @@ from fedpax.aggregators.masks import Leaves, left_over, make_graph, mask
 from fedpax.aggregators.presence import mean_dtype, num_participants, present, select
 from fedpax.aggregators.random_streams import round_key
 from fedpax.aggregators.sent import mark_sent, mark_server
-from fedpax.primitives import federated_map, federated_mean, federated_sum
+from fedpax.primitives import federated_broadcast, federated_map, federated_mean, federated_sum
 from fedpax.primitives.layout import unplaced_aval
 
 
@@ -182,12 +182,14 @@ def secure_sum(
     # The server's part, in parallel over the participants' devices.
     slices = [unplaced_aval(jax.typeof(leaf)) for leaf in jax.tree.leaves(updates)]
     shapes = [(aval.shape, _spec(aval)) for aval in slices]
-    everyone = known_to_all(here)
+    everyone = federated_broadcast(known_to_all(here))
 
-    def recompute(index: Int[Array, ""], present: Bool[Array, ""]) -> Leaves:
+    def recompute(
+        index: Int[Array, ""], present: Bool[Array, ""], everyone: Bool[Array, " participants"]
+    ) -> Leaves:
         return mark_server(select(present, left_over(shapes, index, graph, everyone)))
 
-    left = federated_sum(federated_map(recompute, jnp.arange(n), here))
+    left = federated_sum(federated_map(recompute, jnp.arange(n), here, everyone))
     left = jax.tree.unflatten(jax.tree.structure(updates), left)
     return jax.tree.map(
         lambda m, u: jax.lax.bitcast_convert_type((m - u).astype(jnp.uint32), jnp.int32),

@@ -116,9 +116,9 @@ def check_cohort(
     Raises:
         TypeError: `cohort` is not a `Cohort`, the dtype of `num_steps` or `client_ids` is not an
             integer dtype, or `schedule` has another type.
-        ValueError: no batches, a leaf without the axes `[participants, steps]` or with 0 steps,
-            leaves with different numbers of steps, a field of another shape than `[participants]`,
-            or a schedule without this axis.
+        ValueError: no batches, a leaf without the axes `[participants, steps, batch]` or with 0
+            steps, leaves with different numbers of steps, a field of another shape than
+            `[participants]`, or a schedule without this axis.
 
     Example:
         >>> check_cohort("fedavg", {"x": np.ones((2, 1))}, 2)
@@ -183,6 +183,20 @@ def check_cohort(
             )
     if cohort.schedule is not None:
         _check_schedule(algorithm, cohort.schedule, num_participants, schedule_type)
+    _check_batch_axis(algorithm, leaves)
+
+
+def _check_batch_axis(algorithm: str, leaves: list[Any]) -> None:
+    """Raise if a leaf has no axis of examples: each example would be a step."""
+    for path, leaf in leaves:
+        shape, name = list(np.shape(leaf)), f"cohort.batches{jax.tree_util.keystr(path)}"
+        if len(shape) == 2:
+            raise ValueError(
+                f"{algorithm}: {name} has shape {shape}, expected [participants, steps, batch, "
+                "...]: without the axis of steps, each example would be trained on as a step. "
+                "Add it: for one step on all examples, pass jax.tree.map(lambda x: x[:, None], "
+                "batches)."
+            )
 
 
 def _size_remedy(

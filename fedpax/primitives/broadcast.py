@@ -80,11 +80,21 @@ def broadcast(x: jax.Array, placement: Placement) -> jax.Array:
     return federated_broadcast_p.bind(x, placement=placement)
 
 
-def _abstract(x, *, placement):
+def broadcast_closure(x: jax.Array, placement: Placement) -> jax.Array:
+    """Bind the primitive for an array that a mapped function closes over.
+
+    It is marked if its shape is that of a placed value: each participant then reads the values of
+    all participants (`fedpax.transforms.placed_closures`).
+    """
+    mark = {"closed_over": True} if x.shape[:1] == (placement.size,) else {}
+    return federated_broadcast_p.bind(x, placement=placement, **mark)
+
+
+def _abstract(x, *, placement, closed_over=False):
     return placed_aval(x, placement), set()
 
 
-def _implementation(x, *, placement):
+def _implementation(x, *, placement, closed_over=False):
     shape = (placement.size, *x.shape)
     mesh = jax.sharding.get_abstract_mesh()
     if AxisType.Explicit in mesh.axis_types:
@@ -98,13 +108,13 @@ def _implementation(x, *, placement):
     return jax.lax.with_sharding_constraint(out, P(axis, *[P.UNCONSTRAINED] * x.ndim))
 
 
-def _jvp(primals, tangents, *, placement):
+def _jvp(primals, tangents, *, placement, closed_over=False):
     (x,), (t,) = primals, tangents
     out = broadcast(x, placement)
     return out, zero_tangent(out) if is_zero(t) else broadcast(t, placement)
 
 
-def _batch(axis, args, dims, *, placement):
+def _batch(axis, args, dims, *, placement, closed_over=False):
     return broadcast(args[0], placement), dims[0] + 1
 
 

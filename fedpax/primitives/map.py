@@ -8,7 +8,7 @@ from typing import Any, overload
 import jax
 
 from fedpax.primitives._jax import Primitive, evaluate, name_results, trace
-from fedpax.primitives.broadcast import broadcast
+from fedpax.primitives.broadcast import broadcast_closure
 from fedpax.primitives.call_rules import define_call
 from fedpax.primitives.layout import (
     check_placement_divisible,
@@ -57,7 +57,10 @@ def federated_map(
     """Run a function on every participant: `out[i] = fn(*[a[i] for a in args])`.
 
     Server values that `fn` closes over are broadcast to the participants. The model axes of a mesh
-    are the same inside `fn` as outside. A participant cannot read the values of another.
+    are the same inside `fn` as outside. A participant cannot read the values of another, unless
+    `fn` closes over a placed value: a `PlacedClosureWarning` then names it, once per program. Pass
+    it as an argument instead. If every participant is to read all values, pass
+    `federated_broadcast(value)`.
 
     Args:
         fn: takes one participant's slices and returns a pytree of arrays or numbers. If `fn` is
@@ -134,7 +137,7 @@ def federated_map(
     jaxpr, closed_over = trace(named_like(fn, on_participant), *types)
     jaxpr = name_results(jaxpr, out_names[0])
     outputs = federated_map_p.bind(
-        *[broadcast(c, target) for c in closed_over],
+        *[broadcast_closure(c, target) for c in closed_over],
         *leaves,
         jaxpr=jaxpr,
         placement=target,

@@ -86,7 +86,7 @@ define_reduction(
 )
 
 
-def _transpose_of_broadcast(cotangent, x, *, placement):
+def _transpose_of_broadcast(cotangent, x, *, placement, closed_over=False):
     if is_zero(cotangent):
         return [Zero(x.aval)]
     return [federated_sum_p.bind(cotangent, placement=placement)]

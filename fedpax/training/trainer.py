@@ -273,11 +273,11 @@ def _reason_and_remedy(error: NonFiniteError | RepeatedSpikesError) -> tuple[str
     if isinstance(error, NonFiniteError):
         return (
             f"{error}, expected finite values",
-            "If the batches of a participant hold NaN, remove it or pass a robust aggregator, such "
-            "as coordinate_median(). Otherwise start again with a smaller learning rate or with "
-            "clipped gradients, or continue with --training.on_spike=skip or =roll_back and "
-            "--allow_config_change=training.on_spike. To continue anyway, add "
-            "--training.stop_on_non_finite=False and "
+            "Start again with a smaller learning rate or with clipped gradients, or continue with "
+            "--training.on_spike=skip or =roll_back and --allow_config_change=training.on_spike. "
+            "If the batches of a participant hold NaN, remove it, or pass a robust aggregator such "
+            "as coordinate_median(). "
+            "To continue anyway, add --training.stop_on_non_finite=False and "
             "--allow_config_change=training.stop_on_non_finite.",
         )
     return (

@@ -18,6 +18,7 @@ from fedpax.primitives._jax import (
 from fedpax.primitives.federated_program import federated_program_p
 from fedpax.primitives.map import federated_map_p
 from fedpax.transforms.inlining import inline, is_federated, placements_of
+from fedpax.transforms.placed_closures import placed_closures
 from fedpax.transforms.plan import make_plan
 
 
@@ -35,7 +36,8 @@ def explain(program: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     Returns:
         One line per program, then one line per placement and phase with a loop: the number of maps
         and reductions in the loop, and its chunk size. Each stored value follows on its own line,
-        with its type and the reason.
+        with its type and the reason. A line for each placed value that a mapped function closes
+        over, so that every participant reads the values of all, ends the report.
 
     Example:
         >>> import jax.numpy as jnp
@@ -65,6 +67,8 @@ def _programs(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
 def _explain_program(eqn: JaxprEqn) -> Iterator[str]:
     yield f"program {eqn.params['name']}"
     yield from (f"  {line}" for line in _explain_jaxpr(eqn.params["jaxpr"]))
+    for closure in placed_closures(eqn.params["jaxpr"], eqn.params["placements"]):
+        yield f"  {closure.describe()}."
 
 
 def _explain_jaxpr(closed: ClosedJaxpr) -> Iterator[str]:

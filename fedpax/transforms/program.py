@@ -33,6 +33,7 @@ from fedpax.primitives.signatures import (
     resolve_static,
     split_static,
 )
+from fedpax.transforms.placed_closures import warn_of_placed_closures
 from fedpax.transforms.streaming import run_streamed
 
 OPTIONS = ("placements", "chunk_size", "static_argnums", "static_argnames")
@@ -266,6 +267,7 @@ def _call(
         for entry in entries:
             check_placement_divisible(entry.placement)
         jaxpr, closed_over = trace(named_like(fn, run, static), *types, **types_by_name)
+        warn_of_placed_closures(fn, jaxpr, [entry.placement for entry in entries])
         outputs = federated_program_p.bind(
             *closed_over,
             *leaves,

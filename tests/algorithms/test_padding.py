@@ -271,6 +271,11 @@ def test_a_round_with_a_mask_has_a_gradient_that_padding_does_not_reach():
         (Cohort(np.ones((4, 1)), None, np.ones(4)), TypeError, "num_steps has dtype float"),
         (Cohort(np.ones((4, 1)), None, 2), ValueError, r"num_steps has shape \[\]"),
         (Cohort(np.ones((4, 1)), client_ids=np.ones(4)), TypeError, "client_ids has dtype"),
+        (
+            Cohort({"x": np.ones((4, 20, 6)), "label": np.ones((4, 20), int)}),
+            ValueError,
+            r"batches\['label'\] has shape \[4, 20\].*as a step. Add it: .*x\[:, None\]",
+        ),
     ],
 )
 @every_method

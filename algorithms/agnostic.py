@@ -120,7 +120,7 @@ def agnostic(
     check_setting("agnostic", "mixture_learning_rate", mixture_learning_rate, remedy=remedy)
     check_population("agnostic", cohort_size, num_clients)
     first = _checked_mixture(initial_mixture, num_clients)
-    server = make_server(server_optimizer, aggregator)
+    server = make_server(server_optimizer, aggregator, client_optimizer)
 
     @program(clients=cohort_size)
     def init(params: Params) -> AgnosticState:

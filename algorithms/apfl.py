@@ -128,7 +128,7 @@ def apfl(
     remedy = "Pass 0.0 to keep mixing as it is."
     check_setting("apfl", "mixing_learning_rate", mixing_learning_rate, remedy=remedy)
     check_population("apfl", cohort_size, num_clients)
-    server = make_server(server_optimizer, aggregator)
+    server = make_server(server_optimizer, aggregator, client_optimizer)
 
     @program(clients=cohort_size)
     def init(params: Params) -> APFLState:

@@ -155,12 +155,15 @@ class ArrivingUpdates(NamedTuple):
         return self.aggregator.aggregate(state, self.updates, weights)
 
 
-def arrivals_aggregator(method: str, aggregator: Aggregator | None) -> Aggregator | None:
+def arrivals_aggregator(
+    method: str, aggregator: Aggregator | None, optimizer: optax.GradientTransformation
+) -> Aggregator | None:
     """Return an aggregator that can combine the updates of a few islands at a time.
 
     Args:
         method: the method's name, for the message.
         aggregator: the aggregator, or None.
+        optimizer: the islands' optimizer; the aggregator leaves out parameters that it freezes.
 
     Returns:
         None, or the aggregator with its result checked.
@@ -171,7 +174,7 @@ def arrivals_aggregator(method: str, aggregator: Aggregator | None) -> Aggregato
     """
     if aggregator is None:
         return None
-    checked = given_aggregator(aggregator, aggregator)
+    checked = given_aggregator(aggregator, aggregator, optimizer)
     if checked.needs_all:
         raise ValueError(
             f"{method}: the aggregator needs the updates of all islands at once, but islands "

@@ -140,7 +140,7 @@ def async_diloco(
     every = max(islands, 1) if period is None else period
     outer = DelayedNesterov(learning_rate, momentum, every, activation)
     check_delayed_nesterov("async_diloco", "", outer)
-    combine = arrivals_aggregator("async_diloco", aggregator)
+    combine = arrivals_aggregator("async_diloco", aggregator, inner_optimizer)
 
     @program(islands=islands)
     def init(params: Params) -> AsyncDiLoCoState:

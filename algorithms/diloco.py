@@ -15,7 +15,7 @@ from fedpax.algorithms.inner_steps import make_outer_gradient
 from fedpax.algorithms.mean_metrics import mean_metrics
 from fedpax.algorithms.optimizer_step import optimizer_step
 from fedpax.algorithms.participation import participant_weights
-from fedpax.algorithms.server import given_aggregator
+from fedpax.algorithms.server import given_aggregator, unless_all_absent
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_broadcast, federated_map
 from fedpax.transforms.program import program
@@ -97,7 +97,7 @@ def diloco(
     outer = (
         optax.sgd(0.7, momentum=0.9, nesterov=True) if outer_optimizer is None else outer_optimizer
     )
-    combine = given_aggregator(aggregator, mean())
+    combine = given_aggregator(aggregator, mean(), inner_optimizer)
     outer_gradient = make_outer_gradient(loss_fn, inner_optimizer)
 
     @program(islands=islands)
@@ -121,9 +121,9 @@ def diloco(
             state.aggregator_state, outer_gradients, weights
         )
         metrics = mean_metrics(metrics, weights, combine) | reported
-        params, outer_state = optimizer_step(
-            outer, delta, state.outer_optimizer_state, state.params
-        )
+        before = state.params, state.outer_optimizer_state
+        stepped = optimizer_step(outer, delta, before[1], before[0])
+        params, outer_state = unless_all_absent(weights, stepped, before, combine)
         return DiLoCoState(params, outer_state, inner_state, aggregator_state), metrics
 
     return FederatedAlgorithm(init, diloco_round)

@@ -86,7 +86,7 @@ def directional_mean(
             merged.append(direction.astype(leaf.dtype))
         return jax.tree.unflatten(structure, merged), state, {}
 
-    return Aggregator(init, aggregate, passes_non_finite=True)
+    return Aggregator(init, aggregate)
 
 
 def _norm(x: Float[Array, "..."], is_stacked: bool) -> Float[Array, "..."]:

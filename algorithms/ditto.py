@@ -114,7 +114,7 @@ def ditto(
     check_setting("ditto", "lam", lam, remedy="Pass 0.0 for personal models without a tie.")
     check_population("ditto", cohort_size, num_clients)
     personal = client_optimizer if personal_optimizer is None else personal_optimizer
-    server = make_server(server_optimizer, aggregator)
+    server = make_server(server_optimizer, aggregator, client_optimizer)
 
     @program(clients=cohort_size)
     def init(params: Params) -> DittoState:

@@ -111,7 +111,7 @@ def eager_diloco(
     outer = (
         optax.sgd(0.4, momentum=0.9, nesterov=True) if outer_optimizer is None else outer_optimizer
     )
-    combine = given_aggregator(aggregator, mean())
+    combine = given_aggregator(aggregator, mean(), inner_optimizer)
 
     @program(islands=islands)
     def init(params: Params) -> EagerDiLoCoState:

@@ -93,7 +93,7 @@ def easgd(
     """
     check_optimizer("easgd", "optimizer", optimizer)
     check_setting("easgd", "beta", beta, above=0, most=1, remedy="Pass 0.9, as the paper.")
-    combine = given_aggregator(aggregator, mean())
+    combine = given_aggregator(aggregator, mean(), optimizer)
 
     @program(islands=islands)
     def init(params: Params) -> EASGDState:

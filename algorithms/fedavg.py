@@ -98,7 +98,7 @@ def fedavg(
     """
     check_optimizer("fedavg", "client_optimizer", client_optimizer)
     check_optimizer("fedavg", "server_optimizer", server_optimizer, optional=True)
-    server = make_server(server_optimizer, aggregator)
+    server = make_server(server_optimizer, aggregator, client_optimizer)
 
     @program(clients=cohort_size)
     def init(params: Params) -> FedAvgState:

@@ -114,7 +114,7 @@ def fedbuff(
     remedy = "Pass the largest staleness of the schedule, or 0 for fedavg."
     check_count("fedbuff", "max_staleness", max_staleness, least=0, remedy=remedy)
     weigh = polynomial_staleness() if staleness_fn is None else staleness_fn
-    server = make_server(server_optimizer, aggregator)
+    server = make_server(server_optimizer, aggregator, client_optimizer)
 
     @program(clients=buffer_size)
     def init(params: Params) -> FedBuffState:

@@ -119,7 +119,7 @@ def feddyn(
     check_optimizer("feddyn", "server_optimizer", server_optimizer, optional=True)
     check_setting("feddyn", "alpha", alpha, remedy="Pass 0.0 for fedavg.")
     check_population("feddyn", cohort_size, num_clients)
-    server = make_server(server_optimizer, aggregator)
+    server = make_server(server_optimizer, aggregator, client_optimizer)
 
     @program(clients=cohort_size)
     def init(params: Params) -> FedDynState:
@@ -158,7 +158,7 @@ def feddyn(
         drift = optax.tree.add(state.drift, scale(alpha * present / num_clients, mean))
         # A round without a client moves nothing.
         shift = scale(jnp.where(present > 0, inverse, 0), drift)
-        state = server.descend(state, optax.tree.add(mean, shift))
+        state = server.descend(state, optax.tree.add(mean, shift), weights)
         return state._replace(
             drift=drift,
             client_gradients=scatter_clients(state.client_gradients, client_ids, own),

@@ -84,7 +84,7 @@ def fednova(
     check_optimizer("fednova", "client_optimizer", client_optimizer)
     check_optimizer("fednova", "server_optimizer", server_optimizer, optional=True)
     _check_scalar_rule(client_optimizer)
-    server = make_server(server_optimizer, aggregator)
+    server = make_server(server_optimizer, aggregator, client_optimizer)
 
     @program(clients=cohort_size)
     def init(params: Params) -> FedAvgState:
@@ -114,7 +114,7 @@ def fednova(
         direction, state, reported = server.aggregate(state, normalized, weights)
         length = federated_mean(lengths_taken, weights)
         metrics = mean_metrics(metrics, weights, server.aggregator) | reported
-        return server.descend(state, scale(length, direction)), metrics
+        return server.descend(state, scale(length, direction), weights), metrics
 
     return FederatedAlgorithm(init, fednova_round)
 

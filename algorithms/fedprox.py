@@ -75,7 +75,7 @@ def fedprox(
     check_optimizer("fedprox", "client_optimizer", client_optimizer)
     check_optimizer("fedprox", "server_optimizer", server_optimizer, optional=True)
     check_setting("fedprox", "mu", mu, remedy="Pass 0.0 for fedavg.")
-    server = make_server(server_optimizer, aggregator)
+    server = make_server(server_optimizer, aggregator, client_optimizer)
 
     @program(clients=cohort_size)
     def init(params: Params) -> FedAvgState:

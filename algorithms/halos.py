@@ -190,7 +190,7 @@ def halos(
     check_delayed_nesterov("halos", "global_server", global_server)
     remedy = "Pass 0.25, as the authors."
     check_setting("halos", "merge_weight", merge_weight, most=1, remedy=remedy)
-    combine = arrivals_aggregator("halos", aggregator)
+    combine = arrivals_aggregator("halos", aggregator, inner_optimizer)
 
     def exchange(
         params: Params,

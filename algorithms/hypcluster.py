@@ -102,7 +102,7 @@ def hypcluster(
     check_optimizer("hypcluster", "client_optimizer", client_optimizer)
     check_optimizer("hypcluster", "server_optimizer", server_optimizer, optional=True)
     check_count("hypcluster", "num_clusters", num_clusters, remedy="Pass 1 for fedavg.")
-    server = make_server(server_optimizer, aggregator)
+    server = make_server(server_optimizer, aggregator, client_optimizer)
 
     @program(clients=cohort_size)
     def init(params: Params) -> HypClusterState:

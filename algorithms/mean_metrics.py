@@ -34,8 +34,8 @@ def mean_metrics(
 ) -> Metrics:
     """Average the participants' metrics by weight. Inside a program.
 
-    One participant with a NaN makes the plain mean of the updates NaN, and so the model: its
-    metrics are averaged like the updates, so that the loss tells it. Any other aggregator can keep
+    One participant with a NaN makes the plain mean of the updates NaN, and so the model: the
+    metrics are averaged like the updates, so that the loss is NaN too. A robust aggregator keeps
     the model finite. Each metric is then the mean over the participants whose value is finite, and
     a further metric, `"non_finite_participants"`, is the number of present participants with a
     value that is not.
@@ -62,7 +62,7 @@ def mean_metrics(
         {'loss': 2.0, 'non_finite_participants': 1}
         {'loss': nan}
     """
-    if aggregator.passes_non_finite:
+    if not aggregator.tolerates_non_finite:
         return federated_mean(metrics, weights)
     if NON_FINITE_PARTICIPANTS in metrics:
         raise ValueError(

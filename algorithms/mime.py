@@ -18,7 +18,7 @@ from fedpax.algorithms.local_evaluation import full_gradient
 from fedpax.algorithms.local_steps import gradient_and_metrics, local_update
 from fedpax.algorithms.map_clients import map_clients
 from fedpax.algorithms.participation import participant_weights
-from fedpax.algorithms.server import make_server
+from fedpax.algorithms.server import make_server, unless_all_absent
 from fedpax.algorithms.tree_arithmetic import subtract, weighted_sum
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_mean
@@ -256,7 +256,7 @@ def _mime(
 ) -> FederatedAlgorithm[MimeState]:
     check_optimizer(name, "client_optimizer", client_optimizer)
     check_optimizer(name, "server_optimizer", server_optimizer, optional=True)
-    server = make_server(server_optimizer, aggregator)
+    server = make_server(server_optimizer, aggregator, client_optimizer)
 
     @program(clients=cohort_size)
     def init(params: Params) -> MimeState:
@@ -289,7 +289,8 @@ def _mime(
             local_train, cohort.batches, cohort.num_steps, chunk_size=chunk_size
         )
         state, metrics = server.step(state, pseudo_gradients, metrics, weights)
-        _, s = client_optimizer.update(c, s, x)
+        _, updated = client_optimizer.update(c, s, x)
+        s = unless_all_absent(weights, updated, s, server.aggregator)
         return state._replace(client_optimizer_state=s), metrics
 
     return FederatedAlgorithm(init, mime_round)

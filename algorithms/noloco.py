@@ -10,12 +10,14 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int
 
+from fedpax.aggregators import mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.checks import check_no_keys, check_optimizer, check_setting
 from fedpax.algorithms.exchange import exchange, perfect_matchings
 from fedpax.algorithms.local_steps import local_steps
 from fedpax.algorithms.participation import participant_weights
 from fedpax.algorithms.population import population_mean
+from fedpax.algorithms.server import unless_all_absent
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_broadcast, federated_map, federated_mean
 from fedpax.transforms.program import program
@@ -158,8 +160,11 @@ def noloco(
             delta = jax.tree.map(step, *own, *partner, delta)
             return optax.apply_updates(own[0], delta), delta
 
-        local_params, delta = federated_map(outer_step, own, partner, state.momentum)
+        weights = participant_weights(cohort)
+        stepped = federated_map(outer_step, own, partner, state.momentum)
+        before = state.local_params, state.momentum
+        local_params, delta = unless_all_absent(weights, stepped, before, mean())
         after = NoLoCoState(local_params, delta, inner_state, state.round + 1)
-        return after, federated_mean(metrics, participant_weights(cohort))
+        return after, federated_mean(metrics, weights)
 
     return FederatedAlgorithm(init, noloco_round)

@@ -123,7 +123,7 @@ def scaffold(
             "gradient more."
         )
     check_population("scaffold", cohort_size, num_clients)
-    server = make_server(server_optimizer, aggregator)
+    server = make_server(server_optimizer, aggregator, client_optimizer)
 
     @program(clients=cohort_size)
     def init(params: Params) -> ScaffoldState:

@@ -3,16 +3,21 @@
 from typing import Any, NamedTuple, TypeVar
 
 import chex
+import jax
+import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Num
 
 from fedpax.aggregators import Aggregator, mean
 from fedpax.algorithm import Metrics, Params
 from fedpax.algorithms.checked_aggregator import checked_aggregator
+from fedpax.algorithms.frozen_leaves import without_frozen_leaves
 from fedpax.algorithms.mean_metrics import mean_metrics
 from fedpax.algorithms.optimizer_step import optimizer_step
+from fedpax.primitives import federated_map, federated_sum
 
 State = TypeVar("State", bound=Any)
+Tree = TypeVar("Tree", bound=chex.ArrayTree)
 
 
 class Server(NamedTuple):
@@ -42,11 +47,16 @@ class Server(NamedTuple):
         )
         return aggregated, state._replace(aggregator_state=aggregator_state), metrics
 
-    def descend(self, state: State, pseudo_gradient: Params) -> State:
-        """Step the model along a pseudo-gradient."""
-        params, optimizer_state = optimizer_step(
-            self.optimizer, pseudo_gradient, state.server_optimizer_state, state.params
-        )
+    def descend(
+        self,
+        state: State,
+        pseudo_gradient: Params,
+        weights: Num[Array, " participants"] | None,
+    ) -> State:
+        """Step the model along a pseudo-gradient, unless all participants are absent."""
+        before = state.params, state.server_optimizer_state
+        stepped = optimizer_step(self.optimizer, pseudo_gradient, before[1], before[0])
+        params, optimizer_state = unless_all_absent(weights, stepped, before, self.aggregator)
         return state._replace(params=params, server_optimizer_state=optimizer_state)
 
     def step(
@@ -70,17 +80,50 @@ class Server(NamedTuple):
         """
         pseudo_gradient, state, reported = self.aggregate(state, pseudo_gradients, weights)
         metrics = mean_metrics(metrics, weights, self.aggregator) | reported
-        return self.descend(state, pseudo_gradient), metrics
+        return self.descend(state, pseudo_gradient, weights), metrics
+
+
+def unless_all_absent(
+    weights: Num[Array, " participants"] | None,
+    stepped: Tree,
+    before: Tree,
+    aggregator: Aggregator,
+) -> Tree:
+    """Return the result of a server's step; the state before it if no participant takes part.
+
+    The momentum of a server optimizer would otherwise move the model in a round in which every
+    weight is 0. Inside a program. Without weights, each participant takes part.
+
+    Args:
+        weights: `[participants]`; None: equal weights.
+        stepped: a server value, after the step.
+        before: the same before the step.
+        aggregator: one that acts when all participants are absent makes the step in each round.
+
+    Example:
+        >>> import fedpax, jax.numpy as jnp
+        >>> step = fedpax.program(clients=2)(lambda w: unless_all_absent(w, 1.0, 0.0, mean()))
+        >>> step(jnp.array([0, 3])).item(), step(jnp.array([0, 0])).item()
+        (1.0, 0.0)
+    """
+    if weights is None or aggregator.acts_when_all_absent:
+        return stepped
+    present = federated_sum(federated_map(lambda w: (w != 0).astype(jnp.float32), weights))
+    return jax.tree.map(lambda new, old: jnp.where(present > 0, new, old), stepped, before)
 
 
 def make_server(
-    optimizer: optax.GradientTransformation | None, aggregator: Aggregator | None
+    optimizer: optax.GradientTransformation | None,
+    aggregator: Aggregator | None,
+    client_optimizer: optax.GradientTransformation | None = None,
 ) -> Server:
     """Make a server; by default it sets the model to the participants' weighted mean.
 
     Args:
         optimizer: any optax optimizer. Default None: `optax.sgd(1.0)`.
         aggregator: any aggregator. Default None: the weighted mean.
+        client_optimizer: the participants' optimizer; the aggregator leaves out the parameters that
+            it freezes. Default None: it freezes none.
 
     Raises:
         TypeError: `aggregator` is not an `Aggregator`.
@@ -90,24 +133,30 @@ def make_server(
         >>> from fedpax.algorithms.fedavg import FedAvgState
         >>> server = make_server(None, None)
         >>> state = FedAvgState(jnp.float32(3.0), *server.init(jnp.float32(3.0)))
-        >>> server.descend(state, jnp.float32(2.0)).params.item()
+        >>> server.descend(state, jnp.float32(2.0), None).params.item()
         1.0
     """
     return Server(
         optax.sgd(1.0) if optimizer is None else optimizer,
-        given_aggregator(aggregator, mean()),
+        given_aggregator(aggregator, mean(), client_optimizer),
     )
 
 
-def given_aggregator(aggregator: Any, default: Aggregator) -> Aggregator:
+def given_aggregator(
+    aggregator: Any,
+    default: Aggregator,
+    optimizer: optax.GradientTransformation | None = None,
+) -> Aggregator:
     """Return the aggregator that a method was given, with its result checked, or its default.
 
     Args:
         aggregator: the method's argument. None: the default.
         default: the method's default.
+        optimizer: the participants' optimizer, or None.
 
     Returns:
-        The default, or `checked_aggregator(aggregator)`.
+        The default, or `checked_aggregator(aggregator)`, which leaves out the parameters that the
+        optimizer freezes.
 
     Raises:
         TypeError: the argument is not an `Aggregator`.
@@ -130,4 +179,5 @@ fedpax.aggregators.Aggregator. ...
             "that makes one, as in coordinate_median(). End a transformation in an aggregator, as "
             "in chain(clip_by_norm(1.0), mean())."
         )
-    return checked_aggregator(aggregator)
+    checked = checked_aggregator(aggregator)
+    return checked if optimizer is None else without_frozen_leaves(checked, optimizer)

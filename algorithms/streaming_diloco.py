@@ -9,7 +9,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, Num
 
 from fedpax.aggregators import Aggregator, mean, random_stream
 from fedpax.aggregators.transfer_work import under_transfers
@@ -25,7 +25,7 @@ from fedpax.algorithms.inner_steps import (
 from fedpax.algorithms.mean_metrics import mean_metrics
 from fedpax.algorithms.optimizer_step import optimizer_step
 from fedpax.algorithms.participation import participant_weights
-from fedpax.algorithms.server import given_aggregator
+from fedpax.algorithms.server import given_aggregator, unless_all_absent
 from fedpax.algorithms.tree_arithmetic import subtract
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_broadcast, federated_map
@@ -233,11 +233,16 @@ def streaming_diloco(
         return delta, state._replace(aggregator_state=states), reports, metrics
 
     def complete_transfer(
-        state: StreamingDiLoCoState, p: int, fragment: Fragment, delta: Params
+        state: StreamingDiLoCoState,
+        p: int,
+        fragment: Fragment,
+        delta: Params,
+        weights: Num[Array, " islands"] | None,
     ) -> StreamingDiLoCoState:
         """Step fragment p of the outer model, and mix it into the islands' models."""
-        x = fragment.take(state.params)
-        x, outer_state = optimizer_step(outer, delta, state.outer_optimizer_state[p], x)
+        before = fragment.take(state.params), state.outer_optimizer_state[p]
+        stepped = optimizer_step(outer, delta, before[1], before[0])
+        x, outer_state = unless_all_absent(weights, stepped, before, combine)
 
         def mix(own: jax.Array, outer: jax.Array) -> jax.Array:
             return (mixing * own + (1 - mixing) * outer).astype(own.dtype)
@@ -262,6 +267,7 @@ def streaming_diloco(
         num_steps = jax.tree.leaves(cohort.batches)[0].shape[1]
         num_blocks = _number_of_blocks(num_steps, len(parts), delay)
         steps_per_block, per_block = num_steps // num_blocks, len(parts) // num_blocks
+        weights = participant_weights(cohort)
         reports: list[InnerReport] = []
         aggregator_reports: list[Metrics] = []
 
@@ -278,15 +284,13 @@ def streaming_diloco(
                 reports += own_reports
                 aggregator_reports.append(metrics)
             for p, delta in deltas.items():
-                state = complete_transfer(state, p, parts[p], delta)
+                state = complete_transfer(state, p, parts[p], delta, weights)
 
         # Reduced once, and after the last transfer: the compiler combines reductions that do not
         # depend on each other, and a transfer combined with the metrics would wait for the steps.
         state, reports = jax.lax.optimization_barrier((state, reports))
         metrics = mean_metrics(
-            federated_map(lambda own: average_reports(own).metrics, reports),
-            participant_weights(cohort),
-            combine,
+            federated_map(lambda own: average_reports(own).metrics, reports), weights, combine
         )
         return state, metrics | jax.tree.map(_mean, *aggregator_reports)
 

@@ -29,11 +29,14 @@ class Aggregator(NamedTuple):
         needs_all: True if the aggregate is defined only for the updates of all participants at
             once, as for a median. An asynchronous method, which aggregates each update when it
             arrives, then raises. Default False.
-        passes_non_finite: True if an update with a NaN or an infinity makes the aggregate so too,
-            as in a plain mean. The metrics of a round are then averaged in the same way: a NaN of
-            one participant makes the loss NaN. Default False: each metric is the mean over the
-            participants whose value is finite, and `"non_finite_participants"` counts all other
-            present participants.
+        tolerates_non_finite: True if the aggregate stays finite beside an update with NaN or
+            infinity, as for a median. Each metric of a round is then the mean over the participants
+            whose value is finite, and `"non_finite_participants"` counts all other present
+            participants. Default False: as in a plain mean, a NaN of one participant makes the
+            model NaN, and the loss too.
+        acts_when_all_absent: True if the server must step in a round in which every participant is
+            absent too, as along the noise of a private mean, which hides that no client took part.
+            Default False: such a round changes neither the model nor the server optimizer's state.
 
     Example:
         >>> import fedpax
@@ -54,7 +57,8 @@ class Aggregator(NamedTuple):
         tuple[chex.ArrayTree, chex.ArrayTree, dict[str, jax.Array]],
     ]
     needs_all: bool = False
-    passes_non_finite: bool = False
+    tolerates_non_finite: bool = False
+    acts_when_all_absent: bool = False
 
 
 class EmptyState(NamedTuple):
@@ -80,4 +84,4 @@ def mean() -> Aggregator:
     ) -> tuple[chex.ArrayTree, EmptyState, dict[str, jax.Array]]:
         return federated_mean(updates, weights), state, {}
 
-    return Aggregator(init, aggregate, passes_non_finite=True)
+    return Aggregator(init, aggregate)

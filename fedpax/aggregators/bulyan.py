@@ -88,7 +88,7 @@ def bulyan(num_byzantine: int) -> Aggregator:
 
         return reduce_coordinates(reduce, updates), state, {}
 
-    return Aggregator(init, aggregate, needs_all=True)
+    return Aggregator(init, aggregate, needs_all=True, tolerates_non_finite=True)
 
 
 def _select_repeatedly(

@@ -71,7 +71,7 @@ def clip_by_norm(max_norm: float) -> AggregatorTransformation:
             aggregated, state, reported = inner.aggregate(state, updates, weights)
             return aggregated, state, metrics | reported
 
-        return inner._replace(aggregate=aggregate, passes_non_finite=False)
+        return inner._replace(aggregate=aggregate, tolerates_non_finite=True)
 
     return transform
 
@@ -178,7 +178,7 @@ def adaptive_clip(
                 metrics | reported,
             )
 
-        return inner._replace(init=init, aggregate=aggregate, passes_non_finite=False)
+        return inner._replace(init=init, aggregate=aggregate, tolerates_non_finite=True)
 
     return transform
 

@@ -205,7 +205,7 @@ def compressed_mean(
         mean = jax.tree.unflatten(tree, means)
         return mean, CompressedMeanState(state.round + 1, residual), {}
 
-    return Aggregator(init, aggregate, passes_non_finite=True)
+    return Aggregator(init, aggregate)
 
 
 def _indices(placement: Placement) -> Int[Array, " participants"]:

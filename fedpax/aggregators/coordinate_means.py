@@ -149,4 +149,4 @@ def _coordinate_mean(
 
         return reduce_coordinates(reduce, updates), state, {}
 
-    return Aggregator(init, aggregate, needs_all=True)
+    return Aggregator(init, aggregate, needs_all=True, tolerates_non_finite=True)

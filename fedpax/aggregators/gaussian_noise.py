@@ -76,7 +76,7 @@ def add_noise(stddev: float, *, seed: int) -> AggregatorTransformation:
             noisy = perturb(round_key(seed, "add_noise", state.round), aggregated, stddev)
             return noisy, NoiseState(state.round + 1, inner_state), metrics
 
-        return inner._replace(init=_init(inner), aggregate=aggregate)
+        return inner._replace(init=_init(inner), aggregate=aggregate, acts_when_all_absent=True)
 
     return transform
 

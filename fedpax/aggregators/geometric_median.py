@@ -101,7 +101,7 @@ def geometric_median(*, num_iterations: int = 8, smoothing: float = 1e-6) -> Agg
         v = jax.lax.fori_loop(0, num_iterations, iterate, first)
         return jax.tree.map(lambda m, u: m.astype(mean_dtype(u)), v, updates), state, {}
 
-    return Aggregator(init, aggregate, needs_all=True)
+    return Aggregator(init, aggregate, needs_all=True, tolerates_non_finite=True)
 
 
 def _take(

@@ -85,7 +85,7 @@ def krum(num_byzantine: int, *, num_selected: int = 1) -> Aggregator:
         selected = federated_map(lambda update, taken: select(taken, update), updates, chosen)
         return federated_mean(selected, chosen), state, {}
 
-    return Aggregator(init, aggregate, needs_all=True)
+    return Aggregator(init, aggregate, needs_all=True, tolerates_non_finite=True)
 
 
 def distances_of_present(

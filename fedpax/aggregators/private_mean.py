@@ -88,8 +88,10 @@ def private_mean(
         An aggregator with state `PrivateMeanState`. A participant is present if its weight is not
         0; the weights have no other effect. Sums and noise are float32, and the result has the
         dtype of the updates, float32 for integers. An update whose norm is infinite or NaN counts
-        as 0. The noise is the same on every mesh. Metrics: `"max_norm"`, C, and `"noise_stddev"`,
-        the standard deviation of each coordinate of the mean.
+        as 0. The noise is the same on every mesh. Methods give an aggregator only the parameters
+        that the client optimizer moves: those under `optax.set_to_zero` get no noise. In a round in
+        which everybody is absent, the noise moves the model. Metrics: `"max_norm"`, C, and
+        `"noise_stddev"`, the standard deviation of each coordinate of the mean.
 
     Raises:
         TypeError: an argument is not a number, or `seed` is not an int.
@@ -168,7 +170,7 @@ def private_mean(
         metrics = {"max_norm": norm, "noise_stddev": multiplier * norm / expected}
         return mean, PrivateMeanState(state.round + 1, new_norm), metrics
 
-    return Aggregator(init, aggregate)
+    return Aggregator(init, aggregate, tolerates_non_finite=True, acts_when_all_absent=True)
 
 
 def split_noise(noise_multiplier: float, count_stddev: float) -> float:

@@ -157,7 +157,7 @@ def private_secure_mean(
         }
         return mean, PrivateSecureMeanState(state.round + 1), metrics
 
-    return Aggregator(init, aggregate, needs_all=True)
+    return Aggregator(init, aggregate, needs_all=True, tolerates_non_finite=True)
 
 
 def _resolution(n: int, noise_multiplier: float, num_entries: int, least: int) -> int:

@@ -118,7 +118,7 @@ def quantized_mean(num_levels: int) -> Aggregator:
         mean, residual = _quantize_and_average(updates, state.residual, shares, num_levels)
         return mean, QuantizedMeanState(residual), {}
 
-    return Aggregator(init, aggregate, needs_all=True, passes_non_finite=True)
+    return Aggregator(init, aggregate, needs_all=True)
 
 
 def check_num_levels(num_levels: int) -> int:

@@ -134,7 +134,7 @@ def secure_mean(
         mean = jax.tree.map(decode, total, updates)
         return mean, SecureMeanState(state.round + 1), metrics
 
-    return Aggregator(init, aggregate, needs_all=True)
+    return Aggregator(init, aggregate, needs_all=True, tolerates_non_finite=True)
 
 
 def secure_sum(

@@ -53,7 +53,9 @@ def federated_mean(
 
     A participant of weight 0 is absent: its value has no effect, also if it is NaN or infinite, and
     then the derivative with respect to its weight is 0. If the weights sum to zero, the mean is 0,
-    not NaN: a round in which no client has an example changes nothing. A NaN weight gives NaN.
+    not NaN: a round in which no client has an example changes nothing. The methods of
+    `fedpax.algorithms` leave the model and the server optimizer's momentum as they are then, unless
+    the aggregator adds noise on the server. A NaN weight gives NaN.
     Negative weights are used as given.
 
     The weights are added up in float32 (float64 for float64 values). If their sum overflows, above

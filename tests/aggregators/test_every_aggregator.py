@@ -201,3 +201,17 @@ def test_errors_name_the_function_that_was_called():
     average = fedpax.program(clients=N)(aggregator.aggregate)
     with pytest.raises(ValueError, match=r"^private_secure_mean\(\): num_neighbors is 8"):
         jax.eval_shape(average, aggregator.init(None), np.ones(N, np.float32), None)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in AGGREGATORS]
+)
+def test_an_aggregate_is_finite_beside_nan_where_it_says_so(name):
+    updates = draw(2)
+    for x in updates.values():
+        x[ABSENT] = np.nan
+    aggregate, _, metrics = jax.jit(run(name))(initial(name, PARAMS), updates, None)
+    finite = all(np.isfinite(x).all() for x in jax.tree.leaves(aggregate))
+    # Codecs of signs or of the largest entries send numbers in the place of NaN.
+    assert finite == AGGREGATORS[name].tolerates_non_finite or "compressed" in name
+    assert all(np.isfinite(x) for x in metrics.values())

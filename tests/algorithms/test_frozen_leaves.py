@@ -1,0 +1,110 @@
+"""Parameters that the client optimizer freezes stay as they are beside every aggregator."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from fedpax import Cohort
+from fedpax.aggregators import (
+    add_local_noise,
+    add_noise,
+    chain,
+    codecs,
+    compressed_mean,
+    mean,
+    private_mean,
+    private_secure_mean,
+    quantized_mean,
+    secure_mean,
+)
+from fedpax.algorithms import diloco, fedavg
+from fedpax.algorithms.frozen_leaves import frozen_leaves
+
+N = 4
+PARAMS = {"body": jnp.array([0.5, -1.0, 2.0]), "head": jnp.zeros(3)}
+LABELS = {"body": "freeze", "head": "train"}
+MASK = {"body": True, "head": False}
+
+
+def freeze(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    return optax.multi_transform({"freeze": optax.set_to_zero(), "train": optimizer}, LABELS)
+
+
+def loss_fn(params, x):
+    return jnp.mean((x @ (params["body"] + params["head"]) - 1) ** 2), {}
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        freeze(optax.sgd(0.1, momentum=0.9)),
+        freeze(optax.adamw(0.1, weight_decay=0.1)),
+        optax.chain(optax.masked(optax.set_to_zero(), MASK), optax.sgd(0.1, momentum=0.9)),
+        optax.chain(optax.masked(optax.set_to_zero(), MASK), optax.adam(0.1)),
+        optax.chain(optax.sgd(0.1), optax.masked(optax.set_to_zero(), MASK)),
+    ],
+)
+def test_a_parameter_whose_updates_are_zero_is_frozen(optimizer):
+    assert frozen_leaves(optimizer, PARAMS) == [True, False]
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.adamw(0.1),
+        optax.masked(optax.sgd(0.1), MASK),  # passes the gradient of all others on
+        optax.chain(
+            optax.masked(optax.set_to_zero(), MASK), optax.add_decayed_weights(0.1), optax.sgd(0.1)
+        ),
+        optax.chain(optax.masked(optax.set_to_zero(), MASK), optax.add_noise(0.1, 0.5, key=0)),
+    ],
+)
+def test_a_parameter_that_an_optimizer_moves_is_not(optimizer):
+    assert frozen_leaves(optimizer, PARAMS) == [False, False]
+
+
+@pytest.mark.parametrize(
+    "aggregator",
+    [
+        private_mean(max_norm=1.0, noise_multiplier=1.0, seed=0),
+        pytest.param(
+            private_secure_mean(max_norm=1.0, noise_multiplier=1.0, seed=0),
+            marks=pytest.mark.slow,
+        ),
+        secure_mean(max_value=1.0),
+        quantized_mean(4),
+        compressed_mean(codecs.sign(), error_feedback=True),
+        chain(add_local_noise(0.1, seed=0), add_noise(0.1, seed=1), mean()),
+    ],
+    ids=["private", "private secure", "secure", "quantized", "sign", "noise"],
+)
+def test_no_aggregator_moves_a_frozen_parameter(aggregator):
+    method = fedavg(
+        loss_fn,
+        cohort_size=N,
+        client_optimizer=freeze(optax.sgd(0.1)),
+        server_optimizer=optax.sgd(1.0, momentum=0.9),
+        aggregator=aggregator,
+    )
+    cohort = Cohort(np.random.default_rng(0).normal(size=(N, 2, 4, 3)).astype(np.float32))
+    state, step = method.init(PARAMS), jax.jit(method.round)
+    for _ in range(2):
+        state, _ = step(state, cohort)
+    np.testing.assert_array_equal(state.params["body"], PARAMS["body"])
+    assert np.abs(state.params["head"]).min() > 0
+
+
+def test_diloco_sends_no_frozen_parameter():
+    method = diloco(
+        loss_fn,
+        islands=2,
+        inner_optimizer=freeze(optax.adamw(0.1)),
+        aggregator=private_mean(max_norm=1.0, noise_multiplier=1.0, seed=0),
+    )
+    cohort = Cohort(np.ones((2, 1, 4, 3), np.float32))
+    state, _ = jax.jit(method.round)(method.init(PARAMS), cohort)
+    np.testing.assert_array_equal(state.params["body"], PARAMS["body"])
+    text = str(jax.make_jaxpr(method.round)(state, cohort))
+    assert text.count("federated_sum[") == 5  # of the head, of norms, and of three metrics

@@ -43,6 +43,7 @@ from fedpax.algorithms.self_tuning import self_tuning
 from fedpax.algorithms.sparseloco import sparseloco
 from fedpax.algorithms.staleness import hinge_staleness, polynomial_staleness
 from fedpax.algorithms.streaming_diloco import streaming_diloco
+from fedpax.primitives.argument_checks import explain_unknown_arguments
 
 __all__ = [
     "DelayedNesterov",
@@ -102,3 +103,5 @@ __all__ = [
     "streaming_diloco",
     "valid_steps",
 ]
+
+explain_unknown_arguments(__all__, globals())

@@ -16,6 +16,7 @@ from fedpax.aggregators.quantized_mean import quantized_mean
 from fedpax.aggregators.random_streams import random_stream
 from fedpax.aggregators.secure_mean import secure_mean
 from fedpax.aggregators.sent import mark_sent
+from fedpax.primitives.argument_checks import explain_unknown_arguments
 
 __all__ = [
     "Aggregator",
@@ -41,3 +42,5 @@ __all__ = [
     "secure_mean",
     "trimmed_mean",
 ]
+
+explain_unknown_arguments(__all__, globals())

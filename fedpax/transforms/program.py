@@ -121,6 +121,7 @@ def program(
         change. The compiled code is cached in both cases.
 
     Raises:
+        RuntimeError: at the call: an argument was donated to an earlier call.
         TypeError: a size is not an int, a keyword looks like a misspelt option, or the parentheses
             are missing. At the call: an argument is neither static nor an array or a number.
         ValueError: there is no placement, or a size or `chunk_size` is below 1, or the function has
@@ -311,6 +312,13 @@ def _check_argument(function: str, leaf: Any, path: tuple, names: Sequence[str])
         array = device_array(leaf, f"program {function}: {where}")
         # A Python number stays as it is: converted, it would lose its weak type.
         return array if isinstance(leaf, np.ndarray | np.generic) else leaf
+    if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
+        raise RuntimeError(
+            f"program {function}: {where} has been deleted: it was donated to an earlier call, as with jax.jit(..., donate_argnums=0). "
+            "If that call was interrupted, its result is lost: restore the state from a "
+            "checkpoint, or make it anew with init. To continue after an interruption, do not "
+            "donate the state, or keep a copy: jax.tree.map(jnp.copy, state)."
+        )
     try:
         jax.typeof(leaf)
     except TypeError:

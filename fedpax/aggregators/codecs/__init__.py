@@ -11,6 +11,7 @@ from fedpax.aggregators.codecs.sign import sign
 from fedpax.aggregators.codecs.terngrad import terngrad
 from fedpax.aggregators.codecs.top_k import top_k
 from fedpax.aggregators.codecs.uniform import uniform
+from fedpax.primitives.argument_checks import explain_unknown_arguments
 
 __all__ = [
     "Codec",
@@ -27,3 +28,5 @@ __all__ = [
     "uniform",
     "wire_bits",
 ]
+
+explain_unknown_arguments(__all__, globals())

@@ -315,9 +315,10 @@ def _check_argument(function: str, leaf: Any, path: tuple, names: Sequence[str])
     if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
         raise RuntimeError(
             f"program {function}: {where} has been deleted: it was donated to an earlier call, as "
-            "with jax.jit(..., donate_argnums=0). If that call was interrupted, its result is lost: restore the state from a "
-            "checkpoint, or make it anew with init. To continue after an interruption, do not "
-            "donate the state, or keep a copy: jax.tree.map(jnp.copy, state)."
+            "with jax.jit(..., donate_argnums=0). If that call was interrupted, its result is "
+            "lost: restore the state from a checkpoint, or make it anew with init. To continue "
+            "after an interruption, do not donate the state, or keep a copy: "
+            "jax.tree.map(jnp.copy, state)."
         )
     try:
         jax.typeof(leaf)

@@ -15,7 +15,7 @@ from fedpax.algorithms.inner_steps import make_outer_gradient
 from fedpax.algorithms.mean_metrics import mean_metrics
 from fedpax.algorithms.optimizer_step import optimizer_step
 from fedpax.algorithms.participation import participant_weights
-from fedpax.algorithms.server import given_aggregator, unless_all_absent
+from fedpax.algorithms.server import as_floats, given_aggregator, unless_all_absent
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_broadcast, federated_map
 from fedpax.transforms.program import program
@@ -116,7 +116,7 @@ def diloco(
             cohort.batches,
             cohort.num_steps,
         )
-        weights = participant_weights(cohort)
+        weights = as_floats(participant_weights(cohort))
         delta, aggregator_state, reported = combine.aggregate(
             state.aggregator_state, outer_gradients, weights
         )

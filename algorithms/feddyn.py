@@ -23,7 +23,7 @@ from fedpax.algorithms.local_steps import local_update
 from fedpax.algorithms.map_clients import map_clients
 from fedpax.algorithms.mean_metrics import mean_metrics
 from fedpax.algorithms.participation import participant_weights, takes_part
-from fedpax.algorithms.server import make_server
+from fedpax.algorithms.server import as_floats, make_server
 from fedpax.algorithms.tree_arithmetic import scale
 from fedpax.clients import ClientStore, client_store, gather_clients, scatter_clients
 from fedpax.clients.cohort import Cohort, check_cohort
@@ -150,7 +150,7 @@ def feddyn(
         pseudo_gradients, metrics, own = map_clients(
             local_train, own, cohort.batches, cohort.num_steps, chunk_size=chunk_size
         )
-        weights = participant_weights(cohort)
+        weights = as_floats(participant_weights(cohort))
         mean, state, reported = server.aggregate(state, pseudo_gradients, weights)
         present = federated_sum(
             federated_map(lambda here: here.astype(jnp.float32), takes_part(cohort))

@@ -19,7 +19,7 @@ from fedpax.algorithms.local_steps import local_update
 from fedpax.algorithms.map_clients import map_clients
 from fedpax.algorithms.mean_metrics import mean_metrics
 from fedpax.algorithms.participation import participant_weights
-from fedpax.algorithms.server import make_server
+from fedpax.algorithms.server import as_floats, make_server
 from fedpax.algorithms.tree_arithmetic import scale
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_mean
@@ -110,7 +110,7 @@ def fednova(
         normalized, metrics, lengths_taken = map_clients(
             local_train, cohort.batches, cohort.num_steps, chunk_size=chunk_size
         )
-        weights = participant_weights(cohort)
+        weights = as_floats(participant_weights(cohort))
         direction, state, reported = server.aggregate(state, normalized, weights)
         length = federated_mean(lengths_taken, weights)
         metrics = mean_metrics(metrics, weights, server.aggregator) | reported

@@ -18,7 +18,7 @@ from fedpax.algorithms.local_evaluation import full_gradient
 from fedpax.algorithms.local_steps import gradient_and_metrics, local_update
 from fedpax.algorithms.map_clients import map_clients
 from fedpax.algorithms.participation import participant_weights
-from fedpax.algorithms.server import make_server, unless_all_absent
+from fedpax.algorithms.server import as_floats, make_server, unless_all_absent
 from fedpax.algorithms.tree_arithmetic import subtract, weighted_sum
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_mean
@@ -267,7 +267,7 @@ def _mime(
     def mime_round(state: MimeState, cohort: Cohort) -> tuple[MimeState, Metrics]:
         check_cohort(name, cohort, cohort_size)
         x, s = state.params, state.client_optimizer_state
-        weights = participant_weights(cohort)
+        weights = as_floats(participant_weights(cohort))
 
         def gradient_at_x(batches: chex.ArrayTree, num_steps: Int[Array, ""] | None) -> Params:
             return full_gradient(loss_fn, x, batches, num_steps)

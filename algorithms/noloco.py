@@ -17,7 +17,7 @@ from fedpax.algorithms.exchange import exchange, perfect_matchings
 from fedpax.algorithms.local_steps import local_steps
 from fedpax.algorithms.participation import participant_weights
 from fedpax.algorithms.population import population_mean
-from fedpax.algorithms.server import unless_all_absent
+from fedpax.algorithms.server import as_floats, unless_all_absent
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_broadcast, federated_map, federated_mean
 from fedpax.transforms.program import program
@@ -160,7 +160,7 @@ def noloco(
             delta = jax.tree.map(step, *own, *partner, delta)
             return optax.apply_updates(own[0], delta), delta
 
-        weights = participant_weights(cohort)
+        weights = as_floats(participant_weights(cohort))
         stepped = federated_map(outer_step, own, partner, state.momentum)
         before = state.local_params, state.momentum
         local_params, delta = unless_all_absent(weights, stepped, before, mean())

@@ -6,7 +6,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Num
+from jaxtyping import Array, Float, Num
 
 from fedpax.aggregators import Aggregator, mean
 from fedpax.algorithm import Metrics, Params
@@ -14,7 +14,7 @@ from fedpax.algorithms.checked_aggregator import checked_aggregator
 from fedpax.algorithms.frozen_leaves import without_frozen_leaves
 from fedpax.algorithms.mean_metrics import mean_metrics
 from fedpax.algorithms.optimizer_step import optimizer_step
-from fedpax.primitives import federated_map, federated_sum
+from fedpax.primitives import federated_sum
 
 State = TypeVar("State", bound=Any)
 Tree = TypeVar("Tree", bound=chex.ArrayTree)
@@ -78,6 +78,7 @@ class Server(NamedTuple):
             The state with the server's three fields replaced, and metrics: the averages, and those
             of the aggregator.
         """
+        weights = as_floats(weights)
         pseudo_gradient, state, reported = self.aggregate(state, pseudo_gradients, weights)
         metrics = mean_metrics(metrics, weights, self.aggregator) | reported
         return self.descend(state, pseudo_gradient, weights), metrics
@@ -108,8 +109,17 @@ def unless_all_absent(
     """
     if weights is None or aggregator.acts_when_all_absent:
         return stepped
-    present = federated_sum(federated_map(lambda w: (w != 0).astype(jnp.float32), weights))
-    return jax.tree.map(lambda new, old: jnp.where(present > 0, new, old), stepped, before)
+    total = federated_sum(as_floats(weights))  # the mean's own sum: nothing more is sent
+    return jax.tree.map(lambda new, old: jnp.where(total != 0, new, old), stepped, before)
+
+
+def as_floats(
+    weights: Num[Array, " participants"] | None,
+) -> Float[Array, " participants"] | None:
+    """Return weights in the dtype of their sum, so that all reductions of a round share the sum."""
+    if weights is None:
+        return None
+    return weights.astype(jnp.promote_types(weights.dtype, jnp.float32))
 
 
 def make_server(

@@ -25,7 +25,7 @@ from fedpax.algorithms.inner_steps import (
 from fedpax.algorithms.mean_metrics import mean_metrics
 from fedpax.algorithms.optimizer_step import optimizer_step
 from fedpax.algorithms.participation import participant_weights
-from fedpax.algorithms.server import given_aggregator, unless_all_absent
+from fedpax.algorithms.server import as_floats, given_aggregator, unless_all_absent
 from fedpax.algorithms.tree_arithmetic import subtract
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_broadcast, federated_map
@@ -226,7 +226,7 @@ def streaming_diloco(
         outer_gradients = federated_map(lambda y: subtract(x, fragment.take(y)), state.local_params)
         with under_transfers(train_and_receive), random_stream(p):
             delta, aggregator_state, metrics = combine.aggregate(
-                state.aggregator_state[p], outer_gradients, participant_weights(cohort)
+                state.aggregator_state[p], outer_gradients, as_floats(participant_weights(cohort))
             )
         train(stop)  # no step needs delta
         states = _with_entry(state.aggregator_state, p, aggregator_state)
@@ -267,7 +267,7 @@ def streaming_diloco(
         num_steps = jax.tree.leaves(cohort.batches)[0].shape[1]
         num_blocks = _number_of_blocks(num_steps, len(parts), delay)
         steps_per_block, per_block = num_steps // num_blocks, len(parts) // num_blocks
-        weights = participant_weights(cohort)
+        weights = as_floats(participant_weights(cohort))
         reports: list[InnerReport] = []
         aggregator_reports: list[Metrics] = []
 

@@ -16,12 +16,12 @@ from fedpax.primitives._jax import get_opaque_trace_state
 
 
 class IntegerSum(NamedTuple):
-    """A sum of signed integers over participants.
+    """A sum of signed integers, or of weights, over participants.
 
     Attributes:
         where: the summed leaf, for the message.
-        total: the sum in its integer dtype.
-        estimate: the sum in floats, of the same shape.
+        total: the sum in its integer dtype; of weights, in floats.
+        estimate: the sum in floats, of the same shape; of weights, the number of those but 0.
     """
 
     where: str
@@ -69,8 +69,35 @@ def collect(x: Any, totals: Any, add: Callable[[jax.Array], jax.Array]) -> None:
             collected[1].append(IntegerSum(where, total, add(leaf.astype(jnp.float32))))
 
 
+def collect_weights(weights: jax.Array) -> None:
+    """Add the sum of weights to the sums that are collected, and the number of weights but 0."""
+    collected = _collected.get()
+    if collected is None or collected[0] != get_opaque_trace_state():
+        return
+    wide = weights.astype(jnp.promote_types(weights.dtype, jnp.float32))
+    # By its bits but the sign: a processor may read the smallest numbers as 0.
+    bits = jax.lax.bitcast_convert_type(wide, f"uint{8 * wide.dtype.itemsize}")
+    collected[1].append(IntegerSum("weights", jnp.sum(jnp.abs(wide)), jnp.sum(bits << 1 != 0)))
+
+
+def check_weights(total: float, count: int, dtype: Any) -> None:
+    """Raise a ValueError if a sum of weights is out of the range of its dtype.
+
+    Args:
+        total: the sum of the weights' absolute values.
+        count: the number of weights that are not 0.
+        dtype: a float dtype.
+    """
+    least, most = float(jnp.finfo(dtype).tiny), float(jnp.finfo(dtype).max)
+    if total > most or (count and total < least):
+        raise ValueError(
+            f"federated_mean(): weights has the sum {total:g}, expected 0 or {least:.1e} to "
+            f"{most:.1e}, the range of {jnp.dtype(dtype)}. Divide the weights by their largest one."
+        )
+
+
 def check_sums(sums: Sequence[IntegerSum]) -> None:
-    """Raise a ValueError if a sum has wrapped around.
+    """Raise a ValueError if a sum has wrapped around, or one of weights is out of range.
 
     It then differs from the estimate by a multiple of 2**32, or of 2**64 in 64 bits.
     """
@@ -79,6 +106,9 @@ def check_sums(sums: Sequence[IntegerSum]) -> None:
             continue
         if not (total.is_fully_addressable or total.is_fully_replicated):
             continue  # other processes have parts of it
+        if jnp.issubdtype(total.dtype, jnp.floating):
+            check_weights(float(total), int(estimate), total.dtype)
+            continue
         bounds = np.iinfo(total.dtype)
         close = np.asarray(estimate, np.float64)
         wrapped = np.abs(close - np.asarray(total, np.float64)) > bounds.max

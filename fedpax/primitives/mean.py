@@ -12,6 +12,7 @@ import numpy as np
 from fedpax.primitives._jax import Primitive, Zero, is_zero, zero_tangent
 from fedpax.primitives.broadcast import broadcast
 from fedpax.primitives.casts import device_weights, is_host_number
+from fedpax.primitives.integer_sums import check_weights, collect_weights
 from fedpax.primitives.layout import shard_over_placement
 from fedpax.primitives.mask import federated_mask_p
 from fedpax.primitives.monoids import ADDITION, accumulation_dtype
@@ -58,10 +59,10 @@ def federated_mean(
     the aggregator adds noise on the server. A NaN weight gives NaN.
     Negative weights are used as given.
 
-    The weights are added up in float32 (float64 for float64 values). If their sum overflows, above
-    3.4e38, or if weights other than 0 are too small for it, below 1.2e-38, the mean is NaN. Divide
-    such weights by their largest one first. Weights whose values are known when the program is
-    traced raise instead.
+    The weights are added up in float32 (float64 for float64 values). If their sum is out of range,
+    above 3.4e38, or below 1.2e-38 and not 0, it raises where its value is known, outside of
+    `jax.jit`. Inside, a sum above the range gives NaN, and weights below it count as 0. Divide such
+    weights by their largest one first.
 
     Args:
         x: pytree of arrays `[n, ...]`, placed.
@@ -77,7 +78,7 @@ def federated_mean(
         RuntimeError: called outside a program.
         TypeError: a leaf is not an array or a number, or the weights are complex.
         ValueError: a leaf lacks the placement's axis, the weights do not have shape `[n]` or their
-            known values have a sum out of range, the placement is unknown, or the program has
+            sum is known and out of range, the placement is unknown, or the program has
             several placements and `placement` is None.
 
     Example:
@@ -97,6 +98,7 @@ def federated_mean(
         return reduce_tree("federated_mean", federated_mean_p, x, placement, ordered=False)
     target = resolve_placement("federated_mean", placement).placement
     w = shard_over_placement(_check_weights(weights, target), target)
+    collect_weights(w)
     leaves = check_placed("federated_mean", x, target, "x")
     check_numbers("federated_mean", x, ordered=False)
     means = [
@@ -121,8 +123,10 @@ def _check_weights(weights: Any, placement: Placement) -> jax.Array:
             "weights differ between parameters, multiply inside federated_map() and divide one "
             "federated_sum() by another."
         )
-    if not isinstance(weights, jax.core.Tracer):
-        _check_sum(np.asarray(weights))
+    if not isinstance(leaves[0], jax.core.Tracer):
+        w = np.abs(np.asarray(leaves[0], np.float64))
+        if np.all(np.isfinite(w)):
+            check_weights(w.sum(), np.count_nonzero(w), jnp.float32)
     (w,) = check_placed("federated_mean", leaves[0], placement, "weights")
     if jnp.issubdtype(w.dtype, jnp.complexfloating):
         raise TypeError(
@@ -130,19 +134,6 @@ def _check_weights(weights: Any, placement: Placement) -> jax.Array:
             "numbers of examples. Pass weights.real."
         )
     return w
-
-
-def _check_sum(weights: np.ndarray) -> None:
-    """Raise a ValueError if the sum of known weights is out of the range of float32."""
-    if not np.all(np.isfinite(weights)):
-        return  # the mean is NaN
-    total = float(np.sum(np.abs(weights), dtype=np.float64))
-    least, most = (float(x) for x in (jnp.finfo(jnp.float32).tiny, jnp.finfo(jnp.float32).max))
-    if total > most or 0 < total < least:
-        raise ValueError(
-            f"federated_mean(): weights has the sum {total:g}, expected 0 or 1.2e-38 to 3.4e38, "
-            "the range of float32. Divide the weights by their largest one."
-        )
 
 
 # ---- rules; `weights` has any number of the leading axes of `x`, so that weights can be batched
@@ -159,20 +150,6 @@ def _divide(total, weight):
     return jnp.where(empty, 0, total / jnp.where(empty, 1, weight))
 
 
-def _without_subnormals(w):
-    """Raise weights that a processor may read as 0 to the smallest number that it does not."""
-    kind, tiny = f"uint{8 * w.dtype.itemsize}", jnp.finfo(w.dtype).tiny
-    magnitude = jax.lax.bitcast_convert_type(w, kind) << 1  # without the sign
-    is_subnormal = (magnitude != 0) & (magnitude < np.asarray(tiny).view(kind) << 1)
-    return jnp.where(is_subnormal, tiny, w)
-
-
-def _is_out_of_range(weight, participants):
-    """Return where a sum of weights has overflowed, or may be one of subnormal weights."""
-    least = participants * jnp.finfo(weight.dtype).tiny
-    return jnp.isinf(weight) | ((weight != 0) & (jnp.abs(weight) <= least))
-
-
 def _terms(x, *weights):
     wide = x.astype(accumulation_dtype(_mean_dtype(x.dtype)))
     if not weights:
@@ -180,15 +157,15 @@ def _terms(x, *weights):
     w = weights[0].astype(jnp.finfo(wide.dtype).dtype)  # real, also for complex values
     factor = append_axes(w, wide)
     # 0 * NaN is NaN: an absent participant, whose data are padding, would make the mean NaN.
-    return [jnp.where(factor == 0, 0, factor * wide), _without_subnormals(w)]
+    return [jnp.where(factor == 0, 0, factor * wide), w]
 
 
 def _finish(totals, participants, dtype):
     total, *weight = totals
     if weight:
         mean = _divide(total, append_axes(weight[0], total))
-        lost = _is_out_of_range(weight[0], participants)
-        mean = jnp.where(append_axes(lost, mean), jnp.nan, mean)
+        overflow = append_axes(jnp.isinf(weight[0]), mean)  # otherwise x / infinity is 0
+        mean = jnp.where(overflow, jnp.nan, mean)
     else:
         # For one participant there is no division, not even by 1: it would block XLA's sharding
         # propagation, and the program of one island must equal the program without islands.

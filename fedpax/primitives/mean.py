@@ -124,9 +124,9 @@ def _check_weights(weights: Any, placement: Placement) -> jax.Array:
             "federated_sum() by another."
         )
     if not isinstance(leaves[0], jax.core.Tracer):
-        w = np.abs(np.asarray(leaves[0], np.float64))
-        if np.all(np.isfinite(w)):
-            check_weights(w.sum(), np.count_nonzero(w), jnp.float32)
+        known = np.abs(np.asarray(leaves[0], np.float64))
+        if np.all(np.isfinite(known)):
+            check_weights(float(known.sum()), int(np.count_nonzero(known)), jnp.float32)
     (w,) = check_placed("federated_mean", leaves[0], placement, "weights")
     if jnp.issubdtype(w.dtype, jnp.complexfloating):
         raise TypeError(

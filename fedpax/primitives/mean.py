@@ -123,16 +123,16 @@ def _check_weights(weights: Any, placement: Placement) -> jax.Array:
             "weights differ between parameters, multiply inside federated_map() and divide one "
             "federated_sum() by another."
         )
-    if not isinstance(leaves[0], jax.core.Tracer):
-        known = np.abs(np.asarray(leaves[0], np.float64))
-        if np.all(np.isfinite(known)):
-            check_weights(float(known.sum()), int(np.count_nonzero(known)), jnp.float32)
     (w,) = check_placed("federated_mean", leaves[0], placement, "weights")
     if jnp.issubdtype(w.dtype, jnp.complexfloating):
         raise TypeError(
             f"federated_mean(): weights has dtype {w.dtype}, expected real numbers, for example "
             "numbers of examples. Pass weights.real."
         )
+    if not isinstance(w, jax.core.Tracer) and w.is_fully_addressable:
+        known = np.abs(np.asarray(w, np.float64))
+        if np.all(np.isfinite(known)):
+            check_weights(float(known.sum()), int(np.count_nonzero(known)), jnp.float32)
     return w
 
 

@@ -1,5 +1,6 @@
 """`fedpax generate`: continue a prompt with the language model of a run."""
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -56,7 +57,8 @@ def generate(arguments: Sequence[str]) -> int:
         )
     number = checkpoint_round("generate", saved, options.round)
     tokenizer = experiment.read_tokenizer()
-    tokens = np.asarray(tokenizer.encode(options.prompt), np.int32)
+    given = os.fsencode(options.prompt)  # its bytes, whatever the locale's encoding is
+    tokens = np.asarray(tokenizer.encode(given), np.int32)
     prompt = np.concatenate([np.array([tokenizer.separator], np.int32), tokens])
     run = build_run(experiment)
     total, seq_len = len(prompt) + options.num_tokens, experiment.data.seq_len

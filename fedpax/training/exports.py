@@ -19,6 +19,7 @@ from fedpax.algorithm import Params
 from fedpax.training.checksums import has_checksums
 from fedpax.training.configuration import is_remote
 from fedpax.training.console import print_error
+from fedpax.training.literal_path import literal_path
 from fedpax.training.mounts import atomicity_of, delete_folder, rename_folder
 from fedpax.training.saved_params import load_params
 from fedpax.training.saved_rounds import FOLDER as CHECKPOINTS
@@ -182,7 +183,7 @@ def write_orbax(folder: Path, params: Params) -> None:
             # A checkpoint can be saved meanwhile: see `Checkpoints`.
             async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
         ) as checkpointer:
-            checkpointer.save(folder / "params", params)
+            checkpointer.save(literal_path(folder / "params"), params)
         return
     # Orbax numbers the saves of a process: after a save by one process alone, its next save would
     # wait for others that have another number.

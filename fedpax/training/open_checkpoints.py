@@ -6,6 +6,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from fedpax.training.configuration import ConfigurationError
+from fedpax.training.literal_path import literal_path
 from fedpax.training.saved_rounds import complete_rounds
 
 
@@ -22,7 +23,7 @@ def open_checkpoints(folder: Path, **settings: Any) -> ocp.CheckpointManager:
         ConfigurationError: the time of a checkpoint is damaged.
     """
     try:
-        return ocp.CheckpointManager(folder, **settings)
+        return ocp.CheckpointManager(literal_path(folder), **settings)
     except ValueError as error:
         names = ocp.path.step.standard_name_format()
         for step in complete_rounds(folder):

@@ -123,3 +123,12 @@ def test_a_header_longer_than_its_file_is_no_size(tmp_path: Path) -> None:
     save_file({}, folder / "model.safetensors")
     with pytest.raises(ValueError, match="tensors are missing"):
         huggingface.load(folder)
+
+
+@pytest.mark.parametrize("field", ["sliding_window", "max_position_embeddings", "vocab_size"])
+def test_an_integer_beyond_those_of_jax_is_named(field: str, tmp_path: Path) -> None:
+    folder = copied("mistral", tmp_path)
+    (folder / "model.safetensors").unlink()
+    change_config(folder, **{field: 2**31})
+    with pytest.raises(ValueError, match=rf"{field}=2147483648: expected at most 2147483647"):
+        huggingface.load_config(folder)

@@ -3,6 +3,7 @@ import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +24,7 @@ from fedpax.training.checkpoint import (
     load_params,
 )
 from fedpax.training.checksums import write_checksums
+from fedpax.training.exports import write_orbax
 from fedpax.training.retention import Retention
 
 
@@ -81,6 +83,23 @@ def test_everything_comes_back_bitwise(
         assert checkpoints.latest_round() == 3
         assert checkpoints.restore_position().stream == position
         assert_same_bits(checkpoints.restore_state(like(state)), state)
+
+
+def test_a_folder_may_have_the_characters_of_patterns(
+    tmp_path: Path, sharding: NamedSharding
+) -> None:
+    state, folder = random_state(1, sharding), tmp_path / "runs[1]*" / "a?"
+    with Checkpoints(folder, keep=1) as checkpoints:
+        for number in (1, 2):
+            checkpoints.save(number, state, {}, {"exp": "x"})
+    with Checkpoints(folder, keep=1) as checkpoints:
+        assert_same_bits(checkpoints.restore_state(like(state)), state)
+    assert_same_bits(load_params(folder), jax.tree.map(np.asarray, state.params))
+    assert complete_rounds(folder / "checkpoints") == [2]
+    write_orbax(tmp_path / "out[1]", load_params(folder))
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(tmp_path / "out[1]" / "params")
+    chex.assert_trees_all_equal(restored["w"], state.params["w"])
 
 
 def test_a_position_is_read_once_and_a_stream_may_change_its_own(

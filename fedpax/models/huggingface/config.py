@@ -72,6 +72,7 @@ EXECUTION_FIELDS = frozenset(
 )
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 # Boundaries of Llama 3.1's rotary scaling, which `fedpax.models.attention.rotary` fixes.
+_MOST = 2**31 - 1  # of the integers that JAX computes with
 LLAMA3_ROPE: Mapping[str, float] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
@@ -264,6 +265,8 @@ class _Reader(NamedTuple):
         value = self._get(name, default)
         if not isinstance(value, int) or isinstance(value, bool):
             raise ValueError(f"{self.source}: {name}={value!r}: expected an integer.")
+        if not -_MOST <= value <= _MOST:
+            raise ValueError(f"{self.source}: {name}={value}: expected at most {_MOST}.")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:

@@ -19,15 +19,18 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from fedpax.files import LINES_BYTES, UnusableFileError, read_file, read_json
+from fedpax.files import LINES_BYTES, UnusableFileError, find_links, read_file, read_json
 from fedpax.training.configuration import FILE as CONFIGURATION
 from fedpax.training.configuration import ConfigurationError, is_remote, write_atomically
 from fedpax.training.console import print_error
 from fedpax.training.goodput import FILE as GOODPUT
 from fedpax.training.metrics import FILE as METRICS
+from fedpax.training.metrics import SCALARS
 from fedpax.training.remote import resolve_folder
 from fedpax.training.saved_rounds import FOLDER, complete_rounds
 
+FOLDERS = (FOLDER, SCALARS, "exports", "profile", "syncer")
+"""The folders of a run, into which it writes."""
 OWNER = "owner.json"
 LAST_OWNER = ".owner"
 SECONDS_BETWEEN_BEATS = 10.0
@@ -112,6 +115,7 @@ class CheckpointDir(AbstractContextManager["CheckpointDir"]):
     def _take(self) -> None:
         if not is_remote(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
+            check_links(self._folder, "--training.checkpoint_dir")
         last = self._job_log_dir / LAST_OWNER
         found = read_owner(self._folder)
         was_here = found is not None and last.exists() and found["id"] == read_file(last).decode()
@@ -201,6 +205,24 @@ class CheckpointDir(AbstractContextManager["CheckpointDir"]):
         with contextlib.suppress(Exception):  # it is complete as of the last checkpoint
             self.before_complete()
             self._write(free=True)
+
+
+def check_links(folder: Path, flag: str = "--job_log_dir") -> None:
+    """Check that no folder of a run is a link, or has one directly in it.
+
+    Args:
+        folder: the run's folder or its `checkpoint_dir`, a path.
+        flag: the flag that sets the folder, for the message.
+
+    Raises:
+        ConfigurationError: there is a link.
+    """
+    for path in find_links(folder, FOLDERS):
+        raise ConfigurationError(
+            f"{path} is a link to {os.readlink(path)}, expected a file or folder of the run "
+            "itself: the run would write and delete where the link leads. Remove the link, or set "
+            f"another {flag}; --training.checkpoint_dir saves checkpoints elsewhere."
+        )
 
 
 def read_owner(folder: Path) -> dict[str, Any] | None:

@@ -14,8 +14,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from fedpax.files import find_links, open_unlinked
-from fedpax.training.checkpoint_dir import is_owned, resolve_checkpoint_dir
+from fedpax.files import open_unlinked
+from fedpax.training.checkpoint_dir import check_links, is_owned, resolve_checkpoint_dir
 from fedpax.training.configuration import (
     FILE,
     ConfigurationError,
@@ -39,8 +39,6 @@ if sys.platform != "win32":
     import fcntl
 
 LOCK = ".lock"
-FOLDERS = (CHECKPOINTS, SCALARS, "exports", "profile", "syncer")
-"""The folders of a run, into which it writes."""
 
 WITHOUT_EFFECT = frozenset({"training.profile_at", "training.hang_after", "training.on_hang"})
 """Fields that may always change, because they have no effect on what is trained."""
@@ -88,7 +86,7 @@ class JobDirLock(AbstractContextManager["JobDirLock"]):
     def _lock(self, folder: Path) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            _check_links(folder)
+            check_links(folder)
             # Another name of the file is harmless until the file is changed, below.
             self._file = open_unlinked(self._path, os.O_RDWR | os.O_CREAT, other_names=True)
         except OSError as error:
@@ -182,16 +180,6 @@ def is_in_use(folder: Path) -> bool:
     except OSError:
         pass  # no file, or a file system without locks
     return False
-
-
-def _check_links(folder: Path) -> None:
-    """Raise if a folder of the run is a link, or has one directly in it."""
-    for path in find_links(folder, FOLDERS):
-        raise ConfigurationError(
-            f"{path} is a link to {os.readlink(path)}, expected a file or folder of the run "
-            "itself: the run would write and delete where the link leads. Remove the link, or set "
-            "another --job_log_dir; --training.checkpoint_dir saves checkpoints elsewhere."
-        )
 
 
 def check_configuration(

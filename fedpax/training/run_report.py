@@ -6,6 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+from fedpax.files import describe_no_permission
 from fedpax.training.checkpoint_dir import folder_of_checkpoints
 from fedpax.training.configuration import (
     FILE,
@@ -82,7 +83,11 @@ def report_run(folder: Path) -> RunReport:
                 saved_in = folder_of_checkpoints(folder, checkpoint_dir)
     except ConfigurationError as error:
         damage.append(str(error))
-    saved, is_running = latest_round(saved_in) or 0, is_in_use(folder)
+    saved, is_running = 0, is_in_use(folder)
+    try:
+        saved = latest_round(saved_in) or 0
+    except PermissionError as error:
+        damage.append(describe_no_permission(Path(error.filename or saved_in)))
     lines: list[dict[str, Any]] = []
     try:
         lines = read_metrics(folder)

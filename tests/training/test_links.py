@@ -10,11 +10,13 @@ from matplotlib.figure import Figure
 from small_regression import single_client
 
 from fedpax.files import open_unlinked
+from fedpax.main import main
 from fedpax.sites.journal import Journal
 from fedpax.sites.merge_log import append_merge
+from fedpax.training.checkpoint_dir import FOLDERS
 from fedpax.training.configuration import ConfigurationError
 from fedpax.training.host_copies import HostCopies
-from fedpax.training.job_dir import FOLDERS, JobDirLock, is_in_use
+from fedpax.training.job_dir import JobDirLock, is_in_use
 from fedpax.training.metrics import read_metrics
 from fedpax.training.plot import save_picture
 from fedpax.training.trainer import train
@@ -84,6 +86,26 @@ def test_links_in_place_of_the_folders_of_a_run_are_refused(
         train(ONE_ROUND, folder)
     assert [path.name for path in theirs.rglob("*")] == ["2", "file"]
     assert not (folder / "config.json").exists() and not (folder / ".lock").exists()
+
+
+def test_links_in_a_folder_of_checkpoints_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "saved" / "checkpoints").symlink_to(tmp_path / "theirs")
+    training = dataclasses.replace(ONE_ROUND.training, checkpoint_dir=str(tmp_path / "saved"))
+    with pytest.raises(ConfigurationError, match=r"checkpoints is a link.*--training.checkpoint_d"):
+        train(dataclasses.replace(ONE_ROUND, training=training), tmp_path / "run")
+    assert not any((tmp_path / "theirs").iterdir())
+
+
+def test_a_link_in_place_of_the_folder_of_a_compared_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "pretrain_text").symlink_to(tmp_path / "theirs")
+    assert main(["compare", "--exp=pretrain_text", f"--job_log_dir={tmp_path}"]) == 2
+    assert f"pretrain_text is a link to {tmp_path / 'theirs'}" in capsys.readouterr().err
+    assert not any((tmp_path / "theirs").iterdir())
 
 
 @pytest.mark.parametrize("plant", [Path.symlink_to, Path.hardlink_to])

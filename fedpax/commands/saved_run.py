@@ -28,14 +28,13 @@ from fedpax.training.configuration import FILE as CONFIGURATION
 from fedpax.training.configuration import (
     class_name,
     from_json,
-    is_within_fedpax,
     moved_out_of_main,
-    own_classes,
     read_configuration_json,
 )
 from fedpax.training.console import print_error
 from fedpax.training.experiment import Experiment, Run
 from fedpax.training.job_dir import is_in_use
+from fedpax.training.known_classes import is_within_fedpax, own_classes
 from fedpax.training.remote import resolve_folder
 from fedpax.training.saved_rounds import rounds_without_checksums
 

@@ -1,7 +1,6 @@
 """Configurations as JSON: `config.json` in a run's folder, read back as an equal dataclass."""
 
 import dataclasses
-import importlib
 import inspect
 import json
 import re
@@ -11,6 +10,13 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from fedpax.files import describe_no_permission, read_json, replace_file
+from fedpax.training.known_classes import (
+    find_class,
+    find_in_fedpax,
+    is_within_fedpax,
+    name_of_class,
+    own_classes,
+)
 
 VERSION = 1
 FILE = "config.json"
@@ -98,11 +104,7 @@ def class_name(configuration: Any) -> str:
         >>> class_name(MeshConfig())
         'fedpax.parallel.mesh:MeshConfig'
     """
-    return _name_of(type(configuration))
-
-
-def _name_of(kind: type) -> str:
-    return f"{kind.__module__}:{kind.__qualname__}"
+    return name_of_class(type(configuration))
 
 
 def from_json(value: Any, file: str | PurePath = FILE, own: Collection[type] = ()) -> Any:
@@ -114,8 +116,8 @@ def from_json(value: Any, file: str | PurePath = FILE, own: Collection[type] = (
     Args:
         value: a result of `to_json`.
         file: the file that holds it, for error messages.
-        own: dataclasses outside of fedpax that the value may name, see `own_classes`. Default:
-            none.
+        own: dataclasses outside of fedpax that the value may name, as
+            `fedpax.training.known_classes.own_classes` returns them. Default: none.
 
     Returns:
         An equal configuration.
@@ -139,7 +141,7 @@ def from_json(value: Any, file: str | PurePath = FILE, own: Collection[type] = (
     if not isinstance(value, dict):
         return value
     named = value.get("class")
-    if isinstance(named, str) and not is_within_fedpax(named) and not _find(named, own):
+    if isinstance(named, str) and not is_within_fedpax(named) and not find_class(named, own):
         raise ConfigurationError(
             f"{file} names the class {named!r}, expected a dataclass of fedpax or of the "
             "experiment's own module: code that a folder names is not run. Name the experiment "
@@ -147,7 +149,7 @@ def from_json(value: Any, file: str | PurePath = FILE, own: Collection[type] = (
             "Python."
         )
     try:
-        kind = _find(named, own) or _find_in_fedpax(str(named))
+        kind = find_class(named, own) or find_in_fedpax(str(named))
         fields = {key: from_json(item, file, own) for key, item in value.items() if key != "class"}
         for field in dataclasses.fields(kind):
             group = dataclasses.is_dataclass(field.type) and field.name in fields
@@ -183,68 +185,6 @@ def moved_out_of_main(value: Any, module: str) -> Any:
     if isinstance(name := value.get("class"), str) and name.startswith("__main__:"):
         moved["class"] = f"{module}:{name.partition(':')[2]}"
     return moved
-
-
-def is_within_fedpax(name: str) -> bool:
-    """Return whether `module:name` is in a module of fedpax.
-
-    Example:
-        >>> is_within_fedpax("fedpax.parallel.mesh:MeshConfig"), is_within_fedpax("mine:Model")
-        (True, False)
-    """
-    return name.partition(":")[0].startswith("fedpax.")
-
-
-def own_classes(experiment: Any) -> frozenset[type]:
-    """Return the dataclasses outside of fedpax that an experiment's configuration may name.
-
-    They are the classes of the experiment and its fields, and the dataclasses that their modules
-    define or import.
-
-    Args:
-        experiment: an experiment, or another dataclass; its code is trusted.
-    """
-    used = {type(part) for part in _parts(experiment)}
-    names = {kind.__module__ for kind in used if not is_within_fedpax(kind.__module__)}
-    modules = [sys.modules[name] for name in names if name in sys.modules]
-    beside = [value for module in modules for value in vars(module).values()]
-    # By name: a module that was imported again has other classes than an older experiment.
-    kinds = {_name_of(kind): kind for kind in beside if isinstance(kind, type)}
-    kinds |= {_name_of(kind): kind for kind in used}
-    return frozenset(
-        kind
-        for kind in kinds.values()
-        if dataclasses.is_dataclass(kind) and not is_within_fedpax(kind.__module__)
-    )
-
-
-def _parts(value: Any) -> Iterator[Any]:
-    """Yield a configuration and the dataclasses in it."""
-    if isinstance(value, tuple):
-        for item in value:
-            yield from _parts(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        yield value
-        for field in dataclasses.fields(value):
-            yield from _parts(getattr(value, field.name))
-
-
-def _find(named: Any, own: Collection[type]) -> Any:
-    return next((kind for kind in own if _name_of(kind) == named), None)
-
-
-def _find_in_fedpax(named: str) -> Any:
-    """Return the dataclass of fedpax with this `module:Name`; other attributes are not used."""
-    module, _, name = named.partition(":")
-    if not is_within_fedpax(named):
-        raise TypeError("the class has no name")
-    kind: Any = importlib.import_module(module)
-    for part in name.split("."):
-        kind = getattr(kind, part)
-    is_class = isinstance(kind, type) and dataclasses.is_dataclass(kind)
-    if not is_class or _name_of(kind) != named:
-        raise TypeError(f"{named} is not a dataclass of this module")
-    return kind
 
 
 def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

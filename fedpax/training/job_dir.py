@@ -25,11 +25,11 @@ from fedpax.training.configuration import (
     from_json,
     is_remote,
     moved_out_of_main,
-    own_classes,
     read_configuration_json,
     to_json,
 )
 from fedpax.training.experiment import Experiment
+from fedpax.training.known_classes import own_classes
 from fedpax.training.metrics import SCALARS, read_metrics, select
 from fedpax.training.saved_rounds import FOLDER as CHECKPOINTS
 from fedpax.training.saved_rounds import latest_round

@@ -14,10 +14,10 @@ from fedpax.experiments.catalog import is_shipped
 from fedpax.training.configuration import (
     ConfigurationError,
     from_json,
-    own_classes,
     read_configuration,
     write_configuration,
 )
+from fedpax.training.known_classes import own_classes
 from fedpax.training.trainer import train
 
 PAYLOAD = """

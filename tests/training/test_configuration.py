@@ -11,13 +11,13 @@ from fedpax.training.configuration import (
     ConfigurationError,
     differences,
     from_json,
-    own_classes,
     read_configuration,
     resolve_job_log_dir,
     to_json,
     write_configuration,
 )
 from fedpax.training.experiment import TrainingConfig
+from fedpax.training.known_classes import own_classes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,7 +31,7 @@ class Tokenizer(NamedTuple):
     """A pair of functions between texts and tokens, with their vocabulary.
 
     Attributes:
-        name: identifies the tokenizer: `"bytes"`, or a file's name and checksum.
+        name: identifies the tokenizer: `"bytes"`, or a file's name, checksum and separator.
         vocab_size: the number of tokens.
         separator: the token before and after every document.
         encode: takes a string or UTF-8 bytes, and returns integers `[tokens]`.

@@ -33,7 +33,7 @@ LINES = {
     "fedpax join --exp=decoupled_diloco_text --decoupled.qu": ["--decoupled.quorum="],
     "fedpax train --model.weights=some": ["some file"],
     "fedpax partition --exp=fedavg_digits --population.a": ["--population.alpha="],
-    "fedpax export --format=": ["huggingface", "orbax"],
+    "fedpax export --format=": ["huggingface", "orbax", "npz", "safetensors"],
     "fedpax show --exp": [],
     "fedpax completion z": ["zsh"],
     "fedpax train --job_log_dir=some": ["some file"],

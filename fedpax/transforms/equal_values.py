@@ -9,7 +9,7 @@ from collections.abc import Hashable, Sequence
 
 from fedpax.primitives._jax import Jaxpr, JaxprEqn, Literal, Var, aval_of, inner_jaxprs
 from fedpax.primitives.map import federated_map_p
-from fedpax.transforms.phases import Atom
+from fedpax.transforms.streaming_plan import Atom
 
 
 class EqualValues:

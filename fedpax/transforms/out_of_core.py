@@ -22,7 +22,6 @@ from fedpax.primitives.casts import device_array, is_host_number, needs_cast
 from fedpax.primitives.layout import mesh_axis
 from fedpax.primitives.signatures import argument_names
 from fedpax.transforms.inlining import inline, placements_of
-from fedpax.transforms.phases import Atom
 from fedpax.transforms.plan import make_plan
 from fedpax.transforms.streaming import (
     finish_reductions,
@@ -32,6 +31,7 @@ from fedpax.transforms.streaming import (
     stream,
     whole_value,
 )
+from fedpax.transforms.streaming_plan import Atom
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")

@@ -14,10 +14,11 @@ from fedpax.primitives._jax import Jaxpr, JaxprEqn, Var
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.peak_memory import num_bytes
 from fedpax.primitives.placement import Placement
-from fedpax.transforms.phases import StreamingPlan, plan_phases
+from fedpax.transforms.phases import plan_phases
+from fedpax.transforms.streaming_plan import StreamingPlan
 
 
-class Cost(NamedTuple):
+class PlanCost(NamedTuple):
     """The cost of the loops of a plan.
 
     Attributes:
@@ -39,18 +40,25 @@ class Cost(NamedTuple):
     server_bytes: int
     chunk_sizes: dict[int, int]
 
-    def is_below(self, other: "Cost") -> bool:
-        """Return whether a plan is better: some respect falls, and none grows.
+    def is_below(self, other: "PlanCost") -> bool:
+        """Return whether a plan is better: some field of `gains` decreases, and no field increases.
 
-        The runs, the loops, the stored bytes or the server's reductions must fall. The other
-        respects only veto.
+        A decrease in the remaining fields alone is not an improvement.
         """
         return (
-            self[:4] != other[:4]
+            self.gains() != other.gains()
             and self.runs <= other.runs
-            and all(a <= b for a, b in zip(self[1:6], other[1:6], strict=True))
+            and self.loops <= other.loops
+            and self.stored_bytes <= other.stored_bytes
+            and self.server_reductions <= other.server_reductions
+            and self.read_bytes <= other.read_bytes
+            and self.server_bytes <= other.server_bytes
             and all(size <= other.chunk_sizes.get(e, size) for e, size in self.chunk_sizes.items())
         )
+
+    def gains(self) -> tuple[Counter[int], int, int, int]:
+        """Return the fields for which a map waits."""
+        return self.runs, self.loops, self.stored_bytes, self.server_reductions
 
 
 def make_plan(jaxpr: Jaxpr, placement: Placement) -> StreamingPlan:
@@ -61,7 +69,7 @@ def make_plan(jaxpr: Jaxpr, placement: Placement) -> StreamingPlan:
         placement: as in `plan_phases`.
 
     Returns:
-        The plan of `plan_phases`, or one of lower `Cost` in which some maps run in a later phase.
+        The plan of `plan_phases`, or one of lower `PlanCost` in which some maps run later.
     """
     not_before: dict[int, int] = {}
     tried = set[tuple[int, int]]()
@@ -78,7 +86,7 @@ def _postpone(
 
     Maps and phases in `tried` are passed over: otherwise planning is cubic in the number of maps.
     """
-    cost: Cost | None = None
+    cost: PlanCost | None = None
     for phase, eqn in _run_again(best):
         if (phase, id(eqn)) in tried:
             continue
@@ -121,7 +129,7 @@ def _with_maps_before(plan: StreamingPlan, eqn: JaxprEqn) -> list[JaxprEqn]:
     return [one for one in found.values() if one.primitive is federated_map_p]
 
 
-def _cost(plan: StreamingPlan) -> Cost:
+def _cost(plan: StreamingPlan) -> PlanCost:
     runs = Counter[int]()
     chunk_sizes: dict[int, int] = {}
     for phase in plan.loops:
@@ -129,7 +137,7 @@ def _cost(plan: StreamingPlan) -> Cost:
         for one in plan.computed(phase):
             chunk_sizes[id(one.eqn)] = max(chunk, chunk_sizes.get(id(one.eqn), 0))
             runs[id(one.eqn)] += one.eqn.primitive is federated_map_p
-    return Cost(
+    return PlanCost(
         runs=runs,
         loops=len(plan.loops),
         stored_bytes=sum(num_bytes(v) for values in plan.stored.values() for v in values),

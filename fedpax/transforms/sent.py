@@ -10,8 +10,8 @@ from typing import NamedTuple
 from fedpax.primitives._jax import SHAPE_PRIMITIVES, Jaxpr, JaxprEqn, Var, aval_of, inner_jaxprs
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.peak_memory import num_bytes
-from fedpax.transforms.phases import StreamingPlan
 from fedpax.transforms.placed_values import PlacedValues
+from fedpax.transforms.streaming_plan import StreamingPlan
 
 SENT = "fedpax_sent"
 """The name in the jaxpr of a sent value, followed by the bytes that it replaces."""

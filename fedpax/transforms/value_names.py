@@ -9,7 +9,7 @@ from fedpax.primitives.broadcast import federated_broadcast_p
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.reduction import REDUCTIONS
 from fedpax.transforms.loop_reductions import CONTRACTIONS, FEDERATED
-from fedpax.transforms.phases import Atom
+from fedpax.transforms.streaming_plan import Atom
 
 # Equations whose result is their first operand, or a part of it, in another layout or dtype.
 SAME_VALUE = frozenset(

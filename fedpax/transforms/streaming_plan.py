@@ -1,0 +1,217 @@
+"""The plan of the streaming pass: which equations run in which loop over the participants."""
+
+from collections.abc import Iterator, Mapping
+
+from fedpax.primitives._jax import Jaxpr, JaxprEqn, Literal, Var, aval_of
+from fedpax.primitives.map import federated_map_p
+from fedpax.primitives.max_min import federated_max_p, federated_min_p
+from fedpax.primitives.placement import ChunkSize, Placement
+from fedpax.transforms.loop_reductions import LoopReduction
+from fedpax.transforms.unstack import Unstacked
+
+Atom = Var | Literal
+
+EXTREMA = (federated_max_p, federated_min_p)
+
+
+class StreamingPlan:
+    """The loops over the participants of one placement in a jaxpr, and the server's work.
+
+    A value is *mapped* if its computation contains a map. Values that a participant can compute
+    without a map, such as broadcasts and scaled arguments, are computed wherever they are needed.
+
+    Attributes:
+        jaxpr: the jaxpr.
+        placement: the placement.
+        aliases: results of a map that are equal to one of its arguments.
+        producer: value -> its equation, on the slices of one participant. It holds all values that
+            a loop can compute.
+        axis: value in `producer` -> its axis that lists the participants.
+        mapped: the values in `producer` that need a map.
+        remat_depth: value -> length of the chain of maps that a later phase runs to rematerialize
+            it. Mapped values that are not listed are stored.
+        extremum_operands: the operands of `federated_max` and `federated_min`. A later phase reads
+            them from memory, because a recomputed value can round differently, and is then not
+            equal to the extremum.
+        phase: value -> its phase, if it is not phase 0.
+        candidates: id of an equation -> the reduction that a loop can accumulate for it.
+        loops: phase -> the maps of its loop. A phase that is not listed has no loop.
+        reductions: phase -> the reductions that its loop accumulates.
+        stored: phase -> the values that its loop stores for all participants, and the reasons.
+            They are stored with the participants' axis first.
+        on_server: the mapped values that the server computes for all participants, because their
+            phase has no loop.
+        server: phase -> the equations that the server runs before the loop.
+        not_before: id of an equation -> the first phase in which it may run. Effects, such as
+            callbacks, keep the order of the jaxpr.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, placement: Placement, not_before: Mapping[int, int]):
+        self.jaxpr = jaxpr
+        self.not_before = dict(not_before)
+        self.placement = placement
+        self.aliases: dict[Var, Atom] = {}
+        self.producer: dict[Var, Unstacked] = {}
+        self.axis: dict[Var, int] = {}
+        self.mapped: set[Var] = set()
+        self.remat_depth: dict[Var, int] = {}
+        for eqn in jaxpr.eqns:
+            if is_map(eqn, placement):
+                _alias_forwarded_arguments(self, eqn)
+        extrema = (eqn for eqn in jaxpr.eqns if eqn.primitive in EXTREMA)
+        self.extremum_operands = {v for eqn in extrema for v in self.operands(eqn)}
+        self.phase: dict[Var, int] = {}
+        self.candidates: dict[int, LoopReduction] = {}
+        self.loops: dict[int, list[JaxprEqn]] = {}
+        self.reductions: dict[int, list[LoopReduction]] = {}
+        self.stored: dict[int, dict[Var, str]] = {}
+        self.on_server: set[Var] = set()
+        self.server: dict[int, list[JaxprEqn]] = {}
+
+    def resolve(self, v: Atom) -> Atom:
+        """Resolve an alias."""
+        while isinstance(v, Var) and v in self.aliases:
+            v = self.aliases[v]
+        return v
+
+    def operands(self, eqn: JaxprEqn) -> list[Atom]:
+        """Return the operands of an equation, with aliases resolved."""
+        return [self.resolve(v) for v in eqn.invars]
+
+    def known_axes(self, eqn: JaxprEqn) -> list[int | None]:
+        """Return, for each operand that a loop can compute, the participants' axis."""
+        return [self.axis.get(v) if isinstance(v, Var) else None for v in self.operands(eqn)]
+
+    def phase_of(self, v: Atom) -> int:
+        """Return the phase in which a value is computed."""
+        return 0 if isinstance(v, Literal) else self.phase.get(v, 0)
+
+    def is_mapped(self, v: Atom) -> bool:
+        """Return whether computing a value needs a map."""
+        return isinstance(v, Var) and v in self.mapped
+
+    def is_rematerializable(self, v: Atom) -> bool:
+        """Return whether a later loop can recompute a mapped value instead of reading it."""
+        return isinstance(v, Var) and v in self.remat_depth
+
+    def is_stored(self, v: Atom) -> bool:
+        """Return whether a loop stores a value for all participants."""
+        return isinstance(v, Var) and v in self.stored.get(self.phase_of(v), ())
+
+    def is_read_from_memory(self, v: Atom, phase: int) -> bool:
+        """Return whether the loop of a phase reads a mapped value that an earlier loop stored."""
+        own = self.phase_of(v)
+        if not self.is_mapped(v) or own >= phase or own not in self.loops:
+            return False
+        return not self.is_rematerializable(v) or self.is_stored(v)
+
+    def server_phase(self, eqn: JaxprEqn) -> int:
+        """Return the phase of an equation of the server: after the loops that it depends on."""
+        operands = self.operands(eqn)
+        if id(eqn) in self.candidates and any(map(self.is_rematerializable, operands)):
+            return 1 + max(map(self.phase_of, operands))
+        phases = [self.phase_of(v) + self.is_mapped(v) for v in operands]
+        return max([*phases, self.not_before.get(id(eqn), 0)])
+
+    def store(self, v: Atom, reason: str) -> None:
+        """Record that a value is needed for all participants at once."""
+        if isinstance(v, Literal) or v not in self.mapped:
+            return
+        phase = self.phase_of(v)
+        if phase in self.loops:
+            self.stored[phase].setdefault(v, reason)
+            return
+        self.on_server.add(v)
+        for operand in self.operands(self.producer[v].eqn):
+            self.store(operand, reason)
+
+    def walk(self, phase: int) -> Iterator[tuple[Var, int | None, Unstacked | None]]:
+        """Yield the values that the loop of a phase computes or reads.
+
+        Returns:
+            For each value its participants' axis (None: the whole value is read), and the equation
+            that computes it (None: the loop reads it).
+        """
+        seen = set[tuple[Var, int | None]]()
+        expanded = set[int]()
+        waiting = list(self._roots(phase))
+        while waiting:
+            v, axis = waiting.pop()
+            if isinstance(v, Literal) or (v, axis) in seen:
+                continue
+            seen.add((v, axis))
+            if axis is None or v not in self.producer or self.is_read_from_memory(v, phase):
+                yield v, axis, None
+                continue
+            one = self.producer[v]
+            yield v, axis, one
+            if id(one) not in expanded:  # once, and not for each result of a map
+                expanded.add(id(one))
+                waiting += zip(self.operands(one.eqn), one.axes.operands, strict=True)
+
+    def _roots(self, phase: int) -> Iterator[tuple[Atom, int | None]]:
+        """Yield the operands of the reductions of a loop, and the values that it stores."""
+        for reduction in self.reductions.get(phase, ()):
+            yield from zip(self.operands(reduction.eqn), reduction.axes, strict=True)
+        for v in self.stored[phase]:
+            yield v, self.axis[v]
+
+    def computed(self, phase: int) -> list[Unstacked]:
+        """Return the equations that the loop of a phase runs, in the order of the jaxpr."""
+        found = {id(one.eqn): one for _, _, one in self.walk(phase) if one is not None}
+        return [found[id(eqn)] for eqn in self.jaxpr.eqns if id(eqn) in found]
+
+    def maps(self, phase: int) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
+        """Return the maps of a loop: its own, and the rematerialized maps of earlier phases."""
+        maps = [o.eqn for o in self.computed(phase) if o.eqn.primitive is federated_map_p]
+        own = {id(eqn) for eqn in self.loops[phase]}
+        return [e for e in maps if id(e) in own], [e for e in maps if id(e) not in own]
+
+    def chunk_size(self, phase: int) -> ChunkSize:
+        """Return the chunk size of a loop: the smallest among its maps."""
+        own, rematerialized = self.maps(phase)
+        settings = [eqn.params["chunk_size"] for eqn in (*own, *rematerialized)]
+        numbers = [s for s in settings if isinstance(s, int)]
+        return min(numbers) if numbers else ("auto" if "auto" in settings else None)
+
+    @property
+    def last_phase(self) -> int:
+        """The last phase."""
+        return max([0, *self.server, *self.loops])
+
+    def is_placed_input(self, v: Atom, axis: int | None) -> bool:
+        """Return whether a value with this axis is placed, and not a server value."""
+        if isinstance(v, Literal) or axis is None:
+            return False
+        return v in self.producer or (axis == 0 and aval_of(v).shape[0] == self.placement.size)
+
+    def loop_inputs(self, phase: int) -> tuple[list[Var], list[Var]]:
+        """Return the values that the loop of a phase reads: server values, and placed values.
+
+        A value can be in both lists.
+        """
+        shared, placed = dict[Var, None](), dict[Var, None]()
+        for v, axis, one in self.walk(phase):
+            if one is None:
+                (placed if self.is_placed_input(v, axis) else shared)[v] = None
+        # In the order of the arguments, so that results are written into the right ones.
+        order = {v: i for i, v in enumerate(self.jaxpr.invars)}
+        return list(shared), sorted(placed, key=lambda v: order.get(v, len(order)))
+
+
+def is_map(eqn: JaxprEqn, placement: Placement) -> bool:
+    """Return whether an equation is a map of a placement that has results."""
+    # A map without results runs for its effects, and belongs to no reduction.
+    same = eqn.params.get("placement") == placement
+    return eqn.primitive is federated_map_p and same and bool(eqn.outvars)
+
+
+def _alias_forwarded_arguments(plan: StreamingPlan, eqn: JaxprEqn) -> None:
+    """Record the results of a map that are its arguments: residuals are often of this kind."""
+    inner = eqn.params["jaxpr"].jaxpr
+    if inner.effects:
+        return  # the map must run, even if only these results are used
+    operand = dict(zip(inner.invars, plan.operands(eqn), strict=True))
+    for outer, v in zip(eqn.outvars, inner.outvars, strict=True):
+        if isinstance(v, Var) and v in operand:
+            plan.aliases[outer] = operand[v]

@@ -136,7 +136,8 @@ fedpax: federated and multi-island training on JAX
   --json            the file for the report or the metrics
   --picture         the PNG for the mesh (plan), the losses (show) or the clients (partition)
   --hlo             the file for the compiled text (HLO) of the round
-  --round           the checkpoint's round; default: the newest
+  --round           the checkpoint's round, or best: that of the best held-out metric
+                    (--training.keep_best); default: the newest
   --format          huggingface, orbax, npz or safetensors; default: by the suffix of --out, else
                     huggingface
   --dtype           casts the exported parameters: float32, bfloat16 or float16

@@ -15,6 +15,7 @@ from fedpax.commands.compilation_cache import enable_compilation_cache
 from fedpax.commands.devices import provide_devices
 from fedpax.commands.options import check_job_log_dir, override
 from fedpax.experiments.catalog import find_experiment, is_shipped
+from fedpax.training.best_model import best_round
 from fedpax.training.checkpoint import (
     FOLDER,
     DamagedCheckpointError,
@@ -63,8 +64,8 @@ def define_saved_run_flags(options: flags.FlagValues) -> None:
     flags.DEFINE_string(
         "job_log_dir", None, "The run's folder or checkpoint_dir.", flag_values=options
     )
-    flags.DEFINE_integer(
-        "round", None, "The checkpoint's round; default: the newest.", flag_values=options
+    flags.DEFINE_string(
+        "round", None, "The checkpoint's round, or best; default: the newest.", flag_values=options
     )
 
 
@@ -171,17 +172,25 @@ def existing_folder(job_log_dir: str) -> Path:
     return folder
 
 
-def checkpoint_round(command: str, saved: SavedRun, round_number: int | None) -> int:
+def checkpoint_round(command: str, saved: SavedRun, chosen: str | None) -> int:
     """Return the round of the checkpoint to load.
 
     Args:
         command: the command's name.
         saved: the run.
-        round_number: the round that the user gave, or None for the newest.
+        chosen: `--round`: a number, `best`, or None for the newest.
 
     Raises:
         UsageError: there is no such checkpoint.
     """
+    if chosen == "best":
+        return best_round(saved.saved_in)
+    if chosen is not None and not chosen.isdecimal():
+        raise UsageError(
+            f"--round={chosen} is not a round, expected a number or `best`. Leave it out for the "
+            "newest checkpoint."
+        )
+    round_number = None if chosen is None else int(chosen)
     rounds = complete_rounds(saved.saved_in / FOLDER)
     if not rounds:
         raise UsageError(

@@ -101,6 +101,12 @@ def describe(result: TrainingResult, rounds: int, folder: str) -> str:
     if result.signal is not None:
         saved = f"saved {completed} in {folder}" if result.rounds else "stopped before round 1"
         return f"{result.signal.name}: {saved}. Run the same command again to resume."
+    if result.stopped_early is not None:
+        verb = "Stopped" if result.rounds_trained else "Nothing to do: stopped"
+        return (
+            f"{verb} early, after {completed} in {folder}: {result.stopped_early}. To train on, "
+            "raise --training.stop_after, with --allow_config_change=training.stop_after."
+        )
     if not result.rounds_trained:
         more = result.rounds > rounds
         held = f"{result.rounds} rounds, more than the {rounds} of the experiment"

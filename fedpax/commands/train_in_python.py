@@ -42,8 +42,20 @@ class TrainedRun:
     @functools.cached_property
     def params(self) -> Params:
         """The server's model after the last round: NumPy arrays in the structure of `Run.init`."""
+        return self._load(round_number=self.rounds)
+
+    @functools.cached_property
+    def best_params(self) -> Params:
+        """The server's model of the best evaluation, by `training.keep_best`.
+
+        Raises:
+            ValueError: `training.keep_best` is None.
+        """
+        return self._load(best=True)
+
+    def _load(self, **which: Any) -> Params:
         saved_in = resolve_checkpoint_dir(self.folder, self.experiment.training.checkpoint_dir)
-        arrays = load_params(saved_in, self.rounds)
+        arrays = load_params(saved_in, **which)
         shapes = jax.eval_shape(self.experiment.build().init, jax.random.key(0))
         return ocp.tree.from_flat_dict(ocp.tree.to_flat_dict(arrays), target=shapes)
 

@@ -82,7 +82,14 @@ def build_parts(experiment: Experiment, mesh: MeshConfig, exp: str = "") -> Run:
             "experiment whose algorithm has parts. Use one of Decoupled DiLoCo, such as "
             "--exp=decoupled_diloco_text, or set FederatedAlgorithm.parts."
         )
-    return begin_from(run, experiment.training.begin_from)
+    training = experiment.training
+    if training.keep_best is not None or training.stop_after:
+        raise ConfigurationError(
+            f"training.keep_best={training.keep_best}, training.stop_after={training.stop_after}: "
+            "they have no effect on islands with runtimes of their own, expected None and 0. Leave "
+            "them out, and compare the evaluations in the metrics.jsonl of the islands."
+        )
+    return begin_from(run, training.begin_from)
 
 
 def run_syncer(

@@ -15,6 +15,7 @@ from fedpax.algorithm import FederatedAlgorithm, Params
 from fedpax.clients.cohort_stream import CohortStream
 from fedpax.parallel.mesh import MeshConfig, available_devices
 from fedpax.parallel.mesh_rule import ShardedSize, follow
+from fedpax.training.best_model import parse_best_metric
 from fedpax.training.configuration import write_configuration
 from fedpax.training.exports import write_orbax
 from fedpax.training.frozen import StoredParams
@@ -164,6 +165,12 @@ class TrainingConfig:
         export_every: rounds between exports of the model to `exports/ROUND` in the run's folder, as
             `fedpax export` writes it; these rounds, and the last one, are saved and exported while
             the training continues. 0: none.
+        keep_best: a held-out metric, such as "loss" or "accuracy". The model of its best evaluation
+            is saved and kept, beside the newest checkpoints: `load_params(folder, best=True)` and
+            `--round=best` read it. Smaller values are better if the name ends with `loss`,
+            otherwise larger ones; `min:NAME` and `max:NAME` state it. None: keep no best model.
+        stop_after: number of evaluations in a row without improvement of `keep_best`, or of the
+            loss, after which the run stops. 0: train all rounds.
         checkpoint_dir: the folder of the checkpoints, the exports and copies of the configuration
             and the metrics, such as `gs://BUCKET/FOLDER`. A run with an empty folder resumes from
             it. None: the run's folder.
@@ -203,6 +210,8 @@ class TrainingConfig:
     keep_checkpoints: int = 3
     keep_every: int = 0
     export_every: int = 0
+    keep_best: str | None = None
+    stop_after: int = 0
     checkpoint_dir: str | None = None
     seed: int = 0
     begin_from: str | None = None
@@ -230,6 +239,7 @@ class TrainingConfig:
             "keep_checkpoints": 1,
             "keep_every": 0,
             "export_every": 0,
+            "stop_after": 0,
             "spike_window": 2,
             "spike_limit": 1,
         }
@@ -259,6 +269,14 @@ class TrainingConfig:
                 "training.checkpoint_every=0, expected at least 1. Set --training.checkpoint_every "
                 "to the number of rounds that a spike may cost."
             )
+        if self.stop_after and not self.evaluate_every:
+            raise ValueError(
+                f"training.stop_after={self.stop_after} counts evaluations, but "
+                "training.evaluate_every=0 has none before the last round. Set "
+                "--training.evaluate_every to a number of rounds."
+            )
+        if self.keep_best is not None:
+            parse_best_metric(self.keep_best)
         if self.profile_at is not None:
             parse_profile_at(self.profile_at)
 

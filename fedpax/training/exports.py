@@ -99,6 +99,14 @@ class Exports(AbstractContextManager["Exports"]):
     def _is_due(self, round_number: int) -> bool:
         return round_number == self._last or round_number % self._every == 0
 
+    def end_at(self, round_number: int) -> None:
+        """Let a run end before its last round: the model of this round is exported.
+
+        Args:
+            round_number: the round.
+        """
+        self._last = round_number
+
     def start(self, round_number: int) -> None:
         """Start to write the model of a checkpoint, if it is due.
 

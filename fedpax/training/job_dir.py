@@ -40,7 +40,9 @@ if sys.platform != "win32":
 
 LOCK = ".lock"
 
-WITHOUT_EFFECT = frozenset({"training.profile_at", "training.hang_after", "training.on_hang"})
+WITHOUT_EFFECT = frozenset(
+    {"training.profile_at", "training.hang_after", "training.on_hang", "training.keep_best"}
+)
 """Fields that may always change, because they have no effect on what is trained."""
 
 

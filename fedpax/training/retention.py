@@ -16,6 +16,7 @@ class Retention(ocp.checkpoint_managers.PreservationPolicy):
         scheduled: for each of these numbers, the newest checkpoint of a round that is a multiple of
             it is kept too, however many are saved after it: a roll back returns to it, or an export
             reads it. 0 and the default (): none.
+        best: rounds whose checkpoints are kept too; the training changes the set.
 
     Example:
         >>> Retention(newest=2, scheduled=(4,)).keeps([4, 8, 9, 10, 11])
@@ -27,6 +28,7 @@ class Retention(ocp.checkpoint_managers.PreservationPolicy):
     newest: int
     every: int = 0
     scheduled: tuple[int, ...] = ()
+    best: set[int] = dataclasses.field(default_factory=set, hash=False)
 
     def keeps(self, rounds: Sequence[int]) -> list[bool]:
         """Return for each checkpoint whether it is kept.
@@ -34,7 +36,7 @@ class Retention(ocp.checkpoint_managers.PreservationPolicy):
         Args:
             rounds: the rounds of all checkpoints, in increasing order.
         """
-        kept = set(rounds[-self.newest :])
+        kept = {*rounds[-self.newest :], *self.best}
         if self.every:
             kept.update(number for number in rounds if number % self.every == 0)
         for period in filter(None, self.scheduled):

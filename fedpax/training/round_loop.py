@@ -20,6 +20,7 @@ from fedpax.training.compiled_round import (
     init_state,
 )
 from fedpax.training.configuration import to_json, write_configuration
+from fedpax.training.early_stop import EarlyStop
 from fedpax.training.experiment import Experiment, Run
 from fedpax.training.goodput import GoodputClock, line_values
 from fedpax.training.host_copies import HostCopy
@@ -68,6 +69,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         progress: the progress that the user sees.
         clock: the clock that counts the run's time.
         changes: the allowed changes since the checkpoint was saved.
+        early_stop: decides after evaluations what to save, and when to stop.
         copy: this process's copy of the state, to begin from. Default None: the checkpoint.
 
     Attributes:
@@ -86,12 +88,13 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         progress: Progress,
         clock: GoodputClock,
         changes: Changes,
+        early_stop: EarlyStop,
         copy: HostCopy | None = None,
     ) -> None:
         self._experiment, self._training = experiment, experiment.training
         self._run, self._folder, self._exp = run, folder, exp
         self._checkpoints, self._progress, self._clock = checkpoints, progress, clock
-        self._changes = changes
+        self._changes, self._early_stop = changes, early_stop
         self._configuration = to_json(experiment)
         training = self._training
         self._saving_periods = (
@@ -142,6 +145,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         self._metrics = MetricsWriter(self._folder, after=self.done, enabled=primary)
         if jax.process_count() > 1:  # hosts need not share the folder
             self._metrics.kept = gather_json(self._metrics.kept if primary else [])[0]
+        self._early_stop.start(self._metrics.kept)
         self._history = SpikeHistory(
             self._metrics.kept,
             on_spike=training.on_spike,
@@ -293,7 +297,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         training, logger, clock = self._training, self._logger, self._clock
         assert self._compiled is not None
         logger.restart_clock()
-        while self.done < training.rounds and not preemption.should_stop(self._dispatched):
+        while not self._is_finished and not preemption.should_stop(self._dispatched):
             number = self._current = self.done + 1
             profile.before(number, wait=logger.flush)
             clock.enter("input")
@@ -312,14 +316,26 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
             self._dispatched += 1
             logger.log_round(number, values, idle_seconds=0.0 if busy else waited)
             profile.after(number, wait=logger.flush)
-            if is_due(number, training.rounds, training.evaluate_every):
-                self._evaluate()
-            if is_due(number, training.rounds, *self._saving_periods):
+            evaluates = is_due(number, training.rounds, training.evaluate_every)
+            is_best = evaluates and self._evaluate()
+            if is_best or is_due(number, training.rounds, *self._saving_periods):
                 self._save()
             if self._copies.is_due(number):
                 self._copy_to_host()
+        if (reason := self.stopped_early) is not None:
+            self._progress.note(f"stops after round {self.done}: {reason}")
+            self._early_stop.log(self.done, self._metrics, line_values(clock.seconds()))
         if self.done > self._saved:
             self._save()
+
+    @property
+    def stopped_early(self) -> str | None:
+        """Why the run stops before its last round; None: it does not."""
+        return self._early_stop.reason(self.done)
+
+    @property
+    def _is_finished(self) -> bool:
+        return self.done >= self._training.rounds or self.stopped_early is not None
 
     def _copy_to_host(self) -> None:
         self._logger.flush()
@@ -335,14 +351,17 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         on_devices: jax.Array = put_on_mesh(threshold, self._replicated)
         return on_devices
 
-    def _evaluate(self) -> None:
+    def _evaluate(self) -> bool:
+        """Evaluate; return whether to save the model as the best one so far."""
         self._logger.flush()
         self._clock.enter("evaluate")
         self.evaluation = self._run.evaluate(self._state.params)
         if self._run.evaluate_state is not None:
             self.evaluation |= self._run.evaluate_state(self._state)
         self._logger.log_evaluation(self.done, self.evaluation)
+        is_best = self._early_stop.add(self.done, self.evaluation)
         self._clock.enter("step")
+        return is_best
 
     def _save(self) -> None:
         assert self._compiled is not None

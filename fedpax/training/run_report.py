@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from fedpax.files import describe_no_permission
+from fedpax.training.best_model import STOP
 from fedpax.training.checkpoint_dir import folder_of_checkpoints
 from fedpax.training.configuration import (
     FILE,
@@ -96,7 +97,9 @@ def report_run(folder: Path) -> RunReport:
         damage.append(str(error))
     rounds, evaluations = select(lines, "training"), select(lines, "evaluation")
     last = rounds[-1] if rounds else {}
+    stops = [line["round"] for line in select(lines, STOP)]
     finished = total_rounds is not None and saved >= total_rounds
+    finished |= saved > 0 and stops[-1:] == [max(saved, last.get("round", 0))]
     sizes = (select(lines, "run") or [{}])[0]
     goodput = read_goodput(folder)
     seconds = goodput[0] if goodput else {}

@@ -9,6 +9,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from fedpax.algorithm import Params
+from fedpax.training.best_model import best_round
 from fedpax.training.checksums import find_damage
 from fedpax.training.open_checkpoints import open_checkpoints
 from fedpax.training.remote import resolve_folder
@@ -17,7 +18,11 @@ from fedpax.training.saved_rounds import FOLDER, complete_rounds, damaged_checkp
 
 
 def load_params(
-    job_log_dir: str | Path, round_number: int | None = None, like: Params | None = None
+    job_log_dir: str | Path,
+    round_number: int | None = None,
+    like: Params | None = None,
+    *,
+    best: bool = False,
 ) -> Params:
     """Load the server's model of a run, to use it after the training.
 
@@ -26,6 +31,7 @@ def load_params(
         round_number: the checkpoint's round. Default None: the newest checkpoint.
         like: the parameters' abstract values, each a `jax.ShapeDtypeStruct` with its sharding; a
             device then reads only its shard. Default None: return NumPy arrays.
+        best: load the best model of the run, by its `training.keep_best`, in place of the newest.
 
     Returns:
         The parameters: JAX arrays in the structure of `like`, or nested dicts (and lists) of NumPy
@@ -34,8 +40,16 @@ def load_params(
     Raises:
         FileNotFoundError: there is no such checkpoint.
         DamagedCheckpointError: its files are damaged.
-        ValueError: `like` has other leaves, or another shape, than the saved parameters.
+        ValueError: `like` has other leaves, or another shape, than the saved parameters; or `best`
+            is set, and the run keeps no best model or `round_number` is set too.
     """
+    if best and round_number is not None:
+        raise ValueError(
+            f"load_params() got round_number={round_number} and best=True, expected one of them. "
+            "Leave one out."
+        )
+    if best:
+        round_number = best_round(job_log_dir)
     folder, round_number = _find(job_log_dir, round_number)
     # Other processes of a job need not read it.
     alone = ocp.options.MultiprocessingOptions(

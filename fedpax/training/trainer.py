@@ -13,6 +13,7 @@ import jax
 
 from fedpax.training.agreement import check_agreement, check_same_data
 from fedpax.training.begin_from import begin_from
+from fedpax.training.best_model import Evaluations
 from fedpax.training.checkpoint import Checkpoints, CheckpointWriteError
 from fedpax.training.checkpoint_dir import (
     CheckpointDir,
@@ -26,6 +27,7 @@ from fedpax.training.configuration import (
     resolve_job_log_dir,
     write_configuration,
 )
+from fedpax.training.early_stop import EarlyStop
 from fedpax.training.experiment import Experiment, check_run
 from fedpax.training.exports import Exports
 from fedpax.training.goodput import GoodputClock, describe_goodput
@@ -55,10 +57,11 @@ class TrainingResult(NamedTuple):
 
     Attributes:
         rounds: number of completed rounds of the run; all of them are saved.
-        finished: whether these are all rounds of the experiment.
+        finished: whether these are all rounds of the experiment, or the run has stopped early.
         rounds_trained: number of rounds that this call trained; 0 if the run was finished already.
         signal: the signal that stopped the call, or None.
         evaluation: the newest held-out metrics of this call, or None.
+        stopped_early: why the run ended before its last round (`training.stop_after`), or None.
     """
 
     rounds: int
@@ -66,6 +69,7 @@ class TrainingResult(NamedTuple):
     rounds_trained: int
     signal: signal.Signals | None
     evaluation: dict[str, float] | None
+    stopped_early: str | None = None
 
 
 def train(
@@ -152,6 +156,9 @@ def train(
             with _exports(experiment, folder, saved_in, exp):
                 pass
             return TrainingResult(done, True, rounds_trained=0, signal=None, evaluation=None)
+        if reason := _stopped_early(experiment, folder, done):
+            check_latest_round(saved_in)
+            return TrainingResult(done, True, 0, None, None, reason)
         try:
             changes = Changes(allow_config_change, participant_states, membership)
             return _train(experiment, folder, saved_in, checkpoint_dir, exp, changes, fewer)
@@ -225,6 +232,7 @@ def _train(
                 progress=progress,
                 clock=clock,
                 changes=changes,
+                early_stop=EarlyStop(training, saved_in, retention, exports),
                 copy=copy,
             )
         )
@@ -249,13 +257,24 @@ def _train(
                 message = _stopped(exp, experiment, saved_in, *_reason_and_remedy(error))
                 raise type(error)(message) from None
         progress.note(describe_goodput(clock.seconds()))
+    finished = loop.done == training.rounds or loop.stopped_early is not None
     return TrainingResult(
         loop.done,
-        finished=loop.done == training.rounds,
+        finished=finished,
         rounds_trained=loop.rounds_trained,
-        signal=preemption.signal if loop.done < training.rounds else None,
+        signal=None if finished else preemption.signal,
         evaluation=loop.evaluation,
+        stopped_early=loop.stopped_early,
     )
+
+
+def _stopped_early(experiment: Experiment, folder: Path, done: int) -> str | None:
+    """Return why the run in a folder has stopped early, before anything is compiled."""
+    training = experiment.training
+    if not training.stop_after or not done or jax.process_count() > 1:
+        return None  # processes find it out together, once they have started
+    lines = [line for line in read_metrics(folder) if line["round"] <= done]
+    return Evaluations(lines, training.keep_best, training.stop_after).reason
 
 
 def _exports(experiment: Experiment, folder: Path, saved_in: Path, exp: str) -> Exports:

@@ -1,0 +1,93 @@
+"""After evaluations: keep the best model, and end a run that no longer improves."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from fedpax.parallel.gather import gather_json
+from fedpax.training.best_model import STOP, Evaluations, among
+from fedpax.training.experiment import TrainingConfig
+from fedpax.training.exports import Exports
+from fedpax.training.metrics import MetricsWriter
+from fedpax.training.retention import Retention
+from fedpax.training.saved_rounds import FOLDER, complete_rounds
+
+
+class EarlyStop:
+    """Decides after evaluations what to save, and when to stop; all processes decide the same.
+
+    Args:
+        training: the settings of the training loop.
+        saved_in: the folder of the run's checkpoints.
+        retention: the rule for the checkpoints, which keeps the best one.
+        exports: the exports of the run, which end with the last model.
+    """
+
+    def __init__(
+        self, training: TrainingConfig, saved_in: Path, retention: Retention, exports: Exports
+    ) -> None:
+        self._training, self._saved_in = training, saved_in
+        self._retention, self._exports = retention, exports
+        self._kept: Sequence[Mapping[str, Any]] = ()
+
+    def start(self, kept: Sequence[Mapping[str, Any]]) -> None:
+        """Begin with the evaluations that are logged already.
+
+        Args:
+            kept: the lines of `metrics.jsonl`, of process 0.
+        """
+        training, self._kept = self._training, kept
+        self._evaluations = Evaluations(kept, training.keep_best, training.stop_after)
+        saved = complete_rounds(self._saved_in / FOLDER) if training.keep_best is not None else []
+        if jax.process_count() > 1:
+            saved = gather_json(saved)[0]
+        # A better model may not have been kept, if `keep_best` was set later.
+        self._saved = among(kept, saved, training.keep_best)
+        self._keep(self._saved.best_round)
+
+    def _keep(self, round_number: int) -> None:
+        self._retention.best.clear()
+        self._retention.best.update([round_number] if round_number else [])
+
+    def add(self, round_number: int, metrics: Mapping[str, float]) -> bool:
+        """Add an evaluation; return whether to save its model as the best one so far.
+
+        Args:
+            round_number: the round.
+            metrics: the held-out metrics.
+
+        Raises:
+            ValueError: they lack the metric of `training.keep_best`.
+        """
+        training = self._training
+        if training.keep_best is None and not training.stop_after:
+            return False
+        floats = {name: float(value) for name, value in metrics.items()}
+        if jax.process_count() > 1:
+            floats = gather_json(floats)[0]
+        self._evaluations.add(round_number, floats)
+        if training.keep_best is None or not self._saved.add(round_number, floats):
+            return False
+        self._keep(round_number)
+        return True
+
+    def reason(self, done: int) -> str | None:
+        """Return why the run stops after a round; None: it does not, or it has no more rounds."""
+        return self._evaluations.reason if done < self._training.rounds else None
+
+    def log(self, done: int, metrics: MetricsWriter, seconds: Mapping[str, float]) -> None:
+        """Log that the run stops, and export its last model.
+
+        Args:
+            done: the number of rounds.
+            metrics: the writer of `metrics.jsonl`.
+            seconds: the use of the wall time, for the line.
+        """
+        self._exports.end_at(done)
+        if any((line["kind"], line["round"]) == (STOP, done) for line in self._kept):
+            return  # by an earlier process
+        found = self._evaluations
+        line = {"best_round": found.best_round, "evaluations_since": found.waited}
+        metrics.write(STOP, done, {**line, **seconds})

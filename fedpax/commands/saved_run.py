@@ -64,9 +64,28 @@ def define_saved_run_flags(options: flags.FlagValues) -> None:
     flags.DEFINE_string(
         "job_log_dir", None, "The run's folder or checkpoint_dir.", flag_values=options
     )
-    flags.DEFINE_string(
-        "round", None, "The checkpoint's round, or best; default: the newest.", flag_values=options
+    flags.DEFINE(
+        _RoundParser(),
+        "round",
+        None,
+        "The checkpoint's round, or best; default: the newest.",
+        flag_values=options,
     )
+
+
+class _RoundParser(flags.ArgumentParser):
+    """The values of `--round`: a number, or `best`."""
+
+    syntactic_help = "a round or best"
+
+    def parse(self, argument: str | int) -> str | int:
+        """Return the number, or `best`."""
+        text = str(argument)
+        if text == "best":
+            return text
+        if not text.isdecimal():
+            raise ValueError("expected a round or `best`; leave it out for the newest checkpoint")
+        return int(text)
 
 
 def read_saved_run(
@@ -172,7 +191,7 @@ def existing_folder(job_log_dir: str) -> Path:
     return folder
 
 
-def checkpoint_round(command: str, saved: SavedRun, chosen: str | None) -> int:
+def checkpoint_round(command: str, saved: SavedRun, chosen: int | str | None) -> int:
     """Return the round of the checkpoint to load.
 
     Args:
@@ -185,11 +204,6 @@ def checkpoint_round(command: str, saved: SavedRun, chosen: str | None) -> int:
     """
     if chosen == "best":
         return best_round(saved.saved_in)
-    if chosen is not None and not chosen.isdecimal():
-        raise UsageError(
-            f"--round={chosen} is not a round, expected a number or `best`. Leave it out for the "
-            "newest checkpoint."
-        )
     round_number = None if chosen is None else int(chosen)
     rounds = complete_rounds(saved.saved_in / FOLDER)
     if not rounds:

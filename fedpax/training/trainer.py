@@ -156,9 +156,9 @@ def train(
             with _exports(experiment, folder, saved_in, exp):
                 pass
             return TrainingResult(done, True, rounds_trained=0, signal=None, evaluation=None)
-        if reason := _stopped_early(experiment, folder, done):
+        if (stopped := _stopped_early(experiment, folder, done)) is not None:
             check_latest_round(saved_in)
-            return TrainingResult(done, True, 0, None, None, reason)
+            return TrainingResult(done, True, 0, None, None, stopped)
         try:
             changes = Changes(allow_config_change, participant_states, membership)
             return _train(experiment, folder, saved_in, checkpoint_dir, exp, changes, fewer)

@@ -177,7 +177,7 @@ def test_the_commands_name_the_best_model(
     exports = ["export", *chosen, "--format=orbax", f"--out={out}"]
     assert run(*exports, "--round=best")[0] == 0 and out.is_dir()
     status, _, errors = run("evaluate", *chosen, "--round=bests")
-    assert status == 2 and "expected a number or `best`" in errors
+    assert status == 2 and "expected a round or `best`" in errors
     status, output, _ = run("show", f"--job_log_dir={folder}")
     assert "| 7/12 " in " ".join(output.split()) and "| finished |" in output
 

@@ -102,7 +102,7 @@ def test_a_plain_loop_gives_the_same_losses_and_parameters(uninterrupted: Path) 
 
 def test_a_finished_run_is_left_unchanged(uninterrupted: Path) -> None:
     before = (uninterrupted / "metrics.jsonl").read_bytes()
-    assert train(regression(), uninterrupted) == (12, True, 0, None, None)
+    assert train(regression(), uninterrupted) == (12, True, 0, None, None, None)
     assert (uninterrupted / "metrics.jsonl").read_bytes() == before
 
 

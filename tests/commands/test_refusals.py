@@ -24,7 +24,7 @@ Run = Callable[..., tuple[int, str, str]]
         (["train", "--exp"], "Missing value for flag --exp"),
         (["train", "--exp=x", "--multihost=perhaps"], "multihost"),
         (["show", "--job_logdir=runs"], "FILE.png alone. Did you mean --job_log_dir?"),
-        (["show", "--steps=3"], "DIR and --picture=FILE.png alone. Leave it out."),
+        (["show", "--steps=3"], "NAME and --picture=FILE.png alone. Leave it out."),
         (["certificates", "--outs=x"], "--authority. Did you mean --out? Run"),
         (["compare"], "`fedpax compare` has no --exp, expected --exp=NAME"),
         (["compare", "--exp=,", "--job_log_dir=x"], "--exp=, names no experiment"),

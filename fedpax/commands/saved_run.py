@@ -142,6 +142,11 @@ def read_saved_run(
     prefix = f"fedpax {command} --job_log_dir={options.job_log_dir}"
     description = f"The configuration of {exp or saved['class']} in {folder}."
     configuration = from_json(saved, folder / CONFIGURATION, own)
+    if not isinstance(configuration, Experiment):
+        raise UsageError(
+            f"{folder / CONFIGURATION} holds a {type(configuration).__name__}, expected an "
+            "experiment. Restore the file from a copy."
+        )
     try:
         experiment = override(configuration, fields, prefix, description)
     except SystemExit as stop:

@@ -152,8 +152,7 @@ def from_json(value: Any, file: str | PurePath = FILE, own: Collection[type] = (
         kind = find_class(named, own) or find_in_fedpax(str(named))
         fields = {key: from_json(item, file, own) for key, item in value.items() if key != "class"}
         for field in dataclasses.fields(kind):
-            group = dataclasses.is_dataclass(field.type) and field.name in fields
-            if group and not dataclasses.is_dataclass(fields[field.name]):
+            if field.name in fields and not _fits(fields[field.name], field.type):
                 raise TypeError(f"{field.name} is {fields[field.name]!r}")
         return kind(**fields)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
@@ -185,6 +184,15 @@ def moved_out_of_main(value: Any, module: str) -> Any:
     if isinstance(name := value.get("class"), str) and name.startswith("__main__:"):
         moved["class"] = f"{module}:{name.partition(':')[2]}"
     return moved
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    """Return whether a value can be that of a field; only groups and texts are looked at."""
+    if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
+        return isinstance(value, annotation)
+    if annotation == str | None:
+        return value is None or isinstance(value, str)
+    return annotation is not str or isinstance(value, str)
 
 
 def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -112,6 +112,19 @@ def test_an_experiment_that_exp_names_brings_its_own_classes_alone(
         train(configure(REGRESSION, []), folder, exp=REGRESSION)
 
 
+@pytest.mark.usefixtures("command")
+def test_a_class_of_fedpax_that_is_no_experiment_is_told(
+    command: Command, forge: Callable[..., Path]
+) -> None:
+    folder = forge("diloco_text", {})
+    path = folder / "config.json"
+    content = json.loads(path.read_text())
+    content["configuration"] = {"class": "fedpax.parallel.mesh:MeshConfig"}
+    path.write_text(json.dumps(content))
+    status, _, errors = command("evaluate", f"--job_log_dir={folder}")
+    assert status == 2 and "holds a MeshConfig, expected an experiment" in errors
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_a_class_that_is_no_dataclass_of_its_module_is_not_called(
     tmp_path: Path, name: str

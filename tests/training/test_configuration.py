@@ -108,12 +108,18 @@ def test_a_configuration_that_cannot_be_rebuilt_raises(change: dict, words: str)
     assert "start in an empty folder" in str(caught.value)
 
 
-@pytest.mark.parametrize("group", [None, 3, []])
+@pytest.mark.parametrize("group", [None, 3, [], to_json(MeshConfig())])
 def test_a_group_of_fields_that_is_something_else_raises(group: object) -> None:
     value = to_json(EVERYTHING) | {"training": group}
     with pytest.raises(ConfigurationError, match=r"runs/x names .*: training is ") as caught:
         from_json(value, "runs/x", own_classes(EVERYTHING))
     assert "start in an empty folder" in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [3, [], True, {"class": "fedpax.parallel.mesh:MeshConfig"}])
+def test_a_text_that_is_something_else_raises(value: object) -> None:
+    with pytest.raises(ConfigurationError, match="checkpoint_dir is"):
+        from_json(to_json(EVERYTHING.training) | {"checkpoint_dir": value})
 
 
 def test_a_kill_while_writing_leaves_the_old_file_complete(tmp_path: Path) -> None:

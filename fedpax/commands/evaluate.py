@@ -36,7 +36,8 @@ def evaluate(arguments: Sequence[str]) -> int:
     run = build_run(saved.experiment)
     print_error(f"{saved.exp}: evaluating round {number} on {describe_devices(run.mesh)}")
     with jax.set_mesh(run.mesh):
-        metrics = run.evaluate(load_saved_params(saved, run, number))
+        evaluation = run.evaluate(load_saved_params(saved, run, number))
+    metrics = {name: float(value) for name, value in evaluation.items()}
     print_line(f"{saved.exp} round {number}: held-out {format_metrics(metrics)}")
     if report:
         finite = {name: x if math.isfinite(x) else None for name, x in metrics.items()}

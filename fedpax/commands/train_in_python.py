@@ -32,12 +32,14 @@ class TrainedRun:
         folder: the run's folder.
         rounds: number of completed rounds; all of them are saved.
         evaluation: the newest held-out metrics. None: there was no evaluation.
+        stopped_early: why the run ended before its last round (`training.stop_after`), or None.
     """
 
     experiment: Experiment = dataclasses.field(repr=False)
     folder: Path
     rounds: int
     evaluation: dict[str, float] | None
+    stopped_early: str | None = None
 
     @functools.cached_property
     def params(self) -> Params:
@@ -122,8 +124,7 @@ def train(
     if result.signal is not None:
         raise SystemExit(128 + result.signal)
     evaluation = result.evaluation or _logged_evaluation(folder)
-    floats = evaluation and {name: float(value) for name, value in evaluation.items()}
-    return TrainedRun(experiment, folder, result.rounds, floats)
+    return TrainedRun(experiment, folder, result.rounds, evaluation, result.stopped_early)
 
 
 def _logged_evaluation(folder: Path) -> dict[str, float] | None:

@@ -64,11 +64,10 @@ class EarlyStop:
         training = self._training
         if training.keep_best is None and not training.stop_after:
             return False
-        floats = {name: float(value) for name, value in metrics.items()}
         if jax.process_count() > 1:
-            floats = gather_json(floats)[0]
-        self._evaluations.add(round_number, floats)
-        if training.keep_best is None or not self._saved.add(round_number, floats):
+            metrics = gather_json(dict(metrics))[0]
+        self._evaluations.add(round_number, metrics)
+        if training.keep_best is None or not self._saved.add(round_number, metrics):
             return False
         self._keep(round_number)
         return True

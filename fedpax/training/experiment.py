@@ -5,7 +5,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple, Self, get_args
+from typing import Any, Literal, NamedTuple, Self, TypeAlias, get_args
 
 import chex
 import jax
@@ -24,6 +24,9 @@ from fedpax.training.profile import parse_profile_at
 from fedpax.training.shardings import ShardingTree
 from fedpax.training.spikes import OnSpike
 from fedpax.training.watchdog import OnHang
+
+HeldoutMetrics: TypeAlias = Mapping[str, float | jax.Array]
+"""Metrics on held-out data by name, with `"loss"`."""
 
 
 class Shardings(NamedTuple):
@@ -54,7 +57,8 @@ class Run(NamedTuple):
         init: `key -> params`, new parameters; traced under `jit`. (`algorithm.init` makes the
             state from them.)
         cohorts: the training data, one cohort per round.
-        evaluate: `params -> {"loss": ..., ...}`, metrics on held-out data as Python floats.
+        evaluate: `params -> {"loss": ..., ...}`, metrics on held-out data: Python floats, or arrays
+            of one number.
         mesh: the mesh that is set while the run is traced and executed.
         items_per_round: tokens or examples that all participants together train on per round.
         placement: the placement's name, `"clients"` or `"islands"`. The loop reports the operand
@@ -85,7 +89,7 @@ class Run(NamedTuple):
     algorithm: FederatedAlgorithm
     init: Callable[[jax.Array], Params]
     cohorts: CohortStream
-    evaluate: Callable[[Params], dict[str, float]]
+    evaluate: Callable[[Params], HeldoutMetrics]
     mesh: Mesh
     items_per_round: int
     placement: str
@@ -98,7 +102,7 @@ class Run(NamedTuple):
     frozen: StoredParams | None = None
     whole_model: Callable[[Params], Params] | None = None
     compiler_options: Mapping[str, str] | None = None
-    evaluate_state: Callable[[chex.ArrayTree], dict[str, float]] | None = None
+    evaluate_state: Callable[[Any], HeldoutMetrics] | None = None
 
     @property
     def resolved_shardings(self) -> Shardings:

@@ -9,6 +9,7 @@ import jax
 
 from fedpax.algorithm import RESERVED_METRICS, Metrics, State
 from fedpax.training.exchanged_bytes import UPLOADED_BYTES
+from fedpax.training.experiment import HeldoutMetrics
 from fedpax.training.goodput import GoodputClock, line_values
 from fedpax.training.metrics import MetricsWriter
 from fedpax.training.norms import FiniteCheck
@@ -165,12 +166,15 @@ class RoundLogger:
                 "non_finite_participants counts them"
             )
 
-    def log_evaluation(self, round_number: int, metrics: Mapping[str, float]) -> None:
+    def log_evaluation(self, round_number: int, metrics: HeldoutMetrics) -> dict[str, float]:
         """Log the metrics on held-out data.
 
         Args:
             round_number: the round after which they were measured.
-            metrics: the metrics by name, as floats, with `"loss"`.
+            metrics: the metrics by name, with `"loss"`.
+
+        Returns:
+            The metrics as floats.
 
         Raises:
             ValueError: a metric is not a number or has a reserved name, or there is no `"loss"`.
@@ -181,6 +185,7 @@ class RoundLogger:
         self._metrics.write("evaluation", round_number, values)
         self._progress.show_evaluation(round_number, floats)
         self.restart_clock()
+        return floats
 
     def _counts(self, round_number: int) -> dict[str, float]:
         """Return the items and bytes of all rounds so far."""
@@ -232,7 +237,7 @@ class RoundLogger:
         self._idle = 0.0
 
 
-def _as_floats(values: Mapping[str, float]) -> dict[str, float]:
+def _as_floats(values: HeldoutMetrics) -> dict[str, float]:
     if not isinstance(values, Mapping):
         raise ValueError(
             f"Run.evaluate returns a {type(values).__name__}, expected a dict of metrics with the "

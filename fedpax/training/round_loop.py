@@ -355,10 +355,10 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         """Evaluate; return whether to save the model as the best one so far."""
         self._logger.flush()
         self._clock.enter("evaluate")
-        self.evaluation = self._run.evaluate(self._state.params)
+        metrics = self._run.evaluate(self._state.params)
         if self._run.evaluate_state is not None:
-            self.evaluation |= self._run.evaluate_state(self._state)
-        self._logger.log_evaluation(self.done, self.evaluation)
+            metrics = {**metrics, **self._run.evaluate_state(self._state)}
+        self.evaluation = self._logger.log_evaluation(self.done, metrics)
         is_best = self._early_stop.add(self.done, self.evaluation)
         self._clock.enter("step")
         return is_best

@@ -1,6 +1,7 @@
 """`fedpax.train`: experiments that a notebook's cell defines."""
 
 import dataclasses
+import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -120,7 +121,9 @@ def test_an_experiment_of_a_cell_trains_resumes_and_returns_its_model(
     # Saved in a file, the same code reads the run, and trains on.
     (tmp_path / "saved_cell.py").write_text(CELL)
     named = [f"--exp={tmp_path / 'saved_cell.py'}:line", f"--job_log_dir={job_log_dir}"]
-    status, output, _ = run("evaluate", *named)
+    status, output, _ = run("evaluate", *named, f"--json={tmp_path / 'metrics.json'}")
+    metrics = json.loads((tmp_path / "metrics.json").read_text())["metrics"]
+    assert metrics == allowed.evaluation  # though evaluate returns an array
     assert status == 0 and f"{allowed.evaluation['loss']:.4f}" in output
     changed = ["--optimizer.learning_rate=0.2", "--training.rounds=6"]
     assert run("train", *named, *changed)[0] == 0

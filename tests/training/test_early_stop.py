@@ -115,6 +115,7 @@ def test_a_run_stops_after_evaluations_without_improvement(
 
 def test_the_best_model_in_python(folder: Path) -> None:
     trained = fedpax.train(counted(keep_best="accuracy", stop_after=3), folder)
+    assert trained.stopped_early and trained.stopped_early.startswith("the held-out accuracy")
     assert (trained.rounds, trained.params, trained.best_params) == (7, {"count": 7}, {"count": 4})
 
 

@@ -23,6 +23,8 @@ NOT_DAMAGE = frozenset(
     {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETIMEDOUT}
 )
 """Errors of the operating system that say nothing about a file's content."""
+NO_FILE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
+"""Errors of a path that leads to no file; the last one is a link to itself."""
 CHUNK_BYTES = 1 << 24
 
 
@@ -49,7 +51,9 @@ def write_checksums(folder: Path) -> None:
         found = list_files(folder)
         content: dict[str, Any] = {n: found[n] for n in sorted(found) if not _is_ignored(n)}
     else:
-        content = {name: _size_and_crc(folder / name) for name in _files(folder)}
+        content = {
+            name: ((path := folder / name).stat().st_size, _crc(path)) for name in _files(folder)
+        }
     write_atomically(folder / FILE, json.dumps(content, indent=2) + "\n")
 
 
@@ -63,8 +67,10 @@ def has_checksums(folder: Path) -> bool:
         return (folder / FILE).is_file()
     try:  # Path.is_file returns False without permission in Python 3.14
         return stat.S_ISREG((folder / FILE).stat().st_mode)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
+    except OSError as error:
+        if error.errno in NO_FILE:
+            return False
+        raise
 
 
 def find_damage(folder: Path) -> str | None:
@@ -87,15 +93,17 @@ def find_damage(folder: Path) -> str | None:
         for name, (size, crc) in expected.items():
             if name not in listed if listed is not None else not (folder / name).is_file():
                 return f"{name} is missing"
+            # The size first: a file of another size, which can be terabytes, is not read.
+            found = (folder / name).stat().st_size if listed is None else listed[name][0]
+            if found != size:
+                return f"{name} has {found} bytes instead of {size}"
             if listed is not None and isinstance(crc, str):
-                found: tuple[int, Any] = listed[name]
+                found_crc: Any = listed[name][1]
             elif isinstance(crc, str):  # copied from a bucket
-                found = _size_and_crc32c(folder / name, crc)
+                found_crc = _crc32c(folder / name, crc)
             else:
-                found = _size_and_crc(folder / name)
-            if found[0] != size:
-                return f"{name} has {found[0]} bytes instead of {size}"
-            if found[1] != crc:
+                found_crc = _crc(folder / name)
+            if found_crc != crc:
                 return f"{name} has another checksum"
     except (ValueError, TypeError, AttributeError) as error:
         return f"{FILE} cannot be read ({error})"
@@ -125,21 +133,22 @@ def _is_ignored(name: str) -> bool:
     return name.rpartition("/")[2] in IGNORED
 
 
-def _size_and_crc32c(path: Path, expected: str) -> tuple[int, str]:
-    """Return the size and the CRC-32C; without the extra `gcs`, the one that is expected."""
+def _crc32c(path: Path, expected: str) -> str:
+    """Return the CRC-32C; without the extra `gcs`, the one that is expected."""
     try:
         import google_crc32c
     except ImportError:
-        return path.stat().st_size, expected
+        return expected
     checksum = google_crc32c.Checksum()
     with path.open("rb") as file:
-        size = sum(len(chunk) for chunk in checksum.consume(file, CHUNK_BYTES))
-    return size, base64.b64encode(checksum.digest()).decode()
+        for _ in checksum.consume(file, CHUNK_BYTES):
+            pass
+    return base64.b64encode(checksum.digest()).decode()
 
 
-def _size_and_crc(path: Path) -> tuple[int, int]:
-    size = crc = 0
+def _crc(path: Path) -> int:
+    crc = 0
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):
-            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
-    return size, crc
+            crc = zlib.crc32(chunk, crc)
+    return crc

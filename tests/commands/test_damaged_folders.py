@@ -19,7 +19,7 @@ from fedpax.training.configuration import (
     write_configuration,
 )
 from fedpax.training.metrics import FILE as METRICS
-from fedpax.training.saved_rounds import complete_rounds
+from fedpax.training.saved_rounds import complete_rounds, rounds_without_checksums
 
 EVIL = "\x1b]0;title\x07\x1b[2J\r\n\u202e\x9b31m"
 NESTED = "[" * 100_000 + "]" * 100_000
@@ -129,6 +129,18 @@ def test_a_pipe_in_a_checkpoint_is_damage(tmp_path: Path) -> None:
     assert find_damage(tmp_path) is None
     pipe(tmp_path / "_METADATA")
     assert find_damage(tmp_path) == "_METADATA is no regular file"
+
+
+def test_a_file_of_another_size_is_damage_before_it_is_read(tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(b"parameters")
+    write_checksums(tmp_path)
+    sparse(tmp_path / "data")
+    assert find_damage(tmp_path) == f"data has {1 << 40} bytes instead of 10"
+
+
+def test_a_link_to_itself_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "5").symlink_to("5")
+    assert complete_rounds(tmp_path) == [] and rounds_without_checksums(tmp_path) == []
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has other permissions")

@@ -205,8 +205,9 @@ class FederatedAlgorithm(NamedTuple, Generic[StateT]):
         init: `params -> state`.
         round: `(state, cohort) -> (state, metrics)`. `cohort` is a `fedpax.Cohort`; every leaf of
             `cohort.batches` is `[participants, steps, batch, ...]`. `metrics` is a dict of scalars
-            that holds at least `"loss"`, the mean training loss over the round. The training loop
-            adds keys of its own, and raises if a metric has one of these names
+            that holds at least `"loss"`, the mean training loss over the round. A metric can also
+            be a vector `[participants]`, of which the training loop logs quantiles. The training
+            loop adds keys of its own, and raises if a metric has one of these names
             (`RESERVED_METRICS`): `kind`, `round`, `items`, `bytes_across_placement`, `seconds`,
             `input_wait_fraction`, `items_per_second`, `mfu`, `update_norm`, `spikes`,
             `skipped_rounds`, `non_finite_rounds`, `wall_seconds` and its parts `input_seconds`,

@@ -18,6 +18,7 @@ from fedpax.commands.saved_run import (
 from fedpax.training.configuration import write_atomically
 from fedpax.training.console import print_error, print_line
 from fedpax.training.progress import describe_devices, format_metrics
+from fedpax.training.quantiles import with_quantiles
 
 
 def evaluate(arguments: Sequence[str]) -> int:
@@ -37,7 +38,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     print_error(f"{saved.exp}: evaluating round {number} on {describe_devices(run.mesh)}")
     with jax.set_mesh(run.mesh):
         evaluation = run.evaluate(load_saved_params(saved, run, number))
-    metrics = {name: float(value) for name, value in evaluation.items()}
+    metrics = {name: float(value) for name, value in with_quantiles(evaluation).items()}
     print_line(f"{saved.exp} round {number}: held-out {format_metrics(metrics)}")
     if report:
         finite = {name: x if math.isfinite(x) else None for name, x in metrics.items()}

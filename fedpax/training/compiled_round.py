@@ -102,7 +102,7 @@ def compile_round(
     if program is None:
         traced = jax.jit(run.algorithm.round).trace(*plain_arguments)
         _check_placement(run.placement, traced)
-        _check_round(state, *traced.out_info)
+        _check_round(state, *traced.out_info, num_participants)
         round = report_update_norm(run.algorithm.round) if update_norm else run.algorithm.round
         if skip_spikes:
             round = guard_against_spikes(round)
@@ -198,7 +198,7 @@ def init_state(run: Run, compiled: CompiledRound, seed: int, params: Params | No
     return init(jax.random.key(seed))
 
 
-def _check_round(before: State, after: State, metrics: Metrics) -> None:
+def _check_round(before: State, after: State, metrics: Metrics, num_participants: int) -> None:
     """Check that a round keeps the state's types and returns scalar metrics with a loss."""
     given: Any = jax.tree.structure(before)
     returned: Any = jax.tree.structure(after)
@@ -236,12 +236,14 @@ def _check_round(before: State, after: State, metrics: Metrics) -> None:
             or jnp.issubdtype(dtype, jnp.integer)
             or dtype == jnp.bool_
         )
-        if shape != () or not real:
+        is_vector = shape == (num_participants,) and name != "loss"  # logged as quantiles
+        if not real or not (shape == () or is_vector):
             found = f"{dtype}{list(shape)}" if shape is not None else f"a {type(value).__name__}"
             raise ValueError(
                 f"algorithm.round returns metrics[{name!r}] as {found}, expected a scalar of a "
-                "real dtype. Reduce it in the round, for example with jnp.mean or "
-                "fedpax.federated_mean, or keep it in the state."
+                "real dtype, or, except for the loss, a value for each of the "
+                f"{num_participants} participants. Reduce it in the round, for example with "
+                "jnp.mean or fedpax.federated_mean, or keep it in the state."
             )
 
 

@@ -131,6 +131,81 @@ def placed_evaluator(
     return evaluate
 
 
+def evaluate_by_client(
+    loss_fn: LossFn, clients: Sequence[Batch], *, batch_size: int = 128
+) -> Callable[[Params], dict[str, np.ndarray]]:
+    """Make a function that evaluates a model on the examples of each client.
+
+    Examples are evaluated one by one, in batches of one size for all clients together: clients of
+    any number of examples share one compiled function, and no padding reaches `loss_fn`. A metric
+    must be a mean over examples, as a loss is.
+
+    Args:
+        loss_fn: `(params, batch) -> (scalar loss, dict of scalars, or None)`. It gets batches of
+            one example.
+        clients: for each client a dict of arrays `[examples, ...]`, of equal shapes and dtypes but
+            for the number of examples. A field `mask` weighs the examples: by its sum.
+        batch_size: number of examples that are evaluated at once.
+
+    Returns:
+        A function `params -> metrics`: `"loss"` and the metrics of `loss_fn`, float64 `[clients]`;
+        NaN for a client without an example. `Run.evaluate` may return them beside a scalar loss:
+        `metrics.jsonl` then has their quantiles.
+
+    Raises:
+        TypeError: an array is not numbers.
+        ValueError: there is no example, or `batch_size` is below 1.
+
+    Example:
+        >>> loss_fn = lambda w, batch: (jnp.mean((w - batch["x"]) ** 2), {})
+        >>> clients = [{"x": np.array([1.0, 3.0])}, {"x": np.array([5.0])}]
+        >>> evaluate_by_client(loss_fn, clients)(jnp.float32(3.0))
+        {'loss': array([2., 4.])}
+    """
+    sizes = [len(jax.tree.leaves(client)[0]) for client in clients]
+    if not sum(sizes) or batch_size < 1:
+        raise ValueError(
+            f"evaluate_by_client() got {sum(sizes)} examples of {len(clients)} clients and "
+            f"batch_size={batch_size}, expected at least one of each. Load a held-out split that "
+            "has examples."
+        )
+    examples = jax.tree.map(
+        lambda *xs: np.concatenate(xs), *[checked_tree(client, "client") for client in clients]
+    )
+    batch_size = min(batch_size, sum(sizes))
+    owners = np.repeat(np.arange(len(clients)), sizes)
+    weights = np.ones(len(owners))
+    if "mask" in examples:
+        weights = np.sum(examples["mask"].reshape(len(owners), -1), axis=1, dtype=np.float64)
+    present = np.bincount(owners, weights, len(clients))
+
+    @jax.jit
+    def evaluate_examples(params: Params, batch: chex.ArrayTree) -> dict[str, jax.Array]:
+        def one(example: chex.ArrayTree) -> dict[str, jax.Array]:
+            loss, aux = loss_fn(params, jax.tree.map(lambda x: x[None], example))
+            return {
+                name: jnp.float32(value) for name, value in {**(aux or {}), "loss": loss}.items()
+            }
+
+        return jax.vmap(one)(batch)
+
+    def evaluate(params: Params) -> dict[str, np.ndarray]:
+        found: list[dict[str, np.ndarray]] = []
+        for start in range(0, len(owners), batch_size):
+            rows = np.minimum(np.arange(start, start + batch_size), len(owners) - 1)
+            batch = jax.tree.map(lambda x, rows=rows: x[rows], examples)
+            found.append(jax.device_get(evaluate_examples(params, batch)))
+        values = jax.tree.map(lambda *xs: np.concatenate(xs)[: len(owners)], *found)
+        with np.errstate(invalid="ignore"):  # 0 / 0 is NaN
+            return {
+                name: np.bincount(owners, np.where(weights > 0, weights * value, 0), len(clients))
+                / present
+                for name, value in values.items()
+            }
+
+    return evaluate
+
+
 def _weight(batch: Batch) -> float:
     if "mask" in batch:
         return float(np.sum(batch["mask"], dtype=np.float64))

@@ -58,7 +58,8 @@ class Run(NamedTuple):
             state from them.)
         cohorts: the training data, one cohort per round.
         evaluate: `params -> {"loss": ..., ...}`, metrics on held-out data: Python floats, or arrays
-            of one number.
+            of one number. A metric can also be a vector with a value for each client, of which
+            quantiles are logged (`fedpax.training.evaluation.evaluate_by_client`).
         mesh: the mesh that is set while the run is traced and executed.
         items_per_round: tokens or examples that all participants together train on per round.
         placement: the placement's name, `"clients"` or `"islands"`. The loop reports the operand

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from fedpax.algorithm import RESERVED_METRICS, Metrics, State
 from fedpax.training.exchanged_bytes import UPLOADED_BYTES
@@ -14,6 +15,7 @@ from fedpax.training.goodput import GoodputClock, line_values
 from fedpax.training.metrics import MetricsWriter
 from fedpax.training.norms import FiniteCheck
 from fedpax.training.progress import Progress
+from fedpax.training.quantiles import with_quantiles
 from fedpax.training.spikes import SpikeHistory
 from fedpax.training.utilization import Utilization
 
@@ -123,7 +125,7 @@ class RoundLogger:
             return
         (round_number, metrics), self._pending = self._pending, None
         self.waits_for = round_number
-        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        values, vectors = _split(jax.device_get(metrics))
         self.waits_for = None
         # Of this round; logged is their number in all rounds.
         found = values.pop("spikes", None)
@@ -148,6 +150,7 @@ class RoundLogger:
                 **({} if mfu is None else {"mfu": mfu}),
                 **line_values(self._goodput.seconds()),
             },
+            vectors,
         )
         self._progress.show_round(round_number, loss, items_per_second, mfu)
         self._note_non_finite(round_number, values.get("non_finite_participants", 0.0))
@@ -171,18 +174,19 @@ class RoundLogger:
 
         Args:
             round_number: the round after which they were measured.
-            metrics: the metrics by name, with `"loss"`.
+            metrics: the metrics by name, as floats, with `"loss"`; or vectors with a value for each
+                client.
 
         Returns:
-            The metrics as floats.
+            The metrics as floats, with the quantiles of vectors.
 
         Raises:
             ValueError: a metric is not a number or has a reserved name, or there is no `"loss"`.
             OSError: the line cannot be written.
         """
-        floats = _as_floats(metrics)
+        floats, vectors = _as_floats(metrics)
         values = floats | self._counts(round_number) | line_values(self._goodput.seconds())
-        self._metrics.write("evaluation", round_number, values)
+        self._metrics.write("evaluation", round_number, values, vectors)
         self._progress.show_evaluation(round_number, floats)
         self.restart_clock()
         return floats
@@ -237,7 +241,13 @@ class RoundLogger:
         self._idle = 0.0
 
 
-def _as_floats(values: HeldoutMetrics) -> dict[str, float]:
+def _split(metrics: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    """Return metrics as floats, with the quantiles of vectors, and the vectors themselves."""
+    vectors = {name: np.asarray(value) for name, value in metrics.items() if np.ndim(value) == 1}
+    return {name: float(value) for name, value in with_quantiles(metrics).items()}, vectors
+
+
+def _as_floats(values: HeldoutMetrics) -> tuple[dict[str, float], dict[str, np.ndarray]]:
     if not isinstance(values, Mapping):
         raise ValueError(
             f"Run.evaluate returns a {type(values).__name__}, expected a dict of metrics with the "
@@ -253,18 +263,20 @@ def _as_floats(values: HeldoutMetrics) -> dict[str, float]:
             f"Run.evaluate returns the metrics {reserved}, expected names that the training loop "
             "does not use itself: it would overwrite them in metrics.jsonl. Rename them."
         )
-    floats = {}
     for name, value in values.items():
         try:
-            floats[name] = float(value)
+            if np.ndim(value) != 1 or name == "loss":
+                float(value)
+            else:
+                np.asarray(value, np.float64)
         except (TypeError, ValueError) as error:
             shape = getattr(value, "shape", None)
             found = f"a {type(value).__name__}" if shape is None else f"an array {list(shape)}"
             raise ValueError(
                 f"Run.evaluate returns metrics[{name!r}] as {found}, expected a number. Return one "
-                "metric per number, for example its mean."
+                "metric per number, for example its mean, or a vector with a value for each client."
             ) from error
-    return floats
+    return _split(values)
 
 
 def _number(value: float | None) -> float:

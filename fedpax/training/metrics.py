@@ -11,8 +11,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path, PurePath
 from typing import Any
 
+import numpy as np
 from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.proto.summary_pb2 import Summary
+from tensorboardX.proto.summary_pb2 import HistogramProto, Summary
 from tensorboardX.record_writer import RecordWriter
 
 from fedpax.files import append_to
@@ -20,6 +21,7 @@ from fedpax.training.configuration import write_atomically
 from fedpax.training.console import print_error
 from fedpax.training.goodput import BUCKETS
 from fedpax.training.json_lines import name_lines, read_json_lines
+from fedpax.training.quantiles import finite_values
 
 FILE = "metrics.jsonl"
 SCALARS = "tensorboard"
@@ -168,7 +170,13 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
         self._flushed = time.monotonic()
         return self
 
-    def write(self, kind: str, round_number: int, values: Mapping[str, float | str]) -> None:
+    def write(
+        self,
+        kind: str,
+        round_number: int,
+        values: Mapping[str, float | str],
+        vectors: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
         """Write one line, and each number as the TensorBoard scalar `kind/name`.
 
         A number that is not finite is written as `null`, because JSON has no NaN and no infinity.
@@ -177,6 +185,8 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
             kind: `"run"`, `"training"`, `"evaluation"` or `"spike"`.
             round_number: the round after which the values were measured.
             values: numbers and texts by name.
+            vectors: values of all participants by name, which become TensorBoard's histograms.
+                Default None: there are none.
 
         Raises:
             OSError: the line cannot be written, for example because the disk is full.
@@ -187,6 +197,9 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
         self._add_scalars(kind, round_number, values)
+        for name, vector in (vectors or {}).items():
+            entry = Summary.Value(tag=f"{kind}/{name}", histo=_histogram(vector))
+            self._add_event(round_number, summary=Summary(value=[entry]))
         if time.monotonic() - self._flushed > SECONDS_BETWEEN_FLUSHES:
             self._events.flush()
             self._flushed = time.monotonic()
@@ -269,6 +282,21 @@ def _is_whole(line: Any) -> bool:
 def is_number(value: Any) -> bool:
     """Return whether a JSON value is a finite number that arithmetic on floats can take."""
     return isinstance(value, int | float) and -sys.float_info.max <= value <= sys.float_info.max
+
+
+def _histogram(vector: np.ndarray) -> HistogramProto:
+    """Count the finite values of a vector in 30 intervals of equal length."""
+    known = finite_values(vector)
+    counts, edges = np.histogram(known, bins=30)
+    return HistogramProto(
+        min=known.min(initial=edges[-1]),
+        max=known.max(initial=edges[0]),
+        num=known.size,
+        sum=known.sum(),
+        sum_squares=np.square(known).sum(),
+        bucket_limit=edges[1:].tolist(),
+        bucket=counts.tolist(),
+    )
 
 
 def _json_values(values: Mapping[str, float | str]) -> dict[str, float | str | None]:

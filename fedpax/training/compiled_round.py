@@ -102,7 +102,8 @@ def compile_round(
     if program is None:
         traced = jax.jit(run.algorithm.round).trace(*plain_arguments)
         _check_placement(run.placement, traced)
-        _check_round(state, *traced.out_info, num_participants)
+        after, metrics = traced.out_info
+        _check_round(state, after, metrics, num_participants)
         round = report_update_norm(run.algorithm.round) if update_norm else run.algorithm.round
         if skip_spikes:
             round = guard_against_spikes(round)

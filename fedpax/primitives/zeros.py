@@ -54,6 +54,9 @@ def _zero_outputs(eqn: JaxprEqn, zeros: list[bool]) -> list[bool]:
         return [all(zeros)]
     if name == "select_n":
         return [all(zeros[1:])]
+    if name == "cond":
+        branches = [zero_results(branch, zeros[1:]) for branch in eqn.params["branches"]]
+        return [all(found) for found in zip(*branches, strict=True)]
     bodies = inner_jaxprs(eqn)
     if name in ("jit", "pjit", "closed_call") and len(bodies[0].invars) == len(zeros):
         return zero_results(ClosedJaxpr(bodies[0], ()), zeros)

@@ -44,6 +44,8 @@ def loss_fn(params, x):
         optax.chain(optax.masked(optax.set_to_zero(), MASK), optax.sgd(0.1, momentum=0.9)),
         optax.chain(optax.masked(optax.set_to_zero(), MASK), optax.adam(0.1)),
         optax.chain(optax.sgd(0.1), optax.masked(optax.set_to_zero(), MASK)),
+        optax.apply_if_finite(freeze(optax.adam(0.1)), 3),
+        optax.inject_hyperparams(lambda rate: freeze(optax.adam(rate)))(rate=0.1),
     ],
 )
 def test_a_parameter_whose_updates_are_zero_is_frozen(optimizer):

@@ -15,7 +15,7 @@ from fedpax.training.goodput import GoodputClock, line_values
 from fedpax.training.metrics import MetricsWriter
 from fedpax.training.norms import FiniteCheck
 from fedpax.training.progress import Progress
-from fedpax.training.quantiles import with_quantiles
+from fedpax.training.quantiles import is_vector, with_quantiles
 from fedpax.training.spikes import SpikeHistory
 from fedpax.training.utilization import Utilization
 
@@ -243,8 +243,8 @@ class RoundLogger:
 
 def _split(metrics: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, np.ndarray]]:
     """Return metrics as floats, with the quantiles of vectors, and the vectors themselves."""
-    vectors = {name: np.asarray(value) for name, value in metrics.items() if np.ndim(value) == 1}
-    return {name: float(value) for name, value in with_quantiles(metrics).items()}, vectors
+    vectors = {name: np.asarray(value) for name, value in metrics.items() if is_vector(value)}
+    return {k: np.asarray(v).item() for k, v in with_quantiles(metrics).items()}, vectors
 
 
 def _as_floats(values: HeldoutMetrics) -> tuple[dict[str, float], dict[str, np.ndarray]]:
@@ -265,8 +265,8 @@ def _as_floats(values: HeldoutMetrics) -> tuple[dict[str, float], dict[str, np.n
         )
     for name, value in values.items():
         try:
-            if np.ndim(value) != 1 or name == "loss":
-                float(value)
+            if not is_vector(value) or name == "loss":
+                np.asarray(value, np.float64).item()
             else:
                 np.asarray(value, np.float64)
         except (TypeError, ValueError) as error:

@@ -9,6 +9,11 @@ QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
 """The ends of the names in `metrics.jsonl`, and the quantiles that they stand for."""
 
 
+def is_vector(value: Any) -> bool:
+    """Return whether a metric has a value for each participant, and is not one number."""
+    return np.ndim(value) == 1 and np.size(value) != 1
+
+
 def with_quantiles(values: Mapping[str, Any]) -> dict[str, Any]:
     """Replace each vector by its quantiles, such as `accuracy/p10`; leave all else as it is.
 
@@ -26,7 +31,7 @@ def with_quantiles(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for name, value in values.items():
-        if np.ndim(value) != 1:
+        if not is_vector(value):
             found[name] = value
             continue
         known = finite_values(value)

@@ -45,7 +45,7 @@ class ByClient(Experiment):
 
         def evaluate(params: jax.Array) -> dict[str, Any]:
             found = by_client(params)
-            return {"loss": float(found["loss"].mean()), "client": found["loss"]}
+            return {"loss": found["loss"].mean(keepdims=True), "client": found["loss"]}
 
         def cohort(index: int) -> fedpax.Cohort:
             batches = np.arange(CLIENTS, dtype=np.float32).reshape(CLIENTS, 1, 1)

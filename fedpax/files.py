@@ -11,7 +11,7 @@ import shlex
 import stat
 from collections.abc import Iterable
 from pathlib import Path, PurePath
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
 JSON_BYTES = 1 << 28
 """The largest JSON file that is read: the index of the largest model has a tenth of it."""
@@ -67,19 +67,37 @@ def read_file(path: PurePath, max_bytes: int = JSON_BYTES) -> bytes:
     if not isinstance(path, Path):  # in a bucket, which has regular files alone
         content: bytes = path.read_bytes()  # type: ignore[attr-defined]
         return content
-    _check_is_regular(path.stat(), path)  # to open a device can have effects
-    # If the file is a pipe by now, do not wait for its other end.
-    file = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    with os.fdopen(file, "rb") as reader:
-        status = os.fstat(file)
-        _check_is_regular(status, path)
-        if status.st_size > max_bytes:
-            raise _error(f"it has {status.st_size} bytes, expected at most {max_bytes}", path)
-        content = reader.read(max_bytes + 1)
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > max_bytes:
+            raise _error(f"it has {size} bytes, expected at most {max_bytes}", path)
+        content = file.read(max_bytes + 1)
     if len(content) > max_bytes:  # such as files in /proc, whose size is unknown
         raise _error(f"it has more than {max_bytes} bytes", path)
     _check_is_content(content[: len(_POINTER)], path)
     return content
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file to read it: not a pipe or a device, which could block or never end.
+
+    Args:
+        path: the file. A link to a regular file is opened.
+
+    Raises:
+        UnusableFileError: the file is no regular file.
+        OSError: the file is missing or cannot be read.
+    """
+    _check_is_regular(path.stat(), path)  # to open a device can have effects
+    # If the file is a pipe by now, do not wait for its other end.
+    file = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    opened = os.fdopen(file, "rb")
+    try:
+        _check_is_regular(os.fstat(file), path)
+    except BaseException:
+        opened.close()
+        raise
+    return opened
 
 
 def check_fetched(path: Path) -> None:
@@ -87,6 +105,9 @@ def check_fetched(path: Path) -> None:
 
     Args:
         path: the file, which another library reads.
+
+    Raises:
+        UnusableFileError: the file is no regular file.
 
     Example:
         >>> import tempfile
@@ -97,7 +118,7 @@ def check_fetched(path: Path) -> None:
             ...
         ValueError: ...a is a Git LFS pointer, expected the content of the file. Run `git lfs ...
     """
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         _check_is_content(file.read(len(_POINTER)), path)
 
 

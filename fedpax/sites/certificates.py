@@ -21,6 +21,8 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from fedpax.files import read_file
+
 AUTHORITY = "authority"
 """The folder of the authority, beside those of the names."""
 
@@ -328,7 +330,7 @@ def _write(folder: Path, files: dict[str, x509.Certificate | ec.EllipticCurvePri
 
 def _read_file(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_file(path)
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(
             f"there is no file {path}. Pass a folder that `fedpax certificates` made for one name, "

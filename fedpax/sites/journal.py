@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from fedpax.files import open_unlinked
+from fedpax.files import open_regular, open_unlinked
 from fedpax.sites.message import (
     CHECKSUM_BYTES,
     CHUNK_BYTES,
@@ -161,7 +161,7 @@ def read_journal(path: Path) -> Iterator[Record]:
             ...
         fedpax.sites.message.MessageError: it has 1 of its 2 records: the end of the file is missing
     """
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         head = file.read(START)
         if len(head) < START:
             return  # the process was killed when it made the file

@@ -226,7 +226,7 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    "damage", ["missing", "text", "a folder", "other key", "other authority", "no folder"]
+    "damage", ["missing", "text", "a folder", "a pipe", "other key", "other authority", "no folder"]
 )
 def test_folders_that_cannot_be_read(folder: Path, tmp_path: Path, damage: str) -> None:
     site, other = tmp_path / "site", folder / "own" / "site-2"
@@ -242,6 +242,10 @@ def test_folders_that_cannot_be_read(folder: Path, tmp_path: Path, damage: str) 
         (site / "key.pem").unlink()
         (site / "key.pem").mkdir()
         error, words = OSError, r"site/key\.pem cannot be read .*, or copy the folder again"
+    elif damage == "a pipe":
+        (site / "certificate.pem").unlink()
+        os.mkfifo(site / "certificate.pem")
+        error, words = OSError, r"certificate\.pem cannot be read \(it is a pipe"
     elif damage == "other key":
         shutil.copy(other / "key.pem", site)
     elif damage == "other authority":

@@ -382,13 +382,16 @@ def test_a_full_disk_leaves_the_state_before(
     assert load(tmp_path) == 6
 
 
-@pytest.mark.parametrize("place", ["length", "header", "array", "file"])
+@pytest.mark.parametrize("place", ["length", "header", "array", "file", "pipe"])
 def test_damage_is_named(tmp_path: Path, place: str) -> None:
     begin(tmp_path, merges=2 * FRAGMENTS - 1).close()
     *old, newest = sorted((tmp_path / "syncer").glob("*.journal"))
     if place == "file":
         for path in old:
             path.unlink()
+    elif place == "pipe":  # its reader would wait for ever
+        newest.unlink()
+        os.mkfifo(newest)
     else:
         content = bytearray(newest.read_bytes())
         content[{"length": 1, "header": 80, "array": len(content) - 5}[place]] ^= 1

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from fedpax.files import check_fetched, read_json
+from fedpax.files import check_fetched, open_regular, read_json
 from fedpax.paths import expand_home
 
 CONFIG, SINGLE_FILE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -84,7 +84,7 @@ def _check_length(folder: Path) -> None:
         return
     total = 0
     for path in folder.glob("*.safetensors"):
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             total += min(int.from_bytes(file.read(8), "little"), path.stat().st_size)
     if total and length > _MOST_PER_HEADER * total:
         raise ValueError(

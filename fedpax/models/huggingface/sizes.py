@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from fedpax.files import open_regular
 from fedpax.models.huggingface.config import FAMILIES
 from fedpax.models.huggingface.folder import CONFIG, INDEX, SINGLE_FILE, weight_files
 from fedpax.models.transformer_config import TransformerConfig
@@ -129,7 +130,7 @@ def _stored_tensors(folder: Path) -> tuple[set[str], dict[str, tuple[int, ...]]]
 def _read_header(path: Path) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a safetensors file's tensors; none if the file is damaged."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = int.from_bytes(file.read(8), "little")
             if size > min(_MOST_HEADER_BYTES, path.stat().st_size):
                 return {}

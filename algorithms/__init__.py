@@ -10,10 +10,7 @@ from fedpax.algorithms.branch_train_merge import (
 )
 from fedpax.algorithms.data_parallel import data_parallel
 from fedpax.algorithms.decoupled_diloco import decoupled_diloco
-from fedpax.algorithms.decoupled_parts import decoupled_diloco_parts
-from fedpax.algorithms.delayed_nesterov import DelayedNesterov
 from fedpax.algorithms.diloco import diloco
-from fedpax.algorithms.directional_mean import directional_mean
 from fedpax.algorithms.ditto import ditto
 from fedpax.algorithms.eager_diloco import eager_diloco
 from fedpax.algorithms.easgd import easgd
@@ -26,22 +23,25 @@ from fedpax.algorithms.fednova import fednova
 from fedpax.algorithms.fedopt import server_adagrad, server_adam, server_yogi
 from fedpax.algorithms.fedprox import fedprox
 from fedpax.algorithms.fine_tuning import fine_tuning_evaluation
-from fedpax.algorithms.fragments import layer_fragments
 from fedpax.algorithms.halos import halos
 from fedpax.algorithms.hypcluster import choose_cluster, hypcluster
 from fedpax.algorithms.local_sgd import local_sgd
-from fedpax.algorithms.local_steps import local_steps
 from fedpax.algorithms.maml import per_fedavg, reptile
 from fedpax.algorithms.mime import mime, mime_adam, mime_lite
 from fedpax.algorithms.muloco import muloco
 from fedpax.algorithms.noloco import noloco
 from fedpax.algorithms.papa import papa, papa_2, papa_all
-from fedpax.algorithms.participation import participant_weights, valid_steps
-from fedpax.algorithms.population import greedy_soup, merge
+from fedpax.algorithms.parts.decoupled_parts import decoupled_diloco_parts
+from fedpax.algorithms.parts.delayed_nesterov import DelayedNesterov
+from fedpax.algorithms.parts.directional_mean import directional_mean
+from fedpax.algorithms.parts.fragments import layer_fragments
+from fedpax.algorithms.parts.local_steps import local_steps
+from fedpax.algorithms.parts.model_averaging import greedy_soup, merge
+from fedpax.algorithms.parts.participation import participant_weights, valid_steps
+from fedpax.algorithms.parts.staleness import hinge_staleness, polynomial_staleness
 from fedpax.algorithms.scaffold import scaffold
 from fedpax.algorithms.self_tuning import self_tuning
 from fedpax.algorithms.sparseloco import sparseloco
-from fedpax.algorithms.staleness import hinge_staleness, polynomial_staleness
 from fedpax.algorithms.streaming_diloco import streaming_diloco
 from fedpax.primitives.argument_checks import explain_unknown_arguments
 

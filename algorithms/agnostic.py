@@ -12,18 +12,18 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.checks import (
+from fedpax.algorithms.parts.checks import (
     check_no_keys,
     check_optimizer,
     check_population,
     check_setting,
     cohort_of_population,
 )
-from fedpax.algorithms.local_evaluation import local_metrics
-from fedpax.algorithms.local_steps import local_update
-from fedpax.algorithms.map_clients import map_clients
-from fedpax.algorithms.participation import takes_part
-from fedpax.algorithms.server import make_server
+from fedpax.algorithms.parts.local_evaluation import local_metrics
+from fedpax.algorithms.parts.local_steps import local_update
+from fedpax.algorithms.parts.participation import takes_part
+from fedpax.algorithms.parts.rematerialized_map import map_clients
+from fedpax.algorithms.parts.server import make_server
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_sum
 from fedpax.primitives.placement import ChunkSize

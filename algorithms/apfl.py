@@ -12,19 +12,19 @@ from jaxtyping import Array, Float, Int
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.checks import (
+from fedpax.algorithms.parts.checks import (
     check_no_keys,
     check_optimizer,
     check_population,
     check_setting,
     cohort_of_population,
 )
-from fedpax.algorithms.local_evaluation import count_steps
-from fedpax.algorithms.local_steps import gradient_and_metrics, local_steps
-from fedpax.algorithms.map_clients import map_clients
-from fedpax.algorithms.participation import participant_weights
-from fedpax.algorithms.server import make_server
-from fedpax.algorithms.tree_arithmetic import scale, subtract
+from fedpax.algorithms.parts.local_evaluation import count_steps
+from fedpax.algorithms.parts.local_steps import gradient_and_metrics, local_steps
+from fedpax.algorithms.parts.participation import participant_weights
+from fedpax.algorithms.parts.rematerialized_map import map_clients
+from fedpax.algorithms.parts.server import make_server
+from fedpax.algorithms.parts.tree_arithmetic import scale, subtract
 from fedpax.clients import ClientStore, client_store, gather_clients, scatter_clients
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives.placement import ChunkSize

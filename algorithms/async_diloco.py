@@ -12,20 +12,20 @@ from jaxtyping import Array, Bool, Int
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.arrivals import (
+from fedpax.algorithms.parts.arrivals import (
     ArrivingUpdates,
     Combined,
     arrivals_aggregator,
     outer_gradients,
     without_absent,
 )
-from fedpax.algorithms.checks import check_no_keys, check_optimizer
-from fedpax.algorithms.delayed_nesterov import (
+from fedpax.algorithms.parts.checks import check_no_keys, check_optimizer
+from fedpax.algorithms.parts.delayed_nesterov import (
     DelayedNesterov,
     DelayedNesterovState,
     check_delayed_nesterov,
 )
-from fedpax.algorithms.inner_steps import make_outer_gradient
+from fedpax.algorithms.parts.inner_steps import make_outer_gradient
 from fedpax.clients import ArrivalOrder
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import (

@@ -11,10 +11,10 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.checks import check_no_keys, check_optimizer, check_setting
-from fedpax.algorithms.local_steps import local_steps
-from fedpax.algorithms.participation import participant_weights
-from fedpax.algorithms.population import population_mean
+from fedpax.algorithms.parts.checks import check_no_keys, check_optimizer, check_setting
+from fedpax.algorithms.parts.local_steps import local_steps
+from fedpax.algorithms.parts.model_averaging import population_mean
+from fedpax.algorithms.parts.participation import participant_weights
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_broadcast, federated_map, federated_mean
 from fedpax.transforms.program import program

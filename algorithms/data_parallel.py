@@ -11,10 +11,10 @@ import optax
 from jaxtyping import Array, Bool, Int
 
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.checks import check_no_keys, check_optimizer
-from fedpax.algorithms.local_steps import gradient_and_metrics
-from fedpax.algorithms.optimizer_step import optimizer_step
-from fedpax.algorithms.participation import counted_examples, placed_valid_steps
+from fedpax.algorithms.parts.checks import check_no_keys, check_optimizer
+from fedpax.algorithms.parts.local_steps import gradient_and_metrics
+from fedpax.algorithms.parts.optimizer_step import optimizer_step
+from fedpax.algorithms.parts.participation import counted_examples, placed_valid_steps
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_map, federated_max, federated_mean
 from fedpax.transforms.program import program

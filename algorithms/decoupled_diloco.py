@@ -12,15 +12,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 from fedpax.aggregators import Aggregator, random_stream
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.checks import check_optimizer
-from fedpax.algorithms.directional_mean import directional_mean
-from fedpax.algorithms.fragments import Fragment, FragmentFn, make_fragments
-from fedpax.algorithms.inner_steps import InnerReport, average_reports, make_inner_steps
 from fedpax.algorithms.mean_metrics import mean_metrics
-from fedpax.algorithms.optimizer_step import optimizer_step
-from fedpax.algorithms.server import given_aggregator
+from fedpax.algorithms.parts.checks import check_optimizer
+from fedpax.algorithms.parts.directional_mean import directional_mean
+from fedpax.algorithms.parts.fragments import Fragment, FragmentFn, make_fragments
+from fedpax.algorithms.parts.inner_steps import InnerReport, average_reports, make_inner_steps
+from fedpax.algorithms.parts.optimizer_step import optimizer_step
+from fedpax.algorithms.parts.server import given_aggregator
+from fedpax.algorithms.parts.tree_arithmetic import subtract
 from fedpax.algorithms.streaming_diloco import StreamingDiLoCoState, streaming_diloco
-from fedpax.algorithms.tree_arithmetic import subtract
 from fedpax.clients import Syncs
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_map, federated_sum

@@ -10,18 +10,18 @@ from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.checks import (
+from fedpax.algorithms.parts.checks import (
     check_no_keys,
     check_optimizer,
     check_population,
     check_setting,
     cohort_of_population,
 )
-from fedpax.algorithms.gradient_terms import proximal_term
-from fedpax.algorithms.local_steps import local_steps, local_update
-from fedpax.algorithms.map_clients import map_clients
-from fedpax.algorithms.participation import participant_weights
-from fedpax.algorithms.server import make_server
+from fedpax.algorithms.parts.gradient_terms import proximal_term
+from fedpax.algorithms.parts.local_steps import local_steps, local_update
+from fedpax.algorithms.parts.participation import participant_weights
+from fedpax.algorithms.parts.rematerialized_map import map_clients
+from fedpax.algorithms.parts.server import make_server
 from fedpax.clients import ClientStore, client_store, gather_clients, scatter_clients
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives.placement import ChunkSize

@@ -11,13 +11,13 @@ import optax
 
 from fedpax.aggregators import Aggregator, mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.checks import check_no_keys, check_optimizer
-from fedpax.algorithms.inner_steps import make_outer_gradient
 from fedpax.algorithms.mean_metrics import mean_metrics
-from fedpax.algorithms.optimizer_step import optimizer_step
-from fedpax.algorithms.participation import participant_weights
-from fedpax.algorithms.population import population_mean
-from fedpax.algorithms.server import given_aggregator
+from fedpax.algorithms.parts.checks import check_no_keys, check_optimizer
+from fedpax.algorithms.parts.inner_steps import make_outer_gradient
+from fedpax.algorithms.parts.model_averaging import population_mean
+from fedpax.algorithms.parts.optimizer_step import optimizer_step
+from fedpax.algorithms.parts.participation import participant_weights
+from fedpax.algorithms.parts.server import given_aggregator
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_broadcast, federated_map
 from fedpax.transforms.program import program

@@ -10,12 +10,12 @@ from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator, mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.checks import check_no_keys, check_optimizer, check_setting
-from fedpax.algorithms.local_steps import local_steps
 from fedpax.algorithms.mean_metrics import mean_metrics
-from fedpax.algorithms.participation import participant_weights
-from fedpax.algorithms.server import given_aggregator
-from fedpax.algorithms.tree_arithmetic import subtract, weighted_sum
+from fedpax.algorithms.parts.checks import check_no_keys, check_optimizer, check_setting
+from fedpax.algorithms.parts.local_steps import local_steps
+from fedpax.algorithms.parts.participation import participant_weights
+from fedpax.algorithms.parts.server import given_aggregator
+from fedpax.algorithms.parts.tree_arithmetic import subtract, weighted_sum
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_broadcast, federated_map
 from fedpax.transforms.program import program

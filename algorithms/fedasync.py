@@ -10,13 +10,18 @@ import optax
 from jaxtyping import Array, Int
 
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.checks import check_count, check_no_keys, check_optimizer, check_setting
-from fedpax.algorithms.gradient_terms import proximal_term
-from fedpax.algorithms.history import History, start_history
-from fedpax.algorithms.local_steps import local_update
-from fedpax.algorithms.participation import participant_weights
-from fedpax.algorithms.staleness import StalenessFn, polynomial_staleness
-from fedpax.algorithms.tree_arithmetic import scale, subtract
+from fedpax.algorithms.parts.checks import (
+    check_count,
+    check_no_keys,
+    check_optimizer,
+    check_setting,
+)
+from fedpax.algorithms.parts.gradient_terms import proximal_term
+from fedpax.algorithms.parts.history import History, start_history
+from fedpax.algorithms.parts.local_steps import local_update
+from fedpax.algorithms.parts.participation import participant_weights
+from fedpax.algorithms.parts.staleness import StalenessFn, polynomial_staleness
+from fedpax.algorithms.parts.tree_arithmetic import scale, subtract
 from fedpax.clients import Arrivals
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_map, federated_mean

@@ -11,11 +11,11 @@ import optax
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.checks import check_no_keys, check_optimizer
-from fedpax.algorithms.local_steps import local_update
-from fedpax.algorithms.map_clients import map_clients
-from fedpax.algorithms.participation import participant_weights
-from fedpax.algorithms.server import make_server
+from fedpax.algorithms.parts.checks import check_no_keys, check_optimizer
+from fedpax.algorithms.parts.local_steps import local_update
+from fedpax.algorithms.parts.participation import participant_weights
+from fedpax.algorithms.parts.rematerialized_map import map_clients
+from fedpax.algorithms.parts.server import make_server
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives.placement import ChunkSize
 from fedpax.transforms.program import program

@@ -11,14 +11,14 @@ from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.checks import check_count, check_no_keys, check_optimizer
-from fedpax.algorithms.history import History, start_history
-from fedpax.algorithms.local_steps import local_update
-from fedpax.algorithms.map_clients import map_clients
-from fedpax.algorithms.participation import participant_weights
-from fedpax.algorithms.server import make_server
-from fedpax.algorithms.staleness import StalenessFn, polynomial_staleness
-from fedpax.algorithms.tree_arithmetic import scale
+from fedpax.algorithms.parts.checks import check_count, check_no_keys, check_optimizer
+from fedpax.algorithms.parts.history import History, start_history
+from fedpax.algorithms.parts.local_steps import local_update
+from fedpax.algorithms.parts.participation import participant_weights
+from fedpax.algorithms.parts.rematerialized_map import map_clients
+from fedpax.algorithms.parts.server import make_server
+from fedpax.algorithms.parts.staleness import StalenessFn, polynomial_staleness
+from fedpax.algorithms.parts.tree_arithmetic import scale
 from fedpax.clients import Arrivals
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_map

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedpax.algorithms.checks import check_setting
-from fedpax.algorithms.tree_arithmetic import weighted_sum
+from fedpax.algorithms.parts.checks import check_setting
+from fedpax.algorithms.parts.tree_arithmetic import weighted_sum
 
 
 class ServerOptimizerState(NamedTuple):

@@ -9,11 +9,11 @@ import optax
 from jaxtyping import Array, Int
 
 from fedpax.algorithm import LossFn, Metrics, Params
-from fedpax.algorithms.checks import check_optimizer
-from fedpax.algorithms.local_evaluation import local_metrics
-from fedpax.algorithms.local_steps import local_steps
-from fedpax.algorithms.map_clients import map_clients
-from fedpax.algorithms.participation import participant_weights
+from fedpax.algorithms.parts.checks import check_optimizer
+from fedpax.algorithms.parts.local_evaluation import local_metrics
+from fedpax.algorithms.parts.local_steps import local_steps
+from fedpax.algorithms.parts.participation import participant_weights
+from fedpax.algorithms.parts.rematerialized_map import map_clients
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_mean
 from fedpax.primitives.placement import ChunkSize

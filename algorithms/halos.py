@@ -13,21 +13,21 @@ from jaxtyping import Array, Bool, Float, Int
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.arrivals import (
+from fedpax.algorithms.parts.arrivals import (
     ArrivingUpdates,
     Combined,
     arrivals_aggregator,
     outer_gradients,
     without_absent,
 )
-from fedpax.algorithms.checks import check_no_keys, check_optimizer, check_setting
-from fedpax.algorithms.delayed_nesterov import (
+from fedpax.algorithms.parts.checks import check_no_keys, check_optimizer, check_setting
+from fedpax.algorithms.parts.delayed_nesterov import (
     DelayedNesterov,
     DelayedNesterovState,
     check_delayed_nesterov,
 )
-from fedpax.algorithms.inner_steps import make_outer_gradient
-from fedpax.algorithms.tree_arithmetic import subtract
+from fedpax.algorithms.parts.inner_steps import make_outer_gradient
+from fedpax.algorithms.parts.tree_arithmetic import subtract
 from fedpax.clients import RegionalOrder
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import (

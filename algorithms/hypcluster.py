@@ -12,14 +12,14 @@ from jaxtyping import Array, Float, Int
 
 from fedpax.aggregators import Aggregator, random_stream
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.checks import check_count, check_no_keys, check_optimizer
-from fedpax.algorithms.local_evaluation import local_metrics
-from fedpax.algorithms.local_steps import local_update
-from fedpax.algorithms.map_clients import map_clients
 from fedpax.algorithms.mean_metrics import mean_metrics
-from fedpax.algorithms.optimizer_step import optimizer_step
-from fedpax.algorithms.participation import participant_weights
-from fedpax.algorithms.server import make_server
+from fedpax.algorithms.parts.checks import check_count, check_no_keys, check_optimizer
+from fedpax.algorithms.parts.local_evaluation import local_metrics
+from fedpax.algorithms.parts.local_steps import local_update
+from fedpax.algorithms.parts.optimizer_step import optimizer_step
+from fedpax.algorithms.parts.participation import participant_weights
+from fedpax.algorithms.parts.rematerialized_map import map_clients
+from fedpax.algorithms.parts.server import make_server
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_map, federated_sum
 from fedpax.primitives.placement import ChunkSize

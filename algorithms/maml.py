@@ -10,10 +10,10 @@ import optax
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.checks import check_optimizer, check_setting
 from fedpax.algorithms.fedavg import FedAvgState, fedavg
-from fedpax.algorithms.local_steps import gradient_and_metrics
-from fedpax.algorithms.tree_arithmetic import scale, subtract
+from fedpax.algorithms.parts.checks import check_optimizer, check_setting
+from fedpax.algorithms.parts.local_steps import gradient_and_metrics
+from fedpax.algorithms.parts.tree_arithmetic import scale, subtract
 from fedpax.primitives.placement import ChunkSize
 
 

@@ -12,14 +12,14 @@ from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.checks import check_no_keys, check_optimizer, check_setting
-from fedpax.algorithms.gradient_terms import added_term
-from fedpax.algorithms.local_evaluation import full_gradient
-from fedpax.algorithms.local_steps import gradient_and_metrics, local_update
-from fedpax.algorithms.map_clients import map_clients
-from fedpax.algorithms.participation import participant_weights
-from fedpax.algorithms.server import as_floats, make_server, unless_all_absent
-from fedpax.algorithms.tree_arithmetic import subtract, weighted_sum
+from fedpax.algorithms.parts.checks import check_no_keys, check_optimizer, check_setting
+from fedpax.algorithms.parts.gradient_terms import added_term
+from fedpax.algorithms.parts.local_evaluation import full_gradient
+from fedpax.algorithms.parts.local_steps import gradient_and_metrics, local_update
+from fedpax.algorithms.parts.participation import participant_weights
+from fedpax.algorithms.parts.rematerialized_map import map_clients
+from fedpax.algorithms.parts.server import as_floats, make_server, unless_all_absent
+from fedpax.algorithms.parts.tree_arithmetic import subtract, weighted_sum
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_mean
 from fedpax.primitives.placement import ChunkSize

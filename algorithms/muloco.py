@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Params
-from fedpax.algorithms.checks import check_optimizer, check_setting
 from fedpax.algorithms.diloco import DiLoCoState, diloco
+from fedpax.algorithms.parts.checks import check_optimizer, check_setting
 
 
 def muloco(

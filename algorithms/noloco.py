@@ -12,12 +12,12 @@ from jaxtyping import Array, Int
 
 from fedpax.aggregators import mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.checks import check_no_keys, check_optimizer, check_setting
-from fedpax.algorithms.exchange import exchange, perfect_matchings
-from fedpax.algorithms.local_steps import local_steps
-from fedpax.algorithms.participation import participant_weights
-from fedpax.algorithms.population import population_mean
-from fedpax.algorithms.server import as_floats, unless_all_absent
+from fedpax.algorithms.parts.checks import check_no_keys, check_optimizer, check_setting
+from fedpax.algorithms.parts.local_steps import local_steps
+from fedpax.algorithms.parts.model_averaging import population_mean
+from fedpax.algorithms.parts.participation import participant_weights
+from fedpax.algorithms.parts.permute_participants import exchange, perfect_matchings
+from fedpax.algorithms.parts.server import as_floats, unless_all_absent
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_broadcast, federated_map, federated_mean
 from fedpax.transforms.program import program

@@ -13,11 +13,11 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.checks import check_count, check_optimizer, check_setting
-from fedpax.algorithms.local_evaluation import accumulator, count_steps, mean_of
-from fedpax.algorithms.local_steps import fold_steps, gradient_and_metrics
-from fedpax.algorithms.map_clients import map_clients
-from fedpax.algorithms.participation import participant_weights
+from fedpax.algorithms.parts.checks import check_count, check_optimizer, check_setting
+from fedpax.algorithms.parts.local_evaluation import accumulator, count_steps, mean_of
+from fedpax.algorithms.parts.local_steps import fold_steps, gradient_and_metrics
+from fedpax.algorithms.parts.participation import participant_weights
+from fedpax.algorithms.parts.rematerialized_map import map_clients
 from fedpax.clients.cohort import Cohort
 from fedpax.primitives import federated_mean
 from fedpax.primitives.placement import ChunkSize

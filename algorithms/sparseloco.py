@@ -7,8 +7,8 @@ import optax
 from fedpax.aggregators import codecs, compressed_mean
 from fedpax.aggregators.codecs import Codec
 from fedpax.algorithm import FederatedAlgorithm, LossFn
-from fedpax.algorithms.checks import check_optimizer, check_setting
 from fedpax.algorithms.diloco import DiLoCoState, diloco
+from fedpax.algorithms.parts.checks import check_optimizer, check_setting
 
 
 def sparseloco(

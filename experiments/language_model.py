@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from fedpax.algorithm import LossFn, Metrics, Params
+from fedpax.checkpoints.remote import resolve_folder
+from fedpax.checkpoints.saved_rounds import latest_round
 from fedpax.data import Source, Tokenizer, load, load_tokenizer
 from fedpax.data.rounds.heldout import HeldoutRows
 from fedpax.data.text.byte_tokenizer import VOCAB_SIZE
@@ -32,11 +34,9 @@ from fedpax.models.lora import LoRAConfig
 from fedpax.models.transformer import TransformerConfig, transformer
 from fedpax.parallel.axes import shardings
 from fedpax.paths import expand_home
+from fedpax.run_files.configuration import read_configuration
 from fedpax.training.compiled_round import with_shardings
-from fedpax.training.configuration import read_configuration
 from fedpax.training.experiment import Experiment
-from fedpax.training.remote import resolve_folder
-from fedpax.training.saved_rounds import latest_round
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,8 +18,8 @@ from fedpax.algorithms import (
     per_fedavg,
     reptile,
 )
-from fedpax.algorithms.local_evaluation import full_gradient
-from fedpax.algorithms.local_steps import local_steps
+from fedpax.algorithms.parts.local_evaluation import full_gradient
+from fedpax.algorithms.parts.local_steps import local_steps
 from fedpax.clients import gather_clients
 from fedpax.clients.cohort import Cohort
 from fedpax.experiments.client_methods import ClientTraining, MethodConfig, PersonalTraining

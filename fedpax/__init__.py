@@ -22,8 +22,8 @@ __all__ = [
 _MODULES = {
     "Cohort": "fedpax.clients.cohort",
     "FederatedAlgorithm": "fedpax.algorithm",
-    "cost": "fedpax.transforms",
-    "explain": "fedpax.transforms",
+    "cost": "fedpax.inspect",
+    "explain": "fedpax.inspect",
     "make_mesh": "fedpax.parallel.mesh",
     "out_of_core": "fedpax.transforms",
     "program": "fedpax.transforms",

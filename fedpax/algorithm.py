@@ -93,7 +93,7 @@ RESERVED_METRICS = frozenset(
 
 
 class FragmentLike(Protocol):
-    """A part of the parameters, such as a `fedpax.algorithms.fragments.Fragment`."""
+    """A part of the parameters, such as a `fedpax.algorithms.parts.fragments.Fragment`."""
 
     def take(self, tree: Any) -> Any:
         """Return the part of a pytree, with None for leaves outside of the part."""
@@ -197,7 +197,7 @@ class FederatedAlgorithm(NamedTuple, Generic[StateT]):
     has any type.
 
     A run can resume with another number of participants: placed values are then averaged or copied
-    (`fedpax.training.participant_states`). If this makes no sense for a method, its state has a
+    (`fedpax.checkpoints.participant_states`). If this makes no sense for a method, its state has a
     property `fixed_participants` that returns the reason, such as "each expert belongs to a
     domain". Resuming then raises.
 

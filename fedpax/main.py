@@ -11,13 +11,13 @@ from pathlib import Path
 
 from fedpax import __version__
 from fedpax.commands import COMMANDS
-from fedpax.files import describe_no_permission
-from fedpax.training.console import (
+from fedpax.console import (
     discard_output,
     escape_unknown_characters,
     open_closed_streams,
     print_error,
 )
+from fedpax.files import describe_no_permission
 from fedpax.training.preemption import exit_on_signals
 
 USAGE = """\
@@ -296,7 +296,7 @@ def _status_of(error: Exception) -> int | None:
     from fedpax.commands import UsageError
     from fedpax.parallel.mesh import MeshSizeError
     from fedpax.planning import MemoryOverflowError, PlanError, TopologyError
-    from fedpax.training.configuration import ConfigurationError
+    from fedpax.run_files.configuration import ConfigurationError
     from fedpax.training.logging import NonFiniteError
     from fedpax.training.spikes import RepeatedSpikesError
     from fedpax.training.trainer import StorageError

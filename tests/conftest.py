@@ -135,7 +135,7 @@ def run(
 ) -> Callable[..., tuple[int, str, str]]:
     """Run a command in this process; return its status, output and errors."""
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.chdir(Path(__file__).parent / "training")
+    monkeypatch.chdir(Path(__file__).parent)
     monkeypatch.setenv("XLA_FLAGS", "")  # restored after the test
 
     def call(*arguments: str) -> tuple[int, str, str]:

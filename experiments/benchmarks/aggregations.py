@@ -51,7 +51,7 @@ from fedpax.experiments.benchmarks.timing import (
     write,
 )
 from fedpax.experiments.benchmarks.workloads import WORKLOADS
-from fedpax.training.table import markdown_table
+from fedpax.reports.table import markdown_table
 
 NUM_ITERATIONS = 8  # of the geometric median
 NUM_BYZANTINE = 3  # with fewer, Bulyan's last selections are ties, which Flower breaks otherwise

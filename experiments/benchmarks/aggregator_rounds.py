@@ -55,7 +55,7 @@ from fedpax.experiments.benchmarks.timing import (
 from fedpax.experiments.benchmarks.workloads import LEARNING_RATE, WORKLOADS
 from fedpax.models.losses import classification_loss
 from fedpax.parallel.mesh import make_mesh
-from fedpax.training.table import format_bytes, markdown_table
+from fedpax.reports.table import format_bytes, markdown_table
 
 
 class Row(NamedTuple):

@@ -32,7 +32,7 @@ from fedpax.planning.compute_utilization import (
     compute_utilization,
     required_bandwidth,
 )
-from fedpax.training.table import markdown_table
+from fedpax.reports.table import markdown_table
 
 GRID = tuple(np.logspace(-1, 3, 50) * 1e9)
 """The bandwidths of the paper's table: 50 from 0.1 to 1,000 Gbit/s, a factor of 1.207 apart."""

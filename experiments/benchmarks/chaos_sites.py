@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from fedpax.experiments.benchmarks.unreliable_network import UnreliableNetwork
+from fedpax.run_files.metrics import read_metrics, select
 from fedpax.sites.merge_log import read_merges
-from fedpax.training.metrics import read_metrics, select
 
 SYNCER = -1  # in place of an island's number
 Kind = Literal["kill", "stop", "cut", "throttle", "kill syncer"]

@@ -25,7 +25,7 @@ from fedpax import Cohort
 from fedpax.algorithm import FederatedAlgorithm
 from fedpax.algorithms import fedavg, feddyn, fedprox, mime, mime_lite, scaffold
 from fedpax.experiments.benchmarks.arguments import integers
-from fedpax.training.table import markdown_table
+from fedpax.reports.table import markdown_table
 
 
 class Quadratics(NamedTuple):

@@ -39,7 +39,7 @@ from fedpax.experiments.benchmarks.diloco_runs import (
 )
 from fedpax.experiments.diloco_text import diloco_text
 from fedpax.parallel import simulate_devices
-from fedpax.training.table import format_bytes, markdown_table
+from fedpax.reports.table import format_bytes, markdown_table
 
 TUNED = ["method", "local_steps", "learning_rate", "weight_decay", "outer_momentum"]
 """The columns of the table of settings that were tried."""

@@ -4,12 +4,12 @@ import dataclasses
 from pathlib import Path
 from typing import NamedTuple
 
+from fedpax.console import print_error
 from fedpax.experiments.diloco_text import data_parallel_text, diloco_text
 from fedpax.experiments.streaming_diloco_text import streaming_diloco_text
 from fedpax.experiments.text import TextExperiment
 from fedpax.parallel.mesh import MeshConfig
-from fedpax.training.compare import RunSummary, summarize_run
-from fedpax.training.console import print_error
+from fedpax.reports.comparison import RunSummary, summarize_run
 from fedpax.training.trainer import train
 
 BITS: dict[str, int | None] = {"float32": None, "4 bits": 16, "2 bits": 4, "1 bit": 2}

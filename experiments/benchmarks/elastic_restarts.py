@@ -29,9 +29,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
 
+from fedpax.elastic.host_copies import memory_folder, remove_copies
 from fedpax.experiments.benchmarks.timing import paired_ratio, write
-from fedpax.training.host_copies import memory_folder, remove_copies
-from fedpax.training.metrics import read_metrics, select
+from fedpax.run_files.metrics import read_metrics, select
 
 EVENTS = (
     "start",

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedpax.experiments.benchmarks.timing import paired_ratio, write
-from fedpax.training.metrics import read_metrics, select
+from fedpax.run_files.metrics import read_metrics, select
 
 JAX = ("-c", "import jax")
 FEDPAX = ("-c", "import fedpax; [getattr(fedpax, name) for name in fedpax.__all__]")

@@ -26,8 +26,8 @@ from fedpax.algorithm import FederatedAlgorithm
 from fedpax.experiments.benchmarks.arguments import numbers, several
 from fedpax.experiments.catalog import find_group, groups
 from fedpax.experiments.fedavg_clients import ClientExperiment
-from fedpax.training.table import format_bytes, markdown_table
-from fedpax.training.target import (
+from fedpax.reports.table import format_bytes, markdown_table
+from fedpax.reports.target import (
     Course,
     Target,
     cost_to_target,

@@ -27,7 +27,7 @@ from fedpax.experiments.catalog import find_group
 from fedpax.experiments.client_methods import FedAvg, MethodConfig
 from fedpax.experiments.personal_images import PersonalImages
 from fedpax.experiments.personal_methods import APFL
-from fedpax.training.table import markdown_table
+from fedpax.reports.table import markdown_table
 
 GROUP = "personal_digits"
 BASELINES: Mapping[str, MethodConfig] = {"fedavg": FedAvg(), "alone": APFL(mixing=1.0)}

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedpax.training.checkpoint import Checkpoints
+from fedpax.checkpoints.checkpoint import Checkpoints
 
 ARRAYS = 16
 

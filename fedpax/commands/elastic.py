@@ -1,9 +1,9 @@
 """`fedpax train --elastic`: supervise a training process, and restart it when processes change.
 
 The supervisor uses no device. It forks a training process (`fedpax.commands.fork_server`) when the
-keeper requests it (`fedpax.parallel.keeper`), reports its exit status, and ends it when the set of
-training processes changes. The supervisor of process 0 runs the keeper, unless
-`--keeper=alone` runs it on a host of its own.
+keeper (`fedpax.elastic.coordinator`) requests it, reports its exit status, and ends it when the set
+of training processes changes. The supervisor of process 0 runs the keeper, unless `--keeper=alone`
+runs it on a host of its own.
 """
 
 import contextlib
@@ -15,6 +15,8 @@ from pathlib import Path
 
 from absl import flags
 
+from fedpax.checkpoints.checkpoint_dir import folder_of_checkpoints
+from fedpax.checkpoints.saved_rounds import latest_round
 from fedpax.commands import UsageError
 from fedpax.commands.fitting_mesh import (
     fit_fewer,
@@ -23,20 +25,18 @@ from fedpax.commands.fitting_mesh import (
     processes_per_island,
 )
 from fedpax.commands.fork_server import ForkServer
-from fedpax.parallel.cluster import Cluster, ClusterError, find_cluster
-from fedpax.parallel.keeper import CANNOT_RUN, Keeper
-from fedpax.parallel.lines import Lines
-from fedpax.training.checkpoint_dir import folder_of_checkpoints
-from fedpax.training.console import print_error
-from fedpax.training.experiment import Experiment
-from fedpax.training.host_copies import (
+from fedpax.console import print_error
+from fedpax.elastic.coordinator import CANNOT_RUN, Keeper
+from fedpax.elastic.host_copies import (
     list_copies,
     memory_folder,
     remove_copies,
 )
-from fedpax.training.membership import MEMBERSHIP, Membership
+from fedpax.elastic.membership import MEMBERSHIP, Membership
+from fedpax.processes.cluster import Cluster, ClusterError, find_cluster
+from fedpax.processes.json_lines import Lines
+from fedpax.training.experiment import Experiment
 from fedpax.training.preemption import PreemptionGuard
-from fedpax.training.saved_rounds import latest_round
 
 KEEPER_IS_GONE = 75  # EX_TEMPFAIL of sysexits.h: the same command can succeed later
 TICK = 0.05

@@ -15,10 +15,10 @@ from fedpax.commands.saved_run import (
     load_saved_params,
     read_saved_run,
 )
-from fedpax.training.configuration import write_atomically
-from fedpax.training.console import print_error, print_line
+from fedpax.console import print_error, print_line
+from fedpax.run_files.configuration import write_atomically
+from fedpax.run_files.quantiles import with_quantiles
 from fedpax.training.progress import describe_devices, format_metrics
-from fedpax.training.quantiles import with_quantiles
 
 
 def evaluate(arguments: Sequence[str]) -> int:

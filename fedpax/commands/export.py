@@ -9,6 +9,9 @@ import jax
 from absl import flags
 
 from fedpax.algorithm import Params
+from fedpax.checkpoints.array_files import FILE_WRITERS
+from fedpax.checkpoints.exports import LAST_FILE, write_orbax
+from fedpax.checkpoints.mounts import rename_folder
 from fedpax.commands import UsageError
 from fedpax.commands.options import parse
 from fedpax.commands.saved_run import (
@@ -19,13 +22,10 @@ from fedpax.commands.saved_run import (
     load_whole_model,
     read_saved_run,
 )
+from fedpax.console import print_error, print_line
 from fedpax.experiments.language_model import LanguageModelExperiment
 from fedpax.experiments.weights import huggingface_obstacle
-from fedpax.training.array_files import FILE_WRITERS
-from fedpax.training.configuration import write_configuration
-from fedpax.training.console import print_error, print_line
-from fedpax.training.exports import LAST_FILE, write_orbax
-from fedpax.training.mounts import rename_folder
+from fedpax.run_files.configuration import write_configuration
 
 FORMATS = ("huggingface", "orbax", *FILE_WRITERS)
 

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedpax.parallel.lines import Lines
+from fedpax.processes.json_lines import Lines
 
 LIBRARIES = (
     "grain",

@@ -18,11 +18,11 @@ from fedpax.commands.saved_run import (
     load_whole_model,
     read_saved_run,
 )
+from fedpax.console import print_error, print_line
 from fedpax.experiments.language_model import LanguageModelExperiment
 from fedpax.models.generation import generate as generate_tokens
-from fedpax.training.console import print_error, print_line
-from fedpax.training.integers import LARGEST_ROUND as LARGEST
-from fedpax.training.integers import SEEDS
+from fedpax.run_files.integers import LARGEST_ROUND as LARGEST
+from fedpax.run_files.integers import SEEDS
 
 
 def generate(arguments: Sequence[str]) -> int:

@@ -19,8 +19,8 @@ from fedpax.commands.processes import (
     leave_on_failure,
     provide_processes,
 )
-from fedpax.parallel.cluster import ClusterError
-from fedpax.training.console import print_line
+from fedpax.console import print_line
+from fedpax.processes.cluster import ClusterError
 
 GAVE_UP = 75  # EX_TEMPFAIL of sysexits.h: the same command can succeed later
 

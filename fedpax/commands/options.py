@@ -18,13 +18,13 @@ from absl import flags
 
 from fedpax.commands import UsageError
 from fedpax.commands.descriptions import whole_sentences
+from fedpax.console import escape_controls, print_error
 from fedpax.experiments.catalog import ExperimentGroup, find_experiment
 from fedpax.experiments.catalog import describe_group as describe_experiments
-from fedpax.training.configuration import check_is_dataclass, resolve_job_log_dir
-from fedpax.training.console import escape_controls, print_error
+from fedpax.run_files.configuration import check_is_dataclass, resolve_job_log_dir
+from fedpax.run_files.integers import check_integers
+from fedpax.run_files.seeds import seed_paths, with_seed
 from fedpax.training.experiment import Experiment
-from fedpax.training.integers import check_integers
-from fedpax.training.seeds import seed_paths, with_seed
 
 _PARSING = threading.Lock()
 
@@ -245,7 +245,7 @@ def override(
     Args:
         experiment: the experiment.
         overrides: arguments such as `"--model.num_layers=4"`. `--seed=N` sets all seeds
-            (`fedpax.training.seeds`); a seed that is stated by its own name keeps its value.
+            (`fedpax.run_files.seeds`); a seed that is stated by its own name keeps its value.
         command: the command, for the text of `--help`.
         description: the first lines of that text.
         job_log_dir: the folder to train in. Default None: the command does not train.

@@ -6,8 +6,8 @@ from absl import flags
 
 from fedpax.commands import UsageError
 from fedpax.commands.options import configure, output_file, parse
+from fedpax.console import print_line
 from fedpax.data import partition_statistics, plot_partition
-from fedpax.training.console import print_line
 
 
 def partition(arguments: Sequence[str]) -> int:

@@ -8,6 +8,7 @@ from absl import flags
 
 from fedpax.commands import UsageError
 from fedpax.commands.options import configure, output_file, parse
+from fedpax.console import print_error
 from fedpax.planning import (
     MemoryOverflowError,
     find_topology,
@@ -17,8 +18,7 @@ from fedpax.planning import (
 )
 from fedpax.planning.draw_mesh import draw_mesh
 from fedpax.planning.memory_overflow import overflow_report
-from fedpax.training.configuration import write_atomically
-from fedpax.training.console import print_error
+from fedpax.run_files.configuration import write_atomically
 
 
 def plan(arguments: Sequence[str]) -> int:

@@ -10,9 +10,9 @@ from absl import flags
 
 from fedpax.commands import UsageError
 from fedpax.commands.devices import provide_devices
-from fedpax.parallel.cluster import Cluster, ClusterError, find_cluster
-from fedpax.parallel.roll_call import call_roll, wait_for_coordinator
-from fedpax.training.console import print_error
+from fedpax.console import print_error
+from fedpax.processes.cluster import Cluster, ClusterError, find_cluster
+from fedpax.processes.roll_call import call_roll, wait_for_coordinator
 from fedpax.training.experiment import Experiment
 
 USAGE_ERROR = 2

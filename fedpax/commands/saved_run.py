@@ -10,34 +10,34 @@ import jax
 from absl import flags
 
 from fedpax.algorithm import Params
-from fedpax.commands import UsageError
-from fedpax.commands.compilation_cache import enable_compilation_cache
-from fedpax.commands.devices import provide_devices
-from fedpax.commands.options import check_job_log_dir, override
-from fedpax.experiments.catalog import find_experiment, is_shipped
-from fedpax.training.best_model import best_round
-from fedpax.training.checkpoint import (
+from fedpax.checkpoints.best_model import best_round
+from fedpax.checkpoints.checkpoint import (
     FOLDER,
     DamagedCheckpointError,
     complete_rounds,
     load_params,
 )
-from fedpax.training.checkpoint_dir import folder_of_checkpoints
-from fedpax.training.checksums import find_damage
-from fedpax.training.compiled_round import with_shardings
-from fedpax.training.configuration import FILE as CONFIGURATION
-from fedpax.training.configuration import (
+from fedpax.checkpoints.checkpoint_dir import folder_of_checkpoints
+from fedpax.checkpoints.checksums import find_damage
+from fedpax.checkpoints.remote import resolve_folder
+from fedpax.checkpoints.saved_rounds import rounds_without_checksums
+from fedpax.commands import UsageError
+from fedpax.commands.compilation_cache import enable_compilation_cache
+from fedpax.commands.devices import provide_devices
+from fedpax.commands.options import check_job_log_dir, override
+from fedpax.console import print_error
+from fedpax.experiments.catalog import find_experiment, is_shipped
+from fedpax.run_files.configuration import FILE as CONFIGURATION
+from fedpax.run_files.configuration import (
     class_name,
     from_json,
     moved_out_of_main,
     read_configuration_json,
 )
-from fedpax.training.console import print_error
+from fedpax.run_files.known_classes import is_within_fedpax, own_classes
+from fedpax.training.compiled_round import with_shardings
 from fedpax.training.experiment import Experiment, Run
 from fedpax.training.job_dir import is_in_use
-from fedpax.training.known_classes import is_within_fedpax, own_classes
-from fedpax.training.remote import resolve_folder
-from fedpax.training.saved_rounds import rounds_without_checksums
 
 
 class SavedRun(NamedTuple):
@@ -169,8 +169,8 @@ def _how_to_name(
         return (
             f"{folder / CONFIGURATION} names {subject}, which a notebook or a script defined, "
             "expected code that other programs can import. There, fedpax.train(experiment, folder) "
-            "returns the model and the metrics; anywhere, fedpax.training.checkpoint.load_params("
-            "folder) loads the model. For this command, save the class and a function that returns "
+            "returns the model and the metrics; anywhere, fedpax.checkpoints.load_params(folder) "
+            "loads the model. For this command, save the class and a function that returns "
             f"the experiment in a file, and run: {again}"
         )
     return (

@@ -11,7 +11,7 @@ from fedpax.commands.options import (
     define_training_flags,
     parse_run,
 )
-from fedpax.training.console import print_line
+from fedpax.console import print_line
 
 
 def syncer(arguments: Sequence[str]) -> int:

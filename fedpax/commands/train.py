@@ -19,9 +19,9 @@ from fedpax.commands.processes import (
     leave_on_failure,
     provide_processes,
 )
-from fedpax.training.console import print_line
+from fedpax.console import print_line
+from fedpax.elastic.membership import Membership, find_membership
 from fedpax.training.experiment import Experiment
-from fedpax.training.membership import Membership, find_membership
 from fedpax.training.preemption import exit_on_signals
 from fedpax.training.trainer import TrainingResult
 from fedpax.training.trainer import train as train_experiment

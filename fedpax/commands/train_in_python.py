@@ -12,14 +12,14 @@ import jax
 import orbax.checkpoint as ocp
 
 from fedpax.algorithm import RESERVED_METRICS, Params
+from fedpax.checkpoints.checkpoint_dir import resolve_checkpoint_dir
+from fedpax.checkpoints.saved_params import load_params
 from fedpax.commands.compilation_cache import enable_compilation_cache
 from fedpax.commands.devices import provide_devices
-from fedpax.training.checkpoint_dir import resolve_checkpoint_dir
-from fedpax.training.configuration import check_is_dataclass, resolve_job_log_dir
+from fedpax.reports.table import number_or_nan
+from fedpax.run_files.configuration import check_is_dataclass, resolve_job_log_dir
+from fedpax.run_files.metrics import read_metrics, select
 from fedpax.training.experiment import Experiment
-from fedpax.training.metrics import read_metrics, select
-from fedpax.training.saved_params import load_params
-from fedpax.training.table import number_or_nan
 from fedpax.training.trainer import train as train_in_folder
 
 
@@ -63,7 +63,7 @@ class TrainedRun:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of `metrics.jsonl`, see `fedpax.training.metrics.read_metrics`."""
+        """The lines of `metrics.jsonl`, see `fedpax.run_files.metrics.read_metrics`."""
         return read_metrics(self.folder)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from fedpax.parallel.control_channel import ControlChannel
+from fedpax.processes.control_channel import ControlChannel
 from fedpax.sites.link import Fragment, Link, Membership, News
 from fedpax.sites.transport import DisconnectedError, RefusedError
 from fedpax.training.preemption import PreemptionGuard

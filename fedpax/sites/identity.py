@@ -7,7 +7,7 @@ import jax
 
 import fedpax
 from fedpax.algorithm import Params
-from fedpax.training.configuration import flatten, to_json
+from fedpax.run_files.configuration import flatten, to_json
 from fedpax.training.experiment import Experiment
 
 WIRE_FORMAT = 3

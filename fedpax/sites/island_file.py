@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedpax.files import describe_no_permission, read_json
-from fedpax.training.configuration import ConfigurationError, write_atomically
+from fedpax.run_files.configuration import ConfigurationError, write_atomically
 
 FILE = "island.json"
 _writing = threading.Lock()  # two writers of a file would share its draft

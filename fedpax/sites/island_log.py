@@ -7,8 +7,8 @@ from collections.abc import Callable
 import jax
 
 from fedpax.algorithm import Metrics
+from fedpax.run_files.metrics import MetricsWriter, select
 from fedpax.training.logging import NonFiniteError
-from fedpax.training.metrics import MetricsWriter, select
 from fedpax.training.progress import Progress
 
 

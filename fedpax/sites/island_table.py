@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedpax.files import read_json, replace_file
+from fedpax.reports.table import format_seconds, markdown_table
+from fedpax.run_files.configuration import ConfigurationError
+from fedpax.run_files.metrics import is_number
 from fedpax.sites.members import IslandReport
-from fedpax.training.configuration import ConfigurationError
-from fedpax.training.metrics import is_number
 from fedpax.training.progress import Progress
-from fedpax.training.table import format_seconds, markdown_table
 
 FILE = "islands.json"
 SECONDS_BETWEEN_TABLES = 10.0

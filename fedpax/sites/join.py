@@ -14,7 +14,17 @@ from typing import Any, NamedTuple
 import jax
 
 from fedpax.algorithm import Metrics
-from fedpax.parallel.control_channel import ControlChannel
+from fedpax.checkpoints.checkpoint import Checkpoints
+from fedpax.checkpoints.checkpoint_dir import refuse_checkpoint_dir
+from fedpax.checkpoints.saved_rounds import latest_round
+from fedpax.console import print_error
+from fedpax.processes.control_channel import ControlChannel
+from fedpax.run_files.configuration import (
+    resolve_job_log_dir,
+    to_json,
+    write_configuration,
+)
+from fedpax.run_files.metrics import MetricsWriter
 from fedpax.sites.data_identity import shorten
 from fedpax.sites.exchange import Exchange
 from fedpax.sites.fragment_format import largest_message
@@ -28,20 +38,10 @@ from fedpax.sites.local_model import LocalModel
 from fedpax.sites.run_syncer import build_parts, tokens_per_step
 from fedpax.sites.transport import Connection, DisconnectedError, connect
 from fedpax.training.agreement import check_agreement, check_same_data
-from fedpax.training.checkpoint import Checkpoints
-from fedpax.training.checkpoint_dir import refuse_checkpoint_dir
-from fedpax.training.configuration import (
-    resolve_job_log_dir,
-    to_json,
-    write_configuration,
-)
-from fedpax.training.console import print_error
 from fedpax.training.experiment import Experiment
 from fedpax.training.job_dir import JobDirLock, check_configuration
-from fedpax.training.metrics import MetricsWriter
 from fedpax.training.preemption import PreemptionGuard
 from fedpax.training.progress import Progress, describe_devices
-from fedpax.training.saved_rounds import latest_round
 from fedpax.training.unused_devices import check_processes
 
 SECONDS_TO_FLUSH = 5.0

@@ -12,7 +12,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fedpax.algorithm import Params, Report
-from fedpax.parallel.broadcast import Broadcast
+from fedpax.processes.host_arrays import Broadcast
 from fedpax.sites.fragment_format import FragmentFormat
 from fedpax.training.compiled_round import run_state_shardings, with_shardings
 from fedpax.training.experiment import Run

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedpax.console import print_error
 from fedpax.files import append_to
-from fedpax.training.configuration import write_atomically
-from fedpax.training.console import print_error
-from fedpax.training.json_lines import name_lines, read_json_lines
+from fedpax.run_files.configuration import write_atomically
+from fedpax.run_files.json_lines import name_lines, read_json_lines
 
 FILE = "merges.jsonl"
 

@@ -11,7 +11,7 @@ import optax
 
 from fedpax.aggregators import random_stream
 from fedpax.algorithm import AlgorithmParts, Params
-from fedpax.algorithms.optimizer_step import optimizer_step
+from fedpax.algorithms.parts.optimizer_step import optimizer_step
 from fedpax.sites.fragment_format import FragmentFormat
 from fedpax.transforms.program import program
 

@@ -4,8 +4,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fedpax.run_files.metrics import MetricsWriter, select
 from fedpax.sites.updates import MergeReport, Totals, read_report
-from fedpax.training.metrics import MetricsWriter, select
 from fedpax.training.progress import Progress
 
 

@@ -12,7 +12,18 @@ from typing import NamedTuple
 import jax
 
 from fedpax.algorithm import AlgorithmParts, Params
+from fedpax.checkpoints.checkpoint import Checkpoints
+from fedpax.checkpoints.checkpoint_dir import refuse_checkpoint_dir
+from fedpax.checkpoints.saved_rounds import FOLDER as CHECKPOINTS
+from fedpax.checkpoints.saved_rounds import latest_round, set_aside_after
 from fedpax.parallel.mesh import SINGLE_DEVICE, MeshConfig
+from fedpax.run_files.configuration import (
+    ConfigurationError,
+    resolve_job_log_dir,
+    to_json,
+    write_configuration,
+)
+from fedpax.run_files.metrics import MetricsWriter
 from fedpax.sites.fragment_format import largest_message
 from fedpax.sites.identity import identify
 from fedpax.sites.island_table import IslandWatch
@@ -25,21 +36,10 @@ from fedpax.sites.syncer_store import SyncerStore
 from fedpax.sites.transport import serve
 from fedpax.sites.updates import MergeReport
 from fedpax.training.begin_from import begin_from
-from fedpax.training.checkpoint import Checkpoints
-from fedpax.training.checkpoint_dir import refuse_checkpoint_dir
-from fedpax.training.configuration import (
-    ConfigurationError,
-    resolve_job_log_dir,
-    to_json,
-    write_configuration,
-)
 from fedpax.training.experiment import Experiment, Run
 from fedpax.training.job_dir import JobDirLock, check_configuration
-from fedpax.training.metrics import MetricsWriter
 from fedpax.training.preemption import PreemptionGuard
 from fedpax.training.progress import Progress
-from fedpax.training.saved_rounds import FOLDER as CHECKPOINTS
-from fedpax.training.saved_rounds import latest_round, set_aside_after
 
 SECONDS_BETWEEN_TICKS = 0.02
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from fedpax.checkpoints.saved_rounds import latest_round
 from fedpax.files import describe_no_permission, parse_json
 from fedpax.sites.island_table import FILE as ISLANDS
 from fedpax.sites.island_table import read_islands
@@ -16,7 +17,6 @@ from fedpax.sites.merge_log import FILE as MERGES
 from fedpax.sites.merge_log import append_merge, read_merges, restore_merges
 from fedpax.sites.message import Message, MessageError
 from fedpax.sites.outer_model import FragmentState, OuterModel
-from fedpax.training.saved_rounds import latest_round
 
 FOLDER = "syncer"
 VERSION = 3

@@ -8,12 +8,12 @@ from pathlib import Path
 import jax
 
 import fedpax
+from fedpax.checkpoints.saved_rounds import latest_round
 from fedpax.clients.cohort_stream import CohortStream, fingerprint
-from fedpax.parallel.gather import gather_json
-from fedpax.training.configuration import ConfigurationError, flatten, to_json
+from fedpax.processes.gather import gather_json
+from fedpax.run_files.configuration import ConfigurationError, flatten, to_json
 from fedpax.training.experiment import Experiment
 from fedpax.training.job_dir import LOCK
-from fedpax.training.saved_rounds import latest_round
 
 SAME_COMMAND = (
     "Start every process with the same command and the same installation.",

@@ -3,11 +3,11 @@
 import jax
 
 from fedpax.algorithm import Params
+from fedpax.checkpoints.saved_params import load_params
+from fedpax.run_files.configuration import ConfigurationError
 from fedpax.training.compiled_round import with_shardings
-from fedpax.training.configuration import ConfigurationError
 from fedpax.training.experiment import Run
-from fedpax.training.frozen import StoredParams
-from fedpax.training.saved_params import load_params
+from fedpax.training.frozen_params import StoredParams
 
 
 def begin_from(run: Run, job_log_dir: str | None) -> Run:

@@ -11,12 +11,12 @@ from contextlib import AbstractContextManager
 import jax
 from jax.sharding import use_abstract_mesh
 
+from fedpax.console import print_error
+from fedpax.elastic.membership import Membership
 from fedpax.parallel.mesh import default_devices
+from fedpax.run_files.configuration import to_json
 from fedpax.training.compiled_round import compile_round, with_shardings
-from fedpax.training.configuration import to_json
-from fedpax.training.console import print_error
 from fedpax.training.experiment import Experiment
-from fedpax.training.membership import Membership
 
 FIRST_ROUNDS = 2
 TICK = 0.1

@@ -6,13 +6,13 @@ from typing import Any
 
 import jax
 
-from fedpax.parallel.gather import gather_json
-from fedpax.training.best_model import STOP, Evaluations, among
+from fedpax.checkpoints.best_model import STOP, Evaluations, among
+from fedpax.checkpoints.exports import Exports
+from fedpax.checkpoints.retention import Retention
+from fedpax.checkpoints.saved_rounds import FOLDER, complete_rounds
+from fedpax.processes.gather import gather_json
+from fedpax.run_files.metrics import MetricsWriter
 from fedpax.training.experiment import TrainingConfig
-from fedpax.training.exports import Exports
-from fedpax.training.metrics import MetricsWriter
-from fedpax.training.retention import Retention
-from fedpax.training.saved_rounds import FOLDER, complete_rounds
 
 
 class EarlyStop:

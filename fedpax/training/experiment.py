@@ -12,14 +12,14 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fedpax.algorithm import FederatedAlgorithm, Params
+from fedpax.checkpoints.best_model import parse_best_metric
+from fedpax.checkpoints.exports import write_orbax
 from fedpax.clients.cohort_stream import CohortStream
 from fedpax.parallel.mesh import MeshConfig, available_devices
 from fedpax.parallel.mesh_rule import ShardedSize, follow
-from fedpax.training.best_model import parse_best_metric
-from fedpax.training.configuration import write_configuration
-from fedpax.training.exports import write_orbax
-from fedpax.training.frozen import StoredParams
-from fedpax.training.integers import check_integers
+from fedpax.run_files.configuration import write_configuration
+from fedpax.run_files.integers import check_integers
+from fedpax.training.frozen_params import StoredParams
 from fedpax.training.profile import parse_profile_at
 from fedpax.training.shardings import ShardingTree
 from fedpax.training.spikes import OnSpike
@@ -78,7 +78,7 @@ class Run(NamedTuple):
             read them again. Default None: make them by `init`.
         frozen: values that the round reads and does not change, such as the model below adapters.
             The round is then `(state, cohort, frozen)`, see
-            `fedpax.training.frozen.with_frozen_argument`. Default None: there are none.
+            `fedpax.training.frozen_params.with_frozen_argument`. Default None: there are none.
         whole_model: `params -> parameters of the whole model`, where `params` are a part of them,
             such as adapters. Default None: `params` are the whole model.
         compiler_options: options of the compiler for the round, by name, such as

@@ -14,9 +14,11 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from fedpax.checkpoints.checkpoint_dir import check_links, is_owned, resolve_checkpoint_dir
+from fedpax.checkpoints.saved_rounds import FOLDER as CHECKPOINTS
+from fedpax.checkpoints.saved_rounds import latest_round
 from fedpax.files import open_unlinked
-from fedpax.training.checkpoint_dir import check_links, is_owned, resolve_checkpoint_dir
-from fedpax.training.configuration import (
+from fedpax.run_files.configuration import (
     FILE,
     ConfigurationError,
     class_name,
@@ -28,12 +30,10 @@ from fedpax.training.configuration import (
     read_configuration_json,
     to_json,
 )
+from fedpax.run_files.known_classes import own_classes
+from fedpax.run_files.metrics import SCALARS, read_metrics, select
+from fedpax.training.check_saved_state import describe_state_misfit
 from fedpax.training.experiment import Experiment
-from fedpax.training.known_classes import own_classes
-from fedpax.training.metrics import SCALARS, read_metrics, select
-from fedpax.training.saved_rounds import FOLDER as CHECKPOINTS
-from fedpax.training.saved_rounds import latest_round
-from fedpax.training.state_fit import describe_state_misfit
 
 if sys.platform != "win32":
     import fcntl

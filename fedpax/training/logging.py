@@ -9,13 +9,13 @@ import jax
 import numpy as np
 
 from fedpax.algorithm import RESERVED_METRICS, Metrics, State
+from fedpax.run_files.goodput import GoodputClock, line_values
+from fedpax.run_files.metrics import MetricsWriter
+from fedpax.run_files.quantiles import is_vector, with_quantiles
 from fedpax.training.exchanged_bytes import UPLOADED_BYTES
 from fedpax.training.experiment import HeldoutMetrics
-from fedpax.training.goodput import GoodputClock, line_values
-from fedpax.training.metrics import MetricsWriter
 from fedpax.training.norms import FiniteCheck
 from fedpax.training.progress import Progress
-from fedpax.training.quantiles import is_vector, with_quantiles
 from fedpax.training.spikes import SpikeHistory
 from fedpax.training.utilization import Utilization
 

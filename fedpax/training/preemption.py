@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
-from fedpax.training.console import print_error
+from fedpax.console import print_error
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 

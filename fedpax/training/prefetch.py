@@ -6,11 +6,11 @@ from typing import TypeVar
 
 import jax
 
+from fedpax.checkpoints.stream_state import StreamState
 from fedpax.clients.cohort import Cohort
 from fedpax.clients.cohort_stream import CohortStream
 from fedpax.parallel.divisibility import check_divisible
 from fedpax.training.shardings import ShardingTree
-from fedpax.training.stream_state import StreamState
 
 Tree = TypeVar("Tree")
 

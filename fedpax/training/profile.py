@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from fedpax.training.configuration import ConfigurationError
+from fedpax.run_files.configuration import ConfigurationError
 
 FOLDER = "profile"
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from fedpax.training.console import escape_controls, print_error
+from fedpax.console import escape_controls, print_error
 
 SECONDS_BETWEEN_LINES = 10.0
 

@@ -10,33 +10,33 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fedpax.algorithm import State
-from fedpax.parallel.gather import gather_json
-from fedpax.training.announcement import announce
-from fedpax.training.checkpoint import Checkpoints
+from fedpax.checkpoints.checkpoint import Checkpoints
+from fedpax.checkpoints.participant_states import ParticipantRule
+from fedpax.checkpoints.stream_state import gather_stream_state, restore_stream
+from fedpax.elastic.host_copies import HostCopy
+from fedpax.elastic.membership import CopiesOfRounds, Membership
+from fedpax.elastic.saved_program import ProgramFile
+from fedpax.processes.gather import gather_json
+from fedpax.run_files.configuration import to_json, write_configuration
+from fedpax.run_files.goodput import GoodputClock, line_values
+from fedpax.run_files.metrics import MetricsWriter
 from fedpax.training.compiled_round import (
     CompiledRound,
     check_same_types,
     compile_round,
     init_state,
 )
-from fedpax.training.configuration import to_json, write_configuration
+from fedpax.training.due_rounds import is_due, last_due_before
 from fedpax.training.early_stop import EarlyStop
 from fedpax.training.experiment import Experiment, Run
-from fedpax.training.goodput import GoodputClock, line_values
-from fedpax.training.host_copies import HostCopy
 from fedpax.training.logging import RoundLogger
-from fedpax.training.membership import CopiesOfRounds, Membership
-from fedpax.training.metrics import MetricsWriter
 from fedpax.training.norms import FiniteCheck
-from fedpax.training.participant_states import ParticipantRule
 from fedpax.training.preemption import PreemptionGuard
 from fedpax.training.prefetch import Prefetch, put_on_mesh
 from fedpax.training.profile import Profile
 from fedpax.training.progress import Progress
-from fedpax.training.saved_program import ProgramFile
-from fedpax.training.schedule import is_due, last_due_before
 from fedpax.training.spikes import Spike, SpikeHistory
-from fedpax.training.stream_state import gather_stream_state, restore_stream
+from fedpax.training.startup_report import announce
 from fedpax.training.utilization import utilization_of
 
 

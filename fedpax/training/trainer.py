@@ -11,38 +11,38 @@ from typing import NamedTuple
 
 import jax
 
-from fedpax.training.agreement import check_agreement, check_same_data
-from fedpax.training.begin_from import begin_from
-from fedpax.training.best_model import Evaluations
-from fedpax.training.checkpoint import Checkpoints, CheckpointWriteError
-from fedpax.training.checkpoint_dir import (
+from fedpax.checkpoints.best_model import Evaluations
+from fedpax.checkpoints.checkpoint import Checkpoints, CheckpointWriteError
+from fedpax.checkpoints.checkpoint_dir import (
     CheckpointDir,
     LostCheckpointDirError,
     resolve_checkpoint_dir,
 )
-from fedpax.training.compile_ahead import CompileAhead
-from fedpax.training.configuration import (
+from fedpax.checkpoints.exports import Exports
+from fedpax.checkpoints.participant_states import ParticipantRule, check_rule
+from fedpax.checkpoints.retention import Retention
+from fedpax.checkpoints.saved_rounds import check_latest_round, latest_round
+from fedpax.elastic.membership import Membership
+from fedpax.run_files.configuration import (
     is_remote,
     read_configuration_json,
     resolve_job_log_dir,
     write_configuration,
 )
+from fedpax.run_files.goodput import GoodputClock, describe_goodput
+from fedpax.run_files.integers import check_integers
+from fedpax.run_files.metrics import read_metrics
+from fedpax.training.agreement import check_agreement, check_same_data
+from fedpax.training.begin_from import begin_from
+from fedpax.training.compile_ahead import CompileAhead
 from fedpax.training.early_stop import EarlyStop
 from fedpax.training.experiment import Experiment, check_run
-from fedpax.training.exports import Exports
-from fedpax.training.goodput import GoodputClock, describe_goodput
-from fedpax.training.integers import check_integers
 from fedpax.training.job_dir import JobDirLock, check_configuration
 from fedpax.training.logging import NonFiniteError
-from fedpax.training.membership import Membership
-from fedpax.training.metrics import read_metrics
-from fedpax.training.participant_states import ParticipantRule, check_rule
 from fedpax.training.preemption import PreemptionGuard
 from fedpax.training.profile import check_profile_at
 from fedpax.training.progress import Progress
-from fedpax.training.retention import Retention
 from fedpax.training.round_loop import Changes, RoundLoop
-from fedpax.training.saved_rounds import check_latest_round, latest_round
 from fedpax.training.spikes import RepeatedSpikesError
 from fedpax.training.unused_devices import check_processes
 from fedpax.training.watchdog import Watchdog
@@ -107,7 +107,7 @@ def train(
         participant_states: how to make the states that participants keep between rounds, such as
             islands' inner optimizers, when the run resumes with another number of participants:
             "average" keeps their mean, "copy" gives participant i the state of saved participant
-            i mod n (`fedpax.training.participant_states`). The model and the state of the outer
+            i mod n (`fedpax.checkpoints.participant_states`). The model and the state of the outer
             optimizer are those of the checkpoint in any case.
         membership: the part of this process in an elastic job (`fedpax train --elastic`). Default
             None: there is no such job.
@@ -115,7 +115,7 @@ def train(
             is compiled ahead (`fedpax.training.compile_ahead`). Default None: it is not.
 
     Returns:
-        The progress. `fedpax.training.checkpoint.load_params` loads the model.
+        The progress. `fedpax.checkpoints.checkpoint.load_params` loads the model.
 
     Raises:
         ConfigurationError: the folder holds another configuration, or another process trains there.

@@ -3,7 +3,7 @@
 import jax
 
 from fedpax.parallel.mesh import available_devices
-from fedpax.training.configuration import ConfigurationError
+from fedpax.run_files.configuration import ConfigurationError
 from fedpax.training.experiment import Experiment, Run
 
 

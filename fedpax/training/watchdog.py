@@ -13,9 +13,9 @@ from typing import Literal, TypeAlias
 
 import jax
 
+from fedpax.console import print_error
 from fedpax.files import append_to
-from fedpax.training.console import print_error
-from fedpax.training.goodput import Bucket, GoodputClock
+from fedpax.run_files.goodput import Bucket, GoodputClock
 
 OnHang: TypeAlias = Literal["report", "exit"]
 HANG_STATUS = 70

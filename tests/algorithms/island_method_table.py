@@ -23,8 +23,8 @@ from fedpax.algorithms import (
     sparseloco,
     streaming_diloco,
 )
-from fedpax.algorithms.exchange import perfect_matchings
 from fedpax.algorithms.papa import random_pairs
+from fedpax.algorithms.parts.permute_participants import perfect_matchings
 
 SEED = 3
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fedpax.algorithms.fragments import Fragment, layer_fragments, make_fragments
+from fedpax.algorithms.parts.fragments import Fragment, layer_fragments, make_fragments
 
 
 def random_model(num_layers=6, seed=0):

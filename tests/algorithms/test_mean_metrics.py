@@ -14,8 +14,8 @@ from fedpax import Cohort
 from fedpax.aggregators import Aggregator, chain, clip_by_norm, coordinate_median, krum, mean
 from fedpax.algorithms import async_diloco, decoupled_diloco, fedavg, fedbuff, halos
 from fedpax.data import FunctionRounds
+from fedpax.run_files.metrics import read_metrics, select
 from fedpax.training.experiment import Experiment, Run, TrainingConfig
-from fedpax.training.metrics import read_metrics, select
 from fedpax.training.trainer import train
 
 CLIENTS, BAD = 5, 2

@@ -14,7 +14,7 @@ from method_table import trainer
 import fedpax
 from fedpax import Cohort
 from fedpax.algorithms import noloco
-from fedpax.algorithms.exchange import exchange, perfect_matchings
+from fedpax.algorithms.parts.permute_participants import exchange, perfect_matchings
 from fedpax.hlo.collectives import collectives
 from fedpax.parallel.mesh import make_mesh
 

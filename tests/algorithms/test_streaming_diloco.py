@@ -14,7 +14,7 @@ from numpy_methods import each, mean
 from fedpax import Cohort
 from fedpax.aggregators import codecs, compressed_mean, private_mean, quantized_mean
 from fedpax.algorithms import diloco
-from fedpax.algorithms.fragments import layer_fragments
+from fedpax.algorithms.parts.fragments import layer_fragments
 from fedpax.algorithms.streaming_diloco import streaming_diloco
 
 ISLANDS, BATCH, LAYERS = 3, 2, 4

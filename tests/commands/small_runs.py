@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-EXPERIMENTS = Path(__file__).parent.parent / "training"
+EXPERIMENTS = Path(__file__).parent.parent
 REGRESSION = "small_regression:regression"
 NAMED = f"--exp={REGRESSION}"  # to read its runs: the folder's own name runs no code
 TINY_TRANSFORMER = (

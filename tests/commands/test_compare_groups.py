@@ -13,8 +13,8 @@ from small_runs import Command
 from fedpax.commands.options import configure
 from fedpax.experiments.catalog import ExperimentGroup, UnknownExperimentError, expand_groups
 from fedpax.main import main
-from fedpax.training.metrics import read_metrics, select
-from fedpax.training.seeds import seed_paths, with_seed
+from fedpax.run_files.metrics import read_metrics, select
+from fedpax.run_files.seeds import seed_paths, with_seed
 
 LEAF = Path(__file__).parent / "small_leaf.py"
 

@@ -7,7 +7,7 @@ import pytest
 from small_runs import EVERY, REGRESSION, Command
 
 from fedpax.commands.compare import _find_target
-from fedpax.training.target import Target
+from fedpax.reports.target import Target
 
 
 def test_a_finished_run_is_compared_to_a_target(

@@ -13,7 +13,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from fedpax.commands.compilation_cache import enable_compilation_cache
 from fedpax.data.sources.source import data_folder
-from fedpax.training.metrics import TIMINGS, read_metrics
+from fedpax.run_files.metrics import TIMINGS, read_metrics
 
 SETTINGS = (
     "jax_enable_compilation_cache",

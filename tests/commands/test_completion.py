@@ -17,7 +17,7 @@ from fedpax.commands import COMMANDS
 from fedpax.commands.completion import script
 from fedpax.commands.options import configure
 from fedpax.experiments.catalog import experiments
-from fedpax.training.configuration import flatten, to_json
+from fedpax.run_files.configuration import flatten, to_json
 
 # Bash offers what follows the last "=" or ":", which it takes for the begin of a word.
 LINES = {

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 from small_runs import Command
 
+from fedpax.checkpoints.checksums import find_damage, write_checksums
+from fedpax.checkpoints.saved_rounds import complete_rounds, rounds_without_checksums
 from fedpax.commands.options import configure
 from fedpax.files import parse_json
-from fedpax.training.checksums import find_damage, write_checksums
-from fedpax.training.configuration import (
+from fedpax.run_files.configuration import (
     ConfigurationError,
     read_configuration,
     write_configuration,
 )
-from fedpax.training.metrics import FILE as METRICS
-from fedpax.training.saved_rounds import complete_rounds, rounds_without_checksums
+from fedpax.run_files.metrics import FILE as METRICS
 
 EVIL = "\x1b]0;title\x07\x1b[2J\r\n\u202e\x9b31m"
 NESTED = "[" * 100_000 + "]" * 100_000
@@ -159,9 +159,9 @@ def test_a_missing_permission_is_no_damage(folder: Path) -> None:
     code = """
 import os, sys
 from pathlib import Path
-from fedpax.training.checksums import find_damage
-from fedpax.training.configuration import read_configuration
-from fedpax.training.metrics import read_metrics
+from fedpax.checkpoints.checksums import find_damage
+from fedpax.run_files.configuration import read_configuration
+from fedpax.run_files.metrics import read_metrics
 folder = Path(sys.argv[1])
 if os.getuid() == 0:
     os.setgid(65534), os.setuid(65534)

@@ -13,10 +13,10 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from small_runs import EVERY, NAMED, REGRESSION, Command
 
-from fedpax.training.checkpoint import load_params
+from fedpax.checkpoints import load_params
+from fedpax.run_files.metrics import read_metrics, select
 from fedpax.training.compiled_round import with_shardings
 from fedpax.training.job_dir import JobDirLock
-from fedpax.training.metrics import read_metrics, select
 
 
 def heldout_loss(output: str) -> float:
@@ -107,7 +107,7 @@ def test_code_that_has_moved_is_found_by_exp(
     monkeypatch.chdir(tmp_path)
     status, _, errors = command("evaluate", f"--job_log_dir={regression}")
     assert status == 2 and "names the experiment ./gone.py:regression, which does not" in errors
-    here = Path(__file__).parent.parent / "training" / "small_regression.py"
+    here = Path(__file__).parent.parent / "small_regression.py"
     status, output, _ = command(
         "evaluate", f"--job_log_dir={regression}", f"--exp={here}:regression"
     )

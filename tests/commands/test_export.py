@@ -15,13 +15,13 @@ import pytest
 from safetensors.numpy import load_file
 from small_runs import NAMED, Command
 
+from fedpax.checkpoints import load_params
+from fedpax.checkpoints.array_files import named_arrays
 from fedpax.data import load_tokenizer, train_tokenizer
 from fedpax.experiments.weights import write_huggingface
 from fedpax.models import TransformerConfig, huggingface, transformer
 from fedpax.models.huggingface.config import differing_fields
-from fedpax.training.array_files import named_arrays
-from fedpax.training.checkpoint import load_params
-from fedpax.training.configuration import read_configuration, read_configuration_json
+from fedpax.run_files.configuration import read_configuration, read_configuration_json
 from fedpax.training.job_dir import JobDirLock
 
 

@@ -11,13 +11,13 @@ from small_runs import EXPERIMENTS, NAMED, REGRESSION, Command
 
 from fedpax.commands.options import configure
 from fedpax.experiments.catalog import is_shipped
-from fedpax.training.configuration import (
+from fedpax.run_files.configuration import (
     ConfigurationError,
     from_json,
     read_configuration,
     write_configuration,
 )
-from fedpax.training.known_classes import own_classes
+from fedpax.run_files.known_classes import own_classes
 from fedpax.training.trainer import train
 
 PAYLOAD = """
@@ -34,7 +34,7 @@ def run():
 CALLS = [  # callables that take keyword arguments
     "os:makedirs",
     "fedpax.commands.elastic:subprocess.run",
-    "fedpax.training.exports:shutil.rmtree",
+    "fedpax.checkpoints.exports:shutil.rmtree",
     "fedpax.training.trainer:train",
     "fedpax.training.trainer:TrainingConfig",  # imported there, defined elsewhere
     "fedpax:program",

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from small_runs import NAMED, Command
 
+from fedpax.checkpoints import load_params
 from fedpax.data.text.byte_tokenizer import SEPARATOR, decode, encode
 from fedpax.models.generation import generate
-from fedpax.training.checkpoint import load_params
-from fedpax.training.configuration import read_configuration
+from fedpax.run_files.configuration import read_configuration
 
 PROMPT = "def naïve("
 

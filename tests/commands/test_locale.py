@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fedpax.training.configuration import ConfigurationError, resolve_job_log_dir
-from fedpax.training.console import escape_unknown_characters, print_line
+from fedpax.console import escape_unknown_characters, print_line
+from fedpax.run_files.configuration import ConfigurationError, resolve_job_log_dir
 
 ASCII = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
 

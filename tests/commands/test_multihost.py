@@ -13,7 +13,7 @@ import yaml
 
 from fedpax.commands.options import parse
 from fedpax.commands.train import define_flags
-from fedpax.parallel.cluster import find_cluster
+from fedpax.processes.cluster import find_cluster
 
 ROOT = Path(__file__).parents[2]
 HOSTS = ROOT / "docs" / "hosts"
@@ -149,7 +149,7 @@ def run(script: str, environment: dict[str, str], *arguments: str) -> subprocess
     return subprocess.run(
         ["bash", HOSTS / script, *arguments],
         env=environment,
-        cwd=ROOT / "tests" / "training",
+        cwd=ROOT / "tests",
         capture_output=True,
         text=True,
         timeout=200,

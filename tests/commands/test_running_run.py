@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from small_runs import EXPERIMENTS, NAMED, TINY_TRANSFORMER, Command
 
+from fedpax.checkpoints.checkpoint import complete_rounds, latest_round, load_params
 from fedpax.commands import saved_run
 from fedpax.models import huggingface
-from fedpax.training.checkpoint import complete_rounds, latest_round, load_params
 from fedpax.training.job_dir import JobDirLock
 
 TRAIN = (sys.executable, "-m", "fedpax", "train", "--exp=diloco_text")

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from small_runs import REGRESSION, Command
 
-from fedpax.training.goodput import read_goodput
+from fedpax.run_files.goodput import read_goodput
+from fedpax.run_files.metrics import FILE, read_metrics, select
 from fedpax.training.job_dir import JobDirLock
-from fedpax.training.metrics import FILE, read_metrics, select
 
 
 def cells(output: str) -> list[list[str]]:

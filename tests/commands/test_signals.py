@@ -80,7 +80,7 @@ def test_closed_streams_give_no_traceback(tmp_path: Path) -> None:
     """Close both streams, as `fedpax --help >&- 2>&-` does; `fedpax` alone prints on stderr."""
     program = f"{sys.executable} -m fedpax"
     opened = (
-        "from fedpax.training.console import open_closed_streams; open_closed_streams(); "
+        "from fedpax.console import open_closed_streams; open_closed_streams(); "
         "print(open('x', 'w').fileno())"
     )
     script = f"""

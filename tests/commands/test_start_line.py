@@ -13,7 +13,7 @@ EXP = "--exp=small_regression:regression"
 def test_a_run_says_what_it_is_about_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.chdir(Path(__file__).parent.parent / "training")
+    monkeypatch.chdir(Path(__file__).parent.parent)
     folder = tmp_path / "my run"
     command = ["train", EXP, f"--job_log_dir={folder}"]
     name = "small_regression:regression"

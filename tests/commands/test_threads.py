@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 import fedpax
+from fedpax.checkpoints import load_params
+from fedpax.checkpoints.failed_saves import QuietFailedSaves, _is_no_failed_save
 from fedpax.main import main
-from fedpax.training.checkpoint import load_params
-from fedpax.training.configuration import ConfigurationError
-from fedpax.training.failed_saves import QuietFailedSaves, _is_no_failed_save
+from fedpax.run_files.configuration import ConfigurationError
 from fedpax.training.job_dir import JobDirLock
 
 LEAF = f"{Path(__file__).parent / 'small_leaf.py'}:line"

@@ -12,8 +12,8 @@ from small_runs import EVERY, Command
 
 from fedpax.commands.options import configure
 from fedpax.experiments.catalog import find_experiment
-from fedpax.training.configuration import read_configuration
-from fedpax.training.metrics import FILE, read_metrics
+from fedpax.run_files.configuration import read_configuration
+from fedpax.run_files.metrics import FILE, read_metrics
 
 HERE = Path(__file__).parent.parent
 REGRESSION = "small_regression:regression"
@@ -150,7 +150,7 @@ def test_a_cpu_simulates_the_devices_of_the_mesh(
     settings = [f"--job_log_dir={tmp_path}", mesh, "--clients=12", "--training.rounds=1"]
     process = subprocess.run(
         [sys.executable, "-m", "fedpax.main", "train", f"--exp={REGRESSION}", *settings],
-        cwd=HERE / "training",
+        cwd=HERE,
         env=environment | variables,
         capture_output=True,
         text=True,

@@ -14,8 +14,8 @@ from small_runs import Command
 
 import fedpax
 from fedpax.main import main
+from fedpax.run_files.configuration import ConfigurationError
 from fedpax.training import trainer
-from fedpax.training.configuration import ConfigurationError
 from fedpax.training.preemption import PreemptionGuard
 
 CELL = """\

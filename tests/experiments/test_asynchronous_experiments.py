@@ -16,9 +16,9 @@ from fedpax.experiments.traces import TraceConfig
 from fedpax.models.classifiers import CNNConfig
 from fedpax.models.transformer import TransformerConfig
 from fedpax.parallel.mesh import MeshConfig
+from fedpax.run_files.metrics import read_metrics, select
 from fedpax.simulation import Trace, save_trace
 from fedpax.training.experiment import TrainingConfig
-from fedpax.training.metrics import read_metrics, select
 from fedpax.training.trainer import train
 from fedpax.training.virtual_time import ScheduledRounds
 

@@ -12,6 +12,7 @@ import pytest
 import fedpax
 from fedpax import Cohort
 from fedpax.algorithm import RESERVED_METRICS
+from fedpax.checkpoints.saved_params import load_params
 from fedpax.experiments.aggregators import AGGREGATORS
 from fedpax.experiments.catalog import find_group
 from fedpax.experiments.client_aggregators import (
@@ -30,7 +31,6 @@ from fedpax.experiments.fedavg_synthetic import fedavg_synthetic
 from fedpax.experiments.fedbuff_images import fedbuff_digits
 from fedpax.experiments.methods import METHODS, PERSONAL_METHODS
 from fedpax.experiments.robust_aggregators import Bulyan, Krum, TrimmedMean
-from fedpax.training.saved_params import load_params
 from fedpax.training.trainer import train
 
 CLIENTS = 8

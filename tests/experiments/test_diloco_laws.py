@@ -14,7 +14,7 @@ from fedpax.experiments.benchmarks.diloco_runs import Result, Setting, common_st
 from fedpax.experiments.diloco_text import DataParallelText, DiLoCoText
 from fedpax.experiments.streaming_diloco_text import StreamingDiLoCoText
 from fedpax.parallel.mesh import default_devices
-from fedpax.training.metrics import read_metrics, select
+from fedpax.run_files.metrics import read_metrics, select
 
 TOKENS = 2_000_000
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fedpax.models import huggingface
-from fedpax.training.metrics import read_metrics, select
+from fedpax.run_files.metrics import read_metrics, select
 
 PAGE = Path(__file__).parents[2] / "docs" / "huggingface.md"
 # The weights of Llama are not here, and a whole run takes minutes.

@@ -14,8 +14,8 @@ from fedpax.experiments.fedavg_clients import ServerConfig, resolve_clients_axis
 from fedpax.experiments.populations import NaturalPopulation
 from fedpax.models.classifiers import CNNConfig
 from fedpax.parallel.mesh import MeshConfig
+from fedpax.run_files.metrics import read_metrics, select
 from fedpax.training.experiment import TrainingConfig
-from fedpax.training.metrics import read_metrics, select
 from fedpax.training.trainer import train
 
 SMALL = CNNConfig(image_height=8, image_width=8, filters=(4, 4), hidden_dim=8)

@@ -20,8 +20,8 @@ from fedpax.experiments.pretrain import pretrain_text
 from fedpax.experiments.weights import write_huggingface
 from fedpax.models import huggingface, lora
 from fedpax.models.transformer import TransformerConfig, transformer
+from fedpax.run_files.configuration import write_configuration
 from fedpax.training.compiled_round import compile_round, init_state
-from fedpax.training.configuration import write_configuration
 from fedpax.training.experiment import Run
 
 SIZES: dict[str, Any] = {

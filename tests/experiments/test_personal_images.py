@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from fedpax.checkpoints.saved_params import load_field, load_params
 from fedpax.data import Source, load
 from fedpax.experiments import fedavg_clients
 from fedpax.experiments.benchmarks import personal_methods
@@ -19,7 +20,6 @@ from fedpax.experiments.personal_images import PersonalImages, ServerState
 from fedpax.experiments.personal_methods import APFL
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.training.experiment import Run
-from fedpax.training.saved_params import load_field, load_params
 from fedpax.training.trainer import train
 
 

@@ -11,14 +11,14 @@ import pytest
 
 from fedpax.algorithms.data_parallel import DataParallelState
 from fedpax.algorithms.diloco import DiLoCoState
+from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.experiments import pretrain
 from fedpax.experiments.text import LossConfig, TextConfig
 from fedpax.models.transformer import TransformerConfig
 from fedpax.parallel.mesh import MeshConfig
-from fedpax.training.checkpoint import Checkpoints
+from fedpax.run_files.metrics import read_metrics, select
 from fedpax.training.compiled_round import compile_round, with_shardings
 from fedpax.training.experiment import TrainingConfig
-from fedpax.training.metrics import read_metrics, select
 from fedpax.training.trainer import train
 
 SMALL: dict[str, Any] = {

@@ -16,7 +16,7 @@ from fedpax.data.sources.federated_sources import FederatedCifar100, FederatedSh
 from fedpax.experiments.fedavg_characters import fedyogi_shakespeare
 from fedpax.experiments.fedavg_images import fedadam_emnist, fedyogi_cifar100
 from fedpax.models.losses import classification_loss
-from fedpax.training.metrics import read_metrics, select
+from fedpax.run_files.metrics import read_metrics, select
 from fedpax.training.trainer import train
 
 

@@ -11,12 +11,12 @@ import jax
 import numpy as np
 import pytest
 
+from fedpax.checkpoints import load_params
 from fedpax.experiments.fedavg_images import FedAvgImages, fedavg_digits, fedavg_population
 from fedpax.models.classifiers import CNNConfig
 from fedpax.parallel.mesh import default_devices
-from fedpax.training.checkpoint import load_params
+from fedpax.run_files.metrics import read_metrics, select
 from fedpax.training.experiment import TrainingConfig
-from fedpax.training.metrics import read_metrics, select
 from fedpax.training.trainer import train
 
 

@@ -23,8 +23,8 @@ from fedpax.experiments.fedavg_words import (
     fedyogi_stackoverflow,
 )
 from fedpax.models.lstm import LSTMConfig, lstm
+from fedpax.run_files.metrics import read_metrics, select
 from fedpax.training.experiment import TrainingConfig
-from fedpax.training.metrics import read_metrics, select
 from fedpax.training.trainer import train
 
 WORDS = [b"the", b"to", b"be", b"or", b"not", b"that", b"is", b"question"]

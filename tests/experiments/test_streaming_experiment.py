@@ -10,8 +10,8 @@ from fedpax.experiments import streaming_diloco_text as module
 from fedpax.experiments.pretrain import diloco_c4_1b
 from fedpax.models.transformer import TransformerConfig
 from fedpax.parallel.mesh import MeshConfig
+from fedpax.run_files.metrics import read_metrics, select
 from fedpax.training.experiment import TrainingConfig
-from fedpax.training.metrics import read_metrics, select
 from fedpax.training.trainer import train
 
 

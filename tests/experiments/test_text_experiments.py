@@ -13,9 +13,9 @@ from fedpax.experiments import diloco_text as module
 from fedpax.experiments.text import TextConfig
 from fedpax.models.transformer import TransformerConfig
 from fedpax.parallel.mesh import MeshConfig
+from fedpax.run_files.metrics import read_metrics, select
 from fedpax.training.compiled_round import compile_round, with_shardings
 from fedpax.training.experiment import TrainingConfig
-from fedpax.training.metrics import read_metrics, select
 from fedpax.training.trainer import train
 
 EXPERIMENTS = (module.diloco_text, module.data_parallel_text, module.single_island_text)

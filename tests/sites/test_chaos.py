@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedpax.training.metrics import read_metrics, select
+from fedpax.run_files.metrics import read_metrics, select
 
 pytest.importorskip("grpc")
 from small_sites import STEPS

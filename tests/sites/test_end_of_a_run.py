@@ -14,16 +14,16 @@ from site_processes import Processes, wait_until
 from small_sites import sites_regression
 from syncer_methods import parts
 
+from fedpax.checkpoints import load_params
 from fedpax.commands.join import describe
+from fedpax.run_files.configuration import ConfigurationError, read_configuration_json
+from fedpax.run_files.metrics import read_metrics, select
 from fedpax.sites.identity import WIRE_FORMAT
 from fedpax.sites.join import join
 from fedpax.sites.link import Link
 from fedpax.sites.merge_log import read_merges
 from fedpax.sites.message import Message
 from fedpax.sites.syncer_store import SyncerStore
-from fedpax.training.checkpoint import load_params
-from fedpax.training.configuration import ConfigurationError, read_configuration_json
-from fedpax.training.metrics import read_metrics, select
 
 pytest.importorskip("grpc")
 

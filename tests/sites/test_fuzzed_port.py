@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from site_processes import Processes, updates_of, wait_until
 
+from fedpax.checkpoints import load_params
 from fedpax.experiments.benchmarks.unreliable_network import UnreliableNetwork
 from fedpax.sites.certificates import make_certificates
 from fedpax.sites.message import Message, encode
-from fedpax.training.checkpoint import load_params
 
 pytestmark = pytest.mark.slow
 METHOD = "/fedpax.Sites/Call"

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from site_processes import Processes, updates_of, wait_until
 
+from fedpax.checkpoints.checkpoint import complete_rounds, latest_round, load_params
+from fedpax.run_files.metrics import read_metrics, select
 from fedpax.sites.merge_log import read_merges
-from fedpax.training.checkpoint import complete_rounds, latest_round, load_params
-from fedpax.training.metrics import read_metrics, select
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("grpc")

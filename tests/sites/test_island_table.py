@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from fedpax.commands.show import show
+from fedpax.run_files.configuration import ConfigurationError
+from fedpax.run_files.metrics import MetricsWriter
 from fedpax.sites.island_table import FILE, IslandWatch, format_islands, read_islands
 from fedpax.sites.members import IslandReport
-from fedpax.training.configuration import ConfigurationError
 from fedpax.training.job_dir import JobDirLock
-from fedpax.training.metrics import MetricsWriter
 from fedpax.training.progress import Progress
 
 PARIS = IslandReport("paris", "training", 0, 640, 2.5, 39, 1, 0, 0.2)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from site_processes import updates_of
 
-from fedpax.training.checkpoint import load_params
-from fedpax.training.saved_rounds import complete_rounds, latest_round
+from fedpax.checkpoints import load_params
+from fedpax.checkpoints.saved_rounds import complete_rounds, latest_round
 
 pytest.importorskip("grpc")
 from small_sites import STEPS

@@ -5,7 +5,7 @@ import numpy as np
 import optax
 
 from fedpax.aggregators import add_noise, chain, mean
-from fedpax.algorithms.decoupled_parts import decoupled_diloco_parts
+from fedpax.algorithms.parts.decoupled_parts import decoupled_diloco_parts
 from fedpax.sites.outer_model import OuterModel
 
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from site_processes import Processes, updates_of, wait_until
 
+from fedpax.checkpoints import load_params
+from fedpax.checkpoints.saved_rounds import latest_round
+from fedpax.run_files.metrics import read_metrics, select
 from fedpax.sites.merge_log import read_merges
-from fedpax.training.checkpoint import load_params
-from fedpax.training.metrics import read_metrics, select
-from fedpax.training.saved_rounds import latest_round
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("grpc")

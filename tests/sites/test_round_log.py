@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fedpax.run_files.metrics import MetricsWriter, read_metrics
 from fedpax.sites.round_log import RoundLog
 from fedpax.sites.updates import Totals, read_report
-from fedpax.training.metrics import MetricsWriter, read_metrics
 from fedpax.training.progress import Progress
 
 PHASES, ROUNDS, SECONDS = 2, 6, 0.5

@@ -18,13 +18,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from fedpax.run_files.configuration import ConfigurationError
 from fedpax.sites import journal as journal_module
 from fedpax.sites import syncer_store
 from fedpax.sites.members import IslandReport
 from fedpax.sites.merge_log import read_merges
 from fedpax.sites.outer_model import FragmentState
 from fedpax.sites.syncer_store import KEPT, DamagedStateError, SyncerStore
-from fedpax.training.configuration import ConfigurationError
 
 FRAGMENTS = 3
 

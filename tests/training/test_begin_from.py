@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from small_regression import ModelConfig, Regression, shared_compilation, single_client
 
+from fedpax.checkpoints.saved_params import load_params
+from fedpax.run_files.configuration import ConfigurationError
 from fedpax.training.begin_from import begin_from
-from fedpax.training.configuration import ConfigurationError
-from fedpax.training.frozen import StoredParams
-from fedpax.training.saved_params import load_params
+from fedpax.training.frozen_params import StoredParams
 from fedpax.training.trainer import train
 
 

@@ -12,9 +12,9 @@ from tensorboardX.proto.event_pb2 import Event
 import fedpax
 from fedpax.algorithm import FederatedAlgorithm
 from fedpax.data import FunctionRounds
+from fedpax.run_files.metrics import read_metrics, select
 from fedpax.training.evaluation import evaluate_by_client
 from fedpax.training.experiment import Experiment, Run, TrainingConfig
-from fedpax.training.metrics import read_metrics, select
 from fedpax.training.trainer import train
 
 CLIENTS = 5

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from small_islands import Islands, islands
 
+from fedpax.elastic.membership import Membership
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.training import compiled_round
 from fedpax.training.compile_ahead import CompileAhead, compile_ahead
 from fedpax.training.experiment import Experiment
-from fedpax.training.membership import Membership
 from fedpax.training.trainer import train
 
 

@@ -14,15 +14,15 @@ import pytest
 
 import fedpax
 from fedpax.algorithm import FederatedAlgorithm
+from fedpax.checkpoints.checkpoint import complete_rounds, load_params
+from fedpax.checkpoints.saved_rounds import latest_round
 from fedpax.commands.train import describe
 from fedpax.data import FunctionRounds
+from fedpax.run_files.configuration import ConfigurationError
+from fedpax.run_files.metrics import read_metrics, select
 from fedpax.training import trainer
-from fedpax.training.checkpoint import complete_rounds, load_params
-from fedpax.training.configuration import ConfigurationError
 from fedpax.training.experiment import Experiment, Run, TrainingConfig
-from fedpax.training.metrics import read_metrics, select
 from fedpax.training.preemption import PreemptionGuard
-from fedpax.training.saved_rounds import latest_round
 from fedpax.training.trainer import train
 
 NAN = math.nan

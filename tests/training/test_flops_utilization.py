@@ -9,9 +9,9 @@ import pytest
 from small_regression import regression
 
 from fedpax.parallel.chips import CHIPS
-from fedpax.training.announcement import announce
 from fedpax.training.experiment import Run
 from fedpax.training.progress import Progress
+from fedpax.training.startup_report import announce
 from fedpax.training.utilization import utilization_of
 
 
@@ -60,12 +60,12 @@ def test_a_missing_mfu_is_announced_where_a_chip_could_be_added(
     device: tuple[str, str], words: str | None, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     platform, kind = device
-    run = run_on(kind, 4, flops_per_item=1e9)
+    run = run_on(kind, jax.device_count(), flops_per_item=1e9)
     for one in run.mesh.devices:
         one.platform = platform
     run.mesh.shape = {"clients": 4}
     progress = Progress("run", rounds_done=0, rounds=1)
-    announce(progress, run, tmp_path, 0, utilization_of(run))
+    announce(progress, regression(), run, 4, tmp_path, 0, utilization_of(run))
     lines = [line for line in capsys.readouterr().err.splitlines() if "MFU" in line]
     assert (lines == []) == (words is None)
     assert all(re.fullmatch(f"run: {words}", line) for line in lines)

@@ -15,12 +15,12 @@ from small_regression import RandomRounds, Regression, regression
 
 import fedpax
 from fedpax.algorithms import fedavg
+from fedpax.checkpoints import load_params
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.planning.memory_overflow import _argument_bytes
-from fedpax.training.checkpoint import load_params
 from fedpax.training.compiled_round import compile_round, init_state, with_shardings
 from fedpax.training.experiment import Experiment, Run, Shardings, TrainingConfig
-from fedpax.training.frozen import StoredParams, with_frozen_argument
+from fedpax.training.frozen_params import StoredParams, with_frozen_argument
 from fedpax.training.trainer import train
 
 FEATURES, HIDDEN = 96, 128

@@ -10,10 +10,10 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from safetensors.numpy import load_file
 from several_processes import environment, finish, free_port, start, start_one
 
+from fedpax.checkpoints import load_params
 from fedpax.commands.options import configure
 from fedpax.parallel.mesh import default_devices
-from fedpax.training.checkpoint import load_params
-from fedpax.training.metrics import read_metrics, select
+from fedpax.run_files.metrics import read_metrics, select
 from fedpax.training.trainer import train
 
 pytestmark = pytest.mark.slow

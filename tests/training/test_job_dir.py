@@ -11,15 +11,15 @@ import jax.numpy as jnp
 import pytest
 from small_regression import ModelConfig, Regression, regression
 
+from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.parallel.mesh import MeshConfig
-from fedpax.training import job_dir
-from fedpax.training.checkpoint import Checkpoints
-from fedpax.training.configuration import (
+from fedpax.run_files.configuration import (
     FILE,
     ConfigurationError,
     read_configuration,
     write_configuration,
 )
+from fedpax.training import job_dir
 from fedpax.training.job_dir import JobDirLock, check_configuration
 
 HOLDER = """

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from fedpax.training.checkpoint import latest_round, load_params
-from fedpax.training.configuration import read_configuration_json
-from fedpax.training.metrics import FILE, TIMINGS, read_metrics
+from fedpax.checkpoints.checkpoint import latest_round, load_params
+from fedpax.run_files.configuration import read_configuration_json
+from fedpax.run_files.metrics import FILE, TIMINGS, read_metrics
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent.parent
 SETTINGS = [
     "--training.rounds=24",
     "--training.checkpoint_every=2",

@@ -9,16 +9,16 @@ import pytest
 from matplotlib.figure import Figure
 from small_regression import single_client
 
+from fedpax.checkpoints.checkpoint_dir import FOLDERS
+from fedpax.elastic.host_copies import HostCopies
 from fedpax.files import open_unlinked
 from fedpax.main import main
+from fedpax.reports.plot import save_picture
+from fedpax.run_files.configuration import ConfigurationError
+from fedpax.run_files.metrics import read_metrics
 from fedpax.sites.journal import Journal
 from fedpax.sites.merge_log import append_merge
-from fedpax.training.checkpoint_dir import FOLDERS
-from fedpax.training.configuration import ConfigurationError
-from fedpax.training.host_copies import HostCopies
 from fedpax.training.job_dir import JobDirLock, is_in_use
-from fedpax.training.metrics import read_metrics
-from fedpax.training.plot import save_picture
 from fedpax.training.trainer import train
 
 DRAFTS = [f".{name}.draft" for name in ("config.json", "metrics.jsonl", "goodput.json")]

@@ -14,11 +14,11 @@ from small_regression import shared_compilation
 from fedpax import Cohort
 from fedpax.algorithm import FederatedAlgorithm
 from fedpax.algorithms import eager_diloco, streaming_diloco
+from fedpax.checkpoints.checkpoint import Checkpoints, complete_rounds
 from fedpax.data import FunctionRounds
-from fedpax.training.checkpoint import Checkpoints, complete_rounds
+from fedpax.run_files.metrics import read_metrics, select
 from fedpax.training.experiment import Experiment, Run, TrainingConfig
 from fedpax.training.logging import NonFiniteError
-from fedpax.training.metrics import read_metrics, select
 from fedpax.training.spikes import skip_spikes
 from fedpax.training.trainer import train
 

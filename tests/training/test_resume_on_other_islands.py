@@ -28,12 +28,12 @@ from fedpax.algorithms import (
     noloco,
     streaming_diloco,
 )
+from fedpax.checkpoints.checkpoint import Checkpoints, load_params
+from fedpax.checkpoints.participant_states import participant_weights
 from fedpax.parallel.mesh import MeshConfig, available_devices
-from fedpax.training.checkpoint import Checkpoints, load_params
+from fedpax.run_files.metrics import read_metrics, select
 from fedpax.training.compiled_round import with_shardings
 from fedpax.training.experiment import Experiment, Run, Shardings, TrainingConfig
-from fedpax.training.metrics import read_metrics, select
-from fedpax.training.participant_states import participant_weights
 from fedpax.training.shardings import state_shardings
 from fedpax.training.trainer import train
 

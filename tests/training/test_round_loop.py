@@ -15,12 +15,12 @@ import optax
 import pytest
 from small_regression import ModelConfig, RandomRounds, Regression, shared_compilation
 
+from fedpax.checkpoints import load_params
 from fedpax.parallel.mesh import MeshConfig
-from fedpax.training.checkpoint import load_params
-from fedpax.training.configuration import read_configuration
+from fedpax.run_files.configuration import read_configuration
+from fedpax.run_files.goodput import BUCKETS, read_goodput
+from fedpax.run_files.metrics import TIMINGS, read_metrics, select
 from fedpax.training.experiment import Run, TrainingConfig
-from fedpax.training.goodput import BUCKETS, read_goodput
-from fedpax.training.metrics import TIMINGS, read_metrics, select
 from fedpax.training.spikes import RepeatedSpikesError
 from fedpax.training.trainer import train
 from fedpax.training.watchdog import Watchdog

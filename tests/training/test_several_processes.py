@@ -14,10 +14,10 @@ from several_processes import finish, start, wait_for_rounds
 from small_regression import RandomRounds, Regression, regression
 from test_resume_on_other_islands import streaming_islands
 
+from fedpax.checkpoints.checkpoint import complete_rounds, latest_round, load_params
+from fedpax.run_files.metrics import read_metrics, select
 from fedpax.training.agreement import describe_difference
-from fedpax.training.checkpoint import complete_rounds, latest_round, load_params
 from fedpax.training.experiment import Run
-from fedpax.training.metrics import read_metrics, select
 from fedpax.training.trainer import train
 
 ENDLESS = ("--pause=0.1", "--training.rounds=100000", "--training.checkpoint_every=0")

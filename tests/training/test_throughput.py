@@ -10,8 +10,8 @@ import jax
 import pytest
 from small_regression import Regression, regression
 
+from fedpax.run_files.metrics import read_metrics, select
 from fedpax.training.experiment import Experiment, Run
-from fedpax.training.metrics import read_metrics, select
 from fedpax.training.trainer import train
 
 

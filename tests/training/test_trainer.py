@@ -13,18 +13,18 @@ import pytest
 from small_regression import RandomRounds, Regression, regression
 
 from fedpax.algorithm import RESERVED_METRICS, FederatedAlgorithm
+from fedpax.checkpoints import load_params
+from fedpax.checkpoints.stream_state import restore_stream
 from fedpax.experiments.fedavg_images import fedavg_digits
 from fedpax.parallel.mesh import MeshConfig, default_devices
-from fedpax.training.checkpoint import load_params
-from fedpax.training.configuration import ConfigurationError, read_configuration
+from fedpax.run_files.configuration import ConfigurationError, read_configuration
+from fedpax.run_files.goodput import GoodputClock
+from fedpax.run_files.metrics import TIMINGS, MetricsWriter, read_metrics, select
 from fedpax.training.experiment import Experiment, Run, TrainingConfig
-from fedpax.training.goodput import GoodputClock
 from fedpax.training.logging import NonFiniteError, RoundLogger
-from fedpax.training.metrics import TIMINGS, MetricsWriter, read_metrics, select
 from fedpax.training.norms import FiniteCheck
 from fedpax.training.progress import Progress
 from fedpax.training.spikes import SpikeHistory
-from fedpax.training.stream_state import restore_stream
 from fedpax.training.trainer import train
 from fedpax.training.utilization import Utilization
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fedpax.training.goodput import GoodputClock
+from fedpax.run_files.goodput import GoodputClock
 from fedpax.training.watchdog import HANG_STATUS, Watchdog
 
 SECONDS = 0.2
@@ -117,7 +117,7 @@ def test_a_hang_ends_the_process_if_it_shall(tmp_path: Path) -> None:
     program = """
 import sys, time
 from pathlib import Path
-from fedpax.training.goodput import GoodputClock
+from fedpax.run_files.goodput import GoodputClock
 from fedpax.training.watchdog import Watchdog
 folder = Path(sys.argv[1])
 clock = GoodputClock(folder)

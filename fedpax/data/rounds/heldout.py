@@ -15,7 +15,7 @@ from fedpax.data.rounds.shard import get_text
 from fedpax.data.rounds.stream import check_sizes
 from fedpax.data.text.packing import Batch, TokenPairs, concatenate, to_batch
 from fedpax.data.text.tokenizer import BYTE_TOKENIZER, Tokenizer
-from fedpax.parallel.gather import gather_json
+from fedpax.processes.gather import gather_json
 
 _DOCUMENTS_AT_ONCE = 256  # that a tokenizer encodes on several cores
 

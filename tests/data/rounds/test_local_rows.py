@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
+from fedpax.checkpoints.stream_state import merge
 from fedpax.clients import Cohort
 from fedpax.data import (
     LocalRows,
@@ -23,7 +24,6 @@ from fedpax.data import (
     token_rounds,
 )
 from fedpax.parallel.mesh import make_mesh
-from fedpax.training.stream_state import merge
 
 
 def make_documents(count: int, seed: int, longest: int = 12) -> list[dict[str, bytes]]:

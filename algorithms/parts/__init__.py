@@ -1,0 +1,1 @@
+"""What methods are made of: local steps, servers, fragments, weights, checks."""

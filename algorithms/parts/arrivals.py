@@ -1,0 +1,185 @@
+"""Arrivals: which islands of a round arrive at a server, and how their updates are combined."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Float, Int
+
+from fedpax.aggregators import Aggregator, mean
+from fedpax.algorithm import Metrics, Params
+from fedpax.algorithms.mean_metrics import mean_metrics
+from fedpax.algorithms.parts.participation import takes_part
+from fedpax.algorithms.parts.server import given_aggregator
+from fedpax.algorithms.parts.tree_arithmetic import scale
+from fedpax.clients.cohort import Cohort
+from fedpax.primitives import federated_map, federated_sum
+
+
+def without_absent(cohort: Cohort, position: Int[Array, " islands"]) -> Cohort:
+    """Give islands that do not arrive in this round no steps. Inside a program.
+
+    Args:
+        cohort: the cohort of the round.
+        position: each island's position in the order of arrivals; -1 where it does not arrive.
+
+    Returns:
+        The cohort with `num_steps`, 0 for an absent island.
+
+    Example:
+        >>> import fedpax
+        >>> cohort = Cohort(jnp.zeros((3, 4, 1)))  # three islands, four steps
+        >>> fedpax.program(islands=3)(lambda p: without_absent(cohort, p).num_steps)(
+        ...     jnp.array([1, -1, 0])).tolist()
+        [4, 0, 4]
+    """
+    most = jax.tree.leaves(cohort.batches)[0].shape[1]
+
+    def steps(position: Int[Array, ""], own: Int[Array, ""] | None) -> Int[Array, ""]:
+        return jnp.where(position >= 0, most if own is None else own, 0)
+
+    return cohort._replace(num_steps=federated_map(steps, position, cohort.num_steps))
+
+
+def outer_gradients(
+    outer_gradient: Callable[..., tuple[Params, optax.OptState, Metrics]],
+    local_params: Params,
+    inner_state: optax.OptState,
+    cohort: Cohort,
+    aggregator: Aggregator | None,
+) -> tuple[Params, optax.OptState, Bool[Array, " islands"], Metrics]:
+    """Train each island from its own model. Inside a program.
+
+    Args:
+        outer_gradient: the result of `make_outer_gradient`.
+        local_params: the islands' models, placed.
+        inner_state: the states of their inner optimizers, placed.
+        cohort: the cohort of the round, in which absent islands have no steps.
+        aggregator: combines the updates; None: they are added up.
+
+    Returns:
+        The outer gradients and the inner states, placed; which islands have a valid step, and so
+        an update to send; the mean metrics of those islands, with a schedule also their number,
+        `arrivals`.
+    """
+    gradients, inner_state, metrics = federated_map(
+        outer_gradient, local_params, inner_state, cohort.batches, cohort.num_steps
+    )
+    sends = takes_part(cohort)
+    weights = federated_map(lambda s: s.astype(jnp.float32), sends)
+    metrics = mean_metrics(metrics, weights, mean() if aggregator is None else aggregator)
+    if cohort.schedule is not None:
+        metrics |= {"arrivals": federated_sum(weights)}
+    return gradients, inner_state, sends, metrics
+
+
+class Combined(NamedTuple):
+    """The carry from one combination of a round to the next.
+
+    Attributes:
+        state: the state of the aggregator; None without one.
+        metrics: sums of the aggregator's metrics.
+        instants: float32 scalar, number of combinations with an update.
+    """
+
+    state: chex.ArrayTree | None
+    metrics: Metrics
+    instants: Float[Array, ""]
+
+    def mean_metrics(self) -> Metrics:
+        """Average the aggregator's metrics over the combinations with an update."""
+        return {name: value / jnp.maximum(self.instants, 1) for name, value in self.metrics.items()}
+
+
+class ArrivingUpdates(NamedTuple):
+    """The updates of a round's islands, combined a few at a time.
+
+    Attributes:
+        updates: placed, of the structure of the parameters.
+        aggregator: combines those that arrive together; None: they are added up.
+    """
+
+    updates: Params
+    aggregator: Aggregator | None
+
+    def start(self, state: chex.ArrayTree | None) -> Combined:
+        """Return the carry before the first combination. Inside a program.
+
+        Args:
+            state: the aggregator's state; None without one.
+        """
+        placed = jax.tree.leaves(self.updates)[0].shape[0]
+        types = jax.eval_shape(lambda: self._aggregate(state, jnp.ones(placed))[2])
+        zeros = jax.tree.map(lambda value: jnp.zeros(value.shape, value.dtype), types)
+        return Combined(state, zeros, jnp.float32(0))
+
+    def combine(
+        self, arriving: Bool[Array, " islands"], before: Combined
+    ) -> tuple[Params, Float[Array, ""], Combined]:
+        """Combine the updates of the islands that arrive together. Inside a program.
+
+        Args:
+            arriving: which islands do.
+            before: the carry of the last combination.
+
+        Returns:
+            The sum of their updates: their number times the aggregate; their number, float32; the
+            carry. If no island arrives, the sum is 0 and the aggregator's state does not change.
+        """
+        if self.aggregator is None:
+
+            def send(update: Params, here: Bool[Array, ""]) -> tuple[Params, jax.Array]:
+                sent = jax.tree.map(lambda u: jnp.where(here, u, jnp.zeros_like(u)), update)
+                return sent, here.astype(jnp.float32)
+
+            total, count = federated_sum(federated_map(send, self.updates, arriving))
+            return total, count, before._replace(instants=before.instants + (count > 0))
+        weights = federated_map(lambda here: here.astype(jnp.float32), arriving)
+        count = federated_sum(weights)
+        average, state, metrics = self._aggregate(before.state, weights)
+        state = jax.tree.map(lambda new, old: jnp.where(count > 0, new, old), state, before.state)
+        metrics = jax.tree.map(
+            lambda total, new: total + jnp.where(count > 0, new, 0), before.metrics, metrics
+        )
+        after = Combined(state, metrics, before.instants + (count > 0))
+        return scale(count, average), count, after
+
+    def _aggregate(
+        self, state: chex.ArrayTree | None, weights: Float[Array, " islands"]
+    ) -> tuple[Params, chex.ArrayTree | None, Metrics]:
+        if self.aggregator is None:
+            return self.updates, None, {}
+        return self.aggregator.aggregate(state, self.updates, weights)
+
+
+def arrivals_aggregator(
+    method: str, aggregator: Aggregator | None, optimizer: optax.GradientTransformation
+) -> Aggregator | None:
+    """Return an aggregator that can combine the updates of a few islands at a time.
+
+    Args:
+        method: the method's name, for the message.
+        aggregator: the aggregator, or None.
+        optimizer: the islands' optimizer; the aggregator leaves out parameters that it freezes.
+
+    Returns:
+        None, or the aggregator with its result checked.
+
+    Raises:
+        TypeError: it is not an `Aggregator`.
+        ValueError: it needs the updates of all islands at once.
+    """
+    if aggregator is None:
+        return None
+    checked = given_aggregator(aggregator, aggregator, optimizer)
+    if checked.needs_all:
+        raise ValueError(
+            f"{method}: the aggregator needs the updates of all islands at once, but islands "
+            "arrive at different times. Use an aggregator that treats each update by itself, such "
+            "as compressed_mean(codec) or chain(clip_by_norm(1.0), mean()), or a synchronous "
+            "method, such as diloco."
+        )
+    return checked

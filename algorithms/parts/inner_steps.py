@@ -1,0 +1,184 @@
+"""Inner steps: the phase of an island between two synchronizations, shared by the DiLoCo family."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int
+
+from fedpax.algorithm import LossFn, Metrics, Params
+from fedpax.algorithms.parts.local_steps import local_steps
+from fedpax.algorithms.parts.participation import valid_steps
+from fedpax.algorithms.parts.tree_arithmetic import subtract
+
+
+class InnerReport(NamedTuple):
+    """The metrics of an island, averaged over inner steps, and the number of these steps."""
+
+    metrics: Metrics
+    num_steps: Float[Array, ""]
+
+
+InnerSteps: TypeAlias = Callable[
+    [Params, optax.OptState, chex.ArrayTree, Int[Array, ""] | None],
+    tuple[Params, optax.OptState, InnerReport],
+]
+"""`(params, inner_state, batches, num_steps) -> (params, inner_state, report)`, on one island."""
+
+OuterGradient: TypeAlias = Callable[
+    [Params, optax.OptState, chex.ArrayTree, Int[Array, ""] | None],
+    tuple[Params, optax.OptState, Metrics],
+]
+"""`(params, inner_state, batches, num_steps) -> (outer gradient, inner_state, metrics)`."""
+
+
+def make_inner_steps(loss_fn: LossFn, inner_optimizer: optax.GradientTransformation) -> InnerSteps:
+    """Make the function that takes an island's inner steps, one per batch.
+
+    The methods of the DiLoCo family map it over their islands. An island with a runtime of its own
+    (`fedpax.sites`) compiles it without a map. Both take the same steps.
+
+    Args:
+        loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
+        inner_optimizer: any optax optimizer.
+
+    Returns:
+        `(params, inner_state, batches, num_steps) -> (params, inner_state, report)`, with the
+        arguments of `local_steps`.
+
+    Example:
+        >>> loss_fn = lambda w, x: (jnp.mean((w - x) ** 2), {})
+        >>> descent = optax.sgd(0.25)
+        >>> steps = make_inner_steps(loss_fn, descent)
+        >>> w = jnp.float32(0.0)
+        >>> w, _, report = steps(w, descent.init(w), jnp.array([[1.0], [3.0]]), None)
+        >>> w.item(), report.num_steps.item()
+        (1.75, 2.0)
+    """
+
+    def inner_steps(
+        params: Params,
+        inner_state: optax.OptState,
+        batches: chex.ArrayTree,
+        num_steps: Int[Array, ""] | None,
+    ) -> tuple[Params, optax.OptState, InnerReport]:
+        params, inner_state, metrics = local_steps(
+            loss_fn, inner_optimizer, params, inner_state, batches, num_steps
+        )
+        valid = valid_steps(batches, num_steps)
+        total = jax.tree.leaves(batches)[0].shape[0]
+        taken = jnp.full((), total) if valid is None else jnp.sum(valid)
+        return params, inner_state, InnerReport(metrics, taken.astype(jnp.float32))
+
+    return inner_steps
+
+
+def keep_step_together(inner_steps: InnerSteps) -> InnerSteps:
+    """Keep the operations of a phase of one step together in a program for a TPU.
+
+    XLA inlines the loop of such a phase. A transfer between slices that should be in flight during
+    the step can then start after it, or complete before it. XLA inlines no conditional whose
+    predicate it does not know.
+
+    Args:
+        inner_steps: from `make_inner_steps`.
+
+    Returns:
+        The same function, for batches of one step and without `num_steps`.
+
+    Example:
+        >>> loss_fn = lambda w, x: (jnp.mean((w - x) ** 2), {})
+        >>> descent = optax.sgd(0.25)
+        >>> step = keep_step_together(make_inner_steps(loss_fn, descent))
+        >>> w = jnp.float32(0.0)
+        >>> w, _, report = step(w, descent.init(w), jnp.array([[1.0]]), None)
+        >>> w.item(), report.num_steps.item()
+        (0.5, 1.0)
+    """
+
+    def one_step(
+        params: Params,
+        inner_state: optax.OptState,
+        batches: chex.ArrayTree,
+        num_steps: Int[Array, ""] | None,
+    ) -> tuple[Params, optax.OptState, InnerReport]:
+        def step(state: tuple[Params, optax.OptState], batches: chex.ArrayTree) -> tuple:
+            return inner_steps(*state, batches, num_steps)
+
+        def step_together(state: tuple[Params, optax.OptState], batches: chex.ArrayTree) -> tuple:
+            report = jax.eval_shape(step, state, batches)[-1]
+            no_report = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), report)
+            always = jax.lax.optimization_barrier(jnp.bool_(True))
+            return jax.lax.cond(always, step, lambda state, _: (*state, no_report), state, batches)
+
+        state = params, inner_state
+        return jax.lax.platform_dependent(state, batches, tpu=step_together, default=step)
+
+    return one_step
+
+
+def make_outer_gradient(
+    loss_fn: LossFn, inner_optimizer: optax.GradientTransformation
+) -> OuterGradient:
+    """Make the function that takes an island's inner steps and returns its outer gradient.
+
+    Args:
+        loss_fn: as in `make_inner_steps`.
+        inner_optimizer: any optax optimizer.
+
+    Returns:
+        `(params, inner_state, batches, num_steps) -> (outer gradient, inner_state, metrics)`. The
+        outer gradient is `params` minus the trained parameters.
+
+    Example:
+        >>> loss_fn = lambda w, x: (jnp.mean((w - x) ** 2), {})
+        >>> descent = optax.sgd(0.25)
+        >>> w = jnp.float32(0.0)
+        >>> batches = jnp.array([[1.0], [3.0]])
+        >>> gradient, _, _ = make_outer_gradient(loss_fn, descent)(
+        ...     w, descent.init(w), batches, None)
+        >>> gradient.item()
+        -1.75
+    """
+    inner_steps = make_inner_steps(loss_fn, inner_optimizer)
+
+    def outer_gradient(
+        params: Params,
+        inner_state: optax.OptState,
+        batches: chex.ArrayTree,
+        num_steps: Int[Array, ""] | None,
+    ) -> tuple[Params, optax.OptState, Metrics]:
+        trained, inner_state, report = inner_steps(params, inner_state, batches, num_steps)
+        return subtract(params, trained), inner_state, report.metrics
+
+    return outer_gradient
+
+
+def average_reports(reports: Sequence[InnerReport]) -> InnerReport:
+    """Average an island's metrics over its steps, and count these steps.
+
+    Args:
+        reports: the reports of consecutive phases; at least one.
+
+    Returns:
+        The report of all phases. With several reports and no step, the metrics are 0.
+
+    Example:
+        >>> one, three = jnp.float32(1.0), jnp.float32(3.0)
+        >>> report = average_reports(
+        ...     [InnerReport({"loss": one}, three), InnerReport({"loss": 5 * one}, one)])
+        >>> report.metrics["loss"].item(), report.num_steps.item()
+        (2.0, 4.0)
+    """
+    if len(reports) == 1:
+        return reports[0]
+    steps = sum((report.num_steps for report in reports), start=jnp.float32(0))
+    shares = [report.num_steps / jnp.maximum(steps, 1) for report in reports]
+    metrics = jax.tree.map(
+        lambda *values: sum(share * value for share, value in zip(shares, values, strict=True)),
+        *[report.metrics for report in reports],
+    )
+    return InnerReport(metrics, steps)

@@ -1,0 +1,298 @@
+"""Local steps: a participant's optimizer steps on its own batches."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Int
+
+from fedpax.algorithm import LossFn, Metrics, Params, WithGradientNorm
+from fedpax.algorithms.parts.checks import check_float_params, describe_value, is_scalar
+from fedpax.algorithms.parts.optimizer_step import optimizer_step
+from fedpax.algorithms.parts.participation import valid_steps
+from fedpax.algorithms.parts.tree_arithmetic import subtract
+
+Carry = TypeVar("Carry", bound=chex.ArrayTree)
+
+
+def local_steps(
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    params: Params,
+    optimizer_state: optax.OptState,
+    batches: chex.ArrayTree,
+    num_steps: Int[Array, ""] | int | None = None,
+) -> tuple[Params, optax.OptState, Metrics]:
+    """Take one optimizer step per batch: `y <- y + update(grad loss_fn(y, batch))`.
+
+    A batch is padding if its index is `num_steps` or more, or if `batches` is a dict with a field
+    `"mask"` that is zero for the whole batch. A step on padding changes nothing, and the values of
+    a padded batch are never read.
+
+    With `num_steps`, the steps run in a loop of variable length that computes no padded step. JAX
+    has a forward derivative of it (`jax.jvp`) but no reverse one: `jax.grad` raises.
+    Without `num_steps`, every step is computed, padded steps are discarded, and `jax.grad` works.
+
+    Args:
+        loss_fn: `(params, batch) -> (scalar loss, dict of scalars, or None)`.
+        optimizer: any optax optimizer. One that takes extra arguments (such as
+            `optax.GradientTransformationExtraArgs`) receives the step's batch as `batch`.
+        params: a pytree of float arrays.
+        optimizer_state: the optimizer's state for `params`.
+        batches: a pytree of arrays `[steps, batch, ...]`.
+        num_steps: integer scalar, how many of the first batches to train on; values above `steps`
+            mean `steps`. Default None: train on every batch that is not padding by its mask.
+
+    Returns:
+        The new parameters, the new optimizer state, and metrics: `"loss"` and the metrics of
+        `loss_fn`, each averaged in float32 over the steps that were taken; 0 if there were none.
+
+    Raises:
+        TypeError: `num_steps` is not an integer scalar; `loss_fn` does not return a pair of a
+            scalar and a dict (or None).
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> loss_fn = lambda w, x: (jnp.mean((w - x) ** 2), {})
+        >>> descent = optax.sgd(0.25)
+        >>> w = jnp.float32(0.0)
+        >>> w, _, metrics = local_steps(loss_fn, descent, w, descent.init(w), jnp.ones((2, 1)))
+        >>> w.item(), metrics["loss"].item()
+        (0.75, 0.625)
+    """
+    optimizer = optax.with_extra_args_support(optimizer)
+
+    def step(
+        carry: tuple[Params, optax.OptState], batch: chex.ArrayTree
+    ) -> tuple[tuple[Params, optax.OptState], Metrics]:
+        params, state = carry
+        gradient, metrics = gradient_and_metrics(loss_fn, params, batch)
+        return optimizer_step(optimizer, gradient, state, params, batch=batch), metrics
+
+    end, metrics = fold_steps(step, (params, optimizer_state), batches, num_steps)
+    return *end, metrics
+
+
+def local_update(
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    params: Params,
+    batches: chex.ArrayTree,
+    num_steps: Int[Array, ""] | int | None = None,
+) -> tuple[Params, Metrics]:
+    """Train from `params` x with a new optimizer state to y: a participant's pseudo-gradient.
+
+    Args:
+        loss_fn: as in `local_steps`.
+        optimizer: any optax optimizer.
+        params: x, a pytree of float arrays.
+        batches: a pytree of arrays `[steps, batch, ...]`.
+        num_steps: as in `local_steps`.
+
+    Returns:
+        The pseudo-gradient x - y, and the metrics of `local_steps`.
+
+    Example:
+        >>> loss_fn = lambda w, x: (jnp.mean((w - x) ** 2), {})
+        >>> pseudo_gradient, _ = local_update(
+        ...     loss_fn, optax.sgd(0.25), jnp.float32(0.0), jnp.ones((2, 1)))
+        >>> pseudo_gradient.item()
+        -0.75
+    """
+    trained, _, metrics = local_steps(
+        loss_fn, optimizer, params, optimizer.init(params), batches, num_steps
+    )
+    return subtract(params, trained), metrics
+
+
+def fold_steps(
+    step: Callable[[Carry, chex.ArrayTree], tuple[Carry, Metrics]],
+    start: Carry,
+    batches: chex.ArrayTree,
+    num_steps: Int[Array, ""] | int | None = None,
+) -> tuple[Carry, Metrics]:
+    """Fold a function over a participant's batches, and average its metrics.
+
+    Padding is skipped as `local_steps` skips it.
+
+    Args:
+        step: `(carry, batch) -> (carry, metrics)`; metrics are scalars.
+        start: the first carry.
+        batches: a pytree of arrays `[steps, batch, ...]`.
+        num_steps: as in `local_steps`.
+
+    Returns:
+        The last carry, and the metrics averaged in float32 over the steps that were taken; 0 if
+        there were none.
+
+    Example:
+        >>> add = lambda total, x: (total + x[0], {"input": x[0]})
+        >>> total, metrics = fold_steps(add, 0.0, jnp.array([[1.0], [3.0], [jnp.nan]]), 2)
+        >>> total.item(), metrics["input"].item()
+        (4.0, 2.0)
+    """
+    valid = valid_steps(batches, num_steps)
+    if valid is None:
+        end, metrics = jax.lax.scan(step, start, batches)
+        return end, jax.tree.map(_float_mean, metrics)
+
+    # Valid steps first, in their order. Later places repeat a valid batch, so that the values of
+    # padding, which may be NaN or give an infinite loss, reach no gradient.
+    taken = jnp.sum(valid, dtype=jnp.int32)
+    places = jnp.argsort(~valid, stable=True)
+
+    def batch_at(i: Int[Array, ""]) -> chex.ArrayTree:
+        place = places[jnp.where(i < taken, i, 0)]
+        return jax.tree.map(
+            lambda b: jax.lax.dynamic_index_in_dim(b, place, keepdims=False), batches
+        )
+
+    def add_step(i: Int[Array, ""], carry: tuple[Carry, Metrics]) -> tuple[Carry, Metrics]:
+        at, totals = carry
+        at, metrics = step(at, batch_at(i))
+        return at, jax.tree.map(lambda t, m: t + jnp.asarray(m, jnp.float32), totals, metrics)
+
+    def add_step_if_valid(carry: tuple[Carry, Metrics], i: Int[Array, ""]) -> tuple[Any, None]:
+        after = add_step(i, carry)
+        return jax.tree.map(lambda new, old: jnp.where(i < taken, new, old), after, carry), None
+
+    metrics = jax.eval_shape(lambda: step(start, batch_at(jnp.int32(0)))[1])
+    totals = jax.tree.map(lambda m: jnp.zeros(m.shape, jnp.float32), metrics)
+    if num_steps is None:
+        indices = jnp.arange(valid.shape[0], dtype=jnp.int32)
+        (end, totals), _ = jax.lax.scan(add_step_if_valid, (start, totals), indices)
+    else:
+        end, totals = jax.lax.fori_loop(0, taken, add_step, (start, totals))
+    return end, jax.tree.map(lambda t: t / jnp.maximum(taken, 1), totals)
+
+
+def gradient_and_metrics(
+    loss_fn: LossFn, params: Params, batch: chex.ArrayTree
+) -> tuple[Params, Metrics]:
+    """Differentiate a loss with respect to the parameters, and collect its metrics.
+
+    Args:
+        loss_fn: `(params, batch) -> (scalar loss, dict of scalars, or None)`.
+        params: a pytree of float arrays.
+        batch: the second argument of `loss_fn`.
+
+    Returns:
+        The gradient, of the structure of `params`, and a dict of the metrics with `"loss"`; if
+        `loss_fn` is a `fedpax.algorithm.WithGradientNorm`, with the gradient's norm too.
+
+    Raises:
+        TypeError: a parameter is not a float; `loss_fn` does not return a pair, its loss or a
+            metric is not a scalar, or its metrics are not a dict.
+        ValueError: a metric is called `"loss"`, or as one of the gradient's.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> loss_fn = lambda w, x: (w * x, {"input": x})
+        >>> gradient, metrics = gradient_and_metrics(loss_fn, jnp.float32(2.0), jnp.float32(3.0))
+        >>> gradient.item(), metrics["loss"].item(), metrics["input"].item()
+        (3.0, 6.0, 3.0)
+    """
+    check_float_params(params)
+    gradient, metrics = jax.grad(functools.partial(loss_and_metrics, loss_fn), has_aux=True)(
+        params, batch
+    )
+    if isinstance(loss_fn, WithGradientNorm):
+        norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), gradient))
+        measured = {
+            "gradient_norm": norm,
+            "non_finite_step_fraction": (~jnp.isfinite(norm)).astype(jnp.float32),
+        }
+        if taken := sorted(measured.keys() & metrics):
+            raise ValueError(
+                f"loss_fn returned the metrics {taken}, which WithGradientNorm adds itself. Rename "
+                "them, or pass the loss without WithGradientNorm."
+            )
+        metrics = {**metrics, **measured}
+    return gradient, metrics
+
+
+def loss_and_metrics(
+    loss_fn: LossFn, params: Params, batch: chex.ArrayTree
+) -> tuple[jax.Array, Metrics]:
+    """Call a loss function, check what it returns, and collect its metrics.
+
+    Args:
+        loss_fn: `(params, batch) -> (scalar loss, dict of scalars, or None)`.
+        params: a pytree of arrays.
+        batch: the second argument of `loss_fn`.
+
+    Returns:
+        The loss, and a dict of the metrics with `"loss"`.
+
+    Raises:
+        TypeError: `loss_fn` does not return a pair, its loss or a metric is not a scalar, or its
+            metrics are not a dict.
+        ValueError: a metric is called `"loss"`.
+
+    Example:
+        >>> loss_and_metrics(lambda w, x: (w * x, None), 2.0, 3.0)
+        (6.0, {'loss': 6.0})
+    """
+    returned = loss_fn(params, batch)
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise TypeError(
+            f"loss_fn returned {describe_value(returned)}, expected a pair (loss, metrics). Return "
+            "loss, {'accuracy': accuracy}, or loss, None."
+        )
+    loss, aux = returned
+    if not is_scalar(loss):
+        raise TypeError(
+            f"loss_fn returned a loss of {describe_value(loss)}, expected a scalar. Average it "
+            "over the batch, for example with jnp.mean."
+        )
+    return loss, as_metrics(loss, aux)
+
+
+def as_metrics(loss: jax.Array, aux: Mapping[str, jax.Array] | None) -> Metrics:
+    """Add the loss to the metrics that a loss function returns beside it.
+
+    Args:
+        loss: the loss.
+        aux: a dict of scalars, or None for no further metrics.
+
+    Returns:
+        The dict with `"loss"`.
+
+    Raises:
+        TypeError: `aux` is not a dict, or a metric is not a scalar.
+        ValueError: `aux` has a `"loss"` of its own.
+
+    Example:
+        >>> as_metrics(0.5, {"accuracy": 0.75})
+        {'accuracy': 0.75, 'loss': 0.5}
+    """
+    if aux is None:
+        return {"loss": loss}
+    if not isinstance(aux, Mapping):
+        raise TypeError(
+            f"loss_fn returned {describe_value(aux)} beside the loss, expected a dict of metrics. "
+            "Return loss, {'accuracy': accuracy}, or loss, None."
+        )
+    if "loss" in aux:
+        raise ValueError(
+            "loss_fn returned a metric called 'loss', the name under which its loss is reported. "
+            "Leave it out, or rename it."
+        )
+    for name, value in aux.items():
+        if not is_scalar(value):
+            raise TypeError(
+                f"loss_fn returned a metric {name!r} of {describe_value(value)}, expected a "
+                "scalar. Average it over the batch, for example with jnp.mean."
+            )
+    return {**aux, "loss": loss}
+
+
+def _float_mean(values: jax.Array) -> jax.Array:
+    return jnp.mean(values.astype(jnp.float32))

@@ -1,0 +1,193 @@
+"""The server's part of a round: aggregate pseudo-gradients, and step along the result."""
+
+from typing import Any, NamedTuple, TypeVar
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Num
+
+from fedpax.aggregators import Aggregator, mean
+from fedpax.algorithm import Metrics, Params
+from fedpax.algorithms.frozen_leaves import without_frozen_leaves
+from fedpax.algorithms.mean_metrics import mean_metrics
+from fedpax.algorithms.parts.checked_aggregator import checked_aggregator
+from fedpax.algorithms.parts.optimizer_step import optimizer_step
+from fedpax.primitives import federated_sum
+
+State = TypeVar("State", bound=Any)
+Tree = TypeVar("Tree", bound=chex.ArrayTree)
+
+
+class Server(NamedTuple):
+    """The server of a method that averages: an aggregator, then an optimizer.
+
+    It reads and replaces three fields of a method's state, a NamedTuple: `params`,
+    `server_optimizer_state` and `aggregator_state`.
+
+    Attributes:
+        optimizer: steps along the aggregated pseudo-gradient.
+        aggregator: combines the participants' pseudo-gradients x - y_i.
+    """
+
+    optimizer: optax.GradientTransformation
+    aggregator: Aggregator
+
+    def init(self, params: Params) -> tuple[optax.OptState, chex.ArrayTree]:
+        """Return the initial `server_optimizer_state` and `aggregator_state`. Inside a program."""
+        return self.optimizer.init(params), self.aggregator.init(params)
+
+    def aggregate(
+        self, state: State, updates: chex.ArrayTree, weights: Num[Array, " participants"] | None
+    ) -> tuple[chex.ArrayTree, State, Metrics]:
+        """Combine placed updates, and return the state with the aggregator's new state."""
+        aggregated, aggregator_state, metrics = self.aggregator.aggregate(
+            state.aggregator_state, updates, weights
+        )
+        return aggregated, state._replace(aggregator_state=aggregator_state), metrics
+
+    def descend(
+        self,
+        state: State,
+        pseudo_gradient: Params,
+        weights: Num[Array, " participants"] | None,
+    ) -> State:
+        """Step the model along a pseudo-gradient, unless all participants are absent."""
+        before = state.params, state.server_optimizer_state
+        stepped = optimizer_step(self.optimizer, pseudo_gradient, before[1], before[0])
+        params, optimizer_state = unless_all_absent(weights, stepped, before, self.aggregator)
+        return state._replace(params=params, server_optimizer_state=optimizer_state)
+
+    def step(
+        self,
+        state: State,
+        pseudo_gradients: Params,
+        metrics: Metrics,
+        weights: Num[Array, " participants"] | None,
+    ) -> tuple[State, Metrics]:
+        """End a round: aggregate, step, and average the participants' metrics by weight.
+
+        Args:
+            state: the method's state.
+            pseudo_gradients: placed, of the structure of `state.params`.
+            metrics: placed scalars.
+            weights: `[participants]`; None: equal weights.
+
+        Returns:
+            The state with the server's three fields replaced, and metrics: the averages, and those
+            of the aggregator.
+        """
+        weights = as_floats(weights)
+        pseudo_gradient, state, reported = self.aggregate(state, pseudo_gradients, weights)
+        metrics = mean_metrics(metrics, weights, self.aggregator) | reported
+        return self.descend(state, pseudo_gradient, weights), metrics
+
+
+def unless_all_absent(
+    weights: Num[Array, " participants"] | None,
+    stepped: Tree,
+    before: Tree,
+    aggregator: Aggregator,
+) -> Tree:
+    """Return the result of a server's step; the state before it if no participant takes part.
+
+    The momentum of a server optimizer would otherwise move the model in a round in which every
+    weight is 0. Inside a program. Without weights, each participant takes part.
+
+    Args:
+        weights: `[participants]`; None: equal weights.
+        stepped: a server value, after the step.
+        before: the same before the step.
+        aggregator: one that acts when all participants are absent makes the step in each round.
+
+    Example:
+        >>> import fedpax, jax.numpy as jnp
+        >>> step = fedpax.program(clients=2)(lambda w: unless_all_absent(w, 1.0, 0.0, mean()))
+        >>> step(jnp.array([0, 3])).item(), step(jnp.array([0, 0])).item()
+        (1.0, 0.0)
+    """
+    if weights is None or aggregator.acts_when_all_absent:
+        return stepped
+    total = federated_sum(as_floats(weights))  # the mean's own sum: nothing more is sent
+    return jax.tree.map(lambda new, old: jnp.where(total != 0, new, old), stepped, before)
+
+
+def as_floats(
+    weights: Num[Array, " participants"] | None,
+) -> Float[Array, " participants"] | None:
+    """Return weights in the dtype of their sum, so that all reductions of a round share the sum."""
+    if weights is None:
+        return None
+    return weights.astype(jnp.promote_types(weights.dtype, jnp.float32))
+
+
+def make_server(
+    optimizer: optax.GradientTransformation | None,
+    aggregator: Aggregator | None,
+    client_optimizer: optax.GradientTransformation | None = None,
+) -> Server:
+    """Make a server; by default it sets the model to the participants' weighted mean.
+
+    Args:
+        optimizer: any optax optimizer. Default None: `optax.sgd(1.0)`.
+        aggregator: any aggregator. Default None: the weighted mean.
+        client_optimizer: the participants' optimizer; the aggregator leaves out the parameters that
+            it freezes. Default None: it freezes none.
+
+    Raises:
+        TypeError: `aggregator` is not an `Aggregator`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from fedpax.algorithms.fedavg import FedAvgState
+        >>> server = make_server(None, None)
+        >>> state = FedAvgState(jnp.float32(3.0), *server.init(jnp.float32(3.0)))
+        >>> server.descend(state, jnp.float32(2.0), None).params.item()
+        1.0
+    """
+    return Server(
+        optax.sgd(1.0) if optimizer is None else optimizer,
+        given_aggregator(aggregator, mean(), client_optimizer),
+    )
+
+
+def given_aggregator(
+    aggregator: Any,
+    default: Aggregator,
+    optimizer: optax.GradientTransformation | None = None,
+) -> Aggregator:
+    """Return the aggregator that a method was given, with its result checked, or its default.
+
+    Args:
+        aggregator: the method's argument. None: the default.
+        default: the method's default.
+        optimizer: the participants' optimizer, or None.
+
+    Returns:
+        The default, or `checked_aggregator(aggregator)`, which leaves out the parameters that the
+        optimizer freezes.
+
+    Raises:
+        TypeError: the argument is not an `Aggregator`.
+
+    Example:
+        >>> from fedpax.aggregators import clip_by_norm, coordinate_median
+        >>> given_aggregator(coordinate_median, mean())
+        Traceback (most recent call last):
+            ...
+        TypeError: aggregator is the function coordinate_median, expected a \
+fedpax.aggregators.Aggregator. ...
+    """
+    if aggregator is None:
+        return default
+    if not isinstance(aggregator, Aggregator):
+        name = getattr(aggregator, "__name__", None)
+        found = f"the function {name}" if name else f"a {type(aggregator).__name__}"
+        raise TypeError(
+            f"aggregator is {found}, expected a fedpax.aggregators.Aggregator. Call a function "
+            "that makes one, as in coordinate_median(). End a transformation in an aggregator, as "
+            "in chain(clip_by_norm(1.0), mean())."
+        )
+    checked = checked_aggregator(aggregator)
+    return checked if optimizer is None else without_frozen_leaves(checked, optimizer)

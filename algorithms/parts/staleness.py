@@ -1,0 +1,61 @@
+"""Factors of stale updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from fedpax.algorithms.parts.checks import check_setting
+
+StalenessFn: TypeAlias = Callable[[Float[Array, ""]], Float[Array, ""]]
+"""The factor of an update by its staleness: `float32 scalar -> float32 scalar`."""
+
+
+def polynomial_staleness(exponent: float = 0.5) -> StalenessFn:
+    """Weigh an update by `(1 + staleness)^(-exponent)`.
+
+    Args:
+        exponent: at least 0. Default 0.5, FedBuff's. 0 weighs all updates equally.
+
+    Returns:
+        A function of the staleness, for `fedbuff(staleness_fn=...)` and `fedasync`.
+
+    Raises:
+        ValueError: the exponent is negative.
+
+    Example:
+        >>> polynomial_staleness()(jnp.float32(3.0)).item()
+        0.5
+    """
+    remedy = "Pass 0.0 to weigh all updates equally."
+    check_setting("polynomial_staleness", "exponent", exponent, remedy=remedy)
+    return lambda staleness: (1.0 + staleness) ** -exponent
+
+
+def hinge_staleness(slope: float, free: float) -> StalenessFn:
+    """Weigh an update by 1 up to a staleness of `free`, and by `1 / (slope (s - free) + 1)` above.
+
+    Args:
+        slope: a, at least 0.
+        free: b, at least 0.
+
+    Returns:
+        A function of the staleness, for `fedbuff(staleness_fn=...)` and `fedasync`.
+
+    Raises:
+        ValueError: a setting is negative.
+
+    Example:
+        >>> weigh = hinge_staleness(slope=0.5, free=4.0)
+        >>> weigh(jnp.float32(4.0)).item(), weigh(jnp.float32(6.0)).item()
+        (1.0, 0.5)
+
+    Reference:
+        Xie et al., Asynchronous Federated Optimization, arXiv:1903.03934, section 5.2.
+    """
+    check_setting("hinge_staleness", "slope", slope, remedy="Pass 0.0 for equal weights.")
+    check_setting("hinge_staleness", "free", free, remedy="Pass 0.0 for none.")
+    return lambda staleness: 1.0 / (slope * jnp.maximum(staleness - free, 0.0) + 1.0)

@@ -1,0 +1,5 @@
+"""Checkpoints of runs: saved, verified, restored, and exported as models."""
+
+from fedpax.checkpoints.saved_params import load_params
+
+__all__ = ["load_params"]

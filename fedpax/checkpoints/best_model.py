@@ -1,0 +1,166 @@
+"""The best model of a run on held-out data, and the end of a run that no longer improves."""
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fedpax.checkpoints.remote import resolve_folder
+from fedpax.checkpoints.saved_rounds import FOLDER, complete_rounds
+from fedpax.run_files.configuration import flatten, read_configuration_json
+from fedpax.run_files.metrics import read_metrics, select
+
+STOP = "stop"
+"""The kind of the line of `metrics.jsonl` of a run that stopped early."""
+
+
+class BestMetric(NamedTuple):
+    """A held-out metric, and which of its values are better.
+
+    Attributes:
+        name: the metric's name.
+        smaller: whether smaller values are better.
+    """
+
+    name: str
+    smaller: bool
+
+    def is_better(self, value: float, than: float) -> bool:
+        """Return whether a value is finite and better; any finite value is better than NaN."""
+        if not math.isfinite(value) or math.isnan(than):
+            return math.isfinite(value)
+        return value < than if self.smaller else value > than
+
+
+def parse_best_metric(text: str) -> BestMetric:
+    """Parse `NAME`, `min:NAME` or `max:NAME`.
+
+    Without `min:` or `max:`, smaller values are better if the name ends with `loss`, otherwise
+    larger ones.
+
+    Raises:
+        ValueError: there is no name, or what stands before the colon is neither of the two.
+
+    Example:
+        >>> parse_best_metric("loss"), parse_best_metric("min:perplexity")
+        (BestMetric(name='loss', smaller=True), BestMetric(name='perplexity', smaller=True))
+        >>> parse_best_metric("accuracy").smaller
+        False
+    """
+    order, colon, name = text.rpartition(":")
+    if not name or (colon and order not in ("min", "max")):
+        raise ValueError(
+            f"training.keep_best={text!r} is not a metric, expected the name of a held-out metric, "
+            "or min:NAME or max:NAME. Set for example --training.keep_best=loss."
+        )
+    return BestMetric(name, order == "min" if colon else name.endswith("loss"))
+
+
+class Evaluations:
+    """The evaluations of a run: the best one, and the number since then.
+
+    It depends on the logged metrics alone, so that a run that resumes comes to the same result.
+
+    Args:
+        lines: the lines of `metrics.jsonl` up to the round from which the run starts.
+        keep_best: `training.keep_best`. None: the loss.
+        stop_after: number of evaluations in a row without improvement after which the run stops;
+            0: it does not.
+
+    Attributes:
+        metric: the metric.
+        best_round: the round of the best evaluation; 0 before the first.
+        best: its value; NaN before the first.
+        waited: number of evaluations since then.
+
+    Example:
+        >>> lines = [{"kind": "evaluation", "round": n, "loss": x}
+        ...          for n, x in ((2, 1.5), (4, 1.2), (6, 1.3))]
+        >>> evaluations = Evaluations(lines, None, stop_after=2)
+        >>> evaluations.add(8, {"loss": 1.2}), evaluations.best_round
+        (False, 4)
+        >>> evaluations.reason
+        'the held-out loss has not improved on 1.2000, of round 4, in 2 evaluations'
+    """
+
+    def __init__(
+        self, lines: Iterable[Mapping[str, Any]], keep_best: str | None, stop_after: int
+    ) -> None:
+        self.metric = parse_best_metric(keep_best or "loss")
+        self._stop_after = stop_after
+        self.best_round, self.best, self.waited = 0, math.nan, 0
+        for line in select(lines, "evaluation"):
+            if self.metric.name in line:  # it may have been added since
+                self.add(line["round"], line)
+
+    def add(self, round_number: int, metrics: Mapping[str, float | None]) -> bool:
+        """Add an evaluation.
+
+        Args:
+            round_number: its round.
+            metrics: its metrics; None stands for NaN.
+
+        Returns:
+            Whether it is the best so far.
+
+        Raises:
+            ValueError: it lacks the metric.
+        """
+        if self.metric.name not in metrics:
+            raise ValueError(
+                f"training.keep_best={self.metric.name}: the evaluation has no metric "
+                f"{self.metric.name!r}, expected one of {', '.join(metrics)}. Set "
+                "--training.keep_best to one of them."
+            )
+        found = metrics[self.metric.name]
+        value = math.nan if found is None else float(found)
+        improved = self.metric.is_better(value, self.best)
+        if improved:
+            self.best_round, self.best, self.waited = round_number, value, 0
+        else:
+            self.waited += 1
+        return improved
+
+    @property
+    def reason(self) -> str | None:
+        """Why the run stops now; None: it does not."""
+        if not self._stop_after or self.waited < self._stop_after:
+            return None
+        best = f"{self.best:.4f}, of round {self.best_round}," if self.best_round else "NaN"
+        count = f"{self.waited} evaluation{'s' * (self.waited > 1)}"
+        return f"the held-out {self.metric.name} has not improved on {best} in {count}"
+
+
+def best_round(job_log_dir: str | Path) -> int:
+    """Return the round of the best checkpoint of a run, by its `training.keep_best`.
+
+    Args:
+        job_log_dir: the run's folder or its `checkpoint_dir`, which can be in a bucket.
+
+    Raises:
+        ValueError: the run keeps no best model.
+        FileNotFoundError: there is no checkpoint of a round that was evaluated.
+    """
+    folder = resolve_folder(job_log_dir)
+    found = read_configuration_json(folder)
+    fields = dict(flatten(found[1])) if found else {}
+    keep_best = fields.get("training.keep_best")
+    if not isinstance(keep_best, str):
+        raise ValueError(
+            f"{folder} keeps no best model (training.keep_best={keep_best}), expected a metric "
+            "there. Load the newest model, or train with --training.keep_best=loss."
+        )
+    saved = among(read_metrics(folder), complete_rounds(folder / FOLDER), keep_best)
+    if not saved.best_round:
+        raise FileNotFoundError(
+            f"{folder} has no complete checkpoint of an evaluation with {keep_best}, expected at "
+            "least one. Train there first."
+        )
+    return saved.best_round
+
+
+def among(
+    lines: Iterable[Mapping[str, Any]], rounds: Collection[int], keep_best: str | None
+) -> Evaluations:
+    """Return the evaluations of some rounds, such as those that are saved."""
+    return Evaluations([line for line in lines if line["round"] in rounds], keep_best, 0)

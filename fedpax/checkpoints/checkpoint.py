@@ -1,0 +1,420 @@
+"""Checkpoints of a run: state, position in the data, round and configuration, saved together."""
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+
+from fedpax.algorithm import State
+from fedpax.checkpoints.checkpoint_dir import LostCheckpointDirError
+from fedpax.checkpoints.checksums import NOT_DAMAGE, find_damage, write_checksums
+from fedpax.checkpoints.exports import Exports
+from fedpax.checkpoints.failed_saves import QuietFailedSaves
+from fedpax.checkpoints.mounts import atomicity_of, is_object_store
+from fedpax.checkpoints.open_checkpoints import open_checkpoints
+from fedpax.checkpoints.participant_states import (
+    ParticipantRule,
+    check_resizable,
+    kept_participants,
+    resize_participants,
+)
+from fedpax.checkpoints.remote import resolve_folder
+from fedpax.checkpoints.retention import Retention
+from fedpax.checkpoints.run_position import RunPosition
+from fedpax.checkpoints.saved_leaves import check_same_leaves, saved_shapes, saved_struct
+from fedpax.checkpoints.saved_params import load_field, load_params
+from fedpax.checkpoints.saved_rounds import (
+    DELETED,
+    FOLDER,
+    DamagedCheckpointError,
+    complete_rounds,
+    damaged_checkpoint,
+    latest_round,
+    remove_deleted,
+    set_aside_unfinished,
+)
+from fedpax.checkpoints.stream_state import gather_stream_state
+from fedpax.console import print_error
+from fedpax.run_files.configuration import is_remote
+
+__all__ = [
+    "FOLDER",
+    "Checkpoints",
+    "DamagedCheckpointError",
+    "complete_rounds",
+    "latest_round",
+    "load_field",
+    "load_params",
+]
+
+
+MOST_LOST_SAVES = 3
+"""Number of saves to a bucket in a row that may fail; the next one stops the run."""
+
+
+class CheckpointWriteError(OSError):
+    """A checkpoint cannot be written; the ones before it are kept."""
+
+
+class Checkpoints(AbstractContextManager["Checkpoints"]):
+    """The checkpoints in a run's folder; a context manager.
+
+    Saving is asynchronous: the arrays are copied to the host, and the files are written while the
+    training continues. A checkpoint is written under a temporary name, gets a checksum of each
+    file, and is then renamed. A process that is killed at any moment leaves the previous complete
+    checkpoint. Checkpoints without checksums are moved aside when this object is made.
+
+    Args:
+        job_log_dir: the run's folder, or one in a bucket (`gs://`).
+        keep: which checkpoints to keep. A number keeps this many, the newest ones.
+        exports: exports the model of some checkpoints. Default None: nothing is exported.
+        before_complete: called in process 0 when a checkpoint's files are written, before it counts
+            as complete; an error it raises keeps the checkpoint incomplete. Default None: nothing.
+    """
+
+    def __init__(
+        self,
+        job_log_dir: str | Path,
+        *,
+        keep: int | Retention,
+        exports: Exports | None = None,
+        before_complete: Callable[[], None] | None = None,
+    ) -> None:
+        self._folder = resolve_folder(job_log_dir) / FOLDER
+        self._primary = jax.process_index() == 0
+        if self._primary:
+            set_aside_unfinished(self._folder)
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices("fedpax: unfinished checkpoints are removed")
+        self._exports = exports
+        self._saving: int | None = None
+        self._verified: int | None = None
+        self._progress: tuple[int, dict[str, Any]] | None = None
+        self._before_complete = before_complete
+        self._retention = Retention(keep) if isinstance(keep, int) else keep
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deleted checkpoints")
+        self._removal: Future[None] | None = None
+        self._lost: CheckpointWriteError | None = None
+        self._num_lost = 0
+        self._manager = self._open()
+        self._quiet = QuietFailedSaves().__enter__()
+
+    def _open(self) -> ocp.CheckpointManager:
+        callback = self._complete if self._primary else None
+        return open_checkpoints(
+            self._folder,
+            options=ocp.CheckpointManagerOptions(
+                preservation_policy=self._retention,
+                # A kill in the removal of the files must not leave a half of them under the name of
+                # a checkpoint. An object store has no operation that renames a folder.
+                todelete_subdir=None if is_object_store(self._folder) else DELETED,
+                cleanup_tmp_directories=True,
+                atomicity_options=atomicity_of(self._folder),
+                async_options=ocp.AsyncOptions(
+                    post_finalization_callback=callback,
+                    # Orbax numbers the saves of a process. A save that makes its folders in the
+                    # background waits for those of the newest number, which can be an export's.
+                    create_directories_asynchronously=self._exports is None,
+                ),
+            ),
+            item_names=("state", "progress", "params"),
+        )
+
+    def latest_round(self) -> int | None:
+        """Return the round of the newest complete checkpoint, or None if there is none."""
+        rounds = complete_rounds(self._folder)
+        return rounds[-1] if rounds else None
+
+    def save(
+        self,
+        round_number: int,
+        state: State,
+        stream_state: dict[str, Any] | bytes,
+        configuration: Mapping[str, Any],
+        num_participants: int | None = None,
+        numbers: Sequence[int] | None = None,
+    ) -> None:
+        """Start to save a checkpoint; return when the arrays may be donated.
+
+        A bucket can be out of reach for a while. So with one process, a save to a bucket that fails
+        is reported, and the next one is tried, up to `MOST_LOST_SAVES` in a row.
+
+        Args:
+            round_number: number of completed rounds.
+            state: the algorithm's state.
+            stream_state: the position of the stream of cohorts after that round, as this process
+                knows it (`gather_stream_state`).
+            configuration: the experiment as JSON.
+            num_participants: the placement's size. Default None: not recorded.
+            numbers: the participants' numbers in an elastic job. Default None: not recorded.
+
+        Raises:
+            OSError: this checkpoint, or the one before, cannot be written.
+        """
+        position = RunPosition(
+            round_number,
+            gather_stream_state(stream_state),
+            configuration,
+            num_participants,
+            numbers,
+        )
+        items: dict[str, ocp.args.CheckpointArgs] = {
+            "state": ocp.args.StandardSave(state),
+            "progress": ocp.args.JsonSave(position.to_json()),
+        }
+        if "params" not in getattr(state, "_fields", ("params",)):
+            # A model that the state computes from its fields, such as the islands' mean.
+            items["params"] = ocp.args.StandardSave(state.params)
+        self.is_saved()
+        if self._exports is not None:
+            self._exports.wait_if_due(round_number)
+        self._saving, self._progress = round_number, None
+        with self._losing(), self._writing():
+            if self._lost is not None:  # a manager raises the error of a save again and again
+                self._manager, self._lost = self._open(), None
+            self._manager.save(round_number, args=ocp.args.Composite(**items), force=True)
+            self._removal = self._thread.submit(self._remove_when_saved)
+            if self._exports is not None:
+                self._exports.start(round_number)
+
+    def delete_after(self, round_number: int) -> int:
+        """Return to a checkpoint: delete the newer ones.
+
+        Args:
+            round_number: the round to return to.
+
+        Returns:
+            The round of the newest checkpoint that is not later; if there is none, that of the
+            newest checkpoint; 0 if there is none at all.
+        """
+        rounds = complete_rounds(self._folder)
+        before = [number for number in rounds if number <= round_number]
+        to = (before or rounds or [0])[-1] if round_number else 0
+        if jax.process_count() > 1:
+            to = int(multihost_utils.broadcast_one_to_all(np.int32(to)))
+        for number in self._manager.all_steps():
+            if number > to:
+                self._manager.delete(number)
+                self._remove_deleted()  # two checkpoints of one round have the same name there
+        return to
+
+    def _remove_deleted(self) -> None:
+        if self._primary:
+            remove_deleted(self._folder)
+
+    def _remove_when_saved(self) -> None:
+        """Remove the checkpoints that Orbax has moved away after the running save."""
+        while self._manager.is_saving_in_progress():
+            time.sleep(0.1)
+        self._remove_deleted()
+
+    def _complete(self) -> None:
+        """Write the checksums of the checkpoint that is being saved, before it is renamed."""
+        if self._before_complete is not None:
+            self._before_complete()
+        draft = self._folder / f"{self._saving}"
+        if not is_object_store(self._folder):  # there, a checkpoint is written in place
+            (draft,) = self._folder.glob(f"{self._saving}.orbax-checkpoint-tmp*")
+        write_checksums(draft)
+
+    def restore_position(self) -> RunPosition:
+        """Return the position of the run in the newest checkpoint.
+
+        Its file is read once.
+
+        Raises:
+            FileNotFoundError: there is no checkpoint.
+            DamagedCheckpointError: its files are damaged.
+        """
+        step = self._verified_round()
+        with self._reading(step):
+            if self._progress is None or self._progress[0] != step:
+                progress = ocp.args.Composite(progress=ocp.args.JsonRestore())
+                self._progress = step, self._manager.restore(step, args=progress).progress
+            # A copy, since a stream may change the position that it moves to.
+            return RunPosition.from_json(copy.deepcopy(self._progress[1]))
+
+    def restore_state(
+        self,
+        like: State,
+        num_participants: int | None = None,
+        rule: ParticipantRule = "average",
+        numbers: Sequence[int] | None = None,
+    ) -> State:
+        """Restore the state of the newest checkpoint.
+
+        Server values, such as the model and the state of the outer optimizer, are restored bit by
+        bit. If the number of participants has changed, placed values are made by
+        `fedpax.checkpoints.participant_states.resize_participants`.
+
+        Args:
+            like: the state's abstract values, each a `jax.ShapeDtypeStruct` with its sharding. The
+                mesh may differ from the mesh on which the state was saved.
+            num_participants: the number of participants now. Default None: the saved number.
+            rule: how to make the states of another number of participants: "average" keeps their
+                mean, "copy" gives participant i the state of saved participant i mod n.
+            numbers: the participants' numbers in an elastic job. A participant whose number was
+                saved keeps its own state. Default None: participants have no numbers.
+
+        Returns:
+            The state on these shardings.
+
+        Raises:
+            FileNotFoundError: there is no checkpoint.
+            DamagedCheckpointError: its files are damaged.
+            ValueError: the saved state belongs to another model or method, or the method does not
+                allow another number of participants.
+        """
+        wanted = ocp.tree.to_flat_dict(like)
+        step = self._verified_round()
+        with self._reading(step):
+            saved = saved_shapes(self._folder, step)
+        position = self.restore_position()
+        check_same_leaves(wanted, saved, step)
+        stored = {
+            path: saved_struct(leaf, saved[path], path, num_participants, position.participants)
+            for path, leaf in wanted.items()
+        }
+        for path, leaf in wanted.items():
+            if stored[path] is not leaf:
+                check_resizable(like, stored[path].shape[0], leaf.shape[0])
+        restore = ocp.args.Composite(
+            state=ocp.args.StandardRestore(ocp.tree.from_flat_dict(stored, target=like))
+        )
+        with self._reading(step):
+            leaves, tree = jax.tree.flatten(self._manager.restore(step, args=restore).state)
+        kept = kept_participants(position.numbers, numbers)
+        for i, leaf in enumerate(jax.tree.leaves(like)):  # frees each saved array after its use
+            leaves[i] = resize_participants(leaves[i], leaf, rule, kept)
+        return jax.tree.unflatten(tree, leaves)
+
+    def _verified_round(self) -> int:
+        """Return the newest complete checkpoint's round, after its checksums were compared."""
+        step = self.latest_round()
+        if step is None:
+            raise FileNotFoundError(
+                f"{self._folder} has no complete checkpoint, expected at least one. Train first."
+            )
+        if step != self._verified:
+            damage, unread = None, None
+            if self._primary:
+                try:
+                    damage = find_damage(self._folder / str(step))
+                except OSError as error:  # the other processes wait for the result
+                    damage, unread = str(error), error
+            damaged = damage is not None
+            if jax.process_count() > 1:
+                damaged = bool(multihost_utils.broadcast_one_to_all(np.int32(damaged)))
+            if unread is not None:
+                raise unread
+            if damaged:
+                raise damaged_checkpoint(self._folder, step, damage or "as process 0 reports")
+            self._verified = step
+        return step
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Raise any failure to write a checkpoint as an OSError: TensorStore has others."""
+        try:
+            yield
+        except (jax.errors.JaxRuntimeError, MemoryError, LostCheckpointDirError):
+            raise
+        except Exception as error:
+            if isinstance(error, OSError) and not is_remote(self._folder):
+                raise
+            remedy = (
+                "" if is_remote(self._folder) else " Correct the cause, then run again to resume."
+            )
+            raise CheckpointWriteError(
+                f"The checkpoint of round {self._saving} cannot be written in {self._folder} "
+                f"({type(error).__name__}: {str(error).partition(chr(10))[0]}).{remedy}"
+            ) from error
+
+    @contextmanager
+    def _losing(self) -> Iterator[None]:
+        """Continue after a failure to write a checkpoint to a bucket, but not forever."""
+        try:
+            yield
+        except CheckpointWriteError as error:
+            self._num_lost += 1
+            # Several processes could differ in what they have saved.
+            alone = is_remote(self._folder) and jax.process_count() == 1
+            if not alone or self._num_lost > MOST_LOST_SAVES:
+                raise
+            self._lost = error
+            if self._exports is not None:
+                self._exports.skip(self._saving)
+            print_error(f"{error} The run continues, and tries again at its next checkpoint.")
+
+    @contextmanager
+    def _reading(self, step: int) -> Iterator[None]:
+        """Raise any failure to read a checkpoint as a `DamagedCheckpointError`."""
+        try:
+            yield
+        except (jax.errors.JaxRuntimeError, MemoryError):
+            raise  # not caused by the files
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno in NOT_DAMAGE:
+                raise
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            raise damaged_checkpoint(self._folder, step, reason) from error
+
+    def is_saved(self) -> bool:
+        """Wait until the running save is complete.
+
+        Returns:
+            Whether it is; False if a save to a bucket has failed and can be tried again (`save`).
+
+        Raises:
+            OSError: it has failed.
+        """
+        if self._lost is None:
+            with self._losing():
+                self._wait_until_saved()
+        return self._lost is None
+
+    def wait(self) -> None:
+        """Wait until every save and export has finished.
+
+        Raises:
+            OSError: a save has failed.
+        """
+        self._wait_until_saved()
+        if self._exports is not None:
+            self._exports.wait()
+
+    def _wait_until_saved(self) -> None:
+        if self._lost is not None:
+            raise self._lost
+        with self._writing():
+            self._manager.wait_until_finished()
+            if self._removal is not None:
+                self._removal.result()
+                self._removal = None
+        if self._saving is not None:
+            self._num_lost = 0
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        """Wait for the running save and close. Its failure must not hide the run's own error."""
+        try:
+            if self._lost is None:
+                self._manager.close()
+            self._thread.shutdown()
+            self._remove_deleted()
+        except Exception as failure:
+            if kind is None:
+                kind = type(failure)
+                raise
+        finally:
+            if self._primary and not is_remote(self._folder):
+                with suppress(OSError):  # it holds checkpoints
+                    self._folder.rmdir()
+            self._quiet.__exit__(kind)

@@ -1,0 +1,304 @@
+"""The folder of a run's checkpoints, where it is not the run's folder itself.
+
+A cloud's machines are lost with their disks, so the checkpoints of their runs are in a bucket:
+`--training.checkpoint_dir=gs://BUCKET/FOLDER`. That folder has the form of a run's folder.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from fedpax.checkpoints.remote import resolve_folder
+from fedpax.checkpoints.saved_rounds import FOLDER, complete_rounds
+from fedpax.console import print_error
+from fedpax.files import LINES_BYTES, UnusableFileError, find_links, read_file, read_json
+from fedpax.run_files.configuration import FILE as CONFIGURATION
+from fedpax.run_files.configuration import ConfigurationError, is_remote, write_atomically
+from fedpax.run_files.goodput import FILE as GOODPUT
+from fedpax.run_files.metrics import FILE as METRICS
+from fedpax.run_files.metrics import SCALARS
+
+FOLDERS = (FOLDER, SCALARS, "exports", "profile", "syncer")
+"""The folders of a run, into which it writes."""
+OWNER = "owner.json"
+LAST_OWNER = ".owner"
+SECONDS_BETWEEN_BEATS = 10.0
+SECONDS_OF_SILENCE = 45.0
+SECONDS_BETWEEN_LOOKS = 2.0
+
+
+class LostCheckpointDirError(OSError):
+    """Another run has taken the folder of this run's checkpoints."""
+
+
+class CheckpointDir(AbstractContextManager["CheckpointDir"]):
+    """The folder of the checkpoints of a run that trains in another folder; a context manager.
+
+    The folder has the checkpoints, the exported models, and copies of `config.json`,
+    `metrics.jsonl` and `goodput.json`. Each checkpoint is preceded by new copies. So a process with
+    an empty run's folder, on another machine, resumes from them.
+
+    A bucket has no locks. `owner.json` names the run that may write. Its owner rewrites it every
+    `SECONDS_BETWEEN_BEATS`. Another run waits for `SECONDS_OF_SILENCE`, and takes the folder if the
+    file stays as it is. A run whose checkpoint is written reads the file once more, and completes
+    the checkpoint only if it is still the owner. If two runs take the folder at the same time, the
+    last one keeps it. The time between this reading and the write that completes the checkpoint,
+    one request, is not guarded.
+
+    A former owner that ran in the same run's folder is dead, since that folder has a lock. Then
+    there is no wait, and the files in the run's folder are newer than their copies.
+
+    Args:
+        folder: the folder of the checkpoints, a path or a folder in a bucket.
+        job_log_dir: the run's folder, which this process has locked.
+
+    Raises:
+        ConfigurationError: another run uses the folder, or it cannot be read or written.
+
+    Example:
+        >>> import tempfile
+        >>> folder, job_log_dir = (Path(tempfile.mkdtemp()) for _ in range(2))
+        >>> with CheckpointDir(folder, job_log_dir) as checkpoint_dir:
+        ...     checkpoint_dir.check()
+        ...     _ = (job_log_dir / "metrics.jsonl").write_text("{}")
+        >>> (folder / "metrics.jsonl").read_text()
+        '{}'
+    """
+
+    def __init__(self, folder: Path, job_log_dir: Path) -> None:
+        self._folder, self._job_log_dir = folder, job_log_dir
+        self._id = secrets.token_hex(8)
+        self._beats = 0
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="checkpoint_dir", daemon=True)
+
+    def __enter__(self) -> "CheckpointDir":
+        """Take the folder, and copy the files of an earlier machine from it."""
+        self._job_log_dir.mkdir(parents=True, exist_ok=True)
+        refusal: ConfigurationError | None = None
+        if jax.process_index() == 0:
+            try:
+                self._take()
+            except ConfigurationError as error:
+                refusal = error
+            except Exception as error:
+                refusal = ConfigurationError(
+                    f"--training.checkpoint_dir={self._folder} cannot be used "
+                    f"({type(error).__name__}: {error}), expected a folder in which files can be "
+                    "created, replaced and deleted. Check the permissions of this machine's "
+                    "account, or set another folder."
+                )
+        if jax.process_count() > 1:
+            refused = multihost_utils.broadcast_one_to_all(np.int32(refusal is not None))
+            if refused and refusal is None:
+                refusal = ConfigurationError(
+                    f"Process 0 cannot use {self._folder}; its message names the reason and the "
+                    "remedy."
+                )
+        if refusal is not None:
+            raise refusal
+        if jax.process_index() == 0:
+            self._thread.start()
+        return self
+
+    def _take(self) -> None:
+        if not is_remote(self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            check_links(self._folder, "--training.checkpoint_dir")
+        last = self._job_log_dir / LAST_OWNER
+        found = read_owner(self._folder)
+        was_here = found is not None and last.exists() and found["id"] == read_file(last).decode()
+        if found is not None and not found["free"] and not was_here:
+            self._wait_for_silence(found)
+        self._write()
+        write_atomically(last, self._id)
+        if not was_here:
+            for name in (METRICS, GOODPUT):
+                if (self._folder / name).exists():
+                    text = read_file(self._folder / name, LINES_BYTES).decode()
+                    write_atomically(self._job_log_dir / name, text)
+
+    def _wait_for_silence(self, found: dict[str, Any]) -> None:
+        print_error(
+            f"--training.checkpoint_dir={self._folder} was used last by {found['holder']}, and not "
+            f"released. Waiting {SECONDS_OF_SILENCE:g} s to see whether it still trains."
+        )
+        deadline = time.monotonic() + SECONDS_OF_SILENCE
+        while time.monotonic() < deadline:
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+            now = read_owner(self._folder)
+            if now is None or now["free"]:
+                return
+            if now != found:
+                raise ConfigurationError(
+                    f"--training.checkpoint_dir={self._folder} is in use by another run "
+                    f"({now['holder']}), expected a folder that no run trains in. Wait until it "
+                    "ends, stop it, or set another --training.checkpoint_dir."
+                )
+
+    def _write(self, *, free: bool = False) -> None:
+        self._beats += 1
+        record = {
+            "id": self._id,
+            "holder": f"process {os.getpid()} on {socket.gethostname()} in {self._job_log_dir}",
+            "free": free,
+            "beats": self._beats,
+            "time": time.time(),
+        }
+        write_atomically(self._folder / OWNER, json.dumps(record) + "\n")
+
+    def check(self) -> None:
+        """Check that this run is still the owner.
+
+        Raises:
+            LostCheckpointDirError: another run has taken the folder.
+            OSError: the folder cannot be read.
+        """
+        found = read_owner(self._folder)
+        if found is None or found["id"] != self._id:
+            holder = "no run" if found is None else found["holder"]
+            raise LostCheckpointDirError(
+                f"{self._folder} belongs to {holder} now, expected this run: its machine was "
+                f"silent for more than {SECONDS_OF_SILENCE:g} s, or the file {OWNER} was changed."
+            )
+
+    def before_complete(self) -> None:
+        """Check that this run is the owner, and copy its files: a checkpoint follows.
+
+        Raises:
+            LostCheckpointDirError: another run has taken the folder.
+            OSError: the folder cannot be read or written.
+        """
+        self.check()
+        self._copy(CONFIGURATION, METRICS, GOODPUT)
+
+    def _copy(self, *names: str) -> None:
+        for name in names:
+            if (self._job_log_dir / name).exists():
+                text = read_file(self._job_log_dir / name, LINES_BYTES).decode()
+                write_atomically(self._folder / name, text)
+
+    def _beat(self) -> None:
+        while not self._done.wait(SECONDS_BETWEEN_BEATS):
+            with contextlib.suppress(Exception):  # the next save raises if this is not passing
+                self.check()
+                self._write()
+                self._copy(GOODPUT)
+
+    def __exit__(self, *error: object) -> None:
+        """Copy the files a last time, and release the folder."""
+        if jax.process_index() != 0:
+            return
+        self._done.set()
+        self._thread.join()
+        with contextlib.suppress(Exception):  # it is complete as of the last checkpoint
+            self.before_complete()
+            self._write(free=True)
+
+
+def check_links(folder: Path, flag: str = "--job_log_dir") -> None:
+    """Check that no folder of a run is a link, or has one directly in it.
+
+    Args:
+        folder: the run's folder or its `checkpoint_dir`, a path.
+        flag: the flag that sets the folder, for the message.
+
+    Raises:
+        ConfigurationError: there is a link.
+    """
+    for path in find_links(folder, FOLDERS):
+        raise ConfigurationError(
+            f"{path} is a link to {os.readlink(path)}, expected a file or folder of the run "
+            "itself: the run would write and delete where the link leads. Remove the link, or set "
+            f"another {flag}; --training.checkpoint_dir saves checkpoints elsewhere."
+        )
+
+
+def read_owner(folder: Path) -> dict[str, Any] | None:
+    """Read who may write checkpoints to a folder.
+
+    Args:
+        folder: the folder of the checkpoints.
+
+    Returns:
+        The record; None if there is none, or if it is damaged.
+    """
+    try:
+        record: dict[str, Any] = read_json(folder / OWNER)
+        kinds = {"id": str, "holder": str, "free": bool, "time": int | float}
+        is_whole = all(isinstance(record[name], kind) for name, kind in kinds.items())
+        return record if is_whole else None
+    except (FileNotFoundError, NotADirectoryError, UnusableFileError):
+        return None
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def is_owned(folder: Path) -> bool:
+    """Return whether the owner of a folder of checkpoints has been heard of lately.
+
+    Args:
+        folder: the folder, which may be missing.
+    """
+    found = read_owner(folder)
+    return (
+        found is not None and not found["free"] and time.time() - found["time"] < SECONDS_OF_SILENCE
+    )
+
+
+def folder_of_checkpoints(job_log_dir: Path, checkpoint_dir: str | None) -> Path:
+    """Return the folder whose `checkpoints/` are those of a run, to read them.
+
+    Args:
+        job_log_dir: the run's folder, or its `checkpoint_dir`, or a copy of that one.
+        checkpoint_dir: `training.checkpoint_dir` of the run's configuration.
+    """
+    if checkpoint_dir is None or is_remote(job_log_dir) or complete_rounds(job_log_dir / FOLDER):
+        return job_log_dir
+    return resolve_folder(checkpoint_dir)
+
+
+def resolve_checkpoint_dir(job_log_dir: Path, checkpoint_dir: str | None) -> Path:
+    """Return the folder in which a run saves `checkpoints/`.
+
+    Args:
+        job_log_dir: the run's folder.
+        checkpoint_dir: `training.checkpoint_dir`. None: the run's folder.
+
+    Raises:
+        ConfigurationError: it cannot be used, or the run's folder has checkpoints itself.
+    """
+    if checkpoint_dir is None:
+        return job_log_dir
+    folder = resolve_folder(checkpoint_dir)
+    if folder != job_log_dir and complete_rounds(job_log_dir / FOLDER):
+        raise ConfigurationError(
+            f"{job_log_dir / FOLDER} has checkpoints, expected none: with --training."
+            f"checkpoint_dir={folder} they are there. Move {job_log_dir / FOLDER} to "
+            f"{folder / FOLDER}, or set another --job_log_dir."
+        )
+    return folder
+
+
+def refuse_checkpoint_dir(checkpoint_dir: str | None, command: str) -> None:
+    """Refuse a folder of checkpoints in a command that has none.
+
+    Raises:
+        ConfigurationError: it is set.
+    """
+    if checkpoint_dir is not None:
+        raise ConfigurationError(
+            f"--training.checkpoint_dir={checkpoint_dir}: `fedpax {command}` keeps checkpoints in "
+            "--job_log_dir alone, expected none. Leave it out."
+        )

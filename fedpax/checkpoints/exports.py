@@ -1,0 +1,204 @@
+"""Models of a run's checkpoints, written for other programs while the run trains."""
+
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from fedpax.algorithm import Params
+from fedpax.checkpoints.checksums import has_checksums
+from fedpax.checkpoints.literal_path import literal_path
+from fedpax.checkpoints.mounts import atomicity_of, delete_folder, rename_folder
+from fedpax.checkpoints.saved_params import load_params
+from fedpax.checkpoints.saved_rounds import FOLDER as CHECKPOINTS
+from fedpax.checkpoints.saved_rounds import complete_rounds
+from fedpax.console import print_error
+from fedpax.run_files.configuration import is_remote
+
+FOLDER = "exports"
+LAST_FILE = "config.json"
+"""The file that is written last: a folder without it is not complete."""
+SECONDS_BETWEEN_LOOKS = 0.2
+
+
+class Exports(AbstractContextManager["Exports"]):
+    """A thread that writes the model of some checkpoints to `exports/ROUND`; a context manager.
+
+    The thread reads a checkpoint when it is complete. So the devices keep nothing for it, and the
+    training waits only if the next export is due before the last one is complete. A folder is
+    written under a hidden name, which is changed when it is complete. If the process is killed
+    meanwhile, the next one writes the folder again: until the next export is due, the run keeps the
+    checkpoint (`fedpax.checkpoints.retention`).
+
+    A failure is printed, and does not stop the run.
+
+    Args:
+        folder: the run's folder, in which models are prepared.
+        run: the folder with the checkpoints and the exports, which can be in a bucket. Default
+            None: `folder`.
+        every: rounds between exports. 0: none.
+        last: the last round of the run, which is exported too.
+        write: `(folder, params) -> None`, writes the server's model, nested dicts of NumPy arrays,
+            to a new folder, and `config.json` there last.
+        enabled: False exports nothing; with several processes only one exports.
+
+    Example:
+        >>> import tempfile
+        >>> import jax.numpy as jnp
+        >>> from fedpax.checkpoints.checkpoint import Checkpoints
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> with Exports(folder, every=2, last=9, write=write_orbax) as exports:
+        ...     with Checkpoints(folder, keep=1, exports=exports) as checkpoints:
+        ...         checkpoints.save(2, {"params": {"w": jnp.arange(3.0)}}, {}, {})
+        >>> [path.name for path in (folder / "exports").iterdir()]
+        ['2']
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        every: int,
+        last: int,
+        write: Callable[[Path, Params], None],
+        run: Path | None = None,
+        enabled: bool = True,
+    ) -> None:
+        self._run = folder if run is None else run
+        self._drafts, self._folder = folder / FOLDER, self._run / FOLDER
+        self._every, self._last = every, last
+        self._write = write
+        self._enabled = enabled and every > 0
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="export")
+        self._running: Future[None] | None = None
+        self._closing = threading.Event()
+        self._skipped: set[int | None] = set()
+
+    def __enter__(self) -> "Exports":
+        """Write the model that an earlier process was killed before it had written."""
+        if self._enabled:
+            for folder in {self._drafts, self._folder}:
+                for draft in () if is_remote(folder) else folder.glob(".*.draft"):
+                    shutil.rmtree(draft)
+            saved = complete_rounds(self._run / CHECKPOINTS)
+            for number in [number for number in saved if self._is_due(number)][-1:]:
+                if not (self._folder / f"{number}" / LAST_FILE).is_file():
+                    self.start(number)
+        return self
+
+    def _is_due(self, round_number: int) -> bool:
+        return round_number == self._last or round_number % self._every == 0
+
+    def end_at(self, round_number: int) -> None:
+        """Let a run end before its last round: the model of this round is exported.
+
+        Args:
+            round_number: the round.
+        """
+        self._last = round_number
+
+    def start(self, round_number: int) -> None:
+        """Start to write the model of a checkpoint, if it is due.
+
+        Args:
+            round_number: the round of a checkpoint, which is saved or being saved.
+        """
+        if self._enabled and self._is_due(round_number):
+            self.wait()
+            self._running = self._thread.submit(self._export, round_number)
+
+    def wait(self) -> None:
+        """Wait until the export that was started last is complete; its checkpoint must be."""
+        if self._running is not None:
+            self._running.result()
+
+    def wait_if_due(self, round_number: int) -> None:
+        """Wait for the export before, if saving a round removes its checkpoint.
+
+        Args:
+            round_number: the round that is about to be saved.
+        """
+        if self._enabled and self._is_due(round_number):
+            self.wait()
+
+    def skip(self, round_number: int | None) -> None:
+        """Do not wait for a checkpoint whose save has failed.
+
+        Args:
+            round_number: its round.
+        """
+        self._skipped.add(round_number)
+
+    def _export(self, round_number: int) -> None:
+        if not self._wait_until_saved(round_number):
+            return
+        target = self._folder / f"{round_number}"
+        draft = self._drafts / f".{round_number}.draft"
+        try:
+            self._drafts.mkdir(exist_ok=True)
+            self._folder.mkdir(exist_ok=True)
+            self._write(draft, load_params(self._run, round_number))
+            if target.exists():  # of a run that has returned to an earlier round
+                delete_folder(target, last=LAST_FILE)
+            rename_folder(draft, target, last=LAST_FILE)
+        except Exception as error:
+            shutil.rmtree(draft, ignore_errors=True)
+            print_error(
+                f"The model of round {round_number} is not exported to {target} "
+                f"({type(error).__name__}: {error}). The run continues. Correct the cause, and run "
+                f"`fedpax export --job_log_dir={self._run} --round={round_number}` while "
+                "the run keeps this checkpoint."
+            )
+
+    def _wait_until_saved(self, round_number: int) -> bool:
+        """Return whether the checkpoint is complete; False if nothing will complete it."""
+        while True:
+            is_last_look = self._closing.is_set()
+            if has_checksums(self._run / CHECKPOINTS / f"{round_number}"):
+                return True
+            if is_last_look or round_number in self._skipped:
+                return False
+            factor = 10 if is_remote(self._run) else 1  # a look is a request
+            self._closing.wait(factor * SECONDS_BETWEEN_LOOKS)
+
+    def __exit__(self, *error: object) -> None:
+        """Wait until the export of a complete checkpoint is complete."""
+        self._closing.set()
+        self._thread.shutdown(wait=True)
+
+
+def write_orbax(folder: Path, params: Params) -> None:
+    """Write parameters as an Orbax checkpoint, `params` in a folder.
+
+    Args:
+        folder: the folder; created.
+        params: the parameters, JAX arrays of this process or NumPy arrays.
+    """
+    if jax.process_count() == 1:
+        folder.mkdir(parents=True)
+        with ocp.StandardCheckpointer(
+            atomicity_options=atomicity_of(folder),
+            # A checkpoint can be saved meanwhile: see `Checkpoints`.
+            async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
+        ) as checkpointer:
+            checkpointer.save(literal_path(folder / "params"), params)
+        return
+    # Orbax numbers the saves of a process: after a save by one process alone, its next save would
+    # wait for others that have another number.
+    arguments = pickle.dumps((folder, jax.tree.map(np.asarray, params)))
+    code = (
+        "import pickle, sys; from fedpax.checkpoints.exports import write_orbax; "
+        "write_orbax(*pickle.load(sys.stdin.buffer))"
+    )
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, "-c", code], input=arguments, env=environment, check=True)

@@ -1,0 +1,139 @@
+"""Object stores, such as a bucket that gcsfuse mounts, or one that is named by its URL."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+
+from fedpax.run_files.configuration import is_remote
+
+MOUNTS = Path("/proc/self/mounts")
+OBJECT_STORES = frozenset(
+    {"gcsfuse", "s3fs", "goofys", "geesefs", "rclone", "blobfuse", "blobfuse2"}
+)
+"""Names of programs that mount an object store, as Linux lists them after `fuse.`."""
+COMMITTED = "commit_success.txt"
+CHUNK_BYTES = 1 << 24
+
+
+def is_object_store(folder: Path) -> bool:
+    """Return whether a folder is in an object store.
+
+    Such a store has no operation that renames a folder with its files: the mount refuses it, or
+    copies file by file. A file is written completely or not at all.
+
+    Args:
+        folder: an absolute path, or a folder in a bucket. It may not exist.
+
+    Returns:
+        Whether it is named by a URL, or its file system is one of `OBJECT_STORES`; False for a path
+        where the operating system has no list of mounts.
+
+    Example:
+        >>> is_object_store(Path.home())
+        False
+    """
+    if is_remote(folder):
+        return True
+    try:
+        lines = MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return False
+    folder = folder.resolve()
+    types = {}
+    for line in lines:
+        _, place, kind, *_ = line.split(" ")
+        # The list writes a space as \\040; a later mount on the same place hides the earlier one.
+        types[Path(place.replace("\\040", " "))] = kind
+    found = next((types[place] for place in (folder, *folder.parents) if place in types), "")
+    return found.removeprefix("fuse.") in OBJECT_STORES
+
+
+def atomicity_of(folder: Path) -> ocp.options.AtomicityOptions:
+    """Return how Orbax completes a checkpoint: in an object store, it writes it in place.
+
+    A checkpoint in place is complete when it has `COMMITTED`. Checkpoints without this file, which
+    were copied into the store, can be read too.
+
+    Args:
+        folder: the folder of the checkpoint, which may not exist.
+    """
+    mode = ocp.options.AtomicityMode
+    if not is_object_store(folder):
+        return ocp.options.AtomicityOptions(mode.AUTO)
+    return ocp.options.AtomicityOptions(mode.COMMIT_FILE, allow_legacy_atomic_rename=True)
+
+
+def remove_folder(folder: Any) -> None:
+    """Remove a folder with its files.
+
+    Args:
+        folder: a path, or a folder in a bucket.
+
+    Raises:
+        OSError: the files cannot be removed.
+    """
+    if is_remote(folder):
+        folder.rmtree()
+    else:
+        shutil.rmtree(folder)
+
+
+def delete_folder(folder: Any, *, last: str) -> None:
+    """Delete a folder that counts as complete; if the process is killed, a part does not count.
+
+    On a disk the folder is renamed to `.NAME.deleted.draft` first; in an object store, which has no
+    such operation, one file is deleted first.
+
+    Args:
+        folder: a path, or a folder in a bucket.
+        last: name of the file in it without which it is incomplete.
+
+    Raises:
+        OSError: the files cannot be removed.
+    """
+    if is_object_store(folder):
+        (folder / last).unlink(missing_ok=True)
+        remove_folder(folder)
+        return
+    leftover = folder.with_name(f".{folder.name}.deleted.draft")
+    if leftover.exists():
+        shutil.rmtree(leftover)
+    folder.rename(leftover)
+    shutil.rmtree(leftover)
+
+
+def rename_folder(source: Path, target: Path, *, last: str) -> None:
+    """Rename a folder; in an object store, or between two of them, move its files one by one.
+
+    Args:
+        source: the folder, a path.
+        target: its new name, which does not exist: a path, or a folder in a bucket.
+        last: name of the file in it that is moved last: if the process is killed before, it is
+            missing in `target`.
+
+    Raises:
+        OSError: the files cannot be moved.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> (folder / "draft").mkdir()
+        >>> rename_folder(folder / "draft", folder / "model", last="config.json")
+        >>> [path.name for path in folder.iterdir()]
+        ['model']
+    """
+    one_store = not is_object_store(source) and not is_object_store(target)
+    if one_store and source.stat().st_dev == target.parent.stat().st_dev:
+        source.rename(target)
+        return
+    files = [path.relative_to(source) for path in source.rglob("*") if path.is_file()]
+    for file in sorted(files, key=lambda file: (file == Path(last), file)):
+        (target / file).parent.mkdir(parents=True, exist_ok=True)
+        if is_remote(target):
+            with (source / file).open("rb") as old, (target / file).open("wb") as new:
+                shutil.copyfileobj(old, new, CHUNK_BYTES)
+        else:
+            shutil.move(source / file, target / file)
+    shutil.rmtree(source)

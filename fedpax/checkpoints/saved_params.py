@@ -1,0 +1,165 @@
+"""The server's model of a checkpoint, or another field of the state, read without the rest."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from fedpax.algorithm import Params
+from fedpax.checkpoints.best_model import best_round
+from fedpax.checkpoints.checksums import find_damage
+from fedpax.checkpoints.open_checkpoints import open_checkpoints
+from fedpax.checkpoints.remote import resolve_folder
+from fedpax.checkpoints.saved_leaves import check_same_leaves, saved_struct
+from fedpax.checkpoints.saved_rounds import FOLDER, complete_rounds, damaged_checkpoint
+
+
+def load_params(
+    job_log_dir: str | Path,
+    round_number: int | None = None,
+    like: Params | None = None,
+    *,
+    best: bool = False,
+) -> Params:
+    """Load the server's model of a run, to use it after the training.
+
+    Args:
+        job_log_dir: the run's folder, or one in a bucket (`gs://`).
+        round_number: the checkpoint's round. Default None: the newest checkpoint.
+        like: the parameters' abstract values, each a `jax.ShapeDtypeStruct` with its sharding; a
+            device then reads only its shard. Default None: return NumPy arrays.
+        best: load the best model of the run, by its `training.keep_best`, in place of the newest.
+
+    Returns:
+        The parameters: JAX arrays in the structure of `like`, or nested dicts (and lists) of NumPy
+        arrays.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+        DamagedCheckpointError: its files are damaged.
+        ValueError: `like` has other leaves, or another shape, than the saved parameters; or `best`
+            is set, and the run keeps no best model or `round_number` is set too.
+    """
+    if best and round_number is not None:
+        raise ValueError(
+            f"load_params() got round_number={round_number} and best=True, expected one of them. "
+            "Leave one out."
+        )
+    if best:
+        round_number = best_round(job_log_dir)
+    folder, round_number = _find(job_log_dir, round_number)
+    # Other processes of a job need not read it.
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=jax.process_index(), active_processes={jax.process_index()}
+    )
+    every = ocp.options.MultiprocessingOptions()
+    options = ocp.CheckpointManagerOptions(
+        create=False, multiprocessing_options=alone if like is None else every
+    )
+    with _open(folder, options) as manager:
+        metadata = manager.item_metadata(round_number)
+        in_state = "params" in metadata["state"]
+        saved = metadata["state"]["params"] if in_state else metadata["params"]
+        item = jax.tree.map(lambda leaf: 0, saved)
+        if like is None:
+            arguments = jax.tree.map(lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray), item)
+        else:
+            flat = _restore_args(saved, like, round_number)
+            arguments = ocp.tree.from_flat_dict(flat, target=item)
+        if in_state:
+            params = _restore_field(manager, round_number, "params", item, arguments)
+        else:
+            restore = ocp.args.PyTreeRestore(item=item, restore_args=arguments)
+            composite = ocp.args.Composite(params=restore)
+            params = manager.restore(round_number, args=composite)["params"]
+    if like is None:
+        return params
+    return ocp.tree.from_flat_dict(ocp.tree.to_flat_dict(params), target=like)
+
+
+def load_field(job_log_dir: str | Path, field: str, round_number: int | None = None) -> Any:
+    """Load a field of the state of a run, such as what its clients keep.
+
+    Args:
+        job_log_dir: the run's folder, or one in a bucket (`gs://`).
+        field: the field of the state, such as `personal_params` of Ditto.
+        round_number: the checkpoint's round. Default None: the newest checkpoint.
+
+    Returns:
+        Nested dicts (and lists) of NumPy arrays. A `ClientStore` is the dict of its `rows`, row k
+        for client k.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+        DamagedCheckpointError: its files are damaged.
+        KeyError: the saved state has no such field.
+    """
+    folder, round_number = _find(job_log_dir, round_number)
+    with _open(folder, ocp.CheckpointManagerOptions(create=False)) as manager:
+        saved = manager.item_metadata(round_number)["state"]
+        if field not in saved:
+            raise KeyError(
+                f"The state of round {round_number} in {folder} has no field {field!r}, expected "
+                f"one of {', '.join(saved)}."
+            )
+        item = jax.tree.map(lambda leaf: 0, saved[field])
+        arguments = jax.tree.map(lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray), item)
+        return _restore_field(manager, round_number, field, item, arguments)
+
+
+def _find(job_log_dir: str | Path, round_number: int | None) -> tuple[Path, int]:
+    """Return the folder of a run's checkpoints and the round to read, whose files are intact."""
+    folder = resolve_folder(job_log_dir) / FOLDER
+    rounds = complete_rounds(folder)
+    if not rounds or (round_number is not None and round_number not in rounds):
+        wanted = "" if round_number is None else f" of round {round_number}"
+        raise FileNotFoundError(
+            f"{folder} has complete checkpoints of the rounds {rounds}, expected one{wanted}. "
+            "Train there first: fedpax train --exp=... --job_log_dir=..."
+        )
+    if round_number is None:
+        round_number = rounds[-1]
+    if damage := find_damage(folder / str(round_number)):
+        raise damaged_checkpoint(folder, round_number, damage)
+    return folder, round_number
+
+
+def _restore_field(
+    manager: ocp.CheckpointManager, round_number: int, field: str, item: Any, arguments: Any
+) -> Any:
+    restore = ocp.args.PyTreeRestore(
+        item={field: item}, restore_args={field: arguments}, partial_restore=True
+    )
+    composite = ocp.args.Composite(state=restore)
+    return manager.restore(round_number, args=composite)["state"][field]
+
+
+def _open(folder: Path, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManager:
+    """Open a folder, in which a run can remove other checkpoints while Orbax lists them."""
+    handlers = {
+        "state": ocp.PyTreeCheckpointHandler(),
+        "params": ocp.PyTreeCheckpointHandler(),
+        "progress": ocp.JsonCheckpointHandler(),
+    }
+    for _ in range(5 if jax.process_count() == 1 else 0):
+        try:
+            return open_checkpoints(folder, options=options, item_handlers=handlers)
+        except FileNotFoundError:
+            time.sleep(0.1)
+    return open_checkpoints(folder, options=options, item_handlers=handlers)
+
+
+def _restore_args(
+    saved: Params, like: Params, step: int
+) -> dict[tuple[str, ...], ocp.ArrayRestoreArgs]:
+    """Say for each saved parameter on which sharding and as which dtype to restore it."""
+    found, wanted = ocp.tree.to_flat_dict(saved), ocp.tree.to_flat_dict(like)
+    check_same_leaves(wanted, found, step)
+    for path, leaf in wanted.items():
+        saved_struct(leaf, tuple(found[path].shape), path)  # raises where shapes differ
+    # Shapes need no restore argument: they are equal.
+    restore_args = ocp.ArrayRestoreArgs
+    return {p: restore_args(sharding=x.sharding, dtype=x.dtype) for p, x in wanted.items()}

@@ -1,0 +1,1 @@
+"""Jobs whose hosts are lost and return: membership, coordinator, copies in memory."""

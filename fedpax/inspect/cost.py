@@ -1,0 +1,246 @@
+"""The cost of a program: what it broadcasts, reduces, computes and stores."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from fedpax.inspect.cost_table import Cost, PlacementCost, Transfer
+from fedpax.inspect.flops import NO_FLOPS, Flops, equation_flops
+from fedpax.inspect.sent_marks import kept_values, server_work
+from fedpax.inspect.transfers import sends_in_while, sent_values
+from fedpax.primitives._jax import (
+    Jaxpr,
+    JaxprEqn,
+    Var,
+    argument_names,
+    eliminate_dead_code,
+    inner_jaxprs,
+)
+from fedpax.primitives.map import federated_map_p
+from fedpax.primitives.peak_memory import num_bytes
+from fedpax.primitives.placement import Placement
+from fedpax.transforms.inlining import inline, is_federated, placements_of
+from fedpax.transforms.placed_values import PlacedValues, bodies_of
+from fedpax.transforms.value_names import Names, type_of
+
+
+def cost(program: Callable[..., Any], *args: Any, **kwargs: Any) -> Cost:
+    """Count the bytes, FLOPs and memory of one execution of a program.
+
+    Bytes are those of the federated operations: for each participant, the server values that it
+    receives and the values that it sends. A server value that several maps read is received once.
+    A value that passes from one map to another, or that the program returns for each participant,
+    is not sent. Between participants, an exchange counts once for the participant that sends.
+    For islands, one on each device, they are the bytes of the operands of the compiled program's
+    collectives along the placement's mesh axis. An aggregator's compressed values count as sent
+    bytes if it marks them with `fedpax.aggregators.mark_sent`. Client states in a store are neither
+    received nor sent: `gather_clients` and `scatter_clients` read and write what clients keep.
+
+    `cost` traces the program, and compiles it for the devices of the current mesh (for the peak
+    memory). It does not run it.
+
+    Args:
+        program: a function decorated with `fedpax.program`, or a function that calls decorated
+            functions, such as the `round` of an algorithm or its gradient. If it is under
+            `jax.jit`, its `donate_argnums` lower the peak memory.
+        *args: the arguments of `program`: arrays, or `jax.ShapeDtypeStruct`s.
+        **kwargs: the keyword arguments of `program`; likewise.
+
+    Returns:
+        The costs, as data. `print` shows a table.
+
+    Raises:
+        ValueError: the function calls no fedpax program.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import fedpax
+        >>> @fedpax.program(clients=4)
+        ... def gradient(w, x):
+        ...     return fedpax.federated_mean(fedpax.federated_map(lambda x: jnp.tanh(x @ w), x))
+        >>> costs = fedpax.cost(gradient, jnp.ones((3, 2)), jnp.ones((4, 3)))
+        >>> clients = costs.placements["clients"]
+        >>> clients.broadcast_bytes, clients.reduced_bytes, clients.flops
+        (24, 8, 14.0)
+        >>> print(str(costs).split("FLOPs")[0].rstrip())
+        clients: 4 participants
+          each receives       type          bytes
+            w                 float32[3,2]     24
+          each sends          type          bytes  sent
+            mean of <lambda>  float32[2]        8     8
+    """
+    closed = jax.make_jaxpr(program)(*args, **kwargs)
+    names = argument_names(closed)
+    inlined = eliminate_dead_code(inline(closed, inside=lambda inner: inner))
+    if not is_federated(inlined.jaxpr):
+        raise ValueError(
+            "cost(): the function has no federated_map, so there is no participant to count. Pass "
+            "a function decorated with fedpax.program, or one that calls it, and its arguments."
+        )
+    counter = _Counter()
+    arguments = {
+        v: [(name, type_of(v))] for v, name in zip(inlined.jaxpr.invars, names, strict=True)
+    }
+    server = counter.visit(inlined.jaxpr, Names(inlined.jaxpr, arguments), 1, {})
+    jitted = program if hasattr(program, "lower") else jax.jit(program)
+    memory = jitted.lower(*args, **kwargs).compile().memory_analysis()
+    peak = (
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        + memory.temp_size_in_bytes
+        + memory.generated_code_size_in_bytes
+        - memory.alias_size_in_bytes
+    )
+    return Cost(
+        {name: found.finish(name) for name, found in counter.placements.items()},
+        server.number,
+        peak,
+        server.is_exact and all(p.flops.is_exact for p in counter.placements.values()),
+    )
+
+
+# The arguments of a jaxpr that are placed, with their participants' axis, and those that are fixed.
+Placed = tuple[dict[Var, int], set[Var]]
+
+
+@dataclasses.dataclass
+class _Participant:
+    """The costs of a participant, while they are counted."""
+
+    size: int
+    broadcast: list[Transfer] = dataclasses.field(default_factory=list)
+    reduced: list[Transfer] = dataclasses.field(default_factory=list)
+    flops: Flops = NO_FLOPS
+
+    def finish(self, name: str) -> PlacementCost:
+        return PlacementCost(
+            name, self.size, tuple(self.broadcast), tuple(self.reduced), self.flops.number
+        )
+
+
+class _Counter:
+    """Counts the costs of the participants of each placement, level by level."""
+
+    def __init__(self) -> None:
+        self.placements: dict[str, _Participant] = {}
+
+    def visit(
+        self, jaxpr: Jaxpr, names: Names, executions: int, arguments: dict[Placement, Placed]
+    ) -> Flops:
+        """Count one level of a program, and return the FLOPs of its server.
+
+        Args:
+            jaxpr: a jaxpr with its calls inlined.
+            names: the names of its values.
+            executions: number of executions of the jaxpr.
+            arguments: for each placement, the arguments that are known to be placed.
+        """
+        by_participants: set[int] = set()
+        levels: list[PlacedValues] = []
+        server = NO_FLOPS
+        for placement in dict.fromkeys([*placements_of(jaxpr), *arguments]):
+            placed = PlacedValues(jaxpr, placement, *arguments.get(placement, ()))
+            levels.append(placed)
+            of_server, _ = server_work(placed.plan)
+            by_participants |= {id(one.eqn) for one in placed.plan.producer.values()} - of_server
+            self._count_placement(placed, names, executions)
+            server += Flops(is_exact=not sends_in_while(placed))
+        for eqn in jaxpr.eqns:
+            if id(eqn) in by_participants:
+                continue
+            if any(map(is_federated, inner_jaxprs(eqn))):
+                server += self._visit_control_flow(eqn, names, executions, levels)
+            else:
+                server += equation_flops(eqn).times(executions)
+        return server
+
+    def _visit_control_flow(
+        self, eqn: JaxprEqn, names: Names, executions: int, levels: list[PlacedValues]
+    ) -> Flops:
+        """Count the bodies of a loop, or the costliest branch of a conditional."""
+        name = eqn.primitive.name
+        if name == "scan":
+            executions *= eqn.params["length"]
+        found: list[tuple[Flops, _Counter]] = []
+        for i, body in enumerate(bodies_of(eqn) or ()):
+            counter = _Counter() if name in ("cond", "while") else self
+            inside = names.inside(body.jaxpr, [eqn.invars[k] for k in body.operands])
+            arguments = {}
+            for level in levels:
+                inner = level.uses[id(eqn)].bodies[i]
+                own = set(body.jaxpr.invars)
+                placed = {v: axis for v, axis in inner.axes.items() if v in own}
+                arguments[level.placement] = placed, inner.fixed & own
+            found.append((counter.visit(body.jaxpr, inside, executions, arguments), counter))
+        if name == "cond":
+            server, costliest = max(found, key=lambda one: one[1].total())
+            self._merge(costliest)
+            return server
+        server = sum((one for one, _ in found), start=NO_FLOPS)
+        if name != "while":
+            return server
+        costs_nothing = not server.number and all(c.total() == (0, 0) for _, c in found)
+        for _, counter in found:
+            self._merge(counter)
+        return Flops(server.number, server.is_exact and costs_nothing)
+
+    def _merge(self, other: _Counter) -> None:
+        for name, theirs in other.placements.items():
+            own = self.placements.setdefault(name, _Participant(theirs.size))
+            own.broadcast += theirs.broadcast
+            own.reduced += theirs.reduced
+            own.flops += theirs.flops
+
+    def total(self) -> tuple[float, float]:
+        """Return bytes and FLOPs of all participants, to compare branches."""
+        costs = [(p.finish(""), p.size) for p in self.placements.values()]
+        return (
+            sum(size * (c.broadcast_bytes + c.sent_bytes) for c, size in costs),
+            sum(size * c.flops for c, size in costs),
+        )
+
+    def _count_placement(self, values: PlacedValues, names: Names, executions: int) -> None:
+        plan, placement = values.plan, values.placement
+        own = self.placements.setdefault(placement.name, _Participant(placement.size))
+        of_server, _ = server_work(plan)
+        work = [
+            one
+            for key, one in {id(one.eqn): one for one in plan.producer.values()}.items()
+            if key not in of_server
+        ]
+        received: dict[Var, None] = {}
+        reads, _ = kept_values(plan)
+        for one in work:
+            if id(one.eqn) not in reads:
+                operands = zip(plan.operands(one.eqn), one.axes.operands, strict=True)
+                received |= {
+                    v: None
+                    for v, axis in operands
+                    # Participants compute constants themselves.
+                    if axis is None and isinstance(v, Var) and v not in values.known
+                }
+            if one.eqn.primitive is federated_map_p:
+                inner = one.eqn.params["jaxpr"]
+                if is_federated(inner.jaxpr):
+                    inlined = eliminate_dead_code(inline(inner, inside=lambda j: j)).jaxpr
+                    inside = names.inside(inlined, plan.operands(one.eqn))
+                    counter = _Counter()
+                    own.flops += counter.visit(inlined, inside, executions, {})
+                    for nested in placements_of(inlined):
+                        found = counter.placements[nested.name]
+                        own.flops += found.flops.times(nested.size)
+                    self._merge(counter)
+                else:
+                    own.flops += equation_flops(one.eqn).times(1 / placement.size).times(executions)
+            else:
+                own.flops += equation_flops(one.eqn).times(executions / placement.size)
+        for v in received:
+            size = num_bytes(v)
+            own.broadcast.append(
+                Transfer(names.of(v), "broadcast", type_of(v), size, size, executions)
+            )
+        own.reduced += sent_values(values, names, executions)

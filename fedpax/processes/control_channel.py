@@ -1,0 +1,217 @@
+"""The control channel of a job: small values from process 0 to the other processes."""
+
+import contextlib
+import json
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+
+from fedpax.processes.cluster import ClusterError, find_cluster
+from fedpax.processes.gather import gather_json
+from fedpax.processes.json_lines import MOST_STRANGERS, greetings, parse_line, printable, read_line
+
+SECONDS_TO_CONNECT = 60.0
+SECONDS_TO_GREET = 5.0
+SECONDS_BETWEEN_BEATS = 5.0
+LONGEST_VALUE = 2**26
+SECONDS_TO_FAIL = 10.0
+"""Seconds in which a process can fail for the reason for which another one has failed."""
+
+
+class ControlChannel(AbstractContextManager["ControlChannel"]):
+    """A connection of process 0 with each other process, beside the devices; a context manager.
+
+    A collective runs on the devices, after all programs that were dispatched before it. The channel
+    does not wait for them: processes can agree on their next programs while the devices compute.
+
+    If a process ends without closing its channel, or is silent, every process that is connected
+    with it calls `on_end`. If it closes its channel because of an error, they call it ten seconds
+    later, unless they have closed their channels by then.
+
+    All processes must make the channel at the same point of their programs. With one process there
+    is no connection.
+
+    Args:
+        on_end: called with a description such as "process 1 on host b has ended", in a thread.
+        silence: seconds without a message after which a process counts as silent. Default 40.0,
+            because `jax.distributed` aborts processes 50 to 100 seconds after one is silent.
+
+    Raises:
+        ClusterError: the processes cannot connect.
+
+    Example:
+        >>> with ControlChannel(print) as channel:
+        ...     channel.broadcast({"merges": 3})
+        {'merges': 3}
+    """
+
+    def __init__(self, on_end: Callable[[str], None], silence: float = 40.0) -> None:
+        self._on_end, self._silence = on_end, silence
+        self._sending = threading.Lock()
+        self._connections: dict[int, socket.socket] = {}
+        self._values: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        self.is_first = jax.process_index() == 0
+        if jax.process_count() == 1:
+            return
+        with contextlib.ExitStack() as server:
+            offer = {}
+            if self.is_first:
+                listener = server.enter_context(_listen())
+                offer = {
+                    "hosts": _own_names(),
+                    "port": listener.getsockname()[1],
+                    "token": secrets.token_hex(16),
+                }
+            offer = gather_json(offer)[0]
+            found = _accept_all(listener, offer) if self.is_first else [_connect(offer)]
+        for number, host, connection in found:
+            connection.settimeout(silence)
+            self._connections[number] = connection
+            threading.Thread(
+                target=self._read, args=(number, host, connection), daemon=True
+            ).start()
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def broadcast(self, value: Any) -> Any:
+        """Return the value of process 0 in all processes.
+
+        Process 0 does not wait for the others.
+
+        Args:
+            value: a tree of JSON types in process 0. The value of other processes is ignored.
+        """
+        if self.is_first:
+            self._send({"value": value})
+            return value
+        return self._values.get()
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        """Close the connections. After an error, the other processes end too."""
+        self._closed.set()
+        self._send({"failed": kind is not None})
+        for connection in self._connections.values():
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_WR)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        line = json.dumps(message).encode() + b"\n"
+        with self._sending:
+            for connection in self._connections.values():
+                with contextlib.suppress(OSError):  # the thread that reads notices it
+                    connection.sendall(line)
+
+    def _beat(self) -> None:
+        while not self._closed.wait(min(self._silence / 4, SECONDS_BETWEEN_BEATS)):
+            self._send({"beat": True})
+
+    def _read(self, number: int, host: str, connection: socket.socket) -> None:
+        """Receive values until the other process closes its channel, ends or is silent."""
+        with connection:
+            end = self._receive(connection)
+            if end is not None and not self._closed.is_set():
+                self._on_end(f"process {number} on {host} {end}")
+
+    def _receive(self, connection: socket.socket) -> str | None:
+        """Receive values; return how the other process has ended, or None if it is done."""
+        try:
+            with connection.makefile("rb") as lines:
+                while line := lines.readline(LONGEST_VALUE):
+                    if (message := parse_line(line)) is None:
+                        return f"has sent no JSON object within {LONGEST_VALUE} bytes"
+                    if "value" in message:
+                        self._values.put(message["value"])
+                    elif message.get("failed"):
+                        self._closed.wait(SECONDS_TO_FAIL)
+                        return "has failed"
+                    elif "failed" in message:
+                        return None
+        except TimeoutError:
+            return f"has sent nothing for {self._silence:g} s"
+        except OSError:
+            pass
+        return "has ended"
+
+
+def _own_names() -> list[str]:
+    """Return the names by which other hosts may reach this one, the most likely one first."""
+    cluster = find_cluster()
+    own = socket.gethostname()
+    names = [own, socket.getfqdn()]
+    with contextlib.suppress(OSError):
+        names.append(socket.gethostbyname(own))
+    return list(dict.fromkeys([*([cluster.host] if cluster else []), *names]))
+
+
+def _listen() -> socket.socket:
+    backlog = max(jax.process_count(), MOST_STRANGERS)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(
+            ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog
+        )
+    return socket.create_server(("", 0), backlog=backlog)
+
+
+def _accept_all(
+    listener: socket.socket, offer: dict[str, Any]
+) -> list[tuple[int, str, socket.socket]]:
+    """Return number, host and connection of each other process. Strangers are ignored."""
+    expected = set(range(1, jax.process_count()))
+    found: dict[int, tuple[int, str, socket.socket]] = {}
+    deadline = time.monotonic() + SECONDS_TO_CONNECT
+    with contextlib.closing(greetings(listener, deadline, SECONDS_TO_GREET)) as connections:
+        for connection, greeting in connections:
+            number, host = greeting.get("process"), printable(greeting.get("host"))
+            with contextlib.suppress(OSError):
+                if greeting.get("token") == offer["token"] and number in expected:
+                    connection.settimeout(SECONDS_TO_GREET)
+                    connection.sendall(b'{"welcome": true}\n')
+                    found[number] = number, host, connection
+                    if found.keys() == expected:
+                        return list(found.values())
+                    continue
+            connection.close()
+    raise ClusterError(
+        f"processes {sorted(expected - found.keys())} did not connect to process 0 on port "
+        f"{offer['port']} within {SECONDS_TO_CONNECT:g} s, expected all of them. Let the "
+        "hosts of the job connect to each other on any port."
+    )
+
+
+def _connect(offer: dict[str, Any]) -> tuple[int, str, socket.socket]:
+    """Connect to process 0."""
+    greeting = {
+        "token": offer["token"],
+        "process": jax.process_index(),
+        "host": socket.gethostname(),
+    }
+    reasons: dict[str, str] = {}
+    deadline = time.monotonic() + SECONDS_TO_CONNECT
+    while time.monotonic() < deadline:
+        for host in offer["hosts"]:
+            with contextlib.ExitStack() as after_failure:
+                try:
+                    connection = after_failure.enter_context(
+                        socket.create_connection((host, offer["port"]), SECONDS_TO_GREET)
+                    )
+                    connection.sendall(json.dumps(greeting).encode() + b"\n")
+                    if read_line(connection, SECONDS_TO_GREET).get("welcome"):
+                        after_failure.pop_all()
+                        return 0, host, connection
+                    reasons[host] = "another program answers"
+                except OSError as error:
+                    reasons[host] = str(error)
+        time.sleep(0.2)
+    tried = "; ".join(f"{host}: {reason}" for host, reason in reasons.items())
+    raise ClusterError(
+        f"process {jax.process_index()} cannot connect to process 0 on port {offer['port']} "
+        f"({tried}), expected one of these names to reach its host. Let the hosts of the job "
+        "connect to each other on any port, and resolve each other's names."
+    )

@@ -1,0 +1,222 @@
+"""The roll call: find the missing process of a job, before JAX connects them.
+
+If a process is missing, JAX aborts the other processes without naming it. If the coordinator's port
+is in use, JAX crashes. Therefore process 0 first listens on that port itself. Each process connects
+and sends its number and its count of processes. Process 0 answers when all have connected, or sends
+the numbers of the missing processes to those that have. The port is free again when the function
+returns.
+"""
+
+import contextlib
+import json
+import socket
+import time
+from typing import Any
+
+from fedpax.processes.cluster import Cluster, ClusterError
+from fedpax.processes.json_lines import MOST_STRANGERS, greetings, printable, read_line
+
+# A process sends and receives one line of JSON, so that bytes of another program are recognized.
+GREETING = "fedpax roll call 1"
+SECONDS_TO_TALK = 2.0
+
+
+def call_roll(cluster: Cluster, timeout: float) -> None:
+    """Wait until all processes of a job have connected.
+
+    If a process sends another count, or the number of another process, it raises at once. The other
+    processes continue to wait for the right one.
+
+    Args:
+        cluster: the processes.
+        timeout: seconds to wait.
+
+    Raises:
+        ClusterError: a process is missing, this process does not belong to the job, nothing
+            listens at the coordinator's address, or its port is in use.
+
+    Example:
+        >>> call_roll(Cluster("localhost:8476", 1, 0, "the test"), timeout=5)
+    """
+    deadline = time.monotonic() + timeout
+    if cluster.process_id == 0:
+        if cluster.num_processes > 1:
+            _answer_all(cluster, deadline, timeout)
+    else:
+        _report(cluster, deadline, timeout)
+
+
+def _answer_all(cluster: Cluster, deadline: float, timeout: float) -> None:
+    """Listen until each process has connected, then answer all of them."""
+    hosts = {0: socket.gethostname()}
+    turned_away: list[str] = []
+    with contextlib.ExitStack() as connections:
+        server = connections.enter_context(listen(cluster))
+        waiting: dict[int, socket.socket] = {}
+        found = greetings(server, deadline, SECONDS_TO_TALK)
+        with contextlib.closing(found):
+            for connection, greeting in found:
+                connections.enter_context(connection)
+                connection.settimeout(SECONDS_TO_TALK)
+                number, count = greeting.get("process"), greeting.get("count")
+                host = printable(greeting.get("host"))
+                if greeting.get("greeting") != GREETING or type(number) is not int:
+                    connection.close()  # a port scanner, or a process of something else
+                    continue
+                if number in waiting and _is_closed(waiting[number]):
+                    del hosts[number]  # it ended while it waited, and was started again
+                if refusal := _refusal(cluster, hosts, number, count):
+                    turned_away.append(f"process {printable(number)} on {host}: {refusal}")
+                    _send(connection, {"error": refusal})
+                    continue
+                hosts[number], waiting[number] = host, connection
+                if len(hosts) == cluster.num_processes:
+                    break
+        if len(hosts) < cluster.num_processes:
+            message = _missing(cluster, hosts, turned_away, timeout)
+            for one in waiting.values():
+                _send(one, {"error": message})
+            raise ClusterError(message)
+        server.close()  # from here on, a connection to the port is one to JAX's coordinator
+        for one in waiting.values():
+            _send(one, {"error": None})
+        # The other side closes first: then this host's port is free at once.
+        for one in waiting.values():
+            with contextlib.suppress(OSError):
+                one.recv(1)
+
+
+def wait_for_coordinator(cluster: Cluster, timeout: float) -> None:
+    """Wait after the roll call until JAX's coordinator listens.
+
+    If its first attempt to connect fails, JAX waits for one second before the next one.
+
+    Args:
+        cluster: the processes.
+        timeout: seconds to wait. Then the function returns, and JAX reports what it finds.
+    """
+    deadline = time.monotonic() + timeout
+    while cluster.process_id and time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            socket.create_connection((cluster.host, cluster.port), timeout=5).close()
+            return
+        time.sleep(0.01)
+
+
+def listen(cluster: Cluster, port: int | None = None) -> socket.socket:
+    """Listen on all addresses of this host, the host of process 0.
+
+    Args:
+        cluster: the processes.
+        port: the port. Default None: the coordinator's.
+
+    Returns:
+        The socket.
+
+    Raises:
+        ClusterError: the port is in use.
+    """
+    port = cluster.port if port is None else port
+    backlog = max(cluster.num_processes, MOST_STRANGERS)
+    try:
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(
+                ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog
+            )
+        return socket.create_server(("", port), backlog=backlog)
+    except OSError as error:
+        raise ClusterError(
+            f"process 0 cannot listen on port {port} of {socket.gethostname()} "
+            f"({error.strerror}), expected a free port. Another job or program may use it: choose "
+            "another port in JAX_COORDINATOR_ADDRESS (with Slurm also JAX_COORDINATOR_PORT), the "
+            "same in every process."
+        ) from None
+
+
+def _refusal(cluster: Cluster, hosts: dict[int, str], number: int, count: Any) -> str | None:
+    """Return why a process does not belong to the job, or None if it does."""
+    if count != cluster.num_processes:
+        return (
+            f"it was started with {printable(count)} processes, process 0 with "
+            f"{cluster.num_processes}, expected the same number in every process. Set the same "
+            "JAX_NUM_PROCESSES (Slurm: --ntasks) everywhere."
+        )
+    if not 0 <= number < cluster.num_processes:
+        return (
+            f"its number is {printable(number)}, expected 0 to {cluster.num_processes - 1}. "
+            "Number the processes from 0 in JAX_PROCESS_ID."
+        )
+    if number in hosts:
+        return (
+            f"its number {number} is that of a process on {hosts[number]}, expected one process "
+            "per number. Give every process its own JAX_PROCESS_ID, and end those of a former job."
+        )
+    return None
+
+
+def _missing(
+    cluster: Cluster, hosts: dict[int, str], turned_away: list[str], timeout: float
+) -> str:
+    """Return a message that names the missing processes."""
+    absent = [str(i) for i in range(cluster.num_processes) if i not in hosts]
+    listed = ", ".join(absent[:20]) + (" and others" if len(absent) > 20 else "")
+    present = ", ".join(f"{i} on {host}" for i, host in sorted(hosts.items())[:20])
+    strangers = f" Turned away: {'; '.join(turned_away[:5])}" if turned_away else ""
+    return (
+        f"{len(absent)} of {cluster.num_processes} processes did not come within {timeout:g} s: "
+        f"{listed}. Present: {present}.{strangers} Read the logs of the missing processes; they "
+        f"must reach {cluster.coordinator}. If they start later, raise --join_timeout; if there "
+        f"are fewer, lower their number ({cluster.source})."
+    )
+
+
+def _report(cluster: Cluster, deadline: float, timeout: float) -> None:
+    """Connect to process 0 until it answers."""
+    greeting = {
+        "greeting": GREETING,
+        "process": cluster.process_id,
+        "count": cluster.num_processes,
+        "host": socket.gethostname(),
+    }
+    reason = "no attempt"
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            # Short attempts: a host that starts later does not answer the first packets.
+            attempt = socket.create_connection((cluster.host, cluster.port), min(left, 10))
+            with attempt as connection:
+                _send(connection, greeting)
+                # Process 0 ends its wait after the same time, and must be able to say so.
+                answer = read_line(connection, left + 5)
+        except OSError as error:
+            reason = error.strerror or str(error)
+        else:
+            if answer.get("error", "") is None:
+                return
+            if answer.get("error"):
+                raise ClusterError(f"process {cluster.process_id}: {answer['error']}")
+            reason = "another program listens there, or process 0 has ended"
+        time.sleep(min(0.05, max(deadline - time.monotonic(), 0)))
+    raise ClusterError(
+        f"process {cluster.process_id} found no process 0 at {cluster.coordinator} within "
+        f"{timeout:g} s ({reason}), expected it to listen there. Read the log of process 0; check "
+        f"that the address ({cluster.source}) is that of its host, and that no firewall closes the "
+        "port. If process 0 starts later, raise --join_timeout."
+    )
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    """Return whether the other side has closed a connection on which it sends nothing more."""
+    connection.settimeout(0)
+    try:
+        return connection.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    finally:
+        connection.settimeout(SECONDS_TO_TALK)
+
+
+def _send(connection: socket.socket, message: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):
+        connection.sendall(json.dumps(message).encode() + b"\n")

@@ -1,0 +1,1 @@
+"""Reports on runs: tables, pictures, targets and comparisons."""

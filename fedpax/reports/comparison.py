@@ -1,0 +1,224 @@
+"""Comparison of several runs: a table, a picture and a JSON file from their logged metrics."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+from fedpax.reports.metric_table import check_metrics, format_metrics, metric_names
+from fedpax.reports.plot import Axis, plot_losses
+from fedpax.reports.repeats import DEVIATION, average_lines
+from fedpax.reports.table import (
+    format_bytes,
+    format_seconds,
+    markdown_table,
+    number_or_nan,
+)
+from fedpax.run_files.configuration import write_atomically
+from fedpax.run_files.metrics import read_metrics, select, throughput
+
+Folders: TypeAlias = str | Path | Sequence[str | Path]
+"""The folder of a run, or the folders of runs of one experiment with several seeds."""
+
+
+class RunSummary(NamedTuple):
+    """The results of one run.
+
+    Attributes:
+        name: the experiment.
+        loss: held-out loss after the last round.
+        bytes_across_placement: bytes that participants exchanged in all rounds together; NaN if
+            the number is unknown.
+        items: tokens or examples that the model was trained on.
+        items_per_second: throughput over all rounds, without compilation, evaluation and saving.
+        item_unit: the unit of `items`: `"tokens"` or `"examples"`.
+        num_parameters: numbers in the model; NaN if the line of the run's sizes is lost.
+        wall_seconds: total time of all processes that trained the run.
+        virtual_seconds: simulated seconds of an asynchronous run; NaN for any other run.
+        loss_deviation: standard deviation of the loss over seeds; NaN for one run.
+    """
+
+    name: str
+    loss: float
+    bytes_across_placement: float
+    items: int
+    items_per_second: float
+    item_unit: str
+    num_parameters: float
+    wall_seconds: float
+    virtual_seconds: float = math.nan
+    loss_deviation: float = math.nan
+
+    @property
+    def has_deviation(self) -> bool:
+        """Return whether the loss is a mean over seeds."""
+        return not math.isnan(self.loss_deviation)
+
+
+def summarize_run(name: str, job_log_dir: str | Path) -> RunSummary:
+    """Summarize a run from the metrics that it logged.
+
+    Args:
+        name: the run's name in the table.
+        job_log_dir: the run's folder.
+
+    Returns:
+        The summary.
+
+    Raises:
+        ValueError: the run has no evaluation yet.
+    """
+    return _summarize(name, [read_metrics(job_log_dir)], job_log_dir)
+
+
+def _summarize(
+    name: str, repeats: Sequence[Sequence[Mapping[str, Any]]], job_log_dir: str | Path
+) -> RunSummary:
+    lines = average_lines(repeats)
+    runs, rounds, evaluations = (select(lines, kind) for kind in ("run", "training", "evaluation"))
+    if not (rounds and evaluations):
+        raise ValueError(
+            f"{job_log_dir} has no evaluation of {name}, expected at least one. Train it there "
+            f"first: fedpax train --exp={name} --job_log_dir={job_log_dir}"
+        )
+    sizes = runs[0] if runs else {}
+    return RunSummary(
+        name=name,
+        loss=number_or_nan(evaluations[-1]["loss"]),
+        bytes_across_placement=number_or_nan(rounds[-1]["bytes_across_placement"]),
+        items=rounds[-1]["items"],
+        items_per_second=throughput(rounds),
+        item_unit=sizes.get("item_unit", "items"),
+        num_parameters=number_or_nan(sizes.get("num_parameters")),
+        wall_seconds=lines[-1]["wall_seconds"],
+        virtual_seconds=number_or_nan(rounds[-1].get("virtual_seconds")),
+        loss_deviation=evaluations[-1].get(DEVIATION, {}).get("loss", math.nan),
+    )
+
+
+def format_table(runs: Sequence[RunSummary]) -> str:
+    """Format runs as a Markdown table, one run per line.
+
+    Args:
+        runs: the summaries. If the runs have different units, every cell includes its unit. If one
+            of them has virtual seconds, there is a column for them.
+
+    Returns:
+        The table.
+
+    Example:
+        >>> run = RunSummary("diloco", 2.5, 3.2e6, 10**6, 9e3, "tokens", 2 * 10**6, 130.0)
+        >>> print(format_table([run]))
+        | experiment | held-out loss | communicated | tokens/s | parameters | wall time |
+        |------------|---------------|--------------|----------|------------|-----------|
+        | diloco     |        2.5000 |       3.2 MB |    9,000 |  2,000,000 |     130 s |
+    """
+    units = {run.item_unit for run in runs}
+    throughput = f"{units.pop()}/s" if len(units) == 1 else "throughput"
+    head: tuple[str, ...] = (
+        "experiment", "held-out loss", "communicated", throughput, "parameters", "wall time",
+    )  # fmt: skip
+    rows: list[tuple[str, ...]] = [
+        (
+            run.name,
+            f"{run.loss:.4f}" + (f" ± {run.loss_deviation:.4f}" if run.has_deviation else ""),
+            format_bytes(run.bytes_across_placement),
+            f"{run.items_per_second:,.0f}" + (f" {run.item_unit}/s" if units else ""),
+            "-" if math.isnan(run.num_parameters) else f"{run.num_parameters:,.0f}",
+            format_seconds(run.wall_seconds),
+        )
+        for run in runs
+    ]
+    if any(run.virtual_seconds == run.virtual_seconds for run in runs):
+        head = (*head, "virtual time")
+        rows = [
+            (*row, "-" if math.isnan(seconds) else format_seconds(seconds))
+            for row, seconds in zip(rows, (run.virtual_seconds for run in runs), strict=True)
+        ]
+    return markdown_table(head, rows)
+
+
+def plot_comparison(
+    folders: Mapping[str, Folders], path: str | Path, metrics: Sequence[str] = ()
+) -> None:
+    """Plot the held-out loss over items and over bytes that participants exchanged.
+
+    If a run has virtual seconds, there is a panel over them. If the bytes of all runs are unknown,
+    there is none over bytes. Means over seeds have error bars of a standard deviation.
+
+    Args:
+        folders: the folder of each run, or those of its seeds, by name.
+        path: the PNG to write.
+        metrics: the held-out metrics, one row of panels each. Default: the loss.
+    """
+    lines = read_averages(folders)
+    evaluations = [line for run in lines.values() for line in select(run, "evaluation")]
+    over: list[Axis] = ["items"]
+    if any(line.get("bytes_across_placement") is not None for line in evaluations):
+        over.append("bytes_across_placement")
+    if any("virtual_seconds" in line for run in lines.values() for line in run):
+        over.append("virtual_seconds")
+    plot_losses(lines, path, over=over, metrics=metrics or ("loss",))
+
+
+def read_averages(folders: Mapping[str, Folders]) -> dict[str, list[dict[str, Any]]]:
+    """Read the lines of `metrics.jsonl` of runs, averaged over seeds.
+
+    Args:
+        folders: the folder of each run, or those of its seeds, by name.
+    """
+    return {
+        name: average_lines([read_metrics(folder) for folder in _each(found)])
+        for name, found in folders.items()
+    }
+
+
+def _each(folders: Folders) -> Sequence[str | Path]:
+    return [folders] if isinstance(folders, str | Path) else folders
+
+
+def write_comparison(
+    folders: Mapping[str, Folders], destination: str | Path, metrics: Sequence[str] = ()
+) -> str:
+    """Write `comparison.png` and `comparison.json`.
+
+    Args:
+        folders: the folder of each run, or those of its seeds, by name.
+        destination: the folder for the two files.
+        metrics: the metrics of the picture and of the second table. Default: the loss in the
+            picture, and all others in the table.
+
+    Returns:
+        The table of the runs, and that of their metrics if there are any but the loss.
+
+    Raises:
+        ValueError: no run has such a metric, or a run has no evaluation.
+    """
+    lines = read_averages(folders)
+    runs = [
+        _summarize(name, [read_metrics(folder) for folder in _each(found)], _each(found)[0])
+        for name, found in folders.items()
+    ]
+    check_metrics(metrics, lines)
+    plot_comparison(folders, Path(destination) / "comparison.png", metrics)
+    content = [
+        {key: None if value != value else value for key, value in run._asdict().items()}
+        | {"metrics": _last_metrics(lines[run.name])}
+        for run in runs
+    ]
+    write_atomically(Path(destination) / "comparison.json", json.dumps(content, indent=2) + "\n")
+    second = format_metrics(lines, metrics)
+    return format_table(runs) + (f"\n\nMetrics:\n{second}" if second else "")
+
+
+def _last_metrics(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the last held-out and training metrics, with standard deviations over seeds."""
+    content: dict[str, Any] = {}
+    for kind in ("evaluation", "training"):
+        line = select(lines, kind)[-1]
+        names = metric_names({"": [line]})
+        content[kind] = {name: line[name] for name in names}
+        if DEVIATION in line:
+            content[f"{kind}_deviation"] = {name: line[DEVIATION].get(name) for name in names}
+    return content

@@ -1,0 +1,88 @@
+"""A table of the metrics of runs: those of the loss function and of the evaluation, by name."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fedpax.algorithm import RESERVED_METRICS
+from fedpax.reports.repeats import DEVIATION, format_mean, is_number
+from fedpax.reports.table import markdown_table
+from fedpax.run_files.metrics import select
+
+Lines = Sequence[Mapping[str, Any]]
+
+# In tables of their own columns, and in every line.
+OTHER_COLUMNS = frozenset({*RESERVED_METRICS, DEVIATION, "virtual_seconds"})
+KINDS = {"evaluation": "held-out", "training": "training"}
+
+
+def metric_names(runs: Mapping[str, Lines]) -> list[str]:
+    """Return the names of the metrics of runs, `loss` first.
+
+    Args:
+        runs: the lines of `metrics.jsonl` by run.
+    """
+    found: dict[str, None] = {}
+    for lines in runs.values():
+        for kind in KINDS:
+            for line in select(lines, kind)[-1:]:
+                found |= {name: None for name, value in line.items() if is_number(value)}
+    names = [name for name in found if name not in OTHER_COLUMNS]
+    return sorted(names, key=lambda name: name != "loss")
+
+
+def format_metrics(runs: Mapping[str, Lines], metrics: Sequence[str] = ()) -> str:
+    """Format the last values of the metrics as a Markdown table, one run per line.
+
+    Args:
+        runs: the lines of `metrics.jsonl` by run; averaged ones have standard deviations
+            (`fedpax.reports.repeats`).
+        metrics: the metrics' names. Default: all but `loss`, which other tables have.
+
+    Returns:
+        The table; an empty text without such a metric.
+
+    Example:
+        >>> lines = [{"kind": "evaluation", "round": 4, "loss": 0.5, "accuracy": 0.875}]
+        >>> print(format_metrics({"fedavg": lines}))
+        | experiment | held-out accuracy |
+        |------------|-------------------|
+        | fedavg     |            0.8750 |
+    """
+    names = metrics or [name for name in metric_names(runs) if name != "loss"]
+    last = {
+        (run, kind): (select(lines, kind) or [{}])[-1]
+        for run, lines in runs.items()
+        for kind in KINDS
+    }
+    columns = [
+        (kind, name)
+        for name in names
+        for kind in KINDS
+        if any(name in last[run, kind] for run in runs)
+    ]
+    if not columns:
+        return ""
+    head = ["experiment", *(f"{KINDS[kind]} {name}" for kind, name in columns)]
+    return markdown_table(
+        head,
+        [[run, *(format_mean(last[run, kind], name) for kind, name in columns)] for run in runs],
+    )
+
+
+def check_metrics(metrics: Sequence[str], runs: Mapping[str, Lines]) -> None:
+    """Check that each metric is one of a run.
+
+    Args:
+        metrics: the names that the command line gave.
+        runs: the lines of `metrics.jsonl` by run.
+
+    Raises:
+        ValueError: no run has the metric.
+    """
+    known = metric_names(runs)
+    for name in metrics:
+        if name not in known:
+            raise ValueError(
+                f"--metric={name}: no run has the metric {name!r}, expected one of "
+                f"{', '.join(known)}. Set for example --metric={known[0] if known else 'loss'}."
+            )

@@ -1,0 +1,188 @@
+"""The progress of runs, read from their folders while they train and afterwards."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+from fedpax.checkpoints.best_model import STOP
+from fedpax.checkpoints.checkpoint_dir import folder_of_checkpoints
+from fedpax.checkpoints.saved_rounds import latest_round
+from fedpax.console import escape_controls
+from fedpax.files import describe_no_permission
+from fedpax.reports.table import (
+    format_bytes,
+    format_seconds,
+    markdown_table,
+    number_or_nan,
+)
+from fedpax.run_files.configuration import (
+    FILE,
+    ConfigurationError,
+    flatten,
+    read_configuration_json,
+)
+from fedpax.run_files.goodput import BUCKETS, Bucket, read_goodput
+from fedpax.run_files.metrics import FILE as METRICS
+from fedpax.run_files.metrics import describe_damage, read_metrics, select, throughput
+from fedpax.training.job_dir import is_in_use
+
+
+class RunReport(NamedTuple):
+    """The progress of a run, as its folder records it.
+
+    Attributes:
+        name: the experiment's name, or that of the folder if it is unknown.
+        state: `running` while a process holds the folder, `finished` when the last round is saved,
+            otherwise `stopped`.
+        rounds: number of rounds that are logged or saved.
+        total_rounds: number of rounds of the experiment, or None if it is unknown.
+        training_loss: training loss of the last logged round; NaN if there is none.
+        heldout_loss: held-out loss of the last evaluation; NaN if there is none.
+        items_per_second: throughput, as `fedpax.run_files.metrics.throughput` measures it.
+        item_unit: the unit of items: `"tokens"` or `"examples"`.
+        bytes_across_placement: bytes that participants exchanged in all rounds; NaN if unknown.
+        wall_seconds: total time of all processes that trained the run.
+        goodput: seconds by use (`fedpax.run_files.goodput`); empty if they are unknown.
+        spikes: number of rounds that spiked.
+        damage: what cannot be read, in words.
+    """
+
+    name: str
+    state: Literal["running", "finished", "stopped"]
+    rounds: int
+    total_rounds: int | None
+    training_loss: float
+    heldout_loss: float
+    items_per_second: float
+    item_unit: str
+    bytes_across_placement: float
+    wall_seconds: float
+    goodput: Mapping[Bucket, float] = MappingProxyType({})
+    spikes: int = 0
+    damage: tuple[str, ...] = ()
+
+
+def report_run(folder: Path) -> RunReport:
+    """Read the progress of a run, and change nothing in its folder.
+
+    Args:
+        folder: the run's folder, or its `checkpoint_dir`.
+    """
+    damage = []
+    name, total_rounds, saved_in = folder.name, None, folder
+    try:
+        if found := read_configuration_json(folder):
+            exp, configuration = found
+            name = exp or name
+            fields = dict(flatten(configuration))
+            total = fields.get("training.rounds")
+            total_rounds = total if isinstance(total, int) else None
+            checkpoint_dir = fields.get("training.checkpoint_dir")
+            if isinstance(checkpoint_dir, str):
+                saved_in = folder_of_checkpoints(folder, checkpoint_dir)
+    except ConfigurationError as error:
+        damage.append(str(error))
+    saved, is_running = 0, is_in_use(folder)
+    try:
+        saved = latest_round(saved_in) or 0
+    except PermissionError as error:
+        damage.append(describe_no_permission(Path(error.filename or saved_in)))
+    lines: list[dict[str, Any]] = []
+    try:
+        lines = read_metrics(folder)
+        damage += describe_damage(folder, 0 if is_running else saved)
+    except ConfigurationError as error:
+        damage.append(str(error))
+    rounds, evaluations = select(lines, "training"), select(lines, "evaluation")
+    last = rounds[-1] if rounds else {}
+    stops = [line["round"] for line in select(lines, STOP)]
+    finished = total_rounds is not None and saved >= total_rounds
+    finished |= saved > 0 and stops[-1:] == [max(saved, last.get("round", 0))]
+    sizes = (select(lines, "run") or [{}])[0]
+    goodput = read_goodput(folder)
+    seconds = goodput[0] if goodput else {}
+    logged = number_or_nan(lines[-1].get("wall_seconds") if lines else None)
+    return RunReport(
+        name=escape_controls(name),
+        state="running" if is_running else "finished" if finished else "stopped",
+        rounds=max(saved, last.get("round", 0)),
+        total_rounds=total_rounds,
+        training_loss=number_or_nan(last.get("loss")),
+        heldout_loss=number_or_nan(evaluations[-1].get("loss") if evaluations else None),
+        items_per_second=throughput(rounds),
+        item_unit=str(sizes.get("item_unit", "items")),
+        bytes_across_placement=number_or_nan(last.get("bytes_across_placement")),
+        # The file is newer than the last line, unless it is missing or was left by an old version.
+        wall_seconds=max(sum(seconds.values()), logged) if seconds else logged,
+        goodput=seconds,
+        spikes=int(last.get("spikes") or 0),
+        damage=tuple(damage),
+    )
+
+
+def holds_run(folder: Path) -> bool:
+    """Return whether a folder holds a run, or one that is about to start."""
+    return any((folder / name).exists() for name in (FILE, METRICS)) or is_in_use(folder)
+
+
+def format_reports(reports: Sequence[RunReport]) -> str:
+    """Format reports as a Markdown table, one run per line.
+
+    Example:
+        >>> run = RunReport("diloco", "running", 30, 440, 2.5, math.nan, 9e3, "tokens", 3.2e6, 60.0)
+        >>> for line in format_reports([run]).splitlines()[::2]:
+        ...     print(line[:55])
+        | experiment | rounds | training loss | held-out loss |
+        | diloco     | 30/440 |        2.5000 |             - |
+    """
+    head = (
+        "experiment", "rounds", "training loss", "held-out loss", "throughput", "communicated",
+        "wall time", "state",
+    )  # fmt: skip
+    rows = [
+        (
+            run.name,
+            f"{run.rounds:,}/{'?' if run.total_rounds is None else format(run.total_rounds, ',')}",
+            _or_dash(run.training_loss, f"{run.training_loss:.4f}"),
+            _or_dash(run.heldout_loss, f"{run.heldout_loss:.4f}"),
+            _or_dash(run.items_per_second, f"{run.items_per_second:,.0f} {run.item_unit}/s"),
+            _or_dash(run.bytes_across_placement, format_bytes(run.bytes_across_placement)),
+            _or_dash(run.wall_seconds, format_seconds(run.wall_seconds)),
+            run.state,
+        )
+        for run in reports
+    ]
+    return markdown_table(head, rows)
+
+
+def format_goodput(reports: Sequence[RunReport]) -> str:
+    """Format the use of the runs' wall time as a Markdown table, one run per line.
+
+    Args:
+        reports: the runs; those whose use of time is unknown are left out.
+
+    Returns:
+        The table, or an empty text without such a run.
+
+    Example:
+        >>> known = {"input": 1.0, "compile": 4.0, "step": 90.0, "evaluate": 3.0, "save": 2.0}
+        >>> run = RunReport("diloco", "running", 30, 440, 2.5, math.nan, 9e3, "tokens", 3.2e6, 60.0)
+        >>> print(format_goodput([run._replace(goodput={**known, "lost": 0.0}), run]))
+        | experiment | step (goodput) | input | compile | evaluate | save | lost | spikes |
+        |------------|----------------|-------|---------|----------|------|------|--------|
+        | diloco     |          90.0% |  1.0% |    4.0% |     3.0% | 2.0% | 0.0% |      0 |
+    """
+    rest = [bucket for bucket in BUCKETS if bucket != "step"]
+    rows = []
+    for run in reports:
+        if total := sum(run.goodput.values()):
+            seconds = [run.goodput["step"], *(run.goodput[bucket] for bucket in rest)]
+            shares = [f"{part / total:.1%}" for part in seconds]
+            rows.append((run.name, *shares, f"{run.spikes:,}"))
+    return markdown_table(("experiment", "step (goodput)", *rest, "spikes"), rows) if rows else ""
+
+
+def _or_dash(number: float, text: str) -> str:
+    return "-" if math.isnan(number) else text

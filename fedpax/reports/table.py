@@ -1,0 +1,66 @@
+"""Markdown tables, and the numbers in their cells."""
+
+import math
+from collections.abc import Sequence
+
+from matplotlib.ticker import EngFormatter
+
+from fedpax.console import escape_controls
+
+
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Format a Markdown table: the first column aligned left, all others right.
+
+    Args:
+        head: the columns' names.
+        rows: the cells, row by row.
+
+    Example:
+        >>> print(markdown_table(["run", "loss"], [["diloco", "2.5"], ["single", "12.5"]]))
+        | run    | loss |
+        |--------|------|
+        | diloco |  2.5 |
+        | single | 12.5 |
+    """
+    # Names come from files, which can come from others.
+    head = [escape_controls(cell) for cell in head]
+    rows = [[escape_controls(cell) for cell in row] for row in rows]
+    widths = [max(len(cell) for cell in column) for column in zip(head, *rows, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
+        padded[0] = cells[0].ljust(widths[0])
+        return f"| {' | '.join(padded)} |"
+
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    heading = " | ".join(cell.ljust(width) for cell, width in zip(head, widths, strict=True))
+    return "\n".join([f"| {heading} |", rule, *(line(row) for row in rows)])
+
+
+def format_bytes(count: float) -> str:
+    """Format a number of bytes, or `unknown` if it is not finite.
+
+    Example:
+        >>> format_bytes(153.6e6), format_bytes(0), format_bytes(math.nan)
+        ('153.6 MB', '0 B', 'unknown')
+    """
+    if not math.isfinite(count):
+        return "unknown"
+    return EngFormatter(unit="B", places=1)(count) if count else "0 B"
+
+
+def format_seconds(seconds: float) -> str:
+    """Format a time: in seconds, or from an hour on in hours and minutes.
+
+    Example:
+        >>> format_seconds(130.2), format_seconds(7500)
+        ('130 s', '2 h 05 min')
+    """
+    if seconds < 3600:
+        return f"{seconds:.0f} s"
+    return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:02.0f} min"
+
+
+def number_or_nan(value: float | None) -> float:
+    """Return NaN for null, which stands in `metrics.jsonl` for numbers that are not finite."""
+    return math.nan if value is None else value

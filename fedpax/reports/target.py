@@ -1,0 +1,272 @@
+"""Targets: the rounds, bytes and FLOPs that runs need until a metric reaches a value."""
+
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
+
+from fedpax.clients.cohort import Cohort
+from fedpax.inspect.cost import cost
+from fedpax.reports.plot import COLORS, save_picture
+from fedpax.reports.table import format_bytes, markdown_table, number_or_nan
+from fedpax.run_files.configuration import write_atomically
+from fedpax.training.experiment import Run
+from fedpax.transforms.inlining import program_placements
+
+LINE_STYLES = ("-", "--", ":", "-.")
+
+
+class Target(NamedTuple):
+    """A value that a held-out metric should reach.
+
+    Attributes:
+        metric: name of the metric, such as `accuracy`.
+        value: the value. A loss reaches it from above, any other metric from below.
+    """
+
+    metric: str
+    value: float
+
+    @property
+    def is_loss(self) -> bool:
+        """Return whether smaller values are better."""
+        return self.metric.endswith("loss")
+
+    def first(self, values: Sequence[float]) -> int | None:
+        """Return the index of the first value that reaches the target; None if none does.
+
+        Example:
+            >>> Target("accuracy", 0.8).first([0.5, 0.81, 0.7]), Target("loss", 0.1).first([0.2])
+            (1, None)
+        """
+        found = np.asarray(values)
+        reached = found <= self.value if self.is_loss else found >= self.value
+        return int(np.argmax(reached)) if reached.any() else None
+
+    def best(self, values: Sequence[float]) -> float:
+        """Return the best value, without NaN."""
+        known = [value for value in values if not math.isnan(value)] or [math.nan]
+        return min(known) if self.is_loss else max(known)
+
+
+def parse_target(text: str) -> Target:
+    """Parse `METRIC=VALUE`.
+
+    Raises:
+        ValueError: the text has another form, or the value is not finite.
+
+    Example:
+        >>> parse_target("accuracy=0.85")
+        Target(metric='accuracy', value=0.85)
+    """
+    metric, _, number = text.partition("=")
+    try:
+        value = float(number)
+    except ValueError:
+        value = math.nan
+    if not metric or not math.isfinite(value):
+        raise ValueError(
+            f"--target={text} is no target, expected a metric of the evaluation and a number. Set "
+            "for example --target=accuracy=0.85."
+        )
+    return Target(metric, value)
+
+
+class Course(NamedTuple):
+    """A metric in the course of a run, one entry per evaluation.
+
+    Attributes:
+        values: the metric.
+        rounds: numbers of rounds.
+        num_bytes: bytes that all participants together received and sent; NaN if unknown.
+        flops: floating-point operations of all participants together; NaN if unknown.
+    """
+
+    values: Sequence[float]
+    rounds: Sequence[int]
+    num_bytes: Sequence[float]
+    flops: Sequence[float]
+
+
+def course_of(run: Run, evaluations: Sequence[Mapping[str, Any]], metric: str) -> Course:
+    """Add the bytes and FLOPs of participants to the evaluations of a run.
+
+    `fedpax.cost` counts both for a round in which all participants take all steps; they are unknown
+    if the round is no fedpax program. The FLOPs of a round are scaled by its number of valid steps.
+    If participants differ in their steps, the run's cohorts are drawn again up to the last
+    evaluation.
+
+    Args:
+        run: the run, whose data is at the beginning; its mesh must be set.
+        evaluations: the evaluations, each with its `round` and the metric.
+        metric: the metric's name.
+    """
+    rounds = [line["round"] for line in evaluations]
+    cohort = next(run.cohorts)
+    state = jax.eval_shape(lambda key: run.algorithm.init(run.init(key)), jax.random.key(0))
+    frozen = () if run.frozen is None else (run.frozen.shapes,)
+    has_steps = isinstance(cohort, Cohort) and cohort.num_steps is not None
+    all_steps = cohort._replace(num_steps=None) if has_steps else cohort
+    arguments = (state, all_steps, *frozen)
+    jaxpr = jax.make_jaxpr(run.algorithm.round)(*arguments)
+    if run.placement in program_placements(jaxpr.jaxpr):
+        each = cost(run.algorithm.round, *arguments).placements[run.placement]
+        num_bytes = float(each.size * (each.broadcast_bytes + each.sent_bytes))
+        full_flops = each.size * each.flops
+    else:  # the round is no fedpax program
+        num_bytes, full_flops = math.nan, math.nan
+    fractions = [1.0] * max(rounds)
+    if has_steps:
+        later = (next(run.cohorts) for _ in range(max(rounds) - 1))
+        fractions = [_valid_fraction(one) for one in itertools.chain([cohort], later)]
+    flops = full_flops * np.cumsum(fractions)
+    return Course(
+        values=[number_or_nan(line.get(metric)) for line in evaluations],
+        rounds=rounds,
+        num_bytes=[num_bytes * number for number in rounds],
+        flops=[float(flops[number - 1]) for number in rounds],
+    )
+
+
+def _valid_fraction(cohort: Cohort) -> float:
+    """Return the fraction of the steps of a cohort that are valid."""
+    steps = jax.tree.leaves(cohort.batches)[0].shape[1]
+    return float(np.mean(np.asarray(cohort.num_steps)) / steps)
+
+
+class CostToTarget(NamedTuple):
+    """Rounds, bytes and FLOPs of a run until the target.
+
+    Attributes:
+        rounds: number of rounds; None if the target was not reached.
+        num_bytes: bytes that all participants together received and sent; NaN if not reached.
+        flops: floating-point operations of all participants together; NaN if not reached.
+        best: the best value of all evaluations.
+    """
+
+    rounds: int | None
+    num_bytes: float
+    flops: float
+    best: float
+
+
+def cost_to_target(course: Course, target: Target) -> CostToTarget:
+    """Return the costs at the first evaluation that reaches the target.
+
+    Example:
+        >>> course = Course([0.5, 0.9, 0.8], [10, 20, 30], [1e6, 2e6, 3e6], [1e9, 2e9, 3e9])
+        >>> cost_to_target(course, Target("accuracy", 0.85))
+        CostToTarget(rounds=20, num_bytes=2000000.0, flops=2000000000.0, best=0.9)
+    """
+    best, index = target.best(course.values), target.first(course.values)
+    if index is None:
+        return CostToTarget(None, math.nan, math.nan, best)
+    return CostToTarget(course.rounds[index], course.num_bytes[index], course.flops[index], best)
+
+
+def format_target_table(costs: Mapping[str, CostToTarget], target: Target) -> str:
+    """Format the costs as a Markdown table, the run with the fewest rounds first.
+
+    Example:
+        >>> costs = {"fedavg": CostToTarget(29, 11.2e6, 1.2e8, 0.946)}
+        >>> print(format_target_table(costs, Target("accuracy", 0.85)))
+        | experiment | rounds to accuracy 0.85 | bytes   | FLOPs   | best accuracy |
+        |------------|-------------------------|---------|---------|---------------|
+        | fedavg     |                      29 | 11.2 MB | 1.2e+08 |        0.9460 |
+    """
+    sign = 1 if target.is_loss else -1
+
+    def order(name: str) -> tuple[float, float]:
+        found = costs[name]
+        return (math.inf if found.rounds is None else found.rounds, sign * found.best)
+
+    head = [
+        "experiment",
+        f"rounds to {target.metric} {target.value:g}",
+        "bytes",
+        "FLOPs",
+        f"best {target.metric}",
+    ]
+    rows = []
+    for name in sorted(costs, key=order):
+        found = costs[name]
+        reached = found.rounds is not None
+        rows.append(
+            [
+                name,
+                f"{found.rounds:,}" if reached else "not reached",
+                format_bytes(found.num_bytes) if reached else "-",
+                _format_flops(found.flops) if reached else "-",
+                f"{found.best:.4f}",
+            ]
+        )
+    return markdown_table(head, rows)
+
+
+def _format_flops(flops: float) -> str:
+    return f"{flops:.3g}" if math.isfinite(flops) else "unknown"
+
+
+def write_target_comparison(
+    courses: Mapping[str, Course], target: Target, destination: str | Path
+) -> str:
+    """Write `target.png` and `target.json`.
+
+    Args:
+        courses: the courses by the runs' names.
+        target: the target.
+        destination: the folder for the two files.
+
+    Returns:
+        The table.
+    """
+    costs = {name: cost_to_target(course, target) for name, course in courses.items()}
+    plot_courses(courses, target, Path(destination) / "target.png")
+    content = {
+        "target": target._asdict(),
+        "runs": [
+            {"name": name}
+            | {key: None if value != value else value for key, value in found._asdict().items()}
+            for name, found in costs.items()
+        ],
+    }
+    write_atomically(Path(destination) / "target.json", json.dumps(content, indent=2) + "\n")
+    return format_target_table(costs, target)
+
+
+def plot_courses(courses: Mapping[str, Course], target: Target, path: str | Path) -> None:
+    """Draw the metric of each run over rounds and over bytes, with the target.
+
+    Args:
+        courses: the courses by the runs' names.
+        target: the target.
+        path: the PNG to write.
+    """
+    figure = Figure(figsize=(11, 4.5), dpi=110, layout="constrained")
+    over_rounds, over_bytes = figure.subplots(1, 2, sharey=True)
+    for number, (name, course) in enumerate(courses.items()):
+        style = {
+            "color": COLORS[number % len(COLORS)],
+            "linestyle": LINE_STYLES[number // len(COLORS) % len(LINE_STYLES)],
+            "linewidth": 1.2,
+        }
+        over_rounds.plot(course.rounds, course.values, label=name, **style)
+        over_bytes.plot(course.num_bytes, course.values, **style)
+    for axes, label in ((over_rounds, "round"), (over_bytes, "bytes of all participants")):
+        axes.axhline(target.value, color="gray", linewidth=0.8)
+        axes.set_xlabel(label)
+        axes.grid(alpha=0.25, linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+    if any(number > 0 for course in courses.values() for number in course.num_bytes):
+        over_bytes.set_xscale("log")
+        over_bytes.xaxis.set_major_formatter(EngFormatter(unit="B"))
+    over_rounds.set_ylabel(f"held-out {target.metric}")
+    figure.legend(loc="outside right center", frameon=False, fontsize="small")
+    save_picture(figure, path)

@@ -1,0 +1,1 @@
+"""The files of a run's folder: config.json, metrics.jsonl, goodput.json."""

@@ -1,0 +1,381 @@
+"""Configurations as JSON: `config.json` in a run's folder, read back as an equal dataclass."""
+
+import dataclasses
+import inspect
+import json
+import re
+import sys
+from collections.abc import Collection, Iterator
+from pathlib import Path, PurePath
+from typing import Any
+
+from fedpax.files import describe_no_permission, read_json, replace_file
+from fedpax.run_files.known_classes import (
+    find_class,
+    find_in_fedpax,
+    is_within_fedpax,
+    name_of_class,
+    own_classes,
+)
+
+VERSION = 1
+FILE = "config.json"
+URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")  # one slash: Path("gs://bucket") is gs:/bucket
+
+
+class ConfigurationError(Exception):
+    """A configuration that cannot be written, read or resumed; the message names the remedy."""
+
+
+def to_json(configuration: Any, path: str = "") -> Any:
+    """Convert nested frozen dataclasses to values that JSON can hold.
+
+    A dataclass becomes an object with its fields and `"class": "module:Name"`; no field can have
+    the name `class`. A tuple becomes a list.
+
+    Args:
+        configuration: a frozen dataclass of ints, floats, strings, bools, `None`, tuples and
+            other such dataclasses.
+        path: the configuration's own path, for error messages.
+
+    Returns:
+        Dicts, lists and plain values.
+
+    Raises:
+        ConfigurationError: a value has another type, or a class is no dataclass.
+
+    Example:
+        >>> from fedpax.training.experiment import TrainingConfig
+        >>> to_json(TrainingConfig(rounds=5, evaluate_every=1, checkpoint_every=1))["rounds"]
+        5
+    """
+    if dataclasses.is_dataclass(configuration) and not isinstance(configuration, type):
+        check_is_dataclass(configuration)
+        values = {
+            field.name: to_json(getattr(configuration, field.name), f"{path}.{field.name}")
+            for field in dataclasses.fields(configuration)
+        }
+        return {"class": class_name(configuration), **values}
+    if isinstance(configuration, tuple):
+        return [to_json(value, f"{path}[{i}]") for i, value in enumerate(configuration)]
+    # A subclass, such as an IntEnum, would be read back as its base class.
+    if configuration is None or type(configuration) in (bool, int, float, str):
+        return configuration
+    raise ConfigurationError(
+        f"{path.lstrip('.') or 'The configuration'} = {configuration!r} is a "
+        f"{type(configuration).__name__}, expected an int, float, string, bool, None, tuple or "
+        "frozen dataclass of these. Store a name or a number, and build the object in "
+        "Experiment.build."
+    )
+
+
+def check_is_dataclass(configuration: Any) -> None:
+    """Check that no subclass of a dataclass declares fields without being one itself.
+
+    Such fields are attributes of the class alone: `--FIELD=VALUE` cannot set them, and
+    `config.json` does not hold them.
+
+    Args:
+        configuration: a dataclass.
+
+    Raises:
+        ConfigurationError: a class lacks the decorator.
+    """
+    for kind in type(configuration).__mro__:
+        if "__dataclass_fields__" in vars(kind):
+            continue
+        if names := [
+            name
+            for name, annotation in inspect.get_annotations(kind).items()
+            if "ClassVar" not in str(annotation)
+        ]:
+            raise ConfigurationError(
+                f"{kind.__module__}:{kind.__qualname__} declares {', '.join(names)} and is no "
+                "dataclass, expected a frozen one: the command line could not set these fields. "
+                "Write @dataclasses.dataclass(frozen=True, kw_only=True) above the class."
+            )
+
+
+def class_name(configuration: Any) -> str:
+    """Return `module:Name` of a configuration's class.
+
+    Example:
+        >>> from fedpax.parallel.mesh import MeshConfig
+        >>> class_name(MeshConfig())
+        'fedpax.parallel.mesh:MeshConfig'
+    """
+    return name_of_class(type(configuration))
+
+
+def from_json(value: Any, file: str | PurePath = FILE, own: Collection[type] = ()) -> Any:
+    """Rebuild a configuration from the result of `to_json`, and run no code that the value names.
+
+    The value can come from others. So a class that it names is one of fedpax's dataclasses, or one
+    in `own`. Fields that were added to the class in the meantime take their defaults.
+
+    Args:
+        value: a result of `to_json`.
+        file: the file that holds it, for error messages.
+        own: dataclasses outside of fedpax that the value may name, as
+            `fedpax.run_files.known_classes.own_classes` returns them. Default: none.
+
+    Returns:
+        An equal configuration.
+
+    Raises:
+        ConfigurationError: a class is not named, is none of these, was removed, or lacks a field
+            that the value sets; or a group of fields, such as `mesh`, is something else.
+
+    Example:
+        >>> from fedpax.training.experiment import TrainingConfig
+        >>> training = TrainingConfig(rounds=5, evaluate_every=1, checkpoint_every=1)
+        >>> from_json(to_json(training)) == training
+        True
+        >>> from_json({"class": "os:system", "command": "ls"})  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+            ...
+        fedpax.run_files.configuration.ConfigurationError: config.json names the class ...
+    """
+    if isinstance(value, list):
+        return tuple(from_json(item, file, own) for item in value)
+    if not isinstance(value, dict):
+        return value
+    named = value.get("class")
+    if isinstance(named, str) and not is_within_fedpax(named) and not find_class(named, own):
+        raise ConfigurationError(
+            f"{file} names the class {named!r}, expected a dataclass of fedpax or of the "
+            "experiment's own module: code that a folder names is not run. Name the experiment "
+            "itself: --exp=FILE.py:FUNCTION on the command line, or the argument `experiment` in "
+            "Python."
+        )
+    try:
+        kind = find_class(named, own) or find_in_fedpax(str(named))
+        fields = {key: from_json(item, file, own) for key, item in value.items() if key != "class"}
+        for field in dataclasses.fields(kind):
+            if field.name in fields and not _fits(fields[field.name], field.type):
+                raise TypeError(f"{field.name} is {fields[field.name]!r}")
+        return kind(**fields)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"{file} names {named}, expected a class that can be made from its fields: {error}. "
+            "Run the version of the code that wrote it, or start in an empty folder."
+        ) from error
+
+
+def moved_out_of_main(value: Any, module: str) -> Any:
+    """Name the classes that a notebook or a script defined as those of a module.
+
+    Args:
+        value: a result of `to_json`.
+        module: the module that has the code now.
+
+    Returns:
+        The same value, in which a class `__main__:Name` is `module:Name`.
+
+    Example:
+        >>> moved_out_of_main({"class": "__main__:Model", "hidden": 8}, "mine")
+        {'class': 'mine:Model', 'hidden': 8}
+    """
+    if isinstance(value, list):
+        return [moved_out_of_main(item, module) for item in value]
+    if not isinstance(value, dict):
+        return value
+    moved = {key: moved_out_of_main(item, module) for key, item in value.items()}
+    if isinstance(name := value.get("class"), str) and name.startswith("__main__:"):
+        moved["class"] = f"{module}:{name.partition(':')[2]}"
+    return moved
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    """Return whether a value can be that of a field; only groups and texts are looked at."""
+    if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
+        return isinstance(value, annotation)
+    if annotation == str | None:
+        return value is None or isinstance(value, str)
+    return annotation is not str or isinstance(value, str)
+
+
+def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of `to_json`'s result with their paths.
+
+    Example:
+        >>> dict(flatten({"class": "m:C", "model": {"class": "m:D", "num_layers": 4}}))
+        {'class': 'm:C', 'model.class': 'm:D', 'model.num_layers': 4}
+    """
+    if not isinstance(value, dict):
+        yield path, value
+        return
+    for key, item in value.items():
+        yield from flatten(item, f"{path}.{key}" if path else key)
+
+
+def differences(old: Any, new: Any) -> dict[str, str]:
+    """Compare two configurations field by field.
+
+    Args:
+        old: a configuration.
+        new: another configuration.
+
+    Returns:
+        The fields that differ, by path, such as `{"model.num_layers": "4 -> 6"}`.
+
+    Example:
+        >>> from fedpax.training.experiment import TrainingConfig
+        >>> short = TrainingConfig(rounds=5, evaluate_every=1, checkpoint_every=1)
+        >>> differences(short, dataclasses.replace(short, rounds=9))
+        {'rounds': '5 -> 9'}
+    """
+
+    def shown(configuration: Any) -> dict[str, str]:
+        # As JSON, because Python takes 1, 1.0 and True for equal.
+        return {path: json.dumps(value) for path, value in flatten(to_json(configuration))}
+
+    before, after = shown(old), shown(new)
+    missing = "(no such field)"
+    return {
+        path: f"{before.get(path, missing)} -> {after.get(path, missing)}"
+        for path in {**before, **after}
+        if before.get(path) != after.get(path)
+    }
+
+
+def write_configuration(folder: str | Path, configuration: Any, exp: str) -> None:
+    """Write `config.json`, either completely or not at all.
+
+    Args:
+        folder: the run's folder; created if it is missing.
+        configuration: the experiment.
+        exp: the experiment's name on the command line.
+
+    Example:
+        >>> import tempfile
+        >>> from fedpax.training.experiment import TrainingConfig
+        >>> training = TrainingConfig(rounds=5, evaluate_every=1, checkpoint_every=1)
+        >>> folder = tempfile.mkdtemp()
+        >>> write_configuration(folder, training, exp="short")
+        >>> read_configuration(folder) == ("short", training)
+        True
+    """
+    content = {"version": VERSION, "exp": exp, "configuration": to_json(configuration)}
+    write_atomically(Path(folder) / FILE, json.dumps(content, indent=2) + "\n")
+
+
+def read_configuration(folder: str | Path, experiment: Any = None) -> tuple[str, Any] | None:
+    """Read `config.json` and rebuild the configuration; code that the file names is not run.
+
+    Args:
+        folder: a run's folder, which can come from others.
+        experiment: an experiment outside of fedpax, of which the file may hold the configuration.
+            Default None: the file may name classes of fedpax alone.
+
+    Returns:
+        The experiment's name and the configuration; None if the folder has no `config.json`.
+
+    Raises:
+        ConfigurationError: the file is damaged, has another version, or names another class.
+    """
+    found = read_configuration_json(folder)
+    own = own_classes(experiment)
+    return found and (found[0], from_json(found[1], f"{folder}/{FILE}", own))
+
+
+def read_configuration_json(folder: str | Path) -> tuple[str, dict[str, Any]] | None:
+    """Read `config.json` without rebuilding the configuration: no code of its classes runs.
+
+    Args:
+        folder: a run's folder.
+
+    Returns:
+        The experiment's name and the configuration as JSON; None if there is no `config.json`.
+
+    Raises:
+        ConfigurationError: the file is damaged or has another version.
+    """
+    path = (folder if isinstance(folder, PurePath) else Path(folder)) / FILE
+    if not path.exists():
+        return None
+    try:
+        content = read_json(path)
+        version, exp, configuration = (content[k] for k in ("version", "exp", "configuration"))
+        for value in (exp, configuration["class"]):  # as to_json writes them
+            if not isinstance(value, str):
+                raise TypeError(f"{value!r} in place of a name")
+    except PermissionError as error:
+        raise ConfigurationError(describe_no_permission(path)) from error
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise ConfigurationError(
+            f"{path} cannot be read ({type(error).__name__}: {error}), expected a configuration as "
+            "fedpax writes it. Another program has changed it. Restore it from a copy, or delete "
+            "it and start the run's former command again, which writes it."
+        ) from error
+    if version != VERSION:
+        raise ConfigurationError(
+            f"{path} has version {version}, expected version {VERSION}. Run the fedpax that wrote "
+            "it, or start in an empty folder."
+        )
+    return exp, configuration
+
+
+def is_remote(folder: str | PurePath) -> bool:
+    """Return whether a folder is named by a URL.
+
+    Example:
+        >>> is_remote("gs://my-bucket/runs"), is_remote("runs/gs")
+        (True, False)
+    """
+    return URL.match(str(folder)) is not None
+
+
+def resolve_job_log_dir(job_log_dir: str | Path) -> Path:
+    """Return a run's folder as an absolute path, with `~` expanded.
+
+    Args:
+        job_log_dir: a folder on a file system that every process sees.
+
+    Raises:
+        ConfigurationError: the path is a URL such as `gs://bucket/run`, names an unknown user, or
+            has characters that the environment's encoding lacks.
+
+    Example:
+        >>> resolve_job_log_dir("~/runs/digits") == Path.home() / "runs" / "digits"
+        True
+    """
+    if scheme := URL.match(str(job_log_dir)):
+        remedy = (
+            "Give a local folder, and the bucket for what must outlive this machine: "
+            f"--job_log_dir=runs/NAME --training.checkpoint_dir={job_log_dir}"
+            if scheme[1] == "gs"
+            else "Mount the bucket (for example with s3fs) and give the mounted folder."
+        )
+        raise ConfigurationError(
+            f"--job_log_dir={job_log_dir} is a URL, expected a folder of a file system. {remedy}"
+        )
+    try:
+        folder = Path(job_log_dir).expanduser().absolute()
+        str(folder).encode("utf-8")  # Orbax opens only such paths
+        return folder
+    except UnicodeEncodeError as error:
+        raise ConfigurationError(
+            f"--job_log_dir={job_log_dir} has characters that are unknown in this environment, "
+            f"whose encoding is {sys.getfilesystemencoding()}. Set the environment variable "
+            "PYTHONUTF8=1 or LC_ALL=C.UTF-8, or give a folder in ASCII."
+        ) from error
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"--job_log_dir={job_log_dir} names a home folder that is unknown ({error}), expected "
+            "an existing user. Set the folder's full path."
+        ) from error
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file such that a kill or a crash leaves the old or the new content, never a part.
+
+    Args:
+        path: the file; its folder is created if it is missing.
+        text: the new content.
+    """
+    if is_remote(path):  # a bucket has no part of a file
+        path.write_text(text, encoding="utf-8")
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, text.encode())

@@ -1,0 +1,251 @@
+"""Goodput: the wall time of a run by its use, over all processes that trained it."""
+
+import contextlib
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args
+
+from fedpax.files import read_json
+from fedpax.run_files.configuration import write_atomically
+
+FILE = "goodput.json"
+Bucket: TypeAlias = Literal["input", "compile", "step", "evaluate", "save", "lost"]
+BUCKETS: tuple[Bucket, ...] = get_args(Bucket)
+SECONDS_BETWEEN_WRITES = 10.0
+CHECKPOINTS_REMEMBERED = 16
+
+Seconds: TypeAlias = dict[Bucket, float]
+"""Seconds by bucket."""
+
+
+class GoodputClock(AbstractContextManager["GoodputClock"]):
+    """A clock that counts every second of a run in one bucket; a context manager.
+
+    | bucket | the time in which |
+    |---|---|
+    | `step` | the devices compute rounds |
+    | `input` | the devices wait for the next cohort |
+    | `compile` | the process starts: it builds, restores and compiles |
+    | `evaluate` | the model is evaluated |
+    | `save` | training waits for a checkpoint |
+    | `lost` | the devices computed rounds whose results a kill or a roll back discarded |
+
+    The buckets add up to the wall time of all processes that trained the run, each counted from the
+    construction of its clock, without the time between two processes. Goodput is the fraction of
+    `step`.
+
+    `goodput.json` in the run's folder has the seconds up to now and at each of the newest
+    checkpoints. It is written every ten seconds, so a kill leaves at most ten seconds unknown. The
+    next process moves the time since its checkpoint to `lost`.
+
+    Args:
+        folder: the run's folder.
+        after: the round of the checkpoint from which the run resumes; 0 for a new run.
+        lines: the lines of `metrics.jsonl` up to that round. Their seconds count where
+            `goodput.json` is missing.
+        enabled: False writes no file; with several processes only one writes.
+        now: returns the time in seconds.
+
+    Example:
+        >>> import tempfile
+        >>> times = iter([0.0, 2.0, 5.0, 6.0])
+        >>> clock = GoodputClock(Path(tempfile.mkdtemp()), now=lambda: next(times))
+        >>> clock.enter("step")  # after 2 seconds of compilation
+        2.0
+        >>> clock.enter("evaluate")
+        3.0
+        >>> seconds = clock.seconds()
+        >>> seconds["compile"], seconds["step"], seconds["evaluate"], sum(seconds.values())
+        (2.0, 3.0, 1.0, 6.0)
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        after: int = 0,
+        lines: Sequence[Mapping[str, Any]] = (),
+        enabled: bool = True,
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._path = folder / FILE
+        self._enabled = enabled
+        self.now = now
+        self._lock = threading.RLock()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._write_repeatedly, name="goodput", daemon=True)
+        self._bucket: Bucket = "compile"
+        self._entered = now()
+        self._longest: Seconds = dict.fromkeys(BUCKETS, 0.0)
+        read = read_goodput(folder)
+        known = _seconds_of(lines[-1]) if after and lines else dict.fromkeys(BUCKETS, 0.0)
+        self._seconds, self._at_checkpoint = (known, {}) if read is None else read
+        self._at_checkpoint.setdefault(after, dict(known))
+        self._lose_since(after)
+
+    def enter(self, bucket: Bucket) -> float:
+        """Count from now on in another bucket.
+
+        Args:
+            bucket: the bucket.
+
+        Returns:
+            The seconds since the last call.
+        """
+        with self._lock:
+            now = self.now()
+            passed = now - self._entered
+            self._seconds[self._bucket] += passed
+            self._longest[self._bucket] = max(self._longest[self._bucket], passed)
+            self._bucket, self._entered = bucket, now
+            return passed
+
+    def current(self) -> tuple[Bucket, float]:
+        """Return the bucket that counts now, and the time at which it was entered."""
+        with self._lock:
+            return self._bucket, self._entered
+
+    def longest(self, bucket: Bucket) -> float:
+        """Return the longest time from entering a bucket to the next `enter`, in this process.
+
+        Args:
+            bucket: the bucket.
+        """
+        with self._lock:
+            return self._longest[bucket]
+
+    def move(self, seconds: float, source: Bucket, target: Bucket) -> None:
+        """Count past seconds in another bucket.
+
+        Args:
+            seconds: seconds that were counted in `source`.
+            source: their bucket.
+            target: the bucket in which they count from now on.
+        """
+        with self._lock:
+            self._seconds[source] -= seconds
+            self._seconds[target] += seconds
+
+    def seconds(self) -> Seconds:
+        """Return the seconds by bucket until now."""
+        with self._lock:
+            current = {self._bucket: self.now() - self._entered}
+            return {bucket: self._seconds[bucket] + current.get(bucket, 0.0) for bucket in BUCKETS}
+
+    def mark_checkpoint(self, round_number: int) -> None:
+        """Record the seconds at a checkpoint: time after it is lost if the run returns to it.
+
+        Args:
+            round_number: the checkpoint's round; 0 for the initial state.
+        """
+        with self._lock:
+            self._at_checkpoint[round_number] = self.seconds()
+            for number in sorted(self._at_checkpoint)[:-CHECKPOINTS_REMEMBERED]:
+                del self._at_checkpoint[number]
+        self.write()
+
+    def lose_since(self, round_number: int) -> None:
+        """Move the time since a checkpoint to `lost`, and count in `lost` from now on.
+
+        Time in which a process started and compiled stays in `compile`.
+
+        Args:
+            round_number: the round of the checkpoint that the run returns to.
+        """
+        with self._lock:
+            self.enter("lost")
+            self._lose_since(round_number)
+
+    def _lose_since(self, round_number: int) -> None:
+        kept = self._at_checkpoint.get(round_number, self._seconds)
+        for bucket in ("input", "step", "evaluate", "save"):
+            self.move(self._seconds[bucket] - kept[bucket], bucket, "lost")
+        for later in [number for number in self._at_checkpoint if number > round_number]:
+            del self._at_checkpoint[later]
+
+    def write(self) -> None:
+        """Write `goodput.json`. A full disk does not stop the run here."""
+        if not self._enabled:
+            return
+        with self._lock, contextlib.suppress(OSError):
+            content = {"seconds": self.seconds(), "checkpoints": self._at_checkpoint}
+            write_atomically(self._path, json.dumps(content) + "\n")
+
+    def _write_repeatedly(self) -> None:
+        while not self._done.wait(SECONDS_BETWEEN_WRITES):
+            self.write()
+
+    def __enter__(self) -> "GoodputClock":
+        """Start to write the file."""
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Write the file for the last time. A run refused at its start leaves no file."""
+        self._done.set()
+        self._thread.join()
+        if error[0] is None or self._path.exists():
+            self.write()
+
+
+def read_goodput(folder: Path) -> tuple[Seconds, dict[int, Seconds]] | None:
+    """Read `goodput.json`.
+
+    Args:
+        folder: a run's folder.
+
+    Returns:
+        The seconds by bucket, and those at each of the newest checkpoints by round; None if the
+        file is missing or damaged.
+    """
+    try:
+        content = read_json(folder / FILE)
+        at_checkpoint = {int(k): _checked(v) for k, v in content["checkpoints"].items()}
+        return _checked(content["seconds"]), at_checkpoint
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def describe_goodput(seconds: Mapping[Bucket, float]) -> str:
+    """Describe the wall time by its use, in one line.
+
+    Args:
+        seconds: seconds by bucket.
+
+    Example:
+        >>> describe_goodput({"step": 90.0, "input": 2.0, "compile": 8.0, "lost": 0.0})
+        'goodput 90.0% of 100 s (input 2.0%, compile 8.0%, lost 0.0%)'
+    """
+    wall = sum(seconds.values())
+    shares = {name: part / wall if wall else 0.0 for name, part in seconds.items()}
+    rest = ", ".join(f"{name} {share:.1%}" for name, share in shares.items() if name != "step")
+    return f"goodput {shares['step']:.1%} of {wall:,.0f} s ({rest})"
+
+
+def line_values(seconds: Mapping[Bucket, float]) -> dict[str, float]:
+    """Return the entries of a line of `metrics.jsonl`: `step_seconds` and others, and their sum.
+
+    Example:
+        >>> line_values({"input": 1.0, "step": 3.0})
+        {'input_seconds': 1.0, 'step_seconds': 3.0, 'wall_seconds': 4.0}
+    """
+    named = {f"{bucket}_seconds": value for bucket, value in seconds.items()}
+    return {**named, "wall_seconds": sum(seconds.values())}
+
+
+def _seconds_of(line: Mapping[str, Any]) -> Seconds:
+    """Read the seconds of a line; a line of an earlier version has only their sum."""
+    if f"{BUCKETS[0]}_seconds" in line:
+        return {bucket: line[f"{bucket}_seconds"] for bucket in BUCKETS}
+    return {**dict.fromkeys(BUCKETS, 0.0), "step": line.get("wall_seconds") or 0.0}
+
+
+def _checked(seconds: Mapping[Bucket, float]) -> Seconds:
+    if not all(math.isfinite(seconds[bucket]) for bucket in BUCKETS):
+        raise ValueError("a bucket is not finite")
+    return {bucket: float(seconds[bucket]) for bucket in BUCKETS}

@@ -1,0 +1,70 @@
+"""Files with one JSON object per line, of which a kill or a disk can damage some lines."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedpax.files import LINES_BYTES, describe_no_permission, parse_json, read_file
+from fedpax.run_files.configuration import ConfigurationError
+
+
+def read_json_lines(
+    path: Path, is_whole: Callable[[Any], bool], expectation: str
+) -> tuple[list[dict[str, Any]], list[int]]:
+    r"""Read the undamaged lines of a file.
+
+    The text after the last newline is left out, and not counted as damage: a process that was
+    killed leaves an incomplete line there.
+
+    Args:
+        path: the file. It may be missing.
+        is_whole: returns whether a JSON value is an undamaged line of this file. It gets None for a
+            line that is not JSON.
+        expectation: the end of the message if the file cannot be read: the expectation and the
+            remedy.
+
+    Returns:
+        The undamaged lines, and the numbers of the damaged lines, from 1.
+
+    Raises:
+        ConfigurationError: the file cannot be read.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "metrics.jsonl"
+        >>> _ = path.write_text('{"round": 1}\nrou\n{"round": 3}\n{"rou')
+        >>> read_json_lines(path, lambda value: isinstance(value, dict), "expected objects.")
+        ([{'round': 1}, {'round': 3}], [2])
+    """
+    lines: list[dict[str, Any]] = []
+    damaged: list[int] = []
+    if not path.exists():
+        return lines, damaged
+    try:
+        content = read_file(path, LINES_BYTES)
+    except PermissionError as error:
+        raise ConfigurationError(describe_no_permission(path)) from error
+    except OSError as error:
+        raise ConfigurationError(
+            f"{path} cannot be read ({error.strerror}), {expectation}"
+        ) from error
+    for number, text in enumerate(content.split(b"\n")[:-1], start=1):
+        try:
+            line = parse_json(text)
+        except ValueError:
+            line = None
+        if is_whole(line):
+            lines.append(line)
+        else:
+            damaged.append(number)
+    return lines, damaged
+
+
+def name_lines(numbers: Sequence[int]) -> str:
+    """Format the numbers of lines for a message.
+
+    Example:
+        >>> name_lines([8]), name_lines([8, 9])
+        ('line 8', 'lines 8, 9')
+    """
+    return f"line{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"

@@ -1,0 +1,264 @@
+"""Runs whose checkpoints are in a bucket of a Cloud Storage server that runs on this machine."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from several_processes import finish, free_port, start_one
+
+from fedpax.checkpoints import load_params
+from fedpax.run_files.metrics import FILE, read_metrics
+
+SERVER = Path(sys.executable).with_name("gcp-storage-emulator")
+EXP = "--exp=small_regression:regression"
+TRAIN = ("train", EXP, "--training.checkpoint_dir=gs://runs/run")
+READ = """
+import sys
+from fedpax.checkpoints.checkpoint import complete_rounds, load_params
+from fedpax.checkpoints.checksums import find_damage
+from fedpax.checkpoints.remote import resolve_folder
+
+folder = resolve_folder("gs://runs/run")
+print(complete_rounds(folder / "checkpoints"))
+print({name: leaf.tobytes().hex() for name, leaf in sorted(load_params(folder).items())})
+if len(sys.argv) > 1:
+    sys.exit()
+checksums = folder / "checkpoints" / "12" / "checksums.json"
+checksums.write_text(checksums.read_text().replace("progress/metadata", "progress/gone"))
+print(find_damage(folder / "checkpoints" / "12"))
+metadata = folder / "checkpoints" / "9" / "progress" / "metadata"
+metadata.write_text(metadata.read_text().replace("9", "8"))
+print(find_damage(folder / "checkpoints" / "9"))
+"""
+
+pytestmark = pytest.mark.slow
+
+
+class Server:
+    """A server with an empty bucket `runs`; its files stay when it is stopped."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.port = folder, free_port()
+        folder.mkdir()
+        self.start()
+
+    def start(self) -> None:
+        arguments = ["start", "--host=127.0.0.1", f"--port={self.port}", "--default-bucket=runs"]
+        log = (self.folder / "log").open("a")
+        self.process = subprocess.Popen(
+            [SERVER, *arguments], cwd=self.folder, stdout=log, stderr=log
+        )
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", self.port)).close()
+                return
+            except ConnectionRefusedError:
+                assert self.process.poll() is None
+                time.sleep(0.1)
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """Variables with which a process finds this server, and needs no account."""
+        address = f"http://127.0.0.1:{self.port}"
+        return {
+            "STORAGE_EMULATOR_HOST": address,
+            "TENSORSTORE_GCS_HTTP_URL": address,
+            "FSSPEC_GCS_TOKEN": "anon",
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
+            "GCE_METADATA_HOST": "127.0.0.1:1",
+            "GCE_METADATA_ROOT": "127.0.0.1:1",
+            "GCE_METADATA_IP": "127.0.0.1:1",
+            "GOOGLE_CLOUD_PROJECT": "test",
+        }
+
+    def start_one(self, *arguments: str, **variables: str) -> subprocess.Popen:
+        return start_one(arguments, {**os.environ, **self.environment, **variables})
+
+    def run(self, *arguments: str) -> tuple[int, str, str]:
+        (found,) = finish([self.start_one(*arguments)])
+        return found
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    pytest.importorskip("gcsfs")
+    if not SERVER.exists():
+        pytest.skip("gcp-storage-emulator is not installed")
+    server = Server(tmp_path / "server")
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the same run on a disk."""
+    folder = tmp_path_factory.mktemp("plain")
+    process = start_one([*TRAIN[:2], f"--job_log_dir={folder}"], None)
+    ((status, _, errors),) = finish([process])
+    assert status == 0, errors
+    return folder
+
+
+def read(server: Server, *arguments: str) -> list[str]:
+    """Return the lines that `READ` prints."""
+    return subprocess.run(
+        [sys.executable, "-c", READ, *arguments],
+        env={**os.environ, **server.environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+
+
+def params_of(folder: Path) -> str:
+    return str({k: leaf.tobytes().hex() for k, leaf in sorted(load_params(folder).items())})
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in read_metrics(folder) if line["kind"] == "training"]
+
+
+def test_killed_while_saving_and_resumed_on_another_machine(
+    server: Server, tmp_path: Path, plain: Path
+) -> None:
+    first, second = f"--job_log_dir={tmp_path / 'first'}", f"--job_log_dir={tmp_path / 'second'}"
+    process = server.start_one(*TRAIN, first, "--training.export_every=6", "--pause=0.3")
+    saving = server.folder / ".cloudstorage" / "runs" / "run" / "checkpoints" / "6"
+    while not saving.exists():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
+    shutil.rmtree(tmp_path / "first")
+
+    arguments = ("--training.export_every=6", "--allow_config_change=pause")
+    status, output, errors = server.run(*TRAIN, second, *arguments)
+    assert status == 0 and output.startswith("Finished 12 of 12 rounds"), errors
+    assert "and not released. Waiting 45 s to see whether it still trains" in errors
+    assert "resuming from round 3" in errors or "resuming from round 6" in errors
+    assert losses(tmp_path / "second") == losses(plain)
+    shutil.rmtree(tmp_path / "second")
+
+    _, shown, _ = server.run("show", "--job_log_dir=gs://runs/run")
+    assert "|  12/12 |" in shown and "| finished |" in shown
+    _, measured, _ = server.run("evaluate", EXP, "--job_log_dir=gs://runs/run", "--round=6")
+    _, expected, _ = server.run("evaluate", EXP, f"--job_log_dir={plain}", "--round=6")
+    assert measured == expected and "round 6: held-out loss" in measured
+    out = tmp_path / "model"
+    status, _, errors = server.run(
+        "export", EXP, "--job_log_dir=gs://runs/run", f"--out={out}", "--format=orbax"
+    )
+    assert status == 0 and (out / "config.json").exists(), errors
+    exports = server.folder / ".cloudstorage" / "runs" / "run" / "exports"
+    assert {path.name for path in exports.iterdir()} == {"6", "12"}
+
+    assert read(server) == [
+        "[6, 9, 12]",
+        params_of(plain),
+        "progress/gone is missing",
+        "progress/metadata has another checksum",
+    ]
+    # Nothing is left to train, but the damage is found.
+    status, _, errors = server.run(*TRAIN, second, *arguments)
+    assert status == 2 and "The checkpoint of round 12 is damaged: progress/gone is" in errors
+
+
+def test_a_run_outlives_a_server_that_is_away(server: Server, tmp_path: Path, plain: Path) -> None:
+    folder = tmp_path / "run"
+    process = server.start_one(*TRAIN, f"--job_log_dir={folder}", "--pause=1")
+    while not (folder / FILE).exists() or len(losses(folder)) < 4:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+    server.stop()
+    time.sleep(60)
+    server.start()
+    ((status, output, errors),) = finish([process])
+    assert status == 0 and output.startswith("Finished 12 of 12 rounds"), errors
+    assert losses(folder) == losses(plain)
+    assert "Traceback" not in errors, errors
+    assert read(server, "params alone")[1] == params_of(plain)
+
+
+def test_a_bucket_that_cannot_be_used_is_refused(server: Server, tmp_path: Path) -> None:
+    folder = f"--job_log_dir={tmp_path / 'run'}"
+    missing = (*TRAIN[:2], folder, "--training.checkpoint_dir=gs://elsewhere/run")
+    status, output, errors = server.run(*missing)
+    assert (status, output) == (2, "") and "fedpax: The bucket gs://elsewhere is missing" in errors
+    server.stop()
+    status, output, errors = server.run(*TRAIN, folder)
+    assert (status, output) == (2, "") and "The bucket gs://runs is not accessible" in errors
+    assert "Traceback" not in errors
+    assert not (tmp_path / "run").exists()
+
+
+class Forbidden(BaseHTTPRequestHandler):
+    """Answers as a store does to an account without permissions."""
+
+    def do_GET(self) -> None:
+        content = b'{"error": {"code": 403, "message": "no storage.objects.list access"}}'
+        self.send_response(403)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+
+def test_an_account_without_permissions_is_refused(server: Server, tmp_path: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Forbidden) as store:
+        threading.Thread(target=store.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{store.server_port}"
+        process = server.start_one(
+            *TRAIN, f"--job_log_dir={tmp_path / 'run'}", STORAGE_EMULATOR_HOST=address
+        )
+        ((status, output, errors),) = finish([process])
+        store.shutdown()
+    assert (status, output) == (2, "") and "no storage.objects.list access" in errors
+    assert "fedpax: The bucket gs://runs is not accessible" in errors
+
+
+def test_processes_with_folders_of_their_own(server: Server, tmp_path: Path, plain: Path) -> None:
+    def start(generation: int, *arguments: str) -> list[subprocess.Popen]:
+        port = free_port()
+        folders = [tmp_path / f"{generation}.{number}" for number in range(2)]
+        kept = {k: v for k, v in os.environ.items() if k not in ("JAX_NUM_CPU_DEVICES",)}
+        return [
+            start_one(
+                [*TRAIN, f"--job_log_dir={folder}", "--multihost", *arguments],
+                kept
+                | server.environment
+                | {
+                    "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
+                    "JAX_NUM_PROCESSES": "2",
+                    "JAX_PROCESS_ID": str(number),
+                },
+            )
+            for number, folder in enumerate(folders)
+        ]
+
+    processes = start(0, "--pause=0.5")
+    while not (tmp_path / "0.0" / FILE).exists() or len(losses(tmp_path / "0.0")) < 8:
+        assert all(process.poll() is None for process in processes), finish(processes)
+        time.sleep(0.1)
+    for process in processes:
+        process.kill()
+    finish(processes)
+    ((status, output, errors), (other, _, other_errors)) = finish(
+        start(1, "--allow_config_change=pause")
+    )
+    assert (status, other) == (0, 0), errors + other_errors
+    assert output.startswith("Finished 12 of 12 rounds")
+    assert "resuming from round" in errors
+    assert not (tmp_path / "1.1" / FILE).exists()  # process 0 alone writes metrics
+    for found, expected in zip(losses(tmp_path / "1.0"), losses(plain), strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)

@@ -1,0 +1,389 @@
+import shutil
+import threading
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fedpax.checkpoints import checkpoint
+from fedpax.checkpoints.checkpoint import (
+    Checkpoints,
+    complete_rounds,
+    latest_round,
+    load_field,
+    load_params,
+)
+from fedpax.checkpoints.checksums import write_checksums
+from fedpax.checkpoints.exports import write_orbax
+from fedpax.checkpoints.retention import Retention
+from fedpax.parallel.mesh import make_mesh
+
+
+class State(NamedTuple):
+    params: Any
+    optimizer: Any
+    key: jax.Array
+    step: jax.Array
+
+
+def random_state(seed: int, sharding: NamedSharding) -> State:
+    """Return a state with leaves of many types and shapes, and an optimizer's empty parts."""
+    keys = jax.random.split(jax.random.key(seed), 3)
+    params = {
+        "w": jax.device_put(jax.random.normal(keys[0], (8, 4)), sharding),
+        "layers": [jax.random.normal(keys[1], (3,)).astype(jnp.bfloat16), jnp.float32(seed)],
+    }
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    return State(params, optimizer.init(params), keys, jnp.int32(seed))
+
+
+def like(state: Any, sharding: NamedSharding | None = None) -> Any:
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=sharding if sharding and x.shape == (8, 4) else x.sharding
+        ),
+        state,
+    )
+
+
+def assert_same_bits(one: Any, other: Any) -> None:
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+
+    def bits(x: Any) -> tuple[Any, bytes]:
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x = jax.random.key_data(x)
+        return x.dtype, np.asarray(x).tobytes()
+
+    assert jax.tree.map(bits, one) == jax.tree.map(bits, other)
+
+
+@pytest.fixture
+def sharding() -> NamedSharding:
+    return NamedSharding(make_mesh(clients=4, fsdp=2), PartitionSpec("clients", "fsdp"))
+
+
+@pytest.mark.parametrize("position", [{"round": 3, "file": "a.txt"}, b"\x00\xffbytes", {}])
+def test_everything_comes_back_bitwise(
+    tmp_path: Path, sharding: NamedSharding, position: Any
+) -> None:
+    state = random_state(1, sharding)
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        assert checkpoints.latest_round() is None
+        checkpoints.save(3, state, position, {"exp": "x"})
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        assert checkpoints.latest_round() == 3
+        assert checkpoints.restore_position().stream == position
+        assert_same_bits(checkpoints.restore_state(like(state)), state)
+
+
+def test_a_folder_may_have_the_characters_of_patterns(
+    tmp_path: Path, sharding: NamedSharding
+) -> None:
+    state, folder = random_state(1, sharding), tmp_path / "runs[1]*" / "a?"
+    with Checkpoints(folder, keep=1) as checkpoints:
+        for number in (1, 2):
+            checkpoints.save(number, state, {}, {"exp": "x"})
+    with Checkpoints(folder, keep=1) as checkpoints:
+        assert_same_bits(checkpoints.restore_state(like(state)), state)
+    assert_same_bits(load_params(folder), jax.tree.map(np.asarray, state.params))
+    assert complete_rounds(folder / "checkpoints") == [2]
+    write_orbax(tmp_path / "out[1]", load_params(folder))
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(tmp_path / "out[1]" / "params")
+    chex.assert_trees_all_equal(restored["w"], state.params["w"])
+
+
+def test_a_position_is_read_once_and_a_stream_may_change_its_own(
+    tmp_path: Path, sharding: NamedSharding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = random_state(1, sharding)
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(3, state, {"files": ["a.txt"]}, {})
+    reads: list[str] = []
+    restore = ocp.JsonCheckpointHandler.restore
+    monkeypatch.setattr(
+        ocp.JsonCheckpointHandler,
+        "restore",
+        lambda self, path, **kwargs: reads.append(path.name) or restore(self, path, **kwargs),
+    )
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.restore_position().stream["files"].clear()
+        assert checkpoints.restore_position().stream == {"files": ["a.txt"]}
+        checkpoints.restore_state(like(state))
+        assert reads.count("progress") == 1
+        checkpoints.delete_after(0)
+        checkpoints.save(3, state, {"files": ["b.txt"]}, {})
+        checkpoints.wait()
+        assert checkpoints.restore_position().stream == {"files": ["b.txt"]}
+
+
+def test_one_step_holds_round_position_and_configuration(
+    tmp_path: Path, sharding: NamedSharding
+) -> None:
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(3, random_state(1, sharding), {"round": 3}, {"model": {"layers": 2}})
+    (saved,) = (tmp_path / "checkpoints" / "3" / "progress").glob("metadata*")
+    text = saved.read_text()
+    assert '"round": 3' in text and '"layers": 2' in text
+
+
+@pytest.mark.parametrize("mesh", [dict(clients=2, fsdp=4), dict(fsdp=8), dict(data=1)])
+def test_a_state_is_restored_onto_another_mesh(
+    tmp_path: Path, sharding: NamedSharding, mesh: dict[str, int]
+) -> None:
+    state = random_state(1, sharding)
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(3, state, {}, {})
+    devices = jax.devices()[: np.prod(list(mesh.values()))]
+    other = NamedSharding(make_mesh(devices=devices, **mesh), PartitionSpec(next(iter(mesh))))
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        restored = checkpoints.restore_state(like(state, other))
+    assert restored.params["w"].sharding == other
+    assert_same_bits(restored, state)
+
+
+def test_the_arrays_may_be_donated_as_soon_as_save_returns(
+    tmp_path: Path, sharding: NamedSharding
+) -> None:
+    advance = jax.jit(lambda x: 2 * x + 1, donate_argnums=0, out_shardings=sharding)
+    x = jax.device_put(np.random.default_rng(0).normal(size=(512, 2048)).astype("f"), sharding)
+    expected = np.array(x)
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(1, {"params": x}, {}, {})
+        for _ in range(5):
+            x = advance(x)
+        x.block_until_ready()
+    np.testing.assert_array_equal(load_params(tmp_path), expected)
+
+
+def test_the_newest_checkpoints_are_kept(tmp_path: Path, sharding: NamedSharding) -> None:
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        for number in (2, 5, 11):
+            checkpoints.save(number, random_state(number, sharding), {}, {})
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"5", "11"}
+    assert latest_round(tmp_path) == 11
+    assert float(load_params(tmp_path)["layers"][1]) == 11.0
+    assert float(load_params(tmp_path, 5)["layers"][1]) == 5.0
+
+
+@pytest.mark.parametrize("kept_file", ["checksums.json", "_CHECKPOINT_METADATA"])
+def test_a_kill_while_an_old_checkpoint_is_deleted_leaves_no_half_of_it(
+    tmp_path: Path, sharding: NamedSharding, monkeypatch: pytest.MonkeyPatch, kept_file: str
+) -> None:
+    folder = tmp_path / "checkpoints"
+    state = random_state(1, sharding)
+    with monkeypatch.context() as patch:  # a kill before any file is removed
+        patch.setattr(checkpoint, "remove_deleted", lambda folder: None)
+        with Checkpoints(tmp_path, keep=1) as checkpoints:
+            for number in (2, 5):
+                checkpoints.save(number, state, {}, {})
+    (deleted,) = (folder / "deleted").iterdir()
+    for path in deleted.iterdir():  # and one between two files
+        if path.name != kept_file:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert complete_rounds(folder) == [5]
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        assert [path.name for path in folder.iterdir()] == ["5"]
+        for _ in range(2):  # the same round is deleted twice
+            checkpoints.save(6, state, {}, {})
+            checkpoints.wait()
+            checkpoints.delete_after(0)
+        checkpoints.save(7, state, {}, {})
+    assert [path.name for path in folder.iterdir()] == ["7"]
+    assert not [path for path in tmp_path.iterdir() if path != folder]
+
+
+def test_every_nth_checkpoint_is_kept_beside_the_newest_also_after_a_restart(
+    tmp_path: Path, sharding: NamedSharding
+) -> None:
+    state = random_state(1, sharding)
+    for rounds in ((3, 4, 5, 8, 9), (10, 11, 12, 13)):
+        with Checkpoints(tmp_path, keep=Retention(2, every=4)) as checkpoints:
+            for number in rounds:
+                checkpoints.save(number, state, {}, {})
+    assert complete_rounds(tmp_path / "checkpoints") == [4, 8, 12, 13]
+
+
+@given(
+    st.sets(st.integers(1, 60), min_size=1),
+    st.integers(1, 5),
+    st.integers(0, 7),
+    st.lists(st.integers(0, 7), max_size=2),
+)
+def test_the_checkpoints_that_a_run_needs_are_kept(
+    rounds: set[int], newest: int, every: int, scheduled: list[int]
+) -> None:
+    ordered = sorted(rounds)
+    kept = Retention(newest, every, tuple(scheduled)).keeps(ordered)
+    found = {number for number, keeps in zip(ordered, kept, strict=True) if keeps}
+    for period in scheduled:
+        assert found >= set([n for n in ordered if period and n % period == 0][-1:])
+    assert found >= set(ordered[-newest:])
+    assert found >= {number for number in ordered if every and number % every == 0}
+    spare = {number for number in found if not (every and number % every == 0)}
+    assert len(spare) <= newest + len(scheduled)
+
+
+def test_training_continues_while_a_checkpoint_is_written(
+    tmp_path: Path, sharding: NamedSharding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`save` returns before its files are complete; the next `save` waits for them."""
+    released, reached = threading.Event(), threading.Event()
+
+    def write_checksums_late(folder: Path) -> None:
+        reached.set()
+        assert released.wait(60)
+        write_checksums(folder)
+
+    monkeypatch.setattr(checkpoint, "write_checksums", write_checksums_late)
+    state = random_state(1, sharding)
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(1, state, {}, {})
+        assert reached.wait(60)
+        trained = jax.jit(lambda x: x + 1)(state.params["w"])  # a round
+        assert np.isfinite(trained).all() and checkpoints.latest_round() is None
+        released.set()
+        checkpoints.save(2, state, {}, {})
+        assert checkpoints.latest_round() == 1
+    assert latest_round(tmp_path) == 2
+
+
+def test_a_checkpoint_that_a_kill_left_unfinished_does_not_count(
+    tmp_path: Path, sharding: NamedSharding
+) -> None:
+    state = random_state(1, sharding)
+    with Checkpoints(tmp_path, keep=3) as checkpoints:
+        checkpoints.save(3, state, {}, {})
+    part = tmp_path / "checkpoints" / "5.orbax-checkpoint-tmp"
+    (part / "state").mkdir(parents=True)
+    (part / "state" / "manifest.ocdbt").write_bytes(b"half")
+    assert latest_round(tmp_path) == 3
+    with Checkpoints(tmp_path, keep=3) as checkpoints:
+        assert checkpoints.latest_round() == 3
+        checkpoints.save(4, state, {}, {})
+    assert {path.name for path in part.parent.iterdir()} == {"3", "4"}
+    part.mkdir()
+    with Checkpoints(tmp_path, keep=3) as checkpoints:
+        checkpoints.save(5, state, {}, {})
+    assert latest_round(tmp_path) == 5
+
+
+def test_params_are_loaded_as_numpy_without_the_state(
+    tmp_path: Path, sharding: NamedSharding
+) -> None:
+    state = random_state(1, sharding)
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(3, state, {}, {})
+    params = load_params(tmp_path)
+    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(params))
+    assert_same_bits(params, state.params)
+    assert load_field(tmp_path, "step", 3) == 1
+    with pytest.raises(KeyError, match=r"no field 'clients', expected one of .*step"):
+        load_field(tmp_path, "clients")
+
+
+class ComputedParams(NamedTuple):
+    """A state whose model is computed from its fields, as that of PAPA or of self-tuning."""
+
+    models: dict[str, jax.Array]
+
+    @property
+    def params(self) -> dict[str, jax.Array]:
+        return jax.tree.map(lambda x: x.mean(axis=0), self.models)
+
+
+def test_params_that_a_state_computes_are_loaded(tmp_path: Path, sharding: NamedSharding) -> None:
+    values = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+    state = ComputedParams({"w": jax.device_put(values, sharding), "b": jnp.arange(2.0)})
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(3, state, {}, {})
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        assert_same_bits(checkpoints.restore_state(like(state)), state)
+    assert_same_bits(load_params(tmp_path), jax.tree.map(np.asarray, state.params))
+    over_clients = NamedSharding(sharding.mesh, PartitionSpec("clients"))
+    wanted = {
+        "w": jax.ShapeDtypeStruct((4,), jnp.float32, sharding=over_clients),
+        "b": jax.ShapeDtypeStruct(
+            (), jnp.float32, sharding=NamedSharding(sharding.mesh, PartitionSpec())
+        ),
+    }
+    loaded = load_params(tmp_path, like=wanted)
+    assert_same_bits(loaded, state.params)
+    assert loaded["w"].sharding == over_clients
+
+
+@pytest.mark.parametrize("round_number", [None, 4])
+def test_a_missing_checkpoint_raises(tmp_path: Path, round_number: int | None) -> None:
+    with pytest.raises(FileNotFoundError, match="Train there first"):
+        load_params(tmp_path, round_number)
+
+
+@pytest.mark.parametrize("islands", [2, 8])
+def test_a_state_is_restored_for_another_number_of_participants(
+    tmp_path: Path, islands: int
+) -> None:
+    random = np.random.default_rng(0)
+
+    def state(count: int, fsdp: int) -> tuple[dict[str, Any], Any]:
+        mesh = make_mesh(islands=count, fsdp=fsdp)
+        spec = {"w": PartitionSpec("fsdp"), "momentum": PartitionSpec("islands", "fsdp")}
+        values = {
+            "w": random.normal(size=(8, 3)).astype("f"),
+            "momentum": random.normal(size=(count, 8, 3)).astype("f"),
+        }
+        where = {name: NamedSharding(mesh, s) for name, s in spec.items()}
+        return values, jax.device_put(values, where)
+
+    values, saved = state(4, 2)
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(3, saved, {}, {})
+    _, other = state(islands, 8 // islands)
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        restored = checkpoints.restore_state(like(other), num_participants=islands)
+        with pytest.raises(ValueError, match=r"momentum has shape \[4, 8, 3\], expected"):
+            checkpoints.restore_state(like(other))
+        with pytest.raises(ValueError, match=r"different states: momentum in only one"):
+            checkpoints.restore_state(like({"w": other["w"]}))
+    np.testing.assert_array_equal(restored["w"], values["w"])
+    assert restored["momentum"].sharding == other["momentum"].sharding
+    saved_momentum = values["momentum"]
+    if islands == 2:
+        expected = (saved_momentum[::2] + saved_momentum[1::2]) / 2
+    else:
+        expected = np.repeat(saved_momentum, 2, axis=0)
+    np.testing.assert_allclose(restored["momentum"], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("damage", ["progress", "state", "array"])
+def test_damaged_files_raise_and_the_checkpoint_before_can_be_used(
+    tmp_path: Path, sharding: NamedSharding, damage: str
+) -> None:
+    states = [random_state(seed, sharding) for seed in (1, 2)]
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        for number, state in enumerate(states, 1):
+            checkpoints.save(number, state, {"round": number}, {})
+    newest = tmp_path / "checkpoints" / "2"
+    if damage == "array":
+        paths = [path for path in (newest / "state").rglob("d/*") if path.is_file()]
+        assert paths
+        for path in paths:
+            path.write_bytes(path.read_bytes()[:10])
+    else:
+        shutil.rmtree(newest / damage)
+    words = "The checkpoint of round 2 is damaged: .* delete .*/2 to resume from .* of round 1"
+    with Checkpoints(tmp_path, keep=2) as checkpoints, pytest.raises(OSError, match=words):
+        checkpoints.restore_position()
+        checkpoints.restore_state(like(states[1]))
+    shutil.rmtree(newest)
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        assert checkpoints.restore_position().stream == {"round": 1}
+        assert_same_bits(checkpoints.restore_state(like(states[0])), states[0])

@@ -17,13 +17,11 @@ arrays, in NumPy, and must give the same result. They use one thread, and fedpax
 them by `--clock=cpu`, the CPU time of the process.
 """
 
-import argparse
+import dataclasses
 import functools
 import importlib
-import importlib.metadata
-import statistics
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import chex
 import jax
@@ -41,40 +39,28 @@ from fedpax.aggregators import (
 )
 from fedpax.aggregators.all_updates import reduce_coordinates, squared_distances
 from fedpax.aggregators.sorting_network import sort_rows
-from fedpax.experiments.benchmarks.timing import (
-    CLOCKS,
-    compile_for,
-    interleaved,
-    is_installed,
-    on_devices,
-    paired_ratio,
-    write,
-)
+from fedpax.experiments.benchmarks import harness, timing
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, Timed, option
 from fedpax.experiments.benchmarks.workloads import WORKLOADS
-from fedpax.reports.table import markdown_table
 
 NUM_ITERATIONS = 8  # of the geometric median
 NUM_BYZANTINE = 3  # with fewer, Bulyan's last selections are ties, which Flower breaks otherwise
 
 
-class Row(NamedTuple):
-    """An aggregation.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(Timed):
+    """The options."""
 
-    Attributes:
-        aggregator: the aggregator's name.
-        seconds: seconds of each call.
-        bound_seconds: seconds of each call of its lower bound.
-        bound_ratio: seconds divided by those of the lower bound (paired).
-        flower_seconds: seconds of each call of Flower's function; None without one.
-        flower_ratio: these seconds divided by fedpax's (paired); None without Flower's function.
-    """
+    model: str = option("cnn", "shapes of the updates", choices=WORKLOADS)
+    clients: int = option(64, "number of clients")
+    aggregators: list[str] | None = option(
+        None, "names separated by semicolons; default: all", harness.names_with_commas
+    )
 
-    aggregator: str
-    seconds: list[float]
-    bound_seconds: list[float]
-    bound_ratio: float
-    flower_seconds: list[float] | None
-    flower_ratio: float | None
+    def __post_init__(self) -> None:
+        least = 4 * NUM_BYZANTINE + 3  # for Bulyan
+        harness.check_at_least(least, clients=self.clients)
+        harness.check_names("aggregators", self.aggregators, aggregations())
 
 
 def aggregations() -> dict[str, tuple[Aggregator, Callable[[Any], Any]]]:
@@ -91,7 +77,7 @@ def aggregations() -> dict[str, tuple[Aggregator, Callable[[Any], Any]]]:
 
 def flower_functions() -> dict[str, Callable[[list[Any]], list[np.ndarray]]]:
     """Return Flower's functions, `[(arrays, number of examples) of each client] -> arrays`."""
-    if not is_installed("flwr"):
+    if not timing.is_installed("flwr"):
         return {}
     module = importlib.import_module("flwr.server.strategy.aggregate")
     byzantine = NUM_BYZANTINE
@@ -106,33 +92,20 @@ def flower_functions() -> dict[str, Callable[[list[Any]], list[np.ndarray]]]:
     }
 
 
-def measure(
-    model: str, clients: int, repetitions: int, clock: str, names: Sequence[str] | None = None
-) -> list[Row]:
-    """Check that fedpax and Flower agree, and time interleaved calls.
-
-    Args:
-        model: a name in `WORKLOADS`: the updates have the shapes of its parameters.
-        clients: number of clients.
-        repetitions: number of timed calls of each function.
-        clock: a name in `CLOCKS`.
-        names: the aggregators. Default None: all.
-
-    Raises:
-        AssertionError: fedpax and Flower give different results.
-    """
-    random = np.random.default_rng(0)
+def measure(settings: Settings) -> list[Row]:
+    """Check that fedpax and Flower agree, and time interleaved calls."""
+    clients, random = settings.clients, np.random.default_rng(0)
     with jax.set_mesh(fedpax.make_mesh(clients=-1)):
-        params = jax.eval_shape(WORKLOADS[model]().model.init, jax.random.key(0))
+        params = jax.eval_shape(WORKLOADS[settings.model]().model.init, jax.random.key(0))
         updates = jax.tree.map(
             lambda p: random.standard_normal((clients, *p.shape), dtype=np.float32), params
         )
         results = [([x[i] for x in jax.tree.leaves(updates)], 1) for i in range(clients)]
         placed = jax.tree.map(jnp.asarray, updates)
         calls: dict[str, Callable[[], Any]] = {}
-        peers = flower_functions()
-        chosen = {n: a for n, a in aggregations().items() if names is None or n in names}
-        for name, (aggregator, bound) in chosen.items():
+        peers, chosen = flower_functions(), settings.aggregators or list(aggregations())
+        for name in chosen:
+            aggregator, bound = aggregations()[name]
             ours = _compiled(functools.partial(_aggregate, aggregator), clients, placed)
             calls[name] = ours
             calls[f"bound of {name}"] = _compiled(bound, clients, placed)
@@ -140,14 +113,20 @@ def measure(
                 theirs = calls[f"Flower's {name}"] = functools.partial(peers[name], results)
                 for own, other in zip(jax.tree.leaves(ours()), theirs(), strict=True):
                     np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-5)
-        seconds = interleaved(calls, (), repetitions, CLOCKS[clock])
+        seconds = timing.interleaved(calls, (), settings.repetitions, settings.clock)
     rows = []
     for name in chosen:
         took, bound_took = seconds[name], seconds[f"bound of {name}"]
-        peer_took = seconds.get(f"Flower's {name}")
-        peer_ratio = None if peer_took is None else paired_ratio(peer_took, took)
+        flower = seconds.get(f"Flower's {name}")
         rows.append(
-            Row(name, took, bound_took, paired_ratio(took, bound_took), peer_took, peer_ratio)
+            Row(
+                aggregator=name,
+                seconds=took,
+                bound_seconds=bound_took,
+                bound_ratio=timing.paired_ratio(took, bound_took),
+                flower_seconds=flower,
+                flower_ratio=None if flower is None else timing.paired_ratio(flower, took),
+            )
         )
     return rows
 
@@ -155,7 +134,7 @@ def measure(
 def _compiled(fn: Callable[[Any], Any], clients: int, updates: chex.ArrayTree) -> Callable[[], Any]:
     """Compile a function of the placed updates as a program."""
     return functools.partial(
-        compile_for(fedpax.program(clients=clients, chunk_size=1)(fn), updates).call, updates
+        timing.compile_for(fedpax.program(clients=clients, chunk_size=1)(fn), updates).call, updates
     )
 
 
@@ -179,46 +158,19 @@ def _means(updates: chex.ArrayTree) -> chex.ArrayTree:
     return jax.lax.fori_loop(0, NUM_ITERATIONS, iterate, fedpax.federated_mean(updates))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure as the arguments say, and print a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", choices=WORKLOADS, default="cnn", help="shapes of the updates")
-    parser.add_argument("--clients", type=int, default=64, help="number of clients")
-    parser.add_argument("--repetitions", type=int, default=5, help="timed calls of each function")
-    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="what is measured")
-    parser.add_argument("--aggregators", help="names separated by semicolons; default: all")
-    parser.add_argument(
-        "--json", help="JSON file for the measurements; without it they are printed"
-    )
-    options = parser.parse_args(argv)
-    least = 4 * NUM_BYZANTINE + 3
-    if options.clients < least:
-        parser.error(f"--clients is {options.clients}, expected at least {least}, for Bulyan")
-    names = None if options.aggregators is None else options.aggregators.split(";")
-    if unknown := {*(names or ())} - {*aggregations()}:
-        parser.error(
-            f"unknown aggregators {sorted(unknown)}; choose from {'; '.join(aggregations())}"
-        )
-    sizes = (options.model, options.clients, options.repetitions, options.clock)
-    rows = on_devices(1, measure, *sizes, names)
-    cells = [
-        [
-            row.aggregator,
-            f"{statistics.median(row.seconds):.3f} s",
-            f"{statistics.median(row.bound_seconds):.3f} s",
-            f"{row.bound_ratio:.2f}",
-            "" if row.flower_seconds is None else f"{statistics.median(row.flower_seconds):.2f} s",
-            "" if row.flower_ratio is None else f"{row.flower_ratio:.1f}",
-        ]
-        for row in rows
-    ]
-    titles = ["aggregator", "fedpax", "bound", "fedpax / bound", "Flower", "Flower / fedpax"]
-    print(markdown_table(titles, cells))
-    flower = importlib.metadata.version("flwr") if is_installed("flwr") else None
-    write(options.json, rows, flower=flower, **vars(options))
-    return 0
+main = Benchmark(
+    __doc__,
+    Settings,
+    lambda settings: timing.on_devices(1, measure, settings),
+    {
+        "aggregator": "{aggregator:20}",
+        "fedpax, s": "{seconds:.3f}",
+        "bound, s": "{bound_seconds:.3f}",
+        "fedpax / bound": "{bound_ratio:.2f}",
+        "Flower, s": "{flower_seconds:.2f}",
+        "Flower / fedpax": "{flower_ratio:.1f}",
+    },
+)
 
 
 if __name__ == "__main__":

@@ -11,11 +11,11 @@ need all updates at once. On a busy machine, `--clock=cpu` measures the CPU time
 place of wall-clock time.
 """
 
-import argparse
+import dataclasses
 import functools
 import statistics
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import chex
 import jax
@@ -44,46 +44,35 @@ from fedpax.aggregators import (
 )
 from fedpax.algorithm import Params
 from fedpax.algorithms import fedavg
-from fedpax.experiments.benchmarks.timing import (
-    CLOCKS,
-    compile_for,
-    interleaved,
-    on_devices,
-    paired_ratio,
-    write,
-)
+from fedpax.experiments.benchmarks import harness, timing
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, Timed, option
 from fedpax.experiments.benchmarks.workloads import LEARNING_RATE, WORKLOADS
 from fedpax.models.losses import classification_loss
 from fedpax.parallel.mesh import make_mesh
-from fedpax.reports.table import format_bytes, markdown_table
+from fedpax.reports.table import format_bytes
 
 
-class Row(NamedTuple):
-    """A round with an aggregator.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(Timed):
+    """The options."""
 
-    Attributes:
-        aggregator: the aggregator's name.
-        temporary_bytes: bytes of the round's temporaries on one device.
-        seconds: seconds of each call.
-        ratio: seconds divided by those of the round with the mean (paired).
-        untrained_seconds: seconds of each call of the program without training.
-        added: `untrained_seconds` more than the mean's, divided by `seconds` of the mean (paired).
-    """
+    model: str = option("cnn", "the clients' model", choices=WORKLOADS)
+    clients: int = option(64, "number of clients in the round")
+    devices: int = option(1, "number of devices; simulated on a CPU")
+    chunk_size: int = option(1, "clients that run at once")
+    repetitions: int = option(7, "timed calls of each round")
+    aggregators: list[str] | None = option(
+        None, "names separated by semicolons; default: all", harness.names_with_commas
+    )
 
-    aggregator: str
-    temporary_bytes: int
-    seconds: list[float]
-    ratio: float
-    untrained_seconds: list[float]
-    added: float
+    def __post_init__(self) -> None:
+        harness.check_at_least(1, repetitions=self.repetitions)
+        harness.check_at_least(2, clients=self.clients)
+        harness.check_names("aggregators", self.aggregators, aggregators(self.clients))
 
 
 def aggregators(clients: int) -> dict[str, Aggregator]:
-    """Return the aggregators by name; those that need more clients are left out.
-
-    Args:
-        clients: number of clients in the round.
-    """
+    """Return the aggregators by name; those that need more clients are left out."""
     neighbors = min(4, (clients - 1) // 2 * 2) or None  # an even number; None for two clients
     found = {
         "mean": mean(),
@@ -119,60 +108,47 @@ def aggregators(clients: int) -> dict[str, Aggregator]:
     return found | ({"bulyan(1)": bulyan(1)} if clients >= 7 else {})
 
 
-def measure(
-    model: str,
-    clients: int,
-    chunk_size: int,
-    repetitions: int,
-    names: Sequence[str] | None = None,
-    clock: str = "wall",
-) -> list[Row]:
-    """Time interleaved rounds with all aggregators, on the devices of this process.
-
-    Args:
-        model: a name in `WORKLOADS`.
-        clients: number of clients in the round.
-        chunk_size: clients that a device runs at once.
-        repetitions: number of timed calls of each round.
-        names: the aggregators to time beside the mean. Default None: all.
-        clock: a name in `CLOCKS`.
-    """
-    workload = WORKLOADS[model]()
+def measure(settings: Settings) -> list[Row]:
+    """Time timing.interleaved rounds with all aggregators, on the devices of this process."""
+    workload = WORKLOADS[settings.model]()
     loss_fn = classification_loss(workload.model.apply)
     mesh = make_mesh(clients=-1)
+    timed = settings.repetitions, settings.clock
     with jax.set_mesh(mesh):
-        params, batches, num_examples = workload.random_arguments(clients, mesh)
+        params, batches, num_examples = workload.random_arguments(settings.clients, mesh)
         cohort = Cohort(batches, num_examples)
         rounds, untrained, temporaries = {}, {}, {}
-        for name, aggregator in aggregators(clients).items():
-            if names is not None and name not in ("mean", *names):
+        for name, aggregator in aggregators(settings.clients).items():
+            if settings.aggregators is not None and name not in ("mean", *settings.aggregators):
                 continue
             algorithm = fedavg(
                 loss_fn,
-                cohort_size=clients,
+                cohort_size=settings.clients,
                 client_optimizer=optax.sgd(LEARNING_RATE),
                 aggregator=aggregator,
-                chunk_size=chunk_size,
+                chunk_size=settings.chunk_size,
             )
             state = algorithm.init(params)
-            step: Any = algorithm.round
-            compiled = compile_for(step, state, cohort)
+            compiled = timing.compile_for(algorithm.round, state, cohort)
             rounds[name] = functools.partial(compiled.call, state, cohort)
             temporaries[name] = compiled.temporary_bytes
-            untrained[name] = _untrained_round(aggregator, chunk_size, params, num_examples)
-        seconds = interleaved(rounds, (), repetitions, CLOCKS[clock])
-        alone = interleaved(untrained, (), repetitions, CLOCKS[clock])
-    mean_round, mean_alone = seconds["mean"], alone["mean"]
+            untrained[name] = _untrained_round(
+                aggregator, settings.chunk_size, params, num_examples
+            )
+        seconds = timing.interleaved(rounds, (), *timed)
+        alone = timing.interleaved(untrained, (), *timed)
     return [
         Row(
             aggregator=name,
             temporary_bytes=temporaries[name],
             seconds=took,
-            ratio=paired_ratio(took, mean_round),
+            ratio=timing.paired_ratio(took, seconds["mean"]),
             untrained_seconds=alone[name],
             added=statistics.median(
                 (own - least) / whole
-                for own, least, whole in zip(alone[name], mean_alone, mean_round, strict=True)
+                for own, least, whole in zip(
+                    alone[name], alone["mean"], seconds["mean"], strict=True
+                )
             ),
         )
         for name, took in seconds.items()
@@ -203,61 +179,22 @@ def _untrained_round(
         return mean, state
 
     state = jax.jit(program(aggregator.init))(params)
-    compiled = compile_for(run, params, state, num_examples)
+    compiled = timing.compile_for(run, params, state, num_examples)
     return functools.partial(compiled.call, params, state, num_examples)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure as the arguments say, and print a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", choices=WORKLOADS, default="cnn", help="the clients' model")
-    parser.add_argument("--clients", type=int, default=64, help="number of clients in the round")
-    parser.add_argument(
-        "--devices", type=int, default=1, help="number of devices; simulated on a CPU"
-    )
-    parser.add_argument("--chunk_size", type=int, default=1, help="clients that run at once")
-    parser.add_argument("--repetitions", type=int, default=7, help="timed calls of each round")
-    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="what is measured")
-    parser.add_argument("--aggregators", help="names separated by semicolons; default: all")
-    parser.add_argument(
-        "--json", help="JSON file for the measurements; without it they are printed"
-    )
-    options = parser.parse_args(argv)
-    if options.repetitions < 1:
-        parser.error(f"--repetitions is {options.repetitions}, expected at least 1")
-    if options.clients < 2:
-        parser.error(f"--clients is {options.clients}, expected at least 2")
-    names = None if options.aggregators is None else options.aggregators.split(";")
-    if unknown := {*(names or ())} - {*aggregators(options.clients)}:
-        parser.error(
-            f"unknown aggregators {sorted(unknown)}; choose from "
-            + "; ".join(aggregators(options.clients))
-        )
-    rows = on_devices(
-        options.devices,
-        measure,
-        options.model,
-        options.clients,
-        options.chunk_size,
-        options.repetitions,
-        names,
-        options.clock,
-    )
-    cells = [
-        [
-            row.aggregator,
-            format_bytes(row.temporary_bytes),
-            f"{statistics.median(row.seconds):.3f} s",
-            f"{row.ratio:.2f}",
-            f"{row.added:+.1%}",
-        ]
-        for row in rows
-    ]
-    print(markdown_table(["aggregator", "temporaries", "round", "round / mean's", "added"], cells))
-    write(options.json, rows, model=options.model, clients=options.clients)
-    return 0
+main = Benchmark(
+    __doc__,
+    Settings,
+    lambda settings: timing.on_devices(settings.devices, measure, settings),
+    {
+        "aggregator": "{aggregator:32}",
+        "temporaries": lambda row: format_bytes(row.temporary_bytes),
+        "round, s": "{seconds:.3f}",
+        "round / mean's": "{ratio:.2f}",
+        "added": "{added:+.1%}",
+    },
+)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@ r"""Bandwidth between two sites for a compute utilization: the table of Streamin
 
     python -m fedpax.experiments.benchmarks.bandwidth --plot=bandwidth.png
 
-The published figures are those of table 4 of arXiv:2501.18512. The model is that of
+The published figures are from table 4 of arXiv:2501.18512. The model is the module
 `fedpax.planning.compute_utilization`, with H = 100 steps, fragments of 3 layers (strided), and one
 step of overlap. Two sites exchange 16 bits of a parameter, 4 bits in the last row.
 
@@ -21,11 +21,12 @@ import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
 from fedpax.planning.compute_utilization import (
     Exchange,
     Workload,
@@ -55,6 +56,17 @@ PUBLISHED: dict[str, dict[str, tuple[float, float]]] = {
 }
 
 
+def _read_plan(text: str) -> tuple[str, float]:
+    """Parse METHOD=FILE; return the method and the bits of a parameter in an exchange."""
+    method, _, file = text.partition("=")
+    try:
+        if method not in PUBLISHED:
+            raise ValueError(f"unknown method {method!r}; choose from {', '.join(PUBLISHED)}")
+        return method, bits_per_parameter(method, json.loads(Path(file).read_bytes()))
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def exchange(method: str, num_layers: int) -> Exchange:
     """Return what a method of the table exchanges."""
     fragments = num_layers // 3
@@ -77,13 +89,6 @@ def bits_per_parameter(method: str, plan: Mapping[str, Any]) -> float:
 
     Data parallelism exchanges gradients in each local step. All other methods exchange every
     parameter once in a round, whatever the number of its local steps.
-
-    Args:
-        method: name of the method.
-        plan: the JSON report of `fedpax plan` for two slices.
-
-    Raises:
-        ValueError: the plan has no transfers between two slices.
     """
     overlap = plan["between_slices"]["overlap"]
     if plan["topology"]["slices"] != 2 or overlap is None:
@@ -96,34 +101,33 @@ def bits_per_parameter(method: str, plan: Mapping[str, Any]) -> float:
     return 8 * overlap["bytes_out_of_slice_per_round"] / computation["num_parameters"] / exchanges
 
 
-class Cell(NamedTuple):
-    """A bandwidth of the table.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The options."""
 
-    Attributes:
-        method: name of the method.
-        model: name of the model.
-        utilization: the compute utilization to reach.
-        computed: Gbit/s by the model.
-        published: Gbit/s in the paper.
-        steps: steps of the grid between them.
-    """
+    params: float = option(0.83, "part of the parameters that is exchanged")
+    plans: list[tuple[str, float]] = option(
+        (),
+        "JSON reports of `fedpax plan` for two slices, such as DiLoCo=diloco.json",
+        _read_plan,
+        nargs="+",
+        metavar="METHOD=FILE",
+    )
 
-    method: str
-    model: str
-    utilization: float
-    computed: float
-    published: float
-    steps: int
+    def __post_init__(self) -> None:
+        if not self.params > 0:
+            raise ValueError(f"--params is {self.params}, expected a number above 0")
 
 
-def cells(params: float = 0.83, bits: Mapping[str, float] | None = None) -> Iterator[Cell]:
-    """Compute the table.
+def measure(settings: Settings) -> Iterator[Row]:
+    """Compute the table."""
+    for method, bits in settings.plans:
+        print(f"{method}: {bits:.2f} bits of each parameter in an exchange, as compiled")
+    yield from cells(settings.params, dict(settings.plans))
 
-    Args:
-        params: the part of a model's parameters that is exchanged.
-        bits: for methods with a plan: the bits of each parameter, of all parameters. Default None:
-            no method has one.
-    """
+
+def cells(params: float = 0.83, bits: Mapping[str, float] | None = None) -> Iterator[Row]:
+    """Compute the table."""
     ratio = np.log(GRID[1] / GRID[0])
     compiled = bits or {}
     for method, models in PUBLISHED.items():
@@ -137,28 +141,40 @@ def cells(params: float = 0.83, bits: Mapping[str, float] | None = None) -> Iter
             for utilization, paper in zip(UTILIZATIONS, published, strict=True):
                 computed = required_bandwidth(model, own, utilization, GRID) / 1e9
                 steps = round(float(np.log(computed / paper) / ratio))
-                yield Cell(method, name, utilization, computed, paper, steps)
+                yield Row(
+                    method=method,
+                    model=name,
+                    utilization=utilization,
+                    computed=computed,
+                    published=paper,
+                    steps=steps,
+                )
 
 
-def table(found: Sequence[Cell]) -> str:
-    """Format computed and published bandwidths as a Markdown table."""
+def table(settings: Settings, rows: Sequence[Row]) -> str:
+    """Format computed and published bandwidths, and how far they are from each other."""
     head = ["Gbit/s, computed (published)"]
     head += [f"{model}, {utilization:.0%}" for model in MODELS for utilization in UTILIZATIONS]
-    rows = []
-    for method in PUBLISHED:
-        own = [cell for cell in found if cell.method == method]
-        rows.append([method, *[f"{c.computed:.1f} ({c.published:g})" for c in own]])
-    return markdown_table(head, rows)
+    lines = [
+        [method, *(f"{r.computed:.1f} ({r.published:g})" for r in rows if r.method == method)]
+        for method in PUBLISHED
+    ]
+    distances = [abs(row.steps) for row in rows]
+    return (
+        f"{markdown_table(head, lines)}\n"
+        f"Of {len(rows)} bandwidths, {distances.count(0)} equal the published ones on the grid, "
+        f"and the largest distance is {max(distances)} of its steps."
+    )
 
 
-def draw(params: float) -> Figure:
+def draw(settings: Settings, rows: Sequence[Row]) -> Figure:
     """Draw the compute utilization of each method over the bandwidth, by model."""
     figure = Figure(figsize=(11, 3.6), layout="constrained", dpi=110)
     bandwidths = np.logspace(-1, 3, 400) * 1e9
     for axes, (name, model) in zip(
         figure.subplots(1, len(MODELS), sharey=True), MODELS.items(), strict=True
     ):
-        model = dataclasses.replace(model, num_params=params * model.num_params)
+        model = dataclasses.replace(model, num_params=settings.params * model.num_params)
         for method in PUBLISHED:
             own = exchange(method, model.num_layers)
             values = [compute_utilization(model, own, b) for b in bandwidths]
@@ -172,44 +188,8 @@ def draw(params: float) -> Figure:
     return figure
 
 
-def main() -> None:
-    """Print the table, and how far it is from the published one."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--params", type=float, default=0.83, help="part of the parameters that is exchanged"
-    )
-    parser.add_argument(
-        "--plans",
-        nargs="+",
-        default=[],
-        metavar="METHOD=FILE",
-        help="JSON reports of `fedpax plan` for two slices, such as DiLoCo=diloco.json",
-    )
-    parser.add_argument("--plot", help="file for the figure, such as bandwidth.png")
-    options = parser.parse_args()
-    if not options.params > 0:
-        parser.error(f"--params is {options.params}, expected a number above 0")
-    bits = {}
-    for method, _, file in (plan.partition("=") for plan in options.plans):
-        if method not in PUBLISHED:
-            parser.error(f"--plans: unknown method {method!r}; choose from {', '.join(PUBLISHED)}")
-        try:
-            bits[method] = bits_per_parameter(method, json.loads(Path(file).read_bytes()))
-        except (OSError, ValueError) as error:
-            parser.error(f"--plans: {error}")
-        print(f"{method}: {bits[method]:.2f} bits of each parameter in an exchange, as compiled")
-    found = list(cells(options.params, bits))
-    print(table(found))
-    distances = [abs(cell.steps) for cell in found]
-    print(
-        f"Of {len(found)} bandwidths, {distances.count(0)} equal the published ones on the grid, "
-        f"and the largest distance is {max(distances)} of its steps."
-    )
-    if options.plot:
-        draw(options.params).savefig(options.plot)
+main = Benchmark(__doc__, Settings, measure, summary=table, draw=draw)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -14,7 +14,6 @@ failure except a throttled network stops all islands until the failed one has re
 an island of this run, and loses the steps since the last checkpoint.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -25,9 +24,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 from matplotlib.figure import Figure
 
@@ -42,7 +41,7 @@ from fedpax.experiments.benchmarks.chaos_sites import (
     draw_failures,
     play,
 )
-from fedpax.experiments.benchmarks.timing import write
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
 from fedpax.experiments.decoupled_diloco_text import DecoupledDiLoCoText, decoupled_diloco_text
 from fedpax.experiments.text import TextConfig
 from fedpax.parallel.mesh import MeshConfig
@@ -81,11 +80,7 @@ class PacedStream:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PacedText(DecoupledDiLoCoText):
-    """Decoupled DiLoCo on text, at a fixed rate.
-
-    Attributes:
-        round_seconds: seconds that a round takes an island, at least.
-    """
+    """Decoupled DiLoCo on text, at a fixed rate."""
 
     round_seconds: float = 1.0
 
@@ -125,15 +120,6 @@ def restarted_data_parallelism(
     after the failure has ended. Another failure meanwhile begins the restart again. A throttled
     network costs nothing here.
 
-    Args:
-        failures: the failures.
-        seconds: the length of the run.
-        restart_seconds: from the start of a process to its first round.
-        checkpoint_seconds: seconds of training between checkpoints, which take no time.
-
-    Returns:
-        Seconds of training that are kept, divided by `seconds`.
-
     Example:
         >>> failures = [Failure(25.0, "kill", 0, 1.0), Failure(30.0, "cut", 1, 2.0)]
         >>> restarted_data_parallelism(failures, 100.0, 8.0, checkpoint_seconds=10.0)
@@ -162,17 +148,6 @@ def mean_data_parallelism(
     """Compute the mean of `restarted_data_parallelism` over schedules of one failure rate.
 
     One schedule of some minutes differs by several percent from another one of the same rate.
-
-    Args:
-        mean_seconds: mean time between failures, as in `draw_failures`.
-        islands: number of islands.
-        seconds: the length of the run.
-        restart_seconds: from the start of a process to its first round.
-        checkpoint_seconds: seconds of training between checkpoints.
-        schedules: number of schedules, of the seeds from 0. Default 200.
-
-    Returns:
-        The mean useful fraction of time.
 
     Example:
         >>> rare, often = (mean_data_parallelism(m, 4, 350.0, 5.0, 2.0) for m in (1e4, 4.0))
@@ -204,9 +179,9 @@ def heldout_loss(sites: Sites) -> float:
     return float(json.loads(file.read_text(encoding="utf-8"))["metrics"]["loss"])
 
 
-def draw(quiet: Outcome, chaotic: Outcome, path: Path) -> None:
+def draw_outcomes(quiet: Outcome, chaotic: Outcome) -> Figure:
     """Draw the failures, and the inner steps in merges over time with and without them."""
-    figure = Figure(figsize=(9, 6), layout="constrained")
+    figure = Figure(figsize=(9, 6), layout="constrained", dpi=120)
     above, below = figure.subplots(2, sharex=True, height_ratios=[1, 1.6])
     colors = dict(zip(get_args(Kind), ("C3", "C1", "C0", "C9", "C4"), strict=True))
     named: set[str] = set()
@@ -242,38 +217,7 @@ def draw(quiet: Outcome, chaotic: Outcome, path: Path) -> None:
     below.set_xlabel("seconds")
     below.set_ylabel("inner steps in merges")
     below.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-
-
-class Row(NamedTuple):
-    """The result of the comparison.
-
-    Attributes:
-        seed: the seed of the failures.
-        failures: number of failures, by kind.
-        seconds: length of the run with failures.
-        useful: useful time of the islands, relative to the undisturbed run.
-        data_parallel: useful time of restarted data parallelism after these failures, computed.
-        mean_data_parallel: its mean over schedules of the same failure rate, computed.
-        restart_seconds: from an island's start to its first round, median.
-        repeated: updates applied twice.
-        lost_updates: updates that were lost of islands that were never killed; see `Outcome`.
-        loss: held-out loss with failures.
-        quiet_loss: held-out loss without.
-    """
-
-    seed: int
-    failures: dict[str, int]
-    seconds: float
-    useful: float
-    data_parallel: float
-    mean_data_parallel: float
-    restart_seconds: float
-    repeated: int
-    lost_updates: int
-    loss: float
-    quiet_loss: float
+    return figure
 
 
 def compare(
@@ -288,78 +232,93 @@ def compare(
     restarts = [r.seconds for r in chaotic.restarts if r.process != SYNCER]
     restart = statistics.median(restarts) if restarts else 0.0
     return Row(
-        seed,
-        dict(Counter(failure.kind for failure in chaotic.failures)),
-        chaotic.seconds,
-        chaotic.steps_per_second / quiet.steps_per_second,
-        restarted_data_parallelism(chaotic.failures, chaotic.seconds, restart, checkpoint_seconds),
-        mean_data_parallelism(
+        seed=seed,
+        failures=dict(Counter(failure.kind for failure in chaotic.failures)),
+        seconds=chaotic.seconds,
+        useful=chaotic.steps_per_second / quiet.steps_per_second,
+        data_parallel=restarted_data_parallelism(
+            chaotic.failures, chaotic.seconds, restart, checkpoint_seconds
+        ),
+        mean_data_parallel=mean_data_parallelism(
             mean_seconds, len(chaotic.statuses) - 1, chaotic.seconds, restart, checkpoint_seconds
         ),
-        restart,
-        chaotic.repeated,
-        sum(chaotic.lost_updates.values()),
-        losses[1],
-        losses[0],
+        restart_seconds=restart,
+        repeated=chaotic.repeated,
+        lost_updates=sum(chaotic.lost_updates.values()),
+        loss=losses[1],
+        quiet_loss=losses[0],
+        _outcomes=outcomes,
     )
 
 
-def main(argv: Sequence[str] | None = None) -> Row:
-    """Run both, print a table, and draw the picture."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--seed", type=int, default=0, help="of the failures")
-    parser.add_argument("--rounds", type=int, default=150, help="rounds of the run")
-    parser.add_argument("--round_seconds", type=float, default=1.0, help="seconds of a round")
-    parser.add_argument("--mean_seconds", type=float, default=4.0, help="between failures, mean")
-    parser.add_argument("--islands", type=int, default=4, help="number of islands")
-    parser.add_argument("--limit_seconds", type=float, default=1800.0, help="for each run")
-    parser.add_argument("--folder", help="a new folder for runs and logs; default: temporary")
-    parser.add_argument("--picture", help="a PNG")
-    parser.add_argument("--out", help="a JSON file for the result")
-    options = parser.parse_args(argv)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The options."""
+
+    seed: int = option(0, "of the failures")
+    rounds: int = option(150, "rounds of the run")
+    round_seconds: float = option(1.0, "seconds of a round")
+    mean_seconds: float = option(4.0, "between failures, mean")
+    islands: int = option(4, "number of islands")
+    limit_seconds: float = option(1800.0, "for each run")
+    folder: str | None = option(None, "a new folder for runs and logs; default: temporary")
+
+
+def measure(settings: Settings) -> Iterator[Row]:
+    """Run both."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the processes too
     fields = [
         "--exp=fedpax.experiments.benchmarks.chaos:paced_text",
-        f"--training.rounds={options.rounds}",
-        f"--round_seconds={options.round_seconds}",
+        f"--training.rounds={settings.rounds}",
+        f"--round_seconds={settings.round_seconds}",
     ]
+    islands, limit = settings.islands, settings.limit_seconds
     # Until the end of the run, whenever that is.
-    failures = draw_failures(
-        options.seed, options.islands, options.limit_seconds, options.mean_seconds
-    )
+    failures = draw_failures(settings.seed, islands, limit, settings.mean_seconds)
     results = []
     with contextlib.ExitStack() as stack:
-        folder = Path(options.folder or stack.enter_context(tempfile.TemporaryDirectory()))
+        folder = Path(settings.folder or stack.enter_context(tempfile.TemporaryDirectory()))
         for name, schedule in (("quiet", []), ("chaotic", failures)):
-            with Sites(folder / name, options.islands, fields, local_steps=LOCAL_STEPS) as sites:
-                outcome = play(sites, schedule, options.limit_seconds)
+            with Sites(folder / name, islands, fields, local_steps=LOCAL_STEPS) as sites:
+                outcome = play(sites, schedule, limit)
                 results.append((outcome, heldout_loss(sites)))
     (quiet, quiet_loss), (chaotic, loss) = results
-    checkpoint_seconds = CHECKPOINT_ROUNDS * options.round_seconds
-    row = compare(
-        options.seed,
+    yield compare(
+        settings.seed,
         (quiet, chaotic),
         (quiet_loss, loss),
-        checkpoint_seconds,
-        options.mean_seconds,
+        CHECKPOINT_ROUNDS * settings.round_seconds,
+        settings.mean_seconds,
     )
+
+
+def describe(settings: Settings, rows: Sequence[Row]) -> str:
+    """Describe the comparison in words."""
+    (row,) = rows
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(row.failures.items()))
-    print(f"failures: {sum(row.failures.values())} in {row.seconds:.0f} s ({kinds})")
-    print(f"useful time of the islands: {row.useful:.1%}")
-    print(
-        f"restarted data parallelism: {row.data_parallel:.1%} after these failures, "
-        f"{row.mean_data_parallel:.1%} on average at this rate (computed)"
+    return "\n".join(
+        [
+            f"failures: {sum(row.failures.values())} in {row.seconds:.0f} s ({kinds})",
+            f"useful time of the islands: {row.useful:.1%}",
+            f"restarted data parallelism: {row.data_parallel:.1%} after these failures, "
+            f"{row.mean_data_parallel:.1%} on average at this rate (computed)",
+            f"restart of an island until its first round: {row.restart_seconds:.1f} s (median)",
+            f"updates applied twice: {row.repeated}",
+            f"updates lost of islands that were never killed: {row.lost_updates}",
+            f"held-out loss: {row.loss:.4f}, undisturbed {row.quiet_loss:.4f}",
+        ]
     )
-    print(f"restart of an island until its first round: {row.restart_seconds:.1f} s (median)")
-    print(f"updates applied twice: {row.repeated}")
-    print(f"updates lost of islands that were never killed: {row.lost_updates}")
-    print(f"held-out loss: {row.loss:.4f}, undisturbed {row.quiet_loss:.4f}")
-    if options.picture:
-        draw(quiet, chaotic, Path(options.picture))
-    if options.out:
-        write(options.out, [row], **vars(options))
-    return row
+
+
+main = Benchmark(
+    __doc__,
+    Settings,
+    measure,
+    summary=describe,
+    draw=lambda settings, rows: draw_outcomes(*vars(rows[0])["_outcomes"]),
+    aliases={"--json": "--out", "--plot": "--picture"},
+)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -25,14 +25,7 @@ between an island and the syncer is cut, or throttled."""
 
 
 class Failure(NamedTuple):
-    """A failure.
-
-    Attributes:
-        time: seconds since all islands train.
-        kind: what happens.
-        island: the island, or `SYNCER`.
-        seconds: duration. A killed process is started again after this time.
-    """
+    """A failure."""
 
     time: float
     kind: Kind
@@ -44,16 +37,6 @@ def draw_failures(
     seed: int, islands: int, total_seconds: float, mean_seconds: float
 ) -> list[Failure]:
     """Draw the failures of a run.
-
-    Args:
-        seed: the seed.
-        islands: number of islands.
-        total_seconds: when failures end.
-        mean_seconds: mean of the exponential times between failures, of all processes together.
-
-    Returns:
-        Failures, by time. All kinds are equally likely, and all islands. The durations are uniform
-        from 0.5 to 3 seconds.
 
     Example:
         >>> failures = draw_failures(seed=0, islands=4, total_seconds=1000.0, mean_seconds=5.0)
@@ -74,13 +57,7 @@ def draw_failures(
 
 
 class Restart(NamedTuple):
-    """A process that was started again.
-
-    Attributes:
-        process: an island, or `SYNCER`.
-        time: when it was killed, in seconds since all islands train.
-        seconds: seconds from its start until it had trained a round, or done a merge.
-    """
+    """A process that was started again."""
 
     process: int
     time: float
@@ -93,11 +70,10 @@ class Outcome(NamedTuple):
     Attributes:
         seconds: from the moment at which all islands train until the syncer exits.
         merges: for each merge in that time, its second and the inner steps in it.
-        repeated: updates that were part of more than one merge; none, if all is well.
-        lost_updates: for each island that was never killed, how many of its updates are in no
-            merge, and were not dropped for being stale either, though later ones are in one.
-        last_steps: for each of these islands, its inner steps in no merge of some fragment. They
-            were taken while the last merges were done, or were dropped for being stale.
+        repeated: updates that were part of more than one merge.
+        lost_updates: for each island that was never killed, its updates that are in no merge, and
+            were not dropped for being stale, though later ones are in one.
+        last_steps: for each of these islands, its inner steps in no merge of some fragment.
         restarts: the processes that were started again and have trained or merged since.
         statuses: exit statuses of the syncer and the islands.
         failures: the failures that happened.
@@ -119,15 +95,7 @@ class Outcome(NamedTuple):
 
 
 class Sites:
-    """The processes of a syncer and its islands, with a proxy before each island.
-
-    Args:
-        folder: a new folder for their runs and logs.
-        islands: number of islands.
-        fields: arguments of both commands, such as `--exp=NAME` and `--training.rounds=9`.
-        local_steps: inner steps of a round.
-        working_directory: the working directory of the processes. Default None: this one's.
-    """
+    """The processes of a syncer and its islands, with a proxy before each island."""
 
     def __init__(
         self,
@@ -230,17 +198,8 @@ class Sites:
 def play(sites: Sites, failures: Sequence[Failure], limit_seconds: float) -> Outcome:
     """Run a syncer and its islands to the end, with failures.
 
-    Args:
-        sites: the processes, none of which runs.
-        failures: the failures, by time. Those after the end do not happen, nor those of a process
-            that is down already, or has not trained or merged yet since it was started again.
-        limit_seconds: seconds after which the run has to have ended.
-
-    Returns:
-        What they did.
-
-    Raises:
-        TimeoutError: the run did not end by itself.
+    A failure after the end does not happen, nor one of a process that is down already, or has not
+    trained or merged yet since it was started again.
     """
     islands = range(len(sites.networks))
     deadline = time.monotonic() + limit_seconds

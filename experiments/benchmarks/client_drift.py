@@ -8,10 +8,8 @@ float64. All clients join each round. The optimum of the mean loss solves a line
 with K above 1 converges to another point, which `fixed_point` computes.
 """
 
-import argparse
-import json
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,17 +22,13 @@ from matplotlib.figure import Figure
 from fedpax import Cohort
 from fedpax.algorithm import FederatedAlgorithm
 from fedpax.algorithms import fedavg, feddyn, fedprox, mime, mime_lite, scaffold
-from fedpax.experiments.benchmarks.arguments import integers
+from fedpax.experiments.benchmarks import harness
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
 from fedpax.reports.table import markdown_table
 
 
 class Quadratics(NamedTuple):
-    """The clients' losses.
-
-    Attributes:
-        hessians: A_i, float64 `[clients, size, size]`, positive definite.
-        centers: b_i, the clients' own optima, float64 `[clients, size]`.
-    """
+    """The clients' losses."""
 
     hessians: Float[np.ndarray, "clients size size"]
     centers: Float[np.ndarray, "clients size"]
@@ -48,11 +42,6 @@ class Quadratics(NamedTuple):
 
 def draw_quadratics(clients: int = 5, size: int = 4, seed: int = 0) -> Quadratics:
     """Draw Hessians with eigenvalues from 0.5 to 3, and the clients' optima from N(0, 9).
-
-    Args:
-        clients: number of clients.
-        size: number of parameters.
-        seed: the random seed.
 
     Example:
         >>> problem = draw_quadratics(clients=3, size=2)
@@ -90,16 +79,6 @@ def distances(
 ) -> tuple[Float[np.ndarray, " size"], Float[np.ndarray, " rounds"]]:
     """Train from 0 and measure the distance from the optimum.
 
-    Args:
-        problem: the clients.
-        method: a name in `METHODS`.
-        rounds: number of rounds.
-        local_steps: K, number of local steps in a round.
-        rate: the clients' learning rate.
-
-    Returns:
-        The last model, and its distance from the optimum after each round.
-
     Example:
         >>> _, errors = distances(draw_quadratics(), "SCAFFOLD I", rounds=20)
         >>> bool(errors[0] > 0.1 and errors[-1] < 1e-8)
@@ -134,12 +113,6 @@ def fixed_point(
     From x, client i ends at x - M_i (x - b_i), with M_i the sum over k < K of
     (I - eta (A_i + mu I))^k eta A_i. At the fixed point, these moves have mean 0.
 
-    Args:
-        problem: the clients.
-        mu: weight of FedProx's proximal term. Default 0: FedAvg.
-        local_steps: K, number of local steps in a round.
-        rate: eta, the clients' learning rate.
-
     Example:
         >>> problem = draw_quadratics()
         >>> bool(np.allclose(fixed_point(problem, local_steps=1), problem.optimum))
@@ -152,18 +125,54 @@ def fixed_point(
     return np.linalg.solve(moves.sum(0), np.einsum("ijk,ik->j", moves, centers))
 
 
-def table(errors: Mapping[str, Sequence[float]], rounds: Sequence[int]) -> str:
-    """Format the distances after some rounds as a Markdown table."""
-    cells = [[str(r), *(f"{found[r - 1]:.1e}" for found in errors.values())] for r in rounds]
-    return markdown_table(["round", *errors], cells)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The options."""
+
+    clients: int = option(5, "number of clients")
+    rounds: int = option(60, "rounds to train")
+    local_steps: list[int] = option("10", "K; several with commas", harness.integers)
+    rate: float = option(0.1, "the clients' learning rate")
+    methods: list[str] | None = option(
+        None, "names separated by semicolons; default: all", harness.names_with_commas
+    )
+    seed: int = option(0, "seed of the clients' losses")
+
+    def __post_init__(self) -> None:
+        harness.check_at_least(1, rounds=self.rounds, clients=self.clients)
+        harness.check_names("methods", self.methods, METHODS)
 
 
-def draw(errors: Mapping[str, Sequence[float]]) -> Figure:
-    """Draw the distance from the optimum over rounds, on a logarithmic scale."""
+def measure(settings: Settings) -> Iterator[Row]:
+    """Train the methods with each number of local steps."""
+    problem = draw_quadratics(settings.clients, seed=settings.seed)
+    for local_steps in settings.local_steps:
+        sizes: dict[str, Any] = {"local_steps": local_steps, "rate": settings.rate}
+        for name in settings.methods or METHODS:
+            errors = distances(problem, name, rounds=settings.rounds, **sizes)[1].tolist()
+            yield Row(method=name, local_steps=local_steps, distances=errors)
+
+
+def tables(settings: Settings, rows: Sequence[Row]) -> str:
+    """Format the distances after some rounds, a table for each number of local steps."""
+    shown = sorted({r for r in (1, 10, 20, 40, settings.rounds) if r <= settings.rounds})
+    parts = []
+    for local_steps in settings.local_steps:
+        chosen = [row for row in rows if row.local_steps == local_steps]
+        cells = [[str(r), *(f"{row.distances[r - 1]:.1e}" for row in chosen)] for r in shown]
+        parts += [f"\n{local_steps} local steps:\n"] if len(settings.local_steps) > 1 else []
+        parts.append(markdown_table(["round", *(row.method for row in chosen)], cells))
+    return "\n".join(parts)
+
+
+def draw(settings: Settings, rows: Sequence[Row]) -> Figure:
+    """Draw the distances over rounds for the last number of local steps, on a logarithmic scale."""
     figure = Figure(figsize=(7, 4), layout="constrained", dpi=110)
     axes = figure.subplots()
-    for name, found in errors.items():
-        axes.semilogy(np.arange(1, len(found) + 1), found, label=name, linewidth=1)
+    for row in rows:
+        if row.local_steps == settings.local_steps[-1]:
+            rounds = np.arange(1, len(row.distances) + 1)
+            axes.semilogy(rounds, row.distances, label=row.method, linewidth=1)
     axes.set_xlabel("round")
     axes.set_ylabel("distance from the optimum")
     axes.grid(alpha=0.3)
@@ -171,44 +180,7 @@ def draw(errors: Mapping[str, Sequence[float]]) -> Figure:
     return figure
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train the methods, and print a table for each number of local steps."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--clients", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=60, help="rounds to train")
-    parser.add_argument("--local_steps", type=integers, default="10", help="K; several with commas")
-    parser.add_argument("--rate", type=float, default=0.1, help="the clients' learning rate")
-    parser.add_argument("--methods", help="names separated by semicolons; default: all")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the clients' losses")
-    parser.add_argument("--json", help="file for the distances after each round")
-    parser.add_argument("--plot", help="file for the figure of the last K, such as drift.png")
-    options = parser.parse_args(argv)
-    chosen = list(METHODS) if options.methods is None else options.methods.split(";")
-    if unknown := set(chosen) - set(METHODS):
-        parser.error(f"unknown methods {sorted(unknown)}; choose from {'; '.join(METHODS)}")
-    steps = options.local_steps
-    if min(options.rounds, options.clients, *steps) < 1:
-        parser.error("--rounds, --clients and --local_steps are expected to be at least 1")
-    problem = draw_quadratics(options.clients, seed=options.seed)
-    shown = sorted({r for r in (1, 10, 20, 40, options.rounds) if r <= options.rounds})
-    results: dict[int, dict[str, list[float]]] = {}
-    for count in steps:
-        results[count] = {
-            name: distances(
-                problem, name, rounds=options.rounds, local_steps=count, rate=options.rate
-            )[1].tolist()
-            for name in chosen
-        }
-        if len(steps) > 1:
-            print(f"\n{count} local steps:\n")
-        print(table(results[count], shown))
-    if options.json:
-        content = {"settings": vars(options), "distances": results}
-        Path(options.json).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    if options.plot:
-        draw(results[steps[-1]]).savefig(options.plot)
+main = Benchmark(__doc__, Settings, measure, summary=tables, draw=draw)
 
 
 if __name__ == "__main__":

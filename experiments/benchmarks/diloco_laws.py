@@ -21,15 +21,16 @@ Each run has a folder below `--out`. An interrupted benchmark continues where it
 a finished run is not repeated. The losses are those of the last evaluation.
 """
 
-import argparse
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import jax
 from matplotlib.figure import Figure
 
-from fedpax.experiments.benchmarks.arguments import numbers
+from fedpax.experiments.benchmarks import harness
 from fedpax.experiments.benchmarks.diloco_runs import (
     BITS,
     Result,
@@ -37,12 +38,16 @@ from fedpax.experiments.benchmarks.diloco_runs import (
     common_start,
     measure,
 )
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
 from fedpax.experiments.diloco_text import diloco_text
 from fedpax.parallel import simulate_devices
 from fedpax.reports.table import format_bytes, markdown_table
 
 TUNED = ["method", "local_steps", "learning_rate", "weight_decay", "outer_momentum"]
 """The columns of the table of settings that were tried."""
+
+TABLES = ("methods", "local_steps", "islands", "bits")
+DILOCO = diloco_text()
 
 
 def settings(
@@ -51,16 +56,8 @@ def settings(
     local_steps: int | None = None,
     bits: str = "4 bits",
 ) -> dict[str, list[Setting]]:
-    """Return the runs of each table by the table's name.
-
-    Args:
-        num_seeds: number of seeds of the first table.
-        rows: global batch. Default None: that of `diloco_text`.
-        local_steps: inner steps between two averages, but in the table that changes them. Default
-            None: those of `diloco_text`.
-        bits: a key of `BITS`, the format of DiLoCo's outer gradients but in the table of formats.
-    """
-    diloco = diloco_text()
+    """Return the runs of each table by the table's name."""
+    diloco = DILOCO
     islands = diloco.islands
     if local_steps is None:
         local_steps = diloco.data.local_steps
@@ -96,13 +93,7 @@ def best_results(results: Sequence[Result]) -> dict[tuple[str, int], Result]:
 
 
 def table(results: Sequence[Result], changed: Sequence[str], baseline: float) -> str:
-    """Format runs as a Markdown table, and average those that differ by their seeds alone.
-
-    Args:
-        results: the runs.
-        changed: the fields of `Setting` that are columns.
-        baseline: the mean loss of data parallelism.
-    """
+    """Format runs as a Markdown table, and average those that differ by their seeds alone."""
     groups: dict[Setting, list[Result]] = {}
     for result in results:
         groups.setdefault(result.setting._replace(seed=0), []).append(result)
@@ -126,12 +117,7 @@ def table(results: Sequence[Result], changed: Sequence[str], baseline: float) ->
 
 
 def draw(results: dict[str, list[Result]], baseline: float) -> Figure:
-    """Draw the loss over local steps, islands and bits.
-
-    Args:
-        results: the runs of each table.
-        baseline: the mean loss of data parallelism, a dashed line.
-    """
+    """Draw the loss over local steps, islands and bits."""
     figure = Figure(figsize=(10, 3.4), layout="constrained", dpi=110)
     panels = figure.subplots(1, 3, sharey=True)
     for axes, name in zip(panels, ("local_steps", "islands", "bits"), strict=True):
@@ -150,99 +136,82 @@ def draw(results: dict[str, list[Result]], baseline: float) -> Figure:
     return figure
 
 
-def main() -> None:
-    """Train the runs, and print a table of each kind."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    tables = list(settings(1))
-    parser.add_argument("--out", required=True, help="folder of the runs")
-    parser.add_argument("--tokens", type=int, default=5_000_000, help="tokens of a run")
-    parser.add_argument("--rows", type=int, help="global batch; default that of diloco_text")
-    parser.add_argument(
-        "--local_steps",
-        type=int,
-        help="inner steps between two averages, but in the table of them; default that of "
-        "diloco_text",
-    )
-    parser.add_argument(
-        "--bits",
-        choices=BITS,
-        default="4 bits",
-        help="format of DiLoCo's outer gradients, but in the table of formats; default 4 bits",
-    )
-    parser.add_argument("--seeds", type=int, default=3, help="seeds of the first table")
-    parser.add_argument(
-        "--learning_rates",
-        type=numbers,
-        default=str(diloco_text().optimizer.learning_rate),
-        help="peak learning rates to choose from; default that of diloco_text",
-    )
-    parser.add_argument(
-        "--weight_decays",
-        type=numbers,
-        default=str(diloco_text().optimizer.weight_decay),
-        help="weight decays to choose from; default that of diloco_text",
-    )
-    parser.add_argument(
-        "--outer_momenta",
-        type=numbers,
-        default=str(diloco_text().outer.momentum),
-        help="momenta of the outer optimizer to choose from; default that of diloco_text",
-    )
-    parser.add_argument(
-        "--common_start",
-        type=float,
-        default=0.0,
-        help="fraction of the tokens that data parallelism trains before DiLoCo; default 0",
-    )
-    parser.add_argument("--tables", default=",".join(tables), help=", ".join(tables))
-    parser.add_argument("--plot", help="PNG of the last three tables")
-    options = parser.parse_args()
-    if options.seeds < 1:
-        parser.error(f"--seeds is {options.seeds}, expected at least 1")
-    chosen = options.tables.split(",")
-    if unknown := set(chosen) - set(tables):
-        parser.error(f"unknown tables {sorted(unknown)}; choose from {', '.join(tables)}")
-    if "methods" not in chosen:
-        chosen = ["methods", *chosen]  # holds the baseline
-    simulate_devices(diloco_text().islands)
-    jax.config.update("jax_platforms", "cpu")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The options."""
 
-    todo = {
-        name: [
-            setting._replace(common_start=options.common_start)
-            if setting.has_outer_optimizer
-            else setting
-            for setting in group
-        ]
-        for name, group in settings(
-            options.seeds, options.rows, options.local_steps, options.bits
-        ).items()
-    }
-    momenta = options.outer_momenta
-    planned = [setting for name in chosen for setting in todo[name]]
-    untuned = {_tuned_with(setting): setting for setting in reversed(planned)}
-    tuning = [
-        setting._replace(learning_rate=rate, weight_decay=decay, outer_momentum=momentum)
-        for setting in reversed(untuned.values())
-        for rate in options.learning_rates
-        for decay in options.weight_decays
-        for momentum in (momenta if setting.has_outer_optimizer else [setting.outer_momentum])
-    ]
-    try:
-        for setting in (*tuning, *planned):
-            setting.experiment(options.tokens)
+    out: Path = option(None, "folder of the runs", Path, required=True)
+    tokens: int = option(5_000_000, "tokens of a run")
+    rows: int | None = option(None, "global batch; default: that of diloco_text", int)
+    local_steps: int | None = option(
+        None,
+        "inner steps between two averages, but in the table of them; default: those of diloco_text",
+        int,
+    )
+    bits: str = option(
+        "4 bits", "format of DiLoCo's outer gradients, but in the table of formats", choices=BITS
+    )
+    seeds: int = option(3, "seeds of the first table")
+    learning_rates: list[float] = option(
+        str(DILOCO.optimizer.learning_rate), "peak learning rates to choose from", harness.numbers
+    )
+    weight_decays: list[float] = option(
+        str(DILOCO.optimizer.weight_decay), "weight decays to choose from", harness.numbers
+    )
+    outer_momenta: list[float] = option(
+        str(DILOCO.outer.momentum), "momenta of the outer optimizer to choose from", harness.numbers
+    )
+    common_start: float = option(
+        0.0, "fraction of the tokens that data parallelism trains before DiLoCo"
+    )
+    tables: list[str] = option(",".join(TABLES), "tables to make", harness.names)
+
+    def __post_init__(self) -> None:
+        harness.check_at_least(1, seeds=self.seeds)
+        harness.check_names("tables", self.tables, TABLES)
+        for setting in (*self.tuning(), *self.planned()):
+            setting.experiment(self.tokens)
             if setting.common_start:
-                common_start(setting, options.tokens)
-    except ValueError as error:
-        parser.error(str(error))
-    out = Path(options.out)
+                common_start(setting, self.tokens)
+
+    def runs(self) -> dict[str, list[Setting]]:
+        """Return the runs of each table; the table of methods holds the baseline."""
+        groups = settings(self.seeds, self.rows, self.local_steps, self.bits)
+        return {
+            name: [
+                setting._replace(common_start=self.common_start * setting.has_outer_optimizer)
+                for setting in groups[name]
+            ]
+            for name in dict.fromkeys(["methods", *self.tables])
+        }
+
+    def planned(self) -> list[Setting]:
+        """Return the runs of all tables."""
+        return [setting for group in self.runs().values() for setting in group]
+
+    def tuning(self) -> list[Setting]:
+        """Return the runs from which the best rates, decays and momenta follow."""
+        untuned = {_tuned_with(setting): setting for setting in reversed(self.planned())}
+        return [
+            setting._replace(learning_rate=rate, weight_decay=decay, outer_momentum=momentum)
+            for setting in reversed(untuned.values())
+            for rate in self.learning_rates
+            for decay in self.weight_decays
+            for momentum in (
+                self.outer_momenta if setting.has_outer_optimizer else [setting.outer_momentum]
+            )
+        ]
+
+
+def measure_all(options: Settings) -> Iterator[Row]:
+    """Train the runs, and print a table of each kind."""
+    simulate_devices(DILOCO.islands)
+    jax.config.update("jax_platforms", "cpu")
+    tuning = options.tuning()
     best = {_tuned_with(setting): setting for setting in tuning}
     if len(tuning) > len(best):
-        tried = [measure(setting, options.tokens, out) for setting in tuning]
-        lowest = best_results(tried)
-        best = {tuned: result.setting for tuned, result in lowest.items()}
+        tried = [measure(setting, options.tokens, options.out) for setting in tuning]
+        best = {tuned: result.setting for tuned, result in best_results(tried).items()}
         baseline = min(run.loss for run in tried if not run.setting.has_outer_optimizer)
         print(f"\n{table(tried, TUNED, baseline)}")
 
@@ -250,22 +219,35 @@ def main() -> None:
         found = best[_tuned_with(setting)]
         return setting._replace(**{name: getattr(found, name) for name in TUNED[2:]})
 
-    results: dict[str, list[Result]] = {}
-    columns = {
-        "methods": ["method", "local_steps", "bits", *TUNED[2:]],
-        "local_steps": TUNED[1:],
-    }
-    baseline = float("nan")
-    for name in chosen:
-        results[name] = [measure(tuned(setting), options.tokens, out) for setting in todo[name]]
+    columns = {"methods": ["method", "local_steps", "bits", *TUNED[2:]], "local_steps": TUNED[1:]}
+    for name, group in options.runs().items():
+        results = [measure(tuned(setting), options.tokens, options.out) for setting in group]
         if name == "methods":
             baseline = fmean(
-                run.loss for run in results[name] if run.setting.method == "data parallelism"
+                run.loss for run in results if run.setting.method == "data parallelism"
             )
-        print(f"\n{table(results[name], columns.get(name, [name]), baseline)}", flush=True)
-    if options.plot:
-        draw(results, baseline).savefig(options.plot)
+        print(f"\n{table(results, columns.get(name, [name]), baseline)}", flush=True)
+        for run in results:
+            yield Row(
+                table=name,
+                **run.setting._asdict(),
+                loss=run.loss,
+                bytes_sent=run.bytes_sent,
+                baseline=baseline,
+                _result=run,
+            )
+
+
+def draw_rows(options: Settings, rows: Sequence[Any]) -> Figure:
+    """Draw the last three tables."""
+    groups: dict[str, list[Result]] = {}
+    for row in rows:
+        groups.setdefault(row.table, []).append(row._result)
+    return draw(groups, rows[0].baseline)
+
+
+main = Benchmark(__doc__, Settings, measure_all, draw=draw_rows)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -20,22 +20,7 @@ OTHER_SEED = 1000
 
 
 class Setting(NamedTuple):
-    """A run.
-
-    Attributes:
-        method: "data parallelism", "DiLoCo" or "Streaming DiLoCo".
-        local_steps: inner steps between two averages of a parameter, H. With no more of them than
-            fragments, Streaming DiLoCo has no delay.
-        islands: number of islands.
-        bits: a key of `BITS`.
-        rows: global batch: rows of a step over all islands.
-        seed: seed of the initial parameters and of the order of the data.
-        learning_rate: peak learning rate of the inner optimizer.
-        outer_momentum: Nesterov momentum of the outer optimizer; without effect in data
-            parallelism.
-        weight_decay: decoupled weight decay of the inner optimizer.
-        common_start: fraction of the tokens that data parallelism trains before.
-    """
+    """A run."""
 
     method: str
     local_steps: int
@@ -59,15 +44,7 @@ class Setting(NamedTuple):
         return "-".join(str(value).replace(" ", "_") for value in self)
 
     def experiment(self, num_tokens: int) -> TextExperiment:
-        """Make the experiment, without the common start.
-
-        Args:
-            num_tokens: tokens of the run; it trains the whole rounds that they fill.
-
-        Raises:
-            ValueError: the tokens fill no round, the islands do not divide the global batch, or a
-                number is out of range.
-        """
+        """Make the experiment, without the common start."""
         base: TextExperiment
         if self.method == "data parallelism":
             base = data_parallel_text()
@@ -124,13 +101,7 @@ class Setting(NamedTuple):
 
 
 class Result(NamedTuple):
-    """A finished run.
-
-    Attributes:
-        setting: its setting.
-        loss: held-out loss at the end, in nats per byte.
-        bytes_sent: bytes that islands exchanged in the run.
-    """
+    """A finished run."""
 
     setting: Setting
     loss: float
@@ -138,16 +109,7 @@ class Result(NamedTuple):
 
 
 def measure(setting: Setting, num_tokens: int, out: Path) -> Result:
-    """Train a run, or read it if it is finished.
-
-    Args:
-        setting: the run.
-        num_tokens: tokens of the run.
-        out: the folder of all runs.
-
-    Raises:
-        SystemExit: SIGTERM or Ctrl-C stopped the run, which is saved; the status is 128 + signal.
-    """
+    """Train a run, or read it if it is finished."""
     out = out / f"{num_tokens}"
     experiment, sent = setting.experiment(num_tokens), 0.0
     if setting.common_start:
@@ -170,15 +132,7 @@ def measure(setting: Setting, num_tokens: int, out: Path) -> Result:
 
 
 def common_start(setting: Setting, num_tokens: int) -> TextExperiment:
-    """Make the experiment that trains all islands together before a run.
-
-    Args:
-        setting: the run.
-        num_tokens: tokens of the run and its common start.
-
-    Raises:
-        ValueError: the common start takes no round of the run, or all of them.
-    """
+    """Make the experiment that trains all islands together before a run."""
     whole = _start_of(setting).experiment(num_tokens)
     rounds = round(setting.common_start * whole.training.rounds)
     if not 0 < rounds < whole.training.rounds:

@@ -7,19 +7,21 @@
 
 Rows of several files with the same implementation and number of clients are one point: memory
 comes from any file, time from the last file that timed it. Time DrJAX in a file of its own: its
-temporaries slow down the calls after it.
+temporaries slow down the calls after it. The files have one model and one number of devices.
 """
 
-import argparse
+import dataclasses
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
+
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
 
 STYLES: dict[str, dict[str, Any]] = {
     "DrJAX": {"color": "#b3531d", "marker": "s", "zorder": 2},
@@ -29,30 +31,36 @@ STYLES: dict[str, dict[str, Any]] = {
 NAMES = {"fedpax auto": "fedpax", "scan": "hand-written loop", "drjax": "DrJAX"}
 
 
-def draw(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """Draw the rounds' median time and their temporaries over the number of clients.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The options."""
 
-    Args:
-        rows: rows of `fedavg_round --json`, all of one model and one number of devices.
+    files: list[Path] = option(
+        None, "written by fedavg_round --json", Path, nargs="+", positional=True
+    )
 
-    Returns:
-        A figure with two logarithmic plots.
 
-    Raises:
-        ValueError: no rows, or rows of several models or numbers of devices.
-    """
+def read(settings: Settings) -> Iterator[Row]:
+    """Read the rows of all files."""
+    rows = [row for file in settings.files for row in json.loads(file.read_bytes())["rows"]]
     kinds = {(row["model"], row["devices"]) for row in rows}
     if len(kinds) != 1:
         raise ValueError(
             f"The files have rows of {len(kinds)} pairs of a model and a number of devices, "
             "expected 1. Measure with one --model and one number in --devices."
         )
+    for row in rows:
+        yield Row(**row)
+
+
+def draw(settings: Settings, rows: Sequence[Row]) -> Figure:
+    """Draw the rounds' median time and their temporaries over the number of clients."""
     figure = Figure(figsize=(9, 3.4), layout="constrained", dpi=110)
     seconds_axes, bytes_axes = figure.subplots(1, 2)
     for round_name, style in STYLES.items():
-        own = [row for row in rows if NAMES.get(row["implementation"]) == round_name]
-        timed = {r["clients"]: statistics.median(r["seconds"]) for r in own if r["seconds"]}
-        sizes = {row["clients"]: row["temporary_bytes"] for row in own}
+        own = [row for row in rows if NAMES.get(row.implementation) == round_name]
+        timed = {r.clients: statistics.median(r.seconds) for r in own if r.seconds}
+        sizes = {row.clients: row.temporary_bytes for row in own}
         for axes, points in ((seconds_axes, timed), (bytes_axes, sizes)):
             axes.plot(*zip(*sorted(points.items()), strict=True), label=round_name, **style)
     _label(seconds_axes, "time of a round", "s")
@@ -68,16 +76,14 @@ def _label(axes: Axes, title: str, unit: str) -> None:
     axes.grid(alpha=0.3)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Draw the rows of the files into a picture."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("files", nargs="+", type=Path, help="written by fedavg_round --json")
-    parser.add_argument("--out", type=Path, default=Path("rounds.png"), help="file of the picture")
-    options = parser.parse_args(argv)
-    rows = [row for file in options.files for row in json.loads(file.read_bytes())["rows"]]
-    draw(rows).savefig(options.out)
-    print(options.out)
-    return 0
+main = Benchmark(
+    __doc__,
+    Settings,
+    read,
+    draw=draw,
+    aliases={"--plot": "--out"},
+    picture=Path("rounds.png"),
+)
 
 
 if __name__ == "__main__":

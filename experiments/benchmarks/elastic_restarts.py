@@ -15,22 +15,21 @@ until the keeper has decided on it too: until a new start, or the connection of 
 which has imported all by then.
 """
 
-import argparse
+import dataclasses
 import os
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import NamedTuple
 
 from fedpax.elastic.host_copies import memory_folder, remove_copies
-from fedpax.experiments.benchmarks.timing import paired_ratio, write
+from fedpax.experiments.benchmarks import timing
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
 from fedpax.run_files.metrics import read_metrics, select
 
 EVENTS = (
@@ -44,30 +43,22 @@ CHECKPOINT_EVERY = 10_000
 LONGEST = 600.0
 
 
-class Row(NamedTuple):
-    """An event.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The options."""
 
-    Attributes:
-        name: the event.
-        decided: seconds until the keeper has decided, in each repetition; 0 for the start.
-        seconds: seconds until the next useful round, in each repetition.
-        ratio: median of the ratios to the start of the same repetition.
-    """
+    processes: int = option(3, "processes, at least 2")
+    repetitions: int = option(3, "number of jobs")
+    heartbeat: int = option(10, "--heartbeat_timeout, seconds")
+    pause: float = option(12.0, "seconds between a useful round and the next event")
 
-    name: str
-    decided: list[float]
-    seconds: list[float]
-    ratio: float
+    def __post_init__(self) -> None:
+        if self.processes < 2 or self.repetitions < 1:
+            raise ValueError("expected --processes of at least 2 and --repetitions of at least 1")
 
 
 class Job(AbstractContextManager["Job"]):
-    """An elastic job of FedAvg on digits on this machine; a context manager that ends it.
-
-    Args:
-        folder: an empty folder.
-        processes: number of processes; each simulates a device.
-        heartbeat: seconds after which a silent process counts as lost.
-    """
+    """An elastic job of FedAvg on digits on this machine; a context manager that ends it."""
 
     def __init__(self, folder: Path, processes: int, heartbeat: int) -> None:
         self._folder, self._count, self._heartbeat = folder / "run", processes, heartbeat
@@ -155,22 +146,13 @@ class Job(AbstractContextManager["Job"]):
         self._log.close()
 
 
-def measure(processes: int, heartbeat: int, pause: float) -> dict[str, tuple[float, float]]:
-    """Measure one job.
-
-    Args:
-        processes: number of its processes, at least 2.
-        heartbeat: seconds after which a silent process counts as lost.
-        pause: seconds between a useful round and the next event.
-
-    Returns:
-        Seconds until the keeper's decision, and until a useful round, by event.
-    """
-    last = processes - 1
+def measure_job(settings: Settings) -> dict[str, tuple[float, float]]:
+    """Return the seconds until the keeper's decision, and until a useful round, by event."""
+    last = settings.processes - 1
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         began = time.monotonic()
-        with Job(Path(folder), processes, heartbeat) as job:
+        with Job(Path(folder), settings.processes, settings.heartbeat) as job:
             found[EVENTS[0]] = (0.0, job.useful_round() - began)
             actions: tuple[Callable[[], None], ...] = (
                 lambda: job.signal_training_process(last, signal.SIGKILL),
@@ -179,7 +161,7 @@ def measure(processes: int, heartbeat: int, pause: float) -> dict[str, tuple[flo
                 lambda: job.return_host(last),
             )
             for times, (name, act) in enumerate(zip(EVENTS[1:], actions, strict=True), start=1):
-                time.sleep(pause)
+                time.sleep(settings.pause)
                 began = time.monotonic()
                 act()
                 joined = job.wait_for_message("has joined", 1) if name == EVENTS[-1] else None
@@ -189,49 +171,33 @@ def measure(processes: int, heartbeat: int, pause: float) -> dict[str, tuple[flo
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print a table, and write the rows.
-
-    Args:
-        arguments: the command's arguments. Default None: those of the process.
-
-    Returns:
-        The exit status.
-    """
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--processes", type=int, default=3, help="processes, at least 2")
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--heartbeat", type=int, default=10, help="--heartbeat_timeout, seconds")
-    parser.add_argument("--pause", type=float, default=12.0, help="seconds between events")
-    parser.add_argument("--json", help="write the rows to this file")
-    options = parser.parse_args(arguments)
-    if options.processes < 2 or options.repetitions < 1:
-        parser.error("expected --processes of at least 2 and --repetitions of at least 1")
-    found = [
-        measure(options.processes, options.heartbeat, options.pause)
-        for _ in range(options.repetitions)
-    ]
-    seconds = {name: [one[name][1] for one in found] for name in EVENTS}
-    rows = [
+def measure(settings: Settings) -> list[Row]:
+    """Measure all jobs."""
+    jobs = [measure_job(settings) for _ in range(settings.repetitions)]
+    seconds = {name: [job[name][1] for job in jobs] for name in EVENTS}
+    return [
         Row(
-            name,
-            [one[name][0] for one in found],
-            seconds[name],
-            paired_ratio(seconds[name], seconds["start"]),
+            name=name,
+            decided=[job[name][0] for job in jobs],
+            seconds=seconds[name],
+            ratio=timing.paired_ratio(seconds[name], seconds["start"]),
         )
         for name in EVENTS
     ]
-    print(f"{'event':24} {'decided':>9} {'seconds':>9} {'of a start':>11}")
-    for row in rows:
-        print(
-            f"{row.name:24} {statistics.median(row.decided):9.1f} "
-            f"{statistics.median(row.seconds):9.1f} {row.ratio:11.2f}"
-        )
-    if options.json:
-        settings = {name: getattr(options, name) for name in ("processes", "repetitions")}
-        write(options.json, rows, heartbeat=options.heartbeat, **settings)
-    return 0
+
+
+main = Benchmark(
+    __doc__,
+    Settings,
+    measure,
+    {
+        "event": "{name:24}",
+        "decided": "{decided:.1f}",
+        "seconds": "{seconds:.1f}",
+        "of a start": "{ratio:.2f}",
+    },
+)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -7,138 +7,77 @@ are timed in interleaved calls, and a ratio is the median over repetitions. DrJA
 extra `bench` and is left out if it is not installed.
 """
 
-import argparse
+import dataclasses
 import functools
-import statistics
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
 
 import fedpax
-from fedpax.experiments.benchmarks.arguments import chunk_size, integers, several
-from fedpax.experiments.benchmarks.rounds import (
-    Round,
-    drjax_round,
-    fedpax_round,
-    scan_round,
-    vmap_round,
-)
-from fedpax.experiments.benchmarks.timing import (
-    compile_for,
-    interleaved,
-    is_installed,
-    on_devices,
-    paired_ratio,
-    write,
-)
-from fedpax.experiments.benchmarks.workloads import WORKLOADS, Workload
+from fedpax.experiments.benchmarks import harness, timing
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, Timed, option
+from fedpax.experiments.benchmarks.rounds import drjax_round, fedpax_round, scan_round, vmap_round
+from fedpax.experiments.benchmarks.workloads import WORKLOADS, Sizes
+from fedpax.primitives.placement import ChunkSize
 
 BASELINES = {"scan": scan_round, "drjax": drjax_round, "vmap": vmap_round}
 
 
-class Row(NamedTuple):
-    """One implementation of the round, at one size.
-
-    Attributes:
-        model: the clients' model.
-        device: kind of the devices.
-        devices: number of devices.
-        clients: number of clients.
-        implementation: its name; "fedpax" is followed by its `chunk_size`.
-        compile_seconds: seconds of tracing and compiling.
-        temporary_bytes: bytes of temporaries on one device.
-        seconds: seconds of each call; empty without repetitions.
-        fedpax_ratio: seconds of the first fedpax round divided by the seconds of this one (paired);
-            None without repetitions.
-    """
-
-    model: str
-    device: str
-    devices: int
-    clients: int
-    implementation: str
-    compile_seconds: float
-    temporary_bytes: int
-    seconds: list[float]
-    fedpax_ratio: float | None
+def _chunk_sizes(text: str) -> list[ChunkSize]:
+    return harness.several(
+        text, harness.chunk_size, '"auto" or integers of at least 1', example="auto,8"
+    )
 
 
-def make_rounds(
-    workload: Workload,
-    clients: int,
-    chunk_sizes: Sequence[int | Literal["auto"]],
-    baselines: Sequence[str],
-) -> dict[str, Round]:
-    """Make the rounds to compare, fedpax's first."""
-    train = workload.local_train
-    own = {f"fedpax {k}": fedpax_round(train, clients, k) for k in chunk_sizes}
-    return own | {name: BASELINES[name](train, clients) for name in baselines}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(Sizes, Timed):
+    """The options."""
+
+    chunk_size: list[ChunkSize] = option(
+        "auto,1", "values to run fedpax with, separated by commas", _chunk_sizes
+    )
+    baselines: list[str] = option(
+        ",".join(BASELINES), "implementations to compare fedpax with", harness.names
+    )
 
 
-def measure(
-    model: str,
-    devices: int,
-    clients: int,
-    chunk_sizes: Sequence[int | Literal["auto"]] = ("auto", 1),
-    baselines: Sequence[str] = tuple(BASELINES),
-    repetitions: int = 5,
-) -> list[Row]:
-    """Compile the rounds, check that they agree, and time interleaved calls.
-
-    Args:
-        model: a name in `WORKLOADS`.
-        devices: number of `jax.devices()` to use.
-        clients: number of clients.
-        chunk_sizes: the values of `chunk_size` to run fedpax with; ratios are to the first.
-        baselines: names in `BASELINES`.
-        repetitions: number of timed calls of each round. 0: compile only, without data.
-
-    Returns:
-        One row per round.
-
-    Raises:
-        AssertionError: two rounds give different results.
-    """
-    workload = WORKLOADS[model]()
+def measure(settings: Settings, devices: int, clients: int) -> list[Row]:
+    """Compile the rounds, check that they agree, and time interleaved calls."""
+    workload = WORKLOADS[settings.model]()
     mesh = fedpax.make_mesh(devices=jax.devices()[:devices], clients=devices)
+    train = workload.local_train
+    rounds = {f"fedpax {k}": fedpax_round(train, clients, k) for k in settings.chunk_size}
+    first = next(iter(rounds))
+    rounds |= {name: BASELINES[name](train, clients) for name in settings.baselines}
     with jax.set_mesh(mesh):
         types = workload.argument_types(clients, mesh)
-        rounds = make_rounds(workload, clients, chunk_sizes, baselines)
-        compiled = {name: compile_for(round, *types) for name, round in rounds.items()}
-        seconds: dict[str, list[float]] = {name: [] for name in rounds}
-        if repetitions:
+        compiled = {name: timing.compile_for(fn, *types) for name, fn in rounds.items()}
+        calls = {name: c.call for name, c in compiled.items()}
+        arguments: Any = ()
+        if settings.repetitions:
             arguments = workload.random_arguments(clients, mesh)
-            calls = {name: c.call for name, c in compiled.items()}
             check_equal({name: call(*arguments) for name, call in calls.items()})
-            seconds = interleaved(calls, arguments, repetitions)
-    first = next(iter(rounds))
+        seconds = timing.interleaved(calls, arguments, settings.repetitions, settings.clock)
     return [
         Row(
-            model,
-            jax.devices()[0].device_kind,
-            devices,
-            clients,
-            name,
-            compiled[name].compile_seconds,
-            compiled[name].temporary_bytes,
-            seconds[name],
-            paired_ratio(seconds[first], seconds[name]) if repetitions else None,
+            model=settings.model,
+            device=jax.devices()[0].device_kind,
+            devices=devices,
+            clients=clients,
+            implementation=name,
+            compile_seconds=found.compile_seconds,
+            temporary_bytes=found.temporary_bytes,
+            seconds=seconds[name],
+            fedpax_ratio=timing.paired_ratio(seconds[first], seconds[name]),
         )
-        for name in rounds
+        for name, found in compiled.items()
     ]
 
 
 def check_equal(results: dict[str, Any]) -> None:
-    """Check that all results are equal to the first up to rounding.
-
-    Args:
-        results: pytrees of arrays by name.
-
-    Raises:
-        AssertionError: two results differ.
-    """
+    """Raise an AssertionError if a result differs from the first by more than rounding."""
     (first, expected), *rest = results.items()
     for name, result in rest:
         close = functools.partial(
@@ -147,68 +86,31 @@ def check_equal(results: dict[str, Any]) -> None:
         jax.tree.map(close, result, expected)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure as the arguments say, and print a table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", choices=WORKLOADS, default="mlp", help="the clients' model")
-    parser.add_argument(
-        "--clients",
-        type=integers,
-        default="64,1024",
-        help="numbers of clients in the round, separated by commas",
-    )
-    parser.add_argument(
-        "--devices",
-        type=integers,
-        default="1,2",
-        help="numbers of devices, separated by commas; simulated on a CPU",
-    )
-    parser.add_argument(
-        "--chunk_size",
-        type=lambda text: several(text, chunk_size, '"auto" or integers of at least 1', "auto,8"),
-        default="auto,1",
-        help="values to run fedpax with, separated by commas",
-    )
-    parser.add_argument(
-        "--baselines", default=",".join(BASELINES), help="implementations to compare fedpax with"
-    )
-    parser.add_argument(
-        "--repetitions", type=int, default=5, help="timed calls of each; 0: compile only"
-    )
-    parser.add_argument(
-        "--json", help="JSON file for the measurements; without it they are printed"
-    )
-    options = parser.parse_args(argv)
-    baselines = [name for name in options.baselines.split(",") if name]
-    if "drjax" in baselines and not is_installed("drjax"):
+def measure_sizes(settings: Settings) -> Iterator[Row]:
+    """Measure each size, without DrJAX if it is not installed."""
+    if "drjax" in settings.baselines and not timing.is_installed("drjax"):
         print(
             "drjax is not installed and is left out. Install it with `pip install 'fedpax[bench]'`."
         )
-        baselines.remove("drjax")
-    print("devices   clients  round             compile s   temporaries   median s  fedpax/this")
-    rows: list[Row] = []
-    for devices in options.devices:
-        for clients in options.clients:
-            sizes = (options.model, devices, clients)
-            found = on_devices(
-                devices, measure, *sizes, options.chunk_size, baselines, options.repetitions
-            )
-            for row in found:
-                print(describe(row), flush=True)
-            rows += found
-    write(options.json, rows, **vars(options))
-    return 0
+        installed = [name for name in settings.baselines if name != "drjax"]
+        settings = dataclasses.replace(settings, baselines=installed)
+    return settings.measure_each(measure)
 
 
-def describe(row: Row) -> str:
-    """Format a row as a line of the table."""
-    timed = ""
-    if row.fedpax_ratio is not None:
-        timed = f"{statistics.median(row.seconds):10.4f} {row.fedpax_ratio:12.3f}"
-    return (
-        f"{row.devices:7} {row.clients:9,}  {row.implementation:16}  {row.compile_seconds:9.1f} "
-        f"{row.temporary_bytes:13,} {timed}"
-    )
+main = Benchmark(
+    __doc__,
+    Settings,
+    measure_sizes,
+    {
+        "devices": "{devices}",
+        "clients": "{clients:9,}",
+        "round": "{implementation:16}",
+        "compile s": "{compile_seconds:.1f}",
+        "temporaries": "{temporary_bytes:14,}",
+        "median s": "{seconds:.4f}",
+        "fedpax/this": "{fedpax_ratio:.3f}",
+    },
+)
 
 
 if __name__ == "__main__":

@@ -16,13 +16,7 @@ import numpy as np
 
 
 def make_round(arguments: dict[str, np.ndarray]) -> Callable[[], dict[str, Any]]:
-    """Make a function that runs the round and returns the new parameters.
-
-    Args:
-        arguments: `image`, float32 `[clients, steps, batch, ...]`; `label`, int32
-            `[clients, steps, batch]`; `rate`, the learning rate; and the parameters by names such
-            as `dense_0/kernel`.
-    """
+    """Make a function that runs the round and returns the new parameters."""
     import fedjax
     import jax
     import jax.numpy as jnp

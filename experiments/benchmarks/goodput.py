@@ -10,17 +10,14 @@ restart (27%), and the resharding pause together with slice size times repair ti
 other rows follow.
 """
 
-import argparse
 import dataclasses
-import time
-from collections.abc import Sequence
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from matplotlib.figure import Figure
 
-from fedpax.experiments.benchmarks.arguments import integers
-from fedpax.experiments.benchmarks.timing import write
+from fedpax.experiments.benchmarks import harness
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
 from fedpax.simulation.goodput import (
     Cluster,
     decoupled_goodput,
@@ -46,34 +43,32 @@ PUBLISHED = {
 DRAWN = (75_000, 150_000, 300_000, 600_000, 1_200_000, 2_400_000)
 
 
-class Row(NamedTuple):
-    """One simulated method on one cluster.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TableSettings:
+    """The options beside the assumptions."""
 
-    Attributes:
-        chips: number of chips.
-        method: data parallelism, or the number of learners.
-        goodput: chip time that trained over all chip time.
-        uptime: share of the time in which some learner trained.
-        published: the published goodput, or None.
-    """
+    chips: list[int] = option(
+        "1200000,2400000", "chips of the table's clusters, separated by commas", harness.integers
+    )
+    days: float = option(28.0, "simulated days")
+    seed: int = option(0, "random seed of the failures")
 
-    chips: int
-    method: str
-    goodput: float
-    uptime: float
-    published: float | None
+
+ASSUMPTIONS = [f for f in dataclasses.fields(Cluster) if f.name != "num_chips"]
+Settings: Any = dataclasses.make_dataclass(
+    "Settings",
+    [
+        (f.name, Any, option(f.default, "assumption", float if f.type is float else int))
+        for f in ASSUMPTIONS
+    ],
+    bases=(TableSettings,),
+    frozen=True,
+    kw_only=True,
+)
 
 
 def simulate(cluster: Cluster, days: float, seed: int) -> list[Row]:
     """Simulate all methods on the same failures.
-
-    Args:
-        cluster: the cluster and the assumptions.
-        days: simulated days.
-        seed: the random seed.
-
-    Returns:
-        A row per method.
 
     Example:
         >>> rows = simulate(Cluster(1_200_000), days=1.0, seed=0)
@@ -89,25 +84,36 @@ def simulate(cluster: Cluster, days: float, seed: int) -> list[Row]:
         results[f"{learners} learners"] = decoupled_goodput(cluster, failures, learners)
     # Only the published rate has published rows.
     published = PUBLISHED if cluster.years_to_failure == 1 else {}
-    return [
-        Row(cluster.num_chips, method, *result, published.get((cluster.num_chips, method)))
+    rows = [
+        Row(
+            chips=cluster.num_chips,
+            method=method,
+            goodput=result.goodput,
+            uptime=result.uptime,
+            published=published.get((cluster.num_chips, method)),
+        )
         for method, result in results.items()
     ]
+    for row in rows:
+        row.points = None if row.published is None else 100 * (row.goodput - row.published)
+    return rows
 
 
-def draw(rows: Sequence[Row]) -> Figure:
-    """Draw goodput over the number of chips: simulated as lines, published as crosses.
+def simulate_all(settings: Any, sizes: Sequence[int]) -> Iterator[Row]:
+    """Simulate clusters of several numbers of chips."""
+    assumptions = {f.name: getattr(settings, f.name) for f in ASSUMPTIONS}
+    for chips in dict.fromkeys(sizes):
+        yield from simulate(Cluster(chips, **assumptions), settings.days, settings.seed)
 
-    Args:
-        rows: rows of clusters of several sizes.
 
-    Returns:
-        A figure.
-    """
+def draw(settings: Any, rows: Sequence[Row]) -> Figure:
+    """Draw goodput over the number of chips: simulated as lines, published as crosses."""
+    drawn = {row.chips for row in rows}
+    rows = [*rows, *simulate_all(settings, [chips for chips in DRAWN if chips not in drawn])]
     figure = Figure(figsize=(6.4, 4.0), layout="constrained", dpi=110)
     axes = figure.subplots()
     for number, method in enumerate(dict.fromkeys(row.method for row in rows)):
-        own = sorted(row for row in rows if row.method == method)
+        own = sorted((row for row in rows if row.method == method), key=lambda row: row.chips)
         chips, goodput = [row.chips for row in own], [100 * row.goodput for row in own]
         axes.plot(chips, goodput, marker="o", markersize=3, color=f"C{number}", label=method)
         known = [(row.chips, 100 * row.published) for row in own if row.published is not None]
@@ -122,45 +128,28 @@ def draw(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Simulate as the arguments say, print a table, and draw it."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--chips", type=integers, default="1200000,2400000", help="chips of the table's clusters"
-    )
-    parser.add_argument("--days", type=float, default=28.0, help="simulated days")
-    parser.add_argument("--seed", type=int, default=0, help="random seed of the failures")
-    parser.add_argument("--out", type=Path, help="file of the picture; without it none is drawn")
-    parser.add_argument("--json", help="JSON file for the rows; without it they are only printed")
-    assumptions = [f for f in dataclasses.fields(Cluster) if f.name != "num_chips"]
-    for field in assumptions:
-        kind = float if field.type is float else int
-        parser.add_argument(f"--{field.name}", type=kind, default=field.default, help="assumption")
-    options = parser.parse_args(argv)
-    given = {field.name: getattr(options, field.name) for field in assumptions}
-    print("assumptions: " + ", ".join(f"{name}={value}" for name, value in given.items()))
-    print("    chips  method                  goodput  published  difference    uptime")
-    start, rows = time.perf_counter(), []
-    for chips in dict.fromkeys([*options.chips, *(DRAWN if options.out else ())]):
-        own = simulate(Cluster(chips, **given), options.days, options.seed)
-        rows += own
-        for row in own if chips in options.chips else ():
-            published = row.published
-            print(
-                f"{row.chips:9,}  {row.method:22}  {row.goodput:7.1%}  "
-                + (" " * 11 if published is None else f"{published:9.0%}  ")
-                + (" " * 10 if published is None else f"{100 * (row.goodput - published):+10.1f}")
-                + f"  {row.uptime:8.3%}",
-                flush=True,
-            )
-    chip_years = sum(set(options.chips)) * options.days / 365.25
-    print(f"{chip_years:,.0f} chip-years in the table, {time.perf_counter() - start:.1f} s")
-    if options.out:
-        draw(rows).savefig(options.out)
-        print(options.out)
-    if options.json:
-        write(options.json, rows, **vars(options) | {"out": str(options.out)})
-    return 0
+def measure(settings: Any) -> Iterator[Row]:
+    """Simulate the clusters of the table."""
+    assumptions = (f"{f.name}={getattr(settings, f.name)}" for f in ASSUMPTIONS)
+    print("assumptions: " + ", ".join(assumptions))
+    yield from simulate_all(settings, settings.chips)
+
+
+main = Benchmark(
+    __doc__,
+    Settings,
+    measure,
+    {
+        "chips": "{chips:,}",
+        "method": "{method:22}",
+        "goodput": "{goodput:.1%}",
+        "published": "{published:.0%}",
+        "difference": "{points:+.1f}",
+        "uptime": "{uptime:.3%}",
+    },
+    draw=draw,
+    aliases={"--plot": "--out"},
+)
 
 
 if __name__ == "__main__":

@@ -8,10 +8,9 @@ need the same temporaries as 64. Before anything is timed, the loss and the grad
 two clients per device are compared with plain JAX.
 """
 
-import argparse
-import statistics
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import chex
 import jax
@@ -20,20 +19,15 @@ from jaxtyping import Array, Float
 
 import fedpax
 from fedpax.algorithm import Params
-from fedpax.experiments.benchmarks.arguments import chunk_size, integers
+from fedpax.experiments.benchmarks import harness, timing
 from fedpax.experiments.benchmarks.fedavg_round import check_equal
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, Timed, option
 from fedpax.experiments.benchmarks.rounds import vmap_round
-from fedpax.experiments.benchmarks.timing import (
-    compile_for,
-    interleaved,
-    on_devices,
-    paired_ratio,
-    write,
-)
 from fedpax.experiments.benchmarks.workloads import (
     LEARNING_RATE,
     LOCAL_STEPS,
     WORKLOADS,
+    Sizes,
     Workload,
 )
 from fedpax.primitives.placement import ChunkSize
@@ -45,45 +39,20 @@ DifferentiableRound: TypeAlias = Callable[[Rates, Params, chex.ArrayTree, jax.Ar
 """A round `(rates, params, batches, num_examples) -> params`."""
 
 
-class Row(NamedTuple):
-    """A round and its gradient, at one size.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(Sizes, Timed):
+    """The options."""
 
-    Attributes:
-        model: the clients' model.
-        device: kind of the devices.
-        devices: number of devices.
-        clients: number of clients.
-        round_temporary_bytes: bytes of the round's temporaries on one device.
-        gradient_temporary_bytes: bytes of temporaries of the loss after the round and its gradient,
-            on one device.
-        round_seconds: seconds of each call of the round; empty without repetitions.
-        gradient_seconds: seconds of each call of the loss and its gradient.
-        ratio: seconds of the gradient divided by the seconds of the round (paired); None without
-            repetitions.
-    """
-
-    model: str
-    device: str
-    devices: int
-    clients: int
-    round_temporary_bytes: int
-    gradient_temporary_bytes: int
-    round_seconds: list[float]
-    gradient_seconds: list[float]
-    ratio: float | None
+    chunk_size: ChunkSize = option(
+        "auto", 'clients that a device runs at once: a number or "auto"', harness.chunk_size
+    )
+    unroll: int = option(LOCAL_STEPS, "local steps per loop iteration")
 
 
 def make_round(
     workload: Workload, clients: int, chunk_size: ChunkSize, unroll: int
 ) -> DifferentiableRound:
-    """Make the round as a fedpax program.
-
-    Args:
-        workload: the clients' model and local training.
-        clients: number of clients.
-        chunk_size: number of clients that a device runs at once, as in `fedpax.program`.
-        unroll: local steps per iteration of a client's loop.
-    """
+    """Make the round as a fedpax program, with `unroll` local steps per iteration of a loop."""
 
     @fedpax.program(clients=clients, chunk_size=chunk_size)
     def fedavg_round(
@@ -122,9 +91,7 @@ def make_plain_round(workload: Workload) -> DifferentiableRound:
     return fedavg_round
 
 
-def loss_after(
-    workload: Workload, fedavg_round: DifferentiableRound
-) -> Callable[[Rates, Params, chex.ArrayTree, jax.Array], jax.Array]:
+def loss_after(workload: Workload, fedavg_round: DifferentiableRound) -> Callable[..., jax.Array]:
     """Make the loss of the model after a round, on the first batch of the first client."""
 
     def loss(
@@ -136,126 +103,63 @@ def loss_after(
     return loss
 
 
-def measure(
-    model: str,
-    devices: int,
-    clients: int,
-    chunk_size: ChunkSize = "auto",
-    unroll: int = 1,
-    repetitions: int = 5,
-) -> Row:
-    """Compile a round and its gradient, and time interleaved calls of both.
-
-    Args:
-        model: a name in `WORKLOADS`.
-        devices: number of `jax.devices()` to use.
-        clients: number of clients.
-        chunk_size: as in `make_round`.
-        unroll: as in `make_round`.
-        repetitions: number of timed calls of each. 0: compile only, without data.
-
-    Returns:
-        The measurements.
-
-    Raises:
-        AssertionError: the loss or its gradient differs from plain JAX's.
-    """
-    workload = WORKLOADS[model]()
+def measure(settings: Settings, devices: int, clients: int) -> list[Row]:
+    """Compile a round and its gradient, compare it with plain JAX, and time interleaved calls."""
+    workload = WORKLOADS[settings.model]()
     mesh = fedpax.make_mesh(devices=jax.devices()[:devices], clients=devices)
     rates = {"server": jnp.float32(1.0), "client": jnp.float32(LEARNING_RATE)}
-    fedavg_round = make_round(workload, clients, chunk_size, unroll)
+    options = settings.chunk_size, settings.unroll
+    fedavg_round = make_round(workload, clients, *options)
     gradient = jax.value_and_grad(loss_after(workload, fedavg_round))
     with jax.set_mesh(mesh):
         types = workload.argument_types(clients, mesh)
-        compiled = {
-            name: compile_for(fn, rates, *types)
-            for name, fn in (("round", fedavg_round), ("gradient", gradient))
-        }
-        seconds: dict[str, list[float]] = {name: [] for name in compiled}
-        if repetitions:
+        round_program = timing.compile_for(fedavg_round, rates, *types)
+        gradient_program = timing.compile_for(gradient, rates, *types)
+        arguments: Any = ()
+        if settings.repetitions:
             few = 2 * devices
+            arguments = (rates, *workload.random_arguments(few, mesh))
             implementations = {
                 "plain JAX": make_plain_round(workload),
-                "fedpax": make_round(workload, few, chunk_size, unroll),
+                "fedpax": make_round(workload, few, *options),
             }
-            arguments = (rates, *workload.random_arguments(few, mesh))
             check_equal(
                 {
                     name: jax.jit(jax.value_and_grad(loss_after(workload, fn)))(*arguments)
                     for name, fn in implementations.items()
                 }
             )
-            calls = {name: c.call for name, c in compiled.items()}
-            seconds = interleaved(
-                calls, (rates, *workload.random_arguments(clients, mesh)), repetitions
-            )
-    return Row(
-        model,
-        jax.devices()[0].device_kind,
-        devices,
-        clients,
-        compiled["round"].temporary_bytes,
-        compiled["gradient"].temporary_bytes,
-        seconds["round"],
-        seconds["gradient"],
-        paired_ratio(seconds["gradient"], seconds["round"]) if repetitions else None,
+            arguments = (rates, *workload.random_arguments(clients, mesh))
+        calls = {"round": round_program.call, "gradient": gradient_program.call}
+        seconds = timing.interleaved(calls, arguments, settings.repetitions, settings.clock)
+    row = Row(
+        model=settings.model,
+        device=jax.devices()[0].device_kind,
+        devices=devices,
+        clients=clients,
+        round_temporary_bytes=round_program.temporary_bytes,
+        gradient_temporary_bytes=gradient_program.temporary_bytes,
+        round_seconds=seconds["round"],
+        gradient_seconds=seconds["gradient"],
+        ratio=timing.paired_ratio(seconds["gradient"], seconds["round"]),
     )
+    return [row]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure as the arguments say, and print a table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", choices=WORKLOADS, default="mlp", help="the clients' model")
-    parser.add_argument(
-        "--clients",
-        type=integers,
-        default="64,1024",
-        help="numbers of clients in the round, separated by commas",
-    )
-    parser.add_argument(
-        "--devices",
-        type=integers,
-        default="1,2",
-        help="numbers of devices, separated by commas; simulated on a CPU",
-    )
-    parser.add_argument(
-        "--chunk_size",
-        type=chunk_size,
-        default="auto",
-        help='clients that a device runs at once: a number or "auto"',
-    )
-    parser.add_argument(
-        "--unroll", type=int, default=LOCAL_STEPS, help="local steps per loop iteration"
-    )
-    parser.add_argument(
-        "--repetitions", type=int, default=5, help="timed calls of each; 0: compile only"
-    )
-    parser.add_argument(
-        "--json", help="JSON file for the measurements; without it they are printed"
-    )
-    options = parser.parse_args(argv)
-    chunk = options.chunk_size
-    print("devices   clients  temporaries: round     gradient   median s: round   gradient   ratio")
-    rows = []
-    for devices in options.devices:
-        for clients in options.clients:
-            sizes = (options.model, devices, clients, chunk, options.unroll, options.repetitions)
-            rows.append(on_devices(devices, measure, *sizes))
-            print(describe(rows[-1]), flush=True)
-    write(options.json, rows, **vars(options))
-    return 0
-
-
-def describe(row: Row) -> str:
-    """Format a row as a line of the table."""
-    timed = ""
-    if row.ratio is not None:
-        medians = map(statistics.median, (row.round_seconds, row.gradient_seconds))
-        timed = "{:18.4f} {:10.4f} {:7.2f}".format(*medians, row.ratio)
-    return (
-        f"{row.devices:7} {row.clients:9,} {row.round_temporary_bytes:19,} "
-        f"{row.gradient_temporary_bytes:12,}{timed}"
-    )
+main = Benchmark(
+    __doc__,
+    Settings,
+    lambda settings: settings.measure_each(measure),
+    {
+        "devices": "{devices}",
+        "clients": "{clients:9,}",
+        "temporaries: round": "{round_temporary_bytes:,}",
+        "gradient": "{gradient_temporary_bytes:14,}",
+        "median s: round": "{round_seconds:.4f}",
+        "gradient ": "{gradient_seconds:.4f}",
+        "ratio": "{ratio:.2f}",
+    },
+)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ leaves the CPU idle for as long as the accelerators would compute, while the nex
 on a thread.
 """
 
-import argparse
+import dataclasses
 import statistics
 import tempfile
 import time
@@ -29,7 +29,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fedpax.data import Source, Tokenizer, TokenRounds, load, load_tokenizer, train_tokenizer
 from fedpax.data import token_rounds as make_rounds
-from fedpax.experiments.benchmarks.timing import write
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
 from fedpax.models import presets
 from fedpax.parallel.chips import CHIPS
 from fedpax.training.prefetch import Prefetch
@@ -39,53 +39,48 @@ MEAN_BYTES = 2200
 
 
 class Need(NamedTuple):
-    """The tokens that one host must prepare, and the assumptions.
-
-    Attributes:
-        tokens_per_second: tokens per second and host.
-        hosts: number of hosts.
-        flops_per_token: FLOPs of forward and backward, with all pairs of tokens in attention.
-    """
+    """The tokens that one host must prepare, and the assumptions."""
 
     tokens_per_second: float
     hosts: int
     flops_per_token: float
 
 
-class Row(NamedTuple):
-    """The measurements with one tokenizer.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The settings."""
 
-    Attributes:
-        tokenizer: its name.
-        vocab_size: number of tokens.
-        read: CPU nanoseconds per token to read documents.
-        tokenize: CPU nanoseconds per token to tokenize.
-        pack: CPU nanoseconds per token for all else: order, shuffle, packing.
-        tokens_per_core: tokens per second of CPU time.
-        cores: cores that are busy with input at the rate that is needed.
-        waiting: fraction of the time in which the loop waits for input at this rate, in the median
-            round, because other load on the machine delays single ones.
-    """
+    chip: str = option("v6e", "kind of chip", choices=sorted(CHIPS))
+    chips: int = option(256, "number of chips")
+    chips_per_host: int = option(4, "chips of a host")
+    mfu: float = option(0.4546, "model FLOPs utilization")
+    seq_len: int = option(8192, "tokens per row")
+    batch_size: int = option(256, "rows of a step of the job")
+    steps: int = option(1, "steps of a round")
+    documents: int = option(20_000, "documents to write")
+    cpu_seconds: float = option(5.0, "CPU time per tokenizer")
+    rounds: int = option(10, "rounds of the loop that waits")
+    tokenizer: list[str] | None = option(
+        None,
+        "'bytes' or a file; repeatable. Default: bytes, and a byte-pair encoding of 32,000 tokens "
+        "that is trained on the text",
+        action="append",
+    )
 
-    tokenizer: str
-    vocab_size: int
-    read: float
-    tokenize: float
-    pack: float
-    tokens_per_core: float
-    cores: float
-    waiting: float
+    @property
+    def need(self) -> Need:
+        """The tokens that one host must prepare."""
+        return tokens_needed(
+            chip=self.chip,
+            chips=self.chips,
+            chips_per_host=self.chips_per_host,
+            mfu=self.mfu,
+            seq_len=self.seq_len,
+        )
 
 
 def tokens_needed(*, chip: str, chips: int, chips_per_host: int, mfu: float, seq_len: int) -> Need:
     """Return the rate at which the chips of one host take tokens.
-
-    Args:
-        chip: name of the chip, such as "v6e".
-        chips: number of chips.
-        chips_per_host: chips of a host.
-        mfu: model FLOPs utilization.
-        seq_len: tokens per row.
 
     Example:
         >>> need = tokens_needed(chip="v6e", chips=256, chips_per_host=4, mfu=0.4546, seq_len=8192)
@@ -98,15 +93,7 @@ def tokens_needed(*, chip: str, chips: int, chips_per_host: int, mfu: float, seq
 
 
 def write_documents(folder: Path, count: int) -> Source:
-    """Write pieces of the standard library's text as documents.
-
-    Args:
-        folder: the folder for the file.
-        count: number of documents.
-
-    Returns:
-        The documents.
-    """
+    """Write pieces of the standard library's text as documents."""
     library = load("stdlib_text", "train")
     text = b"".join(library[index]["text"] for index in range(len(library)))
     random = np.random.default_rng(0)
@@ -135,12 +122,7 @@ class Timer:
 
 
 class Timed:
-    """A source whose reads are timed.
-
-    Args:
-        source: the source.
-        timer: the timer.
-    """
+    """A source whose reads are timed."""
 
     def __init__(self, source: Source, timer: Timer) -> None:
         self._source, self._timer = source, timer
@@ -167,37 +149,23 @@ def timed(tokenizer: Tokenizer, timer: Timer) -> Tokenizer:
     return tokenizer._replace(encode_batch=encode_batch)
 
 
-def share_of_host(
-    source: Any, tokenizer: Tokenizer, options: argparse.Namespace, hosts: int
-) -> TokenRounds:
-    """Make the stream of one host: its rows of steps of the whole job.
-
-    Args:
-        source: the documents.
-        tokenizer: the tokenizer.
-        options: the options of the command.
-        hosts: number of hosts.
-    """
-    rows = np.zeros((1, options.steps, options.batch_size), np.bool_)
-    rows[..., : max(1, options.batch_size // hosts)] = True
+def share_of_host(source: Any, tokenizer: Tokenizer, settings: Settings, hosts: int) -> TokenRounds:
+    """Make the stream of one host: its rows of steps of the whole job."""
+    rows = np.zeros((1, settings.steps, settings.batch_size), np.bool_)
+    rows[..., : max(1, settings.batch_size // hosts)] = True
     return make_rounds(
         source,
         islands=1,
-        local_steps=options.steps,
-        batch_size=options.batch_size,
-        seq_len=options.seq_len,
+        local_steps=settings.steps,
+        batch_size=settings.batch_size,
+        seq_len=settings.seq_len,
         tokenizer=tokenizer,
         rows=rows,
     )
 
 
 class HostRows:
-    """The rows of one host as arrays, for a loop on this machine alone.
-
-    Args:
-        rounds: the host's stream.
-        rows: number of rows in a step.
-    """
+    """The rows of one host as arrays, for a loop on this machine alone."""
 
     def __init__(self, rounds: TokenRounds, rows: int) -> None:
         self._rounds, self._rows = rounds, rows
@@ -215,35 +183,28 @@ class HostRows:
         self._rounds.set_state(state)
 
 
-def measure(source: Source, tokenizer: Tokenizer, options: argparse.Namespace, need: Need) -> Row:
-    """Measure one tokenizer.
-
-    Args:
-        source: the documents.
-        tokenizer: the tokenizer.
-        options: the options of the command.
-        need: the rate that is needed.
-    """
-    timer = Timer()
-    rounds = share_of_host(Timed(source, timer), timed(tokenizer, timer), options, need.hosts)
-    rows = max(1, options.batch_size // need.hosts)
-    tokens = options.steps * rows * options.seq_len
+def measure_tokenizer(source: Source, tokenizer: Tokenizer, settings: Settings) -> Row:
+    """Measure one tokenizer."""
+    timer, need = Timer(), settings.need
+    rounds = share_of_host(Timed(source, timer), timed(tokenizer, timer), settings, need.hosts)
+    rows = max(1, settings.batch_size // need.hosts)
+    tokens = settings.steps * rows * settings.seq_len
     next(rounds)
     timer.seconds.clear()
     # As many rounds as fit: whole windows, whatever the rounds' size.
     start, count = time.process_time(), 0
-    while time.process_time() - start < options.cpu_seconds:
+    while time.process_time() - start < settings.cpu_seconds:
         next(rounds)
         count += 1
     total = time.process_time() - start
     per_token = {stage: 1e9 * s / (count * tokens) for stage, s in timer.seconds.items()}
     waited, computing = [], tokens / need.tokens_per_second
-    stream = HostRows(share_of_host(source, tokenizer, options, need.hosts), rows)
+    stream = HostRows(share_of_host(source, tokenizer, settings, need.hosts), rows)
     mesh = jax.make_mesh((1,), ("devices",), devices=jax.devices()[:1])
     device = NamedSharding(mesh, PartitionSpec())
-    with Prefetch(stream, device, options.rounds) as cohorts:
+    with Prefetch(stream, device, settings.rounds) as cohorts:
         cohorts.peek()
-        for _ in range(options.rounds):
+        for _ in range(settings.rounds):
             asked = time.perf_counter()
             cohorts.next()
             waited.append(time.perf_counter() - asked)
@@ -260,63 +221,46 @@ def measure(source: Source, tokenizer: Tokenizer, options: argparse.Namespace, n
         tokens_per_core=1e9 / every,
         cores=need.tokens_per_second * every / 1e9,
         waiting=waiting / (waiting + computing),
+        tokens_per_second=need.tokens_per_second,
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure as the arguments say, and print a table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--chip", default="v6e", choices=sorted(CHIPS), help="kind of chip")
-    parser.add_argument("--chips", type=int, default=256, help="number of chips")
-    parser.add_argument("--chips_per_host", type=int, default=4, help="chips of a host")
-    parser.add_argument("--mfu", type=float, default=0.4546, help="model FLOPs utilization")
-    parser.add_argument("--seq_len", type=int, default=8192, help="tokens per row")
-    parser.add_argument("--batch_size", type=int, default=256, help="rows of a step of the job")
-    parser.add_argument("--steps", type=int, default=1, help="steps of a round")
-    parser.add_argument("--documents", type=int, default=20_000, help="documents to write")
-    parser.add_argument("--cpu_seconds", type=float, default=5.0, help="CPU time per tokenizer")
-    parser.add_argument("--rounds", type=int, default=10, help="rounds of the loop that waits")
-    trained = "bytes, and a byte-pair encoding of 32,000 tokens that is trained on the text"
-    parser.add_argument(
-        "--tokenizer", action="append", help=f"'bytes' or a file; repeatable. Default: {trained}"
-    )
-    parser.add_argument("--json", help="JSON file for the rows; without it they are only printed")
-    options = parser.parse_args(argv)
-    need = tokens_needed(
-        chip=options.chip,
-        chips=options.chips,
-        chips_per_host=options.chips_per_host,
-        mfu=options.mfu,
-        seq_len=options.seq_len,
-    )
+def measure(settings: Settings) -> Iterator[Row]:
+    """Measure each tokenizer on the same documents."""
+    need = settings.need
     print(
-        f"Llama 3.1 8B on {options.chips} {options.chip} at {options.mfu:.1%} MFU, "
+        f"Llama 3.1 8B on {settings.chips} {settings.chip} at {settings.mfu:.1%} MFU, "
         f"{need.flops_per_token / 1e9:.1f} GFLOPs per token: "
         f"{need.tokens_per_second:,.0f} tokens/s for each of {need.hosts} hosts"
     )
-    print("                          CPU ns per token           tokens/s  cores at   waiting")
-    print("tokenizer       tokens    read  tokenize    pack     per core  the need  for input")
-    rows = []
     with tempfile.TemporaryDirectory() as folder:
-        source = write_documents(Path(folder), options.documents)
-        for name in options.tokenizer or ["bytes", None]:
+        source = write_documents(Path(folder), settings.documents)
+        names: list[str | None] = [*(settings.tokenizer or ("bytes", None))]
+        for name in names:
             if name is None:
                 texts = (source[n]["text"] for n in range(0, len(source), 4))
                 path = Path(folder, "tokenizer.json")
                 tokenizer = train_tokenizer(texts, vocab_size=32_000, path=path)
             else:
                 tokenizer = load_tokenizer(name)
-            row = measure(source, tokenizer, options, need)
-            rows.append(row)
-            print(
-                f"{row.tokenizer:14}  {row.vocab_size:7,}  {row.read:6.1f}  {row.tokenize:8.1f}  "
-                f"{row.pack:6.1f}  {row.tokens_per_core:11,.0f}  {row.cores:8.3f}  "
-                f"{row.waiting:9.3%}",
-                flush=True,
-            )
-    if options.json:
-        write(options.json, rows, **vars(options) | need._asdict())
-    return 0
+            yield measure_tokenizer(source, tokenizer, settings)
+
+
+main = Benchmark(
+    __doc__,
+    Settings,
+    measure,
+    {
+        "tokenizer": "{tokenizer:14}",
+        "tokens": "{vocab_size:7,}",
+        "CPU ns per token: read": "{read:.1f}",
+        "tokenize": "{tokenize:.1f}",
+        "pack": "{pack:6.1f}",
+        "tokens/s per core": "{tokens_per_core:,.0f}",
+        "cores at the need": "{cores:.3f}",
+        "waiting for input": "{waiting:.3%}",
+    },
+)
 
 
 if __name__ == "__main__":

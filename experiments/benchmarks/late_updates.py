@@ -9,23 +9,22 @@ island's exchange ends some time after its phase, and islands differ in speed fr
 With failures, processes are killed and return, stop, and lose their network, as in `chaos`.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import functools
 import heapq
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from fedpax.experiments.benchmarks.arguments import number, several
+from fedpax.experiments.benchmarks import harness
 from fedpax.experiments.benchmarks.chaos import CHECKPOINT_ROUNDS, paced_text
 from fedpax.experiments.benchmarks.chaos_sites import SYNCER, Failure, draw_failures
-from fedpax.experiments.benchmarks.timing import write
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
 from fedpax.experiments.decoupled_diloco_text import DecoupledDiLoCoText
 from fedpax.sites.identity import Identity
 from fedpax.sites.island import Island
@@ -44,39 +43,33 @@ IDENTITY = Identity("", {}, {})
 
 
 class Setting(NamedTuple):
-    """A setting of the comparison.
-
-    Attributes:
-        momentum: outer Nesterov momentum.
-        learning_rate: outer learning rate.
-        failing: whether processes fail.
-    """
+    """The outer optimizer."""
 
     momentum: float
     learning_rate: float
-    failing: bool
 
 
-class Row(NamedTuple):
-    """The result of a setting.
+def _pair(text: str) -> tuple[float, float]:
+    momentum, learning_rate = map(harness.number, text.split(":"))
+    return momentum, learning_rate
 
-    Attributes:
-        momentum: as in `Setting`.
-        learning_rate: as in `Setting`.
-        failing: as in `Setting`.
-        loss: held-out loss of the outer model.
-        late: fraction of the merged updates that had missed an earlier merge.
-        seconds: virtual seconds of the run.
-        failures: number of failures.
-    """
 
-    momentum: float
-    learning_rate: float
-    failing: bool
-    loss: float
-    late: float
-    seconds: float
-    failures: int
+def _pairs(text: str) -> list[tuple[float, float]]:
+    return harness.several(text, _pair, "pairs of numbers", "0.9:0.4,0.6:0.7")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The options."""
+
+    outer: list[tuple[float, float]] = option(
+        "0.9:0.4,0.6:0.7", "momentum:learning_rate,...", _pairs
+    )
+    rounds: int = option(40, "rounds of the run")
+    latency: float = option(0.3, "seconds of an exchange")
+    jitter: float = option(0.5, "of the time of a phase")
+    mean_seconds: float = option(4.5, "between failures, mean")
+    seeds: int = option(1, "number of seeds")
 
 
 class Data:
@@ -124,16 +117,7 @@ class _Process:
 
 
 class VirtualSites:
-    """A syncer and its islands on a virtual clock.
-
-    Args:
-        data: the experiment and its data.
-        setting: the outer optimizer.
-        seed: seed of the phases' durations.
-        failures: the failures, by time.
-        latency: seconds from the end of a phase to the end of its exchange.
-        jitter: a phase takes up to this fraction longer than the fastest one.
-    """
+    """A syncer and its islands on a virtual clock."""
 
     def __init__(
         self,
@@ -283,72 +267,49 @@ class VirtualSites:
                 process.link.exchange()
 
 
-def measure(
-    data: Data, setting: Setting, *, seed: int, mean_seconds: float, **network: float
-) -> Row:
-    """Train with one setting.
+def measure(settings: Settings) -> Iterator[Row]:
+    """Train with each outer optimizer, without and with failures."""
+    data = Data(settings.rounds)
+    cases = itertools.product(settings.outer, (False, True), range(settings.seeds))
+    for (momentum, learning_rate), failing, seed in cases:
+        failures = draw_failures(
+            seed, data.islands, 10.0 * settings.rounds * failing, settings.mean_seconds
+        )
+        sites = VirtualSites(
+            data,
+            Setting(momentum, learning_rate),
+            seed=seed,
+            failures=failures,
+            latency=settings.latency,
+            jitter=settings.jitter,
+        )
+        loss = sites.play()
+        assert np.isfinite(loss)
+        yield Row(
+            momentum=momentum,
+            learning_rate=learning_rate,
+            failing=failing,
+            loss=loss,
+            late=sum(r.late for r in sites.reports) / sum(r.updates for r in sites.reports),
+            seconds=sites.now,
+            failures=sites.failures,
+        )
 
-    Args:
-        data: the experiment and its data.
-        setting: the outer optimizer, and whether there are failures.
-        seed: the seed.
-        mean_seconds: mean seconds between failures.
-        **network: `latency` and `jitter` of `VirtualSites`.
-    """
-    failures: list[Failure] = []
-    if setting.failing:
-        rounds = data.experiment.training.rounds
-        failures = draw_failures(seed, data.islands, 10.0 * rounds, mean_seconds)
-    sites = VirtualSites(data, setting, seed=seed, failures=failures, **network)
-    loss = sites.play()
-    late = sum(r.late for r in sites.reports) / sum(r.updates for r in sites.reports)
-    return Row(*setting, loss, late, sites.now, sites.failures)
 
-
-def _pair(text: str) -> tuple[float, float]:
-    momentum, learning_rate = map(number, text.split(":"))
-    return momentum, learning_rate
-
-
-def main(argv: Sequence[str] | None = None) -> list[Row]:
-    """Print a table, and write the rows as JSON if a file is named."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--outer",
-        type=lambda text: several(text, _pair, "pairs of numbers", "0.9:0.4,0.6:0.7"),
-        default="0.9:0.4,0.6:0.7",
-        help="momentum:learning_rate,...",
-    )
-    parser.add_argument("--rounds", type=int, default=40, help="rounds of the run")
-    parser.add_argument("--latency", type=float, default=0.3, help="seconds of an exchange")
-    parser.add_argument("--jitter", type=float, default=0.5, help="of the time of a phase")
-    parser.add_argument("--mean_seconds", type=float, default=4.5, help="between failures, mean")
-    parser.add_argument("--seeds", type=int, default=1, help="number of seeds")
-    parser.add_argument("--out", help="a JSON file for the rows")
-    options = parser.parse_args(argv)
-    data, rows = Data(options.rounds), list[Row]()
-    print("momentum  learning rate  failures  held-out loss  late updates", flush=True)
-    for momentum, learning_rate in options.outer:
-        for failing, seed in itertools.product((False, True), range(options.seeds)):
-            row = measure(
-                data,
-                Setting(momentum, learning_rate, failing),
-                seed=seed,
-                mean_seconds=options.mean_seconds,
-                latency=options.latency,
-                jitter=options.jitter,
-            )
-            rows.append(row)
-            print(
-                f"{momentum:8g}  {learning_rate:13g}  {row.failures:8}  {row.loss:13.4f}  "
-                f"{row.late:12.1%}",
-                flush=True,
-            )
-    if options.out:
-        write(options.out, rows, **vars(options))
-    assert all(np.isfinite(row.loss) for row in rows)
-    return rows
+main = Benchmark(
+    __doc__,
+    Settings,
+    measure,
+    {
+        "momentum": "{momentum:g}",
+        "learning rate": "{learning_rate:g}",
+        "failures": "{failures}",
+        "held-out loss": "{loss:.4f}",
+        "late updates": "{late:.1%}",
+    },
+    aliases={"--json": "--out"},
+)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -14,11 +14,10 @@ As in training, a round starts from the last one's state and takes over its memo
 machine, `--clock=cpu` measures the CPU time of the process in place of wall-clock time.
 """
 
-import argparse
+import dataclasses
 import functools
-import statistics
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,50 +56,41 @@ from fedpax.algorithms import (
     sparseloco,
     streaming_diloco,
 )
-from fedpax.experiments.benchmarks.timing import (
-    CLOCKS,
-    compile_for,
-    interleaved,
-    on_devices,
-    paired_ratio,
-    write,
-)
+from fedpax.experiments.benchmarks import harness, timing
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, Timed, option
 from fedpax.experiments.benchmarks.workloads import LEARNING_RATE, WORKLOADS
 from fedpax.models.losses import classification_loss
 from fedpax.parallel.mesh import make_mesh
-from fedpax.primitives.placement import ChunkSize
 
 FORWARD = 1 / 3
 NUM_CLUSTERS = 2
 
 
-class Row(NamedTuple):
-    """A round of a method.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(Timed):
+    """The options."""
 
-    Attributes:
-        method: the method's name.
-        baseline: the method that it is compared with.
-        passes: cost of its gradients, in those of the baseline.
-        temporary_bytes: bytes of the round's temporaries on one device.
-        seconds: seconds of each call.
-        ratio: seconds divided by those of the baseline (paired).
-    """
+    model: str = option("cnn", "the clients' model", choices=WORKLOADS)
+    clients: int = option(16, "number of clients in the round")
+    islands: int | None = option(None, "time the methods of islands, and so many islands", int)
+    devices: int = option(1, "number of devices; simulated on a CPU")
+    chunk_size: int = option(1, "participants that a device runs at once")
+    methods: list[str] | None = option(
+        None, "names separated by commas; default: all", harness.names
+    )
 
-    method: str
-    baseline: str
-    passes: float
-    temporary_bytes: int
-    seconds: list[float]
-    ratio: float
+    def __post_init__(self) -> None:
+        known = comparisons(self.placement, lambda params, batch: (params, {}), 1)
+        harness.check_names("methods", self.methods, known)
+
+    @property
+    def placement(self) -> str:
+        """The placement of the methods."""
+        return "clients" if self.islands is None else "islands"
 
 
 def methods(loss_fn: Any, clients: int) -> dict[str, tuple[float, FederatedAlgorithm]]:
-    """Return each method's cost in gradients, and the method, for a cohort that is the population.
-
-    Args:
-        loss_fn: the clients' loss.
-        clients: number of clients.
-    """
+    """Return each method's cost in gradients, and the method; the cohort is the population."""
 
     def build(
         algorithm: Callable[..., FederatedAlgorithm], momentum: float | None = None, **settings: Any
@@ -133,12 +123,7 @@ def methods(loss_fn: Any, clients: int) -> dict[str, tuple[float, FederatedAlgor
 
 
 def island_methods(loss_fn: Any, islands: int) -> dict[str, tuple[str, FederatedAlgorithm]]:
-    """Return each method's baseline, and the method. Each computes one gradient per batch.
-
-    Args:
-        loss_fn: the islands' loss.
-        islands: number of islands.
-    """
+    """Return each method's baseline, and the method. Each computes one gradient per batch."""
     inner = optax.adamw(LEARNING_RATE)
 
     def build(algorithm: Callable[..., FederatedAlgorithm], **settings: Any) -> Any:
@@ -167,13 +152,7 @@ def island_methods(loss_fn: Any, islands: int) -> dict[str, tuple[str, Federated
 
 
 def repeated(step: Callable[..., Any], state: Any, cohort: Cohort) -> Callable[[], Any]:
-    """Return a function that runs one more round, from the state that the last one left.
-
-    Args:
-        step: `(state, cohort) -> (state, metrics)`; it may donate the state.
-        state: the first state, which is copied.
-        cohort: the cohort of every round.
-    """
+    """Return a function that runs one more round, from the state that the last one left."""
     last = [jax.tree.map(jnp.copy, state)]
 
     def run() -> Any:
@@ -183,33 +162,15 @@ def repeated(step: Callable[..., Any], state: Any, cohort: Cohort) -> Callable[[
     return run
 
 
-def measure(
-    model: str,
-    participants: int,
-    chunk_size: ChunkSize,
-    repetitions: int,
-    clock: str = "wall",
-    names: Sequence[str] | None = None,
-    placement: str = "clients",
-) -> list[Row]:
-    """Time interleaved rounds of all methods, on the devices of this process.
-
-    Args:
-        model: a name in `WORKLOADS`.
-        participants: number of clients or islands in the round.
-        chunk_size: participants that a device runs at once.
-        repetitions: number of timed calls of each method.
-        clock: a name in `CLOCKS`.
-        names: the methods to time beside their baselines. Default None: all.
-        placement: "clients", or "islands" for the methods of islands.
-    """
-    workload = WORKLOADS[model]()
-    loss_fn = classification_loss(workload.model.apply)
+def measure(settings: Settings) -> list[Row]:
+    """Time interleaved rounds of all methods, on the devices of this process."""
+    workload, placement = WORKLOADS[settings.model](), settings.placement
+    participants = settings.islands or settings.clients
     with jax.set_mesh(mesh := make_mesh(clients=-1)):
         params, batches, num_examples = workload.random_arguments(participants, mesh)
-    table = comparisons(placement, loss_fn, participants)
-    if names is not None:
-        used = {*names, *(table[name][0] for name in names)}
+    table = comparisons(placement, classification_loss(workload.model.apply), participants)
+    if settings.methods is not None:
+        used = {*settings.methods, *(table[name][0] for name in settings.methods)}
         used |= {table[name][0] for name in used}
         table = {name: table[name] for name in table if name in used}
     calls, temporaries = {}, {}
@@ -225,22 +186,26 @@ def measure(
                 start = jax.tree.map(lambda p: jnp.stack([p * s for s in (1, 0.9)]), params)
             state = algorithm.init(start)
             step: Any = algorithm.round
-            step = step.with_options(chunk_size=chunk_size)
-            compiled = compile_for(step, state, cohort, donate_argnums=0)
+            step = step.with_options(chunk_size=settings.chunk_size)
+            compiled = timing.compile_for(step, state, cohort, donate_argnums=0)
             calls[name] = repeated(compiled.call, state, cohort)
             temporaries[name] = compiled.temporary_bytes
-        seconds = interleaved(calls, (), repetitions, CLOCKS[clock])
-    return [
-        Row(
-            name,
-            baseline,
-            passes,
-            temporaries[name],
-            seconds[name],
-            paired_ratio(seconds[name], seconds[baseline]),
+        seconds = timing.interleaved(calls, (), settings.repetitions, settings.clock)
+    rows = []
+    for name, (baseline, passes, _) in table.items():
+        ratio = timing.paired_ratio(seconds[name], seconds[baseline])
+        rows.append(
+            Row(
+                method=name,
+                baseline=baseline,
+                passes=passes,
+                temporary_bytes=temporaries[name],
+                seconds=seconds[name],
+                ratio=ratio,
+                ratio_to_passes=None if ratio is None else ratio / passes,
+            )
         )
-        for name, (baseline, passes, _) in table.items()
-    ]
+    return rows
 
 
 def comparisons(
@@ -256,51 +221,20 @@ def comparisons(
     }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure as the arguments say, and print a table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", choices=WORKLOADS, default="cnn", help="the clients' model")
-    parser.add_argument("--clients", type=int, default=16, help="number of clients in the round")
-    parser.add_argument(
-        "--islands", type=int, help="time the methods of islands, and so many islands"
-    )
-    parser.add_argument(
-        "--devices", type=int, default=1, help="number of devices; simulated on a CPU"
-    )
-    parser.add_argument(
-        "--chunk_size", type=int, default=1, help="participants that a device runs at once"
-    )
-    parser.add_argument("--repetitions", type=int, default=5, help="timed calls of each method")
-    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="what is measured")
-    parser.add_argument("--methods", help="names separated by commas; default: all")
-    parser.add_argument(
-        "--json", help="JSON file for the measurements; without it they are printed"
-    )
-    options = parser.parse_args(argv)
-    names = None if options.methods is None else options.methods.split(",")
-    placement = "clients" if options.islands is None else "islands"
-    known = comparisons(placement, lambda params, batch: (params, {}), 1)
-    if unknown := {*(names or ())} - {*known}:
-        parser.error(f"unknown methods {sorted(unknown)}; choose from {', '.join(known)}")
-    rows = on_devices(
-        options.devices,
-        measure,
-        options.model,
-        options.clients if options.islands is None else options.islands,
-        options.chunk_size,
-        options.repetitions,
-        options.clock,
-        names,
-        placement,
-    )
-    print("method              temporaries   median s   ratio   passes   ratio / passes  baseline")
-    for row in rows:
-        print(
-            f"{row.method:18} {row.temporary_bytes:12,} {statistics.median(row.seconds):10.4f} "
-            f"{row.ratio:7.2f} {row.passes:8.2f} {row.ratio / row.passes:16.2f}  {row.baseline}"
-        )
-    write(options.json, rows, **vars(options))
-    return 0
+main = Benchmark(
+    __doc__,
+    Settings,
+    lambda settings: timing.on_devices(settings.devices, measure, settings),
+    {
+        "method": "{method:18}",
+        "temporaries": "{temporary_bytes:13,}",
+        "median s": "{seconds:.4f}",
+        "ratio": "{ratio:.2f}",
+        "passes": "{passes:.2f}",
+        "ratio / passes": "{ratio_to_passes:.2f}",
+        "baseline": "{baseline:16}",
+    },
+)
 
 
 if __name__ == "__main__":

@@ -11,19 +11,18 @@ held-out examples of all clients, after every round. Bytes are those that the cl
 receive and send, and FLOPs those of their valid steps, by `fedpax.cost`.
 """
 
-import argparse
 import dataclasses
-import json
 import statistics
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
+from matplotlib.figure import Figure
 
 from fedpax.algorithm import FederatedAlgorithm
-from fedpax.experiments.benchmarks.arguments import numbers, several
+from fedpax.experiments.benchmarks import harness
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
 from fedpax.experiments.catalog import find_group, groups
 from fedpax.experiments.fedavg_clients import ClientExperiment
 from fedpax.reports.table import format_bytes, markdown_table
@@ -32,50 +31,41 @@ from fedpax.reports.target import (
     Target,
     cost_to_target,
     course_of,
+    draw_courses,
     parse_target,
-    plot_courses,
 )
 
 
-class Row(NamedTuple):
-    """A method with one client learning rate.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The options."""
 
-    Attributes:
-        method: its name.
-        learning_rate: the client learning rate.
-        rounds: for each seed the rounds until the target; None if it was not reached.
-        num_bytes: for each seed the bytes until then, NaN if it was not reached.
-        flops: for each seed the clients' FLOPs until then, NaN if it was not reached.
-        best: for each seed the best value of all rounds.
-        courses: for each seed the metric after each round.
-    """
+    group: str = option("methods_digits", "group of experiments", choices=sorted(groups()))
+    rounds: int | None = option(None, "rounds to train; default: the experiment's", int)
+    rates: list[float] | None = option(
+        None, "client learning rates to try; default: the experiment's", harness.numbers
+    )
+    seeds: list[int] = option("0", "seeds, such as 0,1,2", harness.seeds)
+    target: str | None = option(None, "METRIC=VALUE; default: the group's")
+    methods: list[str] | None = option(
+        None, "names separated by commas; default: all", harness.names
+    )
 
-    method: str
-    learning_rate: float
-    rounds: list[int | None]
-    num_bytes: list[float]
-    flops: list[float]
-    best: list[float]
-    courses: list[Course]
+    def __post_init__(self) -> None:
+        if self.rounds is not None:
+            harness.check_at_least(1, rounds=self.rounds)
+        harness.check_names("methods", self.methods, find_group(self.group).experiments)
+        self.goal()
 
-    @property
-    def median_rounds(self) -> float:
-        """The median of the rounds; infinite if most seeds do not reach the target."""
-        return statistics.median(np.inf if found is None else found for found in self.rounds)
+    def goal(self) -> Target:
+        """Return the target."""
+        return parse_target(self.target or find_group(self.group).target or "accuracy=0.85")
 
 
-def measure(
+def train_method(
     name: str, experiment: ClientExperiment, target: Target, seeds: Sequence[int], num_rounds: int
 ) -> Row:
-    """Train a method with each seed.
-
-    Args:
-        name: the method's name.
-        experiment: the method's experiment.
-        target: the target.
-        seeds: the seeds of data, model and cohorts.
-        num_rounds: number of rounds to train.
-    """
+    """Train a method with each seed."""
     algorithm, courses = None, []
     for seed in seeds:
         seeded = dataclasses.replace(
@@ -88,14 +78,17 @@ def measure(
             step = jax.jit(algorithm.round, donate_argnums=0)
         courses.append(_train(seeded, algorithm, step, target.metric, num_rounds))
     found = [cost_to_target(course, target) for course in courses]
+    rounds = [cost.rounds for cost in found]
     return Row(
         method=name,
         learning_rate=experiment.client_learning_rate,
-        rounds=[one.rounds for one in found],
-        num_bytes=[one.num_bytes for one in found],
-        flops=[one.flops for one in found],
-        best=[one.best for one in found],
-        courses=courses,
+        rounds=rounds,
+        num_bytes=[cost.num_bytes for cost in found],
+        flops=[cost.flops for cost in found],
+        best=[cost.best for cost in found],
+        courses=[course._asdict() for course in courses],
+        # Infinite if most seeds do not reach the target.
+        median_rounds=statistics.median(np.inf if n is None else n for n in rounds),
     )
 
 
@@ -118,15 +111,21 @@ def _train(
         return course_of(run, evaluations, metric)
 
 
-def table(rows: Sequence[Row], target: Target) -> str:
+def speed(row: Row) -> tuple[float, float]:
+    """Return the key that sorts rows, the fastest method first."""
+    return row.median_rounds, -statistics.median(row.best)
+
+
+def table(settings: Settings, rows: Sequence[Row]) -> str:
     """Format the medians over seeds as a Markdown table, the fastest method first.
 
     Cells of rounds show the least and the largest number of rounds behind the median.
     """
+    target = settings.goal()
     goal = f"rounds to {target.metric} {target.value:g}"
     head = ["method", "client rate", goal, "bytes", "client FLOPs", f"best {target.metric}"]
     cells = []
-    for row in sorted(rows, key=lambda row: (row.median_rounds, -statistics.median(row.best))):
+    for row in sorted(rows, key=speed):
         reached = np.isfinite(row.median_rounds)
         cells.append(
             [
@@ -152,62 +151,27 @@ def _with_range(rounds: Sequence[int | None]) -> str:
     return middle if len(known) == 1 else f"{middle} ({ends[0]} to {ends[1]})"
 
 
-def main() -> None:
-    """Train the methods, and print a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--group", choices=sorted(groups()), default="methods_digits")
-    parser.add_argument("--rounds", type=int, help="rounds to train; default: the experiment's")
-    parser.add_argument(
-        "--rates", type=numbers, help="client learning rates to try; default: the experiment's"
-    )
-    parser.add_argument("--seeds", type=_seeds, default="0", help="seeds, such as 0,1,2")
-    parser.add_argument("--target", help="METRIC=VALUE; default: the group's")
-    parser.add_argument("--methods", help="names separated by commas; default: all")
-    parser.add_argument("--json", help="file for the rows")
-    parser.add_argument("--plot", help="file for the figure, such as methods.png")
-    options = parser.parse_args()
-    group = find_group(options.group)
-    if options.rounds is not None and options.rounds < 1:
-        parser.error(f"--rounds is {options.rounds}, expected at least 1")
-    chosen = list(group.experiments) if options.methods is None else options.methods.split(",")
-    if unknown := set(chosen) - set(group.experiments):
-        parser.error(
-            f"unknown methods {sorted(unknown)}; choose from {', '.join(group.experiments)}"
-        )
-    try:
-        target = parse_target(options.target or group.target or "accuracy=0.85")
-    except ValueError as error:
-        parser.error(str(error))
-    rows = []
-    for name in chosen:
-        experiment: Any = group.experiments[name]
-        tried = []
-        for rate in options.rates or [experiment.client_learning_rate]:
+def measure(settings: Settings) -> Iterator[Row]:
+    """Train each method with each rate, and keep the fastest."""
+    experiments: Any = find_group(settings.group).experiments
+    for name in settings.methods or experiments:
+        experiment, tried = experiments[name], []
+        for rate in settings.rates or [experiment.client_learning_rate]:
             variant = dataclasses.replace(experiment, client_learning_rate=rate)
-            num_rounds = options.rounds or experiment.training.rounds
-            tried.append(measure(name, variant, target, options.seeds, num_rounds))
+            rounds = settings.rounds or experiment.training.rounds
+            tried.append(train_method(name, variant, settings.goal(), settings.seeds, rounds))
             print(f"{name}, rate {rate:g}: rounds {tried[-1].rounds}", flush=True)
-        rows.append(min(tried, key=lambda row: (row.median_rounds, -statistics.median(row.best))))
-    print(table(rows, target))
-    if options.json:
-        settings = {"group": options.group, "target": target._asdict(), "seeds": options.seeds}
-        content = {
-            "settings": settings,
-            "rows": [
-                row._asdict() | {"courses": [course._asdict() for course in row.courses]}
-                for row in rows
-            ],
-        }
-        Path(options.json).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    if options.plot:
-        plot_courses({row.method: row.courses[0] for row in rows}, target, options.plot)
+        yield min(tried, key=speed)
 
 
-def _seeds(text: str) -> list[int]:
-    return several(text, int, "integers", "0,1,2")
+def draw(settings: Settings, rows: Sequence[Row]) -> Figure:
+    """Draw the metric of the first seed over rounds, bytes and FLOPs."""
+    courses = {row.method: Course(**row.courses[0]) for row in rows}
+    return draw_courses(courses, settings.goal())
+
+
+main = Benchmark(__doc__, Settings, measure, summary=table, draw=draw)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -18,15 +18,14 @@ FedAvg with the central Gaussian mechanism: each update is clipped, and noise is
 so little of it that the results can be compared.
 """
 
-import argparse
 import contextlib
+import dataclasses
 import os
-import statistics
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,22 +36,17 @@ import fedpax
 from fedpax.aggregators import private_mean
 from fedpax.algorithm import FederatedAlgorithm
 from fedpax.algorithms import fedavg, fedprox, scaffold
-from fedpax.experiments.benchmarks.arguments import integers
+from fedpax.experiments.benchmarks import harness, timing
 from fedpax.experiments.benchmarks.fedavg_round import check_equal
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
 from fedpax.experiments.benchmarks.method_rounds import repeated
 from fedpax.experiments.benchmarks.rounds import fedpax_round
-from fedpax.experiments.benchmarks.timing import (
-    compile_for,
-    interleaved,
-    on_devices,
-    paired_ratio,
-    write,
-)
 from fedpax.experiments.benchmarks.workloads import (
     BATCH_SIZE,
     LEARNING_RATE,
     LOCAL_STEPS,
     WORKLOADS,
+    Sizes,
 )
 from fedpax.models.losses import classification_loss
 
@@ -71,54 +65,40 @@ MU = 0.1  # FedProx's
 MAX_NORM, NOISE = 0.1, 1e-6  # of the Gaussian mechanism
 
 
-class Row(NamedTuple):
-    """The round with one library.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(Sizes):
+    """The options."""
 
-    Attributes:
-        model: the clients' model.
-        devices: number of devices; for pfl and Flower, number of workers.
-        clients: number of clients.
-        library: name of the library.
-        versions: versions of the library and of its framework.
-        seconds: seconds of each round.
-        fedpax_ratio: seconds of fedpax's round divided by the seconds of this one (paired).
-    """
+    model: str = option("cnn", "the clients' model", choices=WORKLOADS)
+    clients: list[int] = option("64", "numbers of clients in the round", harness.integers)
+    devices: list[int] = option(
+        "2", "numbers of devices, simulated on a CPU; for pfl and Flower, workers", harness.integers
+    )
+    pfl_python: str | None = option(None, "Python interpreter of an environment with pfl")
+    flower_python: str | None = option(None, "Python interpreter of an environment with Flower")
+    fedjax_python: str | None = option(None, "Python interpreter of an environment with FedJAX")
+    method: str = option("fedavg", "the method to run", choices=METHODS)
+    repetitions: int = option(3, "timed rounds of each library")
 
-    model: str
-    devices: int
-    clients: int
-    library: str
-    versions: str
-    seconds: list[float]
-    fedpax_ratio: float
+    @property
+    def pythons(self) -> dict[str, str]:
+        """The interpreters by library."""
+        paths = {library: getattr(self, f"{library}_python") for library in SCRIPTS}
+        return {library: path for library, path in paths.items() if path}
+
+    def __post_init__(self) -> None:
+        for library in self.pythons:
+            if library not in METHODS[self.method]:
+                libraries = " and ".join(METHODS[self.method])
+                raise ValueError(
+                    f"--method={self.method} is for {libraries}: leave --{library}_python out"
+                )
 
 
-def measure(
-    model: str,
-    devices: int,
-    clients: int,
-    pythons: dict[str, str],
-    repetitions: int,
-    method: str = "fedavg",
-) -> list[Row]:
-    """Check that the libraries agree, and time interleaved calls.
-
-    Args:
-        model: a name in `WORKLOADS`.
-        devices: number of `jax.devices()` that fedpax uses.
-        clients: number of clients.
-        pythons: the Python interpreter of each library's environment, by names in `SCRIPTS`.
-        repetitions: number of timed rounds of each library.
-        method: a name in `METHODS`.
-
-    Returns:
-        One row per library, fedpax first.
-
-    Raises:
-        AssertionError: two libraries give different results.
-        ChildProcessError: the process of a library exited.
-    """
-    workload = WORKLOADS[model]()
+def measure(settings: Settings, devices: int, clients: int) -> list[Row]:
+    """Check that the libraries agree, and time interleaved calls; fedpax has the first row."""
+    method, pythons = settings.method, settings.pythons
+    workload = WORKLOADS[settings.model]()
     mesh = fedpax.make_mesh(devices=jax.devices()[:devices], clients=devices)
     with (
         tempfile.TemporaryDirectory() as name,
@@ -136,14 +116,16 @@ def measure(
         calls: dict[str, Callable[[], Any]] = {}
         if method == "fedavg":
             arguments = (params, batches, num_examples)
-            call = compile_for(fedpax_round(workload.local_train, clients, "auto"), *arguments).call
+            call = timing.compile_for(
+                fedpax_round(workload.local_train, clients, "auto"), *arguments
+            ).call
             calls["fedpax"] = lambda: call(*arguments)
             results["fedpax"] = by_name(calls["fedpax"]())
         else:
             cohort = fedpax.Cohort(batches, num_examples, client_ids=jnp.arange(clients))
             algorithm = make_algorithm(method, workload.model.apply, clients)
             state = algorithm.init(params)
-            step = compile_for(algorithm.round, state, cohort, donate_argnums=0).call
+            step = timing.compile_for(algorithm.round, state, cohort, donate_argnums=0).call
             calls["fedpax"] = repeated(step, state, cohort)
             results["fedpax"] = by_name(calls["fedpax"]()[0].params)
         versions = {"fedpax": f"jax {jax.__version__}"}
@@ -156,16 +138,16 @@ def measure(
             results[library] = dict(np.load(result))
             versions[library] = str(results[library].pop("versions"))
         check_equal(results)
-        seconds = interleaved(calls, (), repetitions)
+        seconds = timing.interleaved(calls, (), settings.repetitions)
     return [
         Row(
-            model,
-            devices,
-            clients,
-            library,
-            versions[library],
-            seconds[library],
-            paired_ratio(seconds["fedpax"], seconds[library]),
+            model=settings.model,
+            devices=devices,
+            clients=clients,
+            library=library,
+            versions=versions[library],
+            seconds=seconds[library],
+            fedpax_ratio=timing.paired_ratio(seconds["fedpax"], seconds[library]),
         )
         for library in calls
     ]
@@ -181,13 +163,7 @@ def by_name(params: Any) -> dict[str, Any]:
 def make_algorithm(
     method: str, apply: Callable[..., jax.Array], clients: int
 ) -> FederatedAlgorithm:
-    """Make a method other than FedAvg for a cohort that is the population.
-
-    Args:
-        method: a name in `METHODS`.
-        apply: the model, `(params, images) -> logits`.
-        clients: number of clients.
-    """
+    """Make a method other than FedAvg for a cohort that is the population."""
     methods: dict[str, tuple[Callable[..., FederatedAlgorithm], dict[str, Any]]] = {
         "fedprox": (fedprox, {"mu": MU}),
         "scaffold": (scaffold, {"num_clients": clients}),
@@ -214,16 +190,7 @@ def command_of(
     result: Path,
     method: str = "fedavg",
 ) -> list[str]:
-    """Return the command that runs a library's rounds.
-
-    Args:
-        library: a name in `SCRIPTS`.
-        python: the Python interpreter of the library's environment.
-        devices: number of devices or workers.
-        arguments: the file with the data and the parameters.
-        result: the file for the parameters after the first round.
-        method: a name in `METHODS`.
-    """
+    """Return the command that runs a library's rounds."""
     script = str(Path(__file__).parent / SCRIPTS[library])
     files = [str(arguments), str(result)]
     if library == "fedjax":
@@ -242,13 +209,6 @@ def rounds_of(command: Sequence[str], devices: int) -> Iterator[Callable[[], Non
 
     A line of its standard input requests a round. The process answers with the line `done` when
     the round has finished, and exits at the end of the input.
-
-    Args:
-        command: the process's command.
-        devices: number of devices that a CPU simulates in the process.
-
-    Yields:
-        A function that requests a round and waits for its end.
     """
     # Settings of this process's Python and JAX do not apply to other environments.
     own = ("PYTHON", "JAX_", "XLA_", "PJRT_NPROC", "NPROC")
@@ -270,55 +230,19 @@ def rounds_of(command: Sequence[str], devices: int) -> Iterator[Callable[[], Non
         yield run_round
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure as the arguments say, and print a table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", choices=WORKLOADS, default="cnn", help="the clients' model")
-    parser.add_argument(
-        "--clients",
-        type=integers,
-        default="64",
-        help="numbers of clients in the round, separated by commas",
-    )
-    parser.add_argument(
-        "--devices",
-        type=integers,
-        default="2",
-        help="numbers of devices, separated by commas; simulated on a CPU",
-    )
-    for library in SCRIPTS:
-        parser.add_argument(
-            f"--{library}_python", help=f"Python interpreter of an environment with {library}"
-        )
-    parser.add_argument("--method", choices=METHODS, default="fedavg", help="the method to run")
-    parser.add_argument("--repetitions", type=int, default=3, help="timed rounds of each library")
-    parser.add_argument(
-        "--json", help="JSON file for the measurements; without it they are printed"
-    )
-    options = parser.parse_args(argv)
-    for library in SCRIPTS:
-        if getattr(options, f"{library}_python") and library not in METHODS[options.method]:
-            others = " and ".join(METHODS[options.method])
-            parser.error(f"--method={options.method} is for {others}: leave --{library}_python out")
-    paths = {library: getattr(options, f"{library}_python") for library in SCRIPTS}
-    pythons = {library: path for library, path in paths.items() if path}
-    print("devices   clients  library  median s  fedpax/this  versions")
-    rows: list[Row] = []
-    for devices in options.devices:
-        for clients in options.clients:
-            sizes = (options.model, devices, clients)
-            for row in on_devices(
-                devices, measure, *sizes, pythons, options.repetitions, options.method
-            ):
-                print(
-                    f"{row.devices:7} {row.clients:9,}  {row.library:7}  "
-                    f"{statistics.median(row.seconds):8.3f}  {row.fedpax_ratio:11.3f}  "
-                    f"{row.versions}",
-                    flush=True,
-                )
-                rows.append(row)
-    write(options.json, rows, **vars(options))
-    return 0
+main = Benchmark(
+    __doc__,
+    Settings,
+    lambda settings: settings.measure_each(measure),
+    {
+        "devices": "{devices}",
+        "clients": "{clients:9,}",
+        "library": "{library:7}",
+        "median s": "{seconds:.3f}",
+        "fedpax/this": "{fedpax_ratio:.3f}",
+        "versions": "{versions}",
+    },
+)
 
 
 if __name__ == "__main__":

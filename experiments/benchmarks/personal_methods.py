@@ -13,16 +13,16 @@ that labels have the shares that they have among the client's training examples
 (`fedpax.experiments.personal_images`).
 """
 
-import argparse
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 
-from fedpax.experiments.benchmarks.arguments import integer, numbers, several
+from fedpax.experiments.benchmarks import harness
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
 from fedpax.experiments.catalog import find_group
 from fedpax.experiments.client_methods import FedAvg, MethodConfig
 from fedpax.experiments.personal_images import PersonalImages
@@ -40,36 +40,32 @@ SETTINGS: Mapping[str, tuple[str, Sequence[float]]] = {
 }
 
 
-class Row(NamedTuple):
-    """A method with one client learning rate and one value of its setting.
+def experiments() -> dict[str, Any]:
+    """Return the experiments by method."""
+    found: dict[str, Any] = dict(find_group(GROUP).experiments)
+    first = next(iter(found.values()))
+    return found | {
+        name: dataclasses.replace(first, method=method) for name, method in BASELINES.items()
+    }
 
-    Attributes:
-        method: its name.
-        setting: the setting and its value; "" for a baseline.
-        learning_rate: the client learning rate.
-        personal: for each seed the accuracy of the clients' models.
-        shared: for each seed the accuracy of the shared model on the clients' labels; empty for a
-            baseline, or if there is no shared model.
-    """
 
-    method: str
-    setting: str
-    learning_rate: float
-    personal: list[float]
-    shared: list[float]
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The options."""
 
-    @property
-    def score(self) -> float:
-        """The median accuracy of the clients' models."""
-        return statistics.median(self.personal)
+    rates: list[float] = option("0.1,0.3,1", "client learning rates", harness.numbers)
+    seeds: list[int] = option("0", "seeds, such as 0,1,2", harness.seeds)
+    rounds: int | None = option(None, "rounds to train; default: the experiment's", harness.integer)
+    methods: list[str] | None = option(
+        None, "names separated by commas; default: all", harness.names
+    )
+
+    def __post_init__(self) -> None:
+        harness.check_names("methods", self.methods, experiments())
 
 
 def variants(name: str, experiment: PersonalImages) -> dict[str, PersonalImages]:
     """Return the experiment with each value of the method's setting, by the setting.
-
-    Args:
-        name: the method's name.
-        experiment: its experiment.
 
     Example:
         >>> list(variants("ditto", find_group(GROUP).experiments["ditto"]))
@@ -86,19 +82,11 @@ def variants(name: str, experiment: PersonalImages) -> dict[str, PersonalImages]
     }
 
 
-def measure(
+def train_method(
     name: str, setting: str, experiment: PersonalImages, seeds: Sequence[int], num_rounds: int
 ) -> Row:
-    """Train a method with each seed.
-
-    Args:
-        name: the method's name.
-        setting: its setting, in words.
-        experiment: its experiment.
-        seeds: the seeds of data, model and cohorts.
-        num_rounds: number of rounds to train.
-    """
-    row, algorithm = Row(name, setting, experiment.client_learning_rate, [], []), None
+    """Train a method with each seed."""
+    personal, shared, algorithm = list[float](), list[float](), None
     for seed in seeds:
         seeded = dataclasses.replace(
             experiment,
@@ -114,14 +102,28 @@ def measure(
             state = jax.jit(lambda key, run=run: run.algorithm.init(run.init(key)))(key)
             for _ in range(num_rounds):
                 state, _ = step(state, next(run.cohorts))
-            row.personal.append(seeded.evaluate_clients()(state)["accuracy"])
+            personal.append(seeded.evaluate_clients()(state)["accuracy"])
             if name not in BASELINES and seeded.method.has_shared_model:
-                shared = dataclasses.replace(seeded, method=FedAvg())
-                row.shared.append(shared.evaluate_clients()(state)["accuracy"])
-    return row
+                server = dataclasses.replace(seeded, method=FedAvg())
+                shared.append(server.evaluate_clients()(state)["accuracy"])
+    return make_row(name, setting, experiment.client_learning_rate, personal, shared)
 
 
-def table(rows: Sequence[Row]) -> str:
+def make_row(
+    method: str, setting: str, rate: float, personal: list[float], shared: list[float]
+) -> Row:
+    """Make a row of the accuracies for each seed."""
+    return Row(
+        method=method,
+        setting=setting,
+        learning_rate=rate,
+        personal=personal,
+        shared=shared,
+        score=statistics.median(personal),
+    )
+
+
+def table(settings: Settings, rows: Sequence[Row]) -> str:
     """Format the medians over seeds, with the least and the largest, as a Markdown table."""
     head = ["method", "setting", "client rate", "accuracy of the clients' models", "shared model"]
     return markdown_table(
@@ -139,41 +141,24 @@ def table(rows: Sequence[Row]) -> str:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train the methods, and print a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    experiments: dict[str, Any] = dict(find_group(GROUP).experiments)
-    first = next(iter(experiments.values()))
-    experiments |= {
-        name: dataclasses.replace(first, method=method) for name, method in BASELINES.items()
-    }
-    parser.add_argument("--rates", type=numbers, default="0.1,0.3,1", help="client learning rates")
-    parser.add_argument("--seeds", type=_seeds, default="0", help="seeds, such as 0,1,2")
-    parser.add_argument("--rounds", type=integer, default=first.training.rounds)
-    parser.add_argument("--methods", help="names separated by commas; default: all")
-    options = parser.parse_args(argv)
-    chosen = list(experiments) if options.methods is None else options.methods.split(",")
-    if unknown := set(chosen) - set(experiments):
-        parser.error(f"unknown methods {sorted(unknown)}; choose from {', '.join(experiments)}")
-    rows = []
-    for name in chosen:
-        tried = []
+def measure(settings: Settings) -> Iterator[Row]:
+    """Train each method with each value of its setting and each rate, and keep the best."""
+    known = experiments()
+    for name in settings.methods or known:
+        experiment, tried = known[name], []
         for (setting, variant), rate in itertools.product(
-            variants(name, experiments[name]).items(), options.rates
+            variants(name, experiment).items(), settings.rates
         ):
             with_rate = dataclasses.replace(variant, client_learning_rate=rate)
-            tried.append(measure(name, setting, with_rate, options.seeds, options.rounds))
+            rounds = settings.rounds or experiment.training.rounds
+            tried.append(train_method(name, setting, with_rate, settings.seeds, rounds))
             label = ", ".join(filter(None, (name, setting, f"rate {rate:g}")))
             print(f"{label}: {tried[-1].score:.3f}", flush=True)
-        rows.append(max(tried, key=lambda row: row.score))
-    print(table(rows))
+        yield max(tried, key=lambda row: row.score)
 
 
-def _seeds(text: str) -> list[int]:
-    return several(text, int, "integers", "0,1,2")
+main = Benchmark(__doc__, Settings, measure, summary=table)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -10,13 +10,12 @@ calls:
 - padded: each client runs as many steps as the longest client, and padded steps change nothing;
 - equal clients: all clients have the same number of steps, the mean. This is the limit.
 
-The first three give the same result.
+The first three give the same result. `slowdown` is the time per valid step, divided by that of
+equal clients.
 """
 
-import argparse
-import statistics
-from collections.abc import Sequence
-from typing import NamedTuple
+import dataclasses
+from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -28,64 +27,36 @@ import fedpax
 from fedpax.algorithm import Metrics, Params, State
 from fedpax.algorithms import fedavg
 from fedpax.data import balanced_order, idle_fraction
-from fedpax.experiments.benchmarks.arguments import integers
+from fedpax.experiments.benchmarks import harness, timing
 from fedpax.experiments.benchmarks.fedavg_round import check_equal
-from fedpax.experiments.benchmarks.timing import interleaved, on_devices, paired_ratio, write
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, Timed, option
 from fedpax.models.classifiers import MLPConfig, mlp
 from fedpax.models.losses import classification_loss
 
 
-class Row(NamedTuple):
-    """One variant of the round.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(Timed):
+    """The options."""
 
-    Attributes:
-        devices: number of devices.
-        clients: number of clients.
-        variant: how the clients run: "balanced", "as drawn", "padded" or "equal clients".
-        steps: steps that all clients run together, padded ones included.
-        padded_or_idle_fraction: fraction of the devices' steps that are padded or idle, computed
-            from the numbers of steps.
-        seconds: seconds of each call.
-        slowdown: seconds per valid step, divided by those of "equal clients" (paired).
-    """
-
-    devices: int
-    clients: int
-    variant: str
-    steps: int
-    padded_or_idle_fraction: float
-    seconds: list[float]
-    slowdown: float
+    clients: int = option(256, "number of clients in the round")
+    devices: list[int] = option(
+        "1,2", "numbers of devices, separated by commas; simulated on a CPU", harness.integers
+    )
+    sigma: float = option(1.0, "spread of the logarithm of a client's steps; their median is 4")
+    batch_size: int = option(20, "examples in a step")
 
 
-def measure(
-    devices: int, clients: int, sigma: float, batch_size: int, repetitions: int
-) -> list[Row]:
-    """Check that the variants agree, and time interleaved calls.
-
-    Args:
-        devices: number of `jax.devices()` to use.
-        clients: number of clients.
-        sigma: standard deviation of the logarithm of a client's number of steps; the median is 4.
-        batch_size: examples in a step.
-        repetitions: number of timed calls of each variant.
-
-    Returns:
-        One row per variant.
-
-    Raises:
-        AssertionError: two variants give different results.
-    """
-    random = np.random.default_rng(0)
-    num_steps = np.ceil(random.lognormal(np.log(4), sigma, clients)).astype(np.int32)
+def measure(settings: Settings, devices: int) -> list[Row]:
+    """Check that the variants agree, and time interleaved calls."""
+    clients, random = settings.clients, np.random.default_rng(0)
+    num_steps = np.ceil(random.lognormal(np.log(4), settings.sigma, clients)).astype(np.int32)
     longest = int(num_steps.max())
     order = balanced_order(num_steps, devices)
     mesh = fedpax.make_mesh(devices=jax.devices()[:devices], clients=devices)
-    over_clients = NamedSharding(mesh, P("clients"))
-    images = random.random((clients, longest, batch_size, 784), np.float32)
-    labels = random.integers(0, 10, (clients, longest, batch_size), np.int32)
-    valid = np.arange(longest) < num_steps[:, None]
-    mask = np.broadcast_to(valid[..., None], labels.shape)
+    shape = clients, longest, settings.batch_size
+    images = random.random((*shape, 784), np.float32)
+    labels = random.integers(0, 10, shape, np.int32)
+    mask = np.broadcast_to((np.arange(longest) < num_steps[:, None])[..., None], shape)
     model = mlp(MLPConfig())
     algorithm = fedavg(
         classification_loss(model.apply),
@@ -98,18 +69,14 @@ def measure(
     num_examples = num_steps.astype(np.float32)
     as_drawn = fedpax.Cohort(batches, num_examples, num_steps)
     balanced = jax.tree.map(lambda x: x[order], as_drawn)
+    equal_steps = np.full_like(num_steps, mean_steps)
     # Without num_steps, a method computes every step and discards those that are padding.
+    padded = fedpax.Cohort({**batches, "mask": mask}, num_examples)
     cohorts = {
-        "balanced": balanced,
-        "as drawn": as_drawn,
-        "padded": fedpax.Cohort({**batches, "mask": mask}, num_examples),
-        "equal clients": balanced._replace(num_steps=np.full_like(num_steps, mean_steps)),
-    }
-    steps_run = {
-        "balanced": num_steps[order],
-        "as drawn": num_steps,
-        "padded": np.full_like(num_steps, longest),
-        "equal clients": np.full_like(num_steps, mean_steps),
+        "balanced": (balanced, num_steps[order]),
+        "as drawn": (as_drawn, num_steps),
+        "padded": (padded, np.full_like(num_steps, longest)),
+        "equal clients": (balanced._replace(num_steps=equal_steps), equal_steps),
     }
 
     @jax.jit
@@ -119,76 +86,50 @@ def measure(
 
     with jax.set_mesh(mesh):
         state = algorithm.init(jax.jit(model.init)(jax.random.key(0)))
-        placed = {
-            variant: jax.device_put(cohort, over_clients) for variant, cohort in cohorts.items()
-        }
-        check_equal(
-            {
-                variant: run_round(state, placed[variant])
-                for variant in ("balanced", "as drawn", "padded")
-            }
-        )
-        calls = {
-            variant: lambda c=cohort: run_round(state, c) for variant, cohort in placed.items()
-        }
-        seconds = interleaved(calls, (), repetitions)
-    valid_steps = dict.fromkeys(cohorts, int(num_steps.sum())) | {
-        "equal clients": mean_steps * clients
-    }
-    limit = [s / valid_steps["equal clients"] for s in seconds["equal clients"]]
+        over_clients = NamedSharding(mesh, P("clients"))
+        placed = {name: jax.device_put(c, over_clients) for name, (c, _) in cohorts.items()}
+        calls = {name: lambda c=cohort: run_round(state, c) for name, cohort in placed.items()}
+        check_equal({name: call() for name, call in calls.items() if name != "equal clients"})
+        seconds = timing.interleaved(calls, (), settings.repetitions, settings.clock)
+    limit = [s / (mean_steps * clients) for s in seconds["equal clients"]]
     rows = []
-    for variant, run in steps_run.items():
+    for name, (_, run) in cohorts.items():
+        valid = mean_steps * clients if name == "equal clients" else int(num_steps.sum())
         busy = 1 - idle_fraction(run, devices)
-        padded_or_idle_fraction = 1 - busy * valid_steps[variant] / int(run.sum())
-        per_step = [s / valid_steps[variant] for s in seconds[variant]]
-        ratio = paired_ratio(per_step, limit)
         rows.append(
             Row(
-                devices,
-                clients,
-                variant,
-                int(run.sum()),
-                padded_or_idle_fraction,
-                seconds[variant],
-                ratio,
+                devices=devices,
+                clients=clients,
+                variant=name,
+                steps=int(run.sum()),
+                padded_or_idle_fraction=1 - busy * valid / int(run.sum()),
+                seconds=seconds[name],
+                slowdown=timing.paired_ratio([s / valid for s in seconds[name]], limit),
             )
         )
     return rows
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure as the arguments say, and print a table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--clients", type=int, default=256, help="number of clients in the round")
-    parser.add_argument(
-        "--devices",
-        type=integers,
-        default="1,2",
-        help="numbers of devices, separated by commas; simulated on a CPU",
-    )
-    parser.add_argument(
-        "--sigma", type=float, default=1.0, help="spread of the clients' numbers of steps"
-    )
-    parser.add_argument("--batch_size", type=int, default=20, help="examples in a step")
-    parser.add_argument("--repetitions", type=int, default=5, help="timed calls of each variant")
-    parser.add_argument(
-        "--json", help="JSON file for the measurements; without it they are printed"
-    )
-    options = parser.parse_args(argv)
-    print("devices  clients  variant           steps  padded, idle   median s        slowdown")
-    rows: list[Row] = []
-    for devices in options.devices:
-        settings = (options.clients, options.sigma, options.batch_size, options.repetitions)
-        for row in on_devices(devices, measure, devices, *settings):
-            seconds = statistics.median(row.seconds)
-            print(
-                f"{row.devices:7}  {row.clients:7,}  {row.variant:13}  {row.steps:8,}  "
-                f"{row.padded_or_idle_fraction:12.2%}  {seconds:9.3f}  {row.slowdown:14.3f}",
-                flush=True,
-            )
-            rows.append(row)
-    write(options.json, rows, **vars(options))
-    return 0
+def measure_sizes(settings: Settings) -> Iterator[Row]:
+    """Measure each number of devices."""
+    for devices in settings.devices:
+        yield from timing.on_devices(devices, measure, settings, devices)
+
+
+main = Benchmark(
+    __doc__,
+    Settings,
+    measure_sizes,
+    {
+        "devices": "{devices}",
+        "clients": "{clients:,}",
+        "variant": "{variant:13}",
+        "steps": "{steps:9,}",
+        "padded, idle": "{padded_or_idle_fraction:.2%}",
+        "median s": "{seconds:.3f}",
+        "slowdown": "{slowdown:.3f}",
+    },
+)
 
 
 if __name__ == "__main__":

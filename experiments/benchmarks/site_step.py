@@ -11,24 +11,22 @@ are on machines of their own. On a CPU, the copies and the transfer take time fr
 computes the steps; an accelerator computes beside them.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import multiprocessing
 import os
-import statistics
 import tempfile
 import time
-from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
-from fedpax.experiments.benchmarks.timing import paired_ratio, write
+from fedpax.experiments.benchmarks import timing
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
 from fedpax.experiments.decoupled_diloco_text import DecoupledDiLoCoText, decoupled_diloco_text
 from fedpax.parallel.mesh import SINGLE_DEVICE
 from fedpax.sites.certificates import make_certificates
@@ -45,22 +43,15 @@ from fedpax.sites.transport import connect, serve
 SETTLE_SECONDS = 0.5
 
 
-class Workload(NamedTuple):
-    """The sizes of a step, and of the measurement.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The options."""
 
-    Attributes:
-        local_steps: inner steps of a round, H; a fragment is sent after each S = H / P.
-        batch_size: rows of a step.
-        seq_len: tokens of a row.
-        phases: phases of S steps in a block.
-        pairs: number of pairs of blocks.
-    """
-
-    local_steps: int
-    batch_size: int
-    seq_len: int
-    phases: int
-    pairs: int
+    local_steps: int = option(32, "inner steps of a round, H; a fragment is sent every H / P")
+    batch_size: int = option(16, "rows of a step")
+    seq_len: int = option(64, "tokens of a row")
+    phases: int = option(8, "phases of a block")
+    pairs: int = option(9, "pairs of blocks")
 
     def experiment(self) -> DecoupledDiLoCoText:
         """Make the experiment: `decoupled_diloco_text` with one island and these sizes."""
@@ -75,44 +66,26 @@ class Workload(NamedTuple):
         )
 
 
-class Result(NamedTuple):
-    """The times of steps.
-
-    Attributes:
-        alone_milliseconds: milliseconds of a step without the exchange, median of the blocks.
-        beside_milliseconds: the same with the exchange.
-        ratio: median over the pairs of the ratio of beside to alone.
-        merges_per_phase: merges of the syncer per phase with the exchange; 1 is all of them.
-        megabytes_per_phase: megabytes sent and received per phase with the exchange.
-    """
-
-    alone_milliseconds: float
-    beside_milliseconds: float
-    ratio: float
-    merges_per_phase: float
-    megabytes_per_phase: float
-
-
-def measure(workload: Workload) -> Result:
+def measure(settings: Settings) -> list[Row]:
     """Run a syncer and an island in processes of their own, and time the island's steps."""
     context = multiprocessing.get_context("spawn")
     pipe, other_end = context.Pipe()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         make_certificates(folder / "certificates", ["localhost", "site"])
-        syncer = context.Process(target=_serve, args=(other_end, workload, folder), daemon=True)
+        syncer = context.Process(target=_serve, args=(other_end, settings, folder), daemon=True)
         syncer.start()
         try:
             with ProcessPoolExecutor(1, context) as island:
-                return island.submit(_train, pipe.recv(), workload, folder).result()
+                return [island.submit(_train, pipe.recv(), settings, folder).result()]
         finally:
             syncer.kill()
             syncer.join()
 
 
-def _serve(pipe: Pipe, workload: Workload, folder: Path) -> None:
+def _serve(pipe: Pipe, settings: Settings, folder: Path) -> None:
     _use_core(1)
-    experiment = workload.experiment()
+    experiment = settings.experiment()
     run = build_parts(experiment, SINGLE_DEVICE)
     assert run.algorithm.parts is not None
     params = jax.device_get(jax.jit(run.init)(jax.random.key(0)))
@@ -129,9 +102,9 @@ def _serve(pipe: Pipe, workload: Workload, folder: Path) -> None:
         pipe.poll(None)  # until the other process closes its end
 
 
-def _train(address: str, workload: Workload, folder: Path) -> Result:
+def _train(address: str, settings: Settings, folder: Path) -> Row:
     _use_core(0)
-    experiment = workload.experiment()
+    experiment = settings.experiment()
     run = build_parts(experiment, SINGLE_DEVICE)
     parts = run.algorithm.parts
     assert parts is not None
@@ -153,7 +126,7 @@ def _train(address: str, workload: Workload, folder: Path) -> Result:
         link.join()
         link.start()
         island = Island(
-            parts, model, link, shard=0, process="1", tokens_per_step=float(workload.seq_len)
+            parts, model, link, shard=0, process="1", tokens_per_step=float(settings.seq_len)
         )
         while not island.has_model:
             link.wait(0.1)
@@ -161,7 +134,7 @@ def _train(address: str, workload: Workload, folder: Path) -> Result:
         batches = jax.device_put(_random_batches(run, parts.steps_per_sync))
 
         def beside() -> None:
-            for _ in range(workload.phases):
+            for _ in range(settings.phases):
                 while island.is_ahead:
                     link.wait(0.05)
                     island.receive()
@@ -170,7 +143,7 @@ def _train(address: str, workload: Workload, folder: Path) -> Result:
 
         def alone() -> None:
             last = None
-            for _ in range(workload.phases):
+            for _ in range(settings.phases):
                 island.state, report = model.take_steps(island.state, batches, 0)
                 if last is not None:
                     float(last.metrics["loss"])  # as an island reads it, one phase later
@@ -178,7 +151,7 @@ def _train(address: str, workload: Workload, folder: Path) -> Result:
 
         seconds: dict[Any, list[float]] = {alone: [], beside: []}
         merges = megabytes = 0.0
-        for pair in range(workload.pairs + 1):  # the first pair compiles
+        for pair in range(settings.pairs + 1):  # the first pair compiles
             for block in (alone, beside) if pair % 2 else (beside, alone):
                 before = link.merges, link.sent_bytes + link.received_bytes
                 jax.block_until_ready(island.state)
@@ -194,13 +167,16 @@ def _train(address: str, workload: Workload, folder: Path) -> Result:
                     merges += link.merges - before[0]
                     megabytes += (link.sent_bytes + link.received_bytes - before[1]) / 1e6
         link.close()
-    steps, phases = workload.phases * parts.steps_per_sync, workload.phases * workload.pairs
-    return Result(
-        1000 * statistics.median(seconds[alone]) / steps,
-        1000 * statistics.median(seconds[beside]) / steps,
-        paired_ratio(seconds[beside], seconds[alone]),
-        merges / phases,
-        megabytes / phases,
+    steps, phases = settings.phases * parts.steps_per_sync, settings.phases * settings.pairs
+    milliseconds = {
+        block.__name__: [1000 * s / steps for s in taken] for block, taken in seconds.items()
+    }
+    return Row(
+        alone_milliseconds=milliseconds["alone"],
+        beside_milliseconds=milliseconds["beside"],
+        ratio=timing.paired_ratio(seconds[beside], seconds[alone]),
+        merges_per_phase=merges / phases,
+        megabytes_per_phase=megabytes / phases,
     )
 
 
@@ -221,27 +197,20 @@ def _use_core(core: int) -> None:
             os.sched_setaffinity(0, {cores[core]})
 
 
-def main(argv: Sequence[str] | None = None) -> Result:
-    """Print the times, and write them as JSON if a file is named."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--local_steps", type=int, default=32, help="inner steps of a round")
-    parser.add_argument("--batch_size", type=int, default=16, help="rows of a step")
-    parser.add_argument("--seq_len", type=int, default=64, help="tokens of a row")
-    parser.add_argument("--phases", type=int, default=8, help="phases of a block")
-    parser.add_argument("--pairs", type=int, default=9, help="pairs of blocks")
-    parser.add_argument("--out", help="a JSON file for the result")
-    options = parser.parse_args(argv)
-    sizes = {name: getattr(options, name) for name in Workload._fields}
-    result = measure(Workload(**sizes))
-    print(f"a step alone:             {result.alone_milliseconds:.2f} ms (median)")
-    print(f"a step beside the syncer: {result.beside_milliseconds:.2f} ms (median)")
-    print(f"ratio:                    {result.ratio:.3f} (median of {options.pairs} pairs)")
-    print(f"merges per phase:         {result.merges_per_phase:.2f}")
-    print(f"MB per phase:             {result.megabytes_per_phase:.2f}")
-    if options.out:
-        write(options.out, [result], **vars(options))
-    return result
+main = Benchmark(
+    __doc__,
+    Settings,
+    measure,
+    {
+        "a step alone, ms": "{alone_milliseconds:.2f}",
+        "beside the syncer, ms": "{beside_milliseconds:.2f}",
+        "ratio": "{ratio:.3f}",
+        "merges per phase": "{merges_per_phase:.2f}",
+        "MB per phase": "{megabytes_per_phase:.2f}",
+    },
+    aliases={"--json": "--out"},
+)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

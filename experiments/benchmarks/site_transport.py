@@ -8,21 +8,20 @@ between a syncer and its islands. With several islands, each has its connection 
 one process, and the rate is that of all together.
 """
 
-import argparse
+import dataclasses
 import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
-from fedpax.experiments.benchmarks.arguments import integers, numbers
-from fedpax.experiments.benchmarks.timing import write
+from fedpax.experiments.benchmarks import harness
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
 from fedpax.sites.certificates import make_certificates
 from fedpax.sites.message import Message
 from fedpax.sites.transport import Connection, connect, serve
@@ -30,45 +29,26 @@ from fedpax.sites.transport import Connection, connect, serve
 MB = 1_000_000
 
 
-class Rate(NamedTuple):
-    """The rate of messages of one size.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The options."""
 
-    Attributes:
-        tls: whether the connections use mutual TLS.
-        islands: number of connections that send or receive at the same time.
-        megabytes: size of a message.
-        push: MB/s to the server, median.
-        pull: MB/s from the server, median.
-        best_push: MB/s to the server, fastest call.
-        best_pull: MB/s from the server, fastest call.
-        empty_milliseconds: milliseconds of a call without arrays, median.
-    """
-
-    tls: bool
-    islands: int
-    megabytes: float
-    push: float
-    pull: float
-    best_push: float
-    best_pull: float
-    empty_milliseconds: float
+    megabytes: list[float] = option("0.1,1,10,100", "sizes of the messages", harness.numbers)
+    islands: list[int] = option("1,4", "numbers of connections", harness.integers)
+    repeats: int = option(7, "timed calls per size and direction")
 
 
-def measure(
-    tls: bool, islands: int, megabytes: Sequence[float], repeats: int, folder: Path
-) -> list[Rate]:
-    """Measure the rates of messages of several sizes.
+def measure(settings: Settings) -> Iterator[Row]:
+    """Measure the rates without encryption and with mutual TLS."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "certificates"
+        make_certificates(folder, ["localhost", "site"])
+        for islands in settings.islands:
+            for tls in (False, True):
+                yield from _rates(settings, islands, tls, folder)
 
-    Args:
-        tls: use mutual TLS.
-        islands: number of connections.
-        megabytes: sizes of the messages.
-        repeats: number of calls that are timed per size and direction.
-        folder: certificates for `localhost` and `site`.
 
-    Returns:
-        The rates, by size.
-    """
+def _rates(settings: Settings, islands: int, tls: bool, folder: Path) -> Iterator[Row]:
     context = multiprocessing.get_context("spawn")
     pipe, other_end = context.Pipe()
     certificates = folder / "site" if tls else None
@@ -79,13 +59,14 @@ def measure(
     try:
         address = f"localhost:{pipe.recv()}"
         connections = [connect(address, certificates=certificates) for _ in range(islands)]
-        return [_rate(connections, tls, size, repeats) for size in megabytes]
+        for size in settings.megabytes:
+            yield _rate(connections, tls, size, settings.repeats)
     finally:
         server.kill()
         server.join()
 
 
-def _rate(connections: list[Connection], tls: bool, megabytes: float, repeats: int) -> Rate:
+def _rate(connections: list[Connection], tls: bool, megabytes: float, repeats: int) -> Row:
     x = np.random.default_rng(0).normal(size=round(megabytes * MB / 4)).astype(np.float32)
     push = Message({"kind": "push"}, {"x": x})
     pull = Message({"kind": "pull", "size": x.size})
@@ -102,15 +83,15 @@ def _rate(connections: list[Connection], tls: bool, megabytes: float, repeats: i
 
     total = len(connections) * x.nbytes / MB
     (push_median, push_least), (pull_median, pull_least) = seconds(push), seconds(pull)
-    return Rate(
-        tls,
-        len(connections),
-        megabytes,
-        total / push_median,
-        total / pull_median,
-        total / push_least,
-        total / pull_least,
-        1000 * seconds(Message({"kind": "push"}))[0],
+    return Row(
+        tls=tls,
+        islands=len(connections),
+        megabytes=megabytes,
+        push=total / push_median,
+        pull=total / pull_median,
+        best_push=total / push_least,
+        best_pull=total / pull_least,
+        empty_milliseconds=1000 * seconds(Message({"kind": "push"}))[0],
     )
 
 
@@ -130,37 +111,21 @@ def _serve(pipe: Pipe, certificates: Path | None) -> None:
         pipe.poll(None)  # until the other process closes its end
 
 
-def main(argv: Sequence[str] | None = None) -> list[Rate]:
-    """Print the table, and write the measurements as JSON if a file is named."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--megabytes", type=numbers, default="0.1,1,10,100", help="sizes of the messages"
-    )
-    parser.add_argument("--islands", type=integers, default="1,4", help="numbers of connections")
-    parser.add_argument("--repeats", type=int, default=7, help="timed calls per size")
-    parser.add_argument("--out", help="a JSON file for the measurements")
-    options = parser.parse_args(argv)
-    rates = []
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary) / "certificates"
-        make_certificates(folder, ["localhost", "site"])
-        print("MB/s: median (best)")
-        print("encryption  islands  message MB         push         pull  empty call ms")
-        for islands in options.islands:
-            for tls in (False, True):
-                for rate in measure(tls, islands, options.megabytes, options.repeats, folder):
-                    rates.append(rate)
-                    print(
-                        f"{'mutual TLS' if tls else 'none':10}  {islands:7}  "
-                        f"{rate.megabytes:10g}  {rate.push:5.0f} ({rate.best_push:4.0f})  "
-                        f"{rate.pull:5.0f} ({rate.best_pull:4.0f})  "
-                        f"{rate.empty_milliseconds:13.1f}",
-                        flush=True,
-                    )
-    if options.out:
-        write(options.out, rates, repeats=options.repeats)
-    return rates
+main = Benchmark(
+    __doc__,
+    Settings,
+    measure,
+    {
+        "encryption": lambda row: "mutual TLS" if row.tls else "none      ",
+        "islands": "{islands}",
+        "message MB": "{megabytes:g}",
+        "push MB/s: median (best)": "{push:.0f} ({best_push:.0f})",
+        "pull": "{pull:5.0f} ({best_pull:5.0f})",
+        "empty call ms": "{empty_milliseconds:.1f}",
+    },
+    aliases={"--json": "--out"},
+)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -7,9 +7,9 @@ the same collectives and the same memory per device on pods of all sizes. The co
 status 1 otherwise.
 """
 
-import argparse
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 import fedpax
 from fedpax.algorithms import fedavg
-from fedpax.experiments.benchmarks.arguments import chunk_size
-from fedpax.experiments.benchmarks.timing import write
+from fedpax.experiments.benchmarks import harness
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
 from fedpax.hlo.collectives import collectives
 from fedpax.models.classifiers import MLPConfig, mlp
 from fedpax.models.losses import classification_loss
@@ -28,58 +28,32 @@ from fedpax.planning import find_topology
 from fedpax.primitives.placement import ChunkSize
 
 
-class Compiled(NamedTuple):
-    """Collectives and memory of one device in a round.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The options."""
 
-    Attributes:
-        topology: the pod.
-        devices: number of devices.
-        clients: number of clients on all devices.
-        collectives: for each collective its kind, the shapes of its operands, and whether it is in
-            a loop.
-        collective_bytes: bytes of the collectives' operands on the device, per round.
-        argument_bytes: bytes of the round's arguments on the device.
-        temporary_bytes: bytes of temporaries on the device.
-    """
-
-    topology: str
-    devices: int
-    clients: int
-    collectives: tuple[tuple[str, tuple[str, ...], bool], ...]
-    collective_bytes: int
-    argument_bytes: int
-    temporary_bytes: int
+    topologies: list[str] = option(
+        "v5e:4x4,v5e:8x8,v5e:16x16", "pods, separated by commas", harness.names
+    )
+    clients_per_device: int = option(512, "clients per device")
+    chunk_size: ChunkSize = option(
+        "auto", 'clients that a device runs at once: a number or "auto"', harness.chunk_size
+    )
+    local_steps: int = option(5, "local steps of a client")
+    batch_size: int = option(20, "examples in a step")
 
 
-def compile_for(
-    topology: str,
-    *,
-    clients_per_device: int,
-    chunk_size: ChunkSize,
-    local_steps: int,
-    batch_size: int,
-) -> Compiled:
-    """Compile a FedAvg round of an MLP 784-200-10 for a pod.
-
-    Args:
-        topology: the pod, such as `v5e:4x4`; see `find_topology`.
-        clients_per_device: number of clients per device.
-        chunk_size: number of clients that a device runs at once, or "auto".
-        local_steps: local steps of a client.
-        batch_size: examples in a step.
-
-    Returns:
-        The collectives and the memory of a device.
-    """
+def compile_for(topology: str, settings: Settings) -> Row:
+    """Compile a FedAvg round of an MLP 784-200-10 for a pod; return what one device has."""
     devices = find_topology(topology).devices
     mesh = fedpax.make_mesh(devices=devices, clients=-1)
-    clients = len(devices) * clients_per_device
+    clients = len(devices) * settings.clients_per_device
     model = mlp(MLPConfig())
     algorithm = fedavg(
         classification_loss(model.apply),
         cohort_size=clients,
         client_optimizer=optax.sgd(0.1),
-        chunk_size=chunk_size,
+        chunk_size=settings.chunk_size,
     )
 
     def like(spec: P, dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
@@ -87,7 +61,7 @@ def compile_for(
 
     state = jax.eval_shape(lambda: algorithm.init(model.init(jax.random.key(0))))
     state = jax.tree.map(lambda x: like(P(), x.dtype, *x.shape), state)
-    shape = (clients, local_steps, batch_size)
+    shape = (clients, settings.local_steps, settings.batch_size)
     batches = {
         "image": like(P("clients"), jnp.float32, *shape, 784),
         "label": like(P("clients"), jnp.int32, *shape),
@@ -98,51 +72,51 @@ def compile_for(
         compiled = jax.jit(algorithm.round, donate_argnums=0).lower(state, cohort).compile()
     found = collectives(compiled.as_text() or "", mesh)
     memory: Any = compiled.memory_analysis()
-    return Compiled(
-        topology,
-        len(devices),
-        clients,
-        tuple(sorted((c.kind, c.shapes, c.in_loop) for c in found)),
-        sum(c.bytes * (c.executions or 0) for c in found),
-        memory.argument_size_in_bytes,
-        memory.temp_size_in_bytes,
+    return Row(
+        topology=topology,
+        devices=len(devices),
+        clients=clients,
+        # For each its kind, the shapes of its operands, and whether it is in a loop.
+        collectives=sorted((c.kind, c.shapes, c.in_loop) for c in found),
+        collective_bytes=sum(c.bytes * (c.executions or 0) for c in found),
+        argument_bytes=memory.argument_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes,
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Compile for each pod and print a table; return 1 if the pods differ."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--topologies", default="v5e:4x4,v5e:8x8,v5e:16x16", help="pods, separated by commas"
-    )
-    parser.add_argument("--clients_per_device", type=int, default=512, help="clients per device")
-    parser.add_argument(
-        "--chunk_size",
-        type=chunk_size,
-        default="auto",
-        help='clients that a device runs at once: a number or "auto"',
-    )
-    parser.add_argument("--local_steps", type=int, default=5, help="local steps of a client")
-    parser.add_argument("--batch_size", type=int, default=20, help="examples in a step")
-    parser.add_argument(
-        "--json", help="JSON file for the measurements; without it they are printed"
-    )
-    settings = vars(parser.parse_args(argv))
-    options = dict(settings)
-    pods, path = options.pop("topologies").split(","), options.pop("json")
-    rows = [compile_for(pod, **options) for pod in pods]
-    print("topology  devices    clients  collectives  their bytes  arguments  temporaries")
-    for r in rows:
-        print(
-            f"{r.topology:8}  {r.devices:7,}  {r.clients:9,}  {len(r.collectives):11}  "
-            f"{r.collective_bytes:11,}  {r.argument_bytes:9,}  {r.temporary_bytes:11,}"
-        )
-    same = {r[3:] for r in rows}
-    print(
-        "All pods have the same collectives and memory." if len(same) == 1 else "The pods differ."
-    )
-    write(path, rows, **settings)
-    return 0 if len(same) == 1 else 1
+def measure(settings: Settings) -> Iterator[Row]:
+    """Compile for each pod, and compare each device with the first pod's."""
+    first = None
+    for topology in settings.topologies:
+        row = compile_for(topology, settings)
+        device = row.collectives, row.collective_bytes, row.argument_bytes, row.temporary_bytes
+        first = first or device
+        row.same = device == first
+        yield row
+
+
+def conclude(settings: Settings, rows: list[Row]) -> str:
+    """Say whether the pods agree."""
+    same = all(row.same for row in rows)
+    return "All pods have the same collectives and memory." if same else "The pods differ."
+
+
+main = Benchmark(
+    __doc__,
+    Settings,
+    measure,
+    {
+        "topology": "{topology:9}",
+        "devices": "{devices:,}",
+        "clients": "{clients:10,}",
+        "collectives": lambda row: str(len(row.collectives)),
+        "their bytes": "{collective_bytes:,}",
+        "arguments": "{argument_bytes:12,}",
+        "temporaries": "{temporary_bytes:,}",
+    },
+    conclude,
+    required="same",
+)
 
 
 if __name__ == "__main__":

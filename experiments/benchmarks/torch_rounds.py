@@ -27,11 +27,7 @@ import numpy as np
 
 
 def classifier(params: dict[str, np.ndarray]) -> Any:
-    """Make the network with these parameters: convolutions, max-pooling, dense layers.
-
-    Args:
-        params: the parameters, by names such as `dense_0/kernel`.
-    """
+    """Make the network with these parameters: convolutions, max-pooling, dense layers."""
     import torch
 
     class Classifier(torch.nn.Sequential):
@@ -93,18 +89,7 @@ def from_torch(network: Any, params: dict[str, np.ndarray]) -> dict[str, Any]:
 
 
 class Problem:
-    """The arguments of a round, in PyTorch's layout.
-
-    Attributes:
-        params: the initial parameters, by names such as `dense_0/kernel`.
-        images: `[clients, examples, ...]`, with the channels before the pixels.
-        labels: `[clients, examples]`.
-        batch_size: examples in a step.
-        rate: the clients' learning rate.
-        mu: FedProx's weight of the proximal term.
-        max_norm: the norm to which `private` clips an update.
-        noise: the noise multiplier of `private`.
-    """
+    """The arguments of a round, in PyTorch's layout."""
 
     def __init__(self, path: str) -> None:
         self.params = dict(np.load(path))
@@ -119,13 +104,7 @@ class Problem:
 
 
 def run_pfl(problem: Problem, result: str, method: str) -> None:
-    """Run rounds of a method with pfl, in a process that `torchrun` started.
-
-    Args:
-        problem: the arguments.
-        result: the file for the parameters after the first round.
-        method: `fedavg`, `fedprox`, `scaffold` or `private`.
-    """
+    """Run rounds of a method with pfl, in a process that `torchrun` started."""
     import torch
     from pfl.internal.ops import pytorch_ops
     from pfl.internal.ops.selector import set_framework_module
@@ -213,12 +192,6 @@ def run_flower(problem: Problem, result: str, method: str, workers: int) -> None
     """Run rounds of a method with Flower's simulation engine.
 
     Flower has no SCAFFOLD, and its FedProx leaves the proximal term to the client.
-
-    Args:
-        problem: the arguments.
-        result: the file for the parameters after the first round.
-        method: `fedavg` or `fedprox`.
-        workers: number of Ray's workers, each with one thread of PyTorch.
     """
     import torch
     from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
@@ -298,13 +271,7 @@ def run_flower(problem: Problem, result: str, method: str, workers: int) -> None
 
 
 def save(path: str, library: str, params: dict[str, Any]) -> None:
-    """Write parameters, with the versions of a library and of PyTorch.
-
-    Args:
-        path: the npz file.
-        library: name of the library's package.
-        params: the parameters.
-    """
+    """Write parameters, with the versions of a library and of PyTorch."""
     names = (library, "torch")
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
     np.savez(path, versions=versions, **params)

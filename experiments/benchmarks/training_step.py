@@ -11,11 +11,11 @@ interleaved calls. The command exits with status 1 if their collectives differ.
 extra `tpu`.
 """
 
-import argparse
+import dataclasses
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import chex
@@ -29,7 +29,8 @@ import fedpax
 from fedpax.algorithm import LossFn, Metrics, Params
 from fedpax.algorithms import data_parallel
 from fedpax.data import token_round_shapes
-from fedpax.experiments.benchmarks.timing import interleaved, on_devices, paired_ratio, write
+from fedpax.experiments.benchmarks import timing
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, Timed, option
 from fedpax.hlo.collectives import collectives
 from fedpax.models import presets
 from fedpax.models.losses import transformer_loss
@@ -45,58 +46,37 @@ HandState: TypeAlias = tuple[Params, optax.OptState]
 
 
 class Step(NamedTuple):
-    """A compiled round of training steps.
-
-    Attributes:
-        compiled: `(state, batches) -> (state, metrics)`; the state is donated.
-        types: the shapes, dtypes and shardings of the arguments.
-    """
+    """A compiled round `(state, batches) -> (state, metrics)`, and the types of its arguments."""
 
     compiled: jax.stages.Compiled
     types: tuple[Any, Any]
 
 
 class Structure(NamedTuple):
-    """Collectives and memory of a compiled program.
-
-    Attributes:
-        collectives: number of collectives by kind, mesh axes, shapes and executions per round.
-        argument_bytes: bytes of the arguments on a device.
-        temporary_bytes: bytes of temporaries on a device.
-    """
+    """Collectives and memory of a compiled program."""
 
     collectives: Counter[tuple[str, tuple[str, ...], tuple[str, ...], int | None]]
     argument_bytes: int
     temporary_bytes: int
 
 
-class Row(NamedTuple):
-    """The comparison of the island's program with the hand-written one.
+def _mesh_sizes(text: str) -> dict[str, int]:
+    pairs = (axis.split("=") for axis in text.split(","))
+    return {name: int(size) for name, size in pairs}
 
-    Attributes:
-        model: name of the transformer.
-        device: kind of the devices.
-        devices: number of devices.
-        collectives: number of collectives in the island's program.
-        same_collectives: whether both programs have the same collectives.
-        argument_bytes: bytes of arguments on a device: the island's, and the hand-written one's.
-        temporary_bytes: bytes of temporaries on a device, likewise.
-        island_seconds: seconds of each call of the island's program; empty if nothing ran.
-        hand_seconds: seconds of each call of the hand-written program.
-        ratio: seconds of the island's program divided by the hand-written one's (paired); None if
-            nothing ran.
-    """
 
-    model: str
-    device: str
-    devices: int
-    collectives: int
-    same_collectives: bool
-    argument_bytes: tuple[int, int]
-    temporary_bytes: tuple[int, int]
-    island_seconds: list[float]
-    hand_seconds: list[float]
-    ratio: float | None
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(Timed):
+    """The options."""
+
+    model: str = option("base_1m", "name of a function of fedpax.models.presets")
+    mesh: dict[str, int] = option(
+        "data=1", "sizes of the mesh's axes, such as fsdp=4,tensor=2", _mesh_sizes
+    )
+    topology: str | None = option(None, "TPU pod to compile for, such as v5e:4x4")
+    batch_size: int = option(8, "rows in a step")
+    seq_len: int = option(128, "tokens in a row")
+    steps: int = option(1, "steps in a call")
 
 
 def hand_written_round(
@@ -121,18 +101,7 @@ def hand_written_round(
 def compile_both(
     config: TransformerConfig, mesh: Mesh, *, batch_size: int, seq_len: int, steps: int = 1
 ) -> dict[str, Step]:
-    """Compile steps of one island, and the same steps written in plain JAX.
-
-    Args:
-        config: the transformer.
-        mesh: the mesh, without an axis of several islands.
-        batch_size: rows in a step.
-        seq_len: tokens in a row.
-        steps: number of steps in a round.
-
-    Returns:
-        The programs "island" and "hand".
-    """
+    """Compile steps of one island, and the same steps written in plain JAX."""
     model, loss_fn = transformer(config), transformer_loss(config)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     island = data_parallel(loss_fn, islands=1, optimizer=optimizer)
@@ -210,50 +179,35 @@ def values_of(types: Any) -> Any:
     return jax.jit(lambda: jax.tree.map(value, types), out_shardings=sharding)()
 
 
-def measure(
-    model: str,
-    mesh_sizes: dict[str, int],
-    topology: str | None,
-    batch_size: int,
-    seq_len: int,
-    steps: int,
-    repetitions: int,
-) -> Row:
-    """Compile both programs, compare them, and time interleaved calls.
-
-    Args:
-        model: name of a function of `fedpax.models.presets`.
-        mesh_sizes: sizes of the mesh's axes.
-        topology: a pod to compile for, such as `v5e:4x4`; None: `jax.devices()`.
-        batch_size: rows in a step.
-        seq_len: tokens in a row.
-        steps: number of steps in a call.
-        repetitions: number of timed calls of each program; 0: compile only.
-
-    Returns:
-        The comparison.
-    """
-    config = getattr(presets, model)()
+def measure(settings: Settings) -> Row:
+    """Compile both programs, compare them, and time interleaved calls."""
+    topology = settings.topology
     devices = find_topology(topology).devices if topology else jax.devices()
-    mesh = MeshConfig(**mesh_sizes).make(devices)
-    both = compile_both(config, mesh, batch_size=batch_size, seq_len=seq_len, steps=steps)
+    mesh = MeshConfig(**settings.mesh).make(devices)
+    both = compile_both(
+        getattr(presets, settings.model)(),
+        mesh,
+        batch_size=settings.batch_size,
+        seq_len=settings.seq_len,
+        steps=settings.steps,
+    )
     island, hand = (structure(both[name], mesh) for name in ("island", "hand"))
     seconds: dict[str, list[float]] = {name: [] for name in both}
-    if repetitions and not topology:
+    if settings.repetitions and not topology:
         with jax.set_mesh(mesh):
             calls = {name: _stepper(step) for name, step in both.items()}
-            seconds = interleaved(calls, (), repetitions)
+            seconds = timing.interleaved(calls, (), settings.repetitions, settings.clock)
     return Row(
-        model,
-        devices[0].device_kind,
-        len(devices),
-        island.collectives.total(),
-        island.collectives == hand.collectives,
-        (island.argument_bytes, hand.argument_bytes),
-        (island.temporary_bytes, hand.temporary_bytes),
-        seconds["island"],
-        seconds["hand"],
-        paired_ratio(seconds["island"], seconds["hand"]) if seconds["hand"] else None,
+        model=settings.model,
+        device=devices[0].device_kind,
+        devices=len(devices),
+        collectives=island.collectives.total(),
+        same_collectives=island.collectives == hand.collectives,
+        argument_bytes=(island.argument_bytes, hand.argument_bytes),
+        temporary_bytes=(island.temporary_bytes, hand.temporary_bytes),
+        island_seconds=seconds["island"],
+        hand_seconds=seconds["hand"],
+        ratio=timing.paired_ratio(seconds["island"], seconds["hand"]),
     )
 
 
@@ -269,43 +223,15 @@ def _stepper(step: Step) -> Callable[[], Any]:
     return call
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure as the arguments say, and print the comparison; return 1 if collectives differ."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--model", default="base_1m", help="name of a function of fedpax.models.presets"
-    )
-    parser.add_argument(
-        "--mesh", default="data=1", help="sizes of the mesh's axes, such as fsdp=4,tensor=2"
-    )
-    parser.add_argument("--topology", help="TPU pod to compile for, such as v5e:4x4")
-    parser.add_argument("--batch_size", type=int, default=8, help="rows in a step")
-    parser.add_argument("--seq_len", type=int, default=128, help="tokens in a row")
-    parser.add_argument("--steps", type=int, default=1, help="steps in a call")
-    parser.add_argument(
-        "--repetitions", type=int, default=5, help="timed calls of each; 0: compile only"
-    )
-    parser.add_argument(
-        "--json", help="JSON file for the measurements; without it they are printed"
-    )
-    options = parser.parse_args(argv)
-    pairs = (axis.split("=") for axis in options.mesh.split(","))
-    mesh_sizes = {name: int(size) for name, size in pairs}
-    devices = math.prod(mesh_sizes.values())
-    arguments = (options.batch_size, options.seq_len, options.steps, options.repetitions)
-    row = on_devices(
-        devices,
-        measure,
-        *(options.model, mesh_sizes, options.topology, *arguments),
-        subgroups=len(mesh_sizes) > 1,
-    )
-    print(describe(row))
-    write(options.json, [row], **vars(options))
-    return 0 if row.same_collectives else 1
+def measure_on_mesh(settings: Settings) -> list[Row]:
+    """Measure in a process with the devices of the mesh."""
+    devices, subgroups = math.prod(settings.mesh.values()), len(settings.mesh) > 1
+    return [timing.on_devices(devices, measure, settings, subgroups=subgroups)]
 
 
-def describe(row: Row) -> str:
+def describe(settings: Settings, rows: list[Row]) -> str:
     """Describe the comparison in words."""
+    (row,) = rows
     lines = [
         f"{row.model} on {row.devices} {row.device}: {row.collectives} collectives, "
         f"{'the same as' if row.same_collectives else 'DIFFERENT from'} the hand-written step's",
@@ -319,6 +245,9 @@ def describe(row: Row) -> str:
         lines.append("seconds per call: {:.4f}, hand-written {:.4f}".format(*medians))
         lines.append(f"paired ratio: {row.ratio:.3f}")
     return "\n".join(lines)
+
+
+main = Benchmark(__doc__, Settings, measure_on_mesh, summary=describe, required="same_collectives")
 
 
 if __name__ == "__main__":

@@ -7,18 +7,7 @@ import time
 
 
 class UnreliableNetwork:
-    """A proxy from a local port to a server. Set its attributes at any time.
-
-    Attributes:
-        port: the port of the proxy on 127.0.0.1.
-        delay: seconds that each block of bytes waits, in each direction.
-        bytes_per_second: the rate of each connection and direction; None: no limit.
-        is_cut: connections are closed, and new ones at once.
-        is_stalled: nothing is forwarded, and no connection is closed.
-        num_connections: number of connections so far.
-        sent_bytes: bytes forwarded to the server so far.
-        received_bytes: bytes forwarded from the server so far.
-    """
+    """A proxy from a local port to a server. Set its attributes at any time."""
 
     def __init__(self, server_port: int) -> None:
         self.delay = 0.0

@@ -8,11 +8,9 @@ run for the same virtual time, and FedAvg until it has sent as many bytes. Serve
 1; FedAsync mixes with 0.4.
 """
 
-import argparse
-import time
+import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +25,7 @@ from fedpax.algorithms import fedasync, fedavg, fedbuff
 from fedpax.clients import Arrivals
 from fedpax.data import load, read_examples
 from fedpax.data.populations.label_skew import partition_dirichlet
-from fedpax.experiments.benchmarks.timing import write
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
 from fedpax.models.classifiers import MLPConfig, mlp
 from fedpax.models.losses import classification_loss
 from fedpax.simulation import (
@@ -41,56 +39,24 @@ from fedpax.simulation import (
 )
 
 
-class Settings(NamedTuple):
-    """The population, its trace, and the local training.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The options."""
 
-    Attributes:
-        clients: size of the population.
-        busy: number of clients that train at the same time.
-        buffer: number of arrivals per server update of FedBuff.
-        sigma: spread of the clients' speeds, lognormal with a median of 1 step per second.
-        seconds: virtual seconds of the asynchronous runs.
-        seed: the random seed.
-    """
-
-    clients: int = 100
-    busy: int = 30
-    buffer: int = 10
-    sigma: float = 1.0
-    seconds: float = 600.0
-    seed: int = 0
-
-
-class Curve(NamedTuple):
-    """The held-out loss of a method after each server update.
-
-    Attributes:
-        method: its name.
-        seconds: virtual second of each update.
-        megabytes: megabytes to and from clients by then.
-        loss: held-out loss.
-        mean_staleness: the mean over all updates.
-    """
-
-    method: str
-    seconds: list[float]
-    megabytes: list[float]
-    loss: list[float]
-    mean_staleness: float
+    clients: int = option(100, "size of the population")
+    busy: int = option(30, "number of clients that train at the same time")
+    buffer: int = option(10, "number of arrivals per server update of FedBuff")
+    sigma: float = option(1.0, "spread of the speeds, lognormal with a median of 1 step per second")
+    seconds: float = option(600.0, "virtual seconds of the asynchronous runs")
+    seed: int = option(0, "random seed")
+    target: float = option(0.4, "held-out loss to reach")
 
 
 STEPS, BATCH = 5, 8
 
 
-def compare(settings: Settings) -> list[Curve]:
-    """Train with all methods on the same data and trace.
-
-    Args:
-        settings: the population and the trace.
-
-    Returns:
-        A curve per method.
-    """
+def compare(settings: Settings) -> list[Row]:
+    """Train with all methods on the same data and trace; return a curve per method."""
     train = read_examples(load("digits", "train"))
     heldout = jax.tree.map(jnp.asarray, read_examples(load("digits", "test")))
     parts = partition_dirichlet(
@@ -121,7 +87,7 @@ def compare(settings: Settings) -> list[Curve]:
         client_ids: Any,
         staleness: Any,
         seconds: Float64[np.ndarray, " rounds"],
-    ) -> Curve:
+    ) -> Row:
         """Run a method as one program."""
 
         def one_round(state: Any, now: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -137,7 +103,15 @@ def compare(settings: Settings) -> list[Curve]:
         )
         sent = megabytes * client_ids.shape[1] * np.arange(1, len(seconds) + 1)
         mean = 0.0 if staleness is None else float(staleness.mean())
-        return Curve(method, seconds.tolist(), sent.tolist(), np.asarray(loss).tolist(), mean)
+        losses = np.asarray(loss)
+        return Row(
+            method=method,
+            seconds=seconds.tolist(),
+            megabytes=sent.tolist(),
+            loss=losses.tolist(),
+            mean_staleness=mean,
+            reached=next(iter(np.flatnonzero(losses <= settings.target).tolist()), None),
+        )
 
     local = {"client_optimizer": optax.sgd(0.1)}
     curves = []
@@ -172,14 +146,6 @@ def synchronous_rounds(
 
     Failures within a round are left out, in favor of FedAvg: only who is down at its begin is not
     drawn.
-
-    Args:
-        trace: speeds and failures of the clients.
-        settings: the population.
-        num_rounds: number of rounds.
-
-    Returns:
-        int32 `[rounds, busy]`, and the seconds.
     """
     generator = np.random.default_rng(settings.seed)
     needed = trace.seconds_to_receive + STEPS * trace.seconds_per_step + trace.seconds_to_send
@@ -211,15 +177,8 @@ def _updates_until(trace: Trace, settings: Settings, buffer: int) -> int:
         rounds *= 2
 
 
-def draw(curves: Sequence[Curve]) -> Figure:
-    """Draw held-out loss over virtual seconds and over megabytes.
-
-    Args:
-        curves: the results of `compare`.
-
-    Returns:
-        A figure with two plots.
-    """
+def draw(settings: Settings, curves: Sequence[Row]) -> Figure:
+    """Draw held-out loss over virtual seconds and over megabytes."""
     figure = Figure(figsize=(9, 3.4), layout="constrained", dpi=110)
     over_seconds, over_bytes = figure.subplots(1, 2, sharey=True)
     for curve in curves:
@@ -233,37 +192,27 @@ def draw(curves: Sequence[Curve]) -> Figure:
     return figure
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Compare as the arguments say, print a table, and draw the curves."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    for name, default in Settings()._asdict().items():
-        parser.add_argument(f"--{name}", type=type(default), default=default)
-    parser.add_argument("--target", type=float, default=0.4, help="held-out loss to reach")
-    parser.add_argument("--out", type=Path, help="file of the picture; without it none is drawn")
-    parser.add_argument("--json", help="JSON file for the curves; without it none is written")
-    options = parser.parse_args(argv)
-    start = time.perf_counter()
-    curves = compare(Settings(*(getattr(options, name) for name in Settings._fields)))
-    print(f"held-out loss of {options.target:g} after")
-    print("method    updates  staleness  last loss   seconds  megabytes")
-    for curve in curves:
-        reached = np.flatnonzero(np.array(curve.loss) <= options.target)
-        when = (
-            f"{curve.seconds[reached[0]]:8,.0f}  {curve.megabytes[reached[0]]:9.1f}"
-            if len(reached)
-            else f"{'-':>8}  {'-':>9}"
-        )
-        print(
-            f"{curve.method:8}  {len(curve.loss):7,}  {curve.mean_staleness:9.1f}  "
-            f"{curve.loss[-1]:9.3f}  {when}"
-        )
-    print(f"{time.perf_counter() - start:.1f} s")
-    if options.out:
-        draw(curves).savefig(options.out)
-        print(options.out)
-    if options.json:
-        write(options.json, curves, **vars(options) | {"out": str(options.out)})
-    return 0
+def _when_reached(row: Row, measurement: str, digits: int) -> str:
+    if row.reached is None:
+        return "-"
+    return f"{vars(row)[measurement][row.reached]:,.{digits}f}"
+
+
+main = Benchmark(
+    __doc__,
+    Settings,
+    compare,
+    {
+        "method": "{method:8}",
+        "updates": lambda row: f"{len(row.loss):,}",
+        "staleness": "{mean_staleness:.1f}",
+        "last loss": lambda row: f"{row.loss[-1]:.3f}",
+        "seconds to the target": lambda row: _when_reached(row, "seconds", 0),
+        "megabytes": lambda row: _when_reached(row, "megabytes", 1),
+    },
+    draw=draw,
+    aliases={"--plot": "--out"},
+)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """Workloads of the benchmarks: local SGD steps of an MLP and of a CNN."""
 
+import dataclasses
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import chex
@@ -13,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from fedpax.algorithm import Params
+from fedpax.experiments.benchmarks import timing
+from fedpax.experiments.benchmarks.harness import Row, integers, option
 from fedpax.models.classifiers import CNNConfig, MLPConfig, cnn, mlp
 from fedpax.models.losses import classification_loss
 from fedpax.models.nnx_functional import FunctionalModel
@@ -21,13 +25,7 @@ LOCAL_STEPS, BATCH_SIZE, LEARNING_RATE = 5, 20, 0.1
 
 
 class Workload(NamedTuple):
-    """A classifier and the shape of its data.
-
-    Attributes:
-        model: the classifier's functions.
-        image_shape: shape of an image.
-        num_classes: number of classes.
-    """
+    """A classifier and the shape of its data."""
 
     model: FunctionalModel
     image_shape: tuple[int, ...]
@@ -44,14 +42,7 @@ class Workload(NamedTuple):
         rate: float | Float[Array, ""] = LEARNING_RATE,
         unroll: int = 1,
     ) -> Params:
-        """Run one SGD step on each batch and return the update of the parameters.
-
-        Args:
-            params: the parameters.
-            batches: arrays `[steps, batch, ...]`.
-            rate: the learning rate.
-            unroll: steps per iteration of the loop.
-        """
+        """Run one SGD step on each batch and return the update of the parameters."""
 
         def step(params: Params, batch: chex.ArrayTree) -> tuple[Params, None]:
             gradient = jax.grad(self.loss)(params, batch)
@@ -98,3 +89,21 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "mlp": lambda: Workload(mlp(MLPConfig(layer_sizes=(784, 200, 10))), (784,), 10),
     "cnn": lambda: Workload(cnn(CNNConfig(num_classes=62)), (28, 28, 1), 62),
 }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The options of a benchmark of rounds of several sizes."""
+
+    model: str = option("mlp", "the clients' model", choices=WORKLOADS)
+    clients: list[int] = option(
+        "64,1024", "numbers of clients in the round, separated by commas", integers
+    )
+    devices: list[int] = option(
+        "1,2", "numbers of devices, separated by commas; simulated on a CPU", integers
+    )
+
+    def measure_each(self, measure: Callable[..., list[Row]]) -> Iterator[Row]:
+        """Measure each number of devices, in a process of its own, with each number of clients."""
+        for devices, clients in itertools.product(self.devices, self.clients):
+            yield from timing.on_devices(devices, measure, self, devices, clients)

@@ -228,7 +228,7 @@ def write_target_comparison(
         The table.
     """
     costs = {name: cost_to_target(course, target) for name, course in courses.items()}
-    plot_courses(courses, target, Path(destination) / "target.png")
+    save_picture(draw_courses(courses, target), Path(destination) / "target.png")
     content = {
         "target": target._asdict(),
         "runs": [
@@ -241,13 +241,12 @@ def write_target_comparison(
     return format_target_table(costs, target)
 
 
-def plot_courses(courses: Mapping[str, Course], target: Target, path: str | Path) -> None:
+def draw_courses(courses: Mapping[str, Course], target: Target) -> Figure:
     """Draw the metric of each run over rounds and over bytes, with the target.
 
     Args:
         courses: the courses by the runs' names.
         target: the target.
-        path: the PNG to write.
     """
     figure = Figure(figsize=(11, 4.5), dpi=110, layout="constrained")
     over_rounds, over_bytes = figure.subplots(1, 2, sharey=True)
@@ -269,4 +268,4 @@ def plot_courses(courses: Mapping[str, Course], target: Target, path: str | Path
         over_bytes.xaxis.set_major_formatter(EngFormatter(unit="B"))
     over_rounds.set_ylabel(f"held-out {target.metric}")
     figure.legend(loc="outside right center", frameon=False, fontsize="small")
-    save_picture(figure, path)
+    return figure

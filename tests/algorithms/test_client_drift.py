@@ -4,7 +4,6 @@ The problem is that of the benchmark `client_drift`.
 """
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -51,16 +50,16 @@ def test_mime_lite_drifts():
 
 
 def test_the_command_prints_the_distances_and_draws_them(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
 ):
     file, plot = tmp_path / "drift.json", tmp_path / "drift.png"
     arguments = ["--rounds=60", "--local_steps=1,10", "--methods=FedAvg;SCAFFOLD I"]
-    monkeypatch.setattr(sys, "argv", ["drift", *arguments, f"--json={file}", f"--plot={plot}"])
-    client_drift.main()
-    found = json.loads(file.read_text())["distances"]
+    assert client_drift.main([*arguments, f"--json={file}", f"--plot={plot}"]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    found = {(row["local_steps"], row["method"]): row["distances"] for row in rows}
     expected = distances(PROBLEM, "SCAFFOLD I", rounds=60)[1]
-    np.testing.assert_allclose(found["10"]["SCAFFOLD I"], expected, rtol=1e-6)
-    assert found["10"]["FedAvg"][-1] > 0.1 > found["1"]["FedAvg"][-1]
+    np.testing.assert_allclose(found[10, "SCAFFOLD I"], expected, rtol=1e-6)
+    assert found[10, "FedAvg"][-1] > 0.1 > found[1, "FedAvg"][-1]
     out = capsys.readouterr().out
     assert "10 local steps:" in out and f"{expected[9]:.1e}" in out
     assert plot.stat().st_size > 10_000
@@ -68,15 +67,13 @@ def test_the_command_prints_the_distances_and_draws_them(
 
 @pytest.mark.parametrize(
     ("argument", "words"),
-    [("--methods=Fedavg", "unknown methods"), ("--rounds=0", "to be at least 1")],
+    [("--methods=Fedavg", "unknown methods"), ("--rounds=0", "expected at least 1")],
 )
 def test_the_command_raises_for_unknown_methods_and_empty_runs(
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     argument: str,
     words: str,
 ):
-    monkeypatch.setattr(sys, "argv", ["drift", argument])
     with pytest.raises(SystemExit):
-        client_drift.main()
+        client_drift.main([argument])
     assert words in capsys.readouterr().err

@@ -1,17 +1,15 @@
 """One island compiles to the SPMD program of a training step written by hand."""
 
 import functools
-import math
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from fedpax.experiments.benchmarks.timing import on_devices
 from fedpax.experiments.benchmarks.training_step import (
     compile_both,
-    measure,
+    main,
     structure,
     values_of,
 )
@@ -66,10 +64,10 @@ def test_collectives_and_memory_equal_the_hand_written_step(sizes: dict[str, int
 @pytest.mark.parametrize("sizes", [{"data": 1}, {"fsdp": 2}], ids=str)
 def test_time_equals_the_hand_written_step(sizes: dict[str, int]) -> None:
     """Time calls in random order. Other load on the machine is allowed for by three runs."""
+    mesh = ",".join(f"{name}={size}" for name, size in sizes.items())
     ratios = []
     for _ in range(3):
-        devices = math.prod(sizes.values())
-        row = on_devices(devices, measure, "base_1m", sizes, None, 8, 128, 1, 41)
+        (row,) = main.run(["--model=base_1m", f"--mesh={mesh}", "--repetitions=41"])
         ratios.append(row.ratio)
         if ratios[-1] <= 1.02:
             return

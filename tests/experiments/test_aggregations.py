@@ -19,18 +19,16 @@ def numpy_median(results):
 def tiny(monkeypatch):
     model = Workload(mlp(MLPConfig(layer_sizes=(6, 5, 3))), (6,), 3)
     monkeypatch.setitem(WORKLOADS, "tiny", lambda: model)
-    monkeypatch.setattr(aggregations, "on_devices", lambda _, fn, *args: fn(*args))
+    monkeypatch.setattr(timing, "on_devices", lambda _, fn, *args: fn(*args))
     monkeypatch.setattr(
         aggregations, "flower_functions", lambda: {"coordinate_median": numpy_median}
     )
 
 
-def test_rows_are_paired_with_the_bound_and_with_flower(tiny, monkeypatch, capsys):
-    rows = []
-    monkeypatch.setattr(aggregations, "write", lambda path, found, **_: rows.extend(found))
+def test_rows_are_paired_with_the_bound_and_with_flower(tiny, capsys):
     names = ["coordinate_median", "geometric_median"]
     arguments = ["--model=tiny", "--clients=16", "--repetitions=2"]
-    assert aggregations.main([*arguments, f"--aggregators={';'.join(names)}"]) == 0
+    rows = aggregations.main.run([*arguments, f"--aggregators={';'.join(names)}"])
     assert [row.aggregator for row in rows] == names
     for row in rows:
         assert row.bound_ratio == timing.paired_ratio(row.seconds, row.bound_seconds)
@@ -45,7 +43,9 @@ def test_another_result_than_flowers_is_an_error(tiny, monkeypatch):
     wrong = {"trimmed_mean(0.1)": numpy_median}
     monkeypatch.setattr(aggregations, "flower_functions", lambda: wrong)
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
-        aggregations.measure("tiny", 16, 1, "wall", ["trimmed_mean(0.1)"])
+        aggregations.main.run(
+            ["--model=tiny", "--clients=16", "--aggregators=trimmed_mean(0.1)", "--repetitions=1"]
+        )
 
 
 def test_every_bound_reads_all_updates():

@@ -17,12 +17,10 @@ from fedpax.models.classifiers import MLPConfig, mlp
 def test_every_aggregator_has_a_row_that_is_paired_with_the_mean(chosen, monkeypatch, capsys):
     tiny = Workload(mlp(MLPConfig(layer_sizes=(6, 5, 3))), (6,), 3)
     monkeypatch.setitem(WORKLOADS, "tiny", lambda: tiny)
-    monkeypatch.setattr(aggregator_rounds, "on_devices", lambda _, fn, *args: fn(*args))
-    rows = []
-    monkeypatch.setattr(aggregator_rounds, "write", lambda path, found, **_: rows.extend(found))
+    monkeypatch.setattr(timing, "on_devices", lambda _, fn, *args: fn(*args))
     arguments = ["--model=tiny", "--clients=8", "--repetitions=2"]
     arguments += [] if chosen is None else [f"--aggregators={';'.join(chosen)}"]
-    assert aggregator_rounds.main(arguments) == 0
+    rows = aggregator_rounds.main.run(arguments)
     names = chosen or [name for name in aggregator_rounds.aggregators(8) if name != "mean"]
     assert [row.aggregator for row in rows] == ["mean", *names]
     assert rows[0].ratio == 1

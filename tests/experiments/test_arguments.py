@@ -5,7 +5,7 @@ import argparse
 import pytest
 
 from fedpax.experiments.benchmarks import client_drift, fedavg_round, goodput, late_updates
-from fedpax.experiments.benchmarks.arguments import integers, numbers
+from fedpax.experiments.benchmarks.harness import integers, numbers
 
 
 @pytest.mark.parametrize("text", ["", "a", "1,", "1;2", ",1", "1 2"])

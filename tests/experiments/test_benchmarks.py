@@ -10,6 +10,7 @@ import pytest
 import fedpax
 from fedpax.experiments.benchmarks import fedavg_round, gradient, timing
 from fedpax.experiments.benchmarks.rounds import vmap_round
+from fedpax.experiments.benchmarks.timing import on_devices
 from fedpax.experiments.benchmarks.workloads import WORKLOADS, Workload
 from fedpax.models.classifiers import MLPConfig, mlp
 
@@ -20,8 +21,7 @@ TINY = Workload(mlp(MLPConfig(layer_sizes=(6, 5, 3))), (6,), 3)
 def tiny(monkeypatch):
     """Add a workload that compiles quickly, and measure in this process."""
     monkeypatch.setitem(WORKLOADS, "tiny", lambda: TINY)
-    for module in (fedavg_round, gradient):
-        monkeypatch.setattr(module, "on_devices", lambda _, fn, *args: fn(*args))
+    monkeypatch.setattr(timing, "on_devices", lambda _, fn, *args: fn(*args))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -32,11 +32,17 @@ def quick_compilation():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
+def measure(devices, clients, **settings):
+    """Measure FedAvg rounds of the tiny workload."""
+    settings = fedavg_round.Settings(model="tiny", **settings)
+    return fedavg_round.measure(settings, devices, clients)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_every_implementation_of_the_round_has_a_row(devices):
     baselines = ["scan", "vmap"] + ["drjax"] * timing.is_installed("drjax")
-    rows = fedavg_round.measure("tiny", devices, 4, ("auto", 2), baselines, repetitions=2)
+    rows = measure(devices, 4, chunk_size=["auto", 2], baselines=baselines, repetitions=2)
     assert [row.implementation for row in rows] == ["fedpax auto", "fedpax 2", *baselines]
     for row in rows:
         assert (row.model, row.devices, row.clients) == ("tiny", devices, 4)
@@ -51,15 +57,15 @@ def test_rounds_with_different_results_raise(monkeypatch):
 
     monkeypatch.setitem(fedavg_round.BASELINES, "unweighted", wrong)
     with pytest.raises(AssertionError, match="unweighted differs from fedpax auto"):
-        fedavg_round.measure("tiny", 1, 4, baselines=["vmap", "unweighted"], repetitions=1)
+        measure(1, 4, baselines=["vmap", "unweighted"], repetitions=1)
 
 
 @pytest.mark.slow
 def test_compiling_without_repetitions_draws_no_data(monkeypatch):
     monkeypatch.setattr(Workload, "random_arguments", lambda *_: pytest.fail("drew data"))
+    compiled_only = {"chunk_size": [1], "baselines": ["vmap"], "repetitions": 0}
     small, large = (
-        {row.implementation: row for row in fedavg_round.measure("tiny", 2, n, (1,), ["vmap"], 0)}
-        for n in (8, 2**20)
+        {row.implementation: row for row in measure(2, n, **compiled_only)} for n in (8, 2**20)
     )
     assert large["fedpax 1"].seconds == [] and large["fedpax 1"].fedpax_ratio is None
     assert large["fedpax 1"].temporary_bytes <= 1.05 * small["fedpax 1"].temporary_bytes
@@ -68,11 +74,11 @@ def test_compiling_without_repetitions_draws_no_data(monkeypatch):
 
 @pytest.mark.slow
 def test_drjax_is_left_out_if_it_is_not_installed(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(fedavg_round, "is_installed", lambda _: False)
+    monkeypatch.setattr(timing, "is_installed", lambda _: False)
     path = tmp_path / "rows.json"
     arguments = ["--model=tiny", "--clients=2,4", "--devices=1", "--chunk_size=2"]
     assert fedavg_round.main([*arguments, "--repetitions=1", f"--json={path}"]) == 0
-    first, _, *lines = capsys.readouterr().out.splitlines()
+    first, _, _, *lines = capsys.readouterr().out.splitlines()
     assert "drjax is not installed" in first and "fedpax[bench]" in first
     content = json.loads(path.read_text())
     assert content["settings"]["clients"] == [2, 4]
@@ -107,7 +113,7 @@ def test_the_memory_of_the_gradient_does_not_grow_with_clients(capsys, tmp_path)
     path = tmp_path / "rows.json"
     arguments = ["--model=tiny", "--devices=2", "--unroll=1", f"--json={path}"]
     assert gradient.main([*arguments, "--clients=8,4096", "--repetitions=2"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 1 + 2
+    assert len(capsys.readouterr().out.splitlines()) == 2 + 2
     small, large = json.loads(path.read_text())["rows"]
     assert (small["clients"], large["clients"], small["devices"]) == (8, 4096, 2)
     assert large["gradient_temporary_bytes"] <= 1.05 * small["gradient_temporary_bytes"]
@@ -126,7 +132,7 @@ def test_a_wrong_gradient_raises(monkeypatch):
 
     monkeypatch.setattr(gradient, "make_round", wrong)
     with pytest.raises(AssertionError, match="fedpax differs from plain JAX"):
-        gradient.measure("tiny", 1, 4, repetitions=1)
+        gradient.measure(gradient.Settings(model="tiny", repetitions=1), 1, 4)
 
 
 @pytest.mark.slow
@@ -149,4 +155,4 @@ def test_calls_are_timed_in_turn_after_a_warmup():
 
 
 def test_a_new_process_has_its_own_number_of_devices():
-    assert timing.on_devices(3, jax.device_count) == 3
+    assert on_devices(3, jax.device_count) == 3

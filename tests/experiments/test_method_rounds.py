@@ -10,32 +10,30 @@ from fedpax.models.classifiers import MLPConfig, mlp
 
 
 @pytest.fixture
-def rows(monkeypatch):
-    """Return the rows that the benchmark writes, of a tiny model on this process's devices."""
+def tiny(monkeypatch):
+    """Add a tiny model, and measure on this process's devices."""
     tiny = Workload(mlp(MLPConfig(layer_sizes=(6, 5, 3))), (6,), 3)
     monkeypatch.setitem(WORKLOADS, "tiny", lambda: tiny)
-    monkeypatch.setattr(method_rounds, "on_devices", lambda _, fn, *args: fn(*args))
-    rows = []
-    monkeypatch.setattr(method_rounds, "write", lambda path, found, **_: rows.extend(found))
-    return rows
+    monkeypatch.setattr(timing, "on_devices", lambda _, fn, *args: fn(*args))
 
 
 @pytest.mark.slow
-def test_every_method_has_a_row_that_is_paired_with_fedavg(rows, capsys):
-    assert method_rounds.main(["--model=tiny", "--clients=8", "--repetitions=2"]) == 0
+def test_every_method_has_a_row_that_is_paired_with_fedavg(tiny, capsys, tmp_path):
+    arguments = ["--model=tiny", "--clients=8", f"--json={tmp_path / 'rows.json'}"]
+    rows = method_rounds.main.run([*arguments, "--repetitions=2"])
     table = capsys.readouterr().out.splitlines()
     by_name = {row.method: row for row in rows}
-    assert len(table) == 1 + len(rows) == 1 + len(by_name)
-    for line, row in zip(table[1:], rows, strict=True):
-        assert line.startswith(row.method)
+    assert len(table) == 2 + len(rows) == 2 + len(by_name)
+    for line, row in zip(table[2:], rows, strict=True):
+        assert line.startswith(f"| {row.method}")
         assert row.ratio == timing.paired_ratio(row.seconds, by_name["FedAvg"].seconds)
     assert by_name["FedAvg"].ratio == 1 and by_name["Mime"].passes == 3
 
 
 @pytest.mark.slow
-def test_the_chosen_methods_are_timed_beside_fedavg(rows, capsys):
+def test_the_chosen_methods_are_timed_beside_fedavg(tiny):
     sizes = ["--model=tiny", "--clients=8", "--repetitions=1", "--clock=cpu"]
-    assert method_rounds.main([*sizes, "--methods=SCAFFOLD II"]) == 0
+    rows = method_rounds.main.run([*sizes, "--methods=SCAFFOLD II"])
     assert [row.method for row in rows] == ["FedAvg", "SCAFFOLD II"]
     assert rows[1].seconds[0] > 0
 

@@ -1,7 +1,6 @@
 """The benchmark of federated methods."""
 
 import json
-import sys
 
 import pytest
 
@@ -9,12 +8,11 @@ from fedpax.experiments.benchmarks import methods
 
 
 @pytest.mark.slow
-def test_the_table_counts_rounds_bytes_and_flops_to_the_target(monkeypatch, capsys, tmp_path):
+def test_the_table_counts_rounds_bytes_and_flops_to_the_target(capsys, tmp_path):
     file = tmp_path / "rows.json"
     arguments = ["--group=methods_synthetic", "--rounds=25", "--rates=0.03", f"--json={file}"]
     arguments += ["--methods=fedavg,scaffold", f"--plot={tmp_path / 'plot.png'}", "--seeds=0,2"]
-    monkeypatch.setattr(sys, "argv", ["methods", *arguments, "--target=accuracy=0.7"])
-    methods.main()
+    assert methods.main([*arguments, "--target=accuracy=0.7"]) == 0
     rows = {row["method"]: row for row in json.loads(file.read_text())["rows"]}
     params = 4 * (60 * 10 + 10)
     for name, copies in (("fedavg", 1), ("scaffold", 2)):
@@ -44,8 +42,7 @@ def test_the_table_counts_rounds_bytes_and_flops_to_the_target(monkeypatch, caps
         ("--target=0.7", "is no target"),
     ],
 )
-def test_wrong_options_are_refused(monkeypatch, capsys, argument, words):
-    monkeypatch.setattr(sys, "argv", ["methods", "--group=methods_synthetic", argument])
+def test_wrong_options_are_refused(capsys, argument, words):
     with pytest.raises(SystemExit):
-        methods.main()
+        methods.main(["--group=methods_synthetic", argument])
     assert words in capsys.readouterr().err

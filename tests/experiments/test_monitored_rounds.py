@@ -21,4 +21,4 @@ def test_each_setting_is_compared_with_the_plain_round(
     # Two states at once: the former and the new one.
     assert rows[3]["temporaries_over_state"] > 0.9
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("setting") and lines[4].startswith("skip")
+    assert lines[0].startswith("| setting") and lines[5].startswith("| skip")

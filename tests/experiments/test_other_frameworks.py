@@ -58,14 +58,20 @@ for turn, _ in enumerate(sys.stdin):
 def fake_library(monkeypatch, tmp_path):
     """Return a function that replaces FedJAX's script by another script."""
     monkeypatch.setitem(WORKLOADS, "tiny", lambda: Workload(MODELS["mlp"][0], (6,), 3))
-    monkeypatch.setattr(other_frameworks, "on_devices", lambda _, fn, *args: fn(*args))
+    monkeypatch.setattr(timing, "on_devices", lambda _, fn, *args: fn(*args))
 
     def write(text):
         (tmp_path / "script.py").write_text(text)
         monkeypatch.setitem(other_frameworks.SCRIPTS, "fedjax", str(tmp_path / "script.py"))
-        return {"fedjax": sys.executable}
+        return {"fedjax_python": sys.executable}
 
     return write
+
+
+def measure(devices, method="fedavg", **pythons):
+    """Measure a round of 4 clients."""
+    settings = other_frameworks.Settings(model="tiny", method=method, repetitions=1, **pythons)
+    return other_frameworks.measure(settings, devices, 4)
 
 
 @pytest.mark.slow
@@ -74,7 +80,7 @@ def test_libraries_run_the_same_round_in_turn(fake_library, capsys):
     sizes = ["--model=tiny", "--clients=4", "--devices=2", "--repetitions=3"]
     assert other_frameworks.main([*sizes, f"--fedjax_python={sys.executable}"]) == 0
     *table, content = capsys.readouterr().out.splitlines()
-    assert len(table) == 1 + 2
+    assert len(table) == 2 + 2
     ours, theirs = json.loads(content)["rows"]
     assert (ours["library"], theirs["library"]) == ("fedpax", "fedjax")
     assert theirs["versions"] == "numpy 1" and (theirs["clients"], theirs["devices"]) == (4, 2)
@@ -87,13 +93,13 @@ def test_a_library_with_another_result_raises(fake_library):
         NUMPY_ROUND.replace("zip(images, labels)]", "zip(images[1:], labels[1:])]")
     )
     with pytest.raises(AssertionError, match="fedjax differs from fedpax"):
-        other_frameworks.measure("tiny", 1, 4, pythons, 1)
+        measure(1, **pythons)
 
 
 def test_a_library_that_cannot_start_raises(fake_library):
     pythons = fake_library("raise SystemExit('no such library')")
     with pytest.raises(ChildProcessError, match=r"script\.py.* exited"):
-        other_frameworks.measure("tiny", 1, 4, pythons, 1)
+        measure(1, **pythons)
 
 
 @pytest.mark.slow
@@ -133,7 +139,7 @@ def test_other_methods_start_as_fedavg_does(fake_library, method, monkeypatch):
     for name, value in {"MU": 0.0, "MAX_NORM": 100.0, "NOISE": 0.0}.items():
         monkeypatch.setattr(other_frameworks, name, value)
     pythons = fake_library(NUMPY_ROUND)
-    rows = other_frameworks.measure("tiny", 1, 4, pythons, 1, method)
+    rows = measure(1, method, **pythons)
     assert [row.library for row in rows] == ["fedpax", "fedjax"]
 
 
@@ -166,5 +172,5 @@ def test_the_library_itself_computes_the_same_round(fake_library, library):
         pytest.importorskip(package)
     methods = ("fedavg", "fedprox", "private") if library == "pfl" else ("fedavg", "fedprox")
     for method in methods:
-        rows = other_frameworks.measure("tiny", 2, 4, {library: sys.executable}, 1, method)
+        rows = measure(2, method, **{f"{library}_python": sys.executable})
         assert [row.library for row in rows] == ["fedpax", library]

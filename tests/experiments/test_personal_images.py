@@ -183,11 +183,11 @@ def test_the_table_has_the_best_setting_of_each_method(capsys):
 
 
 def test_each_setting_that_was_tried_is_printed(capsys, monkeypatch):
-    def measure(name, setting, experiment, seeds, num_rounds):
+    def train_method(name, setting, experiment, seeds, num_rounds):
         rate = experiment.client_learning_rate
-        return personal_methods.Row(name, setting, rate, [rate + len(setting) / 100], [])
+        return personal_methods.make_row(name, setting, rate, [rate + len(setting) / 100], [])
 
-    monkeypatch.setattr(personal_methods, "measure", measure)
+    monkeypatch.setattr(personal_methods, "train_method", train_method)
     personal_methods.main(["--methods=alone,apfl", "--rates=0.1,0.3"])
     tried = capsys.readouterr().out.partition("\n| ")[0].splitlines()
     assert tried[:3] == [

@@ -10,7 +10,8 @@ from fedpax.experiments.benchmarks import ragged_clients
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_the_rows_count_the_steps_of_each_variant(devices):
-    rows = {r.variant: r for r in ragged_clients.measure(devices, 16, 1.0, 2, 2)}
+    settings = ragged_clients.Settings(clients=16, batch_size=2, repetitions=2)
+    rows = {r.variant: r for r in ragged_clients.measure(settings, devices)}
     assert list(rows) == ["balanced", "as drawn", "padded", "equal clients"]
     assert all(len(r.seconds) == 2 and r.slowdown > 0 for r in rows.values())
     own, longest = rows["balanced"].steps, rows["padded"].steps
@@ -28,6 +29,6 @@ def test_the_rows_count_the_steps_of_each_variant(devices):
 def test_the_command_prints_a_row_per_variant(tmp_path, capsys):
     arguments = ["--clients=8", "--devices=1,2", "--batch_size=2", "--repetitions=1"]
     assert ragged_clients.main([*arguments, f"--json={tmp_path / 'rows.json'}"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 1 + 2 * 4
+    assert len(capsys.readouterr().out.splitlines()) == 2 + 2 * 4
     content = json.loads((tmp_path / "rows.json").read_text())
     assert [r["devices"] for r in content["rows"]] == [1] * 4 + [2] * 4

@@ -13,11 +13,12 @@ def test_each_save_is_measured_until_it_returns_and_until_it_is_complete(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saving.main(["--megabytes=1", "--saves=2", f"--folder={tmp_path}"])
-    head, *saves, share = capsys.readouterr().out.splitlines()
+    head, titles, _, *saves, share, _ = capsys.readouterr().out.splitlines()
     assert head.startswith("1 MB in 48 arrays")
+    assert titles == "| training waits, s | complete after, s |"
     assert len(saves) == 2
     for line in saves:
-        found = re.fullmatch(r"training waits ([\d.]+) s, complete after ([\d.]+) s", line)
+        found = re.fullmatch(r"\| *([\d.]+) *\| *([\d.]+) *\|", line)
         assert found and 0 < float(found[1]) < float(found[2])
     assert 0 < float(share.rpartition(" ")[2]) < 1
     assert not list(tmp_path.iterdir())  # the folder is left as it was

@@ -1,7 +1,6 @@
 """Compute utilization over the bandwidth between sites."""
 
 import json
-import sys
 
 import numpy as np
 import pytest
@@ -56,14 +55,13 @@ def test_without_overlap_a_slow_link_costs_the_bits_over_the_bandwidth():
     np.testing.assert_allclose(compute_utilization(MODEL, exchange, 1e9), used / (used + seconds))
 
 
-def test_the_published_table_is_reached_within_one_step_of_its_grid(monkeypatch, capsys, tmp_path):
+def test_the_published_table_is_reached_within_one_step_of_its_grid(capsys, tmp_path):
     found = list(bandwidth.cells())
     assert len(found) == 30
     assert max(abs(cell.steps) for cell in found) <= 1
     assert sum(cell.steps == 0 for cell in found) >= 24
     plot = tmp_path / "bandwidth.png"
-    monkeypatch.setattr(sys, "argv", ["bandwidth", f"--plot={plot}"])
-    bandwidth.main()
+    assert bandwidth.main([f"--plot={plot}"]) == 0
     assert "largest distance is 1" in capsys.readouterr().out and plot.stat().st_size > 10_000
 
 
@@ -79,7 +77,7 @@ def test_numbers_out_of_range_are_refused():
     assert required_bandwidth(MODEL, Exchange(), 0.99, [1.0]) == np.inf
 
 
-def test_bits_of_a_plan_replace_the_formula(monkeypatch, capsys, tmp_path):
+def test_bits_of_a_plan_replace_the_formula(capsys, tmp_path):
     def plan_of(steps: int) -> dict:
         return {
             "experiment": "two_sites",
@@ -99,9 +97,7 @@ def test_bits_of_a_plan_replace_the_formula(monkeypatch, capsys, tmp_path):
     assert changed == {"+ 4 bits"}  # 16 bits of each parameter are those of the formula
 
     (tmp_path / "plan.json").write_text(json.dumps(plan))
-    arguments = ["bandwidth", "--plans", f"DiLoCo={tmp_path / 'plan.json'}"]
-    monkeypatch.setattr(sys, "argv", arguments)
-    bandwidth.main()
+    assert bandwidth.main(["--plans", f"DiLoCo={tmp_path / 'plan.json'}"]) == 0
     assert "DiLoCo: 32.00 bits of each parameter" in capsys.readouterr().out
 
 
@@ -121,7 +117,6 @@ def test_plans_that_do_not_fit_are_refused(monkeypatch, capsys, tmp_path, argume
         "between_slices": {"overlap": None},
     }
     (tmp_path / "plan.json").write_text(json.dumps(plan))
-    monkeypatch.setattr(sys, "argv", ["bandwidth", "--plans", argument])
     with pytest.raises(SystemExit):
-        bandwidth.main()
+        bandwidth.main(["--plans", argument])
     assert words in capsys.readouterr().err

@@ -106,7 +106,7 @@ def test_the_benchmark_prints_writes_and_draws(tmp_path, capsys):
     argv = ["--chips=150000", "--days=0.5", f"--json={rows}", f"--out={picture}", "--seed=3"]
     assert benchmark.main([*argv, "--years_to_failure=0.5"]) == 0
     printed = capsys.readouterr().out
-    assert "years_to_failure=0.5" in printed and "150,000  16 learners" in printed
+    assert "years_to_failure=0.5" in printed and "| 150,000 | 16 learners" in printed
     assert picture.read_bytes()[1:4] == b"PNG" and '"goodput"' in rows.read_text()
 
 

@@ -54,10 +54,12 @@ lint: $(INSTALLED)  ## Run ruff, and check the format of code and pages.
 	$(BIN)/ruff format --check .
 
 # Check the types of the wheel, since users import the installed package. mypy treats a folder on
-# PYTHONPATH as installed: without py.typed it would find no types there.
+# PYTHONPATH as installed: without py.typed it would find no types there. The benchmarks are not in the
+# wheel, and their types are checked beside it.
 typecheck: $(INSTALLED)  ## Run mypy on the installed package.
 	@rm -rf build
 	@$(BIN)/pip install --quiet --no-deps --no-build-isolation --target build/installed .
+	@cp -r experiments/benchmarks build/installed/fedpax/experiments/
 	cd build && PYTHONPATH=installed ../$(BIN)/mypy --config-file=../pyproject.toml --cache-dir=../.mypy_cache -p fedpax
 
 # The machine's own pip fills the environment: Python needs no ensurepip.

@@ -192,7 +192,8 @@ def write(path: Path | None, rows: Sequence[Row], **settings: Any) -> None:
 def check_names(option: str, names: Sequence[str] | None, known: Collection[str]) -> None:
     """Raise a ValueError for names that are unknown, or do nothing for None."""
     if unknown := sorted({*(names or ())} - {*known}):
-        raise ValueError(f"unknown {option} {unknown}; choose from {', '.join(known)}")
+        separator = "; " if any("," in name for name in known) else ", "
+        raise ValueError(f"unknown {option} {unknown}; choose from {separator.join(known)}")
 
 
 def check_at_least(least: int, **options: int) -> None:

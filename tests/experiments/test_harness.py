@@ -1,0 +1,114 @@
+"""The harness of the benchmarks: options, the table, JSON, pictures and the exit status."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.figure import Figure
+
+from fedpax.experiments.benchmarks import harness
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, Timed, option
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(Timed):
+    sizes: list[int] = option("2,8", "sizes", harness.integers)
+    limit: int | None = option(None, "the largest size", int)
+
+    def __post_init__(self) -> None:
+        harness.check_at_least(1, repetitions=self.repetitions)
+
+
+def measure(settings: Settings) -> Iterator[Row]:
+    for size in settings.sizes:
+        seconds = [float(size)] * settings.repetitions + [100.0, 0.0]
+        fits = settings.limit is None or size <= settings.limit
+        yield Row(size=size, seconds=seconds, ratio=None, fits=fits, _figure=object())
+
+
+def draw(settings: Settings, rows: list[Row]) -> Figure:
+    figure = Figure()
+    figure.subplots().plot([row.size for row in rows])
+    return figure
+
+
+COLUMNS: dict[str, Any] = {
+    "size": "{size:4}",
+    "median s": "{seconds:.1f}",
+    "ratio": "{ratio:.2f}",
+    "twice": lambda row: str(2 * row.size),
+}
+plain = Benchmark("A benchmark.", Settings, measure, COLUMNS, required="fits")
+drawing = Benchmark(
+    "A benchmark.",
+    Settings,
+    measure,
+    summary=lambda settings, rows: f"{len(rows)} rows",
+    draw=draw,
+    aliases={"--plot": "--out"},
+)
+
+
+def test_rows_are_a_markdown_table_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = plain.run(["--sizes=3,1", "--repetitions=3"])
+    head, rule, *table, content = capsys.readouterr().out.splitlines()
+    assert head.split() == "| size | median s | ratio | twice |".split()
+    assert rule.startswith("|---") and len({len(line) for line in (head, rule, *table)}) == 1
+    cells = [line.split()[1::2] for line in table]
+    assert cells == [["3", "3.0", "-", "6"], ["1", "1.0", "-", "2"]]
+    found = json.loads(content)
+    assert found["settings"]["sizes"] == [3, 1] and found["settings"]["clock"] == "wall"
+    assert [row["seconds"] for row in found["rows"]] == [row.seconds for row in rows]
+    assert all("_figure" not in row for row in found["rows"])
+
+
+def test_a_row_that_misses_what_is_required_gives_status_1() -> None:
+    assert plain(["--limit=8"]) == 0 and plain(["--limit=7"]) == 1
+
+
+@pytest.mark.parametrize("name", ["--plot", "--out"])
+def test_a_benchmark_with_a_picture_writes_json_only_to_a_file(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture, file = tmp_path / "new" / "picture.png", tmp_path / "rows.json"
+    assert drawing([f"{name}={picture}", f"--json={file}"]) == 0
+    assert capsys.readouterr().out.splitlines() == ["2 rows", str(picture)]
+    assert picture.read_bytes()[1:4] == b"PNG"
+    assert [row["size"] for row in json.loads(file.read_text())["rows"]] == [2, 8]
+    drawing([])
+    assert capsys.readouterr().out == "2 rows\n"
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("--sizes=a", "argument --sizes: 'a', expected integers of at least 1"),
+        ("--repetitions=0", "--repetitions is 0, expected at least 1"),
+        ("--clock=sun", "invalid choice: 'sun'"),
+    ],
+)
+def test_wrong_options_are_usage_errors(
+    argument: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as error:
+        plain([argument])
+    assert error.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_help_has_the_description_and_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        drawing(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "A benchmark." in text and "sizes; default 2,8" in text and "--out FILE" in text
+
+
+def test_unknown_names_are_told_with_the_known_ones() -> None:
+    harness.check_names("methods", None, ["a"])
+    harness.check_names("methods", ["a"], ["a"])
+    with pytest.raises(ValueError, match=r"unknown methods \['c'\]; choose from a, b"):
+        harness.check_names("methods", ["c", "a"], ["a", "b"])
+    with pytest.raises(ValueError, match=r"choose from a \(1, 2\); b"):
+        harness.check_names("methods", ["c"], ["a (1, 2)", "b"])

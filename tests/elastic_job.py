@@ -10,7 +10,6 @@ from pathlib import Path
 
 from several_processes import environment, finish, free_port, start_one
 
-from fedpax.elastic.host_copies import memory_folder
 from fedpax.run_files.metrics import FILE, read_metrics, select
 
 ROUNDS = 60
@@ -54,20 +53,9 @@ class Job:
         self.processes[number] = self.launch(number)
 
     def training_process(self, number: int) -> int:
-        """Return the training process of a supervisor, the child of its fork server."""
-        process = self.processes[number].pid
-        for _ in range(2):
-            command = ["ps", "-o", "pid=", "--ppid", str(process)]
-            process = int(subprocess.run(command, capture_output=True, text=True).stdout)
-        return process
-
-    def program(self, number: int, processes: int) -> Path:
-        """Wait for the compiled round of some processes in the memory of a host."""
-        memory, began = memory_folder(None, self.folder, number), time.monotonic()
-        while not (found := list(memory.glob(f"*-{processes}.program"))):
-            assert time.monotonic() - began < 240
-            time.sleep(0.05)
-        return found[0]
+        """Return the training process of a supervisor, its child."""
+        command = ["ps", "-o", "pid=", "--ppid", str(self.processes[number].pid)]
+        return int(subprocess.run(command, capture_output=True, text=True).stdout)
 
     def last_round(self) -> int:
         lines = select(read_metrics(self.folder), "training")
@@ -77,7 +65,7 @@ class Job:
         """Wait for the training process of a supervisor that has returned."""
         began = time.monotonic()
         while True:
-            with contextlib.suppress(ValueError):  # it has not been forked yet
+            with contextlib.suppress(ValueError):  # it has not been started yet
                 self.training_process(number)
                 return
             assert time.monotonic() - began < 240

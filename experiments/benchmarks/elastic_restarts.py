@@ -11,8 +11,9 @@ Each repetition starts `fedpax train --elastic` with processes on this machine, 
 - the return: from the command of that supervisor to the next useful round with all processes.
 
 A round is useful if no round of its number was trained before. Of each event the table has the time
-until the keeper has decided on it too: until a new start, or the connection of a returned host,
-which has imported all by then.
+until the keeper has decided on it too: until a new start, or the connection of a returned host. It
+also has the largest CPU time of a training process from its start to the next useful round, which
+depends less on other programs of the machine.
 """
 
 import dataclasses
@@ -121,11 +122,22 @@ class Job(AbstractContextManager["Job"]):
         time.sleep(0.02)
 
     def signal_training_process(self, number: int, which: signal.Signals) -> None:
-        """Send a signal to the training process of a host, the child of its fork server."""
+        """Send a signal to the training process of a host, the child of its supervisor."""
+        os.kill(self._training_process(number), which)
+
+    def _training_process(self, number: int) -> int:
         process = self._supervisors[number].pid
-        for _ in range(2):
-            process = int(Path(f"/proc/{process}/task/{process}/children").read_bytes())
-        os.kill(process, which)
+        return int(Path(f"/proc/{process}/task/{process}/children").read_bytes())
+
+    def cpu_seconds(self) -> float:
+        """Return the largest CPU time of a training process until now, in seconds."""
+        ticks = []
+        for number, supervisor in enumerate(self._supervisors):
+            if supervisor.poll() is None:
+                stat = Path(f"/proc/{self._training_process(number)}/stat").read_text()
+                user, system = stat.rpartition(")")[2].split()[11:13]
+                ticks.append(int(user) + int(system))
+        return max(ticks) / os.sysconf("SC_CLK_TCK")
 
     def kill_host(self, number: int) -> None:
         """Kill a supervisor, and with it its training process."""
@@ -146,14 +158,14 @@ class Job(AbstractContextManager["Job"]):
         self._log.close()
 
 
-def measure_job(settings: Settings) -> dict[str, tuple[float, float]]:
-    """Return the seconds until the keeper's decision, and until a useful round, by event."""
+def measure_job(settings: Settings) -> dict[str, tuple[float, float, float]]:
+    """Return the seconds until the decision and until a useful round, and of the CPU, by event."""
     last = settings.processes - 1
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         began = time.monotonic()
         with Job(Path(folder), settings.processes, settings.heartbeat) as job:
-            found[EVENTS[0]] = (0.0, job.useful_round() - began)
+            found[EVENTS[0]] = (0.0, job.useful_round() - began, job.cpu_seconds())
             actions: tuple[Callable[[], None], ...] = (
                 lambda: job.signal_training_process(last, signal.SIGKILL),
                 lambda: job.signal_training_process(last, signal.SIGSTOP),
@@ -167,7 +179,7 @@ def measure_job(settings: Settings) -> dict[str, tuple[float, float]]:
                 joined = job.wait_for_message("has joined", 1) if name == EVENTS[-1] else None
                 started = job.wait_for_message("processes train", times)
                 ended = job.useful_round()
-                found[name] = ((joined or started) - began, ended - began)
+                found[name] = ((joined or started) - began, ended - began, job.cpu_seconds())
     return found
 
 
@@ -180,6 +192,7 @@ def measure(settings: Settings) -> list[Row]:
             name=name,
             decided=[job[name][0] for job in jobs],
             seconds=seconds[name],
+            cpu=[job[name][2] for job in jobs],
             ratio=timing.paired_ratio(seconds[name], seconds["start"]),
         )
         for name in EVENTS
@@ -194,6 +207,7 @@ main = Benchmark(
         "event": "{name:24}",
         "decided": "{decided:.1f}",
         "seconds": "{seconds:.1f}",
+        "cpu": "{cpu:.1f}",
         "of a start": "{ratio:.2f}",
     },
 )

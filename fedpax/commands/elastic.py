@@ -1,9 +1,9 @@
 """`fedpax train --elastic`: supervise a training process, and restart it when processes change.
 
-The supervisor uses no device. It forks a training process (`fedpax.commands.fork_server`) when the
-keeper (`fedpax.elastic.coordinator`) requests it, reports its exit status, and ends it when the set
-of training processes changes. The supervisor of process 0 runs the keeper, unless `--keeper=alone`
-runs it on a host of its own.
+The supervisor uses no device. It starts a training process (`fedpax.commands.training_process`)
+when the keeper (`fedpax.elastic.coordinator`) requests it, reports its exit status, and ends it
+when the set of training processes changes. The supervisor of process 0 runs the keeper, unless
+`--keeper=alone` runs it on a host of its own.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import select
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from absl import flags
@@ -19,12 +20,11 @@ from fedpax.checkpoints.checkpoint_dir import folder_of_checkpoints
 from fedpax.checkpoints.saved_rounds import latest_round
 from fedpax.commands import UsageError
 from fedpax.commands.fitting_mesh import (
-    fit_fewer,
     fit_mesh,
     island_numbers,
     processes_per_island,
 )
-from fedpax.commands.fork_server import ForkServer
+from fedpax.commands.training_process import TrainingProcess
 from fedpax.console import print_error
 from fedpax.elastic.coordinator import CANNOT_RUN, Keeper
 from fedpax.elastic.host_copies import (
@@ -61,7 +61,7 @@ def define_elastic_flags(options: flags.FlagValues) -> None:
 
 
 def train_elastically(
-    options: flags.FlagValues, experiment: Experiment, folder: Path, server: ForkServer
+    options: flags.FlagValues, experiment: Experiment, folder: Path, arguments: Sequence[str]
 ) -> int:
     """Supervise a training process on this host until the job ends.
 
@@ -69,7 +69,7 @@ def train_elastically(
         options: the command's flags.
         experiment: the experiment, configured for all processes.
         folder: the run's folder.
-        server: the server that forks training processes.
+        arguments: the arguments of `fedpax train` that gave them.
 
     Returns:
         The exit status.
@@ -96,9 +96,9 @@ def train_elastically(
         if options.keeper == "alone":
             assert keeper is not None
             return _wait_for(keeper, preemption)
-        supervisor = Supervisor(options, experiment, folder, cluster, server)
+        supervisor = Supervisor(options, experiment, folder, cluster, arguments)
         with contextlib.closing(supervisor):
-            supervisor.connect(preemption)
+            supervisor.connect()
             status = supervisor.run(preemption)
     if keeper is not None:
         keeper.join()
@@ -124,7 +124,7 @@ class Supervisor:
         experiment: the experiment, configured for all processes.
         folder: the run's folder.
         cluster: the processes of the job; process 0 runs the keeper.
-        server: the server that forks training processes.
+        arguments: the arguments of `fedpax train`.
     """
 
     def __init__(
@@ -133,33 +133,23 @@ class Supervisor:
         experiment: Experiment,
         folder: Path,
         cluster: Cluster,
-        server: ForkServer,
+        arguments: Sequence[str],
     ) -> None:
-        self._options, self._server = options, server
+        self._options, self._arguments = options, arguments
         self._experiment, self._cluster = experiment, cluster
         self._saved_in = folder_of_checkpoints(folder, experiment.training.checkpoint_dir)
         self._memory = memory_folder(options.copy_dir, folder, cluster.process_id)
         self._generation = 0
+        self._training: TrainingProcess | None = None
         self._lines: Lines | None = None
 
-    def connect(self, preemption: PreemptionGuard) -> None:
-        """Connect to the keeper, when the fork server is ready.
-
-        Processes that train already do not wait for its imports.
-
-        Args:
-            preemption: has the signal to stop that this process received; it ends the wait.
+    def connect(self) -> None:
+        """Connect to the keeper.
 
         Raises:
             UsageError: no keeper answers within `--join_timeout`.
         """
         deadline = time.monotonic() + self._options.join_timeout
-        while not self._server.is_ready(TICK):
-            if preemption.signal is not None or time.monotonic() > deadline:
-                break
-        self._lines = self._join(deadline)
-
-    def _join(self, deadline: float) -> Lines:
         reason = "no attempt"
         greeting = {  # complete before the keeper waits for it
             "process": self._cluster.process_id,
@@ -176,7 +166,8 @@ class Supervisor:
                 reason = error.strerror or str(error)
             else:
                 lines.send(**greeting)
-                return lines
+                self._lines = lines
+                return
             if time.monotonic() > deadline:
                 break
             time.sleep(0.2)
@@ -201,28 +192,20 @@ class Supervisor:
         signaled = False
         last_beat = 0.0
         while True:
-            ready, _, _ = select.select(
-                [lines.connection, self._server.lines.connection], [], [], TICK
-            )
-            for message in lines.receive() if lines.connection in ready else ():
+            ready, _, _ = select.select([lines.connection], [], [], TICK)
+            for message in lines.receive() if ready else ():
                 if "stop" in message:
                     if message["reason"]:
                         print_error(f"fedpax: elastic: {message['reason']}.")
                     return int(message["stop"])
                 self._follow(message)
-            if (status := self._server.poll()) is not None:
-                self._send_end(status if status >= 0 else 128 - status)
-            if self._server.lines.closed:
-                print_error(
-                    "fedpax: elastic: the process from which training processes are forked has "
-                    "ended, for example because the memory of this host is full. Start this "
-                    "process again: it rejoins."
-                )
-                return KEEPER_IS_GONE
+            if self._training is not None and (status := self._training.poll()) is not None:
+                self._end_training()
+                self._send_end(status)
             if preemption.signal is not None and not signaled:
                 signaled = True
                 lines.send(signal=128 + preemption.signal)
-                self._server.signal(signal.SIGTERM)
+                self._signal(signal.SIGTERM)
             if time.monotonic() - last_beat > 1:
                 last_beat = time.monotonic()
                 lines.send(beat=True)
@@ -240,9 +223,13 @@ class Supervisor:
         if "start" in message:
             self._start(message)
         elif message.get("kill") == self._generation:
-            self._server.signal(signal.SIGKILL)
+            self._signal(signal.SIGKILL)
         elif message.get("save") == self._generation:
-            self._server.signal(signal.SIGTERM)
+            self._signal(signal.SIGTERM)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._training is not None:
+            self._training.signal(number)
 
     def _start(self, message: dict) -> None:
         self._generation, members = message["start"], message["members"]
@@ -252,15 +239,12 @@ class Supervisor:
             self._send_end(CANNOT_RUN)
             return
         remove_copies(self._memory, but=message["job"])
-        fewer, fewer_settings = fit_fewer(self._experiment, len(members), count)
         membership = Membership(
             folder=str(self._memory),
             job=message["job"],
             copy_every=self._options.copy_every,
             round=message["round"],
             participants=island_numbers(self._experiment, members, count),
-            fewer=fewer,
-            fewer_settings=fewer_settings,
         )
         allowed = ["mesh", "islands"] if hasattr(self._experiment, "islands") else ["mesh"]
         arguments = ["--noelastic", *settings, f"--allow_config_change={','.join(allowed)}"]
@@ -272,7 +256,13 @@ class Supervisor:
                 "JAX_NUM_PROCESSES": str(len(members)),
                 "JAX_PROCESS_ID": str(members.index(self._cluster.process_id)),
             }
-        self._server.train(arguments, environment)
+        self._end_training()
+        self._training = TrainingProcess([*self._arguments, *arguments], environment)
+
+    def _end_training(self) -> None:
+        if self._training is not None:
+            self._training.close()
+            self._training = None
 
     def _send_end(self, status: int) -> None:
         assert self._lines is not None
@@ -284,8 +274,8 @@ class Supervisor:
         )
 
     def close(self) -> None:
-        """End the training processes, remove the copies, and close the connection."""
-        self._server.close()
+        """End the training process, remove the copies, and close the connection."""
+        self._end_training()
         remove_copies(self._memory)
         if self._lines is not None:
             self._lines.connection.close()

@@ -44,32 +44,6 @@ def fit_mesh(experiment: Experiment, processes: int, num_processes: int) -> list
     return settings
 
 
-def fit_fewer(
-    experiment: Experiment, processes: int, num_processes: int
-) -> tuple[int | None, list[str]]:
-    """Return how many processes train if one of them is lost, and their settings.
-
-    Args:
-        experiment: the experiment, configured for all processes.
-        processes: the number of processes that train.
-        num_processes: the number of all processes.
-
-    Returns:
-        The number, or None if fewer processes fit no mesh; and the arguments of `fit_mesh`.
-
-    Example:
-        >>> from fedpax.experiments.diloco_text import diloco_text
-        >>> fit_fewer(diloco_text(), 8, 8)  # islands of two processes
-        (6, ['--islands=3'])
-    """
-    group = processes_per_island(experiment, num_processes)
-    for fewer in range(processes - 1, 0, -1):
-        settings = fit_mesh(experiment, fewer, num_processes)
-        if settings is not None and fewer % group == 0:
-            return fewer, settings
-    return None, []
-
-
 def processes_per_island(experiment: Experiment, num_processes: int) -> int:
     """Return the number of processes that train an island together.
 

@@ -1,14 +1,13 @@
 """`fedpax train`: train an experiment in a folder, or resume the run that the folder holds."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 from absl import flags
 
 from fedpax.commands.compilation_cache import enable_compilation_cache
 from fedpax.commands.elastic import define_elastic_flags, train_elastically
-from fedpax.commands.fork_server import ForkServer, fork_server
 from fedpax.commands.options import (
     allowed_changes,
     define_training_flags,
@@ -19,10 +18,9 @@ from fedpax.commands.processes import (
     leave_on_failure,
     provide_processes,
 )
+from fedpax.commands.training_process import end_with_supervisor
 from fedpax.console import print_line
-from fedpax.elastic.membership import Membership, find_membership
-from fedpax.training.experiment import Experiment
-from fedpax.training.preemption import exit_on_signals
+from fedpax.elastic.membership import find_membership
 from fedpax.training.trainer import TrainingResult
 from fedpax.training.trainer import train as train_experiment
 
@@ -37,14 +35,12 @@ def train(arguments: Sequence[str]) -> int:
         The exit status.
     """
     options, experiment, folder = parse_run("train", arguments, define_flags)
-    if options.elastic:  # the experiment's modules are imported now
-        server = fork_server()
-        if isinstance(server, ForkServer):
-            return train_elastically(options, experiment, folder, server)
-        with exit_on_signals():
-            return train([*arguments, *server])
-    enable_compilation_cache()
+    if options.elastic:
+        return train_elastically(options, experiment, folder, arguments)
     membership = find_membership()
+    if membership is not None:
+        end_with_supervisor()
+    enable_compilation_cache()
     with leave_on_failure():
         provide_processes(options, experiment)
         result = train_experiment(
@@ -54,20 +50,10 @@ def train(arguments: Sequence[str]) -> int:
             allow_config_change=allowed_changes(options),
             participant_states=options.participant_states,
             membership=membership,
-            fewer=_fewer(membership, arguments),
         )
     if jax.process_index() == 0:
         print_line(describe(result, experiment.training.rounds, options.job_log_dir))
     return 0 if result.signal is None else 128 + result.signal
-
-
-def _fewer(
-    membership: Membership | None, arguments: Sequence[str]
-) -> Callable[[], Experiment] | None:
-    if membership is None or membership.fewer is None:
-        return None
-    changed = [*arguments, *membership.fewer_settings]
-    return lambda: parse_run("train", changed, define_flags)[1]
 
 
 def define_flags(options: flags.FlagValues) -> None:

@@ -9,7 +9,6 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -22,7 +21,6 @@ from fedpax.elastic.host_copies import (
     remove_copies,
     rows_on_this_process,
 )
-from fedpax.elastic.saved_program import ProgramFile
 from fedpax.processes.gather import all_agree, gather_json
 
 MEMBERSHIP = "FEDPAX_MEMBERSHIP"
@@ -40,8 +38,6 @@ class Membership:
         round: the round whose copies the processes resume from. None: from the newest checkpoint.
         participants: the numbers of the participants that train, such as islands 0, 1 and 3 of 4,
             in ascending order. None: the participants do not depend on the processes.
-        fewer: the number of processes that train if another host is lost. Default None: none can.
-        fewer_settings: the settings of these processes, as arguments of the command line.
 
     Example:
         >>> text = Membership("/dev/shm/run", "a1", 1, None, [0, 2]).to_json()
@@ -54,8 +50,6 @@ class Membership:
     copy_every: int
     round: int | None
     participants: list[int] | None
-    fewer: int | None = None
-    fewer_settings: Sequence[str] = ()
 
     def to_json(self) -> str:
         """Return the membership as text."""
@@ -70,17 +64,6 @@ class Membership:
     def copies(self) -> HostCopies:
         """This process's copies."""
         return HostCopies(Path(self.folder), self.job)
-
-    def program(self, configuration: Any, processes: int) -> ProgramFile:
-        """Return the file of this process's compiled round.
-
-        Args:
-            configuration: the experiment as JSON.
-            processes: number of processes that train.
-        """
-        # `remove_copies` keeps the files of this job.
-        name = f"{self.job}-{processes}.program"
-        return ProgramFile(Path(self.folder) / name, configuration)
 
     def find_copy(self) -> HostCopy | None:
         """Return the copy to resume from; None unless every process has one. A collective."""

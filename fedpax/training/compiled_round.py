@@ -1,6 +1,5 @@
 """The compiled round: one federated round, compiled once before the training starts."""
 
-import contextlib
 import math
 from typing import Any, NamedTuple
 
@@ -12,7 +11,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fedpax.algorithm import RESERVED_METRICS, Metrics, Params, State
 from fedpax.clients.cohort import Cohort
 from fedpax.clients.store import ClientStore
-from fedpax.elastic.saved_program import Program, ProgramFile, serializable
 from fedpax.hlo.collectives import operand_bytes_along
 from fedpax.parallel.compiler_options import run_once_options
 from fedpax.parallel.divisibility import check_divisible
@@ -51,8 +49,6 @@ def compile_round(
     *,
     update_norm: bool = False,
     skip_spikes: bool = False,
-    saved: ProgramFile | None = None,
-    load: bool = True,
 ) -> CompiledRound:
     """Compile a run's round for its mesh and shardings.
 
@@ -64,9 +60,6 @@ def compile_round(
             (`fedpax.training.norms.report_update_norm`).
         skip_spikes: keep the former state where the loss spikes
             (`fedpax.training.spikes.skip_spikes`).
-        saved: the file from which an elastic job loads its round instead, if it has the same one.
-            Default None: compile.
-        load: read this file. False: only write it, so that no other process is needed.
 
     Returns:
         The compiled round.
@@ -98,27 +91,21 @@ def compile_round(
     if skip_spikes:
         threshold = jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated)
         arguments = (state, threshold, *arguments[1:])
-    program = saved.load(run.mesh, state, arguments) if saved is not None and load else None
-    if program is None:
-        traced = jax.jit(run.algorithm.round).trace(*plain_arguments)
-        _check_placement(run.placement, traced)
-        after, metrics = traced.out_info
-        _check_round(state, after, metrics, num_participants)
-        round = report_update_norm(run.algorithm.round) if update_norm else run.algorithm.round
-        if skip_spikes:
-            round = guard_against_spikes(round)
-        step = jax.jit(round, donate_argnums=0, out_shardings=(shardings, replicated))
-        with contextlib.nullcontext() if saved is None else serializable(run.mesh):
-            compiled = step.lower(*arguments).compile(dict(run.compiler_options or {}))
-        program = Program(compiled, _bytes_across_placement(compiled, run))
-        if saved is not None:
-            saved.save(program, run.mesh, arguments)
+    traced = jax.jit(run.algorithm.round).trace(*plain_arguments)
+    _check_placement(run.placement, traced)
+    after, metrics = traced.out_info
+    _check_round(state, after, metrics, num_participants)
+    round = report_update_norm(run.algorithm.round) if update_norm else run.algorithm.round
+    if skip_spikes:
+        round = guard_against_spikes(round)
+    step = jax.jit(round, donate_argnums=0, out_shardings=(shardings, replicated))
+    compiled = step.lower(*arguments).compile(dict(run.compiler_options or {}))
     return CompiledRound(
-        round=program.round,
+        round=compiled,
         state=state,
         num_parameters=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)),
         num_participants=num_participants,
-        bytes_across_placement=program.bytes_across_placement,
+        bytes_across_placement=_bytes_across_placement(compiled, run),
     )
 
 

@@ -15,7 +15,6 @@ from fedpax.checkpoints.participant_states import ParticipantRule
 from fedpax.checkpoints.stream_state import gather_stream_state, restore_stream
 from fedpax.elastic.host_copies import HostCopy
 from fedpax.elastic.membership import CopiesOfRounds, Membership
-from fedpax.elastic.saved_program import ProgramFile
 from fedpax.processes.gather import gather_json
 from fedpax.run_files.configuration import to_json, write_configuration
 from fedpax.run_files.goodput import GoodputClock, line_values
@@ -181,7 +180,6 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
                 cohort,
                 skip_spikes=self._skips,
                 update_norm=training.update_norm,
-                saved=self._program_file,
             )
         compiled = self._compiled
         assert compiled is not None
@@ -259,13 +257,6 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
     def _numbers(self) -> list[int] | None:
         membership = self._changes.membership
         return None if membership is None else membership.participants
-
-    @property
-    def _program_file(self) -> ProgramFile | None:
-        membership = self._changes.membership
-        if membership is None:
-            return None
-        return membership.program(self._configuration, jax.process_count())
 
     def train(self, preemption: PreemptionGuard) -> None:
         """Train until the last round or a signal, and save. Roll back at spikes if so configured.

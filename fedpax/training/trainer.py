@@ -4,7 +4,7 @@ import errno
 import functools
 import os
 import signal
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -34,7 +34,6 @@ from fedpax.run_files.integers import check_integers
 from fedpax.run_files.metrics import read_metrics
 from fedpax.training.agreement import check_agreement, check_same_data
 from fedpax.training.begin_from import begin_from
-from fedpax.training.compile_ahead import CompileAhead
 from fedpax.training.early_stop import EarlyStop
 from fedpax.training.experiment import Experiment, check_run
 from fedpax.training.job_dir import JobDirLock, check_configuration
@@ -80,7 +79,6 @@ def train(
     allow_config_change: Collection[str] = (),
     participant_states: ParticipantRule = "average",
     membership: Membership | None = None,
-    fewer: Callable[[], Experiment] | None = None,
 ) -> TrainingResult:
     """Train an experiment in a folder, or resume the run that the folder holds.
 
@@ -111,8 +109,6 @@ def train(
             optimizer are those of the checkpoint in any case.
         membership: the part of this process in an elastic job (`fedpax train --elastic`). Default
             None: there is no such job.
-        fewer: makes the experiment of the fewer processes that train if a host is lost; its round
-            is compiled ahead (`fedpax.training.compile_ahead`). Default None: it is not.
 
     Returns:
         The progress. `fedpax.checkpoints.checkpoint.load_params` loads the model.
@@ -161,7 +157,7 @@ def train(
             return TrainingResult(done, True, 0, None, None, stopped)
         try:
             changes = Changes(allow_config_change, participant_states, membership)
-            return _train(experiment, folder, saved_in, checkpoint_dir, exp, changes, fewer)
+            return _train(experiment, folder, saved_in, checkpoint_dir, exp, changes)
         except Exception as error:
             if (reason := _storage_failure(error, saved_in)) is None:
                 raise
@@ -175,7 +171,6 @@ def _train(
     checkpoint_dir: CheckpointDir | None,
     exp: str,
     changes: Changes,
-    fewer: Callable[[], Experiment] | None,
 ) -> TrainingResult:
     training = experiment.training
     primary = jax.process_index() == 0
@@ -246,8 +241,6 @@ def _train(
             )
         )
         loop.start()
-        if fewer is not None and changes.membership is not None:
-            enter(CompileAhead(fewer, changes.membership, lambda: loop.rounds_trained))
         # Until here there is nothing to save, and a signal stops the process immediately.
         with PreemptionGuard() as preemption:
             try:

@@ -166,15 +166,11 @@ def test_islands_keep_their_own_state_when_one_is_lost_and_returns(
     job = Job(tmp_path, 3, settings=settings)
     jobs.append(job)
     job.wait_for(6, ENDLESS)
-    programs = [job.program(number, processes=2) for number in (0, 2)]
-    written = [path.stat().st_mtime_ns for path in programs]
     job.processes[1].kill()
     job.processes[1].wait()
     left = list_copies(memory_folder(None, tmp_path, 1))
     own = rounds_of(left, left[0].rpartition("-")[0])[-1]
     job.wait_for(3, ENDLESS)
-    # Compiled ahead and loaded: otherwise the files are written again.
-    assert [path.stat().st_mtime_ns for path in programs] == written
     job.return_of(1)
     job.wait_until_it_trains(1)
     job.wait_for(3, ENDLESS)

@@ -16,6 +16,7 @@ def test_every_event_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture) 
     assert tuple(rows) == elastic_restarts.EVENTS
     assert rows["start"]["ratio"] == 1
     assert all(0 < row["seconds"][0] < elastic_restarts.LONGEST for row in rows.values())
+    assert all(0 < row["cpu"][0] < elastic_restarts.LONGEST for row in rows.values())
     assert len(capsys.readouterr().out.splitlines()) == 2 + len(rows)
 
 

@@ -138,6 +138,7 @@ def test_other_methods_start_as_fedavg_does(fake_library, method, monkeypatch):
     """With mu 0, SCAFFOLD's first controls, or clipping to a large norm, a round is FedAvg's."""
     for name, value in {"MU": 0.0, "MAX_NORM": 100.0, "NOISE": 0.0}.items():
         monkeypatch.setattr(other_frameworks, name, value)
+    monkeypatch.setitem(other_frameworks.METHODS, method, ("fedjax",))  # the script is no FedJAX
     pythons = fake_library(NUMPY_ROUND)
     rows = measure(1, method, **pythons)
     assert [row.library for row in rows] == ["fedpax", "fedjax"]

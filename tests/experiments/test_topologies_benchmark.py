@@ -1,5 +1,6 @@
 """Tests of the benchmark that compiles a round for pods of several sizes."""
 
+import dataclasses
 import json
 
 import pytest
@@ -39,9 +40,9 @@ def test_the_round_is_the_same_on_any_number_of_simulated_devices(capsys, chunk_
 def test_a_difference_between_pods_gives_status_1(capsys, monkeypatch):
     compile_for = topologies.compile_for
 
-    def more_clients_each(topology, clients_per_device, **options):
-        more = 2 * clients_per_device if topology == "cpu:4" else clients_per_device
-        return compile_for(topology, clients_per_device=more, **options)
+    def more_clients_each(topology, settings):
+        more = settings.clients_per_device * (2 if topology == "cpu:4" else 1)
+        return compile_for(topology, dataclasses.replace(settings, clients_per_device=more))
 
     monkeypatch.setattr(topologies, "compile_for", more_clients_each)
     status, conclusion, _ = run(capsys, "--topologies=cpu:2,cpu:4", "--clients_per_device=2")

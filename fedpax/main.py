@@ -18,7 +18,7 @@ from fedpax.console import (
     print_error,
 )
 from fedpax.files import describe_no_permission
-from fedpax.training.preemption import exit_on_signals
+from fedpax.training.preemption import delay_interrupts, exit_on_signals
 
 USAGE = """\
 fedpax: federated and multi-island training on JAX
@@ -281,7 +281,8 @@ def _run(arguments: list[str]) -> int:
             "Run `fedpax --help` to see all commands."
         )
     module, _, name = COMMANDS[command].partition(":")
-    execute: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), name)
+    with delay_interrupts():
+        execute: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), name)
     return execute(rest)
 
 

@@ -115,6 +115,33 @@ def exit_on_signals() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def delay_interrupts() -> Iterator[None]:
+    """Delay the `KeyboardInterrupt` of the first Ctrl-C to the end of the block.
+
+    For imports in a notebook's kernel: after an interrupted import, JAX cannot be imported again.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield  # the handler of a caller
+        return
+    interrupted = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        if interrupted:
+            raise KeyboardInterrupt
+        interrupted = True
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if interrupted:
+        raise KeyboardInterrupt
+
+
 def _print_signal(number: int, text: str) -> None:
     below_the_progress_bar = "\n" if sys.stderr.isatty() else ""
     print_error(f"{below_the_progress_bar}fedpax: {signal.Signals(number).name}: {text}")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from fedpax.__main__ import main as program
+from fedpax.commands import COMMANDS
 from fedpax.main import main
 
 REGRESSION = "small_regression:regression"
@@ -48,6 +49,7 @@ def test_ctrl_c_in_python_raises_while_a_command_imports(tmp_path: Path) -> None
     """A notebook's kernel runs on, and a second command can follow."""
     (tmp_path / "slow.py").write_text("import time; print('importing', flush=True); time.sleep(60)")
     code = f"""
+from fedpax.commands import COMMANDS
 from fedpax.main import main
 try:
     main(["train", "--exp={tmp_path}/slow.py:x", "--job_log_dir=x"])
@@ -60,6 +62,23 @@ except KeyboardInterrupt:
         process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=30)
     assert (process.returncode, output[-2:], errors) == (0, "0\n", "")
+
+
+def test_ctrl_c_in_python_leaves_no_module_half_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JAX cannot be imported again in a process that has interrupted its import."""
+    code = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nrun = lambda rest: 0\n"
+    (tmp_path / "slow_command.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(COMMANDS, "slow", "slow_command:run")
+    with pytest.raises(KeyboardInterrupt):
+        main(["slow"])
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert main(["slow"]) == 0 and hasattr(sys.modules.pop("slow_command"), "run")
+    (tmp_path / "slow_command.py").write_text(code.replace("\nos.kill", "\nwhile True: os.kill"))
+    with pytest.raises(KeyboardInterrupt):  # the second one is not delayed
+        main(["slow"])
 
 
 def test_a_closed_pipe_gives_no_traceback() -> None:

@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from fedpax.pictures import save_picture
 from fedpax.planning.compiled_plan import CompiledPlan
 
 # A page shows at most this many slices and panels; further slices and layers look the same.
@@ -84,7 +85,7 @@ def draw_mesh(plan: CompiledPlan, mesh: jax.sharding.Mesh, path: str | Path) -> 
         ha="left",
     )
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    save_picture(figure, path)
 
 
 def _shown(plan: CompiledPlan) -> tuple[int, int]:

@@ -1,6 +1,5 @@
 """Pictures of runs: their held-out metrics over items, communicated bytes or time."""
 
-import io
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -9,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from fedpax.files import replace_file
+from fedpax.pictures import save_picture
 from fedpax.reports.repeats import DEVIATION
 from fedpax.reports.table import number_or_nan
 from fedpax.run_files.metrics import select
@@ -87,18 +86,6 @@ def _plot_metric(
                 _plot(axes, positions, values, color=color, **style)
     thin = f" (thin: training {metric})" if training_loss else ""
     panels[0].set_ylabel(f"held-out {metric}{thin}")
-
-
-def save_picture(figure: Figure, path: str | Path) -> None:
-    """Write a figure as a PNG file; a link at its place is replaced, not followed.
-
-    Args:
-        figure: the figure.
-        path: the file, in an existing folder.
-    """
-    content = io.BytesIO()
-    figure.savefig(content, format="png")
-    replace_file(Path(path), content.getvalue(), sync=False)
 
 
 def _plot(axes: Axes, positions: Sequence[float], losses: Sequence[float], **style: Any) -> None:

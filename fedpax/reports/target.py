@@ -14,7 +14,8 @@ from matplotlib.ticker import EngFormatter
 
 from fedpax.clients.cohort import Cohort
 from fedpax.inspect.cost import cost
-from fedpax.reports.plot import COLORS, save_picture
+from fedpax.pictures import save_picture
+from fedpax.reports.plot import COLORS
 from fedpax.reports.table import format_bytes, markdown_table, number_or_nan
 from fedpax.run_files.configuration import write_atomically
 from fedpax.training.experiment import Run

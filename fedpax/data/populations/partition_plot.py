@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from fedpax.data.populations.partition import Partition
 from fedpax.data.populations.partition_statistics import PartitionStatistics, partition_statistics
+from fedpax.pictures import save_picture
 
 if TYPE_CHECKING:  # matplotlib is slow to import, and only pictures need it
     from matplotlib.axes import Axes
@@ -51,7 +52,7 @@ def plot_partition(
     names = _names(statistics.classes, class_names)
     draw = _bars if len(statistics.sizes) <= max_participants else _overview
     figure = draw(statistics, names)
-    figure.savefig(path)
+    save_picture(figure, path)
 
 
 def _names(

@@ -82,6 +82,9 @@ class Cohort(_Fields):
     ) -> Self:
         """Make a cohort, and check that JAX can hold the values of its NumPy arrays."""
         # Here, because jax.jit would wrap large integers before the algorithm sees the cohort.
+        fields = batches, num_examples, num_steps, client_ids, schedule
+        if not any(map(needs_cast, jax.tree.leaves(fields))):
+            return super().__new__(cls, *fields)
         batches = checked_tree(batches, "cohort.batches", _REMEDY)
         if needs_cast(num_examples):
             num_examples = device_weights(num_examples, "cohort.num_examples")

@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedpax.primitives.casts import host_array
+
 ACCEPTED = (
     "expected a source from fedpax.data.load, a list of dicts with one dict for each example, a "
     "dict of columns {field: array [examples, ...]}, or a data frame or table (pandas, Polars, "
@@ -32,6 +34,8 @@ class Columns(Sequence[dict[str, Any]]):
 
     def __init__(self, columns: Mapping[str, Any], name: str = "columns") -> None:
         for field, values in columns.items():
+            if isinstance(values, np.ma.MaskedArray):
+                host_array(values, f"The field {field!r} of {name}")
             if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__"):
                 raise TypeError(
                     f"{name} is a dict whose field {field!r} is a {type(values).__name__}, "
@@ -120,7 +124,7 @@ def column_array(column: Any) -> NDArray[Any]:
 
 def stack_values(values: Sequence[Any]) -> NDArray[Any]:
     """Stack values to an array `[examples, ...]`, or to one of objects if their shapes differ."""
-    arrays = [np.asarray(value) for value in values]
+    arrays = [host_array(value, "A value of the examples") for value in values]
     if len({array.shape for array in arrays}) == 1:
         return np.stack(arrays)
     objects = np.empty(len(arrays), object)

@@ -16,6 +16,9 @@ _CONVERSIONS = {
     "m": "Convert it to numbers with .astype('timedelta64[s]').astype(np.int64).",
 } | dict.fromkeys("UST", "Number the values with np.unique(values, return_inverse=True)[1].")
 
+# The usual dtypes that JAX holds as they are, in the machine's byte order.
+_SAME = frozenset(map(np.dtype, ("bool", "uint8", "int32", "uint32", "float16", "float32")))
+
 
 def checked_cast(
     values: ArrayLike, dtype: Any, name: str, remedy: str | None = None
@@ -55,8 +58,9 @@ def checked_cast(
     if jnp.issubdtype(dtype, jnp.inexact):
         with np.errstate(over="ignore"):
             cast = array.astype(dtype)
-        changed = np.isfinite(array) & ~np.isfinite(cast)
-        expected = f"numbers from {jnp.finfo(dtype).min} to {jnp.finfo(dtype).max}"
+        info = jnp.finfo(dtype)
+        changed = _overflows(array, cast, info)
+        expected = f"numbers from {info.min} to {info.max}"
     else:
         low, high = (0, 1) if dtype == np.bool_ else _bounds(dtype)
         changed = _outside(array, low, high)
@@ -111,6 +115,19 @@ def device_weights(values: Any, name: str) -> NDArray[Any]:
     return checked_cast(array, dtype, name)
 
 
+def host_array(values: Any, name: str) -> NDArray[Any]:
+    """Convert to an array of any dtype, or raise a ValueError if values are masked.
+
+    `np.asarray` drops the mask of a `np.ma.MaskedArray`, and returns what is beneath.
+    """
+    if isinstance(values, np.ma.MaskedArray) and np.any(np.ma.getmaskarray(values)):
+        raise ValueError(
+            f"{name} is an array with masked values, expected a value in every place. Fill them "
+            "with x.filled(...), or leave them out; in a batch, mark them in a field 'mask'."
+        )
+    return np.asarray(values)
+
+
 def is_host_number(value: Any) -> bool:
     """Return whether a value is NumPy's or Python's numbers, which JAX converts."""
     if isinstance(value, np.ndarray | np.generic):
@@ -147,6 +164,8 @@ def checked_tree(tree: Any, name: str, remedy: str | None = None) -> Any:
 
 def needs_cast(value: Any) -> bool:
     """Return whether JAX would change a NumPy array's dtype, or not take it at all."""
+    if type(value) is np.ndarray and value.dtype in _SAME:  # fast: it runs for every round
+        return False
     if not isinstance(value, np.ndarray | np.generic):
         return False
     dtype = value.dtype
@@ -166,7 +185,8 @@ def _device_dtype(dtype: Any) -> Any:
 
 
 def _is_numeric(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, np.number) or dtype == np.bool_
+    is_number = jnp.issubdtype(dtype, np.number) or dtype == np.bool_
+    return is_number and dtype.kind != "m"  # to NumPy, a timedelta is a signed integer
 
 
 def _wider(array: NDArray[Any]) -> str:
@@ -178,12 +198,7 @@ def _wider(array: NDArray[Any]) -> str:
 
 def _numbers(values: Any, name: str, remedy: str | None = None) -> NDArray[Any]:
     """Return values as an array of numbers in the machine's byte order, or raise a TypeError."""
-    if isinstance(values, np.ma.MaskedArray) and np.any(values.mask):
-        raise ValueError(
-            f"{name} is an array with masked values, expected a value in every place. Fill them "
-            "with x.filled(...), and mark them in a field 'mask' of the batch."
-        )
-    array = np.asarray(values)
+    array = host_array(values, name)
     if not _is_numeric(array.dtype):
         sample = f" and values such as {array.ravel()[:1].tolist()[0]!r:.80}" if array.size else ""
         raise TypeError(
@@ -195,6 +210,15 @@ def _numbers(values: Any, name: str, remedy: str | None = None) -> NDArray[Any]:
 
 def _bounds(dtype: Any) -> tuple[int, int]:
     return int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)
+
+
+def _overflows(array: NDArray[Any], cast: NDArray[Any], info: Any) -> Any:
+    """Return where finite numbers have become infinite; False where none can have."""
+    if not array.size or array.dtype.kind != "f":  # the least of complex numbers is no bound
+        return np.isfinite(array) & ~np.isfinite(cast)
+    if float(info.min) <= array.min() and array.max() <= float(info.max):  # False for a NaN
+        return False
+    return np.isfinite(array) & ~np.isfinite(cast)
 
 
 def _outside(array: NDArray[Any], low: int, high: int) -> Any:

@@ -7,6 +7,7 @@ from jaxtyping import Bool, Float32, Float64, Int32
 from numpy.typing import ArrayLike
 
 from fedpax.clients.schedule import Syncs
+from fedpax.primitives.casts import checked_cast
 from fedpax.simulation.presence import Presence
 from fedpax.simulation.trace import Trace
 
@@ -107,7 +108,9 @@ def fragment_syncs(
         if not least <= value <= largest:
             wanted = f"{least} to {largest}" if largest < np.inf else f"at least {least}"
             raise ValueError(f"fragment_syncs(): {name} is {value}, expected {wanted}.")
-    tokens = np.broadcast_to(np.asarray(tokens_per_step, np.float64), (islands,))
+    tokens = np.broadcast_to(
+        checked_cast(tokens_per_step, np.float64, "tokens_per_step"), (islands,)
+    )
     workers = [_Island(trace, island, steps_per_sync, most) for island in range(islands)]
     shape = num_rounds, islands, num_fragments
     num_steps, weights = np.zeros(shape, np.int32), np.zeros(shape, np.float32)

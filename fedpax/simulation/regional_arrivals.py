@@ -9,7 +9,7 @@ from jaxtyping import Float64, Int32, Int64
 from numpy.typing import ArrayLike
 
 from fedpax.clients.schedule import RegionalOrder
-from fedpax.primitives.casts import checked_cast
+from fedpax.primitives.casts import checked_cast, host_array
 from fedpax.simulation.presence import Presence
 from fedpax.simulation.trace import Trace
 
@@ -262,7 +262,7 @@ def _check(
     trace: Trace, regions: Sequence[int], *transfers: ArrayLike
 ) -> tuple[list[int], list[list[float]]]:
     """Check regions and transfers; return the region of each island, and seconds by region."""
-    own = np.asarray(regions)
+    own = host_array(regions, "regions")
     islands = trace.num_participants
     if own.shape != (islands,) or set(own.tolist()) != set(range(int(own.max(initial=-1)) + 1)):
         raise ValueError(
@@ -273,7 +273,7 @@ def _check(
     num_regions = int(own.max()) + 1
     by_region = []
     for name, given in zip(("seconds_to_global", "seconds_from_global"), transfers, strict=True):
-        seconds = np.asarray(given, np.float64)
+        seconds = checked_cast(given, np.float64, name)
         finite = np.all(np.isfinite(seconds) & (seconds >= 0))
         if seconds.shape not in ((), (num_regions,)) or not finite:
             raise ValueError(

@@ -6,6 +6,7 @@ import numpy as np
 from jaxtyping import Float64
 from numpy.typing import ArrayLike
 
+from fedpax.primitives.casts import checked_cast
 from fedpax.simulation.distributions import Distribution, constant
 
 
@@ -50,7 +51,7 @@ class Trace:
         downtimes: ArrayLike | None = None,
     ) -> None:
         """Convert the arrays, fill in the defaults, and check both."""
-        steps = np.asarray(seconds_per_step, np.float64)
+        steps = checked_cast(seconds_per_step, np.float64, "seconds_per_step")
         if steps.ndim != 1 or not len(steps) or not np.all(np.isfinite(steps) & (steps > 0)):
             raise ValueError(
                 f"seconds_per_step has shape {list(steps.shape)}"
@@ -60,7 +61,9 @@ class Trace:
         object.__setattr__(self, "seconds_per_step", steps)
         transfers = {"seconds_to_receive": seconds_to_receive, "seconds_to_send": seconds_to_send}
         for name, given in transfers.items():
-            seconds = np.zeros_like(steps) if given is None else np.asarray(given, np.float64)
+            seconds = (
+                np.zeros_like(steps) if given is None else checked_cast(given, np.float64, name)
+            )
             if seconds.shape != steps.shape or not np.all(np.isfinite(seconds) & (seconds >= 0)):
                 raise ValueError(
                     f"{name} has shape {list(seconds.shape)}, expected {len(steps)} finite numbers "
@@ -68,7 +71,7 @@ class Trace:
                 )
             object.__setattr__(self, name, seconds)
         none = np.zeros((len(steps), 0, 2))
-        downtimes = none if downtimes is None else np.asarray(downtimes, np.float64)
+        downtimes = none if downtimes is None else checked_cast(downtimes, np.float64, "downtimes")
         if downtimes.ndim != 3 or downtimes.shape[::2] != (len(steps), 2):
             raise ValueError(
                 f"downtimes has shape {list(downtimes.shape)}, expected [{len(steps)}, number, 2]: "

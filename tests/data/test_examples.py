@@ -15,12 +15,15 @@ from fedpax.data import (
     example_rounds,
     heldout_token_batches,
     partition_by_field,
+    partition_dirichlet,
     partition_natural,
     read_examples,
     token_rounds,
 )
 from fedpax.data.examples import Columns, as_examples
+from fedpax.data.populations.partition import check_partition
 from fedpax.data.rounds.client_rows import pack_clients
+from fedpax.simulation import Trace
 
 NAMES = ["b", "a", "b", "c", "a", "a"]
 COLUMNS = {"client": NAMES, "label": [4, 0, 1, 2, 0, 3], "text": [6 * name for name in NAMES]}
@@ -144,3 +147,20 @@ def test_columns_become_batches_to_evaluate_on() -> None:
     assert [batch["label"].tolist() for batch in batches] == [[3, 1], [2, 3]]
     with pytest.raises(TypeError, match=r"examples is a list, expected.*read_examples\(source\)"):
         example_batches(RECORDS, 2)
+
+
+def test_masked_values_are_never_read_as_values():
+    labels = np.ma.array([1, 2, 0, 1], mask=[0, 1, 0, 0])
+    images = np.zeros((4, 2, 2, 1), np.float32)
+    records = [{"image": x, "label": y} for x, y in zip(images, labels, strict=True)]
+    for read in (
+        lambda: read_examples({"image": images, "label": labels}),
+        lambda: read_examples(records),
+        lambda: partition_natural({"user": labels}, "user"),
+        lambda: partition_dirichlet(labels, 1, alpha=1.0),
+        lambda: check_partition([labels], 1, 9, "clients"),
+        lambda: ClientSampler(4, 1, weights=labels),
+        lambda: Trace(labels),
+    ):
+        with pytest.raises(ValueError, match=r"masked values, expected a value.*filled"):
+            read()

@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Bool
 
 from fedpax.data.shuffle import hash_key
+from fedpax.primitives.casts import host_array
 
 
 class DailyAvailability:
@@ -80,7 +81,7 @@ class RecordedAvailability:
     def __init__(self, table: Bool[np.ndarray, "rounds clients"] | str | Path) -> None:
         if isinstance(table, str | Path):
             table = np.load(table, allow_pickle=False)
-        table = np.asarray(table)
+        table = host_array(table, "table")
         if table.ndim != 2 or table.dtype != np.bool_ or not table.size:
             raise ValueError(
                 f"table is {table.dtype}{list(table.shape)}, expected booleans [rounds, clients]. "

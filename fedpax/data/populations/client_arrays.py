@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fedpax.data.populations.partition import Indices
+from fedpax.primitives.casts import host_array
 
 
 def concatenate_clients(
@@ -77,7 +78,10 @@ def _check_client(client: int, fields: Any) -> dict[str, NDArray[Any]]:
                 f"Client {client} has a field {name!r} that is a {type(values).__name__}, expected "
                 "an array [examples, ...]. Convert it, for example with np.array(list(values))."
             )
-    arrays = {name: np.asarray(values) for name, values in fields.items()}
+    arrays = {
+        name: host_array(values, f"Client {client}, field {name!r}")
+        for name, values in fields.items()
+    }
     shapes = {name: list(array.shape) for name, array in arrays.items()}
     if len({tuple(shape[:1]) for shape in shapes.values()}) != 1 or [] in shapes.values():
         raise ValueError(

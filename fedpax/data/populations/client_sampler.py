@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float64, Int64
 from numpy.typing import ArrayLike
 
 from fedpax.data.shuffle import hash_key, shuffled_index
+from fedpax.primitives.casts import checked_cast, host_array
 
 # Part of the keys, so that the draws are independent of each other.
 _UNIFORM, _WEIGHTED, _GAP, _ORDER = 1, 2, 3, 4
@@ -90,7 +91,7 @@ class ClientSampler:
             self._check_probability(self.sampling_probability)
         if self.weights is None:
             return
-        weights = np.asarray(self.weights, np.float64)
+        weights = checked_cast(self.weights, np.float64, "weights")
         if weights.shape != (self.num_clients,) or not np.all(
             np.isfinite(weights) & (weights >= 0)
         ):
@@ -207,7 +208,7 @@ class ClientSampler:
     def _available(self, round_number: int) -> Bool[np.ndarray, " population"]:
         """Return which clients are available in a round, checked."""
         assert self.available is not None
-        available = np.asarray(self.available(round_number))
+        available = host_array(self.available(round_number), f"available({round_number})")
         if available.shape != (self.num_clients,) or available.dtype != np.bool_:
             raise ValueError(
                 f"available({round_number}) returned {available.dtype}{list(available.shape)}, "

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fedpax.data.populations.partition import Indices
-from fedpax.primitives.casts import checked_cast
+from fedpax.primitives.casts import checked_cast, host_array
 
 
 class ContiguousClients(Sequence[Indices]):
@@ -32,7 +32,7 @@ class ContiguousClients(Sequence[Indices]):
     """
 
     def __init__(self, starts: ArrayLike, *, max_examples: int | None = None) -> None:
-        array = np.asarray(starts)
+        array = host_array(starts, "starts")
         ascending = array.ndim == 1 and array.size > 1 and array[0] == 0 and np.all(np.diff(array))
         if array.dtype.kind not in "iu" or not ascending or np.any(array[1:] < array[:-1]):
             raise ValueError(

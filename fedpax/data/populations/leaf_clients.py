@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpax.data.populations.logistic_clients import check_logistic_sizes, gather_examples
+from fedpax.primitives.casts import checked_cast
 
 
 def leaf_clients(
@@ -57,7 +58,7 @@ def leaf_clients(
         TalwalkarLab/leaf, data/synthetic/data_generator.py and main.py.
     """
     check_logistic_sizes(num_clients, num_features, num_classes)
-    probabilities = np.asarray(cluster_probabilities, np.float64)
+    probabilities = checked_cast(cluster_probabilities, np.float64, "cluster_probabilities")
     if (
         probabilities.ndim != 1
         or not np.all(probabilities > 0)

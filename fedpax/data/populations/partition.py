@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 from fedpax.data.examples import Columns, as_examples, column_values
 from fedpax.data.shuffle import hash_key, shuffled_index
 from fedpax.data.sources.source import Source
-from fedpax.primitives.casts import checked_cast
+from fedpax.primitives.casts import checked_cast, host_array
 
 Indices = Int64[np.ndarray, " examples"]
 """The indices of a participant's examples in a source."""
@@ -240,7 +240,7 @@ def check_indices(indices: ArrayLike, num_examples: int, participant: str) -> In
     Raises:
         ValueError: `indices` is not integers of one axis, or an index is out of range.
     """
-    array = np.asarray(indices)
+    array = host_array(indices, f"The part of {participant}")
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(
             f"The part of {participant} is {array.dtype}{list(array.shape)}, expected the indices "
@@ -295,7 +295,7 @@ def index_labels(
         >>> classes.tolist(), class_index.tolist()
         ([3, 7], [1, 0, 1])
     """
-    array = np.asarray(labels)
+    array = host_array(labels, name)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise ValueError(
             f"{name} has dtype {array.dtype} and shape {list(array.shape)}, expected one integer "

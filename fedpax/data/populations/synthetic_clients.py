@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fedpax.data.populations.partition import Indices, index_labels
+from fedpax.primitives.casts import host_array
 
 
 class DirichletClients(Sequence[Indices]):
@@ -58,7 +59,7 @@ class DirichletClients(Sequence[Indices]):
         max_examples: int = 2**31,
         seed: int = 0,
     ) -> None:
-        labels = np.asarray(labels)
+        labels = host_array(labels, "labels")
         if not labels.size:
             raise ValueError("labels is empty, expected at least 1.")
         classes, class_index = index_labels(labels)

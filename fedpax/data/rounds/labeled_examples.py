@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from fedpax.data.examples import Columns, as_examples
 from fedpax.data.populations.partition import Examples, get_field
 from fedpax.data.rounds.stream import check_sizes, source_name
-from fedpax.primitives.casts import checked_cast
+from fedpax.primitives.casts import checked_cast, host_array
 
 Arrays = dict[str, NDArray[Any]]
 """`image`: float32 `[..., height, width, channels]`; `label`: int32 `[...]`."""
@@ -125,8 +125,8 @@ def read_raw(
     examples = grain.MapDataset.source(source)
     for index in range(len(examples)):  # iterating would start 16 threads, and be slower
         example = examples[index]
-        images.append(np.asarray(get_field(example, image_field)))
-        labels.append(np.asarray(get_field(example, label_field)))
+        images.append(host_array(get_field(example, image_field), f"The field {image_field!r}"))
+        labels.append(host_array(get_field(example, label_field), f"The field {label_field!r}"))
     if len(shapes := {x.shape for x in images}) > 1:
         raise ValueError(
             f"The images of {source_name(source)} have {len(shapes)} shapes, such as "

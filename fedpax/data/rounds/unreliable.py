@@ -199,7 +199,7 @@ def unreliable_rounds(
             "unreliable_rounds() once, and directly to cohort_rounds()."
         )
     num_clients, cohort_size = (int(rounds.settings[k]) for k in ("num_clients", "cohort_size"))
-    speeds = np.asarray(seconds_per_step, np.float64)
+    speeds = checked_cast(seconds_per_step, np.float64, "seconds_per_step")
     if speeds.shape not in ((), (num_clients,)) or not np.all(np.isfinite(speeds) & (speeds >= 0)):
         raise ValueError(
             f"seconds_per_step has shape {list(speeds.shape)}, expected a finite number of at "

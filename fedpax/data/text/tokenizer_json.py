@@ -33,6 +33,8 @@ def read_tokenizer_json(content: str) -> Vocabulary:
         entries[name] = _map_parts(entries.get(name), _without_prefix)
     if entries["decoder"] is None:
         entries["decoder"] = _decoder(entries)
+    for added in entries.get("added_tokens") or ():  # no token takes the spaces beside it
+        added["lstrip"] = added["rstrip"] = False
     plain = {**entries, "normalizer": _map_parts(entries["normalizer"], _spelling)}
     vocabulary = _vocabulary(plain)
     return vocabulary if changed_text(vocabulary) is None else _vocabulary(entries)

@@ -255,3 +255,9 @@ def test_one_poisson_round_in_a_billion_exceeds_the_suggested_size(probability):
 def test_bad_settings_of_poisson_sampling_raise(changes, remedy):
     with pytest.raises(ValueError, match=re.escape(remedy)):
         ClientSampler(100, 10, **changes)
+
+
+@pytest.mark.parametrize("weights", [np.ones(3, complex), np.ones(3, "m8[s]"), ["1", "2", "3"]])
+def test_weights_that_are_not_real_numbers_are_named(weights):
+    with pytest.raises(TypeError, match=r"weights has dtype .*, expected"):
+        ClientSampler(3, 1, weights=weights)

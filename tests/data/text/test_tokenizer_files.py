@@ -44,6 +44,9 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "dropout": lambda t: setattr(t.model, "dropout", 0.9),
     "post-processor": template,
     "prefix": lambda t: setattr(t, "pre_tokenizer", pieces.ByteLevel(add_prefix_space=True)),
+    "added token": lambda t: t.add_tokens(
+        [tokenizers.AddedToken("zebra", lstrip=True, rstrip=True)]
+    ),
     "no decoder": lambda t: None,
     **{
         f"normalizer {normalizer}": lambda t, n=normalizer: setattr(t, "normalizer", n)
@@ -87,6 +90,7 @@ def test_what_a_file_stores_besides_the_vocabulary_changes_no_row(
     for text in TEXTS:
         tokens = tokenizer.encode(text)
         assert tokenizer.decode(tokens) == text and tokenizer.separator not in tokens
+    assert tokenizer.decode(tokenizer.encode("two  zebra  words")) == "two  zebra  words"
 
 
 def llama(path: Path) -> Tokenizer:

@@ -104,8 +104,11 @@ def _new_path(name: str | None, *, is_folder: bool) -> Path:
             "--out=exported.npz or --out=exported.safetensors."
         )
     out = Path(name).expanduser().absolute()
-    if out.exists() and not (is_folder and out.is_dir() and not any(out.iterdir())):
+    is_link = out.is_symlink()
+    is_empty = is_folder and out.is_dir() and not any(out.iterdir())
+    if is_link or (out.exists() and not is_empty):
         kind = "is a file" if out.is_file() else "has files" if is_folder else "is a folder"
+        kind = "is a link" if is_link else kind
         expected = "a new or an empty folder" if is_folder else "a new file"
         raise UsageError(
             f"--out={name} {kind}, expected {expected}. Give another --out, or remove it."

@@ -187,9 +187,14 @@ def test_a_missing_out_and_a_file_in_its_place_are_refused(
     command: Command, text: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("empty")
+    (tmp_path / "lost").symlink_to("missing")
     for arguments, words in (
         ((), "--out is missing, expected a new folder. Give for example --out=exported"),
         ((f"--out={tmp_path}/file",), "is a file, expected a new or an empty folder"),
+        ((f"--out={tmp_path}/link",), "is a link, expected a new or an empty folder"),
+        ((f"--out={tmp_path}/lost",), "is a link, expected a new or an empty folder"),
     ):
         status, _, errors = command("export", f"--job_log_dir={text}", *arguments)
         assert status == 2 and words in errors

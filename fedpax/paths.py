@@ -15,6 +15,8 @@ def expand_home(path: str | Path) -> Path:
         >>> expand_home("~/data") == Path.home() / "data"
         True
     """
+    if str(path).startswith("./~"):  # pathlib would drop the "./"
+        return Path(path).absolute()
     try:
         return Path(path).expanduser()
     except RuntimeError as error:

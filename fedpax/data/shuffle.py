@@ -25,12 +25,22 @@ def hash_key(*numbers: ArrayLike) -> NDArray[np.uint64]:
     Returns:
         uint64 of the broadcast shape.
 
+    Raises:
+        TypeError: a number is not an integer of at most 64 bits.
+
     Example:
         >>> int(hash_key(1, 2)) == int(hash_key(1, 2)), int(hash_key(1, 2)) == int(hash_key(2, 1))
         (True, False)
     """
     # At least one axis: NumPy warns of overflow in scalars, but wrapping around is intended.
-    arrays = [np.atleast_1d(np.asarray(number)).astype(np.uint64) for number in numbers]
+    arrays = [np.atleast_1d(np.asarray(number)) for number in numbers]
+    for array in arrays:
+        if array.dtype.kind not in "iub":
+            raise TypeError(
+                f"A random seed or the number of a round is {array.flat[0]!r:.80}, expected an "
+                "integer of at most 64 bits. Give another one, such as 0."
+            )
+    arrays = [array.astype(np.uint64) for array in arrays]
     key = np.zeros(1, np.uint64)
     for array in arrays:
         key = _mix(key ^ array)

@@ -14,6 +14,7 @@ from fedpax.data import (
     example_batches,
     example_rounds,
     heldout_token_batches,
+    pack,
     partition_by_field,
     partition_dirichlet,
     partition_natural,
@@ -23,6 +24,7 @@ from fedpax.data import (
 from fedpax.data.examples import Columns, as_examples
 from fedpax.data.populations.partition import check_partition
 from fedpax.data.rounds.client_rows import pack_clients
+from fedpax.paths import find_paths
 from fedpax.simulation import Trace
 
 NAMES = ["b", "a", "b", "c", "a", "a"]
@@ -164,3 +166,25 @@ def test_masked_values_are_never_read_as_values():
     ):
         with pytest.raises(ValueError, match=r"masked values, expected a value.*filled"):
             read()
+
+
+@pytest.mark.parametrize("number", [2.5, "2", np.nan, None, 2 + 0j])
+def test_sizes_that_are_not_integers_are_named(number):
+    labels = np.arange(8)
+    for make in (
+        lambda: partition_dirichlet(labels, number, alpha=1.0),
+        lambda: partition_dirichlet(labels, 2, alpha=1.0, min_examples=number),
+        lambda: ClientSampler(number, 1),
+        lambda: ClientSampler(4, number),
+        lambda: example_batches({"label": labels}, number),
+        lambda: pack([np.array([1])], number),
+    ):
+        with pytest.raises(TypeError, match=f"is {re.escape(repr(number))}, expected"):
+            make()
+
+
+def test_a_folder_named_like_a_home_is_itself(tmp_path, monkeypatch):
+    (tmp_path / "~").mkdir()
+    (tmp_path / "~" / "f.txt").write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert find_paths("./~/f*") == [tmp_path / "~" / "f.txt"]

@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from fedpax.data import partition_iid
 from fedpax.data.shuffle import hash_key, shuffled_index
 
 
@@ -73,3 +74,10 @@ def test_hash_key_raises_no_warnings(recwarn: pytest.WarningsRecorder) -> None:
     hash_key(2**63, np.arange(5))
     shuffled_index(3, 10, hash_key(1))
     assert not recwarn.list
+
+
+@pytest.mark.parametrize("seed", [0.5, np.nan, "2", 10**23, 1j, np.timedelta64(2, "s"), None])
+def test_a_seed_that_is_not_an_integer_is_named(seed):
+    for draw in (hash_key, lambda seed: partition_iid(2, 1, seed=seed)):
+        with pytest.raises(TypeError, match=r"seed or .* is .*, expected an integer of at most 64"):
+            draw(seed)

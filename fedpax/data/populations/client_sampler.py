@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float64, Int64
 from numpy.typing import ArrayLike
 
 from fedpax.data.shuffle import hash_key, shuffled_index
-from fedpax.primitives.casts import checked_cast, host_array
+from fedpax.primitives.casts import check_integers, checked_cast, host_array
 
 # Part of the keys, so that the draws are independent of each other.
 _UNIFORM, _WEIGHTED, _GAP, _ORDER = 1, 2, 3, 4
@@ -47,6 +47,7 @@ class ClientSampler:
             clients.
 
     Raises:
+        TypeError: a size or `seed` is not an integer, or `weights` is not real numbers.
         ValueError: `cohort_size` is below 1 or above `num_clients`; `weights` has another shape, a
             negative or non-finite entry, or fewer than `cohort_size` entries above 0; or
             `sampling_probability` is out of its range, is given with `weights`, or has a mean
@@ -79,6 +80,7 @@ class ClientSampler:
 
     def __post_init__(self) -> None:
         """Check the sizes, the probability and the weights."""
+        check_integers(num_clients=self.num_clients, cohort_size=self.cohort_size, seed=self.seed)
         if self.cohort_size < 1:
             raise ValueError(f"cohort_size is {self.cohort_size}, expected at least 1.")
         if self.cohort_size > self.num_clients:
@@ -286,6 +288,7 @@ def poisson_cohort_size(num_clients: int, sampling_probability: float) -> int:
         >>> poisson_cohort_size(num_clients=1_000_000, sampling_probability=0.001)
         1196
     """
+    check_integers(num_clients=num_clients)
     if not 0 < sampling_probability <= 1:
         raise ValueError(
             f"sampling_probability is {sampling_probability}, expected a number above 0 and at "

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 from fedpax.data.examples import Columns, as_examples, column_values
 from fedpax.data.shuffle import hash_key, shuffled_index
 from fedpax.data.sources.source import Source
-from fedpax.primitives.casts import checked_cast, host_array
+from fedpax.primitives.casts import check_integers, checked_cast, host_array
 
 Indices = Int64[np.ndarray, " examples"]
 """The indices of a participant's examples in a source."""
@@ -310,6 +310,7 @@ def index_labels(
 
 def check_count(count: int, noun: str, num_participants: int, min_examples: int = 1) -> None:
     """Check that there are enough examples for all participants."""
+    check_integers(num_participants=num_participants, min_examples=min_examples)
     if num_participants < 1:
         raise ValueError(f"num_participants is {num_participants}, expected at least 1.")
     if min_examples < 1:

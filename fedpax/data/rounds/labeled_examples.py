@@ -92,8 +92,11 @@ def scale_pixels(
 ) -> Float32[np.ndarray, "*shape"]:
     """Convert images to float32: integers, 0 to 255, are divided by 255; floats are unchanged."""
     images = checked_pixels(images, field)
-    largest = 255 if images.dtype == np.uint8 else 1
-    return images.astype(np.float32, copy=False) / np.float32(largest)
+    if images.dtype != np.uint8:
+        return images
+    scaled = images.astype(np.float32)
+    scaled /= np.float32(255)
+    return scaled
 
 
 def checked_pixels(

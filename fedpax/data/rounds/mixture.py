@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import operator
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -88,12 +89,20 @@ def check_weights(weights: Mapping[str, Weight]) -> None:
         weights: weights by name.
 
     Raises:
+        TypeError: a weight is neither a number nor points.
         ValueError: they are not.
     """
     rounds = {0}
     for name, weight in weights.items():
-        points = _points(weight)
-        numbers = [number for number, _ in points]
+        try:
+            points = _points(weight)
+            numbers = [operator.index(number) for number, _ in points]
+            _ = [value < math.inf for _, value in points]
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"The weight of {name!r} is {weight!r:.80}, expected a real number, or points "
+                "(round, weight) whose rounds are integers, such as [(0, 1.0), (100, 0.25)]."
+            ) from None
         if not points or numbers != sorted(numbers) or numbers[0] < 0:
             raise ValueError(
                 f"The weight of {name!r} has points at the rounds {numbers}, expected at least "
@@ -136,7 +145,9 @@ def weight_at(weight: Weight, round_number: int) -> float:
 
 
 def _points(weight: Weight) -> Sequence[tuple[int, float]]:
-    return [(0, weight)] if isinstance(weight, int | float) else weight
+    if isinstance(weight, Sequence) or np.ndim(weight):
+        return weight
+    return [(0, float(weight))]  # float: also of NumPy's and JAX's numbers
 
 
 def apportion(

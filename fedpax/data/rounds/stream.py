@@ -14,6 +14,7 @@ from fedpax.clients.cohort import Cohort
 from fedpax.clients.cohort_stream import CohortStream, IslandStream, fingerprint
 from fedpax.data.populations.partition import Examples, get_field
 from fedpax.data.rounds.shard import read
+from fedpax.primitives.casts import check_integers
 
 SAMPLED_DOCUMENTS, SAMPLED_BYTES = 256, 65_536
 """Documents of a fingerprint, and bytes of each."""
@@ -131,9 +132,11 @@ def check_sizes(bytes_per_item: int, **sizes: int) -> None:
         **sizes: the round's sizes by name.
 
     Raises:
+        TypeError: a size is not an integer.
         ValueError: a size is below 1, or the round does not fit.
     """
     total = bytes_per_item
+    check_integers(**sizes)
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name} is {size}, expected at least 1.")

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Int64, Integer, Num
 from numpy.typing import NDArray
 
 from fedpax.data.text.byte_tokenizer import SEPARATOR
-from fedpax.primitives.casts import checked_cast
+from fedpax.primitives.casts import check_integers, checked_cast
 
 Tokens = Integer[np.ndarray, " tokens"]
 Batch = dict[str, Num[np.ndarray, "*rows seq_len"]]
@@ -119,8 +119,9 @@ def pack(documents: Iterable[Tokens], seq_len: int) -> Batch:
         that is split is a separate segment in each of its rows. Attention must not cross segments.
 
     Raises:
-        TypeError: a document is not integers `[tokens]`, such as a text.
-        ValueError: `seq_len` is below 1, or a token is beyond int32.
+        TypeError: a document is not integers `[tokens]`, such as a text, or `seq_len` is not an
+            integer.
+        ValueError: `seq_len` is below 1, or a token is negative or beyond int32.
 
     Example:
         >>> from fedpax.data import encode
@@ -139,6 +140,11 @@ def pack(documents: Iterable[Tokens], seq_len: int) -> Batch:
             raise TypeError(
                 f"Document {number} is {array.dtype}{list(array.shape)}, expected an array of "
                 "integers [tokens]. Encode a text: fedpax.data.encode(text)."
+            )
+        if array.size and array.min() < 0:
+            raise ValueError(
+                f"Document {number} has the token {array.min()}, expected tokens from 0. Leave out "
+                "the tokens that mark padding."
             )
         arrays.append(array if array.size else array.astype(np.uint8))
     return to_batch(*split_rows(concatenate(arrays), seq_len))
@@ -159,6 +165,7 @@ def split_rows(
     Raises:
         ValueError: `seq_len` is below 1.
     """
+    check_integers(seq_len=seq_len)
     if seq_len < 1:
         raise ValueError(f"seq_len is {seq_len}, expected at least 1.")
 

@@ -180,3 +180,12 @@ def test_a_weight_between_two_points_is_between_theirs(points: list[tuple[int, f
         assert min(values) - 1e-9 <= value <= max(values) + 1e-9
         if len(set(numbers)) == len(numbers):
             np.testing.assert_allclose(value, np.interp(number, numbers, values), atol=1e-12)
+
+
+def test_weights_are_numbers_of_every_kind_or_are_named():
+    sources = {"a": [{"text": "x"}]}
+    for weight in (np.int64(2), np.float32(2), np.array(2), [(np.int64(0), np.float32(2))]):
+        assert weight_at(Mixture(sources, weights={"a": weight}).weights["a"], 5) == 2.0
+    for weight in ("2", None, 1j, [2.0], [(0.5, 1.0)], [(0, "1")]):
+        with pytest.raises(TypeError, match=r"weight of 'a' is .*, expected a real number"):
+            Mixture(sources, weights={"a": weight})

@@ -115,3 +115,8 @@ def test_lists_are_packed_and_texts_raise() -> None:
     for document in ("to be", [0.5], np.zeros((2, 2), int)):
         with pytest.raises(TypeError, match=r"Document 1 is .*, expected an array of integers"):
             pack([[1], document], 4)
+
+
+def test_negative_tokens_are_named():
+    with pytest.raises(ValueError, match="Document 1 has the token -100, expected tokens from 0"):
+        pack([np.array([1]), np.array([2, -100])], 4)

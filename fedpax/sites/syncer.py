@@ -16,6 +16,7 @@ from fedpax.algorithm import AlgorithmParts, most_phases_ahead
 from fedpax.sites.data_identity import MAX_DATA_SETS
 from fedpax.sites.epochs import Epochs
 from fedpax.sites.identity import Identity, find_difference
+from fedpax.sites.limited_log import LimitedLog
 from fedpax.sites.members import FREE_SHARD_AFTER, Island, IslandReport, Members, note_merged
 from fedpax.sites.message import Message
 from fedpax.sites.outer_model import OuterModel
@@ -90,7 +91,7 @@ class Syncer:
         self._num_merges, self._tokens_per_step = num_merges, tokens_per_step
         self._store, self._heartbeat = store, heartbeat_seconds
         self._clock, self._on_merge = clock, on_merge
-        self._lock = threading.RLock()
+        self._lock, self._log = threading.RLock(), LimitedLog(_logger)
         self._merging = threading.Lock()
         self._pending = PendingUpdates(len(model.fragments))
         self._deadline: float | None = None
@@ -235,7 +236,7 @@ class Syncer:
                 reason = self._members.why_no_shard(shard)
                 return self._answer(island, status="wait", reason=reason)
             if discard := not self._epochs.include(epoch, versions, self.merges):
-                _logger.warning(
+                self._log.warning(
                     "island %r has merges that are not in this state of the run: a newer state was "
                     "lost. It is told to take the model, and to discard its unsent steps",
                     name,

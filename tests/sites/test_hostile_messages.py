@@ -164,3 +164,12 @@ def test_another_version_is_refused_before_anything_else() -> None:
         sites.call(Message(header))
     with pytest.raises(RefusedError, match="kind 'sync', expected join, push"):
         sites.call(Message({**header, "kind": "sync", "identity": IDENTITY._asdict()}))
+
+
+def test_a_member_cannot_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    sites = Sites(make_parts(2), quorum=1)
+    sites.add("a")
+    join = {**sites.header("a", "a-1"), "kind": "join", "epoch": "unknown", "versions": [0, 0]}
+    for _ in range(100):
+        assert sites.call(Message(join, {})).header["discard"]
+    assert 1 <= len(caplog.records) <= 20

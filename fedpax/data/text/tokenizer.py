@@ -18,7 +18,7 @@ from fedpax.data.text.end_of_document import end_of_document as find_end
 from fedpax.data.text.packing import Tokens
 from fedpax.data.text.sentencepiece_model import read_sentencepiece
 from fedpax.data.text.tokenizer_json import read_tokenizer_json
-from fedpax.data.text.vocabulary import Vocabulary, changed_text
+from fedpax.data.text.vocabulary import SPACE, Vocabulary, changed_text
 from fedpax.files import BYTE_ORDER_MARK, read_file
 from fedpax.paths import expand_home
 
@@ -77,7 +77,8 @@ def load_tokenizer(name: str, *, end_of_document: str | None = None) -> Tokenize
     Tokens are those of the text alone. The file's truncation, padding, dropout, and added tokens
     and spaces have no effect, and a text that spells a special token has the tokens of these
     characters. A normalizer, such as lower case, applies only if the vocabulary does not spell
-    every text without it; a warning is logged if decoding does not give back every text.
+    every text without it; a warning is logged if decoding does not give back every text. It is
+    logged at the first text with the character U+2581 if the vocabulary writes spaces as it.
 
     Args:
         name: `"bytes"`, or the path of a file: a `tokenizer.json`, as published with many models
@@ -158,11 +159,23 @@ def _tokenizer(identity: str, vocabulary: Vocabulary, separator: int) -> Tokeniz
     )
     cut = re.compile(inside or "(?!)", re.IGNORECASE)  # a normalizer may write lower case
 
+    # Vocabularies that write a space as this character read the character as a space.
+    is_lost = changed_text(vocabulary, (SPACE,)) == (SPACE, " ")
+    warned: list[str] = []
+
     def encode_text(text: str | bytes) -> Tokens:
         return encode_texts([text])[0]
 
     def encode_texts(texts: Sequence[str | bytes]) -> list[Tokens]:
         strings = [_as_string(text) for text in texts]
+        if is_lost and not warned and (found_in := next((t for t in strings if SPACE in t), "")):
+            warned.append(found_in)
+            logging.getLogger(__name__).warning(
+                "A text (%r) has the character %r, which this tokenizer does not give back: "
+                "it stands for a space.",
+                found_in[:60],
+                SPACE,
+            )
         found = [np.asarray(tokens, dtype) for tokens in vocabulary.encode(strings)]
         return [
             encode_parts(text) if is_special[tokens].any() else tokens

@@ -11,6 +11,9 @@ _EVERY_BYTE = "".join(
 )
 _TEXTS = ("Two  words", " space \n\tline\n", "caf\u00e9 cafe\u0301 \ufb01 \uff21", _EVERY_BYTE)
 
+SPACE = "\u2581"
+"""The character by which SentencePiece, and a pre-tokenizer Metaspace, write a space."""
+
 
 class Vocabulary(NamedTuple):
     """The tokens of a file, and functions between texts and tokens.
@@ -34,9 +37,9 @@ class Vocabulary(NamedTuple):
     end: int | None
 
 
-def changed_text(vocabulary: Vocabulary) -> tuple[str, str] | None:
+def changed_text(vocabulary: Vocabulary, texts: Sequence[str] = _TEXTS) -> tuple[str, str] | None:
     """Return a short text that its tokens do not give back, and what they give; None if all do."""
-    for text in _TEXTS:
+    for text in texts:
         try:
             decoded = vocabulary.decode(vocabulary.encode([text])[0])
         except Exception as error:  # a character without a token, where none stands for it

@@ -116,6 +116,16 @@ def llama(path: Path) -> Tokenizer:
     return load_tokenizer(str(path), end_of_document="</s>")
 
 
+def test_a_character_that_stands_for_a_space_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = llama(tmp_path / "tokenizer.json")
+    tokenizer.encode("t t")
+    assert not caplog.text
+    assert [tokenizer.decode(tokenizer.encode("a\u2581t")) for _ in range(2)] == ["a t"] * 2
+    assert caplog.text.count("which this tokenizer does not give back") == 1
+
+
 def test_no_space_is_added_before_a_text(tmp_path: Path) -> None:
     tokenizer = llama(tmp_path / "tokenizer.json")
     assert tokenizer.encode("t t").tolist() == [257, 258]

@@ -43,10 +43,12 @@ test-docs: $(INSTALLED)  ## Run the examples of all pages and docstrings, the sl
 
 # libtpu compiles for topologies: no TPU is needed. It stays outside of the environment, where the
 # fast tests would use it. The largest models take hours of CPU time.
-test-pods: $(INSTALLED)  ## Compile for TPU pods, and check that transfers overlap with local steps.
+test-pods: $(INSTALLED)  ## Compile for TPU pods, and check overlap and the program of one island.
 	$(BIN)/pip install --quiet --no-deps --target build/tpu --constraint constraints.txt libtpu
 	PYTHONPATH=build/tpu $(PYTEST) tests/algorithms/test_streaming_overlap.py \
-		tests/experiments/test_streaming_overlap_at_scale.py
+		tests/experiments/test_streaming_overlap_at_scale.py \
+		tests/algorithms/test_one_island.py::test_on_tpu_pods \
+		tests/algorithms/test_one_island.py::test_a_mapped_step_of_donated_state_on_a_tpu_pod
 
 lint: $(INSTALLED)  ## Run ruff, and check the format of code and pages.
 	$(BIN)/ruff check .

@@ -7,6 +7,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
+from fedpax.primitives._jax import JaxprEqn
 from fedpax.primitives.placement import Placement
 
 
@@ -100,6 +101,12 @@ def replicate_over_placement(x: jax.Array, placement: Placement) -> jax.Array:
     """Gather a server value over the placement's mesh axis, if that axis is explicit."""
     wanted = P(*placed_spec(jax.typeof(x), placement)[1:])
     return x if jax.typeof(x).sharding.spec == wanted else jax.sharding.reshard(x, wanted)
+
+
+def has_own_shardings(eqn: JaxprEqn) -> bool:
+    """Return whether a `jax.jit` was given shardings of its arguments or results."""
+    shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
+    return any(isinstance(s, jax.sharding.Sharding) for s in shardings)
 
 
 def move_to_mesh(x: jax.Array, mesh: AbstractMesh) -> jax.Array:

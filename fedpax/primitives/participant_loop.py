@@ -15,6 +15,7 @@ from fedpax.primitives.layout import (
     shard_over_placement,
     unplaced_aval,
 )
+from fedpax.primitives.leading_axis import keep_leading_axis
 from fedpax.primitives.manual_axis import with_manual_axis
 from fedpax.primitives.monoids import Monoid, apply_by_monoid, reduce_terms
 from fedpax.primitives.peak_memory import num_bytes, peak_live_bytes
@@ -92,6 +93,8 @@ def run_participants(
     axis = mesh_axis(placement)
     devices = 1 if axis is None else jax.sharding.get_abstract_mesh().shape[axis]
     local = placement.size // devices
+    if local == 1:
+        chunk_size = None  # there is nothing to loop over
     loops = chunk_size == "auto" or (chunk_size or local) < local
     lazy = [loops and wanted for wanted in lazy or [False] * len(slices_of)]
     slice_types = [
@@ -108,8 +111,12 @@ def run_participants(
     max_auto_chunk = 1
     if chunk_size == "auto":
         max_auto_chunk = max(1, AUTO_CHUNK_BYTES // _bytes_per_participant(jaxpr, shared))
+    device_jaxpr = jaxpr
+    if local == 1:
+        placed = [False] * (1 + len(server_values)) + [True] * len(slices_of)
+        device_jaxpr = keep_leading_axis(jaxpr, placed, len(jaxpr.out_avals) - len(monoids))
     loop = _DeviceLoop(
-        functools.partial(evaluate, jaxpr),
+        functools.partial(evaluate, device_jaxpr),
         jaxpr.out_avals,
         server_values,
         monoids,
@@ -121,7 +128,7 @@ def run_participants(
     )
     if axis is None:
         return loop.run(slices_of, chunk_size)
-    loop = loop._replace(participant_fn=with_manual_axis(jaxpr, axis))
+    loop = loop._replace(participant_fn=with_manual_axis(device_jaxpr, axis))
 
     def on_device(server_values, first, placed):
         device_loop = loop._replace(
@@ -219,7 +226,8 @@ class _DeviceLoop(NamedTuple):
 
     Attributes:
         participant_fn: `(index, *server values, *slices) -> list of outputs` of one participant.
-        out_avals: types of the outputs.
+            If the device has one participant, slices and stacked outputs have an axis of size 1.
+        out_avals: types of the outputs of one participant, without this axis.
         server_values: arrays that all participants share.
         monoids: the monoid of each of the last outputs. The outputs before them are stacked.
         lazy: for each placed value, whether `participant_fn` takes a `LazySlice`.
@@ -324,7 +332,8 @@ class _DeviceLoop(NamedTuple):
                     rows = read_rows(value.array, start, size)
                 else:
                     rows = self.rows_of(value, start, size)
-                arguments.append(rows if several else jax.lax.squeeze(rows, [0]))
+                keeps_axis = several or self.participants == 1
+                arguments.append(rows if keeps_axis else jax.lax.squeeze(rows, [0]))
                 axes.append(0)
         if several:
             outputs = jax.vmap(self.participant_fn, in_axes=axes)(*arguments)
@@ -332,6 +341,8 @@ class _DeviceLoop(NamedTuple):
             return [*stacked, *apply_by_monoid(self.monoids, reduce_terms, terms)]
         # Without vmap a conditional stays a conditional and a convolution stays ungrouped.
         stacked, terms = self.split(self.participant_fn(*arguments))
+        if self.participants == 1:
+            return [*stacked, *terms]
         return [*(jnp.expand_dims(x, 0) for x in stacked), *terms]
 
     def rows_of(self, value: LazySlice, start: Any, size: int) -> jax.Array:

@@ -19,6 +19,7 @@ from fedpax.primitives._jax import (
 )
 from fedpax.primitives.broadcast import federated_broadcast_p, federated_index_p
 from fedpax.primitives.federated_program import federated_program_p
+from fedpax.primitives.layout import has_own_shardings
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.placement import Placement
 from fedpax.primitives.reduction import REDUCTIONS
@@ -131,10 +132,7 @@ def _sizes(jaxpr: Jaxpr) -> Iterator[tuple[int]]:
 
 def _called_jaxpr(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """Return the jaxpr of an equation that is a call without shardings of its own."""
-    if eqn.primitive.name not in CALLS:
-        return None
-    shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
-    if any(isinstance(s, jax.sharding.Sharding) for s in shardings):
+    if eqn.primitive.name not in CALLS or has_own_shardings(eqn):
         return None
     body = eqn.params[CALLS[eqn.primitive.name]]
     return body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, ())

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from fedpax.primitives._jax import JaxprEqn, aval_of
+from fedpax.primitives.leading_axis import ARITHMETIC
 
 
 class AxisMap(NamedTuple):
@@ -267,18 +268,17 @@ def _random(eqn: JaxprEqn) -> Iterator[AxisMap]:
         yield AxisMap((axis,), (axis,))
 
 
-ELEMENTWISE = """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil
-    clamp clz complex conj convert_element_type copy cos cosh digamma div eq eq_to erf erf_inv
-    erfc exp exp2 expm1 federated_mask floor ge gt igamma igamma_grad_a igammac imag integer_pow
-    is_finite le le_to lgamma log log1p logistic lt lt_to max min mul mulhi name ne neg
-    nextafter not or polygamma population_count pow random_clone random_fold_in random_gamma
-    random_seed real reciprocal reduce_precision regularized_incomplete_beta rem reshard round
-    rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
-    square stop_gradient sub tan tanh threefry2x32 xor zeta
-"""
+ELEMENTWISE = ARITHMETIC | {
+    "federated_mask",
+    "random_clone",
+    "random_fold_in",
+    "random_gamma",
+    "random_seed",
+    "reshard",
+    "threefry2x32",
+}
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(ELEMENTWISE.split(), _everywhere),
+    **dict.fromkeys(ELEMENTWISE, _everywhere),
     **dict.fromkeys(["cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"], _except("axis")),
     **dict.fromkeys(["split", "top_k"], _except("axis")),
     **dict.fromkeys(["concatenate", "sort"], _except("dimension")),

@@ -7,17 +7,53 @@ from contextlib import AbstractContextManager
 
 from jax.sharding import Mesh
 from tqdm import tqdm
+from tqdm.utils import disp_len, disp_trim
 
 from fedpax.console import escape_controls, print_error
 
 SECONDS_BETWEEN_LINES = 10.0
 
 
+# From the widest to the narrowest; a terminal shows the first that it can show whole.
+_LAYOUTS = (
+    "{desc}: {percentage:3.0f}%|{bar}| {count} [{elapsed}<{remaining}, {rate_fmt}{values}]",
+    "{desc}: {count} [{elapsed}<{remaining}{values}]",
+    "{desc}: {count}{values}",
+    "{desc}: {count}{brief}",
+    "{count}{brief}",
+)
+
+
+class _Bar(tqdm):
+    """A progress bar on one line of the terminal, whatever its width."""
+
+    values = brief = ""  # the round's values, and the losses alone
+
+    def __str__(self) -> str:
+        """Return the widest layout that leaves the terminal's last column free."""
+        state = self.format_dict
+        # Without a size, as in some containers, a terminal is taken as the usual one.
+        width = (state["ncols"] or 80) - 1
+        count = f"{self.n}/{self.total}" if self.n <= self.total else f"{self.n}"
+        texts = {"values": self.values, "brief": self.brief, "count": count}
+        text = ""
+        for layout in _LAYOUTS:
+            for name, value in texts.items():
+                layout = layout.replace(f"{{{name}}}", value)
+            text = self.format_meter(**{**state, "ncols": None, "bar_format": layout})
+            if disp_len(text) <= width:
+                if "{bar}" in layout:
+                    text = self.format_meter(**{**state, "ncols": width, "bar_format": layout})
+                return text
+        return disp_trim(text, width)
+
+
 class Progress(AbstractContextManager["Progress"]):
     """A progress bar with loss, throughput and remaining time on stderr; a context manager.
 
-    Where stderr is not a terminal, a line is printed after each evaluation, and otherwise at most
-    one every ten seconds.
+    The bar stays on one line of a terminal: a narrow one shows no bar, then no times, no
+    throughput and no name, and the round and the losses last. Where stderr is not a terminal, a
+    line is printed after each evaluation, and otherwise at most one every ten seconds.
 
     Args:
         name: the experiment's name.
@@ -43,11 +79,11 @@ class Progress(AbstractContextManager["Progress"]):
         self._last_line = time.perf_counter()
         self._enabled = enabled
         self._bar = (
-            tqdm(
+            _Bar(
                 total=rounds,
                 initial=rounds_done,
                 desc=escape_controls(name),
-                unit="round",
+                unit=" rounds",
                 dynamic_ncols=True,
             )
             if enabled and sys.stderr.isatty()
@@ -62,7 +98,8 @@ class Progress(AbstractContextManager["Progress"]):
             text: the line, without the experiment's name.
         """
         if self._bar is not None:
-            self._bar.write(f"{self._name}: {text}", file=sys.stderr)
+            line = escape_controls(f"{self._name}: {text}", keep="\n\t")
+            self._bar.write(line, file=sys.stderr)
         elif self._enabled:
             print_error(f"{self._name}: {text}")
 
@@ -102,7 +139,8 @@ class Progress(AbstractContextManager["Progress"]):
         text = f"loss {loss:.4f}, {items_per_second:,.0f} {self._item_unit}/s"
         text += "" if mfu is None else f", MFU {mfu:.1%}"
         if self._bar is not None:
-            self._bar.set_postfix_str(text + self._evaluation, refresh=False)
+            self._bar.values = f", {text}{self._evaluation}"
+            self._bar.brief = f", loss {loss:.4f}{self._evaluation}"
             self._bar.update()
         elif time.perf_counter() - self._last_line > SECONDS_BETWEEN_LINES:
             self._print_line(number, f"{text}{self._time_left(number)}")

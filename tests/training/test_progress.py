@@ -3,6 +3,7 @@ import re
 import sys
 
 import pytest
+from tqdm.utils import disp_len
 
 from fedpax.training import progress as progress_module
 from fedpax.training.progress import Progress
@@ -76,3 +77,19 @@ def test_a_note_stands_above_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
         progress.note("compiling")
         progress.show_round(1, 0.5, 1000.0)
     assert "digits: compiling\n" in sys.stderr.getvalue()
+
+
+@pytest.mark.parametrize("name", ["fedavg_digits", "日本語の実験" * 6])
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_a_bar_stays_on_one_line(name: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with Progress(name, rounds_done=0, rounds=1000) as progress:
+        bar = progress._bar
+        assert bar is not None
+        bar.dynamic_ncols = lambda stream: (columns, 24)
+        progress.show_evaluation(1, {"loss": 1.5})
+        progress.show_round(1, loss=1.25, items_per_second=12345.6, mfu=0.1)
+        line = str(bar)
+    assert disp_len(line) < columns
+    assert "1/1000" in line and "loss 1.2500" in line and "held-out 1.5000" in line
+    assert ("examples/s" in line) == (columns == 200)

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from fedpax.pictures import save_picture
+from fedpax.pictures import plain_text, save_picture
 from fedpax.planning.compiled_plan import CompiledPlan
 
 # A page shows at most this many slices and panels; further slices and layers look the same.
@@ -34,16 +34,20 @@ def draw_mesh(plan: CompiledPlan, mesh: jax.sharding.Mesh, path: str | Path) -> 
     height, width = next(iter(grids.values())).shape
     panel_width = min(3.2, max(1.3, 10 / columns))
     panel_height = min(3.2, max(0.5, panel_width * height / width))
+    figure_width = max(6.0, columns * panel_width + 1.6)
     figure = Figure(
-        figsize=(max(6.0, columns * panel_width + 1.6), rows * (panel_height + 0.7) + 0.6),
+        figsize=(figure_width, rows * (panel_height + 0.7) + 0.6),
         dpi=150,
         layout="constrained",
     )
     panels = figure.subplots(rows, columns, squeeze=False)
     for row, axis in enumerate(plan.axes):
         routes = " + ".join(map(str, axis.routes))
+        heading = f"{axis.name}: {axis.size}" + (f", {routes}" if routes else "")
         panels[row][0].set_title(
-            f"{axis.name}: {axis.size}, {routes}", loc="left", fontsize=9, wrap=False
+            plain_text(heading, int(11 * figure_width)),
+            loc="left",
+            fontsize=9,
         )
         for column, (title, positions) in enumerate(grids.items()):
             panel: Axes = panels[row][column]
@@ -60,8 +64,8 @@ def draw_mesh(plan: CompiledPlan, mesh: jax.sharding.Mesh, path: str | Path) -> 
             panel.set_yticks([])
             panel.set_xlabel(title, fontsize=8)
             panel.spines[:].set_visible(False)
-            if positions.size > 64:
-                continue  # numbers would be too small to read
+            if min(panel_width / width, panel_height / height) < 0.2:
+                continue  # inches: numbers would overlap
             for (i, j), value in np.ndenumerate(along):
                 if positions[i, j] >= 0:
                     panel.text(
@@ -73,12 +77,16 @@ def draw_mesh(plan: CompiledPlan, mesh: jax.sharding.Mesh, path: str | Path) -> 
                         fontsize=7,
                         color="white" if value < 0.6 * highest else "black",
                     )
+        if axis.size == 1:
+            continue  # a scale has no second color to name
         bar = figure.colorbar(image, ax=list(panels[row]), shrink=0.8, aspect=12)
         bar.locator = MaxNLocator(nbins=5, integer=True)
         bar.update_ticks()
+    devices = f"{plan.num_devices:,} device{'s' * (plan.num_devices != 1)}{_shown_part(plan)}"
     figure.suptitle(
-        f"{plan.workload.experiment} on {plan.topology.name}: "
-        f"{plan.num_devices:,} devices{_shown_part(plan)}",
+        plain_text(
+            f"{plan.workload.experiment} on {plan.topology.name}: {devices}", int(8 * figure_width)
+        ),
         fontsize=11,
         fontweight="bold",
         x=0.01,

@@ -144,22 +144,17 @@ def plot_comparison(
 ) -> None:
     """Plot the held-out loss over items and over bytes that participants exchanged.
 
-    If a run has virtual seconds, there is a panel over them. If the bytes of all runs are unknown,
-    there is none over bytes. Means over seeds have error bars of a standard deviation.
+    If a run has virtual seconds, there is a panel over them. If the bytes of all runs are unknown
+    or zero, as on one device, there is no panel over bytes. Means over seeds have error bars of a
+    standard deviation.
 
     Args:
         folders: the folder of each run, or those of its seeds, by name.
         path: the PNG to write.
         metrics: the held-out metrics, one row of panels each. Default: the loss.
     """
-    lines = read_averages(folders)
-    evaluations = [line for run in lines.values() for line in select(run, "evaluation")]
-    over: list[Axis] = ["items"]
-    if any(line.get("bytes_across_placement") is not None for line in evaluations):
-        over.append("bytes_across_placement")
-    if any("virtual_seconds" in line for run in lines.values() for line in run):
-        over.append("virtual_seconds")
-    plot_losses(lines, path, over=over, metrics=metrics or ("loss",))
+    over: tuple[Axis, ...] = ("items", "bytes_across_placement", "virtual_seconds")
+    plot_losses(read_averages(folders), path, over=over, metrics=metrics or ("loss",))
 
 
 def read_averages(folders: Mapping[str, Folders]) -> dict[str, list[dict[str, Any]]]:

@@ -1,14 +1,26 @@
 """Pictures of runs: their held-out metrics over items, communicated bytes or time."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 
-from fedpax.pictures import save_picture
+from fedpax.pictures import (
+    add_legend,
+    byte_axis,
+    count_ticks,
+    line_style,
+    note_no_values,
+    plain_text,
+    save_picture,
+    short_text,
+    style_panel,
+)
 from fedpax.reports.repeats import DEVIATION
 from fedpax.reports.table import number_or_nan
 from fedpax.run_files.metrics import select
@@ -22,9 +34,6 @@ Axis: TypeAlias = Literal["items", "bytes_across_placement", "wall_seconds", "vi
 `virtual_seconds` is a metric of simulated asynchronous runs, on the lines of their rounds.
 """
 
-# Okabe and Ito's palette, which readers with color vision deficiency can distinguish.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-
 
 def plot_losses(
     runs: Mapping[str, Sequence[Line]],
@@ -36,6 +45,9 @@ def plot_losses(
 ) -> None:
     """Plot held-out metrics of runs, one panel per horizontal axis.
 
+    A key that no run has, or that stays zero in all runs, such as the bytes between participants
+    on one device, has no panel.
+
     Args:
         runs: the lines of each run's `metrics.jsonl`, by the run's name.
         path: the PNG to write.
@@ -43,18 +55,31 @@ def plot_losses(
         metrics: the metrics' names, one row of panels each. Default: the loss.
         training_loss: whether to draw the metrics of every training round too, as thin lines.
     """
+    save_picture(draw_losses(runs, over=over, metrics=metrics, training_loss=training_loss), path)
+
+
+def draw_losses(
+    runs: Mapping[str, Sequence[Line]],
+    *,
+    over: Sequence[Axis],
+    metrics: Sequence[str],
+    training_loss: bool,
+) -> Figure:
+    """Draw the picture of `plot_losses`."""
+    over = [key for key in over if _grows(runs.values(), key)] or over[:1]
     rows, columns = len(metrics), len(over)
     figure = Figure(figsize=(5.5 * columns, 4.5 * rows), dpi=150, layout="constrained")
     panels = figure.subplots(rows, columns, sharey="row", squeeze=False)
     for metric, row in zip(metrics, panels, strict=True):
         _plot_metric(row, runs, metric, over=over, training_loss=training_loss)
-    figure.legend(
-        *panels[0][0].get_legend_handles_labels(),
-        loc="outside lower center",
-        ncols=min(len(runs), 4),
-        frameon=False,
-    )
-    save_picture(figure, path)
+    handles = [Line2D([], [], linewidth=2, **line_style(i)) for i in range(len(runs))]
+    add_legend(figure, handles, list(runs))
+    return figure
+
+
+def _grows(runs: Iterable[Sequence[Line]], key: Axis) -> bool:
+    """Return whether a key is above zero in a run."""
+    return any(_numbers_above_zero([line.get(key) for lines in runs for line in lines]))
 
 
 def _plot_metric(
@@ -65,43 +90,64 @@ def _plot_metric(
     over: Sequence[Axis],
     training_loss: bool,
 ) -> None:
+    kinds = ("evaluation", "training") if training_loss else ("evaluation",)
     for key, axes in zip(over, panels, strict=True):
         scale = _style_panel(axes, key, runs.values(), metric)
-        for number, (name, lines) in enumerate(runs.items()):
+        drawn = 0
+        for number, lines in enumerate(runs.values()):
             at_round = {line["round"]: line.get(key) for line in select(lines, "training")}
-            kinds: dict[str, dict[str, Any]] = {
-                "evaluation": {"label": name, "marker": "o", "markersize": 4, "linewidth": 2}
-            }
-            if training_loss:
-                kinds["training"] = {"linewidth": 0.8, "alpha": 0.5}
-            for kind, style in kinds.items():
+            for kind in kinds:
                 chosen = select(lines, kind)
                 known = [{key: at_round.get(line["round"]), **line} for line in chosen]
                 positions = [x / scale for x in _numbers(known, key)]
-                color = COLORS[number % len(COLORS)]
                 values = _numbers(chosen, metric)
-                if kind == "evaluation" and any(DEVIATION in line for line in chosen):
-                    style["yerr"] = [line[DEVIATION].get(metric, 0.0) for line in chosen]
-                    style |= {"capsize": 3, "elinewidth": 1}
-                _plot(axes, positions, values, color=color, **style)
-    thin = f" (thin: training {metric})" if training_loss else ""
-    panels[0].set_ylabel(f"held-out {metric}{thin}")
+                style = line_style(number) | _kind_style(kind, chosen, metric)
+                drawn += _plot(axes, key, positions, values, style)
+        if not drawn:
+            note_no_values(axes, metric)
+    thin = f"\n(thin: training {short_text(metric)})" if training_loss else ""
+    panels[0].set_ylabel(f"held-out {short_text(metric)}{thin}")
 
 
-def _plot(axes: Axes, positions: Sequence[float], losses: Sequence[float], **style: Any) -> None:
-    # A logarithmic axis has no zero.
-    if axes.get_xscale() == "linear" or not positions or max(positions) > 0:
-        (axes.errorbar if "yerr" in style else axes.plot)(positions, losses, **style)
-    elif max(positions) == 0 and "label" in style:
-        axes.axhline(losses[-1], color=style["color"], linewidth=2, linestyle="--")
-        axes.annotate(
-            "no communication",
-            (0.01, losses[-1]),
-            xycoords=("axes fraction", "data"),
-            xytext=(0, 4),
-            textcoords="offset points",
-            color=style["color"],
-        )
+def _kind_style(kind: str, lines: Sequence[Line], metric: str) -> dict[str, Any]:
+    """Return the style of held-out or training metrics, with error bars for means."""
+    if kind == "training":  # a single point has no line
+        return {"linewidth": 0.8, "alpha": 0.5, "marker": "." if len(lines) == 1 else None}
+    style: dict[str, Any] = {"marker": "o", "markersize": 4, "linewidth": 2}
+    if any(DEVIATION in line for line in lines):
+        style["yerr"] = [line.get(DEVIATION, {}).get(metric, 0.0) for line in lines]
+        style |= {"capsize": 3, "elinewidth": 1}
+    return style
+
+
+def _plot(
+    axes: Axes,
+    key: Axis,
+    positions: Sequence[float],
+    values: Sequence[float],
+    style: dict[str, Any],
+) -> bool:
+    """Draw a line; return whether a point of it is visible."""
+    visible = [
+        (x, y)
+        for x, y in zip(positions, values, strict=True)
+        if math.isfinite(x) and math.isfinite(y)
+    ]
+    if not visible:
+        return False
+    if key == "bytes_across_placement" and max(x for x, _ in visible) == 0:
+        # The thin line of the training metric would be a second one beside it.
+        if "alpha" not in style:
+            color, dashes = style["color"], style["linestyle"]
+            axes.axhline(visible[-1][1], linewidth=2, color=color, linestyle=dashes)
+            axes.set_xlabel("bytes between participants (horizontal: no communication)")
+    else:
+        (axes.errorbar if "yerr" in style else axes.plot)(positions, values, **style)
+    return True
+
+
+def _numbers_above_zero(values: Iterable[float | None]) -> list[float]:
+    return [x for x in values if x is not None and math.isfinite(x) and x > 0]
 
 
 def _numbers(lines: Sequence[Line], key: str) -> list[float]:
@@ -118,7 +164,8 @@ def _time_unit(runs: Iterable[Sequence[Line]], key: Axis) -> tuple[str, float]:
 
 def _style_panel(axes: Axes, key: Axis, runs: Iterable[Sequence[Line]], metric: str) -> float:
     """Style a panel's axes for all runs; return the size of its horizontal unit."""
-    scale, shown = 1.0, metric[:1].upper() + metric[1:]
+    scale, shown = 1.0, short_text(metric[:1].upper() + metric[1:])
+    style_panel(axes)
     match key:
         case "items":
             units = {
@@ -126,17 +173,15 @@ def _style_panel(axes: Axes, key: Axis, runs: Iterable[Sequence[Line]], metric: 
             }
             label = " or ".join(sorted(units)) or "items"
             title = f"{shown} over {label}"
-            axes.xaxis.set_major_formatter(EngFormatter())
+            count_ticks(axes.xaxis)
         case "bytes_across_placement":
             title, label = f"{shown} over communication", "bytes between participants"
-            axes.set_xscale("log")
-            axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
+            byte_axis(axes, [line.get(key) or 0 for lines in runs for line in lines])
         case "wall_seconds" | "virtual_seconds":
             unit, scale = _time_unit(runs, key)
             kind = key.removesuffix("_seconds")
             title, label = f"{shown} over {kind} time", f"{kind} time ({unit})"
+            axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
     axes.set_title(title, loc="left", fontweight="bold")
-    axes.set_xlabel(label)
-    axes.grid(alpha=0.25, which="both", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel(plain_text(label))
     return scale

@@ -10,18 +10,24 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter
+from matplotlib.lines import Line2D
 
 from fedpax.clients.cohort import Cohort
 from fedpax.inspect.cost import cost
-from fedpax.pictures import save_picture
-from fedpax.reports.plot import COLORS
+from fedpax.pictures import (
+    add_legend,
+    byte_axis,
+    count_ticks,
+    line_style,
+    note_no_values,
+    save_picture,
+    short_text,
+    style_panel,
+)
 from fedpax.reports.table import format_bytes, markdown_table, number_or_nan
 from fedpax.run_files.configuration import write_atomically
 from fedpax.training.experiment import Run
 from fedpax.transforms.inlining import program_placements
-
-LINE_STYLES = ("-", "--", ":", "-.")
 
 
 class Target(NamedTuple):
@@ -245,28 +251,33 @@ def write_target_comparison(
 def draw_courses(courses: Mapping[str, Course], target: Target) -> Figure:
     """Draw the metric of each run over rounds and over bytes, with the target.
 
+    If no run has a known number of bytes above zero, there is no panel over bytes.
+
     Args:
         courses: the courses by the runs' names.
         target: the target.
     """
-    figure = Figure(figsize=(11, 4.5), dpi=110, layout="constrained")
-    over_rounds, over_bytes = figure.subplots(1, 2, sharey=True)
-    for number, (name, course) in enumerate(courses.items()):
-        style = {
-            "color": COLORS[number % len(COLORS)],
-            "linestyle": LINE_STYLES[number // len(COLORS) % len(LINE_STYLES)],
-            "linewidth": 1.2,
-        }
-        over_rounds.plot(course.rounds, course.values, label=name, **style)
-        over_bytes.plot(course.num_bytes, course.values, **style)
-    for axes, label in ((over_rounds, "round"), (over_bytes, "bytes of all participants")):
+    num_bytes = [x for course in courses.values() for x in course.num_bytes if x > 0]
+    columns = 2 if num_bytes else 1
+    figure = Figure(figsize=(5.5 * columns, 4.5), dpi=110, layout="constrained")
+    panels = figure.subplots(1, columns, sharey=True, squeeze=False)[0]
+    for axes, label in zip(panels, ("round", "bytes of all participants"), strict=False):
+        style_panel(axes)
         axes.axhline(target.value, color="gray", linewidth=0.8)
         axes.set_xlabel(label)
-        axes.grid(alpha=0.25, linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
-    if any(number > 0 for course in courses.values() for number in course.num_bytes):
-        over_bytes.set_xscale("log")
-        over_bytes.xaxis.set_major_formatter(EngFormatter(unit="B"))
-    over_rounds.set_ylabel(f"held-out {target.metric}")
-    figure.legend(loc="outside right center", frameon=False, fontsize="small")
+    count_ticks(panels[0].xaxis)
+    if num_bytes:
+        byte_axis(panels[1], num_bytes)
+    handles = []
+    for number, course in enumerate(courses.values()):
+        style = line_style(number) | {"linewidth": 1.2}
+        handles.append(Line2D([], [], **style))
+        if len(course.rounds) == 1:  # a single point has no line
+            style["marker"] = "o"
+        for axes, positions in zip(panels, (course.rounds, course.num_bytes), strict=False):
+            axes.plot(positions, course.values, **style)
+    if not any(math.isfinite(x) for course in courses.values() for x in course.values):
+        note_no_values(panels[0], target.metric)
+    panels[0].set_ylabel(f"held-out {short_text(target.metric)}")
+    add_legend(figure, handles, list(courses))
     return figure

@@ -13,7 +13,7 @@ from fedpax.checkpoints.checkpoint_dir import FOLDERS
 from fedpax.elastic.host_copies import HostCopies
 from fedpax.files import open_unlinked
 from fedpax.main import main
-from fedpax.reports.plot import save_picture
+from fedpax.pictures import save_picture
 from fedpax.run_files.configuration import ConfigurationError
 from fedpax.run_files.metrics import read_metrics
 from fedpax.sites.journal import Journal

@@ -9,7 +9,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from fedpax.data.populations.partition import Partition
 from fedpax.data.populations.partition_statistics import PartitionStatistics, partition_statistics
-from fedpax.pictures import save_picture
 
 if TYPE_CHECKING:  # matplotlib is slow to import, and only pictures need it
     from matplotlib.axes import Axes
@@ -48,11 +47,12 @@ def plot_partition(
     Raises:
         ValueError: as in `partition_statistics`; or a label has no name in `class_names`.
     """
+    from fedpax.pictures import save_picture
+
     statistics = partition_statistics(partition, labels)
     names = _names(statistics.classes, class_names)
     draw = _bars if len(statistics.sizes) <= max_participants else _overview
-    figure = draw(statistics, names)
-    save_picture(figure, path)
+    save_picture(draw(statistics, names), path)
 
 
 def _names(
@@ -76,8 +76,13 @@ def _bars(statistics: PartitionStatistics, names: list[str] | None) -> "Figure":
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
+    from fedpax.pictures import add_legend
+
     participants = len(statistics.sizes)
-    figure = Figure(figsize=(11, 1.6 + 0.25 * participants), dpi=150, layout="constrained")
+    height = 1.6 + 0.25 * participants
+    if names is not None and len(names) > len(COLORS):
+        height = max(height, 4.8)  # for the names beside the color bar
+    figure = Figure(figsize=(11, height), dpi=150, layout="constrained")
     axes = figure.subplots()
     counts = statistics.sizes[:, None] if names is None else statistics.label_counts
     assert counts is not None
@@ -101,14 +106,8 @@ def _bars(statistics: PartitionStatistics, names: list[str] | None) -> "Figure":
     axes.set_title(_title(statistics), loc="left", fontweight="bold")
     _note(axes, ", ".join(_notes(statistics)))
     if names is not None and len(names) <= len(COLORS):
-        figure.legend(
-            handles=[Patch(color=c, label=n) for c, n in zip(colors, names, strict=True)],
-            loc="outside lower center",
-            ncols=len(names) if sum(map(len, names)) < 70 else 5,  # what fits a line
-            frameon=False,
-            handlelength=1,
-            handleheight=1,
-        )
+        patches = [Patch(color=color) for color in colors]
+        add_legend(figure, patches, names, handlelength=1, handleheight=1)
     elif names is not None:
         _color_bar(axes, colors, names)
     return figure
@@ -133,7 +132,7 @@ def _overview(statistics: PartitionStatistics, names: list[str] | None) -> "Figu
 
 def _histogram(axes: "Axes", statistics: PartitionStatistics) -> None:
     """Draw the distribution of the participants' sizes."""
-    from matplotlib.ticker import NullFormatter, StrMethodFormatter
+    from fedpax.pictures import log_ticks
 
     smallest, largest = statistics.smallest, statistics.largest
     logarithmic = largest > 50 * smallest > 0
@@ -151,8 +150,7 @@ def _histogram(axes: "Axes", statistics: PartitionStatistics) -> None:
     axes.grid(False, axis="x")
     if logarithmic:
         axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-        axes.xaxis.set_minor_formatter(NullFormatter())
+        log_ticks(axes.xaxis, largest / smallest)
     elif len(edges) < 10:  # few different sizes, or one
         middle = (edges[0] + edges[-1] - 1) / 2
         axes.set_xlim(max(middle - 5.5, -0.5), middle + 5.5)
@@ -222,7 +220,10 @@ def _name_ticks(axis: "Axis", names: list[str]) -> None:
     """Name the positions 0, 1, ... of an axis, or at most 20 evenly spaced ones."""
     from matplotlib.ticker import FixedFormatter, FixedLocator
 
+    from fedpax.pictures import short_text
+
     step = -(-len(names) // 20)
+    names = [short_text(name) for name in names]
     axis.set_major_locator(FixedLocator(range(0, len(names), step)))
     axis.set_major_formatter(FixedFormatter(names[::step]))
     axis.set_tick_params(length=0)
@@ -230,16 +231,13 @@ def _name_ticks(axis: "Axis", names: list[str]) -> None:
 
 def _style_axes(axes: "Axes", horizontal: str, vertical: str) -> None:
     """Label the axes, format their ticks, and draw a light grid."""
-    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+    from fedpax.pictures import count_ticks, style_panel
 
     axes.set_xlabel(horizontal)
     axes.set_ylabel(vertical)
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=True))
-        axis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    axes.set_axisbelow(True)
-    axes.grid(alpha=0.25, linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
+        count_ticks(axis)
+    style_panel(axes)
 
 
 def _note(axes: "Axes", text: str) -> None:
@@ -249,7 +247,11 @@ def _note(axes: "Axes", text: str) -> None:
 
 def _title(statistics: PartitionStatistics) -> str:
     """Return the picture's title."""
-    return f"{len(statistics.sizes):,} participants, {statistics.num_examples:,} examples"
+    participants, examples = len(statistics.sizes), statistics.num_examples
+    return (
+        f"{participants:,} participant{'s' * (participants != 1)}, "
+        f"{examples:,} example{'s' * (examples != 1)}"
+    )
 
 
 def _notes(statistics: PartitionStatistics) -> list[str]:

@@ -123,7 +123,7 @@ def _process_start() -> float:
     Where this is unknown, return 0: then a module that other code has imported is imported again.
     """
     try:
-        status = Path("/proc/self/stat").read_text()
+        status = Path("/proc/self/stat").read_text(encoding="utf-8")
         ticks = int(status.rpartition(")")[2].split()[19])
         boot = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
         return boot + ticks / os.sysconf("SC_CLK_TCK")

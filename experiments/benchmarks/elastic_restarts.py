@@ -134,7 +134,8 @@ class Job(AbstractContextManager["Job"]):
         ticks = []
         for number, supervisor in enumerate(self._supervisors):
             if supervisor.poll() is None:
-                stat = Path(f"/proc/{self._training_process(number)}/stat").read_text()
+                path = Path(f"/proc/{self._training_process(number)}/stat")
+                stat = path.read_text(encoding="utf-8")
                 user, system = stat.rpartition(")")[2].split()[11:13]
                 ticks.append(int(user) + int(system))
         return max(ticks) / os.sysconf("SC_CLK_TCK")

@@ -155,7 +155,7 @@ def _terms(x, *weights):
     if not weights:
         return [wide]
     w = weights[0].astype(jnp.finfo(wide.dtype).dtype)  # real, also for complex values
-    factor = append_axes(w, wide)
+    factor = append_axes(w, wide).astype(wide.dtype)
     # 0 * NaN is NaN: an absent participant, whose data are padding, would make the mean NaN.
     return [jnp.where(factor == 0, 0, factor * wide), w]
 
@@ -163,7 +163,7 @@ def _terms(x, *weights):
 def _finish(totals, participants, dtype):
     total, *weight = totals
     if weight:
-        mean = _divide(total, append_axes(weight[0], total))
+        mean = _divide(total, append_axes(weight[0], total).astype(total.dtype))
         overflow = append_axes(jnp.isinf(weight[0]), mean)  # otherwise x / infinity is 0
         mean = jnp.where(overflow, jnp.nan, mean)
     else:

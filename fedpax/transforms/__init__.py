@@ -1,6 +1,7 @@
 """Programs, and the passes over their jaxprs that compile and run them."""
 
 from fedpax.transforms.out_of_core import out_of_core
+from fedpax.transforms.placed_closures import PlacedClosureWarning
 from fedpax.transforms.program import program
 
-__all__ = ["out_of_core", "program"]
+__all__ = ["PlacedClosureWarning", "out_of_core", "program"]

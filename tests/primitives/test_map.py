@@ -10,6 +10,7 @@ from federated_cases import assert_close, normal, place, positive
 
 import fedpax
 from fedpax import federated_map, federated_mean, federated_sum
+from fedpax.transforms import PlacedClosureWarning
 
 N = 6
 
@@ -143,7 +144,8 @@ def test_closing_over_tracers_of_transformations_outside_of_the_program():
 def test_a_closed_over_placed_value_is_broadcast_whole():
     x = normal(N, 2)
     program = fedpax.program(clients=N)(lambda x: federated_map(lambda mine: mine - x.mean(0), x))
-    assert_close(program(x), x - x.mean(0))
+    with pytest.warns(PlacedClosureWarning):
+        assert_close(program(x), x - x.mean(0))
 
 
 def test_a_closed_over_array_is_an_argument_of_the_jaxpr():

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import operator
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int64
@@ -144,7 +145,7 @@ def weight_at(weight: Weight, round_number: int) -> float:
     return before + (after - before) * (round_number - start) / (end - start)
 
 
-def _points(weight: Weight) -> Sequence[tuple[int, float]]:
+def _points(weight: Any) -> Sequence[tuple[int, float]]:
     if isinstance(weight, Sequence) or np.ndim(weight):
         return weight
     return [(0, float(weight))]  # float: also of NumPy's and JAX's numbers

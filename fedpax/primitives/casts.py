@@ -228,7 +228,8 @@ def _overflows(array: NDArray[Any], cast: NDArray[Any], info: Any) -> Any:
     """Return where finite numbers have become infinite; False where none can have."""
     if not array.size or array.dtype.kind != "f":  # the least of complex numbers is no bound
         return np.isfinite(array) & ~np.isfinite(cast)
-    if float(info.min) <= array.min() and array.max() <= float(info.max):  # False for a NaN
+    least, largest = float(array.min()), float(array.max())  # float16 has no room for the bounds
+    if float(info.min) <= least and largest <= float(info.max):  # False for a NaN
         return False
     return np.isfinite(array) & ~np.isfinite(cast)
 

@@ -202,7 +202,7 @@ def fedavg(
         delta = weighted_mean([each(np.subtract, y, x) for y, _, _ in trained], n)
         if server is None:
             x = each(np.add, x, delta)
-        else:
+        elif np.sum(n):  # otherwise nobody took part: the server makes no step
             x, state = server.step(x, each(np.negative, delta), state)
         history.append((x, weighted_mean([metrics for *_, metrics in trained], n)))
     return history

@@ -289,7 +289,7 @@ def test_hypclusters_models_get_noise_of_their_own():
         lambda w, x: (0 * jnp.sum(w) + jnp.mean((w[0] - x) ** 2), {}),
         cohort_size=2,
         num_clusters=2,
-        client_optimizer=optax.sgd(0.0),
+        client_optimizer=optax.sgd(1e-6),  # with a rate of 0, the parameters would be frozen
         aggregator=private_mean(max_norm=1.0, noise_multiplier=1.0, seed=0),
     )
     models = jnp.zeros((2, 8)).at[1].set(1.0)

@@ -22,7 +22,7 @@ MAY_BE_ZERO = {
     *("warmup_steps", "final_lr_ratio", "b1", "b2", "momentum", "weight_decay", "sigma"),
     "bandwidth_sigma",
     *("z_loss_weight", "load_balance_weight", "delay", "mixing", "grace_seconds", "max_staleness"),
-    *("evaluate_every", "checkpoint_every", "keep_every", "export_every"),
+    *("evaluate_every", "checkpoint_every", "keep_every", "export_every", "stop_after"),
     *("decay_fraction", "num_experts", "rank"),
     "l2_factor",
     *("seconds_to_global", "seconds_from_global", "local_momentum", "global_momentum"),

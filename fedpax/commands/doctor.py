@@ -91,7 +91,7 @@ def doctor(arguments: Sequence[str]) -> int:
 
 def examine() -> Iterator[Finding]:
     """Yield what was found: versions, devices, folders and extras."""
-    yield Finding(DISTRIBUTION, f"{fedpax.__version__} in {Path(fedpax.__file__).parent}")
+    yield Finding(DISTRIBUTION, f"{fedpax.__version__} in {Path(fedpax.__file__).resolve().parent}")
     yield Finding("python", f"{platform.python_version()} on {platform.platform()}")
     requirements = _requirements()
     for package in (*PACKAGES, *sorted(requirements.keys() - set(PACKAGES))):

@@ -12,11 +12,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from fedpax.aggregators import Aggregator, random_stream
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.mean_metrics import mean_metrics
 from fedpax.algorithms.parts.checks import check_optimizer
 from fedpax.algorithms.parts.directional_mean import directional_mean
 from fedpax.algorithms.parts.fragments import Fragment, FragmentFn, make_fragments
 from fedpax.algorithms.parts.inner_steps import InnerReport, average_reports, make_inner_steps
+from fedpax.algorithms.parts.mean_metrics import mean_metrics
 from fedpax.algorithms.parts.optimizer_step import optimizer_step
 from fedpax.algorithms.parts.server import given_aggregator
 from fedpax.algorithms.parts.tree_arithmetic import subtract

@@ -14,7 +14,6 @@ from jaxtyping import Array, Int, Num
 from fedpax.aggregators import Aggregator, mean, random_stream
 from fedpax.aggregators.transfer_work import under_transfers
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.mean_metrics import mean_metrics
 from fedpax.algorithms.parts.checks import check_no_keys, check_optimizer, check_setting
 from fedpax.algorithms.parts.fragments import Fragment, FragmentFn, layer_fragments, make_fragments
 from fedpax.algorithms.parts.inner_steps import (
@@ -23,6 +22,7 @@ from fedpax.algorithms.parts.inner_steps import (
     keep_step_together,
     make_inner_steps,
 )
+from fedpax.algorithms.parts.mean_metrics import mean_metrics
 from fedpax.algorithms.parts.optimizer_step import optimizer_step
 from fedpax.algorithms.parts.participation import participant_weights
 from fedpax.algorithms.parts.server import as_floats, given_aggregator, unless_all_absent

@@ -1,1 +1,1 @@
-"""What methods are made of: local steps, servers, fragments, weights, checks."""
+"""Parts that methods share: local steps, servers, fragments, weights, checks."""

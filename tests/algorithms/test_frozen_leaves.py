@@ -20,7 +20,7 @@ from fedpax.aggregators import (
     secure_mean,
 )
 from fedpax.algorithms import diloco, fedavg
-from fedpax.algorithms.frozen_leaves import frozen_leaves
+from fedpax.algorithms.parts.frozen_leaves import frozen_leaves
 
 N = 4
 PARAMS = {"body": jnp.array([0.5, -1.0, 2.0]), "head": jnp.zeros(3)}
